@@ -1,0 +1,6 @@
+"""Placeholder."""
+
+
+def down() -> None:
+    """Placeholder."""
+    raise NotImplementedError

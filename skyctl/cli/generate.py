@@ -1,0 +1,6 @@
+"""Placeholder."""
+
+
+def generate() -> None:
+    """Placeholder."""
+    raise NotImplementedError

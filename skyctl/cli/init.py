@@ -1,0 +1,6 @@
+"""Placeholder."""
+
+
+def init() -> None:
+    """Placeholder."""
+    raise NotImplementedError

@@ -1,0 +1,6 @@
+"""Placeholder."""
+
+
+def logs() -> None:
+    """Placeholder."""
+    raise NotImplementedError

@@ -1,0 +1,43 @@
+"""Options that many commands share, declared once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from skyctl.cli import complete
+
+FileOption = Annotated[
+    Path | None,
+    typer.Option(
+        "-f",
+        "--file",
+        envvar="SKYCTL_FILE",
+        help="Fleet file (default: ./fleet.yaml, else the one running fleet).",
+        show_default=False,
+    ),
+]
+FleetOption = Annotated[
+    str | None,
+    typer.Option(
+        "--fleet",
+        envvar="SKYCTL_FLEET",
+        help="Fleet by name, from any directory.",
+        show_default=False,
+        autocompletion=complete.fleets,
+    ),
+]
+JsonOption = Annotated[
+    bool, typer.Option("--json", help="Print one JSON envelope on stdout, also on failure.")
+]
+TimeoutOption = Annotated[
+    float | None,
+    typer.Option(
+        "--timeout",
+        metavar="SECONDS",
+        help="Deadline of each server's call (default: the fleet file's control_timeout_s).",
+        show_default=False,
+    ),
+]

@@ -1,0 +1,6 @@
+"""Placeholder."""
+
+
+def plan() -> None:
+    """Placeholder."""
+    raise NotImplementedError

@@ -1,0 +1,6 @@
+"""Placeholder."""
+
+
+def scale() -> None:
+    """Placeholder."""
+    raise NotImplementedError

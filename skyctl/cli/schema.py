@@ -1,0 +1,6 @@
+"""Placeholder."""
+
+
+def schema() -> None:
+    """Placeholder."""
+    raise NotImplementedError

@@ -1,0 +1,6 @@
+"""Placeholder."""
+
+
+def status() -> None:
+    """Placeholder."""
+    raise NotImplementedError

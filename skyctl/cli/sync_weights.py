@@ -1,0 +1,6 @@
+"""Placeholder."""
+
+
+def sync_weights() -> None:
+    """Placeholder."""
+    raise NotImplementedError

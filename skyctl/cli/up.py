@@ -1,0 +1,6 @@
+"""Placeholder."""
+
+
+def up() -> None:
+    """Placeholder."""
+    raise NotImplementedError

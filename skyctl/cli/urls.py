@@ -1,0 +1,6 @@
+"""Placeholder."""
+
+
+def urls() -> None:
+    """Placeholder."""
+    raise NotImplementedError

@@ -1,0 +1,6 @@
+"""Placeholder."""
+
+
+def validate() -> None:
+    """Placeholder."""
+    raise NotImplementedError

@@ -1,0 +1,110 @@
+"""Run one call against every server at once, and keep one outcome per server."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any, Generic, TypeVar
+
+from skyctl.control.target import ServerTarget
+from skyctl.errors import (
+    DeadlineExceeded,
+    PartialFailure,
+    ServerError,
+    ServerUnreachable,
+    SkyctlError,
+)
+
+T = TypeVar("T")
+
+
+class OutcomeStatus(StrEnum):
+    """How one server's call ended."""
+
+    OK = "ok"
+    FAILED = "failed"  # the server answered with an error
+    TIMEOUT = "timeout"  # no answer within the deadline; state unknown
+    UNREACHABLE = "unreachable"  # no connection, or it broke
+    SKIPPED = "skipped"  # not asked, `detail` says why
+
+
+@dataclass(frozen=True)
+class Outcome(Generic[T]):
+    """What one server's call came to. `elapsed_ms` is wall time in milliseconds."""
+
+    server: str
+    status: OutcomeStatus
+    elapsed_ms: float
+    detail: str = ""
+    value: T | None = None
+
+    @property
+    def ok(self) -> bool:
+        return self.status is OutcomeStatus.OK
+
+    def to_json(self) -> dict[str, Any]:
+        """Keys: server, status, elapsed_ms, detail."""
+        return {
+            "server": self.server,
+            "status": self.status.value,
+            "elapsed_ms": round(self.elapsed_ms, 1),
+            "detail": self.detail,
+        }
+
+
+async def fan_out(
+    targets: Sequence[ServerTarget],
+    call: Callable[[ServerTarget], Awaitable[T]],
+    *,
+    timeout_s: float,
+) -> list[Outcome[T]]:
+    """Call every target concurrently, each under its own deadline of `timeout_s` seconds.
+
+    Never raises for a server's failure: one server's error hides no other's result. Outcomes are
+    in the order of `targets`.
+    """
+
+    async def one(target: ServerTarget) -> Outcome[T]:
+        began = time.perf_counter()
+
+        def ended(status: OutcomeStatus, detail: str = "", value: T | None = None) -> Outcome[T]:
+            elapsed_ms = (time.perf_counter() - began) * 1000
+            return Outcome(target.name, status, elapsed_ms, detail, value)
+
+        try:
+            async with asyncio.timeout(timeout_s):
+                return ended(OutcomeStatus.OK, value=await call(target))
+        except (TimeoutError, DeadlineExceeded):
+            return ended(OutcomeStatus.TIMEOUT, f"no answer in {timeout_s:g} s")
+        except ServerUnreachable as error:
+            return ended(OutcomeStatus.UNREACHABLE, error.message)
+        except SkyctlError as error:
+            return ended(OutcomeStatus.FAILED, error.message)
+
+    return list(await asyncio.gather(*(one(target) for target in targets)))
+
+
+def require_all(outcomes: Sequence[Outcome[T]], verb: str) -> None:
+    """Raise unless every outcome is ok.
+
+    Raises:
+        PartialFailure: some servers succeeded and some did not.
+        ServerError: none did (DeadlineExceeded when all of them ran out of time).
+    """
+    failed = [o for o in outcomes if o.status not in (OutcomeStatus.OK, OutcomeStatus.SKIPPED)]
+    if not failed:
+        return
+    first = failed[0]
+    message = (
+        f"{verb}: {len(failed)} of {len(outcomes)} servers failed "
+        f"({first.server}: {first.detail or first.status.value})"
+    )
+    details = {"outcomes": [o.to_json() for o in outcomes]}
+    if len(failed) < len(outcomes):
+        raise PartialFailure(message, outcomes=outcomes, details=details)
+    if all(o.status is OutcomeStatus.TIMEOUT for o in failed):
+        raise DeadlineExceeded(message, details=details)
+    raise ServerError(message, details=details)

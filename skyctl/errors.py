@@ -1,0 +1,130 @@
+"""Every error skyctl raises on purpose, and the exit codes they end in.
+
+SkyctlError                     1   something failed; the message says what, where and what to type next
+├── UsageError                  2   the command line or the fleet file is wrong; nothing was touched
+│   └── FleetFileError          2   … with the file and line
+├── PartialFailure              3   some servers succeeded, some did not; carries the outcome of each
+├── NotFoundError               4   no such fleet, replica, job or checkpoint
+│   └── FleetDownError          4   the fleet exists but is not running (or its state is stale)
+├── ServerError                 1   a server answered, and the answer was an error
+│   ├── ServerUnreachable       1   no connection, or it broke
+│   └── DeadlineExceeded      124   no answer within the deadline
+├── ConflictError               1   somebody else holds the lock, the port or the name
+├── PreflightError              1   a push was refused before anything was paused
+└── PushError                   1   a push failed after it began; says in what state each server was left
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import IntEnum
+from typing import Any
+
+
+class ExitCode(IntEnum):
+    """Exit codes of every skyctl command (documented in the README)."""
+
+    OK = 0
+    FAILED = 1
+    USAGE = 2
+    PARTIAL = 3
+    NOT_FOUND = 4
+    DEADLINE = 124
+    INTERRUPTED = 130
+
+
+class SkyctlError(Exception):
+    """Base of all errors a user is meant to read.
+
+    `message` is one line: what failed and where. `hint` is what to type or change next.
+    `details` is a JSON-serialisable mapping that `--json` adds to the error envelope.
+    """
+
+    exit_code: ExitCode = ExitCode.FAILED
+
+    def __init__(
+        self, message: str, *, hint: str = "", details: dict[str, Any] | None = None
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+        self.details = details or {}
+
+    @property
+    def kind(self) -> str:
+        """Stable machine-readable name of the error, as `--json` prints it."""
+        return type(self).__name__
+
+
+class UsageError(SkyctlError):
+    """The command line or a file the user wrote is wrong; nothing was touched."""
+
+    exit_code = ExitCode.USAGE
+
+
+class FleetFileError(UsageError):
+    """A fleet file is missing, unreadable or invalid. The message starts with `path:line:`."""
+
+
+class PartialFailure(SkyctlError):
+    """Some servers did it and some did not. `outcomes` holds one per server, in fleet order."""
+
+    exit_code = ExitCode.PARTIAL
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        outcomes: Sequence[Any] = (),
+        hint: str = "",
+        details: dict[str, Any] | None = None,
+    ) -> None:
+        super().__init__(message, hint=hint, details=details)
+        self.outcomes = list(outcomes)
+
+
+class NotFoundError(SkyctlError):
+    """No such fleet, replica, job or checkpoint."""
+
+    exit_code = ExitCode.NOT_FOUND
+
+
+class FleetDownError(NotFoundError):
+    """The fleet is known but not running."""
+
+
+class ServerError(SkyctlError):
+    """A server answered with an error status. `status` is the HTTP status, 0 when there was none."""
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        status: int = 0,
+        hint: str = "",
+        details: dict[str, Any] | None = None,
+    ) -> None:
+        super().__init__(message, hint=hint, details=details)
+        self.status = status
+
+
+class ServerUnreachable(ServerError):
+    """The server could not be connected to, or the connection broke before an answer."""
+
+
+class DeadlineExceeded(ServerError):
+    """No answer within the deadline; whether the server acted is unknown."""
+
+    exit_code = ExitCode.DEADLINE
+
+
+class ConflictError(SkyctlError):
+    """Somebody else holds the lock, the port or the name; the message says who."""
+
+
+class PreflightError(SkyctlError):
+    """A push was refused before anything was paused."""
+
+
+class PushError(SkyctlError):
+    """A push failed after it began. `details["servers"]` says how each server was left."""

@@ -1,0 +1,221 @@
+"""The fleet file's schema: what a user may write in fleet.yaml, and every default."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+from skyctl.units import parse_bytes
+
+Port = Annotated[int, Field(ge=1, le=65535)]
+Seconds = Annotated[float, Field(gt=0)]
+ByteSize = Annotated[int, BeforeValidator(parse_bytes), Field(gt=0)]
+Name = Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?$")]
+ArgValue = str | int | float | bool | None | list[str | int | float] | dict[str, Any]
+
+Transport = Literal["auto", "nccl", "ipc", "gloo", "shm", "disk"]
+RouterPolicy = Literal[
+    "random",
+    "round_robin",
+    "cache_aware",
+    "kv_aware",
+    "power_of_two",
+    "consistent_hash",
+    "sticky_least_loaded",
+]
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class HealthPolicy(_Section):
+    """How the supervisor watches servers: `/is_paused` (it round-trips the engine core)."""
+
+    interval_s: Seconds = Field(5.0, description="Seconds between probes of one server.")
+    timeout_s: Seconds = Field(10.0, description="Deadline of one probe, in seconds.")
+    failures: int = Field(3, ge=1, description="Failed probes in a row before it counts as dead.")
+    startup_timeout_s: Seconds = Field(
+        600.0, description="Seconds a server may take from spawn to ready."
+    )
+
+
+class RestartPolicy(_Section):
+    """What the supervisor does when a server or the router dies."""
+
+    policy: Literal["on-failure", "never"] = Field(
+        "on-failure", description="Restart a process that died, or leave it dead."
+    )
+    max_restarts: int = Field(
+        5, ge=0, description="Restarts within window_s before the replica is given up."
+    )
+    window_s: Seconds = Field(600.0, description="Seconds over which restarts are counted.")
+    backoff_s: Seconds = Field(1.0, description="First wait before a restart; doubles each time.")
+    backoff_max_s: Seconds = Field(30.0, description="Longest wait before a restart.")
+
+
+class RouterSection(_Section):
+    """The vllm-router in front of the servers."""
+
+    enabled: bool = Field(True, description="Start a router (false: none).")
+    host: str = Field("127.0.0.1", description="Address the router binds.")
+    port: Port | None = Field(None, description="Router port; free one when absent.")
+    metrics_port: Port | None = Field(None, description="Prometheus port; free one when absent.")
+    policy: RouterPolicy = Field("cache_aware", description="Load-balancing policy.")
+    health_interval_s: int = Field(
+        5, ge=1, description="Seconds between the router's own health checks (its default is 60)."
+    )
+    request_timeout_s: int = Field(
+        1800, ge=1, description="Seconds after which the router gives a request up."
+    )
+    args: dict[str, ArgValue] = Field(
+        default_factory=dict,
+        description="Any other vllm-router argument, e.g. `retry-max-retries: 2`.",
+    )
+    env: dict[str, str] = Field(default_factory=dict, description="Environment of the router.")
+
+
+class WeightTransferSection(_Section):
+    """How `sync-weights` carries tensors into the servers."""
+
+    transport: Transport = Field(
+        "auto", description="auto picks shm on CPU; ipc or nccl on GPUs by topology."
+    )
+    chunk_size: ByteSize = Field(
+        256 * 1024 * 1024, description="Bytes per chunk; grows to fit the largest tensor."
+    )
+    rendezvous_timeout_s: Seconds = Field(
+        30.0, description="Deadline for sender and servers to form their group."
+    )
+    update_timeout_s: Seconds = Field(
+        120.0, description="Deadline for one chunk to be loaded by every server."
+    )
+    verify: bool = Field(True, description="Compare the servers' weights after each push.")
+
+
+class ReplicaGroup(_Section):
+    """A group of replicas that differ from the fleet's defaults."""
+
+    name: Name | None = Field(None, description="Replica names start with it (default: fleet's).")
+    count: int = Field(1, ge=1, description="Replicas in this group.")
+    args: dict[str, ArgValue] = Field(
+        default_factory=dict, description="vLLM arguments, over the fleet's `args`."
+    )
+    env: dict[str, str] = Field(
+        default_factory=dict, description="Environment, over the fleet's `env`."
+    )
+    gpus: list[list[int]] | None = Field(
+        None, description="One list of GPU indices per replica; automatic when absent."
+    )
+    ports: list[Port] | None = Field(None, description="One port per replica.")
+    tensor_parallel_size: int | None = Field(None, ge=1)
+    pipeline_parallel_size: int | None = Field(None, ge=1)
+    data_parallel_size: int | None = Field(None, ge=1)
+
+    @model_validator(mode="after")
+    def _lists_match_count(self) -> ReplicaGroup:
+        for key in ("gpus", "ports"):
+            value = getattr(self, key)
+            if value is not None and len(value) != self.count:
+                raise ValueError(f"{key} has {len(value)} entries for {self.count} replicas")
+        return self
+
+
+class FleetConfig(_Section):
+    """One fleet: either started by skyctl (`model` + `replicas`) or attached to (`servers`)."""
+
+    name: Name = Field(description="Fleet name: lower-case letters, digits and dashes.")
+
+    model: str | None = Field(
+        None, description="Checkpoint directory (relative to this file) or a hub model id."
+    )
+    served_model_name: str | None = Field(
+        None, description="Model name in the API; the directory's or model id's name by default."
+    )
+    replicas: int | list[ReplicaGroup] = Field(
+        1, description="How many replicas, or a list of groups that differ."
+    )
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        "auto", description="auto: cuda when there is a GPU, else cpu."
+    )
+    gpus: list[int] | None = Field(
+        None, description="GPU indices the fleet may use; all when absent."
+    )
+    share_gpus: bool = Field(
+        False, description="Allow several replicas on one GPU (set gpu-memory-utilization)."
+    )
+    tensor_parallel_size: int = Field(1, ge=1)
+    pipeline_parallel_size: int = Field(1, ge=1)
+    data_parallel_size: int = Field(1, ge=1)
+    host: str = Field("127.0.0.1", description="Address the servers bind.")
+    ports: list[Port] | None = Field(
+        None, description="One port per replica, in order; free ones when absent."
+    )
+    args: dict[str, ArgValue] = Field(
+        default_factory=dict,
+        description="Any vLLM server argument, e.g. `max-model-len: 4096`; true adds a bare flag.",
+    )
+    env: dict[str, str] = Field(default_factory=dict, description="Environment of every server.")
+    python: str | None = Field(
+        None, description="Python interpreter that has vLLM; skyctl's own by default."
+    )
+
+    servers: list[str] | None = Field(
+        None, description="URLs of servers that skyctl did not start: control only."
+    )
+
+    router: RouterSection | str = Field(
+        default_factory=RouterSection,
+        description="Router settings, or with `servers` the URL of a running router.",
+    )
+    weight_transfer: WeightTransferSection = Field(default_factory=WeightTransferSection)
+    health: HealthPolicy = Field(default_factory=HealthPolicy)
+    restart: RestartPolicy = Field(default_factory=RestartPolicy)
+    control_timeout_s: Seconds = Field(
+        30.0, description="Deadline of one control call (pause, resume, wake …) in seconds."
+    )
+    drain_timeout_s: Seconds = Field(
+        30.0, description="Seconds `down`, `restart` and `scale` wait for running requests."
+    )
+    stop_timeout_s: Seconds = Field(
+        15.0, description="Seconds between TERM and KILL when a process is stopped."
+    )
+    api_key_env: str | None = Field(
+        None, description="Name of the environment variable that holds the servers' API key."
+    )
+
+    @property
+    def attached(self) -> bool:
+        """True for a fleet that skyctl did not start."""
+        return self.servers is not None
+
+    @model_validator(mode="after")
+    def _started_or_attached(self) -> FleetConfig:
+        if self.servers is not None:
+            if self.model is not None:
+                raise ValueError("write either `model` (skyctl starts servers) or `servers`")
+            if not self.servers:
+                raise ValueError("`servers` is empty")
+            if "router" in self.model_fields_set and not isinstance(self.router, str):
+                raise ValueError("with `servers`, `router` is the URL of a running router")
+        else:
+            if self.model is None:
+                raise ValueError("`model` is missing (or `servers`, for servers already running)")
+            if isinstance(self.router, str):
+                raise ValueError("`router` as a URL goes with `servers`")
+        return self
+
+
+def resolve_relative(path: str, base: Path) -> str:
+    """`path` made absolute against `base` when it exists there or is written like a path.
+
+    A hub model id such as `Qwen/Qwen3-0.6B` stays as it is.
+    """
+    candidate = Path(path).expanduser()
+    if candidate.is_absolute():
+        return str(candidate)
+    if path.startswith((".", "~")) or (base / candidate).exists():
+        return str((base / candidate).resolve())
+    return path

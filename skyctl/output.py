@@ -1,0 +1,212 @@
+"""Everything skyctl prints: the only module that imports Rich.
+
+Results go to stdout, progress and errors to stderr. With `--json`, stdout holds exactly one
+envelope, also on failure:
+
+    {"skyctl": 1, "command": "pause", "ok": true, "exit_code": 0, "data": {…}, "error": null}
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import Console, RenderableType
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from skyctl.errors import ExitCode, SkyctlError
+
+ENVELOPE_VERSION = 1
+
+STATE_STYLES = {
+    "ok": "green",
+    "ready": "green",
+    "routed": "green",
+    "succeeded": "green",
+    "starting": "yellow",
+    "loading": "yellow",
+    "restarting": "yellow",
+    "running": "cyan",
+    "updating": "cyan",
+    "paused": "blue",
+    "asleep": "blue",
+    "skipped": "bright_black",
+    "stopped": "bright_black",
+    "degraded": "red",
+    "failed": "red",
+    "timeout": "red",
+    "unreachable": "red",
+    "dead": "red",
+    "quarantined": "red",
+}
+
+
+@dataclass
+class Mode:
+    """How this process prints. Set once, at the entry point."""
+
+    command: str = "skyctl"
+    json: bool = False
+    quiet: bool = False
+
+
+mode = Mode()
+out = Console(highlight=False, soft_wrap=True)
+err = Console(stderr=True, highlight=False, soft_wrap=True)
+
+
+def configure(*, command: str, json: bool, quiet: bool = False, color: bool = True) -> None:
+    """Set the mode and rebuild the consoles (they look at the current stdout and stderr)."""
+    global out, err
+    mode.command, mode.json, mode.quiet = command, json, quiet
+    no_color = not color or None
+    out = Console(highlight=False, soft_wrap=True, no_color=no_color)
+    err = Console(stderr=True, highlight=False, soft_wrap=True, no_color=no_color)
+
+
+def styled(state: str) -> Text:
+    """A state word in its colour."""
+    return Text(state, style=STATE_STYLES.get(state.split()[0].lower() if state else "", ""))
+
+
+def emit(
+    data: dict[str, Any],
+    *views: RenderableType | None,
+    exit_code: ExitCode = ExitCode.OK,
+    error: SkyctlError | None = None,
+) -> None:
+    """Print a command's result: the envelope with `--json`, else the views in order.
+
+    A non-zero `exit_code` (or an `error`) ends the process with that code after printing.
+    """
+    if error is not None:
+        exit_code = error.exit_code
+    if mode.json:
+        _print_envelope(data, exit_code, error)
+    else:
+        for view in views:
+            if view is not None:
+                out.print(view)
+        if error is not None:
+            print_error(error)
+    if exit_code is not ExitCode.OK:
+        sys.stdout.flush()
+        raise SystemExit(int(exit_code))
+
+
+def emit_error(error: SkyctlError) -> None:
+    """Print an error that ended the command (no exit): one line and its hint, or the envelope."""
+    if mode.json:
+        _print_envelope(error.details, error.exit_code, error)
+    else:
+        print_error(error)
+
+
+def print_error(error: SkyctlError) -> None:
+    """`error: message`, and a `hint:` line that says what to do next, on stderr."""
+    err.print(Text.assemble(("error: ", "bold red"), error.message))
+    if error.hint:
+        err.print(Text.assemble(("hint: ", "bold"), error.hint))
+
+
+def _print_envelope(data: dict[str, Any], exit_code: ExitCode, error: SkyctlError | None) -> None:
+    envelope = {
+        "skyctl": ENVELOPE_VERSION,
+        "command": mode.command,
+        "ok": exit_code is ExitCode.OK,
+        "exit_code": int(exit_code),
+        "data": data,
+        "error": None
+        if error is None
+        else {"kind": error.kind, "message": error.message, "hint": error.hint},
+    }
+    sys.stdout.write(json.dumps(envelope, indent=2, default=str) + "\n")
+    sys.stdout.flush()
+
+
+def note(message: str) -> None:
+    """One line of progress or advice on stderr; silent with --quiet and --json."""
+    if not (mode.quiet or mode.json):
+        err.print(message)
+
+
+def warn(message: str) -> None:
+    """One warning line on stderr; never silent outside --json."""
+    if not mode.json:
+        err.print(Text.assemble(("warning: ", "yellow"), message))
+
+
+def table(columns: Sequence[str], rows: Sequence[Sequence[Any]], *, title: str = "") -> Table:
+    """A plain table. A column name that starts with `>` is right-aligned.
+
+    Cells may be str, Text, number or None (shown as –).
+    """
+    grid = Table(
+        title=title or None, title_justify="left", box=None, pad_edge=False, header_style="bold"
+    )
+    for column in columns:
+        right = column.startswith(">")
+        grid.add_column(column.lstrip(">"), justify="right" if right else "left", no_wrap=True)
+    for row in rows:
+        grid.add_row(*("–" if cell is None else _cell(cell) for cell in row))
+    return grid
+
+
+def _cell(cell: Any) -> RenderableType:
+    return cell if isinstance(cell, Text | Table) else str(cell)
+
+
+def outcome_table(outcomes: Sequence[Any]) -> Table:
+    """One row per server of a fan-out: SERVER, RESULT, MS, DETAIL.
+
+    Takes `Outcome`s or their JSON mappings.
+    """
+    rows = []
+    for outcome in outcomes:
+        row = outcome if isinstance(outcome, dict) else outcome.to_json()
+        rows.append(
+            [row["server"], styled(row["status"]), f"{row['elapsed_ms']:.0f}", row["detail"]]
+        )
+    return table(["SERVER", "RESULT", ">MS", "DETAIL"], rows)
+
+
+def interactive() -> bool:
+    """True when stderr is a terminal that can be redrawn."""
+    return err.is_terminal and not (mode.quiet or mode.json) and os.environ.get("TERM") != "dumb"
+
+
+@contextmanager
+def live(render: Callable[[], RenderableType], *, transient: bool = False) -> Iterator[LiveView]:
+    """Redraw `render()` on stderr while the block runs; call `.refresh()` after each change.
+
+    Where stderr is no terminal nothing is drawn (use `note` for plain lines there).
+    """
+    if not interactive():
+        yield LiveView(None)
+        return
+    with Live(
+        get_renderable=render, console=err, transient=transient, refresh_per_second=8
+    ) as rich_live:
+        yield LiveView(rich_live)
+
+
+class LiveView:
+    """Handle of a `live` block."""
+
+    def __init__(self, rich_live: Live | None) -> None:
+        self._live = rich_live
+
+    @property
+    def drawing(self) -> bool:
+        return self._live is not None
+
+    def refresh(self) -> None:
+        if self._live is not None:
+            self._live.refresh()

@@ -1,0 +1,50 @@
+"""Byte sizes as people write and read them."""
+
+from __future__ import annotations
+
+import re
+
+_SIZE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?\s*$", re.IGNORECASE)
+_POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
+
+
+def parse_bytes(text: str | int) -> int:
+    """Bytes from `268435456`, `256MiB`, `1.5GB` or `64k` (a bare k/m/g/t is binary).
+
+    Raises:
+        ValueError: the text is not a size.
+    """
+    if isinstance(text, int):
+        return text
+    match = _SIZE.match(text)
+    if match is None:
+        raise ValueError(f"{text!r} is not a size; write it like 256MiB or 1.5GB")
+    number, unit, binary = match.groups()
+    has_b = text.strip().lower().endswith("b")
+    base = 1000 if (unit and has_b and not binary) else 1024
+    return int(float(number) * base ** _POWERS[unit.lower()])
+
+
+def format_bytes(count: float) -> str:
+    """`256.0 MiB`: binary units, one decimal from KiB up."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(count) < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} TiB"
+
+
+def format_seconds(seconds: float) -> str:
+    """`42 ms`, `3.4 s`, `2m05s`, `3h12m`, `2d04h`: two significant parts."""
+    if seconds < 1:
+        return f"{seconds * 1000:.0f} ms"
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(int(seconds), 60)
+    if minutes < 60:
+        return f"{minutes}m{rest:02d}s"
+    hours, minutes = divmod(minutes, 60)
+    if hours < 24:
+        return f"{hours}h{minutes:02d}m"
+    days, hours = divmod(hours, 24)
+    return f"{days}d{hours:02d}h"
