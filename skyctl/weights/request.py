@@ -1,0 +1,159 @@
+"""What a push is asked for, what it knows of the fleet, and what it comes to."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal, Protocol
+
+from skyctl.control.target import ServerTarget
+
+STAGES = (
+    "preflight",
+    "stage",
+    "pause",
+    "init",
+    "start",
+    "update",
+    "finish",
+    "verify",
+    "resume",
+)
+"""Stages of a push, in order. Everything up to `stage` happens before a server is touched."""
+
+
+@dataclass(frozen=True)
+class PushRequest:
+    """What the user asked for. `chunk_size` is in bytes; None takes the fleet's.
+
+    `weight_version` None makes one up from the checkpoint's digest.
+    """
+
+    checkpoint: str
+    transport: str = "auto"
+    chunk_size: int | None = None
+    weight_version: str | None = None
+    pause_mode: Literal["keep", "wait", "abort"] = "keep"
+    verify: bool = True
+    dry_run: bool = False
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON mapping with one key per field."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> PushRequest:
+        """Inverse of `to_json`; unknown keys raise TypeError."""
+        return cls(**data)
+
+
+@dataclass(frozen=True)
+class PushServer:
+    """One server of a push. `backend` is the weight-transfer backend it was started with, "" for
+    none or unknown; `gpus` are physical indices; `world_size` counts its workers (tensor x pipeline
+    x data parallel)."""
+
+    target: ServerTarget
+    backend: str = ""
+    device: Literal["cpu", "cuda"] = "cpu"
+    gpus: tuple[int, ...] = ()
+    world_size: int = 1
+
+    @property
+    def name(self) -> str:
+        return self.target.name
+
+
+@dataclass(frozen=True)
+class PushFleet:
+    """The servers of a push and the bounds it keeps.
+
+    `model_path` is the directory or hub id of the checkpoint the servers run now, None when
+    unknown. `transport` is what the fleet file says, used when the request says "auto". `python`
+    is the interpreter that runs the sender process (it needs torch); "" is this one.
+    """
+
+    name: str
+    servers: tuple[PushServer, ...]
+    model_path: str | None = None
+    chunk_size: int = 256 * 1024 * 1024
+    rendezvous_timeout_s: float = 30.0
+    update_timeout_s: float = 120.0
+    control_timeout_s: float = 30.0
+    python: str = ""
+    transport: str = "auto"
+
+
+class PushObserver(Protocol):
+    """Told of a push's progress as it happens. Calls must return at once and not raise."""
+
+    def stage(self, name: str) -> None:
+        """A stage (one of `STAGES`, or "recover") begins."""
+
+    def progress(self, done_bytes: int, total_bytes: int) -> None:
+        """`done_bytes` of the checkpoint are loaded by every server still in the push."""
+
+    def server(self, name: str, state: str, detail: str = "") -> None:
+        """A server's state: paused, updating, updated, ready, quarantined."""
+
+    def note(self, message: str) -> None:
+        """One line the operator should read."""
+
+
+class SilentObserver:
+    """An observer that keeps nothing."""
+
+    def stage(self, name: str) -> None: ...
+
+    def progress(self, done_bytes: int, total_bytes: int) -> None: ...
+
+    def server(self, name: str, state: str, detail: str = "") -> None: ...
+
+    def note(self, message: str) -> None: ...
+
+
+@dataclass(frozen=True)
+class ServerPush:
+    """How a push left one server. `state` is ready, paused or quarantined (paused, do not route).
+
+    `version` is the weight version it holds; None is unknown (it may be half-updated).
+    """
+
+    server: str
+    ok: bool
+    state: str
+    version: str | None = None
+    weights_digest: str = ""
+    detail: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class PushResult:
+    """What a push came to. Sizes in bytes, times in seconds, rate in 10^9 bytes per second.
+
+    `checkpoint_digest` is the cheap identity of the checkpoint (headers and sizes);
+    `content_digest` covers every byte that was sent ("" for transports that send none, and for a
+    dry run). `freeze_window_s` runs from the first pause sent to the last resume answered. `plan`
+    is filled by a dry run only.
+    """
+
+    version: str
+    checkpoint: str
+    checkpoint_digest: str
+    transport: str
+    total_bytes: int
+    chunks: int
+    seconds: float
+    gb_per_s: float
+    freeze_window_s: float
+    stages: dict[str, float]
+    servers: list[ServerPush]
+    content_digest: str = ""
+    notes: list[str] = field(default_factory=list)
+    plan: dict[str, Any] | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON mapping with one key per field; servers become mappings."""
+        return asdict(self)
