@@ -1,0 +1,30 @@
+"""One real fleet for the whole module: two vLLM CPU servers and the vllm-router."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.integration.fleet_cli import UP_TIMEOUT_S, FleetCli
+
+NEEDS = ("vllm", "vllm_router", "torch")
+
+
+@pytest.fixture(scope="session")
+def real_fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FleetCli]:
+    """`skyctl init --tiny` and `skyctl up`, shared by the session; taken down at its end."""
+    missing = [name for name in NEEDS if importlib.util.find_spec(name) is None]
+    if missing:
+        pytest.skip(f"needs the cpu extra ({', '.join(missing)} not installed)")
+    root: Path = tmp_path_factory.mktemp("real")
+    fleet = FleetCli(root / "tiny", root / "home")
+    fleet.directory.mkdir()
+    try:
+        fleet.run("init", "--tiny", ".", "--name", "tiny")
+        fleet.run("up", timeout_s=UP_TIMEOUT_S)
+        yield fleet
+    finally:
+        fleet.run("down", expect=None)

@@ -1,0 +1,96 @@
+"""A fleet as its user has it: a directory, a state directory, and the real `skyctl` command."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+SKYCTL = str(Path(sys.executable).parent / "skyctl")
+UP_TIMEOUT_S = 420.0
+COMMAND_TIMEOUT_S = 180.0
+
+
+@dataclass
+class FleetCli:
+    """Runs `skyctl` in `directory` with a state directory of its own."""
+
+    directory: Path
+    home: Path
+    extra_env: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def env(self) -> dict[str, str]:
+        inherited = {k: v for k, v in os.environ.items() if not k.startswith("SKYCTL_")}
+        return {**inherited, "SKYCTL_HOME": str(self.home), "COLUMNS": "160", **self.extra_env}
+
+    def run(
+        self, *arguments: str, timeout_s: float = COMMAND_TIMEOUT_S, expect: int | None = 0
+    ) -> subprocess.CompletedProcess[str]:
+        """Run one command to its end; fail the test with its output on another exit code."""
+        done = subprocess.run(
+            [SKYCTL, *arguments],
+            cwd=self.directory,
+            env=self.env,
+            text=True,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=timeout_s,
+            check=False,
+        )
+        if expect is not None and done.returncode != expect:
+            raise AssertionError(
+                f"skyctl {' '.join(arguments)} exited {done.returncode}, expected {expect}\n"
+                f"stdout:\n{done.stdout}\nstderr:\n{done.stderr}"
+            )
+        return done
+
+    def json(self, *arguments: str, **options: Any) -> dict[str, Any]:
+        """The envelope that `--json` prints."""
+        envelope: dict[str, Any] = json.loads(self.run(*arguments, "--json", **options).stdout)
+        assert envelope["skyctl"] == 1
+        return envelope
+
+    def data(self, *arguments: str, **options: Any) -> dict[str, Any]:
+        """The `data` of a command's envelope."""
+        data: dict[str, Any] = self.json(*arguments, **options)["data"]
+        return data
+
+    def start(self, *arguments: str) -> subprocess.Popen[str]:
+        """Start a command and leave it running."""
+        return subprocess.Popen(
+            [SKYCTL, *arguments],
+            cwd=self.directory,
+            env=self.env,
+            text=True,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+
+
+def greedy(url: str, model: str, prompt: str, max_tokens: int = 24) -> list[int]:
+    """Greedy token ids of one completion, straight from `url`."""
+    answer = httpx.post(
+        f"{url}/v1/completions", json=greedy_body(model, prompt, max_tokens), timeout=120
+    )
+    answer.raise_for_status()
+    ids: list[int] = answer.json()["choices"][0]["token_ids"]
+    return ids
+
+
+def greedy_body(model: str, prompt: str, max_tokens: int) -> dict[str, Any]:
+    return {
+        "model": model,
+        "prompt": prompt,
+        "max_tokens": max_tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+        "return_token_ids": True,
+    }

@@ -1,0 +1,273 @@
+"""The main job, on two real vLLM CPU servers and the real router. Tests run in file order."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.integration.fleet_cli import FleetCli, greedy
+from tests.integration.streaming import StreamingCompletion
+
+pytestmark = pytest.mark.real
+
+PROMPT = "the fleet is up and"
+LARGEST_TENSOR_CHUNK = "16KiB"  # smaller than the embedding of the tiny checkpoint
+
+
+class Endpoints:
+    """Where the fleet answers."""
+
+    def __init__(self, fleet: FleetCli) -> None:
+        urls = fleet.data("urls")
+        self.router: str = urls["router"]
+        self.servers: dict[str, str] = urls["servers"]
+        self.model: str = urls["model"]
+
+    def answers(self, max_tokens: int = 24) -> dict[str, list[int]]:
+        """Greedy tokens of every server and through the router."""
+        found = {n: greedy(u, self.model, PROMPT, max_tokens) for n, u in self.servers.items()}
+        return {**found, "router": greedy(self.router, self.model, PROMPT, max_tokens)}
+
+    def one_answer(self) -> list[int]:
+        """The tokens all of them agree on."""
+        answers = self.answers()
+        assert len({tuple(tokens) for tokens in answers.values()}) == 1, answers
+        return answers["router"]
+
+
+@pytest.fixture(scope="module")
+def endpoints(real_fleet: FleetCli) -> Endpoints:
+    return Endpoints(real_fleet)
+
+
+@pytest.fixture(scope="module")
+def answer_a(endpoints: Endpoints) -> list[int]:
+    """What the base checkpoint answers."""
+    return endpoints.one_answer()
+
+
+def replicas(fleet: FleetCli) -> dict[str, dict[str, Any]]:
+    return {row["name"]: row for row in fleet.data("status")["replicas"]}
+
+
+def wait_until(holds: Callable[[], bool], timeout_s: float, what: str) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not holds():
+        if time.monotonic() > deadline:
+            raise AssertionError(f"not within {timeout_s} s: {what}")
+        time.sleep(0.2)
+
+
+@contextmanager
+def stopped(pid: int) -> Iterator[None]:
+    """SIGSTOP a server's process tree for the block: what it was doing waits."""
+    tree = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
+    for process in tree:
+        process.send_signal(signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        for process in tree:
+            process.send_signal(signal.SIGCONT)
+
+
+def push(fleet: FleetCli, checkpoint: str, *options: str) -> dict[str, Any]:
+    return fleet.data("sync-weights", f"checkpoints/{checkpoint}", *options)
+
+
+def test_both_servers_and_the_router_answer_alike(
+    real_fleet: FleetCli, endpoints: Endpoints, answer_a: list[int]
+) -> None:
+    assert len(endpoints.servers) == 2
+    assert len(answer_a) == 24
+    rows = replicas(real_fleet)
+    assert {row["state"] for row in rows.values()} == {"ready"}
+    assert all(row["routed"] for row in rows.values())
+
+
+def test_up_again_changes_nothing(real_fleet: FleetCli) -> None:
+    before = {name: row["pid"] for name, row in replicas(real_fleet).items()}
+    real_fleet.run("up", timeout_s=120)
+    assert {name: row["pid"] for name, row in replicas(real_fleet).items()} == before
+
+
+def test_a_generation_frozen_by_pause_keep_continues_with_the_same_tokens(
+    real_fleet: FleetCli, endpoints: Endpoints
+) -> None:
+    undisturbed = greedy(endpoints.router, endpoints.model, PROMPT, 1500)
+    stream = StreamingCompletion(endpoints.router, endpoints.model, PROMPT, 1500)
+    stream.wait_for_tokens(20)
+    real_fleet.run("pause", "--mode", "keep")
+    while stream.grows_within(0.5):  # tokens already on their way may still arrive
+        pass
+    assert len(stream.tokens) < 1500, "the generation ended before it could be frozen"
+    assert not stream.grows_within(2.0)
+    assert {row["state"] for row in replicas(real_fleet).values()} == {"paused"}
+    real_fleet.run("resume")
+    assert stream.result() == undisturbed
+
+
+def test_a_push_of_the_same_checkpoint_does_not_disturb_a_frozen_generation(
+    real_fleet: FleetCli, endpoints: Endpoints
+) -> None:
+    undisturbed = greedy(endpoints.router, endpoints.model, PROMPT, 1500)
+    stream = StreamingCompletion(endpoints.router, endpoints.model, PROMPT, 1500)
+    stream.wait_for_tokens(20)
+    real_fleet.run("pause", "--mode", "keep")
+    frozen_at = len(stream.tokens)
+    result = push(real_fleet, "a", "--weight-version", "same-again")
+    assert frozen_at < 1500
+    assert {row["state"] for row in replicas(real_fleet).values()} == {"paused"}, (
+        "a push must leave servers paused that were paused before it"
+    )
+    real_fleet.run("resume")
+    assert stream.result() == undisturbed
+    assert {row["version"] for row in result["servers"]} == {"same-again"}
+
+
+@pytest.mark.parametrize(
+    ("transport", "chunk_size"),
+    [
+        ("shm", "256MiB"),
+        ("shm", LARGEST_TENSOR_CHUNK),
+        ("shm", "100KiB"),
+        ("gloo", "256MiB"),
+        ("gloo", LARGEST_TENSOR_CHUNK),
+        ("disk", "256MiB"),
+    ],
+)
+def test_pushing_b_and_then_a_changes_the_answers_and_restores_them(
+    real_fleet: FleetCli,
+    endpoints: Endpoints,
+    answer_a: list[int],
+    transport: str,
+    chunk_size: str,
+) -> None:
+    options = ("--transport", transport, "--chunk-size", chunk_size)
+    to_b = push(real_fleet, "b", *options)
+    answer_b = endpoints.one_answer()
+    assert answer_b != answer_a
+    versions = {row["weight_version"] for row in replicas(real_fleet).values()}
+    assert versions == {to_b["version"]}
+    if chunk_size == LARGEST_TENSOR_CHUNK:
+        assert to_b["chunks"] > 10
+
+    to_a = push(real_fleet, "a", *options)
+    assert endpoints.one_answer() == answer_a
+    digests = {row["weights_digest"] for row in to_a["servers"]}
+    assert len(digests) == 1
+    assert digests.isdisjoint({row["weights_digest"] for row in to_b["servers"]})
+    real_fleet.run("weights", "verify")
+
+
+def test_sleep_and_wake(real_fleet: FleetCli, endpoints: Endpoints, answer_a: list[int]) -> None:
+    slept = real_fleet.run("sleep", "--level", "1")
+    assert "no memory" in slept.stderr + slept.stdout
+    assert {row["state"] for row in replicas(real_fleet).values()} == {"asleep"}
+    refused = real_fleet.json("sync-weights", "checkpoints/b", expect=1)
+    assert "skyctl wake" in refused["error"]["hint"] + refused["error"]["message"]
+    real_fleet.run("wake")
+    assert {row["state"] for row in replicas(real_fleet).values()} == {"ready"}
+    assert endpoints.one_answer() == answer_a
+
+
+def test_a_killed_cli_does_not_end_the_push_and_a_second_push_is_refused(
+    real_fleet: FleetCli, endpoints: Endpoints, answer_a: list[int]
+) -> None:
+    first_replica = next(iter(replicas(real_fleet).values()))
+    jobs_before = {job["id"] for job in real_fleet.data("jobs")["jobs"]}
+    with stopped(first_replica["pid"]):
+        cli = real_fleet.start("sync-weights", "checkpoints/b", "--weight-version", "survivor")
+
+        def new_jobs() -> list[dict[str, Any]]:
+            jobs = real_fleet.data("jobs")["jobs"]
+            return [job for job in jobs if job["id"] not in jobs_before]
+
+        wait_until(lambda: bool(new_jobs()), 30, "the push's job is listed")
+        refused = real_fleet.json("sync-weights", "checkpoints/a", expect=1)
+        cli.kill()
+        cli.communicate(timeout=10)
+    job = new_jobs()[0]
+    assert refused["error"]["kind"] == "ConflictError"
+    assert str(job["id"]) in refused["error"]["message"]
+    real_fleet.run("jobs", "wait", str(job["id"]))
+    versions = {row["weight_version"] for row in replicas(real_fleet).values()}
+    assert versions == {"survivor"}
+    assert endpoints.one_answer() != answer_a
+
+
+def test_a_killed_replica_returns_at_the_current_version_and_is_routed_again(
+    real_fleet: FleetCli, endpoints: Endpoints, answer_a: list[int]
+) -> None:
+    name, row = next(iter(replicas(real_fleet).items()))
+    assert row["weight_version"] == "survivor"
+    answer_b = endpoints.one_answer()
+    assert answer_b != answer_a
+    os.kill(row["pid"], signal.SIGKILL)
+
+    wait_until(
+        lambda: replicas(real_fleet)[name]["state"] != "ready", 60, "the death to be noticed"
+    )
+    while_down = greedy(endpoints.router, endpoints.model, PROMPT)
+    assert while_down == answer_b, "the other replica goes on answering"
+    wait_until(
+        lambda: (
+            replicas(real_fleet)[name]["state"] == "ready" and replicas(real_fleet)[name]["routed"]
+        ),
+        240,
+        "the replica to be back in the router",
+    )
+    again = replicas(real_fleet)[name]
+    assert again["pid"] != row["pid"]
+    assert again["weight_version"] == "survivor"
+    assert endpoints.one_answer() == answer_b
+
+
+def test_another_directory_finds_the_fleet_by_name(real_fleet: FleetCli, tmp_path: Path) -> None:
+    elsewhere = FleetCli(tmp_path, real_fleet.home)
+    assert elsewhere.data("status", "--fleet", "tiny")["name"] == "tiny"
+    refused = elsewhere.json("status", "--fleet", "nonesuch", expect=4)
+    assert "tiny" in refused["error"]["message"] + refused["error"]["hint"]
+
+
+def test_generate_runs_a_file_of_prompts_through_the_router(
+    real_fleet: FleetCli, tmp_path: Path
+) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(f'{{"prompt": "number {n} is"}}\n' for n in range(6)))
+    answers = tmp_path / "answers.jsonl"
+    real_fleet.run(
+        "generate", "--input", str(prompts), "--output", str(answers), "--max-tokens", "8"
+    )
+    assert len(answers.read_text().splitlines()) == 6
+
+
+def test_down_leaves_nothing(real_fleet: FleetCli, endpoints: Endpoints) -> None:
+    status = real_fleet.data("status")
+    pids = [row["pid"] for row in status["replicas"]] + [status["router"]["pid"]]
+    family = [p for pid in pids for p in psutil.Process(pid).children(recursive=True)]
+    family += [psutil.Process(pid) for pid in pids]
+    shared_before = set(os.listdir("/dev/shm"))
+
+    real_fleet.run("down")
+
+    assert [p for p in family if p.is_running() and p.status() != psutil.STATUS_ZOMBIE] == []
+    listening = {
+        c.laddr.port for c in psutil.net_connections("tcp") if c.status == psutil.CONN_LISTEN
+    }
+    ports = {int(url.rsplit(":", 1)[1]) for url in [endpoints.router, *endpoints.servers.values()]}
+    assert not ports & listening
+    owned = {name for name in os.listdir("/dev/shm") if "skyctl" in name}
+    assert not owned
+    assert set(os.listdir("/dev/shm")) <= shared_before
+    real_fleet.run("down")
+    refused = real_fleet.json("pause", expect=4)
+    assert "skyctl up" in refused["error"]["hint"]
