@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 _SIZE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?\s*$", re.IGNORECASE)
+_LONGEST = 64  # characters; keeps float() finite
 _POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 
 
@@ -14,13 +15,13 @@ def parse_bytes(text: str | int) -> int:
     Raises:
         ValueError: the text is not a size.
     """
-    if isinstance(text, int):
+    if isinstance(text, int) and not isinstance(text, bool):
         return text
-    match = _SIZE.match(text)
+    match = _SIZE.match(text) if isinstance(text, str) and len(text) <= _LONGEST else None
     if match is None:
         raise ValueError(f"{text!r} is not a size; write it like 256MiB or 1.5GB")
     number, unit, binary = match.groups()
-    has_b = text.strip().lower().endswith("b")
+    has_b = match.string.strip().lower().endswith("b")
     base = 1000 if (unit and has_b and not binary) else 1024
     return int(float(number) * base ** _POWERS[unit.lower()])
 

@@ -5,15 +5,42 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    WithJsonSchema,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError
 
 from skyctl.units import parse_bytes
 
-Port = Annotated[int, Field(ge=1, le=65535)]
-Seconds = Annotated[float, Field(gt=0)]
-ByteSize = Annotated[int, BeforeValidator(parse_bytes), Field(gt=0)]
+
+def _refuse_bool(value: Any) -> Any:
+    """YAML reads `yes` and `on` as true, and Python counts true as 1: say no to both."""
+    if isinstance(value, bool):
+        raise PydanticCustomError("int_type", "Input should be a number")
+    return value
+
+
+Whole = Annotated[int, BeforeValidator(_refuse_bool)]
+Port = Annotated[Whole, Field(ge=1, le=65535)]
+Count = Annotated[Whole, Field(ge=0)]
+Size = Annotated[Whole, Field(ge=1)]
+Replicas = Annotated[Whole, Field(ge=1, le=512)]
+Seconds = Annotated[float, BeforeValidator(_refuse_bool), Field(gt=0, allow_inf_nan=False)]
+ByteSize = Annotated[
+    int,
+    BeforeValidator(parse_bytes),
+    Field(gt=0),
+    WithJsonSchema({"type": ["integer", "string"], "examples": ["256MiB", 268435456]}),
+]
 Name = Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?$")]
 ArgValue = str | int | float | bool | None | list[str | int | float] | dict[str, Any]
+# In the file an environment value may be any scalar: the loader keeps its text as written.
+EnvValue = Annotated[str, WithJsonSchema({"type": ["string", "number", "boolean"]})]
 
 Transport = Literal["auto", "nccl", "ipc", "gloo", "shm", "disk"]
 RouterPolicy = Literal[
@@ -36,7 +63,7 @@ class HealthPolicy(_Section):
 
     interval_s: Seconds = Field(5.0, description="Seconds between probes of one server.")
     timeout_s: Seconds = Field(10.0, description="Deadline of one probe, in seconds.")
-    failures: int = Field(3, ge=1, description="Failed probes in a row before it counts as dead.")
+    failures: Size = Field(3, description="Failed probes in a row before it counts as dead.")
     startup_timeout_s: Seconds = Field(
         600.0, description="Seconds a server may take from spawn to ready."
     )
@@ -48,8 +75,8 @@ class RestartPolicy(_Section):
     policy: Literal["on-failure", "never"] = Field(
         "on-failure", description="Restart a process that died, or leave it dead."
     )
-    max_restarts: int = Field(
-        5, ge=0, description="Restarts within window_s before the replica is given up."
+    max_restarts: Count = Field(
+        5, description="Restarts within window_s before the replica is given up."
     )
     window_s: Seconds = Field(600.0, description="Seconds over which restarts are counted.")
     backoff_s: Seconds = Field(1.0, description="First wait before a restart; doubles each time.")
@@ -64,17 +91,17 @@ class RouterSection(_Section):
     port: Port | None = Field(None, description="Router port; free one when absent.")
     metrics_port: Port | None = Field(None, description="Prometheus port; free one when absent.")
     policy: RouterPolicy = Field("cache_aware", description="Load-balancing policy.")
-    health_interval_s: int = Field(
-        5, ge=1, description="Seconds between the router's own health checks (its default is 60)."
+    health_interval_s: Size = Field(
+        5, description="Seconds between the router's own health checks (its default is 60)."
     )
-    request_timeout_s: int = Field(
-        1800, ge=1, description="Seconds after which the router gives a request up."
+    request_timeout_s: Size = Field(
+        1800, description="Seconds after which the router gives a request up."
     )
     args: dict[str, ArgValue] = Field(
         default_factory=dict,
         description="Any other vllm-router argument, e.g. `retry-max-retries: 2`.",
     )
-    env: dict[str, str] = Field(default_factory=dict, description="Environment of the router.")
+    env: dict[str, EnvValue] = Field(default_factory=dict, description="Environment of the router.")
 
 
 class WeightTransferSection(_Section):
@@ -99,20 +126,26 @@ class ReplicaGroup(_Section):
     """A group of replicas that differ from the fleet's defaults."""
 
     name: Name | None = Field(None, description="Replica names start with it (default: fleet's).")
-    count: int = Field(1, ge=1, description="Replicas in this group.")
+    count: Replicas = Field(1, description="Replicas in this group.")
     args: dict[str, ArgValue] = Field(
         default_factory=dict, description="vLLM arguments, over the fleet's `args`."
     )
-    env: dict[str, str] = Field(
+    env: dict[str, EnvValue] = Field(
         default_factory=dict, description="Environment, over the fleet's `env`."
     )
-    gpus: list[list[int]] | None = Field(
+    gpus: list[list[Count]] | None = Field(
         None, description="One list of GPU indices per replica; automatic when absent."
     )
     ports: list[Port] | None = Field(None, description="One port per replica.")
-    tensor_parallel_size: int | None = Field(None, ge=1)
-    pipeline_parallel_size: int | None = Field(None, ge=1)
-    data_parallel_size: int | None = Field(None, ge=1)
+    tensor_parallel_size: Size | None = Field(
+        None, description="Over the fleet's tensor_parallel_size."
+    )
+    pipeline_parallel_size: Size | None = Field(
+        None, description="Over the fleet's pipeline_parallel_size."
+    )
+    data_parallel_size: Size | None = Field(
+        None, description="Over the fleet's data_parallel_size."
+    )
 
     @model_validator(mode="after")
     def _lists_match_count(self) -> ReplicaGroup:
@@ -132,23 +165,23 @@ class FleetConfig(_Section):
         None, description="Checkpoint directory (relative to this file) or a hub model id."
     )
     served_model_name: str | None = Field(
-        None, description="Model name in the API; the directory's or model id's name by default."
+        None, description="Model name in the API; the directory's name or the model id by default."
     )
-    replicas: int | list[ReplicaGroup] = Field(
+    replicas: Replicas | Annotated[list[ReplicaGroup], Field(min_length=1)] = Field(
         1, description="How many replicas, or a list of groups that differ."
     )
     device: Literal["auto", "cpu", "cuda"] = Field(
         "auto", description="auto: cuda when there is a GPU, else cpu."
     )
-    gpus: list[int] | None = Field(
+    gpus: list[Count] | None = Field(
         None, description="GPU indices the fleet may use; all when absent."
     )
     share_gpus: bool = Field(
         False, description="Allow several replicas on one GPU (set gpu-memory-utilization)."
     )
-    tensor_parallel_size: int = Field(1, ge=1)
-    pipeline_parallel_size: int = Field(1, ge=1)
-    data_parallel_size: int = Field(1, ge=1)
+    tensor_parallel_size: Size = Field(1, description="GPUs that split each layer.")
+    pipeline_parallel_size: Size = Field(1, description="Groups of GPUs that split the layers.")
+    data_parallel_size: Size = Field(1, description="Copies of the model inside one replica.")
     host: str = Field("127.0.0.1", description="Address the servers bind.")
     ports: list[Port] | None = Field(
         None, description="One port per replica, in order; free ones when absent."
@@ -157,7 +190,9 @@ class FleetConfig(_Section):
         default_factory=dict,
         description="Any vLLM server argument, e.g. `max-model-len: 4096`; true adds a bare flag.",
     )
-    env: dict[str, str] = Field(default_factory=dict, description="Environment of every server.")
+    env: dict[str, EnvValue] = Field(
+        default_factory=dict, description="Environment of every server."
+    )
     python: str | None = Field(
         None, description="Python interpreter that has vLLM; skyctl's own by default."
     )
