@@ -38,6 +38,7 @@ STATE_STYLES = {
     "paused": "blue",
     "asleep": "blue",
     "skipped": "bright_black",
+    "rolled-back": "yellow",
     "stopped": "bright_black",
     "degraded": "red",
     "failed": "red",

@@ -29,6 +29,10 @@ class OutcomeStatus(StrEnum):
     TIMEOUT = "timeout"  # no answer within the deadline; state unknown
     UNREACHABLE = "unreachable"  # no connection, or it broke
     SKIPPED = "skipped"  # not asked, `detail` says why
+    ROLLED_BACK = "rolled-back"  # did it, and undid it because others could not
+
+
+_NOT_FAILED = (OutcomeStatus.OK, OutcomeStatus.SKIPPED, OutcomeStatus.ROLLED_BACK)
 
 
 @dataclass(frozen=True)
@@ -94,7 +98,7 @@ def require_all(outcomes: Sequence[Outcome[T]], verb: str) -> None:
         PartialFailure: some servers succeeded and some did not.
         ServerError: none did (DeadlineExceeded when all of them ran out of time).
     """
-    failed = [o for o in outcomes if o.status not in (OutcomeStatus.OK, OutcomeStatus.SKIPPED)]
+    failed = [o for o in outcomes if o.status not in _NOT_FAILED]
     if not failed:
         return
     first = failed[0]

@@ -1,0 +1,96 @@
+"""The few numbers of vLLM's Prometheus page that skyctl shows or waits for."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+_SAMPLE = re.compile(
+    r"^(?P<name>[a-zA-Z_:][\w:]*)(?:\{(?P<labels>[^}]*)\})?\s+(?P<value>[^\s]+)(?:\s+-?\d+)?$"
+)
+_LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
+
+
+@dataclass(frozen=True)
+class ServerMetrics:
+    """One server's load, summed over its engines.
+
+    `kv_usage` is the mean over engines, 0..1. The token and query fields are counters since the
+    server started. `sleep_level` is 0 awake, 1 or 2 asleep, None where the server does not say;
+    unlike `/is_sleeping` it is not confused by a pause.
+    """
+
+    running: int = 0
+    waiting: int = 0
+    kv_usage: float = 0.0
+    prompt_tokens: int = 0
+    generation_tokens: int = 0
+    prefix_cache_queries: int = 0
+    prefix_cache_hits: int = 0
+    sleep_level: int | None = None
+
+    @property
+    def in_flight(self) -> int:
+        """Requests that are running or waiting: zero means drained."""
+        return self.running + self.waiting
+
+    @property
+    def prefix_cache_hit_rate(self) -> float | None:
+        """Hits per queried token, 0..1; None before the first query."""
+        if not self.prefix_cache_queries:
+            return None
+        return self.prefix_cache_hits / self.prefix_cache_queries
+
+
+def parse_metrics(text: str) -> ServerMetrics:
+    """Read vLLM's `/metrics` page. Metrics that are absent count as zero."""
+    sums: dict[str, float] = {}
+    kv_usage: list[float] = []
+    sleep_states: dict[str, float] = {}
+    for name, labels, value in _samples(text):
+        if name == "vllm:kv_cache_usage_perc":
+            kv_usage.append(value)
+        elif name == "vllm:engine_sleep_state":
+            state = labels.get("sleep_state", "")
+            sleep_states[state] = max(value, sleep_states.get(state, 0.0))
+        else:
+            sums[name] = sums.get(name, 0.0) + value
+
+    def total(name: str) -> int:
+        return int(sums.get(f"vllm:{name}", 0))
+
+    return ServerMetrics(
+        running=total("num_requests_running"),
+        waiting=total("num_requests_waiting"),
+        kv_usage=sum(kv_usage) / len(kv_usage) if kv_usage else 0.0,
+        prompt_tokens=total("prompt_tokens_total"),
+        generation_tokens=total("generation_tokens_total"),
+        prefix_cache_queries=total("prefix_cache_queries_total"),
+        prefix_cache_hits=total("prefix_cache_hits_total"),
+        sleep_level=_sleep_level(sleep_states),
+    )
+
+
+def _sleep_level(states: dict[str, float]) -> int | None:
+    if not states:
+        return None
+    if states.get("discard_all"):
+        return 2
+    return 1 if states.get("weights_offloaded") else 0
+
+
+def _samples(text: str) -> Iterator[tuple[str, dict[str, str], float]]:
+    """Every sample of the Prometheus text format whose value is a finite number."""
+    for line in text.splitlines():
+        if not line.startswith("vllm:"):
+            continue
+        match = _SAMPLE.match(line)
+        if match is None:
+            continue
+        try:
+            value = float(match["value"])
+        except ValueError:
+            continue
+        if value == value and abs(value) != float("inf"):
+            yield match["name"], dict(_LABEL.findall(match["labels"] or "")), value
