@@ -1,0 +1,169 @@
+"""The SQLite file behind a fleet's state: schema, versions, and what happens when it is broken."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import sqlite3
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from skyctl.errors import SkyctlError
+from skyctl.fleet.paths import create_private_file, private_directory
+
+SCHEMA_VERSION = 1
+BUSY_TIMEOUT_S = 10.0
+
+_SCHEMA = """
+CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL);
+CREATE TABLE processes (
+    name TEXT PRIMARY KEY, role TEXT NOT NULL, phase TEXT NOT NULL, token TEXT NOT NULL,
+    pid INTEGER, create_time REAL, boot_id TEXT, spec_hash TEXT NOT NULL,
+    host TEXT NOT NULL, port INTEGER NOT NULL, gpus TEXT NOT NULL, started_at REAL NOT NULL,
+    descendants TEXT NOT NULL DEFAULT '[]');
+CREATE TABLE servers (
+    name TEXT PRIMARY KEY, intended TEXT NOT NULL, sleep_level INTEGER NOT NULL,
+    weight_version TEXT, checkpoint TEXT, checkpoint_digest TEXT, weights_digest TEXT,
+    quarantine TEXT);
+CREATE TABLE jobs (
+    number INTEGER PRIMARY KEY AUTOINCREMENT, kind TEXT NOT NULL, state TEXT NOT NULL,
+    stage TEXT NOT NULL, done_bytes INTEGER NOT NULL, total_bytes INTEGER NOT NULL,
+    request TEXT NOT NULL, servers TEXT NOT NULL, created_at REAL NOT NULL, finished_at REAL,
+    error TEXT, result TEXT, owner TEXT NOT NULL);
+CREATE TABLE job_events (
+    sequence INTEGER PRIMARY KEY AUTOINCREMENT, job INTEGER NOT NULL, at REAL NOT NULL,
+    kind TEXT NOT NULL, data TEXT NOT NULL);
+CREATE INDEX job_events_of ON job_events (job, sequence);
+CREATE TABLE pushes (
+    number INTEGER PRIMARY KEY AUTOINCREMENT, job TEXT NOT NULL, at REAL NOT NULL,
+    ok INTEGER NOT NULL, version TEXT, checkpoint TEXT NOT NULL, checkpoint_digest TEXT,
+    result TEXT NOT NULL);
+CREATE TABLE events (
+    sequence INTEGER PRIMARY KEY AUTOINCREMENT, at REAL NOT NULL, subject TEXT NOT NULL,
+    message TEXT NOT NULL);
+CREATE TABLE locks (
+    name TEXT PRIMARY KEY, pid INTEGER NOT NULL, create_time REAL NOT NULL,
+    boot_id TEXT NOT NULL, holder TEXT NOT NULL, since REAL NOT NULL);
+"""
+
+
+class Database:
+    """One connection to a fleet's state file, for one thread. Every write is a transaction.
+
+    `warn` hears one line when a broken file was kept aside and a new one begun.
+
+    Raises:
+        SkyctlError: the file was written by a newer skyctl, or cannot be opened.
+    """
+
+    def __init__(self, path: Path, *, warn: Callable[[str], None] = lambda line: None) -> None:
+        self.path = path
+        private_directory(path.parent)
+        try:
+            self._connection = _open(path)
+        except sqlite3.OperationalError as error:
+            raise SkyctlError(f"cannot open {path}: {error}") from error
+        except sqlite3.DatabaseError as error:
+            kept = _keep_aside(path)
+            if kept is not None:
+                warn(f"{path} was corrupt ({error}); kept as {kept.name} and begun anew")
+            self._connection = _open(path)
+
+    def close(self) -> None:
+        self._connection.close()
+
+    def rows(self, sql: str, *parameters: Any) -> list[sqlite3.Row]:
+        """Every row of a query."""
+        return self._connection.execute(sql, parameters).fetchall()
+
+    def row(self, sql: str, *parameters: Any) -> sqlite3.Row | None:
+        """The first row of a query, None when there is none."""
+        found: sqlite3.Row | None = self._connection.execute(sql, parameters).fetchone()
+        return found
+
+    def write(self, sql: str, *parameters: Any) -> sqlite3.Cursor:
+        """One statement, committed when it returns."""
+        return self._connection.execute(sql, parameters)
+
+    @contextmanager
+    def transaction(self) -> Iterator[None]:
+        """Everything inside is committed together or not at all; other writers wait."""
+        self._connection.execute("BEGIN IMMEDIATE")
+        try:
+            yield
+        except BaseException:
+            self._connection.execute("ROLLBACK")
+            raise
+        self._connection.execute("COMMIT")
+
+
+def _open(path: Path) -> sqlite3.Connection:
+    os.close(create_private_file(path))
+    connection = sqlite3.connect(path, timeout=BUSY_TIMEOUT_S, isolation_level=None)
+    connection.row_factory = sqlite3.Row
+    try:
+        _enable_wal(connection)
+        connection.execute("PRAGMA synchronous = NORMAL")
+        if connection.execute("PRAGMA quick_check(1)").fetchone()[0] != "ok":
+            raise sqlite3.DatabaseError("integrity check failed")
+        _migrate(connection, path)
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def _enable_wal(connection: sqlite3.Connection) -> None:
+    # Switching to WAL does not honour the busy timeout while another process does the same.
+    deadline = time.monotonic() + BUSY_TIMEOUT_S
+    while True:
+        try:
+            connection.execute("PRAGMA journal_mode = WAL")
+            return
+        except sqlite3.OperationalError as error:
+            if "locked" not in str(error) or time.monotonic() > deadline:
+                raise
+            time.sleep(0.02)
+
+
+def _migrate(connection: sqlite3.Connection, path: Path) -> None:
+    version = connection.execute("PRAGMA user_version").fetchone()[0]
+    if version > SCHEMA_VERSION:
+        raise SkyctlError(
+            f"{path} was written by a newer skyctl (state version {version}, "
+            f"this one knows {SCHEMA_VERSION})",
+            hint="upgrade skyctl, or point SKYCTL_HOME at another directory",
+        )
+    if version == SCHEMA_VERSION:
+        return
+    connection.execute("BEGIN IMMEDIATE")
+    try:
+        if connection.execute("PRAGMA user_version").fetchone()[0] == 0:
+            for statement in _SCHEMA.split(";\n"):
+                connection.execute(statement)
+            connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
+        connection.execute("COMMIT")
+    except BaseException:
+        connection.execute("ROLLBACK")
+        raise
+
+
+def _keep_aside(path: Path) -> Path | None:
+    """Move a corrupt file (and its WAL) away; None when another process already did."""
+    lock = create_private_file(path.with_suffix(".lock"))
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        try:
+            _open(path).close()
+            return None
+        except sqlite3.DatabaseError:
+            kept = path.with_name(f"{path.name}.corrupt-{time.strftime('%Y%m%dT%H%M%S')}")
+            path.rename(kept)
+            for suffix in ("-wal", "-shm"):
+                path.with_name(path.name + suffix).unlink(missing_ok=True)
+            return kept
+    finally:
+        os.close(lock)

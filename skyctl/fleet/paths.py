@@ -1,0 +1,119 @@
+"""Where a fleet lives on disk, and the promise that nobody else can read or redirect it."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import stat
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from skyctl.errors import SkyctlError
+
+# sun_path holds 108 bytes on Linux and 104 elsewhere, with the terminating zero.
+LONGEST_SOCKET_PATH_BYTES = 100
+
+
+def state_root(environ: Mapping[str, str] | None = None) -> Path:
+    """$SKYCTL_HOME, else $XDG_STATE_HOME/skyctl, else ~/.local/state/skyctl."""
+    environ = os.environ if environ is None else environ
+    if environ.get("SKYCTL_HOME"):
+        return Path(environ["SKYCTL_HOME"]).expanduser().absolute()
+    if environ.get("XDG_STATE_HOME"):
+        return Path(environ["XDG_STATE_HOME"]).expanduser().absolute() / "skyctl"
+    return Path.home() / ".local" / "state" / "skyctl"
+
+
+def private_directory(path: Path) -> Path:
+    """Make `path` (mode 0700) unless it is there, and check that it is ours alone.
+
+    Raises:
+        SkyctlError: it is a symlink, no directory, or belongs to another user.
+    """
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    found = path.lstat()
+    if stat.S_ISLNK(found.st_mode) or not stat.S_ISDIR(found.st_mode):
+        raise SkyctlError(
+            f"{path} is not a plain directory", hint="remove it, or point SKYCTL_HOME elsewhere"
+        )
+    if found.st_uid != os.getuid():
+        raise SkyctlError(
+            f"{path} belongs to uid {found.st_uid}, not to you", hint="point SKYCTL_HOME elsewhere"
+        )
+    if stat.S_IMODE(found.st_mode) & 0o077:
+        path.chmod(0o700)
+    return path
+
+
+def create_private_file(path: Path, flags: int = 0) -> int:
+    """File descriptor of `path`, created with mode 0600; a symlink in its place is refused.
+
+    Raises:
+        SkyctlError: the path is a symlink or cannot be opened.
+    """
+    try:
+        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | flags, 0o600)
+    except OSError as error:
+        raise SkyctlError(f"cannot open {path}: {error.strerror}") from error
+
+
+@dataclass(frozen=True)
+class FleetPaths:
+    """Every path of one fleet. Nothing is created until `prepare()`."""
+
+    root: Path
+    name: str
+
+    @property
+    def directory(self) -> Path:
+        return self.root / "fleets" / self.name
+
+    @property
+    def database(self) -> Path:
+        return self.directory / "state.sqlite"
+
+    @property
+    def fleet_file(self) -> Path:
+        """Copy of the fleet file as it was at the last `up`, variables unexpanded."""
+        return self.directory / "fleet.yaml"
+
+    @property
+    def logs(self) -> Path:
+        return self.directory / "logs"
+
+    @property
+    def supervisor_log(self) -> Path:
+        return self.log("supervisor")
+
+    @property
+    def supervisor_lock(self) -> Path:
+        """Held with flock by the live supervisor."""
+        return self.directory / "supervisor.lock"
+
+    @property
+    def socket(self) -> Path:
+        """The supervisor's unix socket; under the temporary directory when the path is too long."""
+        path = self.directory / "supervisor.sock"
+        if len(os.fsencode(path)) <= LONGEST_SOCKET_PATH_BYTES:
+            return path
+        digest = hashlib.sha256(os.fsencode(path)).hexdigest()[:16]
+        return Path(tempfile.gettempdir()) / f"skyctl-{os.getuid()}" / f"{digest}.sock"
+
+    def log(self, name: str) -> Path:
+        """Log file of one server, `router` or `supervisor`."""
+        return self.logs / f"{name}.log"
+
+    def prepare(self) -> FleetPaths:
+        """Create and check every directory of this fleet."""
+        for path in (self.root, self.root / "fleets", self.directory, self.logs):
+            private_directory(path)
+        if self.socket.parent != self.directory:
+            private_directory(self.socket.parent)
+        return self
+
+
+def fleet_paths(name: str, environ: Mapping[str, str] | None = None) -> FleetPaths:
+    """Paths of the fleet `name` under this user's state root."""
+    return FleetPaths(state_root(environ), name)

@@ -1,0 +1,205 @@
+"""What a fleet remembers: its processes, each server's intended state, weights, jobs and locks."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from skyctl.fleet.database import Database
+from skyctl.fleet.identity import ProcessIdentity
+from skyctl.fleet.journal import Journal
+from skyctl.fleet.locks import Locks
+
+Phase = Literal["intended", "running", "stale"]
+Intended = Literal["running", "paused", "asleep"]
+
+
+@dataclass(frozen=True)
+class ProcessRow:
+    """One child: `intended` before its spawn, `running` with an identity after it.
+
+    `token` is in its environment (SKYCTL_TOKEN), so that a child spawned just before a crash is
+    recognised. `descendants` are the processes seen below it while it lived.
+    """
+
+    name: str
+    role: Literal["server", "router"]
+    phase: Phase
+    token: str
+    identity: ProcessIdentity | None
+    spec_hash: str
+    host: str
+    port: int
+    gpus: tuple[int, ...] = ()
+    started_at: float = 0.0
+    descendants: tuple[ProcessIdentity, ...] = ()
+
+
+@dataclass(frozen=True)
+class ServerRow:
+    """What is meant to be true of one server, whatever process serves it now.
+
+    `quarantine` is the reason it is kept out of the router, None when it is not.
+    """
+
+    name: str
+    intended: Intended = "running"
+    sleep_level: int = 0
+    weight_version: str | None = None
+    checkpoint: str | None = None
+    checkpoint_digest: str | None = None
+    weights_digest: str | None = None
+    quarantine: str | None = None
+
+
+@dataclass(frozen=True)
+class FleetWeights:
+    """The weights every routed server must have; `checkpoint` None means the base model."""
+
+    version: str | None = None
+    checkpoint: str | None = None
+    checkpoint_digest: str | None = None
+    transport: str = "auto"
+
+
+@dataclass(frozen=True)
+class Event:
+    """One line of the fleet's history (`at` in seconds since the epoch)."""
+
+    at: float
+    subject: str
+    message: str
+
+
+class FleetState:
+    """A fleet's state file, for one thread of one process; close it, or use it in a `with`."""
+
+    def __init__(self, path: Path, *, warn: Callable[[str], None] = lambda line: None) -> None:
+        self._database = Database(path, warn=warn)
+        self.journal = Journal(self._database)
+        self.locks = Locks(self._database)
+
+    def __enter__(self) -> FleetState:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._database.close()
+
+    # --- processes ---------------------------------------------------------------------------
+
+    def processes(self) -> list[ProcessRow]:
+        """Every recorded child, alive or not."""
+        rows = []
+        for row in self._database.rows("SELECT * FROM processes ORDER BY name"):
+            identity = None
+            if row["pid"] is not None:
+                identity = ProcessIdentity(row["pid"], row["create_time"], row["boot_id"])
+            rows.append(
+                ProcessRow(
+                    row["name"], row["role"], row["phase"], row["token"], identity,
+                    row["spec_hash"], row["host"], row["port"], tuple(json.loads(row["gpus"])),
+                    row["started_at"],
+                    tuple(ProcessIdentity(**d) for d in json.loads(row["descendants"])),
+                )
+            )  # fmt: skip
+        return rows
+
+    def process(self, name: str) -> ProcessRow | None:
+        """The recorded child of this name."""
+        return next((row for row in self.processes() if row.name == name), None)
+
+    def save_process(self, row: ProcessRow) -> None:
+        """Write one child's row, replacing what was known."""
+        identity = row.identity
+        self._database.write(
+            "INSERT OR REPLACE INTO processes (name, role, phase, token, pid, create_time, "
+            "boot_id, spec_hash, host, port, gpus, started_at, descendants) "
+            "VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+            row.name, row.role, row.phase, row.token,
+            identity and identity.pid, identity and identity.create_time,
+            identity and identity.boot_id, row.spec_hash, row.host, row.port,
+            json.dumps(row.gpus), row.started_at,
+            json.dumps([asdict(d) for d in row.descendants]),
+        )  # fmt: skip
+
+    def mark_stale(self, name: str) -> None:
+        """The process is gone; its port is remembered."""
+        self._database.write("UPDATE processes SET phase = 'stale' WHERE name = ?", name)
+
+    def forget_process(self, name: str) -> None:
+        self._database.write("DELETE FROM processes WHERE name = ?", name)
+
+    # --- servers -----------------------------------------------------------------------------
+
+    def servers(self) -> list[ServerRow]:
+        """What is meant to be true of each server of the fleet."""
+        return [
+            ServerRow(**dict(row))
+            for row in self._database.rows("SELECT * FROM servers ORDER BY name")
+        ]
+
+    def server(self, name: str) -> ServerRow:
+        """One server's row; a server never heard of is meant to run the base model."""
+        return next((row for row in self.servers() if row.name == name), ServerRow(name))
+
+    def update_server(self, name: str, **changes: Any) -> ServerRow:
+        """Change fields of one server's row and return it."""
+        with self._database.transaction():
+            row = replace(self.server(name), **changes)
+            self._database.write(
+                "INSERT OR REPLACE INTO servers (name, intended, sleep_level, weight_version, "
+                "checkpoint, checkpoint_digest, weights_digest, quarantine) "
+                "VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+                row.name, row.intended, row.sleep_level, row.weight_version, row.checkpoint,
+                row.checkpoint_digest, row.weights_digest, row.quarantine,
+            )  # fmt: skip
+        return row
+
+    def forget_server(self, name: str) -> None:
+        self._database.write("DELETE FROM servers WHERE name = ?", name)
+
+    # --- the fleet ---------------------------------------------------------------------------
+
+    def weights(self) -> FleetWeights:
+        """The weights of the last successful push; all None for the base model."""
+        found = self.get("weights")
+        return FleetWeights(**json.loads(found)) if found else FleetWeights()
+
+    def set_weights(self, weights: FleetWeights) -> None:
+        self.set("weights", json.dumps(asdict(weights)))
+
+    def get(self, key: str) -> str | None:
+        """A remembered value of the fleet as a whole (`file`, `base_dir` …)."""
+        row = self._database.row("SELECT value FROM meta WHERE key = ?", key)
+        return None if row is None else str(row["value"])
+
+    def set(self, key: str, value: str) -> None:
+        self._database.write("INSERT OR REPLACE INTO meta VALUES (?, ?)", key, value)
+
+    def forget_run(self) -> None:
+        """After `down`: no processes, no intended states, base weights. History stays."""
+        with self._database.transaction():
+            for table in ("processes", "servers"):
+                self._database.write(f"DELETE FROM {table}")
+            self._database.write("DELETE FROM meta WHERE key = 'weights'")
+
+    def add_event(self, subject: str, message: str) -> None:
+        """One line of history about a server, the router or the fleet."""
+        self._database.write(
+            "INSERT INTO events (at, subject, message) VALUES (?, ?, ?)",
+            time.time(), subject, message,
+        )  # fmt: skip
+
+    def events(self, limit: int = 100) -> list[Event]:
+        """The latest events, oldest first."""
+        found = self._database.rows(
+            "SELECT at, subject, message FROM events ORDER BY sequence DESC LIMIT ?", limit
+        )
+        return [Event(r["at"], r["subject"], r["message"]) for r in reversed(found)]

@@ -1,0 +1,149 @@
+"""What `skyctl status` knows: one row per replica and the router, and a verdict with reasons."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+Health = Literal["healthy", "degraded", "down"]
+# States in which a server does what somebody asked of it.
+INTENDED_STATES = ("ready", "paused", "asleep", "updating")
+TRANSIENT_STATES = ("starting", "restarting", "stopping")
+
+
+@dataclass(frozen=True)
+class ReplicaStatus:
+    """One server. `kv_usage` is 0..1; a field is None when it is unknown.
+
+    `state` is starting, ready, paused, asleep, updating, restarting, stopping, stopped, dead,
+    failed, quarantined or (attached servers only) unreachable; `reason` says why.
+    """
+
+    name: str
+    state: str
+    url: str
+    reason: str = ""
+    routed: bool | None = None
+    pid: int | None = None
+    port: int | None = None
+    gpus: tuple[int, ...] = ()
+    running: int | None = None
+    waiting: int | None = None
+    kv_usage: float | None = None
+    weight_version: str | None = None
+    uptime_s: float | None = None
+    rss_bytes: int | None = None
+    restarts: int = 0
+    log_line: str = ""
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> ReplicaStatus:
+        return cls(**{**data, "gpus": tuple(data["gpus"])})
+
+
+@dataclass(frozen=True)
+class RouterStatus:
+    """The router. `state` is starting, ready, restarting, stopped, dead, failed or unreachable."""
+
+    state: str
+    url: str
+    reason: str = ""
+    pid: int | None = None
+    port: int | None = None
+    metrics_port: int | None = None
+    workers: int | None = None
+    uptime_s: float | None = None
+    rss_bytes: int | None = None
+    restarts: int = 0
+
+
+@dataclass(frozen=True)
+class Operation:
+    """What the supervisor is busy with, or did last: up, restart, scale, down or a push job.
+
+    `error` is empty while it runs and when it went well. Times are seconds since the epoch.
+    """
+
+    id: int
+    kind: str
+    detail: str
+    began_at: float
+    ended_at: float | None = None
+    error: str = ""
+
+
+@dataclass(frozen=True)
+class Reason:
+    """Why a fleet is not healthy, and what to type about it."""
+
+    message: str
+    hint: str = ""
+
+
+@dataclass(frozen=True)
+class FleetStatus:
+    """One fleet at one moment. `supervised` is None for an attached fleet."""
+
+    name: str
+    health: Health
+    replicas: tuple[ReplicaStatus, ...]
+    router: RouterStatus | None
+    reasons: tuple[Reason, ...] = ()
+    supervised: bool | None = None
+    supervisor_pid: int | None = None
+    device: str | None = None
+    model: str | None = None
+    weight_version: str | None = None
+    operation: Operation | None = None
+    job: str | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """What `skyctl status --json` prints."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> FleetStatus:
+        router, operation = data["router"], data["operation"]
+        return cls(
+            **{
+                **data,
+                "replicas": tuple(ReplicaStatus.from_json(r) for r in data["replicas"]),
+                "router": router and RouterStatus(**router),
+                "reasons": tuple(Reason(**r) for r in data["reasons"]),
+                "operation": operation and Operation(**operation),
+            }
+        )
+
+
+def assess(
+    replicas: Sequence[ReplicaStatus], router: RouterStatus | None
+) -> tuple[Health, tuple[Reason, ...]]:
+    """The verdict over a fleet: down when nothing runs, degraded when anything is amiss."""
+    reasons = [_replica_reason(replica) for replica in replicas]
+    if router is not None and router.state != "ready":
+        detail = f": {router.reason}" if router.reason else ""
+        reasons.append(Reason(f"the router is {router.state}{detail}", "skyctl logs router"))
+    versions = {r.weight_version for r in replicas if r.state in INTENDED_STATES}
+    if len(versions) > 1:
+        named = ", ".join(sorted(str(v or "base") for v in versions))
+        reasons.append(
+            Reason(f"servers are at different weight versions: {named}", "skyctl sync-weights CKPT")
+        )
+    found = tuple(reason for reason in reasons if reason is not None)
+    alive = [r for r in replicas if r.state in INTENDED_STATES + TRANSIENT_STATES]
+    if not alive and not any(r.state == "quarantined" for r in replicas):
+        return "down", found
+    return ("degraded" if found else "healthy"), found
+
+
+def _replica_reason(replica: ReplicaStatus) -> Reason | None:
+    if replica.state in INTENDED_STATES:
+        return None
+    detail = f": {replica.reason}" if replica.reason else ""
+    hint = ""
+    if replica.state in ("failed", "dead", "quarantined"):
+        hint = f"skyctl logs {replica.name}; then: skyctl restart {replica.name}"
+    elif replica.state in ("stopped", "unsupervised"):
+        hint = "skyctl up"
+    return Reason(f"{replica.name} is {replica.state}{detail}", hint)

@@ -1,0 +1,196 @@
+"""A fleet that skyctl did not start: the same verbs straight to its servers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Self
+
+from skyctl.control.http import ControlClient
+from skyctl.control.target import ServerTarget
+from skyctl.errors import NotFoundError, UsageError
+from skyctl.fleet.journal import Job, JobEvent, PushRecord
+from skyctl.fleet.registry import FleetRef, remember
+from skyctl.fleet.state import FleetState, ServerRow
+from skyctl.fleet.status import FleetStatus
+from skyctl.supervisor import verbs
+
+if TYPE_CHECKING:
+    from skyctl.weights.push import PushRequest
+
+
+class AttachedFleet:
+    """Servers by URL, named `<fleet>-0`, `-1`, … in the fleet file's order.
+
+    Pushes run in this process: `start_push` begins one and `wait_job` must be awaited in the same
+    `connect` block, or the push is cancelled when the block ends.
+    """
+
+    def __init__(self, ref: FleetRef, *, client: ControlClient | None = None) -> None:
+        from skyctl.operations.planning import api_key
+
+        self.ref = ref
+        self._client = client or ControlClient()
+        self._key = api_key(ref)
+        self._pushes: dict[str, asyncio.Task[None]] = {}
+        self.targets = tuple(
+            ServerTarget(f"{ref.name}-{index}", url.rstrip("/"), self._key)
+            for index, url in enumerate(ref.config.servers or ())
+        )
+
+    async def __aenter__(self) -> Self:
+        remember(self.ref)
+        self._state = FleetState(self.ref.paths.database)
+        self._state.journal.interrupt_orphans()
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        for task in self._pushes.values():
+            task.cancel()
+        await asyncio.gather(*self._pushes.values(), return_exceptions=True)
+        await self._client.aclose()
+        self._state.close()
+
+    async def status(self) -> FleetStatus:
+        """Every server and the router, asked now, side by side."""
+        from skyctl.operations.attached_status import attached_status
+
+        router = self.ref.config.router
+        return await attached_status(
+            self._client,
+            self.ref.name,
+            self.targets,
+            router if isinstance(router, str) else None,
+            self._state,
+        )
+
+    async def pause(
+        self,
+        mode: str = "abort",
+        clear_cache: bool = True,
+        servers: Sequence[str] | None = None,
+        timeout_s: float | None = None,
+    ) -> list[dict[str, Any]]:
+        """Pause all servers (or those named); one outcome's JSON per server."""
+        arguments = {"mode": mode, "clear_cache": clear_cache}
+        return await self._verb("pause", arguments, servers, timeout_s)
+
+    async def resume(
+        self, servers: Sequence[str] | None = None, timeout_s: float | None = None
+    ) -> list[dict[str, Any]]:
+        """Resume; servers that are asleep or quarantined are skipped and say so."""
+        return await self._verb("resume", {}, servers, timeout_s)
+
+    async def sleep(
+        self,
+        level: int = 1,
+        servers: Sequence[str] | None = None,
+        timeout_s: float | None = None,
+    ) -> list[dict[str, Any]]:
+        """Put servers to sleep (level 2 discards the weights)."""
+        return await self._verb("sleep", {"level": level}, servers, timeout_s)
+
+    async def wake(
+        self,
+        tags: Sequence[str] = (),
+        servers: Sequence[str] | None = None,
+        timeout_s: float | None = None,
+    ) -> list[dict[str, Any]]:
+        """Wake servers. Raises ConflictError when one would serve discarded weights."""
+        return await self._verb("wake", {"tags": list(tags)}, servers, timeout_s)
+
+    async def start_push(self, request: PushRequest) -> str:
+        """Begin a push in this process and return its job id.
+
+        Raises:
+            ConflictError: another push holds the fleet's lock; the message names it.
+        """
+        from skyctl.operations.attached_push import begin
+
+        job, task = await begin(self.ref, self.targets, request, self._client, self._state)
+        self._pushes[job.id] = task
+        return job.id
+
+    async def jobs(self) -> list[Job]:
+        """The latest jobs, newest first."""
+        return self._state.journal.jobs()
+
+    async def job(self, job_id: str) -> Job:
+        """One job. Raises NotFoundError."""
+        return self._state.journal.job(job_id)
+
+    async def wait_job(
+        self,
+        job_id: str,
+        on_event: Callable[[JobEvent], None] = lambda event: None,
+        timeout_s: float | None = None,
+    ) -> Job:
+        """Follow a job of this or another process until it ends, by reading the journal."""
+        from skyctl.supervisor.jobs import follow
+
+        return await follow(self._state, job_id, on_event, timeout_s=timeout_s)
+
+    async def weights(self) -> tuple[list[ServerRow], list[PushRecord]]:
+        """What each server carries (as recorded by the last push), and the pushes, newest first."""
+        known = {row.name: row for row in self._state.servers()}
+        rows = [known.get(t.name, ServerRow(t.name)) for t in self.targets]
+        return rows, self._state.journal.pushes()
+
+    async def verify_weights(self) -> dict[str, Any]:
+        """Compare the servers' weights now: {"servers": […], "agree": bool}."""
+        from skyctl.supervisor.jobs import verify_servers
+
+        return await verify_servers(self.targets, self._client)
+
+    async def restart(self, names: Sequence[str] = ()) -> int:
+        raise self._not_ours("restart")
+
+    async def scale(self, replicas: int) -> int:
+        raise self._not_ours("scale")
+
+    async def urls(self) -> dict[str, Any]:
+        """{"router": URL or None, "servers": {name: URL}}."""
+        router = self.ref.config.router
+        return {
+            "router": router if isinstance(router, str) else None,
+            "servers": {target.name: target.url for target in self.targets},
+        }
+
+    def api_key(self) -> str | None:
+        """The servers' API key from this process's environment."""
+        return self._key
+
+    def _not_ours(self, verb: str) -> UsageError:
+        return UsageError(
+            f"cannot {verb} fleet {self.ref.name}: skyctl did not start its servers",
+            hint="a fleet file with `servers:` is for control only",
+        )
+
+    async def _verb(
+        self,
+        verb: str,
+        arguments: dict[str, Any],
+        servers: Sequence[str] | None,
+        timeout_s: float | None,
+    ) -> list[dict[str, Any]]:
+        outcomes = await verbs.run(
+            verb,
+            arguments,
+            self._named(servers),
+            client=self._client,
+            state=self._state,
+            timeout_s=timeout_s or self.ref.config.control_timeout_s,
+        )
+        return [outcome.to_json() for outcome in outcomes]
+
+    def _named(self, servers: Sequence[str] | None) -> tuple[ServerTarget, ...]:
+        if not servers:
+            return self.targets
+        known = {target.name: target for target in self.targets}
+        for name in servers:
+            if name not in known:
+                raise NotFoundError(
+                    f"fleet {self.ref.name} has no server {name!r}",
+                    hint=f"its servers are: {', '.join(known)}",
+                )
+        return tuple(known[name] for name in servers)

@@ -1,0 +1,197 @@
+"""A fleet that skyctl started, through its supervisor's unix socket."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Self
+
+from skyctl.errors import FleetDownError, UsageError
+from skyctl.fleet.journal import Job, JobEvent, PushRecord
+from skyctl.fleet.registry import FleetRef
+from skyctl.fleet.state import FleetState, ServerRow
+from skyctl.fleet.status import FleetStatus
+from skyctl.operations.unsupervised import unsupervised_status
+from skyctl.supervisor.client import SupervisorClient
+
+if TYPE_CHECKING:
+    from skyctl.weights.push import PushRequest
+
+
+class SupervisedFleet:
+    """One fleet with a supervisor. Every verb raises FleetDownError when it does not answer."""
+
+    def __init__(self, ref: FleetRef) -> None:
+        self.ref = ref
+        self._client = SupervisorClient(ref.paths)
+
+    async def __aenter__(self) -> Self:
+        await self._client.open()
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        await self._client.close()
+
+    async def status(self) -> FleetStatus:
+        """The fleet now; what is left of it when its supervisor is gone."""
+        try:
+            return FleetStatus.from_json(await self._client.get("/status"))
+        except FleetDownError:
+            return unsupervised_status(self.ref)
+
+    async def pause(
+        self,
+        mode: str = "abort",
+        clear_cache: bool = True,
+        servers: Sequence[str] | None = None,
+        timeout_s: float | None = None,
+    ) -> list[dict[str, Any]]:
+        """Pause all servers (or those named); one outcome's JSON per server."""
+        arguments = {"mode": mode, "clear_cache": clear_cache}
+        return await self._verb("pause", arguments, servers, timeout_s)
+
+    async def resume(
+        self, servers: Sequence[str] | None = None, timeout_s: float | None = None
+    ) -> list[dict[str, Any]]:
+        """Resume; servers that are asleep or quarantined are skipped and say so."""
+        return await self._verb("resume", {}, servers, timeout_s)
+
+    async def sleep(
+        self,
+        level: int = 1,
+        servers: Sequence[str] | None = None,
+        timeout_s: float | None = None,
+    ) -> list[dict[str, Any]]:
+        """Put servers to sleep (level 2 discards the weights)."""
+        return await self._verb("sleep", {"level": level}, servers, timeout_s)
+
+    async def wake(
+        self,
+        tags: Sequence[str] = (),
+        servers: Sequence[str] | None = None,
+        timeout_s: float | None = None,
+    ) -> list[dict[str, Any]]:
+        """Wake servers, entirely or only `tags`.
+
+        Raises:
+            ConflictError: a server would serve weights that its sleep discarded.
+        """
+        return await self._verb("wake", {"tags": list(tags)}, servers, timeout_s)
+
+    async def start_push(self, request: PushRequest) -> str:
+        """Begin a push in the supervisor and return its job id at once.
+
+        Raises:
+            ConflictError: another push or an operation is in progress; the message names it.
+        """
+        answer = await self._client.post("/jobs", {"request": request.to_json()})
+        return str(answer["id"])
+
+    async def jobs(self) -> list[Job]:
+        """The latest jobs, newest first (also while the fleet is down)."""
+        with self._state() as state:
+            return state.journal.jobs()
+
+    async def job(self, job_id: str) -> Job:
+        """One job. Raises NotFoundError."""
+        with self._state() as state:
+            return state.journal.job(job_id)
+
+    async def wait_job(
+        self,
+        job_id: str,
+        on_event: Callable[[JobEvent], None] = lambda event: None,
+        timeout_s: float | None = None,
+    ) -> Job:
+        """Follow a job until it ends; `on_event` hears its past events first, then each new one.
+
+        A job that failed is returned, not raised.
+
+        Raises:
+            DeadlineExceeded: it has not ended after `timeout_s` seconds (it goes on).
+            FleetDownError: the supervisor that runs it went away.
+        """
+        job = await self.job(job_id)
+        if job.ended:
+            with self._state() as state:
+                for event in state.journal.events(job_id):
+                    on_event(event)
+            return job
+        return await self._client.wait_job(job_id, on_event, timeout_s)
+
+    async def weights(self) -> tuple[list[ServerRow], list[PushRecord]]:
+        """What each server carries (as recorded by the last push), and the pushes, newest first."""
+        with self._state() as state:
+            return state.servers(), state.journal.pushes()
+
+    async def verify_weights(self) -> dict[str, Any]:
+        """Compare the servers' weights now: {"servers": […], "agree": bool}."""
+        return dict(await self._client.post("/verify", {}, timeout_s=600.0))
+
+    async def restart(self, names: Sequence[str] = ()) -> int:
+        """Begin a rolling restart of these servers (all when empty); the operation's number.
+
+        Raises:
+            NotFoundError: no such server. ConflictError: the supervisor is busy.
+        """
+        answer = await self._client.post("/restart", {"servers": list(names)})
+        return int(answer["operation"])
+
+    async def scale(self, replicas: int) -> int:
+        """Begin to run `replicas` servers; the operation's number.
+
+        Raises:
+            UsageError: the fleet file lists replica groups, or the count is not positive.
+        """
+        from skyctl.operations.planning import scaled
+
+        if replicas < 1:
+            raise UsageError(f"cannot scale to {replicas}", hint="to stop the fleet: skyctl down")
+        return await self.reconcile(scaled(self.ref, replicas))
+
+    async def reconcile(self, plan: Any) -> int:
+        """Make the fleet what a FleetPlan says; the operation's number (0: nothing to do)."""
+        from skyctl.supervisor.wire import plan_to_json
+
+        answer = await self._client.post("/reconcile", {"plan": plan_to_json(plan)})
+        return int(answer["operation"])
+
+    async def urls(self) -> dict[str, Any]:
+        """{"router": URL or None, "servers": {name: URL}}."""
+        status = await self.status()
+        if status.supervised is False:
+            raise down_error(self.ref.name)
+        router = status.router
+        return {
+            "router": router.url if router is not None else None,
+            "servers": {r.name: r.url for r in status.replicas},
+        }
+
+    def api_key(self) -> str | None:
+        """The servers' API key from this process's environment."""
+        from skyctl.operations.planning import api_key
+
+        return api_key(self.ref)
+
+    async def _verb(
+        self,
+        verb: str,
+        arguments: dict[str, Any],
+        servers: Sequence[str] | None,
+        timeout_s: float | None,
+    ) -> list[dict[str, Any]]:
+        timeout_s = timeout_s or self.ref.config.control_timeout_s
+        body = {"arguments": arguments, "servers": servers and list(servers)}
+        answer = await self._client.post(
+            f"/verbs/{verb}", {**body, "timeout_s": timeout_s}, timeout_s=timeout_s + 30.0
+        )
+        return list(answer["outcomes"])
+
+    def _state(self) -> FleetState:
+        if not self.ref.paths.database.exists():
+            raise down_error(self.ref.name)
+        return FleetState(self.ref.paths.database)
+
+
+def down_error(name: str) -> FleetDownError:
+    """The error of every verb that needs a running fleet."""
+    return FleetDownError(f"fleet {name} is not running", hint="start it: skyctl up")
