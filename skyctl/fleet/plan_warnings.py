@@ -1,0 +1,88 @@
+"""What is allowed in a fleet file but probably not meant."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from skyctl.fleet.placement import Replica
+from skyctl.fleet.schema import FleetConfig, RouterSection
+
+_LOOPBACK = ("127.", "::1", "localhost")
+_SHORT_REQUEST_S = 300
+_LONG_INTERVAL_S = 30
+_HEALTH_FAILURES = 3  # the router's default before it drops a worker
+
+
+def plan_warnings(
+    config: FleetConfig, replicas: Sequence[Replica], device: str, backend: str, cpu_count: int
+) -> tuple[str, ...]:
+    """One line per thing to look at, in the order of the fleet file. `cpu_count` 0 is unknown."""
+    return (
+        *_server_warnings(config, backend),
+        *_placement_warnings(config, replicas, device, cpu_count),
+        *_router_warnings(config),
+    )
+
+
+def _server_warnings(config: FleetConfig, backend: str) -> list[str]:
+    warnings = []
+    if not config.host.startswith(_LOOPBACK):
+        danger = ", and with the ipc backend run code in it" if backend == "ipc" else ""
+        warnings.append(
+            f"host {config.host}: vLLM's development routes ask for no key; whoever reaches these "
+            f"ports can pause the servers and replace their weights{danger}"
+        )
+    return warnings
+
+
+def _placement_warnings(
+    config: FleetConfig, replicas: Sequence[Replica], device: str, cpu_count: int
+) -> list[str]:
+    warnings = []
+    if config.ports is not None and len(config.ports) != len(replicas):
+        warnings.append(
+            f"ports: {len(config.ports)} for {len(replicas)} replicas; "
+            + (
+                "the rest get free ones"
+                if len(config.ports) < len(replicas)
+                else "the last ones are not used"
+            )
+        )
+    if device == "cpu":
+        if any(replica.args.get("enable-sleep-mode") for replica in replicas):
+            warnings.append("enable-sleep-mode is left out: vLLM has none on CPU")
+        workers = sum(replica.world_size for replica in replicas)
+        if 0 < cpu_count < workers:
+            warnings.append(f"{workers} workers share {cpu_count} CPU cores")
+    elif config.share_gpus and not all(
+        "gpu-memory-utilization" in replica.args or "kv-cache-memory-bytes" in replica.args
+        for replica in replicas
+    ):
+        warnings.append(
+            "share_gpus: set `gpu-memory-utilization` under args; by default each server takes "
+            "nine tenths of its GPU's memory"
+        )
+    return warnings
+
+
+def _router_warnings(config: FleetConfig) -> list[str]:
+    router = config.router
+    if not isinstance(router, RouterSection) or not router.enabled:
+        return []
+    warnings = []
+    if not router.host.startswith(_LOOPBACK):
+        warnings.append(
+            f"router.host {router.host}: the router itself asks for no key and passes unknown "
+            "paths on to a server, development routes among them"
+        )
+    if router.request_timeout_s < _SHORT_REQUEST_S:
+        warnings.append(
+            f"router.request_timeout_s {router.request_timeout_s}: longer requests are cut, and "
+            "time frozen by `pause --mode keep` counts"
+        )
+    if router.health_interval_s > _LONG_INTERVAL_S:
+        warnings.append(
+            f"router.health_interval_s {router.health_interval_s}: a dead server may be sent "
+            f"requests for {_HEALTH_FAILURES * router.health_interval_s} s"
+        )
+    return warnings
