@@ -163,12 +163,12 @@ def _parse_json(raw: bytes, path: Path) -> dict[str, Any]:
 
 
 def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    seen = dict(pairs)
-    if len(seen) != len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"{twice!r} appears twice")
-    return seen
+    entries: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in entries:
+            raise ValueError(f"{name!r} appears twice")
+        entries[name] = value
+    return entries
 
 
 def _no_constant(text: str) -> Any:

@@ -1,0 +1,90 @@
+"""A digest of what a model really computes with, for comparing replicas.
+
+On CPU, vLLM packs the weight of a linear layer into an opaque kernel and empties the parameter, so
+hashing parameters alone proves nothing. There the layer's output for fixed probe inputs is hashed:
+the products of the packed weight with every unit vector, that is, every weight as it is used.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+_PROBE_ROWS = 64
+
+
+def digest_model(model: torch.nn.Module) -> dict[str, Any]:
+    """Digest over all parameters, persistent buffers and packed linears.
+
+    Returns:
+        `digest` (32 hex digits), `tensors` (how many were hashed from memory) and `probed` (how
+        many packed layers were hashed by their output). Equal for equal weights on one machine
+        with one version of vLLM; not comparable between kinds of processors.
+    """
+    total = hashlib.blake2b(digest_size=16)
+    tensors = probed = 0
+    with torch.inference_mode():
+        for name, tensor in _named_tensors(model):
+            total.update(name.encode() + b"\0" + _digest_tensor(tensor))
+            tensors += 1
+        for name, layer in model.named_modules():
+            if _is_packed(layer):
+                total.update(name.encode() + b"\0" + _digest_packed(layer))
+                probed += 1
+    return {"digest": total.hexdigest(), "tensors": tensors, "probed": probed}
+
+
+def _named_tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Parameters and persistent buffers that hold something, shared ones once."""
+    seen: set[int] = set()
+    for name, tensor in sorted(model.state_dict(keep_vars=True).items()):
+        if tensor.numel() and id(tensor) not in seen:
+            seen.add(id(tensor))
+            yield name, tensor
+
+
+def _digest_tensor(tensor: torch.Tensor) -> bytes:
+    """Digest of dtype, shape and bytes."""
+    flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8).cpu()
+    digest = hashlib.blake2b(f"{tensor.dtype}{tuple(tensor.shape)}".encode(), digest_size=16)
+    digest.update(memoryview(flat.numpy()))
+    return digest.digest()
+
+
+def _is_packed(layer: torch.nn.Module) -> bool:
+    """A linear layer whose weight went into `cpu_linear` (vLLM's dispatch_cpu_unquantized_gemm)."""
+    weight = getattr(layer, "weight", None)
+    return (
+        callable(getattr(layer, "cpu_linear", None))
+        and isinstance(weight, torch.Tensor)
+        and weight.numel() == 0
+    )
+
+
+def _digest_packed(layer: Any) -> bytes:
+    """Digest of a packed layer's weight, read out through its own kernel.
+
+    Multiplying with unit vectors gives back the columns of the weight exactly (the other products
+    are zero), a few at a time to bound the memory.
+    """
+    width = _input_size(layer)
+    dtype = layer.weight.dtype
+    digest = hashlib.blake2b(f"{dtype}{width}".encode(), digest_size=16)
+    for begin in range(0, width, _PROBE_ROWS):
+        rows = min(_PROBE_ROWS, width - begin)
+        probe = torch.zeros(rows, width, dtype=dtype)
+        probe[torch.arange(rows), torch.arange(begin, begin + rows)] = 1
+        columns = layer.cpu_linear(probe, layer.weight, None)
+        digest.update(_digest_tensor(columns))
+    return digest.digest()
+
+
+def _input_size(layer: Any) -> int:
+    for attribute in ("input_size_per_partition", "input_size", "embedding_dim"):
+        size = getattr(layer, attribute, None)
+        if isinstance(size, int):
+            return size
+    raise RuntimeError(f"{type(layer).__name__} does not say its input size")

@@ -1,0 +1,20 @@
+"""`SkyctlWorkerExtension`: methods that vLLM's workers get, called through /collective_rpc."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class SkyctlWorkerExtension:
+    """Mixed into vLLM's worker class by `--worker-extension-cls`.
+
+    Names start with `skyctl_`: vLLM refuses an extension that shadows a worker's attribute.
+    """
+
+    model_runner: Any
+
+    def skyctl_weight_digest(self) -> dict[str, Any]:
+        """Digest of the weights this worker computes with; see `engine/digest.py`."""
+        from skyctl.engine.digest import digest_model
+
+        return digest_model(self.model_runner.get_model())
