@@ -2,7 +2,9 @@
 
 On CPU, vLLM packs the weight of a linear layer into an opaque kernel and empties the parameter, so
 hashing parameters alone proves nothing. There the layer's output for fixed probe inputs is hashed:
-the products of the packed weight with every unit vector, that is, every weight as it is used.
+for narrow layers the products with every unit vector, which are the weights themselves, to the
+last bit; for wide ones a few products with fixed mixed vectors, which costs as much as a prompt of
+that many tokens and sees any change that is not lost in the rounding of a sum.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from typing import Any
 
 import torch
 
+_EXACT_WIDTH = 512
 _PROBE_ROWS = 64
 
 
@@ -65,21 +68,30 @@ def _is_packed(layer: torch.nn.Module) -> bool:
 
 
 def _digest_packed(layer: Any) -> bytes:
-    """Digest of a packed layer's weight, read out through its own kernel.
-
-    Multiplying with unit vectors gives back the columns of the weight exactly (the other products
-    are zero), a few at a time to bound the memory.
-    """
+    """Digest of a packed layer's weight, read out through its own kernel."""
     width = _input_size(layer)
     dtype = layer.weight.dtype
     digest = hashlib.blake2b(f"{dtype}{width}".encode(), digest_size=16)
-    for begin in range(0, width, _PROBE_ROWS):
-        rows = min(_PROBE_ROWS, width - begin)
-        probe = torch.zeros(rows, width, dtype=dtype)
-        probe[torch.arange(rows), torch.arange(begin, begin + rows)] = 1
-        columns = layer.cpu_linear(probe, layer.weight, None)
-        digest.update(_digest_tensor(columns))
+    for probe in _probes(width, dtype):
+        digest.update(_digest_tensor(layer.cpu_linear(probe, layer.weight, None)))
     return digest.digest()
+
+
+def _probes(width: int, dtype: torch.dtype) -> Iterator[torch.Tensor]:
+    """Batches of inputs, shape [at most _PROBE_ROWS, width]; together they reach every weight."""
+    if width <= _EXACT_WIDTH:
+        for begin in range(0, width, _PROBE_ROWS):
+            rows = torch.arange(min(_PROBE_ROWS, width - begin))
+            probe = torch.zeros(len(rows), width, dtype=dtype)
+            probe[rows, rows + begin] = 1
+            yield probe
+        return
+    columns = torch.arange(width)
+    # different factors, so that exchanged columns do not cancel out; exact in any float type
+    factors = 1 + (columns * 37 % 64) / 64
+    probe = torch.zeros(_PROBE_ROWS, width, dtype=dtype)
+    probe[columns % _PROBE_ROWS, columns] = factors.to(dtype)
+    yield probe
 
 
 def _input_size(layer: Any) -> int:
