@@ -18,19 +18,25 @@ from pydantic_core import PydanticCustomError
 from skyctl.units import parse_bytes
 
 
-def _refuse_bool(value: Any) -> Any:
+def _whole(value: Any) -> Any:
     """YAML reads `yes` and `on` as true, and Python counts true as 1: say no to both."""
     if isinstance(value, bool):
-        raise PydanticCustomError("int_type", "Input should be a number")
+        raise PydanticCustomError("int_type", "Input should be a whole number")
     return value
 
 
-Whole = Annotated[int, BeforeValidator(_refuse_bool)]
+def _number(value: Any) -> Any:
+    if isinstance(value, bool):
+        raise PydanticCustomError("float_type", "Input should be a number")
+    return value
+
+
+Whole = Annotated[int, BeforeValidator(_whole)]
 Port = Annotated[Whole, Field(ge=1, le=65535)]
 Count = Annotated[Whole, Field(ge=0)]
 Size = Annotated[Whole, Field(ge=1)]
 Replicas = Annotated[Whole, Field(ge=1, le=512)]
-Seconds = Annotated[float, BeforeValidator(_refuse_bool), Field(gt=0, allow_inf_nan=False)]
+Seconds = Annotated[float, BeforeValidator(_number), Field(gt=0, allow_inf_nan=False)]
 ByteSize = Annotated[
     int,
     BeforeValidator(parse_bytes),
@@ -38,6 +44,8 @@ ByteSize = Annotated[
     WithJsonSchema({"type": ["integer", "string"], "examples": ["256MiB", 268435456]}),
 ]
 Name = Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?$")]
+Url = Annotated[str, Field(pattern=r"^https?://[^\s/]+(/\S*)?$")]
+VariableName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
 ArgValue = str | int | float | bool | None | list[str | int | float] | dict[str, Any]
 # In the file an environment value may be any scalar: the loader keeps its text as written.
 EnvValue = Annotated[str, WithJsonSchema({"type": ["string", "number", "boolean"]})]
@@ -197,11 +205,11 @@ class FleetConfig(_Section):
         None, description="Python interpreter that has vLLM; skyctl's own by default."
     )
 
-    servers: list[str] | None = Field(
+    servers: list[Url] | None = Field(
         None, description="URLs of servers that skyctl did not start: control only."
     )
 
-    router: RouterSection | str = Field(
+    router: RouterSection | Url = Field(
         default_factory=RouterSection,
         description="Router settings, or with `servers` the URL of a running router.",
     )
@@ -217,7 +225,7 @@ class FleetConfig(_Section):
     stop_timeout_s: Seconds = Field(
         15.0, description="Seconds between TERM and KILL when a process is stopped."
     )
-    api_key_env: str | None = Field(
+    api_key_env: VariableName | None = Field(
         None, description="Name of the environment variable that holds the servers' API key."
     )
 
