@@ -1,0 +1,143 @@
+"""Tiny checkpoints made on the spot, for trying a whole fleet without a download or a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from skyctl.errors import ConflictError, SkyctlError
+
+TINY_SEEDS = {"a": 1, "b": 2}
+
+# vocabulary x hidden size: in float32 the embedding is 512 x 128 x 4 = 256 KiB, every other tensor
+# 128 KiB at most, so that a chunk size between the two must make a chunk grow
+_VOCABULARY = 512
+_HIDDEN = 128
+_TEXT = (
+    "The fleet came up, and every server answered before the kettle had boiled. ",
+    "Freeze the fleet, push the weights, thaw the fleet, and carry on where you stopped. ",
+    "A replica counts tokens quietly while the router listens for another question. ",
+    "One two three four five six seven eight nine ten eleven twelve thirteen twenty. ",
+    "Small models dream of large clusters; large models dream of quick restarts. ",
+    "Yesterday a checkpoint crossed the network in chunks, and nobody noticed it. ",
+    "Morning light, green hills, slow river, warm bread, black coffee, open window. ",
+    "Please describe what happens when somebody pauses a generation halfway through. ",
+)
+_BYTE_TOKENS = 257  # the end token and one token per byte come first in the vocabulary
+
+
+def make_tiny_checkpoint(
+    directory: Path,
+    *,
+    seed: int,
+    dtype: str = "float32",
+    shard_bytes: int | None = None,
+    tie_word_embeddings: bool = False,
+    layers: int = 2,
+) -> Path:
+    """Write a randomly initialised Qwen3 and its tokenizer: about 2 MB, in a few seconds.
+
+    The same arguments give the same bytes; different seeds give different greedy answers, with
+    the same tokenizer. `shard_bytes` cuts the weights into shards of at most that size (but one
+    tensor each), with an index.
+
+    Raises:
+        ConflictError: there is something else at `directory`.
+        SkyctlError: torch or transformers is not installed.
+    """
+    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+        raise ConflictError(f"{directory} exists already", hint="remove it, or choose another name")
+    try:
+        import torch
+        import transformers
+    except ImportError as error:
+        raise SkyctlError(
+            f"tiny checkpoints need torch and transformers ({error})",
+            hint="pip install 'skyctl[cpu]'",
+        ) from error
+
+    tokenizer = _tokenizer(transformers)
+    config = transformers.Qwen3Config(
+        vocab_size=len(tokenizer),
+        hidden_size=_HIDDEN,
+        intermediate_size=_HIDDEN * 2,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=4096,
+        tie_word_embeddings=tie_word_embeddings,
+        bos_token_id=0,
+        eos_token_id=0,
+        pad_token_id=0,
+    )
+    with torch.random.fork_rng(devices=[]):  # the caller's random numbers are left alone
+        torch.manual_seed(seed)
+        model = transformers.Qwen3ForCausalLM(config)
+        _make_lively(model)
+    options = {} if shard_bytes is None else {"max_shard_size": shard_bytes}
+    with _without_progress_bars(transformers):
+        model.to(getattr(torch, dtype)).save_pretrained(directory, **options)
+        tokenizer.save_pretrained(directory)
+    return directory
+
+
+@contextmanager
+def _without_progress_bars(transformers: Any) -> Iterator[None]:
+    logging = transformers.utils.logging
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+
+
+def _make_lively(model: Any) -> None:
+    """Give the random model answers worth looking at.
+
+    With the usual small initialisation a greedy answer repeats one token. Layers as loud as the
+    embedding make it depend on the prompt and on every layer; rows of single bytes and of the end
+    token are made faint, so that answers are words and do not stop early.
+    """
+    import torch
+
+    tied = model.config.tie_word_embeddings
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() == 2:
+                loud = "embed" in name and not tied
+                parameter.normal_(std=1.0 if loud else parameter.shape[1] ** -0.5)
+        model.get_output_embeddings().weight[:_BYTE_TOKENS] *= 0.1
+
+
+def _tokenizer(transformers: Any) -> Any:
+    """A byte-level BPE tokenizer: any text goes in and comes out again."""
+    import tokenizers
+
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    tokenizer.train_from_iterator(
+        _TEXT,
+        tokenizers.trainers.BpeTrainer(
+            vocab_size=_VOCABULARY,
+            special_tokens=["<|end|>"],
+            initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+            show_progress=False,
+        ),
+    )
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token="<|end|>",
+        pad_token="<|end|>",
+        chat_template=_CHAT_TEMPLATE,
+    )
+
+
+_CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}assistant:"
+)
