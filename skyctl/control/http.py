@@ -15,14 +15,9 @@ from skyctl.errors import DeadlineExceeded, ServerError, ServerUnreachable
 
 QueryValue = str | int | float | bool | Sequence[str]
 
-# Enough for one call in flight to each of several hundred servers.
-_LIMITS = httpx.Limits(
-    max_connections=1024,
-    max_keepalive_connections=512,
-    # Below the 5 s after which uvicorn drops an idle connection, so that a POST, which is never
-    # retried, is not sent into a connection the server is just closing.
-    keepalive_expiry=2.0,
-)
+# Room for one call in flight to each of several hundred servers. No connection is kept: vLLM closes
+# one after each 500, a POST must not be sent into a closing connection, and is never retried.
+_LIMITS = httpx.Limits(max_connections=1024, max_keepalive_connections=0)
 _ERROR_TEXT_LIMIT = 300
 
 

@@ -1,0 +1,313 @@
+"""The data plane: many requests through the router's URL, and none lost to a cut.
+
+A request that is cut (aborted by a pause, its server died, its stream broke) goes on from the
+prompt and the tokens it already has, with max_tokens reduced by them, so that greedy decoding
+gives the tokens of one undisturbed request. A request frozen by `pause --mode keep` just waits.
+
+    send ── tokens … ── finished ───────────────────► result
+      ▲        └─ cut (abort, 5xx, broken stream) ─┐
+      └──── prompt + tokens so far, after a wait ◄─┘   given up after `max_retries` in a row
+                                                       that brought no token
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, Self
+
+import httpx
+
+from skyctl.control.http import error_text
+from skyctl.control.prompts import GenerationRequest
+from skyctl.control.stream import Cut, Piece, read_pieces
+from skyctl.errors import DeadlineExceeded, ServerError, SkyctlError
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+CONNECT_TIMEOUT_S = 10.0
+
+_RETRIED_STATUSES = frozenset({408, 429, 500, 502, 503, 504})
+# a cut answer under these cannot go on in the middle: it starts again
+_NOT_CONTINUED = frozenset({"tools", "response_format", "structured_outputs"})
+_CHAT_ONLY = frozenset({"add_generation_prompt", "chat_template", "chat_template_kwargs"})
+
+
+@dataclass(frozen=True)
+class RetryPolicy:
+    """Waits between attempts double from `backoff_s` up to `backoff_max_s` seconds.
+
+    `max_retries` counts attempts in a row that brought no token; one that did starts afresh.
+    """
+
+    max_retries: int = 8
+    backoff_s: float = 0.25
+    backoff_max_s: float = 8.0
+
+    def wait_s(self, attempt: int) -> float:
+        """Seconds before retry number `attempt`, from 1."""
+        return float(min(self.backoff_s * 2 ** (attempt - 1), self.backoff_max_s))
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """Where requests go: the router's URL or one server's. `session_id` makes them sticky."""
+
+    url: str
+    model: str
+    api_key: str | None = field(default=None, repr=False)
+    session_id: str | None = None
+
+
+@dataclass(frozen=True)
+class GenerationResult:
+    """What one request came to. `error` is empty unless it was given up; then tokens are partial.
+
+    `seconds` is wall time from the first attempt, waits and freezes included.
+    """
+
+    id: str
+    text: str
+    token_ids: list[int]
+    finish_reason: str
+    retries: int
+    seconds: float
+    error: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        row: dict[str, Any] = {
+            "id": self.id,
+            "text": self.text,
+            "token_ids": self.token_ids,
+            "finish_reason": self.finish_reason,
+            "retries": self.retries,
+            "seconds": round(self.seconds, 3),
+        }
+        return {**row, "error": self.error} if self.error else row
+
+
+@dataclass
+class _Progress:
+    """What one request has so far, over all its attempts."""
+
+    prompt_ids: list[int] | None = None
+    tokens: list[int] = field(default_factory=list)
+    text: str = ""
+    retries: int = 0
+    fruitless: int = 0
+    began: float = field(default_factory=time.perf_counter)
+
+    def result(self, request_id: str, finish_reason: str, error: str = "") -> GenerationResult:
+        seconds = time.perf_counter() - self.began
+        return GenerationResult(
+            request_id, self.text, self.tokens, finish_reason, self.retries, seconds, error
+        )
+
+
+class GenerationClient:
+    """Sends generation requests to one endpoint. Use as an async context manager.
+
+    `transport` and `sleep` replace the network and the waits in tests.
+    """
+
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        *,
+        retry: RetryPolicy | None = None,
+        transport: httpx.AsyncBaseTransport | None = None,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+    ) -> None:
+        self._endpoint = endpoint
+        self._retry = retry or RetryPolicy()
+        self._sleep = sleep
+        self._http = httpx.AsyncClient(
+            transport=transport,
+            trust_env=False,
+            # no read timeout: a frozen request is silent for as long as the fleet is
+            timeout=httpx.Timeout(None, connect=CONNECT_TIMEOUT_S),
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=64),
+        )
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self._http.aclose()
+
+    async def generate_one(
+        self,
+        request: GenerationRequest,
+        *,
+        timeout_s: float | None = None,
+        on_text: Callable[[str], None] | None = None,
+    ) -> GenerationResult:
+        """Generate until the request ends by itself. `on_text` gets each piece of text.
+
+        A request that cannot be finished comes back with `error` set and what it got so far.
+        `timeout_s` bounds it as a whole, in seconds; without, it may wait for ever.
+        """
+        progress = _Progress()
+        try:
+            async with asyncio.timeout(timeout_s):
+                reason = await self._until_finished(request, progress, on_text)
+        except TimeoutError:
+            return progress.result(request.id, "timeout", f"not finished in {timeout_s:g} s")
+        except SkyctlError as error:
+            return progress.result(request.id, "error", error.message)
+        return progress.result(request.id, reason)
+
+    async def generate_many(
+        self,
+        requests: Sequence[GenerationRequest],
+        *,
+        concurrency: int = 32,
+        timeout_s: float | None = None,
+        on_done: Callable[[GenerationResult], None] | None = None,
+    ) -> AsyncIterator[GenerationResult]:
+        """Results in the order of `requests`, at most `concurrency` of them under way at once.
+
+        `on_done` gets each result when it is there, in the order of finishing.
+        """
+        slots = asyncio.Semaphore(concurrency)
+
+        async def one(request: GenerationRequest) -> GenerationResult:
+            async with slots:
+                result = await self.generate_one(request, timeout_s=timeout_s)
+            if on_done is not None:
+                on_done(result)
+            return result
+
+        tasks = [asyncio.create_task(one(request)) for request in requests]
+        try:
+            for task in tasks:
+                yield await task
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _until_finished(
+        self,
+        request: GenerationRequest,
+        progress: _Progress,
+        on_text: Callable[[str], None] | None,
+    ) -> str:
+        while True:
+            had = len(progress.tokens)
+            try:
+                return await self._attempt(request, progress, on_text)
+            except Cut as cut:
+                if len(progress.tokens) >= request.max_tokens:
+                    return "length"  # cut after its last token: nothing is left to ask for
+                progress.fruitless = 1 if len(progress.tokens) > had else progress.fruitless + 1
+                if progress.fruitless > self._retry.max_retries:
+                    raise ServerError(
+                        f"given up after {progress.fruitless} attempts in a row: {cut}"
+                    ) from cut
+            if _NOT_CONTINUED & request.body.keys():
+                progress.tokens, progress.text = [], ""
+            progress.retries += 1
+            await self._sleep(self._retry.wait_s(progress.fruitless))
+
+    async def _attempt(
+        self,
+        request: GenerationRequest,
+        progress: _Progress,
+        on_text: Callable[[str], None] | None,
+    ) -> str:
+        """One HTTP request; tokens go to `progress`. Returns the finish reason.
+
+        Raises:
+            Cut: it ended before its end, and may be tried again.
+            ServerError: the server refused it for good.
+        """
+        path, body = request_body(
+            request, self._endpoint.model, progress.prompt_ids, progress.tokens
+        )
+        try:
+            async with self._http.stream(
+                "POST", self._endpoint.url + path, json=body, headers=self._headers(request)
+            ) as response:
+                await _raise_for_status(response, path)
+                async for piece in read_pieces(response.aiter_lines()):
+                    _add(progress, piece)
+                    if on_text is not None and piece.text:
+                        on_text(piece.text)
+                    if piece.finish_reason == "abort":
+                        raise Cut("the server aborted it")
+                    if piece.finish_reason is not None:
+                        return piece.finish_reason
+        except httpx.TransportError as error:
+            raise Cut(f"the connection broke ({error or type(error).__name__})") from error
+        raise Cut("the stream ended early")
+
+    def _headers(self, request: GenerationRequest) -> dict[str, str]:
+        headers = {}
+        if self._endpoint.api_key:
+            headers["Authorization"] = f"Bearer {self._endpoint.api_key}"
+        session = request.session_id or self._endpoint.session_id
+        if session:
+            headers["X-Session-ID"] = session
+        return headers
+
+
+def request_body(
+    request: GenerationRequest, model: str, prompt_ids: list[int] | None, tokens: Sequence[int]
+) -> tuple[str, dict[str, Any]]:
+    """Path and body of the next attempt, given the `tokens` that earlier ones brought.
+
+    With tokens it is always a completion of token ids: a chat cannot be continued as a chat.
+    """
+    body: dict[str, Any] = {
+        **request.body,
+        "model": model,
+        "stream": True,
+        "return_token_ids": True,
+    }
+    if not tokens or prompt_ids is None:
+        if request.messages is not None:
+            return CHAT, {**body, "messages": request.messages}
+        return COMPLETIONS, {**body, "prompt": request.prompt}
+    body = {key: value for key, value in body.items() if key not in _CHAT_ONLY}
+    body["max_tokens"] = request.max_tokens - len(tokens)
+    if "min_tokens" in body:
+        body["min_tokens"] = max(0, int(body["min_tokens"]) - len(tokens))
+    return COMPLETIONS, {**body, "prompt": [*prompt_ids, *tokens]}
+
+
+def _add(progress: _Progress, piece: Piece) -> None:
+    if progress.prompt_ids is None and piece.prompt_ids is not None:
+        progress.prompt_ids = piece.prompt_ids
+    progress.tokens.extend(piece.token_ids)
+    progress.text += piece.text
+
+
+async def _raise_for_status(response: httpx.Response, path: str) -> None:
+    if response.is_success:
+        return
+    text = " ".join(error_text((await response.aread()).decode(errors="replace")).split())[:300]
+    message = f"{path} answered {response.status_code}: {text or response.reason_phrase}"
+    if response.status_code in _RETRIED_STATUSES:
+        raise Cut(message)
+    raise ServerError(message, status=response.status_code)
+
+
+def all_timed_out(results: Sequence[GenerationResult]) -> bool:
+    """True when no result is there and every one ran out of time."""
+    return bool(results) and all(result.finish_reason == "timeout" for result in results)
+
+
+def failure(results: Sequence[GenerationResult]) -> ServerError | None:
+    """The error of a run in which every request failed; None when at least one did not."""
+    if not results or any(not result.error for result in results):
+        return None
+    message = f"all {len(results)} requests failed ({results[0].error})"
+    return DeadlineExceeded(message) if all_timed_out(results) else ServerError(message)

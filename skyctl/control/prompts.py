@@ -1,0 +1,121 @@
+"""Prompts from a JSONL file: checked line by line before anything is sent."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from skyctl.errors import UsageError
+
+DEFAULT_MAX_TOKENS = 128
+
+_PROMPT_KEYS = ("prompt", "messages", "prompt_token_ids")
+# skyctl sets these itself: one streamed answer with token ids per line
+_RESERVED = ("stream", "stream_options", "n", "best_of", "echo", "use_beam_search")
+
+
+@dataclass(frozen=True)
+class GenerationRequest:
+    """One request. `body` is what vLLM takes, but for the prompt, the model and streaming.
+
+    Exactly one of `prompt` (text or token ids) and `messages` is set. `body["max_tokens"]` is
+    always there, so that a request that was cut can go on for the rest.
+    """
+
+    id: str
+    body: Mapping[str, Any]
+    prompt: str | list[int] | None = None
+    messages: list[dict[str, Any]] | None = None
+    session_id: str | None = None
+
+    @property
+    def max_tokens(self) -> int:
+        return int(self.body["max_tokens"])
+
+
+def parse_line(
+    text: str, where: str, *, number: int, defaults: Mapping[str, Any], chat: bool = False
+) -> GenerationRequest:
+    """One line of a prompts file: an object with `prompt`, `messages` or `prompt_token_ids`.
+
+    `id` names its result (default: `number`, its position), `session_id` makes it sticky; every
+    other key is a sampling parameter, over `defaults`. `chat` turns a text prompt into a chat.
+
+    Raises:
+        UsageError: the line is wrong; the message starts with `where`.
+    """
+    try:
+        line = json.loads(text)
+    except ValueError as error:
+        raise UsageError(f"{where}: not JSON ({error})") from error
+    if not isinstance(line, dict):
+        raise UsageError(f"{where}: a line is a JSON object such as {_EXAMPLE}")
+    given = [key for key in _PROMPT_KEYS if key in line]
+    if len(given) != 1:
+        found = f"it has {' and '.join(given)}" if given else "it has none"
+        raise UsageError(f"{where}: a line has one of {', '.join(_PROMPT_KEYS)}; {found}")
+    for key in _RESERVED:
+        if key in line:
+            raise UsageError(f"{where}: {key!r} cannot be set here; skyctl streams one answer")
+    value = line.pop(given[0])
+    _check_prompt(given[0], value, where)
+    identity, session = line.pop("id", number), line.pop("session_id", None)
+    body = _with_max_tokens({**defaults, **line}, where)
+    if given[0] == "messages" or (chat and given[0] == "prompt"):
+        messages = value if given[0] == "messages" else [{"role": "user", "content": value}]
+        return GenerationRequest(str(identity), body, messages=messages, session_id=session)
+    return GenerationRequest(str(identity), body, prompt=value, session_id=session)
+
+
+def parse_lines(
+    lines: Iterable[str], name: str, *, defaults: Mapping[str, Any], chat: bool = False
+) -> list[GenerationRequest]:
+    """Every request of a JSONL file called `name`; blank lines are skipped.
+
+    Raises:
+        UsageError: a line is wrong (`name:line: …`), or there is none at all.
+    """
+    requests: list[GenerationRequest] = []
+    for line_number, text in enumerate(lines, start=1):
+        if text.strip():
+            request = parse_line(
+                text,
+                f"{name}:{line_number}",
+                number=len(requests),
+                defaults=defaults,
+                chat=chat,
+            )
+            requests.append(request)
+    if not requests:
+        raise UsageError(f"{name}: no prompts in it", hint=f"write lines such as {_EXAMPLE}")
+    return requests
+
+
+_EXAMPLE = '{"prompt": "Once upon a time", "max_tokens": 32}'
+
+
+def _check_prompt(key: str, value: Any, where: str) -> None:
+    if key == "prompt" and not (isinstance(value, str) and value):
+        raise UsageError(f"{where}: prompt is a text that is not empty")
+    if key == "prompt_token_ids" and not (
+        isinstance(value, list) and value and all(type(item) is int for item in value)
+    ):
+        raise UsageError(f"{where}: prompt_token_ids is a list of integers that is not empty")
+    if key == "messages" and not (
+        isinstance(value, list)
+        and value
+        and all(isinstance(item, dict) and "role" in item for item in value)
+    ):
+        raise UsageError(f"{where}: messages is a list of objects with role and content")
+
+
+def _with_max_tokens(body: dict[str, Any], where: str) -> dict[str, Any]:
+    """`body` with max_tokens set, whichever of its two names was used."""
+    asked = body.pop("max_completion_tokens", None)
+    if asked is None:
+        asked = body.get("max_tokens", DEFAULT_MAX_TOKENS)
+    if type(asked) is not int or asked < 1:
+        raise UsageError(f"{where}: max_tokens is a positive integer, not {asked!r}")
+    return {**body, "max_tokens": asked}

@@ -1,0 +1,252 @@
+"""The stub's HTTP routes, with vLLM's paths, answers and error shapes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from tests.stub.faults import Fault, FaultLayer
+from tests.stub.generation import Token, TokenGate, generate, prompt_ids
+from tests.stub.state import EngineRefused, StubEngine
+
+Handler = Callable[[Request], Awaitable[Response]]
+
+
+class StubServer:
+    """One stub vLLM server as an ASGI app (`asgi`), with its engine, faults and token gate."""
+
+    def __init__(
+        self,
+        engine: StubEngine | None = None,
+        *,
+        served_model: str = "stub",
+        faults: Mapping[str, Fault] | None = None,
+        api_key: str | None = None,
+        token_delay_s: float = 0.0,
+    ) -> None:
+        self.engine = engine or StubEngine()
+        self.gate = TokenGate()
+        self.served_model = served_model
+        self.bodies: list[tuple[str, dict[str, Any]]] = []
+        self._api_key = api_key
+        self._token_delay_s = token_delay_s
+        self.asgi = FaultLayer(self._app(), faults or {})
+
+    def _app(self) -> Starlette:
+        since = tuple(int(part) for part in self.engine.version.split(".")[:2])
+        get = [
+            ("/health", self._health),
+            ("/version", self._version),
+            ("/v1/models", self._models),
+            ("/metrics", self._metrics),
+            ("/server_info", self._server_info),
+            ("/get_world_size", self._world_size),
+            ("/is_paused", self._is_paused),
+            ("/is_sleeping", self._is_sleeping),
+        ]
+        post = [
+            ("/pause", self._pause),
+            ("/resume", self._resume),
+            ("/sleep", self._sleep),
+            ("/wake_up", self._wake),
+            ("/reset_prefix_cache", self._reset_prefix_cache),
+            ("/collective_rpc", self._collective_rpc),
+            ("/init_weight_transfer_engine", self._init_transfer),
+            ("/start_weight_update", self._start_update),
+            ("/update_weights", self._update_weights),
+            ("/finish_weight_update", self._finish_update),
+            ("/v1/completions", self._completions),
+            ("/v1/chat/completions", self._completions),
+        ]
+        if since >= (0, 27):
+            get.append(("/weight_info", self._weight_info))
+            post.append(("/update_weight_version", self._update_weight_version))
+        if since >= (0, 32):
+            post.append(("/weight_checker", self._weight_checker))
+        routes = [Route(path, _guarded(handler), methods=["GET"]) for path, handler in get]
+        routes += [Route(path, _guarded(handler), methods=["POST"]) for path, handler in post]
+        return Starlette(routes=routes)
+
+    async def _health(self, _: Request) -> Response:
+        return Response(status_code=503 if self.engine.dead else 200)
+
+    async def _version(self, _: Request) -> Response:
+        return JSONResponse({"version": self.engine.version})
+
+    async def _models(self, request: Request) -> Response:
+        if refusal := self._unauthorized(request):
+            return refusal
+        return JSONResponse({"object": "list", "data": [{"id": self.served_model}]})
+
+    async def _world_size(self, _: Request) -> Response:
+        return JSONResponse({"world_size": self.engine.world_size})
+
+    async def _server_info(self, _: Request) -> Response:
+        config = {"model_config": {"model": self.engine.model, "dtype": "torch.float32"}}
+        return JSONResponse({"vllm_config": config, "vllm_env": {}, "system_env": {}})
+
+    async def _metrics(self, _: Request) -> Response:
+        engine, level = self.engine, self.engine.sleep_level
+        labels = 'engine="0",model_name="stub"'
+        return PlainTextResponse(
+            f"# TYPE vllm:num_requests_running gauge\n"
+            f"vllm:num_requests_running{{{labels}}} {float(engine.requests)}\n"
+            f"vllm:num_requests_waiting{{{labels}}} {float(engine.queued)}\n"
+            f"vllm:kv_cache_usage_perc{{{labels}}} 0.0\n"
+            f'vllm:engine_sleep_state{{{labels},sleep_state="awake"}} {float(level == 0)}\n'
+            f'vllm:engine_sleep_state{{{labels},sleep_state="weights_offloaded"}} '
+            f"{float(level == 1)}\n"
+            f'vllm:engine_sleep_state{{{labels},sleep_state="discard_all"}} {float(level == 2)}\n'
+        )
+
+    async def _is_paused(self, _: Request) -> Response:
+        if self.engine.dead:
+            raise EngineRefused("EngineCore encountered an issue.")
+        return JSONResponse({"is_paused": self.engine.paused})
+
+    async def _is_sleeping(self, _: Request) -> Response:
+        return JSONResponse({"is_sleeping": self.engine.sleeping})
+
+    async def _pause(self, request: Request) -> Response:
+        mode = request.query_params.get("mode", "abort")
+        if mode not in ("abort", "wait", "keep"):
+            return _error(400, "Input should be 'abort', 'wait' or 'keep'")
+        await self.engine.pause(mode)
+        return JSONResponse({"status": "paused"})
+
+    async def _resume(self, _: Request) -> Response:
+        await self.engine.resume()
+        return JSONResponse({"status": "resumed"})
+
+    async def _sleep(self, request: Request) -> Response:
+        level = int(request.query_params.get("level", "1"))
+        if level not in (0, 1, 2):
+            return _error(400, "Input should be less than or equal to 2")
+        await self.engine.sleep(level, request.query_params.get("mode", "abort"))
+        return JSONResponse({"status": "sleeping", "level": level})
+
+    async def _wake(self, request: Request) -> Response:
+        tags = request.query_params.getlist("tags")
+        awake = await self.engine.wake(tags)
+        status = "awake" if awake else "sleeping"
+        return JSONResponse({"status": status, "tags": tags or None})
+
+    async def _reset_prefix_cache(self, _: Request) -> Response:
+        return JSONResponse({"success": self.engine.requests == 0})
+
+    async def _collective_rpc(self, request: Request) -> Response:
+        body = await self._body(request)
+        method, workers = body.get("method"), self.engine.world_size
+        if method == "reload_weights":
+            self.engine.reload(body["kwargs"]["weights_path"])
+            return JSONResponse({"results": [None] * workers})
+        if method == "skyctl_weight_digest":
+            return JSONResponse({"results": [self.engine.digest] * workers})
+        raise EngineRefused(f"Worker failed with error 'no attribute {method!r}'")
+
+    async def _init_transfer(self, request: Request) -> Response:
+        self.engine.init_transfer((await self._body(request))["init_info"])
+        return JSONResponse({"message": "Weight transfer initialized"})
+
+    async def _start_update(self, _: Request) -> Response:
+        self.engine.start_update()
+        return JSONResponse({"message": "Weight update started"})
+
+    async def _update_weights(self, request: Request) -> Response:
+        self.engine.update((await self._body(request))["update_info"])
+        return JSONResponse({"message": "Weights updated"})
+
+    async def _finish_update(self, request: Request) -> Response:
+        body = await self._body(request)
+        self.engine.finish_update(body.get("weight_version"))
+        return JSONResponse({"message": "Weight update finished"})
+
+    async def _weight_info(self, _: Request) -> Response:
+        return JSONResponse({"weight_version": self.engine.weight_version})
+
+    async def _update_weight_version(self, request: Request) -> Response:
+        self.engine.weight_version = (await self._body(request))["new_version"]
+        return JSONResponse({"success": True, "new_version": self.engine.weight_version})
+
+    async def _weight_checker(self, _: Request) -> Response:
+        return JSONResponse({"checksums": {"weights": self.engine.digest}})
+
+    async def _completions(self, request: Request) -> Response:
+        if refusal := self._unauthorized(request):
+            return refusal
+        body = await self._body(request)
+        if body.get("model") != self.served_model:
+            return _error(404, f"The model `{body.get('model')}` does not exist.")
+        if self.engine.dead:
+            raise EngineRefused("EngineCore encountered an issue.")
+        prompt, chat = prompt_ids(body), "messages" in body
+        tokens = generate(
+            self.engine, self.gate, prompt, int(body.get("max_tokens", 16)), self._token_delay_s
+        )
+        if body.get("stream"):
+            return StreamingResponse(_events(tokens, prompt, chat), media_type="text/event-stream")
+        made = [token async for token in tokens]
+        ids = [token.id for token in made if token.id is not None]
+        choice = {
+            "index": 0,
+            "text": "".join(token.text for token in made),
+            "token_ids": ids,
+            "prompt_token_ids": prompt,
+            "finish_reason": made[-1].finish_reason,
+        }
+        return JSONResponse({"object": "text_completion", "choices": [choice]})
+
+    async def _body(self, request: Request) -> dict[str, Any]:
+        raw = await request.body()
+        body: dict[str, Any] = json.loads(raw) if raw else {}
+        self.bodies.append((request.url.path, body))
+        return body
+
+    def _unauthorized(self, request: Request) -> Response | None:
+        if self._api_key in (None, request.headers.get("authorization", "")[len("Bearer ") :]):
+            return None
+        return JSONResponse({"error": "Unauthorized"}, 401)
+
+
+async def _events(
+    tokens: AsyncIterator[Token], prompt: list[int], chat: bool
+) -> AsyncIterator[str]:
+    """vLLM's server-sent events; the prompt's ids ride on the first."""
+    first: dict[str, Any] = {"prompt_token_ids": prompt}
+    if chat:
+        role = {"index": 0, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
+        yield _event({"object": "chat.completion.chunk", "choices": [role], **first})
+    async for token in tokens:
+        choice: dict[str, Any] = {
+            "index": 0,
+            "token_ids": [] if token.id is None else [token.id],
+            "finish_reason": token.finish_reason,
+        }
+        choice |= {"delta": {"content": token.text}} if chat else {"text": token.text, **first}
+        yield _event({"choices": [choice]})
+        first = {}
+    yield "data: [DONE]\n\n"
+
+
+def _event(data: dict[str, Any]) -> str:
+    return f"data: {json.dumps(data)}\n\n"
+
+
+def _guarded(handler: Handler) -> Handler:
+    async def guarded(request: Request) -> Response:
+        try:
+            return await handler(request)
+        except EngineRefused as error:
+            return _error(500, str(error))
+
+    return guarded
+
+
+def _error(status: int, message: str) -> Response:
+    return JSONResponse({"error": {"message": message, "code": status}}, status)

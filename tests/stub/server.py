@@ -1,0 +1,67 @@
+"""`python -m tests.stub.server --port P --faults '{…}'`: a stub in place of a vLLM server.
+
+Takes vLLM's own flags and ignores those it has no use for. `--faults` (or $STUB_FAULTS) is the
+routes' faults (see faults.py) plus, for the start itself, `startup_delay_s` and `exit_at_start`
+(an exit code). Ready when it answers; stops on TERM.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Sequence
+
+import uvicorn
+
+from tests.stub.app import StubServer
+from tests.stub.faults import Fault
+from tests.stub.state import StubEngine
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Serve until told to stop; returns the exit code."""
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--model", default="stub-model")
+    parser.add_argument("--served-model-name", default=None)
+    parser.add_argument("--weight-transfer-config", default='{"backend": ""}')
+    parser.add_argument("--tensor-parallel-size", type=int, default=1)
+    parser.add_argument("--faults", default=os.environ.get("STUB_FAULTS", "{}"))
+    parser.add_argument("--vllm-version", default="0.32.0")
+    parser.add_argument("--token-delay-s", type=float, default=0.0)
+    options, _ignored = parser.parse_known_args(arguments)
+    faults = json.loads(options.faults)
+    time.sleep(faults.pop("startup_delay_s", 0))
+    code = faults.pop("exit_at_start", None)
+    if code is not None:
+        print("stub: told to exit at start", file=sys.stderr)
+        return int(code)
+    engine = StubEngine(
+        model=options.model,
+        version=options.vllm_version,
+        world_size=options.tensor_parallel_size,
+        transfer_backend=json.loads(options.weight_transfer_config)["backend"],
+    )
+    stub = StubServer(
+        engine,
+        served_model=options.served_model_name or options.model,
+        faults={route: Fault.from_json(fault) for route, fault in faults.items()},
+        api_key=os.environ.get("VLLM_API_KEY") or None,
+        token_delay_s=options.token_delay_s,
+    )
+    uvicorn.run(
+        stub.asgi,
+        host=options.host,
+        port=options.port,
+        lifespan="off",
+        timeout_graceful_shutdown=1,
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,194 @@
+"""The stub's engine: vLLM's pause, sleep and weight-update states as one small machine.
+
+    scheduler   running ⇄ paused-new (abort, wait: new requests queue) / paused-all (keep: frozen)
+    memory      resident → asleep {weights, kv_cache} → resident; level 2 loses the weights
+    update      closed → open → closed; a failed chunk closes it and leaves the weights half loaded
+
+What the real server does was read in vLLM 0.32 (`v1/engine/core.py`, `v1/worker/gpu_worker.py`)
+and is checked against it by tests/integration/test_stub_contract.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+MEMORY = frozenset({"weights", "kv_cache"})
+
+
+class EngineRefused(Exception):
+    """vLLM would raise here; the app answers 500 with this text."""
+
+
+class Scheduler(StrEnum):
+    """What the scheduler does with requests."""
+
+    RUNNING = "running"
+    PAUSED_NEW = "paused-new"
+    PAUSED_ALL = "paused-all"
+
+
+def digest_of_checkpoint(model: str) -> str:
+    """Digest of the weight files in a directory, or of the name where there is none."""
+    files = sorted(Path(model).glob("*.safetensors")) if Path(model).is_dir() else []
+    if not files:
+        return hashlib.sha256(model.encode()).hexdigest()
+    digest = hashlib.sha256()
+    for file in files:
+        digest.update(file.read_bytes())
+    return digest.hexdigest()
+
+
+def digest_of_updates(updates: list[dict[str, Any]]) -> str:
+    """Digest of what was pushed. Replace it (`StubEngine.weigh`) to read the real bytes."""
+    return hashlib.sha256(json.dumps(updates, sort_keys=True).encode()).hexdigest()
+
+
+@dataclass
+class StubEngine:
+    """State of one stub server. `digest` stands for the loaded weights: tokens derive from it.
+
+    `log` lists what was carried out, in order. `weigh` turns received update_infos into the new
+    digest. Without `transfer_backend` the push routes fail, as vLLM's do.
+    """
+
+    model: str = "stub-model"
+    version: str = "0.32.0"
+    world_size: int = 1
+    transfer_backend: str = "skyctl"
+    weigh: Callable[[list[dict[str, Any]]], str] = digest_of_updates
+    digest: str = ""
+    weight_version: str = "default"
+    scheduler: Scheduler = Scheduler.RUNNING
+    asleep: set[str] = field(default_factory=set)
+    sleep_level: int = 0
+    update_open: bool = False
+    half_loaded: bool = False
+    dead: bool = False
+    requests: int = 0
+    queued: int = 0
+    init_infos: list[dict[str, Any]] = field(default_factory=list)
+    update_infos: list[dict[str, Any]] = field(default_factory=list)
+    log: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.digest = self.digest or digest_of_checkpoint(self.model)
+        self.changed = asyncio.Condition()
+        self.abort_count = 0
+        self._chunks: list[dict[str, Any]] = []
+
+    @property
+    def paused(self) -> bool:
+        return self.scheduler is not Scheduler.RUNNING
+
+    @property
+    def sleeping(self) -> bool:
+        """vLLM's meaning: also true for a mere pause."""
+        return self.paused or bool(self.asleep)
+
+    async def pause(self, mode: str) -> None:
+        self._alive()
+        if mode == "abort":
+            self.abort_count += 1
+        await self._become(Scheduler.PAUSED_ALL if mode == "keep" else Scheduler.PAUSED_NEW)
+        if mode in ("wait", "abort"):
+            async with self.changed:
+                await self.changed.wait_for(lambda: self.requests == 0 or not self.paused)
+        self.log.append(f"pause {mode}")
+
+    async def resume(self) -> None:
+        self._alive()
+        await self._become(Scheduler.RUNNING)
+        self.log.append("resume")
+
+    async def sleep(self, level: int, mode: str) -> None:
+        await self.pause(mode)
+        if level >= 1:
+            self.asleep = set(MEMORY)
+            self.sleep_level = level
+        if level == 2:
+            self.digest = "discarded"
+        self.log.append(f"sleep {level}")
+
+    async def wake(self, tags: list[str]) -> bool:
+        self._alive()
+        self.asleep -= set(tags) or MEMORY
+        self.log.append(f"wake {','.join(tags) or 'all'}")
+        if self.asleep:
+            return False
+        self.sleep_level = 0
+        await self._become(Scheduler.RUNNING)
+        return True
+
+    def init_transfer(self, init_info: dict[str, Any]) -> None:
+        self._can_transfer()
+        self.init_infos.append(init_info)
+        self.log.append("init")
+
+    def start_update(self) -> None:
+        self._can_transfer()
+        if self.update_open:
+            raise EngineRefused(
+                "start_weight_update called while a weight update is already active"
+            )
+        self.update_open, self._chunks = True, []
+        self.log.append("start")
+
+    def update(self, update_info: dict[str, Any]) -> None:
+        self._can_transfer()
+        if not self.update_open:
+            raise EngineRefused("start_weight_update must be called before update_weights.")
+        if "weights" in self.asleep:
+            self.dead = True  # what it can do to a real engine core
+            raise EngineRefused("EngineCore encountered an issue.")
+        self._chunks.append(update_info)
+        self.update_infos.append(update_info)
+        self.log.append("update")
+
+    def fail_update(self) -> None:
+        """What is left when a worker raises on a chunk."""
+        self.update_open, self.half_loaded = False, True
+        self.log.append("update failed")
+
+    def finish_update(self, weight_version: str | None) -> None:
+        self._can_transfer()
+        if not self.update_open:
+            raise EngineRefused(
+                "finish_weight_update called without a matching start_weight_update."
+            )
+        if self.half_loaded:
+            # a finish scrubs the half-loaded model; chunks loaded before that are garbage
+            self.digest = "garbage" if self._chunks else "scrubbed"
+        elif self._chunks:
+            self.digest = self.weigh(self._chunks)
+        self.update_open = self.half_loaded = False
+        if weight_version is not None:
+            self.weight_version = weight_version
+        self.log.append("finish")
+
+    def reload(self, path: str) -> None:
+        self._alive()
+        if not Path(path).is_dir():
+            raise EngineRefused(f"Worker failed with error 'no model at {path}'")
+        self.digest = digest_of_checkpoint(path)
+        self.log.append("reload")
+
+    def _can_transfer(self) -> None:
+        self._alive()
+        if not self.transfer_backend:
+            raise EngineRefused("Worker failed with error 'Weight transfer not configured.'")
+
+    def _alive(self) -> None:
+        if self.dead:
+            raise EngineRefused("EngineCore encountered an issue.")
+
+    async def _become(self, scheduler: Scheduler) -> None:
+        async with self.changed:
+            self.scheduler = scheduler
+            self.changed.notify_all()
