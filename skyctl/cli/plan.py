@@ -1,6 +1,126 @@
-"""Placeholder."""
+"""`skyctl plan`: what `up` would start, to the last argument."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from skyctl.cli.fleet_file import FileArgument
+from skyctl.cli.options import FileOption, FleetOption, JsonOption
+
+if TYPE_CHECKING:
+    from rich.table import Table
+    from rich.text import Text
+
+    from skyctl.fleet.plan import FleetPlan
+    from skyctl.fleet.registry import FleetRef
 
 
-def plan() -> None:
-    """Placeholder."""
-    raise NotImplementedError
+def plan(
+    path: FileArgument = None,
+    file: FileOption = None,
+    fleet: FleetOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Print every process `up` would start: command, environment, ports, GPUs. Starts nothing.
+
+    Ports that the file leaves open are free ones and may differ next time. Values of variables
+    named like secrets are shown as ***.
+
+    \b
+    Examples:
+      skyctl plan
+      skyctl plan fleets/production.yaml --json | jq '.data.servers[].argv'
+    """
+    from skyctl import output
+    from skyctl.cli.fleet_file import chosen_fleet, held_ports
+    from skyctl.fleet.machine import plan_here
+
+    ref = chosen_fleet(path, file, fleet)
+    if ref.config.servers is not None:
+        _emit_attached(ref)
+        return
+    planned = plan_here(ref.config, ref.base_dir, known_ports=held_ports(ref))
+    for warning in planned.warnings:
+        output.warn(warning)
+    output.emit(planned.to_json(), _overview(planned), _table(planned), *_commands(planned))
+
+
+def _emit_attached(ref: FleetRef) -> None:
+    from rich.text import Text
+
+    from skyctl import output
+
+    urls = list(ref.config.servers or ())
+    router = ref.config.router if isinstance(ref.config.router, str) else None
+    data: dict[str, Any] = {"name": ref.name, "attached": urls, "router": router, "servers": []}
+    lines = [f"fleet {ref.name}: nothing to start, its servers run already", ""]
+    lines += [f"  {url}" for url in urls]
+    if router is not None:
+        lines.append(f"  {router}  (router)")
+    output.emit(data, Text("\n".join(lines)))
+
+
+def _overview(planned: FleetPlan) -> Text:
+    from pathlib import Path
+
+    from rich.text import Text
+
+    origin = "" if Path(planned.model_path).is_absolute() else "  (from the hub)"
+    rows = [
+        ("fleet", planned.name),
+        ("device", planned.device),
+        ("model", planned.model_path + origin),
+        ("served as", planned.served_model_name),
+    ]
+    if planned.free_gpus:
+        rows.append(("free GPUs", ", ".join(str(gpu) for gpu in planned.free_gpus)))
+    text = Text()
+    for label, value in rows:
+        text.append(f"{label:<10}", "bold").append(f"{value}\n")
+    return text
+
+
+def _table(planned: FleetPlan) -> Table:
+    from skyctl import output
+
+    rows: list[Sequence[Any]] = [
+        [
+            server.name,
+            server.url,
+            ",".join(str(gpu) for gpu in server.gpus) or None,
+            server.world_size,
+            server.backend or None,
+        ]
+        for server in planned.servers
+    ]
+    if planned.router is not None:
+        router = planned.router
+        rows.append(["router", router.url, None, None, f"metrics on {router.metrics_port}"])
+    return output.table(["PROCESS", "URL", "GPUS", ">WORKERS", "WEIGHT TRANSFER"], rows)
+
+
+def _commands(planned: FleetPlan) -> list[Text]:
+    texts = [_command(server.name, server.to_json()) for server in planned.servers]
+    if planned.router is not None:
+        texts.append(_command("router", planned.router.to_json(), more="--worker-urls …"))
+    return texts
+
+
+def _command(name: str, process: Mapping[str, Any], *, more: str = "") -> Text:
+    """One process as a shell command, an argument with its values per line."""
+    from rich.text import Text
+
+    lines = [f"{key}={shlex.quote(value)}" for key, value in process["env"].items()]
+    words: list[str] = []
+    for argument in process["argv"]:
+        if argument.startswith("--") and words:
+            lines.append(" ".join(words))
+            words = ["   "]
+        words.append(shlex.quote(argument))
+    lines.append(" ".join(words))
+    if more:
+        lines.append(f"    {more}")
+    text = Text("\n").append(f"# {name}\n", "bold")
+    return text.append(" \\\n".join(lines))

@@ -1,6 +1,93 @@
-"""Placeholder."""
+"""`skyctl validate`: is the fleet file right, and does this machine have what it needs?"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from skyctl.cli.fleet_file import FileArgument
+from skyctl.cli.options import FileOption, FleetOption, JsonOption
+
+if TYPE_CHECKING:
+    from skyctl.fleet.check import Problem
+    from skyctl.fleet.plan import FleetPlan
+    from skyctl.fleet.registry import FleetRef
 
 
-def validate() -> None:
-    """Placeholder."""
-    raise NotImplementedError
+def validate(
+    path: FileArgument = None,
+    file: FileOption = None,
+    fleet: FleetOption = None,
+    offline: Annotated[
+        bool,
+        typer.Option(
+            "--offline", help="Check the file only, not this machine's ports, GPUs and packages."
+        ),
+    ] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Check a fleet file, and whether this machine can run it. Starts nothing.
+
+    Exit code 2: the file is wrong. Exit code 1: the machine lacks something.
+
+    \b
+    Examples:
+      skyctl validate
+      skyctl validate fleets/production.yaml --offline
+    """
+    from rich.text import Text
+
+    from skyctl import output
+    from skyctl.cli.fleet_file import chosen_fleet
+    from skyctl.errors import SkyctlError
+
+    ref = chosen_fleet(path, file, fleet)
+    warnings, problems, what = _findings(ref, offline=offline)
+    data = {
+        "name": ref.name,
+        "file": None if ref.file is None else str(ref.file),
+        "problems": [problem.to_json() for problem in problems],
+        "warnings": warnings,
+    }
+    for warning in warnings:
+        output.warn(warning)
+    if not problems:
+        output.emit(data, Text(f"fleet {ref.name}: valid, {what}"))
+        return
+    lines = Text()
+    for problem in problems:
+        lines.append("✗ ", "red").append(problem.message + "\n")
+        if problem.hint:
+            lines.append(f"  {problem.hint}\n", "bright_black")
+    count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
+    lines.rstrip()
+    output.emit(data, lines, error=SkyctlError(f"fleet {ref.name}: {count}"))
+
+
+def _findings(ref: FleetRef, *, offline: bool) -> tuple[list[str], list[Problem], str]:
+    """Warnings, problems, and one phrase that says what the fleet is."""
+    from skyctl.cli.fleet_file import held_ports
+    from skyctl.fleet.check import check_plan
+    from skyctl.fleet.machine import plan_here, plan_offline
+
+    servers = ref.config.servers
+    if servers is not None:
+        return [], [], f"{_count(len(servers), 'server')} that skyctl did not start"
+    if offline:
+        plan = plan_offline(ref.config, ref.base_dir)
+        return list(plan.warnings), [], f"{_summary(plan)} (this machine was not looked at)"
+    held = held_ports(ref)
+    plan = plan_here(ref.config, ref.base_dir, known_ports=held)
+    own = set(held.values())
+    if "router" in held and plan.router is not None:
+        own.add(plan.router.metrics_port)
+    return list(plan.warnings), check_plan(plan, own_ports=own), _summary(plan)
+
+
+def _summary(plan: FleetPlan) -> str:
+    return f"{_count(len(plan.servers), 'replica')} of {plan.served_model_name} on {plan.device}"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

@@ -1,7 +1,8 @@
-"""Planning for the machine we are on: the pure planner, given what is really here."""
+"""Planning for the machine we are on (or for none): the pure planner and what it needs to know."""
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -33,3 +34,14 @@ def plan_here(
         environ=environ,
         known_ports=known_ports,
     )
+
+
+def plan_offline(config: FleetConfig, base_dir: Path) -> FleetPlan:
+    """`plan_fleet` without a look at the machine: ports and keys are made up, GPUs are not known.
+
+    Raises:
+        UsageError: as `plan_fleet`, but for an API key that is not set.
+    """
+    environ = {} if config.api_key_env is None else {config.api_key_env: "not looked up"}
+    ports = itertools.count(20000)
+    return plan_fleet(config, base_dir, gpus=[], next_port=lambda: next(ports), environ=environ)

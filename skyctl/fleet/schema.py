@@ -31,16 +31,16 @@ def _number(value: Any) -> Any:
     return value
 
 
-Whole = Annotated[int, BeforeValidator(_whole)]
-Port = Annotated[Whole, Field(ge=1, le=65535)]
-Count = Annotated[Whole, Field(ge=0)]
-Size = Annotated[Whole, Field(ge=1)]
-Replicas = Annotated[Whole, Field(ge=1, le=512)]
-Seconds = Annotated[float, BeforeValidator(_number), Field(gt=0, allow_inf_nan=False)]
+# The constraint stands before the validator: the other way round the JSON Schema loses it.
+Port = Annotated[int, Field(ge=1, le=65535), BeforeValidator(_whole)]
+Count = Annotated[int, Field(ge=0), BeforeValidator(_whole)]
+Size = Annotated[int, Field(ge=1), BeforeValidator(_whole)]
+Replicas = Annotated[int, Field(ge=1, le=512), BeforeValidator(_whole)]
+Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False), BeforeValidator(_number)]
 ByteSize = Annotated[
     int,
-    BeforeValidator(parse_bytes),
     Field(gt=0),
+    BeforeValidator(parse_bytes),
     WithJsonSchema({"type": ["integer", "string"], "examples": ["256MiB", 268435456]}),
 ]
 Name = Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?$")]
@@ -262,3 +262,12 @@ def resolve_relative(path: str, base: Path) -> str:
     if path.startswith((".", "~")) or (base / candidate).exists():
         return str((base / candidate).resolve())
     return path
+
+
+def json_schema() -> dict[str, Any]:
+    """JSON Schema of a fleet file, as a person may write it."""
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        **FleetConfig.model_json_schema(mode="validation"),
+        "title": "skyctl fleet file",
+    }

@@ -1,0 +1,56 @@
+"""What `validate` and `plan` share: the fleet they mean, and the ports it holds already."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from skyctl.errors import UsageError
+
+if TYPE_CHECKING:
+    from skyctl.fleet.registry import FleetRef
+
+FileArgument = Annotated[
+    Path | None,
+    typer.Argument(help="Fleet file; the same as -f.", metavar="[FILE]", show_default=False),
+]
+
+
+def chosen_fleet(argument: Path | None, file: Path | None, fleet: str | None) -> FleetRef:
+    """The fleet meant by the positional FILE, -f or --fleet.
+
+    Raises:
+        UsageError: FILE and -f name different files.
+        FleetFileError: the file is missing or wrong.
+        NotFoundError: nothing was named and there is no fleet file here.
+    """
+    from skyctl.fleet.registry import select
+
+    if argument is not None and file is not None and argument != file:
+        raise UsageError(f"two fleet files are named: {argument} and {file}")
+    return select(argument or file, fleet)
+
+
+def held_ports(ref: FleetRef) -> dict[str, int]:
+    """Ports of the fleet's live processes by name, so that they are neither moved nor called taken.
+
+    Best effort: a state that cannot be read holds no ports.
+    """
+    import sqlite3
+
+    from skyctl.errors import SkyctlError
+    from skyctl.fleet.state import FleetState
+
+    if not ref.paths.database.exists():
+        return {}
+    try:
+        with FleetState(ref.paths.database) as state:
+            return {
+                row.name: row.port
+                for row in state.processes()
+                if row.identity is not None and row.identity.alive()
+            }
+    except (SkyctlError, OSError, sqlite3.Error):
+        return {}
