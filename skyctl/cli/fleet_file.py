@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 FileArgument = Annotated[
     Path | None,
-    typer.Argument(help="Fleet file; the same as -f.", metavar="[FILE]", show_default=False),
+    typer.Argument(help="Fleet file; the same as -f.", metavar="FILE", show_default=False),
 ]
 
 

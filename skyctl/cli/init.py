@@ -13,7 +13,7 @@ from skyctl.cli.options import JsonOption
 def init(
     directory: Annotated[
         Path,
-        typer.Argument(help="Where to write fleet.yaml.", metavar="[DIR]", show_default="here"),
+        typer.Argument(help="Where to write fleet.yaml.", metavar="DIR", show_default="here"),
     ] = Path(),
     tiny: Annotated[
         bool,
@@ -51,13 +51,11 @@ def init(
     from rich.text import Text
 
     from skyctl import output
-    from skyctl.fleet.load import load_fleet
     from skyctl.fleet.scaffold import ScaffoldRequest, scaffold
 
     urls = tuple(url.strip() for url in (servers or "").split(",") if url.strip())
     request = ScaffoldRequest(directory, name, model, replicas, urls, tiny, force)
     result = scaffold(request, note=output.note)
-    load_fleet(result.file)  # what was asked for may still be wrong, such as the name
     lines = [f"wrote  {result.file}"]
     lines += [f"made   {path}" for path in result.made]
     lines += [f"kept   {path} (it was there)" for path in result.kept]

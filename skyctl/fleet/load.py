@@ -37,7 +37,15 @@ def load_fleet(path: Path, environ: Mapping[str, str] = os.environ) -> LoadedFle
             `path:line: problem` line per problem; `details["problems"]` has the same as a list of
             mappings with `line` and `message`.
     """
-    text = _read(path)
+    return parse_fleet(_read(path), path, environ)
+
+
+def parse_fleet(text: str, path: Path, environ: Mapping[str, str] = os.environ) -> LoadedFleet:
+    """Check the text of a fleet file that is, or will be, at `path`.
+
+    Raises:
+        FleetFileError: as `load_fleet`.
+    """
     source = read_yaml(text, environ)
     config, problems = (None, source.problems) if source.problems else _validate(source)
     if config is None or problems:

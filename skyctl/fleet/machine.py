@@ -42,6 +42,8 @@ def plan_offline(config: FleetConfig, base_dir: Path) -> FleetPlan:
     Raises:
         UsageError: as `plan_fleet`, but for an API key that is not set.
     """
+    if config.device == "auto" and config.weight_transfer.transport in ("nccl", "ipc"):
+        config = config.model_copy(update={"device": "cuda"})  # it is meant for such a machine
     environ = {} if config.api_key_env is None else {config.api_key_env: "not looked up"}
     ports = itertools.count(20000)
     return plan_fleet(config, base_dir, gpus=[], next_port=lambda: next(ports), environ=environ)

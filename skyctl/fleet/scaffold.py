@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from skyctl.errors import ConflictError, SkyctlError, UsageError
+from skyctl.fleet.load import parse_fleet
 from skyctl.fleet.tiny import TINY_SEEDS, make_tiny_checkpoint
 
 FLEET_FILE = "fleet.yaml"
@@ -55,7 +56,7 @@ def scaffold(
     """Write the fleet file, after the checkpoints it names. `note` hears what takes a while.
 
     Raises:
-        UsageError: options that exclude each other.
+        UsageError: options that exclude each other, or an invalid name or URL.
         ConflictError: there is a fleet file already, and `force` is not set.
         SkyctlError: the directory cannot be written, or torch is missing for `tiny`.
     """
@@ -69,13 +70,16 @@ def scaffold(
     if file.exists() and not request.force:
         raise ConflictError(f"{file} exists already", hint="overwrite it with --force")
     name = request.name or name_for(request.directory)
-    made, kept = [], []
+    text = fleet_file_text(request, name)
+    parse_fleet(text, file)  # what was asked for may be wrong: the name, a URL
+    made: list[Path] = []
+    kept: list[Path] = []
     try:
         request.directory.mkdir(parents=True, exist_ok=True)
         for checkpoint, seed in TINY_SEEDS.items() if request.tiny else ():
             directory = request.directory / "checkpoints" / checkpoint
             (made if _make_whole(directory, seed, note) else kept).append(directory)
-        file.write_text(fleet_file_text(request, name), encoding="utf-8")
+        file.write_text(text, encoding="utf-8")
     except OSError as error:
         raise SkyctlError(f"cannot write {file}: {error.strerror or error}") from error
     return ScaffoldResult(name, file, tuple(made), tuple(kept))
