@@ -56,6 +56,10 @@ class ShardFiles:
                 raise CheckpointChanged(f"{shard.path} changed since it was checked: new header")
             self.check(len(self._descriptors) - 1)
 
+    def descriptor(self, number: int) -> int:
+        """The open file of a shard; it stays ours."""
+        return self._descriptors[number]
+
     def check(self, number: int) -> None:
         """Raise CheckpointChanged unless file and path are what they were."""
         shard = self._shards[number]

@@ -27,8 +27,8 @@ from typing import Any, TextIO
 
 from skyctl.errors import SkyctlError
 from skyctl.weights.header import Shard
-from skyctl.weights.reader import ChunkReader, FilledSlot, Piece, ShardFiles
-from skyctl.weights.transports.base import Carrier
+from skyctl.weights.reader import FilledSlot, Piece, ShardFiles
+from skyctl.weights.transports.base import Carrier, Reader
 
 _PR_SET_PDEATHSIG = 1
 _MAX_THREADS = 8
@@ -69,15 +69,25 @@ class Sender:
         chunks = [[Piece(*piece) for piece in chunk] for chunk in message["chunks"]]
         module = import_module(f"skyctl.weights.transports.{message['transport']}")
         self._carrier: Carrier = module.open_carrier(message["session"], message["options"])
-        slots = self._carrier.allocate(message["slots"], message["slot_bytes"])
-        threads = max(1, min(_MAX_THREADS, len(os.sched_getaffinity(0))))
-        self._reader = ChunkReader(files, chunks, slots, threads=threads)
+        self._reader: Reader = self._carrier.open_reader(
+            files,
+            chunks,
+            slots=message["slots"],
+            slot_bytes=message["slot_bytes"],
+            threads=max(1, min(_MAX_THREADS, len(os.sched_getaffinity(0)))),
+        )
         channel.tell("opened", endpoint=self._carrier.endpoint())
         threading.Thread(target=self._read, name="reader", daemon=True).start()
 
     def _read(self) -> None:
         def filled(slot: FilledSlot) -> None:
-            self._channel.tell("filled", chunk=slot.chunk, slot=slot.slot, crc32=slot.crc32)
+            self._channel.tell(
+                "filled",
+                chunk=slot.chunk,
+                slot=slot.slot,
+                crc32=slot.crc32,
+                extra=self._carrier.extra(slot.slot),
+            )
 
         try:
             self._reader.run(filled)

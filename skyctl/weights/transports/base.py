@@ -7,20 +7,21 @@ One module per mechanism holds both: `TRANSPORT` (used by the push, imports no t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
-from skyctl.control.dialects import Dialect
+from skyctl.control.dialects import Dialect, TensorHeaders
 from skyctl.engine.wire import ChunkUpdate, ReceiverInit
 from skyctl.weights.dtypes import torch_name
 from skyctl.weights.plan import Chunk, ChunkPlan, Packing
+from skyctl.weights.reader import FilledSlot, Piece, ShardFiles
 
 
 @dataclass(frozen=True)
 class Filled:
-    """A chunk that lies in a slot of the sender. `crc32` has one checksum per tensor; `extra` is
-    what the carrier adds (such as memory handles)."""
+    """A chunk that lies in a slot of the sender. `crc32` has one checksum per tensor, none
+    where bytes never pass the CPU; `extra` is what the carrier adds (such as memory handles)."""
 
     chunk: int
     slot: int
@@ -49,24 +50,52 @@ class Transport(Protocol):
     alignment: int
 
     def sender_options(
-        self, world_size: int, *, rendezvous_timeout_s: float, update_timeout_s: float
+        self,
+        *,
+        world_size: int,
+        server_gpus: Sequence[Sequence[int]],
+        sender_gpu: int,
+        rendezvous_timeout_s: float,
+        update_timeout_s: float,
     ) -> dict[str, Any]:
-        """What the carrier is opened with."""
+        """What the carrier is opened with. `server_gpus` are each server's physical GPUs;
+        `sender_gpu` is one that no server uses, -1 when there is none."""
 
     def init_info(self, session: Session, *, rank_offset: int, dialect: Dialect) -> dict[str, Any]:
         """init_info of one server, whose first worker has rank `rank_offset`."""
 
     def update_info(
-        self, session: Session, chunk: Chunk, filled: Filled, *, dialect: Dialect
+        self, session: Session, chunk: Chunk, filled: Filled, *, server: int, dialect: Dialect
     ) -> dict[str, Any]:
-        """update_info of one chunk."""
+        """update_info of one chunk for server number `server` of the session."""
+
+
+class Reader(Protocol):
+    """Fills slots from files, ahead of their use (`weights/reader.py`)."""
+
+    def run(self, on_filled: Callable[[FilledSlot], None]) -> None:
+        """Fill chunk after chunk. Blocks; belongs in a thread of its own."""
+
+    def release(self, chunk: int) -> None:
+        """Every server has loaded `chunk`: its slot may be filled again."""
 
 
 class Carrier(Protocol):
     """The sender's half: owns the slots and moves them."""
 
-    def allocate(self, slots: int, slot_bytes: int) -> list[memoryview]:
-        """Writable memory of every slot. It is filled again and again: page faults are dear."""
+    def open_reader(
+        self,
+        files: ShardFiles,
+        chunks: Sequence[Sequence[Piece]],
+        *,
+        slots: int,
+        slot_bytes: int,
+        threads: int,
+    ) -> Reader:
+        """Allocate the slots and return what fills them. Called once."""
+
+    def extra(self, slot: int) -> dict[str, Any]:
+        """What update_info needs to know of a slot that was just filled (memory handles)."""
 
     def endpoint(self) -> dict[str, Any]:
         """What servers need to reach this process."""
@@ -81,17 +110,27 @@ class Carrier(Protocol):
         """Free everything."""
 
 
+def tensor_headers(chunk: Chunk) -> TensorHeaders:
+    """A chunk's tensors as vLLM's own engines are told of them."""
+    tensors = [placed.tensor for placed in chunk.placed]
+    return TensorHeaders(
+        names=[tensor.name for tensor in tensors],
+        dtypes=[torch_name(tensor.dtype, tensor.name) for tensor in tensors],
+        shapes=[list(tensor.shape) for tensor in tensors],
+    )
+
+
 def chunk_update(chunk: Chunk, filled: Filled) -> dict[str, Any]:
     """update_info of skyctl's own engine (`engine/wire.py`)."""
-    tensors = [placed.tensor for placed in chunk.placed]
+    headers = tensor_headers(chunk)
     return asdict(
         ChunkUpdate(
             chunk=chunk.index,
             slot=filled.slot,
             size=chunk.size,
-            names=[tensor.name for tensor in tensors],
-            dtype_names=[torch_name(tensor.dtype, tensor.name) for tensor in tensors],
-            shapes=[list(tensor.shape) for tensor in tensors],
+            names=list(headers.names),
+            dtype_names=list(headers.dtypes),
+            shapes=[list(shape) for shape in headers.shapes],
             offsets=[placed.offset for placed in chunk.placed],
             crc32=list(filled.crc32),
         )

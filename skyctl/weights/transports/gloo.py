@@ -7,11 +7,13 @@ torch's global process group is not used on either side.
 from __future__ import annotations
 
 import socket
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
 from skyctl.control.dialects import Dialect
 from skyctl.weights.plan import ALIGNMENT, Chunk, Packing
+from skyctl.weights.reader import ChunkReader, Piece, ShardFiles
 from skyctl.weights.transports.base import Filled, Session, chunk_update, receiver_init
 
 HOST = "127.0.0.1"
@@ -26,7 +28,12 @@ class GlooTransport:
     alignment = ALIGNMENT
 
     def sender_options(
-        self, world_size: int, *, rendezvous_timeout_s: float, update_timeout_s: float
+        self,
+        *,
+        world_size: int,
+        rendezvous_timeout_s: float,
+        update_timeout_s: float,
+        **_: Any,
     ) -> dict[str, Any]:
         return {
             "world_size": world_size,
@@ -38,7 +45,7 @@ class GlooTransport:
         return receiver_init(self.name, session, {**session.endpoint, "rank_offset": rank_offset})
 
     def update_info(
-        self, session: Session, chunk: Chunk, filled: Filled, *, dialect: Dialect
+        self, session: Session, chunk: Chunk, filled: Filled, *, server: int, dialect: Dialect
     ) -> dict[str, Any]:
         return chunk_update(chunk, filled)
 
@@ -78,11 +85,23 @@ class GlooCarrier:
         self._group: Any = None
         self._slots: list[Any] = []
 
-    def allocate(self, slots: int, slot_bytes: int) -> list[memoryview]:
+    def open_reader(
+        self,
+        files: ShardFiles,
+        chunks: Sequence[Sequence[Piece]],
+        *,
+        slots: int,
+        slot_bytes: int,
+        threads: int,
+    ) -> ChunkReader:
         import torch
 
         self._slots = [torch.empty(slot_bytes, dtype=torch.uint8) for _ in range(slots)]
-        return [memoryview(slot.numpy()) for slot in self._slots]
+        views = [memoryview(slot.numpy()) for slot in self._slots]
+        return ChunkReader(files, chunks, views, threads=threads)
+
+    def extra(self, slot: int) -> dict[str, Any]:
+        return {}
 
     def endpoint(self) -> dict[str, Any]:
         return {

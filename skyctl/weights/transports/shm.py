@@ -8,10 +8,12 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
+from collections.abc import Sequence
 from typing import Any
 
 from skyctl.control.dialects import Dialect
 from skyctl.weights.plan import ALIGNMENT, Chunk, Packing
+from skyctl.weights.reader import ChunkReader, Piece, ShardFiles
 from skyctl.weights.transports.base import Filled, Session, chunk_update, receiver_init
 
 
@@ -23,16 +25,14 @@ class ShmTransport:
     packing: Packing = "fit"
     alignment = ALIGNMENT
 
-    def sender_options(
-        self, world_size: int, *, rendezvous_timeout_s: float, update_timeout_s: float
-    ) -> dict[str, Any]:
+    def sender_options(self, **_: Any) -> dict[str, Any]:
         return {}
 
     def init_info(self, session: Session, *, rank_offset: int, dialect: Dialect) -> dict[str, Any]:
         return receiver_init(self.name, session, dict(session.endpoint))
 
     def update_info(
-        self, session: Session, chunk: Chunk, filled: Filled, *, dialect: Dialect
+        self, session: Session, chunk: Chunk, filled: Filled, *, server: int, dialect: Dialect
     ) -> dict[str, Any]:
         return chunk_update(chunk, filled)
 
@@ -53,7 +53,22 @@ class ShmCarrier:
         self._descriptors: list[int] = []
         self._maps: list[mmap.mmap] = []
 
+    def open_reader(
+        self,
+        files: ShardFiles,
+        chunks: Sequence[Sequence[Piece]],
+        *,
+        slots: int,
+        slot_bytes: int,
+        threads: int,
+    ) -> ChunkReader:
+        return ChunkReader(files, chunks, self.allocate(slots, slot_bytes), threads=threads)
+
+    def extra(self, slot: int) -> dict[str, Any]:
+        return {}
+
     def allocate(self, slots: int, slot_bytes: int) -> list[memoryview]:
+        """Writable memory of every slot."""
         for slot in range(slots):
             descriptor = os.memfd_create(
                 f"skyctl-{self._session}-{slot}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING

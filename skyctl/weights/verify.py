@@ -1,0 +1,95 @@
+"""What do the servers really hold? Digests and versions side by side."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from skyctl.control.fanout import fan_out
+from skyctl.control.http import ControlClient
+from skyctl.control.server import VLLMServer
+from skyctl.control.target import ServerTarget
+from skyctl.errors import ServerError
+
+DIGEST_METHOD = "skyctl_weight_digest"
+
+
+@dataclass(frozen=True)
+class WeightsReport:
+    """One server's weights. `digest` and `version` are "" and None when it cannot say; `detail`
+    tells why, or how the digest was made."""
+
+    server: str
+    ok: bool
+    digest: str = ""
+    version: str | None = None
+    detail: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Verification:
+    """All servers' reports, and whether they hold the same: None when too few could say."""
+
+    servers: tuple[WeightsReport, ...]
+    agree: bool | None
+
+    def to_json(self) -> dict[str, Any]:
+        return {"servers": [report.to_json() for report in self.servers], "agree": self.agree}
+
+
+async def verify(
+    servers: Sequence[ServerTarget], *, client: ControlClient, timeout_s: float
+) -> Verification:
+    """Ask every server for the digest and the version of its weights. Never raises for a server."""
+
+    async def ask(target: ServerTarget) -> WeightsReport:
+        server = VLLMServer(client, target, timeout_s=timeout_s)
+        digest, detail = await weights_digest(server, timeout_s=timeout_s)
+        return WeightsReport(target.name, True, digest, await server.weight_version(), detail)
+
+    outcomes = await fan_out(servers, ask, timeout_s=timeout_s * 2)
+    reports = tuple(
+        outcome.value or WeightsReport(outcome.server, False, detail=outcome.detail)
+        for outcome in outcomes
+    )
+    known = [report.digest for report in reports if report.digest]
+    answered = len(known) == len(reports)
+    agree = len(set(known)) == 1 if answered else (False if len(set(known)) > 1 else None)
+    return Verification(reports, agree)
+
+
+async def weights_digest(server: VLLMServer, *, timeout_s: float) -> tuple[str, str]:
+    """Digest over all workers of a server, and a word on how it was made.
+
+    skyctl's own method where the server has it, else vLLM's checksums, else "".
+
+    Raises:
+        ServerError: the server does not answer.
+    """
+    try:
+        results = await server.collective_rpc(DIGEST_METHOD, timeout_s=timeout_s)
+        return _combined([result["digest"] for result in results]), ""
+    except ServerError as error:
+        if not error.status:
+            raise
+    except (TypeError, KeyError):
+        pass
+    try:
+        checksums = await server.weight_checksums(timeout_s=timeout_s)
+    except ServerError as error:
+        if not error.status:
+            raise
+        checksums = None
+    if not checksums:
+        return "", "the server has no way to digest its weights"
+    return _combined(sorted(checksums.items())), "by vLLM's checksums"
+
+
+def _combined(parts: Sequence[Any]) -> str:
+    return hashlib.blake2b(json.dumps(parts).encode(), digest_size=16).hexdigest()
