@@ -18,6 +18,7 @@ from typing import Any
 
 from rich.console import Console, RenderableType
 from rich.live import Live
+from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
@@ -132,6 +133,13 @@ def _print_envelope(data: dict[str, Any], exit_code: ExitCode, error: SkyctlErro
     sys.stdout.flush()
 
 
+def raw(text: str) -> None:
+    """Write `text` to stdout as it is, at once (generated text, JSON lines); not with --json."""
+    if not mode.json:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+
+
 def note(message: str) -> None:
     """One line of progress or advice on stderr; silent with --quiet and --json."""
     if not (mode.quiet or mode.json):
@@ -176,6 +184,13 @@ def outcome_table(outcomes: Sequence[Any]) -> Table:
             [row["server"], styled(row["status"]), f"{row['elapsed_ms']:.0f}", row["detail"]]
         )
     return table(["SERVER", "RESULT", ">MS", "DETAIL"], rows)
+
+
+def progress_line(done: float, total: float, text: str) -> Table:
+    """A bar of `done` out of `total`, and `text` after it; for use in `live`."""
+    line = Table.grid(padding=(0, 1))
+    line.add_row(ProgressBar(total=total, completed=done, width=30), text)
+    return line
 
 
 def interactive() -> bool:

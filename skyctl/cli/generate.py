@@ -1,6 +1,235 @@
-"""Placeholder."""
+"""`skyctl generate`: prompts through the router, streamed; none is lost to a cut."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, TextIO
+
+import typer
+
+from skyctl.cli.options import FileOption, FleetOption, JsonOption
+
+if TYPE_CHECKING:
+    from skyctl.control.generate import Endpoint, GenerationClient, GenerationResult, RetryPolicy
+    from skyctl.control.prompts import GenerationRequest
+    from skyctl.fleet.registry import FleetRef
 
 
-def generate() -> None:
-    """Placeholder."""
-    raise NotImplementedError
+def generate(
+    prompt: Annotated[
+        str | None, typer.Argument(metavar="[PROMPT]", help="One prompt.", show_default=False)
+    ] = None,
+    file: FileOption = None,
+    fleet: FleetOption = None,
+    input: Annotated[
+        Path | None,
+        typer.Option("-i", "--input", help="JSONL file of prompts; - reads stdin."),
+    ] = None,
+    output_file: Annotated[
+        Path | None,
+        typer.Option("-o", "--output", help="Write JSONL results here (default: stdout)."),
+    ] = None,
+    chat: Annotated[bool, typer.Option("--chat", help="Send text prompts as chats.")] = False,
+    max_tokens: Annotated[
+        int, typer.Option(min=1, help="Tokens per answer, where a line does not say.")
+    ] = 128,
+    temperature: Annotated[
+        float | None,
+        typer.Option(min=0.0, help="Sampling temperature, where a line does not say; 0 is greedy."),
+    ] = None,
+    session_id: Annotated[
+        str | None,
+        typer.Option(help="X-Session-ID: sticky routing policies keep it on one server."),
+    ] = None,
+    server: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Straight to this server, not the router.")
+    ] = None,
+    concurrency: Annotated[int, typer.Option(min=1, help="Requests under way at once.")] = 32,
+    retries: Annotated[
+        int, typer.Option(min=0, help="Attempts in a row that bring no token, then give up.")
+    ] = 8,
+    timeout: Annotated[
+        float | None,
+        typer.Option(
+            metavar="SECONDS",
+            min=0.001,
+            help="Deadline of one request, retries included (default: none; frozen ones wait).",
+            show_default=False,
+        ),
+    ] = None,
+    json: JsonOption = False,
+) -> None:
+    """Generate from one prompt, or from a JSONL file of them, in its order.
+
+    A line has "prompt", "messages" or "prompt_token_ids"; "id" and "session_id" are optional and
+    every other key is a sampling parameter. Requests frozen by `pause --mode keep` just wait;
+    those that an abort or a dead server cut go on with the tokens they already have.
+
+    \b
+    skyctl generate "Once upon a time" --temperature 0
+    skyctl generate -i prompts.jsonl -o answers.jsonl --concurrency 64
+    """
+    from skyctl import output
+    from skyctl.control.generate import RetryPolicy, failure
+    from skyctl.fleet.registry import select
+
+    defaults: dict[str, Any] = {"max_tokens": max_tokens}
+    if temperature is not None:
+        defaults["temperature"] = temperature
+    requests = read_requests(prompt, input, defaults, chat)
+    run = _Run(requests, session_id, server, concurrency, timeout, streamed=prompt is not None)
+    began = time.perf_counter()
+    results = asyncio.run(
+        _generate(select(file, fleet), run, RetryPolicy(max_retries=retries), output_file)
+    )
+    seconds = time.perf_counter() - began
+    output.note(_summary(results, seconds))
+    data = {"results": [result.to_json() for result in results], "seconds": round(seconds, 3)}
+    output.emit(data, error=failure(results))
+
+
+@dataclass(frozen=True)
+class _Run:
+    """What one invocation asks for."""
+
+    requests: list[GenerationRequest]
+    session_id: str | None
+    server: str | None
+    concurrency: int
+    timeout_s: float | None
+    streamed: bool
+
+
+def read_requests(
+    prompt: str | None, path: Path | None, defaults: dict[str, Any], chat: bool
+) -> list[GenerationRequest]:
+    """The one prompt, or every line of the file.
+
+    Raises:
+        UsageError: both or neither were given, or a line is wrong.
+        NotFoundError: there is no such file.
+    """
+    import json
+    import sys
+
+    from skyctl.control.prompts import parse_line, parse_lines
+    from skyctl.errors import NotFoundError, UsageError
+
+    if (prompt is None) == (path is None):
+        raise UsageError("give one prompt or --input FILE", hint='skyctl generate "Hello"')
+    if prompt is not None:
+        line = json.dumps({"prompt": prompt})
+        return [parse_line(line, "prompt", number=0, defaults=defaults, chat=chat)]
+    assert path is not None
+    if str(path) == "-":
+        return parse_lines(sys.stdin, "stdin", defaults=defaults, chat=chat)
+    try:
+        with path.open(encoding="utf-8") as lines:
+            return parse_lines(lines, str(path), defaults=defaults, chat=chat)
+    except FileNotFoundError as error:
+        raise NotFoundError(f"no such file: {path}") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"cannot read {path}: {error}") from error
+
+
+async def _generate(
+    ref: FleetRef, run: _Run, retry: RetryPolicy, output_file: Path | None
+) -> list[GenerationResult]:
+    from skyctl import output
+    from skyctl.control.generate import GenerationClient
+
+    endpoint = await _endpoint(ref, run)
+    async with GenerationClient(endpoint, retry=retry) as client:
+        if run.streamed and output_file is None:
+            result = await client.generate_one(
+                run.requests[0], timeout_s=run.timeout_s, on_text=output.raw
+            )
+            output.raw("\n")
+            return [result]
+        if output_file is None:
+            return await _to_jsonl(client, run, None)
+        with output_file.open("w", encoding="utf-8") as sink:
+            return await _to_jsonl(client, run, sink)
+
+
+async def _to_jsonl(
+    client: GenerationClient, run: _Run, sink: TextIO | None
+) -> list[GenerationResult]:
+    """Write results in input order, each as soon as it and all before it are there."""
+    import json
+
+    from skyctl import output
+
+    done: list[GenerationResult] = []
+    results: list[GenerationResult] = []
+    total, began = len(run.requests), time.perf_counter()
+    with output.live(
+        lambda: output.progress_line(
+            len(done), total, _summary(done, time.perf_counter() - began, total)
+        ),
+        transient=True,
+    ):
+        stream = client.generate_many(
+            run.requests,
+            concurrency=run.concurrency,
+            timeout_s=run.timeout_s,
+            on_done=done.append,
+        )
+        async for result in stream:
+            results.append(result)
+            line = json.dumps(result.to_json(), ensure_ascii=False) + "\n"
+            if sink is None:
+                output.raw(line)
+            else:
+                sink.write(line)
+                sink.flush()
+    return results
+
+
+async def _endpoint(ref: FleetRef, run: _Run) -> Endpoint:
+    """The router's URL, or the named server's, and the model it serves."""
+    from skyctl.control.generate import Endpoint
+    from skyctl.control.http import ControlClient
+    from skyctl.control.server import VLLMServer
+    from skyctl.control.target import ServerTarget
+    from skyctl.errors import NotFoundError, ServerError, UsageError
+    from skyctl.operations.connect import connect
+
+    async with connect(ref) as fleet:
+        urls, key = await fleet.urls(), fleet.api_key()
+    servers: dict[str, str] = urls["servers"]
+    if run.server is not None and run.server not in servers:
+        raise NotFoundError(
+            f"fleet {ref.name} has no server {run.server!r}",
+            hint=f"its servers are: {', '.join(servers)}",
+        )
+    url = servers[run.server] if run.server else urls["router"]
+    if url is None and len(servers) == 1:
+        url = next(iter(servers.values()))
+    if url is None:
+        raise UsageError(
+            f"fleet {ref.name} has no router", hint=f"choose one: --server {next(iter(servers))}"
+        )
+    async with ControlClient() as control:
+        target = ServerTarget(run.server or "router", url, key)
+        models = await VLLMServer(control, target).models()
+    if not models:
+        raise ServerError(f"{url} serves no model")
+    return Endpoint(url, models[0], key, run.session_id)
+
+
+def _summary(results: list[GenerationResult], seconds: float, total: int | None = None) -> str:
+    """`6 of 6 requests, 48 tokens in 1.2 s (40 tokens/s), 2 retries`."""
+    from skyctl.units import format_seconds
+
+    tokens = sum(len(result.token_ids) for result in results)
+    retries = sum(result.retries for result in results)
+    finished = sum(not result.error for result in results)
+    text = (
+        f"{finished} of {len(results) if total is None else total} requests, {tokens} tokens "
+        f"in {format_seconds(seconds)} ({tokens / max(seconds, 1e-9):.0f} tokens/s)"
+    )
+    return f"{text}, {retries} retries" if retries else text

@@ -1,11 +1,87 @@
-"""Placeholder."""
+"""`skyctl pause` and `skyctl resume`: freeze and thaw the whole fleet."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated
+
+import typer
+
+from skyctl.cli.options import FileOption, FleetOption, JsonOption, TimeoutOption
+from skyctl.cli.verbs import ServerOption, run_verb
 
 
-def pause() -> None:
-    """Placeholder."""
-    raise NotImplementedError
+class PauseModeOption(StrEnum):
+    """What becomes of running requests."""
+
+    ABORT = "abort"
+    WAIT = "wait"
+    KEEP = "keep"
 
 
-def resume() -> None:
-    """Placeholder."""
-    raise NotImplementedError
+def pause(
+    file: FileOption = None,
+    fleet: FleetOption = None,
+    mode: Annotated[
+        PauseModeOption,
+        typer.Option(help="Running requests are aborted, waited for, or kept frozen until resume."),
+    ] = PauseModeOption.ABORT,
+    clear_cache: Annotated[
+        bool,
+        typer.Option("--clear-cache/--keep-cache", help="Clear KV caches (never with mode keep)."),
+    ] = True,
+    server: ServerOption = None,
+    keep_partial: Annotated[
+        bool,
+        typer.Option(
+            "--keep-partial", help="When some servers cannot be paused, leave the others paused."
+        ),
+    ] = False,
+    timeout: TimeoutOption = None,
+    json: JsonOption = False,
+) -> None:
+    """Stop generation on every server at once.
+
+    New requests wait until resume. When some servers cannot be paused, those that were are
+    resumed again, so that the fleet never runs half frozen by accident.
+
+    \b
+    skyctl pause --mode keep             freeze requests where they are
+    skyctl pause --mode wait --timeout 300
+    """
+    run_verb(
+        file,
+        fleet,
+        lambda running: running.pause(
+            mode.value,
+            clear_cache,
+            servers=server,
+            timeout_s=timeout,
+            keep_partial=keep_partial,
+        ),
+        verb="pause",
+        done="paused",
+        note=f"mode {mode.value}",
+    )
+
+
+def resume(
+    file: FileOption = None,
+    fleet: FleetOption = None,
+    server: ServerOption = None,
+    timeout: TimeoutOption = None,
+    json: JsonOption = False,
+) -> None:
+    """Let every server generate again; frozen requests go on where they were.
+
+    \b
+    skyctl resume
+    skyctl resume --server demo-1
+    """
+    run_verb(
+        file,
+        fleet,
+        lambda running: running.resume(servers=server, timeout_s=timeout),
+        verb="resume",
+        done="resumed",
+    )

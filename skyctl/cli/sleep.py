@@ -1,11 +1,91 @@
-"""Placeholder."""
+"""`skyctl sleep` and `skyctl wake`: give GPU memory back and take it again."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from skyctl.cli.options import FileOption, FleetOption, JsonOption, TimeoutOption
+from skyctl.cli.verbs import ServerOption, run_verb
+
+TAGS = ("weights", "kv_cache")
 
 
-def sleep() -> None:
-    """Placeholder."""
-    raise NotImplementedError
+def sleep(
+    file: FileOption = None,
+    fleet: FleetOption = None,
+    level: Annotated[
+        int,
+        typer.Option(min=1, max=2, help="1 keeps the weights in host memory, 2 discards them."),
+    ] = 1,
+    server: ServerOption = None,
+    timeout: TimeoutOption = None,
+    json: JsonOption = False,
+) -> None:
+    """Free the servers' GPU memory; they answer nothing until they are woken.
+
+    After level 2 the weights are gone: `skyctl wake --tags weights`, then `skyctl sync-weights`,
+    then `skyctl wake --tags kv_cache`. On CPU only the state changes and no memory is freed.
+
+    \b
+    skyctl sleep
+    skyctl sleep --level 2
+    """
+    run_verb(
+        file,
+        fleet,
+        lambda running: running.sleep(level, servers=server, timeout_s=timeout),
+        verb="sleep",
+        done="put to sleep",
+        note=f"level {level}",
+    )
 
 
-def wake() -> None:
-    """Placeholder."""
-    raise NotImplementedError
+def wake(
+    file: FileOption = None,
+    fleet: FleetOption = None,
+    tags: Annotated[
+        str,
+        typer.Option(
+            metavar="TAGS",
+            help="Only these, separated by commas: weights, kv_cache.",
+            show_default=False,
+        ),
+    ] = "",
+    server: ServerOption = None,
+    timeout: TimeoutOption = None,
+    json: JsonOption = False,
+) -> None:
+    """Take the memory back that sleep gave up, and serve again.
+
+    Refused when it would serve weights that `sleep --level 2` discarded.
+
+    \b
+    skyctl wake
+    skyctl wake --tags weights
+    """
+    wanted = parse_tags(tags)
+    run_verb(
+        file,
+        fleet,
+        lambda running: running.wake(wanted, servers=server, timeout_s=timeout),
+        verb="wake",
+        done="woke",
+        note=", ".join(wanted),
+    )
+
+
+def parse_tags(text: str) -> list[str]:
+    """`weights,kv_cache` as a list; empty means everything.
+
+    Raises:
+        UsageError: a tag that vLLM does not have.
+    """
+    from skyctl.errors import UsageError
+
+    tags = [tag.strip() for tag in text.split(",") if tag.strip()]
+    for tag in tags:
+        if tag not in TAGS:
+            raise UsageError(f"{tag!r} cannot be woken", hint=f"tags are: {', '.join(TAGS)}")
+    return tags

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Generic, TypeVar
@@ -58,6 +58,12 @@ class Outcome(Generic[T]):
             "detail": self.detail,
         }
 
+    @classmethod
+    def from_json(cls, row: Mapping[str, Any]) -> Outcome[T]:
+        """An outcome (without its value) from what `to_json` made of it."""
+        status = OutcomeStatus(row["status"])
+        return cls(row["server"], status, float(row["elapsed_ms"]), row["detail"])
+
 
 async def fan_out(
     targets: Sequence[ServerTarget],
@@ -92,15 +98,22 @@ async def fan_out(
 
 
 def require_all(outcomes: Sequence[Outcome[T]], verb: str) -> None:
-    """Raise unless every outcome is ok.
+    """Raise unless every server did it (or was skipped).
 
     Raises:
         PartialFailure: some servers succeeded and some did not.
         ServerError: none did (DeadlineExceeded when all of them ran out of time).
     """
+    error = failure(outcomes, verb)
+    if error is not None:
+        raise error
+
+
+def failure(outcomes: Sequence[Outcome[T]], verb: str) -> SkyctlError | None:
+    """The error that these outcomes come to, as `require_all` raises it; None without failures."""
     failed = [o for o in outcomes if o.status not in _NOT_FAILED]
     if not failed:
-        return
+        return None
     first = failed[0]
     message = (
         f"{verb}: {len(failed)} of {len(outcomes)} servers failed "
@@ -108,7 +121,7 @@ def require_all(outcomes: Sequence[Outcome[T]], verb: str) -> None:
     )
     details = {"outcomes": [o.to_json() for o in outcomes]}
     if len(failed) < len(outcomes):
-        raise PartialFailure(message, outcomes=outcomes, details=details)
+        return PartialFailure(message, outcomes=outcomes, details=details)
     if all(o.status is OutcomeStatus.TIMEOUT for o in failed):
-        raise DeadlineExceeded(message, details=details)
-    raise ServerError(message, details=details)
+        return DeadlineExceeded(message, details=details)
+    return ServerError(message, details=details)

@@ -24,7 +24,7 @@ import httpx
 from skyctl.control.http import error_text
 from skyctl.control.prompts import GenerationRequest
 from skyctl.control.stream import Cut, Piece, read_pieces
-from skyctl.errors import DeadlineExceeded, ServerError, SkyctlError
+from skyctl.errors import DeadlineExceeded, PartialFailure, ServerError, SkyctlError
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 CONNECT_TIMEOUT_S = 10.0
@@ -267,8 +267,8 @@ def request_body(
     With tokens it is always a completion of token ids: a chat cannot be continued as a chat.
     """
     body: dict[str, Any] = {
-        **request.body,
         "model": model,
+        **request.body,
         "stream": True,
         "return_token_ids": True,
     }
@@ -300,14 +300,17 @@ async def _raise_for_status(response: httpx.Response, path: str) -> None:
     raise ServerError(message, status=response.status_code)
 
 
-def all_timed_out(results: Sequence[GenerationResult]) -> bool:
-    """True when no result is there and every one ran out of time."""
-    return bool(results) and all(result.finish_reason == "timeout" for result in results)
+def failure(results: Sequence[GenerationResult]) -> SkyctlError | None:
+    """The error that a run's results come to: PartialFailure, or ServerError when all failed.
 
-
-def failure(results: Sequence[GenerationResult]) -> ServerError | None:
-    """The error of a run in which every request failed; None when at least one did not."""
-    if not results or any(not result.error for result in results):
+    DeadlineExceeded when all of them ran out of time; None when none failed.
+    """
+    failed = [result for result in results if result.error]
+    if not failed:
         return None
-    message = f"all {len(results)} requests failed ({results[0].error})"
-    return DeadlineExceeded(message) if all_timed_out(results) else ServerError(message)
+    message = f"{len(failed)} of {len(results)} requests failed ({failed[0].id}: {failed[0].error})"
+    if len(failed) < len(results):
+        return PartialFailure(message)
+    if all(result.finish_reason == "timeout" for result in failed):
+        return DeadlineExceeded(message)
+    return ServerError(message)

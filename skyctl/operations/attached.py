@@ -70,9 +70,13 @@ class AttachedFleet:
         clear_cache: bool = True,
         servers: Sequence[str] | None = None,
         timeout_s: float | None = None,
+        keep_partial: bool = False,
     ) -> list[dict[str, Any]]:
-        """Pause all servers (or those named); one outcome's JSON per server."""
-        arguments = {"mode": mode, "clear_cache": clear_cache}
+        """Pause all servers (or those named); one outcome's JSON per server.
+
+        When some cannot be paused the others are resumed, unless `keep_partial`.
+        """
+        arguments = {"mode": mode, "clear_cache": clear_cache, "keep_partial": keep_partial}
         return await self._verb("pause", arguments, servers, timeout_s)
 
     async def resume(

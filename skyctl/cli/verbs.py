@@ -1,0 +1,59 @@
+"""What pause, resume, sleep and wake share: one call to the fleet, one table, one exit code."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from skyctl.operations.connect import Fleet
+
+ServerOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--server",
+        metavar="NAME",
+        help="Only this server; repeat for several (default: all).",
+        show_default=False,
+    ),
+]
+
+
+def run_verb(
+    file: Path | None,
+    fleet: str | None,
+    call: Callable[[Fleet], Awaitable[list[dict[str, Any]]]],
+    *,
+    verb: str,
+    done: str,
+    note: str = "",
+) -> None:
+    """Call every server, then print the outcomes and a line such as `paused 2 of 2 servers …`.
+
+    Ends the process with 3 when some servers failed, 1 when all did, 124 when all timed out.
+    """
+    from skyctl import output
+    from skyctl.control.fanout import Outcome, failure
+    from skyctl.fleet.registry import select
+    from skyctl.operations.connect import connect
+
+    ref = select(file, fleet)
+
+    async def ask() -> list[dict[str, Any]]:
+        async with connect(ref) as running:
+            return await call(running)
+
+    rows = asyncio.run(ask())
+    ok = sum(row["status"] == "ok" for row in rows)
+    elapsed_ms = max((row["elapsed_ms"] for row in rows), default=0.0)
+    footer = f"{done} {ok} of {len(rows)} servers in {elapsed_ms:.0f} ms"
+    output.emit(
+        {"outcomes": rows, "done": ok, "servers": len(rows), "elapsed_ms": elapsed_ms},
+        output.outcome_table(rows),
+        f"{footer} ({note})" if note else footer,
+        error=failure([Outcome[None].from_json(row) for row in rows], verb),
+    )
