@@ -25,7 +25,7 @@ CREATE TABLE processes (
     host TEXT NOT NULL, port INTEGER NOT NULL, gpus TEXT NOT NULL, started_at REAL NOT NULL,
     descendants TEXT NOT NULL DEFAULT '[]');
 CREATE TABLE servers (
-    name TEXT PRIMARY KEY, intended TEXT NOT NULL, sleep_level INTEGER NOT NULL,
+    name TEXT PRIMARY KEY, paused INTEGER NOT NULL, sleep_level INTEGER NOT NULL,
     weight_version TEXT, checkpoint TEXT, checkpoint_digest TEXT, weights_digest TEXT,
     quarantine TEXT);
 CREATE TABLE jobs (

@@ -172,6 +172,11 @@ class Journal:
         )  # fmt: skip
         return [JobEvent(r["sequence"], r["at"], r["kind"], json.loads(r["data"])) for r in found]
 
+    def owner_alive(self, job_id: str) -> bool:
+        """Whether the process that runs this job still lives."""
+        row = self._database.row("SELECT owner FROM jobs WHERE number = ?", _number(job_id))
+        return row is not None and ProcessIdentity(**json.loads(row["owner"])).alive()
+
     def interrupt_orphans(self) -> list[Job]:
         """Close running jobs whose process is dead; returns them as they were found."""
         orphans = []

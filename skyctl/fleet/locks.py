@@ -61,6 +61,13 @@ class Locks:
                 name, own.pid, own.create_time, own.boot_id, holder, time.time(),
             )  # fmt: skip
 
+    def rename(self, name: str, holder: str) -> None:
+        """Say more about why this process holds the lock."""
+        self._database.write(
+            "UPDATE locks SET holder = ? WHERE name = ? AND pid = ?",
+            holder, name, own_identity().pid,
+        )  # fmt: skip
+
     def release(self, name: str) -> None:
         """Give the lock back, if this process holds it."""
         own = own_identity()

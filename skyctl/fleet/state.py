@@ -15,7 +15,6 @@ from skyctl.fleet.journal import Journal
 from skyctl.fleet.locks import Locks
 
 Phase = Literal["intended", "running", "stale"]
-Intended = Literal["running", "paused", "asleep"]
 
 
 @dataclass(frozen=True)
@@ -43,17 +42,26 @@ class ProcessRow:
 class ServerRow:
     """What is meant to be true of one server, whatever process serves it now.
 
+    `sleep_level` is 0 while awake; 1 while asleep with its weights (or once a push restored
+    them), 2 while they are discarded. A server that slept while `paused` is paused again on waking.
     `quarantine` is the reason it is kept out of the router, None when it is not.
     """
 
     name: str
-    intended: Intended = "running"
+    paused: bool = False
     sleep_level: int = 0
     weight_version: str | None = None
     checkpoint: str | None = None
     checkpoint_digest: str | None = None
     weights_digest: str | None = None
     quarantine: str | None = None
+
+    @property
+    def intended(self) -> Literal["running", "paused", "asleep"]:
+        """One word for the above."""
+        if self.sleep_level:
+            return "asleep"
+        return "paused" if self.paused else "running"
 
 
 @dataclass(frozen=True)
@@ -141,7 +149,7 @@ class FleetState:
     def servers(self) -> list[ServerRow]:
         """What is meant to be true of each server of the fleet."""
         return [
-            ServerRow(**dict(row))
+            ServerRow(**{**dict(row), "paused": bool(row["paused"])})
             for row in self._database.rows("SELECT * FROM servers ORDER BY name")
         ]
 
@@ -154,10 +162,10 @@ class FleetState:
         with self._database.transaction():
             row = replace(self.server(name), **changes)
             self._database.write(
-                "INSERT OR REPLACE INTO servers (name, intended, sleep_level, weight_version, "
+                "INSERT OR REPLACE INTO servers (name, paused, sleep_level, weight_version, "
                 "checkpoint, checkpoint_digest, weights_digest, quarantine) "
                 "VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
-                row.name, row.intended, row.sleep_level, row.weight_version, row.checkpoint,
+                row.name, int(row.paused), row.sleep_level, row.weight_version, row.checkpoint,
                 row.checkpoint_digest, row.weights_digest, row.quarantine,
             )  # fmt: skip
         return row

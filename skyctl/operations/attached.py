@@ -111,7 +111,7 @@ class AttachedFleet:
         """
         from skyctl.operations.attached_push import begin
 
-        job, task = await begin(self.ref, self.targets, request, self._client, self._state)
+        job, task = begin(self.ref, self.targets, request, self._client, self._state)
         self._pushes[job.id] = task
         return job.id
 
@@ -153,9 +153,10 @@ class AttachedFleet:
         raise self._not_ours("scale")
 
     async def urls(self) -> dict[str, Any]:
-        """{"router": URL or None, "servers": {name: URL}}."""
+        """{"router": URL or None, "servers": {name: URL}, "model": served name or None}."""
         router = self.ref.config.router
         return {
+            "model": self.ref.config.served_model_name,
             "router": router if isinstance(router, str) else None,
             "servers": {target.name: target.url for target in self.targets},
         }

@@ -25,7 +25,6 @@ class SupervisedFleet:
         self._client = SupervisorClient(ref.paths)
 
     async def __aenter__(self) -> Self:
-        await self._client.open()
         return self
 
     async def __aexit__(self, *exception: object) -> None:
@@ -36,7 +35,7 @@ class SupervisedFleet:
         try:
             return FleetStatus.from_json(await self._client.get("/status"))
         except FleetDownError:
-            return unsupervised_status(self.ref)
+            return unsupervised_status(self.ref.paths)
 
     async def pause(
         self,
@@ -114,13 +113,10 @@ class SupervisedFleet:
             DeadlineExceeded: it has not ended after `timeout_s` seconds (it goes on).
             FleetDownError: the supervisor that runs it went away.
         """
-        job = await self.job(job_id)
-        if job.ended:
-            with self._state() as state:
-                for event in state.journal.events(job_id):
-                    on_event(event)
-            return job
-        return await self._client.wait_job(job_id, on_event, timeout_s)
+        from skyctl.supervisor.jobs import follow
+
+        with self._state() as state:
+            return await follow(state, job_id, on_event, timeout_s=timeout_s)
 
     async def weights(self) -> tuple[list[ServerRow], list[PushRecord]]:
         """What each server carries (as recorded by the last push), and the pushes, newest first."""
@@ -160,12 +156,13 @@ class SupervisedFleet:
         return int(answer["operation"])
 
     async def urls(self) -> dict[str, Any]:
-        """{"router": URL or None, "servers": {name: URL}}."""
+        """{"router": URL or None, "servers": {name: URL}, "model": served name}."""
         status = await self.status()
         if status.supervised is False:
             raise down_error(self.ref.name)
         router = status.router
         return {
+            "model": status.model,
             "router": router.url if router is not None else None,
             "servers": {r.name: r.url for r in status.replicas},
         }

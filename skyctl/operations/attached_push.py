@@ -1,0 +1,48 @@
+"""A push into servers that skyctl did not start: the same job, run by this process."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Sequence
+
+from skyctl.control.http import ControlClient
+from skyctl.control.target import ServerTarget
+from skyctl.fleet.journal import Job
+from skyctl.fleet.registry import FleetRef
+from skyctl.fleet.state import FleetState
+from skyctl.supervisor import jobs
+from skyctl.weights.request import PushFleet, PushRequest, PushServer
+
+
+def begin(
+    ref: FleetRef,
+    targets: Sequence[ServerTarget],
+    request: PushRequest,
+    client: ControlClient,
+    state: FleetState,
+) -> tuple[Job, asyncio.Task[None]]:
+    """Open a push job and start its task.
+
+    Raises:
+        ConflictError: another process pushes into this fleet; the message names its job.
+    """
+    transfer = ref.config.weight_transfer
+    fleet = PushFleet(
+        name=ref.name,
+        # backend, device and world size are found out by the push's preflight
+        servers=tuple(
+            PushServer(target, device="cuda" if ref.config.device == "cuda" else "cpu")
+            for target in targets
+        ),
+        model_path=state.weights().checkpoint,
+        chunk_size=transfer.chunk_size,
+        rendezvous_timeout_s=transfer.rendezvous_timeout_s,
+        update_timeout_s=transfer.update_timeout_s,
+        control_timeout_s=ref.config.control_timeout_s,
+        python=ref.config.python or sys.executable,
+        transport=transfer.transport,
+    )
+    job = jobs.open_push(state.journal, state.locks, request)
+    running = jobs.run_push(job, request, fleet, client=client, state=state)
+    return job, asyncio.create_task(running, name=job.id)

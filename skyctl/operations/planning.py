@@ -1,0 +1,65 @@
+"""From a fleet's reference to a plan for this machine, with the ports its replicas already have."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+
+from skyctl.errors import UsageError
+from skyctl.fleet.check import Problem, check_plan
+from skyctl.fleet.machine import plan_here
+from skyctl.fleet.plan import FleetPlan
+from skyctl.fleet.registry import FleetRef
+from skyctl.fleet.state import FleetState
+
+
+def planned(ref: FleetRef, *, router: bool = True) -> FleetPlan:
+    """The plan of a fleet; what runs already keeps its ports. `router` False plans none."""
+    plan = plan_here(ref.config, ref.base_dir, known_ports=_known_ports(ref))
+    return plan if router else replace(plan, router=None)
+
+
+def scaled(ref: FleetRef, replicas: int) -> FleetPlan:
+    """The plan with another number of replicas.
+
+    Raises:
+        UsageError: the fleet file lists replica groups.
+    """
+    if not isinstance(ref.config.replicas, int):
+        raise UsageError(
+            f"fleet {ref.name} has replica groups", hint="change their counts and: skyctl up"
+        )
+    ports = ref.config.ports
+    changes = {"replicas": replicas, "ports": ports[:replicas] if ports else None}
+    if ports and len(ports) < replicas:
+        raise UsageError(
+            f"the fleet file names {len(ports)} ports for {replicas} replicas",
+            hint="add to `ports`, or leave it out",
+        )
+    return planned(replace(ref, config=ref.config.model_copy(update=changes)))
+
+
+def problems(ref: FleetRef, plan: FleetPlan) -> list[Problem]:
+    """What is wrong with a plan here and now; ports held by this fleet's own processes are not."""
+    return check_plan(plan, own_ports=_known_ports(ref).values())
+
+
+def api_key(ref: FleetRef) -> str | None:
+    """The key that the fleet file's `api_key_env` names, from this process's environment."""
+    name = ref.config.api_key_env
+    return os.environ.get(name) if name else None
+
+
+def _known_ports(ref: FleetRef) -> dict[str, int]:
+    """Ports of processes that still run; those of dead ones may have been taken since."""
+    if not ref.paths.database.exists():
+        return {}
+    ports = {}
+    with FleetState(ref.paths.database) as state:
+        for row in state.processes():
+            if row.identity is not None and row.identity.alive():
+                ports[row.name] = row.port
+        metrics_port = state.get("router_metrics_port")
+    if "router" in ports and metrics_port is not None:
+        ports["router-metrics"] = int(metrics_port)
+    return ports

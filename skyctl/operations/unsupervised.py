@@ -1,0 +1,66 @@
+"""Status of a started fleet whose supervisor does not answer: from its state file alone."""
+
+from __future__ import annotations
+
+import time
+
+from skyctl.fleet.identity import ProcessIdentity
+from skyctl.fleet.paths import FleetPaths
+from skyctl.fleet.plan import local_url
+from skyctl.fleet.state import FleetState, ProcessRow
+from skyctl.fleet.status import FleetStatus, Reason, ReplicaStatus, RouterStatus
+
+
+def unsupervised_status(paths: FleetPaths) -> FleetStatus:
+    """What is left of a fleet: servers that run on without a supervisor, or nothing."""
+    if not paths.database.exists():
+        return FleetStatus(paths.name, "down", (), None, supervised=False)
+    with FleetState(paths.database) as state:
+        processes = state.processes()
+        versions = {row.name: row.weight_version for row in state.servers()}
+        version = state.weights().version
+    replicas = tuple(_replica(row, versions) for row in processes if row.role == "server")
+    routers = [_router(row) for row in processes if row.role == "router"]
+    left = [row.name for row in processes if _alive(row)]
+    reasons: tuple[Reason, ...] = ()
+    if left:
+        message = f"the supervisor is gone; {', '.join(left)} run on unsupervised"
+        reasons = (Reason(message, "take them over: skyctl up; or stop them: skyctl down"),)
+    return FleetStatus(
+        name=paths.name,
+        health="degraded" if left else "down",
+        replicas=replicas if left else (),
+        router=routers[0] if left and routers else None,
+        reasons=reasons,
+        supervised=False,
+        weight_version=version,
+    )
+
+
+def _replica(row: ProcessRow, versions: dict[str, str | None]) -> ReplicaStatus:
+    identity = _alive(row)
+    return ReplicaStatus(
+        name=row.name,
+        state="unsupervised" if identity else "stopped",
+        url=local_url(row.host, row.port),
+        pid=identity.pid if identity else None,
+        port=row.port,
+        gpus=row.gpus,
+        weight_version=versions.get(row.name),
+        uptime_s=time.time() - row.started_at if identity else None,
+    )
+
+
+def _router(row: ProcessRow) -> RouterStatus:
+    identity = _alive(row)
+    return RouterStatus(
+        state="unsupervised" if identity else "stopped",
+        url=local_url(row.host, row.port),
+        pid=identity.pid if identity else None,
+        port=row.port,
+        uptime_s=time.time() - row.started_at if identity else None,
+    )
+
+
+def _alive(row: ProcessRow) -> ProcessIdentity | None:
+    return row.identity if row.identity is not None and row.identity.alive() else None

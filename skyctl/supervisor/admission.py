@@ -1,0 +1,115 @@
+"""What a fresh server goes through before the router sees it: weights first, then intent."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from skyctl.control.http import ControlClient
+from skyctl.errors import ServerError, SkyctlError
+from skyctl.fleet.plan import FleetPlan
+from skyctl.fleet.state import FleetState, FleetWeights
+from skyctl.supervisor.health import probe_alive
+from skyctl.supervisor.replica import Replica
+from skyctl.weights.request import PushFleet, PushRequest, PushServer, SilentObserver
+
+
+def push_fleet(plan: FleetPlan, replicas: Sequence[Replica], model_path: str) -> PushFleet:
+    """The servers of a push, as the push wants to know them. `model_path` is what they run now."""
+    transfer = plan.config.weight_transfer
+    return PushFleet(
+        name=plan.name,
+        servers=tuple(
+            PushServer(
+                target=replica.target,
+                backend=replica.spec.backend,
+                device=plan.device,
+                gpus=replica.spec.gpus,
+                world_size=replica.spec.world_size,
+            )
+            for replica in replicas
+        ),
+        model_path=model_path,
+        chunk_size=transfer.chunk_size,
+        rendezvous_timeout_s=transfer.rendezvous_timeout_s,
+        update_timeout_s=transfer.update_timeout_s,
+        control_timeout_s=plan.config.control_timeout_s,
+        python=plan.python,
+        transport=transfer.transport,
+    )
+
+
+async def bring_to_weights(
+    replica: Replica, weights: FleetWeights, plan: FleetPlan, client: ControlClient
+) -> None:
+    """Push the fleet's weights into this one server; quarantine it where that cannot be done."""
+    try:
+        await _push_alone(replica, weights, plan, client)
+    except SkyctlError as error:
+        hint = f"push again (skyctl sync-weights CKPT), then: skyctl restart {replica.name}"
+        replica.update_row(
+            quarantine=f"not brought to weight version {weights.version}: {error.message}; {hint}"
+        )
+
+
+async def _push_alone(
+    replica: Replica, weights: FleetWeights, plan: FleetPlan, client: ControlClient
+) -> None:
+    from skyctl.weights.checkpoint import read_checkpoint
+    from skyctl.weights.push import push
+
+    assert weights.checkpoint is not None and weights.version is not None
+    found = read_checkpoint(weights.checkpoint)
+    digests = (found.identity_digest, found.layout_digest)
+    if weights.checkpoint_digest and weights.checkpoint_digest not in digests:
+        raise SkyctlError(f"{weights.checkpoint} changed since it was pushed")
+    request = PushRequest(
+        checkpoint=weights.checkpoint,
+        transport=weights.transport,
+        weight_version=weights.version,
+        verify=plan.config.weight_transfer.verify,
+    )
+    result = await push(
+        request,
+        push_fleet(plan, [replica], plan.model_path),
+        client=client,
+        observer=SilentObserver(),
+    )
+    digest = next((s.weights_digest for s in result.servers), "")
+    replica.update_row(
+        weight_version=weights.version,
+        checkpoint=weights.checkpoint,
+        checkpoint_digest=weights.checkpoint_digest,
+        weights_digest=digest or None,
+    )
+
+
+async def apply_intent(replica: Replica, client: ControlClient, timeout_s: float) -> None:
+    """Pause or put to sleep a fresh server whose predecessor was, so that it is as intended."""
+    from skyctl.control import verbs
+
+    row = replica.row
+    if row.sleep_level:
+        outcomes = await verbs.sleep(
+            client, [replica.target], level=row.sleep_level, timeout_s=timeout_s
+        )
+    elif row.paused:
+        outcomes = await verbs.pause(client, [replica.target], mode="keep", timeout_s=timeout_s)
+    else:
+        return
+    if not outcomes[0].ok:
+        raise ServerError(f"{replica.name} could not be frozen again: {outcomes[0].detail}")
+    await refresh(replica, client, timeout_s)
+
+
+async def refresh(replica: Replica, client: ControlClient, timeout_s: float) -> None:
+    """Look whether a server is paused; a server that does not answer is the health probe's case."""
+    try:
+        replica.observe(paused=await probe_alive(client, replica.target, timeout_s))
+    except ServerError:
+        return
+
+
+def is_current(state: FleetState, replica: Replica) -> bool:
+    """Whether the server has the weights every routed server must have."""
+    weights = state.weights()
+    return weights.checkpoint is None or replica.row.weight_version == weights.version

@@ -1,0 +1,154 @@
+"""The supervisor's HTTP API on its unix socket (mode 0600, in a directory of mode 0700).
+
+GET  /v1/status                              FleetStatus
+POST /v1/reconcile  {plan, kind}             {operation}   0: nothing to do
+POST /v1/restart    {servers}                {operation}
+POST /v1/undo       {}                       {}            stops the operation and what it started
+POST /v1/down       {drain_timeout_s}        {}            answers when everything is stopped
+POST /v1/verbs/V    {arguments, servers, timeout_s}   {outcomes}
+POST /v1/jobs       {request}                {id}          jobs are followed in the state file
+POST /v1/verify     {timeout_s}              {servers, agree}
+
+An error is {"error": {kind, message, hint, details}} with the class's name as its kind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+from starlette.routing import Route
+
+from skyctl.errors import NotFoundError, SkyctlError, UsageError
+from skyctl.supervisor.jobs import verify_servers
+from skyctl.supervisor.report import report
+from skyctl.supervisor.resident import Supervisor
+from skyctl.supervisor.wire import plan_from_json
+from skyctl.weights.request import PushRequest
+
+Answer = dict[str, Any]
+
+
+class _Body(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+
+class ReconcileBody(_Body):
+    plan: dict[str, Any]
+    kind: str = "up"
+
+
+class RestartBody(_Body):
+    servers: list[str] = []
+
+
+class DownBody(_Body):
+    drain_timeout_s: float
+
+
+class VerbBody(_Body):
+    arguments: dict[str, Any] = {}
+    servers: list[str] | None = None
+    timeout_s: float
+
+
+class JobBody(_Body):
+    request: dict[str, Any]
+
+
+class VerifyBody(_Body):
+    timeout_s: float = 120.0
+
+
+class UndoBody(_Body):
+    pass
+
+
+BodyType = TypeVar("BodyType", bound=_Body)
+
+
+def make_app(supervisor: Supervisor) -> Starlette:
+    """The API of one supervisor."""
+
+    async def status(_request: Request) -> Answer:
+        return (await report(supervisor)).to_json()
+
+    async def reconcile(request: Request) -> Answer:
+        body = await _parsed(request, ReconcileBody)
+        return {"operation": supervisor.reconcile(plan_from_json(body.plan), body.kind)}
+
+    async def restart(request: Request) -> Answer:
+        body = await _parsed(request, RestartBody)
+        return {"operation": supervisor.restart(body.servers)}
+
+    async def undo(request: Request) -> Answer:
+        await _parsed(request, UndoBody)
+        await supervisor.undo()
+        return {}
+
+    async def down(request: Request) -> Answer:
+        body = await _parsed(request, DownBody)
+        await supervisor.down(drain_timeout_s=body.drain_timeout_s)
+        return {}
+
+    async def verb(request: Request) -> Answer:
+        body = await _parsed(request, VerbBody)
+        name = request.path_params["verb"]
+        outcomes = await supervisor.verb(name, body.arguments, body.servers or (), body.timeout_s)
+        return {"outcomes": outcomes}
+
+    async def start_job(request: Request) -> Answer:
+        body = await _parsed(request, JobBody)
+        return {"id": supervisor.start_push(PushRequest.from_json(body.request)).id}
+
+    async def verify(request: Request) -> Answer:
+        body = await _parsed(request, VerifyBody)
+        targets = [r.target for r in supervisor.named(()) if r.phase == "up"]
+        return await verify_servers(targets, supervisor.client, timeout_s=body.timeout_s)
+
+    posts: dict[str, Callable[[Request], Awaitable[Answer]]] = {
+        "/v1/reconcile": reconcile,
+        "/v1/restart": restart,
+        "/v1/undo": undo,
+        "/v1/down": down,
+        "/v1/verbs/{verb}": verb,
+        "/v1/jobs": start_job,
+        "/v1/verify": verify,
+    }
+    routes = [Route("/v1/status", _answering(status), methods=["GET"])]
+    routes += [Route(path, _answering(call), methods=["POST"]) for path, call in posts.items()]
+    return Starlette(routes=routes)
+
+
+def _answering(
+    call: Callable[[Request], Awaitable[Answer]],
+) -> Callable[[Request], Awaitable[JSONResponse]]:
+    """The call as an endpoint: our errors become their JSON."""
+
+    async def endpoint(request: Request) -> JSONResponse:
+        try:
+            return JSONResponse(await call(request))
+        except SkyctlError as error:
+            shown = {
+                "kind": error.kind,
+                "message": error.message,
+                "hint": error.hint,
+                "details": error.details,
+            }
+            status = 404 if isinstance(error, NotFoundError) else 409
+            return JSONResponse({"error": shown}, status_code=status)
+
+    return endpoint
+
+
+async def _parsed(request: Request, body_type: type[BodyType]) -> BodyType:
+    try:
+        return body_type.model_validate_json(await request.body() or b"{}")
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise UsageError(f"{request.url.path}: {where}: {first['msg']}") from error

@@ -1,0 +1,193 @@
+"""The supervisor as a process: started detached, one per fleet, answering on its socket."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import fcntl
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+import uvicorn
+
+from skyctl.control.http import ControlClient
+from skyctl.errors import ConflictError, FleetDownError, SkyctlError
+from skyctl.fleet.paths import FleetPaths, create_private_file
+from skyctl.fleet.registry import supervisor_running
+from skyctl.fleet.state import FleetState
+from skyctl.supervisor.api import make_app
+from skyctl.supervisor.client import SupervisorClient
+from skyctl.supervisor.logtail import tail, telling_line
+from skyctl.supervisor.resident import Supervisor
+
+START_TIMEOUT_S = 20.0
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+async def ensure_running(paths: FleetPaths) -> bool:
+    """Start the fleet's supervisor unless one answers; True when this call started it.
+
+    It survives its parent: own session, output to the supervisor's log. When two processes start
+    one at the same time, one of the two supervisors finds the lock taken and ends.
+
+    Raises:
+        SkyctlError: it did not come up; the message says why.
+    """
+    client = SupervisorClient(paths)
+    try:
+        if await _answers(client):
+            return False
+        child = _spawn(paths)
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while not await _answers(client):
+            ended = child.poll() is not None and not supervisor_running(paths)
+            if ended or time.monotonic() > deadline:
+                why = telling_line(tail(paths.supervisor_log, 50)) or "it does not answer"
+                raise SkyctlError(
+                    f"the supervisor of fleet {paths.name} did not start: {why}",
+                    hint=f"its log is {paths.supervisor_log}",
+                )
+            await asyncio.sleep(0.05)
+        return True
+    finally:
+        await client.close()
+
+
+def _spawn(paths: FleetPaths) -> subprocess.Popen[bytes]:
+    paths.prepare()
+    log = create_private_file(paths.supervisor_log, os.O_APPEND)
+    try:
+        return subprocess.Popen(
+            [sys.executable, "-m", "skyctl.supervisor", "--fleet", paths.name],
+            env={**os.environ, "SKYCTL_HOME": str(paths.root)},
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+            cwd="/",
+        )
+    finally:
+        os.close(log)
+
+
+async def serve(paths: FleetPaths) -> None:
+    """Be the fleet's supervisor until the fleet is down. TERM and INT bring it down.
+
+    Raises:
+        ConflictError: another supervisor holds the fleet.
+    """
+    paths.prepare()
+    lock = _lock(paths)
+    become_subreaper()
+    try:
+        async with ControlClient() as client:
+            with FleetState(paths.database, warn=_log) as state:
+                supervisor = Supervisor(paths, state, client)
+                with _socket(paths) as listener:
+                    await _serve_until_finished(supervisor, listener)
+    finally:
+        os.close(lock)
+
+
+async def wait_gone(paths: FleetPaths, timeout_s: float = 10.0) -> None:
+    """Wait until the supervisor's process has let go of the fleet.
+
+    Raises:
+        SkyctlError: it has not, after `timeout_s` seconds.
+    """
+    deadline = time.monotonic() + timeout_s
+    while supervisor_running(paths):
+        if time.monotonic() > deadline:
+            raise SkyctlError(f"the supervisor of fleet {paths.name} does not end")
+        await asyncio.sleep(0.05)
+
+
+def become_subreaper() -> None:
+    """Let orphaned grandchildren become our children, so that they can be reaped (Linux only)."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+class _Server(uvicorn.Server):
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield  # TERM and INT are the supervisor's: they bring the fleet down first
+
+
+async def _serve_until_finished(supervisor: Supervisor, listener: socket.socket) -> None:
+    config = uvicorn.Config(
+        make_app(supervisor),
+        log_level="warning",
+        access_log=False,
+        lifespan="off",
+        timeout_graceful_shutdown=2,
+    )
+    server = _Server(config)
+    loop = asyncio.get_running_loop()
+    downs: list[asyncio.Task[None]] = []
+
+    def go_down() -> None:
+        if not downs:
+            plan = supervisor.plan
+            drain_timeout_s = plan.config.drain_timeout_s if plan else 0.0
+            downs.append(loop.create_task(supervisor.down(drain_timeout_s=drain_timeout_s)))
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, go_down)
+    serving = asyncio.create_task(server.serve(sockets=[listener]))
+    _log(f"supervisor of fleet {supervisor.paths.name} is up (pid {os.getpid()})")
+    await supervisor.finished.wait()
+    server.should_exit = True
+    await serving
+    for result in await asyncio.gather(*downs, return_exceptions=True):
+        if isinstance(result, BaseException):
+            _log(f"down: {result}")
+    _log("fleet is down")
+
+
+def _lock(paths: FleetPaths) -> int:
+    descriptor = create_private_file(paths.supervisor_lock)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        os.close(descriptor)
+        raise ConflictError(f"fleet {paths.name} has a supervisor already") from error
+    return descriptor
+
+
+@contextlib.contextmanager
+def _socket(paths: FleetPaths) -> Iterator[socket.socket]:
+    """Listen at the fleet's socket path. We hold the lock, so a socket found there is dead."""
+    paths.socket.unlink(missing_ok=True)
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    umask = os.umask(0o177)
+    try:
+        listener.bind(str(paths.socket))
+    finally:
+        os.umask(umask)
+    listener.listen(64)
+    try:
+        yield listener
+    finally:
+        listener.close()
+        paths.socket.unlink(missing_ok=True)
+
+
+async def _answers(client: SupervisorClient) -> bool:
+    try:
+        await client.get("/status", timeout_s=5.0)
+    except FleetDownError:
+        return False
+    return True
+
+
+def _log(line: str) -> None:
+    """One line of the supervisor's log (its stderr)."""
+    sys.stderr.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {line}\n")
+    sys.stderr.flush()

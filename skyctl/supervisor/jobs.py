@@ -1,0 +1,213 @@
+"""Weight pushes as jobs: one at a time, journaled as they go, followed from any process."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from skyctl.control.http import ControlClient
+from skyctl.control.target import ServerTarget
+from skyctl.errors import DeadlineExceeded, FleetDownError, SkyctlError
+from skyctl.fleet.journal import Job, JobEvent, Journal
+from skyctl.fleet.locks import Locks
+from skyctl.fleet.state import FleetState, FleetWeights
+from skyctl.weights.request import PushFleet, PushRequest, PushResult
+
+PUSH_LOCK = "push"
+FOLLOW_POLL_S = 0.2
+_PROGRESS_S = 0.15
+
+
+class JournalObserver:
+    """A PushObserver that writes everything to the journal; `on_server` hears server states."""
+
+    def __init__(
+        self,
+        journal: Journal,
+        job_id: str,
+        on_server: Callable[[str, str, str], None] = lambda name, state, detail: None,
+    ) -> None:
+        self._journal = journal
+        self._job_id = job_id
+        self._on_server = on_server
+        self._wrote_progress = 0.0
+
+    def stage(self, name: str) -> None:
+        self._journal.stage(self._job_id, name)
+
+    def progress(self, done_bytes: int, total_bytes: int) -> None:
+        now = time.monotonic()
+        if done_bytes >= total_bytes or now - self._wrote_progress >= _PROGRESS_S:
+            self._wrote_progress = now
+            self._journal.progress(self._job_id, done_bytes, total_bytes)
+
+    def server(self, name: str, state: str, detail: str = "") -> None:
+        self._journal.server(self._job_id, name, state, detail)
+        self._on_server(name, state, detail)
+
+    def note(self, message: str) -> None:
+        self._journal.note(self._job_id, message)
+
+
+def open_push(journal: Journal, locks: Locks, request: PushRequest) -> Job:
+    """A new push job that holds the fleet's push lock.
+
+    Raises:
+        ConflictError: another push holds it; the message names its job.
+    """
+    locks.acquire(PUSH_LOCK, "a push that is just starting")
+    try:
+        job = journal.begin("push", request.to_json())
+        locks.rename(PUSH_LOCK, f"job {job.id}")
+    except BaseException:
+        locks.release(PUSH_LOCK)
+        raise
+    return job
+
+
+async def run_push(
+    job: Job,
+    request: PushRequest,
+    fleet: PushFleet,
+    *,
+    client: ControlClient,
+    state: FleetState,
+    on_server: Callable[[str, str, str], None] = lambda name, state, detail: None,
+) -> None:
+    """Run an opened push to its end, record what became of each server, and free the lock.
+
+    Never raises for a failed push: the journal says how it ended.
+    """
+    from skyctl.weights.push import push
+
+    journal = state.journal
+    observer = JournalObserver(journal, job.id, on_server)
+    try:
+        result = await push(request, fleet, client=client, observer=observer)
+        if not request.dry_run:
+            record_result(state, job.id, result)
+        journal.end(job.id, "succeeded", result=result.to_json())
+    except asyncio.CancelledError:
+        journal.end(job.id, "interrupted", error=_error_json(SkyctlError("the push was stopped")))
+        raise
+    except Exception as error:
+        known = error if isinstance(error, SkyctlError) else SkyctlError(f"push failed: {error!r}")
+        if not request.dry_run:
+            record_failure(state, job.id, request, known)
+        journal.end(job.id, "failed", error=_error_json(known))
+    finally:
+        state.locks.release(PUSH_LOCK)
+
+
+def record_result(state: FleetState, job_id: str, result: PushResult) -> None:
+    """A push that succeeded: every server and the fleet are at its version."""
+    for server in result.servers:
+        row = state.server(server.server)
+        state.update_server(
+            server.server,
+            weight_version=server.version or result.version,
+            checkpoint=result.checkpoint,
+            checkpoint_digest=result.checkpoint_digest,
+            weights_digest=server.weights_digest or None,
+            quarantine=None,
+            # what a level-2 sleep discarded is there again
+            sleep_level=min(row.sleep_level, 1),
+        )
+    state.set_weights(
+        FleetWeights(result.version, result.checkpoint, result.checkpoint_digest, result.transport)
+    )
+    state.journal.record_push(
+        job_id,
+        ok=True,
+        version=result.version,
+        checkpoint=result.checkpoint,
+        checkpoint_digest=result.checkpoint_digest,
+        result=result.to_json(),
+    )
+
+
+def record_failure(
+    state: FleetState, job_id: str, request: PushRequest, error: SkyctlError
+) -> None:
+    """A push that failed: quarantine what it left in doubt, keep what it left at a version."""
+    before = state.weights()
+    for server in error.details.get("servers", []):
+        changes: dict[str, Any] = {}
+        if server["state"] == "quarantined":
+            changes["quarantine"] = server.get("detail") or error.message
+        if server.get("version") and server.get("ok"):
+            changes["weight_version"] = server["version"]
+            changes["weights_digest"] = server.get("weights_digest") or None
+            if server["version"] != before.version:
+                changes["checkpoint"] = request.checkpoint
+        if changes:
+            state.update_server(server["server"], **changes)
+    state.journal.record_push(
+        job_id,
+        ok=False,
+        version=request.weight_version,
+        checkpoint=request.checkpoint,
+        checkpoint_digest=None,
+        result={"error": error.message, **error.details},
+    )
+
+
+async def follow(
+    state: FleetState,
+    job_id: str,
+    on_event: Callable[[JobEvent], None],
+    *,
+    timeout_s: float | None = None,
+) -> Job:
+    """Read a job's journal until it ends: past events first, then each new one.
+
+    Raises:
+        DeadlineExceeded: it has not ended after `timeout_s` seconds; it goes on.
+        FleetDownError: the process that ran it died.
+    """
+    deadline = None if timeout_s is None else time.monotonic() + timeout_s
+    seen, done_bytes = 0, -1
+    while True:
+        alive = state.journal.owner_alive(job_id)
+        job = state.journal.job(job_id)
+        for event in state.journal.events(job_id, after=seen):
+            seen = event.sequence
+            on_event(event)
+        if job.total_bytes and job.done_bytes != done_bytes:
+            done_bytes = job.done_bytes
+            data = {"done_bytes": job.done_bytes, "total_bytes": job.total_bytes}
+            on_event(JobEvent(seen, time.time(), "progress", data))
+        if job.ended:
+            return job
+        if not alive:
+            raise FleetDownError(
+                f"the process that ran {job_id} died in stage {job.stage}",
+                hint="see what it left: skyctl status; then: skyctl up",
+            )
+        if deadline is not None and time.monotonic() > deadline:
+            raise DeadlineExceeded(
+                f"{job_id} has not ended after {timeout_s:g} s; it goes on in stage {job.stage}",
+                hint=f"wait again: skyctl jobs wait {job_id}",
+            )
+        await asyncio.sleep(FOLLOW_POLL_S)
+
+
+async def verify_servers(
+    targets: Sequence[ServerTarget], client: ControlClient, *, timeout_s: float = 120.0
+) -> dict[str, Any]:
+    """Compare what the servers hold now: {"servers": […], "agree": bool or None}."""
+    from skyctl.weights.verify import verify
+
+    return (await verify(targets, client=client, timeout_s=timeout_s)).to_json()
+
+
+def _error_json(error: SkyctlError) -> dict[str, Any]:
+    return {
+        "kind": error.kind,
+        "message": error.message,
+        "hint": error.hint,
+        "exit_code": int(error.exit_code),
+        "details": error.details,
+    }

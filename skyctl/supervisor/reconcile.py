@@ -1,0 +1,62 @@
+"""From what runs to what is wanted: the pure difference between a plan and the replicas."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from skyctl.fleet.plan import FleetPlan
+from skyctl.supervisor.wire import spec_hash
+
+
+@dataclass(frozen=True)
+class Running:
+    """One replica as it is: its spec's hash, and whether it was given up or stopped."""
+
+    spec_hash: str
+    given_up: bool = False
+
+
+@dataclass(frozen=True)
+class Changes:
+    """Names of replicas, in the plan's order, by what has to be done about them."""
+
+    start: tuple[str, ...] = ()
+    restart: tuple[str, ...] = ()
+    stop: tuple[str, ...] = ()
+    router: bool = False
+
+    def __bool__(self) -> bool:
+        return bool(self.start or self.restart or self.stop or self.router)
+
+    def __str__(self) -> str:
+        parts = [
+            f"{verb} {', '.join(names)}"
+            for verb, names in (
+                ("start", self.start),
+                ("restart", self.restart),
+                ("stop", self.stop),
+            )
+            if names
+        ]
+        return "; ".join(parts) or ("router" if self.router else "nothing to do")
+
+
+def compare(plan: FleetPlan, running: Mapping[str, Running], router: Running | None) -> Changes:
+    """What to do so that `running` becomes `plan`."""
+    wanted = {spec.name: spec_hash(spec) for spec in plan.servers}
+    start, restart = [], []
+    for name, digest in wanted.items():
+        found = running.get(name)
+        if found is None or found.given_up:
+            start.append(name)
+        elif found.spec_hash != digest:
+            restart.append(name)
+    router_wanted = plan.router and spec_hash(plan.router)
+    router_found = router.spec_hash if router and not router.given_up else None
+    return Changes(
+        start=tuple(start),
+        restart=tuple(restart),
+        stop=tuple(name for name in running if name not in wanted),
+        router=router_wanted != router_found,
+    )

@@ -1,0 +1,134 @@
+"""What the supervisor knows of its fleet right now, as a FleetStatus."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Iterable
+
+import psutil
+
+from skyctl.control.metrics import ServerMetrics
+from skyctl.control.server import VLLMServer
+from skyctl.errors import SkyctlError
+from skyctl.fleet.identity import ProcessIdentity
+from skyctl.fleet.status import FleetStatus, ReplicaStatus, RouterStatus, assess
+from skyctl.supervisor.admission import refresh
+from skyctl.supervisor.logtail import tail
+from skyctl.supervisor.process import ManagedProcess
+from skyctl.supervisor.replica import Replica
+from skyctl.supervisor.resident import Supervisor
+
+ASK_TIMEOUT_S = 2.0
+
+
+async def report(supervisor: Supervisor) -> FleetStatus:
+    """Ask every server that is up, side by side, for at most `ASK_TIMEOUT_S` seconds."""
+    replicas = list(supervisor.replicas.values())
+    metrics = await asyncio.gather(*(_ask(supervisor, replica) for replica in replicas))
+    rows = tuple(
+        _replica_row(supervisor, replica, found)
+        for replica, found in zip(replicas, metrics, strict=True)
+    )
+    router = _router_row(supervisor)
+    health, reasons = assess(rows, router)
+    return FleetStatus(
+        name=supervisor.paths.name,
+        health=health,
+        replicas=rows,
+        router=router,
+        reasons=reasons,
+        supervised=True,
+        supervisor_pid=os.getpid(),
+        device=supervisor.plan.device if supervisor.plan else None,
+        model=supervisor.plan.served_model_name if supervisor.plan else None,
+        weight_version=supervisor.state.weights().version,
+        operation=supervisor.operation,
+        job=supervisor.job.id if supervisor.job else None,
+    )
+
+
+async def _ask(supervisor: Supervisor, replica: Replica) -> ServerMetrics | None:
+    """The server's load; also looks whether it is paused, so that the state shown is current."""
+    if replica.phase != "up":
+        return None
+    server = VLLMServer(supervisor.client, replica.target, timeout_s=ASK_TIMEOUT_S)
+    if not replica.update_state:
+        refreshed = refresh(replica, supervisor.client, ASK_TIMEOUT_S)
+        found, _ = await asyncio.gather(server.metrics(), refreshed, return_exceptions=True)
+        return found if isinstance(found, ServerMetrics) else None
+    try:
+        return await server.metrics()
+    except SkyctlError:
+        return None
+
+
+def _replica_row(
+    supervisor: Supervisor, replica: Replica, metrics: ServerMetrics | None
+) -> ReplicaStatus:
+    router = supervisor.router
+    starting = replica.phase in ("waiting", "starting")
+    line = tail(supervisor.paths.log(replica.name), 1) if starting else []
+    reason = replica.row.quarantine or replica.reason
+    if replica.phase == "waiting":
+        reason = "waits for its GPU"
+    return ReplicaStatus(
+        name=replica.name,
+        state=replica.state,
+        url=replica.spec.url,
+        reason=reason,
+        routed=None if router is None else replica.spec.url in router.workers,
+        pid=replica.process.pid if replica.process else None,
+        port=replica.spec.port,
+        gpus=replica.spec.gpus,
+        running=metrics.running if metrics else None,
+        waiting=metrics.waiting if metrics else None,
+        kv_usage=metrics.kv_usage if metrics else None,
+        weight_version=replica.row.weight_version,
+        uptime_s=_since(replica.started_at),
+        rss_bytes=_rss(replica.process),
+        restarts=len(replica.restarts),
+        log_line=line[0] if line else "",
+    )
+
+
+def _router_row(supervisor: Supervisor) -> RouterStatus | None:
+    router = supervisor.router
+    if router is None:
+        return None
+    return RouterStatus(
+        state="starting" if router.state == "waiting" else router.state,
+        url=router.spec.url,
+        reason="waits for a server" if router.state == "waiting" else router.reason,
+        pid=router.process.pid if router.process else None,
+        port=router.spec.port,
+        metrics_port=router.spec.metrics_port,
+        workers=len(router.workers),
+        uptime_s=_since(router.started_at),
+        rss_bytes=_rss(router.process),
+        restarts=len(router.restarts),
+    )
+
+
+def _since(started_at: float | None) -> float | None:
+    return None if started_at is None else max(0.0, time.time() - started_at)
+
+
+def _rss(process: ManagedProcess | None) -> int | None:
+    if process is None or process.identity is None:
+        return None
+    return resident_bytes((process.identity, *process.descendants))
+
+
+def resident_bytes(identities: Iterable[ProcessIdentity]) -> int:
+    """Resident memory of these processes in bytes; pages they share are counted in each."""
+    total = 0
+    for identity in identities:
+        process = identity.process()
+        if process is not None:
+            try:
+                total += process.memory_info().rss
+            except psutil.Error:
+                continue
+    return total

@@ -1,0 +1,358 @@
+"""The supervisor of one fleet: it owns the replicas and the router, and does one thing at a time.
+
+An operation (up, restart, scale, undo, down) changes which processes there are; a push job changes
+their weights. Only one of all these runs at any time; a second is refused and told of the first.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
+from typing import Any
+
+from skyctl.control.http import ControlClient
+from skyctl.errors import ConflictError, FleetDownError, NotFoundError, SkyctlError
+from skyctl.fleet.journal import Job
+from skyctl.fleet.paths import FleetPaths
+from skyctl.fleet.plan import FleetPlan, ServerSpec
+from skyctl.fleet.state import FleetState
+from skyctl.fleet.status import Operation
+from skyctl.supervisor import admission, jobs, rollout, verbs
+from skyctl.supervisor.membership import routable
+from skyctl.supervisor.reconcile import Changes, Running, compare
+from skyctl.supervisor.replica import Replica, ReplicaContext
+from skyctl.supervisor.router import RouterChild
+from skyctl.supervisor.wire import spec_hash
+from skyctl.weights.request import PushRequest
+
+
+class Supervisor:
+    """Everything of one running fleet. Belongs to one event loop; `finished` ends the process."""
+
+    def __init__(
+        self, paths: FleetPaths, state: FleetState, client: ControlClient | None = None
+    ) -> None:
+        self.paths = paths
+        self.state = state
+        self.client = client or ControlClient()
+        self.plan: FleetPlan | None = None
+        self.replicas: dict[str, Replica] = {}
+        self.router: RouterChild | None = None
+        self.held_out: set[str] = set()  # kept from the router while something is done to them
+        self.draining = False
+        self.operation: Operation | None = None
+        self.job: Job | None = None
+        self.finished = asyncio.Event()
+        # servers that a dead supervisor left in the middle of a push
+        self.suspects = _suspects(state.journal.interrupt_orphans())
+        self._context: ReplicaContext | None = None
+        self._numbers = itertools.count(1)
+        self._operation_task: asyncio.Task[None] | None = None
+        self._job_task: asyncio.Task[None] | None = None
+        self._job_over = asyncio.Event()
+        self._job_over.set()
+        self._gpu_locks: dict[int, asyncio.Lock] = {}
+        self.started_by_operation: list[str] = []
+
+    # --- what the API calls --------------------------------------------------------------------
+
+    def reconcile(self, plan: FleetPlan, kind: str = "up") -> int:
+        """Begin to make the fleet what the plan says; the operation's number, 0: nothing to do.
+
+        A second `up` with the same plan joins the first.
+
+        Raises:
+            ConflictError: something else is being done.
+        """
+        running = self._operation_task is not None and not self._operation_task.done()
+        if running and self.operation and self.plan and _same(plan, self.plan):
+            return self.operation.id
+        self._refuse_while_busy()
+        if self.plan is not None and not self.changes(plan):
+            self._take(plan)
+            return 0
+        first = self.plan is None
+        detail = "" if first else str(self.changes(plan))
+        self._take(plan)
+        return self._begin(kind, detail, rollout.apply_plan(self, plan, adopt=first))
+
+    def restart(self, names: Sequence[str]) -> int:
+        """Begin a rolling restart of these replicas (all when empty).
+
+        Raises:
+            NotFoundError: no such replica. ConflictError: something else is being done.
+        """
+        chosen = self.named(names)
+        self._refuse_while_busy()
+        detail = ", ".join(replica.name for replica in chosen)
+        return self._begin("restart", detail, rollout.restart_rolling(self, chosen))
+
+    async def undo(self) -> None:
+        """Stop the operation in progress and what it started; the whole fleet if that is all."""
+        await self._stop_operation()
+        for name in [n for n in self.started_by_operation if n in self.replicas]:
+            await rollout.remove(self, self.replicas[name])
+        if not self.replicas:
+            await self.down(drain_timeout_s=0.0)
+
+    async def down(self, *, drain_timeout_s: float) -> None:
+        """Drain, stop the router and then every server, and end the supervisor. Idempotent."""
+        await self._stop_operation()
+        if self._job_task is not None:
+            self._job_task.cancel()
+            await asyncio.gather(self._job_task, return_exceptions=True)
+        self.operation = Operation(next(self._numbers), "down", "", time.time())
+        try:
+            await rollout.take_down(self, drain_timeout_s)
+        finally:
+            self.finished.set()
+
+    async def verb(
+        self,
+        verb: str,
+        arguments: Mapping[str, Any],
+        names: Sequence[str],
+        timeout_s: float,
+    ) -> list[dict[str, Any]]:
+        """pause, resume, sleep or wake on these servers (all when empty); one outcome each."""
+        if self.job is not None:
+            raise self._busy_with_job(self.job)
+        plan = self.require_plan()
+        chosen = self.named(names)
+        if verb in ("pause", "sleep") and len(chosen) < len(self.replicas):
+            # out of rotation before it freezes, so that no request waits behind it
+            self.held_out |= {replica.name for replica in chosen}
+            await rollout.sync_router(self)
+        try:
+            outcomes = await verbs.run(
+                verb,
+                arguments,
+                [replica.target for replica in chosen],
+                client=self.client,
+                state=self.state,
+                timeout_s=timeout_s,
+                device=plan.device,
+            )
+            for replica in chosen:
+                replica.reload_row()
+            await asyncio.gather(*(admission.refresh(r, self.client, 5.0) for r in chosen))
+        finally:
+            self.held_out -= {replica.name for replica in chosen}
+            await rollout.sync_router(self)
+        return [outcome.to_json() for outcome in outcomes]
+
+    def start_push(self, request: PushRequest) -> Job:
+        """Begin a push into every server that is up; the job.
+
+        Raises:
+            ConflictError: another push or an operation is in progress, or no server can take it.
+        """
+        plan = self.require_plan()
+        if self.job is not None:
+            raise self._busy_with_job(self.job)
+        self._refuse_while_busy()
+        up = [r for r in self.replicas.values() if r.phase == "up" and not r.row.quarantine]
+        if not up:
+            raise ConflictError(
+                f"no server of fleet {plan.name} can take a push", hint="look: skyctl status"
+            )
+        job = jobs.open_push(self.state.journal, self.state.locks, request)
+        left = [r.name for r in self.replicas.values() if r not in up]
+        if left:
+            note = f"not part of this push, because not up: {', '.join(left)}"
+            self.state.journal.note(job.id, note)
+        self.job = job
+        self._job_over.clear()
+        self._job_task = asyncio.create_task(self._run_job(job, request, plan, up), name=job.id)
+        return job
+
+    # --- what its parts share ------------------------------------------------------------------
+
+    def require_plan(self) -> FleetPlan:
+        """The plan of the fleet that runs. Raises FleetDownError when none was started yet."""
+        if self.plan is None:
+            raise FleetDownError(
+                f"fleet {self.paths.name} is not running", hint="start it: skyctl up"
+            )
+        return self.plan
+
+    def named(self, names: Sequence[str]) -> list[Replica]:
+        """Replicas by name, all when empty. Raises NotFoundError for an unknown one."""
+        self.require_plan()
+        for name in names:
+            if name not in self.replicas:
+                raise NotFoundError(
+                    f"fleet {self.paths.name} has no replica {name!r}",
+                    hint=f"its replicas are: {', '.join(self.replicas)}",
+                )
+        return [self.replicas[n] for n in names] if names else list(self.replicas.values())
+
+    def changes(self, plan: FleetPlan) -> Changes:
+        """What a plan would change."""
+        running = {
+            r.name: Running(spec_hash(r.spec), r.phase in ("failed", "dead", "stopped"))
+            for r in self.replicas.values()
+        }
+        router = self.router and Running(
+            spec_hash(self.router.spec), self.router.state in ("failed", "dead", "stopped")
+        )
+        return compare(plan, running, router or None)
+
+    def new_replica(self, spec: ServerSpec) -> Replica:
+        """A replica of this fleet, not started yet."""
+        assert self._context is not None  # made with the first plan
+        self.replicas[spec.name] = replica = Replica(spec, self._context)
+        return replica
+
+    def desired(self) -> dict[str, str]:
+        """URLs the router should route to, by server name."""
+        if self.draining:
+            return {}
+        states = {
+            name: replica.state
+            for name, replica in self.replicas.items()
+            if name not in self.held_out
+        }
+        return {name: self.replicas[name].spec.url for name in sorted(routable(states))}
+
+    def changed(self) -> None:
+        """Some replica's state changed."""
+        if self.router is not None:
+            self.router.wake()
+
+    # --- inside ---------------------------------------------------------------------------------
+
+    def _take(self, plan: FleetPlan) -> None:
+        """Make this the plan; policies that changed apply from now on."""
+        self.plan = plan
+        if self._context is None:
+            self._context = ReplicaContext(
+                state=self.state,
+                paths=self.paths,
+                client=self.client,
+                config=plan.config,
+                admit=self._admit,
+                gate=self._gate,
+                changed=self.changed,
+            )
+        self._context.config = plan.config
+        if plan.router is not None:
+            self.state.set("router_metrics_port", str(plan.router.metrics_port))
+        self.state.set("stop_timeout_s", str(plan.config.stop_timeout_s))
+
+    def _begin(self, kind: str, detail: str, work: Coroutine[Any, Any, None]) -> int:
+        self.started_by_operation = []
+        self.operation = Operation(next(self._numbers), kind, detail, time.time())
+        self._operation_task = asyncio.create_task(self._run_operation(work), name=kind)
+        return self.operation.id
+
+    async def _run_operation(self, work: Coroutine[Any, Any, None]) -> None:
+        assert self.operation is not None  # set by _begin
+        operation, error = self.operation, ""
+        try:
+            await work
+        except asyncio.CancelledError:
+            error = "stopped"
+            raise
+        except SkyctlError as failure:
+            error = failure.message
+        except Exception as failure:
+            error = f"{failure!r} (see: skyctl logs supervisor)"
+            raise
+        finally:
+            self.operation = replace(operation, ended_at=time.time(), error=error)
+            self.state.add_event("fleet", f"{operation.kind}: {error or 'done'}")
+
+    async def _stop_operation(self) -> None:
+        if self._operation_task is not None:
+            self._operation_task.cancel()
+            await asyncio.gather(self._operation_task, return_exceptions=True)
+
+    def _refuse_while_busy(self) -> None:
+        if self.job is not None:
+            raise self._busy_with_job(self.job)
+        operation = self.operation
+        if operation is not None and operation.ended_at is None:
+            what = f"{operation.kind} {operation.detail}".strip()
+            raise ConflictError(
+                f"fleet {self.paths.name} is busy: {what}", hint="follow it: skyctl status --watch"
+            )
+
+    def _busy_with_job(self, job: Job) -> ConflictError:
+        return ConflictError(
+            f"push {job.id} is in progress in fleet {self.paths.name}",
+            hint=f"wait for it: skyctl jobs wait {job.id}",
+            details={"job": job.id},
+        )
+
+    async def _run_job(
+        self, job: Job, request: PushRequest, plan: FleetPlan, up: Sequence[Replica]
+    ) -> None:
+        model_path = self.state.weights().checkpoint or plan.model_path
+        try:
+            await jobs.run_push(
+                job,
+                request,
+                admission.push_fleet(plan, up, model_path),
+                client=self.client,
+                state=self.state,
+                on_server=self._on_push_server,
+            )
+        finally:
+            for replica in up:
+                replica.update_state = ""
+                replica.reload_row()
+            self.job = None
+            self._job_over.set()
+        await asyncio.gather(*(admission.refresh(r, self.client, 5.0) for r in up))
+
+    def _on_push_server(self, name: str, state: str, detail: str) -> None:
+        replica = self.replicas.get(name)
+        if replica is None:
+            return
+        if state == "quarantined":
+            replica.update_row(quarantine=detail or "its push failed")
+        replica.update_state = "updating" if state in ("paused", "updating", "updated") else ""
+        self.changed()
+
+    async def _admit(self, replica: Replica) -> None:
+        """Between ready and routed: the fleet's weights, then the fleet's intent."""
+        plan = self.require_plan()
+        while not replica.row.quarantine:
+            await self._job_over.wait()
+            if admission.is_current(self.state, replica):
+                break
+            weights = self.state.weights()
+            self.state.add_event(replica.name, f"taking weight version {weights.version}")
+            await admission.bring_to_weights(replica, weights, plan, self.client)
+        await admission.apply_intent(replica, self.client, plan.config.control_timeout_s)
+
+    @asynccontextmanager
+    async def _gate(self, spec: ServerSpec) -> AsyncIterator[None]:
+        """One start at a time on a GPU: concurrent memory profiling of two servers fails."""
+        async with AsyncExitStack() as stack:
+            for gpu in sorted(spec.gpus):
+                await stack.enter_async_context(self._gpu_locks.setdefault(gpu, asyncio.Lock()))
+            yield
+
+
+def _same(one: FleetPlan, other: FleetPlan) -> bool:
+    def hashes(plan: FleetPlan) -> list[str]:
+        router = [spec_hash(plan.router)] if plan.router else []
+        return [spec_hash(spec) for spec in plan.servers] + router
+
+    return hashes(one) == hashes(other)
+
+
+def _suspects(interrupted: Sequence[Job]) -> set[str]:
+    """Servers that an interrupted push had touched and not given back."""
+    return {
+        name
+        for job in interrupted
+        for name, last in job.servers.items()
+        if last["state"] != "ready"
+    }

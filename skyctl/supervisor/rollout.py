@@ -1,0 +1,224 @@
+"""Changing which processes a fleet has: adopt, start, drain, restart one by one, take down."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from skyctl.control.server import VLLMServer
+from skyctl.errors import SkyctlError
+from skyctl.fleet.plan import FleetPlan
+from skyctl.fleet.state import ProcessRow
+from skyctl.supervisor.process import ManagedProcess
+from skyctl.supervisor.replica import Replica
+from skyctl.supervisor.router import NAME as ROUTER
+from skyctl.supervisor.router import RouterChild
+from skyctl.supervisor.wire import spec_hash
+
+if TYPE_CHECKING:
+    from skyctl.supervisor.resident import Supervisor
+
+_DRAIN_POLL_S = 0.25
+
+
+async def apply_plan(supervisor: Supervisor, plan: FleetPlan, *, adopt: bool) -> None:
+    """Make the fleet what the plan says; returns once every new replica and the router settled.
+
+    Raises:
+        SkyctlError: a replica or the router was given up. The others run.
+    """
+    if adopt:
+        await _adopt(supervisor, plan)
+    changes = supervisor.changes(plan)
+    specs = {spec.name: spec for spec in plan.servers}
+    for name in changes.stop:
+        await remove(supervisor, supervisor.replicas[name])
+    for name in changes.start:
+        replica = supervisor.replicas.get(name)
+        if replica is None:
+            replica = supervisor.new_replica(specs[name])
+        replica.spec = specs[name]
+        supervisor.started_by_operation.append(name)
+        replica.start()
+    await _apply_router(supervisor, plan)
+    for name in changes.restart:
+        await _restart(supervisor, supervisor.replicas[name], plan)
+    supervisor.replicas = {name: supervisor.replicas[name] for name in specs}
+    await asyncio.gather(*(r.settled.wait() for r in supervisor.replicas.values()))
+    await _settle_router(supervisor)
+    _raise_for_failures(supervisor)
+
+
+async def restart_rolling(supervisor: Supervisor, replicas: Sequence[Replica]) -> None:
+    """One replica after the other: out of the router, drained, new process, back in.
+
+    Raises:
+        SkyctlError: one did not come back; those after it were left alone.
+    """
+    plan = supervisor.require_plan()
+    for replica in replicas:
+        await _restart(supervisor, replica, plan)
+        if replica.phase != "up":
+            raise SkyctlError(f"{replica.name} did not come back: {replica.reason}")
+    await _settle_router(supervisor)
+
+
+async def remove(supervisor: Supervisor, replica: Replica) -> None:
+    """Take a replica out of the fleet: drained, stopped, forgotten."""
+    await _leave_router(supervisor, replica)
+    await replica.stop()
+    supervisor.replicas.pop(replica.name, None)
+    supervisor.held_out.discard(replica.name)
+    supervisor.state.forget_process(replica.name)
+    supervisor.state.forget_server(replica.name)
+
+
+async def take_down(supervisor: Supervisor, drain_timeout_s: float) -> None:
+    """Stop routing, drain, stop the router, stop the servers, forget the run.
+
+    Raises:
+        SkyctlError: some process could not be stopped; everything else was.
+    """
+    supervisor.draining = True
+    replicas = list(supervisor.replicas.values())
+    if drain_timeout_s > 0:
+        await sync_router(supervisor)
+        await asyncio.gather(*(_drain(supervisor, r, drain_timeout_s) for r in replicas))
+    problems: list[object] = []
+    if supervisor.router is not None:
+        problems += await asyncio.gather(supervisor.router.stop(), return_exceptions=True)
+    problems += await asyncio.gather(*(r.stop() for r in replicas), return_exceptions=True)
+    for row in supervisor.state.processes():  # never adopted, or of an interrupted spawn
+        stop_timeout_s = supervisor.plan.config.stop_timeout_s if supervisor.plan else 15.0
+        problems += await asyncio.gather(stop_recorded(row, stop_timeout_s), return_exceptions=True)
+    supervisor.replicas.clear()
+    failed = [problem for problem in problems if isinstance(problem, BaseException)]
+    if failed:
+        raise SkyctlError("; ".join(str(problem) for problem in failed))
+    supervisor.state.forget_run()
+
+
+async def stop_recorded(row: ProcessRow, timeout_s: float) -> bool:
+    """Stop whatever is left of a process in the state file; True when there was something.
+
+    Raises:
+        SkyctlError: it cannot be stopped.
+    """
+    process = ManagedProcess(row.identity, row.token, descendants=row.descendants)
+    if not process.members():
+        return False
+    await process.stop(timeout_s)
+    return True
+
+
+async def sync_router(supervisor: Supervisor) -> None:
+    """Make the router's workers right, now; what fails is tried again by its own loop."""
+    if supervisor.router is not None:
+        supervisor.router.wake()
+        with contextlib.suppress(SkyctlError):
+            await supervisor.router.sync()
+
+
+async def _adopt(supervisor: Supervisor, plan: FleetPlan) -> None:
+    """Take over what an earlier supervisor started and still runs; stop what does not fit."""
+    specs = {spec.name: spec for spec in plan.servers}
+    for row in supervisor.state.processes():
+        process = ManagedProcess(row.identity, row.token, descendants=row.descendants)
+        wanted = plan.router if row.role == "router" else specs.get(row.name)
+        fits = wanted is not None and spec_hash(wanted) == row.spec_hash
+        sound = row.name not in supervisor.suspects
+        if process.alive() and fits and sound:
+            if row.role == "server":
+                supervisor.new_replica(specs[row.name]).start(process)
+            else:
+                _new_router(supervisor, plan).start(process)
+            continue
+        if process.members():
+            why = "it does not fit the plan" if sound else "a push into it was interrupted"
+            supervisor.state.add_event(row.name, f"stopped instead of adopted: {why}")
+            await process.stop(plan.config.stop_timeout_s)
+        supervisor.state.mark_stale(row.name)
+        if row.role == "server" and row.name not in specs:
+            supervisor.state.forget_process(row.name)
+            supervisor.state.forget_server(row.name)
+
+
+async def _apply_router(supervisor: Supervisor, plan: FleetPlan) -> None:
+    router = supervisor.router
+    same = router and plan.router and spec_hash(router.spec) == spec_hash(plan.router)
+    if router is not None and not same:
+        await router.stop()
+        supervisor.router = router = None
+        supervisor.state.forget_process(ROUTER)
+    if plan.router is not None:
+        (router or _new_router(supervisor, plan)).start()
+
+
+def _new_router(supervisor: Supervisor, plan: FleetPlan) -> RouterChild:
+    assert plan.router is not None  # only called where the plan has one
+    supervisor.router = RouterChild(
+        plan.router,
+        state=supervisor.state,
+        paths=supervisor.paths,
+        client=supervisor.client,
+        config=plan.config,
+        desired=supervisor.desired,
+        changed=lambda: None,
+    )
+    return supervisor.router
+
+
+async def _settle_router(supervisor: Supervisor) -> None:
+    """Wait for the router and its workers, unless there is nothing to route to."""
+    if supervisor.router is not None and supervisor.desired():
+        await supervisor.router.settled.wait()
+        await sync_router(supervisor)
+
+
+def _raise_for_failures(supervisor: Supervisor) -> None:
+    failed = [r for r in supervisor.replicas.values() if r.phase != "up"]
+    problems = [f"{r.name} {r.reason or r.phase}" for r in failed]
+    router = supervisor.router
+    if router is not None and router.state in ("failed", "dead"):
+        problems.append(f"router {router.reason}")
+    if problems:
+        raise SkyctlError("; ".join(problems))
+
+
+async def _restart(supervisor: Supervisor, replica: Replica, plan: FleetPlan) -> None:
+    await _leave_router(supervisor, replica)
+    try:
+        await replica.stop()
+        replica.spec = next((s for s in plan.servers if s.name == replica.name), replica.spec)
+        replica.start()
+        await replica.settled.wait()
+    finally:
+        supervisor.held_out.discard(replica.name)
+        await sync_router(supervisor)
+
+
+async def _leave_router(supervisor: Supervisor, replica: Replica) -> None:
+    supervisor.held_out.add(replica.name)
+    await sync_router(supervisor)
+    plan = supervisor.require_plan()
+    await _drain(supervisor, replica, plan.config.drain_timeout_s)
+
+
+async def _drain(supervisor: Supervisor, replica: Replica, timeout_s: float) -> None:
+    """Wait until the server has no request, at most `timeout_s` seconds."""
+    # Requests of a frozen server do not end by waiting.
+    if replica.state != "ready":
+        return
+    server = VLLMServer(supervisor.client, replica.target, timeout_s=5.0)
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        try:
+            if (await server.metrics()).in_flight == 0:
+                return
+        except SkyctlError:
+            return
+        await asyncio.sleep(_DRAIN_POLL_S)
+    supervisor.state.add_event(replica.name, f"stopped with requests after {timeout_s:g} s")

@@ -1,0 +1,59 @@
+"""A FleetPlan as JSON, for the unix socket only: a server's environment may hold secrets."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from skyctl.fleet.plan import FleetPlan, RouterSpec, ServerSpec
+from skyctl.fleet.schema import FleetConfig
+
+# Follows from how many replicas there are; a running server need not move when that changes.
+_PLACEMENT = ("VLLM_CPU_OMP_THREADS_BIND",)
+
+
+def plan_to_json(plan: FleetPlan) -> dict[str, Any]:
+    """Everything the supervisor needs to run the plan. Never write it to disk or a log."""
+    return {
+        "name": plan.name,
+        "device": plan.device,
+        "model_path": plan.model_path,
+        "served_model_name": plan.served_model_name,
+        "servers": [asdict(server) for server in plan.servers],
+        "router": asdict(plan.router) if plan.router else None,
+        "config": plan.config.model_dump(mode="json", exclude_unset=True),
+        "base_dir": str(plan.base_dir),
+        "python": plan.python,
+        "free_gpus": list(plan.free_gpus),
+    }
+
+
+def plan_from_json(data: dict[str, Any]) -> FleetPlan:
+    """The inverse of `plan_to_json`."""
+    servers = tuple(
+        ServerSpec(**{**s, "argv": tuple(s["argv"]), "gpus": tuple(s["gpus"])})
+        for s in data["servers"]
+    )
+    router = data["router"]
+    return FleetPlan(
+        name=data["name"],
+        device=data["device"],
+        model_path=data["model_path"],
+        served_model_name=data["served_model_name"],
+        servers=servers,
+        router=router and RouterSpec(**{**router, "argv": tuple(router["argv"])}),
+        config=FleetConfig.model_validate(data["config"]),
+        base_dir=Path(data["base_dir"]),
+        python=data["python"],
+        free_gpus=tuple(data["free_gpus"]),
+    )
+
+
+def spec_hash(spec: ServerSpec | RouterSpec) -> str:
+    """Changes whenever a process would have to be started anew to match the plan."""
+    env = sorted(item for item in spec.env.items() if item[0] not in _PLACEMENT)
+    material = json.dumps([list(spec.argv), env])
+    return hashlib.sha256(material.encode()).hexdigest()
