@@ -94,9 +94,14 @@ class VLLMServer:
             return bool(answer["status"] == "awake")
         return not tags
 
-    async def reset_prefix_cache(self) -> bool:
-        """Drop cached KV blocks. False while requests hold blocks; may be repeated."""
-        answer = await self._call("POST", "/reset_prefix_cache")
+    async def reset_prefix_cache(self, *, reset_running: bool = False) -> bool:
+        """Drop cached KV blocks. False while requests hold blocks; may be repeated.
+
+        With `reset_running` the requests that hold blocks are put back in the queue: they keep
+        their tokens and compute their KV anew when they are scheduled next.
+        """
+        params = {"reset_running_requests": "true"} if reset_running else None
+        answer = await self._call("POST", "/reset_prefix_cache", params=params)
         # versions before 0.32 answer with an empty body
         return bool(answer.get("success", True)) if isinstance(answer, dict) else True
 

@@ -47,11 +47,13 @@ async def pause(
     clear_cache: bool = True,
     timeout_s: float = 30.0,
     keep_partial: bool = False,
+    read_back_timeout_s: float = READ_BACK_TIMEOUT_S,
 ) -> list[Outcome[None]]:
     """Pause every server, each within `timeout_s` seconds; outcomes in the order of `targets`.
 
     When some servers paused and some did not, those that this call paused are resumed again
     (status rolled-back), unless `keep_partial`. A server that was paused before stays paused.
+    Reading a state back and rolling back are bounded by `read_back_timeout_s` seconds each.
     """
     progress = {target.name: _PauseProgress() for target in targets}
 
@@ -65,18 +67,26 @@ async def pause(
 
     outcomes = await fan_out(targets, one, timeout_s=timeout_s)
     outcomes = await _each(
-        targets, outcomes, lambda t, o: _settle_pause(client, t, o, progress[t.name], mode)
+        targets,
+        outcomes,
+        lambda t, o: _settle_pause(client, t, o, progress[t.name], mode, read_back_timeout_s),
     )
     if keep_partial or all(o.ok for o in outcomes) or not any(o.ok for o in outcomes):
         return outcomes
     culprit = next(o.server for o in outcomes if not o.ok)
     return await _each(
-        targets, outcomes, lambda t, o: _roll_back(client, t, o, progress[t.name], culprit)
+        targets,
+        outcomes,
+        lambda t, o: _roll_back(client, t, o, progress[t.name], culprit, read_back_timeout_s),
     )
 
 
 async def resume(
-    client: ControlClient, targets: Sequence[ServerTarget], *, timeout_s: float = 30.0
+    client: ControlClient,
+    targets: Sequence[ServerTarget],
+    *,
+    timeout_s: float = 30.0,
+    read_back_timeout_s: float = READ_BACK_TIMEOUT_S,
 ) -> list[Outcome[None]]:
     """Resume every server, each within `timeout_s` seconds."""
 
@@ -87,7 +97,9 @@ async def resume(
     outcomes = await fan_out(
         targets, lambda t: VLLMServer(client, t, timeout_s=timeout_s).resume(), timeout_s=timeout_s
     )
-    return await _each(targets, outcomes, lambda t, o: _settle(client, t, o, read_back))
+    return await _each(
+        targets, outcomes, lambda t, o: _settle(client, t, o, read_back, read_back_timeout_s)
+    )
 
 
 async def sleep(
@@ -98,6 +110,7 @@ async def sleep(
     mode: PauseMode = "abort",
     timeout_s: float = 60.0,
     device: str = "",
+    read_back_timeout_s: float = READ_BACK_TIMEOUT_S,
 ) -> list[Outcome[None]]:
     """Put every server to sleep at `level` (1 keeps weights in host memory, 2 discards them).
 
@@ -118,7 +131,9 @@ async def sleep(
         lambda t: VLLMServer(client, t, timeout_s=timeout_s).sleep(level, mode),
         timeout_s=timeout_s,
     )
-    outcomes = await _each(targets, outcomes, lambda t, o: _settle(client, t, o, read_back))
+    outcomes = await _each(
+        targets, outcomes, lambda t, o: _settle(client, t, o, read_back, read_back_timeout_s)
+    )
     if device != "cpu":
         return outcomes
     return [_also(o, CPU_SLEEP_DETAIL) if o.ok else o for o in outcomes]
@@ -130,6 +145,7 @@ async def wake(
     *,
     tags: Sequence[str] = (),
     timeout_s: float = 60.0,
+    read_back_timeout_s: float = READ_BACK_TIMEOUT_S,
 ) -> list[Outcome[bool]]:
     """Wake every server, entirely or only `tags`. The value says whether it is awake entirely.
 
@@ -153,7 +169,9 @@ async def wake(
         for o in outcomes
     ]
     return await _each(
-        targets, outcomes, lambda t, o: _settle(client, t, o, read_back, value_when_done=True)
+        targets,
+        outcomes,
+        lambda t, o: _settle(client, t, o, read_back, read_back_timeout_s, value_when_done=True),
     )
 
 
@@ -163,6 +181,7 @@ async def _settle_pause(
     outcome: Outcome[None],
     progress: _PauseProgress,
     mode: PauseMode,
+    timeout_s: float,
 ) -> Outcome[None]:
     """Find out what a lost pause came to, and remember it in `progress` for a rollback."""
     if outcome.status not in _LOST:
@@ -178,7 +197,7 @@ async def _settle_pause(
             return False, "takes no new requests, but running ones have not ended"
         return True, "paused"
 
-    return await _settle(client, target, outcome, read_back)
+    return await _settle(client, target, outcome, read_back, timeout_s)
 
 
 async def _roll_back(
@@ -187,6 +206,7 @@ async def _roll_back(
     outcome: Outcome[None],
     progress: _PauseProgress,
     culprit: str,
+    timeout_s: float,
 ) -> Outcome[None]:
     """Resume a server that this pause froze, or may have frozen."""
     if not progress.sent or progress.was_paused or progress.paused_now is False:
@@ -194,7 +214,7 @@ async def _roll_back(
     if outcome.status is OutcomeStatus.FAILED:
         return outcome  # it answered that it did not pause
     try:
-        await VLLMServer(client, target, timeout_s=READ_BACK_TIMEOUT_S).resume()
+        await VLLMServer(client, target, timeout_s=timeout_s).resume()
     except SkyctlError as error:
         still = "may still be paused" if progress.paused_now is None else "is still paused"
         failed = replace(outcome, status=_worse(outcome.status))
@@ -213,15 +233,16 @@ async def _settle(
     target: ServerTarget,
     outcome: Outcome[T],
     read_back: Callable[[VLLMServer], Awaitable[tuple[bool, str]]],
+    timeout_s: float,
     *,
     value_when_done: T | None = None,
 ) -> Outcome[T]:
     """Turn an outcome whose answer was lost into what the server's state says."""
     if outcome.status not in _LOST:
         return outcome
-    server = VLLMServer(client, target, timeout_s=READ_BACK_TIMEOUT_S)
+    server = VLLMServer(client, target, timeout_s=timeout_s)
     try:
-        async with asyncio.timeout(READ_BACK_TIMEOUT_S):
+        async with asyncio.timeout(timeout_s):
             done, state = await read_back(server)
     except (TimeoutError, ServerError):
         return _also(outcome, "state unknown")

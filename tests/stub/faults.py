@@ -138,4 +138,4 @@ def _break(send: Send) -> None:
     if transport is None:
         raise httpx.ReadError("connection reset by the stub")
     transport.abort()
-    raise asyncio.CancelledError
+    raise ConnectionResetError("reset by the stub")
