@@ -121,21 +121,26 @@ async def open_session(site: Site, *, timeout_s: float) -> None:
     except ServerError as error:
         if not error.status:
             raise  # no answer: whether it started is unknown, and asking again changes nothing
-        site.holds = Holds.UNKNOWN
-        await _close_leftover(site, timeout_s)
+        closed = await _close_leftover(site, timeout_s)
+        if closed:
+            site.holds = Holds.UNKNOWN
         try:
             await site.vllm.start_weight_update(timeout_s=timeout_s)
         except ServerError:
             raise error from None
+        site.holds = Holds.UNKNOWN
     site.open = True
 
 
-async def _close_leftover(site: Site, timeout_s: float) -> None:
+async def _close_leftover(site: Site, timeout_s: float) -> bool:
+    """Finish a session that may be open; whether there was one."""
     try:
         await site.vllm.finish_weight_update(timeout_s=timeout_s)
     except ServerError as error:
         if not error.status:
-            raise  # else: there was no session to close, or it complained of what it lacked
+            raise
+        return False
+    return True
 
 
 async def scrub(site: Site, *, timeout_s: float) -> None:

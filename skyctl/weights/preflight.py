@@ -1,0 +1,304 @@
+"""Everything that can refuse a push before a server is touched."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from skyctl.control.dialects import Dialect, dialect_for
+from skyctl.control.fanout import fan_out, require_all
+from skyctl.control.http import ControlClient
+from skyctl.control.server import VLLMServer
+from skyctl.control.target import ServerTarget
+from skyctl.errors import PreflightError, ServerError
+from skyctl.units import format_bytes
+from skyctl.weights.checkpoint import Checkpoint, read_checkpoint
+from skyctl.weights.compat import check_compatible
+from skyctl.weights.delivery import SLOTS, ChunkDelivery, Delivery
+from skyctl.weights.plan import ChunkPlan, plan_chunks
+from skyctl.weights.request import PushFleet, PushRequest, PushServer
+from skyctl.weights.sites import Site
+from skyctl.weights.transports.base import Transport
+from skyctl.weights.transports.choose import Choice, choose, load_transport
+from skyctl.weights.transports.disk import DiskDelivery
+
+
+@dataclass(frozen=True)
+class ServerFacts:
+    """What one server said of itself. Empty strings where it does not tell."""
+
+    name: str
+    url: str
+    backend: str
+    vllm_version: str
+    dialect: Dialect
+    world_size: int
+    paused: bool
+    asleep: bool
+    weight_version: str | None
+    model: str = ""
+    load_format: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "server": self.name,
+            "vllm": self.vllm_version,
+            "backend": self.backend or "none",
+            "workers": self.world_size,
+            "state": "asleep" if self.asleep else "paused" if self.paused else "ready",
+            "weight_version": self.weight_version,
+        }
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A push that may begin. `memory_bytes` is what this machine needs for it at most."""
+
+    checkpoint: Checkpoint
+    plan: ChunkPlan
+    choice: Choice
+    transport: Transport | None
+    facts: tuple[ServerFacts, ...]
+    sites: tuple[Site, ...]
+    memory_bytes: int
+    notes: tuple[str, ...]
+    sender_gpu: int = -1
+
+    def delivery(self, fleet: PushFleet) -> Delivery:
+        """A fresh attempt; each uses its own sender."""
+        if self.transport is None:
+            return DiskDelivery(self.checkpoint, fleet)
+        return ChunkDelivery(
+            self.transport, self.checkpoint, self.plan, fleet, sender_gpu=self.sender_gpu
+        )
+
+    @property
+    def chunks(self) -> int:
+        """Chunks that will be sent: none where servers read by themselves."""
+        return len(self.plan.chunks) if self.transport is not None else 0
+
+    def to_json(self) -> dict[str, Any]:
+        """The plan as `--dry-run` shows it. Sizes in bytes."""
+        largest = self.plan.largest
+        return {
+            "checkpoint": str(self.checkpoint.path),
+            "total_bytes": self.checkpoint.total_bytes,
+            "tensors": len(self.checkpoint.tensors),
+            "shards": len(self.checkpoint.shards),
+            "transport": self.choice.name,
+            "reason": self.choice.reason,
+            "chunks": self.chunks,
+            "chunk_size": self.plan.chunk_size,
+            "largest_chunk": self.plan.slot_bytes,
+            "largest_tensor": largest.name,
+            "largest_tensor_bytes": largest.nbytes,
+            "memory_bytes": self.memory_bytes,
+            "servers": [facts.to_json() for facts in self.facts],
+            "notes": list(self.notes),
+        }
+
+
+async def preflight(request: PushRequest, fleet: PushFleet, *, client: ControlClient) -> Prepared:
+    """Check the checkpoint, the servers, and that they fit each other. Changes nothing.
+
+    Raises:
+        NotFoundError: there is no such checkpoint.
+        PreflightError: the push cannot be made; says why and what to change.
+        ServerError: a server does not answer (PartialFailure when only some do).
+    """
+    if not fleet.servers:
+        raise PreflightError("the fleet has no servers")
+    checkpoint = await asyncio.to_thread(read_checkpoint, request.checkpoint)
+    facts = await ask_servers(fleet, client=client)
+    notes = check_servers(facts)
+    choice = choose(request.transport, fleet.transport, facts)
+    transport = None if choice.name == "disk" else load_transport(choice.name)
+    if transport is None:
+        refuse_dummy(facts)
+    model_path = fleet.model_path or next((fact.model for fact in facts if fact.model), None)
+    notes += await asyncio.to_thread(check_compatible, checkpoint, model_path)
+    chunk_size = request.chunk_size or fleet.chunk_size
+    if transport is None:
+        plan, memory_bytes = plan_chunks(checkpoint.tensors, chunk_size), 0
+    else:
+        plan = plan_chunks(
+            checkpoint.tensors,
+            chunk_size,
+            packing=transport.packing,
+            alignment=transport.alignment,
+        )
+        notes += grown_notes(plan)
+        workers = sum(fact.world_size for fact in facts)
+        memory_bytes = (min(SLOTS, len(plan.chunks)) + workers) * plan.slot_bytes
+        if all(server.device == "cpu" for server in fleet.servers):
+            check_memory(memory_bytes)
+    return Prepared(
+        checkpoint=checkpoint,
+        plan=plan,
+        choice=choice,
+        transport=transport,
+        facts=facts,
+        sites=tuple(
+            _site(server, fact, client, fleet)
+            for server, fact in zip(fleet.servers, facts, strict=True)
+        ),
+        memory_bytes=memory_bytes,
+        notes=tuple(notes),
+        sender_gpu=free_gpu(fleet.servers) if choice.name == "nccl" else -1,
+    )
+
+
+def _site(server: PushServer, facts: ServerFacts, client: ControlClient, fleet: PushFleet) -> Site:
+    return Site(
+        server=server,
+        vllm=VLLMServer(client, server.target, timeout_s=fleet.control_timeout_s),
+        dialect=facts.dialect,
+        world_size=facts.world_size,
+        was_paused=facts.paused,
+        old_version=facts.weight_version,
+    )
+
+
+async def ask_servers(fleet: PushFleet, *, client: ControlClient) -> tuple[ServerFacts, ...]:
+    """Facts of every server, in fleet order.
+
+    Raises:
+        ServerError: some or all do not answer.
+    """
+    by_target = {server.target: server for server in fleet.servers}
+
+    async def ask(target: ServerTarget) -> ServerFacts:
+        server = VLLMServer(client, target, timeout_s=fleet.control_timeout_s)
+        version = await server.version()
+        paused = await server.is_paused()
+        level = (await server.metrics()).sleep_level
+        # a paused engine calls itself asleep: only the metric, or sleep without a pause, is proof
+        asleep = level > 0 if level is not None else not paused and await server.is_sleeping()
+        info = await _configuration(server)
+        return ServerFacts(
+            name=target.name,
+            url=target.url,
+            backend=_backend(info, by_target[target]),
+            vllm_version=version,
+            dialect=dialect_for(version),
+            world_size=await server.world_size(include_dp=True),
+            paused=paused,
+            asleep=asleep,
+            weight_version=await server.weight_version(),
+            model=str(_section(info, "model_config").get("model", "")),
+            load_format=str(_section(info, "load_config").get("load_format", "")),
+        )
+
+    targets = [server.target for server in fleet.servers]
+    # seven calls, one after another
+    outcomes = await fan_out(targets, ask, timeout_s=fleet.control_timeout_s * 7)
+    require_all(outcomes, "sync-weights")
+    return tuple(outcome.value for outcome in outcomes if outcome.value is not None)
+
+
+async def _configuration(server: VLLMServer) -> dict[str, Any]:
+    """vLLM's own configuration; {} where it cannot be had as JSON."""
+    try:
+        info = (await server.server_info()).get("vllm_config")
+    except ServerError as error:
+        if not error.status:
+            raise
+        return {}
+    return info if isinstance(info, dict) else {}
+
+
+def _section(info: dict[str, Any], name: str) -> dict[str, Any]:
+    section = info.get(name)
+    return section if isinstance(section, dict) else {}
+
+
+def _backend(info: dict[str, Any], server: PushServer) -> str:
+    """What the server says it was started with, else what the fleet believes."""
+    if not info:
+        return server.backend
+    return str(_section(info, "weight_transfer_config").get("backend", ""))
+
+
+def check_servers(facts: Sequence[ServerFacts]) -> list[str]:
+    """Servers must be awake and alike; notes about their versions.
+
+    Raises:
+        PreflightError: names the servers that are not.
+    """
+    asleep = [fact.name for fact in facts if fact.asleep]
+    if asleep:
+        raise PreflightError(
+            f"{', '.join(asleep)} {'is' if len(asleep) == 1 else 'are'} asleep",
+            hint="wake the weights first: skyctl wake --tags weights",
+        )
+    for what, values in (
+        ("run different versions of vLLM", {f.name: f.vllm_version for f in facts}),
+        ("have different world sizes", {f.name: str(f.world_size) for f in facts}),
+    ):
+        if len(set(values.values())) > 1:
+            listing = ", ".join(f"{name}: {value}" for name, value in values.items())
+            raise PreflightError(f"the servers {what} ({listing})", hint="restart them alike")
+    return sorted({fact.dialect.note for fact in facts if fact.dialect.note})
+
+
+def refuse_dummy(facts: Sequence[ServerFacts]) -> None:
+    """vLLM cannot reload from disk what it did not load from disk.
+
+    Raises:
+        PreflightError: a server was started with `--load-format dummy`.
+    """
+    dummy = [fact.name for fact in facts if fact.load_format == "dummy"]
+    if dummy:
+        raise PreflightError(
+            f"{', '.join(dummy)} was started with --load-format dummy, which transport disk "
+            "cannot push to",
+            hint="push with another transport, or start it without `load-format: dummy`",
+        )
+
+
+def grown_notes(plan: ChunkPlan) -> list[str]:
+    """A note when tensors are larger than the chunk size."""
+    if not plan.grown:
+        return []
+    size, first = format_bytes(plan.chunk_size), plan.largest
+    which = f"{len(plan.grown)} tensors are" if len(plan.grown) > 1 else f"{plan.grown[0]} is"
+    return [
+        f"{which} larger than the chunk size of {size}: the largest chunk is "
+        f"{format_bytes(plan.slot_bytes)} for {first.name}"
+    ]
+
+
+def check_memory(needed_bytes: int, meminfo: Path = Path("/proc/meminfo")) -> None:
+    """Raise PreflightError when the machine has not that much memory to spare."""
+    try:
+        lines = meminfo.read_text().splitlines()
+        available = next(int(x.split()[1]) for x in lines if x.startswith("MemAvailable")) * 1024
+    except (OSError, StopIteration, ValueError, IndexError):
+        return  # not Linux as we know it: the push will find out
+    if needed_bytes > available:
+        raise PreflightError(
+            f"the push needs {format_bytes(needed_bytes)} of memory, "
+            f"{format_bytes(available)} are available",
+            hint="take a smaller --chunk-size, or --transport disk",
+        )
+
+
+def free_gpu(servers: Sequence[PushServer]) -> int:
+    """A GPU that no server uses, for the sender of an NCCL push.
+
+    Raises:
+        PreflightError: all GPUs are taken.
+    """
+    from skyctl.fleet.devices import discover_gpus
+
+    used = {gpu for server in servers for gpu in server.gpus}
+    free = [gpu.index for gpu in discover_gpus() if gpu.index not in used]
+    if not free:
+        raise PreflightError(
+            "transport nccl needs a GPU that no server uses, and all are taken",
+            hint="use `weight_transfer: {transport: ipc}` in the fleet file",
+        )
+    return free[0]
