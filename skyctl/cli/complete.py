@@ -1,17 +1,128 @@
-"""Shell completion of values: fleet, replica and job names of this machine's fleets.
+"""Shell completion of values: fleets, replicas, jobs, weight versions and checkpoints.
 
-Completers must be fast and silent: they read the state directory and never raise.
+Completers must be fast and silent: they read the state directory and the fleet file, start
+nothing, and answer nothing rather than raise.
 """
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable, Iterable
+from functools import wraps
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
 
-def fleets(incomplete: str) -> list[str]:
+import typer
+
+if TYPE_CHECKING:
+    from skyctl.fleet.paths import FleetPaths
+    from skyctl.fleet.state import FleetState
+
+T = TypeVar("T")
+
+TRANSPORTS = ("auto", "nccl", "ipc", "gloo", "shm", "disk")
+PAUSE_MODES = ("abort", "wait", "keep")
+_MOST = 200
+
+
+def _silent(complete: Callable[..., Iterable[str]]) -> Callable[..., list[str]]:
+    """A completer that gives at most 200 sorted answers, and none instead of an error."""
+
+    @wraps(complete)
+    def safe(*args: Any, **kwargs: Any) -> list[str]:
+        try:
+            return sorted(set(complete(*args, **kwargs)))[:_MOST]
+        except Exception:  # whatever is wrong, a traceback under the prompt helps nobody
+            return []
+
+    return safe
+
+
+@_silent
+def fleets(incomplete: str) -> Iterable[str]:
     """Names of the fleets this user has."""
-    from skyctl.fleet import registry
+    from skyctl.fleet.registry import known_fleets
 
-    try:
-        names = registry.known_fleets()
-    except OSError:
-        return []
+    return [name for name in known_fleets() if name.startswith(incomplete)]
+
+
+@_silent
+def replicas(ctx: typer.Context, incomplete: str) -> Iterable[str]:
+    """Names of the chosen fleet's replicas, from its file and its state."""
+    from skyctl.fleet.placement import expand_replicas
+    from skyctl.fleet.registry import select
+
+    ref = select(*_chosen(ctx))
+    if ref.config.servers is not None:
+        names = [f"{ref.name}-{index}" for index in range(len(ref.config.servers))]
+    else:
+        names = [replica.name for replica in expand_replicas(ref.config)]
+    # a fleet that was scaled has replicas its file does not know
+    names += _from_state(ref.paths, lambda state: [row.name for row in state.servers()])
     return [name for name in names if name.startswith(incomplete)]
+
+
+@_silent
+def processes(ctx: typer.Context, incomplete: str) -> Iterable[str]:
+    """Replicas, and the router and the supervisor, which have logs too."""
+    others = [name for name in ("router", "supervisor") if name.startswith(incomplete)]
+    return [*replicas(ctx, incomplete), *others]
+
+
+@_silent
+def jobs(ctx: typer.Context, incomplete: str) -> Iterable[str]:
+    """Ids of the chosen fleet's latest jobs."""
+    ids = _from_chosen(ctx, lambda state: [job.id for job in state.journal.jobs()])
+    return [job_id for job_id in ids if job_id.startswith(incomplete)]
+
+
+@_silent
+def versions(ctx: typer.Context, incomplete: str) -> Iterable[str]:
+    """Weight versions the chosen fleet was pushed."""
+    found = _from_chosen(ctx, lambda state: [push.version for push in state.journal.pushes()])
+    return [version for version in found if version and version.startswith(incomplete)]
+
+
+def transports(incomplete: str) -> list[str]:
+    """Weight transports."""
+    return [name for name in TRANSPORTS if name.startswith(incomplete)]
+
+
+def modes(incomplete: str) -> list[str]:
+    """Pause modes."""
+    return [name for name in PAUSE_MODES if name.startswith(incomplete)]
+
+
+@_silent
+def checkpoints(incomplete: str) -> Iterable[str]:
+    """Directories below what is typed; a checkpoint ends without a slash, others with one."""
+    typed, last = os.path.split(incomplete)
+    directory = Path(typed).expanduser() if typed else Path()
+    for entry in directory.iterdir():
+        hidden = entry.name.startswith(".") and not last.startswith(".")
+        if not entry.name.startswith(last) or hidden or not entry.is_dir():
+            continue
+        path = f"{typed.rstrip('/')}/{entry.name}" if typed else entry.name
+        yield path if (entry / "config.json").exists() else f"{path}/"
+
+
+def _chosen(ctx: typer.Context) -> tuple[Path | None, str | None]:
+    """The values of -f and --fleet typed so far (or their variables)."""
+    file = ctx.params.get("file") or os.environ.get("SKYCTL_FILE")
+    name = ctx.params.get("fleet") or os.environ.get("SKYCTL_FLEET")
+    return (Path(file) if file else None), (str(name) if name else None)
+
+
+def _from_chosen(ctx: typer.Context, read: Callable[[FleetState], list[T]]) -> list[T]:
+    from skyctl.fleet.registry import select_paths
+
+    return _from_state(select_paths(*_chosen(ctx)), read)
+
+
+def _from_state(paths: FleetPaths, read: Callable[[FleetState], list[T]]) -> list[T]:
+    from skyctl.fleet.state import FleetState
+
+    if not paths.database.exists():
+        return []  # opening it would make one
+    with FleetState(paths.database) as state:
+        return read(state)

@@ -39,9 +39,11 @@ def urls(
     if export:
         output.emit(found, Text("\n".join(_exports(found))))
         return
-    rows = [["router", found["router"]]] if found.get("router") else []
-    rows += [[name, url] for name, url in found["servers"].items()]
-    output.emit(found, output.table(["NAME", "URL"], rows))
+    rows = [("router", found["router"])] if found.get("router") else []
+    rows += found["servers"].items()
+    width = max(len(name) for name, _ in rows)
+    # plain lines, not a table: a table would shorten URLs to fit a narrow terminal
+    output.emit(found, Text("\n".join(f"{name:<{width}}  {url}" for name, url in rows)))
 
 
 async def _urls(ref: FleetRef) -> dict[str, Any]:

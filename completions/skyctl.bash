@@ -1,0 +1,148 @@
+# bash completion for skyctl. Written by scripts/generate-completions. Do not edit.
+
+# Values that depend on this machine: skyctl itself answers.
+_skyctl_ask() {
+    local IFS=$'\n'
+    COMPREPLY=($(COMP_WORDS="${COMP_WORDS[*]}" COMP_CWORD=$COMP_CWORD \
+        _SKYCTL_COMPLETE=complete_bash "${COMP_WORDS[0]}" 2>/dev/null))
+    [[ ${#COMPREPLY[@]} -eq 1 && ${COMPREPLY[0]} == */ ]] && compopt -o nospace 2>/dev/null
+}
+
+_skyctl_words() {
+    COMPREPLY=($(compgen -W "$1" -- "${COMP_WORDS[COMP_CWORD]}"))
+}
+
+_skyctl_files() {
+    compopt -o filenames 2>/dev/null
+    COMPREPLY=($(compgen -f -- "${COMP_WORDS[COMP_CWORD]}"))
+}
+
+_skyctl() {
+    local cur="${COMP_WORDS[COMP_CWORD]}" prev="${COMP_WORDS[COMP_CWORD - 1]}"
+    local path="" word index
+    for ((index = 1; index < COMP_CWORD; index++)); do
+        word="${COMP_WORDS[index]}"
+        [[ $word == -* ]] && continue
+        if [[ -z $path ]]; then
+            path=$word
+        elif [[ " jobs weights " == *" $path "* ]]; then
+            path="$path $word"
+            break
+        else
+            break
+        fi
+    done
+    COMPREPLY=()
+    case "$path" in
+        "")
+            _skyctl_words "init validate plan schema up down status logs restart scale pause resume sleep wake sync-weights jobs weights generate urls --version -q --quiet --no-color --debug -h --help" ;;
+        "init")
+            case "$prev" in
+                --name) true; return ;;
+                --model) true; return ;;
+                --replicas) true; return ;;
+                --servers) true; return ;;
+            esac
+            if [[ $cur == -* ]]; then _skyctl_words "--tiny --name --model --replicas --servers --force --json -h --help"; else
+                _skyctl_files
+            fi ;;
+        "validate")
+            case "$prev" in
+                -f|--file) _skyctl_files; return ;;
+                --fleet) _skyctl_ask; return ;;
+            esac
+            if [[ $cur == -* ]]; then _skyctl_words "-f --file --fleet --offline --json -h --help"; else
+                _skyctl_files
+            fi ;;
+        "plan")
+            case "$prev" in
+                -f|--file) _skyctl_files; return ;;
+                --fleet) _skyctl_ask; return ;;
+            esac
+            if [[ $cur == -* ]]; then _skyctl_words "-f --file --fleet --json -h --help"; else
+                _skyctl_files
+            fi ;;
+        "schema")
+            _skyctl_words "--json -h --help" ;;
+        "up")
+            _skyctl_words "-h --help" ;;
+        "down")
+            _skyctl_words "-h --help" ;;
+        "status")
+            _skyctl_words "-h --help" ;;
+        "logs")
+            _skyctl_words "-h --help" ;;
+        "restart")
+            _skyctl_words "-h --help" ;;
+        "scale")
+            _skyctl_words "-h --help" ;;
+        "pause")
+            case "$prev" in
+                -f|--file) _skyctl_files; return ;;
+                --fleet) _skyctl_ask; return ;;
+                --mode) _skyctl_words "abort wait keep"; return ;;
+                --server) true; return ;;
+                --timeout) true; return ;;
+            esac
+            _skyctl_words "-f --file --fleet --mode --clear-cache --keep-cache --server --keep-partial --timeout --json -h --help" ;;
+        "resume")
+            case "$prev" in
+                -f|--file) _skyctl_files; return ;;
+                --fleet) _skyctl_ask; return ;;
+                --server) true; return ;;
+                --timeout) true; return ;;
+            esac
+            _skyctl_words "-f --file --fleet --server --timeout --json -h --help" ;;
+        "sleep")
+            case "$prev" in
+                -f|--file) _skyctl_files; return ;;
+                --fleet) _skyctl_ask; return ;;
+                --level) true; return ;;
+                --server) true; return ;;
+                --timeout) true; return ;;
+            esac
+            _skyctl_words "-f --file --fleet --level --server --timeout --json -h --help" ;;
+        "wake")
+            case "$prev" in
+                -f|--file) _skyctl_files; return ;;
+                --fleet) _skyctl_ask; return ;;
+                --tags) true; return ;;
+                --server) true; return ;;
+                --timeout) true; return ;;
+            esac
+            _skyctl_words "-f --file --fleet --tags --server --timeout --json -h --help" ;;
+        "sync-weights")
+            _skyctl_words "-h --help" ;;
+        "jobs")
+            _skyctl_words "list -h --help" ;;
+        "jobs list")
+            _skyctl_words "-h --help" ;;
+        "weights")
+            _skyctl_words "list -h --help" ;;
+        "weights list")
+            _skyctl_words "-h --help" ;;
+        "generate")
+            case "$prev" in
+                -f|--file) _skyctl_files; return ;;
+                --fleet) _skyctl_ask; return ;;
+                -i|--input) _skyctl_files; return ;;
+                -o|--output) _skyctl_files; return ;;
+                --max-tokens) true; return ;;
+                --temperature) true; return ;;
+                --session-id) true; return ;;
+                --server) true; return ;;
+                --concurrency) true; return ;;
+                --retries) true; return ;;
+                --timeout) true; return ;;
+            esac
+            _skyctl_words "-f --file --fleet -i --input -o --output --chat --max-tokens --temperature --session-id --server --concurrency --retries --timeout --json -h --help" ;;
+        "urls")
+            case "$prev" in
+                -f|--file) _skyctl_files; return ;;
+                --fleet) _skyctl_ask; return ;;
+            esac
+            _skyctl_words "-f --file --fleet --export --json -h --help" ;;
+    esac
+}
+
+complete -F _skyctl skyctl
