@@ -100,12 +100,12 @@ class StubEngine:
         if mode in ("wait", "abort"):
             async with self.changed:
                 await self.changed.wait_for(lambda: self.requests == 0 or not self.paused)
-        self.log.append(f"pause {mode}")
+        await self._note(f"pause {mode}")
 
     async def resume(self) -> None:
         self._alive()
         await self._become(Scheduler.RUNNING)
-        self.log.append("resume")
+        await self._note("resume")
 
     async def sleep(self, level: int, mode: str) -> None:
         await self.pause(mode)
@@ -178,6 +178,16 @@ class StubEngine:
             raise EngineRefused(f"Worker failed with error 'no model at {path}'")
         self.digest = digest_of_checkpoint(path)
         self.log.append("reload")
+
+    async def until_logged(self, entry: str) -> None:
+        """Wait until `entry` was carried out: what tests wait for instead of sleeping."""
+        async with self.changed:
+            await self.changed.wait_for(lambda: entry in self.log)
+
+    async def _note(self, entry: str) -> None:
+        async with self.changed:
+            self.log.append(entry)
+            self.changed.notify_all()
 
     def _can_transfer(self) -> None:
         self._alive()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 import pytest
 
@@ -20,7 +21,7 @@ UNREACHABLE, ROLLED_BACK = OutcomeStatus.UNREACHABLE, OutcomeStatus.ROLLED_BACK
 
 
 # deadlines of servers that are meant to miss them, in seconds
-SOON = {"timeout_s": 0.05, "read_back_timeout_s": 0.05}
+SOON: dict[str, Any] = {"timeout_s": 0.05, "read_back_timeout_s": 0.05}
 
 
 @asynccontextmanager
