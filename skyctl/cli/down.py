@@ -1,6 +1,80 @@
-"""Placeholder."""
+"""`skyctl down`: bring a fleet down and leave nothing of it running."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from skyctl.cli.options import FileOption, FleetOption, JsonOption
+
+if TYPE_CHECKING:
+    from skyctl.fleet.paths import FleetPaths
 
 
-def down() -> None:
-    """Placeholder."""
-    raise NotImplementedError
+def down(
+    file: FileOption = None,
+    fleet: FleetOption = None,
+    drain_timeout: Annotated[
+        float | None,
+        typer.Option(
+            "--drain-timeout",
+            min=0,
+            metavar="SECONDS",
+            help="Wait this long for running requests (default: the fleet file's).",
+            show_default=False,
+        ),
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Drain the fleet, then stop the router and every server with all their processes.
+
+    Works without a supervisor too, and says so when nothing is running. Logs and the history of
+    pushes stay on disk.
+
+    \b
+    Examples:
+      skyctl down
+      skyctl down --fleet tiny --drain-timeout 0
+    """
+    paths, drain_timeout_s, stop_timeout_s = _chosen(file, fleet)
+    if drain_timeout is not None:
+        drain_timeout_s = drain_timeout
+    bring_down(paths, drain_timeout_s, stop_timeout_s)
+
+
+def _chosen(file: Path | None, fleet: str | None) -> tuple[FleetPaths, float, float]:
+    """The fleet's paths and its two deadlines; defaults when its file no longer loads."""
+    from skyctl.errors import FleetFileError, UsageError
+    from skyctl.fleet.registry import select, select_paths
+
+    try:
+        ref = select(file, fleet)
+    except FleetFileError:
+        if fleet is None:
+            raise
+        return select_paths(file, fleet), 30.0, 15.0
+    if ref.config.attached:
+        raise UsageError(
+            f"fleet {ref.name} is attached: skyctl did not start its servers",
+            hint="stop them where they were started",
+        )
+    return ref.paths, ref.config.drain_timeout_s, ref.config.stop_timeout_s
+
+
+def bring_down(paths: FleetPaths, drain_timeout_s: float, stop_timeout_s: float) -> None:
+    """Take the fleet down and print what was stopped."""
+    from skyctl import output
+    from skyctl.operations.bring_up import take_down
+
+    output.note(f"stopping fleet {paths.name} (draining for at most {drain_timeout_s:g} s)")
+    done = asyncio.run(
+        take_down(paths, drain_timeout_s=drain_timeout_s, stop_timeout_s=stop_timeout_s)
+    )
+    if done.stopped:
+        said = f"fleet {paths.name} is down: stopped {', '.join(done.stopped)}"
+    else:
+        said = f"fleet {paths.name} is down: nothing was running"
+    output.emit({"name": paths.name, "stopped": list(done.stopped)}, said)

@@ -1,6 +1,140 @@
-"""Placeholder."""
+"""`skyctl logs`: what the servers, the router and the supervisor wrote."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from skyctl.cli import complete
+from skyctl.cli.options import FileOption, FleetOption, JsonOption
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from skyctl.fleet.paths import FleetPaths
+
+_COLORS = ("cyan", "magenta", "green", "yellow", "blue", "bright_red", "bright_cyan")
+_POLL_S = 0.25
 
 
-def logs() -> None:
-    """Placeholder."""
-    raise NotImplementedError
+def logs(
+    names: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[NAME]...",
+            help="Replicas, `router` or `supervisor` (default: all).",
+            autocompletion=complete.processes,
+            show_default=False,
+        ),
+    ] = None,
+    file: FileOption = None,
+    fleet: FleetOption = None,
+    follow: Annotated[bool, typer.Option("-f", "--follow", help="Go on until Ctrl-C.")] = False,
+    lines: Annotated[
+        int, typer.Option("-n", "--lines", min=0, help="Last lines of each log.")
+    ] = 50,
+    as_json: JsonOption = False,
+) -> None:
+    """Show the end of the logs, each line behind its replica's name.
+
+    \b
+    Examples:
+      skyctl logs
+      skyctl logs tiny-1 -n 200
+      skyctl logs -f router
+    """
+    from skyctl import output
+    from skyctl.errors import UsageError
+    from skyctl.fleet.registry import select_paths
+
+    paths = select_paths(file, fleet)
+    if follow and as_json:
+        raise UsageError("--follow and --json do not go together")
+    if follow:
+        follow_logs(paths, names or [], lines)
+        return
+    found = {name: _tail(path, lines) for name, path in _files(paths, names or []).items()}
+    printer = LinePrinter(list(found))
+    if not as_json:
+        for name, ending in found.items():
+            for line in ending:
+                printer.print(name, line)
+    output.emit({"logs": found})
+
+
+def follow_logs(paths: FleetPaths, names: Sequence[str], lines: int) -> None:
+    """Print the ends of the logs and then every new line; never returns (Ctrl-C)."""
+    files = _files(paths, names)
+    printer = LinePrinter(list(files))
+    positions: dict[str, int] = {}
+    for name, path in files.items():
+        positions[name] = path.stat().st_size
+        for line in _tail(path, lines):
+            printer.print(name, line)
+    while True:
+        time.sleep(_POLL_S)
+        # a replica that was scaled up gets a log later
+        for name, path in (files if names else _files(paths, ())).items():
+            positions[name] = _print_new(printer, name, path, positions.get(name, 0))
+
+
+class LinePrinter:
+    """Prints log lines behind a name in its own colour."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self._names = list(names)
+
+    def print(self, name: str, line: str) -> None:
+        from rich.text import Text
+
+        from skyctl import output
+
+        if name not in self._names:
+            self._names.append(name)
+        width = max(len(known) for known in self._names)
+        color = _COLORS[self._names.index(name) % len(_COLORS)]
+        output.out.print(Text.assemble((f"{name:<{width}} │ ", color), line))
+
+
+def _print_new(printer: LinePrinter, name: str, path: Path, position: int) -> int:
+    """Print whole lines written since `position`; the position after them."""
+    from skyctl.supervisor.logtail import plain
+
+    try:
+        with path.open("rb") as log:
+            if position > log.seek(0, 2):
+                position = 0  # it was rotated
+            log.seek(position)
+            data = log.read()
+    except OSError:
+        return position
+    whole, newline, _ = data.rpartition(b"\n")
+    for line in whole.decode(errors="replace").splitlines() if newline else ():
+        printer.print(name, plain(line))
+    return position + len(whole) + len(newline)
+
+
+def _files(paths: FleetPaths, names: Sequence[str]) -> dict[str, Path]:
+    """Log files by name; all there are when no name is given.
+
+    Raises:
+        NotFoundError: one of the names has no log.
+    """
+    from skyctl.errors import NotFoundError
+
+    there = {path.stem: path for path in sorted(paths.logs.glob("*.log"))}
+    if not there:
+        raise NotFoundError(f"fleet {paths.name} has no logs yet", hint="start it: skyctl up")
+    for name in names:
+        if name not in there:
+            raise NotFoundError(f"there is no log of {name!r}", hint=f"logs: {', '.join(there)}")
+    return {name: there[name] for name in names} if names else there
+
+
+def _tail(path: Path, lines: int) -> list[str]:
+    from skyctl.supervisor.logtail import tail
+
+    return tail(path, lines)

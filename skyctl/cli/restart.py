@@ -1,6 +1,56 @@
-"""Placeholder."""
+"""`skyctl restart`: new processes for replicas, one at a time."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from skyctl.cli import complete
+from skyctl.cli.options import FileOption, FleetOption, JsonOption
+
+if TYPE_CHECKING:
+    from skyctl.fleet.registry import FleetRef
+    from skyctl.fleet.status import FleetStatus
 
 
-def restart() -> None:
-    """Placeholder."""
-    raise NotImplementedError
+def restart(
+    names: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[NAME]...",
+            help="Replicas to restart (default: all).",
+            autocompletion=complete.replicas,
+            show_default=False,
+        ),
+    ] = None,
+    file: FileOption = None,
+    fleet: FleetOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Restart replicas one after the other, so that the rest go on serving.
+
+    Each leaves the router, finishes its requests, starts anew, takes the fleet's current weights,
+    and joins the router again. A replica that was quarantined or given up gets a fresh start.
+
+    \b
+    Examples:
+      skyctl restart
+      skyctl restart tiny-1
+    """
+    from skyctl import output
+    from skyctl.cli.fleet_view import status_view
+    from skyctl.fleet.registry import select
+
+    done = asyncio.run(_restart(select(file, fleet), names or []))
+    output.emit(done.to_json(), status_view(done))
+
+
+async def _restart(ref: FleetRef, names: list[str]) -> FleetStatus:
+    from skyctl.cli.operation import follow
+    from skyctl.operations.connect import connect
+
+    async with connect(ref) as running:
+        operation = await running.restart(names)
+    return await follow(ref.paths, operation, f"restarting {', '.join(names) or ref.name}")

@@ -1,6 +1,51 @@
-"""Placeholder."""
+"""`skyctl scale`: more or fewer replicas, without touching the others."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from skyctl.cli.options import FileOption, FleetOption, JsonOption
+
+if TYPE_CHECKING:
+    from skyctl.fleet.registry import FleetRef
+    from skyctl.fleet.status import FleetStatus
 
 
-def scale() -> None:
-    """Placeholder."""
-    raise NotImplementedError
+def scale(
+    replicas: Annotated[int, typer.Argument(metavar="N", min=1, help="How many replicas to run.")],
+    file: FileOption = None,
+    fleet: FleetOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Run N replicas. New ones take the fleet's weights before they are routed.
+
+    Fewer: the last ones leave the router, finish their requests and stop. The next `skyctl up`
+    goes back to the number in the fleet file.
+
+    \b
+    Examples:
+      skyctl scale 3
+      skyctl scale 1 --fleet tiny
+    """
+    from skyctl import output
+    from skyctl.cli.fleet_view import status_view
+    from skyctl.fleet.registry import select
+
+    done = asyncio.run(_scale(select(file, fleet), replicas))
+    output.emit(done.to_json(), status_view(done))
+
+
+async def _scale(ref: FleetRef, replicas: int) -> FleetStatus:
+    from skyctl import output
+    from skyctl.cli.operation import follow
+    from skyctl.operations.connect import connect
+
+    async with connect(ref) as running:
+        operation = await running.scale(replicas)
+        if operation == 0:
+            output.note(f"fleet {ref.name} has {replicas} replicas, nothing to do")
+            return await running.status()
+    return await follow(ref.paths, operation, f"scaling {ref.name} to {replicas}")

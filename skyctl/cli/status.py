@@ -1,6 +1,84 @@
-"""Placeholder."""
+"""`skyctl status`: every replica and the router, and what is wrong."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from skyctl.cli.options import FileOption, FleetOption, JsonOption
+
+if TYPE_CHECKING:
+    from skyctl.errors import ExitCode
+    from skyctl.fleet.registry import FleetRef
+    from skyctl.fleet.status import FleetStatus
 
 
-def status() -> None:
-    """Placeholder."""
-    raise NotImplementedError
+def status(
+    file: FileOption = None,
+    fleet: FleetOption = None,
+    watch: Annotated[
+        bool, typer.Option("-w", "--watch", help="Redraw until Ctrl-C.", show_default=False)
+    ] = False,
+    interval: Annotated[
+        float, typer.Option(min=0.2, metavar="SECONDS", help="Between redraws with --watch.")
+    ] = 2.0,
+    exit_code: Annotated[
+        bool,
+        typer.Option("--exit-code", help="Exit with 1 when degraded and 4 when down."),
+    ] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Show one row per replica and the router: state, load, weights, process.
+
+    \b
+    Examples:
+      skyctl status
+      skyctl status --watch
+      skyctl status --exit-code --json | jq -r '.data.replicas[].state'
+    """
+    from skyctl import output
+    from skyctl.cli.fleet_view import status_view
+    from skyctl.errors import UsageError
+    from skyctl.fleet.registry import select
+
+    ref = select(file, fleet)
+    if watch:
+        if as_json:
+            raise UsageError("--watch and --json do not go together")
+        asyncio.run(_watch(ref, interval))
+        return
+    found = asyncio.run(_status(ref))
+    output.emit(found.to_json(), status_view(found), exit_code=_code(found, exit_code))
+
+
+async def _status(ref: FleetRef) -> FleetStatus:
+    from skyctl.operations.connect import connect
+
+    async with connect(ref) as running:
+        return await running.status()
+
+
+async def _watch(ref: FleetRef, interval_s: float) -> None:
+    from skyctl import output
+    from skyctl.cli.fleet_view import status_view
+    from skyctl.operations.connect import connect
+
+    async with connect(ref) as running:
+        latest = await running.status()
+        with output.live(lambda: status_view(latest)) as live:
+            while True:
+                if not live.drawing:
+                    output.out.print(status_view(latest))
+                await asyncio.sleep(interval_s)
+                latest = await running.status()
+                live.refresh()
+
+
+def _code(found: FleetStatus, wanted: bool) -> ExitCode:
+    from skyctl.errors import ExitCode
+
+    if not wanted or found.health == "healthy":
+        return ExitCode.OK
+    return ExitCode.NOT_FOUND if found.health == "down" else ExitCode.FAILED

@@ -1,6 +1,117 @@
-"""Placeholder."""
+"""`skyctl up`: start a fleet, or make a running one what its file says."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from skyctl.cli.options import FileOption, FleetOption, JsonOption
+
+if TYPE_CHECKING:
+    from skyctl.fleet.registry import FleetRef
+    from skyctl.fleet.status import FleetStatus
 
 
-def up() -> None:
-    """Placeholder."""
-    raise NotImplementedError
+def up(
+    file: FileOption = None,
+    fleet: FleetOption = None,
+    attach: Annotated[
+        bool,
+        typer.Option("--attach", help="Stay, follow the logs, and bring the fleet down on Ctrl-C."),
+    ] = False,
+    wait_timeout: Annotated[
+        float | None,
+        typer.Option(
+            "--wait-timeout",
+            metavar="SECONDS",
+            help="Wait this long for the fleet to be ready (it goes on starting after that).",
+            show_default=False,
+        ),
+    ] = None,
+    no_router: Annotated[bool, typer.Option("--no-router", help="Start no router.")] = False,
+    rollback: Annotated[
+        bool,
+        typer.Option("--rollback", help="When a replica fails, stop all that this call started."),
+    ] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Start the fleet and return when every replica and the router are ready.
+
+    The fleet goes on in the background. Run it again after a change of the fleet file: replicas
+    that differ are restarted, new ones started, others left alone. Ctrl-C while it starts stops
+    what this call started.
+
+    \b
+    Examples:
+      skyctl up
+      skyctl up -f fleets/production.yaml --wait-timeout 600
+      skyctl up --attach
+    """
+    from skyctl import output
+    from skyctl.cli.fleet_view import status_view
+    from skyctl.fleet.registry import select
+
+    ref = select(file, fleet)
+    status, said = _bring_up(ref, not no_router, wait_timeout, rollback)
+    output.note(said)
+    output.emit(status.to_json(), status_view(status))
+    if attach:
+        _stay(ref)
+
+
+def _bring_up(
+    ref: FleetRef, router: bool, wait_timeout_s: float | None, rollback: bool
+) -> tuple[FleetStatus, str]:
+    """The status once all is ready, and one line that says what was done."""
+    from skyctl import output
+    from skyctl.cli.operation import follow
+    from skyctl.errors import DeadlineExceeded, ExitCode, SkyctlError
+    from skyctl.operations.bring_up import begin_up, undo
+    from skyctl.operations.connect import connect
+
+    mine = True
+
+    async def work() -> tuple[FleetStatus, str]:
+        nonlocal mine
+        begun = await begin_up(ref, router=router)
+        for warning in begun.plan.warnings:
+            output.warn(warning)
+        mine = not begun.joined
+        if begun.operation == 0:
+            async with connect(ref) as fleet:
+                return await fleet.status(), f"fleet {ref.name} is up to date, nothing to do"
+        title = f"starting fleet {ref.name}"
+        status = await follow(ref.paths, begun.operation, title, timeout_s=wait_timeout_s)
+        assert status.operation is not None and status.operation.ended_at is not None
+        seconds = status.operation.ended_at - status.operation.began_at
+        return status, f"fleet {ref.name} is ready after {seconds:.1f} s"
+
+    try:
+        return asyncio.run(work())
+    except KeyboardInterrupt:
+        if mine:
+            output.note("interrupted: stopping what was started (Ctrl-C again to leave it)")
+            asyncio.run(undo(ref.paths))
+        raise SystemExit(int(ExitCode.INTERRUPTED)) from None
+    except DeadlineExceeded:
+        raise
+    except SkyctlError as error:
+        if rollback and mine and "status" in error.details:
+            asyncio.run(undo(ref.paths))
+            error.hint = "everything this call started was stopped again (--rollback)"
+        raise
+
+
+def _stay(ref: FleetRef) -> None:
+    """Follow the logs until Ctrl-C (or the fleet ends), then bring the fleet down."""
+    from skyctl import output
+    from skyctl.cli.down import bring_down
+    from skyctl.cli.logs import follow_logs
+
+    output.note("following the logs; Ctrl-C brings the fleet down")
+    try:
+        follow_logs(ref.paths, [], 0)
+    except KeyboardInterrupt:
+        bring_down(ref.paths, ref.config.drain_timeout_s, ref.config.stop_timeout_s)

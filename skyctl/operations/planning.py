@@ -6,7 +6,7 @@ import os
 from dataclasses import replace
 
 from skyctl.errors import UsageError
-from skyctl.fleet.check import Problem, check_plan
+from skyctl.fleet.check import check_plan
 from skyctl.fleet.machine import plan_here
 from skyctl.fleet.plan import FleetPlan
 from skyctl.fleet.registry import FleetRef
@@ -39,9 +39,20 @@ def scaled(ref: FleetRef, replicas: int) -> FleetPlan:
     return planned(replace(ref, config=ref.config.model_copy(update=changes)))
 
 
-def problems(ref: FleetRef, plan: FleetPlan) -> list[Problem]:
-    """What is wrong with a plan here and now; ports held by this fleet's own processes are not."""
-    return check_plan(plan, own_ports=_known_ports(ref).values())
+def usable(ref: FleetRef, plan: FleetPlan) -> FleetPlan:
+    """The plan itself, once it was checked against this machine.
+
+    Raises:
+        UsageError: what is wrong, all of it; ports held by this fleet's own processes are not.
+    """
+    found = check_plan(plan, own_ports=_known_ports(ref).values())
+    if found:
+        raise UsageError(
+            "; ".join(problem.message for problem in found),
+            hint=next((problem.hint for problem in found if problem.hint), ""),
+            details={"problems": [problem.to_json() for problem in found]},
+        )
+    return plan
 
 
 def api_key(ref: FleetRef) -> str | None:

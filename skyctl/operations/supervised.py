@@ -137,22 +137,19 @@ class SupervisedFleet:
         return int(answer["operation"])
 
     async def scale(self, replicas: int) -> int:
-        """Begin to run `replicas` servers; the operation's number.
+        """Begin to run `replicas` servers; the operation's number, 0 when there is nothing to do.
 
         Raises:
             UsageError: the fleet file lists replica groups, or the count is not positive.
         """
-        from skyctl.operations.planning import scaled
+        from skyctl.operations.planning import scaled, usable
+        from skyctl.supervisor.wire import plan_to_json
 
         if replicas < 1:
             raise UsageError(f"cannot scale to {replicas}", hint="to stop the fleet: skyctl down")
-        return await self.reconcile(scaled(self.ref, replicas))
-
-    async def reconcile(self, plan: Any) -> int:
-        """Make the fleet what a FleetPlan says; the operation's number (0: nothing to do)."""
-        from skyctl.supervisor.wire import plan_to_json
-
-        answer = await self._client.post("/reconcile", {"plan": plan_to_json(plan)})
+        await self._client.get("/status")  # down or not, before anything is planned
+        plan = plan_to_json(usable(self.ref, scaled(self.ref, replicas)))
+        answer = await self._client.post("/reconcile", {"plan": plan, "kind": "scale"})
         return int(answer["operation"])
 
     async def urls(self) -> dict[str, Any]:

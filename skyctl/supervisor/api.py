@@ -1,7 +1,7 @@
 """The supervisor's HTTP API on its unix socket (mode 0600, in a directory of mode 0700).
 
 GET  /v1/status                              FleetStatus
-POST /v1/reconcile  {plan, kind}             {operation}   0: nothing to do
+POST /v1/reconcile  {plan, kind}             {operation, joined}   0: nothing to do
 POST /v1/restart    {servers}                {operation}
 POST /v1/undo       {}                       {}            stops the operation and what it started
 POST /v1/down       {drain_timeout_s}        {}            answers when everything is stopped
@@ -79,7 +79,8 @@ def make_app(supervisor: Supervisor) -> Starlette:
 
     async def reconcile(request: Request) -> Answer:
         body = await _parsed(request, ReconcileBody)
-        return {"operation": supervisor.reconcile(plan_from_json(body.plan), body.kind)}
+        operation, joined = supervisor.reconcile(plan_from_json(body.plan), body.kind)
+        return {"operation": operation, "joined": joined}
 
     async def restart(request: Request) -> Answer:
         body = await _parsed(request, RestartBody)

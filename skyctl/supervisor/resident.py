@@ -60,25 +60,25 @@ class Supervisor:
 
     # --- what the API calls --------------------------------------------------------------------
 
-    def reconcile(self, plan: FleetPlan, kind: str = "up") -> int:
+    def reconcile(self, plan: FleetPlan, kind: str = "up") -> tuple[int, bool]:
         """Begin to make the fleet what the plan says; the operation's number, 0: nothing to do.
 
-        A second `up` with the same plan joins the first.
+        A second `up` with the same plan joins the first: then the flag is true.
 
         Raises:
             ConflictError: something else is being done.
         """
         running = self._operation_task is not None and not self._operation_task.done()
         if running and self.operation and self.plan and _same(plan, self.plan):
-            return self.operation.id
+            return self.operation.id, True
         self._refuse_while_busy()
         if self.plan is not None and not self.changes(plan):
             self._take(plan)
-            return 0
+            return 0, False
         first = self.plan is None
         detail = "" if first else str(self.changes(plan))
         self._take(plan)
-        return self._begin(kind, detail, rollout.apply_plan(self, plan, adopt=first))
+        return self._begin(kind, detail, rollout.apply_plan(self, plan, adopt=first)), False
 
     def restart(self, names: Sequence[str]) -> int:
         """Begin a rolling restart of these replicas (all when empty).

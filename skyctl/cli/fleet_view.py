@@ -1,0 +1,168 @@
+"""How a fleet looks in a terminal: the status table, and the progress of up, restart and scale."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from skyctl import output
+from skyctl.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from skyctl.fleet.status import FleetStatus, ReplicaStatus, RouterStatus
+
+_HEALTH = {"healthy": "bold green", "degraded": "bold yellow", "down": "bold red"}
+_BUSY_SIGNS = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"
+
+
+def status_view(status: FleetStatus) -> RenderableType:
+    """Headline, one row per replica and the router, then what is wrong and what to type."""
+    parts: list[RenderableType] = [_headline(status)]
+    if status.replicas:
+        parts += [Text(), _table(status)]
+    if status.reasons:
+        parts.append(Text())
+    for reason in status.reasons:
+        line = Text.assemble(("! ", "yellow"), reason.message)
+        if reason.hint:
+            line.append(f"  → {reason.hint}", style="dim")
+        parts.append(line)
+    return Group(*parts)
+
+
+def _headline(status: FleetStatus) -> Text:
+    line = Text.assemble((status.name, "bold"), "  ", (status.health, _HEALTH[status.health]))
+    facts = [status.device, status.model]
+    if status.replicas:
+        facts.append(f"weights {status.weight_version or 'base'}")
+    if status.supervised is None:
+        facts.append("attached")
+    elif status.supervised:
+        facts.append(f"supervisor {status.supervisor_pid}")
+    line.append("  " + " · ".join(fact for fact in facts if fact), style="dim")
+    operation = status.operation
+    if operation is not None and operation.ended_at is None:
+        line.append(f"  {operation.kind} {operation.detail}".rstrip(), style="cyan")
+    if status.job is not None:
+        line.append(f"  {status.job} running", style="cyan")
+    if status.health == "down" and not status.replicas:
+        line.append("  start it: skyctl up", style="dim")
+    return line
+
+
+def _table(status: FleetStatus) -> RenderableType:
+    with_gpus = any(replica.gpus for replica in status.replicas)
+    columns = ["REPLICA", "STATE", "ROUTED", ">RUN", ">WAIT", ">KV", "WEIGHTS", ">UPTIME"]
+    columns += [">MEMORY", ">RESTARTS", ">PID", ">PORT"]
+    rows = [_replica_cells(replica) for replica in status.replicas]
+    if status.router is not None:
+        rows.append(_router_cells(status.router))
+    if with_gpus:
+        columns.append("GPUS")
+        gpus = [",".join(map(str, replica.gpus)) for replica in status.replicas]
+        rows = [[*row, cell] for row, cell in zip(rows, [*gpus, ""], strict=False)]
+    return output.table(columns, rows)
+
+
+def _replica_cells(replica: ReplicaStatus) -> list[object]:
+    routed = {True: Text("yes", "green"), False: Text("no", "yellow"), None: None}[replica.routed]
+    return [
+        replica.name,
+        output.styled(replica.state),
+        routed,
+        replica.running,
+        replica.waiting,
+        None if replica.kv_usage is None else f"{replica.kv_usage:.0%}",
+        Text(replica.weight_version or "base"),
+        None if replica.uptime_s is None else format_seconds(replica.uptime_s),
+        None if replica.rss_bytes is None else format_bytes(replica.rss_bytes),
+        replica.restarts or None,
+        replica.pid,
+        replica.port,
+    ]
+
+
+def _router_cells(router: RouterStatus) -> list[object]:
+    return [
+        "router",
+        output.styled(router.state),
+        None if router.workers is None else f"→ {router.workers}",
+        "",
+        "",
+        "",
+        "",
+        None if router.uptime_s is None else format_seconds(router.uptime_s),
+        None if router.rss_bytes is None else format_bytes(router.rss_bytes),
+        router.restarts or None,
+        router.pid,
+        router.port,
+    ]
+
+
+class OperationView:
+    """The progress of one operation: a live table, or one plain line per change of state."""
+
+    def __init__(self, title: str) -> None:
+        self._title = title
+        self._began = time.monotonic()
+        self._latest: FleetStatus | None = None
+        self._since: dict[str, tuple[str, float]] = {}
+        self.drawing = False
+
+    def see(self, status: FleetStatus) -> None:
+        """Take in a new status."""
+        self._latest = status
+        for name, state, reason in _states(status):
+            if self._since.get(name, ("", 0.0))[0] == state:
+                continue
+            self._since[name] = (state, time.monotonic())
+            if not self.drawing:
+                seconds = f"{time.monotonic() - self._began:.0f} s"
+                output.note(f"{name}: {state} ({seconds})" + (f" – {reason}" if reason else ""))
+
+    def render(self) -> RenderableType:
+        """The table as of now."""
+        spent = time.monotonic() - self._began
+        sign = _BUSY_SIGNS[int(spent * 8) % len(_BUSY_SIGNS)]
+        head = Text.assemble((f"{sign} ", "cyan"), (self._title, "bold"), (f"  {spent:.0f} s", ""))
+        if self._latest is None:
+            return head
+        rows = []
+        lines = {replica.name: replica.log_line for replica in self._latest.replicas}
+        for name, state, reason in _states(self._latest):
+            began = self._since.get(name, ("", self._began))[1]
+            detail = reason or lines.get(name, "")
+            rows.append(
+                [
+                    f"  {name}",
+                    output.styled(state),
+                    f"{time.monotonic() - began:.0f} s",
+                    Text(_shortened(detail), style="dim", no_wrap=True, overflow="ellipsis"),
+                ]
+            )
+        return Group(head, output.table(["", "", ">", ""], rows)) if rows else head
+
+
+def log_tail(name: str, lines: list[str], telling: str) -> RenderableType:
+    """The end of a log, with the line that says why in red."""
+    shown: list[RenderableType] = [Text(f"── {name}: last {len(lines)} lines of its log", "bold")]
+    for line in lines:
+        shown.append(Text(f"  {line}", "bold red" if telling and telling in line else "dim"))
+    if telling and not any(telling in line for line in lines):
+        shown.append(Text(f"  {telling}", "bold red"))
+    return Group(*shown)
+
+
+def _states(status: FleetStatus) -> list[tuple[str, str, str]]:
+    rows = [(replica.name, replica.state, replica.reason) for replica in status.replicas]
+    if status.router is not None:
+        rows.append(("router", status.router.state, status.router.reason))
+    return rows
+
+
+def _shortened(line: str) -> str:
+    room = max(20, output.err.width - 40)
+    return line if len(line) <= room else line[: room - 1] + "…"
