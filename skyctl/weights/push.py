@@ -21,6 +21,7 @@ from skyctl.weights.cancellation import Abandoned, Shelter
 from skyctl.weights.delivery import Delivery
 from skyctl.weights.preflight import Prepared, preflight
 from skyctl.weights.request import (
+    CarefulObserver,
     PushFleet,
     PushObserver,
     PushRequest,
@@ -52,7 +53,7 @@ class _Run:
     request: PushRequest
     fleet: PushFleet
     client: ControlClient
-    observer: PushObserver
+    observer: CarefulObserver
     clock: Callable[[], float]
     shelter: Shelter
     began: float = 0.0
@@ -95,7 +96,7 @@ async def push(
         PushError: it failed after the pause; `details["servers"]` has one ServerPush mapping each.
     """
     shelter = Shelter()
-    run = _Run(request, fleet, client, observer, clock, shelter)
+    run = _Run(request, fleet, client, CarefulObserver(observer), clock, shelter)
     return await shelter.run(_transaction(run))
 
 
@@ -130,9 +131,8 @@ async def _transaction(run: _Run) -> PushResult:
             await delivery.update(sites, _progress(run, prepared))
         with run.stage("finish"):
             await delivery.finish(sites, lambda: _label(run, prepared, delivery))
-    except BaseException:
-        _report_left(run, sites)
-        raise
+    except BaseException as error:
+        raise _cut_short(run, sites, error) from error
     finally:
         await delivery.close()
     if delivery.can_retry and len(alive(sites)) < len(sites):
@@ -145,12 +145,18 @@ async def _transaction(run: _Run) -> PushResult:
     return _settle(run, prepared, label, delivery.content_digest)
 
 
-def _report_left(run: _Run, sites: Sequence[Site]) -> None:
-    """The push was cut short: say which servers must not be resumed."""
-    for site in sites:
-        if site.holds in (Holds.UNKNOWN, Holds.NEW):
-            site.failure = site.failure or "the push was interrupted"
-            run.observer.server(site.name, "quarantined", site.failure)
+def _cut_short(run: _Run, sites: Sequence[Site], error: BaseException) -> BaseException:
+    """The error to raise when a push ends in the middle; says which servers must not be resumed."""
+    in_doubt = [site for site in sites if site.holds in (Holds.UNKNOWN, Holds.NEW)]
+    for site in in_doubt:
+        site.failure = site.failure or f"the push was interrupted ({error!r})"
+        run.observer.server(site.name, "quarantined", site.failure)
+    if isinstance(error, SkyctlError) or not isinstance(error, Exception):
+        return error
+    return PushError(
+        f"the push broke off: {error!r}",
+        details={"servers": [site.report().to_json() for site in sites]},
+    )
 
 
 async def _stage(delivery: Delivery, sites: Sequence[Site]) -> None:
@@ -348,6 +354,8 @@ def _settle(run: _Run, prepared: Prepared, label: str, content_digest: str) -> P
     """The result, or a PushError when a server is not at the new version and thawed."""
     result = _result(run, prepared, label, content_digest)
     failed = [server for server in result.servers if not server.ok]
+    if run.observer.failures:
+        result.notes.append(f"progress could not be recorded: {run.observer.failures[0]!r}")
     if not failed:
         return result
     for server in failed:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -84,7 +85,7 @@ class PushFleet:
 
 
 class PushObserver(Protocol):
-    """Told of a push's progress as it happens. Calls must return at once and not raise."""
+    """Told of a push's progress as it happens. Calls must return at once."""
 
     def stage(self, name: str) -> None:
         """A stage (one of `STAGES`, or "recover") begins."""
@@ -109,6 +110,33 @@ class SilentObserver:
     def server(self, name: str, state: str, detail: str = "") -> None: ...
 
     def note(self, message: str) -> None: ...
+
+
+class CarefulObserver:
+    """Passes calls on; an observer that fails (a full disk under a journal, say) must not stop a
+    push that has servers frozen. `failures` keeps what was raised."""
+
+    def __init__(self, observer: PushObserver) -> None:
+        self._observer = observer
+        self.failures: list[Exception] = []
+
+    def stage(self, name: str) -> None:
+        self._tell(lambda: self._observer.stage(name))
+
+    def progress(self, done_bytes: int, total_bytes: int) -> None:
+        self._tell(lambda: self._observer.progress(done_bytes, total_bytes))
+
+    def server(self, name: str, state: str, detail: str = "") -> None:
+        self._tell(lambda: self._observer.server(name, state, detail))
+
+    def note(self, message: str) -> None:
+        self._tell(lambda: self._observer.note(message))
+
+    def _tell(self, call: Callable[[], None]) -> None:
+        try:
+            call()
+        except Exception as error:
+            self.failures.append(error)
 
 
 @dataclass(frozen=True)
