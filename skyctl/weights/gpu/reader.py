@@ -1,4 +1,4 @@
-"""Files to GPU memory at close to the pinned-copy limit: parallel reads, a small ring, async copies.
+"""Files to GPU memory at close to the pinned-copy limit: parallel reads, a small ring, async copy.
 
 Each thread owns `depth` pinned buffers of `piece_bytes` and one stream: it reads a piece with
 preadv into a buffer while the copy engine drains the other. The ring is small on purpose (12 x 2 x
@@ -37,7 +37,7 @@ class ReadFailed(Exception):
     """A file could not be read to the end of a span, or a copy failed."""
 
 
-class _Batch:
+class ReadBatch:
     """Pieces that are waited for together."""
 
     def __init__(self, pieces: int) -> None:
@@ -69,7 +69,7 @@ class DeviceReader:
         self._piece_bytes = piece_bytes
         self._pinned = torch.empty(self.pinned_bytes, dtype=torch.uint8, pin_memory=True)
         self._streams = [torch.cuda.Stream(device=device) for _ in range(threads)]
-        self._queue: deque[tuple[Span, _Batch]] = deque()
+        self._queue: deque[tuple[Span, ReadBatch]] = deque()
         self._lock = threading.Condition()
         self._closed = False
         self._failure: BaseException | None = None
@@ -80,16 +80,16 @@ class DeviceReader:
         for thread in self._threads:
             thread.start()
 
-    def submit(self, spans: Sequence[Span]) -> _Batch:
+    def submit(self, spans: Sequence[Span]) -> ReadBatch:
         """Queue spans; returns a batch for `wait`."""
         pieces = [piece for span in spans for piece in self._cut(span)]
-        batch = _Batch(len(pieces))
+        batch = ReadBatch(len(pieces))
         with self._lock:
             self._queue.extend((piece, batch) for piece in pieces)
             self._lock.notify_all()
         return batch
 
-    def wait(self, batch: _Batch, timeout_s: float) -> None:
+    def wait(self, batch: ReadBatch, timeout_s: float) -> None:
         """Block until every byte of the batch is in device memory.
 
         Raises:
@@ -124,7 +124,7 @@ class DeviceReader:
             for at in range(0, span.size, self._piece_bytes)
         ]
 
-    def _next(self) -> tuple[Span, _Batch] | None:
+    def _next(self) -> tuple[Span, ReadBatch] | None:
         with self._lock:
             while not self._queue and not self._closed:
                 self._lock.wait()
@@ -186,7 +186,7 @@ class _Slot:
         self.address: int = piece.data_ptr()
         self.view = memoryview(piece.numpy())
         self.event = cudart.Event()
-        self.batch: _Batch | None = None
+        self.batch: ReadBatch | None = None
 
     def fill(self, span: Span) -> None:
         at = 0

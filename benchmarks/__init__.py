@@ -1,0 +1,1 @@
+"""Benchmarks anyone can run: each compares with the alternative in the same run."""

@@ -1,0 +1,191 @@
+"""Push a Qwen3-8B-shaped checkpoint into real vLLM GPU servers, beside vLLM's own sender.
+
+    python -m benchmarks.push --transport ipc --servers 1
+    python -m benchmarks.push --transport nccl --servers 3 --runs 5 --shape qwen3-8b
+
+Makes two checkpoints in --scratch (default /dev/shm), starts a fleet with `skyctl up`, pushes them
+in turn, lets vLLM's own sender push them to the first server, and takes the fleet down. Appends
+one JSON object to benchmarks/results/ and prints a table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from benchmarks.checkpoints import SHAPES, write_checkpoint
+
+RESULTS = Path(__file__).parent / "results"
+COMMAND_TIMEOUT_S = 400
+
+
+class Fleet:
+    """A fleet in a directory of its own, driven by the skyctl command."""
+
+    def __init__(self, directory: Path, settings: dict[str, Any]) -> None:
+        self.directory = directory
+        directory.mkdir(parents=True, exist_ok=True)
+        # JSON is YAML
+        (directory / "fleet.yaml").write_text(json.dumps(settings))
+        self.env = {**os.environ, "SKYCTL_HOME": str(directory / "state")}
+
+    def run(self, *arguments: str, check: bool = True) -> str:
+        done = subprocess.run(
+            [sys.executable, "-m", "skyctl", *arguments],
+            cwd=self.directory,
+            env=self.env,
+            text=True,
+            stdout=subprocess.PIPE,
+            timeout=COMMAND_TIMEOUT_S,
+            check=False,
+        )
+        if check and done.returncode:
+            raise SystemExit(f"skyctl {' '.join(arguments)}: {done.returncode}\n{done.stdout}")
+        return done.stdout
+
+    def data(self, *arguments: str) -> dict[str, Any]:
+        data: dict[str, Any] = json.loads(self.run(*arguments, "--json"))["data"]
+        return data
+
+
+def settings(options: argparse.Namespace, model: Path) -> dict[str, Any]:
+    """The fleet file of this run."""
+    gpus = options.gpus or list(range(options.servers))
+    return {
+        "name": "bench",
+        "model": str(model),
+        "served_model_name": "bench",
+        "replicas": options.servers,
+        "device": "cuda",
+        "gpus": gpus,
+        "share_gpus": len(gpus) < options.servers,
+        "tensor_parallel_size": options.tensor_parallel_size,
+        "args": {
+            "load-format": "dummy",
+            "max-model-len": 2048,
+            "enforce-eager": True,
+            "gpu-memory-utilization": options.memory,
+        },
+        "weight_transfer": {"transport": options.transport, "chunk_size": options.chunk_size},
+        "router": {"enabled": False},
+    }
+
+
+def skyctl_pushes(
+    fleet: Fleet, checkpoints: list[Path], options: argparse.Namespace
+) -> list[dict[str, Any]]:
+    """Results of every counted push."""
+    results = []
+    for run in range(options.warmups + options.runs):
+        checkpoint = str(checkpoints[run % len(checkpoints)])
+        result = fleet.data("sync-weights", checkpoint, *options.push_options.split())
+        stages = " ".join(f"{name} {value:.3f}" for name, value in result["stages"].items())
+        print(
+            f"skyctl push {run}: {result['seconds']:.3f} s, "
+            f"frozen {result['freeze_window_s']:.3f} s; {stages}",
+            flush=True,
+        )
+        if run >= options.warmups:
+            results.append(result)
+    return results
+
+
+def native_pushes(
+    fleet: Fleet, checkpoints: list[Path], options: argparse.Namespace
+) -> dict[str, Any]:
+    """vLLM's own sender on the first server, from a GPU of its own for NCCL."""
+    url = next(iter(fleet.data("urls")["servers"].values()))
+    device = options.servers * options.tensor_parallel_size if options.transport == "nccl" else 0
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "benchmarks.native_sender"),
+            *("--backend", options.transport, "--url", url, "--device", f"cuda:{device}"),
+            *("--world-size", str(options.tensor_parallel_size)),
+            *("--runs", str(options.runs), "--warmups", str(options.warmups)),
+            *map(str, checkpoints),
+        ],
+        text=True,
+        capture_output=True,
+        timeout=COMMAND_TIMEOUT_S,
+        check=False,
+    )
+    if done.returncode:
+        print(done.stderr[-3000:])
+        return {"runs_s": [], "vllm": ""}
+    result: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+    return result
+
+
+def record(
+    options: argparse.Namespace, pushes: list[dict[str, Any]], native: dict[str, Any]
+) -> dict[str, Any]:
+    """One object per figure, as benchmarks/results/ keeps them."""
+    import torch
+
+    seconds = [round(push["seconds"], 4) for push in pushes]
+    return {
+        "benchmark": f"{options.transport}-{options.servers}",
+        "gpu": torch.cuda.get_device_name(0),
+        "versions": {"vllm": native["vllm"], "torch": torch.__version__},
+        "date": time.strftime("%Y-%m-%d"),
+        "bytes": pushes[0]["total_bytes"],
+        "runs_s": seconds,
+        "median_s": statistics.median(seconds),
+        "native_runs_s": native["runs_s"],
+        "native_median_s": statistics.median(native["runs_s"]) if native["runs_s"] else None,
+        "freeze_window_s": round(statistics.median(p["freeze_window_s"] for p in pushes), 4),
+        "stages_s": {
+            name: round(statistics.median(p["stages"].get(name, 0.0) for p in pushes), 4)
+            for name in pushes[0]["stages"]
+        },
+        "options": f"{options.shape} chunk {options.chunk_size} {options.push_options}".strip(),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--transport", choices=["ipc", "nccl"], required=True)
+    parser.add_argument("--servers", type=int, default=1)
+    parser.add_argument("--tensor-parallel-size", type=int, default=1)
+    parser.add_argument("--gpus", type=int, nargs="*", help="GPUs of the servers")
+    parser.add_argument("--memory", type=float, default=0.3, help="gpu-memory-utilization")
+    parser.add_argument("--shape", choices=sorted(SHAPES), default="qwen3-8b")
+    parser.add_argument("--chunk-size", default="1GiB")
+    parser.add_argument("--push-options", default="", help="more options of sync-weights")
+    parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--warmups", type=int, default=1)
+    parser.add_argument("--scratch", type=Path, default=Path("/dev/shm/skyctl-bench"))
+    parser.add_argument("--no-native", action="store_true")
+    parser.add_argument("--keep-up", action="store_true", help="leave the fleet running")
+    options = parser.parse_args()
+
+    checkpoints = [options.scratch / f"{options.shape}-{seed}" for seed in (1, 2)]
+    for seed, checkpoint in enumerate(checkpoints, 1):
+        if not (checkpoint / "config.json").exists():
+            write_checkpoint(checkpoint, options.shape, seed)
+    fleet = Fleet(options.scratch / "fleet", settings(options, checkpoints[0]))
+    try:
+        fleet.run("up")
+        pushes = skyctl_pushes(fleet, checkpoints, options)
+        native: dict[str, Any] = {"runs_s": [], "vllm": ""}
+        if not options.no_native:
+            native = native_pushes(fleet, checkpoints, options)
+    finally:
+        if not options.keep_up:
+            fleet.run("down", check=False)
+    result = record(options, pushes, native)
+    RESULTS.mkdir(exist_ok=True)
+    path = RESULTS / f"{result['benchmark']}.json"
+    path.write_text(json.dumps(result, indent=1) + "\n")
+    print(json.dumps(result, indent=1))
+
+
+if __name__ == "__main__":
+    main()

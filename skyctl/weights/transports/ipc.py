@@ -1,0 +1,109 @@
+"""CUDA IPC: servers copy each chunk out of the sender's buffers on their own GPUs.
+
+Speaks to vLLM's native engine (`distributed/weight_transfer/ipc_engine.py`, packed). One sender
+serves every GPU of the host: a chunk is read once, copied to the first GPU, and from there to the
+others over NVLink. All slots of a GPU are one allocation, so that a server maps it once.
+"""
+
+from __future__ import annotations
+
+import base64
+import pickle
+from collections.abc import Sequence
+from typing import Any
+
+from skyctl.control.dialects import Dialect
+from skyctl.weights.plan import Chunk, Packing
+from skyctl.weights.reader import Piece, ShardFiles
+from skyctl.weights.transports.base import Filled, Session, tensor_headers
+
+
+class IpcTransport:
+    """Servers read by themselves; nothing needs to act at the same time."""
+
+    name = "ipc"
+    collective = False
+    packing: Packing = "fit"
+    alignment = 1  # vLLM's packed format has no padding
+
+    def sender_options(self, server_gpus: Sequence[Sequence[int]], **_: Any) -> dict[str, Any]:
+        return {"server_gpus": [list(gpus) for gpus in server_gpus]}
+
+    def init_info(self, session: Session, *, rank_offset: int, dialect: Dialect) -> dict[str, Any]:
+        return dialect.ipc_init_info(packed=True)
+
+    def update_info(
+        self, session: Session, chunk: Chunk, filled: Filled, *, server: int, dialect: Dialect
+    ) -> dict[str, Any]:
+        return dialect.ipc_update_info(
+            tensor_headers(chunk),
+            filled.extra["handles"][server],
+            sizes_bytes=[placed.tensor.nbytes for placed in chunk.placed],
+        )
+
+
+TRANSPORT = IpcTransport()
+
+
+def open_carrier(session: str, options: dict[str, Any]) -> IpcCarrier:
+    """The sender's half. Imports torch."""
+    return IpcCarrier(options["server_gpus"])
+
+
+class IpcCarrier:
+    """Slots on every GPU that hosts a worker, exported to each server."""
+
+    def __init__(self, server_gpus: Sequence[Sequence[int]]) -> None:
+        self._server_gpus = [list(gpus) for gpus in server_gpus]
+        self._devices = sorted({gpu for gpus in self._server_gpus for gpu in gpus})
+
+    def open_reader(
+        self,
+        files: ShardFiles,
+        chunks: Sequence[Sequence[Piece]],
+        *,
+        slots: int,
+        slot_bytes: int,
+        threads: int,
+    ) -> Any:
+        from skyctl.weights.gpu.chunks import DeviceChunkReader
+        from skyctl.weights.gpu.devices import MirroredSlots, uuid_of
+        from skyctl.weights.gpu.reader import DeviceReader
+
+        self._slots = MirroredSlots(self._devices, slots, slot_bytes)
+        self._uuids = {device: uuid_of(device) for device in self._devices}
+        return DeviceChunkReader(
+            files,
+            chunks,
+            self._slots.addresses(),
+            DeviceReader(self._devices[0], threads=threads),
+            after_fill=self._slots.mirror,
+        )
+
+    def extra(self, slot: int) -> dict[str, Any]:
+        """Handles of a slot, one payload per server.
+
+        torch counts one release per export, so each server gets an export of its own, anew for
+        each chunk; a shared one would be released twice and its memory never come back.
+        """
+        from torch.multiprocessing.reductions import reduce_tensor
+
+        handles = []
+        for gpus in self._server_gpus:
+            payload = {
+                self._uuids[gpu]: reduce_tensor(self._slots.view(gpu, slot))[1] for gpu in gpus
+            }
+            handles.append(base64.b64encode(pickle.dumps(payload)).decode("ascii"))
+        return {"handles": handles}
+
+    def endpoint(self) -> dict[str, Any]:
+        return {}
+
+    def join(self) -> None:
+        """No group to form."""
+
+    def send(self, slot: int, size: int) -> None:
+        """Servers read by themselves."""
+
+    def close(self) -> None:
+        self._slots.free()

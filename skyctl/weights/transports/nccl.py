@@ -1,0 +1,156 @@
+"""NCCL broadcast from a GPU of the sender's own to every worker of every server.
+
+Speaks to vLLM's native engine (`distributed/weight_transfer/nccl_engine.py`, packed). The sender
+is rank 0; each server's workers take consecutive ranks from its own rank_offset. Workers cut the
+stream of tensors into buffers by themselves, so the chunk plan follows their rule ("overflow").
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Sequence
+from inspect import signature
+from typing import Any
+
+from skyctl.control.dialects import Dialect, PackedBuffers
+from skyctl.weights.plan import Chunk, Packing
+from skyctl.weights.reader import Piece, ShardFiles
+from skyctl.weights.transports.base import Filled, Session, tensor_headers
+
+HOST = "127.0.0.1"
+WORKER_BUFFERS = 2
+
+
+class NcclTransport:
+    """Every worker of every server takes part in each broadcast."""
+
+    name = "nccl"
+    collective = True
+    packing: Packing = "overflow"
+    alignment = 1  # vLLM's packed format has no padding
+
+    def sender_options(
+        self,
+        world_size: int,
+        *,
+        sender_gpu: int,
+        rendezvous_timeout_s: float,
+        **_: Any,
+    ) -> dict[str, Any]:
+        return {
+            "world_size": world_size,
+            "gpu": sender_gpu,
+            "rendezvous_timeout_s": rendezvous_timeout_s,
+        }
+
+    def init_info(self, session: Session, *, rank_offset: int, dialect: Dialect) -> dict[str, Any]:
+        return dialect.nccl_init_info(
+            master_address=session.endpoint["host"],
+            master_port=session.endpoint["port"],
+            rank_offset=rank_offset,
+            world_size=session.world_size,
+            buffers=self._buffers(session),
+        )
+
+    def update_info(
+        self, session: Session, chunk: Chunk, filled: Filled, *, server: int, dialect: Dialect
+    ) -> dict[str, Any]:
+        return dialect.nccl_update_info(tensor_headers(chunk), buffers=self._buffers(session))
+
+    @staticmethod
+    def _buffers(session: Session) -> PackedBuffers:
+        return PackedBuffers(session.plan.chunk_size, WORKER_BUFFERS)
+
+
+TRANSPORT = NcclTransport()
+
+
+def open_carrier(session: str, options: dict[str, Any]) -> NcclCarrier:
+    """The sender's half. Imports torch and vLLM."""
+    return NcclCarrier(options)
+
+
+class NcclCarrier:
+    """Rank 0 of the group on a GPU that no worker uses, and the store where ranks find each other.
+
+    The store serves pickled objects to whoever connects: it listens on loopback only.
+    """
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        import torch
+
+        self._device = int(options["gpu"])
+        self._world_size = int(options["world_size"])
+        self._rendezvous_s = float(options["rendezvous_timeout_s"])
+        torch.cuda.set_device(self._device)
+        self._listener = socket.socket()
+        self._listener.bind((HOST, 0))
+        self._listener.listen(self._world_size + 8)
+        self._port: int = self._listener.getsockname()[1]
+        self._stream = torch.cuda.Stream(device=self._device)
+        self._communicator: Any = None
+
+    def open_reader(
+        self,
+        files: ShardFiles,
+        chunks: Sequence[Sequence[Piece]],
+        *,
+        slots: int,
+        slot_bytes: int,
+        threads: int,
+    ) -> Any:
+        from skyctl.weights.gpu.chunks import DeviceChunkReader
+        from skyctl.weights.gpu.devices import MirroredSlots
+        from skyctl.weights.gpu.reader import DeviceReader
+
+        self._slots = MirroredSlots([self._device], slots, slot_bytes)
+        return DeviceChunkReader(
+            files,
+            chunks,
+            self._slots.addresses(),
+            DeviceReader(self._device, threads=threads),
+            after_fill=self._slots.mirror,
+        )
+
+    def extra(self, slot: int) -> dict[str, Any]:
+        return {}
+
+    def endpoint(self) -> dict[str, Any]:
+        return {"host": HOST, "port": self._port}
+
+    def join(self) -> None:
+        """Form the group: every worker of every server must be in its init call."""
+        from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
+
+        self._communicator = PyNcclCommunicator(self._rendezvous(), device=self._device)
+
+    def _rendezvous(self) -> Any:
+        from vllm.distributed.utils import StatelessProcessGroup
+
+        arguments: dict[str, Any] = {
+            "host": HOST,
+            "port": self._port,
+            "rank": 0,
+            "world_size": self._world_size,
+            "store_timeout": int(self._rendezvous_s),
+        }
+        if "listen_socket" in signature(StatelessProcessGroup.create).parameters:
+            arguments["listen_socket"] = self._listener
+        else:  # 0.26 binds the port itself
+            self._listener.close()
+        return StatelessProcessGroup.create(**arguments)
+
+    def send(self, slot: int, size: int) -> None:
+        import torch
+
+        with torch.cuda.stream(self._stream):
+            self._communicator.broadcast(
+                self._slots.view(self._device, slot)[:size], src=0, stream=self._stream
+            )
+        self._stream.synchronize()
+
+    def close(self) -> None:
+        communicator, self._communicator = self._communicator, None
+        if communicator is not None and hasattr(communicator, "destroy"):
+            communicator.destroy()
+        self._slots.free()
