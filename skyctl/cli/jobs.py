@@ -1,10 +1,134 @@
-"""Placeholder."""
+"""`skyctl jobs`: the pushes that run, or ran, in a fleet's supervisor."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-app = typer.Typer(help="Placeholder.")
+from skyctl.cli import complete
+from skyctl.cli.asking import ask_fleet, chosen
+from skyctl.cli.options import FileOption, FleetOption, JsonOption
+
+if TYPE_CHECKING:
+    from skyctl.fleet.journal import Job
+
+app = typer.Typer(help="Weight pushes that run, or ran, in the fleet's supervisor.")
+
+JobArgument = Annotated[
+    str, typer.Argument(metavar="ID", help="Job id.", autocompletion=complete.jobs)
+]
 
 
-@app.command("list")
-def _list() -> None:
-    raise NotImplementedError
+@app.callback(invoke_without_command=True)
+def jobs(
+    context: typer.Context,
+    file: FileOption = None,
+    fleet: FleetOption = None,
+    json: JsonOption = False,
+) -> None:
+    """Weight pushes that run, or ran, in the fleet's supervisor; without a command: list them.
+
+    \b
+    skyctl jobs
+    skyctl jobs wait push-3
+    """
+    if context.invoked_subcommand is not None:
+        context.obj = (file, fleet)
+        return
+    from skyctl import output
+
+    found = ask_fleet(file, fleet, lambda running: running.jobs())
+    rows = [
+        [
+            job.id,
+            output.styled(job.state),
+            job.stage,
+            _percent(job),
+            _ago(job.created_at),
+            job.request.get("checkpoint"),
+        ]
+        for job in found
+    ]
+    output.emit(
+        {"jobs": [job.to_json() for job in found]},
+        output.table(["JOB", "STATE", "STAGE", ">DONE", ">STARTED", "CHECKPOINT"], rows)
+        if rows
+        else "no jobs yet",
+    )
+
+
+@app.command()
+def show(
+    context: typer.Context,
+    job_id: JobArgument,
+    file: FileOption = None,
+    fleet: FleetOption = None,
+    json: JsonOption = False,
+) -> None:
+    """One job: what was asked, how far it came, how it ended.
+
+    \b
+    skyctl jobs show push-3
+    """
+    from skyctl import output
+    from skyctl.cli.job_view import job_error, job_views
+
+    job = ask_fleet(*chosen(context, file, fleet), lambda running: running.job(job_id))
+    error = job_error(job)
+    rows = [
+        ["state", output.styled(job.state)],
+        ["stage", job.stage],
+        ["done", _percent(job)],
+        ["started", _ago(job.created_at)],
+        *(
+            [key.replace("_", " "), value]
+            for key, value in job.request.items()
+            if value is not None
+        ),
+    ]
+    if error is not None:
+        rows += [["error", error.message], *([["hint", error.hint]] if error.hint else [])]
+    output.emit({"job": job.to_json()}, output.table([job.id, ""], rows), *job_views(job))
+
+
+@app.command()
+def wait(
+    context: typer.Context,
+    job_id: JobArgument,
+    file: FileOption = None,
+    fleet: FleetOption = None,
+    timeout: Annotated[
+        float | None,
+        typer.Option(metavar="SECONDS", help="Stop waiting after this long.", show_default=False),
+    ] = None,
+    json: JsonOption = False,
+) -> None:
+    """Follow a job until it ends; ends with the job's own exit code. Ctrl-C leaves it running.
+
+    \b
+    skyctl jobs wait push-3 --timeout 600
+    """
+    from skyctl.cli.job_view import emit_job, follow_job, run_following
+    from skyctl.fleet.registry import select
+    from skyctl.operations.connect import connect
+
+    ref = select(*chosen(context, file, fleet))
+
+    async def follow() -> Job:
+        async with connect(ref) as running:
+            await running.job(job_id)
+            return await follow_job(running, job_id, timeout_s=timeout)
+
+    emit_job(run_following(follow(), lambda: f"{job_id} goes on: skyctl jobs wait {job_id}"))
+
+
+def _percent(job: Job) -> str | None:
+    return f"{job.done_bytes / job.total_bytes:.0%}" if job.total_bytes else None
+
+
+def _ago(at: float) -> str:
+    from skyctl.units import format_seconds
+
+    return f"{format_seconds(max(0.0, time.time() - at))} ago"

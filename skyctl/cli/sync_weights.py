@@ -1,6 +1,133 @@
-"""Placeholder."""
+"""`skyctl sync-weights`: push a checkpoint into every running server."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from skyctl.cli import complete
+from skyctl.cli.options import FileOption, FleetOption, JsonOption
+from skyctl.cli.pause import PauseModeOption
+
+if TYPE_CHECKING:
+    from skyctl.fleet.journal import Job
 
 
-def sync_weights() -> None:
-    """Placeholder."""
-    raise NotImplementedError
+class TransportOption(StrEnum):
+    """Mechanisms that carry tensors."""
+
+    AUTO = "auto"
+    NCCL = "nccl"
+    IPC = "ipc"
+    GLOO = "gloo"
+    SHM = "shm"
+    DISK = "disk"
+
+
+def sync_weights(
+    checkpoint: Annotated[
+        str,
+        typer.Argument(
+            metavar="CKPT",
+            help="Checkpoint directory: config.json and *.safetensors.",
+            autocompletion=complete.checkpoints,
+        ),
+    ],
+    file: FileOption = None,
+    fleet: FleetOption = None,
+    transport: Annotated[
+        TransportOption, typer.Option(help="How tensors travel (auto: by topology).")
+    ] = TransportOption.AUTO,
+    chunk_size: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE",
+            help="Bytes per chunk, such as 256MiB (default: the fleet file's).",
+            show_default=False,
+        ),
+    ] = None,
+    weight_version: Annotated[
+        str | None,
+        typer.Option(
+            help="Label of the new weights (default: the checkpoint's name and digest).",
+            show_default=False,
+        ),
+    ] = None,
+    mode: Annotated[
+        PauseModeOption, typer.Option(help="What becomes of running requests meanwhile.")
+    ] = PauseModeOption.KEEP,
+    verify: Annotated[
+        bool, typer.Option("--verify/--no-verify", help="Compare the servers' weights at the end.")
+    ] = True,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Check and plan only; nothing is paused.")
+    ] = False,
+    detach: Annotated[
+        bool, typer.Option("--detach", help="Return at once with the job's id.")
+    ] = False,
+    timeout: Annotated[
+        float | None,
+        typer.Option(
+            metavar="SECONDS",
+            help="Stop waiting after this long; the job goes on.",
+            show_default=False,
+        ),
+    ] = None,
+    json: JsonOption = False,
+) -> None:
+    """Push a checkpoint into every server while it runs.
+
+    Everything is checked and staged before anything is paused. The servers are frozen only while
+    tensors move, and end at one verified version, or paused with the reason in `skyctl status`.
+
+    \b
+    skyctl sync-weights runs/step-200
+    skyctl sync-weights runs/step-200 --dry-run
+    skyctl sync-weights runs/step-200 --detach && skyctl jobs wait push-7
+    """
+    from skyctl import output
+    from skyctl.cli.job_view import emit_job, follow_job, run_following
+    from skyctl.errors import UsageError
+    from skyctl.fleet.registry import select
+    from skyctl.operations.connect import connect
+    from skyctl.units import parse_bytes
+    from skyctl.weights.checkpoint import absolute
+    from skyctl.weights.push import PushRequest
+
+    try:
+        size = parse_bytes(chunk_size) if chunk_size else None
+    except ValueError as error:
+        raise UsageError(f"--chunk-size: {error}") from error
+    request = PushRequest(
+        checkpoint=absolute(checkpoint),
+        transport=transport.value,
+        chunk_size=size,
+        weight_version=weight_version,
+        pause_mode=mode.value,
+        verify=verify,
+        dry_run=dry_run,
+    )
+    ref = select(file, fleet)
+    if detach and ref.config.attached:
+        raise UsageError(f"fleet {ref.name} has no supervisor that could run the push on its own")
+    started: list[str] = []
+
+    async def run() -> Job | None:
+        async with connect(ref) as running:
+            started.append(await running.start_push(request))
+            if detach:
+                return None
+            return await follow_job(running, started[0], timeout_s=timeout)
+
+    def on_interrupt() -> str:
+        if not started or ref.config.attached:
+            return ""
+        return f"the push goes on without you: skyctl jobs wait {started[0]}"
+
+    job = run_following(run(), on_interrupt)
+    if job is None:
+        output.emit({"job": started[0]}, f"{started[0]} (follow it: skyctl jobs wait {started[0]})")
+    else:
+        emit_job(job)

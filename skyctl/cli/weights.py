@@ -1,10 +1,150 @@
-"""Placeholder."""
+"""`skyctl weights`: which weights each server carries, and how they came there."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
 
 import typer
 
-app = typer.Typer(help="Placeholder.")
+from skyctl.cli.asking import ask_fleet, chosen
+from skyctl.cli.options import FileOption, FleetOption, JsonOption
+
+app = typer.Typer(help="Weight version per server, history of pushes, and verification.")
+
+_SHOWN = 5
 
 
-@app.command("list")
-def _list() -> None:
-    raise NotImplementedError
+@app.callback(invoke_without_command=True)
+def weights(
+    context: typer.Context,
+    file: FileOption = None,
+    fleet: FleetOption = None,
+    json: JsonOption = False,
+) -> None:
+    """Weight version per server and the latest pushes.
+
+    \b
+    skyctl weights
+    skyctl weights verify
+    skyctl weights history
+    """
+    if context.invoked_subcommand is not None:
+        context.obj = (file, fleet)
+        return
+    from skyctl import output
+
+    servers, pushes = ask_fleet(file, fleet, lambda running: running.weights())
+    rows = [
+        [
+            row.name,
+            row.weight_version or "(as started)",
+            (row.weights_digest or "")[:12] or None,
+            row.checkpoint,
+            output.styled(f"quarantined: {row.quarantine}") if row.quarantine else None,
+        ]
+        for row in servers
+    ]
+    output.emit(
+        {
+            "servers": [
+                {
+                    "server": row.name,
+                    "version": row.weight_version,
+                    "checkpoint": row.checkpoint,
+                    "weights_digest": row.weights_digest,
+                    "quarantine": row.quarantine,
+                }
+                for row in servers
+            ],
+            "pushes": [push.to_json() for push in pushes],
+        },
+        output.table(["SERVER", "VERSION", "WEIGHTS", "CHECKPOINT", ""], rows),
+        *(["", _history(pushes[:_SHOWN])] if pushes else []),
+    )
+
+
+@app.command()
+def history(
+    context: typer.Context,
+    file: FileOption = None,
+    fleet: FleetOption = None,
+    json: JsonOption = False,
+) -> None:
+    """Every push of the fleet, newest first.
+
+    \b
+    skyctl weights history --json
+    """
+    from skyctl import output
+
+    _, pushes = ask_fleet(*chosen(context, file, fleet), lambda running: running.weights())
+    output.emit(
+        {"pushes": [push.to_json() for push in pushes]},
+        _history(pushes) if pushes else "no pushes yet",
+    )
+
+
+@app.command()
+def verify(
+    context: typer.Context,
+    file: FileOption = None,
+    fleet: FleetOption = None,
+    json: JsonOption = False,
+) -> None:
+    """Ask every server for a digest of the weights it computes with, and compare them.
+
+    \b
+    skyctl weights verify
+    """
+    from skyctl import output
+    from skyctl.errors import PartialFailure, SkyctlError
+
+    report = ask_fleet(*chosen(context, file, fleet), lambda running: running.verify_weights())
+    servers = report["servers"]
+    silent = [row["server"] for row in servers if not row["ok"]]
+    versions = {row["version"] for row in servers if row["ok"]}
+    error: SkyctlError | None = None
+    if silent:
+        error = PartialFailure(f"no answer from {', '.join(silent)}", hint="skyctl status")
+    elif report["agree"] is False:
+        error = SkyctlError("the servers hold different weights", hint="push once more")
+    elif len(versions) > 1:
+        error = SkyctlError("the servers are labelled with different versions")
+    elif report["agree"] is None:
+        error = SkyctlError("the servers cannot digest their weights: nothing was compared")
+    rows = [
+        [row["server"], row["version"], row["digest"][:12] or None, row["detail"]]
+        for row in servers
+    ]
+    output.emit(
+        report,
+        output.table(["SERVER", "VERSION", "WEIGHTS", "DETAIL"], rows),
+        None if error else f"{len(servers)} servers hold the same weights",
+        error=error,
+    )
+
+
+def _history(pushes: Any) -> Any:
+    from skyctl import output
+    from skyctl.units import format_bytes, format_seconds
+
+    rows = []
+    for push in pushes:
+        result = push.result
+        frozen = result.get("freeze_window_s")
+        size = result.get("total_bytes")
+        rows.append(
+            [
+                push.job,
+                f"{format_seconds(max(0.0, time.time() - push.at))} ago",
+                output.styled("ok" if push.ok else "failed"),
+                push.version,
+                result.get("transport"),
+                format_bytes(size) if size else None,
+                format_seconds(frozen) if frozen else None,
+                push.checkpoint,
+            ]
+        )
+    columns = ["PUSH", ">WHEN", "RESULT", "VERSION", "TRANSPORT", ">SIZE", ">FROZEN", "CHECKPOINT"]
+    return output.table(columns, rows)

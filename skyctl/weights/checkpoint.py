@@ -78,6 +78,18 @@ def locate(path: str, environ: Mapping[str, str] = os.environ) -> Path | None:
     return snapshot if revision and snapshot.is_dir() else None
 
 
+def absolute(path: str) -> str:
+    """A checkpoint argument that means the same in another process: absolute, or a hub id.
+
+    Raises:
+        NotFoundError: there is nothing here by that name.
+    """
+    found = locate(path)
+    if found is None:
+        raise NotFoundError(f"checkpoint {path} does not exist", hint="give a local directory")
+    return str(found) if Path(path).expanduser().exists() else path
+
+
 def read_checkpoint(path: str) -> Checkpoint:
     """Read the headers of a checkpoint directory (or a hub id in the local cache).
 

@@ -1,0 +1,172 @@
+"""How a push looks: while it runs, and when it has ended. Shared by sync-weights and jobs."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from skyctl.errors import ExitCode, SkyctlError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Coroutine, Iterator
+
+    from rich.console import RenderableType
+
+    from skyctl.fleet.journal import Job, JobEvent
+    from skyctl.operations.connect import Fleet
+
+T = TypeVar("T")
+
+_REPORTED = ("quarantined", "failed")
+
+
+class JobView:
+    """What has happened in a job so far, as a bar that is redrawn or as plain lines."""
+
+    def __init__(self) -> None:
+        self._stage = "queued"
+        self._done = self._total = 0
+        self._refresh: Callable[[], None] = lambda: None
+        self._drawing = False
+
+    @contextmanager
+    def showing(self) -> Iterator[JobView]:
+        """Draw on stderr while the block runs, where that is a terminal."""
+        from skyctl import output
+
+        with output.live(self.render, transient=True) as live:
+            self._drawing, self._refresh = live.drawing, live.refresh
+            yield self
+
+    def render(self) -> RenderableType:
+        from skyctl import output
+        from skyctl.units import format_bytes
+
+        size = f"{format_bytes(self._done)} of {format_bytes(self._total)}" if self._total else ""
+        return output.progress_line(self._done, self._total or 1, f"{self._stage}  {size}".rstrip())
+
+    def hear(self, event: JobEvent) -> None:
+        """Take in one event of the job."""
+        from skyctl import output
+
+        data = event.data
+        if event.kind == "stage":
+            self._stage = data["stage"]
+            if not self._drawing:
+                output.note(self._stage)
+        elif event.kind == "progress":
+            self._done, self._total = data["done_bytes"], data["total_bytes"]
+        elif event.kind == "note":
+            output.note(data["message"])
+        elif event.kind == "server" and data["state"] in _REPORTED:
+            output.warn(f"{data['server']} {data['state']}: {data['detail']}")
+        self._refresh()
+
+
+async def follow_job(running: Fleet, job_id: str, *, timeout_s: float | None) -> Job:
+    """Show a job until it ends."""
+    with JobView().showing() as view:
+        return await running.wait_job(job_id, view.hear, timeout_s)
+
+
+def emit_job(job: Job) -> None:
+    """Print how a job ended, and end the process with its exit code."""
+    from skyctl import output
+
+    output.emit({"job": job.to_json()}, *job_views(job), error=job_error(job))
+
+
+def job_error(job: Job) -> SkyctlError | None:
+    """The error a job ended with, as the command that waits for it reports it."""
+    if job.error is None:
+        if job.state != "interrupted":
+            return None
+        return SkyctlError(f"{job.id} was interrupted", hint="skyctl status shows how it left them")
+    error = SkyctlError(
+        job.error["message"], hint=job.error["hint"], details=job.error.get("details") or {}
+    )
+    error.exit_code = ExitCode(job.error["exit_code"])
+    return error
+
+
+def job_views(job: Job) -> list[RenderableType]:
+    """A summary line and a table of servers of an ended job; only the table when it failed."""
+    from skyctl import output
+    from skyctl.units import format_bytes, format_seconds
+
+    details = job.result or (job.error or {}).get("details") or {}
+    views: list[Any] = []
+    if job.result and job.result.get("plan"):
+        return plan_views(job.result["plan"])
+    if details.get("servers"):
+        views.append(
+            output.table(
+                ["SERVER", "STATE", "VERSION", "WEIGHTS", "DETAIL"],
+                [
+                    [
+                        row["server"],
+                        output.styled(row["state"]),
+                        row["version"],
+                        row["weights_digest"][:12] or None,
+                        row["detail"],
+                    ]
+                    for row in details["servers"]
+                ],
+            )
+        )
+    if job.result:
+        result = job.result
+        chunks = f" in {result['chunks']} chunks" if result["chunks"] else ""
+        views.append(
+            f"{result['version']}: {format_bytes(result['total_bytes'])}{chunks} by "
+            f"{result['transport']}, {result['gb_per_s']:.2f} GB/s; frozen for "
+            f"{format_seconds(result['freeze_window_s'])} of {format_seconds(result['seconds'])}"
+        )
+    return views
+
+
+def plan_views(plan: dict[str, Any]) -> list[RenderableType]:
+    """What a dry run found."""
+    from skyctl import output
+    from skyctl.units import format_bytes
+
+    rows = [
+        ["checkpoint", plan["checkpoint"]],
+        ["size", f"{format_bytes(plan['total_bytes'])}, {plan['tensors']} tensors"],
+        ["transport", f"{plan['transport']} ({plan['reason']})"],
+    ]
+    if plan["chunks"]:
+        largest = format_bytes(plan["largest_chunk"])
+        rows.append(["chunks", f"{plan['chunks']}, the largest {largest}"])
+        rows.append(["memory", f"{format_bytes(plan['memory_bytes'])} on this machine at most"])
+    largest_tensor = format_bytes(plan["largest_tensor_bytes"])
+    rows.append(["largest tensor", f"{plan['largest_tensor']}, {largest_tensor}"])
+    servers = output.table(
+        ["SERVER", "STATE", "VLLM", "BACKEND", ">WORKERS", "VERSION"],
+        [
+            [
+                server["server"],
+                output.styled(server["state"]),
+                server["vllm"],
+                server["backend"],
+                server["workers"],
+                server["weight_version"],
+            ]
+            for server in plan["servers"]
+        ],
+    )
+    return [output.table(["PLAN", ""], rows), "", servers, "", "nothing was touched (--dry-run)"]
+
+
+def run_following(body: Coroutine[Any, Any, T], job_hint: Callable[[], str]) -> T:
+    """Run a coroutine that follows a job; Ctrl-C leaves the job running and says how to go on."""
+    from skyctl import output
+
+    try:
+        return asyncio.run(body)
+    except KeyboardInterrupt:
+        hint = job_hint()
+        if hint:
+            output.warn(hint)
+        raise
