@@ -89,7 +89,8 @@ def show(
         ),
     ]
     if error is not None:
-        rows += [["error", error.message], *([["hint", error.hint]] if error.hint else [])]
+        rows.append(["error", error.message])
+        rows.append(["hint", error.hint or None])
     output.emit({"job": job.to_json()}, output.table([job.id, ""], rows), *job_views(job))
 
 
