@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -77,16 +77,13 @@ def show(
 
     job = ask_fleet(*chosen(context, file, fleet), lambda running: running.job(job_id))
     error = job_error(job)
-    rows = [
+    asked = {key.replace("_", " "): value for key, value in job.request.items()}
+    rows: list[list[Any]] = [
         ["state", output.styled(job.state)],
         ["stage", job.stage],
         ["done", _percent(job)],
         ["started", _ago(job.created_at)],
-        *(
-            [key.replace("_", " "), value]
-            for key, value in job.request.items()
-            if value is not None
-        ),
+        *([key, value] for key, value in asked.items() if value is not None),
     ]
     if error is not None:
         rows.append(["error", error.message])

@@ -217,7 +217,7 @@ def _section(info: dict[str, Any], name: str) -> dict[str, Any]:
 
 def _backend(info: dict[str, Any], server: PushServer) -> str:
     """What the server says it was started with, else what the fleet believes."""
-    if not info:
+    if "weight_transfer_config" not in info:
         return server.backend
     return str(_section(info, "weight_transfer_config").get("backend", ""))
 

@@ -74,12 +74,11 @@ async def weights_digest(server: VLLMServer, *, timeout_s: float) -> tuple[str, 
     """
     try:
         results = await server.collective_rpc(DIGEST_METHOD, timeout_s=timeout_s)
-        return _combined([result["digest"] for result in results]), ""
+        if results:
+            return _combined([_digest_of(result) for result in results]), ""
     except ServerError as error:
         if not error.status:
             raise
-    except (TypeError, KeyError):
-        pass
     try:
         checksums = await server.weight_checksums(timeout_s=timeout_s)
     except ServerError as error:
@@ -89,6 +88,11 @@ async def weights_digest(server: VLLMServer, *, timeout_s: float) -> tuple[str, 
     if not checksums:
         return "", "the server has no way to digest its weights"
     return _combined(sorted(checksums.items())), "by vLLM's checksums"
+
+
+def _digest_of(result: Any) -> str:
+    """One worker's answer: a mapping, or what /collective_rpc made of something else."""
+    return str(result["digest"] if isinstance(result, dict) else result)
 
 
 def _combined(parts: Sequence[Any]) -> str:
