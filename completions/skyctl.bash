@@ -65,17 +65,49 @@ _skyctl() {
         "schema")
             _skyctl_words "--json -h --help" ;;
         "up")
-            _skyctl_words "-h --help" ;;
+            case "$prev" in
+                -f|--file) _skyctl_files; return ;;
+                --fleet) _skyctl_ask; return ;;
+                --wait-timeout) true; return ;;
+            esac
+            _skyctl_words "-f --file --fleet --attach --wait-timeout --no-router --rollback --json -h --help" ;;
         "down")
-            _skyctl_words "-h --help" ;;
+            case "$prev" in
+                -f|--file) _skyctl_files; return ;;
+                --fleet) _skyctl_ask; return ;;
+                --drain-timeout) true; return ;;
+            esac
+            _skyctl_words "-f --file --fleet --drain-timeout --json -h --help" ;;
         "status")
-            _skyctl_words "-h --help" ;;
+            case "$prev" in
+                -f|--file) _skyctl_files; return ;;
+                --fleet) _skyctl_ask; return ;;
+                --interval) true; return ;;
+            esac
+            _skyctl_words "-f --file --fleet -w --watch --interval --exit-code --json -h --help" ;;
         "logs")
-            _skyctl_words "-h --help" ;;
+            case "$prev" in
+                -f|--file) _skyctl_files; return ;;
+                --fleet) _skyctl_ask; return ;;
+                -n|--lines) true; return ;;
+            esac
+            if [[ $cur == -* ]]; then _skyctl_words "-f --file --fleet -f --follow -n --lines --json -h --help"; else
+                _skyctl_ask
+            fi ;;
         "restart")
-            _skyctl_words "-h --help" ;;
+            case "$prev" in
+                -f|--file) _skyctl_files; return ;;
+                --fleet) _skyctl_ask; return ;;
+            esac
+            if [[ $cur == -* ]]; then _skyctl_words "-f --file --fleet --json -h --help"; else
+                _skyctl_ask
+            fi ;;
         "scale")
-            _skyctl_words "-h --help" ;;
+            case "$prev" in
+                -f|--file) _skyctl_files; return ;;
+                --fleet) _skyctl_ask; return ;;
+            esac
+            _skyctl_words "-f --file --fleet --json -h --help" ;;
         "pause")
             case "$prev" in
                 -f|--file) _skyctl_files; return ;;
@@ -112,15 +144,59 @@ _skyctl() {
             esac
             _skyctl_words "-f --file --fleet --tags --server --timeout --json -h --help" ;;
         "sync-weights")
-            _skyctl_words "-h --help" ;;
+            case "$prev" in
+                -f|--file) _skyctl_files; return ;;
+                --fleet) _skyctl_ask; return ;;
+                --transport) _skyctl_words "auto nccl ipc gloo shm disk"; return ;;
+                --chunk-size) true; return ;;
+                --weight-version) true; return ;;
+                --mode) _skyctl_words "abort wait keep"; return ;;
+                --timeout) true; return ;;
+            esac
+            if [[ $cur == -* ]]; then _skyctl_words "-f --file --fleet --transport --chunk-size --weight-version --mode --verify --no-verify --dry-run --detach --timeout --json -h --help"; else
+                _skyctl_ask
+            fi ;;
         "jobs")
-            _skyctl_words "list -h --help" ;;
-        "jobs list")
-            _skyctl_words "-h --help" ;;
+            case "$prev" in
+                -f|--file) _skyctl_files; return ;;
+                --fleet) _skyctl_ask; return ;;
+            esac
+            _skyctl_words "show wait -f --file --fleet --json -h --help" ;;
+        "jobs show")
+            case "$prev" in
+                -f|--file) _skyctl_files; return ;;
+                --fleet) _skyctl_ask; return ;;
+            esac
+            if [[ $cur == -* ]]; then _skyctl_words "-f --file --fleet --json -h --help"; else
+                _skyctl_ask
+            fi ;;
+        "jobs wait")
+            case "$prev" in
+                -f|--file) _skyctl_files; return ;;
+                --fleet) _skyctl_ask; return ;;
+                --timeout) true; return ;;
+            esac
+            if [[ $cur == -* ]]; then _skyctl_words "-f --file --fleet --timeout --json -h --help"; else
+                _skyctl_ask
+            fi ;;
         "weights")
-            _skyctl_words "list -h --help" ;;
-        "weights list")
-            _skyctl_words "-h --help" ;;
+            case "$prev" in
+                -f|--file) _skyctl_files; return ;;
+                --fleet) _skyctl_ask; return ;;
+            esac
+            _skyctl_words "history verify -f --file --fleet --json -h --help" ;;
+        "weights history")
+            case "$prev" in
+                -f|--file) _skyctl_files; return ;;
+                --fleet) _skyctl_ask; return ;;
+            esac
+            _skyctl_words "-f --file --fleet --json -h --help" ;;
+        "weights verify")
+            case "$prev" in
+                -f|--file) _skyctl_files; return ;;
+                --fleet) _skyctl_ask; return ;;
+            esac
+            _skyctl_words "-f --file --fleet --json -h --help" ;;
         "generate")
             case "$prev" in
                 -f|--file) _skyctl_files; return ;;

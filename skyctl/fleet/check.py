@@ -163,8 +163,7 @@ def _check_gpu_count(name: str, gpus: Sequence[int], world_size: int) -> Iterato
         yield Problem(f"{name}: GPU {repeated[0]} is listed twice", "correct `gpus` of its group")
     elif len(gpus) < world_size:
         yield Problem(
-            f"{name}: not enough GPUs: it needs {world_size} and {len(gpus) or 'none'} "
-            f"{'is' if len(gpus) < 2 else 'are'} left",
+            f"{name}: not enough GPUs: it needs {world_size}, and {len(gpus)} of them can be had",
             "lower `replicas` or the parallel sizes, allow more `gpus`, or set `share_gpus: true`",
         )
     elif len(gpus) > world_size:

@@ -143,7 +143,7 @@ def _expectation(location: Location, errors: Sequence[Mapping[str, Any]]) -> str
             word = "one of " + context["expected"].replace(" or ", ", ")
             word += _nearest_word(error["input"], re.findall(r"'([^']*)'", context["expected"]))
         elif kind in _LIMITS:
-            word = f"{_LIMITS[kind]} {next(iter(context.values()))}"
+            word = f"{_LIMITS[kind]} {next(iter(context.values())):g}"
         elif kind == "string_pattern_mismatch":
             key = next(part for part in reversed(location) if isinstance(part, str))
             word = _PATTERNS.get(key, str(error["msg"]))

@@ -16,7 +16,9 @@ from skyctl.fleet.tiny import TINY_SEEDS, make_tiny_checkpoint
 
 FLEET_FILE = "fleet.yaml"
 TINY_MODEL = "./checkpoints/a"
-_PLAIN = re.compile(r"[A-Za-z0-9./_][A-Za-z0-9./_:-]*")
+# starts like a word or a path, so that YAML reads no number or date into it
+_PLAIN = re.compile(r"(?:[A-Za-z_/]|\.{1,2}/)(?:[A-Za-z0-9./_:-]*[A-Za-z0-9./_-])?")
+_YAML_WORDS = frozenset({"yes", "no", "on", "off", "true", "false", "null"})
 
 
 @dataclass(frozen=True)
@@ -189,5 +191,5 @@ weight_transfer:
 
 def _scalar(text: str) -> str:
     """`text` as a YAML scalar that the loader reads back unchanged."""
-    plain = _PLAIN.fullmatch(text) and not re.fullmatch(r"[\d.:_e-]+|true|false|null|yes|no", text)
+    plain = _PLAIN.fullmatch(text) and text.lower() not in _YAML_WORDS
     return text if plain else json.dumps(text.replace("${", "$${"))

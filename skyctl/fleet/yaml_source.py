@@ -55,7 +55,9 @@ def read_yaml(text: str, environ: Mapping[str, str]) -> YamlSource:
         mark = error.problem_mark or error.context_mark
         what = " ".join(part for part in (error.context, error.problem) if part)
         line = mark.line + 1 if mark is not None else 1
-        source.problems.append(FileProblem(line, f"not valid YAML: {what}"))
+        written = text.splitlines()[line - 1 : line]
+        hint = _QUOTE_HINT if any("${" in part for part in written) else ""
+        source.problems.append(FileProblem(line, f"not valid YAML: {what}", hint))
     except yaml.YAMLError as error:
         position = getattr(error, "position", 0)
         line = text.count("\n", 0, position) + 1
@@ -69,6 +71,7 @@ def read_yaml(text: str, environ: Mapping[str, str]) -> YamlSource:
     return source
 
 
+_QUOTE_HINT = 'quote variables inside [ ] and { }: "${NAME}"'
 _INIT_HINT = "write a first fleet file with: skyctl init"
 
 
