@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -14,6 +11,7 @@ from skyctl.control import verbs
 from skyctl.control.fanout import Outcome
 from skyctl.control.http import ControlClient
 from skyctl.control.target import ServerTarget
+from tests.faults.command import attached, skyctl
 from tests.stub.app import StubServer
 from tests.stub.faults import Fault
 from tests.stub.running import running
@@ -71,33 +69,6 @@ async def test_a_dead_server_and_a_slow_one_hide_nothing() -> None:
         )
     assert [o.status.value for o in outcomes] == ["unreachable", "ok", "ok"]
     assert outcomes[1].elapsed_ms < outcomes[2].elapsed_ms
-
-
-async def skyctl(*arguments: str, home: Path, file: Path) -> tuple[int, dict[str, Any]]:
-    """The real command in a process of its own; its exit code and JSON envelope."""
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "skyctl", *arguments, "--file", str(file), "--json"),
-        env={"SKYCTL_HOME": str(home), "PATH": "", "HOME": str(home)},
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-    )
-    try:
-        async with asyncio.timeout(60):
-            stdout, stderr = await process.communicate()
-    except TimeoutError:
-        process.kill()
-        raise
-    assert process.returncode is not None
-    assert stdout, stderr.decode()
-    envelope: dict[str, Any] = json.loads(stdout)
-    return process.returncode, envelope
-
-
-def attached(tmp_path: Path, targets: list[ServerTarget]) -> Path:
-    file = tmp_path / "fleet.yaml"
-    urls = "".join(f"  - {target.url}\n" for target in targets)
-    file.write_text(f"name: eight\nservers:\n{urls}control_timeout_s: 1\n")
-    return file
 
 
 @pytest.mark.parametrize("keep_partial", [False, True])

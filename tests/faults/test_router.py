@@ -1,0 +1,161 @@
+"""RouterClient and generation against the real vllm-router in front of stub servers."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from skyctl.control.generate import Endpoint, GenerationClient
+from skyctl.control.http import ControlClient
+from skyctl.control.prompts import GenerationRequest
+from skyctl.control.router import RouterClient
+from skyctl.control.target import ServerTarget
+from skyctl.errors import DeadlineExceeded, ServerUnreachable
+from tests.stub.app import StubServer
+from tests.stub.faults import Fault
+from tests.stub.running import running
+
+ROUTER = Path(sys.executable).parent / "vllm-router"
+
+pytestmark = [
+    pytest.mark.real,
+    pytest.mark.skipif(not ROUTER.exists(), reason="vllm-router is not installed"),
+]
+
+
+@pytest.fixture
+async def client() -> AsyncIterator[ControlClient]:
+    async with ControlClient() as control:
+        yield control
+
+
+@asynccontextmanager
+async def routing(targets: list[ServerTarget], *arguments: str) -> AsyncIterator[str]:
+    """The real router over `targets`, ready; yields its URL."""
+    port, metrics_port = free_ports(2)
+    process = await asyncio.create_subprocess_exec(
+        str(ROUTER),
+        *("--host", "127.0.0.1", "--port", str(port), "--policy", "round_robin"),
+        *("--prometheus-host", "127.0.0.1", "--prometheus-port", str(metrics_port)),
+        *arguments,
+        *("--worker-urls", *(target.url for target in targets)),
+        stdout=asyncio.subprocess.DEVNULL,
+        stderr=asyncio.subprocess.DEVNULL,
+    )
+    url = f"http://127.0.0.1:{port}"
+    try:
+        async with ControlClient() as control, asyncio.timeout(30):
+            router = RouterClient(control, url)
+            while not await is_up(router):  # noqa: ASYNC110 - another process's state
+                await asyncio.sleep(0.05)
+        yield url
+    finally:
+        process.terminate()
+        try:
+            async with asyncio.timeout(10):
+                await process.wait()
+        except TimeoutError:
+            process.kill()
+            await process.wait()
+
+
+async def is_up(router: RouterClient) -> bool:
+    try:
+        return await router.ready()
+    except ServerUnreachable:
+        return False
+
+
+def free_ports(count: int) -> list[int]:
+    sockets = [socket.socket() for _ in range(count)]
+    for each in sockets:
+        each.bind(("127.0.0.1", 0))
+    ports = [each.getsockname()[1] for each in sockets]
+    for each in sockets:
+        each.close()
+    return ports
+
+
+async def test_workers_leave_and_join_and_the_list_is_the_proof(client: ControlClient) -> None:
+    async with running([StubServer(), StubServer()]) as targets, routing(targets) as url:
+        router = RouterClient(client, url + "/")
+        first, second = (target.url for target in targets)
+        assert sorted(await router.workers()) == sorted([first, second])
+        await router.remove_worker(first)
+        assert await router.workers() == [second]
+        await router.remove_worker(first)
+        await router.remove_worker("http://127.0.0.1:9")
+        await router.add_worker(first + "/")
+        await router.add_worker(first)
+        assert sorted(await router.workers()) == sorted([first, second])
+        assert await router.all_healthy()
+
+
+async def test_a_router_without_workers_is_up_and_not_ready(client: ControlClient) -> None:
+    async with running([StubServer()]) as targets, routing(targets) as url:
+        router = RouterClient(client, url)
+        await router.remove_worker(targets[0].url)
+        assert await router.ready() is False
+
+
+async def test_adding_a_dead_worker_ends_at_our_deadline(client: ControlClient) -> None:
+    async with running([StubServer()]) as targets, routing(targets) as url:
+        (dead,) = free_ports(1)
+        router = RouterClient(client, url, timeout_s=1.0)
+        with pytest.raises(DeadlineExceeded):
+            await router.add_worker(f"http://127.0.0.1:{dead}")
+        assert await router.workers() == [targets[0].url]
+
+
+async def test_a_router_that_is_gone_is_unreachable(client: ControlClient) -> None:
+    (port,) = free_ports(1)
+    with pytest.raises(ServerUnreachable, match="router: GET"):
+        await RouterClient(client, f"http://127.0.0.1:{port}").workers()
+
+
+async def test_requests_cut_by_a_dying_worker_end_with_the_undisturbed_tokens() -> None:
+    cut = Fault("cut", pieces=10, calls=(1, 3))
+    stubs = [StubServer(faults={"/v1/completions": cut}), StubServer()]
+    requests = [
+        GenerationRequest(f"r{n}", {"max_tokens": 40, "temperature": 0.0}, prompt=f"prompt {n}")
+        for n in range(8)
+    ]
+    async with running(stubs) as targets, routing(targets) as url:
+        async with GenerationClient(Endpoint(targets[1].url, "stub")) as straight:
+            undisturbed = [await straight.generate_one(request) for request in requests]
+        async with GenerationClient(Endpoint(url, "stub")) as client:
+            results = [r async for r in client.generate_many(requests, concurrency=4)]
+    assert [r.token_ids for r in results] == [r.token_ids for r in undisturbed]
+    assert [r.text for r in results] == [r.text for r in undisturbed]
+    assert all(len(r.token_ids) == 40 and not r.error for r in results)
+    assert sum(r.retries for r in results) >= 2
+
+
+async def test_the_session_id_reaches_the_worker_and_keeps_it() -> None:
+    stubs = [StubServer(), StubServer()]
+    async with running(stubs) as targets:
+        sticky = routing(targets, "--policy", "consistent_hash")
+        async with (
+            sticky as url,
+            GenerationClient(Endpoint(url, "stub", session_id="user-7")) as client,
+        ):
+            for n in range(6):
+                request = GenerationRequest(f"r{n}", {"max_tokens": 2}, prompt=f"prompt {n}")
+                assert not (await client.generate_one(request)).error
+    calls = [stub.asgi.calls["/v1/completions"] for stub in stubs]
+    assert sorted(calls) == [0, 6]
+
+
+async def test_control_calls_are_never_sent_through_the_router() -> None:
+    """What the design forbids, and why: the router drops the query of a path it does not know."""
+    stub = StubServer()
+    async with running([stub]) as targets, routing(targets) as url, ControlClient() as client:
+        target = ServerTarget("router", url)
+        await client.call(target, "POST", "/pause", params={"mode": "keep"})
+    assert stub.engine.log == ["pause abort"]
