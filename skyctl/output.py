@@ -59,9 +59,20 @@ class Mode:
     quiet: bool = False
 
 
+# A table written to a file or a pipe is not cut to the width of a terminal that is not there.
+WIDTH_WITHOUT_TERMINAL = 200
+
+
+def _console(*, stderr: bool = False, no_color: bool | None = None) -> Console:
+    console = Console(stderr=stderr, highlight=False, soft_wrap=True, no_color=no_color)
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        console.width = WIDTH_WITHOUT_TERMINAL
+    return console
+
+
 mode = Mode()
-out = Console(highlight=False, soft_wrap=True)
-err = Console(stderr=True, highlight=False, soft_wrap=True)
+out = _console()
+err = _console(stderr=True)
 
 
 def configure(*, command: str, json: bool, quiet: bool = False, color: bool = True) -> None:
@@ -69,8 +80,8 @@ def configure(*, command: str, json: bool, quiet: bool = False, color: bool = Tr
     global out, err
     mode.command, mode.json, mode.quiet = command, json, quiet
     no_color = not color or None
-    out = Console(highlight=False, soft_wrap=True, no_color=no_color)
-    err = Console(stderr=True, highlight=False, soft_wrap=True, no_color=no_color)
+    out = _console(no_color=no_color)
+    err = _console(stderr=True, no_color=no_color)
 
 
 def styled(state: str) -> Text:

@@ -6,6 +6,7 @@ import time
 from typing import TYPE_CHECKING
 
 from rich.console import Group, RenderableType
+from rich.table import Table
 from rich.text import Text
 
 from skyctl import output
@@ -54,13 +55,18 @@ def _headline(status: FleetStatus) -> Text:
 
 
 def _table(status: FleetStatus) -> RenderableType:
-    with_gpus = any(replica.gpus for replica in status.replicas)
     columns = ["REPLICA", "STATE", "ROUTED", ">RUN", ">WAIT", ">KV", "WEIGHTS", ">UPTIME"]
-    columns += [">MEMORY", ">RESTARTS", ">PID", ">PORT"]
+    columns += [">MEMORY", ">PID", ">PORT"]
     rows = [_replica_cells(replica) for replica in status.replicas]
+    every: list[ReplicaStatus | RouterStatus] = [*status.replicas]
     if status.router is not None:
         rows.append(_router_cells(status.router))
-    if with_gpus:
+        every.append(status.router)
+    # columns that would be empty are left out: the table fits into 80 characters
+    if any(one.restarts for one in every):
+        columns.append(">RESTARTS")
+        rows = [[*row, one.restarts] for row, one in zip(rows, every, strict=True)]
+    if any(replica.gpus for replica in status.replicas):
         columns.append("GPUS")
         gpus = [",".join(map(str, replica.gpus)) for replica in status.replicas]
         rows = [[*row, cell] for row, cell in zip(rows, [*gpus, ""], strict=False)]
@@ -79,7 +85,6 @@ def _replica_cells(replica: ReplicaStatus) -> list[object]:
         Text(replica.weight_version or "base"),
         None if replica.uptime_s is None else format_seconds(replica.uptime_s),
         None if replica.rss_bytes is None else format_bytes(replica.rss_bytes),
-        replica.restarts or None,
         replica.pid,
         replica.port,
     ]
@@ -96,7 +101,6 @@ def _router_cells(router: RouterStatus) -> list[object]:
         "",
         None if router.uptime_s is None else format_seconds(router.uptime_s),
         None if router.rss_bytes is None else format_bytes(router.rss_bytes),
-        router.restarts or None,
         router.pid,
         router.port,
     ]
@@ -130,20 +134,22 @@ class OperationView:
         head = Text.assemble((f"{sign} ", "cyan"), (self._title, "bold"), (f"  {spent:.0f} s", ""))
         if self._latest is None:
             return head
-        rows = []
+        grid = Table.grid(padding=(0, 2))
+        grid.add_column()
+        grid.add_column()
+        grid.add_column(justify="right")
+        grid.add_column()
         lines = {replica.name: replica.log_line for replica in self._latest.replicas}
         for name, state, reason in _states(self._latest):
             began = self._since.get(name, ("", self._began))[1]
             detail = reason or lines.get(name, "")
-            rows.append(
-                [
-                    f"  {name}",
-                    output.styled(state),
-                    f"{time.monotonic() - began:.0f} s",
-                    Text(_shortened(detail), style="dim", no_wrap=True, overflow="ellipsis"),
-                ]
+            grid.add_row(
+                f"  {name}",
+                output.styled(state),
+                f"{time.monotonic() - began:.0f} s",
+                Text(_shortened(detail), style="dim", no_wrap=True, overflow="ellipsis"),
             )
-        return Group(head, output.table(["", "", ">", ""], rows)) if rows else head
+        return Group(head, grid)
 
 
 def log_tail(name: str, lines: list[str], telling: str) -> RenderableType:

@@ -112,7 +112,7 @@ def _print_new(printer: LinePrinter, name: str, path: Path, position: int) -> in
     except OSError:
         return position
     whole, newline, _ = data.rpartition(b"\n")
-    for line in whole.decode(errors="replace").splitlines() if newline else ():
+    for line in whole.decode(errors="replace").split("\n") if newline else ():
         printer.print(name, plain(line))
     return position + len(whole) + len(newline)
 

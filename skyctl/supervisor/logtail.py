@@ -12,7 +12,7 @@ _ERROR_LINE = re.compile(
     r"(?:^|\s)((?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Exit|Interrupt|Panic)\b:? ?.*)$"
 )
 _PREFIXES = re.compile(
-    r"^(?:\(\w+ pid=\d+\)\s*)?(?:(?:INFO|WARNING|ERROR|DEBUG)\s+\S+\s+\S+\s+\[[^\]]*\]\s*)?"
+    r"^(?:\([\w ]+ pid=\d+\)\s*)?(?:(?:INFO|WARNING|ERROR|DEBUG)\s+\S+\s+\S+\s+\[[^\]]*\]\s*)?"
 )
 _ESCAPES = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 _CHUNK_BYTES = 256 * 1024
@@ -34,7 +34,9 @@ def tail(path: Path, lines: int) -> list[str]:
         return []
     if lines <= 0:
         return []
-    return [plain(line) for line in data.decode(errors="replace").splitlines()[-lines:]]
+    text = data.decode(errors="replace")
+    # only at newlines: a progress bar redraws its line with carriage returns
+    return [plain(line) for line in text.removesuffix("\n").split("\n")[-lines:]] if text else []
 
 
 def plain(line: str) -> str:
@@ -42,11 +44,16 @@ def plain(line: str) -> str:
     return _ESCAPES.sub("", line).rpartition("\r")[2].rstrip()
 
 
+def message(line: str) -> str:
+    """A log line without vLLM's `(EngineCore pid=7) INFO 11-20 12:00:00 [file.py:1]` before it."""
+    return _PREFIXES.sub("", line)
+
+
 def telling_line(lines: Sequence[str]) -> str:
     """The line that names the error: the last exception that is no mere consequence, or ""."""
     found = ""
     for line in lines:
-        match = _ERROR_LINE.search(_PREFIXES.sub("", line))
+        match = _ERROR_LINE.search(message(line))
         if match is None:
             continue
         # The API server only reports that its engine failed; the engine said why before.

@@ -151,21 +151,27 @@ class Replica:
             except SkyctlError as error:
                 reason = error.message
             adopted = None
-            await self._end_process()
             self._context.state.add_event(self.name, reason)
             if not self._proven:
-                self._to("failed", reason)
+                await self._give_up("failed", reason)
                 return
             now = self._context.clock()
             decision = decide(self._context.config.restart, self.restarts, now)
             if not decision.restart:
-                phase = "dead" if self._context.config.restart.policy == "never" else "failed"
-                self._to(phase, f"{reason}; {decision.why}")
+                never = self._context.config.restart.policy == "never"
+                await self._give_up("dead" if never else "failed", f"{reason}; {decision.why}")
                 return
             self.restarts.append(now)
             wait = format_seconds(decision.wait_s)
+            # out of the router at once, while the rest of its tree is still being stopped
             self._to("restarting", f"{reason}; starting again in {wait}")
+            await self._end_process()
             await asyncio.sleep(decision.wait_s)
+
+    async def _give_up(self, phase: str, reason: str) -> None:
+        self._to("stopping", reason)
+        await self._end_process()
+        self._to(phase, reason)
 
     async def _one_life(self, adopted: ManagedProcess | None) -> str:
         """From spawn to death; why it died."""

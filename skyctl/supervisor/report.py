@@ -15,7 +15,7 @@ from skyctl.errors import SkyctlError
 from skyctl.fleet.identity import ProcessIdentity
 from skyctl.fleet.status import FleetStatus, ReplicaStatus, RouterStatus, assess
 from skyctl.supervisor.admission import refresh
-from skyctl.supervisor.logtail import tail
+from skyctl.supervisor.logtail import message, tail
 from skyctl.supervisor.process import ManagedProcess
 from skyctl.supervisor.replica import Replica
 from skyctl.supervisor.resident import Supervisor
@@ -89,7 +89,7 @@ def _replica_row(
         uptime_s=_since(replica.started_at),
         rss_bytes=_rss(replica.process),
         restarts=len(replica.restarts),
-        log_line=line[0] if line else "",
+        log_line=message(line[0]) if line else "",
     )
 
 

@@ -109,17 +109,17 @@ class RouterChild:
             except SkyctlError as error:
                 reason = error.message
             adopted = None
-            await self._end_process()
             self._store.add_event(NAME, reason)
             now = self._clock()
             decision = decide(self._config.restart, self.restarts, now)
+            wait = format_seconds(decision.wait_s)
+            self._to("restarting", f"{reason}; starting again in {wait}")
+            await self._end_process()
             if not decision.restart:
                 phase = "dead" if self._config.restart.policy == "never" else "failed"
                 self._to(phase, f"{reason}; {decision.why}")
                 return
             self.restarts.append(now)
-            wait = format_seconds(decision.wait_s)
-            self._to("restarting", f"{reason}; starting again in {wait}")
             await asyncio.sleep(decision.wait_s)
 
     async def _one_life(self, adopted: ManagedProcess | None) -> str:

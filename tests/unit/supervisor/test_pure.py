@@ -1,0 +1,124 @@
+"""The pure rules: when to restart, whom to route to, what to change, what a log says."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from skyctl.fleet.schema import RestartPolicy
+from skyctl.supervisor.logtail import message, tail, telling_line
+from skyctl.supervisor.membership import routable
+from skyctl.supervisor.reconcile import Running, compare
+from skyctl.supervisor.restarts import decide
+from skyctl.supervisor.wire import plan_from_json, plan_to_json, spec_hash
+from tests.unit.supervisor.fleets import fleet_plan, stub_router, stub_server
+
+POLICY = RestartPolicy(max_restarts=4, window_s=100, backoff_s=1, backoff_max_s=5)
+
+
+def test_the_wait_before_a_restart_doubles_up_to_its_cap() -> None:
+    policy = POLICY.model_copy(update={"max_restarts": 10})
+    waits = [decide(policy, [0.0] * count, now=1.0).wait_s for count in range(5)]
+    assert waits == [1, 2, 4, 5, 5]
+
+
+def test_a_replica_that_died_too_often_within_the_window_is_given_up() -> None:
+    decision = decide(POLICY, [1.0, 2.0, 3.0, 4.0], now=50.0)
+    assert not decision.restart
+    assert "4 times within 1m40s" in decision.why
+
+
+def test_restarts_older_than_the_window_are_forgiven() -> None:
+    decision = decide(POLICY, [1.0, 2.0, 3.0, 4.0], now=103.5)
+    assert decision.restart
+    assert decision.wait_s == 2.0  # only the one at 4.0 still counts
+
+
+def test_the_policy_never_restarts_nothing() -> None:
+    assert not decide(POLICY.model_copy(update={"policy": "never"}), [], now=0.0).restart
+
+
+def test_a_thousand_restarts_do_not_overflow_the_backoff() -> None:
+    policy = POLICY.model_copy(update={"max_restarts": 10_000})
+    assert decide(policy, [0.0] * 5000, now=1.0).wait_s == 5
+
+
+@pytest.mark.parametrize(
+    ("states", "expected"),
+    [
+        ({"a": "ready", "b": "ready"}, {"a", "b"}),
+        ({"a": "ready", "b": "paused"}, {"a"}),
+        ({"a": "ready", "b": "asleep", "c": "quarantined"}, {"a"}),
+        ({"a": "paused", "b": "paused"}, {"a", "b"}),
+        ({"a": "updating", "b": "paused", "c": "quarantined"}, {"a", "b"}),
+        ({"a": "asleep", "b": "starting"}, set()),
+        ({}, set()),
+    ],
+)
+def test_routed_are_the_ready_ones_or_a_fleet_that_is_frozen_as_a_whole(
+    states: dict[str, str], expected: set[str]
+) -> None:
+    assert routable(states) == expected
+
+
+def test_a_plan_is_compared_replica_by_replica() -> None:
+    plan = fleet_plan([stub_server("a"), stub_server("b"), stub_server("c")], stub_router())
+    a, b, c = (spec_hash(spec) for spec in plan.servers)
+    assert plan.router is not None
+    router = Running(spec_hash(plan.router))
+    running = {
+        "a": Running(a),
+        "b": Running("differs"),
+        "c": Running(c, given_up=True),
+        "gone": Running("x"),
+    }
+    changes = compare(plan, running, router)
+    assert (changes.start, changes.restart, changes.stop) == (("c",), ("b",), ("gone",))
+    assert not changes.router
+    same = {"a": Running(a), "b": Running(b), "c": Running(c)}
+    assert not compare(plan, same, router)
+    assert compare(plan, same, None).router
+
+
+def test_how_cores_are_shared_out_does_not_make_a_server_another() -> None:
+    spec = stub_server("a")
+    moved = replace(spec, env={**spec.env, "VLLM_CPU_OMP_THREADS_BIND": "0-3"})
+    other = replace(spec, env={**spec.env, "VLLM_USE": "1"})
+    assert spec_hash(spec) == spec_hash(moved) != spec_hash(other)
+
+
+def test_a_plan_survives_the_wire() -> None:
+    plan = fleet_plan([stub_server("a", VLLM_API_KEY="secret")], stub_router())
+    assert plan_from_json(plan_to_json(plan)) == plan
+
+
+VLLM_FAILURE = """
+(EngineCore pid=7) ERROR 11-20 23:00:00 [core.py:9] Traceback (most recent call last):
+(EngineCore pid=7) ERROR 11-20 23:00:00 [core.py:9]     raise ValueError("x")
+(EngineCore pid=7) ERROR 11-20 23:00:00 [core.py:9] ValueError: no memory for the KV cache
+(APIServer pid=5) Traceback (most recent call last):
+(APIServer pid=5)   File "x.py", line 3, in <module>
+(APIServer pid=5) RuntimeError: Engine core initialization failed. See root cause above.
+""".strip().splitlines()
+
+
+def test_the_telling_line_is_the_cause_and_not_its_consequence() -> None:
+    assert telling_line(VLLM_FAILURE) == "ValueError: no memory for the KV cache"
+    assert telling_line(VLLM_FAILURE[3:]).startswith("RuntimeError: Engine core")
+    assert telling_line(["INFO all is well", "Errors: none"]) == ""
+
+
+def test_a_log_line_loses_its_prefix() -> None:
+    line = "(EngineCore pid=7) INFO 11-20 23:00:00 [core.py:9] Loading weights took 0.1 seconds"
+    assert message(line) == "Loading weights took 0.1 seconds"
+
+
+def test_the_tail_of_a_log_has_whole_lines_without_escapes(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    log.write_text("".join(f"\x1b[32mline {n}\x1b[0m\n" for n in range(50_000)) + "50%\r100%\n")
+    assert tail(log, 2) == ["line 49999", "100%"]
+    assert tail(log, 0) == []
+    assert len(tail(log, 100_000)) == 50_001
+    assert tail(tmp_path / "none", 5) == []

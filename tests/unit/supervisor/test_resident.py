@@ -1,0 +1,417 @@
+"""A whole supervisor in the test's loop, over stub servers in real processes."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from skyctl.control.http import ControlClient
+from skyctl.errors import ConflictError, NotFoundError, PushError
+from skyctl.fleet.paths import FleetPaths
+from skyctl.fleet.plan import FleetPlan
+from skyctl.fleet.ports import port_holder
+from skyctl.fleet.state import FleetState, FleetWeights
+from skyctl.supervisor.report import report
+from skyctl.supervisor.resident import Supervisor
+from skyctl.weights.request import PushRequest, PushResult, ServerPush
+from tests.unit.supervisor.fleets import (
+    command_server,
+    eventually,
+    fleet_plan,
+    stub_router,
+    stub_server,
+)
+
+
+@asynccontextmanager
+async def supervising(tmp_path: Path) -> AsyncIterator[Supervisor]:
+    """A supervisor whose fleet is brought down at the end, whatever happened."""
+    paths = FleetPaths(tmp_path, "stubs").prepare()
+    async with ControlClient() as client:
+        with FleetState(paths.database) as state:
+            supervisor = Supervisor(paths, state, client)
+            try:
+                yield supervisor
+            finally:
+                await supervisor.down(drain_timeout_s=0.0)
+
+
+async def ended(supervisor: Supervisor) -> str:
+    """The error of the operation in progress, once it has ended."""
+    await eventually(
+        lambda: supervisor.operation is not None and supervisor.operation.ended_at is not None
+    )
+    assert supervisor.operation is not None
+    return supervisor.operation.error
+
+
+async def bring_up(supervisor: Supervisor, plan: FleetPlan) -> None:
+    supervisor.reconcile(plan)
+    assert await ended(supervisor) == ""
+
+
+def pid_of(supervisor: Supervisor, name: str) -> int:
+    process = supervisor.replicas[name].process
+    assert process is not None and process.pid is not None
+    return process.pid
+
+
+def states(supervisor: Supervisor) -> dict[str, str]:
+    return {name: replica.state for name, replica in supervisor.replicas.items()}
+
+
+def routed(supervisor: Supervisor) -> set[str]:
+    assert supervisor.router is not None
+    return {n for n, r in supervisor.replicas.items() if r.spec.url in supervisor.router.workers}
+
+
+async def test_up_starts_servers_and_then_the_router_on_them(tmp_path: Path) -> None:
+    async with supervising(tmp_path) as supervisor:
+        await bring_up(supervisor, fleet_plan([stub_server("a"), stub_server("b")], stub_router()))
+        assert states(supervisor) == {"a": "ready", "b": "ready"}
+        assert routed(supervisor) == {"a", "b"}
+        found = await report(supervisor)
+        assert found.health == "healthy" and found.replicas[0].running == 0
+
+
+async def test_down_leaves_no_process_and_no_port_and_may_be_repeated(tmp_path: Path) -> None:
+    async with supervising(tmp_path) as supervisor:
+        plan = fleet_plan([stub_server("a")], stub_router())
+        await bring_up(supervisor, plan)
+        pid = pid_of(supervisor, "a")
+        for _ in range(2):
+            await supervisor.down(drain_timeout_s=0.0)
+            assert not psutil.pid_exists(pid)
+            assert plan.router is not None
+            for port in (plan.servers[0].port, plan.router.port):
+                assert port_holder("127.0.0.1", port) is None
+            assert supervisor.state.processes() == []
+
+
+async def test_up_again_with_the_same_plan_does_nothing(tmp_path: Path) -> None:
+    async with supervising(tmp_path) as supervisor:
+        plan = fleet_plan([stub_server("a")], stub_router())
+        await bring_up(supervisor, plan)
+        pid = pid_of(supervisor, "a")
+        assert supervisor.reconcile(plan) == (0, False)
+        assert pid_of(supervisor, "a") == pid
+
+
+async def test_of_two_ups_at_once_the_second_joins_the_first(tmp_path: Path) -> None:
+    async with supervising(tmp_path) as supervisor:
+        plan = fleet_plan([stub_server("a")])
+        first, _ = supervisor.reconcile(plan)
+        assert supervisor.reconcile(plan) == (first, True)
+        with pytest.raises(ConflictError, match="busy: up"):
+            supervisor.reconcile(fleet_plan([stub_server("other")]))
+        assert await ended(supervisor) == ""
+
+
+async def test_a_changed_plan_touches_only_what_differs(tmp_path: Path) -> None:
+    async with supervising(tmp_path) as supervisor:
+        a, b, c = stub_server("a"), stub_server("b"), stub_server("c")
+        router = stub_router()
+        await bring_up(supervisor, fleet_plan([a, b, c], router))
+        pids = {name: pid_of(supervisor, name) for name in "abc"}
+        changed = replace(b, env={**b.env, "CHANGED": "1"})
+        await bring_up(supervisor, fleet_plan([a, changed, stub_server("d")], router))
+        assert list(supervisor.replicas) == ["a", "b", "d"]
+        assert pid_of(supervisor, "a") == pids["a"]
+        assert pid_of(supervisor, "b") != pids["b"]
+        assert not psutil.pid_exists(pids["c"])
+        assert routed(supervisor) == {"a", "b", "d"}
+
+
+async def test_a_killed_replica_is_started_again_and_routed_again(tmp_path: Path) -> None:
+    async with supervising(tmp_path) as supervisor:
+        await bring_up(supervisor, fleet_plan([stub_server("a"), stub_server("b")], stub_router()))
+        pid = pid_of(supervisor, "a")
+        os.kill(pid, signal.SIGKILL)
+        await eventually(lambda: "a" not in routed(supervisor))
+        assert states(supervisor)["b"] == "ready"
+        await eventually(lambda: routed(supervisor) == {"a", "b"})
+        assert pid_of(supervisor, "a") != pid
+        assert any("SIGKILL" in event.message for event in supervisor.state.events())
+
+
+async def test_a_replica_that_keeps_dying_is_given_up(tmp_path: Path) -> None:
+    async with supervising(tmp_path) as supervisor:
+        await bring_up(supervisor, fleet_plan([stub_server("a")]))
+        replica = supervisor.replicas["a"]
+        for _ in range(3):
+            await eventually(lambda: replica.state == "ready")
+            os.kill(pid_of(supervisor, "a"), signal.SIGKILL)
+            await eventually(lambda: replica.state != "ready")
+        await eventually(lambda: replica.phase == "failed")
+        assert "restarted 2 times" in replica.reason
+        # by hand it gets a fresh start
+        supervisor.restart(["a"])
+        assert await ended(supervisor) == ""
+        assert replica.state == "ready" and replica.restarts == []
+
+
+async def test_a_server_that_stops_answering_is_killed_and_restarted(tmp_path: Path) -> None:
+    async with supervising(tmp_path) as supervisor:
+        health = {"interval_s": 0.1, "timeout_s": 0.3, "failures": 2, "startup_timeout_s": 15}
+        plan = fleet_plan([stub_server("a")], health=health, stop_timeout_s=0.3)
+        await bring_up(supervisor, plan)
+        pid = pid_of(supervisor, "a")
+        os.kill(pid, signal.SIGSTOP)
+        await eventually(lambda: not psutil.pid_exists(pid))
+        await eventually(lambda: states(supervisor)["a"] == "ready")
+        assert any("probes in a row" in event.message for event in supervisor.state.events())
+
+
+async def test_one_that_exits_at_start_fails_the_up_and_the_others_run_on(tmp_path: Path) -> None:
+    async with supervising(tmp_path) as supervisor:
+        broken = command_server("b", "raise ValueError('no such model')")
+        supervisor.reconcile(fleet_plan([stub_server("a"), broken], stub_router()))
+        error = await ended(supervisor)
+        assert error.startswith("b exited with code 1") and "ValueError: no such model" in error
+        assert states(supervisor) == {"a": "ready", "b": "failed"}
+        assert routed(supervisor) == {"a"}
+        found = await report(supervisor)
+        assert found.health == "degraded" and "skyctl restart b" in found.reasons[0].hint
+
+
+async def test_one_that_is_never_ready_runs_into_its_deadline(tmp_path: Path) -> None:
+    async with supervising(tmp_path) as supervisor:
+        health = {"interval_s": 0.1, "timeout_s": 1, "startup_timeout_s": 0.5}
+        hung = command_server("a", "import time; time.sleep(600)")
+        supervisor.reconcile(fleet_plan([hung], stub_router(), health=health))
+        assert "not ready after 500 ms" in await ended(supervisor)
+        assert supervisor.replicas["a"].process is None
+
+
+async def test_undo_stops_what_the_operation_started_and_nothing_else(tmp_path: Path) -> None:
+    async with supervising(tmp_path) as supervisor:
+        a = stub_server("a")
+        await bring_up(supervisor, fleet_plan([a]))
+        hung = command_server("b", "import time; time.sleep(600)")
+        supervisor.reconcile(fleet_plan([a, hung]))
+        await eventually(
+            lambda: "b" in supervisor.replicas and states(supervisor)["b"] != "stopped"
+        )
+        await supervisor.undo()
+        assert states(supervisor) == {"a": "ready"}
+        assert not supervisor.finished.is_set()
+
+
+async def test_undo_of_a_first_up_ends_the_supervisor(tmp_path: Path) -> None:
+    async with supervising(tmp_path) as supervisor:
+        supervisor.reconcile(fleet_plan([command_server("a", "import time; time.sleep(600)")]))
+        await eventually(lambda: "a" in supervisor.replicas)
+        await supervisor.undo()
+        assert supervisor.finished.is_set() and supervisor.replicas == {}
+
+
+async def test_a_router_that_dies_is_restarted_with_its_workers(tmp_path: Path) -> None:
+    async with supervising(tmp_path) as supervisor:
+        await bring_up(supervisor, fleet_plan([stub_server("a"), stub_server("b")], stub_router()))
+        router = supervisor.router
+        assert router is not None and router.process is not None and router.process.pid is not None
+        os.kill(router.process.pid, signal.SIGKILL)
+        await eventually(lambda: router.state != "ready")
+        await eventually(lambda: router.state == "ready" and len(router.workers) == 2)
+        assert len(router.restarts) == 1
+
+
+async def test_one_paused_server_leaves_the_router_and_a_paused_fleet_stays(
+    tmp_path: Path,
+) -> None:
+    async with supervising(tmp_path) as supervisor:
+        await bring_up(supervisor, fleet_plan([stub_server("a"), stub_server("b")], stub_router()))
+        keep = {"mode": "keep", "clear_cache": False}
+        await supervisor.verb("pause", keep, ["a"], 5.0)
+        assert states(supervisor)["a"] == "paused" and routed(supervisor) == {"b"}
+        await supervisor.verb("pause", keep, [], 5.0)
+        await eventually(lambda: routed(supervisor) == {"a", "b"})
+        await supervisor.verb("resume", {}, [], 5.0)
+        assert states(supervisor) == {"a": "ready", "b": "ready"}
+        assert routed(supervisor) == {"a", "b"}
+
+
+async def test_a_paused_server_that_dies_comes_back_paused(tmp_path: Path) -> None:
+    async with supervising(tmp_path) as supervisor:
+        await bring_up(supervisor, fleet_plan([stub_server("a")]))
+        await supervisor.verb("pause", {"mode": "keep"}, [], 5.0)
+        os.kill(pid_of(supervisor, "a"), signal.SIGKILL)
+        await eventually(lambda: supervisor.replicas["a"].phase != "up")
+        await eventually(lambda: supervisor.replicas["a"].phase == "up")
+        assert states(supervisor) == {"a": "paused"}
+
+
+async def test_an_unknown_replica_is_refused_with_the_known_names(tmp_path: Path) -> None:
+    async with supervising(tmp_path) as supervisor:
+        await bring_up(supervisor, fleet_plan([stub_server("a")]))
+        with pytest.raises(NotFoundError, match="no replica 'z'") as caught:
+            supervisor.restart(["z"])
+        assert "a" in caught.value.hint
+
+
+async def test_a_rolling_restart_never_takes_out_two(tmp_path: Path) -> None:
+    async with supervising(tmp_path) as supervisor:
+        await bring_up(supervisor, fleet_plan([stub_server("a"), stub_server("b")], stub_router()))
+        pids = [pid_of(supervisor, "a"), pid_of(supervisor, "b")]
+        fewest = 2
+
+        def done() -> bool:
+            nonlocal fewest
+            fewest = min(fewest, sum(state == "ready" for state in states(supervisor).values()))
+            return supervisor.operation is not None and supervisor.operation.ended_at is not None
+
+        supervisor.restart([])
+        await eventually(done)
+        assert fewest == 1
+        assert routed(supervisor) == {"a", "b"}
+        assert not set(pids) & {pid_of(supervisor, "a"), pid_of(supervisor, "b")}
+
+
+async def test_servers_on_one_gpu_start_one_after_the_other(tmp_path: Path) -> None:
+    async with supervising(tmp_path) as supervisor:
+        slow = {"startup_delay_s": 0.3}
+        a = replace(stub_server("a", faults=slow), gpus=(0,))
+        b = replace(stub_server("b", faults=slow), gpus=(0,))
+        supervisor.reconcile(fleet_plan([a, b]))
+        together = False
+
+        def ready() -> bool:
+            nonlocal together
+            phases = [replica.phase for replica in supervisor.replicas.values()]
+            together = together or phases.count("starting") > 1
+            return phases == ["up", "up"]
+
+        await eventually(ready)
+        assert not together
+
+
+# --- weights -----------------------------------------------------------------------------------
+
+
+def pushed(request: PushRequest, names: list[str]) -> PushResult:
+    version = request.weight_version or "v1"
+    servers = [ServerPush(name, True, "ready", version, "digest-" + version) for name in names]
+    return PushResult(version, request.checkpoint, "same", "shm", 10, 1, 0.1, 0.1, 0.1, {}, servers)
+
+
+class FakePush:
+    """Stands in for weights.push.push: remembers its calls, answers or fails as told."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, list[str]]] = []
+        self.error: Exception | None = None
+        self.gate = asyncio.Event()
+        self.gate.set()
+
+    async def __call__(
+        self, request: PushRequest, fleet: Any, *, client: Any, observer: Any
+    ) -> PushResult:
+        names = [server.name for server in fleet.servers]
+        self.calls.append((request.checkpoint, names))
+        observer.stage("update")
+        for name in names:
+            observer.server(name, "updating")
+        await self.gate.wait()
+        if self.error is not None:
+            raise self.error
+        return pushed(request, names)
+
+
+@pytest.fixture
+def push(monkeypatch: pytest.MonkeyPatch) -> FakePush:
+    fake = FakePush()
+    monkeypatch.setattr("skyctl.weights.push.push", fake)
+    return fake
+
+
+class FakeCheckpoint:
+    identity_digest = layout_digest = "same"
+
+
+@pytest.fixture
+def checkpoint(monkeypatch: pytest.MonkeyPatch) -> type[FakeCheckpoint]:
+    monkeypatch.setattr("skyctl.weights.checkpoint.read_checkpoint", lambda path: FakeCheckpoint)
+    return FakeCheckpoint
+
+
+async def test_a_second_push_is_refused_and_told_of_the_first(
+    tmp_path: Path, push: FakePush
+) -> None:
+    async with supervising(tmp_path) as supervisor:
+        await bring_up(supervisor, fleet_plan([stub_server("a")]))
+        push.gate.clear()
+        job = supervisor.start_push(PushRequest("/ckpt", weight_version="v1"))
+        await eventually(lambda: states(supervisor)["a"] == "updating")
+        for refused in (lambda: supervisor.start_push(PushRequest("/b")),
+                        lambda: supervisor.restart([])):  # fmt: skip
+            with pytest.raises(ConflictError, match=job.id):
+                refused()
+        push.gate.set()
+        await eventually(lambda: supervisor.job is None)
+        assert supervisor.state.journal.job(job.id).state == "succeeded"
+        assert supervisor.state.weights() == FleetWeights("v1", "/ckpt", "same", "shm")
+        assert states(supervisor)["a"] == "ready"
+        assert supervisor.replicas["a"].row.weights_digest == "digest-v1"
+        assert supervisor.state.locks.holder("push") is None
+
+
+async def test_a_replica_that_dies_takes_the_fleets_weights_before_it_is_routed(
+    tmp_path: Path, push: FakePush, checkpoint: object
+) -> None:
+    async with supervising(tmp_path) as supervisor:
+        await bring_up(supervisor, fleet_plan([stub_server("a"), stub_server("b")], stub_router()))
+        supervisor.start_push(PushRequest("/ckpt", weight_version="v1"))
+        await eventually(lambda: supervisor.job is None)
+        push.gate.clear()
+        os.kill(pid_of(supervisor, "a"), signal.SIGKILL)
+        await eventually(lambda: len(push.calls) == 2)
+        assert push.calls[1] == ("/ckpt", ["a"])
+        assert routed(supervisor) == {"b"} and states(supervisor)["a"] == "updating"
+        push.gate.set()
+        await eventually(lambda: routed(supervisor) == {"a", "b"})
+        assert supervisor.replicas["a"].row.weight_version == "v1"
+
+
+async def test_a_replica_is_quarantined_when_the_checkpoint_changed(
+    tmp_path: Path, push: FakePush, checkpoint: type[FakeCheckpoint], monkeypatch: Any
+) -> None:
+    async with supervising(tmp_path) as supervisor:
+        await bring_up(supervisor, fleet_plan([stub_server("a"), stub_server("b")], stub_router()))
+        supervisor.start_push(PushRequest("/ckpt", weight_version="v1"))
+        await eventually(lambda: supervisor.job is None)
+        monkeypatch.setattr(checkpoint, "identity_digest", "other")
+        monkeypatch.setattr(checkpoint, "layout_digest", "other")
+        os.kill(pid_of(supervisor, "a"), signal.SIGKILL)
+        await eventually(lambda: states(supervisor)["a"] == "quarantined")
+        assert routed(supervisor) == {"b"}
+        assert "/ckpt changed since" in (supervisor.replicas["a"].row.quarantine or "")
+        outcomes = await supervisor.verb("resume", {}, [], 5.0)
+        assert [o["status"] for o in outcomes] == ["skipped", "ok"]
+
+
+async def test_a_failed_push_quarantines_what_it_left_in_doubt(
+    tmp_path: Path, push: FakePush
+) -> None:
+    async with supervising(tmp_path) as supervisor:
+        await bring_up(supervisor, fleet_plan([stub_server("a"), stub_server("b")], stub_router()))
+        left = [
+            ServerPush("a", True, "ready", "base"),
+            ServerPush("b", False, "quarantined", None, detail="half updated"),
+        ]
+        push.error = PushError("b failed", details={"servers": [s.to_json() for s in left]})
+        job = supervisor.start_push(PushRequest("/ckpt", weight_version="v1"))
+        await eventually(lambda: supervisor.job is None)
+        assert supervisor.state.journal.job(job.id).state == "failed"
+        assert states(supervisor) == {"a": "ready", "b": "quarantined"}
+        assert supervisor.replicas["b"].row.quarantine == "half updated"
+        await eventually(lambda: routed(supervisor) == {"a"})
+        assert [record.ok for record in supervisor.state.journal.pushes()] == [False]
