@@ -194,7 +194,7 @@ def _parse_entry(name: str, entry: Any, path: Path) -> Tensor:
     begin, end = offsets
     if bits != (end - begin) * 8:
         raise refuse(
-            f"of {dtype} {shape} takes {bits / 8:g} bytes, its data_offsets span {end - begin}"
+            f"of {dtype} {shape} takes {-(-bits // 8)} bytes, its data_offsets span {end - begin}"
         )
     return Tensor(name, dtype, tuple(shape), 0, begin, end - begin)
 
