@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import struct
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -156,7 +157,7 @@ def refused_or_sound(raw: bytes, data_bytes: int) -> None:
         end += tensor.nbytes
 
 
-@settings(max_examples=800, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.dictionaries(st.text(max_size=4), ENTRIES | JSON, max_size=4), st.integers(0, 40))
 def test_no_structure_crashes_the_parser(header: Any, data_bytes: int) -> None:
     refused_or_sound(json.dumps(header).encode(), data_bytes)
@@ -166,15 +167,12 @@ VALID = safetensors(
     {"a": filled([4], 1), "b": filled([2, 2], 2, "BF16"), "c": filled([3], 3, "U8")}
 )
 HEADER_END = 8 + struct.unpack("<Q", VALID[:8])[0]
-FLIPS = st.tuples(st.integers(8, HEADER_END - 1), st.integers(0, 255))
 
 
-@settings(max_examples=2200, deadline=None)
-@given(
-    st.lists(st.tuples(st.integers(8, HEADER_END - 1), st.integers(0, 255)), min_size=1, max_size=4)
-)
-def test_no_flipped_byte_crashes_the_parser(flips: list[tuple[int, int]]) -> None:
-    content = bytearray(VALID)
-    for position, value in flips:
-        content[position] = value
-    refused_or_sound(bytes(content[8:HEADER_END]), len(VALID) - HEADER_END)
+def test_no_flipped_byte_crashes_the_parser() -> None:
+    random = Random(7)
+    for _ in range(5000):
+        content = bytearray(VALID)
+        for _ in range(random.randint(1, 4)):
+            content[random.randrange(8, HEADER_END)] = random.randrange(256)
+        refused_or_sound(bytes(content[8:HEADER_END]), len(VALID) - HEADER_END)

@@ -102,7 +102,7 @@ def check_sound(plan: ChunkPlan, tensors: list[Tensor], alignment: int) -> None:
         assert end == chunk.size
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(TENSORS, st.integers(1, 500), st.sampled_from([1, 64]))
 def test_fit_keeps_every_tensor_once_and_every_chunk_within_bounds(
     tensors: list[Tensor], size: int, alignment: int
@@ -115,7 +115,7 @@ def test_fit_keeps_every_tensor_once_and_every_chunk_within_bounds(
     assert plan.total_bytes == sum(t.nbytes for t in tensors)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(TENSORS, st.integers(1, 500))
 def test_overflow_cuts_where_vllms_packed_consumer_cuts(tensors: list[Tensor], size: int) -> None:
     plan = plan_chunks(tensors, size, packing="overflow", alignment=1)
@@ -133,7 +133,7 @@ def test_overflow_cuts_where_vllms_packed_consumer_cuts(tensors: list[Tensor], s
     ]
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(TENSORS, st.randoms())
 def test_order_does_not_depend_on_the_order_given(tensors: list[Tensor], random: object) -> None:
     shuffled = list(tensors)
