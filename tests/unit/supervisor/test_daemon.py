@@ -1,0 +1,209 @@
+"""The supervisor as a detached process: it survives, is replaced, adopts, and is torn down."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import stat
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from skyctl.errors import ConflictError, FleetDownError
+from skyctl.fleet.paths import FleetPaths, fleet_paths
+from skyctl.fleet.plan import FleetPlan
+from skyctl.fleet.registry import known_fleets, supervisor_running
+from skyctl.fleet.state import FleetState, ProcessRow
+from skyctl.fleet.status import FleetStatus
+from skyctl.operations.bring_up import follow_operation, take_down
+from skyctl.operations.unsupervised import unsupervised_status
+from skyctl.supervisor import daemon
+from skyctl.supervisor.client import SupervisorClient
+from skyctl.supervisor.process import ManagedProcess
+from skyctl.supervisor.wire import plan_to_json
+from tests.unit.supervisor.fleets import eventually, fleet_plan, stub_router, stub_server
+
+
+@pytest.fixture
+async def paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[FleetPaths]:
+    """Paths of a fleet `stubs` of its own; whatever runs is taken down at the end."""
+    monkeypatch.setenv("SKYCTL_HOME", str(tmp_path))
+    paths = fleet_paths("stubs").prepare()
+    yield paths
+    await take_down(paths, drain_timeout_s=0.0)
+
+
+async def up(paths: FleetPaths, plan: FleetPlan) -> FleetStatus:
+    await daemon.ensure_running(paths)
+    client = SupervisorClient(paths)
+    try:
+        answer = await client.post("/reconcile", {"plan": plan_to_json(plan)})
+        if not answer["operation"]:
+            return await status(paths)
+    finally:
+        await client.close()
+    return await follow_operation(paths, answer["operation"], lambda status: None, timeout_s=30)
+
+
+async def status(paths: FleetPaths) -> FleetStatus:
+    client = SupervisorClient(paths)
+    try:
+        return FleetStatus.from_json(await client.get("/status"))
+    finally:
+        await client.close()
+
+
+async def kill_supervisor(paths: FleetPaths) -> None:
+    pid = (await status(paths)).supervisor_pid
+    assert pid is not None
+    os.kill(pid, signal.SIGKILL)
+    await eventually(lambda: not supervisor_running(paths))
+
+
+async def test_servers_outlive_a_killed_supervisor_and_the_next_adopts_them(
+    paths: FleetPaths,
+) -> None:
+    plan = fleet_plan([stub_server("a"), stub_server("b")], stub_router())
+    before = await up(paths, plan)
+    await kill_supervisor(paths)
+    left = unsupervised_status(paths)
+    assert left.health == "degraded" and left.supervised is False
+    assert {r.state for r in left.replicas} == {"unsupervised"}
+    assert "skyctl up" in left.reasons[0].hint
+
+    after = await up(paths, plan)
+    assert after.supervisor_pid != before.supervisor_pid
+    assert [r.pid for r in after.replicas] == [r.pid for r in before.replicas]
+    assert after.router is not None and before.router is not None
+    assert after.router.pid == before.router.pid
+    assert after.health == "healthy"
+
+
+async def test_a_server_that_died_without_a_supervisor_is_replaced_and_its_orphans_stopped(
+    paths: FleetPaths,
+) -> None:
+    plan = fleet_plan([stub_server("a"), stub_server("b")])
+    before = await up(paths, plan)
+    await kill_supervisor(paths)
+    first = before.replicas[0].pid
+    assert first is not None
+    os.kill(first, signal.SIGKILL)
+    await eventually(lambda: not psutil.pid_exists(first) or _is_zombie(first))
+    after = await up(paths, plan)
+    assert after.replicas[0].pid != first and after.replicas[0].state == "ready"
+    assert after.replicas[1].pid == before.replicas[1].pid
+
+
+async def test_a_server_left_in_the_middle_of_a_push_is_not_adopted(paths: FleetPaths) -> None:
+    plan = fleet_plan([stub_server("a"), stub_server("b")])
+    before = await up(paths, plan)
+    await kill_supervisor(paths)
+    with FleetState(paths.database) as state:
+        job = state.journal.begin("push", {"checkpoint": "c"})
+        state.journal.server(job.id, "a", "updating")
+        # the job's process is the dead supervisor, not this test
+        state._database.write(
+            "UPDATE jobs SET owner = ?", '{"pid": 1, "create_time": 1.0, "boot_id": "x"}'
+        )
+    after = await up(paths, plan)
+    assert after.replicas[0].pid != before.replicas[0].pid
+    assert after.replicas[1].pid == before.replicas[1].pid
+    with FleetState(paths.database) as state:
+        assert state.journal.job(job.id).state == "interrupted"
+
+
+async def test_down_works_without_a_supervisor_and_may_be_repeated(paths: FleetPaths) -> None:
+    before = await up(paths, fleet_plan([stub_server("a"), stub_server("b")], stub_router()))
+    await kill_supervisor(paths)
+    done = await take_down(paths, drain_timeout_s=0.0)
+    assert set(done.stopped) == {"a", "b", "router"} and not done.supervised
+    for replica in before.replicas:
+        assert replica.pid is not None
+        assert not psutil.pid_exists(replica.pid) or _is_zombie(replica.pid)
+    assert not paths.socket.exists()
+    assert (await take_down(paths, drain_timeout_s=0.0)).stopped == ()
+
+
+async def test_down_never_signals_a_process_that_only_has_the_recorded_pid(
+    paths: FleetPaths,
+) -> None:
+    bystander = ManagedProcess.spawn(
+        ["sleep", "600"], {}, paths.log("bystander"), token="not recorded"
+    )
+    assert bystander.identity is not None
+    stale = bystander.identity.__class__(
+        bystander.identity.pid, bystander.identity.create_time - 100, bystander.identity.boot_id
+    )
+    with FleetState(paths.database) as state:
+        state.save_process(
+            ProcessRow("a", "server", "running", "token", stale, "h", "127.0.0.1", 1)
+        )
+    assert (await take_down(paths, drain_timeout_s=0.0)).stopped == ()
+    assert bystander.alive()
+    await bystander.stop(5)
+
+
+async def test_a_spawn_whose_identity_was_never_written_is_stopped_by_down(
+    paths: FleetPaths,
+) -> None:
+    child = ManagedProcess.spawn(["sleep", "600"], {}, paths.log("a"), token="intended")
+    with FleetState(paths.database) as state:
+        state.save_process(
+            ProcessRow("a", "server", "intended", "intended", None, "h", "127.0.0.1", 1)
+        )
+    assert (await take_down(paths, drain_timeout_s=0.0)).stopped == ("a",)
+    assert not child.alive()
+
+
+async def test_term_brings_the_whole_fleet_down(paths: FleetPaths) -> None:
+    running = await up(paths, fleet_plan([stub_server("a")]))
+    assert running.supervisor_pid is not None
+    os.kill(running.supervisor_pid, signal.SIGTERM)
+    await eventually(lambda: not supervisor_running(paths))
+    assert running.replicas[0].pid is not None
+    assert not psutil.pid_exists(running.replicas[0].pid)
+    assert not paths.socket.exists()
+
+
+async def test_of_two_supervisors_started_at_once_one_remains(paths: FleetPaths) -> None:
+    started = await asyncio.gather(daemon.ensure_running(paths), daemon.ensure_running(paths))
+    assert True in started
+    first = await status(paths)
+    assert not await daemon.ensure_running(paths)
+    assert (await status(paths)).supervisor_pid == first.supervisor_pid
+    with pytest.raises(ConflictError, match="has a supervisor already"):
+        await daemon.serve(paths)
+
+
+async def test_the_socket_and_the_logs_are_private(paths: FleetPaths) -> None:
+    await daemon.ensure_running(paths)
+    for path in (paths.socket, paths.supervisor_log, paths.supervisor_lock):
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert stat.S_IMODE(paths.directory.stat().st_mode) == 0o700
+
+
+async def test_errors_cross_the_socket_with_their_kind_and_hint(paths: FleetPaths) -> None:
+    client = SupervisorClient(paths)
+    with pytest.raises(FleetDownError, match="stubs is not running") as caught:
+        await client.get("/status")
+    assert "skyctl up" in caught.value.hint
+    await daemon.ensure_running(paths)
+    with pytest.raises(FleetDownError) as caught:
+        await client.post("/restart", {"servers": []})
+    assert "skyctl up" in caught.value.hint
+    await client.close()
+
+
+async def test_a_secret_of_a_server_is_nowhere_on_disk(paths: FleetPaths) -> None:
+    await up(paths, fleet_plan([stub_server("a", VLLM_API_KEY="open-sesame-42")]))
+    for path in paths.directory.rglob("*"):
+        if path.is_file():
+            assert b"open-sesame-42" not in path.read_bytes(), path
+    assert known_fleets() == ["stubs"]
+
+
+def _is_zombie(pid: int) -> bool:
+    return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
