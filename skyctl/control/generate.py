@@ -26,12 +26,16 @@ from skyctl.control.prompts import GenerationRequest
 from skyctl.control.stream import Cut, Piece, read_pieces
 from skyctl.errors import DeadlineExceeded, PartialFailure, ServerError, SkyctlError
 
-COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+COMPLETIONS, CHAT, DETOKENIZE = "/v1/completions", "/v1/chat/completions", "/detokenize"
 CONNECT_TIMEOUT_S = 10.0
+DETOKENIZE_TIMEOUT_S = 10.0
 
 _RETRIED_STATUSES = frozenset({408, 429, 500, 502, 503, 504})
-# a cut answer under these cannot go on in the middle: it starts again
-_NOT_CONTINUED = frozenset({"tools", "response_format", "structured_outputs"})
+# a cut answer under these cannot go on in the middle: it starts again (a stop text may lie across
+# the cut, and the server holds text back while it looks for one)
+_NOT_CONTINUED = frozenset({"stop", "tools", "response_format", "structured_outputs"})
+# tokens that surely hold the whole last character
+_CHARACTER_TOKENS = 16
 _CHAT_ONLY = frozenset({"add_generation_prompt", "chat_template", "chat_template_kwargs"})
 
 
@@ -90,14 +94,37 @@ class GenerationResult:
 
 @dataclass
 class _Progress:
-    """What one request has so far, over all its attempts."""
+    """What one request has so far, over all its attempts.
+
+    A token that ends inside a character brings no text until the character is whole. `textless`
+    counts such tokens at the end; of those before them, up to `unclear` may be such as well.
+    """
 
     prompt_ids: list[int] | None = None
     tokens: list[int] = field(default_factory=list)
     text: str = ""
+    textless: int = 0
+    unclear: int = 0
     retries: int = 0
     fruitless: int = 0
     began: float = field(default_factory=time.perf_counter)
+
+    def add(self, piece: Piece) -> None:
+        """Take one piece of the stream."""
+        if self.prompt_ids is None and piece.prompt_ids is not None:
+            self.prompt_ids = piece.prompt_ids
+        self.tokens.extend(piece.token_ids)
+        self.text += piece.text
+        if not piece.text:
+            self.textless += len(piece.token_ids)
+        elif piece.token_ids:
+            # a busy server sends several tokens at once: the last ones may have brought no text
+            self.textless, self.unclear = 0, len(piece.token_ids) - 1
+
+    def drop(self, count: int) -> None:
+        """Forget the last `count` tokens, which brought no text."""
+        if count:
+            del self.tokens[-count:]
 
     def result(self, request_id: str, finish_reason: str, error: str = "") -> GenerationResult:
         seconds = time.perf_counter() - self.began
@@ -207,6 +234,7 @@ class GenerationClient:
             except Cut as cut:
                 if len(progress.tokens) >= request.max_tokens:
                     return "length"  # cut after its last token: nothing is left to ask for
+                await self._drop_textless(progress)
                 progress.fruitless = 1 if len(progress.tokens) > had else progress.fruitless + 1
                 if progress.fruitless > self._retry.max_retries:
                     raise ServerError(
@@ -238,7 +266,7 @@ class GenerationClient:
             ) as response:
                 await _raise_for_status(response, path)
                 async for piece in read_pieces(response.aiter_lines()):
-                    _add(progress, piece)
+                    progress.add(piece)
                     if on_text is not None and piece.text:
                         on_text(piece.text)
                     if piece.finish_reason == "abort":
@@ -248,6 +276,28 @@ class GenerationClient:
         except httpx.TransportError as error:
             raise Cut(f"the connection broke ({error or type(error).__name__})") from error
         raise Cut("the stream ended early")
+
+    async def _drop_textless(self, progress: _Progress) -> None:
+        """Take back tokens at the end that stop inside a character; they are generated again.
+
+        A prompt that ends inside a character makes vLLM repeat the text of the whole prompt.
+        """
+        progress.drop(progress.textless)
+        progress.textless = 0
+        while progress.unclear and await self._ends_inside_character(progress.tokens):
+            progress.drop(1)
+            progress.unclear -= 1
+        progress.unclear = 0
+
+    async def _ends_inside_character(self, tokens: Sequence[int]) -> bool:
+        body = {"model": self._endpoint.model, "tokens": list(tokens[-_CHARACTER_TOKENS:])}
+        try:
+            response = await self._http.post(
+                self._endpoint.url + DETOKENIZE, json=body, timeout=DETOKENIZE_TIMEOUT_S
+            )
+            return bool(response.json()["prompt"].endswith("\ufffd"))
+        except (httpx.HTTPError, ValueError, KeyError, TypeError):
+            return False  # not known: as good as every server but for a rare repeated text
 
     def _headers(self, request: GenerationRequest) -> dict[str, str]:
         headers = {}
@@ -281,13 +331,6 @@ def request_body(
     if "min_tokens" in body:
         body["min_tokens"] = max(0, int(body["min_tokens"]) - len(tokens))
     return COMPLETIONS, {**body, "prompt": [*prompt_ids, *tokens]}
-
-
-def _add(progress: _Progress, piece: Piece) -> None:
-    if progress.prompt_ids is None and piece.prompt_ids is not None:
-        progress.prompt_ids = piece.prompt_ids
-    progress.tokens.extend(piece.token_ids)
-    progress.text += piece.text
 
 
 async def _raise_for_status(response: httpx.Response, path: str) -> None:

@@ -161,6 +161,7 @@ async def test_an_aborted_generation_is_gone_on_with_after_the_resume(
     undisturbed = await generation.generate_one(REQUEST)
     result = await caught_midway(server, generation, "abort")
     assert (result.token_ids, result.finish_reason) == (undisturbed.token_ids, "length")
+    assert result.text == undisturbed.text
     assert result.retries >= 1
 
 

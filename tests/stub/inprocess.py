@@ -18,8 +18,7 @@ class StubTransport(httpx.AsyncBaseTransport):
 
     def __init__(self, stubs: Sequence[StubServer]) -> None:
         self._apps = {
-            f"stub-{index}": httpx.ASGITransport(stub.asgi)  # type: ignore[arg-type]
-            for index, stub in enumerate(stubs)
+            f"stub-{index}": httpx.ASGITransport(stub.asgi) for index, stub in enumerate(stubs)
         }
 
     @property

@@ -192,14 +192,56 @@ async def test_a_cut_chat_goes_on_as_a_completion_of_its_token_ids() -> None:
     assert (result.text, result.token_ids) == ("ab", [97, 98])
 
 
-async def test_a_constrained_answer_starts_again_from_nothing() -> None:
-    request = GenerationRequest("r", {"max_tokens": 3, "response_format": {}}, prompt="p")
+@pytest.mark.parametrize("constraint", ["response_format", "tools", "stop"])
+async def test_a_constrained_answer_starts_again_from_nothing(constraint: str) -> None:
+    request = GenerationRequest("r", {"max_tokens": 3, constraint: {}}, prompt="p")
     script = Script(
         stream(event([97], "abort", prompt=[7])), stream(event([98], "stop", prompt=[7]))
     )
     result = await run(script, request)
     assert (result.token_ids, result.text) == ([98], "b")
     assert script.bodies[1]["prompt"] == "p"
+
+
+async def test_tokens_that_end_inside_a_character_are_taken_back_at_a_cut() -> None:
+    half = {"choices": [{"text": "", "token_ids": [240, 159], "finish_reason": "abort"}]}
+    script = Script(
+        stream(event([97], prompt=[7]), half), stream(event([98], "stop", prompt=[7, 97]))
+    )
+    result = await run(script)
+    assert script.bodies[1]["prompt"] == [7, 97]
+    assert script.bodies[1]["max_tokens"] == 3
+    assert (result.text, result.token_ids) == ("ab", [97, 98])
+
+
+async def test_the_server_is_asked_where_several_tokens_came_with_one_text() -> None:
+    merged = {"choices": [{"text": "a", "token_ids": [97, 240, 159], "prompt_token_ids": [7]}]}
+    script = Script(
+        stream(merged, done=False),
+        httpx.Response(200, json={"prompt": "a\ufffd"}),
+        httpx.Response(200, json={"prompt": "a\ufffd"}),
+        stream(event([98], "stop")),
+    )
+    result = await run(script)
+    assert [r.url.path for r in script.requests[1:3]] == ["/detokenize"] * 2
+    assert [body["tokens"] for body in script.bodies[1:3]] == [[97, 240, 159], [97, 240]]
+    assert script.bodies[3]["prompt"] == [7, 97]
+    assert (result.text, result.token_ids) == ("ab", [97, 98])
+
+
+async def test_without_an_answer_about_the_character_the_tokens_are_kept() -> None:
+    merged = {"choices": [{"text": "a", "token_ids": [97, 99], "prompt_token_ids": [7]}]}
+    script = Script(
+        stream(merged, done=False), httpx.Response(404, text="no"), stream(event([98], "stop"))
+    )
+    assert (await run(script)).token_ids == [97, 99, 98]
+
+
+async def test_an_attempt_whose_tokens_are_all_taken_back_brought_nothing() -> None:
+    half = {"choices": [{"text": "", "token_ids": [240], "finish_reason": "abort"}]}
+    script = Script(*[stream(half)] * 3)
+    result = await run(script, max_retries=2)
+    assert result.error.startswith("given up after 3 attempts")
 
 
 async def test_a_request_that_stays_frozen_ends_at_its_deadline() -> None:
