@@ -40,8 +40,10 @@ class SkyctlWeightTransferEngine(WeightTransferEngine[Any, Any]):  # type: ignor
         self._next_chunk = 0
 
     def init_transfer_engine(self, init_info: ReceiverInit) -> None:
-        """Connect to the sender. A sender of an earlier push is let go."""
+        """Connect to the sender. A sender of an earlier push is let go, and its session forgotten:
+        finishing what it left open is then no complaint about what it never sent."""
         self.shutdown()
+        self._received = set()
         parallel = self.parallel_config
         rank = parallel.data_parallel_index * parallel.world_size + parallel.rank
         self._receiver = open_receiver(init_info, rank)

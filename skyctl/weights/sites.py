@@ -133,14 +133,19 @@ async def open_session(site: Site, *, timeout_s: float) -> None:
 
 
 async def _close_leftover(site: Site, timeout_s: float) -> bool:
-    """Finish a session that may be open; whether there was one."""
-    try:
-        await site.vllm.finish_weight_update(timeout_s=timeout_s)
-    except ServerError as error:
-        if not error.status:
-            raise
-        return False
-    return True
+    """Finish a session that may be open; whether there was one.
+
+    An engine may complain once of what a session lacks and still keep it open: it is asked twice.
+    """
+    for _ in range(2):
+        try:
+            await site.vllm.finish_weight_update(timeout_s=timeout_s)
+        except ServerError as error:
+            if not error.status:
+                raise
+        else:
+            return True
+    return False
 
 
 async def scrub(site: Site, *, timeout_s: float) -> None:
