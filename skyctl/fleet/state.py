@@ -196,7 +196,7 @@ class FleetState:
         with self._database.transaction():
             for table in ("processes", "servers"):
                 self._database.write(f"DELETE FROM {table}")
-            self._database.write("DELETE FROM meta WHERE key = 'weights'")
+            self._database.write("DELETE FROM meta WHERE key IN ('weights', 'ports')")
 
     def add_event(self, subject: str, message: str) -> None:
         """One line of history about a server, the router or the fleet."""

@@ -10,22 +10,29 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
-from skyctl.operations.attached import AttachedFleet
-from skyctl.operations.supervised import SupervisedFleet
-
 if TYPE_CHECKING:
     from skyctl.fleet.registry import FleetRef
+    from skyctl.operations.attached import AttachedFleet
+    from skyctl.operations.supervised import SupervisedFleet
 
-Fleet = SupervisedFleet | AttachedFleet
+    Fleet = SupervisedFleet | AttachedFleet
 
 
 @asynccontextmanager
 async def connect(ref: FleetRef) -> AsyncIterator[Fleet]:
-    """The running fleet of `ref`; connections are closed when the block ends.
+    """The fleet of `ref`; connections are closed when the block ends.
 
-    Raises:
-        FleetDownError: skyctl should have started this fleet and it is not running.
+    Verbs of a fleet that skyctl should have started, and that is not running, raise
+    FleetDownError; its status, jobs and history can be read all the same.
     """
-    fleet: Fleet = AttachedFleet(ref) if ref.config.attached else SupervisedFleet(ref)
-    async with fleet:
-        yield fleet
+    # only the one that is needed is imported: `status` must be fast
+    if ref.config.attached:
+        from skyctl.operations.attached import AttachedFleet
+
+        async with AttachedFleet(ref) as attached:
+            yield attached
+    else:
+        from skyctl.operations.supervised import SupervisedFleet
+
+        async with SupervisedFleet(ref) as supervised:
+            yield supervised

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from dataclasses import replace
 
@@ -9,7 +10,7 @@ from skyctl.errors import UsageError
 from skyctl.fleet.check import check_plan
 from skyctl.fleet.machine import plan_here
 from skyctl.fleet.plan import FleetPlan
-from skyctl.fleet.registry import FleetRef
+from skyctl.fleet.registry import FleetRef, supervisor_running
 from skyctl.fleet.state import FleetState
 
 
@@ -62,15 +63,17 @@ def api_key(ref: FleetRef) -> str | None:
 
 
 def _known_ports(ref: FleetRef) -> dict[str, int]:
-    """Ports of processes that still run; those of dead ones may have been taken since."""
+    """Ports of a fleet that runs, or that a live supervisor is starting.
+
+    Without a supervisor, ports of dead processes do not count: they may have been taken since.
+    """
     if not ref.paths.database.exists():
         return {}
-    ports = {}
     with FleetState(ref.paths.database) as state:
-        for row in state.processes():
-            if row.identity is not None and row.identity.alive():
-                ports[row.name] = row.port
-        metrics_port = state.get("router_metrics_port")
-    if "router" in ports and metrics_port is not None:
-        ports["router-metrics"] = int(metrics_port)
-    return ports
+        planned_ports: dict[str, int] = json.loads(state.get("ports") or "{}")
+        alive = {r.name for r in state.processes() if r.identity and r.identity.alive()}
+    if supervisor_running(ref.paths):
+        return planned_ports
+    if "router" in alive:
+        alive.add("router-metrics")
+    return {name: port for name, port in planned_ports.items() if name in alive}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 import time
 from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -240,9 +241,8 @@ class Supervisor:
                 changed=self.changed,
             )
         self._context.config = plan.config
-        if plan.router is not None:
-            self.state.set("router_metrics_port", str(plan.router.metrics_port))
-        self.state.set("stop_timeout_s", str(plan.config.stop_timeout_s))
+        # at once, before anything is spawned: another `up` plans with the same ports
+        self.state.set("ports", json.dumps(_ports(plan)))
 
     def _begin(self, kind: str, detail: str, work: Coroutine[Any, Any, None]) -> int:
         self.started_by_operation = []
@@ -346,6 +346,13 @@ def _same(one: FleetPlan, other: FleetPlan) -> bool:
         return [spec_hash(spec) for spec in plan.servers] + router
 
     return hashes(one) == hashes(other)
+
+
+def _ports(plan: FleetPlan) -> dict[str, int]:
+    ports = {spec.name: spec.port for spec in plan.servers}
+    if plan.router is not None:
+        ports |= {"router": plan.router.port, "router-metrics": plan.router.metrics_port}
+    return ports
 
 
 def _suspects(interrupted: Sequence[Job]) -> set[str]:

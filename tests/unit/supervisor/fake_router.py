@@ -10,7 +10,7 @@ from urllib.parse import parse_qs, urlsplit
 parser = argparse.ArgumentParser()
 parser.add_argument("--port", type=int, required=True)
 parser.add_argument("--worker-urls", nargs="*", default=[])
-options = parser.parse_args()
+options, _ignored = parser.parse_known_args()
 workers: list[str] = list(options.worker_urls)
 
 

@@ -1,0 +1,80 @@
+"""The real `skyctl` on a fleet file whose `python` starts stubs instead of vLLM and its router."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+_FAKE_ROUTER = ROOT / "tests" / "unit" / "supervisor" / "fake_router.py"
+# Stands in for an interpreter that has vLLM; `-P -c` is the check for that, answered with nothing.
+_INTERPRETER = f"""#!/bin/sh
+export PYTHONPATH={ROOT}
+case "$2" in
+vllm_router*) shift 2; exec {sys.executable} {_FAKE_ROUTER} "$@" ;;
+vllm*) shift 2; exec {sys.executable} -m tests.stub.server "$@" ;;
+esac
+"""
+_FLEET = """
+name: stubs
+model: ./model
+python: ./python
+device: cpu
+replicas: {replicas}
+health: {{interval_s: 0.2, timeout_s: 2, startup_timeout_s: 20}}
+restart: {{backoff_s: 0.05}}
+drain_timeout_s: 1
+stop_timeout_s: 5
+env: {{STUB_FAULTS: '{faults}'}}
+{extra}
+"""
+
+
+@dataclass
+class StubFleet:
+    """A fleet file in `directory`; commands run there with a state directory of their own."""
+
+    directory: Path
+
+    def write(self, replicas: int = 2, faults: str = "{}", extra: str = "") -> None:
+        """Write the fleet file; `faults` are those of every stub, `extra` more YAML lines."""
+        (self.directory / "model").mkdir(exist_ok=True)
+        (self.directory / "model" / "config.json").write_text("{}")
+        interpreter = self.directory / "python"
+        interpreter.write_text(_INTERPRETER)
+        interpreter.chmod(0o755)
+        text = _FLEET.format(replicas=replicas, faults=faults, extra=extra)
+        (self.directory / "fleet.yaml").write_text(text)
+
+    def start(self, *arguments: str) -> subprocess.Popen[str]:
+        environ = {k: v for k, v in os.environ.items() if not k.startswith("SKYCTL_")}
+        return subprocess.Popen(
+            [sys.executable, "-m", "skyctl", *arguments],
+            cwd=self.directory,
+            env={**environ, "SKYCTL_HOME": str(self.directory / "home"), "PYTHONPATH": str(ROOT)},
+            text=True,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+
+    def run(self, *arguments: str, expect: int = 0) -> subprocess.CompletedProcess[str]:
+        """One command to its end, within a minute."""
+        process = self.start(*arguments)
+        stdout, stderr = process.communicate(timeout=60)
+        assert process.returncode == expect, f"exit {process.returncode}\n{stdout}\n{stderr}"
+        return subprocess.CompletedProcess(arguments, process.returncode, stdout, stderr)
+
+    def json(self, *arguments: str, expect: int = 0) -> dict[str, Any]:
+        """The envelope of one command."""
+        envelope: dict[str, Any] = json.loads(self.run(*arguments, "--json", expect=expect).stdout)
+        return envelope
+
+    def replicas(self) -> dict[str, dict[str, Any]]:
+        rows = self.json("status")["data"]["replicas"]
+        return {row["name"]: row for row in rows}

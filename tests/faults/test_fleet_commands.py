@@ -1,0 +1,155 @@
+"""up, status, logs, restart, scale and down as a user types them, on stubs in place of vLLM."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.faults.stub_fleet import StubFleet
+
+
+@pytest.fixture
+def fleet(tmp_path: Path) -> Iterator[StubFleet]:
+    fleet = StubFleet(tmp_path)
+    fleet.write()
+    yield fleet
+    if (tmp_path / "home").exists():
+        fleet.write()  # in case the test broke the file
+        fleet.run("down", "--drain-timeout", "0")
+
+
+def test_the_life_of_a_fleet(fleet: StubFleet) -> None:
+    assert fleet.json("status")["data"]["health"] == "down"
+    fleet.json("status", "--exit-code", expect=4)
+    refused = fleet.json("restart", expect=4)
+    assert "skyctl up" in refused["error"]["hint"]
+
+    up = fleet.run("up")
+    assert "stubs-0: ready" in up.stderr and "is ready after" in up.stderr
+    assert "healthy" in up.stdout
+    again = fleet.run("up")
+    assert "nothing to do" in again.stderr
+    rows = fleet.replicas()
+    assert {row["state"] for row in rows.values()} == {"ready"}
+    assert all(row["routed"] for row in rows.values())
+
+    logs = fleet.run("logs", "-n", "5")
+    assert "stubs-0    │ " in logs.stdout and "supervisor │ " in logs.stdout
+
+    fleet.run("scale", "3")
+    assert {name: row["pid"] for name, row in fleet.replicas().items()}.items() >= {
+        (name, row["pid"]) for name, row in rows.items()
+    }
+    assert len(fleet.replicas()) == 3
+    fleet.run("scale", "1")
+    fleet.run("restart", "stubs-0")
+    [(name, row)] = fleet.replicas().items()
+    assert name == "stubs-0" and row["pid"] != rows["stubs-0"]["pid"] and row["routed"]
+
+    unknown = fleet.json("restart", "stubs-7", expect=4)
+    assert "stubs-0" in unknown["error"]["hint"]
+    fleet.json("logs", "stubs-7", expect=4)
+
+    down = fleet.run("down")
+    assert "stopped router, stubs-0" in down.stdout
+    assert not psutil.pid_exists(row["pid"])
+    assert "nothing was running" in fleet.run("down").stdout
+
+
+def test_a_taken_port_is_refused_before_anything_starts(fleet: StubFleet) -> None:
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        holder.listen()
+        port = holder.getsockname()[1]
+        fleet.write(replicas=1, extra=f"ports: [{port}]")
+        refused = fleet.json("up", expect=2)
+        assert str(port) in refused["error"]["message"]
+        assert f"pid {os.getpid()}" in refused["error"]["message"]
+        assert fleet.json("status")["data"]["health"] == "down"
+        assert not list((fleet.directory / "home").rglob("*.log"))
+
+
+def test_a_replica_that_exits_at_start_fails_up_with_the_end_of_its_log(fleet: StubFleet) -> None:
+    fleet.write(replicas=1, faults='{"exit_at_start": 3}')
+    failed = fleet.run("up", expect=1)
+    assert "told to exit at start" in failed.stderr
+    assert "stubs-0 exited with code 3" in failed.stderr
+    assert "skyctl logs stubs-0" in failed.stderr
+    status = fleet.json("status", "--exit-code", expect=4)["data"]
+    assert status["replicas"][0]["state"] == "failed"
+    # the file is mended: up tries again
+    fleet.write(replicas=1)
+    fleet.run("up")
+
+
+def test_a_failed_up_with_rollback_leaves_nothing(fleet: StubFleet) -> None:
+    fleet.write(replicas=1, faults='{"exit_at_start": 3}')
+    failed = fleet.json("up", "--rollback", expect=1)
+    assert "--rollback" in failed["error"]["hint"]
+    assert fleet.json("status")["data"]["replicas"] == []
+    assert "nothing was running" in fleet.run("down").stdout
+
+
+def test_two_ups_at_once_make_one_fleet(fleet: StubFleet) -> None:
+    racers = [fleet.start("up"), fleet.start("up")]
+    for racer in racers:
+        stdout, stderr = racer.communicate(timeout=60)
+        assert racer.returncode == 0, stdout + stderr
+    rows = fleet.replicas()
+    assert len(rows) == 2 and {row["state"] for row in rows.values()} == {"ready"}
+    assert {row["restarts"] for row in rows.values()} == {0}
+
+
+def test_ctrl_c_during_up_stops_what_it_started(fleet: StubFleet) -> None:
+    fleet.write(replicas=1, faults='{"startup_delay_s": 30}')
+    up = fleet.start("up")
+    assert up.stderr is not None
+    while "starting" not in up.stderr.readline():
+        pass
+    up.send_signal(signal.SIGINT)
+    up.communicate(timeout=60)
+    assert up.returncode == 130
+    assert fleet.json("status")["data"]["replicas"] == []
+
+
+def test_a_wait_that_is_too_short_ends_with_124_and_the_fleet_goes_on(fleet: StubFleet) -> None:
+    fleet.write(replicas=1, faults='{"startup_delay_s": 3}')
+    short = fleet.json("up", "--wait-timeout", "0.5", expect=124)
+    assert "skyctl status" in short["error"]["hint"]
+    fleet.run("up")
+    assert fleet.replicas()["stubs-0"]["state"] == "ready"
+
+
+def test_a_fleet_without_its_supervisor_says_so_and_up_takes_it_over(fleet: StubFleet) -> None:
+    fleet.run("up", "--no-router")
+    before = fleet.json("status")["data"]
+    assert before["router"] is None
+    os.kill(before["supervisor_pid"], signal.SIGKILL)
+    psutil.wait_procs([psutil.Process(before["supervisor_pid"])], timeout=10)
+    left = fleet.run("status", "--exit-code", expect=1)
+    assert "unsupervised" in left.stdout and "skyctl up" in left.stdout
+    fleet.run("up", "--no-router")
+    after = fleet.json("status")["data"]
+    assert [r["pid"] for r in after["replicas"]] == [r["pid"] for r in before["replicas"]]
+
+
+def test_status_loads_neither_torch_nor_vllm_nor_a_web_server(fleet: StubFleet) -> None:
+    traced = subprocess.run(
+        [sys.executable, "-X", "importtime", "-m", "skyctl", "status"],
+        cwd=fleet.directory,
+        env={**os.environ, "SKYCTL_HOME": str(fleet.directory / "home")},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    loaded = {line.rpartition("|")[2].strip() for line in traced.stderr.splitlines()}
+    assert "httpx" in loaded
+    assert loaded.isdisjoint({"torch", "vllm", "transformers", "uvicorn", "starlette"})
