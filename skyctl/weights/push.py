@@ -31,7 +31,7 @@ from skyctl.weights.request import (
     SilentObserver,
 )
 from skyctl.weights.sender_client import SenderFailed
-from skyctl.weights.sites import Holds, Site, alive, each, responsive
+from skyctl.weights.sites import Holds, Site, alive, close_session, each, responsive
 from skyctl.weights.verify import weights_digest
 
 __all__ = [
@@ -221,16 +221,16 @@ async def _roll_back(run: _Run, sites: Sequence[Site]) -> None:
     """Nothing was sent: close what was opened, and resume what we froze at its old weights."""
     timeout_s = run.fleet.control_timeout_s
 
-    async def close(site: Site) -> None:
-        try:
-            await site.vllm.finish_weight_update(timeout_s=timeout_s)
-        except SkyctlError:
-            site.holds = Holds.UNKNOWN
-            raise
-        site.open = False
-
     with run.stage("recover"):
-        await each([s for s in sites if s.open], close, timeout_s=timeout_s, what="close")
+        await each(
+            [site for site in sites if site.open],
+            lambda site: close_session(site, timeout_s=timeout_s),
+            timeout_s=timeout_s,
+            what="close",
+        )
+        for site in sites:
+            if site.open:  # not closed: its layers are empty
+                site.holds = Holds.UNKNOWN
         await _resume(run, [site for site in sites if site.holds is Holds.OLD])
         for site in sites:
             if site.holds is Holds.UNKNOWN:

@@ -16,6 +16,8 @@ from skyctl.weights.request import PushServer, ServerPush
 
 T = TypeVar("T")
 
+_NO_SESSION = "without a matching start"
+
 
 class Holds(IntEnum):
     """What a server's model is made of."""
@@ -116,20 +118,34 @@ async def open_session(site: Site, *, timeout_s: float) -> None:
     A start that fails once may mean such a session, or layers it left half loaded; what the model
     holds is unknown then. The session is open afterwards.
     """
+    site.open = True  # before the call: when its answer is lost, it may be open
     try:
         await site.vllm.start_weight_update(timeout_s=timeout_s)
     except ServerError as error:
         if not error.status:
             raise  # no answer: whether it started is unknown, and asking again changes nothing
-        closed = await _close_leftover(site, timeout_s)
-        if closed:
+        if await _close_leftover(site, timeout_s):
             site.holds = Holds.UNKNOWN
         try:
             await site.vllm.start_weight_update(timeout_s=timeout_s)
-        except ServerError:
+        except ServerError as again:
+            site.open = not again.status
             raise error from None
         site.holds = Holds.UNKNOWN
-    site.open = True
+
+
+async def close_session(site: Site, *, timeout_s: float) -> None:
+    """Finish an update into which nothing was sent: the server goes on with its old weights.
+
+    Until then its layers are empty: it must not be resumed when this fails.
+    """
+    try:
+        await site.vllm.finish_weight_update(timeout_s=timeout_s)
+    except ServerError as error:
+        if _NO_SESSION not in error.message:
+            site.holds = Holds.UNKNOWN
+            raise
+    site.open = False
 
 
 async def _close_leftover(site: Site, timeout_s: float) -> bool:
