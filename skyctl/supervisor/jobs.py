@@ -172,13 +172,16 @@ async def follow(
     while True:
         alive = state.journal.owner_alive(job_id)
         job = state.journal.job(job_id)
-        for event in state.journal.events(job_id, after=seen):
-            seen = event.sequence
-            on_event(event)
+        events = state.journal.events(job_id, after=seen)
         if job.total_bytes and job.done_bytes != done_bytes:
             done_bytes = job.done_bytes
             data = {"done_bytes": job.done_bytes, "total_bytes": job.total_bytes}
-            on_event(JobEvent(seen, time.time(), "progress", data))
+            # behind the stage it belongs to, before the end
+            at = len(events) - 1 if events and events[-1].kind == "end" else len(events)
+            events.insert(at, JobEvent(seen, time.time(), "progress", data))
+        for event in events:
+            seen = max(seen, event.sequence)
+            on_event(event)
         if job.ended:
             return job
         if not alive:

@@ -144,7 +144,10 @@ class ManagedProcess:
         gently = not left
         deadline = time.monotonic() + KILL_TIMEOUT_S
         while left:
-            _signal(left, signal.SIGKILL)
+            # Python's resource trackers end by themselves once their users are gone, and then
+            # remove the shared memory those left; killed at once with them, they leak it.
+            users = [process for process in left if not _is_resource_tracker(process)]
+            _signal(users or left, signal.SIGKILL)
             await self._gone(left, 1.0)
             left = self.members()
             if left and time.monotonic() > deadline:
@@ -152,6 +155,7 @@ class ManagedProcess:
                 raise SkyctlError(f"processes {pids} outlived SIGKILL; they hang in the kernel")
         self._reap(members)
         self.descendants = ()
+        await self.exited.wait()
         return gently
 
     async def _gone(self, members: list[psutil.Process], timeout_s: float) -> list[psutil.Process]:
@@ -245,6 +249,13 @@ def _running(process: psutil.Process) -> bool:
     try:
         # is_running compares create times, so a reused pid counts as gone
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.Error:
+        return False
+
+
+def _is_resource_tracker(process: psutil.Process) -> bool:
+    try:
+        return any("multiprocessing.resource_tracker" in word for word in process.cmdline())
     except psutil.Error:
         return False
 

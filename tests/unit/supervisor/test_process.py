@@ -80,6 +80,24 @@ async def test_what_ignores_term_is_killed(tmp_path: Path) -> None:
     assert process.exit_text() == "was killed by SIGKILL"
 
 
+SHARED_MEMORY = """
+import signal, time
+from multiprocessing.shared_memory import SharedMemory
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+print(SharedMemory(create=True, size=64).name, flush=True)
+time.sleep(600)
+"""
+
+
+async def test_shared_memory_of_a_killed_process_is_removed(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    process = ManagedProcess.spawn([sys.executable, "-c", SHARED_MEMORY], {}, log, new_token())
+    segment = Path("/dev/shm") / await first_line(log)
+    assert segment.exists()
+    await process.stop(0.2)
+    assert not segment.exists()
+
+
 @pytest.mark.parametrize("apart", [False, True])
 async def test_the_orphans_of_a_killed_leader_are_found_and_stopped(
     tmp_path: Path, apart: bool
