@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol
 
 from skyctl.control.dialects import rank_offsets
+from skyctl.errors import ServerUnreachable
 from skyctl.weights.checkpoint import Checkpoint
 from skyctl.weights.plan import ChunkPlan
 from skyctl.weights.request import PushFleet
@@ -221,16 +222,35 @@ class ChunkDelivery:
             await each(alive(sites), call, timeout_s=timeout_s, what=what)
             return
         sender, _ = self._opened()
+        waiting: set[asyncio.Timeout] = set()
 
         async def guarded(site: Site) -> None:
             try:
-                await call(site)
+                async with asyncio.timeout(None) as patience:
+                    waiting.add(patience)
+                    await call(site)
+            except TimeoutError as error:
+                raise ServerUnreachable(f"{site.name}: no answer after the group broke") from error
+            finally:
+                waiting.discard(patience)
+
+        async def failing(site: Site) -> None:
+            try:
+                await guarded(site)
             except BaseException:
                 sender.kill(f"{what}: {site.name} failed, and the group with it")
                 raise
 
+        def hurry(part: asyncio.Future[None]) -> None:
+            # a server that lost its group says so soon, or not at all
+            if part.cancelled() or part.exception() is not None:
+                soon = asyncio.get_running_loop().time() + _GRACE_S
+                for patience in waiting:
+                    patience.reschedule(soon)
+
         part = asyncio.ensure_future(sending())
-        await each(alive(sites), guarded, timeout_s=timeout_s, what=what)
+        part.add_done_callback(hurry)
+        await each(alive(sites), failing, timeout_s=timeout_s, what=what)
         try:
             await part
         except SenderFailed as error:
