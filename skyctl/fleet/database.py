@@ -77,27 +77,34 @@ class Database:
 
     def rows(self, sql: str, *parameters: Any) -> list[sqlite3.Row]:
         """Every row of a query."""
-        return self._connection.execute(sql, parameters).fetchall()
+        return self.write(sql, *parameters).fetchall()
 
     def row(self, sql: str, *parameters: Any) -> sqlite3.Row | None:
         """The first row of a query, None when there is none."""
-        found: sqlite3.Row | None = self._connection.execute(sql, parameters).fetchone()
+        found: sqlite3.Row | None = self.write(sql, *parameters).fetchone()
         return found
 
     def write(self, sql: str, *parameters: Any) -> sqlite3.Cursor:
-        """One statement, committed when it returns."""
-        return self._connection.execute(sql, parameters)
+        """One statement, committed when it returns (unless in a `transaction`).
+
+        Raises:
+            SkyctlError: the file cannot be read or written (disk full, locked for too long …).
+        """
+        try:
+            return self._connection.execute(sql, parameters)
+        except sqlite3.OperationalError as error:
+            raise SkyctlError(f"cannot use {self.path}: {error}") from error
 
     @contextmanager
     def transaction(self) -> Iterator[None]:
         """Everything inside is committed together or not at all; other writers wait."""
-        self._connection.execute("BEGIN IMMEDIATE")
+        self.write("BEGIN IMMEDIATE")
         try:
             yield
         except BaseException:
-            self._connection.execute("ROLLBACK")
+            self._connection.rollback()
             raise
-        self._connection.execute("COMMIT")
+        self.write("COMMIT")
 
 
 def _open(path: Path) -> sqlite3.Connection:

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
@@ -36,6 +37,8 @@ from skyctl.supervisor.process import ManagedProcess, new_token
 from skyctl.supervisor.restarts import decide
 from skyctl.supervisor.wire import spec_hash
 from skyctl.units import format_seconds
+
+_LOG = logging.getLogger(__name__)
 
 READY_POLL_S = 0.5
 SETTLED = ("up", "dead", "failed", "stopped")
@@ -128,6 +131,16 @@ class Replica:
         self._row = self._context.state.update_server(self.name, **changes)
         self._context.changed()
 
+    def forget_weights(self) -> None:
+        """A fresh process has the base weights, whatever the one before it had."""
+        self.update_row(
+            weight_version=None,
+            checkpoint=None,
+            checkpoint_digest=None,
+            weights_digest=None,
+            quarantine=None,
+        )
+
     def reload_row(self) -> None:
         """Take over what somebody else wrote to the state file."""
         self._row = self._context.state.server(self.name)
@@ -150,6 +163,9 @@ class Replica:
                 reason = await self._one_life(adopted)
             except SkyctlError as error:
                 reason = error.message
+            except Exception as error:
+                _LOG.exception("replica %s", self.name)
+                reason = f"the supervisor failed: {error!r} (see: skyctl logs supervisor)"
             adopted = None
             self._context.state.add_event(self.name, reason)
             if not self._proven:
@@ -206,14 +222,7 @@ class Replica:
             started_at=time.time(),
         )
         context.state.save_process(intent)
-        # a fresh process has the base weights, whatever the one before it had
-        self.update_row(
-            weight_version=None,
-            checkpoint=None,
-            checkpoint_digest=None,
-            weights_digest=None,
-            quarantine=None,
-        )
+        self.forget_weights()
         self.observed_paused, self.update_state = None, ""
         process = ManagedProcess.spawn(
             spec.argv, spec.env, context.paths.log(spec.name), intent.token

@@ -15,6 +15,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
+from skyctl.control.fanout import Outcome, OutcomeStatus
 from skyctl.control.http import ControlClient
 from skyctl.errors import ConflictError, FleetDownError, NotFoundError, SkyctlError
 from skyctl.fleet.journal import Job
@@ -123,7 +124,9 @@ class Supervisor:
         if self.job is not None:
             raise self._busy_with_job(self.job)
         plan = self.require_plan()
-        chosen = self.named(names)
+        everyone = self.named(names)
+        chosen = [replica for replica in everyone if replica.phase == "up"]
+        absent = {r.name: self._meant_for(verb, r) for r in everyone if r not in chosen}
         if verb in ("pause", "sleep") and len(chosen) < len(self.replicas):
             # out of rotation before it freezes, so that no request waits behind it
             self.held_out |= {replica.name for replica in chosen}
@@ -144,7 +147,8 @@ class Supervisor:
         finally:
             self.held_out -= {replica.name for replica in chosen}
             await rollout.sync_router(self)
-        return [outcome.to_json() for outcome in outcomes]
+        found = {outcome.server: outcome for outcome in outcomes}
+        return [(found.get(r.name) or absent[r.name]).to_json() for r in everyone]
 
     def start_push(self, request: PushRequest) -> Job:
         """Begin a push into every server that is up; the job.
@@ -272,6 +276,15 @@ class Supervisor:
             self._operation_task.cancel()
             await asyncio.gather(self._operation_task, return_exceptions=True)
 
+    def _meant_for(self, verb: str, replica: Replica) -> Outcome[None]:
+        """The outcome of a verb for a replica that does not run; pauses are remembered for it."""
+        detail = f"not running ({replica.state})"
+        if verb in ("pause", "resume"):
+            replica.update_row(paused=verb == "pause")
+            if replica.phase not in ("failed", "dead", "stopped"):
+                detail = f"{replica.state}; will be {verb}d when it is ready"
+        return Outcome(replica.name, OutcomeStatus.SKIPPED, 0.0, detail)
+
     def _refuse_while_busy(self) -> None:
         if self.job is not None:
             raise self._busy_with_job(self.job)
@@ -293,6 +306,7 @@ class Supervisor:
         self, job: Job, request: PushRequest, plan: FleetPlan, up: Sequence[Replica]
     ) -> None:
         model_path = self.state.weights().checkpoint or plan.model_path
+        pids = {replica.name: replica.process and replica.process.pid for replica in up}
         try:
             await jobs.run_push(
                 job,
@@ -306,6 +320,9 @@ class Supervisor:
             for replica in up:
                 replica.update_state = ""
                 replica.reload_row()
+                if pids[replica.name] != (replica.process and replica.process.pid):
+                    # it died meanwhile: what the push says of it is about a process that is gone
+                    replica.forget_weights()
             self.job = None
             self._job_over.set()
         await asyncio.gather(*(admission.refresh(r, self.client, 5.0) for r in up))

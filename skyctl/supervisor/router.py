@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -20,6 +21,8 @@ from skyctl.supervisor.process import ManagedProcess, new_token
 from skyctl.supervisor.restarts import decide
 from skyctl.supervisor.wire import spec_hash
 from skyctl.units import format_seconds
+
+_LOG = logging.getLogger(__name__)
 
 READY_TIMEOUT_S = 60.0
 CALL_TIMEOUT_S = 10.0
@@ -108,6 +111,9 @@ class RouterChild:
                 reason = await self._one_life(adopted)
             except SkyctlError as error:
                 reason = error.message
+            except Exception as error:
+                _LOG.exception("router")
+                reason = f"the supervisor failed: {error!r} (see: skyctl logs supervisor)"
             adopted = None
             self._store.add_event(NAME, reason)
             now = self._clock()

@@ -250,6 +250,18 @@ async def test_a_paused_server_that_dies_comes_back_paused(tmp_path: Path) -> No
         assert states(supervisor) == {"a": "paused"}
 
 
+async def test_a_replica_that_is_starting_is_paused_when_it_is_ready(tmp_path: Path) -> None:
+    async with supervising(tmp_path) as supervisor:
+        slow = stub_server("b", faults={"startup_delay_s": 1})
+        supervisor.reconcile(fleet_plan([stub_server("a"), slow]))
+        await eventually(lambda: states(supervisor).get("a") == "ready")
+        outcomes = await supervisor.verb("pause", {"mode": "keep"}, [], 5.0)
+        assert [o["status"] for o in outcomes] == ["ok", "skipped"]
+        assert "will be paused" in outcomes[1]["detail"]
+        assert await ended(supervisor) == ""
+        assert states(supervisor) == {"a": "paused", "b": "paused"}
+
+
 async def test_an_unknown_replica_is_refused_with_the_known_names(tmp_path: Path) -> None:
     async with supervising(tmp_path) as supervisor:
         await bring_up(supervisor, fleet_plan([stub_server("a")]))
@@ -415,3 +427,22 @@ async def test_a_failed_push_quarantines_what_it_left_in_doubt(
         assert supervisor.replicas["b"].row.quarantine == "half updated"
         await eventually(lambda: routed(supervisor) == {"a"})
         assert [record.ok for record in supervisor.state.journal.pushes()] == [False]
+
+
+async def test_a_replica_that_dies_in_a_push_is_not_blamed_for_what_its_process_was_left_in(
+    tmp_path: Path, push: FakePush
+) -> None:
+    async with supervising(tmp_path) as supervisor:
+        await bring_up(supervisor, fleet_plan([stub_server("a"), stub_server("b")]))
+        push.gate.clear()
+        left = [ServerPush("b", False, "quarantined", None, detail="connection lost")]
+        push.error = PushError("b died", details={"servers": [s.to_json() for s in left]})
+        supervisor.start_push(PushRequest("/ckpt", weight_version="v1"))
+        await eventually(lambda: len(push.calls) == 1)
+        pid = pid_of(supervisor, "b")
+        os.kill(pid, signal.SIGKILL)
+        replica = supervisor.replicas["b"]
+        await eventually(lambda: replica.process is not None and replica.process.pid != pid)
+        push.gate.set()
+        await eventually(lambda: states(supervisor) == {"a": "ready", "b": "ready"})
+        assert replica.row.quarantine is None and replica.row.weight_version is None
