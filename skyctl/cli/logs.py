@@ -36,6 +36,9 @@ def logs(
     lines: Annotated[
         int, typer.Option("-n", "--lines", min=0, help="Last lines of each log.")
     ] = 50,
+    probes: Annotated[
+        bool, typer.Option("--probes", help="Also the access-log lines of health probes.")
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Show the end of the logs, each line behind its replica's name.
@@ -54,9 +57,9 @@ def logs(
     if follow and as_json:
         raise UsageError("--follow and --json do not go together")
     if follow:
-        follow_logs(paths, names or [], lines)
+        follow_logs(paths, names or [], lines, probes=probes)
         return
-    found = {name: _tail(path, lines) for name, path in _files(paths, names or []).items()}
+    found = {n: _tail(p, lines, probes) for n, p in _files(paths, names or []).items()}
     printer = LinePrinter(list(found))
     if not as_json:
         for name, ending in found.items():
@@ -65,20 +68,22 @@ def logs(
     output.emit({"logs": found})
 
 
-def follow_logs(paths: FleetPaths, names: Sequence[str], lines: int) -> None:
+def follow_logs(
+    paths: FleetPaths, names: Sequence[str], lines: int, *, probes: bool = False
+) -> None:
     """Print the ends of the logs and then every new line; never returns (Ctrl-C)."""
     files = _files(paths, names)
     printer = LinePrinter(list(files))
     positions: dict[str, int] = {}
     for name, path in files.items():
         positions[name] = path.stat().st_size
-        for line in _tail(path, lines):
+        for line in _tail(path, lines, probes):
             printer.print(name, line)
     while True:
         time.sleep(_POLL_S)
         # a replica that was scaled up gets a log later
         for name, path in (files if names else _files(paths, ())).items():
-            positions[name] = _print_new(printer, name, path, positions.get(name, 0))
+            positions[name] = _print_new(printer, name, path, positions.get(name, 0), probes)
 
 
 class LinePrinter:
@@ -99,9 +104,9 @@ class LinePrinter:
         output.out.print(Text.assemble((f"{name:<{width}} │ ", color), line))
 
 
-def _print_new(printer: LinePrinter, name: str, path: Path, position: int) -> int:
+def _print_new(printer: LinePrinter, name: str, path: Path, position: int, probes: bool) -> int:
     """Print whole lines written since `position`; the position after them."""
-    from skyctl.supervisor.logtail import plain
+    from skyctl.supervisor.logtail import is_probe, plain
 
     try:
         with path.open("rb") as log:
@@ -113,7 +118,8 @@ def _print_new(printer: LinePrinter, name: str, path: Path, position: int) -> in
         return position
     whole, newline, _ = data.rpartition(b"\n")
     for line in whole.decode(errors="replace").split("\n") if newline else ():
-        printer.print(name, plain(line))
+        if probes or not is_probe(line):
+            printer.print(name, plain(line))
     return position + len(whole) + len(newline)
 
 
@@ -134,7 +140,7 @@ def _files(paths: FleetPaths, names: Sequence[str]) -> dict[str, Path]:
     return {name: there[name] for name in names} if names else there
 
 
-def _tail(path: Path, lines: int) -> list[str]:
+def _tail(path: Path, lines: int, probes: bool) -> list[str]:
     from skyctl.supervisor.logtail import tail
 
-    return tail(path, lines)
+    return tail(path, lines, probes=probes)

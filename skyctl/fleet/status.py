@@ -7,6 +7,16 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 Health = Literal["healthy", "degraded", "down"]
+# A server's load, as its metrics page tells it.
+LOAD_FIELDS = (
+    "running",
+    "waiting",
+    "kv_usage",
+    "prompt_tokens",
+    "generation_tokens",
+    "prefix_cache_queries",
+    "prefix_cache_hits",
+)
 # States in which a server does what somebody asked of it.
 INTENDED_STATES = ("ready", "paused", "asleep", "updating")
 TRANSIENT_STATES = ("starting", "restarting", "stopping")
@@ -17,7 +27,8 @@ class ReplicaStatus:
     """One server. `kv_usage` is 0..1; a field is None when it is unknown.
 
     `state` is starting, ready, paused, asleep, updating, restarting, stopping, stopped, dead,
-    failed, quarantined or (attached servers only) unreachable; `reason` says why.
+    failed, quarantined or (attached servers only) unreachable; `reason` says why. `state_s` is the
+    seconds spent in it. The token and cache fields are counters since the server started.
     """
 
     name: str
@@ -31,8 +42,13 @@ class ReplicaStatus:
     running: int | None = None
     waiting: int | None = None
     kv_usage: float | None = None
+    prompt_tokens: int | None = None
+    generation_tokens: int | None = None
+    prefix_cache_queries: int | None = None
+    prefix_cache_hits: int | None = None
     weight_version: str | None = None
     uptime_s: float | None = None
+    state_s: float | None = None
     rss_bytes: int | None = None
     restarts: int = 0
     log_line: str = ""
@@ -123,7 +139,8 @@ def assess(
     reasons = [_replica_reason(replica) for replica in replicas]
     if router is not None and router.state != "ready":
         detail = f": {router.reason}" if router.reason else ""
-        reasons.append(Reason(f"the router is {router.state}{detail}", "skyctl logs router"))
+        hint = "" if router.state in TRANSIENT_STATES else "skyctl logs router"
+        reasons.append(Reason(f"the router is {router.state}{detail}", hint))
     versions = {r.weight_version for r in replicas if r.state in INTENDED_STATES}
     if len(versions) > 1:
         named = ", ".join(sorted(str(v or "base") for v in versions))

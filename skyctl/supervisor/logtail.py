@@ -15,28 +15,46 @@ _PREFIXES = re.compile(
     r"^(?:\([\w ]+ pid=\d+\)\s*)?(?:(?:INFO|WARNING|ERROR|DEBUG)\s+\S+\s+\S+\s+\[[^\]]*\]\s*)?"
 )
 _ESCAPES = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
-_CHUNK_BYTES = 256 * 1024
+_CHUNK_BYTES = 64 * 1024
+_LONGEST_TAIL_BYTES = 16 * 1024 * 1024
 
 
-def tail(path: Path, lines: int) -> list[str]:
-    """The last `lines` lines without terminal escapes; [] when there is no file."""
+# What health probes and `status` leave in a server's access log, every few seconds.
+_PROBE = re.compile(r'"GET /(?:is_paused|metrics|health|v1/models) HTTP/1\.1" 200')
+
+
+def tail(path: Path, lines: int, *, probes: bool = False) -> list[str]:
+    """The last `lines` lines without terminal escapes; [] when there is no file.
+
+    Access-log lines of answered probes are left out unless `probes`.
+    """
+    if lines <= 0:
+        return []
     try:
         with path.open("rb") as log:
-            size = log.seek(0, 2)
-            start = size
-            data = b""
-            while start > 0 and data.count(b"\n") <= lines:
-                step = min(_CHUNK_BYTES, start)
+            start = log.seek(0, 2)
+            data, found = b"", list[str]()
+            while start > 0 and len(found) <= lines and len(data) < _LONGEST_TAIL_BYTES:
+                # in growing steps: a quiet server's log may be nearly all probes
+                step = min(max(_CHUNK_BYTES, len(data)), start)
                 start -= step
                 log.seek(start)
                 data = log.read(step) + data
+                found = _lines(data, probes=probes)
     except OSError:
         return []
-    if lines <= 0:
-        return []
-    text = data.decode(errors="replace")
+    return found[-lines:]
+
+
+def is_probe(line: str) -> bool:
+    """Whether an access-log line is an answered probe."""
+    return _PROBE.search(line) is not None
+
+
+def _lines(data: bytes, *, probes: bool) -> list[str]:
     # only at newlines: a progress bar redraws its line with carriage returns
-    return [plain(line) for line in text.removesuffix("\n").split("\n")[-lines:]] if text else []
+    lines = data.decode(errors="replace").removesuffix("\n").split("\n") if data else []
+    return [plain(line) for line in lines if probes or not is_probe(line)]
 
 
 def plain(line: str) -> str:

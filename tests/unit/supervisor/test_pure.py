@@ -122,3 +122,12 @@ def test_the_tail_of_a_log_has_whole_lines_without_escapes(tmp_path: Path) -> No
     assert tail(log, 0) == []
     assert len(tail(log, 100_000)) == 50_001
     assert tail(tmp_path / "none", 5) == []
+
+
+def test_answered_probes_are_left_out_of_a_tail(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    probe = 'INFO: 127.0.0.1:1 - "GET /is_paused HTTP/1.1" 200 OK\n'
+    failed = 'INFO: 127.0.0.1:1 - "GET /is_paused HTTP/1.1" 500\n'
+    log.write_text("first\n" + probe * 20_000 + failed + probe)
+    assert tail(log, 2) == ["first", failed.rstrip()]
+    assert tail(log, 2, probes=True) == [failed.rstrip(), probe.rstrip()]
