@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 _SAMPLE = re.compile(
     r"^(?P<name>[a-zA-Z_:][\w:]*)(?:\{(?P<labels>.*)\})?\s+(?P<value>[^\s]+)(?:\s+-?\d+)?$"
@@ -30,6 +31,12 @@ class ServerMetrics:
     prefix_cache_hits: int = 0
     sleep_level: int | None = None
 
+    def load(self) -> dict[str, Any]:
+        """All fields but `sleep_level`, as a ReplicaStatus takes them."""
+        fields = asdict(self)
+        del fields["sleep_level"]
+        return fields
+
     @property
     def in_flight(self) -> int:
         """Requests that are running or waiting: zero means drained."""
@@ -48,7 +55,7 @@ def parse_metrics(text: str) -> ServerMetrics:
     sums: dict[str, float] = {}
     kv_usage: list[float] = []
     sleep_states: dict[str, float] = {}
-    for name, labels, value in _samples(text):
+    for name, labels, value in samples(text, "vllm:"):
         if name == "vllm:kv_cache_usage_perc":
             kv_usage.append(value)
         elif name == "vllm:engine_sleep_state":
@@ -80,10 +87,10 @@ def _sleep_level(states: dict[str, float]) -> int | None:
     return 1 if states.get("weights_offloaded") else 0
 
 
-def _samples(text: str) -> Iterator[tuple[str, dict[str, str], float]]:
-    """Every sample of the Prometheus text format whose value is a finite number."""
+def samples(text: str, prefix: str) -> Iterator[tuple[str, dict[str, str], float]]:
+    """Name, labels and value of finite samples whose name starts with `prefix`."""
     for line in text.splitlines():
-        if not line.startswith("vllm:"):
+        if not line.startswith(prefix):
             continue
         match = _SAMPLE.match(line)
         if match is None:

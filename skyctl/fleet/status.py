@@ -7,16 +7,6 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 Health = Literal["healthy", "degraded", "down"]
-# A server's load, as its metrics page tells it.
-LOAD_FIELDS = (
-    "running",
-    "waiting",
-    "kv_usage",
-    "prompt_tokens",
-    "generation_tokens",
-    "prefix_cache_queries",
-    "prefix_cache_hits",
-)
 # States in which a server does what somebody asked of it.
 INTENDED_STATES = ("ready", "paused", "asleep", "updating")
 TRANSIENT_STATES = ("starting", "restarting", "stopping")

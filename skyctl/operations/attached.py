@@ -11,7 +11,7 @@ from skyctl.control.target import ServerTarget
 from skyctl.errors import NotFoundError, UsageError
 from skyctl.fleet.journal import Job, JobEvent, PushRecord
 from skyctl.fleet.registry import FleetRef, remember
-from skyctl.fleet.state import FleetState, ServerRow
+from skyctl.fleet.state import Event, FleetState, ServerRow
 from skyctl.fleet.status import FleetStatus
 from skyctl.supervisor import verbs
 
@@ -139,6 +139,10 @@ class AttachedFleet:
         known = {row.name: row for row in self._state.servers()}
         rows = [known.get(t.name, ServerRow(t.name)) for t in self.targets]
         return rows, self._state.journal.pushes()
+
+    async def events(self, limit: int = 100) -> list[Event]:
+        """The latest lines of the fleet's history, oldest first."""
+        return self._state.events(limit)
 
     async def verify_weights(self) -> dict[str, Any]:
         """Compare the servers' weights now: {"servers": […], "agree": bool}."""

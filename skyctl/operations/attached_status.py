@@ -86,8 +86,6 @@ async def _server(
         reason=reason,
         routed=target.url in workers if isinstance(workers, frozenset) else None,
         port=urlsplit(target.url).port,
-        running=load.running if load else None,
-        waiting=load.waiting if load else None,
-        kv_usage=load.kv_usage if load else None,
+        **(load.load() if load else {}),
         weight_version=row.weight_version or (version if isinstance(version, str) else None),
     )

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Self
 from skyctl.errors import FleetDownError, UsageError
 from skyctl.fleet.journal import Job, JobEvent, PushRecord
 from skyctl.fleet.registry import FleetRef
-from skyctl.fleet.state import FleetState, ServerRow
+from skyctl.fleet.state import Event, FleetState, ServerRow
 from skyctl.fleet.status import FleetStatus
 from skyctl.operations.unsupervised import unsupervised_status
 from skyctl.supervisor.client import SupervisorClient
@@ -122,6 +122,13 @@ class SupervisedFleet:
         """What each server carries (as recorded by the last push), and the pushes, newest first."""
         with self._state() as state:
             return state.servers(), state.journal.pushes()
+
+    async def events(self, limit: int = 100) -> list[Event]:
+        """The latest lines of the fleet's history, oldest first; [] when it has none."""
+        if not self.ref.paths.database.exists():
+            return []
+        with self._state() as state:
+            return state.events(limit)
 
     async def verify_weights(self) -> dict[str, Any]:
         """Compare the servers' weights now: {"servers": […], "agree": bool}."""

@@ -71,11 +71,13 @@ class Replica:
         self.restarts: list[float] = []  # on the context's clock
         self.observed_paused: bool | None = None
         self.update_state = ""  # what a push job says of this server while it runs
+        self.state_since = time.time()  # epoch seconds
         self.settled = asyncio.Event()  # up, or given up
         self._context = context
         self._proven = False  # was up once with this spec: worth restarting
         self._task: asyncio.Task[None] | None = None
         self._row = context.state.server(spec.name)
+        self._shown = self.state
 
     @property
     def name(self) -> str:
@@ -151,6 +153,11 @@ class Replica:
         if paused != self.observed_paused:
             self.observed_paused = paused
             self._context.changed()
+
+    def note_state(self) -> None:
+        """Keep the time of the last change of `state`; call it after anything changed."""
+        if self.state != self._shown:
+            self._shown, self.state_since = self.state, time.time()
 
     def log_tail(self, lines: int = 20) -> list[str]:
         return tail(self._context.paths.log(self.name), lines)

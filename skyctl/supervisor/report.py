@@ -85,6 +85,7 @@ def _replica_row(
         **(metrics.load() if metrics else {}),
         weight_version=replica.row.weight_version,
         uptime_s=_since(replica.started_at),
+        state_s=_since(replica.state_since),
         rss_bytes=_rss(replica.process),
         restarts=len(replica.restarts),
         log_line=message(line[0]) if line else "",

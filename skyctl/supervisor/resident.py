@@ -226,6 +226,8 @@ class Supervisor:
 
     def changed(self) -> None:
         """Some replica's state changed."""
+        for replica in self.replicas.values():
+            replica.note_state()
         if self.router is not None:
             self.router.wake()
 

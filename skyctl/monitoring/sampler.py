@@ -1,0 +1,199 @@
+"""Looks at a fleet again and again, at a bounded cost.
+
+One look is one status (the supervisor asks each server for its metrics page once), the router's
+metrics page, one read of the state file, and the CPU times of processes that are known already.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+
+from skyctl.control.http import ControlClient
+from skyctl.control.router_metrics import RouterMetrics, parse_router_metrics
+from skyctl.control.target import ServerTarget
+from skyctl.errors import SkyctlError
+from skyctl.fleet.journal import Job
+from skyctl.fleet.status import FleetStatus, ReplicaStatus, RouterStatus
+from skyctl.monitoring.gpus import GpuUsage, gpu_reader
+from skyctl.monitoring.processes import ProcessTrees, TreeUsage
+from skyctl.monitoring.rates import RateMeter
+from skyctl.monitoring.sample import FleetSample, JobSample, ReplicaSample, RouterSample
+
+if TYPE_CHECKING:
+    from skyctl.operations.connect import Fleet
+
+ROUTER_TIMEOUT_S = 2.0
+EVENTS = 50
+# nvidia-smi takes tenths of a second of a core; utilisation moves slowly enough for this
+GPUS_EVERY_S = 2.0
+
+
+class Sampler:
+    """Samples one fleet. Use it in an `async with`; samples must not overlap."""
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        *,
+        client: ControlClient | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        read_gpus: Callable[[], dict[int, GpuUsage]] | None = None,
+    ) -> None:
+        self._fleet = fleet
+        self._client = client or ControlClient()
+        self._clock = clock
+        self._read_gpus = read_gpus
+        self._trees = ProcessTrees(clock=clock)
+        self._rates = RateMeter()
+        self._hit_rates: dict[str, float] = {}
+        self._states: dict[str, tuple[str, float]] = {}
+        self._gpus: dict[int, GpuUsage] = {}
+        self._gpus_at = float("-inf")
+        self._last: float | None = None
+
+    async def __aenter__(self) -> Sampler:
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        await self._client.aclose()
+
+    async def sample(self) -> FleetSample:
+        """One look at everything; rates are since the look before.
+
+        Raises:
+            SkyctlError: the fleet's status cannot be had.
+        """
+        began = self._clock()
+        status = await self._fleet.status()
+        at = self._clock()
+        pids = [r.pid for r in status.replicas if r.pid]
+        if status.router is not None and status.router.pid:
+            pids.append(status.router.pid)
+        router_metrics, trees, gpus = await asyncio.gather(
+            self._router_metrics(status.router),
+            asyncio.to_thread(self._trees.usage, pids),
+            self._gpu_usage(status, at),
+        )
+        interval_s = None if self._last is None else at - self._last
+        self._last = at
+        return FleetSample(
+            at=time.time(),
+            interval_s=interval_s,
+            took_s=self._clock() - began,
+            status=status,
+            replicas=tuple(self._replica(r, trees, gpus, at) for r in status.replicas),
+            router=self._router(status.router, router_metrics, trees, at),
+            job=await self._job(status),
+            events=tuple(await self._fleet.events(EVENTS)),
+        )
+
+    def _replica(
+        self,
+        replica: ReplicaStatus,
+        trees: Mapping[int, TreeUsage],
+        gpus: Mapping[int, GpuUsage],
+        at: float,
+    ) -> ReplicaSample:
+        name, tree = replica.name, trees.get(replica.pid or 0)
+        recent = self._rates.ratio(
+            name, replica.prefix_cache_hits, replica.prefix_cache_queries, at
+        )
+        if recent is not None:
+            self._hit_rates[name] = recent
+        return ReplicaSample(
+            name=name,
+            state=replica.state,
+            reason=replica.reason,
+            state_s=self._state_s(replica, at),
+            routed=replica.routed,
+            running=replica.running,
+            waiting=replica.waiting,
+            kv_usage=replica.kv_usage,
+            prefix_hit_rate=self._hit_rates.get(name),
+            prompt_tokens_per_s=self._rates.per_second(f"{name} prompt", replica.prompt_tokens, at),
+            generation_tokens_per_s=self._rates.per_second(
+                f"{name} generation", replica.generation_tokens, at
+            ),
+            cpu_percent=tree.cpu_percent if tree else None,
+            rss_bytes=tree.rss_bytes if tree else replica.rss_bytes,
+            gpus=tuple(gpus[index] for index in replica.gpus if index in gpus),
+            weight_version=replica.weight_version,
+            restarts=replica.restarts,
+        )
+
+    def _state_s(self, replica: ReplicaStatus, at: float) -> float:
+        """Seconds in this state; where nobody keeps the time, since we first saw it."""
+        before = self._states.get(replica.name)
+        if before is None or before[0] != replica.state:
+            self._states[replica.name] = before = (replica.state, at)
+        return at - before[1] if replica.state_s is None else replica.state_s
+
+    def _router(
+        self,
+        router: RouterStatus | None,
+        metrics: RouterMetrics | None,
+        trees: Mapping[int, TreeUsage],
+        at: float,
+    ) -> RouterSample | None:
+        if router is None:
+            return None
+        tree = trees.get(router.pid or 0)
+        requests = metrics.requests if metrics else None
+        errors = metrics.errors if metrics else None
+        return RouterSample(
+            state=router.state,
+            workers=router.workers,
+            requests=requests,
+            errors=errors,
+            retries=metrics.retries if metrics else None,
+            requests_per_s=self._rates.per_second("router requests", requests, at),
+            errors_per_s=self._rates.per_second("router errors", errors, at),
+            cpu_percent=tree.cpu_percent if tree else None,
+            rss_bytes=tree.rss_bytes if tree else router.rss_bytes,
+        )
+
+    async def _router_metrics(self, router: RouterStatus | None) -> RouterMetrics | None:
+        if router is None or router.metrics_port is None or router.state != "ready":
+            return None
+        host = urlsplit(router.url).netloc.rpartition(":")[0]
+        target = ServerTarget("router", f"http://{host}:{router.metrics_port}")
+        try:
+            page = await self._client.text(target, "/metrics", timeout_s=ROUTER_TIMEOUT_S)
+        except SkyctlError:
+            return None  # its state says what is wrong with it
+        return parse_router_metrics(page)
+
+    async def _gpu_usage(self, status: FleetStatus, at: float) -> dict[int, GpuUsage]:
+        if any(replica.gpus for replica in status.replicas) and at - self._gpus_at >= GPUS_EVERY_S:
+            self._gpus_at = at
+            self._gpus = await asyncio.to_thread(self._look_at_gpus)
+        return self._gpus
+
+    def _look_at_gpus(self) -> dict[int, GpuUsage]:
+        if self._read_gpus is None:
+            self._read_gpus = gpu_reader()
+        return self._read_gpus()
+
+    async def _job(self, status: FleetStatus) -> JobSample | None:
+        job = await self._running_job(status)
+        if job is None:
+            return None
+        return JobSample(
+            id=job.id,
+            stage=job.stage,
+            done_bytes=job.done_bytes,
+            total_bytes=job.total_bytes,
+            checkpoint=str(job.request.get("checkpoint", "")),
+            running_s=max(0.0, time.time() - job.created_at),
+        )
+
+    async def _running_job(self, status: FleetStatus) -> Job | None:
+        if status.supervised is not None:
+            return await self._fleet.job(status.job) if status.job else None
+        # nobody but the journal knows of a push into servers that we did not start
+        latest = (await self._fleet.jobs())[:1]
+        return next((job for job in latest if not job.ended), None)
