@@ -91,7 +91,7 @@ _skyctl() {
                 --fleet) _skyctl_ask; return ;;
                 -n|--lines) true; return ;;
             esac
-            if [[ $cur == -* ]]; then _skyctl_words "-f --file --fleet -f --follow -n --lines --json -h --help"; else
+            if [[ $cur == -* ]]; then _skyctl_words "-f --file --fleet -f --follow -n --lines --probes --json -h --help"; else
                 _skyctl_ask
             fi ;;
         "restart")
