@@ -85,7 +85,9 @@ def skyctl_pushes(
     results = []
     for run in range(options.warmups + options.runs):
         checkpoint = str(checkpoints[run % len(checkpoints)])
-        result = fleet.data("sync-weights", checkpoint, *options.push_options.split())
+        result = fleet.data("sync-weights", checkpoint, *options.push_options.split())["job"][
+            "result"
+        ]
         stages = " ".join(f"{name} {value:.3f}" for name, value in result["stages"].items())
         print(
             f"skyctl push {run}: {result['seconds']:.3f} s, "
