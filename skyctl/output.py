@@ -200,6 +200,8 @@ def outcome_table(outcomes: Sequence[Any]) -> Table:
 def progress_line(done: float, total: float, text: str) -> Table:
     """A bar of `done` out of `total`, and `text` after it; for use in `live`."""
     line = Table.grid(padding=(0, 1))
+    line.add_column()
+    line.add_column(no_wrap=True, overflow="ellipsis")
     line.add_row(ProgressBar(total=total, completed=done, width=30), text)
     return line
 
@@ -222,6 +224,20 @@ def live(render: Callable[[], RenderableType], *, transient: bool = False) -> It
         get_renderable=render, console=err, transient=transient, refresh_per_second=8
     ) as rich_live:
         yield LiveView(rich_live)
+
+
+@contextmanager
+def fullscreen(render: Callable[[], RenderableType]) -> Iterator[LiveView]:
+    """Take over the terminal's whole screen while the block runs; draws at each `.refresh()`."""
+    with Live(
+        get_renderable=render, console=out, screen=True, auto_refresh=False, transient=True
+    ) as rich_live:
+        yield LiveView(rich_live)
+
+
+def can_fill_screen() -> bool:
+    """True when both what we read and what we print is a terminal that can be redrawn."""
+    return out.is_terminal and sys.stdin.isatty() and os.environ.get("TERM") != "dumb"
 
 
 class LiveView:

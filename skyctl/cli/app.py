@@ -37,6 +37,7 @@ VERBS = [
     Verb("up", "up", "up", FLEET),
     Verb("down", "down", "down", FLEET),
     Verb("status", "status", "status", FLEET),
+    Verb("top", "top", "top", FLEET),
     Verb("logs", "logs", "logs", FLEET),
     Verb("restart", "restart", "restart", FLEET),
     Verb("scale", "scale", "scale", FLEET),

@@ -21,20 +21,27 @@ _BUSY_SIGNS = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"
 
 def status_view(status: FleetStatus) -> RenderableType:
     """Headline, one row per replica and the router, then what is wrong and what to type."""
-    parts: list[RenderableType] = [_headline(status)]
+    parts: list[RenderableType] = [headline(status)]
     if status.replicas:
         parts += [Text(), _table(status)]
     if status.reasons:
         parts.append(Text())
+    return Group(*parts, *reason_lines(status))
+
+
+def reason_lines(status: FleetStatus) -> list[Text]:
+    """What is wrong with the fleet, a line each, and what to type about it."""
+    lines = []
     for reason in status.reasons:
         line = Text.assemble(("! ", "yellow"), reason.message)
         if reason.hint:
             line.append(f"  → {reason.hint}", style="dim")
-        parts.append(line)
-    return Group(*parts)
+        lines.append(line)
+    return lines
 
 
-def _headline(status: FleetStatus) -> Text:
+def headline(status: FleetStatus) -> Text:
+    """One line: name, health, model, weights, and what is being done."""
     line = Text.assemble((status.name, "bold"), "  ", (status.health, _HEALTH[status.health]))
     facts = [status.device, status.model]
     if status.replicas:

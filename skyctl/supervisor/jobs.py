@@ -13,7 +13,9 @@ from skyctl.errors import DeadlineExceeded, FleetDownError, SkyctlError
 from skyctl.fleet.journal import Job, JobEvent, Journal
 from skyctl.fleet.locks import Locks
 from skyctl.fleet.state import FleetState, FleetWeights
+from skyctl.units import format_seconds
 from skyctl.weights.request import PushFleet, PushRequest, PushResult
+from skyctl.weights.sender_pool import SenderPool
 
 PUSH_LOCK = "push"
 FOLLOW_POLL_S = 0.2
@@ -74,6 +76,7 @@ async def run_push(
     *,
     client: ControlClient,
     state: FleetState,
+    senders: SenderPool | None = None,
     on_server: Callable[[str, str, str], None] = lambda name, state, detail: None,
 ) -> None:
     """Run an opened push to its end, record what became of each server, and free the lock.
@@ -81,13 +84,15 @@ async def run_push(
     Never raises for a failed push: the journal says how it ended.
     """
     from skyctl.weights.push import push
+    from skyctl.weights.staging import held
 
     journal = state.journal
     observer = JournalObserver(journal, job.id, on_server)
     try:
-        result = await push(request, fleet, client=client, observer=observer)
-        if not request.dry_run:
-            record_result(state, job.id, result)
+        with held(request.checkpoint):
+            result = await push(request, fleet, client=client, observer=observer, senders=senders)
+            if not request.dry_run:
+                record_result(state, job.id, result)
         journal.end(job.id, "succeeded", result=result.to_json())
     except asyncio.CancelledError:
         journal.end(job.id, "interrupted", error=_error_json(SkyctlError("the push was stopped")))
@@ -118,6 +123,8 @@ def record_result(state: FleetState, job_id: str, result: PushResult) -> None:
     state.set_weights(
         FleetWeights(result.version, result.checkpoint, result.checkpoint_digest, result.transport)
     )
+    frozen = format_seconds(result.freeze_window_s)
+    state.add_event("fleet", f"{job_id}: weights {result.version}, frozen for {frozen}")
     state.journal.record_push(
         job_id,
         ok=True,
@@ -133,6 +140,7 @@ def record_failure(
 ) -> None:
     """A push that failed: quarantine what it left in doubt, keep what it left at a version."""
     before = state.weights()
+    state.add_event("fleet", f"{job_id} failed: {error.message}")
     for server in error.details.get("servers", []):
         changes: dict[str, Any] = {}
         if server["state"] == "quarantined":

@@ -61,11 +61,26 @@ async def run(
             _record(verb, arguments, outcome, state)
     if verb == "wake":
         await _pause_again(outcomes, rows, asked, client, timeout_s)
+    if asked:
+        state.add_event(*_event(verb, arguments, outcomes))
     found = {outcome.server: outcome for outcome in outcomes}
     return [
         found.get(t.name) or Outcome(t.name, OutcomeStatus.SKIPPED, 0.0, skipped[t.name])
         for t in targets
     ]
+
+
+def _event(
+    verb: str, arguments: Mapping[str, Any], outcomes: Sequence[Outcome[Any]]
+) -> tuple[str, str]:
+    """Subject and message of the line of history: `pause (mode keep): 2 of 2 servers`."""
+    how = [f"{key} {arguments[key]}" for key in ("mode", "level") if key in arguments]
+    how += arguments.get("tags") or ()
+    said = f"{verb} ({', '.join(how)})" if how else verb
+    ok = sum(outcome.ok for outcome in outcomes)
+    if len(outcomes) == 1:
+        return outcomes[0].server, said if ok else f"{said} failed: {outcomes[0].detail}"
+    return "fleet", f"{said}: {ok} of {len(outcomes)} servers"
 
 
 def _pointless(verb: str, row: ServerRow) -> str:

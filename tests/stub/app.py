@@ -99,6 +99,10 @@ class StubServer:
             f"vllm:num_requests_running{{{labels}}} {float(engine.requests)}\n"
             f"vllm:num_requests_waiting{{{labels}}} {float(engine.queued)}\n"
             f"vllm:kv_cache_usage_perc{{{labels}}} 0.0\n"
+            f"vllm:prompt_tokens_total{{{labels}}} {float(engine.prompt_tokens)}\n"
+            f"vllm:generation_tokens_total{{{labels}}} {float(engine.generation_tokens)}\n"
+            f"vllm:prefix_cache_queries_total{{{labels}}} {float(engine.prompt_tokens)}\n"
+            f"vllm:prefix_cache_hits_total{{{labels}}} 0.0\n"
             f'vllm:engine_sleep_state{{{labels},sleep_state="awake"}} {float(level == 0)}\n'
             f'vllm:engine_sleep_state{{{labels},sleep_state="weights_offloaded"}} '
             f"{float(level == 1)}\n"

@@ -73,6 +73,7 @@ async def generate(
     finally:
         engine.queued -= 1
     engine.requests += 1
+    engine.prompt_tokens += len(prompt)
     aborts = engine.abort_count
     tokens = list(prompt)
     try:
@@ -81,6 +82,7 @@ async def generate(
                 yield Token(None, "abort")
                 return
             tokens.append(next_token(engine.digest, tokens))
+            engine.generation_tokens += 1
             yield Token(tokens[-1], "length" if count == max_tokens else None)
     finally:
         engine.requests -= 1

@@ -73,6 +73,8 @@ class StubEngine:
     dead: bool = False
     requests: int = 0
     queued: int = 0
+    prompt_tokens: int = 0
+    generation_tokens: int = 0
     init_infos: list[dict[str, Any]] = field(default_factory=list)
     update_infos: list[dict[str, Any]] = field(default_factory=list)
     log: list[str] = field(default_factory=list)

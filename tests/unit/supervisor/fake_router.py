@@ -1,31 +1,62 @@
-"""A router that only keeps its list of workers: list, add, remove."""
+"""A small router: list, add and remove workers; requests to them in turn; a page of metrics."""
 
 from __future__ import annotations
 
 import argparse
+import http.client
+import itertools
 import json
+import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import parse_qs, urlsplit
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--port", type=int, required=True)
+parser.add_argument("--prometheus-port", type=int, default=0)
 parser.add_argument("--worker-urls", nargs="*", default=[])
 options, _ignored = parser.parse_known_args()
 workers: list[str] = list(options.worker_urls)
+turns = itertools.count()
+answers = {"requests": 0, "request_errors": 0}
 
 
 class Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
-        self._answer({"urls": workers})
+        if urlsplit(self.path).path.startswith("/v1/"):
+            self._forward()
+        else:
+            self._answer({"urls": workers})
 
     def do_POST(self) -> None:
         split = urlsplit(self.path)
+        if split.path.startswith("/v1/"):
+            self._forward()
+            return
         [url] = parse_qs(split.query)["url"]
         if split.path == "/add_worker" and url not in workers:
             workers.append(url)
         if split.path == "/remove_worker" and url in workers:
             workers.remove(url)
         self._answer("ok")
+
+    def _forward(self) -> None:
+        """Piece by piece, so that streams stay streams."""
+        answers["requests"] += 1
+        if not workers:
+            answers["request_errors"] += 1
+            self.send_error(503, "No available workers")
+            return
+        worker = urlsplit(workers[next(turns) % len(workers)])
+        connection = http.client.HTTPConnection(worker.netloc)
+        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        headers = {"Content-Type": "application/json"}
+        connection.request(self.command, self.path, body, headers)
+        answer = connection.getresponse()
+        self.send_response(answer.status)
+        self.send_header("Content-Type", answer.headers["Content-Type"])
+        self.end_headers()
+        while piece := answer.read1():
+            self.wfile.write(piece)
 
     def _answer(self, body: object) -> None:
         data = json.dumps(body).encode()
@@ -38,4 +69,15 @@ class Handler(BaseHTTPRequestHandler):
         pass
 
 
+class Metrics(Handler):
+    def do_GET(self) -> None:
+        lines = [f'vllm_router_{name}_total{{route="/v1"}} {n}\n' for name, n in answers.items()]
+        lines += [f'vllm_router_worker_health{{worker="{url}"}} 1\n' for url in workers]
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write("".join(lines).encode())
+
+
+metrics = ThreadingHTTPServer(("127.0.0.1", options.prometheus_port), Metrics)
+threading.Thread(target=metrics.serve_forever, daemon=True).start()
 ThreadingHTTPServer(("127.0.0.1", options.port), Handler).serve_forever()

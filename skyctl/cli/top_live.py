@@ -1,0 +1,124 @@
+"""The full-screen `skyctl top`: looks at the fleet at every tick, listens to keys in between."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from skyctl import output
+from skyctl.cli.keyboard import Keyboard
+from skyctl.cli.top_screen import Action, TopScreen
+from skyctl.cli.top_view import screen_view
+from skyctl.errors import SkyctlError
+from skyctl.monitoring.sampler import Sampler
+from skyctl.operations.connect import connect
+from skyctl.supervisor.logtail import tail
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from skyctl.fleet.registry import FleetRef
+    from skyctl.monitoring.sample import FleetSample
+    from skyctl.operations.connect import Fleet
+
+_NO_LOG = ["nothing yet (skyctl has the logs of servers that it started itself)"]
+
+
+async def watch(ref: FleetRef, interval_s: float) -> None:
+    """Show the fleet until `q` is pressed.
+
+    Raises:
+        SkyctlError: the first look failed; later failures are shown on the screen.
+    """
+    async with connect(ref) as running, Sampler(running) as sampler:
+        top = LiveTop(ref, running, sampler, await sampler.sample())
+        async with Keyboard() as keyboard:
+            with output.fullscreen(top.render) as live:
+                await top.run(keyboard, interval_s, live.refresh)
+
+
+class LiveTop:
+    """One running `top`: its latest sample, the screen's state, and the verb under way."""
+
+    def __init__(self, ref: FleetRef, running: Fleet, sampler: Sampler, first: FleetSample) -> None:
+        self._ref, self._running, self._sampler = ref, running, sampler
+        self._sample = first
+        self.screen = TopScreen()
+        self.screen.see([replica.name for replica in first.replicas])
+        self._verb: asyncio.Task[None] | None = None
+        self._changed = asyncio.Event()  # a verb is done: look at once
+
+    def render(self) -> RenderableType:
+        """The screen as of now."""
+        width, height = output.out.size
+        log: list[str] = []
+        if self.screen.log is not None:
+            log = tail(self._ref.paths.log(self.screen.log), height) or _NO_LOG
+        return screen_view(self._sample, self.screen, log, width, height)
+
+    async def run(self, keyboard: Keyboard, interval_s: float, refresh: Callable[[], None]) -> None:
+        """Look every `interval_s` seconds and obey keys, until one of them means the end."""
+        looking = asyncio.create_task(self._look(interval_s, refresh))
+        try:
+            while not looking.done():
+                refresh()
+                key = await keyboard.next(timeout_s=interval_s)
+                action = None if key is None else self.screen.press(key)
+                if action is not None and action.verb == "quit":
+                    return
+                if action is not None:
+                    self._begin(action, refresh)
+            await looking  # only its failure ends it
+        finally:
+            tasks = [task for task in (looking, self._verb) if task is not None]
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _look(self, interval_s: float, refresh: Callable[[], None]) -> None:
+        clock = asyncio.get_running_loop().time
+        due = clock() + interval_s
+        while True:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout_at(due):
+                    await self._changed.wait()
+            self._changed.clear()
+            # a look that took too long is not made up for
+            due = max(due + interval_s, clock())
+            try:
+                self._sample = await self._sampler.sample()
+                self.screen.see([replica.name for replica in self._sample.replicas])
+            except SkyctlError as error:
+                self.screen.message = error.message
+            refresh()
+
+    def _begin(self, action: Action, refresh: Callable[[], None]) -> None:
+        if self._verb is not None and not self._verb.done():
+            self.screen.message = "wait: the last one is not done yet"
+            return
+        self.screen.message = f"{action.verb} {action.server or self._ref.name} …"
+        self._verb = asyncio.create_task(self._do(action, refresh))
+
+    async def _do(self, action: Action, refresh: Callable[[], None]) -> None:
+        servers = None if action.server is None else [action.server]
+        try:
+            if action.verb == "pause":
+                outcomes = await self._running.pause("keep", False, servers=servers)
+            else:
+                outcomes = await self._running.resume(servers=servers)
+            self.screen.message = _summary(action.verb, outcomes)
+        except SkyctlError as error:
+            self.screen.message = error.message
+        self._changed.set()
+        refresh()
+
+
+def _summary(verb: str, outcomes: list[dict[str, Any]]) -> str:
+    """`paused 2 of 2 in 41 ms`, and why not where it failed."""
+    ok = sum(row["status"] == "ok" for row in outcomes)
+    elapsed_ms = max((row["elapsed_ms"] for row in outcomes), default=0.0)
+    said = f"{verb}d {ok} of {len(outcomes)} in {elapsed_ms:.0f} ms"
+    others = [row for row in outcomes if row["status"] != "ok"]
+    return f"{said}; {others[0]['server']}: {others[0]['detail']}" if others else said

@@ -1,0 +1,311 @@
+"""How a fleet's sample looks: once, or as a full screen that fits the terminal."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from skyctl import output
+from skyctl.cli.fleet_view import headline, reason_lines
+from skyctl.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from skyctl.cli.top_screen import TopScreen
+    from skyctl.fleet.state import Event
+    from skyctl.monitoring.sample import FleetSample, JobSample, ReplicaSample, RouterSample
+
+KEYS = (
+    ("↑↓", "select"),
+    ("p", "pause"),
+    ("r", "resume"),
+    ("l", "log"),
+    ("q", "quit"),
+)
+_LONGEST_VERSION = 24
+_GAP = 2  # blanks between columns
+_FEWEST_EVENTS = 3
+
+
+@dataclass(frozen=True)
+class Column:
+    """One column: its head (`>` aligns right), its cell of a replica, and of all together.
+
+    Where the terminal is too narrow, columns with the highest `drop` go first; 0 never.
+    """
+
+    head: str
+    cell: Callable[[ReplicaSample], Any]
+    total: Callable[[Sequence[ReplicaSample]], Any] = lambda replicas: ""
+    drop: int = 0
+
+
+def once_view(sample: FleetSample) -> RenderableType:
+    """Everything, each line as long as it needs."""
+    parts: list[RenderableType] = [headline(sample.status), Text(), *_fleet_lines(sample, None)]
+    if sample.events:
+        parts += [Text(), *_event_lines(sample.events[-5:])]
+    return Group(*parts)
+
+
+def screen_view(
+    sample: FleetSample, screen: TopScreen, log: Sequence[str], width: int, height: int
+) -> RenderableType:
+    """One screen of `width` times `height` characters; `log` is the end of the open log."""
+    head = headline(sample.status)
+    clock = time.strftime("%H:%M:%S", time.localtime(sample.at))
+    head.truncate(max(0, width - len(clock) - _GAP), overflow="ellipsis", pad=True)
+    head.append(" " * _GAP + clock, style="dim")
+    foot = _foot(screen, width)
+    if screen.log is not None:
+        room = height - 4
+        title = Text(f"log of {screen.log}", "bold")
+        lines = [Text(line, "dim") for line in log[-room:]] if room > 0 else []
+        return _page([head, Text()], [title, *lines], foot, height)
+    rest = [*_below(sample, width)]
+    # the table scrolls; at least a few events stay in sight
+    room = height - 4 - len(rest) - _FEWEST_EVENTS - 2
+    body = [*_table(sample, screen.selected, width, max(1, room)), *rest]
+    events_room = height - 4 - len(body) - 1
+    if sample.events and events_room > 0:
+        body += [Text(), *_event_lines(sample.events[-events_room:])]
+    return _page([head, Text()], body, foot, height)
+
+
+def _page(
+    head: Sequence[RenderableType],
+    body: Sequence[RenderableType],
+    foot: Sequence[RenderableType],
+    height: int,
+) -> Group:
+    blank = height - len(head) - len(body) - len(foot)
+    lines = [*head, *body[: height - len(head) - len(foot)], *([Text()] * max(0, blank)), *foot]
+    for line in lines:
+        if isinstance(line, Text):
+            line.no_wrap, line.overflow = True, "ellipsis"
+    return Group(*lines)
+
+
+def _foot(screen: TopScreen, width: int) -> list[RenderableType]:
+    if screen.question is not None:
+        whom = screen.question.server or f"all {len(screen.names)} replicas"
+        text = f" pause {whom}, requests stay frozen where they are (mode keep)?  y / n"
+        return [Text(text.ljust(width), "bold black on yellow")]
+    line = Text(style="on grey15")
+    for key, what in KEYS:
+        line.append(f" {key}", "bold cyan").append(f" {what} ")
+    if screen.message:
+        line.append(f" {screen.message}", "bold")
+    else:
+        line.append(f" p and r: {screen.selected or 'the whole fleet'}", "dim")
+    line.append(" " * max(0, width - line.cell_len))
+    return [line]
+
+
+def _fleet_lines(sample: FleetSample, width: int | None) -> list[RenderableType]:
+    return [*_table(sample, None, width, len(sample.replicas)), *_below(sample, width)]
+
+
+def _below(sample: FleetSample, width: int | None) -> list[RenderableType]:
+    """The router, the push in progress and what is wrong."""
+    lines: list[RenderableType] = []
+    if sample.router is not None:
+        lines += [Text(), _router_line(sample.router)]
+    if sample.job is not None:
+        lines += [Text(), _job_line(sample.job)]
+    reasons = reason_lines(sample.status)
+    return [*lines, *([Text()] if reasons else []), *reasons]
+
+
+def _table(
+    sample: FleetSample, selected: str | None, width: int | None, room: int
+) -> list[RenderableType]:
+    """Lines of the table: its head, at most `room` replicas around the selected, their sum."""
+    columns = _columns(sample.replicas)
+    shown = _window(sample.replicas, selected, room)
+    cells = [[column.cell(replica) for column in columns] for replica in shown]
+    if len(sample.replicas) > 1:
+        cells.append([column.total(sample.replicas) for column in columns])
+        cells[-1][0] = (
+            "all" if len(shown) == len(sample.replicas) else f"all {len(sample.replicas)}"
+        )
+    texts = [[_text(cell) for cell in row] for row in cells]
+    widths = [
+        max([len(column.head.lstrip(">")), *(row[i].cell_len for row in texts)])
+        for i, column in enumerate(columns)
+    ]
+    kept = fitting([column.drop for column in columns], widths, width)
+    heads = [Text(columns[i].head.lstrip(">"), "bold") for i in kept]
+    right = [columns[i].head.startswith(">") for i in kept]
+    lines: list[RenderableType] = [_row(heads, [widths[i] for i in kept], right)]
+    for index, row in enumerate(texts):
+        line = _row([row[i] for i in kept], [widths[i] for i in kept], right)
+        if index < len(shown) and shown[index].name == selected:
+            line.stylize("reverse")
+        elif index == len(shown):
+            line.stylize("dim")
+        lines.append(line)
+    return lines
+
+
+def fitting(drops: Sequence[int], widths: Sequence[int], width: int | None) -> list[int]:
+    """Indices of the columns that fit into `width` characters (None: all of them)."""
+    kept = list(range(len(drops)))
+    while width is not None and sum(widths[i] for i in kept) + _GAP * (len(kept) - 1) > width:
+        droppable = [i for i in kept if drops[i]]
+        if not droppable:
+            break
+        kept.remove(max(droppable, key=lambda i: drops[i]))
+    return kept
+
+
+def _window(
+    replicas: Sequence[ReplicaSample], selected: str | None, room: int
+) -> Sequence[ReplicaSample]:
+    """`room` replicas with the selected one among them."""
+    names = [replica.name for replica in replicas]
+    at = names.index(selected) if selected in names else 0
+    first = max(0, min(at - room // 2, len(replicas) - room))
+    return replicas[first : first + room]
+
+
+def _row(cells: Sequence[Text], widths: Sequence[int], right: Sequence[bool]) -> Text:
+    line = Text()
+    for index, (cell, width, to_the_right) in enumerate(zip(cells, widths, right, strict=True)):
+        last_of_all = index == len(cells) - 1 and not to_the_right
+        blanks = "" if last_of_all else " " * (width - cell.cell_len)
+        line.append_text(Text(blanks) + cell if to_the_right else cell + Text(blanks))
+        if index < len(cells) - 1:
+            line.append(" " * _GAP)
+    return line
+
+
+def _columns(replicas: Sequence[ReplicaSample]) -> list[Column]:
+    on_gpus = any(replica.gpus for replica in replicas)
+    columns = [
+        Column("REPLICA", lambda r: r.name),
+        Column("STATE", lambda r: output.styled(r.state)),
+        Column(">FOR", lambda r: _known(r.state_s, format_seconds), drop=4),
+        Column(">RUN", lambda r: r.running, lambda all_: _sum(all_, "running")),
+        Column(">WAIT", lambda r: r.waiting, lambda all_: _sum(all_, "waiting")),
+        Column(">KV", lambda r: _known(r.kv_usage, _percent)),
+        Column(">HIT", lambda r: _known(r.prefix_hit_rate, _percent), drop=5),
+        Column(
+            ">PROMPT/S",
+            lambda r: _known(r.prompt_tokens_per_s, _rate),
+            lambda all_: _known(_sum(all_, "prompt_tokens_per_s"), _rate),
+        ),
+        Column(
+            ">GEN/S",
+            lambda r: _known(r.generation_tokens_per_s, _rate),
+            lambda all_: _known(_sum(all_, "generation_tokens_per_s"), _rate),
+        ),
+    ]
+    if on_gpus:
+        columns += [
+            Column(">GPU", _gpu_utilization),
+            Column(">GPU MEMORY", _gpu_memory, drop=3),
+        ]
+    return [
+        *columns,
+        Column(">CPU", lambda r: _known(r.cpu_percent, _cpu), drop=8 if on_gpus else 1),
+        Column(">MEMORY", lambda r: _known(r.rss_bytes, format_bytes), drop=9 if on_gpus else 2),
+        Column("WEIGHTS", lambda r: _shortened(r.weight_version or "base"), drop=6),
+        Column("ROUTED", lambda r: _yes_or_no(r.routed), drop=7),
+    ]
+
+
+def _gpu_utilization(replica: ReplicaSample) -> str | None:
+    known = [gpu.utilization for gpu in replica.gpus if gpu.utilization is not None]
+    return _percent(sum(known) / len(known)) if known else None
+
+
+def _gpu_memory(replica: ReplicaSample) -> str | None:
+    if not replica.gpus:
+        return None
+    used = sum(gpu.memory_used_bytes for gpu in replica.gpus)
+    whole = sum(gpu.memory_bytes for gpu in replica.gpus)
+    return f"{used / 1024**3:.1f}/{whole / 1024**3:.0f} GiB"
+
+
+def _router_line(router: RouterSample) -> Text:
+    line = Text.assemble(("router  ", "bold"), output.styled(router.state))
+    if router.workers is not None:
+        line.append(f" → {router.workers} workers")
+    if router.requests is not None:
+        rate = _known(router.requests_per_s, _rate) or "–"
+        line.append(f"   {rate} requests/s   ")
+        failing = bool(router.errors_per_s)
+        errors = _known(router.errors_per_s, _rate) or "–"
+        line.append(f"{errors} errors/s", "bold red" if failing else "")
+        line.append(
+            f"   {router.requests} requests, {router.errors} errors, {router.retries} retries",
+            "dim",
+        )
+    if router.cpu_percent is not None:
+        line.append(f"   {_cpu(router.cpu_percent)} CPU", "dim")
+    return line
+
+
+def _job_line(job: JobSample) -> RenderableType:
+    size = f"{format_bytes(job.done_bytes)} of {format_bytes(job.total_bytes)}"
+    text = f"{job.id} {job.stage}" + (f"  {size}" if job.total_bytes else "")
+    text += f"  {format_seconds(job.running_s)}  {job.checkpoint}"
+    return output.progress_line(job.done_bytes, job.total_bytes or 1, text)
+
+
+def _event_lines(events: Sequence[Event]) -> list[Text]:
+    width = max(len(event.subject) for event in events)
+    return [
+        Text.assemble(
+            (time.strftime("%H:%M:%S  ", time.localtime(event.at)), "dim"),
+            (f"{event.subject:<{width}}  ", "cyan"),
+            " ".join(event.message.split()),
+        )
+        for event in events
+    ]
+
+
+def _text(cell: Any) -> Text:
+    if isinstance(cell, Text):
+        return cell.copy()
+    return Text("–", "dim") if cell is None else Text(str(cell))
+
+
+def _known(value: Any, shown: Callable[[Any], str]) -> str | None:
+    return None if value is None else shown(value)
+
+
+def _sum(replicas: Sequence[ReplicaSample], field: str) -> Any:
+    values = [value for replica in replicas if (value := getattr(replica, field)) is not None]
+    return sum(values) if values else None
+
+
+def _percent(share: float) -> str:
+    return f"{share:.0%}"
+
+
+def _cpu(percent: float) -> str:
+    return f"{percent:.0f}%"
+
+
+def _rate(per_second: float) -> str:
+    if per_second >= 10_000:
+        return f"{per_second / 1000:.1f}k"
+    return f"{per_second:.1f}" if 0 < per_second < 100 else f"{per_second:.0f}"
+
+
+def _shortened(version: str) -> str:
+    if len(version) <= _LONGEST_VERSION:
+        return version
+    return version[: _LONGEST_VERSION - 1] + "…"
+
+
+def _yes_or_no(value: bool | None) -> Text | None:
+    if value is None:
+        return None
+    return Text("yes", "green") if value else Text("no", "yellow")

@@ -1,0 +1,125 @@
+"""What the keys of `top` do, and that its screen fits every terminal."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+from rich.console import Console, RenderableType
+
+from skyctl.cli.top_screen import Action, TopScreen
+from skyctl.cli.top_view import fitting, once_view, screen_view
+from skyctl.monitoring.gpus import GpuUsage
+from skyctl.monitoring.sample import FleetSample
+from tests.unit.monitoring.fleets import fleet_sample, replica_sample
+
+
+def screen(*keys: str, names: tuple[str, ...] = ("tiny-0", "tiny-1")) -> TopScreen:
+    made = TopScreen()
+    made.see(names)
+    for key in keys:
+        made.press(key)
+    return made
+
+
+def test_pausing_asks_first_and_means_the_whole_fleet_without_a_selection() -> None:
+    top = screen("p")
+    assert top.press("y") == Action("pause")
+    assert screen("p").press("x") is None
+
+
+def test_pause_and_resume_mean_the_selected_replica() -> None:
+    assert screen("down", "down", "p").press("y") == Action("pause", "tiny-1")
+    assert screen("down").press("r") == Action("resume", "tiny-0")
+
+
+def test_no_other_key_gets_through_while_it_asks() -> None:
+    top = screen("p")
+    assert top.press("q") is None
+    assert top.press("q") == Action("quit")
+
+
+def test_the_selection_stays_inside_the_list_and_escape_clears_it() -> None:
+    assert screen("up").selected == "tiny-1"
+    assert screen("down", "up", "up").selected == "tiny-0"
+    assert screen("down", "down", "down").selected == "tiny-1"
+    assert screen("down", "escape").selected is None
+    assert screen("down", names=()).selected is None
+
+
+def test_a_selected_replica_that_goes_away_is_selected_and_asked_about_no_more() -> None:
+    top = screen("down", "down", "p")
+    top.see(["tiny-0"])
+    assert top.selected is None
+    assert top.press("y") is None
+
+
+def test_the_log_follows_the_selection_and_closes_with_the_same_key() -> None:
+    assert screen("l").log == "tiny-0"
+    assert screen("l", "down").log == "tiny-1"
+    assert screen("l", "l").log is None
+    top = screen("l", "escape")
+    assert (top.log, top.selected) == (None, "tiny-0")
+
+
+def drawn(view: RenderableType, width: int = 300) -> list[str]:
+    console = Console(file=io.StringIO(), width=width, color_system=None)
+    console.print(view)
+    assert isinstance(console.file, io.StringIO)
+    return [line.rstrip() for line in console.file.getvalue().rstrip("\n").split("\n")]
+
+
+def sample(replicas: int = 2) -> FleetSample:
+    return fleet_sample(*(replica_sample(f"tiny-{index}") for index in range(replicas)))
+
+
+@pytest.mark.parametrize("width", [60, 80, 100, 200])
+@pytest.mark.parametrize("height", [12, 24, 50])
+@pytest.mark.parametrize("replicas", [1, 3, 40])
+@pytest.mark.parametrize("log", [False, True])
+def test_the_screen_fits_the_terminal(width: int, height: int, replicas: int, log: bool) -> None:
+    top = screen(names=tuple(f"tiny-{index}" for index in range(replicas)))
+    if log:
+        top.press("l")
+    view = screen_view(sample(replicas), top, ["a line"] * height, width, height)
+    lines = drawn(view, width)
+    assert len(lines) == height
+    assert max(map(len, lines)) <= width
+    assert "quit" in lines[-1]
+
+
+def test_a_long_list_scrolls_with_the_selection() -> None:
+    names = tuple(f"tiny-{index}" for index in range(40))
+    top = screen(*["down"] * 30, names=names)
+    lines = drawn(screen_view(sample(40), top, [], 100, 24), 100)
+    assert any(line.startswith("tiny-29") for line in lines)
+    assert not any(line.startswith("tiny-0 ") for line in lines)
+    assert any(line.startswith("all 40") for line in lines)
+
+
+def test_rates_are_summed_over_the_fleet_and_the_rest_is_named() -> None:
+    text = "\n".join(drawn(once_view(sample())))
+    assert "680" in text  # two times 340 tokens/s
+    assert "4.0 requests/s" in text and "0.5 errors/s" in text
+    assert "push-3 update  512.0 MiB of 1.0 GiB" in text
+    assert "up: done" in text
+
+
+def test_gpus_take_the_place_of_cpu_where_there_are_some() -> None:
+    gpus = (GpuUsage(0, 0.9, 40 * 1024**3, 80 * 1024**3), GpuUsage(1, 0.7, 0, 80 * 1024**3))
+    text = "\n".join(drawn(once_view(fleet_sample(replica_sample(gpus=gpus)))))
+    assert "80%" in text and "40.0/160 GiB" in text
+
+
+def test_unknown_numbers_are_dashes_and_not_zeros() -> None:
+    unknown = replica_sample(
+        state="dead", running=None, waiting=None, kv_usage=None, generation_tokens_per_s=None
+    )
+    row = drawn(once_view(fleet_sample(unknown)))[3]
+    assert row.startswith("tiny-0   dead") and row.count("–") == 4
+
+
+def test_columns_that_do_not_fit_go_in_the_order_of_their_worth() -> None:
+    assert fitting([0, 2, 1, 0], [5, 5, 5, 5], None) == [0, 1, 2, 3]
+    assert fitting([0, 2, 1, 0], [5, 5, 5, 5], 20) == [0, 2, 3]
+    assert fitting([0, 2, 1, 0], [5, 5, 5, 5], 3) == [0, 3]

@@ -1,0 +1,75 @@
+"""A fleet that answers what a test tells it to, and samples of one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from skyctl.fleet.journal import Job
+from skyctl.fleet.state import Event
+from skyctl.fleet.status import FleetStatus, ReplicaStatus, RouterStatus
+from skyctl.monitoring.sample import FleetSample, JobSample, ReplicaSample, RouterSample
+
+
+def replica(name: str = "tiny-0", **fields: Any) -> ReplicaStatus:
+    return ReplicaStatus(**{"name": name, "state": "ready", "url": "http://127.0.0.1:1", **fields})
+
+
+def status(*replicas: ReplicaStatus, **fields: Any) -> FleetStatus:
+    defaults: dict[str, Any] = {"name": "tiny", "health": "healthy", "supervised": True}
+    router = RouterStatus("ready", "http://127.0.0.1:2", metrics_port=3, workers=len(replicas))
+    return FleetStatus(**{**defaults, "replicas": replicas, "router": router, **fields})
+
+
+class ToldFleet:
+    """Gives the statuses it was told, one after the other, and then the last again."""
+
+    def __init__(self, *statuses: FleetStatus, job: Job | None = None) -> None:
+        self._statuses = list(statuses)
+        self._job = job
+
+    async def status(self) -> FleetStatus:
+        return self._statuses.pop(0) if len(self._statuses) > 1 else self._statuses[0]
+
+    async def events(self, limit: int) -> list[Event]:
+        return [Event(0.0, "tiny-0", "started")][:limit]
+
+    async def job(self, job_id: str) -> Job:
+        assert self._job is not None and self._job.id == job_id
+        return self._job
+
+    async def jobs(self) -> list[Job]:
+        return [self._job] if self._job else []
+
+
+def replica_sample(name: str = "tiny-0", **fields: Any) -> ReplicaSample:
+    defaults: dict[str, Any] = {
+        "state": "ready",
+        "reason": "",
+        "state_s": 5.0,
+        "routed": True,
+        "running": 2,
+        "waiting": 0,
+        "kv_usage": 0.25,
+        "prefix_hit_rate": 0.5,
+        "prompt_tokens_per_s": 12.0,
+        "generation_tokens_per_s": 340.0,
+        "cpu_percent": 80.0,
+        "rss_bytes": 3 * 1024**3,
+        "gpus": (),
+        "weight_version": None,
+        "restarts": 0,
+    }
+    return ReplicaSample(name=name, **{**defaults, **fields})
+
+
+def fleet_sample(*replicas: ReplicaSample, **fields: Any) -> FleetSample:
+    defaults: dict[str, Any] = {
+        "at": 0.0,
+        "interval_s": 1.0,
+        "took_s": 0.01,
+        "status": status(),
+        "router": RouterSample("ready", 2, 10, 1, 0, 4.0, 0.5, 2.0, 80 * 1024**2),
+        "job": JobSample("push-3", "update", 512 * 1024**2, 1024**3, "runs/step-200", 1.5),
+        "events": (Event(0.0, "tiny-0", "started"), Event(1.0, "fleet", "up: done")),
+    }
+    return FleetSample(replicas=replicas, **{**defaults, **fields})
