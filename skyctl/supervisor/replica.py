@@ -88,6 +88,12 @@ class Replica:
         return ServerTarget(self.name, self.spec.url, self.spec.env.get("VLLM_API_KEY"))
 
     @property
+    def instance(self) -> str:
+        """Names the running process: another one has another name. "" while there is none."""
+        identity = self.process.identity if self.process else None
+        return f"{identity.pid}@{identity.create_time}" if identity else ""
+
+    @property
     def row(self) -> ServerRow:
         """What is meant to be true of this server, as in the state file."""
         return self._row

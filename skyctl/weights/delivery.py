@@ -12,9 +12,10 @@ from typing import Protocol
 from skyctl.control.dialects import rank_offsets
 from skyctl.errors import ServerUnreachable
 from skyctl.weights.checkpoint import Checkpoint
-from skyctl.weights.plan import ChunkPlan
+from skyctl.weights.plan import Chunk, ChunkPlan
 from skyctl.weights.request import PushFleet
-from skyctl.weights.sender_client import SenderFailed, SenderProcess
+from skyctl.weights.sender_client import SenderFailed
+from skyctl.weights.sender_pool import Lease, SenderPool
 from skyctl.weights.sites import Holds, Site, alive, each, open_session, scrub
 from skyctl.weights.transports.base import Filled, Session, Transport
 
@@ -62,14 +63,17 @@ class ChunkDelivery:
         plan: ChunkPlan,
         fleet: PushFleet,
         *,
+        senders: SenderPool,
         sender_gpu: int = -1,
     ) -> None:
         self._transport = transport
+        self._senders = senders
         self._checkpoint = checkpoint
         self._plan = plan
         self._fleet = fleet
         self._sender_gpu = sender_gpu
-        self._sender: SenderProcess | None = None
+        self._lease: Lease | None = None
+        self._delivered = False
         self._session: Session | None = None
         self._offsets: dict[str, int] = {}
         self._numbers: dict[str, int] = {}
@@ -86,38 +90,41 @@ class ChunkDelivery:
         )
         return hashlib.blake2b(json.dumps(content).encode(), digest_size=16).hexdigest()
 
-    @property
-    def slots(self) -> int:
-        return min(SLOTS, len(self._plan.chunks))
-
     async def open(self, sites: Sequence[Site]) -> None:
         offsets, world_size = rank_offsets([site.world_size for site in sites])
         self._offsets = {site.name: offset for site, offset in zip(sites, offsets, strict=True)}
         self._numbers = {site.name: number for number, site in enumerate(sites)}
-        name = secrets.token_hex(8)
-        self._sender = await SenderProcess.start(
-            python=self._fleet.python,
+        options = self._transport.sender_options(
+            world_size=world_size,
+            server_gpus=[site.server.gpus for site in sites],
+            sender_gpu=self._sender_gpu,
+            rendezvous_timeout_s=self._fleet.rendezvous_timeout_s,
+            update_timeout_s=self._fleet.update_timeout_s,
+        )
+        lease = self._lease = await self._senders.take(
+            self._fleet.python, self._transport.name, options, secrets.token_hex(8)
+        )
+        chunks = len(self._plan.chunks)
+        ring = min(SLOTS, chunks)
+        await lease.sender.open(
             transport=self._transport.name,
-            session=name,
+            session=lease.session,
             checkpoint=self._checkpoint,
             plan=self._plan,
-            slots=self.slots,
-            options=self._transport.sender_options(
-                world_size=world_size,
-                server_gpus=[site.server.gpus for site in sites],
-                sender_gpu=self._sender_gpu,
-                rendezvous_timeout_s=self._fleet.rendezvous_timeout_s,
-                update_timeout_s=self._fleet.update_timeout_s,
-            ),
+            slots=ring,
+            carrier=options if lease.fresh else None,
         )
-        endpoint = await self._sender.opened(timeout_s=_STARTUP_TIMEOUT_S)
-        self._session = Session(name, self._plan, world_size, endpoint)
-        for chunk in range(self.slots):
-            await self._sender.filled(chunk, timeout_s=self._fleet.update_timeout_s)
+        opened = await lease.sender.opened(timeout_s=_STARTUP_TIMEOUT_S)
+        self._session = Session(lease.session, self._plan, world_size, opened.endpoint)
+        for chunk in range(chunks if opened.staged_whole else ring):
+            await lease.sender.filled(chunk, timeout_s=self._fleet.update_timeout_s)
 
     async def init(self, sites: Sequence[Site]) -> None:
-        sender, session = self._opened()
+        lease, session = self._opened()
         timeout_s = self._fleet.rendezvous_timeout_s + _GRACE_S
+        group = json.dumps([[site.name, site.server.instance] for site in sites])
+        if lease.group == group and all(site.server.instance for site in sites):
+            return  # the group of the last push still stands: the very same processes are in it
 
         async def call(site: Site) -> None:
             info = self._transport.init_info(
@@ -126,8 +133,13 @@ class ChunkDelivery:
             await site.vllm.init_weight_transfer(info, timeout_s=timeout_s)
 
         await self._all_at_once(
-            sites, call, lambda: sender.join(timeout_s=timeout_s), timeout_s=timeout_s, what="init"
+            sites,
+            call,
+            lambda: lease.sender.join(timeout_s=timeout_s),
+            timeout_s=timeout_s,
+            what="init",
         )
+        lease.group = group
 
     async def start(self, sites: Sequence[Site], *, scrubbing: bool = False) -> None:
         # a scrub is up to five calls
@@ -141,46 +153,80 @@ class ChunkDelivery:
         )
 
     async def update(self, sites: Sequence[Site], on_progress: Callable[[int], None]) -> None:
-        sender, _ = self._opened()
+        try:
+            if self._transport.one_update:
+                await self._update_at_once(sites, on_progress)
+            else:
+                await self._update_by_chunk(sites, on_progress)
+        except SenderFailed as error:
+            self._all_failed(sites, error)
+        self._delivered = bool(alive(sites))
+
+    async def _update_by_chunk(
+        self, sites: Sequence[Site], on_progress: Callable[[int], None]
+    ) -> None:
+        sender = self._opened()[0].sender
+        timeout_s = self._fleet.update_timeout_s + _GRACE_S
         done = 0
         for chunk in self._plan.chunks:
             if not alive(sites):
                 return
-            try:
-                filled = await sender.filled(chunk.index, timeout_s=self._fleet.update_timeout_s)
-                await self._update_one(sites, filled)
-                await sender.release(chunk.index)
-            except SenderFailed as error:
-                self._all_failed(sites, error)
-                return
-            for placed, checksum in zip(chunk.placed, filled.crc32, strict=False):
-                self._checksums[placed.tensor.name] = checksum
-            done += chunk.payload_bytes
+            filled = await sender.filled(chunk.index, timeout_s=self._fleet.update_timeout_s)
+            await self._call_update(
+                sites,
+                chunk,
+                filled,
+                lambda: sender.send(filled, chunk.size, timeout_s=timeout_s),  # noqa: B023 (awaited)
+                what=f"chunk {chunk.index + 1} of {len(self._plan.chunks)}",
+            )
+            done += await self._sent(chunk, filled)
             on_progress(done)
 
-    async def _update_one(self, sites: Sequence[Site], filled: Filled) -> None:
-        sender, session = self._opened()
-        chunk = self._plan.chunks[filled.chunk]
+    async def _update_at_once(
+        self, sites: Sequence[Site], on_progress: Callable[[int], None]
+    ) -> None:
+        """One update call on each server, during which the sender sends chunk after chunk."""
+        sender = self._opened()[0].sender
+        plan = self._plan
+        whole = Chunk(0, tuple(p for chunk in plan.chunks for p in chunk.placed), plan.total_bytes)
+
+        async def send_all() -> None:
+            done = 0
+            for chunk in plan.chunks:
+                filled = await sender.filled(chunk.index, timeout_s=self._fleet.update_timeout_s)
+                await sender.send(filled, chunk.size, timeout_s=self._fleet.update_timeout_s)
+                done += await self._sent(chunk, filled)
+                on_progress(done)
+
+        await self._call_update(sites, whole, Filled(0, 0, ()), send_all, what="update")
+
+    async def _sent(self, chunk: Chunk, filled: Filled) -> int:
+        """A chunk has left its slot; returns its bytes."""
+        await self._opened()[0].sender.release(chunk.index)
+        for placed, checksum in zip(chunk.placed, filled.crc32, strict=False):
+            self._checksums[placed.tensor.name] = checksum
+        return chunk.payload_bytes
+
+    async def _call_update(
+        self,
+        sites: Sequence[Site],
+        chunk: Chunk,
+        filled: Filled,
+        sending: Callable[[], Awaitable[None]],
+        *,
+        what: str,
+    ) -> None:
+        _, session = self._opened()
         timeout_s = self._fleet.update_timeout_s + _GRACE_S
 
         async def call(site: Site) -> None:
             info = self._transport.update_info(
-                session,
-                chunk,
-                filled,
-                server=self._numbers[site.name],
-                dialect=site.dialect,
+                session, chunk, filled, server=self._numbers[site.name], dialect=site.dialect
             )
             site.holds = Holds.UNKNOWN
             await site.vllm.update_weights(info, timeout_s=timeout_s)
 
-        await self._all_at_once(
-            sites,
-            call,
-            lambda: sender.send(filled, chunk.size, timeout_s=timeout_s),
-            timeout_s=timeout_s,
-            what=f"chunk {chunk.index + 1} of {len(self._plan.chunks)}",
-        )
+        await self._all_at_once(sites, call, sending, timeout_s=timeout_s, what=what)
 
     async def finish(self, sites: Sequence[Site], version: Callable[[], str]) -> None:
         timeout_s = self._fleet.update_timeout_s
@@ -196,13 +242,15 @@ class ChunkDelivery:
         await each(alive(sites), call, timeout_s=timeout_s, what="finish")
 
     async def close(self) -> None:
-        if self._sender is not None:
-            await self._sender.close()
+        lease, self._lease = self._lease, None
+        if lease is not None:
+            keep = self._transport.resident and self._delivered
+            await self._senders.give_back(lease, keep=keep)
 
-    def _opened(self) -> tuple[SenderProcess, Session]:
-        if self._sender is None or self._session is None:
+    def _opened(self) -> tuple[Lease, Session]:
+        if self._lease is None or self._session is None:
             raise RuntimeError("open() comes first")
-        return self._sender, self._session
+        return self._lease, self._session
 
     async def _all_at_once(
         self,
@@ -221,7 +269,7 @@ class ChunkDelivery:
         if not self._transport.collective:
             await each(alive(sites), call, timeout_s=timeout_s, what=what)
             return
-        sender, _ = self._opened()
+        sender = self._opened()[0].sender
         waiting: set[asyncio.Timeout] = set()
 
         async def guarded(site: Site) -> None:

@@ -20,6 +20,7 @@ from skyctl.weights.compat import check_compatible
 from skyctl.weights.delivery import SLOTS, ChunkDelivery, Delivery
 from skyctl.weights.plan import ChunkPlan, plan_chunks
 from skyctl.weights.request import PushFleet, PushRequest, PushServer
+from skyctl.weights.sender_pool import SenderPool
 from skyctl.weights.sites import Site
 from skyctl.weights.transports.base import Transport
 from skyctl.weights.transports.choose import Choice, choose, load_transport
@@ -67,12 +68,17 @@ class Prepared:
     notes: tuple[str, ...]
     sender_gpu: int = -1
 
-    def delivery(self, fleet: PushFleet) -> Delivery:
-        """A fresh attempt; each uses its own sender."""
+    def delivery(self, fleet: PushFleet, senders: SenderPool) -> Delivery:
+        """A fresh attempt, with a sender from the pool."""
         if self.transport is None:
             return DiskDelivery(self.checkpoint, fleet)
         return ChunkDelivery(
-            self.transport, self.checkpoint, self.plan, fleet, sender_gpu=self.sender_gpu
+            self.transport,
+            self.checkpoint,
+            self.plan,
+            fleet,
+            senders=senders,
+            sender_gpu=self.sender_gpu,
         )
 
     @property
@@ -208,6 +214,12 @@ async def _configuration(server: VLLMServer) -> dict[str, Any]:
             raise
         return {}
     return info if isinstance(info, dict) else {}
+
+
+async def configured_model(server: VLLMServer) -> str | None:
+    """Directory or hub id of the model a server was started with; None when it does not say."""
+    model = _section(await _configuration(server), "model_config").get("model")
+    return str(model) if model else None
 
 
 def _section(info: dict[str, Any], name: str) -> dict[str, Any]:

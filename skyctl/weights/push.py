@@ -31,6 +31,7 @@ from skyctl.weights.request import (
     SilentObserver,
 )
 from skyctl.weights.sender_client import SenderFailed
+from skyctl.weights.sender_pool import SenderPool
 from skyctl.weights.sites import Holds, Site, alive, close_session, each, responsive
 from skyctl.weights.verify import weights_digest
 
@@ -56,6 +57,7 @@ class _Run:
     observer: CarefulObserver
     clock: Callable[[], float]
     shelter: Shelter
+    senders: SenderPool
     began: float = 0.0
     froze_at: float | None = None
     thawed_at: float = 0.0
@@ -83,6 +85,7 @@ async def push(
     *,
     client: ControlClient,
     observer: PushObserver,
+    senders: SenderPool | None = None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> PushResult:
     """Bring a checkpoint into every server of a fleet.
@@ -91,13 +94,21 @@ async def push(
     completes first, because half-updated servers cannot be left, and returns the result. A second
     cancellation ends it where it is: servers stay paused.
 
+    A caller that pushes again and again gives a pool of `senders`, which keeps what a GPU sender
+    sets up; without one, each push has its own.
+
     Raises:
         PreflightError, NotFoundError, ServerError: nothing was touched.
         PushError: it failed after the pause; `details["servers"]` has one ServerPush mapping each.
     """
     shelter = Shelter()
-    run = _Run(request, fleet, client, CarefulObserver(observer), clock, shelter)
-    return await shelter.run(_transaction(run))
+    pool = senders or SenderPool()
+    run = _Run(request, fleet, client, CarefulObserver(observer), clock, shelter, pool)
+    try:
+        return await shelter.run(_transaction(run))
+    finally:
+        if senders is None:
+            await pool.close()
 
 
 async def _transaction(run: _Run) -> PushResult:
@@ -109,7 +120,7 @@ async def _transaction(run: _Run) -> PushResult:
     if run.request.dry_run:
         return _result(run, prepared, run.request.weight_version or "", "")
     sites = prepared.sites
-    delivery = prepared.delivery(run.fleet)
+    delivery = prepared.delivery(run.fleet, run.senders)
     try:
         with run.stage("stage"):
             await _stage(delivery, sites)
@@ -261,7 +272,7 @@ async def _push_again(run: _Run, prepared: Prepared, first: Delivery) -> Deliver
     failed, cannot be scrubbed: only a restart helps them.
     """
     failed = [site for site in prepared.sites if site.failure]
-    delivery = prepared.delivery(run.fleet)
+    delivery = prepared.delivery(run.fleet, run.senders)
     with run.stage("recover"):
         run.note(
             f"{', '.join(site.name for site in failed)}: {failed[0].failure}; "

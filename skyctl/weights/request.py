@@ -51,13 +51,15 @@ class PushRequest:
 class PushServer:
     """One server of a push. `backend` is the weight-transfer backend it was started with, "" for
     none or unknown; `gpus` are physical indices; `world_size` counts its workers (tensor x pipeline
-    x data parallel)."""
+    x data parallel). `instance` identifies the running process: while it is the same, a group that
+    the server joined still stands ("" when unknown: never assumed)."""
 
     target: ServerTarget
     backend: str = ""
     device: Literal["cpu", "cuda"] = "cpu"
     gpus: tuple[int, ...] = ()
     world_size: int = 1
+    instance: str = ""
 
     @property
     def name(self) -> str:

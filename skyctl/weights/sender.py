@@ -7,6 +7,8 @@
     {"op": "join"}     ───────────────► forms the group        ─► {"event": "joined"}
     {"op": "send", "chunk": k, …} ────► moves the slot         ─► {"event": "sent", "chunk": k}
     {"op": "release", "chunk": k} ────► the slot is filled again
+    {"op": "rest"}     ───────────────► frees the slots        ─► {"event": "rested"}
+    {"op": "open", …}                   the next push, with the same carrier or another
     end of input       ───────────────► the process ends
 
 Anything that goes wrong is {"event": "error", "kind", "message", "traceback"}, and the end.
@@ -61,52 +63,83 @@ class Channel:
 
 
 class Sender:
-    """One push's sender: the files it reads, the slots it fills, the carrier that moves them."""
+    """The files a push reads, the slots it fills, and the carrier that moves them.
 
-    def __init__(self, channel: Channel, message: dict[str, Any]) -> None:
+    A carrier may serve several pushes, one after the other; the rest is made anew for each.
+    """
+
+    def __init__(self, channel: Channel) -> None:
         self._channel = channel
-        files = ShardFiles([Shard(**shard) for shard in message["shards"]])
+        self._carrier: Carrier | None = None
+        self._reader: Reader | None = None
+        self._files: ShardFiles | None = None
+
+    def open(self, message: dict[str, Any]) -> None:
+        """Begin a push. The carrier of the last one goes on when `message["carrier"]` is None."""
+        self._files = ShardFiles([Shard(**shard) for shard in message["shards"]])
         chunks = [[Piece(*piece) for piece in chunk] for chunk in message["chunks"]]
-        module = import_module(f"skyctl.weights.transports.{message['transport']}")
-        self._carrier: Carrier = module.open_carrier(message["session"], message["options"])
-        self._reader: Reader = self._carrier.open_reader(
-            files,
+        if message["carrier"] is not None:
+            module = import_module(f"skyctl.weights.transports.{message['transport']}")
+            self._carrier = module.open_carrier(message["session"], message["carrier"])
+        carrier = self._opened()
+        self._reader = carrier.open_reader(
+            self._files,
             chunks,
             slots=message["slots"],
             slot_bytes=message["slot_bytes"],
             threads=max(1, min(_MAX_THREADS, len(os.sched_getaffinity(0)))),
         )
-        channel.tell("opened", endpoint=self._carrier.endpoint())
+        self._channel.tell("opened", endpoint=carrier.endpoint(), staged_whole=carrier.staged_whole)
         threading.Thread(target=self._read, name="reader", daemon=True).start()
 
+    def _opened(self) -> Carrier:
+        if self._carrier is None:
+            raise ValueError("the first command is open, with a carrier")
+        return self._carrier
+
     def _read(self) -> None:
+        carrier, reader = self._opened(), self._reader
+        assert reader is not None
+
         def filled(slot: FilledSlot) -> None:
             self._channel.tell(
                 "filled",
                 chunk=slot.chunk,
                 slot=slot.slot,
                 crc32=slot.crc32,
-                extra=self._carrier.extra(slot.slot),
+                extra=carrier.extra(slot.slot),
             )
 
         try:
-            self._reader.run(filled)
+            reader.run(filled)
         except BaseException as error:
             self._channel.fail(error)
 
     def obey(self, message: dict[str, Any]) -> None:
-        """Carry out one command after `open`."""
+        """Carry out one command."""
         operation = message["op"]
-        if operation == "join":
-            self._carrier.join()
+        if operation == "open":
+            self.open(message)
+        elif operation == "join":
+            self._opened().join()
             self._channel.tell("joined")
         elif operation == "send":
-            self._carrier.send(message["slot"], message["size"])
+            self._opened().send(message["slot"], message["size"])
             self._channel.tell("sent", chunk=message["chunk"])
-        elif operation == "release":
+        elif operation == "release" and self._reader is not None:
             self._reader.release(message["chunk"])
+        elif operation == "rest":
+            self._rest()
+            self._channel.tell("rested")
         else:
             raise ValueError(f"unknown command {operation!r}")
+
+    def _rest(self) -> None:
+        """A push is over: let go of what the next one makes anew."""
+        self._opened().rest()  # type: ignore[attr-defined]  # resident transports have it
+        if self._files is not None:
+            self._files.close()
+        self._files = self._reader = None
 
 
 def die_with_parent() -> None:
@@ -129,14 +162,10 @@ def main() -> None:
     """Obey the parent until its end of the pipe closes."""
     die_with_parent()
     channel = Channel(claim_stdout())
-    sender: Sender | None = None
+    sender = Sender(channel)
     try:
         for line in sys.stdin:
-            message = json.loads(line)
-            if sender is None:
-                sender = Sender(channel, message)
-            else:
-                sender.obey(message)
+            sender.obey(json.loads(line))
     except BaseException as error:
         channel.fail(error)
     os._exit(0)

@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from skyctl.errors import SkyctlError
@@ -27,6 +27,14 @@ class SenderFailed(SkyctlError):
     changed = False
 
 
+@dataclass(frozen=True)
+class Opened:
+    """`endpoint` is what servers connect to. `staged_whole`: every chunk has a slot of its own."""
+
+    endpoint: Mapping[str, Any]
+    staged_whole: bool
+
+
 class SenderProcess:
     """One sender. Every wait has a deadline; after a failure every wait raises that failure."""
 
@@ -42,18 +50,8 @@ class SenderProcess:
         ]
 
     @classmethod
-    async def start(
-        cls,
-        *,
-        python: str,
-        transport: str,
-        session: str,
-        checkpoint: Checkpoint,
-        plan: ChunkPlan,
-        slots: int,
-        options: Mapping[str, Any],
-    ) -> SenderProcess:
-        """Spawn a sender and tell it what to read. It starts filling its slots at once."""
+    async def spawn(cls, python: str) -> SenderProcess:
+        """Start a sender that waits for `open`."""
         process = await asyncio.create_subprocess_exec(
             python or sys.executable,
             "-P",  # the working directory is not a place to import from
@@ -66,8 +64,24 @@ class SenderProcess:
             env={**os.environ, "PYTHONUNBUFFERED": "1"},
             start_new_session=True,  # Ctrl-C is for the parent, which decides what it means
         )
-        sender = cls(process)
-        await sender._command(
+        return cls(process)
+
+    async def open(
+        self,
+        *,
+        transport: str,
+        session: str,
+        checkpoint: Checkpoint,
+        plan: ChunkPlan,
+        slots: int,
+        carrier: Mapping[str, Any] | None,
+    ) -> None:
+        """Tell it what to read; it starts filling its slots at once.
+
+        `carrier` has the options of a new carrier; None goes on with the one there is.
+        """
+        self._events.clear()
+        await self._command(
             op="open",
             transport=transport,
             session=session,
@@ -78,18 +92,22 @@ class SenderProcess:
             ],
             slots=slots,
             slot_bytes=plan.slot_bytes,
-            options=dict(options),
+            carrier=None if carrier is None else dict(carrier),
         )
-        return sender
+
+    @property
+    def healthy(self) -> bool:
+        """It has not ended, failed or been killed."""
+        return self._failure is None and self._process.returncode is None
 
     @property
     def pid(self) -> int:
         return self._process.pid
 
-    async def opened(self, *, timeout_s: float) -> dict[str, Any]:
-        """The endpoint that servers connect to."""
-        endpoint: dict[str, Any] = (await self._event("opened", 0, timeout_s))["endpoint"]
-        return endpoint
+    async def opened(self, *, timeout_s: float) -> Opened:
+        """Wait until it is ready to be connected to."""
+        event = await self._event("opened", 0, timeout_s)
+        return Opened(event["endpoint"], event["staged_whole"])
 
     async def filled(self, chunk: int, *, timeout_s: float) -> Filled:
         """Wait until a chunk lies in its slot."""
@@ -105,6 +123,11 @@ class SenderProcess:
         """Send a filled chunk to the group."""
         await self._command(op="send", chunk=filled.chunk, slot=filled.slot, size=size)
         await self._event("sent", filled.chunk, timeout_s)
+
+    async def rest(self, *, timeout_s: float) -> None:
+        """The push is over: free the slots, and wait for the next."""
+        await self._command(op="rest")
+        await self._event("rested", 0, timeout_s)
 
     async def release(self, chunk: int) -> None:
         """Every server has loaded the chunk: its slot may be refilled."""

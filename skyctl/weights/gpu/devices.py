@@ -13,20 +13,37 @@ def uuid_of(device: int) -> str:
     return str(torch.cuda.get_device_properties(device).uuid)
 
 
-class MirroredSlots:
-    """Equal buffers on several GPUs. The first is filled from the host; `mirror` copies a slot to
-    the others over NVLink, which is several times faster than a second copy from the host.
+_ALIGNMENT = 256
+_SHARE_OF_FREE = 0.9
 
-    Memory per GPU: slots x slot_bytes, one allocation.
+
+def free_bytes(device: int) -> int:
+    """Memory of a GPU that is free now."""
+    import torch
+
+    return int(torch.cuda.mem_get_info(device)[0])
+
+
+class MirroredSlots:
+    """The same slots on several GPUs. The first GPU's are filled from the host; `mirror` copies one
+    to the others over NVLink, which is several times faster than a second copy from the host.
+
+    Each GPU's slots lie in one allocation, so that a server maps it once.
     """
 
-    def __init__(self, devices: Sequence[int], slots: int, slot_bytes: int) -> None:
+    def __init__(self, devices: Sequence[int], sizes: Sequence[int]) -> None:
         import torch
 
         self.devices = list(devices)
-        self.slot_bytes = slot_bytes
+        self._sizes = list(sizes)
+        self._offsets = []
+        total = 0
+        for size in sizes:
+            self._offsets.append(total)
+            total += -(-size // _ALIGNMENT) * _ALIGNMENT
+        self.total_bytes = total
         self._buffers = [
-            torch.empty(slots * slot_bytes, dtype=torch.uint8, device=f"cuda:{device}")
+            torch.empty(total, dtype=torch.uint8, device=f"cuda:{device}")
             for device in self.devices
         ]
         self._streams = [torch.cuda.Stream(device=device) for device in self.devices]
@@ -35,14 +52,13 @@ class MirroredSlots:
 
     def addresses(self) -> list[int]:
         """Device address of every slot on the first GPU."""
-        first = self._buffers[0]
-        base: int = first.data_ptr()
-        return [base + offset for offset in range(0, first.numel(), self.slot_bytes)]
+        base: int = self._buffers[0].data_ptr()
+        return [base + offset for offset in self._offsets]
 
     def view(self, device: int, slot: int) -> Any:
-        """One slot on one GPU: a uint8 tensor of slot_bytes."""
-        begin = slot * self.slot_bytes
-        return self._buffers[self.devices.index(device)][begin : begin + self.slot_bytes]
+        """One slot on one GPU, as a uint8 tensor."""
+        begin = self._offsets[slot]
+        return self._buffers[self.devices.index(device)][begin : begin + self._sizes[slot]]
 
     def mirror(self, slot: int) -> None:
         """Copy a slot from the first GPU to all others, side by side; returns when it is there."""
@@ -63,3 +79,26 @@ class MirroredSlots:
         self._streams.clear()
         torch.cuda.ipc_collect()
         torch.cuda.empty_cache()
+
+
+def stage_slots(
+    devices: Sequence[int], chunk_sizes: Sequence[int], ring: int
+) -> tuple[MirroredSlots, bool]:
+    """Slots for a push, and whether the whole checkpoint fits in them.
+
+    One slot per chunk when that leaves a tenth of each GPU's free memory, else a ring of `ring`
+    slots of the largest size.
+
+    Raises:
+        MemoryError: not even the ring fits.
+    """
+    free = min(free_bytes(device) for device in devices)
+    if ring >= len(chunk_sizes) or sum(chunk_sizes) <= free * _SHARE_OF_FREE:
+        return MirroredSlots(devices, chunk_sizes), True
+    needed = ring * max(chunk_sizes)
+    if needed > free * _SHARE_OF_FREE:
+        raise MemoryError(
+            f"{ring} chunks of {max(chunk_sizes)} bytes do not fit into the {free} bytes that are "
+            "free on the sender's GPU; take a smaller --chunk-size"
+        )
+    return MirroredSlots(devices, [max(chunk_sizes)] * ring), False

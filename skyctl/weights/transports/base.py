@@ -41,11 +41,20 @@ class Session:
 
 
 class Transport(Protocol):
-    """The parent's half. `collective`: sender and servers must act at the same time, both at init
-    (the sender joins) and at each update (it sends); one that fails takes the others with it."""
+    """The parent's half.
+
+    Attributes:
+        collective: sender and servers must act at the same time, both at init (the sender joins)
+            and at each update (it sends); one that fails takes the others with it.
+        resident: the sender is kept for the next push: what it holds is dear to set up.
+        one_update: all chunks travel within a single update call, which receives one while it
+            loads the other; otherwise each chunk is an update of its own.
+    """
 
     name: str
     collective: bool
+    resident: bool
+    one_update: bool
     packing: Packing
     alignment: int
 
@@ -67,7 +76,8 @@ class Transport(Protocol):
     def update_info(
         self, session: Session, chunk: Chunk, filled: Filled, *, server: int, dialect: Dialect
     ) -> dict[str, Any]:
-        """update_info of one chunk for server number `server` of the session."""
+        """update_info of one chunk (of all of them as one, with `one_update`) for server number
+        `server` of the session."""
 
 
 class Reader(Protocol):
@@ -81,7 +91,13 @@ class Reader(Protocol):
 
 
 class Carrier(Protocol):
-    """The sender's half: owns the slots and moves them."""
+    """The sender's half: owns the slots and moves them.
+
+    That of a resident transport also has `rest()`: give the slots back until the next push.
+    """
+
+    staged_whole: bool
+    """True when every chunk has a slot of its own: all may be read before the first is sent."""
 
     def open_reader(
         self,
@@ -92,7 +108,10 @@ class Carrier(Protocol):
         slot_bytes: int,
         threads: int,
     ) -> Reader:
-        """Allocate the slots and return what fills them. Called once."""
+        """Allocate the slots and return what fills them. Called once per push.
+
+        `slots` is the least number of slots; a carrier may take more when `staged_whole` says so.
+        """
 
     def extra(self, slot: int) -> dict[str, Any]:
         """What update_info needs to know of a slot that was just filled (memory handles)."""

@@ -24,6 +24,8 @@ class GlooTransport:
 
     name = "gloo"
     collective = True
+    resident = False
+    one_update = False
     packing: Packing = "fit"
     alignment = ALIGNMENT
 
@@ -60,6 +62,8 @@ def open_carrier(session: str, options: dict[str, Any]) -> GlooCarrier:
 
 class GlooCarrier:
     """Rank 0 of the group, and the store where ranks find each other."""
+
+    staged_whole = False
 
     def __init__(self, session: str, options: dict[str, Any]) -> None:
         import torch.distributed as dist

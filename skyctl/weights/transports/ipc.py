@@ -7,14 +7,13 @@ others over NVLink. All slots of a GPU are one allocation, so that a server maps
 
 from __future__ import annotations
 
-import base64
-import pickle
 from collections.abc import Sequence
 from typing import Any
 
-from skyctl.control.dialects import Dialect
+from skyctl.control.dialects import Dialect, pickle_handles
+from skyctl.weights.gpu.carrier import GpuCarrier
+from skyctl.weights.gpu.devices import uuid_of
 from skyctl.weights.plan import Chunk, Packing
-from skyctl.weights.reader import Piece, ShardFiles
 from skyctl.weights.transports.base import Filled, Session, tensor_headers
 
 
@@ -23,6 +22,8 @@ class IpcTransport:
 
     name = "ipc"
     collective = False
+    resident = True
+    one_update = False
     packing: Packing = "fit"
     alignment = 1  # vLLM's packed format has no padding
 
@@ -50,35 +51,13 @@ def open_carrier(session: str, options: dict[str, Any]) -> IpcCarrier:
     return IpcCarrier(options["server_gpus"])
 
 
-class IpcCarrier:
+class IpcCarrier(GpuCarrier):
     """Slots on every GPU that hosts a worker, exported to each server."""
 
     def __init__(self, server_gpus: Sequence[Sequence[int]]) -> None:
+        super().__init__(sorted({gpu for gpus in server_gpus for gpu in gpus}))
         self._server_gpus = [list(gpus) for gpus in server_gpus]
-        self._devices = sorted({gpu for gpus in self._server_gpus for gpu in gpus})
-
-    def open_reader(
-        self,
-        files: ShardFiles,
-        chunks: Sequence[Sequence[Piece]],
-        *,
-        slots: int,
-        slot_bytes: int,
-        threads: int,
-    ) -> Any:
-        from skyctl.weights.gpu.chunks import DeviceChunkReader
-        from skyctl.weights.gpu.devices import MirroredSlots, uuid_of
-        from skyctl.weights.gpu.reader import DeviceReader
-
-        self._slots = MirroredSlots(self._devices, slots, slot_bytes)
-        self._uuids = {device: uuid_of(device) for device in self._devices}
-        return DeviceChunkReader(
-            files,
-            chunks,
-            self._slots.addresses(),
-            DeviceReader(self._devices[0], threads=threads),
-            after_fill=self._slots.mirror,
-        )
+        self._uuids = {device: uuid_of(device) for device in self.devices}
 
     def extra(self, slot: int) -> dict[str, Any]:
         """Handles of a slot, one payload per server.
@@ -91,9 +70,9 @@ class IpcCarrier:
         handles = []
         for gpus in self._server_gpus:
             payload = {
-                self._uuids[gpu]: reduce_tensor(self._slots.view(gpu, slot))[1] for gpu in gpus
+                self._uuids[gpu]: reduce_tensor(self.slots.view(gpu, slot))[1] for gpu in gpus
             }
-            handles.append(base64.b64encode(pickle.dumps(payload)).decode("ascii"))
+            handles.append(pickle_handles(payload))
         return {"handles": handles}
 
     def endpoint(self) -> dict[str, Any]:
@@ -104,6 +83,3 @@ class IpcCarrier:
 
     def send(self, slot: int, size: int) -> None:
         """Servers read by themselves."""
-
-    def close(self) -> None:
-        self._slots.free()

@@ -8,13 +8,12 @@ stream of tensors into buffers by themselves, so the chunk plan follows their ru
 from __future__ import annotations
 
 import socket
-from collections.abc import Sequence
 from inspect import signature
 from typing import Any
 
 from skyctl.control.dialects import Dialect, PackedBuffers
+from skyctl.weights.gpu.carrier import GpuCarrier
 from skyctl.weights.plan import Chunk, Packing
-from skyctl.weights.reader import Piece, ShardFiles
 from skyctl.weights.transports.base import Filled, Session, tensor_headers
 
 HOST = "127.0.0.1"
@@ -26,6 +25,8 @@ class NcclTransport:
 
     name = "nccl"
     collective = True
+    resident = True
+    one_update = True  # workers receive one buffer while they load the other
     packing: Packing = "overflow"
     alignment = 1  # vLLM's packed format has no padding
 
@@ -70,50 +71,26 @@ def open_carrier(session: str, options: dict[str, Any]) -> NcclCarrier:
     return NcclCarrier(options)
 
 
-class NcclCarrier:
+class NcclCarrier(GpuCarrier):
     """Rank 0 of the group on a GPU that no worker uses, and the store where ranks find each other.
 
-    The store serves pickled objects to whoever connects: it listens on loopback only.
+    The store serves pickled objects to whoever connects: it listens on loopback only. The group
+    lasts as long as the carrier.
     """
 
     def __init__(self, options: dict[str, Any]) -> None:
         import torch
 
-        self._device = int(options["gpu"])
+        device = int(options["gpu"])
+        super().__init__([device])
         self._world_size = int(options["world_size"])
         self._rendezvous_s = float(options["rendezvous_timeout_s"])
-        torch.cuda.set_device(self._device)
         self._listener = socket.socket()
         self._listener.bind((HOST, 0))
         self._listener.listen(self._world_size + 8)
         self._port: int = self._listener.getsockname()[1]
-        self._stream = torch.cuda.Stream(device=self._device)
+        self._stream = torch.cuda.Stream(device=device)
         self._communicator: Any = None
-
-    def open_reader(
-        self,
-        files: ShardFiles,
-        chunks: Sequence[Sequence[Piece]],
-        *,
-        slots: int,
-        slot_bytes: int,
-        threads: int,
-    ) -> Any:
-        from skyctl.weights.gpu.chunks import DeviceChunkReader
-        from skyctl.weights.gpu.devices import MirroredSlots
-        from skyctl.weights.gpu.reader import DeviceReader
-
-        self._slots = MirroredSlots([self._device], slots, slot_bytes)
-        return DeviceChunkReader(
-            files,
-            chunks,
-            self._slots.addresses(),
-            DeviceReader(self._device, threads=threads),
-            after_fill=self._slots.mirror,
-        )
-
-    def extra(self, slot: int) -> dict[str, Any]:
-        return {}
 
     def endpoint(self) -> dict[str, Any]:
         return {"host": HOST, "port": self._port}
@@ -122,7 +99,7 @@ class NcclCarrier:
         """Form the group: every worker of every server must be in its init call."""
         from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
 
-        self._communicator = PyNcclCommunicator(self._rendezvous(), device=self._device)
+        self._communicator = PyNcclCommunicator(self._rendezvous(), device=self.devices[0])
 
     def _rendezvous(self) -> Any:
         from vllm.distributed.utils import StatelessProcessGroup
@@ -143,14 +120,13 @@ class NcclCarrier:
     def send(self, slot: int, size: int) -> None:
         import torch
 
+        view = self.slots.view(self.devices[0], slot)[:size]
         with torch.cuda.stream(self._stream):
-            self._communicator.broadcast(
-                self._slots.view(self._device, slot)[:size], src=0, stream=self._stream
-            )
+            self._communicator.broadcast(view, src=0, stream=self._stream)
         self._stream.synchronize()
 
     def close(self) -> None:
         communicator, self._communicator = self._communicator, None
         if communicator is not None and hasattr(communicator, "destroy"):
             communicator.destroy()
-        self._slots.free()
+        super().close()

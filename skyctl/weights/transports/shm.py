@@ -22,6 +22,8 @@ class ShmTransport:
 
     name = "shm"
     collective = False
+    resident = False
+    one_update = False
     packing: Packing = "fit"
     alignment = ALIGNMENT
 
@@ -47,6 +49,8 @@ def open_carrier(session: str, options: dict[str, Any]) -> ShmCarrier:
 
 class ShmCarrier:
     """Slots in memory files that only this process holds."""
+
+    staged_whole = False
 
     def __init__(self, session: str) -> None:
         self._session = session

@@ -23,6 +23,7 @@ from skyctl.weights.transports.base import Session, chunk_update
 from skyctl.weights.transports.gloo import TRANSPORT as GLOO
 from skyctl.weights.transports.shm import ShmCarrier
 from tests.unit.weights.checkpoints import tiny_tensors, write_checkpoint
+from tests.unit.weights.senders import start_sender
 
 SESSION = "ab12ab12"
 
@@ -158,8 +159,7 @@ async def gloo_sender(directory: Path, plan_size: int) -> tuple[SenderProcess, C
         rendezvous_timeout_s=60.0,
         update_timeout_s=60.0,
     )
-    sender = await SenderProcess.start(
-        python="",
+    sender = await start_sender(
         transport="gloo",
         session=SESSION,
         checkpoint=checkpoint,
@@ -174,7 +174,7 @@ async def test_gloo_brings_every_chunk_to_two_receivers(tmp_path: Path) -> None:
     sender, plan = await gloo_sender(tmp_path / "c", 1200)
     async with GlooReceivers() as receivers:
         try:
-            endpoint = await sender.opened(timeout_s=60)
+            endpoint = (await sender.opened(timeout_s=60)).endpoint
             session = Session(SESSION, plan, 3, endpoint)
             for number in range(2):
                 info = GLOO.init_info(session, rank_offset=1 + number, dialect=None)  # type: ignore[arg-type]
@@ -199,7 +199,7 @@ async def test_a_receiver_that_dies_ends_the_broadcast_for_the_sender(tmp_path: 
     sender, plan = await gloo_sender(tmp_path / "c", 1200)
     async with GlooReceivers() as receivers:
         try:
-            session = Session(SESSION, plan, 3, await sender.opened(timeout_s=60))
+            session = Session(SESSION, plan, 3, (await sender.opened(timeout_s=60)).endpoint)
             for number in range(2):
                 info = GLOO.init_info(session, rank_offset=1 + number, dialect=None)  # type: ignore[arg-type]
                 receivers.tell(number, info)

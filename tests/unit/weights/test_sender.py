@@ -17,6 +17,7 @@ from skyctl.weights.checkpoint import Checkpoint, read_checkpoint
 from skyctl.weights.plan import ChunkPlan, plan_chunks
 from skyctl.weights.sender_client import SenderFailed, SenderProcess
 from tests.unit.weights.checkpoints import tiny_tensors, write_checkpoint
+from tests.unit.weights.senders import start_sender
 
 TIMEOUT_S = 30.0
 
@@ -28,7 +29,7 @@ def checkpoint(tmp_path: Path) -> Checkpoint:
 
 async def start(checkpoint: Checkpoint, plan: ChunkPlan, **changes: Any) -> SenderProcess:
     arguments = {"transport": "shm", "session": "ab12ab12", "slots": 2, "options": {}, **changes}
-    return await SenderProcess.start(python="", checkpoint=checkpoint, plan=plan, **arguments)
+    return await start_sender(checkpoint=checkpoint, plan=plan, **arguments)
 
 
 def slot_bytes(pid: int, descriptor: int, offset: int, nbytes: int) -> bytes:
@@ -41,7 +42,7 @@ async def test_every_chunk_arrives_with_the_bytes_on_disk(checkpoint: Checkpoint
     expected = tiny_tensors()
     sender = await start(checkpoint, plan)
     try:
-        endpoint = await sender.opened(timeout_s=TIMEOUT_S)
+        endpoint = (await sender.opened(timeout_s=TIMEOUT_S)).endpoint
         assert endpoint["pid"] == sender.pid
         seen = set()
         for chunk in plan.chunks:
@@ -107,7 +108,7 @@ async def test_a_killed_sender_fails_every_wait_and_its_memory_is_gone(
 ) -> None:
     sender = await start(checkpoint, plan_chunks(checkpoint.tensors, 300))
     try:
-        endpoint = await sender.opened(timeout_s=TIMEOUT_S)
+        endpoint = (await sender.opened(timeout_s=TIMEOUT_S)).endpoint
         os.kill(sender.pid, signal.SIGKILL)
         with pytest.raises(SenderFailed, match="ended with code -9"):
             await sender.filled(10, timeout_s=TIMEOUT_S)
@@ -135,8 +136,9 @@ from skyctl.weights.plan import plan_chunks
 from skyctl.weights.sender_client import SenderProcess
 async def main():
     checkpoint = read_checkpoint(sys.argv[1])
-    sender = await SenderProcess.start(python="", transport="shm", session="ab12ab12", slots=2,
-        checkpoint=checkpoint, plan=plan_chunks(checkpoint.tensors, 300), options={})
+    sender = await SenderProcess.spawn("")
+    await sender.open(transport="shm", session="ab12ab12", slots=2, checkpoint=checkpoint,
+        plan=plan_chunks(checkpoint.tensors, 300), carrier={})
     await sender.opened(timeout_s=30)
     print(sender.pid, flush=True)
     await asyncio.sleep(60)

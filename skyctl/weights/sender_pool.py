@@ -1,0 +1,65 @@
+"""Senders that outlive a push: a CUDA context, a pinned ring and a group are dear to set up."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from skyctl.weights.sender_client import SenderFailed, SenderProcess
+
+_REST_TIMEOUT_S = 10.0
+
+
+@dataclass
+class Lease:
+    """A sender on loan to one push.
+
+    `fresh` senders still have to be told of their carrier. `session` names the carrier's session;
+    `group` the servers that have joined it, "" while none have.
+    """
+
+    sender: SenderProcess
+    key: str
+    session: str
+    fresh: bool = True
+    group: str = ""
+
+
+class SenderPool:
+    """At most one idle sender. One pool belongs to one event loop; `close` ends what it holds."""
+
+    def __init__(self) -> None:
+        self._idle: Lease | None = None
+
+    async def take(
+        self, python: str, transport: str, options: Mapping[str, Any], session: str
+    ) -> Lease:
+        """The idle sender when it has just this carrier, else a new one under `session`."""
+        key = json.dumps([python, transport, dict(options)], sort_keys=True)
+        idle, self._idle = self._idle, None
+        if idle is not None:
+            if idle.key == key and idle.sender.healthy:
+                return idle
+            await idle.sender.close()
+        return Lease(await SenderProcess.spawn(python), key, session)
+
+    async def give_back(self, lease: Lease, *, keep: bool) -> None:
+        """End a loan. Only a sender whose push went well is kept."""
+        if keep and lease.sender.healthy:
+            try:
+                await lease.sender.rest(timeout_s=_REST_TIMEOUT_S)
+            except SenderFailed:
+                keep = False
+        if not (keep and lease.sender.healthy) or self._idle is not None:
+            await lease.sender.close()
+            return
+        lease.fresh = False
+        self._idle = lease
+
+    async def close(self) -> None:
+        """End the idle sender."""
+        idle, self._idle = self._idle, None
+        if idle is not None:
+            await idle.sender.close()
