@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 import typer
 
+from skyctl.cli import complete
 from skyctl.cli.options import FileOption, FleetOption, JsonOption
 
 if TYPE_CHECKING:
-    from skyctl.control.generate import Endpoint, GenerationClient, GenerationResult, RetryPolicy
+    from skyctl.control.generate import GenerationClient, GenerationResult, RetryPolicy
     from skyctl.control.prompts import GenerationRequest
     from skyctl.fleet.registry import FleetRef
 
@@ -45,7 +46,12 @@ def generate(
         typer.Option(help="X-Session-ID: sticky routing policies keep it on one server."),
     ] = None,
     server: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Straight to this server, not the router.")
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="Straight to this server, not the router.",
+            autocompletion=complete.replicas,
+        ),
     ] = None,
     concurrency: Annotated[int, typer.Option(min=1, help="Requests under way at once.")] = 32,
     retries: Annotated[
@@ -140,8 +146,11 @@ async def _generate(
 ) -> list[GenerationResult]:
     from skyctl import output
     from skyctl.control.generate import GenerationClient
+    from skyctl.operations.connect import connect
+    from skyctl.operations.endpoint import find_endpoint
 
-    endpoint = await _endpoint(ref, run)
+    async with connect(ref) as fleet:
+        endpoint = await find_endpoint(fleet, server=run.server, session_id=run.session_id)
     async with GenerationClient(endpoint, retry=retry) as client:
         if run.streamed and output_file is None:
             result = await client.generate_one(
@@ -187,38 +196,6 @@ async def _to_jsonl(
                 sink.write(line)
                 sink.flush()
     return results
-
-
-async def _endpoint(ref: FleetRef, run: _Run) -> Endpoint:
-    """The router's URL, or the named server's, and the model it serves."""
-    from skyctl.control.generate import Endpoint
-    from skyctl.control.http import ControlClient
-    from skyctl.control.server import VLLMServer
-    from skyctl.control.target import ServerTarget
-    from skyctl.errors import NotFoundError, ServerError, UsageError
-    from skyctl.operations.connect import connect
-
-    async with connect(ref) as fleet:
-        urls, key = await fleet.urls(), fleet.api_key()
-    servers: dict[str, str] = urls["servers"]
-    if run.server is not None and run.server not in servers:
-        raise NotFoundError(
-            f"fleet {ref.name} has no server {run.server!r}",
-            hint=f"its servers are: {', '.join(servers)}",
-        )
-    url = servers[run.server] if run.server else urls["router"]
-    if url is None and len(servers) == 1:
-        url = next(iter(servers.values()))
-    if url is None:
-        raise UsageError(
-            f"fleet {ref.name} has no router", hint=f"choose one: --server {next(iter(servers))}"
-        )
-    async with ControlClient() as control:
-        target = ServerTarget(run.server or "router", url, key)
-        models = await VLLMServer(control, target).models()
-    if not models:
-        raise ServerError(f"{url} serves no model")
-    return Endpoint(url, models[0], key, run.session_id)
 
 
 def _summary(results: list[GenerationResult], seconds: float, total: int | None = None) -> str:

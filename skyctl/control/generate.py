@@ -13,8 +13,9 @@ gives the tokens of one undisturbed request. A request frozen by `pause --mode k
 from __future__ import annotations
 
 import asyncio
+import json
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Self
@@ -69,7 +70,8 @@ class Endpoint:
 class GenerationResult:
     """What one request came to. `error` is empty unless it was given up; then tokens are partial.
 
-    `seconds` is wall time from the first attempt, waits and freezes included.
+    `seconds` is wall time from the first attempt, waits and freezes included. `prompt_token_ids`
+    are the prompt's as the server saw them, None when it never answered.
     """
 
     id: str
@@ -79,6 +81,7 @@ class GenerationResult:
     retries: int
     seconds: float
     error: str = ""
+    prompt_token_ids: list[int] | None = None
 
     def to_json(self) -> dict[str, Any]:
         row: dict[str, Any] = {
@@ -129,7 +132,14 @@ class _Progress:
     def result(self, request_id: str, finish_reason: str, error: str = "") -> GenerationResult:
         seconds = time.perf_counter() - self.began
         return GenerationResult(
-            request_id, self.text, self.tokens, finish_reason, self.retries, seconds, error
+            request_id,
+            self.text,
+            self.tokens,
+            finish_reason,
+            self.retries,
+            seconds,
+            error,
+            self.prompt_ids,
         )
 
 
@@ -221,6 +231,49 @@ class GenerationClient:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
+    async def ask(
+        self, path: str, body: Mapping[str, Any], *, timeout_s: float | None = None
+    ) -> dict[str, Any]:
+        """POST a body that is answered in one piece, and return the answer's JSON.
+
+        An answer that was cut (aborted, 5xx, a broken connection) is asked for again from the
+        start. `timeout_s` bounds it as a whole, in seconds; without, it may wait for ever.
+
+        Raises:
+            ServerError: it was refused, or given up after `max_retries`.
+            DeadlineExceeded: there is no whole answer after `timeout_s` seconds.
+        """
+        attempts = 0
+        try:
+            async with asyncio.timeout(timeout_s):
+                while True:
+                    try:
+                        return await self._ask_once(path, body)
+                    except Cut as cut:
+                        attempts += 1
+                        if attempts > self._retry.max_retries:
+                            message = f"given up after {attempts} attempts: {cut}"
+                            raise ServerError(message) from cut
+                    await self._sleep(self._retry.wait_s(attempts))
+        except TimeoutError as error:
+            raise DeadlineExceeded(f"{path}: no answer in {timeout_s:g} s") from error
+
+    async def _ask_once(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
+        url, headers = self._endpoint.url + path, self._headers(self._endpoint.session_id)
+        try:
+            async with self._http.stream("POST", url, json=dict(body), headers=headers) as response:
+                await _raise_for_status(response, path)
+                answer = json.loads(await response.aread())
+        except httpx.TransportError as error:
+            raise Cut(f"the connection broke ({error or type(error).__name__})") from error
+        except ValueError as error:
+            raise ServerError(f"{path} answered with something that is not JSON") from error
+        if not isinstance(answer, dict):
+            raise ServerError(f"{path} answered with something that is no JSON object")
+        if any(c.get("finish_reason") == "abort" for c in answer.get("choices") or ()):
+            raise Cut("the server aborted it")
+        return answer
+
     async def _until_finished(
         self,
         request: GenerationRequest,
@@ -260,9 +313,10 @@ class GenerationClient:
         path, body = request_body(
             request, self._endpoint.model, progress.prompt_ids, progress.tokens
         )
+        headers = self._headers(request.session_id or self._endpoint.session_id)
         try:
             async with self._http.stream(
-                "POST", self._endpoint.url + path, json=body, headers=self._headers(request)
+                "POST", self._endpoint.url + path, json=body, headers=headers
             ) as response:
                 await _raise_for_status(response, path)
                 async for piece in read_pieces(response.aiter_lines()):
@@ -299,11 +353,10 @@ class GenerationClient:
         except (httpx.HTTPError, ValueError, KeyError, TypeError):
             return False  # not known: as good as every server but for a rare repeated text
 
-    def _headers(self, request: GenerationRequest) -> dict[str, str]:
+    def _headers(self, session: str | None) -> dict[str, str]:
         headers = {}
         if self._endpoint.api_key:
             headers["Authorization"] = f"Bearer {self._endpoint.api_key}"
-        session = request.session_id or self._endpoint.session_id
         if session:
             headers["X-Session-ID"] = session
         return headers

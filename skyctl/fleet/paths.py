@@ -101,6 +101,11 @@ class FleetPaths:
         digest = hashlib.sha256(os.fsencode(path)).hexdigest()[:16]
         return Path(tempfile.gettempdir()) / f"skyctl-{os.getuid()}" / f"{digest}.sock"
 
+    @property
+    def staging(self) -> Path:
+        """Weights that came out of a trainer's memory, kept until they are replaced."""
+        return self.directory / "weights"
+
     def log(self, name: str) -> Path:
         """Log file of one server, `router` or `supervisor`."""
         return self.logs / f"{name}.log"

@@ -180,6 +180,10 @@ class FleetState:
         found = self.get("weights")
         return FleetWeights(**json.loads(found)) if found else FleetWeights()
 
+    def checkpoints(self) -> set[str | None]:
+        """Every checkpoint that the fleet or one of its servers is said to run."""
+        return {self.weights().checkpoint, *(row.checkpoint for row in self.servers())}
+
     def set_weights(self, weights: FleetWeights) -> None:
         self.set("weights", json.dumps(asdict(weights)))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from skyctl.control.http import ControlClient
@@ -13,7 +14,9 @@ from skyctl.fleet.journal import Job, JobEvent, PushRecord
 from skyctl.fleet.registry import FleetRef, remember
 from skyctl.fleet.state import Event, FleetState, ServerRow
 from skyctl.fleet.status import FleetStatus
+from skyctl.operations.urls import FleetUrls
 from skyctl.supervisor import verbs
+from skyctl.weights.staging import sweep
 
 if TYPE_CHECKING:
     from skyctl.weights.push import PushRequest
@@ -42,6 +45,8 @@ class AttachedFleet:
         remember(self.ref)
         self._state = FleetState(self.ref.paths.database)
         self._state.journal.interrupt_orphans()
+        # nobody restarts these servers: weights of an ended push are of no further use
+        await asyncio.to_thread(sweep, self.ref.paths.staging, ())
         return self
 
     async def __aexit__(self, *exception: object) -> None:
@@ -115,6 +120,16 @@ class AttachedFleet:
         self._pushes[job.id] = task
         return job.id
 
+    async def model_path(self) -> str | None:
+        """Directory or hub id of what the servers run now, as they or the last push say."""
+        from skyctl.operations.attached_push import model_path
+
+        return await model_path(self.targets, self._client, self._state)
+
+    def staging(self) -> tuple[Path, set[str | None]]:
+        """Where weights from memory are written, and the checkpoints there that must stay."""
+        return self.ref.paths.staging, set()
+
     async def jobs(self) -> list[Job]:
         """The latest jobs, newest first."""
         return self._state.journal.jobs()
@@ -156,14 +171,16 @@ class AttachedFleet:
     async def scale(self, replicas: int) -> int:
         raise self._not_ours("scale")
 
-    async def urls(self) -> dict[str, Any]:
-        """{"router": URL or None, "servers": {name: URL}, "model": served name or None}."""
+    async def urls(self) -> FleetUrls:
+        """Where to send requests; the router's metrics are not known."""
         router = self.ref.config.router
-        return {
-            "model": self.ref.config.served_model_name,
-            "router": router if isinstance(router, str) else None,
-            "servers": {target.name: target.url for target in self.targets},
-        }
+        return FleetUrls(
+            name=self.ref.name,
+            model=self.ref.config.served_model_name,
+            router=router.rstrip("/") if isinstance(router, str) else None,
+            servers={target.name: target.url for target in self.targets},
+            api_key_env=self.ref.config.api_key_env,
+        )
 
     def api_key(self) -> str | None:
         """The servers' API key from this process's environment."""

@@ -7,11 +7,13 @@ import sys
 from collections.abc import Sequence
 
 from skyctl.control.http import ControlClient
+from skyctl.control.server import VLLMServer
 from skyctl.control.target import ServerTarget
 from skyctl.fleet.journal import Job
 from skyctl.fleet.registry import FleetRef
 from skyctl.fleet.state import FleetState
 from skyctl.supervisor import jobs
+from skyctl.weights.checkpoint import locate
 from skyctl.weights.request import PushFleet, PushRequest, PushServer
 
 
@@ -35,7 +37,7 @@ def begin(
             PushServer(target, device="cuda" if ref.config.device == "cuda" else "cpu")
             for target in targets
         ),
-        model_path=state.weights().checkpoint,
+        model_path=_pushed(state),
         chunk_size=transfer.chunk_size,
         rendezvous_timeout_s=transfer.rendezvous_timeout_s,
         update_timeout_s=transfer.update_timeout_s,
@@ -46,3 +48,18 @@ def begin(
     job = jobs.open_push(state.journal, state.locks, request)
     running = jobs.run_push(job, request, fleet, client=client, state=state)
     return job, asyncio.create_task(running, name=job.id)
+
+
+async def model_path(
+    targets: Sequence[ServerTarget], client: ControlClient, state: FleetState
+) -> str | None:
+    """What the servers run: the checkpoint pushed last while it exists, else what they say."""
+    from skyctl.weights.preflight import configured_model
+
+    return _pushed(state) or await configured_model(VLLMServer(client, targets[0]))
+
+
+def _pushed(state: FleetState) -> str | None:
+    """The checkpoint pushed last; None when it is gone (weights from memory are not kept)."""
+    checkpoint = state.weights().checkpoint
+    return checkpoint if checkpoint and locate(checkpoint) else None

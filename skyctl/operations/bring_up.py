@@ -18,6 +18,7 @@ from skyctl.supervisor import daemon
 from skyctl.supervisor.client import SupervisorClient
 from skyctl.supervisor.rollout import stop_recorded
 from skyctl.supervisor.wire import plan_to_json
+from skyctl.weights.staging import sweep
 
 UP_LOCK = "up"
 UP_LOCK_WAIT_S = 30.0
@@ -154,6 +155,7 @@ async def _stop_leftovers(
         stopped = await asyncio.gather(*(stop_recorded(row, timeout_s) for row in rows))
         state.journal.interrupt_orphans()
         state.forget_run()
+    await asyncio.to_thread(sweep, paths.staging, ())
     paths.socket.unlink(missing_ok=True)
     found = tuple(row.name for row, had in zip(rows, stopped, strict=True) if had)
     return tuple(name for name in found if name not in known)

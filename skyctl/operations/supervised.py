@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
+from urllib.parse import urlsplit
 
 from skyctl.errors import FleetDownError, UsageError
 from skyctl.fleet.journal import Job, JobEvent, PushRecord
+from skyctl.fleet.plan import local_url
 from skyctl.fleet.registry import FleetRef
 from skyctl.fleet.state import Event, FleetState, ServerRow
 from skyctl.fleet.status import FleetStatus
 from skyctl.operations.unsupervised import unsupervised_status
+from skyctl.operations.urls import FleetUrls
 from skyctl.supervisor.client import SupervisorClient
 
 if TYPE_CHECKING:
@@ -89,6 +93,20 @@ class SupervisedFleet:
         answer = await self._client.post("/jobs", {"request": request.to_json()})
         return str(answer["id"])
 
+    async def model_path(self) -> str | None:
+        """Directory or hub id of what the servers run now."""
+        from skyctl.fleet.schema import resolve_relative
+
+        with self._state() as state:
+            pushed = state.weights().checkpoint
+        model = self.ref.config.model
+        return pushed or (resolve_relative(model, self.ref.base_dir) if model else None)
+
+    def staging(self) -> tuple[Path, set[str | None]]:
+        """Where weights from memory are written, and the checkpoints there that must stay."""
+        with self._state() as state:
+            return self.ref.paths.staging, state.checkpoints()
+
     async def jobs(self) -> list[Job]:
         """The latest jobs, newest first (also while the fleet is down)."""
         with self._state() as state:
@@ -159,17 +177,24 @@ class SupervisedFleet:
         answer = await self._client.post("/reconcile", {"plan": plan, "kind": "scale"})
         return int(answer["operation"])
 
-    async def urls(self) -> dict[str, Any]:
-        """{"router": URL or None, "servers": {name: URL}, "model": served name}."""
+    async def urls(self) -> FleetUrls:
+        """Where to send requests. Raises FleetDownError."""
         status = await self.status()
         if status.supervised is False:
             raise down_error(self.ref.name)
         router = status.router
-        return {
-            "model": status.model,
-            "router": router.url if router is not None else None,
-            "servers": {r.name: r.url for r in status.replicas},
-        }
+        metrics = None
+        if router is not None and router.metrics_port is not None:
+            host = urlsplit(router.url).hostname or "127.0.0.1"
+            metrics = local_url(host, router.metrics_port)
+        return FleetUrls(
+            name=self.ref.name,
+            model=status.model,
+            router=router.url if router is not None else None,
+            servers={replica.name: replica.url for replica in status.replicas},
+            router_metrics=metrics,
+            api_key_env=self.ref.config.api_key_env,
+        )
 
     def api_key(self) -> str | None:
         """The servers' API key from this process's environment."""

@@ -25,6 +25,7 @@ from skyctl.supervisor.api import make_app
 from skyctl.supervisor.client import SupervisorClient
 from skyctl.supervisor.logtail import tail, telling_line
 from skyctl.supervisor.resident import Supervisor
+from skyctl.weights.staging import sweep
 
 START_TIMEOUT_S = 20.0
 _PR_SET_CHILD_SUBREAPER = 36
@@ -88,6 +89,7 @@ async def serve(paths: FleetPaths) -> None:
     try:
         async with ControlClient() as client:
             with FleetState(paths.database, warn=_log) as state:
+                sweep(paths.staging, state.checkpoints())
                 supervisor = Supervisor(paths, state, client)
                 with _socket(paths) as listener:
                     await _serve_until_finished(supervisor, listener)

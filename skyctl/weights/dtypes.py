@@ -66,3 +66,15 @@ def torch_name(dtype: str, tensor: str) -> str:
             f"{tensor} is stored as {dtype}, which cannot be pushed in chunks",
             hint="push it with --transport disk",
         ) from None
+
+
+def safetensors_name(dtype: str, tensor: str) -> str:
+    """The safetensors name of a torch dtype (`bfloat16`); `tensor` is named in the error.
+
+    Raises:
+        PreflightError: safetensors has no such dtype.
+    """
+    for name, torch_dtype in _TORCH_NAMES.items():
+        if torch_dtype == dtype:
+            return name
+    raise PreflightError(f"{tensor} is a tensor of {dtype}, which a checkpoint cannot hold")

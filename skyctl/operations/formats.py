@@ -1,0 +1,128 @@
+"""A fleet's URLs as other programs want to read them: trainers, OpenAI clients, a shell.
+
+Key names were read in these projects' own sources; each function cites its own. What a trainer's
+weight sync needs beyond URLs is said by `notes`.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Callable, Mapping
+
+from skyctl.errors import UsageError
+from skyctl.operations.urls import FleetUrls
+
+DEFAULT_KEY_VARIABLE = "OPENAI_API_KEY"
+
+
+def as_skyrl(urls: FleetUrls) -> str:
+    """SkyRL: command-line overrides, one per line, for `$(skyctl urls --format skyrl)`.
+
+    Source: NovaSky-AI/SkyRL a956457, skyrl/train/config/config.py (InferenceEngineConfig) and
+    docs/content/docs/examples/remote_server.mdx. Overrides are parsed by OmegaConf.from_cli, as
+    YAML values. External servers exclude `colocate_all`.
+    """
+    engine = "generator.inference_engine"
+    lines = [f"{engine}.run_engines_locally=false"]
+    if urls.router:
+        lines.append(f"{engine}.external_proxy_url={urls.router}")
+    # no quotes and no spaces: what a shell substitutes is not unquoted again
+    lines.append(f"{engine}.external_server_urls=[{','.join(urls.servers.values())}]")
+    if urls.model:
+        lines.append(f"{engine}.served_model_name={urls.model}")
+    lines.append("trainer.placement.colocate_all=false")
+    return "\n".join(lines)
+
+
+def as_verl(urls: FleetUrls) -> str:
+    """verl: overrides that hand the fleet to a custom reward function (a judge), one per line.
+
+    verl starts its rollout servers itself, as Ray actors, and has no key for others. What it can
+    use of a fleet is an endpoint for rewards: `reward_kwargs` become keyword arguments of the
+    function at `reward.custom_reward_function.path`.
+    Source: verl-project/verl 1dda039, verl/workers/rollout/replica.py (RolloutReplica),
+    verl/trainer/ppo/reward.py (get_custom_reward_fn), verl/trainer/config/reward/reward.yaml
+    (Hydra; `reward_kwargs` is not in it, hence the `+`).
+    """
+    prefix = "+reward.custom_reward_function.reward_kwargs"
+    lines = [f"{prefix}.base_url={_entry(urls)}/v1"]
+    if urls.model:
+        lines.append(f"{prefix}.model={urls.model}")
+    return "\n".join(lines)
+
+
+def as_prime_rl(urls: FleetUrls) -> str:
+    """prime-rl: the TOML table of the policy's client, for an `rl` config without `[inference]`.
+
+    Source: PrimeIntellect-ai/prime-rl 559b447, packages/prime-rl-configs/src/prime_rl/configs:
+    shared.py (ClientConfig), orchestrator.py (ModelConfig), rl.py (SharedModelConfig); extras are
+    forbidden there. `[model] name` is the trainer's model as well.
+    """
+    lines = []
+    if urls.model:
+        lines += ["[model]", f"name = {json.dumps(urls.model)}", ""]
+    lines += ["[orchestrator.model.client]", f"base_url = {json.dumps(f'{_entry(urls)}/v1')}"]
+    admin = [f"{url}/v1" for url in urls.servers.values()]
+    lines.append(f"admin_base_url = {json.dumps(admin)}")
+    if urls.api_key_env:
+        lines.append(f"api_key_var = {json.dumps(urls.api_key_env)}")
+    return "\n".join(lines)
+
+
+def as_openai(urls: FleetUrls) -> str:
+    """The OpenAI client: a JSON object with the arguments of `openai.OpenAI`, and the model.
+
+    The key is named, not printed. Source: openai-python, src/openai/_client.py.
+    """
+    fields = {
+        "base_url": f"{_entry(urls)}/v1",
+        "model": urls.model,
+        "api_key_env": urls.api_key_env,
+    }
+    return json.dumps(fields, indent=2)
+
+
+def as_env(urls: FleetUrls) -> str:
+    """Lines for a POSIX shell. Without a router, OPENAI_BASE_URL is the first server's."""
+    variables: dict[str, str] = {}
+    if urls.router:
+        variables["SKYCTL_ROUTER_URL"] = urls.router
+    variables["OPENAI_BASE_URL"] = f"{_entry(urls)}/v1"
+    variables["SKYCTL_SERVER_URLS"] = ",".join(urls.servers.values())
+    if urls.model:
+        variables["SKYCTL_MODEL"] = urls.model
+    lines = [f"export {name}={shlex.quote(value)}" for name, value in variables.items()]
+    if urls.api_key_env and urls.api_key_env != DEFAULT_KEY_VARIABLE:
+        # by reference: the key itself is never printed
+        lines.append(f'export {DEFAULT_KEY_VARIABLE}="${urls.api_key_env}"')
+    return "\n".join(lines)
+
+
+FORMATS: Mapping[str, Callable[[FleetUrls], str]] = {
+    "skyrl": as_skyrl,
+    "verl": as_verl,
+    "prime-rl": as_prime_rl,
+    "openai": as_openai,
+    "env": as_env,
+}
+
+_NOTES = {
+    "skyrl": "SkyRL syncs weights by itself: its worker extension must be in the servers "
+    "(args: worker-extension-cls), or push with skyctl",
+    "verl": "verl has no setting for rollout servers it did not start: this is for a custom "
+    "reward function that asks a judge",
+    "prime-rl": "prime-rl's own server takes its weight updates, vLLM's does not: roll out and "
+    "evaluate here, push with skyctl",
+}
+
+
+def note(name: str) -> str:
+    """What to know before a format's output is used; "" when there is nothing."""
+    return _NOTES.get(name, "")
+
+
+def _entry(urls: FleetUrls) -> str:
+    if urls.entry is None:
+        raise UsageError(f"fleet {urls.name} has neither a router nor a server")
+    return urls.entry
