@@ -39,12 +39,18 @@ def push_fleet(plan: FleetPlan, replicas: Sequence[Replica], model_path: str) ->
 
 
 async def bring_to_weights(
-    replica: Replica, weights: FleetWeights, plan: FleetPlan, client: ControlClient
+    replica: Replica, state: FleetState, plan: FleetPlan, client: ControlClient
 ) -> None:
-    """Push the fleet's weights into this one server; quarantine it where that cannot be done."""
+    """Push the fleet's weights into this one server; quarantine it where that cannot be done.
+
+    When the fleet moved on to other weights meanwhile, nothing is said of a failure.
+    """
+    weights = state.weights()
     try:
         await _push_alone(replica, weights, plan, client)
     except SkyctlError as error:
+        if state.weights() != weights:
+            return  # what was pushed may be gone from disk by now: the caller tries the new ones
         hint = f"push again (skyctl sync-weights CKPT), then: skyctl restart {replica.name}"
         replica.update_row(
             quarantine=f"not brought to weight version {weights.version}: {error.message}; {hint}"
@@ -56,6 +62,7 @@ async def _push_alone(
 ) -> None:
     from skyctl.weights.checkpoint import read_checkpoint
     from skyctl.weights.push import push
+    from skyctl.weights.staging import held
 
     assert weights.checkpoint is not None and weights.version is not None
     found = read_checkpoint(weights.checkpoint)
@@ -68,12 +75,13 @@ async def _push_alone(
         weight_version=weights.version,
         verify=plan.config.weight_transfer.verify,
     )
-    result = await push(
-        request,
-        push_fleet(plan, [replica], plan.model_path),
-        client=client,
-        observer=SilentObserver(),
-    )
+    with held(weights.checkpoint):
+        result = await push(
+            request,
+            push_fleet(plan, [replica], plan.model_path),
+            client=client,
+            observer=SilentObserver(),
+        )
     digest = next((s.weights_digest for s in result.servers), "")
     replica.update_row(
         weight_version=weights.version,

@@ -30,6 +30,7 @@ from skyctl.supervisor.replica import Replica, ReplicaContext
 from skyctl.supervisor.router import RouterChild
 from skyctl.supervisor.wire import spec_hash
 from skyctl.weights.request import PushRequest
+from skyctl.weights.staging import sweep
 
 
 class Supervisor:
@@ -328,6 +329,7 @@ class Supervisor:
             self.job = None
             self._job_over.set()
         await asyncio.gather(*(admission.refresh(r, self.client, 5.0) for r in up))
+        await asyncio.to_thread(sweep, self.paths.staging, self.state.checkpoints())
 
     def _on_push_server(self, name: str, state: str, detail: str) -> None:
         replica = self.replicas.get(name)
@@ -347,7 +349,7 @@ class Supervisor:
                 break
             weights = self.state.weights()
             self.state.add_event(replica.name, f"taking weight version {weights.version}")
-            await admission.bring_to_weights(replica, weights, plan, self.client)
+            await admission.bring_to_weights(replica, self.state, plan, self.client)
         await admission.apply_intent(replica, self.client, plan.config.control_timeout_s)
 
     @asynccontextmanager
