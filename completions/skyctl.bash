@@ -35,7 +35,7 @@ _skyctl() {
     COMPREPLY=()
     case "$path" in
         "")
-            _skyctl_words "init validate plan schema up down status logs restart scale pause resume sleep wake sync-weights jobs weights generate urls --version -q --quiet --no-color --debug -h --help" ;;
+            _skyctl_words "init validate plan schema up down status top wait logs restart scale pause resume sleep wake sync-weights jobs weights generate urls help --version -q --quiet --no-color --debug -h --help" ;;
         "init")
             case "$prev" in
                 --name) true; return ;;
@@ -85,6 +85,22 @@ _skyctl() {
                 --interval) true; return ;;
             esac
             _skyctl_words "-f --file --fleet -w --watch --interval --exit-code --json -h --help" ;;
+        "top")
+            case "$prev" in
+                -f|--file) _skyctl_files; return ;;
+                --fleet) _skyctl_ask; return ;;
+                --interval) true; return ;;
+            esac
+            _skyctl_words "-f --file --fleet --interval --once --json -h --help" ;;
+        "wait")
+            case "$prev" in
+                --for) _skyctl_ask; return ;;
+                -f|--file) _skyctl_files; return ;;
+                --fleet) _skyctl_ask; return ;;
+                --server) _skyctl_ask; return ;;
+                --timeout) true; return ;;
+            esac
+            _skyctl_words "--for -f --file --fleet --server --timeout --json -h --help" ;;
         "logs")
             case "$prev" in
                 -f|--file) _skyctl_files; return ;;
@@ -113,7 +129,7 @@ _skyctl() {
                 -f|--file) _skyctl_files; return ;;
                 --fleet) _skyctl_ask; return ;;
                 --mode) _skyctl_words "abort wait keep"; return ;;
-                --server) true; return ;;
+                --server) _skyctl_ask; return ;;
                 --timeout) true; return ;;
             esac
             _skyctl_words "-f --file --fleet --mode --clear-cache --keep-cache --server --keep-partial --timeout --json -h --help" ;;
@@ -121,7 +137,7 @@ _skyctl() {
             case "$prev" in
                 -f|--file) _skyctl_files; return ;;
                 --fleet) _skyctl_ask; return ;;
-                --server) true; return ;;
+                --server) _skyctl_ask; return ;;
                 --timeout) true; return ;;
             esac
             _skyctl_words "-f --file --fleet --server --timeout --json -h --help" ;;
@@ -130,7 +146,7 @@ _skyctl() {
                 -f|--file) _skyctl_files; return ;;
                 --fleet) _skyctl_ask; return ;;
                 --level) true; return ;;
-                --server) true; return ;;
+                --server) _skyctl_ask; return ;;
                 --timeout) true; return ;;
             esac
             _skyctl_words "-f --file --fleet --level --server --timeout --json -h --help" ;;
@@ -139,7 +155,7 @@ _skyctl() {
                 -f|--file) _skyctl_files; return ;;
                 --fleet) _skyctl_ask; return ;;
                 --tags) true; return ;;
-                --server) true; return ;;
+                --server) _skyctl_ask; return ;;
                 --timeout) true; return ;;
             esac
             _skyctl_words "-f --file --fleet --tags --server --timeout --json -h --help" ;;
@@ -206,7 +222,7 @@ _skyctl() {
                 --max-tokens) true; return ;;
                 --temperature) true; return ;;
                 --session-id) true; return ;;
-                --server) true; return ;;
+                --server) _skyctl_ask; return ;;
                 --concurrency) true; return ;;
                 --retries) true; return ;;
                 --timeout) true; return ;;
@@ -216,8 +232,14 @@ _skyctl() {
             case "$prev" in
                 -f|--file) _skyctl_files; return ;;
                 --fleet) _skyctl_ask; return ;;
+                --format) _skyctl_words "skyrl verl prime-rl openai env"; return ;;
+                --prometheus-sd) _skyctl_files; return ;;
             esac
-            _skyctl_words "-f --file --fleet --export --json -h --help" ;;
+            _skyctl_words "-f --file --fleet --format --export --prometheus-sd --json -h --help" ;;
+        "help")
+            if [[ $cur == -* ]]; then _skyctl_words "--json -h --help"; else
+                _skyctl_ask
+            fi ;;
     esac
 }
 

@@ -21,12 +21,13 @@ class Verb(NamedTuple):
     panel: str
 
 
-FLEET, FREEZE, WEIGHTS, TRAFFIC, SETUP = (
+FLEET, FREEZE, WEIGHTS, TRAFFIC, SETUP, CHECKS = (
     "Fleet",
     "Freeze and thaw",
     "Weights",
     "Traffic",
     "Fleet file",
+    "Checks and help",
 )
 
 VERBS = [
@@ -38,6 +39,7 @@ VERBS = [
     Verb("down", "down", "down", FLEET),
     Verb("status", "status", "status", FLEET),
     Verb("top", "top", "top", FLEET),
+    Verb("wait", "wait", "wait", FLEET),
     Verb("logs", "logs", "logs", FLEET),
     Verb("restart", "restart", "restart", FLEET),
     Verb("scale", "scale", "scale", FLEET),
@@ -50,6 +52,7 @@ VERBS = [
     Verb("weights", "weights", "app", WEIGHTS),
     Verb("generate", "generate", "generate", TRAFFIC),
     Verb("urls", "urls", "urls", TRAFFIC),
+    Verb("help", "help", "help_", CHECKS),
 ]
 
 app = typer.Typer(

@@ -83,6 +83,22 @@ def versions(ctx: typer.Context, incomplete: str) -> Iterable[str]:
     return [version for version in found if version and version.startswith(incomplete)]
 
 
+@_silent
+def conditions(ctx: typer.Context, incomplete: str) -> Iterable[str]:
+    """What `wait --for` takes."""
+    words = ["ready", "paused", "awake"]
+    words += [f"version={version}" for version in versions(ctx, "")] or ["version="]
+    return [word for word in words if word.startswith(incomplete)]
+
+
+@_silent
+def topics(incomplete: str) -> Iterable[str]:
+    """What `skyctl help` explains."""
+    from skyctl.help import topics
+
+    return [name for name in topics() if name.startswith(incomplete)]
+
+
 def transports(incomplete: str) -> list[str]:
     """Weight transports."""
     return [name for name in TRANSPORTS if name.startswith(incomplete)]

@@ -13,7 +13,10 @@ from skyctl import output
 from skyctl.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from skyctl.fleet.status import FleetStatus, ReplicaStatus, RouterStatus
+    from skyctl.operations.drift import Drift
 
 _HEALTH = {"healthy": "bold green", "degraded": "bold yellow", "down": "bold red"}
 _BUSY_SIGNS = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"
@@ -38,6 +41,17 @@ def reason_lines(status: FleetStatus) -> list[Text]:
             line.append(f"  → {reason.hint}", style="dim")
         lines.append(line)
     return lines
+
+
+def drift_lines(drift: Iterable[Drift]) -> list[Text]:
+    """What differs from the fleet file and from what was asked for, a line each."""
+    lines = []
+    for one in drift:
+        line = Text.assemble(("± ", "yellow"), (one.subject, "bold"), f" {one.message}")
+        if one.hint:
+            line.append(f"  → {one.hint}", style="dim")
+        lines.append(line)
+    return [Text(), *lines] if lines else []
 
 
 def headline(status: FleetStatus) -> Text:

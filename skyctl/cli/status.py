@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from skyctl.errors import ExitCode
     from skyctl.fleet.registry import FleetRef
     from skyctl.fleet.status import FleetStatus
+    from skyctl.operations.drift import Drift
 
 
 def status(
@@ -26,7 +27,11 @@ def status(
     ] = 2.0,
     exit_code: Annotated[
         bool,
-        typer.Option("--exit-code", help="Exit with 1 when degraded and 4 when down."),
+        typer.Option(
+            "--exit-code",
+            help="Exit with 1 when degraded or not what the fleet file and skyctl asked for, "
+            "4 when down.",
+        ),
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -36,10 +41,11 @@ def status(
     Examples:
       skyctl status
       skyctl status --watch
-      skyctl status --exit-code --json | jq -r '.data.replicas[].state'
+      skyctl status --exit-code || skyctl up
+      skyctl status --json | jq -r '.data.replicas[].state'
     """
     from skyctl import output
-    from skyctl.cli.fleet_view import status_view
+    from skyctl.cli.fleet_view import drift_lines, status_view
     from skyctl.errors import UsageError
     from skyctl.fleet.registry import select
 
@@ -49,15 +55,18 @@ def status(
             raise UsageError("--watch and --json do not go together")
         asyncio.run(_watch(ref, interval))
         return
-    found = asyncio.run(_status(ref))
-    output.emit(found.to_json(), status_view(found), exit_code=_code(found, exit_code))
+    found, drift = asyncio.run(_status(ref, exit_code))
+    data = {**found.to_json(), "drift": None if drift is None else [d.to_json() for d in drift]}
+    output.emit(data, status_view(found), *drift_lines(drift or ()), exit_code=_code(found, drift))
 
 
-async def _status(ref: FleetRef) -> FleetStatus:
+async def _status(ref: FleetRef, with_drift: bool) -> tuple[FleetStatus, list[Drift] | None]:
     from skyctl.operations.connect import connect
+    from skyctl.operations.drift import find_drift
 
     async with connect(ref) as running:
-        return await running.status()
+        found = await running.status()
+    return found, await find_drift(ref, found) if with_drift else None
 
 
 async def _watch(ref: FleetRef, interval_s: float) -> None:
@@ -76,9 +85,10 @@ async def _watch(ref: FleetRef, interval_s: float) -> None:
                 live.refresh()
 
 
-def _code(found: FleetStatus, wanted: bool) -> ExitCode:
+def _code(found: FleetStatus, drift: list[Drift] | None) -> ExitCode:
+    """`drift` None: nobody asked for an exit code."""
     from skyctl.errors import ExitCode
 
-    if not wanted or found.health == "healthy":
+    if drift is None or (found.health == "healthy" and not drift):
         return ExitCode.OK
     return ExitCode.NOT_FOUND if found.health == "down" else ExitCode.FAILED

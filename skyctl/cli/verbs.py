@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from skyctl.cli import complete
+
 if TYPE_CHECKING:
     from skyctl.operations.connect import Fleet
 
@@ -19,6 +21,7 @@ ServerOption = Annotated[
         metavar="NAME",
         help="Only this server; repeat for several (default: all).",
         show_default=False,
+        autocompletion=complete.replicas,
     ),
 ]
 

@@ -1,0 +1,61 @@
+"""`skyctl help`: short texts on what the commands' own help has no room for."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from skyctl.cli import complete
+from skyctl.cli.options import JsonOption
+
+
+def help_(
+    context: typer.Context,
+    topic: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[TOPIC]",
+            help="What to explain (default: list the topics), or a command.",
+            autocompletion=complete.topics,
+            show_default=False,
+        ),
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Explain pause modes, sleep levels, transports, states or exit codes.
+
+    \b
+    Examples:
+      skyctl help
+      skyctl help pause-modes
+      skyctl help sync-weights      # the same as skyctl sync-weights --help
+    """
+    from rich.text import Text
+
+    from skyctl import output
+    from skyctl.help import text_of, topics
+
+    if topic is None:
+        known = topics()
+        width = max(len(name) for name in known)
+        lines = [f"  {name:<{width}}  {title.partition(': ')[2]}" for name, title in known.items()]
+        more = ["", "Read one: skyctl help TOPIC", "A command's own: skyctl COMMAND --help"]
+        output.emit({"topics": known}, Text("\n".join(["Topics", *lines, *more])))
+        return
+    if (usage := _usage_of(context, topic)) is not None:
+        output.emit({"command": topic, "text": usage}, Text(usage.rstrip()))
+        return
+    text = text_of(topic)
+    output.emit({"topic": topic, "text": text}, Text(text.rstrip()))
+
+
+def _usage_of(context: typer.Context, command: str) -> str | None:
+    """The help page of a command, or None when there is none of this name."""
+    assert context.parent is not None  # `help` is a command of a group
+    group = context.parent.command
+    found = group.get_command(context.parent, command)  # type: ignore[attr-defined]
+    if found is None:
+        return None
+    with found.make_context(command, [], parent=context.parent, resilient_parsing=True) as inner:
+        return str(found.get_help(inner))
