@@ -128,3 +128,14 @@ class PreflightError(SkyctlError):
 
 class PushError(SkyctlError):
     """A push failed after it began. `details["servers"]` says how each server was left."""
+
+
+def error_named(
+    kind: str, message: str, *, hint: str = "", details: dict[str, Any] | None = None
+) -> SkyctlError:
+    """The error of this tree with that name (`kind` in JSON); SkyctlError for any other name."""
+    found = globals().get(kind)
+    if not (isinstance(found, type) and issubclass(found, SkyctlError)):
+        found = SkyctlError
+    error: SkyctlError = found(message, hint=hint, details=details)
+    return error

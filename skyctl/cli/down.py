@@ -47,8 +47,9 @@ def down(
 
 def _chosen(file: Path | None, fleet: str | None) -> tuple[FleetPaths, float, float]:
     """The fleet's paths and its two deadlines; defaults when its file no longer loads."""
-    from skyctl.errors import FleetFileError, UsageError
+    from skyctl.errors import FleetFileError
     from skyctl.fleet.registry import select, select_paths
+    from skyctl.operations.bring_up import refuse_attached
 
     try:
         ref = select(file, fleet)
@@ -56,11 +57,7 @@ def _chosen(file: Path | None, fleet: str | None) -> tuple[FleetPaths, float, fl
         if fleet is None:
             raise
         return select_paths(file, fleet), 30.0, 15.0
-    if ref.config.attached:
-        raise UsageError(
-            f"fleet {ref.name} is attached: skyctl did not start its servers",
-            hint="stop them where they were started",
-        )
+    refuse_attached(ref)
     return ref.paths, ref.config.drain_timeout_s, ref.config.stop_timeout_s
 
 

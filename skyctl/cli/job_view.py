@@ -6,8 +6,6 @@ import asyncio
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from skyctl.errors import ExitCode, SkyctlError
-
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Iterator
 
@@ -73,21 +71,9 @@ async def follow_job(running: Fleet, job_id: str, *, timeout_s: float | None) ->
 def emit_job(job: Job) -> None:
     """Print how a job ended, and end the process with its exit code."""
     from skyctl import output
+    from skyctl.operations.ended import job_error
 
     output.emit({"job": job.to_json()}, *job_views(job), error=job_error(job))
-
-
-def job_error(job: Job) -> SkyctlError | None:
-    """The error a job ended with, as the command that waits for it reports it."""
-    if job.error is None:
-        if job.state != "interrupted":
-            return None
-        return SkyctlError(f"{job.id} was interrupted", hint="skyctl status shows how it left them")
-    error = SkyctlError(
-        job.error["message"], hint=job.error["hint"], details=job.error.get("details") or {}
-    )
-    error.exit_code = ExitCode(job.error["exit_code"])
-    return error
 
 
 def job_views(job: Job) -> list[RenderableType]:

@@ -73,7 +73,8 @@ def show(
     skyctl jobs show push-3
     """
     from skyctl import output
-    from skyctl.cli.job_view import job_error, job_views
+    from skyctl.cli.job_view import job_views
+    from skyctl.operations.ended import job_error
 
     job = ask_fleet(*chosen(context, file, fleet), lambda running: running.job(job_id))
     error = job_error(job)

@@ -27,7 +27,8 @@ from skyctl.control.prompts import GenerationRequest
 from skyctl.control.stream import Cut, Piece, read_pieces
 from skyctl.errors import DeadlineExceeded, PartialFailure, ServerError, SkyctlError
 
-COMPLETIONS, CHAT, DETOKENIZE = "/v1/completions", "/v1/chat/completions", "/detokenize"
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+TOKENIZE, DETOKENIZE = "/tokenize", "/detokenize"
 CONNECT_TIMEOUT_S = 10.0
 DETOKENIZE_TIMEOUT_S = 10.0
 
@@ -232,9 +233,14 @@ class GenerationClient:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def ask(
-        self, path: str, body: Mapping[str, Any], *, timeout_s: float | None = None
+        self,
+        path: str,
+        body: Mapping[str, Any],
+        *,
+        session_id: str | None = None,
+        timeout_s: float | None = None,
     ) -> dict[str, Any]:
-        """POST a body that is answered in one piece, and return the answer's JSON.
+        """POST a body (the model is added) that is answered in one piece; the answer's JSON.
 
         An answer that was cut (aborted, 5xx, a broken connection) is asked for again from the
         start. `timeout_s` bounds it as a whole, in seconds; without, it may wait for ever.
@@ -244,11 +250,13 @@ class GenerationClient:
             DeadlineExceeded: there is no whole answer after `timeout_s` seconds.
         """
         attempts = 0
+        whole = {"model": self._endpoint.model, **body}
+        headers = self._headers(session_id or self._endpoint.session_id)
         try:
             async with asyncio.timeout(timeout_s):
                 while True:
                     try:
-                        return await self._ask_once(path, body)
+                        return await self._ask_once(path, whole, headers)
                     except Cut as cut:
                         attempts += 1
                         if attempts > self._retry.max_retries:
@@ -258,10 +266,12 @@ class GenerationClient:
         except TimeoutError as error:
             raise DeadlineExceeded(f"{path}: no answer in {timeout_s:g} s") from error
 
-    async def _ask_once(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
-        url, headers = self._endpoint.url + path, self._headers(self._endpoint.session_id)
+    async def _ask_once(
+        self, path: str, body: dict[str, Any], headers: dict[str, str]
+    ) -> dict[str, Any]:
+        url = self._endpoint.url + path
         try:
-            async with self._http.stream("POST", url, json=dict(body), headers=headers) as response:
+            async with self._http.stream("POST", url, json=body, headers=headers) as response:
                 await _raise_for_status(response, path)
                 answer = json.loads(await response.aread())
         except httpx.TransportError as error:
@@ -406,7 +416,7 @@ def failure(results: Sequence[GenerationResult]) -> SkyctlError | None:
         return None
     message = f"{len(failed)} of {len(results)} requests failed ({failed[0].id}: {failed[0].error})"
     if len(failed) < len(results):
-        return PartialFailure(message)
+        return PartialFailure(message, outcomes=results)
     if all(result.finish_reason == "timeout" for result in failed):
         return DeadlineExceeded(message)
     return ServerError(message)

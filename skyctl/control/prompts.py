@@ -52,6 +52,19 @@ def parse_line(
         raise UsageError(f"{where}: not JSON ({error})") from error
     if not isinstance(line, dict):
         raise UsageError(f"{where}: a line is a JSON object such as {_EXAMPLE}")
+    return parse_request(line, where, number=number, defaults=defaults, chat=chat)
+
+
+def parse_request(
+    line: Mapping[str, Any],
+    where: str,
+    *,
+    number: int,
+    defaults: Mapping[str, Any],
+    chat: bool = False,
+) -> GenerationRequest:
+    """One request from a mapping with the keys of a prompts file's line; see `parse_line`."""
+    line = dict(line)
     given = [key for key in _PROMPT_KEYS if key in line]
     if len(given) != 1:
         found = f"it has {' and '.join(given)}" if given else "it has none"

@@ -35,6 +35,15 @@ class Begun:
     joined: bool  # another `up` began the operation
 
 
+def refuse_attached(ref: FleetRef) -> None:
+    """Raise UsageError for a fleet whose servers skyctl did not start."""
+    if ref.config.attached:
+        raise UsageError(
+            f"fleet {ref.name} is attached: skyctl did not start its servers",
+            hint="start and stop them where they are; look at them: skyctl status",
+        )
+
+
 async def begin_up(ref: FleetRef, *, router: bool = True) -> Begun:
     """Check the plan, start the supervisor unless it runs, and hand it the plan.
 
@@ -42,11 +51,7 @@ async def begin_up(ref: FleetRef, *, router: bool = True) -> Begun:
         UsageError: the fleet is attached, or the plan has problems; nothing was started.
         ConflictError: the supervisor is busy with something else.
     """
-    if ref.config.attached:
-        raise UsageError(
-            f"fleet {ref.name} is attached to running servers: there is nothing to start",
-            hint="look at it: skyctl status",
-        )
+    refuse_attached(ref)
     ref.paths.prepare()
     with (
         FleetState(ref.paths.database) as state,

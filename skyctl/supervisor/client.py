@@ -6,8 +6,13 @@ from typing import Any
 
 import httpx
 
-from skyctl import errors
-from skyctl.errors import DeadlineExceeded, FleetDownError, ServerError, SkyctlError
+from skyctl.errors import (
+    DeadlineExceeded,
+    FleetDownError,
+    ServerError,
+    SkyctlError,
+    error_named,
+)
 from skyctl.fleet.paths import FleetPaths
 
 CALL_TIMEOUT_S = 15.0
@@ -62,14 +67,12 @@ def _error(response: httpx.Response) -> SkyctlError:
     """The error of our tree that the supervisor named."""
     try:
         shown = response.json()["error"]
-        kind = getattr(errors, shown["kind"], SkyctlError)
+        return error_named(
+            shown["kind"], shown["message"], hint=shown["hint"], details=shown["details"]
+        )
     except (ValueError, KeyError, TypeError):
         return ServerError(
             f"the supervisor answered {response.status_code}",
             status=response.status_code,
             hint="look: skyctl logs supervisor",
         )
-    if not (isinstance(kind, type) and issubclass(kind, SkyctlError)):
-        kind = SkyctlError
-    error: SkyctlError = kind(shown["message"], hint=shown["hint"], details=shown["details"])
-    return error

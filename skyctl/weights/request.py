@@ -187,3 +187,8 @@ class PushResult:
     def to_json(self) -> dict[str, Any]:
         """JSON mapping with one key per field; servers become mappings."""
         return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> PushResult:
+        """Inverse of `to_json`."""
+        return cls(**{**data, "servers": [ServerPush(**server) for server in data["servers"]]})

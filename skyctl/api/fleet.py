@@ -1,0 +1,307 @@
+"""`Fleet`: one fleet of vLLM servers, with the verbs of the command line."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from os import PathLike
+from pathlib import Path
+from typing import Any, Self
+
+from skyctl.api.generation import GeneratingFleet
+from skyctl.api.results import VerbResult, WeightsState
+from skyctl.control.fanout import Outcome
+from skyctl.control.server import PauseMode
+from skyctl.fleet.journal import JobEvent
+from skyctl.fleet.registry import select
+from skyctl.fleet.status import FleetStatus
+from skyctl.operations import bring_up
+from skyctl.operations.ended import job_error, operation_error
+from skyctl.operations.live_weights import push_tensors
+from skyctl.operations.urls import FleetUrls
+from skyctl.weights.checkpoint import absolute
+from skyctl.weights.live import NamedTensors
+from skyctl.weights.request import PushRequest, PushResult
+from skyctl.weights.verify import Verification
+
+
+class Fleet(GeneratingFleet):
+    """One fleet, by its file or its name.
+
+        async with Fleet.load("fleet.yaml") as fleet:
+            before = await fleet.generate(["Once upon a time"], temperature=0)
+            await fleet.sync_weights(model.state_dict(), weight_version="step-1")
+
+    Inside `async with` the calls of one event loop share connections; outside it, each call opens
+    and closes its own. The object itself holds none: it can be pickled, and used in any number of
+    event loops, one after another or in several threads at once.
+
+    Methods raise the errors of `skyctl.errors`; times are in seconds. What a call began in the
+    supervisor (`up`, `restart`, `scale`, a push) goes on when the call is cancelled or runs out of
+    time.
+    """
+
+    @classmethod
+    def load(cls, file: str | PathLike[str] | None = None) -> Self:
+        """The fleet of a fleet file; without one, the fleet a command here would be about.
+
+        Raises:
+            FleetFileError: the file is missing or wrong.
+            NotFoundError, UsageError: without a file, no fleet or several could be meant.
+        """
+        return cls(select(None if file is None else Path(file), None))
+
+    @classmethod
+    def named(cls, name: str) -> Self:
+        """A fleet that was started or attached to before, from any directory.
+
+        Raises:
+            NotFoundError: there is none of that name.
+        """
+        return cls(select(None, name))
+
+    @property
+    def name(self) -> str:
+        return self._ref.name
+
+    def __repr__(self) -> str:
+        return f"<skyctl.Fleet {self.name!r}>"
+
+    # --- the fleet ---------------------------------------------------------------------------
+
+    async def status(self) -> FleetStatus:
+        """Every replica and the router now, with a verdict and reasons. Works on a fleet that is
+        down, too."""
+        async with self._connected() as fleet:
+            return await fleet.status()
+
+    async def up(
+        self,
+        *,
+        router: bool = True,
+        timeout_s: float | None = None,
+        on_status: Callable[[FleetStatus], None] = lambda status: None,
+    ) -> FleetStatus:
+        """Start the fleet, or make a running one what its file says; returns when it is ready.
+
+        Raises:
+            UsageError: the plan has problems, or the fleet is attached; nothing was started.
+            ConflictError: the supervisor is busy with something else.
+            SkyctlError: a replica or the router did not come up; `details["logs"]` says why.
+            DeadlineExceeded: it is not ready after `timeout_s`.
+        """
+        begun = await bring_up.begin_up(self._ref, router=router)
+        return await self._ended(begun.operation, timeout_s, on_status)
+
+    async def down(self, *, drain_timeout_s: float | None = None) -> bring_up.TakenDown:
+        """Drain the fleet and stop all of it. May be repeated.
+
+        Raises:
+            UsageError: the fleet is attached. SkyctlError: something could not be stopped.
+        """
+        bring_up.refuse_attached(self._ref)
+        config = self._ref.config
+        taken = await bring_up.take_down(
+            self._ref.paths,
+            drain_timeout_s=config.drain_timeout_s if drain_timeout_s is None else drain_timeout_s,
+            stop_timeout_s=config.stop_timeout_s,
+        )
+        async with self._session() as session:
+            session.forget_endpoints()
+        return taken
+
+    async def restart(
+        self, servers: Sequence[str] = (), *, timeout_s: float | None = None
+    ) -> FleetStatus:
+        """Restart these servers (all when empty) one after the other; the rest go on serving."""
+        async with self._connected() as fleet:
+            operation = await fleet.restart(servers)
+        return await self._ended(operation, timeout_s)
+
+    async def scale(self, replicas: int, *, timeout_s: float | None = None) -> FleetStatus:
+        """Run that many replicas; new ones take the fleet's weights before they are routed."""
+        async with self._connected() as fleet:
+            operation = await fleet.scale(replicas)
+        return await self._ended(operation, timeout_s)
+
+    async def urls(self) -> FleetUrls:
+        """Where requests go: the router's URL, every server's, and the model's name."""
+        async with self._connected() as fleet:
+            return await fleet.urls()
+
+    # --- freeze and thaw ---------------------------------------------------------------------
+
+    async def pause(
+        self,
+        mode: PauseMode = "abort",
+        *,
+        clear_cache: bool = True,
+        servers: Sequence[str] | None = None,
+        keep_partial: bool = False,
+        timeout_s: float | None = None,
+        check: bool = True,
+    ) -> VerbResult:
+        """Stop generation on every server at once, or on those named.
+
+        Running requests are aborted ("abort"), waited for ("wait") or frozen until resume
+        ("keep"). When some servers cannot be paused the others are resumed, unless
+        `keep_partial`. `timeout_s` bounds each server's call.
+
+        Raises:
+            PartialFailure, ServerError: with `check`, when a server failed; see VerbResult.check.
+        """
+        async with self._connected() as fleet:
+            rows = await fleet.pause(mode, clear_cache, servers, timeout_s, keep_partial)
+        return _verb_result("pause", rows, check)
+
+    async def resume(
+        self,
+        *,
+        servers: Sequence[str] | None = None,
+        timeout_s: float | None = None,
+        check: bool = True,
+    ) -> VerbResult:
+        """Let every server generate again. Raises as `pause`."""
+        async with self._connected() as fleet:
+            rows = await fleet.resume(servers, timeout_s)
+        return _verb_result("resume", rows, check)
+
+    async def sleep(
+        self,
+        level: int = 1,
+        *,
+        servers: Sequence[str] | None = None,
+        timeout_s: float | None = None,
+        check: bool = True,
+    ) -> VerbResult:
+        """Free the servers' memory: level 1 keeps the weights in host memory, level 2 discards
+        them (push some after waking). Raises as `pause`."""
+        async with self._connected() as fleet:
+            rows = await fleet.sleep(level, servers, timeout_s)
+        return _verb_result("sleep", rows, check)
+
+    async def wake(
+        self,
+        tags: Sequence[str] = (),
+        *,
+        servers: Sequence[str] | None = None,
+        timeout_s: float | None = None,
+        check: bool = True,
+    ) -> VerbResult:
+        """Take memory back: all of it, or only `tags` (weights, kv_cache). Raises as `pause`.
+
+        Raises:
+            ConflictError: a server would serve weights that its sleep discarded.
+        """
+        async with self._connected() as fleet:
+            rows = await fleet.wake(tags, servers, timeout_s)
+        return _verb_result("wake", rows, check)
+
+    # --- weights -----------------------------------------------------------------------------
+
+    async def sync_weights(
+        self,
+        source: str | PathLike[str] | NamedTensors,
+        *,
+        weight_version: str | None = None,
+        dtype: object = None,
+        transport: str = "auto",
+        chunk_size: int | None = None,
+        pause_mode: PauseMode = "keep",
+        verify: bool = True,
+        dry_run: bool = False,
+        on_event: Callable[[JobEvent], None] = lambda event: None,
+        timeout_s: float | None = None,
+    ) -> PushResult:
+        """Push weights into every server while it runs: all end verified at one version.
+
+        `source` is a checkpoint directory, or what a trainer has in memory after its optimizer
+        step: a state dict, or an iterator, plain or async, of (name, tensor). Names, shapes and
+        dtypes must be those of the Hugging Face checkpoint the servers run; sharded tensors are
+        gathered by the caller (on one rank: `(name, tensor.full_tensor())`).
+
+        Tensors are taken one by one: copied to host memory, written to a private directory, and
+        pushed from there once all have been checked, so the servers run on meanwhile. That costs
+        one copy of each tensor off its device and one write, and the size of the model in
+        /dev/shm where it fits (twice that during the push), else on the disk of the state
+        directory. The fleet keeps them until other weights replace them or it goes down, because
+        a replica that restarts is given the same weights. The tensors may change again as soon as
+        the iterator has been read, and surely when this returns. Dead processes leave nothing:
+        what they wrote is swept by the fleet's next push, `up` or `down`.
+
+        Args:
+            weight_version: label of the new weights; made from their digest when None.
+            dtype: for tensors only. None refuses tensors of another dtype than what runs;
+                "match" converts each to that; a torch dtype (or its name) converts all
+                floating-point tensors; "as-is" leaves it to the servers to cast.
+            chunk_size: bytes per chunk; None takes the fleet's.
+            on_event: hears the push's stages, progress and notes as they happen.
+            timeout_s: bounds the wait for the push, from when the tensors are written.
+
+        Raises:
+            PreflightError, NotFoundError, UsageError: refused; nothing was paused.
+            ConflictError: another push is in progress.
+            PushError: it failed half way; `details["servers"]` says how each server was left.
+            DeadlineExceeded: it has not ended after `timeout_s`; it goes on.
+        """
+        request = PushRequest(
+            checkpoint="",
+            transport=transport,
+            chunk_size=chunk_size,
+            weight_version=weight_version,
+            pause_mode=pause_mode,
+            verify=verify,
+            dry_run=dry_run,
+        )
+        async with self._connected() as fleet:
+            if isinstance(source, str | PathLike):
+                request = replace(request, checkpoint=absolute(str(source)))
+                job = await fleet.wait_job(await fleet.start_push(request), on_event, timeout_s)
+            else:
+                job = await push_tensors(
+                    fleet, source, request, dtype=dtype, on_event=on_event, timeout_s=timeout_s
+                )
+        error = job_error(job)
+        if error is not None:
+            raise error
+        assert job.result is not None  # it succeeded
+        return PushResult.from_json(job.result)
+
+    async def weights(self) -> WeightsState:
+        """What each server carries, and the history of pushes."""
+        async with self._connected() as fleet:
+            servers, pushes = await fleet.weights()
+        return WeightsState(tuple(servers), tuple(pushes))
+
+    async def verify_weights(self) -> Verification:
+        """Compare what the servers hold now, byte for byte."""
+        async with self._connected() as fleet:
+            return Verification.from_json(await fleet.verify_weights())
+
+    # --- inside --------------------------------------------------------------------------------
+
+    async def _ended(
+        self,
+        operation: int,
+        timeout_s: float | None,
+        on_status: Callable[[FleetStatus], None] = lambda status: None,
+    ) -> FleetStatus:
+        """The fleet's status once an operation has ended well; 0 is one that had nothing to do."""
+        if operation == 0:
+            return await self.status()
+        status = await bring_up.follow_operation(
+            self._ref.paths, operation, on_status, timeout_s=timeout_s
+        )
+        async with self._session() as session:
+            session.forget_endpoints()
+        error = operation_error(self._ref.paths, status)
+        if error is not None:
+            raise error
+        return status
+
+
+def _verb_result(verb: str, rows: Sequence[dict[str, Any]], check: bool) -> VerbResult:
+    result = VerbResult(verb, tuple(Outcome[None].from_json(row) for row in rows))
+    if check:
+        result.check()
+    return result
