@@ -17,7 +17,7 @@ from __future__ import annotations
 import base64
 import pickle
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -114,31 +114,27 @@ class Dialect:
     def ipc_update_info(
         self,
         tensors: TensorHeaders,
-        handles: Mapping[str, Any] | Sequence[Mapping[str, Any]],
+        pickled_handles: str,
         *,
         sizes_bytes: Sequence[int] | None = None,
     ) -> dict[str, Any]:
-        """update_info of one IPC chunk, with its handles pickled for HTTP.
+        """update_info of one IPC chunk, with its handles as `pickle_handles` makes them.
 
-        Packed: `handles` maps each GPU's UUID to the rebuild arguments of one uint8 buffer, and
-        `sizes_bytes` cuts it into `tensors`. Unpacked: one such mapping per tensor, no sizes.
+        Packed (`sizes_bytes` given): the handles map each GPU's UUID to the rebuild arguments of
+        one uint8 buffer, which `sizes_bytes` cuts into `tensors`. Unpacked: they are a list with
+        one such mapping per tensor.
 
         Raises:
-            ValueError: the shape of `handles` and `sizes_bytes` fits neither form.
+            ValueError: there are not as many sizes as tensors.
         """
-        packed = isinstance(handles, Mapping)
-        if packed != (sizes_bytes is not None):
-            raise ValueError("a packed buffer needs sizes_bytes; handles per tensor take none")
         if sizes_bytes is not None and len(sizes_bytes) != len(tensors.names):
             raise ValueError(f"{len(sizes_bytes)} sizes for {len(tensors.names)} tensors")
-        if not packed and len(handles) != len(tensors.names):
-            raise ValueError(f"{len(handles)} handles for {len(tensors.names)} tensors")
         info = tensors.to_wire()
-        info["ipc_handles_pickled"] = pickle_handles(handles)
+        info["ipc_handles_pickled"] = pickled_handles
         if sizes_bytes is not None:
             info["tensor_sizes"] = list(sizes_bytes)
         if not self.ipc_packed_in_init:
-            info["packed"] = packed
+            info["packed"] = sizes_bytes is not None
         return info
 
     def finish_version(self, weight_version: str | None) -> str | None:

@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from skyctl.engine.device_digest import digest_on_device
+
 _EXACT_WIDTH = 512
 _PROBE_ROWS = 64
 
@@ -28,11 +30,12 @@ def digest_model(model: torch.nn.Module) -> dict[str, Any]:
         with one version of vLLM; not comparable between kinds of processors.
     """
     total = hashlib.blake2b(digest_size=16)
-    tensors = probed = 0
+    probed = 0
     with torch.inference_mode():
-        for name, tensor in _named_tensors(model):
-            total.update(name.encode() + b"\0" + _digest_tensor(tensor))
-            tensors += 1
+        named = list(_named_tensors(model))
+        tensors = len(named)
+        for (name, _), digest in zip(named, _digest_tensors([t for _, t in named]), strict=True):
+            total.update(name.encode() + b"\0" + digest)
         for name, layer in model.named_modules():
             if _is_packed(layer):
                 total.update(name.encode() + b"\0" + _digest_packed(layer))
@@ -47,6 +50,18 @@ def _named_tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]
         if tensor.numel() and id(tensor) not in seen:
             seen.add(id(tensor))
             yield name, tensor
+
+
+def _digest_tensors(tensors: list[torch.Tensor]) -> list[bytes]:
+    """A digest of each; tensors on an accelerator are not copied out for it."""
+    on_device = [tensor for tensor in tensors if tensor.device.type != "cpu"]
+    numbers = iter(digest_on_device(on_device))
+    return [
+        _digest_tensor(tensor)
+        if tensor.device.type == "cpu"
+        else f"{tensor.dtype}{tuple(tensor.shape)}{next(numbers)}".encode()
+        for tensor in tensors
+    ]
 
 
 def _digest_tensor(tensor: torch.Tensor) -> bytes:

@@ -25,6 +25,7 @@ def push_fleet(plan: FleetPlan, replicas: Sequence[Replica], model_path: str) ->
                 device=plan.device,
                 gpus=replica.spec.gpus,
                 world_size=replica.spec.world_size,
+                instance=replica.instance,
             )
             for replica in replicas
         ),

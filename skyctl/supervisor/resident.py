@@ -30,6 +30,7 @@ from skyctl.supervisor.replica import Replica, ReplicaContext
 from skyctl.supervisor.router import RouterChild
 from skyctl.supervisor.wire import spec_hash
 from skyctl.weights.request import PushRequest
+from skyctl.weights.sender_pool import SenderPool
 from skyctl.weights.staging import sweep
 
 
@@ -59,6 +60,7 @@ class Supervisor:
         self._job_over = asyncio.Event()
         self._job_over.set()
         self._gpu_locks: dict[int, asyncio.Lock] = {}
+        self._senders = SenderPool()
         self.started_by_operation: list[str] = []
 
     # --- what the API calls --------------------------------------------------------------------
@@ -110,6 +112,7 @@ class Supervisor:
             await asyncio.gather(self._job_task, return_exceptions=True)
         self.operation = Operation(next(self._numbers), "down", "", time.time())
         try:
+            await self._senders.close()
             await rollout.take_down(self, drain_timeout_s)
         finally:
             self.finished.set()
@@ -317,6 +320,7 @@ class Supervisor:
                 admission.push_fleet(plan, up, model_path),
                 client=self.client,
                 state=self.state,
+                senders=self._senders,
                 on_server=self._on_push_server,
             )
         finally:

@@ -12,6 +12,7 @@ from typing import Protocol
 from skyctl.control.dialects import rank_offsets
 from skyctl.errors import ServerUnreachable
 from skyctl.weights.checkpoint import Checkpoint
+from skyctl.weights.head_start import enough_is_read
 from skyctl.weights.plan import Chunk, ChunkPlan
 from skyctl.weights.request import PushFleet
 from skyctl.weights.sender_client import SenderFailed
@@ -116,8 +117,22 @@ class ChunkDelivery:
         )
         opened = await lease.sender.opened(timeout_s=_STARTUP_TIMEOUT_S)
         self._session = Session(lease.session, self._plan, world_size, opened.endpoint)
-        for chunk in range(chunks if opened.staged_whole else ring):
-            await lease.sender.filled(chunk, timeout_s=self._fleet.update_timeout_s)
+        await self._read_ahead(lease, chunks if opened.staged_whole else ring)
+
+    async def _read_ahead(self, lease: Lease, chunks: int) -> None:
+        """Wait until so many chunks are in their slots, or enough that servers will not wait."""
+        clock = asyncio.get_running_loop().time
+        began, done = clock(), 0
+        for chunk in self._plan.chunks[:chunks]:
+            await lease.sender.filled(chunk.index, timeout_s=self._fleet.update_timeout_s)
+            done += chunk.payload_bytes
+            if enough_is_read(
+                done_bytes=done,
+                total_bytes=self._plan.total_bytes,
+                read_s=clock() - began,
+                send_bytes_per_s=lease.send_bytes_per_s if chunks > SLOTS else 0,
+            ):
+                return
 
     async def init(self, sites: Sequence[Site]) -> None:
         lease, session = self._opened()
@@ -153,6 +168,8 @@ class ChunkDelivery:
         )
 
     async def update(self, sites: Sequence[Site], on_progress: Callable[[int], None]) -> None:
+        clock = asyncio.get_running_loop().time
+        began = clock()
         try:
             if self._transport.one_update:
                 await self._update_at_once(sites, on_progress)
@@ -161,6 +178,8 @@ class ChunkDelivery:
         except SenderFailed as error:
             self._all_failed(sites, error)
         self._delivered = bool(alive(sites))
+        if self._delivered:
+            self._opened()[0].send_bytes_per_s = self._plan.total_bytes / (clock() - began)
 
     async def _update_by_chunk(
         self, sites: Sequence[Site], on_progress: Callable[[int], None]

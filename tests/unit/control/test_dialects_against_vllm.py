@@ -12,7 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from skyctl.control.dialects import Dialect, PackedBuffers, TensorHeaders, dialect_for
+from skyctl.control.dialects import (
+    Dialect,
+    PackedBuffers,
+    TensorHeaders,
+    dialect_for,
+    pickle_handles,
+)
 
 TENSORS = TensorHeaders(["a"], ["float32"], [(4,)])
 SPEC = importlib.util.find_spec("vllm")
@@ -63,5 +69,5 @@ def test_nccl_payloads_are_what_vllm_takes(dialect: Dialect, buffers: PackedBuff
 
 def test_ipc_payloads_are_what_vllm_takes(dialect: Dialect) -> None:
     check(dialect.ipc_init_info(packed=True), "ipc_engine", "IPCWeightTransferInitInfo")
-    update = dialect.ipc_update_info(TENSORS, {"GPU-1": 1}, sizes_bytes=[16])
+    update = dialect.ipc_update_info(TENSORS, pickle_handles({"GPU-1": 1}), sizes_bytes=[16])
     check(update, "ipc_engine", "IPCWeightTransferUpdateInfo")
