@@ -52,6 +52,7 @@ VERBS = [
     Verb("weights", "weights", "app", WEIGHTS),
     Verb("generate", "generate", "generate", TRAFFIC),
     Verb("urls", "urls", "urls", TRAFFIC),
+    Verb("doctor", "doctor", "doctor", CHECKS),
     Verb("help", "help", "help_", CHECKS),
 ]
 

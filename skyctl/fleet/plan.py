@@ -14,7 +14,7 @@ from skyctl.errors import FleetFileError, UsageError
 from skyctl.fleet.arguments import merge_arguments, refusals, router_flags, server_flags
 from skyctl.fleet.devices import Cpu, Gpu, visible_gpus
 from skyctl.fleet.placement import Replica, bind_to_cores, expand_replicas, place_on_gpus
-from skyctl.fleet.plan_warnings import plan_warnings
+from skyctl.fleet.plan_warnings import PlanWarning, plan_warnings
 from skyctl.fleet.schema import FleetConfig, RouterSection, resolve_relative
 
 Device = Literal["cpu", "cuda"]
@@ -22,7 +22,7 @@ Device = Literal["cpu", "cuda"]
 SERVER_MODULE = "vllm.entrypoints.openai.api_server"
 ROUTER_MODULE = "vllm_router.launch_router"
 CPU_BACKEND = "skyctl"
-CPU_WORKER_EXTENSION = "skyctl.engine.worker.SkyctlWorkerExtension"
+WORKER_EXTENSION = "skyctl.engine.worker.SkyctlWorkerExtension"
 
 _SECRET_WORDS = ("KEY", "TOKEN", "SECRET", "PASSWORD")
 _PORT_TRIES = 1000
@@ -107,7 +107,7 @@ class FleetPlan:
     servers: tuple[ServerSpec, ...]
     router: RouterSpec | None
     config: FleetConfig
-    warnings: tuple[str, ...] = field(default=())
+    warnings: tuple[PlanWarning, ...] = field(default=())
     base_dir: Path = Path()
     python: str = sys.executable
     free_gpus: tuple[int, ...] = ()
@@ -272,10 +272,13 @@ class _Planner:
     def _default_arguments(self) -> dict[str, Any]:
         """What skyctl adds unless the file says otherwise."""
         if self.device == "cuda":
-            return {"enable-sleep-mode": True}
+            # the digest that verifies a push takes milliseconds there; vLLM's own checksums copy
+            # the model out and take 22 s for 16 GB. Another interpreter may not have skyctl.
+            own = {} if self.config.python else {"worker-extension-cls": WORKER_EXTENSION}
+            return {"enable-sleep-mode": True, **own}
         # float32: vLLM's bfloat16 CPU kernels can die with SIGILL on virtual machines that
         # advertise AMX but do not let it be used; and CPU pushes are compared bit for bit.
-        return {"dtype": "float32", "worker-extension-cls": CPU_WORKER_EXTENSION}
+        return {"dtype": "float32", "worker-extension-cls": WORKER_EXTENSION}
 
     def _server_env(
         self, replica: Replica, gpus: tuple[int, ...], binding: str | None, backend: str

@@ -7,15 +7,26 @@ from collections.abc import Sequence
 from skyctl.fleet.placement import Replica
 from skyctl.fleet.schema import FleetConfig, RouterSection
 
-_LOOPBACK = ("127.", "::1", "localhost")
+LOOPBACK = ("127.", "::1", "localhost")
 _SHORT_REQUEST_S = 300
 _LONG_INTERVAL_S = 30
 _HEALTH_FAILURES = 3  # the router's default before it drops a worker
 
 
+class PlanWarning(str):
+    """One line to look at; `fix` is what to change in the fleet file."""
+
+    fix: str
+
+    def __new__(cls, message: str, fix: str = "") -> PlanWarning:
+        warning = super().__new__(cls, message)
+        warning.fix = fix
+        return warning
+
+
 def plan_warnings(
     config: FleetConfig, replicas: Sequence[Replica], device: str, backend: str, cpu_count: int
-) -> tuple[str, ...]:
+) -> tuple[PlanWarning, ...]:
     """One line per thing to look at, in the order of the fleet file. `cpu_count` 0 is unknown."""
     return (
         *_server_warnings(config, backend),
@@ -24,65 +35,91 @@ def plan_warnings(
     )
 
 
-def _server_warnings(config: FleetConfig, backend: str) -> list[str]:
+def _server_warnings(config: FleetConfig, backend: str) -> list[PlanWarning]:
     warnings = []
-    if not config.host.startswith(_LOOPBACK):
+    if not config.host.startswith(LOOPBACK):
         danger = ", and with the ipc backend run code in it" if backend == "ipc" else ""
         warnings.append(
-            f"host {config.host}: vLLM's development routes ask for no key; whoever reaches these "
-            f"ports can pause the servers and replace their weights{danger}"
+            PlanWarning(
+                f"host {config.host}: vLLM's development routes ask for no key; whoever reaches "
+                f"these ports can pause the servers and replace their weights{danger}",
+                "leave `host` out (127.0.0.1), and let only the router be reached from outside",
+            )
         )
     return warnings
 
 
 def _placement_warnings(
     config: FleetConfig, replicas: Sequence[Replica], device: str, cpu_count: int
-) -> list[str]:
+) -> list[PlanWarning]:
     warnings = []
     if config.ports is not None and len(config.ports) != len(replicas):
+        rest = (
+            "the rest get free ones"
+            if len(config.ports) < len(replicas)
+            else "the last ones are not used"
+        )
         warnings.append(
-            f"ports: {len(config.ports)} for {len(replicas)} replicas; "
-            + (
-                "the rest get free ones"
-                if len(config.ports) < len(replicas)
-                else "the last ones are not used"
+            PlanWarning(
+                f"ports: {len(config.ports)} for {len(replicas)} replicas; {rest}",
+                "name one port per replica, or leave `ports` out",
             )
         )
     if device == "cpu":
         if any(replica.args.get("enable-sleep-mode") for replica in replicas):
-            warnings.append("enable-sleep-mode is left out: vLLM has none on CPU")
+            warnings.append(
+                PlanWarning(
+                    "enable-sleep-mode is left out: vLLM has none on CPU",
+                    "take it out of `args`, or keep it for machines with GPUs",
+                )
+            )
         workers = sum(replica.world_size for replica in replicas)
         if 0 < cpu_count < workers:
-            warnings.append(f"{workers} workers share {cpu_count} CPU cores")
+            warnings.append(
+                PlanWarning(f"{workers} workers share {cpu_count} CPU cores", "lower `replicas`")
+            )
     elif config.share_gpus and not all(
         "gpu-memory-utilization" in replica.args or "kv-cache-memory-bytes" in replica.args
         for replica in replicas
     ):
         warnings.append(
-            "share_gpus: set `gpu-memory-utilization` under args; by default each server takes "
-            "nine tenths of its GPU's memory"
+            PlanWarning(
+                "share_gpus: set `gpu-memory-utilization` under args; by default each server takes "
+                "nine tenths of its GPU's memory",
+                "args: {gpu-memory-utilization: 0.4}, or less",
+            )
         )
     return warnings
 
 
-def _router_warnings(config: FleetConfig) -> list[str]:
+def _router_warnings(config: FleetConfig) -> list[PlanWarning]:
     router = config.router
     if not isinstance(router, RouterSection) or not router.enabled:
         return []
     warnings = []
-    if not router.host.startswith(_LOOPBACK):
+    if not router.host.startswith(LOOPBACK):
         warnings.append(
-            f"router.host {router.host}: the router itself asks for no key and passes unknown "
-            "paths on to a server, development routes among them"
+            PlanWarning(
+                f"router.host {router.host}: the router itself asks for no key and passes unknown "
+                "paths on to a server, development routes among them",
+                "leave `router.host` out (127.0.0.1), and put a proxy in front that lets only /v1 "
+                "through",
+            )
         )
     if router.request_timeout_s < _SHORT_REQUEST_S:
         warnings.append(
-            f"router.request_timeout_s {router.request_timeout_s}: longer requests are cut, and "
-            "time frozen by `pause --mode keep` counts"
+            PlanWarning(
+                f"router.request_timeout_s {router.request_timeout_s}: longer requests are cut, "
+                "and time frozen by `pause --mode keep` counts",
+                "leave it out (1800), or at 300 at the least",
+            )
         )
     if router.health_interval_s > _LONG_INTERVAL_S:
         warnings.append(
-            f"router.health_interval_s {router.health_interval_s}: a dead server may be sent "
-            f"requests for {_HEALTH_FAILURES * router.health_interval_s} s"
+            PlanWarning(
+                f"router.health_interval_s {router.health_interval_s}: a dead server may be sent "
+                f"requests for {_HEALTH_FAILURES * router.health_interval_s} s",
+                "leave it out (5)",
+            )
         )
     return warnings

@@ -1,0 +1,114 @@
+"""`skyctl doctor`: what is wrong with the machine, the fleet file and the fleet, and its fix."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from skyctl.cli.options import FileOption, FleetOption, JsonOption
+
+if TYPE_CHECKING:
+    from rich.text import Text
+
+    from skyctl.doctor.finding import Finding
+    from skyctl.errors import FleetFileError, SkyctlError
+    from skyctl.fleet.registry import FleetRef
+
+_TITLES = {"machine": "Machine", "fleet-file": "Fleet file", "running": "Running fleet"}
+
+
+def doctor(
+    file: FileOption = None,
+    fleet: FleetOption = None,
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Have every server digest its weights, and compare.")
+    ] = False,
+    strict: Annotated[
+        bool, typer.Option("--strict", help="Exit with 1 for warnings too, not only for errors.")
+    ] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Examine this machine, the fleet file and the running fleet; every finding comes with its fix.
+
+    Changes nothing. Exit code 1 when it finds an error. With -q only errors and warnings are
+    printed. Without a fleet file it examines the machine alone.
+
+    \b
+    Examples:
+      skyctl doctor
+      skyctl doctor -f fleets/production.yaml --strict
+      skyctl doctor --json | jq -r '.data.findings[] | select(.severity != "ok") | .fix'
+    """
+    from skyctl import output
+    from skyctl.doctor.finding import Severity, count
+    from skyctl.errors import FleetFileError, NotFoundError
+    from skyctl.fleet.registry import select
+
+    ref: FleetRef | None = None
+    refusal: FleetFileError | None = None
+    try:
+        ref = select(file, fleet)
+    except FleetFileError as error:
+        refusal = error
+    except NotFoundError:
+        if file is not None or fleet is not None:
+            raise
+    findings = _findings(ref, refusal, verify)
+    errors, warnings = count(findings, Severity.ERROR), count(findings, Severity.WARNING)
+    data = {
+        "fleet": ref.name if ref else None,
+        "findings": [finding.to_json() for finding in findings],
+        "errors": errors,
+        "warnings": warnings,
+    }
+    shown = [f for f in findings if f.severity is not Severity.OK or not output.mode.quiet]
+    verdict = _verdict(errors, warnings)
+    failed = _failed(verdict) if errors or (strict and warnings) else None
+    output.emit(data, *_lines(shown), None if failed else verdict, error=failed)
+
+
+def _findings(ref: FleetRef | None, refusal: FleetFileError | None, verify: bool) -> list[Finding]:
+    from skyctl import output
+    from skyctl.doctor.examine import examine, examine_machine
+    from skyctl.doctor.finding import Finding, Severity
+
+    if ref is not None:
+        return asyncio.run(examine(ref, verify=verify))
+    if refusal is None:
+        output.note("there is no fleet file here: looking at the machine alone")
+        return examine_machine()
+    wrong = Finding("fleet-file", "load", Severity.ERROR, refusal.message, refusal.hint)
+    return [*examine_machine(), wrong]
+
+
+def _lines(findings: Sequence[Finding]) -> list[Text]:
+    from rich.text import Text
+
+    signs = {"ok": ("✓ ", "green"), "warning": ("! ", "yellow"), "error": ("✗ ", "bold red")}
+    lines: list[Text] = []
+    for section, title in _TITLES.items():
+        here = [finding for finding in findings if finding.section == section]
+        if here:
+            lines += [Text(), Text(title, "bold")] if lines else [Text(title, "bold")]
+        for finding in here:
+            sign, style = signs[finding.severity]
+            lines.append(Text.assemble((sign, style), finding.message))
+            if finding.fix:
+                lines.append(Text(f"  → {finding.fix}", "dim"))
+    return [*lines, Text()] if lines else []
+
+
+def _verdict(errors: int, warnings: int) -> str:
+    if not errors and not warnings:
+        return "nothing to fix"
+    counts = [(errors, "error"), (warnings, "warning")]
+    return ", ".join(f"{n} {word}{'' if n == 1 else 's'}" for n, word in counts if n)
+
+
+def _failed(verdict: str) -> SkyctlError:
+    from skyctl.errors import SkyctlError
+
+    return SkyctlError(verdict)

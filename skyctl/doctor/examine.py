@@ -1,0 +1,154 @@
+"""The whole examination: gather facts, run every check. Takes seconds, changes nothing."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from skyctl.control.fanout import fan_out
+from skyctl.control.http import ControlClient
+from skyctl.control.router import RouterClient
+from skyctl.control.server import VLLMServer
+from skyctl.control.target import ServerTarget
+from skyctl.doctor.facts import MachineFacts, gather
+from skyctl.doctor.finding import Finding, Severity
+from skyctl.doctor.fleet_file import FilePlan, ModelFacts, check_fleet_file
+from skyctl.doctor.machine import Needs, check_machine
+from skyctl.doctor.running import RunningFacts, check_running
+from skyctl.errors import SkyctlError
+from skyctl.fleet.paths import state_root
+
+if TYPE_CHECKING:
+    from skyctl.fleet.plan import FleetPlan
+    from skyctl.fleet.registry import FleetRef
+    from skyctl.fleet.status import FleetStatus
+
+ASK_TIMEOUT_S = 5.0
+
+
+def examine_machine() -> list[Finding]:
+    """The machine alone, where there is no fleet."""
+    return check_machine(gather(None, state_root()), Needs())
+
+
+async def examine(ref: FleetRef, *, verify: bool = False) -> list[Finding]:
+    """Machine, fleet file and running fleet. `verify` has every server digest its weights now."""
+    if ref.config.attached:
+        return await _examine_running(ref, None, verify)
+    plan, refusal = await asyncio.to_thread(_planned, ref)
+    python = plan.python if plan is not None else ref.config.python
+    facts = await asyncio.to_thread(gather, python, state_root())
+    found = check_machine(facts, _needs(ref, plan))
+    if plan is None:
+        assert refusal is not None  # one of the two
+        message, fix = refusal.message, refusal.hint
+        found.append(Finding("fleet-file", "plan", Severity.ERROR, message, fix))
+    else:
+        found += await asyncio.to_thread(_examine_file, ref, plan, facts)
+    return found + await _examine_running(ref, plan, verify)
+
+
+def _planned(ref: FleetRef) -> tuple[FleetPlan | None, SkyctlError | None]:
+    from skyctl.operations.planning import planned
+
+    try:
+        return planned(ref), None
+    except SkyctlError as error:
+        return None, error
+
+
+def _needs(ref: FleetRef, plan: FleetPlan | None) -> Needs:
+    if plan is None:
+        return Needs(cuda=ref.config.device == "cuda")
+    return Needs(
+        cuda=plan.device == "cuda",
+        router=plan.router is not None,
+        largest_world_size=max(server.world_size for server in plan.servers),
+    )
+
+
+def _examine_file(ref: FleetRef, plan: FleetPlan, facts: MachineFacts) -> list[Finding]:
+    from skyctl.fleet.check import check_plan
+    from skyctl.fleet.registry import supervisor_running
+    from skyctl.fleet.state import FleetState
+
+    own: set[int] = set()
+    if ref.paths.database.exists():
+        with FleetState(ref.paths.database) as state:
+            own = {r.port for r in state.processes() if r.identity and r.identity.alive()}
+    if own and plan.router is not None:
+        own.add(plan.router.metrics_port)
+    running = bool(own) or supervisor_running(ref.paths)
+    problems = check_plan(plan, own_ports=own)
+    return check_fleet_file(FilePlan(plan, problems, _model(plan.model_path), running), facts)
+
+
+def _model(path: str) -> ModelFacts | None:
+    """The model's sizes; None for one that is not on this disk (its own check says so)."""
+    from skyctl.weights.checkpoint import read_checkpoint
+
+    if not Path(path).is_dir():
+        return None
+    try:
+        checkpoint = read_checkpoint(path)
+    except SkyctlError:
+        return None  # not safetensors: vLLM may load it all the same
+    largest = max(checkpoint.tensors, key=lambda tensor: tensor.nbytes)
+    return ModelFacts(checkpoint.total_bytes, largest.name, largest.nbytes)
+
+
+async def _examine_running(ref: FleetRef, plan: FleetPlan | None, verify: bool) -> list[Finding]:
+    from skyctl.operations.connect import connect
+    from skyctl.operations.drift import find_drift
+
+    async with connect(ref) as fleet:
+        status = await fleet.status()
+        if status.health == "down" and not status.replicas:
+            return check_running(RunningFacts(status))
+        rows, pushes = await fleet.weights()
+        up = [r for r in status.replicas if r.state in ("ready", "paused", "asleep")]
+        targets = [ServerTarget(r.name, r.url, fleet.api_key()) for r in up]
+        async with ControlClient() as client:
+            (vllm, versions), workers = await asyncio.gather(
+                _ask_servers(client, targets), _workers(client, status)
+            )
+        verification: Mapping[str, Any] | None = None
+        if verify:
+            verification = await fleet.verify_weights()
+        drift = []
+        if plan is not None or ref.config.attached:
+            drift = await find_drift(ref, status)
+        return check_running(
+            RunningFacts(status, drift, rows, pushes, vllm, versions, workers, verification)
+        )
+
+
+async def _ask_servers(
+    client: ControlClient, targets: list[ServerTarget]
+) -> tuple[dict[str, str], dict[str, str]]:
+    """vLLM's version and the weight version, of each server that answers."""
+
+    async def ask(target: ServerTarget) -> tuple[str, str | None]:
+        server = VLLMServer(client, target, timeout_s=ASK_TIMEOUT_S)
+        return await server.version(), await server.weight_version()
+
+    answers = {
+        outcome.server: outcome.value
+        for outcome in await fan_out(targets, ask, timeout_s=ASK_TIMEOUT_S)
+        if outcome.value is not None
+    }
+    return (
+        {name: vllm for name, (vllm, _) in answers.items()},
+        {name: version for name, (_, version) in answers.items() if version is not None},
+    )
+
+
+async def _workers(client: ControlClient, status: FleetStatus) -> list[str] | None:
+    if status.router is None or status.router.state != "ready":
+        return None
+    try:
+        return await RouterClient(client, status.router.url, timeout_s=ASK_TIMEOUT_S).workers()
+    except SkyctlError:
+        return None  # the router's state is a check of its own

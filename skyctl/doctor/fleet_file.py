@@ -1,0 +1,228 @@
+"""Checks of a fleet file's plan against the machine and its model. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from skyctl.doctor.facts import MachineFacts
+from skyctl.doctor.finding import Finding, Severity
+from skyctl.fleet.check import Problem
+from skyctl.fleet.plan import FleetPlan
+from skyctl.fleet.plan_warnings import LOOPBACK
+from skyctl.fleet.schema import RouterSection
+from skyctl.units import format_bytes
+
+_SLOTS = 2  # chunks that a push has in memory at once, and one more per worker
+_CPU_SERVER_BYTES = int(1.3 * 1024**3)  # a vLLM CPU server without weights and KV cache
+_GPU_SHARE = 0.9  # vLLM's default gpu-memory-utilization
+_BUSY_SHARE = 0.05
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """The model's checkpoint, by its headers. Sizes in bytes."""
+
+    total_bytes: int
+    largest_tensor: str
+    largest_tensor_bytes: int
+
+
+@dataclass(frozen=True)
+class FilePlan:
+    """What is checked: the plan, what is wrong with it at once, its model, and whether it runs.
+
+    `model` is None for a model that is not on this disk.
+    """
+
+    plan: FleetPlan
+    problems: Sequence[Problem]
+    model: ModelFacts | None
+    running: bool
+
+
+def check_fleet_file(given: FilePlan, facts: MachineFacts) -> list[Finding]:
+    """All checks of this section."""
+    return [finding for check in CHECKS for finding in check(given, facts)]
+
+
+def plan_problems(given: FilePlan, facts: MachineFacts) -> Iterator[Finding]:
+    """What `up` would refuse: ports, GPUs, model, interpreter."""
+    for problem in given.problems:
+        yield _error("plan", problem.message, problem.hint)
+    if not given.problems:
+        number, device = len(given.plan.servers), given.plan.device
+        noun = "replica" if number == 1 else "replicas"
+        yield _ok("plan", f"{number} {noun} of {given.plan.served_model_name} on {device}")
+
+
+def plan_advice(given: FilePlan, facts: MachineFacts) -> Iterator[Finding]:
+    """What is allowed but probably not meant."""
+    for warning in given.plan.warnings:
+        yield _warning("advice", str(warning), warning.fix)
+
+
+def public_pickle(given: FilePlan, facts: MachineFacts) -> Iterator[Finding]:
+    """Servers that unpickle must not be reached from outside."""
+    plan = given.plan
+    if not plan.config.host.startswith(LOOPBACK) and any(s.backend == "ipc" for s in plan.servers):
+        yield _error(
+            "public-pickle",
+            f"host {plan.config.host} with CUDA IPC: whoever reaches a server's port runs code "
+            "in it",
+            "leave `host` out, or set weight_transfer.transport to nccl or disk",
+        )
+
+
+def router_patience(given: FilePlan, facts: MachineFacts) -> Iterator[Finding]:
+    """Does the router wait longer than a push may freeze requests?"""
+    config = given.plan.config
+    router = config.router
+    if given.plan.router is None or not isinstance(router, RouterSection):
+        return
+    transfer = config.weight_transfer
+    freeze_s = transfer.rendezvous_timeout_s + transfer.update_timeout_s
+    freeze_s += 2 * config.control_timeout_s  # pause and resume
+    if router.request_timeout_s <= freeze_s:
+        yield _warning(
+            "router-patience",
+            f"router.request_timeout_s {router.request_timeout_s} is less than the "
+            f"{freeze_s:g} s that a push may freeze requests for",
+            f"raise it above {freeze_s:g}, or lower the timeouts of weight_transfer",
+        )
+    else:
+        yield _ok("router-patience", f"the router waits {router.request_timeout_s} s for an answer")
+
+
+def chunk_size(given: FilePlan, facts: MachineFacts) -> Iterator[Finding]:
+    """Does a chunk hold the largest tensor? If not, chunks grow, and so does what a push needs."""
+    model, size = given.model, given.plan.config.weight_transfer.chunk_size
+    if model is None or given.plan.config.weight_transfer.transport == "disk":
+        return
+    if model.largest_tensor_bytes > size:
+        yield _ok(
+            "chunk-size",
+            f"chunks of {format_bytes(size)} grow to {format_bytes(model.largest_tensor_bytes)} "
+            f"for {model.largest_tensor}",
+        )
+    else:
+        yield _ok("chunk-size", f"chunks of {format_bytes(size)} hold every tensor")
+
+
+def staging_memory(given: FilePlan, facts: MachineFacts) -> Iterator[Finding]:
+    """Is there memory for the chunks of a push?"""
+    plan, model, available = given.plan, given.model, facts.memory_available
+    if model is None or available is None or plan.config.weight_transfer.transport == "disk":
+        return
+    largest = max(plan.config.weight_transfer.chunk_size, model.largest_tensor_bytes)
+    chunk = min(largest, model.total_bytes)
+    workers = sum(server.world_size for server in plan.servers) if plan.device == "cpu" else 0
+    needed = (_SLOTS + workers) * chunk
+    said = f"a push needs up to {format_bytes(needed)} of memory, {format_bytes(available)}"
+    if needed > available:
+        yield _error(
+            "staging-memory",
+            f"{said} are available",
+            "lower weight_transfer.chunk_size, or set its transport to disk",
+        )
+    else:
+        yield _ok("staging-memory", f"{said} are available")
+
+
+def server_memory(given: FilePlan, facts: MachineFacts) -> Iterator[Finding]:
+    """Do weights and KV cache of all CPU servers fit into memory?"""
+    plan, model, available = given.plan, given.model, facts.memory_available
+    if plan.device != "cpu" or given.running or model is None or available is None:
+        return
+    needed = sum(
+        model.total_bytes + _kv_cache_bytes(server.env) + _CPU_SERVER_BYTES
+        for server in plan.servers
+    )
+    said = f"{len(plan.servers)} servers take about {format_bytes(needed)} of memory"
+    if needed > available:
+        yield _warning(
+            "server-memory",
+            f"{said}, {format_bytes(available)} are available",
+            "lower `replicas`, or VLLM_CPU_KVCACHE_SPACE under `env`",
+        )
+    else:
+        yield _ok("server-memory", f"{said} of {format_bytes(available)}")
+
+
+def gpu_memory(given: FilePlan, facts: MachineFacts) -> Iterator[Finding]:
+    """Do the weights fit into the share of each GPU that a server takes?"""
+    plan, model = given.plan, given.model
+    known = {gpu.index: gpu for gpu in facts.gpus}
+    if model is None or plan.device != "cuda":
+        return
+    for server in plan.servers:
+        gpus = [known[index] for index in server.gpus if index in known]
+        if not gpus:
+            continue
+        share = float(_flag(server.argv, "--gpu-memory-utilization") or _GPU_SHARE)
+        room = min(gpu.memory_bytes for gpu in gpus) * share
+        copies = int(_flag(server.argv, "--data-parallel-size") or 1)
+        needed = model.total_bytes * copies / len(gpus)
+        if needed > room:
+            yield _error(
+                "gpu-memory",
+                f"{server.name}: {format_bytes(needed)} of weights per GPU, and it takes "
+                f"{format_bytes(room)} of each",
+                "raise tensor_parallel_size, or gpu-memory-utilization under `args`",
+            )
+
+
+def gpus_in_use(given: FilePlan, facts: MachineFacts) -> Iterator[Finding]:
+    """Does somebody else use the GPUs that the fleet is about to take?"""
+    if given.running:
+        return
+    users: dict[int, list[str]] = {}
+    for server in given.plan.servers:
+        for index in server.gpus:
+            users.setdefault(index, []).append(server.name)
+    for gpu in facts.gpus:
+        if gpu.index in users and gpu.used_bytes > _BUSY_SHARE * gpu.memory_bytes:
+            yield _warning(
+                "gpus-in-use",
+                f"GPU {gpu.index} ({', '.join(users[gpu.index])}) has "
+                f"{format_bytes(gpu.used_bytes)} of {format_bytes(gpu.memory_bytes)} in use",
+                "see by whom: nvidia-smi; or lower gpu-memory-utilization under `args`",
+            )
+
+
+CHECKS: tuple[Callable[[FilePlan, MachineFacts], Iterator[Finding]], ...] = (
+    plan_problems,
+    plan_advice,
+    public_pickle,
+    router_patience,
+    chunk_size,
+    staging_memory,
+    server_memory,
+    gpu_memory,
+    gpus_in_use,
+)
+
+
+def _kv_cache_bytes(env: dict[str, str]) -> int:
+    try:
+        return int(float(env.get("VLLM_CPU_KVCACHE_SPACE", "4")) * 1024**3)
+    except ValueError:
+        return 0
+
+
+def _flag(argv: Sequence[str], name: str) -> Any:
+    """The value after a flag, or None."""
+    return argv[argv.index(name) + 1] if name in argv[:-1] else None
+
+
+def _ok(check: str, message: str) -> Finding:
+    return Finding("fleet-file", check, Severity.OK, message)
+
+
+def _warning(check: str, message: str, fix: str) -> Finding:
+    return Finding("fleet-file", check, Severity.WARNING, message, fix)
+
+
+def _error(check: str, message: str, fix: str) -> Finding:
+    return Finding("fleet-file", check, Severity.ERROR, message, fix)

