@@ -6,14 +6,16 @@ import asyncio
 from collections.abc import AsyncIterator, MutableMapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 from weakref import WeakKeyDictionary
 
 from skyctl.control.generate import GenerationClient
 from skyctl.fleet.registry import FleetRef
-from skyctl.operations.connect import Fleet as ConnectedFleet
 from skyctl.operations.connect import connect
 from skyctl.operations.endpoint import find_endpoint
+
+if TYPE_CHECKING:
+    from skyctl.operations.connect import Fleet as ConnectedFleet
 
 
 class Session:

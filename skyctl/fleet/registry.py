@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import secrets
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -78,7 +79,8 @@ def remember(ref: FleetRef) -> None:
     ref.paths.prepare()
     if ref.file is not None:
         text = ref.file.read_bytes()
-        temporary = ref.paths.fleet_file.with_suffix(".tmp")
+        # a name of its own: several processes and threads may do this at once
+        temporary = ref.paths.fleet_file.with_suffix(f".{secrets.token_hex(4)}.tmp")
         descriptor = create_private_file(temporary, os.O_TRUNC)
         with os.fdopen(descriptor, "wb") as copy:
             copy.write(text)

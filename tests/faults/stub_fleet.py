@@ -19,6 +19,7 @@ case "$2" in
 vllm_router*) shift 2; exec {sys.executable} {_FAKE_ROUTER} "$@" ;;
 vllm*) shift 2; exec {sys.executable} -m tests.stub.server "$@" ;;
 esac
+case "$3" in skyctl*) exec {sys.executable} "$@" ;; esac
 """
 _FLEET = """
 name: stubs

@@ -63,6 +63,8 @@ class StubServer:
             ("/finish_weight_update", self._finish_update),
             ("/v1/completions", self._completions),
             ("/v1/chat/completions", self._completions),
+            ("/tokenize", self._tokenize),
+            ("/detokenize", self._detokenize),
         ]
         if since >= (0, 27):
             get.append(("/weight_info", self._weight_info))
@@ -88,7 +90,10 @@ class StubServer:
         return JSONResponse({"world_size": self.engine.world_size})
 
     async def _server_info(self, _: Request) -> Response:
-        config = {"model_config": {"model": self.engine.model, "dtype": "torch.float32"}}
+        config = {
+            "model_config": {"model": self.engine.model, "dtype": "torch.float32"},
+            "weight_transfer_config": {"backend": self.engine.transfer_backend},
+        }
         return JSONResponse({"vllm_config": config, "vllm_env": {}, "system_env": {}})
 
     async def _metrics(self, _: Request) -> Response:
@@ -205,6 +210,14 @@ class StubServer:
             "finish_reason": made[-1].finish_reason,
         }
         return JSONResponse({"object": "text_completion", "choices": [choice]})
+
+    async def _tokenize(self, request: Request) -> Response:
+        tokens = prompt_ids(await self._body(request))
+        return JSONResponse({"count": len(tokens), "max_model_len": 4096, "tokens": tokens})
+
+    async def _detokenize(self, request: Request) -> Response:
+        tokens = (await self._body(request))["tokens"]
+        return JSONResponse({"prompt": "".join(chr(token) for token in tokens)})
 
     async def _body(self, request: Request) -> dict[str, Any]:
         raw = await request.body()

@@ -1,0 +1,360 @@
+"""The Python API over stub servers that skyctl did not start."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import pickle
+import subprocess
+import sys
+import threading
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from skyctl import Fleet
+from skyctl.api import OutcomeStatus
+from skyctl.errors import (
+    ConflictError,
+    FleetFileError,
+    NotFoundError,
+    PartialFailure,
+    PreflightError,
+    PushError,
+    ServerError,
+    UsageError,
+)
+from tests.stub.app import StubServer
+from tests.stub.faults import Fault
+from tests.stub.running import running
+from tests.stub.state import StubEngine
+from tests.unit.weights.checkpoints import tiny_tensors, write_checkpoint
+from tests.unit.weights.fleets import content
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("SKYCTL_HOME", str(tmp_path / "home"))
+    return tmp_path / "home"
+
+
+def stubs(base: Path, count: int = 2, **options: Any) -> list[StubServer]:
+    """Stubs that run the checkpoint `base` and tell by their digest what was pushed."""
+    servers = [
+        StubServer(StubEngine(model=str(base), weigh=content), **options) for _ in range(count)
+    ]
+    for server in servers:
+        server.engine.digest = "base"
+    return servers
+
+
+@asynccontextmanager
+async def attached(tmp_path: Path, servers: list[StubServer]) -> AsyncIterator[Fleet]:
+    """A fleet of these stubs, the first of which plays the router as well."""
+    async with running(servers) as targets:
+        urls = [target.url for target in targets]
+        file = tmp_path / "fleet.yaml"
+        file.write_text(f"name: demo\nservers: {urls}\nrouter: {urls[0]}\ncontrol_timeout_s: 5\n")
+        yield Fleet.load(file)
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    return write_checkpoint(tmp_path / "base")
+
+
+def in_memory() -> list[str]:
+    """What is staged in memory on this machine."""
+    return sorted(p.name for p in Path(f"/dev/shm/skyctl-{os.getuid()}").glob("*"))
+
+
+def state_dict(seed: int) -> dict[str, Any]:
+    """Tensors of the model in `base`, as a trainer has them."""
+    torch = pytest.importorskip("torch")
+    return {
+        name: torch.frombuffer(bytearray(data), dtype=torch.float32).reshape(shape)
+        for name, (_, shape, data) in tiny_tensors(seed).items()
+    }
+
+
+async def test_the_verbs_freeze_and_thaw_every_server(tmp_path: Path, base: Path) -> None:
+    servers = stubs(base)
+    async with attached(tmp_path, servers) as fleet, fleet:
+        paused = await fleet.pause("keep")
+        assert paused.ok and [o.server for o in paused] == ["demo-0", "demo-1"]
+        assert all(server.engine.paused for server in servers)
+        assert [r.state for r in (await fleet.status()).replicas] == ["paused", "paused"]
+        assert (await fleet.resume(servers=["demo-1"])).outcomes[0].server == "demo-1"
+        assert [server.engine.paused for server in servers] == [True, False]
+        await fleet.resume()
+        assert (await fleet.sleep(1)).verb == "sleep"
+        assert all(server.engine.asleep for server in servers)
+        await fleet.wake()
+        assert not any(server.engine.sleeping for server in servers)
+
+
+async def test_a_server_that_fails_raises_with_every_outcome_or_is_data(
+    tmp_path: Path, base: Path
+) -> None:
+    servers = [*stubs(base, 1), *stubs(base, 1, faults={"/resume": Fault("status")})]
+    async with attached(tmp_path, servers) as fleet, fleet:
+        with pytest.raises(PartialFailure) as caught:
+            await fleet.resume()
+        assert [o.status for o in caught.value.outcomes] == [
+            OutcomeStatus.OK,
+            OutcomeStatus.FAILED,
+        ]
+        result = await fleet.resume(check=False)
+        assert not result.ok and result.outcomes[1].status is OutcomeStatus.FAILED
+
+
+async def test_generation_goes_through_the_router_in_the_order_of_prompts(
+    tmp_path: Path, base: Path
+) -> None:
+    servers = stubs(base)
+    async with attached(tmp_path, servers) as fleet, fleet:
+        one = await fleet.generate("ab", max_tokens=3)
+        assert one.finish_reason == "length" and len(one.token_ids) == 3
+        assert one.prompt_token_ids == [97, 98]
+        many = await fleet.generate(
+            ["x", [97, 98], {"prompt": "y", "id": "mine", "max_tokens": 1}], max_tokens=2
+        )
+        assert [r.id for r in many] == ["0", "1", "mine"]
+        assert [len(r.token_ids) for r in many] == [2, 2, 1]
+        assert many[1].token_ids == one.token_ids[:2], "ids and text of one prompt differ"
+        straight = await fleet.generate("ab", max_tokens=3, server="demo-1")
+        assert straight.token_ids == one.token_ids
+        assert any(path == "/v1/completions" for path, _ in servers[1].bodies)
+
+
+async def test_openai_requests_and_tokens(tmp_path: Path, base: Path) -> None:
+    async with attached(tmp_path, stubs(base)) as fleet, fleet:
+        answer = await fleet.completion("ab", max_tokens=2)
+        assert len(answer["choices"][0]["token_ids"]) == 2
+        messages = [{"role": "user", "content": "hi"}]
+        chat = await fleet.chat(messages, max_tokens=2)
+        assert chat["choices"][0]["finish_reason"] == "length"
+        assert await fleet.tokenize("ab") == [97, 98]
+        assert await fleet.tokenize(messages) == chat["choices"][0]["prompt_token_ids"]
+        assert await fleet.detokenize([97, 98]) == "ab"
+        with pytest.raises(UsageError, match="one piece"):
+            await fleet.chat(messages, stream=True)
+
+
+async def test_a_completion_waits_out_an_abort(tmp_path: Path, base: Path) -> None:
+    servers = stubs(base, 1)
+    servers[0].gate.hold()
+    async with attached(tmp_path, servers) as fleet, fleet:
+        asked = asyncio.create_task(fleet.completion("ab", max_tokens=2))
+        while not servers[0].engine.requests:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        await fleet.pause("abort")
+        servers[0].gate.grant(10)
+        await fleet.resume()
+        answer = await asyncio.wait_for(asked, 20)
+        assert answer["choices"][0]["finish_reason"] == "length"
+
+
+async def test_a_request_the_server_refuses_is_not_sent_again(tmp_path: Path, base: Path) -> None:
+    servers = stubs(base, 1)
+    async with attached(tmp_path, servers) as fleet, fleet:
+        with pytest.raises(ServerError, match="does not exist"):
+            await fleet.completion("ab", model="another")
+        assert [path for path, _ in servers[0].bodies].count("/v1/completions") == 1
+        results = await fleet.generate(["ab"], model="another", check=False)
+        assert "does not exist" in results[0].error
+        with pytest.raises(ServerError):
+            await fleet.generate("ab", model="another")
+
+
+@pytest.mark.parametrize("prompt", [["ab", 3], [{"nothing": 1}], [""], [{"prompt": "a", "n": 2}]])
+async def test_a_prompt_that_is_none_is_refused(
+    tmp_path: Path, base: Path, prompt: list[Any]
+) -> None:
+    async with attached(tmp_path, stubs(base, 1)) as fleet:
+        with pytest.raises(UsageError):
+            await fleet.generate(prompt)
+
+
+async def test_a_checkpoint_is_pushed_and_verified(tmp_path: Path, base: Path) -> None:
+    servers = stubs(base)
+    new = write_checkpoint(tmp_path / "new", tiny_tensors(50))
+    stages = []
+    async with attached(tmp_path, servers) as fleet, fleet:
+        result = await fleet.sync_weights(
+            new,
+            weight_version="step-1",
+            on_event=lambda e: stages.append(e.data.get("stage")),
+        )
+        assert result.version == "step-1" and all(server.ok for server in result.servers)
+        assert result.freeze_window_s > 0 and "resume" in stages
+        assert {s.engine.weight_version for s in servers} == {"step-1"}
+        assert (await fleet.verify_weights()).agree is True
+        state = await fleet.weights()
+        assert [row.weight_version for row in state.servers] == ["step-1", "step-1"]
+        assert state.pushes[0].version == "step-1"
+        assert pickle.loads(pickle.dumps(result)) == result
+
+
+async def test_tensors_from_memory_come_to_what_a_checkpoint_of_them_does(
+    tmp_path: Path, base: Path, home: Path
+) -> None:
+    servers, before = stubs(base), in_memory()
+    written = write_checkpoint(tmp_path / "new", tiny_tensors(50))
+
+    async def gathered() -> AsyncIterator[tuple[str, Any]]:
+        for name, tensor in state_dict(50).items():
+            yield name, tensor
+
+    async with attached(tmp_path, servers) as fleet, fleet:
+        by_path = await fleet.sync_weights(written)
+        pushed = {server.engine.digest for server in servers}
+        for source in (state_dict(50), iter(state_dict(50).items()), gathered()):
+            await fleet.sync_weights(state_dict(9))
+            assert {server.engine.digest for server in servers} != pushed
+            result = await fleet.sync_weights(source, weight_version="step-2")
+            assert {server.engine.digest for server in servers} == pushed
+            assert result.content_digest == by_path.content_digest
+            assert result.version == "step-2"
+        assert not any(server.engine.paused for server in servers)
+    # nobody restarts these servers: nothing is kept for them
+    assert list((home / "fleets" / "demo" / "weights").iterdir()) == []
+    assert in_memory() == before
+
+
+async def test_tensors_that_do_not_fit_are_refused_before_anything_is_paused(
+    tmp_path: Path, base: Path, home: Path
+) -> None:
+    torch = pytest.importorskip("torch")
+    servers = stubs(base)
+    wrong = {**state_dict(50), "model.norm.weight": torch.ones(9)}
+    halves = {name: tensor.half() for name, tensor in state_dict(50).items()}
+    missing = {n: t for n, t in state_dict(50).items() if n != "model.norm.weight"}
+    async with attached(tmp_path, servers) as fleet, fleet:
+        for source, words in (
+            (wrong, "model.norm.weight is .9. here"),
+            (halves, "is float16 here, float32 in the checkpoint"),
+            (missing, "model.norm.weight is missing"),
+            ({}, "empty"),
+        ):
+            with pytest.raises(PreflightError, match=words):
+                await fleet.sync_weights(source)
+        result = await fleet.sync_weights(halves, dtype="match")
+        assert all(server.ok for server in result.servers)
+    assert all(server.engine.log.count("pause keep") == 1 for server in servers)
+    assert list((home / "fleets" / "demo" / "weights").iterdir()) == []
+
+
+async def test_an_iterator_that_fails_leaves_nothing(
+    tmp_path: Path, base: Path, home: Path
+) -> None:
+    def failing() -> Any:
+        yield next(iter(state_dict(1).items()))
+        raise ZeroDivisionError
+
+    async with attached(tmp_path, stubs(base)) as fleet, fleet:
+        with pytest.raises(ZeroDivisionError):
+            await fleet.sync_weights(failing())
+    assert list((home / "fleets" / "demo" / "weights").iterdir()) == []
+
+
+async def test_a_push_that_fails_says_how_each_server_was_left(tmp_path: Path, base: Path) -> None:
+    servers = [*stubs(base, 1), *stubs(base, 1, faults={"/pause": Fault("status")})]
+    async with attached(tmp_path, servers) as fleet, fleet:
+        with pytest.raises(PushError) as caught:
+            await fleet.sync_weights(state_dict(50))
+        assert [row["server"] for row in caught.value.details["servers"]] == ["demo-0", "demo-1"]
+        again = pickle.loads(pickle.dumps(caught.value))
+        assert (again.message, again.hint, again.details) == (
+            caught.value.message,
+            caught.value.hint,
+            caught.value.details,
+        )
+
+
+async def test_two_pushes_at_once_are_told_of_each_other(tmp_path: Path, base: Path) -> None:
+    async with attached(tmp_path, stubs(base)) as fleet, fleet:
+        results = await asyncio.gather(
+            fleet.sync_weights(state_dict(50)),
+            fleet.sync_weights(state_dict(60)),
+            return_exceptions=True,
+        )
+        assert sorted(isinstance(r, ConflictError) for r in results) == [False, True], results
+
+
+async def test_a_dry_run_touches_nothing(tmp_path: Path, base: Path) -> None:
+    servers = stubs(base)
+    async with attached(tmp_path, servers) as fleet:
+        result = await fleet.sync_weights(state_dict(50), dry_run=True)
+        assert result.plan is not None and result.plan["transport"] == "shm"
+        assert all("pause keep" not in server.engine.log for server in servers)
+
+
+async def test_it_is_pickled_without_its_connections_and_works_again(
+    tmp_path: Path, base: Path
+) -> None:
+    async with attached(tmp_path, stubs(base)) as fleet, fleet:
+        await fleet.generate("ab", max_tokens=1)
+        copy = pickle.loads(pickle.dumps(fleet))
+        assert isinstance(copy, Fleet) and copy.name == "demo"
+        assert (await copy.pause("keep")).ok
+        assert (await copy.resume()).ok
+
+
+async def test_it_serves_many_tasks_and_other_threads_loops_at_once(
+    tmp_path: Path, base: Path
+) -> None:
+    async with attached(tmp_path, stubs(base)) as fleet:
+
+        async def block() -> int:
+            async with fleet:
+                return len((await fleet.generate("ab", max_tokens=2)).token_ids)
+
+        def elsewhere(found: list[int]) -> None:
+            found.append(asyncio.run(block()))
+            found.append(asyncio.run(block()))
+
+        found: list[int] = []
+        thread = threading.Thread(target=elsewhere, args=(found,))
+        async with fleet:
+            thread.start()
+            assert await asyncio.gather(*(block() for _ in range(5))) == [2] * 5
+            await asyncio.to_thread(thread.join, 30)
+            assert (await fleet.generate("ab", max_tokens=2)).retries == 0
+        assert found == [2, 2]
+        assert not fleet._sessions, "a loop's connections outlived its blocks"
+
+
+async def test_what_is_not_ours_to_start_is_not_started(tmp_path: Path, base: Path) -> None:
+    async with attached(tmp_path, stubs(base, 1)) as fleet:
+        for call in (fleet.up(), fleet.down(), fleet.restart(), fleet.scale(2)):
+            with pytest.raises(UsageError, match="did not start"):
+                await call
+        assert (await fleet.urls()).servers.keys() == {"demo-0"}
+
+
+async def test_a_fleet_is_found_by_its_name_afterwards(
+    tmp_path: Path, base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    async with attached(tmp_path, stubs(base, 1)) as fleet:
+        await fleet.status()
+        assert (await Fleet.named("demo").status()).name == "demo"
+        assert Fleet.load().name == "demo"
+    with pytest.raises(NotFoundError):
+        Fleet.named("nobody")
+    with pytest.raises(FleetFileError):
+        Fleet.load(tmp_path / "absent.yaml")
+
+
+def test_importing_skyctl_stays_light() -> None:
+    code = (
+        "import sys, skyctl; "
+        "heavy = {'httpx', 'pydantic', 'torch', 'vllm', 'psutil', 'asyncio'} & set(sys.modules); "
+        "assert not heavy, heavy; from skyctl import Fleet; "
+        "assert not {'torch', 'vllm', 'typer'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
