@@ -13,7 +13,9 @@ from collections.abc import Callable, Mapping
 from skyctl.errors import UsageError
 from skyctl.operations.urls import FleetUrls
 
-DEFAULT_KEY_VARIABLE = "OPENAI_API_KEY"
+KEY_VARIABLE = "OPENAI_API_KEY"
+NO_KEY = "EMPTY"
+"""What vLLM's own examples give as a key where none is wanted."""
 
 
 def as_skyrl(urls: FleetUrls) -> str:
@@ -27,8 +29,9 @@ def as_skyrl(urls: FleetUrls) -> str:
     lines = [f"{engine}.run_engines_locally=false"]
     if urls.router:
         lines.append(f"{engine}.external_proxy_url={urls.router}")
-    # no quotes and no spaces: what a shell substitutes is not unquoted again
-    lines.append(f"{engine}.external_server_urls=[{','.join(urls.servers.values())}]")
+    # no spaces: the shell cuts what it substitutes there; the quotes are YAML's, for IPv6 addresses
+    servers = ",".join(f"'{url}'" for url in urls.servers.values())
+    lines.append(f"{engine}.external_server_urls=[{servers}]")
     if urls.model:
         lines.append(f"{engine}.served_model_name={urls.model}")
     lines.append("trainer.placement.colocate_all=false")
@@ -71,16 +74,18 @@ def as_prime_rl(urls: FleetUrls) -> str:
 
 
 def as_openai(urls: FleetUrls) -> str:
-    """The OpenAI client: a JSON object with the arguments of `openai.OpenAI`, and the model.
+    """OpenAI clients: an env file with the variables they read, for `--env-file` and .env.
 
-    The key is named, not printed. Source: openai-python, src/openai/_client.py.
+    The client refuses to start without a key, so one is always there; a real one is named, never
+    printed. The model goes into each request: its variable is for programs that ask for one.
+    Source: openai-python, src/openai/_client.py (OPENAI_BASE_URL, OPENAI_API_KEY).
     """
-    fields = {
-        "base_url": f"{_entry(urls)}/v1",
-        "model": urls.model,
-        "api_key_env": urls.api_key_env,
-    }
-    return json.dumps(fields, indent=2)
+    variables = {"OPENAI_BASE_URL": f"{_entry(urls)}/v1", KEY_VARIABLE: NO_KEY}
+    if urls.api_key_env:
+        variables[KEY_VARIABLE] = f"${{{urls.api_key_env}}}"
+    if urls.model:
+        variables["OPENAI_MODEL"] = urls.model
+    return "\n".join(f"{name}={value}" for name, value in variables.items())
 
 
 def as_env(urls: FleetUrls) -> str:
@@ -93,9 +98,11 @@ def as_env(urls: FleetUrls) -> str:
     if urls.model:
         variables["SKYCTL_MODEL"] = urls.model
     lines = [f"export {name}={shlex.quote(value)}" for name, value in variables.items()]
-    if urls.api_key_env and urls.api_key_env != DEFAULT_KEY_VARIABLE:
+    if urls.api_key_env is None:
+        lines.append(f"export {KEY_VARIABLE}={NO_KEY}")
+    elif urls.api_key_env != KEY_VARIABLE:
         # by reference: the key itself is never printed
-        lines.append(f'export {DEFAULT_KEY_VARIABLE}="${urls.api_key_env}"')
+        lines.append(f'export {KEY_VARIABLE}="${urls.api_key_env}"')
     return "\n".join(lines)
 
 

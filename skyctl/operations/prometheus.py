@@ -42,6 +42,7 @@ def write_targets(urls: FleetUrls, path: Path) -> int:
     try:
         descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, _MODE)
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            os.fchmod(descriptor, _MODE)  # whatever the umask is
             file.write(json.dumps(groups, indent=2) + "\n")
             file.flush()
             os.fsync(file.fileno())

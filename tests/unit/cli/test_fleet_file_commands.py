@@ -12,8 +12,6 @@ from typing import Any
 
 import pytest
 
-from skyctl.cli.urls import _exports
-
 SKYCTL = [sys.executable, "-m", "skyctl"]
 
 
@@ -177,17 +175,3 @@ def test_init_here_does_not_tell_to_change_directory(tmp_path: Path) -> None:
     assert result.returncode == 0
     assert "cd " not in result.stdout
     assert "skyctl status" in result.stdout
-
-
-def test_exports_quote_and_fall_back_to_the_first_server() -> None:
-    servers = {"a": "http://h:1", "b": "http://h:2"}
-    assert _exports({"router": "http://r:3", "servers": servers}) == [
-        "export SKYCTL_ROUTER_URL=http://r:3",
-        "export OPENAI_BASE_URL=http://r:3/v1",
-        "export SKYCTL_SERVER_URLS=http://h:1,http://h:2",
-    ]
-    assert _exports({"router": None, "servers": {"a": "http://h:1/$x"}, "model": "m"}) == [
-        "export OPENAI_BASE_URL='http://h:1/$x/v1'",
-        "export SKYCTL_SERVER_URLS='http://h:1/$x'",
-        "export SKYCTL_MODEL=m",
-    ]
