@@ -35,7 +35,7 @@ _skyctl() {
     COMPREPLY=()
     case "$path" in
         "")
-            _skyctl_words "init validate plan schema up down status top wait logs restart scale pause resume sleep wake sync-weights jobs weights generate urls doctor help --version -q --quiet --no-color --debug -h --help" ;;
+            _skyctl_words "init validate plan schema up down status top wait logs restart scale pause resume sleep wake sync-weights jobs weights generate urls doctor smoke help --version -q --quiet --no-color --debug -h --help" ;;
         "init")
             case "$prev" in
                 --name) true; return ;;
@@ -242,6 +242,17 @@ _skyctl() {
                 --fleet) _skyctl_ask; return ;;
             esac
             _skyctl_words "-f --file --fleet --verify --strict --json -h --help" ;;
+        "smoke")
+            case "$prev" in
+                -f|--file) _skyctl_files; return ;;
+                --fleet) _skyctl_ask; return ;;
+                --checkpoint) _skyctl_ask; return ;;
+                --timeout) true; return ;;
+                --junit) _skyctl_files; return ;;
+                --summary) _skyctl_files; return ;;
+                --keep-logs) _skyctl_files; return ;;
+            esac
+            _skyctl_words "-f --file --fleet --checkpoint --reuse --timeout --junit --summary --keep-logs --json -h --help" ;;
         "help")
             if [[ $cur == -* ]]; then _skyctl_words "--json -h --help"; else
                 _skyctl_ask

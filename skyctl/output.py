@@ -151,7 +151,7 @@ def raw(text: str) -> None:
         sys.stdout.flush()
 
 
-def note(message: str) -> None:
+def note(message: str | Text) -> None:
     """One line of progress or advice on stderr; silent with --quiet and --json."""
     if not (mode.quiet or mode.json):
         err.print(message)

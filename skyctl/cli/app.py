@@ -53,6 +53,7 @@ VERBS = [
     Verb("generate", "generate", "generate", TRAFFIC),
     Verb("urls", "urls", "urls", TRAFFIC),
     Verb("doctor", "doctor", "doctor", CHECKS),
+    Verb("smoke", "smoke", "smoke", CHECKS),
     Verb("help", "help", "help_", CHECKS),
 ]
 

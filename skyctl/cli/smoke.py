@@ -1,0 +1,143 @@
+"""`skyctl smoke`: does this fleet do everything a fleet is for? For CI."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from skyctl.cli import complete
+from skyctl.cli.options import FileOption, FleetOption, JsonOption
+
+if TYPE_CHECKING:
+    from rich.text import Text
+
+    from skyctl.smoke.report import SmokeReport, StepResult
+
+_SIGNS = {
+    "passed": ("✓ ", "green"),
+    "failed": ("✗ ", "bold red"),
+    "error": ("✗ ", "bold red"),
+    "skipped": ("– ", "dim"),
+}
+
+
+def smoke(
+    file: FileOption = None,
+    fleet: FleetOption = None,
+    checkpoint: Annotated[
+        str | None,
+        typer.Option(
+            metavar="CKPT",
+            help="Another checkpoint of the same model: pushed too, and then the first one again.",
+            autocompletion=complete.checkpoints,
+            show_default=False,
+        ),
+    ] = None,
+    reuse: Annotated[
+        bool, typer.Option("--reuse", help="Test the fleet that runs, and leave it up.")
+    ] = False,
+    timeout: Annotated[
+        float, typer.Option(min=1, metavar="SECONDS", help="For all steps together, but for down.")
+    ] = 900.0,
+    junit: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write JUnit XML.", show_default=False)
+    ] = None,
+    summary: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            envvar="GITHUB_STEP_SUMMARY",
+            help="Append a Markdown summary.",
+            show_default=False,
+        ),
+    ] = None,
+    keep_logs: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help="When a step fails, keep every process's log and the status here.",
+            show_default=False,
+        ),
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Start the fleet, generate, freeze a stream, push weights, verify them, and take it down.
+
+    Stops at the first step that fails (exit code 1), and leaves nothing running in any case.
+
+    \b
+    Examples:
+      skyctl smoke
+      skyctl smoke --checkpoint checkpoints/b --junit smoke.xml --keep-logs logs
+      skyctl smoke --reuse
+    """
+    from skyctl import output
+    from skyctl.errors import SkyctlError
+    from skyctl.fleet.registry import select
+    from skyctl.smoke.fleet_under_test import SmokeOptions
+    from skyctl.smoke.run import smoke as run_smoke
+
+    options = SmokeOptions(_absolute(checkpoint), reuse, timeout, keep_logs)
+    report = asyncio.run(
+        run_smoke(
+            select(file, fleet),
+            options,
+            on_begin=lambda name: output.note(f"{name} …"),
+            on_end=lambda result: output.note(_line(result)),
+        )
+    )
+    _write(report, junit, summary)
+    failure = report.first_failure
+    error = None
+    if failure is not None:
+        kept = f"logs: {report.kept}" if report.kept else "read the logs: skyctl logs"
+        hint = "; ".join(filter(None, (failure.hint, kept)))
+        message = f"smoke: {failure.name} {failure.status}: {failure.detail}"
+        error = SkyctlError(message, hint=hint, details=report.to_json())
+    output.emit(report.to_json(), *_lines(report), error=error)
+
+
+def _absolute(checkpoint: str | None) -> str | None:
+    from skyctl.weights.checkpoint import absolute
+
+    return None if checkpoint is None else absolute(checkpoint)
+
+
+def _write(report: SmokeReport, junit: Path | None, summary: Path | None) -> None:
+    from skyctl.errors import SkyctlError
+    from skyctl.smoke.report import junit_xml, markdown
+
+    try:
+        if junit is not None:
+            junit.parent.mkdir(parents=True, exist_ok=True)
+            junit.write_text(junit_xml(report), encoding="utf-8")
+        if summary is not None:
+            with summary.open("a", encoding="utf-8") as page:
+                page.write(markdown(report))
+    except OSError as error:
+        raise SkyctlError(f"cannot write {error.filename}: {error.strerror}") from error
+
+
+def _line(result: StepResult) -> Text:
+    from rich.text import Text
+
+    from skyctl.units import format_seconds
+
+    sign, style = _SIGNS[result.status]
+    seconds = "" if result.status == "skipped" else f"{format_seconds(result.seconds):>8}  "
+    return Text.assemble((sign, style), f"{result.name:<13}", (seconds, "dim"), result.detail)
+
+
+def _lines(report: SmokeReport) -> list[Text | str]:
+    from skyctl import output
+    from skyctl.units import format_seconds
+
+    passed = sum(step.status == "passed" for step in report.steps)
+    verdict = f"{passed} of {len(report.steps)} steps passed in {format_seconds(report.seconds)}"
+    # a terminal has shown them, one by one
+    seen = output.interactive() and output.out.is_terminal
+    steps = [] if seen else [_line(step) for step in report.steps]
+    return [*steps, f"fleet {report.fleet}: {verdict}"]

@@ -1,0 +1,275 @@
+"""The steps of a smoke test. Each returns a line of what it found, and raises when it failed."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import psutil
+
+from skyctl.control.generate import GenerationClient, GenerationResult, RetryPolicy
+from skyctl.errors import SkyctlError
+from skyctl.fleet.state import FleetState
+from skyctl.operations.bring_up import begin_up, follow_operation, take_down
+from skyctl.operations.connect import connect
+from skyctl.smoke.fleet_under_test import ANSWER_TIMEOUT_S, FleetUnderTest, SmokeOptions, greedy
+from skyctl.units import format_bytes, format_seconds
+from skyctl.weights.request import PushRequest
+
+if TYPE_CHECKING:
+    from skyctl.operations.connect import Fleet
+
+_SETTLE_S = 0.3  # tokens on their way when the pause is answered
+_FROZEN_S = 0.7  # a server that runs makes many tokens in this time
+_STREAM_TRIES = 4
+_SHORTEST_STREAM = 256
+
+
+class Skipped(Exception):
+    """A step that does not apply; the message says why."""
+
+
+class Step(NamedTuple):
+    """One step, by its name in reports."""
+
+    name: str
+    run: Callable[[FleetUnderTest], Awaitable[str]]
+
+
+def steps_for(options: SmokeOptions) -> list[Step]:
+    """The steps in order; `down` is not among them, because it must always run."""
+    steps = [Step("up", up)] if not options.reuse else []
+    steps += [
+        Step("generate", generate),
+        Step("pause-resume", pause_resume),
+        Step("push-same", push_same),
+    ]
+    if options.checkpoint is not None:
+        steps += [Step("push-other", push_other), Step("push-back", push_back)]
+    return [*steps, Step("verify", verify)]
+
+
+async def up(run: FleetUnderTest) -> str:
+    """Start the fleet from nothing."""
+    begun = await begin_up(run.ref)
+    status = await follow_operation(run.ref.paths, begun.operation, lambda status: None)
+    operation = status.operation
+    assert operation is not None and operation.ended_at is not None  # it has ended
+    if operation.error:
+        raise SkyctlError(f"up failed: {operation.error}", hint="read the logs of what failed")
+    seconds = format_seconds(operation.ended_at - operation.began_at)
+    router = " and the router" if status.router is not None else ""
+    return f"{len(status.replicas)} replicas{router} ready after {seconds}"
+
+
+async def generate(run: FleetUnderTest) -> str:
+    """Every server and the router answer a prompt."""
+    async with connect(run.ref) as fleet:
+        await run.find_endpoints(fleet)
+    answers = await run.ask(list(run.endpoints))
+    run.answers = {name: answers[name] for name in run.servers}
+    alike = len({tuple(tokens) for tokens in answers.values()}) == 1
+    tokens = len(next(iter(answers.values())))
+    return f"{tokens} greedy tokens from {_listed(list(answers))}, " + (
+        "all the same" if alike else "not all the same"
+    )
+
+
+async def pause_resume(run: FleetUnderTest) -> str:
+    """A stream stands still while the fleet is paused, and goes on where it was."""
+    length = min(_SHORTEST_STREAM, run.longest // 2)
+    async with connect(run.ref) as fleet:
+        for _ in range(_STREAM_TRIES):
+            frozen = await _freeze_stream(run, fleet, length)
+            if frozen is not None:
+                return frozen
+            # it ended before the pause took hold: a longer one
+            length = min(4 * length, run.longest - 64)
+    raise SkyctlError(
+        f"no stream of {length} tokens lasted until the fleet was paused",
+        hint="a longer max-model-len would allow a longer stream",
+    )
+
+
+async def _freeze_stream(run: FleetUnderTest, fleet: Fleet, length: int) -> str | None:
+    """Freeze one stream in the middle; what was seen, or None when it ended too early."""
+    heard: list[str] = []
+    begun = asyncio.Event()
+
+    def hear(text: str) -> None:
+        heard.append(text)
+        begun.set()
+
+    async with GenerationClient(run.entry, retry=RetryPolicy(max_retries=0)) as client:
+        stream = asyncio.create_task(
+            client.generate_one(greedy(length), timeout_s=ANSWER_TIMEOUT_S, on_text=hear)
+        )
+        try:
+            await _first_of(begun, stream)
+            paused_ms = _slowest(await fleet.pause("keep", False), "pause")
+            try:
+                await asyncio.sleep(_SETTLE_S)
+                if stream.done():
+                    _finished(stream.result(), length)
+                    return None
+                before = len(heard)
+                await asyncio.sleep(_FROZEN_S)
+                if len(heard) != before or stream.done():
+                    raise SkyctlError("tokens arrived while the fleet was paused")
+                await _all_paused(fleet)
+            finally:
+                resumed = await fleet.resume()
+            resumed_ms = _slowest(resumed, "resume")
+            result = await stream
+        finally:
+            stream.cancel()
+            await asyncio.gather(stream, return_exceptions=True)
+    _finished(result, length)
+    return (
+        f"paused in {paused_ms:.0f} ms, resumed in {resumed_ms:.0f} ms; the stream stood still "
+        f"after {before} of {length} tokens and then ended"
+    )
+
+
+async def push_same(run: FleetUnderTest) -> str:
+    """A push of the checkpoint the fleet runs changes no answer."""
+    return await _push_base(run)
+
+
+async def push_other(run: FleetUnderTest) -> str:
+    """Another checkpoint arrives on every server."""
+    assert run.options.checkpoint is not None  # the step is planned only then
+    said = await _push(run, run.options.checkpoint)
+    answers = await run.ask(run.servers)
+    changed = sum(answers[name] != run.answers[name] for name in run.servers)
+    return f"{said}; answers changed on {changed} of {len(run.servers)} servers"
+
+
+async def push_back(run: FleetUnderTest) -> str:
+    """The first checkpoint again gives the first answers again."""
+    return await _push_base(run)
+
+
+async def verify(run: FleetUnderTest) -> str:
+    """Every server digests its weights, and they agree."""
+    async with connect(run.ref) as fleet:
+        report = await fleet.verify_weights()
+    silent = [row["server"] for row in report["servers"] if not row["ok"]]
+    if silent:
+        raise SkyctlError(f"{', '.join(silent)} did not answer", hint="skyctl weights verify")
+    if report["agree"] is False:
+        raise SkyctlError("the servers hold different weights", hint="skyctl weights verify")
+    if report["agree"] is None:
+        raise Skipped("not every server can digest its weights")
+    return f"{len(report['servers'])} servers hold the same weights"
+
+
+async def down(run: FleetUnderTest) -> str:
+    """The fleet stops and leaves no process."""
+    run.pids |= _recorded_pids(run)
+    config = run.ref.config
+    done = await take_down(
+        run.ref.paths, drain_timeout_s=config.drain_timeout_s, stop_timeout_s=config.stop_timeout_s
+    )
+    left = [pid for pid in run.pids if _alive(pid)]
+    if left:
+        pids = ", ".join(map(str, left))
+        raise SkyctlError(f"processes were left: {pids}", hint=f"look at them: ps -p {pids}")
+    return f"stopped {_listed(list(done.stopped)) if done.stopped else 'nothing'}"
+
+
+async def _push_base(run: FleetUnderTest) -> str:
+    said = await _push(run, _base_checkpoint(run))
+    answers = await run.ask(run.servers)
+    changed = [name for name in run.servers if answers[name] != run.answers[name]]
+    if changed:
+        raise SkyctlError(
+            f"{', '.join(changed)} answers otherwise than before, with the same checkpoint",
+            hint="compare the servers: skyctl weights verify",
+        )
+    return f"{said}; every answer as before"
+
+
+async def _push(run: FleetUnderTest, checkpoint: str) -> str:
+    async with connect(run.ref) as fleet:
+        job_id = await fleet.start_push(PushRequest(checkpoint))
+        job = await fleet.wait_job(job_id)
+    if job.state != "succeeded" or job.result is None:
+        error: dict[str, Any] = job.error or {}
+        message = error.get("message") or f"{job_id} ended {job.state}"
+        raise SkyctlError(f"{job_id}: {message}", hint=error.get("hint", ""))
+    result = job.result
+    return (
+        f"{result['version']}: {format_bytes(result['total_bytes'])} by {result['transport']}, "
+        f"frozen for {format_seconds(result['freeze_window_s'])}"
+    )
+
+
+def _base_checkpoint(run: FleetUnderTest) -> str:
+    """The directory of the checkpoint the fleet was started with."""
+    from skyctl.fleet.schema import resolve_relative
+
+    model = run.ref.config.model
+    if model is None:
+        raise Skipped("skyctl did not start these servers: it does not know their checkpoint")
+    path = resolve_relative(model, run.ref.base_dir)
+    if not Path(path).is_dir():
+        raise Skipped(f"the model {model} is not a directory on this machine")
+    return path
+
+
+async def _first_of(begun: asyncio.Event, stream: asyncio.Task[GenerationResult]) -> None:
+    """Return with the first text of the stream, or with its end."""
+    waiting = asyncio.create_task(begun.wait())
+    try:
+        await asyncio.wait({waiting, stream}, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        waiting.cancel()
+
+
+async def _all_paused(fleet: Fleet) -> None:
+    status = await fleet.status()
+    running = [r.name for r in status.replicas if r.state != "paused"]
+    if running:
+        raise SkyctlError(f"{', '.join(running)} is not paused after a pause")
+
+
+def _finished(result: GenerationResult, length: int) -> None:
+    if result.error or len(result.token_ids) != length:
+        got = f"{len(result.token_ids)} of {length} tokens"
+        raise SkyctlError(f"the stream was not finished ({got}): {result.error or 'it was cut'}")
+
+
+def _slowest(outcomes: Sequence[dict[str, Any]], verb: str) -> float:
+    """Milliseconds of the slowest server. Raises when one of them did not do it."""
+    for row in outcomes:
+        if row["status"] != "ok":
+            raise SkyctlError(f"{verb}: {row['server']}: {row['detail'] or row['status']}")
+    return max(float(row["elapsed_ms"]) for row in outcomes)
+
+
+def _recorded_pids(run: FleetUnderTest) -> set[int]:
+    """All processes of the fleet that its state knows of."""
+    if not run.ref.paths.database.exists():
+        return set()
+    with FleetState(run.ref.paths.database) as state:
+        identities = [
+            identity
+            for row in state.processes()
+            for identity in (row.identity, *row.descendants)
+            if identity is not None and identity.alive()
+        ]
+    return {identity.pid for identity in identities}
+
+
+def _alive(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.Error:
+        return False
+
+
+def _listed(names: Sequence[str]) -> str:
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
