@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -115,7 +116,9 @@ class AttachedFleet:
             ConflictError: another push holds the fleet's lock; the message names it.
         """
         from skyctl.operations.attached_push import begin
+        from skyctl.weights.tracing import current_traceparent
 
+        request = replace(request, traceparent=current_traceparent())
         job, task = begin(self.ref, self.targets, request, self._client, self._state)
         self._pushes[job.id] = task
         return job.id

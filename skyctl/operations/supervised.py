@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 from urllib.parse import urlsplit
@@ -90,6 +91,9 @@ class SupervisedFleet:
         Raises:
             ConflictError: another push or an operation is in progress; the message names it.
         """
+        from skyctl.weights.tracing import current_traceparent
+
+        request = replace(request, traceparent=current_traceparent())
         answer = await self._client.post("/jobs", {"request": request.to_json()})
         return str(answer["id"])
 

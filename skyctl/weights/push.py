@@ -33,6 +33,7 @@ from skyctl.weights.request import (
 from skyctl.weights.sender_client import SenderFailed
 from skyctl.weights.sender_pool import SenderPool
 from skyctl.weights.sites import Holds, Site, alive, close_session, each, responsive
+from skyctl.weights.tracing import traced
 from skyctl.weights.verify import weights_digest
 
 __all__ = [
@@ -103,9 +104,12 @@ async def push(
     """
     shelter = Shelter()
     pool = senders or SenderPool()
-    run = _Run(request, fleet, client, CarefulObserver(observer), clock, shelter, pool)
     try:
-        return await shelter.run(_transaction(run))
+        with traced(request, fleet, observer) as watched:
+            run = _Run(request, fleet, client, CarefulObserver(watched), clock, shelter, pool)
+            result = await shelter.run(_transaction(run))
+            watched.finish(result)
+            return result
     finally:
         if senders is None:
             await pool.close()

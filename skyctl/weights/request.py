@@ -26,7 +26,8 @@ STAGES = (
 class PushRequest:
     """What the user asked for. `chunk_size` is in bytes; None takes the fleet's.
 
-    `weight_version` None makes one up from the checkpoint's digest.
+    `weight_version` None makes one up from the checkpoint's digest. `traceparent` is the W3C trace
+    context of whoever asked.
     """
 
     checkpoint: str
@@ -36,6 +37,7 @@ class PushRequest:
     pause_mode: Literal["keep", "wait", "abort"] = "keep"
     verify: bool = True
     dry_run: bool = False
+    traceparent: str | None = None
 
     def to_json(self) -> dict[str, Any]:
         """JSON mapping with one key per field."""
