@@ -23,6 +23,10 @@ from skyctl.weights.transports.base import Filled, Session, Transport
 SLOTS = 2
 """One slot is filled while servers load the other."""
 
+OUTSTANDING = 3
+"""Updates under way at once where their order is free: while a server loads one chunk, the call
+for the next has already crossed the wire."""
+
 _STARTUP_TIMEOUT_S = 120.0  # importing torch from a cold disk takes tens of seconds
 _GRACE_S = 5.0  # a server's own deadline should end before ours, so that its reason arrives
 
@@ -75,6 +79,8 @@ class ChunkDelivery:
         self._sender_gpu = sender_gpu
         self._lease: Lease | None = None
         self._delivered = False
+        self._read_ahead_until = 0.0
+        self._outstanding = 1
         self._session: Session | None = None
         self._offsets: dict[str, int] = {}
         self._numbers: dict[str, int] = {}
@@ -117,6 +123,8 @@ class ChunkDelivery:
         )
         opened = await lease.sender.opened(timeout_s=_STARTUP_TIMEOUT_S)
         self._session = Session(lease.session, self._plan, world_size, opened.endpoint)
+        if opened.staged_whole and not self._transport.ordered:
+            self._outstanding = OUTSTANDING
         await self._read_ahead(lease, chunks if opened.staged_whole else ring)
 
     async def _read_ahead(self, lease: Lease, chunks: int) -> None:
@@ -130,9 +138,10 @@ class ChunkDelivery:
                 done_bytes=done,
                 total_bytes=self._plan.total_bytes,
                 read_s=clock() - began,
-                send_bytes_per_s=lease.send_bytes_per_s if chunks > SLOTS else 0,
+                lead_s=lease.lead_s,
             ):
-                return
+                break
+        self._read_ahead_until = clock()
 
     async def init(self, sites: Sequence[Site]) -> None:
         lease, session = self._opened()
@@ -168,8 +177,8 @@ class ChunkDelivery:
         )
 
     async def update(self, sites: Sequence[Site], on_progress: Callable[[int], None]) -> None:
-        clock = asyncio.get_running_loop().time
-        began = clock()
+        lease = self._opened()[0]
+        lease.lead_s = asyncio.get_running_loop().time() - self._read_ahead_until
         try:
             if self._transport.one_update:
                 await self._update_at_once(sites, on_progress)
@@ -178,8 +187,6 @@ class ChunkDelivery:
         except SenderFailed as error:
             self._all_failed(sites, error)
         self._delivered = bool(alive(sites))
-        if self._delivered:
-            self._opened()[0].send_bytes_per_s = self._plan.total_bytes / (clock() - began)
 
     async def _update_by_chunk(
         self, sites: Sequence[Site], on_progress: Callable[[int], None]
@@ -187,19 +194,37 @@ class ChunkDelivery:
         sender = self._opened()[0].sender
         timeout_s = self._fleet.update_timeout_s + _GRACE_S
         done = 0
-        for chunk in self._plan.chunks:
-            if not alive(sites):
-                return
-            filled = await sender.filled(chunk.index, timeout_s=self._fleet.update_timeout_s)
-            await self._call_update(
-                sites,
-                chunk,
-                filled,
-                lambda: sender.send(filled, chunk.size, timeout_s=timeout_s),  # noqa: B023 (awaited)
-                what=f"chunk {chunk.index + 1} of {len(self._plan.chunks)}",
-            )
-            done += await self._sent(chunk, filled)
-            on_progress(done)
+        turns = asyncio.Semaphore(self._outstanding)
+
+        async def update(chunk: Chunk) -> None:
+            nonlocal done
+            try:
+                filled = await sender.filled(chunk.index, timeout_s=self._fleet.update_timeout_s)
+                await self._call_update(
+                    sites,
+                    chunk,
+                    filled,
+                    lambda: sender.send(filled, chunk.size, timeout_s=timeout_s),
+                    what=f"chunk {chunk.index + 1} of {len(self._plan.chunks)}",
+                )
+                done += await self._sent(chunk, filled)
+                on_progress(done)
+            finally:
+                turns.release()
+
+        updates: list[asyncio.Task[None]] = []
+        try:
+            for chunk in self._plan.chunks:
+                await turns.acquire()
+                if not alive(sites):
+                    break
+                updates.append(asyncio.create_task(update(chunk)))
+            await asyncio.wait(updates)
+        finally:
+            for task in updates:
+                task.cancel()
+        for task in updates:
+            task.result()  # raises what it raised
 
     async def _update_at_once(
         self, sites: Sequence[Site], on_progress: Callable[[int], None]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from asyncio import gather
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -178,29 +179,34 @@ async def ask_servers(fleet: PushFleet, *, client: ControlClient) -> tuple[Serve
 
     async def ask(target: ServerTarget) -> ServerFacts:
         server = VLLMServer(client, target, timeout_s=fleet.control_timeout_s)
-        version = await server.version()
-        paused = await server.is_paused()
-        level = (await server.metrics()).sleep_level
+        (paused, sleeping, metrics), (version, weight_version, world_size, info) = await gather(
+            gather(server.is_paused(), server.is_sleeping(), server.metrics()),
+            gather(
+                server.version(),
+                server.weight_version(),
+                server.world_size(include_dp=True),
+                _configuration(server),
+            ),
+        )
+        level = metrics.sleep_level
         # a paused engine calls itself asleep: only the metric, or sleep without a pause, is proof
-        asleep = level > 0 if level is not None else not paused and await server.is_sleeping()
-        info = await _configuration(server)
+        asleep = level > 0 if level is not None else sleeping and not paused
         return ServerFacts(
             name=target.name,
             url=target.url,
             backend=_backend(info, by_target[target]),
             vllm_version=version,
             dialect=dialect_for(version),
-            world_size=await server.world_size(include_dp=True),
+            world_size=world_size,
             paused=paused,
             asleep=asleep,
-            weight_version=await server.weight_version(),
+            weight_version=weight_version,
             model=str(_section(info, "model_config").get("model", "")),
             load_format=str(_section(info, "load_config").get("load_format", "")),
         )
 
     targets = [server.target for server in fleet.servers]
-    # seven calls, one after another
-    outcomes = await fan_out(targets, ask, timeout_s=fleet.control_timeout_s * 7)
+    outcomes = await fan_out(targets, ask, timeout_s=fleet.control_timeout_s)
     require_all(outcomes, "sync-weights")
     return tuple(outcome.value for outcome in outcomes if outcome.value is not None)
 

@@ -17,8 +17,8 @@ class Lease:
     """A sender on loan to one push.
 
     `fresh` senders still have to be told of their carrier. `session` names the carrier's session;
-    `group` the servers that have joined it, "" while none have; `send_bytes_per_s` is the rate of
-    its last push, 0 before one.
+    `group` the servers that have joined it, "" while none have; `lead_s` is how long its last
+    push took from reading to the first update, 0 before one.
     """
 
     sender: SenderProcess
@@ -26,7 +26,7 @@ class Lease:
     session: str
     fresh: bool = True
     group: str = ""
-    send_bytes_per_s: float = 0.0
+    lead_s: float = 0.0
 
 
 class SenderPool:

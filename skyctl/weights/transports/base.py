@@ -49,12 +49,14 @@ class Transport(Protocol):
         resident: the sender is kept for the next push: what it holds is dear to set up.
         one_update: all chunks travel within a single update call, which receives one while it
             loads the other; otherwise each chunk is an update of its own.
+        ordered: the receiver insists on chunks in their order.
     """
 
     name: str
     collective: bool
     resident: bool
     one_update: bool
+    ordered: bool
     packing: Packing
     alignment: int
 

@@ -26,6 +26,7 @@ class GlooTransport:
     collective = True
     resident = False
     one_update = False
+    ordered = True
     packing: Packing = "fit"
     alignment = ALIGNMENT
 

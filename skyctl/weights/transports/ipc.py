@@ -24,6 +24,7 @@ class IpcTransport:
     collective = False
     resident = True
     one_update = False
+    ordered = False
     packing: Packing = "fit"
     alignment = 1  # vLLM's packed format has no padding
 

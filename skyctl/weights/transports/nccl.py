@@ -27,6 +27,7 @@ class NcclTransport:
     collective = True
     resident = True
     one_update = True  # workers receive one buffer while they load the other
+    ordered = True
     packing: Packing = "overflow"
     alignment = 1  # vLLM's packed format has no padding
 

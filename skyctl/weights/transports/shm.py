@@ -24,6 +24,7 @@ class ShmTransport:
     collective = False
     resident = False
     one_update = False
+    ordered = True
     packing: Packing = "fit"
     alignment = ALIGNMENT
 

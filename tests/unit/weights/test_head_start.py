@@ -10,20 +10,18 @@ GB = 10**9
 
 
 @pytest.mark.parametrize(
-    ("done", "read_s", "send_rate", "enough"),
+    ("done", "read_s", "lead_s", "enough"),
     [
         (16 * GB, 1.0, 0.0, True),  # all there
-        (15 * GB, 1.0, 0.0, False),  # nothing known of sending: all first
-        (0, 0.0, 80.0 * GB, False),  # nothing known of reading
-        (4 * GB, 0.08, 80.0 * GB, False),  # 12 GB left at 50 GB/s: 0.24 s; sending takes 0.2 s
-        (9 * GB, 0.18, 80.0 * GB, True),  # 7 GB left: 0.14 s, within the margin of 0.2 s
-        (12 * GB, 6.0, 80.0 * GB, False),  # a cold disk: nearly everything first
+        (15 * GB, 1.0, 0.0, False),  # nothing known of pausing: all first
+        (0, 0.0, 0.04, False),  # nothing known of reading
+        (12 * GB, 0.24, 0.04, False),  # 4 GB left at 50 GB/s: 0.08 s
+        (15 * GB, 0.30, 0.04, True),  # 1 GB left: 0.02 s
+        (15 * GB, 7.5, 0.04, False),  # the same on a cold disk
     ],
 )
-def test_servers_are_frozen_when_reading_will_stay_ahead_of_sending(
-    done: int, read_s: float, send_rate: float, enough: bool
+def test_servers_are_frozen_when_reading_ends_before_they_are_ready(
+    done: int, read_s: float, lead_s: float, enough: bool
 ) -> None:
-    found = enough_is_read(
-        done_bytes=done, total_bytes=16 * GB, read_s=read_s, send_bytes_per_s=send_rate
-    )
+    found = enough_is_read(done_bytes=done, total_bytes=16 * GB, read_s=read_s, lead_s=lead_s)
     assert found is enough
