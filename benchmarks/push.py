@@ -83,6 +83,8 @@ def skyctl_pushes(
 ) -> list[dict[str, Any]]:
     """Results of every counted push."""
     results = []
+    urls = list(fleet.data("urls")["servers"].values())
+    answers: dict[str, list[int]] = {}
     for run in range(options.warmups + options.runs):
         checkpoint = str(checkpoints[run % len(checkpoints)])
         result = fleet.data("sync-weights", checkpoint, *options.push_options.split())["job"][
@@ -94,9 +96,39 @@ def skyctl_pushes(
             f"frozen {result['freeze_window_s']:.3f} s; {stages}",
             flush=True,
         )
+        for url in urls:
+            tokens = answer(url)
+            if answers.setdefault(checkpoint, tokens) != tokens:
+                raise SystemExit(f"{url} answers {tokens} with {checkpoint}, not {answers}")
         if run >= options.warmups:
-            results.append(result)
+            results.append({**result, "gpu_memory_mib": gpu_memory()})
+    if len({tuple(tokens) for tokens in answers.values()}) != len(answers):
+        raise SystemExit(f"the checkpoints answer alike: {answers}")
     return results
+
+
+def answer(url: str) -> list[int]:
+    """Greedy token ids of a fixed prompt."""
+    import httpx
+
+    body = {
+        "model": "bench",
+        "prompt": [40, 41, 42, 43],
+        "max_tokens": 8,
+        "temperature": 0,
+        "ignore_eos": True,
+        "return_token_ids": True,
+    }
+    reply = httpx.post(f"{url}/v1/completions", json=body, timeout=60)
+    reply.raise_for_status()
+    tokens: list[int] = reply.json()["choices"][0]["token_ids"]
+    return tokens
+
+
+def gpu_memory() -> list[int]:
+    """MiB in use on every GPU."""
+    query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    return [int(line) for line in subprocess.check_output(query, text=True).split()]
 
 
 def native_pushes(
@@ -146,6 +178,10 @@ def record(
         "stages_s": {
             name: round(statistics.median(p["stages"].get(name, 0.0) for p in pushes), 4)
             for name in pushes[0]["stages"]
+        },
+        "gpu_memory_mib": {
+            "first": pushes[0]["gpu_memory_mib"],
+            "last": pushes[-1]["gpu_memory_mib"],
         },
         "options": f"{options.shape} chunk {options.chunk_size} {options.push_options}".strip(),
     }
