@@ -43,7 +43,7 @@ _skyctl() {
                 --replicas) true; return ;;
                 --servers) true; return ;;
             esac
-            if [[ $cur == -* ]]; then _skyctl_words "--tiny --name --model --replicas --servers --force --json -h --help"; else
+            if [[ $cur == -* ]]; then _skyctl_words "--tiny --name --model --replicas --servers --force --json -h --help -q --quiet --no-color --debug"; else
                 _skyctl_files
             fi ;;
         "validate")
@@ -51,7 +51,7 @@ _skyctl() {
                 -f|--file) _skyctl_files; return ;;
                 --fleet) _skyctl_ask; return ;;
             esac
-            if [[ $cur == -* ]]; then _skyctl_words "-f --file --fleet --offline --json -h --help"; else
+            if [[ $cur == -* ]]; then _skyctl_words "-f --file --fleet --offline --json -h --help -q --quiet --no-color --debug"; else
                 _skyctl_files
             fi ;;
         "plan")
@@ -59,39 +59,39 @@ _skyctl() {
                 -f|--file) _skyctl_files; return ;;
                 --fleet) _skyctl_ask; return ;;
             esac
-            if [[ $cur == -* ]]; then _skyctl_words "-f --file --fleet --json -h --help"; else
+            if [[ $cur == -* ]]; then _skyctl_words "-f --file --fleet --json -h --help -q --quiet --no-color --debug"; else
                 _skyctl_files
             fi ;;
         "schema")
-            _skyctl_words "--json -h --help" ;;
+            _skyctl_words "--json -h --help -q --quiet --no-color --debug" ;;
         "up")
             case "$prev" in
                 -f|--file) _skyctl_files; return ;;
                 --fleet) _skyctl_ask; return ;;
                 --wait-timeout) true; return ;;
             esac
-            _skyctl_words "-f --file --fleet --attach --wait-timeout --no-router --rollback --json -h --help" ;;
+            _skyctl_words "-f --file --fleet --attach --wait-timeout --no-router --rollback --json -h --help -q --quiet --no-color --debug" ;;
         "down")
             case "$prev" in
                 -f|--file) _skyctl_files; return ;;
                 --fleet) _skyctl_ask; return ;;
                 --drain-timeout) true; return ;;
             esac
-            _skyctl_words "-f --file --fleet --drain-timeout --json -h --help" ;;
+            _skyctl_words "-f --file --fleet --drain-timeout --json -h --help -q --quiet --no-color --debug" ;;
         "status")
             case "$prev" in
                 -f|--file) _skyctl_files; return ;;
                 --fleet) _skyctl_ask; return ;;
                 --interval) true; return ;;
             esac
-            _skyctl_words "-f --file --fleet -w --watch --interval --exit-code --json -h --help" ;;
+            _skyctl_words "-f --file --fleet -w --watch --interval --exit-code --json -h --help -q --quiet --no-color --debug" ;;
         "top")
             case "$prev" in
                 -f|--file) _skyctl_files; return ;;
                 --fleet) _skyctl_ask; return ;;
                 --interval) true; return ;;
             esac
-            _skyctl_words "-f --file --fleet --interval --once --json -h --help" ;;
+            _skyctl_words "-f --file --fleet --interval --once --json -h --help -q --quiet --no-color --debug" ;;
         "wait")
             case "$prev" in
                 --for) _skyctl_ask; return ;;
@@ -100,14 +100,14 @@ _skyctl() {
                 --server) _skyctl_ask; return ;;
                 --timeout) true; return ;;
             esac
-            _skyctl_words "--for -f --file --fleet --server --timeout --json -h --help" ;;
+            _skyctl_words "--for -f --file --fleet --server --timeout --json -h --help -q --quiet --no-color --debug" ;;
         "logs")
             case "$prev" in
-                -f|--file) _skyctl_files; return ;;
+                --file) _skyctl_files; return ;;
                 --fleet) _skyctl_ask; return ;;
                 -n|--lines) true; return ;;
             esac
-            if [[ $cur == -* ]]; then _skyctl_words "-f --file --fleet -f --follow -n --lines --probes --json -h --help"; else
+            if [[ $cur == -* ]]; then _skyctl_words "--file --fleet -f --follow -n --lines --probes --json -h --help -q --quiet --no-color --debug"; else
                 _skyctl_ask
             fi ;;
         "restart")
@@ -115,7 +115,7 @@ _skyctl() {
                 -f|--file) _skyctl_files; return ;;
                 --fleet) _skyctl_ask; return ;;
             esac
-            if [[ $cur == -* ]]; then _skyctl_words "-f --file --fleet --json -h --help"; else
+            if [[ $cur == -* ]]; then _skyctl_words "-f --file --fleet --json -h --help -q --quiet --no-color --debug"; else
                 _skyctl_ask
             fi ;;
         "scale")
@@ -123,7 +123,7 @@ _skyctl() {
                 -f|--file) _skyctl_files; return ;;
                 --fleet) _skyctl_ask; return ;;
             esac
-            _skyctl_words "-f --file --fleet --json -h --help" ;;
+            _skyctl_words "-f --file --fleet --json -h --help -q --quiet --no-color --debug" ;;
         "pause")
             case "$prev" in
                 -f|--file) _skyctl_files; return ;;
@@ -132,7 +132,7 @@ _skyctl() {
                 --server) _skyctl_ask; return ;;
                 --timeout) true; return ;;
             esac
-            _skyctl_words "-f --file --fleet --mode --clear-cache --keep-cache --server --keep-partial --timeout --json -h --help" ;;
+            _skyctl_words "-f --file --fleet --mode --clear-cache --keep-cache --server --keep-partial --timeout --json -h --help -q --quiet --no-color --debug" ;;
         "resume")
             case "$prev" in
                 -f|--file) _skyctl_files; return ;;
@@ -140,7 +140,7 @@ _skyctl() {
                 --server) _skyctl_ask; return ;;
                 --timeout) true; return ;;
             esac
-            _skyctl_words "-f --file --fleet --server --timeout --json -h --help" ;;
+            _skyctl_words "-f --file --fleet --server --timeout --json -h --help -q --quiet --no-color --debug" ;;
         "sleep")
             case "$prev" in
                 -f|--file) _skyctl_files; return ;;
@@ -149,7 +149,7 @@ _skyctl() {
                 --server) _skyctl_ask; return ;;
                 --timeout) true; return ;;
             esac
-            _skyctl_words "-f --file --fleet --level --server --timeout --json -h --help" ;;
+            _skyctl_words "-f --file --fleet --level --server --timeout --json -h --help -q --quiet --no-color --debug" ;;
         "wake")
             case "$prev" in
                 -f|--file) _skyctl_files; return ;;
@@ -158,7 +158,7 @@ _skyctl() {
                 --server) _skyctl_ask; return ;;
                 --timeout) true; return ;;
             esac
-            _skyctl_words "-f --file --fleet --tags --server --timeout --json -h --help" ;;
+            _skyctl_words "-f --file --fleet --tags --server --timeout --json -h --help -q --quiet --no-color --debug" ;;
         "sync-weights")
             case "$prev" in
                 -f|--file) _skyctl_files; return ;;
@@ -169,7 +169,7 @@ _skyctl() {
                 --mode) _skyctl_words "abort wait keep"; return ;;
                 --timeout) true; return ;;
             esac
-            if [[ $cur == -* ]]; then _skyctl_words "-f --file --fleet --transport --chunk-size --weight-version --mode --verify --no-verify --dry-run --detach --timeout --json -h --help"; else
+            if [[ $cur == -* ]]; then _skyctl_words "-f --file --fleet --transport --chunk-size --weight-version --mode --verify --no-verify --dry-run --detach --timeout --json -h --help -q --quiet --no-color --debug"; else
                 _skyctl_ask
             fi ;;
         "jobs")
@@ -177,13 +177,13 @@ _skyctl() {
                 -f|--file) _skyctl_files; return ;;
                 --fleet) _skyctl_ask; return ;;
             esac
-            _skyctl_words "show wait -f --file --fleet --json -h --help" ;;
+            _skyctl_words "show wait -f --file --fleet --json -h --help -q --quiet --no-color --debug" ;;
         "jobs show")
             case "$prev" in
                 -f|--file) _skyctl_files; return ;;
                 --fleet) _skyctl_ask; return ;;
             esac
-            if [[ $cur == -* ]]; then _skyctl_words "-f --file --fleet --json -h --help"; else
+            if [[ $cur == -* ]]; then _skyctl_words "-f --file --fleet --json -h --help -q --quiet --no-color --debug"; else
                 _skyctl_ask
             fi ;;
         "jobs wait")
@@ -192,7 +192,7 @@ _skyctl() {
                 --fleet) _skyctl_ask; return ;;
                 --timeout) true; return ;;
             esac
-            if [[ $cur == -* ]]; then _skyctl_words "-f --file --fleet --timeout --json -h --help"; else
+            if [[ $cur == -* ]]; then _skyctl_words "-f --file --fleet --timeout --json -h --help -q --quiet --no-color --debug"; else
                 _skyctl_ask
             fi ;;
         "weights")
@@ -200,19 +200,19 @@ _skyctl() {
                 -f|--file) _skyctl_files; return ;;
                 --fleet) _skyctl_ask; return ;;
             esac
-            _skyctl_words "history verify -f --file --fleet --json -h --help" ;;
+            _skyctl_words "history verify -f --file --fleet --json -h --help -q --quiet --no-color --debug" ;;
         "weights history")
             case "$prev" in
                 -f|--file) _skyctl_files; return ;;
                 --fleet) _skyctl_ask; return ;;
             esac
-            _skyctl_words "-f --file --fleet --json -h --help" ;;
+            _skyctl_words "-f --file --fleet --json -h --help -q --quiet --no-color --debug" ;;
         "weights verify")
             case "$prev" in
                 -f|--file) _skyctl_files; return ;;
                 --fleet) _skyctl_ask; return ;;
             esac
-            _skyctl_words "-f --file --fleet --json -h --help" ;;
+            _skyctl_words "-f --file --fleet --json -h --help -q --quiet --no-color --debug" ;;
         "generate")
             case "$prev" in
                 -f|--file) _skyctl_files; return ;;
@@ -227,7 +227,7 @@ _skyctl() {
                 --retries) true; return ;;
                 --timeout) true; return ;;
             esac
-            _skyctl_words "-f --file --fleet -i --input -o --output --chat --max-tokens --temperature --session-id --server --concurrency --retries --timeout --json -h --help" ;;
+            _skyctl_words "-f --file --fleet -i --input -o --output --chat --max-tokens --temperature --session-id --server --concurrency --retries --timeout --json -h --help -q --quiet --no-color --debug" ;;
         "urls")
             case "$prev" in
                 -f|--file) _skyctl_files; return ;;
@@ -235,13 +235,13 @@ _skyctl() {
                 --format) _skyctl_words "skyrl verl prime-rl openai env"; return ;;
                 --prometheus-sd) _skyctl_files; return ;;
             esac
-            _skyctl_words "-f --file --fleet --format --export --prometheus-sd --json -h --help" ;;
+            _skyctl_words "-f --file --fleet --format --export --prometheus-sd --json -h --help -q --quiet --no-color --debug" ;;
         "doctor")
             case "$prev" in
                 -f|--file) _skyctl_files; return ;;
                 --fleet) _skyctl_ask; return ;;
             esac
-            _skyctl_words "-f --file --fleet --verify --strict --json -h --help" ;;
+            _skyctl_words "-f --file --fleet --verify --strict --json -h --help -q --quiet --no-color --debug" ;;
         "smoke")
             case "$prev" in
                 -f|--file) _skyctl_files; return ;;
@@ -252,9 +252,9 @@ _skyctl() {
                 --summary) _skyctl_files; return ;;
                 --keep-logs) _skyctl_files; return ;;
             esac
-            _skyctl_words "-f --file --fleet --checkpoint --reuse --timeout --junit --summary --keep-logs --json -h --help" ;;
+            _skyctl_words "-f --file --fleet --checkpoint --reuse --timeout --junit --summary --keep-logs --json -h --help -q --quiet --no-color --debug" ;;
         "help")
-            if [[ $cur == -* ]]; then _skyctl_words "--json -h --help"; else
+            if [[ $cur == -* ]]; then _skyctl_words "--json -h --help -q --quiet --no-color --debug"; else
                 _skyctl_ask
             fi ;;
     esac

@@ -1,9 +1,9 @@
 """Every error skyctl raises on purpose, and the exit codes they end in.
 
-SkyctlError                     1   something failed; the message says what, where and what to type next
+SkyctlError                     1   something failed; the message says what, where, what to type
 ├── UsageError                  2   the command line or the fleet file is wrong; nothing was touched
 │   └── FleetFileError          2   … with the file and line
-├── PartialFailure              3   some servers succeeded, some did not; carries the outcome of each
+├── PartialFailure              3   some servers succeeded, some did not: an outcome of each
 ├── NotFoundError               4   no such fleet, replica, job or checkpoint
 │   └── FleetDownError          4   the fleet exists but is not running (or its state is stale)
 ├── ServerError                 1   a server answered, and the answer was an error
@@ -11,7 +11,9 @@ SkyctlError                     1   something failed; the message says what, whe
 │   └── DeadlineExceeded      124   no answer within the deadline
 ├── ConflictError               1   somebody else holds the lock, the port or the name
 ├── PreflightError              1   a push was refused before anything was paused
-└── PushError                   1   a push failed after it began; says in what state each server was left
+├── Interrupted               130   Ctrl-C
+├── InternalError               1   a bug of skyctl's
+└── PushError                   1   a push failed after it began; says how it left each server
 """
 
 from __future__ import annotations
@@ -94,7 +96,7 @@ class FleetDownError(NotFoundError):
 
 
 class ServerError(SkyctlError):
-    """A server answered with an error status. `status` is the HTTP status, 0 when there was none."""
+    """A server answered with an error. `status` is the HTTP status, 0 when there was none."""
 
     def __init__(
         self,
@@ -139,3 +141,13 @@ def error_named(
         found = SkyctlError
     error: SkyctlError = found(message, hint=hint, details=details)
     return error
+
+
+class Interrupted(SkyctlError):
+    """The user pressed Ctrl-C."""
+
+    exit_code = ExitCode.INTERRUPTED
+
+
+class InternalError(SkyctlError):
+    """A bug of skyctl's; its traceback goes to stderr."""

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import importlib
+import os
 import sys
-from typing import NamedTuple
+import traceback
+from typing import NamedTuple, NoReturn
 
 import typer
 
 from skyctl import __version__
-from skyctl.errors import ExitCode, SkyctlError, UsageError
+from skyctl.cli.command_line import command_name, given, options_first
+from skyctl.cli.help_text import flowing
+from skyctl.errors import ExitCode, InternalError, Interrupted, SkyctlError, UsageError
 
 
 class Verb(NamedTuple):
@@ -80,17 +84,15 @@ def _global_options(
     version: bool = typer.Option(
         False, "--version", callback=_print_version, is_eager=True, help="Print the version."
     ),
-    quiet: bool = typer.Option(False, "-q", "--quiet", help="Print results only, no progress."),
-    no_color: bool = typer.Option(False, "--no-color", help="No colours."),
+    quiet: bool = typer.Option(
+        False, "-q", "--quiet", help="Print results only, no progress (with any command)."
+    ),
+    no_color: bool = typer.Option(False, "--no-color", help="No colours (with any command)."),
     debug: bool = typer.Option(
         False, "--debug", envvar="SKYCTL_DEBUG", help="Show a traceback with an error."
     ),
 ) -> None:
-    from skyctl import output
-
-    output.configure(
-        command=output.mode.command, json=output.mode.json, quiet=quiet, color=not no_color
-    )
+    """What they mean is read by `main` from the command line; here they are declared."""
 
 
 def register_all() -> None:
@@ -98,9 +100,12 @@ def register_all() -> None:
     for verb in VERBS:
         command = getattr(importlib.import_module(f"skyctl.cli.{verb.module}"), verb.function)
         if isinstance(command, typer.Typer):
+            for below in command.registered_commands:
+                below.help = flowing(below.callback.__doc__ if below.callback else None)
             app.add_typer(command, name=verb.name, rich_help_panel=verb.panel)
         else:
-            app.command(verb.name, rich_help_panel=verb.panel)(command)
+            text = flowing(command.__doc__)
+            app.command(verb.name, help=text, rich_help_panel=verb.panel)(command)
 
 
 register_all()
@@ -111,28 +116,62 @@ def main() -> None:
     from skyctl import output
 
     arguments = sys.argv[1:]
-    words = [word for word in arguments if not word.startswith("-")]
-    output.configure(command=words[0] if words else "skyctl", json="--json" in arguments)
+    output.configure(
+        command=command_name(arguments, _groups()),
+        json=given("--json", arguments),
+        quiet=given("-q", arguments) or given("--quiet", arguments),
+        color=not given("--no-color", arguments),
+    )
     try:
-        code = app(standalone_mode=False)
+        code = app(args=options_first(arguments), standalone_mode=False)
+        sys.stdout.flush()
         sys.exit(code if isinstance(code, int) else int(ExitCode.OK))
     except SkyctlError as error:
-        if "--debug" in arguments:
+        if given("--debug", arguments) or os.environ.get("SKYCTL_DEBUG"):
             raise
-        output.emit_error(error)
-        sys.exit(int(error.exit_code))
-    except KeyboardInterrupt:
-        output.err.print("interrupted")
-        sys.exit(int(ExitCode.INTERRUPTED))
-    except typer.Abort:
-        sys.exit(int(ExitCode.INTERRUPTED))
+        _fail(error)
+    except (KeyboardInterrupt, typer.Abort):
+        _fail(Interrupted("interrupted"))
+    except BrokenPipeError:
+        # whoever read our output has seen enough: nothing is left to say, also not at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(int(ExitCode.OK))
     except Exception as error:
-        # click's own usage errors know how to show themselves, with their usage line
-        show = getattr(error, "show", None)
-        if show is None:
-            raise
-        if output.mode.json:
-            output.emit_error(UsageError(getattr(error, "message", str(error))))
-        else:
-            show()
-        sys.exit(int(ExitCode.USAGE))
+        _fail_unexpectedly(error)
+
+
+def _fail(error: SkyctlError) -> NoReturn:
+    from skyctl import output
+
+    output.emit_error(error)
+    sys.exit(int(error.exit_code))
+
+
+def _fail_unexpectedly(error: Exception) -> NoReturn:
+    """A wrong command line, which the parser shows with its usage, or a bug."""
+    from skyctl import output
+
+    show = getattr(error, "show", None)
+    if show is None:
+        traceback.print_exc()
+        _fail(InternalError(f"a bug in skyctl: {error!r}", hint="report it with the lines above"))
+    if isinstance(message := getattr(error, "message", None), str):
+        error.message = message.replace("Value error, ", "")  # type: ignore[attr-defined]
+    if output.mode.json:
+        known = output.mode.command.split()[0] in {verb.name for verb in VERBS}
+        hint = f"skyctl {output.mode.command} --help" if known else "skyctl --help"
+        _fail(UsageError(getattr(error, "format_message", error.__str__)(), hint=hint))
+    show()
+    sys.exit(int(ExitCode.USAGE))
+
+
+def _groups() -> dict[str, set[str]]:
+    """The commands of each group of commands."""
+    return {
+        group.name: {
+            below.name or str(getattr(below.callback, "__name__", ""))
+            for below in group.typer_instance.registered_commands
+        }
+        for group in app.registered_groups
+        if group.name and group.typer_instance
+    }

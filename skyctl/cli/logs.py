@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from skyctl.cli import complete
-from skyctl.cli.options import FileOption, FleetOption, JsonOption
+from skyctl.cli.options import FleetOption, JsonOption, LongFileOption
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -30,7 +30,7 @@ def logs(
             show_default=False,
         ),
     ] = None,
-    file: FileOption = None,
+    file: LongFileOption = None,
     fleet: FleetOption = None,
     follow: Annotated[bool, typer.Option("-f", "--follow", help="Go on until Ctrl-C.")] = False,
     lines: Annotated[

@@ -19,6 +19,16 @@ FileOption = Annotated[
         show_default=False,
     ),
 ]
+# for `logs`, where -f follows, as in docker and kubectl
+LongFileOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--file",
+        envvar="SKYCTL_FILE",
+        help="Fleet file (default: ./fleet.yaml, else the one running fleet).",
+        show_default=False,
+    ),
+]
 FleetOption = Annotated[
     str | None,
     typer.Option(

@@ -51,8 +51,11 @@ def up(
     """
     from skyctl import output
     from skyctl.cli.fleet_view import status_view
+    from skyctl.errors import UsageError
     from skyctl.fleet.registry import select
 
+    if attach and as_json:
+        raise UsageError("--attach and --json do not go together")
     ref = select(file, fleet)
     status, said = _bring_up(ref, not no_router, wait_timeout, rollback)
     output.note(said)
@@ -67,7 +70,7 @@ def _bring_up(
     """The status once all is ready, and one line that says what was done."""
     from skyctl import output
     from skyctl.cli.operation import follow
-    from skyctl.errors import DeadlineExceeded, ExitCode, SkyctlError
+    from skyctl.errors import DeadlineExceeded, SkyctlError
     from skyctl.operations.bring_up import begin_up, undo
     from skyctl.operations.connect import connect
 
@@ -94,7 +97,7 @@ def _bring_up(
         if mine:
             output.note("interrupted: stopping what was started (Ctrl-C again to leave it)")
             asyncio.run(undo(ref.paths))
-        raise SystemExit(int(ExitCode.INTERRUPTED)) from None
+        raise
     except DeadlineExceeded:
         raise
     except SkyctlError as error:

@@ -39,8 +39,8 @@ class SmokeOptions:
 class FleetUnderTest:
     """One run. Filled in by the steps as they go.
 
-    `answers` are the greedy tokens of each server before anything was pushed; `pids` all
-    processes that were seen.
+    `answers` are the greedy tokens of each server before anything was pushed, `checkpoint` what
+    they computed with (None when unknown); `pids` all processes that were seen.
     """
 
     ref: FleetRef
@@ -48,6 +48,7 @@ class FleetUnderTest:
     endpoints: dict[str, Endpoint] = field(default_factory=dict)
     longest: int = 512
     answers: dict[str, list[int]] = field(default_factory=dict)
+    checkpoint: str | None = None
     pids: set[int] = field(default_factory=set)
 
     async def find_endpoints(self, fleet: Fleet) -> None:

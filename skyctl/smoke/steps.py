@@ -70,6 +70,7 @@ async def generate(run: FleetUnderTest) -> str:
         await run.find_endpoints(fleet)
     answers = await run.ask(list(run.endpoints))
     run.answers = {name: answers[name] for name in run.servers}
+    run.checkpoint = _checkpoint_now(run)
     alike = len({tuple(tokens) for tokens in answers.values()}) == 1
     tokens = len(next(iter(answers.values())))
     return f"{tokens} greedy tokens from {_listed(list(answers))}, " + (
@@ -207,17 +208,23 @@ async def _push(run: FleetUnderTest, checkpoint: str) -> str:
     )
 
 
-def _base_checkpoint(run: FleetUnderTest) -> str:
-    """The directory of the checkpoint the fleet was started with."""
+def _checkpoint_now(run: FleetUnderTest) -> str | None:
+    """What the fleet computes with: the last push's checkpoint, or what it was started with."""
     from skyctl.fleet.schema import resolve_relative
 
+    with FleetState(run.ref.paths.database) as state:
+        pushed = state.weights().checkpoint
     model = run.ref.config.model
-    if model is None:
+    return pushed or (model and resolve_relative(model, run.ref.base_dir))
+
+
+def _base_checkpoint(run: FleetUnderTest) -> str:
+    """The directory of the checkpoint that gave the first answers."""
+    if run.checkpoint is None:
         raise Skipped("skyctl did not start these servers: it does not know their checkpoint")
-    path = resolve_relative(model, run.ref.base_dir)
-    if not Path(path).is_dir():
-        raise Skipped(f"the model {model} is not a directory on this machine")
-    return path
+    if not Path(run.checkpoint).is_dir():
+        raise Skipped(f"{run.checkpoint} is not a directory on this machine")
+    return run.checkpoint
 
 
 async def _first_of(begun: asyncio.Event, stream: asyncio.Task[GenerationResult]) -> None:
