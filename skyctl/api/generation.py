@@ -54,7 +54,8 @@ class GeneratingFleet(SessionHolder):
 
         Requests frozen by a pause or a push just wait. One that was cut (aborted, its server
         died) goes on with the tokens it has. `sampling` are vLLM's parameters (max_tokens,
-        temperature, top_p, stop, seed, …) for prompts that do not say otherwise.
+        temperature, top_p, stop, seed, …) for prompts that do not say otherwise; with logprobs=0
+        each result has the log probability of every token it sampled.
 
         Args:
             prompts: see `Prompt`. `chat` sends texts as a user's message.

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -23,8 +22,10 @@ from typing import Any, Self
 import httpx
 
 from skyctl.control.http import error_text
+from skyctl.control.progress import GenerationResult as GenerationResult
+from skyctl.control.progress import Progress
 from skyctl.control.prompts import GenerationRequest
-from skyctl.control.stream import Cut, Piece, read_pieces
+from skyctl.control.stream import Cut, read_pieces
 from skyctl.errors import DeadlineExceeded, PartialFailure, ServerError, SkyctlError
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -65,83 +66,6 @@ class Endpoint:
     model: str
     api_key: str | None = field(default=None, repr=False)
     session_id: str | None = None
-
-
-@dataclass(frozen=True)
-class GenerationResult:
-    """What one request came to. `error` is empty unless it was given up; then tokens are partial.
-
-    `seconds` is wall time from the first attempt, waits and freezes included. `prompt_token_ids`
-    are the prompt's as the server saw them, None when it never answered.
-    """
-
-    id: str
-    text: str
-    token_ids: list[int]
-    finish_reason: str
-    retries: int
-    seconds: float
-    error: str = ""
-    prompt_token_ids: list[int] | None = None
-
-    def to_json(self) -> dict[str, Any]:
-        row: dict[str, Any] = {
-            "id": self.id,
-            "text": self.text,
-            "token_ids": self.token_ids,
-            "finish_reason": self.finish_reason,
-            "retries": self.retries,
-            "seconds": round(self.seconds, 3),
-        }
-        return {**row, "error": self.error} if self.error else row
-
-
-@dataclass
-class _Progress:
-    """What one request has so far, over all its attempts.
-
-    A token that ends inside a character brings no text until the character is whole. `textless`
-    counts such tokens at the end; of those before them, up to `unclear` may be such as well.
-    """
-
-    prompt_ids: list[int] | None = None
-    tokens: list[int] = field(default_factory=list)
-    text: str = ""
-    textless: int = 0
-    unclear: int = 0
-    retries: int = 0
-    fruitless: int = 0
-    began: float = field(default_factory=time.perf_counter)
-
-    def add(self, piece: Piece) -> None:
-        """Take one piece of the stream."""
-        if self.prompt_ids is None and piece.prompt_ids is not None:
-            self.prompt_ids = piece.prompt_ids
-        self.tokens.extend(piece.token_ids)
-        self.text += piece.text
-        if not piece.text:
-            self.textless += len(piece.token_ids)
-        elif piece.token_ids:
-            # a busy server sends several tokens at once: the last ones may have brought no text
-            self.textless, self.unclear = 0, len(piece.token_ids) - 1
-
-    def drop(self, count: int) -> None:
-        """Forget the last `count` tokens, which brought no text."""
-        if count:
-            del self.tokens[-count:]
-
-    def result(self, request_id: str, finish_reason: str, error: str = "") -> GenerationResult:
-        seconds = time.perf_counter() - self.began
-        return GenerationResult(
-            request_id,
-            self.text,
-            self.tokens,
-            finish_reason,
-            self.retries,
-            seconds,
-            error,
-            self.prompt_ids,
-        )
 
 
 class GenerationClient:
@@ -192,7 +116,7 @@ class GenerationClient:
         A request that cannot be finished comes back with `error` set and what it got so far.
         `timeout_s` bounds it as a whole, in seconds; without, it may wait for ever.
         """
-        progress = _Progress()
+        progress = Progress()
         try:
             async with asyncio.timeout(timeout_s):
                 reason = await self._until_finished(request, progress, on_text)
@@ -287,7 +211,7 @@ class GenerationClient:
     async def _until_finished(
         self,
         request: GenerationRequest,
-        progress: _Progress,
+        progress: Progress,
         on_text: Callable[[str], None] | None,
     ) -> str:
         while True:
@@ -304,14 +228,14 @@ class GenerationClient:
                         f"given up after {progress.fruitless} attempts in a row: {cut}"
                     ) from cut
             if _NOT_CONTINUED & request.body.keys():
-                progress.tokens, progress.text = [], ""
+                progress.start_again()
             progress.retries += 1
             await self._sleep(self._retry.wait_s(progress.fruitless))
 
     async def _attempt(
         self,
         request: GenerationRequest,
-        progress: _Progress,
+        progress: Progress,
         on_text: Callable[[str], None] | None,
     ) -> str:
         """One HTTP request; tokens go to `progress`. Returns the finish reason.
@@ -341,7 +265,7 @@ class GenerationClient:
             raise Cut(f"the connection broke ({error or type(error).__name__})") from error
         raise Cut("the stream ended early")
 
-    async def _drop_textless(self, progress: _Progress) -> None:
+    async def _drop_textless(self, progress: Progress) -> None:
         """Take back tokens at the end that stop inside a character; they are generated again.
 
         A prompt that ends inside a character makes vLLM repeat the text of the whole prompt.

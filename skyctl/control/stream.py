@@ -16,10 +16,14 @@ class Cut(Exception):
 
 @dataclass(frozen=True)
 class Piece:
-    """One event: the tokens and text it adds; `prompt_ids` ride on the first of a request."""
+    """One event: the tokens and text it adds; `prompt_ids` ride on the first of a request.
+
+    `logprobs` has one number per token when they were asked for.
+    """
 
     text: str = ""
     token_ids: tuple[int, ...] = ()
+    logprobs: tuple[float, ...] = ()
     prompt_ids: list[int] | None = None
     finish_reason: str | None = None
 
@@ -57,9 +61,20 @@ def _piece(event: dict[str, Any]) -> Piece:
     return Piece(
         text=text or "",
         token_ids=tuple(choice.get("token_ids") or ()),
+        logprobs=_logprobs(choice.get("logprobs")),
         prompt_ids=choice.get("prompt_token_ids") or event.get("prompt_token_ids"),
         finish_reason=choice.get("finish_reason"),
     )
+
+
+def _logprobs(found: Any) -> tuple[float, ...]:
+    """A completion's `token_logprobs`, or the `logprob` of each entry of a chat's `content`."""
+    if not isinstance(found, dict):
+        return ()
+    values = found.get("token_logprobs")
+    if values is None:
+        values = [entry.get("logprob") for entry in found.get("content") or ()]
+    return tuple(float(value) for value in values if value is not None)
 
 
 def _raise_event_error(error: Any) -> None:

@@ -244,6 +244,92 @@ async def test_an_attempt_whose_tokens_are_all_taken_back_brought_nothing() -> N
     assert result.error.startswith("given up after 3 attempts")
 
 
+def with_logprobs(ids: list[int], finish: str | None = None) -> dict[str, Any]:
+    found = event(ids, finish, prompt=[7])
+    found["choices"][0]["logprobs"] = {"token_logprobs": [-id / 100 for id in ids]}
+    return found
+
+
+async def test_logprobs_are_one_per_token_also_across_a_cut() -> None:
+    half = {
+        "choices": [
+            {
+                "text": "",
+                "token_ids": [240],
+                "finish_reason": "abort",
+                "logprobs": {"token_logprobs": [-9.0]},
+            }
+        ]
+    }
+    script = Script(stream(with_logprobs([97]), half), stream(with_logprobs([98, 99], "stop")))
+    result = await run(script)
+    assert result.token_ids == [97, 98, 99]
+    assert result.logprobs == [-0.97, -0.98, -0.99]
+    assert result.prompt_token_ids == [7]
+
+
+async def test_a_chats_logprobs_are_read_as_well() -> None:
+    choice = {
+        "delta": {"content": "ab"},
+        "token_ids": [97, 98],
+        "logprobs": {"content": [{"logprob": -1.0}, {"logprob": -2.0}]},
+        "finish_reason": "stop",
+    }
+    request = GenerationRequest("r", {"max_tokens": 4, "logprobs": True}, messages=[])
+    assert (await run(Script(stream({"choices": [choice]})), request)).logprobs == [-1.0, -2.0]
+
+
+async def test_without_a_logprob_for_each_token_there_are_none() -> None:
+    script = Script(stream(with_logprobs([97]), event([98], "stop")))
+    assert (await run(script)).logprobs is None
+    assert (await run(Script(stream(event([98], "stop"))))).logprobs is None
+
+
+async def test_an_answer_in_one_piece_is_asked_for_until_it_is_whole() -> None:
+    aborted = {"choices": [{"text": "a", "finish_reason": "abort"}]}
+    whole = {"choices": [{"text": "ab", "finish_reason": "stop"}]}
+    script = Script(
+        httpx.Response(503, text="busy"),
+        httpx.ConnectError("refused"),
+        httpx.Response(200, json=aborted),
+        httpx.Response(200, json=whole),
+    )
+    async with script.client() as client:
+        answer = await client.ask("/v1/completions", {"prompt": "p"}, session_id="mine")
+    assert answer == whole and len(script.waits) == 3
+    assert script.bodies[-1] == {"model": "tiny", "prompt": "p"}
+    assert script.requests[0].headers["x-session-id"] == "mine"
+
+
+async def test_asking_is_given_up_and_refusals_are_final() -> None:
+    script = Script(*[httpx.Response(503)] * 3)
+    async with script.client(max_retries=2) as client:
+        with pytest.raises(ServerError, match="given up after 3 attempts"):
+            await client.ask("/tokenize", {})
+    refused = Script(httpx.Response(400, json={"error": {"message": "no such thing"}}))
+    async with refused.client() as client:
+        with pytest.raises(ServerError, match="no such thing") as caught:
+            await client.ask("/tokenize", {})
+    assert caught.value.status == 400 and refused.waits == []
+
+
+async def test_an_answer_that_is_no_json_object_is_an_error() -> None:
+    for text in ("[1]", "not json"):
+        async with Script(httpx.Response(200, text=text)).client() as client:
+            with pytest.raises(ServerError, match="JSON"):
+                await client.ask("/tokenize", {})
+
+
+async def test_asking_ends_at_its_deadline() -> None:
+    async def hang(request: httpx.Request) -> httpx.Response:
+        await asyncio.Event().wait()
+        raise AssertionError("never")
+
+    async with GenerationClient(ENDPOINT, transport=httpx.MockTransport(hang)) as client:
+        with pytest.raises(DeadlineExceeded, match=r"no answer in 0.01 s"):
+            await client.ask("/tokenize", {}, timeout_s=0.01)
+
+
 async def test_a_request_that_stays_frozen_ends_at_its_deadline() -> None:
     async def freeze(request: httpx.Request) -> httpx.Response:
         await asyncio.Event().wait()
