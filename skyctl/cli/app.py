@@ -124,6 +124,8 @@ def main() -> None:
     )
     try:
         code = app(args=options_first(arguments), standalone_mode=False)
+        if code == ExitCode.INTERRUPTED:  # Typer's own answer to Ctrl-C
+            _fail(Interrupted("interrupted"))
         sys.stdout.flush()
         sys.exit(code if isinstance(code, int) else int(ExitCode.OK))
     except SkyctlError as error:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+from contextlib import redirect_stdout
 from typing import Annotated
 
 import typer
@@ -43,19 +45,24 @@ def help_(
         more = ["", "Read one: skyctl help TOPIC", "A command's own: skyctl COMMAND --help"]
         output.emit({"topics": known}, Text("\n".join(["Topics", *lines, *more])))
         return
-    if (usage := _usage_of(context, topic)) is not None:
-        output.emit({"command": topic, "text": usage}, Text(usage.rstrip()))
+    if (page := _page_of(context, topic)) is not None:
+        output.emit({"command": topic, "text": page}, Text.from_ansi(page.rstrip()))
         return
     text = text_of(topic)
     output.emit({"topic": topic, "text": text}, Text(text.rstrip()))
 
 
-def _usage_of(context: typer.Context, command: str) -> str | None:
+def _page_of(context: typer.Context, command: str) -> str | None:
     """The help page of a command, or None when there is none of this name."""
     assert context.parent is not None  # `help` is a command of a group
     group = context.parent.command
     found = group.get_command(context.parent, command)  # type: ignore[attr-defined]
     if found is None:
         return None
-    with found.make_context(command, [], parent=context.parent, resilient_parsing=True) as inner:
-        return str(found.get_help(inner))
+    with (
+        found.make_context(command, [], parent=context.parent, resilient_parsing=True) as inner,
+        redirect_stdout(io.StringIO()) as printed,
+    ):
+        # with Rich it prints the page, without it returns it
+        returned = found.get_help(inner)
+    return printed.getvalue() or str(returned)
