@@ -35,6 +35,11 @@ def format_bytes(count: float) -> str:
     return f"{count:.1f} TiB"
 
 
+def format_rate(gb_per_s: float) -> str:
+    """`52.10 GB/s`, or `4.2 MB/s` where that says more; from 10^9 bytes per second."""
+    return f"{gb_per_s:.2f} GB/s" if gb_per_s >= 0.1 else f"{gb_per_s * 1000:.1f} MB/s"
+
+
 def format_seconds(seconds: float) -> str:
     """`42 ms`, `3.4 s`, `2m05s`, `3h12m`, `2d04h`: two significant parts."""
     if seconds < 1:

@@ -79,7 +79,7 @@ def emit_job(job: Job) -> None:
 def job_views(job: Job) -> list[RenderableType]:
     """A summary line and a table of servers of an ended job; only the table when it failed."""
     from skyctl import output
-    from skyctl.units import format_bytes, format_seconds
+    from skyctl.units import format_bytes, format_rate, format_seconds
 
     details = job.result or (job.error or {}).get("details") or {}
     views: list[Any] = []
@@ -106,7 +106,7 @@ def job_views(job: Job) -> list[RenderableType]:
         chunks = f" in {result['chunks']} chunks" if result["chunks"] else ""
         views.append(
             f"{result['version']}: {format_bytes(result['total_bytes'])}{chunks} by "
-            f"{result['transport']}, {result['gb_per_s']:.2f} GB/s; frozen for "
+            f"{result['transport']}, {format_rate(result['gb_per_s'])}; frozen for "
             f"{format_seconds(result['freeze_window_s'])} of {format_seconds(result['seconds'])}"
         )
     return views

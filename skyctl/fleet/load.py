@@ -61,7 +61,11 @@ def _read(path: Path) -> str:
         )
     try:
         if path.is_dir():
-            raise FleetFileError(f"{path}: is a directory, not a fleet file")
+            inside = path / "fleet.yaml"
+            raise FleetFileError(
+                f"{path}: is a directory, not a fleet file",
+                hint=f"give the file: -f {inside}" if inside.is_file() else "",
+            )
         with path.open("rb") as file:
             data = file.read(LARGEST_FILE_BYTES + 1)
     except OSError as error:

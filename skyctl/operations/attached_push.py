@@ -37,7 +37,8 @@ def begin(
             PushServer(target, device="cuda" if ref.config.device == "cuda" else "cpu")
             for target in targets
         ),
-        model_path=_pushed(state),
+        # a directory that was overwritten since it was pushed would be compared with itself
+        model_path=pushed if (pushed := _pushed(state)) != request.checkpoint else None,
         chunk_size=transfer.chunk_size,
         rendezvous_timeout_s=transfer.rendezvous_timeout_s,
         update_timeout_s=transfer.update_timeout_s,

@@ -29,6 +29,7 @@ from skyctl.supervisor.reconcile import Changes, Running, compare
 from skyctl.supervisor.replica import Replica, ReplicaContext
 from skyctl.supervisor.router import RouterChild
 from skyctl.supervisor.wire import spec_hash
+from skyctl.weights.compat import reference
 from skyctl.weights.request import PushRequest
 from skyctl.weights.sender_pool import SenderPool
 from skyctl.weights.staging import sweep
@@ -311,7 +312,7 @@ class Supervisor:
     async def _run_job(
         self, job: Job, request: PushRequest, plan: FleetPlan, up: Sequence[Replica]
     ) -> None:
-        model_path = self.state.weights().checkpoint or plan.model_path
+        model_path = reference(plan.model_path, self.state.weights().checkpoint)
         pids = {replica.name: replica.process and replica.process.pid for replica in up}
         try:
             await jobs.run_push(

@@ -69,6 +69,12 @@ def check_compatible(checkpoint: Checkpoint, model_path: str | None) -> list[str
     return notes
 
 
+def reference(launched: str, pushed: str | None) -> str:
+    """Which checkpoint says what the servers run: the one they were launched with, while it is
+    here. The one pushed last may have been overwritten since, and a directory fits itself."""
+    return launched if pushed is None or locate(launched) is not None else pushed
+
+
 def read_base(model_path: str) -> Checkpoint:
     """The checkpoint the servers run.
 

@@ -8,7 +8,12 @@ import pytest
 
 from skyctl.errors import PreflightError
 from skyctl.weights.checkpoint import read_checkpoint
-from skyctl.weights.compat import check_compatible, compare_configs, compare_tensors
+from skyctl.weights.compat import (
+    check_compatible,
+    compare_configs,
+    compare_tensors,
+    reference,
+)
 from tests.unit.weights.checkpoints import CONFIG, filled, tiny_tensors, write_checkpoint
 
 
@@ -105,3 +110,12 @@ def test_a_base_without_tensors_is_compared_by_its_config(tmp_path: Path) -> Non
     ours = read_checkpoint(str(write_checkpoint(tmp_path / "ours")))
     (note,) = check_compatible(ours, str(base))
     assert "only its config.json" in note
+
+
+def test_what_was_pushed_last_is_the_measure_only_where_the_launched_model_is_gone(
+    tmp_path: Path,
+) -> None:
+    # a trainer that saves every step to one directory overwrites what it pushed last
+    assert reference(str(tmp_path), "runs/latest") == str(tmp_path)
+    assert reference("nobody/nothing-here", "runs/latest") == "runs/latest"
+    assert reference("nobody/nothing-here", None) == "nobody/nothing-here"
