@@ -11,7 +11,7 @@ from typing import NamedTuple, NoReturn
 import typer
 
 from skyctl import __version__
-from skyctl.cli.command_line import command_name, given, options_first
+from skyctl.cli.command_line import command_name, explain, given, options_first
 from skyctl.cli.help_text import flowing
 from skyctl.errors import ExitCode, InternalError, Interrupted, SkyctlError, UsageError
 
@@ -150,21 +150,21 @@ def _fail(error: SkyctlError) -> NoReturn:
 
 
 def _fail_unexpectedly(error: Exception) -> NoReturn:
-    """A wrong command line, which the parser shows with its usage, or a bug."""
+    """A wrong command line, as the parser found it, or a bug."""
     from skyctl import output
 
     show = getattr(error, "show", None)
     if show is None:
         traceback.print_exc()
         _fail(InternalError(f"a bug in skyctl: {error!r}", hint="report it with the lines above"))
-    if isinstance(message := getattr(error, "message", None), str):
-        error.message = message.replace("Value error, ", "")  # type: ignore[attr-defined]
-    if output.mode.json:
-        known = output.mode.command.split()[0] in {verb.name for verb in VERBS}
-        hint = f"skyctl {output.mode.command} --help" if known else "skyctl --help"
-        _fail(UsageError(getattr(error, "format_message", error.__str__)(), hint=hint))
-    show()
-    sys.exit(int(ExitCode.USAGE))
+    if not sys.argv[1:]:  # no command at all: the parser shows the help
+        show()
+        sys.exit(int(ExitCode.USAGE))
+    command = output.mode.command
+    known = command.split()[0] in {verb.name for verb in VERBS}
+    text: str = getattr(error, "format_message", error.__str__)()
+    message, hint = explain(text, command if known else "")
+    _fail(UsageError(message, hint=hint))
 
 
 def _groups() -> dict[str, set[str]]:

@@ -59,7 +59,9 @@ def weights(
             ],
             "pushes": [push.to_json() for push in pushes],
         },
-        output.table(["SERVER", "VERSION", "WEIGHTS", "CHECKPOINT", ""], rows),
+        output.table(["SERVER", "VERSION", "WEIGHTS", "CHECKPOINT", ""], rows)
+        if rows
+        else "no server runs",
         *(["", _history(pushes[:_SHOWN])] if pushes else []),
     )
 

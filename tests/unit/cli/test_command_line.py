@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from skyctl.cli.command_line import command_name, given, options_first
+from skyctl.cli.command_line import command_name, explain, given, options_first
 from skyctl.cli.help_text import flowing
 
 GROUPS = {"jobs": {"show", "wait"}, "weights": {"verify"}}
@@ -62,3 +62,35 @@ def test_help_texts_flow_but_examples_keep_their_lines() -> None:
         "First line.\n\nA paragraph that is longer.\n\n\b\nExamples:\n  skyctl x"
     )
     assert flowing(None) == ""
+
+
+@pytest.mark.parametrize(
+    ("complaint", "command", "message", "hint"),
+    [
+        (
+            "No such command 'statsu'. Did you mean 'status', 'restart'?",
+            "",
+            "no such command 'statsu'",
+            "did you mean status, restart?",
+        ),
+        (
+            "Got unexpected extra argument(s) (demo)",
+            "up",
+            "got unexpected extra argument(s) (demo)",
+            "a fleet is named with --fleet NAME or -f FILE; all options: skyctl up --help",
+        ),
+        ("No such option: -f", "", "no such option: -f", None),
+        (
+            "Invalid value for '--mode': Value error, 'kepe' is not one of 'abort', 'wait'.",
+            "pause",
+            "invalid value for '--mode': 'kepe' is not one of 'abort', 'wait'",
+            "skyctl pause --help",
+        ),
+    ],
+)
+def test_the_parsers_complaints_become_one_line_and_a_hint(
+    complaint: str, command: str, message: str, hint: str | None
+) -> None:
+    told = explain(complaint, command)
+    assert told[0] == message
+    assert told[1] == hint if hint is not None else "skyctl status -f" in told[1]
