@@ -267,6 +267,14 @@ class Fleet(GeneratingFleet):
         assert job.result is not None  # it succeeded
         return PushResult.from_json(job.result)
 
+    async def model_path(self) -> str | None:
+        """Directory or hub id of what the servers run now: what a trainer can start from.
+
+        None when an attached fleet does not tell.
+        """
+        async with self._connected() as fleet:
+            return await fleet.model_path()
+
     async def weights(self) -> WeightsState:
         """What each server carries, and the history of pushes."""
         async with self._connected() as fleet:
