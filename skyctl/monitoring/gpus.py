@@ -65,10 +65,12 @@ def _parse(line: str) -> GpuUsage | None:
 
 def _read_nvml(nvml: Any) -> dict[int, GpuUsage]:
     found = {}
+    # the second version leaves out what the driver reserves, as nvidia-smi does
+    memory_version = {"version": nvml.nvmlMemory_v2} if hasattr(nvml, "nvmlMemory_v2") else {}
     try:
         for index in range(nvml.nvmlDeviceGetCount()):
             handle = nvml.nvmlDeviceGetHandleByIndex(index)
-            memory = nvml.nvmlDeviceGetMemoryInfo(handle)
+            memory = nvml.nvmlDeviceGetMemoryInfo(handle, **memory_version)
             busy = nvml.nvmlDeviceGetUtilizationRates(handle).gpu
             found[index] = GpuUsage(index, busy / 100, int(memory.used), int(memory.total))
     except nvml.NVMLError:

@@ -45,6 +45,7 @@ class StubServer:
             ("/version", self._version),
             ("/v1/models", self._models),
             ("/metrics", self._metrics),
+            ("/metrics/", self._selected_metrics),
             ("/server_info", self._server_info),
             ("/get_world_size", self._world_size),
             ("/is_paused", self._is_paused),
@@ -113,6 +114,12 @@ class StubServer:
             f"{float(level == 1)}\n"
             f'vllm:engine_sleep_state{{{labels},sleep_state="discard_all"}} {float(level == 2)}\n'
         )
+
+    async def _selected_metrics(self, request: Request) -> Response:
+        wanted = tuple(request.query_params.getlist("name[]"))
+        page = (await self._metrics(request)).body
+        lines = [line for line in bytes(page).decode().splitlines() if line.startswith(wanted)]
+        return PlainTextResponse("".join(f"{line}\n" for line in lines))
 
     async def _is_paused(self, _: Request) -> Response:
         if self.engine.dead:

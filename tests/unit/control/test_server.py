@@ -8,7 +8,7 @@ import pytest
 from skyctl.control.http import ControlClient
 from skyctl.control.server import VLLMServer
 from skyctl.control.target import ServerTarget
-from skyctl.errors import ServerError
+from skyctl.errors import ServerError, ServerUnreachable
 from tests.stub.app import StubServer
 from tests.stub.faults import Fault
 from tests.stub.inprocess import StubTransport
@@ -89,3 +89,38 @@ async def test_an_answer_of_another_shape_is_a_server_error(body: object) -> Non
         server = VLLMServer(client, ServerTarget("demo-0", "http://demo-0"))
         with pytest.raises(ServerError, match=r"demo-0: http://demo-0/is_paused"):
             await server.is_paused()
+
+
+async def test_only_the_metrics_that_are_read_are_asked_for() -> None:
+    stub = StubServer()
+    stub.engine.generation_tokens = 7
+    client, server = connect(stub)
+    async with client:
+        metrics = await server.metrics()
+    assert (metrics.generation_tokens, metrics.sleep_level) == (7, 0)
+    assert stub.asgi.calls == {"/metrics/": 1}
+
+
+@pytest.mark.parametrize("status", [200, 307, 404])
+async def test_a_server_that_cannot_select_metrics_is_asked_for_the_whole_page(status: int) -> None:
+    def answer(request: httpx.Request) -> httpx.Response:
+        if request.url.path == "/metrics/":
+            return httpx.Response(status)
+        return httpx.Response(200, text='vllm:num_requests_running{engine="0"} 3.0\n')
+
+    async with ControlClient(transport=httpx.MockTransport(answer)) as client:
+        server = VLLMServer(client, ServerTarget("s", "http://s"))
+        assert (await server.metrics()).running == 3
+
+
+async def test_a_server_that_does_not_answer_is_not_asked_twice_for_metrics() -> None:
+    asked = []
+
+    def refuse(request: httpx.Request) -> httpx.Response:
+        asked.append(request.url.path)
+        raise httpx.ConnectError("refused")
+
+    async with ControlClient(transport=httpx.MockTransport(refuse)) as client:
+        with pytest.raises(ServerUnreachable):
+            await VLLMServer(client, ServerTarget("s", "http://s")).metrics()
+    assert asked == ["/metrics/"]
