@@ -51,11 +51,14 @@ def logs(
     """
     from skyctl import output
     from skyctl.errors import UsageError
-    from skyctl.fleet.registry import select_paths
+    from skyctl.fleet.registry import select, select_paths
+    from skyctl.operations.bring_up import refuse_attached
 
     paths = select_paths(file, fleet)
     if follow and as_json:
         raise UsageError("--follow and --json do not go together")
+    if not any(paths.logs.glob("*.log")):
+        refuse_attached(select(file, fleet))
     if follow:
         follow_logs(paths, names or [], lines, probes=probes)
         return

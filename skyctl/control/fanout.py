@@ -82,6 +82,8 @@ async def fan_out(
 
         def ended(status: OutcomeStatus, detail: str = "", value: T | None = None) -> Outcome[T]:
             elapsed_ms = (time.perf_counter() - began) * 1000
+            # errors begin with the server's name, and so does whatever shows an outcome
+            detail = detail.removeprefix(f"{target.name}: ")
             return Outcome(target.name, status, elapsed_ms, detail, value)
 
         try:

@@ -71,7 +71,7 @@ async def _server(
     )
     reason = ""
     if isinstance(paused, BaseException):
-        state, reason = "unreachable", str(paused)
+        state, reason = "unreachable", str(paused).removeprefix(f"{target.name}: ")
     elif row.quarantine:
         state, reason = "quarantined", row.quarantine
     elif row.sleep_level or (isinstance(metrics, ServerMetrics) and metrics.sleep_level):

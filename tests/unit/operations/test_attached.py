@@ -91,7 +91,7 @@ async def test_what_only_a_supervisor_can_do_is_refused(
 async def test_a_push_runs_here_with_the_same_journal_and_lock(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def push(request: PushRequest, fleet: Any, *, client: Any, observer: Any) -> PushResult:
+    async def push(request: PushRequest, fleet: Any, *, observer: Any, **_: Any) -> PushResult:
         observer.stage("update")
         observer.progress(10, 10)
         servers = [ServerPush(s.name, True, "ready", "v7", "digest") for s in fleet.servers]

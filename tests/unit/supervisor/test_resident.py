@@ -325,7 +325,7 @@ class FakePush:
         self.gate.set()
 
     async def __call__(
-        self, request: PushRequest, fleet: Any, *, client: Any, observer: Any
+        self, request: PushRequest, fleet: Any, *, observer: Any, **_: Any
     ) -> PushResult:
         names = [server.name for server in fleet.servers]
         self.calls.append((request.checkpoint, names))
