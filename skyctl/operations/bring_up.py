@@ -91,8 +91,10 @@ async def follow_operation(
             on_status(status)
             current = status.operation
             if current is None or current.id != operation:
+                other = current.kind if current is not None else "another command"
                 raise SkyctlError(
-                    f"operation {operation} was replaced by another", hint="look: skyctl status"
+                    f"this was ended by `{other}` from elsewhere (another terminal?)",
+                    hint="look: skyctl status",
                 )
             if current.ended_at is not None:
                 return status
