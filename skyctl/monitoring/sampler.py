@@ -1,6 +1,6 @@
 """Looks at a fleet again and again, at a bounded cost.
 
-One look is one status (the supervisor asks each server for its metrics page once), the router's
+One look is one status (the supervisor asks each server for a few metrics, once), the router's
 metrics page, one read of the state file, and the CPU times of processes that are known already.
 """
 
@@ -68,7 +68,7 @@ class Sampler:
             SkyctlError: the fleet's status cannot be had.
         """
         began = self._clock()
-        status = await self._fleet.status()
+        status = await self._fleet.status(fresh=self._last is None)
         at = self._clock()
         pids = [r.pid for r in status.replicas if r.pid]
         if status.router is not None and status.router.pid:

@@ -57,8 +57,8 @@ class AttachedFleet:
         await self._client.aclose()
         self._state.close()
 
-    async def status(self) -> FleetStatus:
-        """Every server and the router, asked now, side by side."""
+    async def status(self, *, fresh: bool = True) -> FleetStatus:
+        """Every server and the router, asked now, side by side (nobody else could know)."""
         from skyctl.operations.attached_status import attached_status
 
         router = self.ref.config.router

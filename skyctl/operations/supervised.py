@@ -35,10 +35,15 @@ class SupervisedFleet:
     async def __aexit__(self, *exception: object) -> None:
         await self._client.close()
 
-    async def status(self) -> FleetStatus:
-        """The fleet now; what is left of it when its supervisor is gone."""
+    async def status(self, *, fresh: bool = True) -> FleetStatus:
+        """The fleet now; what is left of it when its supervisor is gone.
+
+        Unless `fresh`, which is cheaper, a pause that was not made through skyctl shows only with
+        the supervisor's next health probe.
+        """
         try:
-            return FleetStatus.from_json(await self._client.get("/status"))
+            path = "/status" if fresh else "/status?fresh=0"
+            return FleetStatus.from_json(await self._client.get(path))
         except FleetDownError:
             return unsupervised_status(self.ref.paths)
 

@@ -1,6 +1,6 @@
 """The supervisor's HTTP API on its unix socket (mode 0600, in a directory of mode 0700).
 
-GET  /v1/status                              FleetStatus
+GET  /v1/status     ?fresh=0                 FleetStatus   0: whether paused, as last probed
 POST /v1/reconcile  {plan, kind}             {operation, joined}   0: nothing to do
 POST /v1/restart    {servers}                {operation}
 POST /v1/undo       {}                       {}            stops the operation and what it started
@@ -74,8 +74,9 @@ BodyType = TypeVar("BodyType", bound=_Body)
 def make_app(supervisor: Supervisor) -> Starlette:
     """The API of one supervisor."""
 
-    async def status(_request: Request) -> Answer:
-        return (await report(supervisor)).to_json()
+    async def status(request: Request) -> Answer:
+        fresh = request.query_params.get("fresh") != "0"
+        return (await report(supervisor, fresh=fresh)).to_json()
 
     async def reconcile(request: Request) -> Answer:
         body = await _parsed(request, ReconcileBody)

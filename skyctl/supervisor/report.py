@@ -23,10 +23,13 @@ from skyctl.supervisor.resident import Supervisor
 ASK_TIMEOUT_S = 2.0
 
 
-async def report(supervisor: Supervisor) -> FleetStatus:
-    """Ask every server that is up, side by side, for at most `ASK_TIMEOUT_S` seconds."""
+async def report(supervisor: Supervisor, *, fresh: bool = True) -> FleetStatus:
+    """Ask every server that is up, side by side, for at most `ASK_TIMEOUT_S` seconds.
+
+    Unless `fresh`, a pause that somebody else made shows only with the next health probe.
+    """
     replicas = list(supervisor.replicas.values())
-    metrics = await asyncio.gather(*(_ask(supervisor, replica) for replica in replicas))
+    metrics = await asyncio.gather(*(_ask(supervisor, replica, fresh) for replica in replicas))
     rows = tuple(
         _replica_row(supervisor, replica, found)
         for replica, found in zip(replicas, metrics, strict=True)
@@ -49,12 +52,12 @@ async def report(supervisor: Supervisor) -> FleetStatus:
     )
 
 
-async def _ask(supervisor: Supervisor, replica: Replica) -> ServerMetrics | None:
-    """The server's load; also looks whether it is paused, so that the state shown is current."""
+async def _ask(supervisor: Supervisor, replica: Replica, fresh: bool) -> ServerMetrics | None:
+    """The server's load; `fresh` looks whether it is paused, too."""
     if replica.phase != "up":
         return None
     server = VLLMServer(supervisor.client, replica.target, timeout_s=ASK_TIMEOUT_S)
-    if not replica.update_state:
+    if fresh and not replica.update_state:
         refreshed = refresh(replica, supervisor.client, ASK_TIMEOUT_S)
         found, _ = await asyncio.gather(server.metrics(), refreshed, return_exceptions=True)
         return found if isinstance(found, ServerMetrics) else None

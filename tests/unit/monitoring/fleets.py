@@ -26,8 +26,10 @@ class ToldFleet:
     def __init__(self, *statuses: FleetStatus, job: Job | None = None) -> None:
         self._statuses = list(statuses)
         self._job = job
+        self.asked_fresh: list[bool] = []
 
-    async def status(self) -> FleetStatus:
+    async def status(self, *, fresh: bool = True) -> FleetStatus:
+        self.asked_fresh.append(fresh)
         return self._statuses.pop(0) if len(self._statuses) > 1 else self._statuses[0]
 
     async def events(self, limit: int) -> list[Event]:

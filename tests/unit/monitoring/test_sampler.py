@@ -57,6 +57,14 @@ async def test_rates_are_between_two_looks() -> None:
     assert found.prefix_hit_rate == 0.5
 
 
+async def test_only_the_first_look_makes_servers_say_whether_they_are_paused() -> None:
+    fleet = ToldFleet(status(replica()))
+    async with sampler(fleet, Clock()) as looks:
+        for _ in range(3):
+            await looks.sample()
+    assert fleet.asked_fresh == [True, False, False]
+
+
 async def test_the_hit_rate_of_an_idle_server_is_its_last_one() -> None:
     clock = Clock()
     fleet = ToldFleet(
