@@ -10,7 +10,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "examples"))
 
-from rl_plot import HEIGHT, WIDTH, reward_plot  # noqa: E402
+from rl_plot import HEIGHT, WIDTH, reward_plot
 
 SVG = "{http://www.w3.org/2000/svg}"
 
