@@ -11,9 +11,8 @@ from collections.abc import Sequence
 
 import torch
 
-_BLOCK_WORDS = 4 * 1024 * 1024  # 32 MiB: the product of a block stays in the GPU's cache
-_GOLDEN = -7046029254386353131  # 2^64 / golden ratio, odd, as a signed number
-_MIX = -4658895280553007687  # a multiplier of splitmix64
+from skyctl.engine.wire import BLOCK_WORDS, GOLDEN, MIX
+
 _STEP = 1000003
 
 
@@ -31,9 +30,9 @@ def digest_on_device(tensors: Sequence[torch.Tensor]) -> list[int]:
 
 def _factors(device: torch.device) -> torch.Tensor:
     """Odd numbers, one per place in a block."""
-    mixed = torch.arange(1, _BLOCK_WORDS + 1, dtype=torch.int64, device=device) * _GOLDEN
+    mixed = torch.arange(1, BLOCK_WORDS + 1, dtype=torch.int64, device=device) * GOLDEN
     mixed ^= mixed >> 29
-    mixed *= _MIX
+    mixed *= MIX
     return mixed | 1
 
 
@@ -43,8 +42,8 @@ def _sum(tensor: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     words = _words(octets[:whole])
     factor = 1
-    for begin in range(0, words.numel(), _BLOCK_WORDS):
-        block = words[begin : begin + _BLOCK_WORDS]
+    for begin in range(0, words.numel(), BLOCK_WORDS):
+        block = words[begin : begin + BLOCK_WORDS]
         total += (block * factors[: block.numel()]).sum() * factor
         factor = factor * _STEP & 0x7FFF_FFFF_FFFF_FFFF | 1
     if whole < octets.numel():

@@ -10,7 +10,7 @@ that many tokens and sees any change that is not lost in the rounding of a sum.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -41,6 +41,19 @@ def digest_model(model: torch.nn.Module) -> dict[str, Any]:
                 total.update(name.encode() + b"\0" + _digest_packed(layer))
                 probed += 1
     return {"digest": total.hexdigest(), "tensors": tensors, "probed": probed}
+
+
+def sample_tensors(model: torch.nn.Module, names: Sequence[str]) -> dict[str, list[Any]]:
+    """[dtype, shape, number] of the tensors of these names that the model has and that hold
+    something; numbers as in `engine/device_digest.py`."""
+    tensors = model.state_dict(keep_vars=True)
+    found = [name for name in names if name in tensors and tensors[name].numel()]
+    with torch.inference_mode():
+        numbers = digest_on_device([tensors[name] for name in found])
+    return {
+        name: [str(tensors[name].dtype).removeprefix("torch."), list(tensors[name].shape), number]
+        for name, number in zip(found, numbers, strict=True)
+    }
 
 
 def _named_tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

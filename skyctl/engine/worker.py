@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 
@@ -13,8 +14,12 @@ class SkyctlWorkerExtension:
 
     model_runner: Any
 
-    def skyctl_weight_digest(self) -> dict[str, Any]:
-        """Digest of the weights this worker computes with; see `engine/digest.py`."""
-        from skyctl.engine.digest import digest_model
+    def skyctl_weight_digest(self, names: Sequence[str] = ()) -> dict[str, Any]:
+        """Digest of the weights this worker computes with; see `engine/digest.py`.
 
-        return digest_model(self.model_runner.get_model())
+        `names` adds `samples`: dtype, shape and number of those tensors, where the model has them.
+        """
+        from skyctl.engine.digest import digest_model, sample_tensors
+
+        model = self.model_runner.get_model()
+        return {**digest_model(model), "samples": sample_tensors(model, names)}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from asyncio import gather
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from skyctl.weights.compat import check_compatible
 from skyctl.weights.delivery import SLOTS, ChunkDelivery, Delivery
 from skyctl.weights.plan import ChunkPlan, plan_chunks
 from skyctl.weights.request import PushFleet, PushRequest, PushServer
+from skyctl.weights.samples import Sample, read_samples
 from skyctl.weights.sender_pool import SenderPool
 from skyctl.weights.sites import Site
 from skyctl.weights.transports.base import Transport
@@ -57,7 +58,8 @@ class ServerFacts:
 
 @dataclass(frozen=True)
 class Prepared:
-    """A push that may begin. `memory_bytes` is what this machine needs for it at most."""
+    """A push that may begin. `memory_bytes` is what this machine needs for it at most; `samples`
+    are tensors that servers must hold to the last bit afterwards."""
 
     checkpoint: Checkpoint
     plan: ChunkPlan
@@ -67,6 +69,7 @@ class Prepared:
     sites: tuple[Site, ...]
     memory_bytes: int
     notes: tuple[str, ...]
+    samples: Mapping[str, Sample]
     sender_gpu: int = -1
 
     def delivery(self, fleet: PushFleet, senders: SenderPool) -> Delivery:
@@ -154,6 +157,7 @@ async def preflight(request: PushRequest, fleet: PushFleet, *, client: ControlCl
         ),
         memory_bytes=memory_bytes,
         notes=tuple(notes),
+        samples=await asyncio.to_thread(read_samples, checkpoint) if request.verify else {},
         sender_gpu=free_gpu(fleet.servers) if choice.name == "nccl" else -1,
     )
 

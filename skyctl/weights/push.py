@@ -11,7 +11,7 @@ reported. A server that was paused before stays paused.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -30,6 +30,7 @@ from skyctl.weights.request import (
     ServerPush,
     SilentObserver,
 )
+from skyctl.weights.samples import Sample
 from skyctl.weights.sender_client import SenderFailed
 from skyctl.weights.sender_pool import SenderPool
 from skyctl.weights.sites import Holds, Site, alive, close_session, each, responsive
@@ -154,7 +155,7 @@ async def _transaction(run: _Run) -> PushResult:
         delivery = await _push_again(run, prepared, delivery)
     label = _label(run, prepared, delivery)
     with run.stage("verify"):
-        await _verify(run, sites, label)
+        await _verify(run, sites, label, prepared.samples)
     with run.stage("resume"):
         await _resume(run, [site for site in sites if site.holds in (Holds.OLD, Holds.VERIFIED)])
     return _settle(run, prepared, label, delivery.content_digest)
@@ -302,15 +303,17 @@ async def _push_again(run: _Run, prepared: Prepared, first: Delivery) -> Deliver
     return delivery if delivery.content_digest else first
 
 
-async def _verify(run: _Run, sites: Sequence[Site], label: str) -> None:
-    """Drop caches of the old weights, compare the servers' digests, then publish the version."""
+async def _verify(
+    run: _Run, sites: Sequence[Site], label: str, samples: Mapping[str, Sample]
+) -> None:
+    """Drop caches of the old weights, compare what the servers hold, then publish the version."""
     timeout_s = run.fleet.update_timeout_s
     loaded = alive([site for site in sites if site.holds is Holds.NEW])
 
     async def digest(site: Site) -> None:
         await _reset_cache(site)
         if run.request.verify:
-            site.digest, how = await weights_digest(site.vllm, timeout_s=timeout_s)
+            site.digest, how = await weights_digest(site.vllm, timeout_s=timeout_s, samples=samples)
             if not site.digest:
                 run.note(f"{site.name} was not verified: {how}")
 

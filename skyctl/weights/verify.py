@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -13,6 +13,7 @@ from skyctl.control.http import ControlClient
 from skyctl.control.server import VLLMServer
 from skyctl.control.target import ServerTarget
 from skyctl.errors import ServerError
+from skyctl.weights.samples import Sample, differing
 
 DIGEST_METHOD = "skyctl_weight_digest"
 
@@ -69,17 +70,23 @@ async def verify(
     return Verification(reports, agree)
 
 
-async def weights_digest(server: VLLMServer, *, timeout_s: float) -> tuple[str, str]:
+async def weights_digest(
+    server: VLLMServer, *, timeout_s: float, samples: Mapping[str, Sample] | None = None
+) -> tuple[str, str]:
     """Digest over all workers of a server, and a word on how it was made.
 
-    skyctl's own method where the server has it, else vLLM's checksums, else "".
+    skyctl's own method where the server has it, else vLLM's checksums, else "". `samples` are
+    tensors whose bytes are known: a worker that holds others fails the verification.
 
     Raises:
-        ServerError: the server does not answer.
+        ServerError: the server does not answer, or holds other bytes than the samples.
     """
     try:
-        results = await server.collective_rpc(DIGEST_METHOD, timeout_s=timeout_s)
+        results = await server.collective_rpc(
+            DIGEST_METHOD, kwargs={"names": list(samples or ())}, timeout_s=timeout_s
+        )
         if results:
+            _check_samples(server.target.name, samples or {}, results)
             return _combined([_digest_of(result) for result in results]), ""
     except ServerError as error:
         if not error.status:
@@ -93,6 +100,16 @@ async def weights_digest(server: VLLMServer, *, timeout_s: float) -> tuple[str, 
     if not checksums:
         return "", "the server has no way to digest its weights"
     return _combined(sorted(checksums.items())), "by vLLM's checksums"
+
+
+def _check_samples(name: str, samples: Mapping[str, Sample], results: Sequence[Any]) -> None:
+    for result in results:
+        answered = result.get("samples", {}) if isinstance(result, dict) else {}
+        if wrong := differing(samples, answered):
+            raise ServerError(
+                f"{name}: {wrong[0]} is not what was sent ({len(wrong)} of {len(samples)} sampled "
+                "tensors differ)"
+            )
 
 
 def _digest_of(result: Any) -> str:

@@ -6,6 +6,7 @@ import torch
 
 from skyctl.engine import device_digest
 from skyctl.engine.device_digest import digest_on_device
+from skyctl.weights.samples import number_of
 
 
 def test_equal_bytes_give_equal_numbers_and_any_changed_element_another() -> None:
@@ -19,7 +20,7 @@ def test_equal_bytes_give_equal_numbers_and_any_changed_element_another() -> Non
 
 
 def test_exchanged_elements_and_blocks_change_the_number(monkeypatch) -> None:  # type: ignore[no-untyped-def]
-    monkeypatch.setattr(device_digest, "_BLOCK_WORDS", 16)
+    monkeypatch.setattr(device_digest, "BLOCK_WORDS", 16)
     tensor = torch.arange(64, dtype=torch.int64)
     swapped = tensor.clone()
     swapped[[3, 40]] = swapped[[40, 3]]
@@ -41,3 +42,9 @@ def test_each_of_several_tensors_gets_its_own_number() -> None:
     one, other = torch.ones(8), torch.zeros(8)
     assert digest_on_device([one, other]) == digest_on_device([one]) + digest_on_device([other])
     assert digest_on_device([]) == []
+
+
+def test_a_sender_without_torch_computes_the_same_numbers() -> None:
+    for size in (1, 7, 8, 100, 4096 * 2):
+        octets = torch.randint(0, 256, (size,), dtype=torch.uint8)
+        assert digest_on_device([octets]) == [number_of(octets.numpy().tobytes())]
