@@ -11,13 +11,14 @@ from typing import Any, Self
 import httpx
 
 from skyctl.control.target import ServerTarget
+from skyctl.control.transport import OneShotTransport
 from skyctl.errors import DeadlineExceeded, ServerError, ServerUnreachable
 
 QueryValue = str | int | float | bool | Sequence[str]
 
 # Room for one call in flight to each of several hundred servers. No connection is kept: vLLM closes
 # one after each 500, a POST must not be sent into a closing connection, and is never retried.
-_LIMITS = httpx.Limits(max_connections=1024, max_keepalive_connections=0)
+_MAX_CONNECTIONS = 1024
 _ERROR_TEXT_LIMIT = 300
 
 
@@ -29,9 +30,9 @@ class ControlClient:
     """
 
     def __init__(self, *, transport: httpx.AsyncBaseTransport | None = None) -> None:
-        self._http = httpx.AsyncClient(
-            transport=transport, limits=_LIMITS, timeout=None, trust_env=False
-        )
+        if transport is None:
+            transport = OneShotTransport(max_connections=_MAX_CONNECTIONS)
+        self._http = httpx.AsyncClient(transport=transport, timeout=None, trust_env=False)
 
     async def __aenter__(self) -> Self:
         return self
