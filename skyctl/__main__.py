@@ -1,5 +1,22 @@
-"""`python -m skyctl` is the `skyctl` command."""
+"""The `skyctl` command, also as `python -m skyctl`."""
 
-from skyctl.cli.app import main
+from __future__ import annotations
 
-main()
+import sys
+
+from skyctl.cli import front_page
+
+
+def main() -> None:
+    """Print the page of `skyctl --help` at once; everything else goes to the commands."""
+    arguments = sys.argv[1:]
+    if not arguments or front_page.asked_for(arguments):
+        sys.stdout.write(front_page.page())
+        sys.exit(0 if arguments else 2)
+    from skyctl.cli.app import main as run
+
+    run()
+
+
+if __name__ == "__main__":
+    main()

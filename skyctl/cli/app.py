@@ -157,9 +157,6 @@ def _fail_unexpectedly(error: Exception) -> NoReturn:
     if show is None:
         traceback.print_exc()
         _fail(InternalError(f"a bug in skyctl: {error!r}", hint="report it with the lines above"))
-    if not sys.argv[1:]:  # no command at all: the parser shows the help
-        show()
-        sys.exit(int(ExitCode.USAGE))
     command = output.mode.command
     known = command.split()[0] in {verb.name for verb in VERBS}
     text: str = getattr(error, "format_message", error.__str__)()

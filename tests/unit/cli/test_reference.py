@@ -1,0 +1,69 @@
+"""What is generated from the code is what the code says now, and is readable."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from skyctl import __main__ as entry
+from skyctl.cli import app as app_module
+from skyctl.cli import front_page
+
+ROOT = Path(__file__).parents[3]
+
+
+def test_reference_man_pages_and_front_page_are_up_to_date() -> None:
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "scripts" / "generate-reference"), "--check"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_front_page_fits_a_terminal_and_names_every_command() -> None:
+    page = front_page.FILE.read_text()
+    assert {verb.name for verb in app_module.VERBS} <= set(re.findall(r"^  ([\w-]+) ", page, re.M))
+    assert max(map(len, page.splitlines())) <= 110
+
+
+@pytest.mark.parametrize(("arguments", "code"), [([], 2), (["--help"], 0), (["-h"], 0)])
+def test_help_and_no_command_print_the_front_page(
+    arguments: list[str],
+    code: int,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["skyctl", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        entry.main()
+    assert ended.value.code == code
+    assert capsys.readouterr().out == front_page.FILE.read_text()
+
+
+@pytest.mark.skipif(shutil.which("groff") is None, reason="needs groff")
+def test_man_pages_render_without_warnings() -> None:
+    pages = sorted((ROOT / "man").glob("*.1"))
+    assert len(pages) > len(app_module.VERBS)
+    done = subprocess.run(
+        ["groff", "-man", "-ww", "-Tutf8", "-z", *map(str, pages)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_every_page_of_the_site_is_in_its_navigation_and_the_other_way_round() -> None:
+    config = (ROOT / "mkdocs.yml").read_text()
+    named = set(re.findall(r"\S+\.md$", config, re.MULTILINE))
+    there = {str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md")}
+    assert named == there
