@@ -227,7 +227,7 @@ _skyctl() {
                 --retries) true; return ;;
                 --timeout) true; return ;;
             esac
-            _skyctl_words "-f --file --fleet -i --input -o --output --chat --max-tokens --temperature --session-id --server --concurrency --retries --timeout --json -h --help -q --quiet --no-color --debug" ;;
+            _skyctl_words "-f --file --fleet -i --input -o --output --chat --max-tokens --temperature --ignore-eos --session-id --server --concurrency --retries --timeout --json -h --help -q --quiet --no-color --debug" ;;
         "urls")
             case "$prev" in
                 -f|--file) _skyctl_files; return ;;

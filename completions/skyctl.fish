@@ -260,6 +260,7 @@ complete -c skyctl -n '__fish_seen_subcommand_from generate' -s o -l output -r -
 complete -c skyctl -n '__fish_seen_subcommand_from generate' -l chat -d 'Send text prompts as chats.'
 complete -c skyctl -n '__fish_seen_subcommand_from generate' -l max-tokens -x -d 'Tokens per answer, where a line does not say.'
 complete -c skyctl -n '__fish_seen_subcommand_from generate' -l temperature -x -d 'Sampling temperature, where a line does not say; 0 is greedy.'
+complete -c skyctl -n '__fish_seen_subcommand_from generate' -l ignore-eos -d 'Go on to --max-tokens past the end-of-text token.'
 complete -c skyctl -n '__fish_seen_subcommand_from generate' -l session-id -x -d 'X-Session-ID: sticky routing policies keep it on one server.'
 complete -c skyctl -n '__fish_seen_subcommand_from generate' -l server -x -a '(__skyctl_ask)' -d 'Straight to this server, not the router.'
 complete -c skyctl -n '__fish_seen_subcommand_from generate' -l concurrency -x -d 'Requests under way at once.'

@@ -41,6 +41,10 @@ def generate(
         float | None,
         typer.Option(min=0.0, help="Sampling temperature, where a line does not say; 0 is greedy."),
     ] = None,
+    ignore_eos: Annotated[
+        bool,
+        typer.Option("--ignore-eos", help="Go on to --max-tokens past the end-of-text token."),
+    ] = False,
     session_id: Annotated[
         str | None,
         typer.Option(help="X-Session-ID: sticky routing policies keep it on one server."),
@@ -85,6 +89,8 @@ def generate(
     defaults: dict[str, Any] = {"max_tokens": max_tokens}
     if temperature is not None:
         defaults["temperature"] = temperature
+    if ignore_eos:
+        defaults["ignore_eos"] = True
     requests = read_requests(prompt, input, defaults, chat)
     run = _Run(requests, session_id, server, concurrency, timeout, streamed=prompt is not None)
     began = time.perf_counter()
