@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import signal
+from collections.abc import Coroutine
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -81,7 +83,7 @@ def smoke(
     from skyctl.smoke.run import smoke as run_smoke
 
     options = SmokeOptions(_absolute(checkpoint), reuse, timeout, keep_logs)
-    report = asyncio.run(
+    report = run_until_told_to_stop(
         run_smoke(
             select(file, fleet),
             options,
@@ -98,6 +100,25 @@ def smoke(
         message = f"smoke: {failure.name} {failure.status}: {failure.detail}"
         error = SkyctlError(message, hint=hint, details=report.to_json())
     output.emit(report.to_json(), *_lines(report), error=error)
+
+
+def run_until_told_to_stop(test: Coroutine[Any, Any, SmokeReport]) -> SmokeReport:
+    """Run the test; TERM, by which CI ends a job, stops it as Ctrl-C does.
+
+    Raises:
+        KeyboardInterrupt: it was stopped, and has taken its fleet down.
+    """
+
+    async def run() -> SmokeReport:
+        task = asyncio.current_task()
+        assert task is not None  # we are in it
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+        return await test
+
+    try:
+        return asyncio.run(run())
+    except asyncio.CancelledError:
+        raise KeyboardInterrupt from None
 
 
 def _absolute(checkpoint: str | None) -> str | None:

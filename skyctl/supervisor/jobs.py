@@ -106,6 +106,14 @@ async def run_push(
         state.locks.release(PUSH_LOCK)
 
 
+def abandon(state: FleetState, job_id: str, error: Exception) -> None:
+    """Close a job that an error of ours kept from beginning, and free the lock."""
+    if not state.journal.job(job_id).ended:
+        shown = SkyctlError(f"the push never began: {error!r}", hint="skyctl logs supervisor")
+        state.journal.end(job_id, "failed", error=_error_json(shown))
+        state.locks.release(PUSH_LOCK)
+
+
 def record_result(state: FleetState, job_id: str, result: PushResult) -> None:
     """A push that succeeded: every server and the fleet are at its version."""
     for server in result.servers:

@@ -324,6 +324,10 @@ class Supervisor:
                 senders=self._senders,
                 on_server=self._on_push_server,
             )
+        except Exception as error:
+            # a push that fails says so itself: this one never began
+            jobs.abandon(self.state, job.id, error)
+            raise
         finally:
             for replica in up:
                 replica.update_state = ""

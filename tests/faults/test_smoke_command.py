@@ -78,13 +78,14 @@ def test_a_fleet_that_does_not_start_fails_with_the_end_of_its_log(fleet: StubFl
     assert "told to exit at start" in (fleet.directory / "s.md").read_text()
 
 
-def test_ctrl_c_takes_the_fleet_down(fleet: StubFleet) -> None:
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_and_a_cancelled_job_take_the_fleet_down(fleet: StubFleet, sent: int) -> None:
     write(fleet, '{"/v1/completions": {"kind": "hang"}}')
     smoke = fleet.start("smoke")
     assert smoke.stderr is not None
     while "generate …" not in smoke.stderr.readline():
         pass
-    smoke.send_signal(signal.SIGINT)
+    smoke.send_signal(sent)
     smoke.communicate(timeout=60)
     assert smoke.returncode == 130
     assert fleet.json("status")["data"]["health"] == "down"

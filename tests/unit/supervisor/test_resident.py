@@ -15,11 +15,13 @@ import psutil
 import pytest
 
 from skyctl.control.http import ControlClient
+from skyctl.control.server import VLLMServer
 from skyctl.errors import ConflictError, NotFoundError, PushError
 from skyctl.fleet.paths import FleetPaths
 from skyctl.fleet.plan import FleetPlan
 from skyctl.fleet.ports import port_holder
 from skyctl.fleet.state import FleetState, FleetWeights
+from skyctl.supervisor import admission
 from skyctl.supervisor.report import report
 from skyctl.supervisor.resident import Supervisor
 from skyctl.weights.request import PushRequest, PushResult, ServerPush
@@ -446,3 +448,34 @@ async def test_a_replica_that_dies_in_a_push_is_not_blamed_for_what_its_process_
         push.gate.set()
         await eventually(lambda: states(supervisor) == {"a": "ready", "b": "ready"})
         assert replica.row.quarantine is None and replica.row.weight_version is None
+
+
+async def test_a_status_that_need_not_be_fresh_shows_others_pauses_with_the_next_probe(
+    tmp_path: Path,
+) -> None:
+    plan = fleet_plan([stub_server("stubs-0")], health={"interval_s": 60, "startup_timeout_s": 15})
+    async with supervising(tmp_path) as supervisor:
+        await bring_up(supervisor, plan)
+        await VLLMServer(supervisor.client, supervisor.replicas["stubs-0"].target).pause()
+        assert (await report(supervisor, fresh=False)).replicas[0].state == "ready"
+        found = (await report(supervisor)).replicas[0]
+    assert found.state == "paused"
+    assert found.state_s is not None and found.uptime_s is not None
+    assert found.state_s <= found.uptime_s
+
+
+async def test_a_push_that_cannot_even_begin_is_a_failed_job_and_frees_the_lock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with supervising(tmp_path) as supervisor:
+        await bring_up(supervisor, fleet_plan([stub_server("stubs-0")]))
+        with monkeypatch.context() as broken:
+            broken.delattr(admission, "push_fleet")
+            job = supervisor.start_push(PushRequest("nowhere"))
+            await eventually(lambda: supervisor.job is None)
+        found = supervisor.state.journal.job(job.id)
+        assert found.state == "failed"
+        assert found.error is not None and "never began" in found.error["message"]
+        again = supervisor.start_push(PushRequest("nowhere"))  # the lock is free
+        await eventually(lambda: supervisor.job is None)
+        assert supervisor.state.journal.job(again.id).ended
