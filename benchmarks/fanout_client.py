@@ -1,0 +1,123 @@
+"""One client of benchmarks/fanout.py, in a process of its own. Run by file, by any interpreter.
+
+Reads {"urls": […]} and then, for each line, calls every server once and prints what it took.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import resource
+import sys
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+# calls every server once; the slowest call in seconds where the client tells
+Round = Callable[[], Awaitable[float | None]]
+TIMEOUT_S = 60.0
+
+
+@contextlib.asynccontextmanager
+async def skyctl_client(urls: list[str], *, verb: bool) -> AsyncIterator[Round]:
+    from skyctl.control import verbs
+    from skyctl.control.fanout import fan_out
+    from skyctl.control.http import ControlClient
+    from skyctl.control.server import VLLMServer
+    from skyctl.control.target import ServerTarget
+
+    targets = [ServerTarget(f"stub-{index}", url) for index, url in enumerate(urls)]
+    async with ControlClient() as client:
+
+        async def plain() -> float | None:
+            outcomes = await fan_out(
+                targets,
+                lambda target: VLLMServer(client, target, timeout_s=TIMEOUT_S).pause("keep"),
+                timeout_s=TIMEOUT_S,
+            )
+            assert all(outcome.ok for outcome in outcomes), outcomes[0]
+            return max(outcome.elapsed_ms for outcome in outcomes) / 1000
+
+        async def pause() -> float | None:
+            outcomes = await verbs.pause(client, targets, mode="keep", timeout_s=TIMEOUT_S)
+            assert all(outcome.ok for outcome in outcomes), outcomes[0]
+            return max(outcome.elapsed_ms for outcome in outcomes) / 1000
+
+        yield pause if verb else plain
+
+
+@contextlib.asynccontextmanager
+async def bare_httpx(urls: list[str]) -> AsyncIterator[Round]:
+    import httpx
+
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
+    async with httpx.AsyncClient(limits=limits, timeout=TIMEOUT_S, trust_env=False) as client:
+
+        async def one(url: str) -> float:
+            began = time.perf_counter()
+            answer = await client.post(f"{url}/pause", params={"mode": "keep"})
+            answer.raise_for_status()
+            answer.json()
+            return time.perf_counter() - began
+
+        async def gather() -> float | None:
+            return max(await asyncio.gather(*(one(url) for url in urls)))
+
+        yield gather
+
+
+@contextlib.asynccontextmanager
+async def skyrl(urls: list[str]) -> AsyncIterator[Round]:
+    import typing
+
+    import typing_extensions
+
+    # its modules are written for Python 3.12; on 3.11 Pydantic wants this one
+    typing.TypedDict = typing_extensions.TypedDict  # type: ignore[assignment]
+    from skyrl.backends.skyrl_train.inference_servers.remote_inference_client import (
+        RemoteInferenceClient,
+    )
+
+    client = RemoteInferenceClient(proxy_url=urls[0], server_urls=urls, data_parallel_size=1)
+
+    async def pause() -> float | None:
+        answers: dict[str, Any] = await client.pause("keep")
+        assert all(answer["status"] == 200 for answer in answers.values())
+        return None
+
+    yield pause
+    await client.aclose()
+
+
+async def main(name: str) -> None:
+    urls: list[str] = json.loads(sys.stdin.readline())["urls"]
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    clients = {
+        "skyctl fan_out": lambda: skyctl_client(urls, verb=False),
+        "skyctl pause": lambda: skyctl_client(urls, verb=True),
+        "bare httpx": lambda: bare_httpx(urls),
+        "skyrl": lambda: skyrl(urls),
+    }
+    async with clients[name]() as once:
+        before_bytes = peak_bytes()
+        while sys.stdin.readline():
+            began, cpu = time.perf_counter(), time.process_time()
+            slowest = await once()
+            answer = {
+                "total_s": time.perf_counter() - began,
+                "cpu_s": time.process_time() - cpu,
+                "slowest_call_s": slowest,
+                "peak_bytes": peak_bytes(),
+                "before_bytes": before_bytes,
+            }
+            print(json.dumps(answer), flush=True)
+
+
+def peak_bytes() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+if __name__ == "__main__":
+    asyncio.run(main(sys.argv[1]))

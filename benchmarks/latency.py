@@ -1,0 +1,129 @@
+"""What one command costs: --help, status and pause, against bare Python and a curl loop.
+
+    python -m benchmarks.latency [--runs 15] [--result FILE]
+    python -m benchmarks.latency --fleet demo     on a fleet that is up, too
+
+Without more it asks an attached fleet of two stubs that answer after 5 and 50 ms. Runs of all
+cases take turns; medians count. `/ bare` is over `python -c pass`. The curl loop asks the same
+servers one after the other.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.fanout import Stubs
+
+HELP_GOAL_RATIO, PAUSE_GOAL_S = 5.0, 0.35
+SKYCTL = [sys.executable, "-m", "skyctl"]
+
+
+def wall_s(command: Sequence[str], environ: dict[str, str], directory: Path) -> float:
+    """Wall seconds of one process that must succeed."""
+    began = time.perf_counter()
+    subprocess.run(
+        command,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        env=environ,
+        cwd=directory,
+        timeout=120,
+        check=True,
+    )
+    return time.perf_counter() - began
+
+
+def curl_loop(urls: Sequence[str], path: str) -> list[str]:
+    calls = "; ".join(f"curl -fsS -X POST '{url}{path}'" for url in urls)
+    return ["sh", "-ec", calls]
+
+
+def medians(
+    cases: dict[str, list[str]], runs: int, environ: dict[str, str], directory: Path
+) -> dict[str, float]:
+    """Median seconds of each case; the cases take turns."""
+    walls: dict[str, list[float]] = {name: [] for name in cases}
+    for _ in range(runs + 1):
+        for name, command in cases.items():
+            walls[name].append(wall_s(command, environ, directory))
+    return {name: statistics.median(values[1:]) for name, values in walls.items()}
+
+
+def measure(
+    arguments: list[str], urls: list[str], runs: int, environ: dict[str, str], directory: Path
+) -> dict[str, Any]:
+    """All cases on one fleet, which `arguments` name and whose servers are at `urls`."""
+    cases = {
+        "python -c pass": [sys.executable, "-c", "pass"],
+        "import typer": [sys.executable, "-c", "import typer"],
+        "skyctl --help": [*SKYCTL, "--help"],
+        "skyctl status": [*SKYCTL, "status", *arguments],
+        "skyctl pause": [*SKYCTL, "pause", *arguments],
+        "curl loop, pause": curl_loop(urls, "/pause?mode=abort"),
+        "skyctl resume": [*SKYCTL, "resume", *arguments],
+        "curl loop, resume": curl_loop(urls, "/resume"),
+    }
+    found = medians(cases, runs, environ, directory)
+    bare, curl = found["python -c pass"], found["curl loop, pause"]
+    print(f"{'case':18} {'ms':>7} {'/ bare':>7}")
+    for name, value in found.items():
+        print(f"{name:18} {value * 1000:7.0f} {value / bare:7.1f}")
+    help_ratio, over_curl = found["skyctl --help"] / bare, found["skyctl pause"] - curl
+    print(f"--help: {help_ratio:.1f} × bare Python (goal ≤ {HELP_GOAL_RATIO:g})")
+    print(f"pause: curl {over_curl:+.2f} s (goal ≤ +{PAUSE_GOAL_S} s)")
+    return {
+        "servers": len(urls),
+        "median_ms": {name: round(value * 1000, 1) for name, value in found.items()},
+        "help_over_bare": round(help_ratio, 2),
+        "pause_minus_curl_s": round(over_curl, 3),
+        "goals_met": help_ratio <= HELP_GOAL_RATIO and over_curl <= PAUSE_GOAL_S,
+    }
+
+
+def on_stubs(runs: int) -> dict[str, Any]:
+    root = Path(__file__).parents[1]
+    with tempfile.TemporaryDirectory() as work, Stubs(2) as stubs:
+        file = Path(work) / "fleet.yaml"
+        file.write_text(f"name: stubs\nservers: {json.dumps(stubs.urls)}\n")
+        environ = {k: v for k, v in os.environ.items() if not k.startswith("SKYCTL_")}
+        environ |= {"SKYCTL_HOME": work, "PYTHONPATH": str(root)}
+        return measure(["-f", str(file)], stubs.urls, runs, environ, Path(work))
+
+
+def on_fleet(name: str, runs: int) -> dict[str, Any]:
+    asked = subprocess.run(
+        [*SKYCTL, "urls", "--fleet", name, "--json"], capture_output=True, text=True, check=True
+    )
+    urls = list(json.loads(asked.stdout)["data"]["servers"].values())
+    return measure(["--fleet", name], urls, runs, dict(os.environ), Path.cwd())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--runs", type=int, default=15)
+    parser.add_argument("--fleet", default="", help="a fleet that is up, by name")
+    parser.add_argument("--result", type=Path, help="write the medians there as JSON")
+    options = parser.parse_args()
+    report: dict[str, Any] = {"cores": os.cpu_count(), "runs": options.runs}
+    print("two stubs, attached")
+    report["stubs"] = on_stubs(options.runs)
+    if options.fleet:
+        print(f"fleet {options.fleet}")
+        report["fleet"] = on_fleet(options.fleet, options.runs)
+    report["load_average"] = [round(value, 1) for value in os.getloadavg()]
+    if options.result:
+        options.result.write_text(json.dumps(report, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
