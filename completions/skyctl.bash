@@ -39,7 +39,7 @@ _skyctl() {
         "init")
             case "$prev" in
                 --name) true; return ;;
-                --model) true; return ;;
+                --model) _skyctl_ask; return ;;
                 --replicas) true; return ;;
                 --servers) true; return ;;
             esac

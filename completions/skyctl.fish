@@ -39,7 +39,7 @@ complete -c skyctl -n 'not __fish_seen_subcommand_from init validate plan schema
 complete -c skyctl -n 'not __fish_seen_subcommand_from init validate plan schema up down status top wait logs restart scale pause resume sleep wake sync-weights jobs weights generate urls doctor smoke help' -s h -l help -d 'Show help and exit.'
 complete -c skyctl -n '__fish_seen_subcommand_from init' -l tiny -d 'Make two tiny checkpoints too, to try everything on a CPU.'
 complete -c skyctl -n '__fish_seen_subcommand_from init' -l name -x -d 'Fleet name (default: the directory\'s).'
-complete -c skyctl -n '__fish_seen_subcommand_from init' -l model -x -d 'Checkpoint directory or hub model id.'
+complete -c skyctl -n '__fish_seen_subcommand_from init' -l model -x -a '(__skyctl_ask)' -d 'Checkpoint directory or hub model id.'
 complete -c skyctl -n '__fish_seen_subcommand_from init' -l replicas -x -d ''
 complete -c skyctl -n '__fish_seen_subcommand_from init' -l servers -x -d 'URLs of servers that already run, to control them only.'
 complete -c skyctl -n '__fish_seen_subcommand_from init' -l force -d 'Overwrite fleet.yaml.'

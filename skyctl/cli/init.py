@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from skyctl.cli import complete
 from skyctl.cli.options import JsonOption
 
 
@@ -25,7 +26,12 @@ def init(
     ] = None,
     model: Annotated[
         str | None,
-        typer.Option("--model", help="Checkpoint directory or hub model id.", show_default=False),
+        typer.Option(
+            "--model",
+            help="Checkpoint directory or hub model id.",
+            autocompletion=complete.checkpoints,
+            show_default=False,
+        ),
     ] = None,
     replicas: Annotated[int, typer.Option("--replicas", min=1, max=512)] = 2,
     servers: Annotated[

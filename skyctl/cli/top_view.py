@@ -46,7 +46,9 @@ class Column:
 
 def once_view(sample: FleetSample) -> RenderableType:
     """Everything, each line as long as it needs."""
-    parts: list[RenderableType] = [headline(sample.status), Text(), *_fleet_lines(sample, None)]
+    parts: list[RenderableType] = [headline(sample.status)]
+    if sample.replicas:
+        parts += [Text(), *_fleet_lines(sample, None)]
     if sample.events:
         parts += [Text(), *_event_lines(sample.events[-5:])]
     return Group(*parts)
@@ -125,6 +127,8 @@ def _table(
     sample: FleetSample, selected: str | None, width: int | None, room: int
 ) -> list[RenderableType]:
     """Lines of the table: its head, at most `room` replicas around the selected, their sum."""
+    if not sample.replicas:
+        return []
     columns = _columns(sample.replicas)
     shown = _window(sample.replicas, selected, room)
     cells = [[column.cell(replica) for column in columns] for replica in shown]

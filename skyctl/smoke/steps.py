@@ -129,8 +129,8 @@ async def _freeze_stream(run: FleetUnderTest, fleet: Fleet, length: int) -> str 
             await asyncio.gather(stream, return_exceptions=True)
     _finished(result, length)
     return (
-        f"paused in {paused_ms:.0f} ms, resumed in {resumed_ms:.0f} ms; the stream stood still "
-        f"after {before} of {length} tokens and then ended"
+        f"paused in {paused_ms:.0f} ms, resumed in {resumed_ms:.0f} ms; a stream of "
+        f"{length} tokens stood still in the middle and then ended"
     )
 
 

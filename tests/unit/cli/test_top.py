@@ -9,6 +9,7 @@ from rich.console import Console, RenderableType
 
 from skyctl.cli.top_screen import Action, TopScreen
 from skyctl.cli.top_view import fitting, once_view, screen_view
+from skyctl.fleet.status import FleetStatus
 from skyctl.monitoring.gpus import GpuUsage
 from skyctl.monitoring.sample import FleetSample
 from tests.unit.monitoring.fleets import fleet_sample, replica_sample
@@ -123,3 +124,11 @@ def test_columns_that_do_not_fit_go_in_the_order_of_their_worth() -> None:
     assert fitting([0, 2, 1, 0], [5, 5, 5, 5], None) == [0, 1, 2, 3]
     assert fitting([0, 2, 1, 0], [5, 5, 5, 5], 20) == [0, 2, 3]
     assert fitting([0, 2, 1, 0], [5, 5, 5, 5], 3) == [0, 3]
+
+
+def test_a_fleet_that_is_down_is_a_line_and_not_an_empty_table() -> None:
+    down = fleet_sample(
+        status=FleetStatus("tiny", "down", (), None), router=None, job=None, events=()
+    )
+    assert drawn(once_view(down)) == ["tiny  down    start it: skyctl up"]
+    assert len(drawn(screen_view(down, TopScreen(), [], 80, 12), 80)) == 12
