@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 
 from skyctl.cli import front_page
@@ -10,7 +11,9 @@ from skyctl.cli import front_page
 def main() -> None:
     """Print the page of `skyctl --help` at once; everything else goes to the commands."""
     arguments = sys.argv[1:]
-    if not arguments or front_page.asked_for(arguments):
+    # a shell that asks for completions calls us without arguments
+    completing = "_SKYCTL_COMPLETE" in os.environ
+    if not completing and (not arguments or front_page.asked_for(arguments)):
         sys.stdout.write(front_page.page())
         sys.exit(0 if arguments else 2)
     from skyctl.cli.app import main as run

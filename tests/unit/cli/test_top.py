@@ -128,7 +128,10 @@ def test_columns_that_do_not_fit_go_in_the_order_of_their_worth() -> None:
 
 def test_a_fleet_that_is_down_is_a_line_and_not_an_empty_table() -> None:
     down = fleet_sample(
-        status=FleetStatus("tiny", "down", (), None), router=None, job=None, events=()
+        status=FleetStatus("tiny", "down", (), None, supervised=False),
+        router=None,
+        job=None,
+        events=(),
     )
     assert drawn(once_view(down)) == ["tiny  down    start it: skyctl up"]
     assert len(drawn(screen_view(down, TopScreen(), [], 80, 12), 80)) == 12
