@@ -1,9 +1,9 @@
 """skyctl: launch, freeze, thaw and re-weight fleets of vLLM servers.
 
-    from skyctl import Fleet
+from skyctl import Fleet
 
-    async with Fleet.load("fleet.yaml") as fleet:
-        result = await fleet.sync_weights("runs/step-200")
+async with Fleet.load("fleet.yaml") as fleet:
+    result = await fleet.sync_weights("runs/step-200")
 """
 
 from __future__ import annotations
