@@ -137,11 +137,14 @@ def _memory_home(memory_root: Path) -> Path:
 
 def _memory_directory(memory_root: Path, entry: Path) -> Path:
     """A directory in memory for an entry. What it belongs to is written down before it is made."""
-    home = private_directory(_memory_home(memory_root))
-    (home / f"{entry.name}{_ORIGIN}").symlink_to(entry)
-    found = home / entry.name
-    found.mkdir(mode=0o700)
-    return found
+    for _ in range(_TRIES):
+        home = private_directory(_memory_home(memory_root))
+        with suppress(FileNotFoundError):  # a sweep took the empty home
+            (home / f"{entry.name}{_ORIGIN}").symlink_to(entry)
+            found = home / entry.name
+            found.mkdir(mode=0o700)
+            return found
+    raise SkyctlError(f"cannot make a directory for weights in {memory_root}")
 
 
 def _sweep_memory(memory_root: Path) -> None:
@@ -150,6 +153,8 @@ def _sweep_memory(memory_root: Path) -> None:
         if origin.suffix == _ORIGIN and origin.is_symlink() and not origin.exists():
             shutil.rmtree(origin.with_suffix(""), ignore_errors=True)
             origin.unlink(missing_ok=True)
+    with suppress(OSError):  # not empty, or not there
+        _memory_home(memory_root).rmdir()
 
 
 def _list(directory: Path) -> list[Path]:

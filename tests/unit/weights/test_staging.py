@@ -131,3 +131,10 @@ def test_a_half_made_entry_is_swept(tmp_path: Path, memory: Path) -> None:
     (home / "0123").mkdir(parents=True)
     sweep(home, (), memory_root=memory)
     assert left(home) == []
+
+
+def test_a_sweep_takes_the_empty_home_in_memory_away(tmp_path: Path) -> None:
+    home = tmp_path / f"skyctl-{os.getuid()}"
+    home.mkdir()
+    sweep(tmp_path / "nothing", [], memory_root=tmp_path)
+    assert not home.exists()
