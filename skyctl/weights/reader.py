@@ -91,8 +91,44 @@ class ShardFiles:
         self._descriptors.clear()
 
 
+class SlotTurns:
+    """Whose turn it is: chunk k goes to slot k % slots, once chunk k - slots was released."""
+
+    def __init__(self, slots: int) -> None:
+        self.slots = slots
+        self._released = 0
+        self._stopped = False
+        self._changed = Condition()
+
+    def slot(self, chunk: int) -> int:
+        return chunk % self.slots
+
+    def is_free(self, chunk: int) -> bool:
+        """Whether the slot of `chunk` may be filled now."""
+        return not self._stopped and chunk - self._released < self.slots
+
+    def wait(self, chunk: int) -> bool:
+        """Wait until the slot of `chunk` is free; False when stopped."""
+        with self._changed:
+            while not self._stopped and not self.is_free(chunk):
+                self._changed.wait()
+            return not self._stopped
+
+    def release(self, chunk: int) -> None:
+        """Every server has loaded `chunk`."""
+        with self._changed:
+            self._released = max(self._released, chunk + 1)
+            self._changed.notify_all()
+
+    def stop(self) -> None:
+        """End all waiting."""
+        with self._changed:
+            self._stopped = True
+            self._changed.notify_all()
+
+
 class ChunkReader:
-    """Fills slot k % slots with chunk k as soon as chunk k - slots was released.
+    """Fills slots of host memory with chunks, one after the other, ahead of their use.
 
     `run` belongs in a thread of its own; `release` and `stop` may be called from any.
     """
@@ -108,9 +144,7 @@ class ChunkReader:
         self._files = files
         self._chunks = chunks
         self._slots = slots
-        self._released = 0
-        self._stopped = False
-        self._changed = Condition()
+        self._turns = SlotTurns(len(slots))
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="read")
 
     def run(self, on_filled: Callable[[FilledSlot], None]) -> None:
@@ -122,31 +156,20 @@ class ChunkReader:
         """
         try:
             for chunk, pieces in enumerate(self._chunks):
-                if not self._wait_for_slot(chunk):
+                if not self._turns.wait(chunk):
                     return
-                slot = chunk % len(self._slots)
+                slot = self._turns.slot(chunk)
                 on_filled(FilledSlot(chunk, slot, self._fill(pieces, self._slots[slot])))
         finally:
             self._pool.shutdown()
 
     def release(self, chunk: int) -> None:
         """Every server has loaded `chunk`: its slot may be filled again."""
-        with self._changed:
-            self._released = max(self._released, chunk + 1)
-            self._changed.notify_all()
+        self._turns.release(chunk)
 
     def stop(self) -> None:
         """Make `run` return after the chunk it is at."""
-        with self._changed:
-            self._stopped = True
-            self._changed.notify_all()
-
-    def _wait_for_slot(self, chunk: int) -> bool:
-        """Wait until the slot of `chunk` is free; False when stopped."""
-        with self._changed:
-            while not self._stopped and chunk - self._released >= len(self._slots):
-                self._changed.wait()
-            return not self._stopped
+        self._turns.stop()
 
     def _fill(self, pieces: Sequence[Piece], slot: memoryview) -> list[int]:
         checksums = [0] * len(pieces)

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from threading import Condition
 
 from skyctl.weights.gpu.reader import DeviceReader, ReadBatch, Span
-from skyctl.weights.reader import FilledSlot, Piece, ShardFiles
+from skyctl.weights.reader import FilledSlot, Piece, ShardFiles, SlotTurns
 
 READ_TIMEOUT_S = 600.0
 
@@ -34,9 +33,7 @@ class DeviceChunkReader:
         self._addresses = addresses
         self._reader = reader
         self._after_fill = after_fill
-        self._released = 0
-        self._stopped = False
-        self._changed = Condition()
+        self._turns = SlotTurns(len(addresses))
 
     def run(self, on_filled: Callable[[FilledSlot], None]) -> None:
         """Fill every chunk in order, calling `on_filled` after each. Returns early when stopped.
@@ -47,43 +44,30 @@ class DeviceChunkReader:
         """
         queued: list[ReadBatch] = []
         for chunk in range(len(self._chunks)):
-            while len(queued) < len(self._chunks) and self._slot_is_free(len(queued)):
+            while len(queued) < len(self._chunks) and self._turns.is_free(len(queued)):
                 queued.append(self._submit(len(queued)))
             if len(queued) == chunk:
-                if not self._wait_for_slot(chunk):
+                if not self._turns.wait(chunk):
                     return
                 queued.append(self._submit(chunk))
             self._reader.wait(queued[chunk], READ_TIMEOUT_S)
             # after the bytes: what was read before a change was seen must not be sent
             for shard in {piece.shard for piece in self._chunks[chunk]}:
                 self._files.check(shard)
-            slot = chunk % len(self._addresses)
+            slot = self._turns.slot(chunk)
             self._after_fill(slot)
             on_filled(FilledSlot(chunk, slot, []))
 
     def release(self, chunk: int) -> None:
         """Every server has loaded `chunk`: its slot may be filled again."""
-        with self._changed:
-            self._released = max(self._released, chunk + 1)
-            self._changed.notify_all()
+        self._turns.release(chunk)
 
     def stop(self) -> None:
         """Make `run` return after the chunk it is at."""
-        with self._changed:
-            self._stopped = True
-            self._changed.notify_all()
-
-    def _slot_is_free(self, chunk: int) -> bool:
-        return not self._stopped and chunk - self._released < len(self._addresses)
-
-    def _wait_for_slot(self, chunk: int) -> bool:
-        with self._changed:
-            while not self._stopped and not self._slot_is_free(chunk):
-                self._changed.wait()
-            return not self._stopped
+        self._turns.stop()
 
     def _submit(self, chunk: int) -> ReadBatch:
-        base = self._addresses[chunk % len(self._addresses)]
+        base = self._addresses[self._turns.slot(chunk)]
         return self._reader.submit(
             [
                 Span(self._files.descriptor(shard), begin, nbytes, base + offset)
