@@ -2,7 +2,7 @@
 
 Each thread owns `depth` pinned buffers of `piece_bytes` and one stream: it reads a piece with
 preadv into a buffer while the copy engine drains the other. The ring is small on purpose (12 x 2 x
-4 MiB): it stays in the last-level cache, which is worth a third of the rate, and pinning it is
+4 MiB): it stays in the last-level cache, which is worth a fifth of the rate, and pinning it is
 cheap.
 """
 
