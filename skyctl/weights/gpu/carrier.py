@@ -44,7 +44,7 @@ class GpuCarrier:
         slot_bytes: int,
         threads: int,
     ) -> DeviceChunkReader:
-        """Slots for all chunks when they fit (`slots` 0), else a ring."""
+        """A slot for each chunk when all of them fit on the GPUs, else a ring of `slots`."""
         sizes = [max(piece.offset + piece.nbytes for piece in chunk) for chunk in chunks]
         self._slots, self.staged_whole = stage_slots(self.devices, sizes, slots)
         return DeviceChunkReader(
