@@ -97,7 +97,13 @@ class Database:
 
     @contextmanager
     def transaction(self) -> Iterator[None]:
-        """Everything inside is committed together or not at all; other writers wait."""
+        """Everything inside is committed together or not at all; other writers wait.
+
+        One inside another is part of it.
+        """
+        if self._connection.in_transaction:
+            yield
+            return
         self.write("BEGIN IMMEDIATE")
         try:
             yield

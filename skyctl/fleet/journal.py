@@ -179,13 +179,21 @@ class Journal:
 
     def interrupt_orphans(self) -> list[Job]:
         """Close running jobs whose process is dead; returns them as they were found."""
-        orphans = []
-        for row in self._database.rows("SELECT * FROM jobs WHERE state = 'running'"):
-            if not ProcessIdentity(**json.loads(row["owner"])).alive():
-                orphans.append(job := _job(row))
-                message = f"the process that ran {job.id} died in stage {job.stage}"
-                self.end(job.id, "interrupted", error={"kind": "PushError", "message": message})
+        orphans = self.orphans()
+        for job in orphans:
+            message = f"the process that ran {job.id} died in stage {job.stage}"
+            hint = "put right what it left: skyctl recover"
+            error = {"kind": "PushError", "message": message, "hint": hint}
+            self.end(job.id, "interrupted", error=error)
         return orphans
+
+    def orphans(self) -> list[Job]:
+        """Running jobs whose process is dead."""
+        return [
+            _job(row)
+            for row in self._database.rows("SELECT * FROM jobs WHERE state = 'running'")
+            if not ProcessIdentity(**json.loads(row["owner"])).alive()
+        ]
 
     def record_push(
         self,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -99,6 +100,10 @@ class FleetState:
 
     def close(self) -> None:
         self._database.close()
+
+    def transaction(self) -> AbstractContextManager[None]:
+        """Everything written inside is committed together or not at all."""
+        return self._database.transaction()
 
     # --- processes ---------------------------------------------------------------------------
 
@@ -200,7 +205,9 @@ class FleetState:
         with self._database.transaction():
             for table in ("processes", "servers"):
                 self._database.write(f"DELETE FROM {table}")
-            self._database.write("DELETE FROM meta WHERE key IN ('weights', 'ports')")
+            self._database.write(
+                "DELETE FROM meta WHERE key IN ('weights', 'ports', 'in_doubt', 'going_down')"
+            )
 
     def add_event(self, subject: str, message: str) -> None:
         """One line of history about a server, the router or the fleet."""

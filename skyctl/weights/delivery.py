@@ -11,6 +11,7 @@ from typing import Protocol
 
 from skyctl.control.dialects import rank_offsets
 from skyctl.errors import ServerUnreachable
+from skyctl.kill_points import reached
 from skyctl.weights.checkpoint import Checkpoint
 from skyctl.weights.head_start import enough_is_read
 from skyctl.weights.plan import Chunk, ChunkPlan
@@ -168,13 +169,12 @@ class ChunkDelivery:
     async def start(self, sites: Sequence[Site], *, scrubbing: bool = False) -> None:
         # a scrub is up to five calls
         timeout_s = self._fleet.control_timeout_s
-        begin = scrub if scrubbing else open_session
-        await each(
-            alive(sites),
-            lambda site: begin(site, timeout_s=timeout_s),
-            timeout_s=timeout_s * 5,
-            what="start",
-        )
+
+        def begin(site: Site) -> Awaitable[None]:
+            half_updated = scrubbing or site.holds is Holds.UNKNOWN
+            return (scrub if half_updated else open_session)(site, timeout_s=timeout_s)
+
+        await each(alive(sites), begin, timeout_s=timeout_s * 5, what="start")
 
     async def update(self, sites: Sequence[Site], on_progress: Callable[[int], None]) -> None:
         lease = self._opened()[0]
@@ -209,6 +209,7 @@ class ChunkDelivery:
                 )
                 done += await self._sent(chunk, filled)
                 on_progress(done)
+                reached("push.update.done")
             finally:
                 turns.release()
 
@@ -268,7 +269,9 @@ class ChunkDelivery:
                 session, chunk, filled, server=self._numbers[site.name], dialect=site.dialect
             )
             site.holds = Holds.UNKNOWN
+            reached("push.update.call")
             await site.vllm.update_weights(info, timeout_s=timeout_s)
+            reached("push.update.sent")
 
         await self._all_at_once(sites, call, sending, timeout_s=timeout_s, what=what)
 

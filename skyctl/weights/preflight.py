@@ -23,7 +23,7 @@ from skyctl.weights.plan import ChunkPlan, plan_chunks
 from skyctl.weights.request import PushFleet, PushRequest, PushServer
 from skyctl.weights.samples import Sample, read_samples
 from skyctl.weights.sender_pool import SenderPool
-from skyctl.weights.sites import Site
+from skyctl.weights.sites import Holds, Site
 from skyctl.weights.transports.base import Transport
 from skyctl.weights.transports.choose import Choice, choose, load_transport
 from skyctl.weights.transports.disk import DiskDelivery
@@ -168,8 +168,9 @@ def _site(server: PushServer, facts: ServerFacts, client: ControlClient, fleet: 
         vllm=VLLMServer(client, server.target, timeout_s=fleet.control_timeout_s),
         dialect=facts.dialect,
         world_size=facts.world_size,
-        was_paused=facts.paused,
+        was_paused=facts.paused and not server.thaw,
         old_version=facts.weight_version,
+        holds=Holds.UNKNOWN if server.half_updated else Holds.OLD,
     )
 
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 
 from skyctl.control.http import ControlClient
 from skyctl.errors import PreflightError, PushError, SkyctlError
+from skyctl.kill_points import reached
 from skyctl.weights.cancellation import Abandoned, Shelter
 from skyctl.weights.delivery import Delivery
 from skyctl.weights.preflight import Prepared, preflight
@@ -120,6 +121,7 @@ async def _transaction(run: _Run) -> PushResult:
     run.began = run.clock()
     with run.stage("preflight"):
         prepared = await preflight(run.request, run.fleet, client=run.client)
+        reached("push.prepared")
         for note in prepared.notes:
             run.note(note)
     if run.request.dry_run:
@@ -129,15 +131,20 @@ async def _transaction(run: _Run) -> PushResult:
     try:
         with run.stage("stage"):
             await _stage(delivery, sites)
+            reached("push.staged")
         run.shelter.enter()  # from here on a cancellation must not leave servers frozen
         try:
             with run.stage("pause"):
                 await _pause(run, sites)
+                reached("push.pause.done")
             with run.stage("init"):
                 await delivery.init(sites)
+                reached("push.init.done")
                 _require_all(run, sites)
             with run.stage("start"):
+                reached("push.start.call")
                 await delivery.start(sites)
+                reached("push.start.done")
                 _require_all(run, sites)
         except _NotYet as stop:
             await _roll_back(run, sites)
@@ -146,7 +153,9 @@ async def _transaction(run: _Run) -> PushResult:
         with run.stage("update"):
             await delivery.update(sites, _progress(run, prepared))
         with run.stage("finish"):
+            reached("push.finish.call")
             await delivery.finish(sites, lambda: _label(run, prepared, delivery))
+            reached("push.finish.done")
     except BaseException as error:
         raise _cut_short(run, sites, error) from error
     finally:
@@ -157,7 +166,9 @@ async def _transaction(run: _Run) -> PushResult:
     with run.stage("verify"):
         await _verify(run, sites, label, prepared.samples)
     with run.stage("resume"):
+        reached("push.resume.call")
         await _resume(run, [site for site in sites if site.holds in (Holds.OLD, Holds.VERIFIED)])
+        reached("push.resume.done")
     return _settle(run, prepared, label, delivery.content_digest)
 
 
@@ -218,6 +229,10 @@ async def _pause(run: _Run, sites: Sequence[Site]) -> None:
     """Freeze every server that is not paused already; the freeze window begins."""
     run.froze_at = run.clock()
     running = [site for site in sites if not site.was_paused]
+    for site in sites:
+        # before it is done: whoever reads the journal of a push that died must know whom to thaw
+        run.observer.server(site.name, "held" if site.was_paused else "pausing")
+    reached("push.pause.call")
     mode = run.request.pause_mode
 
     async def call(site: Site) -> None:
@@ -319,6 +334,7 @@ async def _verify(
 
     await each(loaded, digest, timeout_s=timeout_s * 2, what="verify")
     _outvote(alive(loaded))
+    reached("push.verify.done")
 
     async def publish(site: Site) -> None:
         await site.vllm.set_weight_version(label)
@@ -329,6 +345,7 @@ async def _verify(
     await each(
         alive(loaded), publish, timeout_s=run.fleet.control_timeout_s, what="publish the version"
     )
+    reached("push.published")
 
 
 async def _reset_cache(site: Site) -> None:
@@ -354,6 +371,9 @@ async def _resume(run: _Run, sites: Sequence[Site]) -> None:
     """Thaw what we froze; the freeze window ends. A resume that fails is tried once more."""
     timeout_s = run.fleet.control_timeout_s
     frozen = [site for site in sites if site.frozen]
+    for site in sites:
+        if not site.frozen:
+            run.observer.server(site.name, "kept", "stays paused")
 
     async def call(site: Site) -> None:
         try:

@@ -54,7 +54,9 @@ class PushServer:
     """One server of a push. `backend` is the weight-transfer backend it was started with, "" for
     none or unknown; `gpus` are physical indices; `world_size` counts its workers (tensor x pipeline
     x data parallel). `instance` identifies the running process: while it is the same, a group that
-    the server joined still stands ("" when unknown: never assumed)."""
+    the server joined still stands ("" when unknown: never assumed). `half_updated`: an earlier push
+    broke off there, so that it is scrubbed first; `thaw`: that push froze it, so that this one
+    resumes it."""
 
     target: ServerTarget
     backend: str = ""
@@ -62,6 +64,8 @@ class PushServer:
     gpus: tuple[int, ...] = ()
     world_size: int = 1
     instance: str = ""
+    half_updated: bool = False
+    thaw: bool = False
 
     @property
     def name(self) -> str:
@@ -98,7 +102,8 @@ class PushObserver(Protocol):
         """`done_bytes` of the checkpoint are loaded by every server still in the push."""
 
     def server(self, name: str, state: str, detail: str = "") -> None:
-        """A server's state: paused, updating, updated, ready, quarantined."""
+        """A server's state: held (was paused before), pausing, paused, updating, updated; at its
+        end ready, kept (stays paused) or quarantined."""
 
     def note(self, message: str) -> None:
         """One line the operator should read."""

@@ -28,6 +28,7 @@ from importlib import import_module
 from typing import Any, TextIO
 
 from skyctl.errors import SkyctlError
+from skyctl.kill_points import reached
 from skyctl.weights.header import Shard
 from skyctl.weights.reader import FilledSlot, Piece, ShardFiles
 from skyctl.weights.transports.base import Carrier, Reader
@@ -76,6 +77,7 @@ class Sender:
 
     def open(self, message: dict[str, Any]) -> None:
         """Begin a push. The carrier of the last one goes on when `message["carrier"]` is None."""
+        reached("sender.open")
         self._files = ShardFiles([Shard(**shard) for shard in message["shards"]])
         chunks = [[Piece(*piece) for piece in chunk] for chunk in message["chunks"]]
         if message["carrier"] is not None:
@@ -90,6 +92,7 @@ class Sender:
             threads=max(1, min(_MAX_THREADS, len(os.sched_getaffinity(0)))),
         )
         self._channel.tell("opened", endpoint=carrier.endpoint(), staged_whole=carrier.staged_whole)
+        reached("sender.opened")
         threading.Thread(target=self._read, name="reader", daemon=True).start()
 
     def _opened(self) -> Carrier:
@@ -109,6 +112,7 @@ class Sender:
                 crc32=slot.crc32,
                 extra=carrier.extra(slot.slot),
             )
+            reached("sender.filled")
 
         try:
             reader.run(filled)
@@ -121,12 +125,14 @@ class Sender:
         if operation == "open":
             self.open(message)
         elif operation == "join":
+            reached("sender.join")
             self._opened().join()
             self._channel.tell("joined")
         elif operation == "send":
             self._opened().send(message["slot"], message["size"])
             self._channel.tell("sent", chunk=message["chunk"])
         elif operation == "release" and self._reader is not None:
+            reached("sender.release")
             self._reader.release(message["chunk"])
         elif operation == "rest":
             self._rest()

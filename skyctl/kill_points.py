@@ -1,0 +1,103 @@
+"""Named points at which a process kills itself when a test asks for it.
+
+    SKYCTL_KILL_AT=push.update.sent        the first time that point is reached
+    SKYCTL_KILL_AT=push.update.sent:3      the third time
+    SKYCTL_KILL_AT=push.update.call:2+15   15 ms after the second time, in the middle of what follows
+
+Each point is reached by one kind of process (the process that pushes, the sender, the supervisor, a
+command), so that the variable may be inherited by all of them. `POINTS` lists every one.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+
+VARIABLE = "SKYCTL_KILL_AT"
+
+PUSH = (
+    "push.begun",
+    "push.guarded",
+    "push.prepared",
+    "push.staged",
+    "push.pause.call",
+    "push.pause.done",
+    "push.init.done",
+    "push.start.call",
+    "push.start.done",
+    "push.update.call",
+    "push.update.sent",
+    "push.update.done",
+    "push.finish.call",
+    "push.finish.done",
+    "push.verify.done",
+    "push.published",
+    "push.resume.call",
+    "push.resume.done",
+    "push.record",
+    "push.recorded",
+    "push.ended",
+)
+"""Of the process that pushes: the supervisor, or the command for an attached fleet."""
+
+SENDER = ("sender.open", "sender.opened", "sender.filled", "sender.release", "sender.join")
+SUPERVISOR = (
+    "server.intended",
+    "server.spawned",
+    "server.recorded",
+    "server.ready",
+    "server.stopping",
+    "server.stopped",
+    "router.intended",
+    "router.spawned",
+    "router.recorded",
+    "adopt.begin",
+    "adopt.done",
+    "recover.begin",
+    "down.begin",
+    "down.stopped",
+)
+COMMAND = (
+    "up.begin",
+    "up.supervised",
+    "up.sent",
+    "down.asked",
+    "verb.asked",
+    "verb.answered",
+    "sync.asked",
+    "sync.begun",
+    "scale.asked",
+)
+POINTS = (*PUSH, *SENDER, *SUPERVISOR, *COMMAND)
+
+
+def _parsed(text: str) -> tuple[str, int, float]:
+    """Point, how often it is to be reached, and the delay after that in seconds."""
+    named, _, delay_ms = text.partition("+")
+    point, _, count = named.partition(":")
+    if point and point not in POINTS:
+        raise ValueError(f"{VARIABLE}: there is no point {point!r}")
+    return point, int(count or 1), float(delay_ms or 0) / 1000
+
+
+_point, _left, _delay_s = _parsed(os.environ.get(VARIABLE, ""))
+
+
+def reached(point: str) -> None:
+    """End this process by SIGKILL if this is where it is to die."""
+    if _point and _point == point:
+        _count_down()
+
+
+def _count_down() -> None:
+    global _left
+    _left -= 1
+    if _left != 0:
+        return
+    if _delay_s:
+        timer = threading.Timer(_delay_s, os.kill, (os.getpid(), signal.SIGKILL))
+        timer.daemon = True
+        timer.start()
+    else:
+        os.kill(os.getpid(), signal.SIGKILL)
