@@ -50,6 +50,7 @@ class StubServer:
             ("/get_world_size", self._world_size),
             ("/is_paused", self._is_paused),
             ("/is_sleeping", self._is_sleeping),
+            ("/stub/state", self._state),
         ]
         post = [
             ("/pause", self._pause),
@@ -66,6 +67,7 @@ class StubServer:
             ("/v1/chat/completions", self._completions),
             ("/tokenize", self._tokenize),
             ("/detokenize", self._detokenize),
+            ("/stub/faults", self._set_faults),
         ]
         if since >= (0, 27):
             get.append(("/weight_info", self._weight_info))
@@ -217,6 +219,29 @@ class StubServer:
             "finish_reason": made[-1].finish_reason,
         }
         return JSONResponse({"object": "text_completion", "choices": [choice]})
+
+    async def _set_faults(self, request: Request) -> Response:
+        """Other faults from now on, counted from their first call; the tests' own route."""
+        faults = (await request.json()).items()
+        self.asgi.faults = {route: Fault.from_json(fault) for route, fault in faults}
+        self.asgi.calls.clear()
+        return JSONResponse({})
+
+    async def _state(self, _: Request) -> Response:
+        """What tests want to know of a stub in another process; the tests' own route."""
+        engine = self.engine
+        return JSONResponse(
+            {
+                "digest": engine.digest,
+                "paused": engine.paused,
+                "asleep": sorted(engine.asleep),
+                "update_open": engine.update_open,
+                "half_loaded": engine.half_loaded,
+                "weight_version": engine.weight_version,
+                "log": engine.log,
+                "calls": dict(self.asgi.calls),
+            }
+        )
 
     async def _tokenize(self, request: Request) -> Response:
         tokens = prompt_ids(await self._body(request))

@@ -5,7 +5,7 @@
     update      closed → open → closed; a failed chunk closes it and leaves the weights half loaded
 
 What the real server does was read in vLLM 0.32 (`v1/engine/core.py`, `v1/worker/gpu_worker.py`)
-and is checked against it by tests/integration/test_stub_contract.py.
+and is checked against it by tests/integration/test_contract_stub.py.
 """
 
 from __future__ import annotations
@@ -46,7 +46,15 @@ def digest_of_checkpoint(model: str) -> str:
 
 
 def digest_of_updates(updates: list[dict[str, Any]]) -> str:
-    """Digest of what was pushed. Replace it (`StubEngine.weigh`) to read the real bytes."""
+    """Digest of the tensors that were pushed, whatever chunks and slots they came in.
+
+    Replace it (`StubEngine.weigh`) to read the real bytes.
+    """
+    if all("crc32" in update for update in updates):
+        received: dict[str, int] = {}
+        for update in updates:
+            received.update(zip(update["names"], update["crc32"], strict=True))
+        return hashlib.sha256(json.dumps(received, sort_keys=True).encode()).hexdigest()
     return hashlib.sha256(json.dumps(updates, sort_keys=True).encode()).hexdigest()
 
 
