@@ -220,7 +220,8 @@ class ChunkDelivery:
                 if not alive(sites):
                     break
                 updates.append(asyncio.create_task(update(chunk)))
-            await asyncio.wait(updates)
+            if updates:  # none when no server got as far as this
+                await asyncio.wait(updates)
         finally:
             for task in updates:
                 task.cancel()

@@ -1,0 +1,408 @@
+"""sync-weights meets every fault at every stage; the invariants are checked after each.
+
+I1 a server that runs holds the old or all of the new weights; I6 what is reported is what is.
+The sender is a real process; the servers are stubs in this one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import signal
+import zlib
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from skyctl.errors import PreflightError, PushError, SkyctlError
+from skyctl.weights.push import PushRequest, push
+from tests.faults.attached_fleet import attached_fleet
+from tests.stub.app import StubServer
+from tests.stub.faults import Fault
+from tests.stub.state import StubEngine
+from tests.unit.weights.checkpoints import tiny_tensors, write_checkpoint
+from tests.unit.weights.fleets import Recorder, Stubs, content
+
+NEW = content(
+    [
+        {"names": [name], "crc32": [zlib.crc32(data)]}
+        for name, (_, _, data) in tiny_tensors(50).items()
+    ]
+)
+BAD = 1
+
+
+@pytest.fixture
+def stubs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Stubs:
+    """Three servers with short deadlines."""
+    monkeypatch.setattr("skyctl.weights.delivery._GRACE_S", 0.2)
+    stubs = Stubs(tmp_path, count=3)
+    stubs.fleet = replace(
+        stubs.fleet, control_timeout_s=0.5, update_timeout_s=1.0, rendezvous_timeout_s=0.5
+    )
+    return stubs
+
+
+async def run(stubs: Stubs, observer: Recorder | None = None, **changes: Any) -> dict[str, Any]:
+    """One push to its end; what it says of each server, by name."""
+    request = PushRequest(**{"checkpoint": str(stubs.new), **changes})
+    async with asyncio.timeout(60), stubs.client() as client:
+        try:
+            result = await push(
+                request, stubs.fleet, client=client, observer=observer or Recorder()
+            )
+        except PushError as error:
+            rows = error.details["servers"]
+        else:
+            rows = result.to_json()["servers"]
+    return {row["server"]: row for row in rows}
+
+
+def check_invariants(stubs: Stubs, rows: dict[str, Any]) -> None:
+    """No server runs with anything but old or new weights, and each is as it was reported."""
+    for number, engine in enumerate(stubs.engines):
+        row = rows[f"demo-{number}"]
+        if not engine.paused:
+            assert engine.digest in ("base", NEW)
+            assert not engine.half_loaded and not engine.update_open
+        if row["state"] == "ready":
+            assert not engine.paused
+            assert (row["version"] == "default") == (engine.digest == "base")
+            assert row["version"] == engine.weight_version
+        else:
+            assert engine.paused or not row["ok"]
+        if row["state"] == "quarantined":
+            assert engine.paused and not row["ok"] and row["version"] is None
+
+
+STAGES = {
+    "pause": "/pause",
+    "init": "/init_weight_transfer_engine",
+    "start": "/start_weight_update",
+    "update": "/update_weights",
+    "finish": "/finish_weight_update",
+    "reset-cache": "/reset_prefix_cache",
+    "verify": "/collective_rpc",
+    "publish": "/update_weight_version",
+    "resume": "/resume",
+}
+KINDS = {
+    "500": Fault("status"),
+    "reset": Fault("reset"),
+    "reset-after-commit": Fault("reset-after"),
+    "hang": Fault("hang"),
+    "hang-after-commit": Fault("hang-after"),
+    "slow": Fault("delay", seconds=0.1),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("stage", STAGES)
+async def test_a_server_that_fails_for_good_in_a_stage(stubs: Stubs, stage: str, kind: str) -> None:
+    stubs.servers[BAD].asgi.faults[STAGES[stage]] = KINDS[kind]
+    rows = await run(stubs)
+    check_invariants(stubs, rows)
+    if kind == "slow":
+        assert all(row["ok"] for row in rows.values())
+    others = [stubs.engines[0], stubs.engines[2]]
+    # before the first byte all are undone; after it the others go on without the bad one
+    before = stage in ("pause", "init", "start")
+    expected = "base" if before and kind != "slow" else NEW
+    assert [engine.digest for engine in others] == [expected] * 2
+    assert not any(engine.paused for engine in others)
+
+
+@pytest.mark.parametrize("stage", ["update", "finish", "verify", "publish", "resume"])
+@pytest.mark.parametrize("kind", ["500", "reset", "reset-after-commit"])
+async def test_a_fault_that_passes_once_leaves_no_server_frozen_or_mixed(
+    stubs: Stubs, stage: str, kind: str
+) -> None:
+    fault = KINDS[kind]
+    stubs.servers[BAD].asgi.faults[STAGES[stage]] = Fault(fault.kind, calls=(1,))
+    rows = await run(stubs)
+    check_invariants(stubs, rows)
+    assert {engine.digest for engine in stubs.engines} == {NEW}
+
+
+@pytest.mark.parametrize("chunk", ["first", "third", "last"])
+async def test_a_500_on_chunk_k_is_scrubbed_and_pushed_again(stubs: Stubs, chunk: str) -> None:
+    count = (await planned(stubs))["chunks"]
+    stubs.fail_update(BAD, calls=[{"first": 1, "third": 3, "last": count}[chunk]])
+    rows = await run(stubs)
+    check_invariants(stubs, rows)
+    assert all(row["ok"] for row in rows.values())
+    assert {engine.digest for engine in stubs.engines} == {NEW}
+
+
+async def planned(stubs: Stubs) -> dict[str, Any]:
+    """The plan of a dry run."""
+    async with stubs.client() as client:
+        request = PushRequest(str(stubs.new), dry_run=True)
+        result = await push(request, stubs.fleet, client=client, observer=Recorder())
+    assert result.plan is not None
+    return result.plan
+
+
+async def test_a_500_on_a_server_of_two_workers_is_not_retried_but_quarantined(
+    stubs: Stubs,
+) -> None:
+    for engine in stubs.engines:
+        engine.world_size = 2
+    stubs.fail_update(BAD, calls=[2])
+    rows = await run(stubs)
+    check_invariants(stubs, rows)
+    assert [row["state"] for row in rows.values()] == ["ready", "quarantined", "ready"]
+    assert stubs.engines[BAD].log.count("start") == 1
+
+
+async def test_an_engine_that_dies_while_it_is_updated_is_left_to_its_restart(
+    stubs: Stubs,
+) -> None:
+    observer = Recorder()
+
+    def die(done: int) -> None:
+        stubs.engines[BAD].dead = stubs.engines[BAD].dead or done > 0
+
+    observer.on_progress = die
+    rows = await run(stubs, observer)
+    assert [row["ok"] for row in rows.values()] == [True, False, True]
+    assert rows["demo-1"]["state"] == "quarantined"
+    assert [stubs.engines[n].digest for n in (0, 2)] == [NEW, NEW]
+
+
+# --- the sender ---------------------------------------------------------------------------------
+
+
+def senders() -> list[psutil.Process]:
+    """Sender processes below this test."""
+    return [
+        child
+        for child in psutil.Process().children(recursive=True)
+        if any("skyctl.weights.sender" in word for word in child.cmdline())
+    ]
+
+
+def signalling(observer: Recorder, number: int, *, when: Callable[[int], bool]) -> list[int]:
+    """Send a signal to the sender once, when its progress is `when`; pids it was sent to."""
+    sent: list[int] = []
+
+    def strike(done: int) -> None:
+        if when(done) and not sent:
+            for process in senders():
+                sent.append(process.pid)
+                process.send_signal(number)
+
+    observer.on_progress = strike
+    return sent
+
+
+async def test_a_sender_killed_between_chunks_is_replaced_and_all_is_sent_again(
+    stubs: Stubs,
+) -> None:
+    observer = Recorder()
+    sent = signalling(observer, signal.SIGKILL, when=lambda done: done > 0)
+    rows = await run(stubs, observer, chunk_size=300)
+    check_invariants(stubs, rows)
+    assert sent and "recover" in observer.stages
+    assert {engine.digest for engine in stubs.engines} == {NEW}
+    assert senders() == []
+
+
+async def test_a_sender_that_hangs_is_killed_on_its_deadline(stubs: Stubs) -> None:
+    observer = Recorder()
+    sent = signalling(observer, signal.SIGSTOP, when=lambda done: done > 0)
+    rows = await run(stubs, observer, chunk_size=300)
+    check_invariants(stubs, rows)
+    assert sent and {engine.digest for engine in stubs.engines} == {NEW}
+    assert not any(psutil.pid_exists(pid) for pid in sent)
+
+
+async def test_a_sender_killed_before_the_pause_leaves_every_server_untouched(
+    stubs: Stubs,
+) -> None:
+    class Killing(Recorder):
+        """Kills the sender as soon as there is one."""
+
+    observer = Killing()
+
+    async def strike() -> None:
+        while not senders():  # noqa: ASYNC110 - another process's birth
+            await asyncio.sleep(0.005)
+        for process in senders():
+            process.kill()
+
+    striking: list[asyncio.Task[None]] = []
+    observer.on_stage = lambda name: (
+        striking.append(asyncio.create_task(strike())) if name == "stage" else None
+    )
+    with pytest.raises(PreflightError, match="sender"):
+        await run(stubs, observer)
+    await asyncio.gather(*striking)
+    assert all(engine.log == [] for engine in stubs.engines)
+
+
+async def test_a_rendezvous_that_never_completes_ends_at_its_deadline_and_all_are_released(
+    stubs: Stubs,
+) -> None:
+    """The stubs answer /init and never join the sender's group."""
+    rows = await run(stubs, transport="gloo")
+    check_invariants(stubs, rows)
+    assert {engine.digest for engine in stubs.engines} == {"base"}
+    assert not any(engine.paused for engine in stubs.engines)
+    assert senders() == []
+
+
+# --- the checkpoint -----------------------------------------------------------------------------
+
+
+async def test_a_checkpoint_deleted_while_it_is_pushed_leaves_no_server_mixed(
+    stubs: Stubs,
+) -> None:
+    observer = Recorder()
+
+    def delete(done: int) -> None:
+        if done:
+            shutil.rmtree(stubs.new, ignore_errors=True)
+
+    observer.on_progress = delete
+    check_invariants(stubs, await run(stubs, observer, chunk_size=300))
+
+
+async def test_a_shard_truncated_while_it_is_pushed_is_not_sent(stubs: Stubs) -> None:
+    observer = Recorder()
+
+    def truncate(done: int) -> None:
+        for shard in stubs.new.glob("*.safetensors") if done else ():
+            os.truncate(shard, 100)
+
+    observer.on_progress = truncate
+    rows = await run(stubs, observer, chunk_size=300)
+    check_invariants(stubs, rows)
+    assert all(engine.paused or engine.digest == NEW for engine in stubs.engines)
+
+
+async def test_a_tensor_larger_than_the_chunk_gets_a_chunk_that_fits_and_is_announced(
+    stubs: Stubs,
+) -> None:
+    observer = Recorder()
+    rows = await run(stubs, observer, chunk_size=100)
+    assert all(row["ok"] for row in rows.values())
+    assert any("larger than the chunk size of 100" in note for note in observer.notes)
+    assert {engine.digest for engine in stubs.engines} == {NEW}
+
+
+async def refused(stubs: Stubs, words: str, **changes: Any) -> SkyctlError:
+    with pytest.raises(SkyctlError, match=words) as caught:
+        await run(stubs, **changes)
+    assert not isinstance(caught.value, PushError)
+    assert not any(entry.startswith("pause") for e in stubs.engines for entry in e.log)
+    return caught.value
+
+
+async def test_servers_of_different_backends_are_refused(stubs: Stubs) -> None:
+    stubs.engines[BAD].transfer_backend = "ipc"
+    await refused(stubs, "different weight-transfer backends .*demo-1: ipc")
+
+
+async def test_more_memory_than_there_is_refuses_before_anything(
+    stubs: Stubs, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from skyctl.weights import preflight
+
+    meminfo = tmp_path / "meminfo"
+    meminfo.write_text("MemAvailable: 1 kB\n")
+    check = preflight.check_memory
+    monkeypatch.setattr(preflight, "check_memory", lambda needed: check(needed, meminfo))
+    error = await refused(stubs, "the push needs .* of memory")
+    assert "--chunk-size" in error.hint
+
+
+@pytest.mark.parametrize("route", ["/is_paused", "/version", "/metrics/", "/get_world_size"])
+async def test_a_server_that_hangs_in_preflight_is_refused_at_the_deadline(
+    stubs: Stubs, route: str
+) -> None:
+    stubs.servers[BAD].asgi.faults[route] = Fault("hang")
+    await refused(stubs, r"1 of 3 servers failed \(demo-1: no answer")
+
+
+# --- states left by others ----------------------------------------------------------------------
+
+
+async def test_a_server_with_half_of_another_push_is_scrubbed_by_the_next(stubs: Stubs) -> None:
+    engine = stubs.engines[BAD]
+    await engine.pause("keep")
+    engine.start_update()
+    engine.update({"names": ["x"], "crc32": [1]})
+    engine.fail_update()
+    rows = await run(stubs)
+    check_invariants(stubs, rows)
+    assert stubs.engines[BAD].digest in (NEW, "base") or stubs.engines[BAD].paused
+
+
+async def test_after_a_failed_push_the_next_one_heals_the_fleet(stubs: Stubs) -> None:
+    stubs.fail_update(BAD, calls=range(2, 100))
+    rows = await run(stubs)
+    assert rows["demo-1"]["state"] == "quarantined"
+    del stubs.engines[BAD].update  # type: ignore[attr-defined]
+    # what the state file says of it to the next push
+    left = [replace(s, half_updated=True, thaw=True) for s in stubs.fleet.servers[BAD : BAD + 1]]
+    servers = (stubs.fleet.servers[0], *left, stubs.fleet.servers[2])
+    stubs.fleet = replace(stubs.fleet, servers=servers)
+    rows = await run(stubs)
+    check_invariants(stubs, rows)
+    assert {engine.digest for engine in stubs.engines} == {NEW}
+
+
+async def test_pushing_the_same_checkpoint_twice_changes_nothing(stubs: Stubs) -> None:
+    first = await run(stubs)
+    second = await run(stubs)
+    assert {row["version"] for row in first.values()} == {row["version"] for row in second.values()}
+    assert {engine.digest for engine in stubs.engines} == {NEW}
+
+
+# --- an attached fleet ---------------------------------------------------------------------------
+
+
+async def test_after_a_partial_push_status_is_degraded_and_the_bad_server_quarantined(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base, new = write_checkpoint(tmp_path / "base"), tmp_path / "new"
+    write_checkpoint(new, tiny_tensors(50))
+    servers = [StubServer(StubEngine(model=str(base), weigh=content)) for _ in range(3)]
+    servers[BAD].asgi.faults["/finish_weight_update"] = Fault("status")
+    async with attached_fleet(tmp_path, monkeypatch, servers) as fleet:
+        job = await fleet.wait_job(await fleet.start_push(PushRequest(str(new))))
+        assert job.state == "failed" and job.error is not None
+        status = await fleet.status()
+        assert [r.state for r in status.replicas] == ["ready", "quarantined", "ready"]
+        assert status.health == "degraded"
+        outcomes = await fleet.resume()
+        assert [o["status"] for o in outcomes] == ["ok", "skipped", "ok"]
+        assert servers[BAD].engine.paused, "never silently resumed"
+        # the fault passes, and the next push frees it
+        servers[BAD].asgi.faults.clear()
+        job = await fleet.wait_job(await fleet.start_push(PushRequest(str(new))))
+        assert job.state == "succeeded"
+        assert (await fleet.status()).health == "healthy"
+
+
+@pytest.mark.xfail(strict=True, reason="vLLM's metric says asleep until the cache is awake, too")
+async def test_discarded_weights_are_pushed_between_waking_weights_and_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base, new = write_checkpoint(tmp_path / "base"), tmp_path / "new"
+    write_checkpoint(new, tiny_tensors(50))
+    servers = [StubServer(StubEngine(model=str(base), weigh=content)) for _ in range(2)]
+    async with attached_fleet(tmp_path, monkeypatch, servers) as fleet:
+        await fleet.sleep(2)
+        await fleet.wake(["weights"])
+        job = await fleet.wait_job(await fleet.start_push(PushRequest(str(new))))
+        assert job.state == "succeeded", job.error
+        assert [o["status"] for o in await fleet.wake(["kv_cache"])] == ["ok", "ok"]
+        assert {server.engine.digest for server in servers} == {NEW}
+        assert not any(server.engine.paused for server in servers)
