@@ -10,6 +10,7 @@ SkyctlError                     1   something failed; the message says what, whe
 │   ├── ServerUnreachable       1   no connection, or it broke
 │   └── DeadlineExceeded      124   no answer within the deadline
 ├── ConflictError               1   somebody else holds the lock, the port or the name
+│   └── VersionMismatch         1   the fleet's supervisor is of another skyctl
 ├── PreflightError              1   a push was refused before anything was paused
 ├── Interrupted               130   Ctrl-C
 ├── InternalError               1   a bug of skyctl's
@@ -122,6 +123,10 @@ class DeadlineExceeded(ServerError):
 
 class ConflictError(SkyctlError):
     """Somebody else holds the lock, the port or the name; the message says who."""
+
+
+class VersionMismatch(ConflictError):
+    """The fleet's supervisor was started by another version of skyctl."""
 
 
 class PreflightError(SkyctlError):

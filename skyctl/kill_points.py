@@ -2,7 +2,7 @@
 
     SKYCTL_KILL_AT=push.update.sent        the first time that point is reached
     SKYCTL_KILL_AT=push.update.sent:3      the third time
-    SKYCTL_KILL_AT=push.update.call:2+15   15 ms after the second time, in the middle of what follows
+    SKYCTL_KILL_AT=push.update.call:2+15   15 ms after the second time, amid what follows
 
 Each point is reached by one kind of process (the process that pushes, the sender, the supervisor, a
 command), so that the variable may be inherited by all of them. `POINTS` lists every one.

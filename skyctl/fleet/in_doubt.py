@@ -38,6 +38,9 @@ class InDoubt:
     thaw: bool
 
 
+NO_DOUBT = InDoubt("", "", "", half_updated=False, thaw=False)
+
+
 def left_behind(job: Job, events: Iterable[JobEvent]) -> dict[str, InDoubt]:
     """The servers that a push, by its journal, touched and did not give back. Pure.
 
@@ -83,6 +86,12 @@ def doubt(state: FleetState, found: Mapping[str, InDoubt]) -> None:
             if not state.server(name).quarantine:
                 state.update_server(name, quarantine=f"{one.job} broke off in stage {one.stage}")
         _save(state, known)
+
+
+def touch(state: FleetState, name: str, why: str) -> None:
+    """A server is about to be pushed to by its own admission, which no journal tells of."""
+    with state.transaction():
+        _save(state, {**in_doubt(state), name: InDoubt(name, why, "update", True, True)})
 
 
 def trust(state: FleetState, *names: str) -> None:

@@ -11,15 +11,18 @@ from typing import TYPE_CHECKING, Any, Self
 from skyctl.control.http import ControlClient
 from skyctl.control.target import ServerTarget
 from skyctl.errors import NotFoundError, UsageError
+from skyctl.fleet.in_doubt import close_orphans
 from skyctl.fleet.journal import Job, JobEvent, PushRecord
 from skyctl.fleet.registry import FleetRef, remember
 from skyctl.fleet.state import Event, FleetState, ServerRow
 from skyctl.fleet.status import FleetStatus
-from skyctl.operations.urls import FleetUrls
-from skyctl.supervisor import verbs
+from skyctl.operations.urls import FleetUrls, access
+from skyctl.supervisor import recovery, verbs
 from skyctl.weights.staging import sweep
 
 if TYPE_CHECKING:
+    from skyctl.supervisor.diagnosis import Finding
+    from skyctl.supervisor.recovery import Recovered
     from skyctl.weights.push import PushRequest
 
 
@@ -31,23 +34,25 @@ class AttachedFleet:
     """
 
     def __init__(self, ref: FleetRef, *, client: ControlClient | None = None) -> None:
-        from skyctl.operations.planning import api_key
+        from skyctl.operations.planning import api_key, control_token
 
         self.ref = ref
         self._client = client or ControlClient()
         self._key = api_key(ref)
+        self._token = control_token(ref) or self._key
         self._pushes: dict[str, asyncio.Task[None]] = {}
         self.targets = tuple(
-            ServerTarget(f"{ref.name}-{index}", url.rstrip("/"), self._key)
+            ServerTarget(f"{ref.name}-{index}", url.rstrip("/"), self._token)
             for index, url in enumerate(ref.config.servers or ())
         )
 
     async def __aenter__(self) -> Self:
         remember(self.ref)
         self._state = FleetState(self.ref.paths.database)
-        self._state.journal.interrupt_orphans()
-        # nobody restarts these servers: weights of an ended push are of no further use
-        await asyncio.to_thread(sweep, self.ref.paths.staging, ())
+        close_orphans(self._state)
+        # nobody restarts these servers: weights of an ended push are of no further use, unless
+        # recovery needs them
+        await asyncio.to_thread(sweep, self.ref.paths.staging, recovery.needed(self._state))
         return self
 
     async def __aexit__(self, *exception: object) -> None:
@@ -168,6 +173,22 @@ class AttachedFleet:
 
         return await verify_servers(self.targets, self._client)
 
+    async def findings(self) -> tuple[Finding, ...]:
+        """What is the matter with each server, asked now."""
+        from skyctl.operations.attached_recovery import find
+
+        return await find(self.targets, self._client, self._state)
+
+    async def recover(self, timeout_s: float | None = None) -> tuple[Recovered, ...]:
+        """Put right what can be put right from outside; one report per server.
+
+        Raises:
+            ConflictError: another recovery has not ended after `timeout_s` seconds.
+        """
+        from skyctl.operations.attached_recovery import recover
+
+        return await recover(self.ref, self.targets, self._client, self._state, wait_s=timeout_s)
+
     async def restart(self, names: Sequence[str] = ()) -> int:
         raise self._not_ours("restart")
 
@@ -182,12 +203,16 @@ class AttachedFleet:
             model=self.ref.config.served_model_name,
             router=router.rstrip("/") if isinstance(router, str) else None,
             servers={target.name: target.url for target in self.targets},
-            api_key_env=self.ref.config.api_key_env,
+            access=access(self.ref),
         )
 
     def api_key(self) -> str | None:
-        """The servers' API key from this process's environment."""
+        """The key of inference, from this process's environment."""
         return self._key
+
+    def control_token(self) -> str | None:
+        """What the servers' control routes ask for, from this process's environment."""
+        return self._token
 
     def _not_ours(self, verb: str) -> UsageError:
         return UsageError(

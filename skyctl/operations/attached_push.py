@@ -9,10 +9,12 @@ from collections.abc import Sequence
 from skyctl.control.http import ControlClient
 from skyctl.control.server import VLLMServer
 from skyctl.control.target import ServerTarget
+from skyctl.fleet.in_doubt import NO_DOUBT, in_doubt
 from skyctl.fleet.journal import Job
 from skyctl.fleet.registry import FleetRef
 from skyctl.fleet.state import FleetState
 from skyctl.supervisor import jobs
+from skyctl.supervisor.guardian import guarded
 from skyctl.weights.checkpoint import locate
 from skyctl.weights.request import PushFleet, PushRequest, PushServer
 
@@ -29,12 +31,18 @@ def begin(
     Raises:
         ConflictError: another process pushes into this fleet; the message names its job.
     """
-    transfer = ref.config.weight_transfer
+    transfer, doubts = ref.config.weight_transfer, in_doubt(state)
     fleet = PushFleet(
         name=ref.name,
         # backend, device and world size are found out by the push's preflight
         servers=tuple(
-            PushServer(target, device="cuda" if ref.config.device == "cuda" else "cpu")
+            PushServer(
+                target,
+                device="cuda" if ref.config.device == "cuda" else "cpu",
+                half_updated=doubts.get(target.name, NO_DOUBT).half_updated,
+                thaw=doubts.get(target.name, NO_DOUBT).thaw
+                and not state.server(target.name).paused,
+            )
             for target in targets
         ),
         # a directory that was overwritten since it was pushed would be compared with itself
@@ -47,7 +55,9 @@ def begin(
         transport=transfer.transport,
     )
     job = jobs.open_push(state.journal, state.locks, request)
-    running = jobs.run_push(job, request, fleet, client=client, state=state)
+    running = jobs.run_push(
+        job, request, fleet, client=client, state=state, guardian=guarded(ref.paths)
+    )
     return job, asyncio.create_task(running, name=job.id)
 
 

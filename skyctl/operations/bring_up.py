@@ -8,20 +8,20 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from skyctl.errors import DeadlineExceeded, FleetDownError, SkyctlError, UsageError
+from skyctl.fleet.in_doubt import close_orphans
 from skyctl.fleet.paths import FleetPaths
 from skyctl.fleet.plan import FleetPlan
 from skyctl.fleet.registry import FleetRef, remember
 from skyctl.fleet.state import FleetState
 from skyctl.fleet.status import FleetStatus
 from skyctl.operations.planning import planned, usable
+from skyctl.operations.revive import UP_LOCK, UP_LOCK_WAIT_S
 from skyctl.supervisor import daemon
 from skyctl.supervisor.client import SupervisorClient
 from skyctl.supervisor.rollout import stop_recorded
 from skyctl.supervisor.wire import plan_to_json
 from skyctl.weights.staging import sweep
 
-UP_LOCK = "up"
-UP_LOCK_WAIT_S = 30.0
 FOLLOW_POLL_S = 0.5
 
 
@@ -160,7 +160,7 @@ async def _stop_leftovers(
     with FleetState(paths.database) as state:
         rows = state.processes()
         stopped = await asyncio.gather(*(stop_recorded(row, timeout_s) for row in rows))
-        state.journal.interrupt_orphans()
+        close_orphans(state)
         state.forget_run()
     await asyncio.to_thread(sweep, paths.staging, ())
     paths.socket.unlink(missing_ok=True)

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 if TYPE_CHECKING:
     from skyctl.fleet.registry import FleetRef
     from skyctl.operations.attached import AttachedFleet
     from skyctl.operations.supervised import SupervisedFleet
 
-    Fleet = SupervisedFleet | AttachedFleet
+    Fleet: TypeAlias = SupervisedFleet | AttachedFleet
 
 
 @asynccontextmanager

@@ -8,17 +8,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 from urllib.parse import urlsplit
 
-from skyctl.errors import FleetDownError, UsageError
+from skyctl.errors import FleetDownError, SkyctlError, UsageError
 from skyctl.fleet.journal import Job, JobEvent, PushRecord
 from skyctl.fleet.plan import local_url
-from skyctl.fleet.registry import FleetRef
+from skyctl.fleet.registry import FleetRef, supervisor_running
 from skyctl.fleet.state import Event, FleetState, ServerRow
 from skyctl.fleet.status import FleetStatus
+from skyctl.operations.left_alone import left_alone
 from skyctl.operations.unsupervised import unsupervised_status
-from skyctl.operations.urls import FleetUrls
-from skyctl.supervisor.client import SupervisorClient
+from skyctl.operations.urls import FleetUrls, access
+from skyctl.supervisor.client import CALL_TIMEOUT_S, SupervisorClient
+from skyctl.supervisor.wire import spoken, version_mismatch
 
 if TYPE_CHECKING:
+    from skyctl.supervisor.diagnosis import Finding
+    from skyctl.supervisor.recovery import Recovered
     from skyctl.weights.push import PushRequest
 
 
@@ -28,6 +32,7 @@ class SupervisedFleet:
     def __init__(self, ref: FleetRef) -> None:
         self.ref = ref
         self._client = SupervisorClient(ref.paths)
+        self._looked = False
 
     async def __aenter__(self) -> Self:
         return self
@@ -43,9 +48,11 @@ class SupervisedFleet:
         """
         try:
             path = "/status" if fresh else "/status?fresh=0"
-            return FleetStatus.from_json(await self._client.get(path))
-        except FleetDownError:
-            return unsupervised_status(self.ref.paths)
+            return FleetStatus.from_json(await self._get(path))
+        except FleetDownError as error:
+            return unsupervised_status(self.ref.paths, why=error.message)
+        except TypeError as error:  # keys that only another skyctl knows
+            raise version_mismatch("", spoken()) from error
 
     async def pause(
         self,
@@ -99,7 +106,7 @@ class SupervisedFleet:
         from skyctl.weights.tracing import current_traceparent
 
         request = replace(request, traceparent=current_traceparent())
-        answer = await self._client.post("/jobs", {"request": request.to_json()})
+        answer = await self._post("/jobs", {"request": request.to_json()})
         return str(answer["id"])
 
     async def model_path(self) -> str | None:
@@ -159,7 +166,36 @@ class SupervisedFleet:
 
     async def verify_weights(self) -> dict[str, Any]:
         """Compare the servers' weights now: {"servers": […], "agree": bool}."""
-        return dict(await self._client.post("/verify", {}, timeout_s=600.0))
+        return dict(await self._post("/verify", {}, timeout_s=600.0))
+
+    async def findings(self) -> tuple[Finding, ...]:
+        """What is the matter with each server; nothing is started for it."""
+        from skyctl.operations.left_alone import find
+        from skyctl.supervisor.diagnosis import Finding
+
+        if not supervisor_running(self.ref.paths):
+            return await find(self.ref)
+        answer = await self._client.get("/recover", timeout_s=60.0)
+        return tuple(Finding.from_json(row) for row in answer["findings"])
+
+    async def recover(self, timeout_s: float | None = None) -> tuple[Recovered, ...]:
+        """Have the supervisor put right what it can, one of this version and alive; what it did.
+
+        Raises:
+            ConflictError: it is busy with something else.
+            DeadlineExceeded: it has not ended after `timeout_s` seconds; it goes on.
+        """
+        from skyctl.operations.bring_up import follow_operation
+        from skyctl.operations.revive import replace_other
+        from skyctl.supervisor.recovery import Recovered
+
+        await replace_other(self.ref)
+        await self._revive()
+        answer = await self._client.post("/recover", {})
+        operation = int(answer["operation"])
+        await follow_operation(self.ref.paths, operation, lambda status: None, timeout_s=timeout_s)
+        done = (await self._client.get("/recover", timeout_s=60.0))["recovered"]
+        return tuple(Recovered.from_json(row) for row in done)
 
     async def restart(self, names: Sequence[str] = ()) -> int:
         """Begin a rolling restart of these servers (all when empty); the operation's number.
@@ -167,7 +203,7 @@ class SupervisedFleet:
         Raises:
             NotFoundError: no such server. ConflictError: the supervisor is busy.
         """
-        answer = await self._client.post("/restart", {"servers": list(names)})
+        answer = await self._post("/restart", {"servers": list(names)})
         return int(answer["operation"])
 
     async def scale(self, replicas: int) -> int:
@@ -181,7 +217,7 @@ class SupervisedFleet:
 
         if replicas < 1:
             raise UsageError(f"cannot scale to {replicas}", hint="to stop the fleet: skyctl down")
-        await self._client.get("/status")  # down or not, before anything is planned
+        await self._get("/status")  # down or not, before anything is planned
         plan = plan_to_json(usable(self.ref, scaled(self.ref, replicas)))
         answer = await self._client.post("/reconcile", {"plan": plan, "kind": "scale"})
         return int(answer["operation"])
@@ -202,14 +238,20 @@ class SupervisedFleet:
             router=router.url if router is not None else None,
             servers={replica.name: replica.url for replica in status.replicas},
             router_metrics=metrics,
-            api_key_env=self.ref.config.api_key_env,
+            access=access(self.ref),
         )
 
     def api_key(self) -> str | None:
-        """The servers' API key from this process's environment."""
+        """The key of inference."""
         from skyctl.operations.planning import api_key
 
         return api_key(self.ref)
+
+    def control_token(self) -> str | None:
+        """What the servers' control routes ask for; the API key where they ask for nothing."""
+        from skyctl.operations.planning import api_key, control_token
+
+        return control_token(self.ref) or api_key(self.ref)
 
     async def _verb(
         self,
@@ -220,10 +262,42 @@ class SupervisedFleet:
     ) -> list[dict[str, Any]]:
         timeout_s = timeout_s or self.ref.config.control_timeout_s
         body = {"arguments": arguments, "servers": servers and list(servers)}
-        answer = await self._client.post(
+        answer = await self._post(
             f"/verbs/{verb}", {**body, "timeout_s": timeout_s}, timeout_s=timeout_s + 30.0
         )
         return list(answer["outcomes"])
+
+    async def _get(self, path: str) -> dict[str, Any]:
+        await self._revive()
+        return await self._client.get(path)
+
+    async def _post(
+        self, path: str, body: dict[str, Any], *, timeout_s: float = CALL_TIMEOUT_S
+    ) -> dict[str, Any]:
+        await self._revive()
+        return await self._client.post(path, body, timeout_s=timeout_s)
+
+    async def _revive(self) -> None:
+        """Start a supervisor for servers that were left without one, once per connection.
+
+        Raises:
+            FleetDownError: it cannot be started.
+        """
+        if self._looked:
+            return
+        self._looked = True
+        if not left_alone(self.ref.paths):
+            return
+        from skyctl.operations.revive import revive
+
+        try:
+            await revive(self.ref)
+        except SkyctlError as error:
+            raise FleetDownError(
+                f"the supervisor of fleet {self.ref.name} is gone, and no other can take its "
+                f"place: {error.message}",
+                hint=error.hint or "take the servers over: skyctl up; or stop them: skyctl down",
+            ) from error
 
     def _state(self) -> FleetState:
         if not self.ref.paths.database.exists():

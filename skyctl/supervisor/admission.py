@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from skyctl.control.http import ControlClient
 from skyctl.errors import ServerError, SkyctlError
+from skyctl.fleet.in_doubt import NO_DOUBT, InDoubt, in_doubt, touch, trust
 from skyctl.fleet.plan import FleetPlan
 from skyctl.fleet.state import FleetState, FleetWeights
 from skyctl.supervisor.health import probe_alive
@@ -13,8 +14,14 @@ from skyctl.supervisor.replica import Replica
 from skyctl.weights.request import PushFleet, PushRequest, PushServer, SilentObserver
 
 
-def push_fleet(plan: FleetPlan, replicas: Sequence[Replica], model_path: str) -> PushFleet:
-    """The servers of a push, as the push wants to know them. `model_path` is what they run now."""
+def push_fleet(
+    plan: FleetPlan,
+    replicas: Sequence[Replica],
+    model_path: str,
+    doubts: Mapping[str, InDoubt],
+) -> PushFleet:
+    """The servers of a push, as the push wants to know them. `model_path` is what they run now,
+    `doubts` what earlier pushes left."""
     transfer = plan.config.weight_transfer
     return PushFleet(
         name=plan.name,
@@ -26,6 +33,8 @@ def push_fleet(plan: FleetPlan, replicas: Sequence[Replica], model_path: str) ->
                 gpus=replica.spec.gpus,
                 world_size=replica.spec.world_size,
                 instance=replica.instance,
+                half_updated=doubts.get(replica.name, NO_DOUBT).half_updated,
+                thaw=doubts.get(replica.name, NO_DOUBT).thaw and not replica.row.paused,
             )
             for replica in replicas
         ),
@@ -48,7 +57,7 @@ async def bring_to_weights(
     """
     weights = state.weights()
     try:
-        await _push_alone(replica, weights, plan, client)
+        await push_alone(replica, state, plan, client)
     except SkyctlError as error:
         if state.weights() != weights:
             return  # what was pushed may be gone from disk by now: the caller tries the new ones
@@ -58,31 +67,42 @@ async def bring_to_weights(
         )
 
 
-async def _push_alone(
-    replica: Replica, weights: FleetWeights, plan: FleetPlan, client: ControlClient
-) -> None:
-    from skyctl.weights.checkpoint import read_checkpoint
-    from skyctl.weights.push import push
-    from skyctl.weights.staging import held
+def published(weights: FleetWeights, *, verify: bool) -> PushRequest:
+    """A request for the weights that the fleet has.
 
-    assert weights.checkpoint is not None and weights.version is not None
+    Raises:
+        SkyctlError: it has none but those it was started with, or they changed on disk.
+    """
+    from skyctl.weights.checkpoint import read_checkpoint
+
+    if weights.checkpoint is None:
+        raise SkyctlError("nothing was pushed into this fleet yet")
     found = read_checkpoint(weights.checkpoint)
     digests = (found.identity_digest, found.layout_digest)
     if weights.checkpoint_digest and weights.checkpoint_digest not in digests:
         raise SkyctlError(f"{weights.checkpoint} changed since it was pushed")
-    request = PushRequest(
+    return PushRequest(
         checkpoint=weights.checkpoint,
         transport=weights.transport,
         weight_version=weights.version,
-        verify=plan.config.weight_transfer.verify,
+        verify=verify,
     )
-    with held(weights.checkpoint):
-        result = await push(
-            request,
-            push_fleet(plan, [replica], plan.model_path),
-            client=client,
-            observer=SilentObserver(),
-        )
+
+
+async def push_alone(
+    replica: Replica, state: FleetState, plan: FleetPlan, client: ControlClient
+) -> None:
+    """Push the fleet's weights into this one server. Raises SkyctlError."""
+    from skyctl.weights.push import push
+    from skyctl.weights.staging import held
+
+    weights = state.weights()
+    request = published(weights, verify=plan.config.weight_transfer.verify)
+    fleet = push_fleet(plan, [replica], plan.model_path, in_doubt(state))
+    touch(state, replica.name, "a push of its own")  # before it: this process may die meanwhile
+    with held(request.checkpoint):
+        result = await push(request, fleet, client=client, observer=SilentObserver())
+    trust(state, replica.name)
     digest = next((s.weights_digest for s in result.servers), "")
     replica.update_row(
         weight_version=weights.version,

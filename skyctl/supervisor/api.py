@@ -2,6 +2,9 @@
 
 GET  /v1/status     ?fresh=0                 FleetStatus   0: whether paused, as last probed
 POST /v1/reconcile  {plan, kind}             {operation, joined}   0: nothing to do
+POST /v1/adopt      {plan}                   {operation}   as it runs; 0: it has a plan already
+GET  /v1/recover                             {findings, recovered}   asked now; of the last one
+POST /v1/recover    {}                       {operation}
 POST /v1/restart    {servers}                {operation}
 POST /v1/undo       {}                       {}            stops the operation and what it started
 POST /v1/down       {drain_timeout_s}        {}            answers when everything is stopped
@@ -9,6 +12,7 @@ POST /v1/verbs/V    {arguments, servers, timeout_s}   {outcomes}
 POST /v1/jobs       {request}                {id}          jobs are followed in the state file
 POST /v1/verify     {timeout_s}              {servers, agree}
 
+Both sides say which skyctl they are (`wire.VERSION_HEADER`); another protocol is refused.
 An error is {"error": {kind, message, hint, details}} with the class's name as its kind.
 """
 
@@ -27,7 +31,14 @@ from skyctl.errors import NotFoundError, SkyctlError, UsageError
 from skyctl.supervisor.jobs import verify_servers
 from skyctl.supervisor.report import report
 from skyctl.supervisor.resident import Supervisor
-from skyctl.supervisor.wire import plan_from_json
+from skyctl.supervisor.wire import (
+    PROTOCOL,
+    VERSION_HEADER,
+    plan_from_json,
+    spoken,
+    stamp,
+    version_mismatch,
+)
 from skyctl.weights.request import PushRequest
 
 Answer = dict[str, Any]
@@ -40,6 +51,10 @@ class _Body(BaseModel):
 class ReconcileBody(_Body):
     plan: dict[str, Any]
     kind: str = "up"
+
+
+class AdoptBody(_Body):
+    plan: dict[str, Any]
 
 
 class RestartBody(_Body):
@@ -64,7 +79,7 @@ class VerifyBody(_Body):
     timeout_s: float = 120.0
 
 
-class UndoBody(_Body):
+class NoBody(_Body):
     pass
 
 
@@ -83,12 +98,27 @@ def make_app(supervisor: Supervisor) -> Starlette:
         operation, joined = supervisor.reconcile(plan_from_json(body.plan), body.kind)
         return {"operation": operation, "joined": joined}
 
+    async def adopt(request: Request) -> Answer:
+        body = await _parsed(request, AdoptBody)
+        return {"operation": supervisor.adopt(plan_from_json(body.plan))}
+
+    async def findings(request: Request) -> Answer:
+        found = await supervisor.findings()
+        return {
+            "findings": [one.to_json() for one in found],
+            "recovered": [one.to_json() for one in supervisor.recovered],
+        }
+
+    async def recover(request: Request) -> Answer:
+        await _parsed(request, NoBody)
+        return {"operation": supervisor.recover()}
+
     async def restart(request: Request) -> Answer:
         body = await _parsed(request, RestartBody)
         return {"operation": supervisor.restart(body.servers)}
 
     async def undo(request: Request) -> Answer:
-        await _parsed(request, UndoBody)
+        await _parsed(request, NoBody)
         await supervisor.undo()
         return {}
 
@@ -114,6 +144,8 @@ def make_app(supervisor: Supervisor) -> Starlette:
 
     posts: dict[str, Callable[[Request], Awaitable[Answer]]] = {
         "/v1/reconcile": reconcile,
+        "/v1/adopt": adopt,
+        "/v1/recover": recover,
         "/v1/restart": restart,
         "/v1/undo": undo,
         "/v1/down": down,
@@ -121,7 +153,8 @@ def make_app(supervisor: Supervisor) -> Starlette:
         "/v1/jobs": start_job,
         "/v1/verify": verify,
     }
-    routes = [Route("/v1/status", _answering(status), methods=["GET"])]
+    gets = {"/v1/status": status, "/v1/recover": findings}
+    routes = [Route(path, _answering(call), methods=["GET"]) for path, call in gets.items()]
     routes += [Route(path, _answering(call), methods=["POST"]) for path, call in posts.items()]
     return Starlette(routes=routes)
 
@@ -131,9 +164,12 @@ def _answering(
 ) -> Callable[[Request], Awaitable[JSONResponse]]:
     """The call as an endpoint: our errors become their JSON."""
 
+    headers = {VERSION_HEADER: f"{spoken()}/{stamp()}"}
+
     async def endpoint(request: Request) -> JSONResponse:
         try:
-            return JSONResponse(await call(request))
+            _refuse_others(request)
+            return JSONResponse(await call(request), headers=headers)
         except SkyctlError as error:
             shown = {
                 "kind": error.kind,
@@ -142,9 +178,16 @@ def _answering(
                 "details": error.details,
             }
             status = 404 if isinstance(error, NotFoundError) else 409
-            return JSONResponse({"error": shown}, status_code=status)
+            return JSONResponse({"error": shown}, status_code=status, headers=headers)
 
     return endpoint
+
+
+def _refuse_others(request: Request) -> None:
+    """Raise VersionMismatch for a command that speaks another protocol, before anything is done."""
+    theirs = request.headers.get(VERSION_HEADER, "")
+    if theirs and theirs.partition("/")[2] != str(PROTOCOL):
+        raise version_mismatch(spoken(), theirs)
 
 
 async def _parsed(request: Request, body_type: type[BodyType]) -> BodyType:

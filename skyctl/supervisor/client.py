@@ -14,6 +14,7 @@ from skyctl.errors import (
     error_named,
 )
 from skyctl.fleet.paths import FleetPaths
+from skyctl.supervisor.wire import VERSION_HEADER, spoken, stamp, version_mismatch
 
 CALL_TIMEOUT_S = 15.0
 
@@ -48,7 +49,9 @@ class SupervisorClient:
         self, method: str, path: str, body: dict[str, Any] | None, timeout_s: float
     ) -> dict[str, Any]:
         try:
-            response = await self._http.request(method, path, json=body, timeout=timeout_s)
+            response = await self._http.request(
+                method, path, json=body, headers={VERSION_HEADER: spoken()}, timeout=timeout_s
+            )
         except httpx.TimeoutException as error:
             raise DeadlineExceeded(
                 f"the supervisor of fleet {self._paths.name} did not answer in {timeout_s:g} s",
@@ -71,6 +74,9 @@ def _error(response: httpx.Response) -> SkyctlError:
             shown["kind"], shown["message"], hint=shown["hint"], details=shown["details"]
         )
     except (ValueError, KeyError, TypeError):
+        theirs = response.headers.get(VERSION_HEADER, "")
+        if theirs != f"{spoken()}/{stamp()}":
+            return version_mismatch(theirs, spoken())
         return ServerError(
             f"the supervisor answered {response.status_code}",
             status=response.status_code,

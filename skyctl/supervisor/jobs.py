@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from typing import Any
 
 from skyctl.control.http import ControlClient
 from skyctl.control.target import ServerTarget
 from skyctl.errors import DeadlineExceeded, FleetDownError, SkyctlError
+from skyctl.fleet.in_doubt import doubt, in_doubt, left_behind, trust
 from skyctl.fleet.journal import Job, JobEvent, Journal
 from skyctl.fleet.locks import Locks
 from skyctl.fleet.state import FleetState, FleetWeights
+from skyctl.kill_points import reached
 from skyctl.units import format_seconds
 from skyctl.weights.request import PushFleet, PushRequest, PushResult
 from skyctl.weights.sender_pool import SenderPool
@@ -78,23 +81,35 @@ async def run_push(
     state: FleetState,
     senders: SenderPool | None = None,
     on_server: Callable[[str, str, str], None] = lambda name, state, detail: None,
+    guardian: AbstractAsyncContextManager[None] | None = None,
 ) -> None:
     """Run an opened push to its end, record what became of each server, and free the lock.
 
-    Never raises for a failed push: the journal says how it ended.
+    Never raises for a failed push: the journal says how it ended. `guardian` watches over it.
     """
     from skyctl.weights.push import push
     from skyctl.weights.staging import held
 
     journal = state.journal
     observer = JournalObserver(journal, job.id, on_server)
+    reached("push.begun")
     try:
-        with held(request.checkpoint):
-            result = await push(request, fleet, client=client, observer=observer, senders=senders)
-            if not request.dry_run:
-                record_result(state, job.id, result)
-        journal.end(job.id, "succeeded", result=result.to_json())
+        async with AsyncExitStack() as watch:
+            if guardian is not None and not request.dry_run:
+                await watch.enter_async_context(guardian)
+                reached("push.guarded")
+            with held(request.checkpoint):
+                result = await push(
+                    request, fleet, client=client, observer=observer, senders=senders
+                )
+                reached("push.record")
+                if not request.dry_run:
+                    record_result(state, job.id, result)
+            reached("push.recorded")
+            journal.end(job.id, "succeeded", result=result.to_json())
+            reached("push.ended")
     except asyncio.CancelledError:
+        doubt_left(state, job.id)
         journal.end(job.id, "interrupted", error=_error_json(SkyctlError("the push was stopped")))
         raise
     except Exception as error:
@@ -104,6 +119,11 @@ async def run_push(
         journal.end(job.id, "failed", error=_error_json(known))
     finally:
         state.locks.release(PUSH_LOCK)
+
+
+def doubt_left(state: FleetState, job_id: str) -> None:
+    """Remember the servers that a push which ends now has touched and not given back."""
+    doubt(state, left_behind(state.journal.job(job_id), state.journal.events(job_id)))
 
 
 def abandon(state: FleetState, job_id: str, error: Exception) -> None:
@@ -116,6 +136,12 @@ def abandon(state: FleetState, job_id: str, error: Exception) -> None:
 
 def record_result(state: FleetState, job_id: str, result: PushResult) -> None:
     """A push that succeeded: every server and the fleet are at its version."""
+    with state.transaction():
+        _record_result(state, job_id, result)
+
+
+def _record_result(state: FleetState, job_id: str, result: PushResult) -> None:
+    trust(state, *(server.server for server in result.servers))
     for server in result.servers:
         row = state.server(server.server)
         state.update_server(
@@ -149,6 +175,7 @@ def record_failure(
     """A push that failed: quarantine what it left in doubt, keep what it left at a version."""
     before = state.weights()
     state.add_event("fleet", f"{job_id} failed: {error.message}")
+    doubted = in_doubt(state)
     for server in error.details.get("servers", []):
         changes: dict[str, Any] = {}
         if server["state"] == "quarantined":
@@ -158,8 +185,13 @@ def record_failure(
             changes["weights_digest"] = server.get("weights_digest") or None
             if server["version"] != before.version:
                 changes["checkpoint"] = request.checkpoint
+            if server["server"] in doubted:  # what was in doubt is only well when it is verified
+                changes["quarantine"] = None
+                trust(state, server["server"])
         if changes:
             state.update_server(server["server"], **changes)
+    _publish_in_part(state, error.details)
+    doubt_left(state, job_id)
     state.journal.record_push(
         job_id,
         ok=False,
@@ -168,6 +200,18 @@ def record_failure(
         checkpoint_digest=None,
         result={"error": error.message, **error.details},
     )
+
+
+def _publish_in_part(state: FleetState, result: Mapping[str, Any]) -> None:
+    """What serves the new weights serves them: those that failed join it once they are restarted.
+
+    With the fleet left at its old weights they would come back beside it at those.
+    """
+    version = result.get("version")  # none of a push that was undone
+    rows = result.get("servers", ()) if version else ()
+    if any(row.get("ok") and row.get("version") == version for row in rows):
+        found = (result[key] for key in ("version", "checkpoint", "checkpoint_digest", "transport"))
+        state.set_weights(FleetWeights(*found))
 
 
 async def follow(
@@ -203,7 +247,7 @@ async def follow(
         if not alive:
             raise FleetDownError(
                 f"the process that ran {job_id} died in stage {job.stage}",
-                hint="see what it left: skyctl status; then: skyctl up",
+                hint="see what it left: skyctl status; put it right: skyctl recover",
             )
         if deadline is not None and time.monotonic() > deadline:
             raise DeadlineExceeded(

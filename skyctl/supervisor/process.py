@@ -113,6 +113,14 @@ class ManagedProcess:
         self.descendants = tuple(sorted(seen | known, key=lambda d: d.pid))
         return True
 
+    def listens_at(self, port: int) -> bool:
+        """False when it is somebody else who answers there; true where the kernel does not tell."""
+        known = [one.process() for one in (self.identity, *self.descendants) if one]
+        try:
+            return any(_listens(process, port) for process in known if process is not None)
+        except psutil.AccessDenied:
+            return True
+
     def members(self) -> list[psutil.Process]:
         """Every live process of this tree, wherever its parents went."""
         if self.identity is not None and self.identity.boot_id != boot_id():
@@ -236,6 +244,17 @@ def _children(process: psutil.Process) -> list[psutil.Process]:
         return process.children(recursive=True)
     except psutil.Error:
         return []
+
+
+def _listens(process: psutil.Process, port: int) -> bool:
+    connections = getattr(process, "net_connections", None) or process.connections  # psutil < 6
+    try:
+        return any(
+            connection.status == psutil.CONN_LISTEN and connection.laddr.port == port
+            for connection in connections(kind="tcp")
+        )
+    except psutil.NoSuchProcess:
+        return False
 
 
 def _create_time(process: psutil.Process) -> float | None:

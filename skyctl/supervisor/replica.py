@@ -27,10 +27,14 @@ from dataclasses import dataclass, replace
 from skyctl.control.http import ControlClient
 from skyctl.control.target import ServerTarget
 from skyctl.errors import ServerError, SkyctlError
+from skyctl.fleet.credentials import API_KEY, CONTROL_TOKEN, Credentials
+from skyctl.fleet.in_doubt import trust
 from skyctl.fleet.paths import FleetPaths
 from skyctl.fleet.plan import ServerSpec
+from skyctl.fleet.ports import port_holder
 from skyctl.fleet.schema import FleetConfig
 from skyctl.fleet.state import FleetState, ProcessRow, ServerRow
+from skyctl.kill_points import reached
 from skyctl.supervisor.health import FailureCount, probe_alive, probe_ready
 from skyctl.supervisor.logtail import tail, telling_line
 from skyctl.supervisor.process import ManagedProcess, new_token
@@ -41,6 +45,7 @@ from skyctl.units import format_seconds
 _LOG = logging.getLogger(__name__)
 
 READY_POLL_S = 0.5
+_ADOPTED_TIMEOUT_S = 10.0
 SETTLED = ("up", "dead", "failed", "stopped")
 
 
@@ -53,6 +58,7 @@ class ReplicaContext:
     paths: FleetPaths
     client: ControlClient
     config: FleetConfig
+    credentials: Credentials
     admit: Callable[[Replica], Awaitable[None]]
     gate: Callable[[ServerSpec], AbstractAsyncContextManager[object]]
     changed: Callable[[], None]
@@ -73,6 +79,7 @@ class Replica:
         self.update_state = ""  # what a push job says of this server while it runs
         self.state_since = time.time()  # epoch seconds
         self.settled = asyncio.Event()  # up, or given up
+        self.adopted = False  # its process was started by an earlier supervisor
         self._context = context
         self._proven = False  # was up once with this spec: worth restarting
         self._task: asyncio.Task[None] | None = None
@@ -85,7 +92,13 @@ class Replica:
 
     @property
     def target(self) -> ServerTarget:
-        return ServerTarget(self.name, self.spec.url, self.spec.env.get("VLLM_API_KEY"))
+        env = self._context.credentials.fill(self.spec.env)
+        return ServerTarget(self.name, self.spec.url, env.get(CONTROL_TOKEN) or env.get(API_KEY))
+
+    @property
+    def running_hash(self) -> str:
+        """Of the spec that its process was started with; an adopted one may have another."""
+        return self._record.spec_hash if self.process is not None else spec_hash(self.spec)
 
     @property
     def instance(self) -> str:
@@ -120,6 +133,7 @@ class Replica:
         if self._task is not None and not self._task.done():
             return
         self.settled.clear()
+        self.adopted = self._proven = adopted is not None
         self._task = asyncio.create_task(self._run(adopted), name=f"replica {self.name}")
 
     async def stop(self) -> None:
@@ -148,6 +162,7 @@ class Replica:
             weights_digest=None,
             quarantine=None,
         )
+        trust(self._context.state, self.name)
 
     def reload_row(self) -> None:
         """Take over what somebody else wrote to the state file."""
@@ -212,6 +227,7 @@ class Replica:
             self._to("starting", self.reason)
             if reason := await self._until_ready(self.process):
                 return reason
+        reached("server.ready")
         self._to("admitting")
         if reason := await self._unless_dead(self.process, self._context.admit(self)):
             return reason
@@ -235,13 +251,15 @@ class Replica:
             started_at=time.time(),
         )
         context.state.save_process(intent)
+        reached("server.intended")
         self.forget_weights()
         self.observed_paused, self.update_state = None, ""
-        process = ManagedProcess.spawn(
-            spec.argv, spec.env, context.paths.log(spec.name), intent.token
-        )
+        env = context.credentials.fill(spec.env)
+        process = ManagedProcess.spawn(spec.argv, env, context.paths.log(spec.name), intent.token)
+        reached("server.spawned")
         self._record = replace(intent, phase="running", identity=process.identity)
         context.state.save_process(self._record)
+        reached("server.recorded")
         self.started_at = intent.started_at
         return process
 
@@ -255,14 +273,23 @@ class Replica:
     async def _until_ready(self, process: ManagedProcess) -> str:
         """ "" once the server is ready, else why it never was."""
         policy, began = self._context.config.health, self._context.clock()
+        patience_s = policy.startup_timeout_s
+        if self.adopted and self.started_at is not None:
+            # what was up long ago and does not answer is stuck: it is not starting any more
+            patience_s = max(_ADOPTED_TIMEOUT_S, patience_s - (time.time() - self.started_at))
         while not process.exited.is_set():
             self._record_descendants(process)
-            paused = await probe_ready(self._context.client, self.target, policy.timeout_s)
+            # looked at first: a foreign process that took the port must not be sent our token
+            ours, paused = process.listens_at(self.spec.port), None
+            if ours:
+                paused = await probe_ready(self._context.client, self.target, policy.timeout_s)
             if paused is not None:
                 self.observed_paused = paused
                 return ""
-            if self._context.clock() - began > policy.startup_timeout_s:
-                return f"not ready after {format_seconds(policy.startup_timeout_s)}"
+            if self._context.clock() - began > patience_s:
+                taken = not ours and port_holder(self.spec.host, self.spec.port) is not None
+                why = f": another process answers at port {self.spec.port}" if taken else ""
+                return f"not ready after {format_seconds(patience_s)}{why}"
             await _wait(process.exited, READY_POLL_S)
         return self._death(process)
 
@@ -321,7 +348,9 @@ class Replica:
         process, self.process = self.process, None
         if process is None:
             return
+        reached("server.stopping")
         await process.stop(self._context.config.stop_timeout_s)
+        reached("server.stopped")
         self._context.state.mark_stale(self.name)
         self.started_at = None
         self.observed_paused, self.update_state = None, ""

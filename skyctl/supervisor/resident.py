@@ -18,14 +18,20 @@ from typing import Any
 from skyctl.control.fanout import Outcome, OutcomeStatus
 from skyctl.control.http import ControlClient
 from skyctl.errors import ConflictError, FleetDownError, NotFoundError, SkyctlError
+from skyctl.fleet.credentials import ensure_credentials
+from skyctl.fleet.in_doubt import close_orphans, in_doubt
 from skyctl.fleet.journal import Job
 from skyctl.fleet.paths import FleetPaths
 from skyctl.fleet.plan import FleetPlan, ServerSpec
 from skyctl.fleet.state import FleetState
 from skyctl.fleet.status import Operation
-from skyctl.supervisor import admission, jobs, rollout, verbs
+from skyctl.kill_points import reached
+from skyctl.supervisor import admission, adoption, healing, jobs, rollout, verbs
+from skyctl.supervisor.diagnosis import Finding
+from skyctl.supervisor.guardian import guarded
 from skyctl.supervisor.membership import routable
 from skyctl.supervisor.reconcile import Changes, Running, compare
+from skyctl.supervisor.recovery import Recovered
 from skyctl.supervisor.replica import Replica, ReplicaContext
 from skyctl.supervisor.router import RouterChild
 from skyctl.supervisor.wire import spec_hash
@@ -33,6 +39,8 @@ from skyctl.weights.compat import reference
 from skyctl.weights.request import PushRequest
 from skyctl.weights.sender_pool import SenderPool
 from skyctl.weights.staging import sweep
+
+_IN_PUSH = ("pausing", "paused", "updating", "updated")
 
 
 class Supervisor:
@@ -52,8 +60,9 @@ class Supervisor:
         self.operation: Operation | None = None
         self.job: Job | None = None
         self.finished = asyncio.Event()
-        # servers that a dead supervisor left in the middle of a push
-        self.suspects = _suspects(state.journal.interrupt_orphans())
+        self.recovered: tuple[Recovered, ...] = ()  # by the last recovery
+        # what a dead supervisor left in the middle of a push
+        self.interrupted = close_orphans(state)
         self._context: ReplicaContext | None = None
         self._numbers = itertools.count(1)
         self._operation_task: asyncio.Task[None] | None = None
@@ -82,9 +91,39 @@ class Supervisor:
             self._take(plan)
             return 0, False
         first = self.plan is None
+        self.state.set("going_down", "")
         detail = "" if first else str(self.changes(plan))
+        work = adoption.adopt_and_apply if first else rollout.apply_plan
         self._take(plan)
-        return self._begin(kind, detail, rollout.apply_plan(self, plan, adopt=first)), False
+        return self._begin(kind, detail, work(self, plan)), False
+
+    def adopt(self, plan: FleetPlan) -> int:
+        """Begin to take over what runs without a supervisor, as it is, and to put it right.
+
+        `plan` says how the dead are started again; what lives is left alone, even where it differs.
+        The operation's number; 0: this supervisor has a plan already.
+        """
+        if self.plan is not None:
+            return self.operation.id if self.operation is not None else 0
+        self._take(plan)
+        return self._begin("adopt", "", adoption.take_over(self, plan))
+
+    async def findings(self) -> list[Finding]:
+        """What is the matter with each server, asked now."""
+        return await healing.find(self)
+
+    def recover(self) -> int:
+        """Begin to put right what is wrong; the operation's number. A second call joins the first.
+
+        Raises:
+            ConflictError: something else is being done.
+        """
+        self.require_plan()
+        busy = self.operation is not None and self.operation.ended_at is None
+        if busy and self.operation is not None and self.operation.kind in ("recover", "adopt"):
+            return self.operation.id
+        self._refuse_while_busy()
+        return self._begin("recover", "", healing.heal(self))
 
     def restart(self, names: Sequence[str]) -> int:
         """Begin a rolling restart of these replicas (all when empty).
@@ -112,6 +151,8 @@ class Supervisor:
             self._job_task.cancel()
             await asyncio.gather(self._job_task, return_exceptions=True)
         self.operation = Operation(next(self._numbers), "down", "", time.time())
+        self.state.set("going_down", "1")  # whoever comes after a death in the middle goes on
+        reached("down.begin")
         try:
             await self._senders.close()
             await rollout.take_down(self, drain_timeout_s)
@@ -170,6 +211,22 @@ class Supervisor:
             raise ConflictError(
                 f"no server of fleet {plan.name} can take a push", hint="look: skyctl status"
             )
+        return self._open_job(request, plan, up)
+
+    async def push_again(self, request: PushRequest) -> Job:
+        """A push as a part of recovery: into servers in doubt too. The ended job.
+
+        Raises:
+            ConflictError: another process pushes.
+        """
+        doubts = in_doubt(self.state)
+        up = [r for r in self.replicas.values() if r.phase == "up"]
+        up = [r for r in up if r.name in doubts or not r.row.quarantine]
+        job = self._open_job(request, self.require_plan(), up)
+        await self._job_over.wait()
+        return self.state.journal.job(job.id)
+
+    def _open_job(self, request: PushRequest, plan: FleetPlan, up: Sequence[Replica]) -> Job:
         job = jobs.open_push(self.state.journal, self.state.locks, request)
         left = [r.name for r in self.replicas.values() if r not in up]
         if left:
@@ -204,11 +261,11 @@ class Supervisor:
     def changes(self, plan: FleetPlan) -> Changes:
         """What a plan would change."""
         running = {
-            r.name: Running(spec_hash(r.spec), r.phase in ("failed", "dead", "stopped"))
+            r.name: Running(r.running_hash, r.phase in ("failed", "dead", "stopped"))
             for r in self.replicas.values()
         }
         router = self.router and Running(
-            spec_hash(self.router.spec), self.router.state in ("failed", "dead", "stopped")
+            self.router.running_hash, self.router.state in ("failed", "dead", "stopped")
         )
         return compare(plan, running, router or None)
 
@@ -247,6 +304,7 @@ class Supervisor:
                 paths=self.paths,
                 client=self.client,
                 config=plan.config,
+                credentials=ensure_credentials(self.paths),
                 admit=self._admit,
                 gate=self._gate,
                 changed=self.changed,
@@ -318,11 +376,12 @@ class Supervisor:
             await jobs.run_push(
                 job,
                 request,
-                admission.push_fleet(plan, up, model_path),
+                admission.push_fleet(plan, up, model_path, in_doubt(self.state)),
                 client=self.client,
                 state=self.state,
                 senders=self._senders,
                 on_server=self._on_push_server,
+                guardian=guarded(self.paths),
             )
         except Exception as error:
             # a push that fails says so itself: this one never began
@@ -346,7 +405,7 @@ class Supervisor:
             return
         if state == "quarantined":
             replica.update_row(quarantine=detail or "its push failed")
-        replica.update_state = "updating" if state in ("paused", "updating", "updated") else ""
+        replica.update_state = "updating" if state in _IN_PUSH else ""
         self.changed()
 
     async def _admit(self, replica: Replica) -> None:
@@ -383,13 +442,3 @@ def _ports(plan: FleetPlan) -> dict[str, int]:
     if plan.router is not None:
         ports |= {"router": plan.router.port, "router-metrics": plan.router.metrics_port}
     return ports
-
-
-def _suspects(interrupted: Sequence[Job]) -> set[str]:
-    """Servers that an interrupted push had touched and not given back."""
-    return {
-        name
-        for job in interrupted
-        for name, last in job.servers.items()
-        if last["state"] != "ready"
-    }

@@ -12,6 +12,7 @@ from skyctl.control.server import VLLMServer
 from skyctl.errors import SkyctlError
 from skyctl.fleet.plan import FleetPlan
 from skyctl.fleet.state import ProcessRow
+from skyctl.kill_points import reached
 from skyctl.supervisor.process import ManagedProcess
 from skyctl.supervisor.replica import Replica
 from skyctl.supervisor.router import NAME as ROUTER
@@ -24,14 +25,12 @@ if TYPE_CHECKING:
 _DRAIN_POLL_S = 0.25
 
 
-async def apply_plan(supervisor: Supervisor, plan: FleetPlan, *, adopt: bool) -> None:
+async def apply_plan(supervisor: Supervisor, plan: FleetPlan) -> None:
     """Make the fleet what the plan says; returns once every new replica and the router settled.
 
     Raises:
         SkyctlError: a replica or the router was given up. The others run.
     """
-    if adopt:
-        await _adopt(supervisor, plan)
     changes = supervisor.changes(plan)
     specs = {spec.name: spec for spec in plan.servers}
     for name in changes.stop:
@@ -45,11 +44,11 @@ async def apply_plan(supervisor: Supervisor, plan: FleetPlan, *, adopt: bool) ->
         replica.start()
     await _apply_router(supervisor, plan)
     for name in changes.restart:
-        await _restart(supervisor, supervisor.replicas[name], plan)
+        await restart(supervisor, supervisor.replicas[name], plan)
     supervisor.replicas = {name: supervisor.replicas[name] for name in specs}
     await asyncio.gather(*(r.settled.wait() for r in supervisor.replicas.values()))
-    await _settle_router(supervisor)
-    _raise_for_failures(supervisor)
+    await settle_router(supervisor)
+    raise_for_failures(supervisor)
 
 
 async def restart_rolling(supervisor: Supervisor, replicas: Sequence[Replica]) -> None:
@@ -60,10 +59,10 @@ async def restart_rolling(supervisor: Supervisor, replicas: Sequence[Replica]) -
     """
     plan = supervisor.require_plan()
     for replica in replicas:
-        await _restart(supervisor, replica, plan)
+        await restart(supervisor, replica, plan)
         if replica.phase != "up":
             raise SkyctlError(f"{replica.name} did not come back: {replica.reason}")
-    await _settle_router(supervisor)
+    await settle_router(supervisor)
 
 
 async def remove(supervisor: Supervisor, replica: Replica) -> None:
@@ -95,6 +94,7 @@ async def take_down(supervisor: Supervisor, drain_timeout_s: float) -> None:
         stop_timeout_s = supervisor.plan.config.stop_timeout_s if supervisor.plan else 15.0
         problems += await asyncio.gather(stop_recorded(row, stop_timeout_s), return_exceptions=True)
     supervisor.replicas.clear()
+    reached("down.stopped")
     failed = [problem for problem in problems if isinstance(problem, BaseException)]
     if failed:
         raise SkyctlError("; ".join(str(problem) for problem in failed))
@@ -122,42 +122,19 @@ async def sync_router(supervisor: Supervisor) -> None:
             await supervisor.router.sync()
 
 
-async def _adopt(supervisor: Supervisor, plan: FleetPlan) -> None:
-    """Take over what an earlier supervisor started and still runs; stop what does not fit."""
-    specs = {spec.name: spec for spec in plan.servers}
-    for row in supervisor.state.processes():
-        process = ManagedProcess(row.identity, row.token, descendants=row.descendants)
-        wanted = plan.router if row.role == "router" else specs.get(row.name)
-        fits = wanted is not None and spec_hash(wanted) == row.spec_hash
-        sound = row.name not in supervisor.suspects
-        if process.alive() and fits and sound:
-            if row.role == "server":
-                supervisor.new_replica(specs[row.name]).start(process)
-            else:
-                _new_router(supervisor, plan).start(process)
-            continue
-        if process.members():
-            why = "it does not fit the plan" if sound else "a push into it was interrupted"
-            supervisor.state.add_event(row.name, f"stopped instead of adopted: {why}")
-            await process.stop(plan.config.stop_timeout_s)
-        supervisor.state.mark_stale(row.name)
-        if row.role == "server" and row.name not in specs:
-            supervisor.state.forget_process(row.name)
-            supervisor.state.forget_server(row.name)
-
-
 async def _apply_router(supervisor: Supervisor, plan: FleetPlan) -> None:
     router = supervisor.router
-    same = router and plan.router and spec_hash(router.spec) == spec_hash(plan.router)
+    same = router and plan.router and router.running_hash == spec_hash(plan.router)
     if router is not None and not same:
         await router.stop()
         supervisor.router = router = None
         supervisor.state.forget_process(ROUTER)
     if plan.router is not None:
-        (router or _new_router(supervisor, plan)).start()
+        (router or new_router(supervisor, plan)).start()
 
 
-def _new_router(supervisor: Supervisor, plan: FleetPlan) -> RouterChild:
+def new_router(supervisor: Supervisor, plan: FleetPlan) -> RouterChild:
+    """The router of a plan that has one, not started yet."""
     assert plan.router is not None  # only called where the plan has one
     supervisor.router = RouterChild(
         plan.router,
@@ -171,14 +148,15 @@ def _new_router(supervisor: Supervisor, plan: FleetPlan) -> RouterChild:
     return supervisor.router
 
 
-async def _settle_router(supervisor: Supervisor) -> None:
+async def settle_router(supervisor: Supervisor) -> None:
     """Wait for the router and its workers, unless there is nothing to route to."""
     if supervisor.router is not None and supervisor.desired():
         await supervisor.router.settled.wait()
         await sync_router(supervisor)
 
 
-def _raise_for_failures(supervisor: Supervisor) -> None:
+def raise_for_failures(supervisor: Supervisor) -> None:
+    """Raise SkyctlError when a replica or the router was given up."""
     failed = [r for r in supervisor.replicas.values() if r.phase != "up"]
     problems = [f"{r.name} {r.reason or r.phase}" for r in failed]
     router = supervisor.router
@@ -188,7 +166,8 @@ def _raise_for_failures(supervisor: Supervisor) -> None:
         raise SkyctlError("; ".join(problems))
 
 
-async def _restart(supervisor: Supervisor, replica: Replica, plan: FleetPlan) -> None:
+async def restart(supervisor: Supervisor, replica: Replica, plan: FleetPlan) -> None:
+    """A new process for one replica, out of the router meanwhile; returns once it has settled."""
     await _leave_router(supervisor, replica)
     try:
         await replica.stop()
@@ -212,7 +191,7 @@ async def _drain(supervisor: Supervisor, replica: Replica, timeout_s: float) -> 
     # Requests of a frozen server do not end by waiting.
     if replica.state != "ready":
         return
-    server = VLLMServer(supervisor.client, replica.target, timeout_s=5.0)
+    server = VLLMServer(supervisor.client, replica.target, timeout_s=min(5.0, timeout_s))
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
         try:

@@ -16,6 +16,7 @@ from skyctl.fleet.paths import FleetPaths
 from skyctl.fleet.plan import RouterSpec
 from skyctl.fleet.schema import FleetConfig
 from skyctl.fleet.state import FleetState, ProcessRow
+from skyctl.kill_points import reached
 from skyctl.supervisor.logtail import tail, telling_line
 from skyctl.supervisor.process import ManagedProcess, new_token
 from skyctl.supervisor.restarts import decide
@@ -66,7 +67,13 @@ class RouterChild:
         self._client = RouterClient(client, spec.url, timeout_s=CALL_TIMEOUT_S)
         self._woken = asyncio.Event()
         self._syncing = asyncio.Lock()
+        self._heard = False  # it listed its workers since this was last set
         self._task: asyncio.Task[None] | None = None
+
+    @property
+    def running_hash(self) -> str:
+        """Of the spec that its process was started with; an adopted one may have another."""
+        return self._record.spec_hash if self.process is not None else spec_hash(self.spec)
 
     def start(self, adopted: ManagedProcess | None = None) -> None:
         """Run the router from now on, once there is a server to route to."""
@@ -99,6 +106,7 @@ class RouterChild:
         async with self._syncing:
             wanted = set(self._desired().values())
             actual = set(await self._client.workers())
+            self._heard = True  # adding a server that is dead takes long; that is not its fault
             for url in sorted(actual - wanted):
                 await self._client.remove_worker(url)
             for url in sorted(wanted - actual):
@@ -157,10 +165,13 @@ class RouterChild:
             started_at=time.time(),
         )
         self._store.save_process(intent)
+        reached("router.intended")
         argv = [*spec.argv, "--worker-urls", *urls]
         process = ManagedProcess.spawn(argv, spec.env, self._paths.log(NAME), intent.token)
+        reached("router.spawned")
         self._record = replace(intent, phase="running", identity=process.identity)
         self._store.save_process(self._record)
+        reached("router.recorded")
         self.started_at = intent.started_at
         return process
 
@@ -182,15 +193,19 @@ class RouterChild:
         return self._death(process)
 
     async def _keep_workers(self, process: ManagedProcess) -> str:
-        exited = asyncio.create_task(process.exited.wait())
+        exited, unheard = asyncio.create_task(process.exited.wait()), 0
         try:
             while not process.exited.is_set():
                 self._woken.clear()
+                self._heard = False
                 try:
                     await self.sync()
                     self._note("")
                 except SkyctlError as error:
                     self._note(error.message)
+                unheard = 0 if self._heard else unheard + 1
+                if unheard >= self._config.health.failures:
+                    return f"does not answer: {self.reason}"
                 woken = asyncio.create_task(self._woken.wait())
                 await asyncio.wait(
                     {exited, woken}, timeout=SYNC_INTERVAL_S, return_when=asyncio.FIRST_COMPLETED

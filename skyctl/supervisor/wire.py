@@ -5,11 +5,34 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import asdict
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+import skyctl
+from skyctl import __version__
+from skyctl.errors import VersionMismatch
 from skyctl.fleet.plan import FleetPlan, RouterSpec, ServerSpec
 from skyctl.fleet.schema import FleetConfig
+
+PROTOCOL = 2
+"""Of the supervisor's API. Count it up with every change that the other side has to know of."""
+
+VERSION_HEADER = "x-skyctl"
+"""On every request and answer: `version/protocol`, and on answers `/stamp` after it."""
+
+
+def spoken() -> str:
+    """What this skyctl speaks, as in the header: `0.3.0/2`."""
+    return f"{__version__}/{PROTOCOL}"
+
+
+@cache
+def stamp() -> str:
+    """Changes when skyctl's files do: a supervisor goes on with those it was started from."""
+    package = Path(skyctl.__file__).parent
+    return f"{max(path.stat().st_mtime_ns for path in package.rglob('*.py')):x}"
+
 
 # Follows from how many replicas there are; a running server need not move when that changes.
 _PLACEMENT = ("VLLM_CPU_OMP_THREADS_BIND",)
@@ -57,3 +80,12 @@ def spec_hash(spec: ServerSpec | RouterSpec) -> str:
     env = sorted(item for item in spec.env.items() if item[0] not in _PLACEMENT)
     material = json.dumps([list(spec.argv), env])
     return hashlib.sha256(material.encode()).hexdigest()
+
+
+def version_mismatch(supervisor: str, command: str) -> VersionMismatch:
+    """The error of a command whose supervisor is of another skyctl; both as in the header."""
+    return VersionMismatch(
+        f"the supervisor of this fleet is of another skyctl ({supervisor or 'an old one'}) than "
+        f"this command ({command})",
+        hint="put one of this version in its place, the servers go on: skyctl recover",
+    )

@@ -16,7 +16,7 @@ from skyctl.weights.request import PushServer, ServerPush
 
 T = TypeVar("T")
 
-_NO_SESSION = "without a matching start"
+NO_SESSION = "without a matching start"
 
 
 class Holds(IntEnum):
@@ -142,7 +142,7 @@ async def close_session(site: Site, *, timeout_s: float) -> None:
     try:
         await site.vllm.finish_weight_update(timeout_s=timeout_s)
     except ServerError as error:
-        if _NO_SESSION not in error.message:
+        if NO_SESSION not in error.message:
             site.holds = Holds.UNKNOWN
             raise
     site.open = False

@@ -72,7 +72,7 @@ async def test_servers_outlive_a_killed_supervisor_and_the_next_adopts_them(
     left = unsupervised_status(paths)
     assert left.health == "degraded" and left.supervised is False
     assert {r.state for r in left.replicas} == {"unsupervised"}
-    assert "skyctl up" in left.reasons[0].hint
+    assert "skyctl recover" in left.reasons[0].hint
 
     after = await up(paths, plan)
     assert after.supervisor_pid != before.supervisor_pid
@@ -97,12 +97,16 @@ async def test_a_server_that_died_without_a_supervisor_is_replaced_and_its_orpha
     assert after.replicas[1].pid == before.replicas[1].pid
 
 
-async def test_a_server_left_in_the_middle_of_a_push_is_not_adopted(paths: FleetPaths) -> None:
+async def test_a_server_left_in_the_middle_of_a_push_that_cannot_be_repeated_is_restarted(
+    paths: FleetPaths,
+) -> None:
     plan = fleet_plan([stub_server("a"), stub_server("b")])
     before = await up(paths, plan)
     await kill_supervisor(paths)
     with FleetState(paths.database) as state:
         job = state.journal.begin("push", {"checkpoint": "c"})
+        for stage in ("pause", "update"):
+            state.journal.stage(job.id, stage)
         state.journal.server(job.id, "a", "updating")
         # the job's process is the dead supervisor, not this test
         state._database.write(

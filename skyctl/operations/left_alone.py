@@ -1,0 +1,82 @@
+"""A fleet whose supervisor is gone: does anything run on, and what is the matter with it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from skyctl.fleet.identity import boot_id
+from skyctl.fleet.in_doubt import InDoubt, in_doubt, left_behind
+from skyctl.fleet.paths import FleetPaths
+from skyctl.fleet.plan import local_url
+from skyctl.fleet.registry import FleetRef, supervisor_running
+from skyctl.fleet.state import FleetState, ProcessRow
+from skyctl.supervisor.diagnosis import Finding, Observed, judge, observe
+
+
+def left_alone(paths: FleetPaths) -> bool:
+    """Whether processes of this fleet run on without a supervisor, and nobody is ending them."""
+    if not paths.database.exists() or supervisor_running(paths):
+        return False
+    with FleetState(paths.database) as state:
+        if state.get("going_down"):
+            return False
+        return any(_alive(row) for row in state.processes())
+
+
+async def find(ref: FleetRef) -> tuple[Finding, ...]:
+    """What is the matter with each server of a fleet without a supervisor. Changes nothing."""
+    if not ref.paths.database.exists():
+        return ()
+    with FleetState(ref.paths.database) as state:
+        rows = [row for row in state.processes() if row.role == "server"]
+        if state.get("going_down"):
+            said = "`skyctl down` was cut short"
+            return tuple(Finding(row.name, "half-down", said, "down") for row in rows)
+        seen = {one.server: one for one in await _ask(ref, [r for r in rows if _alive(r)])}
+        doubts = {**in_doubt(state), **_of_orphans(state)}
+        findings = []
+        for row in rows:
+            if row.name not in seen:
+                findings.append(_judge_dead(row))
+                continue
+            doubted, meant = doubts.get(row.name), state.server(row.name)
+            found = judge(seen[row.name], meant, doubted, state.weights(), ours=True)
+            if found.found == "healthy":
+                said = "it serves, and nobody watches it"
+                found = Finding(row.name, "unsupervised", said, "adopt")
+            findings.append(found)
+        return tuple(findings)
+
+
+async def _ask(ref: FleetRef, rows: Sequence[ProcessRow]) -> list[Observed]:
+    from skyctl.control.http import ControlClient
+    from skyctl.control.target import ServerTarget
+    from skyctl.operations.planning import api_key, control_token
+
+    key = control_token(ref) or api_key(ref)
+    targets = [ServerTarget(row.name, local_url(row.host, row.port), key) for row in rows]
+    async with ControlClient() as client:
+        return await observe(client, targets)
+
+
+def _of_orphans(state: FleetState) -> dict[str, InDoubt]:
+    """What jobs left whose process is dead, before anybody has closed them."""
+    found: dict[str, InDoubt] = {}
+    for job in state.journal.orphans():
+        found |= left_behind(job, state.journal.events(job.id))
+    return found
+
+
+def _judge_dead(row: ProcessRow) -> Finding:
+    if row.identity is not None and row.identity.boot_id != boot_id():
+        return Finding(row.name, "stale", "the machine was restarted since it ran")
+    orphans = [one for one in row.descendants if one.alive()]
+    if orphans:
+        pids = ", ".join(str(one.pid) for one in orphans)
+        said = f"its server is gone and left processes behind (pid {pids})"
+        return Finding(row.name, "orphaned", said, "end")
+    return Finding(row.name, "failed", "it died while nobody watched", "restart")
+
+
+def _alive(row: ProcessRow) -> bool:
+    return row.identity is not None and row.identity.alive()

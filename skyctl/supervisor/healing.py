@@ -1,0 +1,93 @@
+"""Recovery of a fleet by its own supervisor: it can restart what cannot be put right."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from skyctl.control.target import ServerTarget
+from skyctl.errors import SkyctlError
+from skyctl.fleet.in_doubt import in_doubt
+from skyctl.fleet.journal import Job
+from skyctl.supervisor import admission, rollout
+from skyctl.supervisor.diagnosis import Finding, Observed, judge, observe
+from skyctl.supervisor.recovery import recover
+from skyctl.weights.request import PushRequest
+
+if TYPE_CHECKING:
+    from skyctl.supervisor.resident import Supervisor
+
+
+async def find(supervisor: Supervisor) -> list[Finding]:
+    """What is the matter with each replica; those that are up are asked now."""
+    state = supervisor.state
+    replicas = list(supervisor.replicas.values())
+    asked = [replica.target for replica in replicas if replica.phase == "up"]
+    seen = {one.server: one for one in await observe(supervisor.client, asked)}
+    doubts, weights = in_doubt(state), state.weights()
+    findings = []
+    for replica in replicas:
+        found = seen.get(replica.name) or Observed(replica.name, problem=replica.reason)
+        if replica.name not in seen or replica.update_state:
+            found = Observed(replica.name, state=replica.state, problem=replica.reason)
+        doubted = doubts.get(replica.name)
+        findings.append(judge(found, state.server(replica.name), doubted, weights, ours=True))
+    return findings
+
+
+async def heal(supervisor: Supervisor) -> None:
+    """Find what is wrong and put it right; the outcome is in `supervisor.recovered`.
+
+    Raises:
+        SkyctlError: something could not be put right.
+    """
+    supervisor.recovered = ()
+    hands = _Hands(supervisor)
+    recovered = await recover(await find(supervisor), hands)
+    supervisor.recovered = tuple(recovered)
+    for one in recovered:
+        if one.action != "nothing":
+            end = f"could not be put right: {one.detail}" if not one.ok else f"done: {one.action}"
+            supervisor.state.add_event(one.server, f"recover: was {one.found}; {end}")
+    for replica in supervisor.replicas.values():
+        replica.reload_row()
+    await asyncio.gather(
+        *(admission.refresh(r, supervisor.client, 5.0) for r in supervisor.replicas.values())
+    )
+    await rollout.sync_router(supervisor)
+    failed = [one for one in recovered if not one.ok]
+    if failed:
+        raise SkyctlError("; ".join(f"{one.server}: {one.detail}" for one in failed))
+
+
+class _Hands:
+    """What a supervisor can do (see recovery.Hands)."""
+
+    def __init__(self, supervisor: Supervisor) -> None:
+        self._supervisor = supervisor
+        self.state = supervisor.state
+        self.client = supervisor.client
+        self.control_timeout_s = supervisor.require_plan().config.control_timeout_s
+        self.targets: Mapping[str, ServerTarget] = {
+            name: replica.target for name, replica in supervisor.replicas.items()
+        }
+
+    async def push(self, request: PushRequest) -> Job:
+        return await self._supervisor.push_again(request)
+
+    async def bring(self, name: str) -> None:
+        supervisor = self._supervisor
+        replica = supervisor.replicas[name]
+        await admission.push_alone(
+            replica, supervisor.state, supervisor.require_plan(), supervisor.client
+        )
+
+    async def replace(self, name: str, why: str) -> str:
+        replica = self._supervisor.replicas[name]
+        self.state.add_event(name, f"restarted: {why}")
+        try:
+            await rollout.restart(self._supervisor, replica, self._supervisor.require_plan())
+        except SkyctlError as error:
+            return error.message
+        return "" if replica.phase == "up" else f"did not come back: {replica.reason}"

@@ -1,0 +1,36 @@
+"""Give a server back that a dead push froze before it sent anything: close, check, resume."""
+
+from __future__ import annotations
+
+from skyctl.control.server import VLLMServer
+from skyctl.errors import ServerError
+from skyctl.weights.sites import NO_SESSION
+from skyctl.weights.verify import weights_digest
+
+_BEFORE_SESSIONS = ("pause", "init")
+_NO_TRANSFER = "not configured"
+
+
+async def give_back(
+    server: VLLMServer, *, stage: str, thaw: bool, digest: str | None, timeout_s: float
+) -> None:
+    """Close the session that a push left open at `stage`, and resume the server if `thaw`.
+
+    `digest` is what its weights must come to, None where that is not known.
+
+    Raises:
+        ServerError: it does not answer, or does not hold what it held before: do not resume it.
+    """
+    if stage not in _BEFORE_SESSIONS:
+        try:
+            await server.finish_weight_update(timeout_s=timeout_s)
+        except ServerError as error:
+            if NO_SESSION not in error.message and _NO_TRANSFER not in error.message:
+                raise
+    if digest:
+        found, _ = await weights_digest(server, timeout_s=timeout_s)
+        if found and found != digest:
+            name = server.target.name
+            raise ServerError(f"{name}: its weights are not what they were (digest {found})")
+    if thaw:
+        await server.resume()
