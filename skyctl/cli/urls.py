@@ -48,15 +48,22 @@ def urls(
             show_default=False,
         ),
     ] = None,
+    show_key: Annotated[
+        bool,
+        typer.Option("--show-key", help="Print the API key alone, for clients that must be told."),
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Print the router's URL and every server's.
+    """Print the router's URL and every server's, and where the keys are that they ask for.
+
+    Keys are named, not printed, but by --show-key.
 
     \b
     Examples:
       skyctl urls
       eval "$(skyctl urls --format env)"       # sets OPENAI_BASE_URL among others
       skyctl urls --json | jq -r .data.router
+      curl -H "Authorization: Bearer $(skyctl urls --show-key)" $URL/v1/models
       python -m skyrl.train.entrypoints.main_base $(skyctl urls --format skyrl) …
       skyctl urls --format prime-rl > fleet.toml && rl @ rl.toml @ fleet.toml
       skyctl urls --prometheus-sd /etc/prometheus/targets/fleet.json
@@ -68,12 +75,19 @@ def urls(
     from skyctl import output
     from skyctl.errors import UsageError
     from skyctl.fleet.registry import select
-    from skyctl.operations.formats import FORMATS, note
+    from skyctl.operations.formats import FORMATS, notes
 
     if export and format not in (None, FormatOption.ENV):
         raise UsageError("--export is short for --format env: give one of them")
+    if show_key and (export or format or prometheus_sd):
+        raise UsageError("--show-key prints the key alone: give no other format with it")
     chosen = FormatOption.ENV if export else format
-    found = asyncio.run(_urls(select(file, fleet)))
+    ref = select(file, fleet)
+    if show_key:
+        key = _key(ref)
+        output.emit({"api_key": key}, Text(key))
+        return
+    found = asyncio.run(_urls(ref))
     data = found.to_json()
     if prometheus_sd is not None:
         data["prometheus_sd"] = _write(found, prometheus_sd)
@@ -82,9 +96,11 @@ def urls(
             return
     if chosen is None:
         output.emit(data, Text(_lines(found)))
+        for line in _access_notes(found):
+            output.note(line)
         return
     text = FORMATS[chosen.value](found)
-    if advice := note(chosen.value):
+    for advice in notes(chosen.value, found):
         output.note(advice)
     output.emit({**data, "format": chosen.value, "text": text}, Text(text))
 
@@ -94,6 +110,31 @@ async def _urls(ref: FleetRef) -> FleetUrls:
 
     async with connect(ref) as fleet:
         return await fleet.urls()
+
+
+def _key(ref: FleetRef) -> str:
+    """The key of inference. Raises NotFoundError where there is none."""
+    from skyctl.errors import NotFoundError
+    from skyctl.operations.planning import api_key
+
+    key = api_key(ref)
+    if key is None:
+        raise NotFoundError(
+            f"fleet {ref.name} has no API key here",
+            hint="it is made by: skyctl up; or export the variable that `api_key_env` names",
+        )
+    return key
+
+
+def _access_notes(found: FleetUrls) -> list[str]:
+    """Where the keys are. On stderr, so that the URLs can be piped."""
+    access, lines = found.access, []
+    if where := access.api_key_file or (access.api_key_env and f"${access.api_key_env}"):
+        lines.append(f"requests need the API key in {where}")
+    token = access.control_token_env
+    if where := access.control_token_file or (token and f"${token}"):
+        lines.append(f"control routes need the token in {where}")
+    return lines
 
 
 def _lines(found: FleetUrls) -> str:

@@ -13,6 +13,7 @@ gives the tokens of one undisturbed request. A request frozen by `pause --mode k
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -60,12 +61,16 @@ class RetryPolicy:
 
 @dataclass(frozen=True)
 class Endpoint:
-    """Where requests go: the router's URL or one server's. `session_id` makes them sticky."""
+    """Where requests go: the router's URL or one server's. `session_id` makes them sticky.
+
+    `server_urls` are asked what vllm-router 0.1.17 takes the key off; `url` when there are none.
+    """
 
     url: str
     model: str
     api_key: str | None = field(default=None, repr=False)
     session_id: str | None = None
+    server_urls: tuple[str, ...] = ()
 
 
 class GenerationClient:
@@ -180,7 +185,8 @@ class GenerationClient:
             async with asyncio.timeout(timeout_s):
                 while True:
                     try:
-                        return await self._ask_once(path, whole, headers)
+                        url = self._bases(path)[attempts % len(self._bases(path))] + path
+                        return await self._ask_once(url, path, whole, headers)
                     except Cut as cut:
                         attempts += 1
                         if attempts > self._retry.max_retries:
@@ -191,9 +197,8 @@ class GenerationClient:
             raise DeadlineExceeded(f"{path}: no answer in {timeout_s:g} s") from error
 
     async def _ask_once(
-        self, path: str, body: dict[str, Any], headers: dict[str, str]
+        self, url: str, path: str, body: dict[str, Any], headers: dict[str, str]
     ) -> dict[str, Any]:
-        url = self._endpoint.url + path
         try:
             async with self._http.stream("POST", url, json=body, headers=headers) as response:
                 await _raise_for_status(response, path)
@@ -279,13 +284,21 @@ class GenerationClient:
 
     async def _ends_inside_character(self, tokens: Sequence[int]) -> bool:
         body = {"model": self._endpoint.model, "tokens": list(tokens[-_CHARACTER_TOKENS:])}
-        try:
-            response = await self._http.post(
-                self._endpoint.url + DETOKENIZE, json=body, timeout=DETOKENIZE_TIMEOUT_S
-            )
-            return bool(response.json()["prompt"].endswith("\ufffd"))
-        except (httpx.HTTPError, ValueError, KeyError, TypeError):
-            return False  # not known: as good as every server but for a rare repeated text
+        for url in self._bases(DETOKENIZE):
+            with contextlib.suppress(httpx.HTTPError, ValueError, KeyError, TypeError):
+                response = await self._http.post(
+                    url + DETOKENIZE,
+                    json=body,
+                    headers=self._headers(None),
+                    timeout=DETOKENIZE_TIMEOUT_S,
+                )
+                return bool(response.json()["prompt"].endswith("\ufffd"))
+        return False  # not known: as good as every server but for a rare repeated text
+
+    def _bases(self, path: str) -> tuple[str, ...]:
+        """URLs to try for `path`: the router takes the key off some."""
+        direct = self._endpoint.server_urls if path in (TOKENIZE, DETOKENIZE) else ()
+        return direct or (self._endpoint.url,)
 
     def _headers(self, session: str | None) -> dict[str, str]:
         headers = {}

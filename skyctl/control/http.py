@@ -151,7 +151,7 @@ def _status_error(target: ServerTarget, where: str, response: httpx.Response) ->
     text = _shortened(error_text(response.text), target) or response.reason_phrase
     hint = ""
     if status in (401, 403):
-        hint = "the server wants an API key: set `api_key_env` in the fleet file"
+        hint = "name what the server wants in the fleet file: `control_token_env` or `api_key_env`"
     elif status == 404:
         hint = "vLLM has its control routes only when started with VLLM_SERVER_DEV_MODE=1"
     return ServerError(f"{where} answered {status}: {text}", status=status, hint=hint)

@@ -109,7 +109,7 @@ async def _examine_running(ref: FleetRef, plan: FleetPlan | None, verify: bool) 
             return check_running(RunningFacts(status))
         rows, pushes = await fleet.weights()
         up = [r for r in status.replicas if r.state in ("ready", "paused", "asleep")]
-        targets = [ServerTarget(r.name, r.url, fleet.api_key()) for r in up]
+        targets = [ServerTarget(r.name, r.url, fleet.control_token()) for r in up]
         async with ControlClient() as client:
             (vllm, versions), workers = await asyncio.gather(
                 _ask_servers(client, targets), _workers(client, status)

@@ -10,8 +10,7 @@ from skyctl.doctor.facts import MachineFacts
 from skyctl.doctor.finding import Finding, Severity
 from skyctl.fleet.check import Problem
 from skyctl.fleet.plan import FleetPlan
-from skyctl.fleet.plan_warnings import LOOPBACK
-from skyctl.fleet.schema import RouterSection
+from skyctl.fleet.schema import RouterSection, is_loopback
 from skyctl.units import format_bytes
 
 _SLOTS = 2  # chunks that a push has in memory at once, and one more per worker
@@ -66,11 +65,11 @@ def plan_advice(given: FilePlan, facts: MachineFacts) -> Iterator[Finding]:
 def public_pickle(given: FilePlan, facts: MachineFacts) -> Iterator[Finding]:
     """Servers that unpickle must not be reached from outside."""
     plan = given.plan
-    if not plan.config.host.startswith(LOOPBACK) and any(s.backend == "ipc" for s in plan.servers):
+    if not is_loopback(plan.config.host) and any(s.backend == "ipc" for s in plan.servers):
         yield _error(
             "public-pickle",
-            f"host {plan.config.host} with CUDA IPC: whoever reaches a server's port runs code "
-            "in it",
+            f"host {plan.config.host} with CUDA IPC: whoever reads the control token on its way "
+            "runs code in the servers",
             "leave `host` out, or set weight_transfer.transport to nccl or disk",
         )
 

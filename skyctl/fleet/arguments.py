@@ -43,6 +43,7 @@ RESERVED_ROUTER_ARGS = {
 RESERVED_ENV = {
     "CUDA_VISIBLE_DEVICES": "use the key `gpus`",
     "VLLM_API_KEY": "use the key `api_key_env`",
+    "SKYCTL_CONTROL_TOKEN": "skyctl makes it; see the key `auth`",
     "VLLM_SERVER_DEV_MODE": "skyctl needs it on: every control call is a development route",
     "VLLM_ALLOW_INSECURE_SERIALIZATION": "skyctl sets it when the transport needs it (ipc)",
 }

@@ -102,6 +102,16 @@ class FleetPaths:
         return Path(tempfile.gettempdir()) / f"skyctl-{os.getuid()}" / f"{digest}.sock"
 
     @property
+    def control_token(self) -> Path:
+        """Mode 0600: the token that opens every route of the fleet's servers."""
+        return self.directory / "control.token"
+
+    @property
+    def api_key(self) -> Path:
+        """Mode 0600: the key of inference, where the fleet file names none of its own."""
+        return self.directory / "api.key"
+
+    @property
     def staging(self) -> Path:
         """Weights that came out of a trainer's memory, kept until they are replaced."""
         return self.directory / "weights"

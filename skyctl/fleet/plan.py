@@ -13,6 +13,7 @@ from typing import Any, Literal
 from skyctl.errors import FleetFileError, UsageError
 from skyctl.fleet.arguments import merge_arguments, refusals, router_flags, server_flags
 from skyctl.fleet.devices import Cpu, Gpu, visible_gpus
+from skyctl.fleet.guarding import guard_env, guard_flags
 from skyctl.fleet.placement import Replica, bind_to_cores, expand_replicas, place_on_gpus
 from skyctl.fleet.plan_warnings import PlanWarning, plan_warnings
 from skyctl.fleet.schema import FleetConfig, RouterSection, resolve_relative
@@ -222,7 +223,7 @@ class _Planner:
         bindings = bind_to_cores([replica.world_size for replica in self.replicas], self.cpus)
         used = {gpu for replica_gpus in placed for gpu in replica_gpus}
         free = tuple(gpu for gpu in self.allowed_gpus if on_gpus and gpu not in used)
-        backend = _backend(config.weight_transfer.transport, self.device, free)
+        backend = _backend(config, self.device, free)
         servers = tuple(
             self._server(replica, replica_gpus, binding, backend)
             for replica, replica_gpus, binding in zip(self.replicas, placed, bindings, strict=True)
@@ -258,6 +259,7 @@ class _Planner:
         if self.device == "cpu" and arguments.get("enable-sleep-mode"):
             del arguments["enable-sleep-mode"]  # vLLM refuses to start with it on CPU
         argv += server_flags(self._with_absolute_paths(arguments))
+        argv += guard_flags(self.config)
         return ServerSpec(
             name=replica.name,
             argv=tuple(argv),
@@ -299,20 +301,7 @@ class _Planner:
         if backend == "ipc":
             # CUDA IPC handles travel pickled in the body of /update_weights
             env["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
-        if (key := self._api_key()) is not None:
-            env["VLLM_API_KEY"] = key
-        return env
-
-    def _api_key(self) -> str | None:
-        name = self.config.api_key_env
-        if name is None:
-            return None
-        if not self.environ.get(name):
-            raise UsageError(
-                f"the fleet's API key is not set: api_key_env names {name}",
-                hint=f"export {name}=…",
-            )
-        return self.environ[name]
+        return env | guard_env(self.config, env, self.environ)
 
     def _router(self, section: RouterSection | str) -> RouterSpec | None:
         if isinstance(section, str) or not section.enabled:
@@ -364,12 +353,13 @@ def _interpreter(python: str, base_dir: Path) -> str:
     return os.path.normpath(base_dir / path) if os.sep in python else path
 
 
-def _backend(transport: str, device: Device, free_gpus: Sequence[int]) -> str:
+def _backend(config: FleetConfig, device: Device, free_gpus: Sequence[int]) -> str:
     """The weight-transfer backend servers start with; "" for none.
 
     On CPU one backend serves both gloo and shm. On CUDA, NCCL needs a GPU for the sender that no
-    worker uses; CUDA IPC does not.
+    worker uses; CUDA IPC does not, but its servers unpickle what they are sent: only with a token.
     """
+    transport = config.weight_transfer.transport
     if transport == "disk":
         return ""
     if device == "cpu":
@@ -386,5 +376,5 @@ def _backend(transport: str, device: Device, free_gpus: Sequence[int]) -> str:
             hint="use auto, nccl, ipc or disk",
         )
     if transport == "auto":
-        return "nccl" if free_gpus else "ipc"
+        return "nccl" if free_gpus else "ipc" if config.auth != "none" else ""
     return transport

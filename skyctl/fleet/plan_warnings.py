@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from skyctl.fleet.placement import Replica
-from skyctl.fleet.schema import FleetConfig, RouterSection
+from skyctl.fleet.schema import FleetConfig, RouterSection, is_loopback
 
-LOOPBACK = ("127.", "::1", "localhost")
 _SHORT_REQUEST_S = 300
 _LONG_INTERVAL_S = 30
 _HEALTH_FAILURES = 3  # the router's default before it drops a worker
@@ -29,24 +28,45 @@ def plan_warnings(
 ) -> tuple[PlanWarning, ...]:
     """One line per thing to look at, in the order of the fleet file. `cpu_count` 0 is unknown."""
     return (
-        *_server_warnings(config, backend),
+        *_server_warnings(config, device, backend),
         *_placement_warnings(config, replicas, device, cpu_count),
         *_router_warnings(config),
     )
 
 
-def _server_warnings(config: FleetConfig, backend: str) -> list[PlanWarning]:
+def _server_warnings(config: FleetConfig, device: str, backend: str) -> list[PlanWarning]:
     warnings = []
-    if not config.host.startswith(LOOPBACK):
+    if not is_loopback(config.host):
         danger = ", and with the ipc backend run code in it" if backend == "ipc" else ""
+        open_too = "; inference asks for nothing" if _inference_is_open(config) else ""
         warnings.append(
             PlanWarning(
-                f"host {config.host}: vLLM's development routes ask for no key; whoever reaches "
-                f"these ports can pause the servers and replace their weights{danger}",
+                f"host {config.host}: tokens cross the network unencrypted; whoever reads the "
+                f"control token can replace the servers' weights{danger}{open_too}",
                 "leave `host` out (127.0.0.1), and let only the router be reached from outside",
             )
         )
+    if config.auth == "none":
+        warnings.append(
+            PlanWarning(
+                "auth none: every user of this machine can pause the servers and replace their "
+                "weights",
+                "leave `auth` out, and hand clients the token: skyctl urls",
+            )
+        )
+        if device == "cuda" and backend == "" and config.weight_transfer.transport == "auto":
+            warnings.append(
+                PlanWarning(
+                    "auth none: weights go by disk, since servers of the ipc transport unpickle "
+                    "what anybody sends them",
+                    "leave `auth` out, or leave a GPU free for nccl",
+                )
+            )
     return warnings
+
+
+def _inference_is_open(config: FleetConfig) -> bool:
+    return config.auth != "all" and config.api_key_env is None
 
 
 def _placement_warnings(
@@ -97,11 +117,12 @@ def _router_warnings(config: FleetConfig) -> list[PlanWarning]:
     if not isinstance(router, RouterSection) or not router.enabled:
         return []
     warnings = []
-    if not router.host.startswith(LOOPBACK):
+    if not is_loopback(router.host):
+        open_too = "; inference asks for nothing" if _inference_is_open(config) else ""
         warnings.append(
             PlanWarning(
-                f"router.host {router.host}: the router itself asks for no key and passes unknown "
-                "paths on to a server, development routes among them",
+                f"router.host {router.host}: the router's own routes ask for nothing; whoever "
+                f"reaches it can take servers out and put others in{open_too}",
                 "leave `router.host` out (127.0.0.1), and put a proxy in front that lets only /v1 "
                 "through",
             )

@@ -44,6 +44,7 @@ _PATTERNS = {
     "servers": "a URL like http://127.0.0.1:8000",
     "router": "a URL like http://127.0.0.1:8000",
     "api_key_env": "the name of an environment variable",
+    "control_token_env": "the name of an environment variable",
 }
 _SCHEMA_HINT = "`skyctl schema` prints every key"
 _LONGEST_VALUE = 60
@@ -129,7 +130,8 @@ def _problem(
 
 def _got(location: Location, value: Any) -> str:
     # somebody may have written the key itself where its variable's name belongs
-    return "something else" if location == ("api_key_env",) else shown(value)
+    secret = location in (("api_key_env",), ("control_token_env",))
+    return "something else" if secret else shown(value)
 
 
 def _expectation(location: Location, errors: Sequence[Mapping[str, Any]]) -> str:

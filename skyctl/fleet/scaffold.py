@@ -134,6 +134,7 @@ servers:
 
 # router: http://127.0.0.1:30000       # a running router in front of them, for `skyctl generate`
 # api_key_env: MY_API_KEY              # the environment variable that holds the servers' key
+# control_token_env: MY_CONTROL_TOKEN  # and their control token, where another skyctl runs them
 """
 
 
@@ -164,6 +165,7 @@ weight_transfer:
   transport: auto           # how `skyctl sync-weights` moves tensors
   chunk_size: 256MiB
 
+auth: all                   # every route asks for a token; `skyctl urls` says where clients find it
 # api_key_env: MY_API_KEY   # the environment variable that holds the servers' key
 """
 

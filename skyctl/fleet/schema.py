@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -225,8 +226,20 @@ class FleetConfig(_Section):
     stop_timeout_s: Seconds = Field(
         15.0, description="Seconds between TERM and KILL when a process is stopped."
     )
+    auth: Literal["all", "control", "none"] = Field(
+        "all",
+        description="What the servers ask a token for: every route but health, all but inference, "
+        "or nothing.",
+    )
     api_key_env: VariableName | None = Field(
-        None, description="Name of the environment variable that holds the servers' API key."
+        None,
+        description="Name of the environment variable that holds the servers' API key; one is "
+        "made when absent.",
+    )
+    control_token_env: VariableName | None = Field(
+        None,
+        description="With `servers`: name of the environment variable that holds the control "
+        "token of servers that another skyctl started.",
     )
 
     @property
@@ -249,6 +262,49 @@ class FleetConfig(_Section):
             if isinstance(self.router, str):
                 raise ValueError("`router` as a URL goes with `servers`")
         return self
+
+    @model_validator(mode="after")
+    def _tokens_fit(self) -> FleetConfig:
+        if self.attached:
+            if "auth" in self.model_fields_set:
+                raise ValueError(
+                    "`auth` is for servers that skyctl starts; with `servers`, name "
+                    "what they want: `control_token_env` or `api_key_env`"
+                )
+            return self
+        if self.control_token_env is not None:
+            raise ValueError(
+                "`control_token_env` goes with `servers`; skyctl makes the token of "
+                "servers it starts"
+            )
+        if self.auth == "none":
+            self._refuse_without_tokens()
+        return self
+
+    def _refuse_without_tokens(self) -> None:
+        """What would let others than this machine's users take the servers over, or their user."""
+        open_hosts = {"host": self.host}
+        if isinstance(self.router, RouterSection) and self.router.enabled:
+            open_hosts["router.host"] = self.router.host
+        for key, host in open_hosts.items():
+            if not is_loopback(host):
+                raise ValueError(
+                    f"`auth: none` with {key} {host}: whoever reaches these ports could replace "
+                    f"the weights; leave `auth` out, or `{key}`"
+                )
+        if self.weight_transfer.transport == "ipc":
+            raise ValueError(
+                "`auth: none` with transport ipc: servers unpickle what is sent to them; leave "
+                "`auth` out, or take nccl or disk"
+            )
+
+
+def is_loopback(host: str) -> bool:
+    """True when only this machine can reach what listens at `host`. A name counts by its text."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def resolve_relative(path: str, base: Path) -> str:

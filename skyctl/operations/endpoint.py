@@ -43,4 +43,5 @@ async def find_endpoint(
         models = await VLLMServer(control, ServerTarget(server or "router", url, key)).models()
     if not models:
         raise ServerError(f"{url} serves no model")
-    return Endpoint(url, models[0], key, session_id)
+    # the router drops the key on its way to /detokenize: servers are asked themselves
+    return Endpoint(url, models[0], key, session_id, tuple(urls.servers.values()))

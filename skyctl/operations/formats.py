@@ -14,6 +14,8 @@ from skyctl.errors import UsageError
 from skyctl.operations.urls import FleetUrls
 
 KEY_VARIABLE = "OPENAI_API_KEY"
+OWN_KEY_VARIABLE = "SKYCTL_API_KEY"
+"""Stands for the key that skyctl made, where a format can only name a variable."""
 NO_KEY = "EMPTY"
 """What vLLM's own examples give as a key where none is wanted."""
 
@@ -52,6 +54,10 @@ def as_verl(urls: FleetUrls) -> str:
     lines = [f"{prefix}.base_url={_entry(urls)}/v1"]
     if urls.model:
         lines.append(f"{prefix}.model={urls.model}")
+    if urls.access.api_key_file:
+        lines.append(f"{prefix}.api_key_file={urls.access.api_key_file}")
+    elif urls.access.api_key_env:
+        lines.append(f"{prefix}.api_key_env={urls.access.api_key_env}")
     return "\n".join(lines)
 
 
@@ -68,8 +74,8 @@ def as_prime_rl(urls: FleetUrls) -> str:
     lines += ["[orchestrator.model.client]", f"base_url = {json.dumps(f'{_entry(urls)}/v1')}"]
     admin = [f"{url}/v1" for url in urls.servers.values()]
     lines.append(f"admin_base_url = {json.dumps(admin)}")
-    if urls.api_key_env:
-        lines.append(f"api_key_var = {json.dumps(urls.api_key_env)}")
+    if variable := _variable(urls):
+        lines.append(f"api_key_var = {json.dumps(variable)}")
     return "\n".join(lines)
 
 
@@ -81,8 +87,8 @@ def as_openai(urls: FleetUrls) -> str:
     Source: openai-python, src/openai/_client.py (OPENAI_BASE_URL, OPENAI_API_KEY).
     """
     variables = {"OPENAI_BASE_URL": f"{_entry(urls)}/v1", KEY_VARIABLE: NO_KEY}
-    if urls.api_key_env:
-        variables[KEY_VARIABLE] = f"${{{urls.api_key_env}}}"
+    if variable := _variable(urls):
+        variables[KEY_VARIABLE] = f"${{{variable}}}"
     if urls.model:
         variables["OPENAI_MODEL"] = urls.model
     return "\n".join(f"{name}={value}" for name, value in variables.items())
@@ -98,11 +104,13 @@ def as_env(urls: FleetUrls) -> str:
     if urls.model:
         variables["SKYCTL_MODEL"] = urls.model
     lines = [f"export {name}={shlex.quote(value)}" for name, value in variables.items()]
-    if urls.api_key_env is None:
+    # by reference: the key itself is not printed
+    if urls.access.api_key_file:
+        lines.append(f'export {KEY_VARIABLE}="$(cat {shlex.quote(urls.access.api_key_file)})"')
+    elif urls.access.api_key_env is None:
         lines.append(f"export {KEY_VARIABLE}={NO_KEY}")
-    elif urls.api_key_env != KEY_VARIABLE:
-        # by reference: the key itself is never printed
-        lines.append(f'export {KEY_VARIABLE}="${urls.api_key_env}"')
+    elif urls.access.api_key_env != KEY_VARIABLE:
+        lines.append(f'export {KEY_VARIABLE}="${urls.access.api_key_env}"')
     return "\n".join(lines)
 
 
@@ -116,7 +124,7 @@ FORMATS: Mapping[str, Callable[[FleetUrls], str]] = {
 
 _NOTES = {
     "skyrl": "SkyRL syncs weights by itself: its worker extension must be in the servers "
-    "(args: worker-extension-cls), or push with skyctl",
+    "(args: worker-extension-cls), or push with skyctl. It sends no key: set `auth: none`",
     "verl": "verl has no setting for rollout servers it did not start: this is for a custom "
     "reward function that asks a judge",
     "prime-rl": "prime-rl's own server takes its weight updates, vLLM's does not: roll out and "
@@ -124,9 +132,18 @@ _NOTES = {
 }
 
 
-def note(name: str) -> str:
-    """What to know before a format's output is used; "" when there is nothing."""
-    return _NOTES.get(name, "")
+def notes(name: str, urls: FleetUrls) -> list[str]:
+    """What to know before a format's output is used."""
+    found = [_NOTES[name]] if name in _NOTES else []
+    if name in ("openai", "prime-rl") and (path := urls.access.api_key_file):
+        found.append(f'it names a variable: export {OWN_KEY_VARIABLE}="$(cat {shlex.quote(path)})"')
+    return found
+
+
+def _variable(urls: FleetUrls) -> str | None:
+    """The variable that holds the key of inference, or is to hold it; None where none is asked."""
+    own = OWN_KEY_VARIABLE if urls.access.api_key_file else None
+    return urls.access.api_key_env or own
 
 
 def _entry(urls: FleetUrls) -> str:

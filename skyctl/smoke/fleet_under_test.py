@@ -65,11 +65,12 @@ class FleetUnderTest:
                 models = answer.get("data") or []
                 if not models:
                     raise ServerError(f"{name} serves no model")
-                self.endpoints[name] = Endpoint(url, models[0]["id"], key)
+                self.endpoints[name] = Endpoint(url, models[0]["id"], key, server_urls=(url,))
                 self.longest = int(models[0].get("max_model_len") or self.longest)
         if urls.router:
             model = next(iter(self.endpoints.values())).model
-            self.endpoints["router"] = Endpoint(urls.router, model, key)
+            servers = tuple(urls.servers.values())
+            self.endpoints["router"] = Endpoint(urls.router, model, key, server_urls=servers)
 
     @property
     def servers(self) -> list[str]:

@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 _FAKE_ROUTER = ROOT / "tests" / "unit" / "supervisor" / "fake_router.py"
 # Stands in for an interpreter that has vLLM; `-P -c` is the check for that, answered with nothing.
 _INTERPRETER = f"""#!/bin/sh
-export PYTHONPATH={ROOT}
+export PYTHONPATH={ROOT}:$PYTHONPATH
 case "$2" in
 vllm_router*) shift 2; exec {sys.executable} {_FAKE_ROUTER} "$@" ;;
 vllm*) shift 2; exec {sys.executable} -m tests.stub.server "$@" ;;

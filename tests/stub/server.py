@@ -8,11 +8,13 @@ routes' faults (see faults.py) plus, for the start itself, `startup_delay_s` and
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import os
 import sys
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import uvicorn
 
@@ -33,6 +35,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--faults", default=os.environ.get("STUB_FAULTS", "{}"))
     parser.add_argument("--vllm-version", default="0.32.0")
     parser.add_argument("--token-delay-s", type=float, default=0.0)
+    parser.add_argument("--middleware", action="append", default=[])
     options, _ignored = parser.parse_known_args(arguments)
     faults = json.loads(options.faults)
     time.sleep(faults.pop("startup_delay_s", 0))
@@ -53,8 +56,12 @@ def main(arguments: Sequence[str]) -> int:
         api_key=os.environ.get("VLLM_API_KEY") or None,
         token_delay_s=options.token_delay_s,
     )
+    asgi: Any = stub.asgi
+    for path in options.middleware:  # as vLLM loads them: the last sees a request first
+        module, _, name = path.rpartition(".")
+        asgi = getattr(importlib.import_module(module), name)(asgi)
     uvicorn.run(
-        stub.asgi,
+        asgi,
         host=options.host,
         port=options.port,
         lifespan="off",

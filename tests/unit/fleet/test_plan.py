@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from skyctl.errors import FleetFileError, UsageError
+from skyctl.fleet.credentials import AT_SPAWN
 from skyctl.fleet.devices import Cpu, Gpu
 from skyctl.fleet.plan import FleetPlan, ServerSpec, plan_fleet
 from skyctl.fleet.schema import FleetConfig
@@ -59,6 +60,7 @@ def test_a_cpu_server_gets_exactly_this_command_and_environment(tmp_path: Path) 
         "--dtype", "float32",
         "--worker-extension-cls", "skyctl.engine.worker.SkyctlWorkerExtension",
         "--max-model-len", "2048",
+        "--middleware", "skyctl.engine.guard.Guard",
     )  # fmt: skip
     assert server.env == {
         "VLLM_NO_USAGE_STATS": "1",
@@ -66,6 +68,9 @@ def test_a_cpu_server_gets_exactly_this_command_and_environment(tmp_path: Path) 
         "HF_HUB_OFFLINE": "1",
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_SERVER_DEV_MODE": "1",
+        # secrets are not planned
+        "VLLM_API_KEY": AT_SPAWN,
+        "SKYCTL_CONTROL_TOKEN": AT_SPAWN,
     }
     assert (server.name, server.url, server.gpus) == ("demo-0", "http://127.0.0.1:20000", ())
     assert (server.backend, server.world_size) == ("skyctl", 1)
@@ -101,7 +106,7 @@ def test_values_become_flags_by_their_kind() -> None:
             "stop": "-x",
         },
     ).servers
-    tail = server.argv[server.argv.index("--enforce-eager") :]
+    tail = server.argv[server.argv.index("--enforce-eager") : -2]
     assert tail == (
         "--enforce-eager", "--no-enable-prefix-caching",
         "--allowed-origins", "a", "b", "--hf-overrides", '{"rope_theta":1.5}', "--stop=-x",
@@ -312,7 +317,9 @@ def test_urls_are_those_of_this_machine(host: str, url: str) -> None:
 @pytest.mark.parametrize(
     ("config", "part"),
     [
-        ({"host": "0.0.0.0"}, "development routes"),
+        ({"host": "0.0.0.0"}, "cross the network unencrypted"),
+        ({"host": "0.0.0.0", "auth": "control"}, "inference asks for nothing"),
+        ({"auth": "none"}, "every user of this machine"),
         ({"router": {"host": "0.0.0.0"}}, "router.host"),
         ({"router": {"request_timeout_s": 20}}, "request_timeout_s 20"),
         ({"router": {"health_interval_s": 60}}, "for 180 s"),
@@ -334,3 +341,61 @@ def test_the_interpreter_is_relative_to_the_file_and_its_link_is_kept(tmp_path: 
     assert planned.python == str(tmp_path / "python")
     assert planned.servers[0].argv[0] == planned.python
     assert plan(device="cpu", python="python3.12").python == "python3.12"
+
+
+def guard_of(planned: FleetPlan) -> tuple[str | None, set[str]]:
+    """The middleware, and the secrets a server gets at its spawn."""
+    (server,) = planned.servers
+    loaded = value_of(server, "--middleware") if "--middleware" in server.argv else None
+    return loaded, {name for name, value in server.env.items() if value == AT_SPAWN}
+
+
+def test_auth_says_which_secrets_a_server_gets() -> None:
+    token, key = "SKYCTL_CONTROL_TOKEN", "VLLM_API_KEY"
+    own = "skyctl.engine.guard.Guard"
+    assert guard_of(plan(device="cpu")) == (own, {token, key})
+    assert guard_of(plan(device="cpu", auth="control")) == (own, {token})
+    assert guard_of(plan(device="cpu", auth="none")) == (None, set())
+    named = plan(device="cpu", api_key_env="MY_KEY", environ={"MY_KEY": "s3cret"})
+    assert guard_of(named) == (own, {token})
+    assert named.servers[0].env[key] == "s3cret"
+    assert named.to_json()["servers"][0]["env"][token] == "***"
+
+
+def test_the_guard_is_added_after_the_files_own_middleware() -> None:
+    (server,) = plan(device="cpu", args={"middleware": "mine.Own"}).servers
+    assert server.argv[-4:] == (
+        "--middleware", "mine.Own", "--middleware", "skyctl.engine.guard.Guard",
+    )  # fmt: skip
+
+
+def test_another_interpreter_finds_the_guard_on_its_path_and_keeps_its_own() -> None:
+    def path(**config: Any) -> list[str]:
+        planned = plan(device="cpu", python="python3.12", **config)
+        assert guard_of(planned)[0] == "skyctl_guard.Guard"
+        return planned.servers[0].env["PYTHONPATH"].split(":")
+
+    (alone,) = path()
+    assert (Path(alone) / "skyctl_guard.py").is_file()
+    assert path(environ={"PYTHONPATH": "/theirs"}) == [alone, "/theirs"]
+    assert path(environ={"PYTHONPATH": "/theirs"}, env={"PYTHONPATH": "/file"}) == [alone, "/file"]
+
+
+def test_servers_that_unpickle_always_ask_for_the_token() -> None:
+    (ipc,) = plan(machine_gpus=gpus(1)).servers
+    assert ipc.env["VLLM_ALLOW_INSECURE_SERIALIZATION"] == "1"
+    assert "SKYCTL_CONTROL_TOKEN" in ipc.env
+    open_fleet = plan(machine_gpus=gpus(1), auth="none")
+    assert open_fleet.servers[0].backend == ""
+    assert "VLLM_ALLOW_INSECURE_SERIALIZATION" not in open_fleet.servers[0].env
+    assert any("weights go by disk" in warning for warning in open_fleet.warnings)
+    for transport in ("nccl", "disk"):
+        (other,) = plan(machine_gpus=gpus(2), weight_transfer={"transport": transport}).servers
+        assert "VLLM_ALLOW_INSECURE_SERIALIZATION" not in other.env
+
+
+def test_code_of_a_model_is_trusted_only_where_the_file_says_so() -> None:
+    (server,) = plan(device="cpu").servers
+    assert not any("trust" in argument for argument in server.argv)
+    (told,) = plan(device="cpu", args={"trust-remote-code": True}).servers
+    assert "--trust-remote-code" in told.argv

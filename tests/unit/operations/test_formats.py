@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import subprocess
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,9 @@ import pytest
 import yaml
 
 from skyctl.errors import UsageError
-from skyctl.operations.formats import FORMATS, note
+from skyctl.operations.formats import FORMATS, notes
 from skyctl.operations.prometheus import target_groups, write_targets
-from skyctl.operations.urls import FleetUrls
+from skyctl.operations.urls import Access, FleetUrls
 
 URLS = FleetUrls(
     name="demo",
@@ -26,7 +27,7 @@ URLS = FleetUrls(
     router="http://127.0.0.1:8000",
     servers={"demo-0": "http://127.0.0.1:8001", "demo-1": "http://[::1]:8002"},
     router_metrics="http://127.0.0.1:9000",
-    api_key_env="DEMO_KEY",
+    access=Access(api_key_env="DEMO_KEY"),
 )
 BARE = FleetUrls("bare", None, None, {"bare-0": "https://gpu7:8001"})
 
@@ -74,8 +75,12 @@ def test_skyrls_own_schema_takes_it() -> None:
 def test_verl_gets_arguments_of_a_reward_function_and_is_told_why() -> None:
     found = overrides(FORMATS["verl"](URLS))
     prefix = "+reward.custom_reward_function.reward_kwargs"  # not in reward.yaml: added with +
-    assert found == {f"{prefix}.base_url": f"{URLS.router}/v1", f"{prefix}.model": URLS.model}
-    assert "did not start" in note("verl")
+    assert found == {
+        f"{prefix}.base_url": f"{URLS.router}/v1",
+        f"{prefix}.model": URLS.model,
+        f"{prefix}.api_key_env": "DEMO_KEY",
+    }
+    assert "did not start" in notes("verl", URLS)[0]
 
 
 def test_prime_rl_gets_its_clients_and_the_models_name() -> None:
@@ -98,7 +103,7 @@ def test_prime_rls_own_schema_takes_it() -> None:
 def test_env_is_understood_by_a_shell_and_never_holds_the_key(urls: FleetUrls) -> None:
     script = f"DEMO_KEY=s3cret; {FORMATS['env'](urls)}\nprintenv OPENAI_BASE_URL OPENAI_API_KEY"
     done = subprocess.run(["sh", "-c", script], capture_output=True, text=True, check=True)
-    key = "s3cret" if urls.api_key_env else "EMPTY"
+    key = "s3cret" if urls.access.api_key_env else "EMPTY"
     assert done.stdout.split() == [f"{urls.entry}/v1", key]
 
 
@@ -110,6 +115,30 @@ def test_env_quotes_what_a_shell_would_expand() -> None:
         "export SKYCTL_MODEL=m",
         "export OPENAI_API_KEY=EMPTY",
     ]
+
+
+def test_a_key_that_skyctl_made_is_named_in_every_format_and_printed_in_none(
+    tmp_path: Path,
+) -> None:
+    file = tmp_path / "it's" / "api.key"
+    file.parent.mkdir()
+    file.write_text("s3cret\n")
+    own = replace(URLS, access=Access(api_key_file=str(file)))
+    texts = {name: form(own) + "\n".join(notes(name, own)) for name, form in FORMATS.items()}
+    assert not any("s3cret" in text for text in texts.values())
+    script = f"{FORMATS['env'](own)}\nprintenv OPENAI_API_KEY"
+    done = subprocess.run(["sh", "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout == "s3cret\n"
+    assert f"api_key_file={file}" in texts["verl"]
+    assert "OPENAI_API_KEY=${SKYCTL_API_KEY}" in texts["openai"]
+    assert 'api_key_var = "SKYCTL_API_KEY"' in texts["prime-rl"]
+    export = next(line for line in notes("openai", own) if "export" in line)
+    command = export[export.index("export") :]
+    done = subprocess.run(
+        ["sh", "-c", f"{command}; printenv SKYCTL_API_KEY"], capture_output=True, text=True
+    )
+    assert done.stdout == "s3cret\n"
+    assert "auth: none" in notes("skyrl", own)[0]
 
 
 def test_openai_clients_find_their_variables() -> None:

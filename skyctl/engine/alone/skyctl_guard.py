@@ -1,0 +1,15 @@
+"""`skyctl_guard.Guard`: skyctl's guard for an interpreter that does not have skyctl."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+_spec = importlib.util.spec_from_file_location(
+    "_skyctl_guard_source", Path(__file__).parents[1] / "guard.py"
+)
+assert _spec is not None and _spec.loader is not None  # it lies beside this directory
+_module = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(_module)
+
+Guard = _module.Guard

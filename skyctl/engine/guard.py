@@ -1,0 +1,147 @@
+"""What every server asks for before it does anything: a token, on every route but health.
+
+An ASGI middleware that vLLM loads with `--middleware`. Standard library only: it runs in whatever
+interpreter has vLLM (`alone/` is for those without skyctl). Its secrets come in the environment.
+
+    routes                                          without   API key   control token
+    /health, /ping                                  open      open      open
+    inference, tokens, metrics, when a key is set   401       yes       yes
+    the same, when no key is set                    open      open      open
+    everything else: whatever vLLM has or will get  401       401       yes
+"""
+
+from __future__ import annotations
+
+import hmac
+import json
+import os
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from typing import Any
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[Mapping[str, Any]], Awaitable[None]]
+Application = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+TOKEN_VARIABLE = "SKYCTL_CONTROL_TOKEN"
+KEY_VARIABLE = "VLLM_API_KEY"
+SHORTEST_TOKEN = 32
+"""Characters. A placeholder or an empty variable is no token."""
+
+_OPEN = frozenset({"/health", "/ping"})
+_DATA_PREFIXES = ("/v1/", "/v2/", "/inference/v1/", "/cohere/v2/")
+_DATA = frozenset(
+    {
+        "/classify",
+        "/detokenize",
+        "/generative_scoring",
+        "/invocations",
+        "/load",
+        "/metrics",
+        "/pooling",
+        "/rerank",
+        "/score",
+        "/tokenize",
+        "/tokenizer_info",
+        "/version",
+    }
+)
+# Below a prefix of inference, but they load what somebody names, or end other people's requests.
+_CONTROL = frozenset(
+    {"/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/inference/v1/abort_requests"}
+)
+_ASK = {
+    "control": "this route wants the fleet's control token: send the header `Authorization: "
+    "Bearer TOKEN`. Who started the fleet finds it: skyctl urls",
+    "data": "this route wants the fleet's API key: send the header `Authorization: Bearer KEY`. "
+    "Who started the fleet finds it: skyctl urls",
+}
+
+
+class Guard:
+    """Passes on requests that carry the right token. Raises ValueError when it has no token.
+
+    What it does not know it refuses: unknown routes want the control token, and a connection that
+    is neither HTTP nor a websocket is not served.
+    """
+
+    def __init__(self, app: Application, *, environ: Mapping[str, str] | None = None) -> None:
+        environ = os.environ if environ is None else environ
+        token, key = environ.get(TOKEN_VARIABLE, ""), environ.get(KEY_VARIABLE, "")
+        if len(token) < SHORTEST_TOKEN:
+            raise ValueError(f"{TOKEN_VARIABLE} holds no control token: this server stays shut")
+        self._app = app
+        self._token = token.encode()
+        self._key = key.encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await self._app(scope, receive, send)
+        elif scope["type"] not in ("http", "websocket"):
+            return
+        elif refusal := self._refusal(scope):
+            await _refuse(scope, send, refusal)
+        else:
+            await self._app(scope, receive, send)
+
+    def _refusal(self, scope: Scope) -> str:
+        """ "" for a request that may pass, else what it lacks: "control" or "data"."""
+        path = route_path(scope)
+        if path in _OPEN and scope["type"] == "http":
+            return ""
+        wanted = "data" if is_data(path) else "control"
+        if wanted == "data" and not self._key:
+            return ""
+        given = _bearer(scope)
+        # both are always compared, so that time tells nothing
+        has_token = hmac.compare_digest(given, self._token)
+        has_key = hmac.compare_digest(given, self._key) and bool(self._key)
+        if has_token and self._key:
+            _hand_over(scope, self._key)
+        return "" if has_token or (has_key and wanted == "data") else wanted
+
+
+def route_path(scope: Scope) -> str:
+    """The path as routes are matched with it: below `--root-path`, where there is one."""
+    path, root = str(scope.get("path", "")), str(scope.get("root_path", ""))
+    if root and path.startswith(root) and path[len(root) : len(root) + 1] in ("", "/"):
+        return path[len(root) :]
+    return path
+
+
+def is_data(path: str) -> bool:
+    """True for routes of inference and of looking on, which the API key opens."""
+    plain = path.rstrip("/")
+    if plain in _CONTROL or "/.." in path or "//" in path:
+        return False
+    return plain in _DATA or path.startswith(_DATA_PREFIXES)
+
+
+def _bearer(scope: Scope) -> bytes:
+    """What the first `Authorization` header bears; b"" where there is none, or another scheme."""
+    for name, value in scope.get("headers", ()):
+        if bytes(name).lower() == b"authorization":
+            scheme, _, given = bytes(value).partition(b" ")
+            return given.strip() if scheme.lower() == b"bearer" else b""
+    return b""
+
+
+def _hand_over(scope: Scope, key: bytes) -> None:
+    """Write the API key where the control token was: vLLM asks for it once more below /v1."""
+    others = [pair for pair in scope["headers"] if bytes(pair[0]).lower() != b"authorization"]
+    scope["headers"] = [*others, (b"authorization", b"Bearer " + key)]
+
+
+async def _refuse(scope: Scope, send: Send, wanted: str) -> None:
+    if scope["type"] == "websocket":
+        await send({"type": "websocket.close", "code": 1008, "reason": "no token"})
+        return
+    error = {"message": _ASK[wanted], "type": "Unauthorized", "param": None, "code": 401}
+    body = json.dumps({"error": error}).encode()
+    headers = [
+        (b"content-type", b"application/json"),
+        (b"content-length", str(len(body)).encode()),
+        (b"www-authenticate", b"Bearer"),
+    ]
+    await send({"type": "http.response.start", "status": 401, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
