@@ -35,7 +35,7 @@ _skyctl() {
     COMPREPLY=()
     case "$path" in
         "")
-            _skyctl_words "init validate plan schema up down status top wait logs restart scale pause resume sleep wake sync-weights jobs weights generate urls doctor smoke help --version -q --quiet --no-color --debug -h --help" ;;
+            _skyctl_words "init validate plan schema up down status top wait logs restart recover scale pause resume sleep wake sync-weights jobs weights generate urls doctor smoke help --version -q --quiet --no-color --debug -h --help" ;;
         "init")
             case "$prev" in
                 --name) true; return ;;
@@ -118,6 +118,13 @@ _skyctl() {
             if [[ $cur == -* ]]; then _skyctl_words "-f --file --fleet --json -h --help -q --quiet --no-color --debug"; else
                 _skyctl_ask
             fi ;;
+        "recover")
+            case "$prev" in
+                -f|--file) _skyctl_files; return ;;
+                --fleet) _skyctl_ask; return ;;
+                --timeout) true; return ;;
+            esac
+            _skyctl_words "-f --file --fleet --dry-run -y --yes --timeout --json -h --help -q --quiet --no-color --debug" ;;
         "scale")
             case "$prev" in
                 -f|--file) _skyctl_files; return ;;
@@ -235,7 +242,7 @@ _skyctl() {
                 --format) _skyctl_words "skyrl verl prime-rl openai env"; return ;;
                 --prometheus-sd) _skyctl_files; return ;;
             esac
-            _skyctl_words "-f --file --fleet --format --export --prometheus-sd --json -h --help -q --quiet --no-color --debug" ;;
+            _skyctl_words "-f --file --fleet --format --export --prometheus-sd --show-key --json -h --help -q --quiet --no-color --debug" ;;
         "doctor")
             case "$prev" in
                 -f|--file) _skyctl_files; return ;;

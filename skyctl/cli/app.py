@@ -46,6 +46,7 @@ VERBS = [
     Verb("wait", "wait", "wait", FLEET),
     Verb("logs", "logs", "logs", FLEET),
     Verb("restart", "restart", "restart", FLEET),
+    Verb("recover", "recover", "recover", FLEET),
     Verb("scale", "scale", "scale", FLEET),
     Verb("pause", "pause", "pause", FREEZE),
     Verb("resume", "pause", "resume", FREEZE),

@@ -135,7 +135,7 @@ def assess(
     if len(versions) > 1:
         named = ", ".join(sorted(str(v or "base") for v in versions))
         reasons.append(
-            Reason(f"servers are at different weight versions: {named}", "skyctl sync-weights CKPT")
+            Reason(f"servers are at different weight versions: {named}", "skyctl recover")
         )
     found = tuple(reason for reason in reasons if reason is not None)
     alive = [r for r in replicas if r.state in INTENDED_STATES + TRANSIENT_STATES]
@@ -149,8 +149,12 @@ def _replica_reason(replica: ReplicaStatus) -> Reason | None:
         return None
     detail = f": {replica.reason}" if replica.reason else ""
     hint = ""
-    if replica.state in ("failed", "dead", "quarantined"):
+    if replica.state in ("quarantined", "unreachable"):
+        hint = "skyctl recover"
+    elif replica.state in ("failed", "dead"):
         hint = f"skyctl logs {replica.name}; then: skyctl restart {replica.name}"
-    elif replica.state in ("stopped", "unsupervised"):
+    elif replica.state == "stopped":
         hint = "skyctl up"
+    elif replica.state == "unsupervised":
+        hint = "skyctl recover"
     return Reason(f"{replica.name} is {replica.state}{detail}", hint)

@@ -10,7 +10,7 @@ from skyctl.fleet.paths import FleetPaths
 from skyctl.fleet.plan import local_url
 from skyctl.fleet.registry import FleetRef, supervisor_running
 from skyctl.fleet.state import FleetState, ProcessRow
-from skyctl.supervisor.diagnosis import Finding, Observed, judge, observe
+from skyctl.supervisor.diagnosis import Action, Finding, Observed, judge, observe
 
 
 def left_alone(paths: FleetPaths) -> bool:
@@ -37,7 +37,7 @@ async def find(ref: FleetRef) -> tuple[Finding, ...]:
         findings = []
         for row in rows:
             if row.name not in seen:
-                findings.append(_judge_dead(row))
+                findings.append(_judge_dead(row, others_live=bool(seen)))
                 continue
             doubted, meant = doubts.get(row.name), state.server(row.name)
             found = judge(seen[row.name], meant, doubted, state.weights(), ours=True)
@@ -67,7 +67,7 @@ def _of_orphans(state: FleetState) -> dict[str, InDoubt]:
     return found
 
 
-def _judge_dead(row: ProcessRow) -> Finding:
+def _judge_dead(row: ProcessRow, *, others_live: bool) -> Finding:
     if row.identity is not None and row.identity.boot_id != boot_id():
         return Finding(row.name, "stale", "the machine was restarted since it ran")
     orphans = [one for one in row.descendants if one.alive()]
@@ -75,7 +75,8 @@ def _judge_dead(row: ProcessRow) -> Finding:
         pids = ", ".join(str(one.pid) for one in orphans)
         said = f"its server is gone and left processes behind (pid {pids})"
         return Finding(row.name, "orphaned", said, "end")
-    return Finding(row.name, "failed", "it died while nobody watched", "restart")
+    action: Action = "restart" if others_live else "nothing"
+    return Finding(row.name, "failed", "it died while nobody watched", action)
 
 
 def _alive(row: ProcessRow) -> bool:

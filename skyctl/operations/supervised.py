@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 from skyctl.errors import FleetDownError, SkyctlError, UsageError
 from skyctl.fleet.journal import Job, JobEvent, PushRecord
 from skyctl.fleet.plan import local_url
-from skyctl.fleet.registry import FleetRef, supervisor_running
+from skyctl.fleet.registry import FleetRef
 from skyctl.fleet.state import Event, FleetState, ServerRow
 from skyctl.fleet.status import FleetStatus
 from skyctl.operations.left_alone import left_alone
@@ -170,32 +170,20 @@ class SupervisedFleet:
 
     async def findings(self) -> tuple[Finding, ...]:
         """What is the matter with each server; nothing is started for it."""
-        from skyctl.operations.left_alone import find
-        from skyctl.supervisor.diagnosis import Finding
+        from skyctl.operations.supervised_recovery import find
 
-        if not supervisor_running(self.ref.paths):
-            return await find(self.ref)
-        answer = await self._client.get("/recover", timeout_s=60.0)
-        return tuple(Finding.from_json(row) for row in answer["findings"])
+        return await find(self.ref, self._client)
 
     async def recover(self, timeout_s: float | None = None) -> tuple[Recovered, ...]:
-        """Have the supervisor put right what it can, one of this version and alive; what it did.
+        """Put right what can be: with a supervisor of this version, started if need be.
 
         Raises:
             ConflictError: it is busy with something else.
             DeadlineExceeded: it has not ended after `timeout_s` seconds; it goes on.
         """
-        from skyctl.operations.bring_up import follow_operation
-        from skyctl.operations.revive import replace_other
-        from skyctl.supervisor.recovery import Recovered
+        from skyctl.operations.supervised_recovery import recover
 
-        await replace_other(self.ref)
-        await self._revive()
-        answer = await self._client.post("/recover", {})
-        operation = int(answer["operation"])
-        await follow_operation(self.ref.paths, operation, lambda status: None, timeout_s=timeout_s)
-        done = (await self._client.get("/recover", timeout_s=60.0))["recovered"]
-        return tuple(Recovered.from_json(row) for row in done)
+        return await recover(self.ref, self._client, timeout_s=timeout_s)
 
     async def restart(self, names: Sequence[str] = ()) -> int:
         """Begin a rolling restart of these servers (all when empty); the operation's number.

@@ -26,8 +26,9 @@ async def take_over(supervisor: Supervisor, plan: FleetPlan) -> None:
     reached("adopt.begin")
     await _adopt(supervisor, plan)
     specs = {spec.name: spec for spec in plan.servers}
-    for name in supervisor.changes(plan).start:
-        supervisor.new_replica(specs[name]).start()
+    for name, spec in specs.items():
+        if name not in supervisor.replicas:
+            supervisor.new_replica(spec).start()
     supervisor.replicas = {name: supervisor.replicas[name] for name in specs}
     if plan.router is not None:
         (supervisor.router or rollout.new_router(supervisor, plan)).start()

@@ -33,8 +33,11 @@ Found = Literal[
     "orphaned",
     "stale",
     "half-down",
+    "other-version",
 ]
-Action = Literal["nothing", "resume", "push", "restart", "quarantine", "adopt", "end", "down"]
+Action = Literal[
+    "nothing", "resume", "push", "restart", "quarantine", "adopt", "end", "down", "replace"
+]
 
 
 @dataclass(frozen=True)

@@ -86,7 +86,7 @@ def _event(
 def _pointless(verb: str, row: ServerRow) -> str:
     """Why this server is not asked, or ""."""
     if verb == "resume" and row.quarantine:
-        return f"quarantined: {row.quarantine}; type: skyctl restart {row.name}"
+        return f"quarantined: {row.quarantine}; type: skyctl recover"
     if verb in ("pause", "resume") and row.sleep_level:
         return "asleep; type: skyctl wake"
     return ""

@@ -53,6 +53,8 @@ CALLS = [
     "help",
     "help states",
     "help pause",
+    "recover",
+    "recover --dry-run",
     "restart stubs-0",
     "scale 1",
     "smoke --reuse",

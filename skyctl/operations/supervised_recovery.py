@@ -1,0 +1,97 @@
+"""Recovery of a fleet that skyctl started: by its supervisor, which is started where it is gone."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from skyctl.errors import VersionMismatch
+from skyctl.fleet.registry import FleetRef, supervisor_running
+from skyctl.fleet.state import FleetState
+from skyctl.operations import left_alone
+from skyctl.operations.revive import replace_other, revive
+from skyctl.supervisor.client import SupervisorClient
+from skyctl.supervisor.diagnosis import Finding
+from skyctl.supervisor.recovery import Recovered
+
+_ASK_TIMEOUT_S = 60.0
+_ROUNDS = 2  # what a supervisor finds when it takes over, and what it finds then
+
+
+async def find(ref: FleetRef, client: SupervisorClient) -> tuple[Finding, ...]:
+    """What is the matter with each server; nothing is started for it."""
+    if not supervisor_running(ref.paths):
+        return await left_alone.find(ref)
+    try:
+        answer = await client.get("/recover", timeout_s=_ASK_TIMEOUT_S)
+    except VersionMismatch as error:
+        return (Finding("supervisor", "other-version", error.message, "replace"),)
+    return tuple(Finding.from_json(row) for row in answer["findings"])
+
+
+async def recover(
+    ref: FleetRef, client: SupervisorClient, *, timeout_s: float | None
+) -> tuple[Recovered, ...]:
+    """Put right what can be; one report per server.
+
+    Raises:
+        ConflictError: the supervisor is busy with something else.
+        DeadlineExceeded: it has not ended after `timeout_s` seconds; it goes on.
+    """
+    began = time.monotonic()
+    before = await find(ref, client)
+    await replace_other(ref)
+    await revive(ref)
+    if not supervisor_running(ref.paths):
+        await _end_leftovers(ref)
+        done: dict[str, Recovered] = {}
+        after: Sequence[Finding] = ()
+    else:
+        done = await _by_supervisor(ref, client, timeout_s)
+        after = await find(ref, client)
+    now = {finding.server: finding for finding in after}
+    seconds = time.monotonic() - began
+    return tuple(
+        done.get(one.server) or _report(one, now.get(one.server), seconds) for one in before
+    )
+
+
+async def _by_supervisor(
+    ref: FleetRef, client: SupervisorClient, timeout_s: float | None
+) -> dict[str, Recovered]:
+    from skyctl.operations.bring_up import follow_operation
+
+    done: dict[str, Recovered] = {}
+    for _ in range(_ROUNDS):
+        operation = int((await client.post("/recover", {}))["operation"])
+        await follow_operation(ref.paths, operation, lambda status: None, timeout_s=timeout_s)
+        answer = await client.get("/recover", timeout_s=_ASK_TIMEOUT_S)
+        rows = [Recovered.from_json(row) for row in answer["recovered"]]
+        done |= {row.server: row for row in rows if row.action != "nothing"}
+        if not any(row["action"] != "nothing" for row in answer["findings"]):
+            break
+    return done
+
+
+async def _end_leftovers(ref: FleetRef) -> None:
+    """End what is left of a fleet of which no server lives; all of it, if it was going down."""
+    from skyctl.operations.bring_up import take_down
+    from skyctl.supervisor.rollout import stop_recorded
+
+    with FleetState(ref.paths.database) as state:
+        going_down = bool(state.get("going_down"))
+        if not going_down:
+            for row in state.processes():
+                await stop_recorded(row, ref.config.stop_timeout_s)
+                state.mark_stale(row.name)
+    if going_down:
+        await take_down(ref.paths, drain_timeout_s=0.0, stop_timeout_s=ref.config.stop_timeout_s)
+
+
+def _report(before: Finding, after: Finding | None, seconds: float) -> Recovered:
+    """Of a server that recovery itself had nothing to do about: was taking over enough?"""
+    if before.action == "nothing":
+        return Recovered(before.server, before.found, "nothing", True, before.detail)
+    ok = after is None or after.action == "nothing"
+    detail = "" if after is None or ok else after.detail
+    return Recovered(before.server, before.found, before.action, ok, detail, seconds)
