@@ -53,7 +53,7 @@ CREATE TABLE locks (
 class Database:
     """One connection to a fleet's state file, for one thread. Every write is a transaction.
 
-    `warn` hears one line when a broken file was kept aside and a new one begun.
+    `warn` hears one line when a broken file was kept aside and a new one `begun_anew`.
 
     Raises:
         SkyctlError: the file was written by a newer skyctl, or cannot be opened.
@@ -61,6 +61,7 @@ class Database:
 
     def __init__(self, path: Path, *, warn: Callable[[str], None] = lambda line: None) -> None:
         self.path = path
+        self.begun_anew = False
         private_directory(path.parent)
         try:
             self._connection = _open(path)
@@ -69,6 +70,7 @@ class Database:
         except sqlite3.DatabaseError as error:
             kept = _keep_aside(path)
             if kept is not None:
+                self.begun_anew = True
                 warn(f"{path} was corrupt ({error}); kept as {kept.name} and begun anew")
             self._connection = _open(path)
 

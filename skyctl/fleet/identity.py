@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -50,6 +51,17 @@ def identify(pid: int) -> ProcessIdentity | None:
         return ProcessIdentity(pid, psutil.Process(pid).create_time(), boot_id())
     except psutil.Error:
         return None
+
+
+def own_processes() -> Iterator[psutil.Process]:
+    """Every process of this user but this one."""
+    own = os.getuid()
+    for process in psutil.process_iter():
+        try:
+            if process.pid != os.getpid() and process.uids().real == own:
+                yield process
+        except psutil.Error:
+            continue
 
 
 def own_identity() -> ProcessIdentity:

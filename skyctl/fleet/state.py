@@ -14,6 +14,7 @@ from skyctl.fleet.database import Database
 from skyctl.fleet.identity import ProcessIdentity
 from skyctl.fleet.journal import Journal
 from skyctl.fleet.locks import Locks
+from skyctl.fleet.rebuild import remember_live_processes
 
 Phase = Literal["intended", "running", "stale"]
 
@@ -91,6 +92,8 @@ class FleetState:
         self._database = Database(path, warn=warn)
         self.journal = Journal(self._database)
         self.locks = Locks(self._database)
+        if self._database.begun_anew and (found := remember_live_processes(self, path.parent)):
+            warn(f"found alive: {', '.join(found)}")
 
     def __enter__(self) -> FleetState:
         return self

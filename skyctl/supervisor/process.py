@@ -14,16 +14,16 @@ import secrets
 import signal
 import subprocess
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import psutil
 
 from skyctl.errors import SkyctlError
-from skyctl.fleet.identity import ProcessIdentity, boot_id, identify
+from skyctl.fleet.identity import ProcessIdentity, boot_id, identify, own_processes
 from skyctl.fleet.paths import create_private_file
+from skyctl.fleet.rebuild import LOG_VARIABLE, TOKEN_VARIABLE
 
-TOKEN_VARIABLE = "SKYCTL_TOKEN"
 KILL_TIMEOUT_S = 10.0
 ROTATE_AT_BYTES = 64 * 1024 * 1024
 _POLL_S = 0.05
@@ -70,7 +70,7 @@ class ManagedProcess:
         try:
             popen = subprocess.Popen(
                 list(argv),
-                env={**os.environ, **env, TOKEN_VARIABLE: token},
+                env={**os.environ, **env, TOKEN_VARIABLE: token, LOG_VARIABLE: str(log)},
                 stdin=subprocess.DEVNULL,
                 stdout=descriptor,
                 stderr=subprocess.STDOUT,
@@ -131,7 +131,7 @@ class ManagedProcess:
             if process is not None:
                 found[process.pid] = process
                 found.update((child.pid, child) for child in _children(process))
-        for process in _own_processes():
+        for process in own_processes():
             if process.pid not in found and (self._in_session(process) or self._tagged(process)):
                 found[process.pid] = process
         return [p for p in found.values() if _running(p)]
@@ -229,14 +229,6 @@ class ManagedProcess:
         while self.alive():  # noqa: ASYNC110 - nothing tells us, where there is no pidfd
             await asyncio.sleep(0.5)
         self.exited.set()
-
-
-def _own_processes() -> Iterator[psutil.Process]:
-    own = os.getuid()
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error):
-            if process.pid != os.getpid() and process.uids().real == own:
-                yield process
 
 
 def _children(process: psutil.Process) -> list[psutil.Process]:

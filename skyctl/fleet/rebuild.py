@@ -1,0 +1,60 @@
+"""A fleet's processes without its state file: found by what their spawn put into the environment.
+
+For a file that was corrupt and begun anew. What they were started with is not known then: `up`
+replaces them, `down` stops them.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import psutil
+
+from skyctl.fleet.identity import ProcessIdentity, boot_id, own_processes
+
+if TYPE_CHECKING:
+    from skyctl.fleet.state import FleetState
+
+TOKEN_VARIABLE = "SKYCTL_TOKEN"
+"""Names one spawn; everything below it inherits it."""
+
+LOG_VARIABLE = "SKYCTL_LOG"
+"""The log of a spawn, `<directory of the fleet>/logs/<name>.log`: it says whose the process is."""
+
+_UNKNOWN = "unknown"
+
+
+def remember_live_processes(state: FleetState, directory: Path) -> list[str]:
+    """Record every process tree that runs for the fleet in `directory`; their names."""
+    from skyctl.fleet.state import ProcessRow
+
+    trees: dict[tuple[str, str], list[ProcessIdentity]] = {}
+    for process in own_processes():
+        try:
+            environ = process.environ()
+            identity = ProcessIdentity(process.pid, process.create_time(), boot_id())
+        except (psutil.Error, OSError):
+            continue
+        log = Path(environ.get(LOG_VARIABLE, ""))
+        if log.parent.parent == directory and TOKEN_VARIABLE in environ and identity.alive():
+            key = (log.stem, environ[TOKEN_VARIABLE])
+            trees.setdefault(key, []).append(identity)
+    for (name, token), members in trees.items():
+        # the leader was there first
+        leader, *others = sorted(members, key=lambda one: one.create_time)
+        state.save_process(
+            ProcessRow(
+                name=name,
+                role="router" if name == "router" else "server",
+                phase="running",
+                token=token,
+                identity=leader,
+                spec_hash=_UNKNOWN,
+                host="127.0.0.1",
+                port=0,
+                started_at=leader.create_time,
+                descendants=tuple(others),
+            )
+        )
+    return sorted({name for name, _ in trees})

@@ -1,0 +1,330 @@
+"""up, down, status and sync-weights as typed, with what can go wrong around them."""
+
+from __future__ import annotations
+
+import os
+import resource
+import shutil
+import signal
+import socket
+import sqlite3
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from skyctl.fleet.database import SCHEMA_VERSION
+from tests.faults.stub_fleet import ROOT, StubFleet
+from tests.unit.weights.checkpoints import tiny_tensors, write_checkpoint
+
+
+@pytest.fixture
+def fleet(tmp_path: Path) -> Iterator[StubFleet]:
+    """A fleet of two stubs; whatever still runs at the end is taken down."""
+    fleet = StubFleet(tmp_path)
+    fleet.write()
+    yield fleet
+    if (tmp_path / "home").exists():
+        fleet.write()
+        fleet.run("down", "--drain-timeout", "0")
+    assert of_this_fleet(fleet) == []
+
+
+def of_this_fleet(fleet: StubFleet) -> list[psutil.Process]:
+    """Every process that was started with this fleet's state directory, however it lives now."""
+    home = str(fleet.directory / "home")
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get("SKYCTL_HOME") == home and process.status() != "zombie":
+                found.append(process)
+        except psutil.Error:
+            continue
+    return found
+
+
+def state_file(fleet: StubFleet) -> Path:
+    return fleet.directory / "home" / "fleets" / "stubs" / "state.sqlite"
+
+
+def one_line_error(stderr: str) -> str:
+    assert "Traceback" not in stderr
+    [line] = [line for line in stderr.splitlines() if line.startswith("error: ")]
+    return line.removeprefix("error: ")
+
+
+def until(process: subprocess.Popen[str], words: str) -> None:
+    """Read a command's progress until it says `words`."""
+    assert process.stderr is not None
+    while line := process.stderr.readline():
+        if words in line:
+            return
+    raise AssertionError(f"it ended without saying {words!r}")
+
+
+# --- up: ports -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("key", ["port", "metrics_port"])
+def test_a_taken_port_of_the_router_is_refused_and_its_holder_named(
+    fleet: StubFleet, key: str
+) -> None:
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        holder.listen()
+        port = holder.getsockname()[1]
+        fleet.write(extra=f"router: {{{key}: {port}}}")
+        message = one_line_error(fleet.run("up", expect=2).stderr)
+    assert f"port {port} is taken by pid {os.getpid()}" in message
+    assert not list((fleet.directory / "home").rglob("*.log"))
+
+
+# --- up: interrupted -----------------------------------------------------------------------------
+
+
+def test_a_killed_up_goes_on_and_the_next_joins_it(fleet: StubFleet) -> None:
+    fleet.write(faults='{"startup_delay_s": 2}')
+    first = fleet.start("up")
+    until(first, "starting")
+    first.kill()
+    first.communicate()
+    fleet.run("up")
+    rows = fleet.replicas()
+    assert {row["state"] for row in rows.values()} == {"ready"}
+    assert {row["restarts"] for row in rows.values()} == {0}
+
+
+def test_a_supervisor_killed_in_the_middle_of_an_up_leaves_one_process_per_server(
+    fleet: StubFleet,
+) -> None:
+    fleet.write(faults='{"startup_delay_s": 2}')
+    up = fleet.start("up")
+    until(up, "starting")
+    pid = fleet.json("status")["data"]["supervisor_pid"]
+    os.kill(pid, signal.SIGKILL)
+    _, stderr = up.communicate(timeout=60)
+    assert up.returncode != 0 and "Traceback" not in stderr
+    fleet.run("up")
+    rows = fleet.replicas()
+    assert {row["state"] for row in rows.values()} == {"ready"}
+    servers = [p for p in of_this_fleet(fleet) if "tests.stub.server" in " ".join(p.cmdline())]
+    assert sorted(p.pid for p in servers) == sorted(row["pid"] for row in rows.values())
+
+
+def test_a_second_ctrl_c_leaves_at_once_and_what_is_left_can_be_stopped(fleet: StubFleet) -> None:
+    fleet.write(replicas=1, faults='{"startup_delay_s": 30}')
+    up = fleet.start("up")
+    until(up, "starting")
+    up.send_signal(signal.SIGINT)
+    until(up, "Ctrl-C again")
+    up.send_signal(signal.SIGINT)
+    _, stderr = up.communicate(timeout=30)
+    assert up.returncode == 130 and "Traceback" not in stderr
+    fleet.run("down", "--drain-timeout", "0")
+    assert fleet.json("status")["data"]["health"] == "down"
+
+
+# --- up: a full disk -----------------------------------------------------------------------------
+
+
+def files_of_at_most(size: int) -> None:
+    """In a child before its exec: no file may grow beyond `size` bytes (an error, no signal)."""
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
+
+
+def run_limited(fleet: StubFleet, size: int, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "skyctl", *arguments],
+        cwd=fleet.directory,
+        env={
+            **os.environ,
+            "SKYCTL_HOME": str(fleet.directory / "home"),
+            "PYTHONPATH": str(ROOT),
+        },
+        text=True,
+        capture_output=True,
+        timeout=60,
+        check=False,
+        preexec_fn=lambda: files_of_at_most(size),
+    )
+
+
+def test_a_disk_that_takes_no_more_stops_an_up_before_anything_is_spawned(
+    fleet: StubFleet,
+) -> None:
+    fleet.run("up", "--no-router")
+    fleet.run("down", "--drain-timeout", "0")
+    before = fleet.run("weights", "history").stdout
+    done = run_limited(fleet, 100, "up")
+    assert done.returncode == 1, done.stderr
+    one_line_error(done.stderr)
+    assert of_this_fleet(fleet) == []
+    # the old state is intact
+    assert fleet.run("weights", "history").stdout == before
+    fleet.run("up", "--no-router")
+
+
+@pytest.mark.skipif(shutil.which("unshare") is None, reason="needs unshare")
+def test_a_full_file_system_stops_an_up_before_anything_is_spawned(fleet: StubFleet) -> None:
+    """A file system of 64 KiB of our own, in a user namespace, filled to the last byte."""
+    home = fleet.directory / "home"
+    home.mkdir()
+    script = (
+        f"mount -t tmpfs -o size=64k tmpfs {home} || exit 77; "
+        f"mkdir -p {home}/fleets; head -c 1000000 /dev/zero > {home}/fill 2>/dev/null; "
+        f"{sys.executable} -m skyctl up; code=$?; "
+        f"find {home} -name '*.log' | wc -l; exit $code"
+    )
+    done = subprocess.run(
+        ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", script],
+        cwd=fleet.directory,
+        env={**os.environ, "SKYCTL_HOME": str(home), "PYTHONPATH": str(ROOT)},
+        text=True,
+        capture_output=True,
+        timeout=60,
+        check=False,
+    )
+    if done.returncode == 77 or "unshare" in done.stderr:
+        pytest.skip("no user namespaces here")
+    assert done.returncode == 1, done.stderr
+    one_line_error(done.stderr)
+    assert done.stdout.strip() == "0"
+    assert of_this_fleet(fleet) == []
+
+
+# --- the state file ------------------------------------------------------------------------------
+
+
+def test_a_state_file_of_a_newer_skyctl_is_refused_by_every_command_and_left_alone(
+    fleet: StubFleet,
+) -> None:
+    fleet.run("up", "--no-router")
+    fleet.run("down", "--drain-timeout", "0")
+    with sqlite3.connect(state_file(fleet)) as connection:
+        connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION + 1}")
+    for command in (["up"], ["status"], ["down"], ["weights", "history"]):
+        message = one_line_error(fleet.run(*command, expect=1).stderr)
+        assert "written by a newer skyctl" in message, command
+    with sqlite3.connect(state_file(fleet)) as connection:
+        assert connection.execute("PRAGMA user_version").fetchone() == (SCHEMA_VERSION + 1,)
+        connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
+
+
+def test_a_state_file_lost_with_its_supervisor_is_rebuilt_from_live_processes(
+    fleet: StubFleet,
+) -> None:
+    """Nobody else remembers the servers then: they are found, and no orphan stays."""
+    fleet.run("up", "--no-router")
+    status = fleet.json("status")["data"]
+    os.kill(status["supervisor_pid"], signal.SIGKILL)
+    psutil.wait_procs([psutil.Process(status["supervisor_pid"])], timeout=10)
+    file = state_file(fleet)
+    for suffix in ("-wal", "-shm"):
+        file.with_name(file.name + suffix).unlink(missing_ok=True)
+    file.write_bytes(b"this is no database" * 1000)
+    fleet.run("status")
+    assert [p for p in file.parent.iterdir() if ".corrupt-" in p.name]
+    fleet.run("down", "--drain-timeout", "0")
+    assert of_this_fleet(fleet) == []
+
+
+# --- versions that differ ------------------------------------------------------------------------
+
+
+def test_mixed_versions_of_vllm_are_reported_and_a_push_is_refused(fleet: StubFleet) -> None:
+    write_checkpoint(fleet.directory / "model")
+    groups = "[{count: 1}, {name: old, count: 1, args: {vllm-version: 0.31.0}}]"
+    fleet.write(replicas=groups, extra="weight_transfer: {transport: disk}")  # type: ignore[arg-type]
+    write_checkpoint(fleet.directory / "model")
+    write_checkpoint(fleet.directory / "next", tiny_tensors(2))
+    fleet.run("up", "--no-router")
+    message = one_line_error(fleet.run("sync-weights", "next", expect=1).stderr)
+    assert "different versions of vLLM" in message and "0.31.0" in message
+    assert {row["state"] for row in fleet.replicas().values()} == {"ready"}
+    doctor = fleet.run("doctor", expect=1)
+    assert "0.31.0" in doctor.stdout
+
+
+# --- down ----------------------------------------------------------------------------------------
+
+
+def busy(fleet: StubFleet) -> subprocess.Popen[str]:
+    """A request that would go on for minutes, once it runs."""
+    asking = fleet.start("generate", "hello", "--server", "stubs-0", "--max-tokens", "100000")
+    while not any(row["running"] for row in fleet.replicas().values()):
+        assert asking.poll() is None, asking.communicate()
+    return asking
+
+
+def test_ctrl_c_in_a_drain_leaves_a_fleet_that_the_next_down_stops_at_once(
+    fleet: StubFleet,
+) -> None:
+    fleet.write(extra="args: {token-delay-s: 0.2}")
+    # the default's 30 s to drain
+    text = (fleet.directory / "fleet.yaml").read_text()
+    (fleet.directory / "fleet.yaml").write_text(text.replace("drain_timeout_s: 1", ""))
+    fleet.run("up", "--no-router")
+    asking = busy(fleet)
+    down = fleet.start("down")
+    until(down, "draining for at most 30 s")
+    while (fleet.json("status")["data"]["operation"] or {}).get("kind") != "down":
+        pass
+    down.send_signal(signal.SIGINT)
+    _, stderr = down.communicate(timeout=30)
+    assert down.returncode == 130 and "Traceback" not in stderr
+    fleet.run("down", "--drain-timeout", "0")
+    assert fleet.json("status")["data"]["health"] == "down"
+    asking.kill()
+    asking.communicate()
+    assert of_this_fleet(fleet) == []
+
+
+def test_two_downs_at_once_both_say_that_it_is_down(fleet: StubFleet) -> None:
+    fleet.run("up")
+    racers = [fleet.start("down", "--drain-timeout", "0") for _ in range(2)]
+    for racer in racers:
+        stdout, stderr = racer.communicate(timeout=60)
+        assert racer.returncode == 0, stdout + stderr
+    assert of_this_fleet(fleet) == []
+
+
+def test_a_killed_down_is_finished_by_the_supervisor(fleet: StubFleet) -> None:
+    fleet.run("up")
+    pid = fleet.json("status")["data"]["supervisor_pid"]
+    down = fleet.start("down")
+    until(down, "stopping fleet")
+    gone = psutil.Process(pid)
+    down.kill()
+    down.communicate()
+    # killed before it was asked, the fleet runs on as it was; after, it goes down by itself
+    psutil.wait_procs([gone], timeout=3)
+    fleet.run("down", "--drain-timeout", "0")
+    assert of_this_fleet(fleet) == []
+
+
+# --- sync-weights --------------------------------------------------------------------------------
+
+
+def test_ctrl_c_leaves_a_push_to_the_supervisor_and_a_second_push_is_told_of_it(
+    fleet: StubFleet,
+) -> None:
+    faults = '{"/collective_rpc": {"kind": "delay", "seconds": 1.5}}'
+    fleet.write(faults=faults, extra="weight_transfer: {transport: disk}")
+    write_checkpoint(fleet.directory / "model")
+    write_checkpoint(fleet.directory / "next", tiny_tensors(2))
+    fleet.run("up", "--no-router")
+    push = fleet.start("sync-weights", "next")
+    until(push, "pause")
+    refused = fleet.json("sync-weights", "next", expect=1)["error"]
+    assert refused["kind"] == "ConflictError" and "push-1" in refused["message"]
+    push.send_signal(signal.SIGINT)
+    _, stderr = push.communicate(timeout=30)
+    assert push.returncode == 130 and "skyctl jobs wait push-1" in stderr
+    fleet.run("jobs", "wait", "push-1")
+    rows = fleet.replicas()
+    assert {row["state"] for row in rows.values()} == {"ready"}
+    assert len({row["weight_version"] for row in rows.values()} - {None}) == 1
