@@ -8,12 +8,11 @@ inverse); other changes are missed with a chance of about 2^-64.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from importlib.util import find_spec
 
 import torch
 
-from skyctl.engine.wire import BLOCK_WORDS, GOLDEN, MIX
-
-_STEP = 1000003
+from skyctl.engine.wire import BLOCK_WORDS, GOLDEN, MIX, following_factor
 
 
 def digest_on_device(tensors: Sequence[torch.Tensor]) -> list[int]:
@@ -23,9 +22,27 @@ def digest_on_device(tensors: Sequence[torch.Tensor]) -> list[int]:
     """
     if not tensors:
         return []
-    factors = _factors(tensors[0].device)
-    sums = torch.stack([_sum(tensor, factors) for tensor in tensors])
+    device = tensors[0].device
+    sums = torch.zeros(len(tensors), dtype=torch.int64, device=device)
+    plain = [i for i, tensor in enumerate(tensors) if _has_kernel and _is_plain(tensor)]
+    if plain:
+        from skyctl.engine.triton_digest import sum_words
+
+        sums[plain] = sum_words([tensors[i] for i in plain])
+    if rest := sorted(set(range(len(tensors))) - set(plain)):
+        factors = _factors(device)
+        sums[rest] = torch.stack([_sum(tensors[i], factors) for i in rest])
     return [int(value) for value in sums.tolist()]
+
+
+_has_kernel = find_spec("triton") is not None
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Whole aligned words on a CUDA device, which one kernel sums for all tensors."""
+    size = tensor.numel() * tensor.element_size()
+    aligned = not (size % 8 or tensor.data_ptr() % 8)
+    return tensor.device.type == "cuda" and bool(size) and aligned and tensor.is_contiguous()
 
 
 def _factors(device: torch.device) -> torch.Tensor:
@@ -45,7 +62,7 @@ def _sum(tensor: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
     for begin in range(0, words.numel(), BLOCK_WORDS):
         block = words[begin : begin + BLOCK_WORDS]
         total += (block * factors[: block.numel()]).sum() * factor
-        factor = factor * _STEP & 0x7FFF_FFFF_FFFF_FFFF | 1
+        factor = following_factor(factor)
     if whole < octets.numel():
         rest = octets[whole:].to(torch.int64)
         total += (rest * factors[-rest.numel() :]).sum()

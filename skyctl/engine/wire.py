@@ -21,7 +21,14 @@ MASK = (1 << 64) - 1
 block (32 MiB: the product of a block stays in the GPU's cache), 2^64 / golden ratio as a signed
 number, and a multiplier of splitmix64."""
 
+_STEP = 1000003
+
 _SESSION = re.compile(r"^[0-9a-f]{8,64}$")
+
+
+def following_factor(factor: int) -> int:
+    """The odd number of the next block of a tensor; that of the first is 1."""
+    return factor * _STEP & 0x7FFF_FFFF_FFFF_FFFF | 1
 
 
 @dataclass

@@ -23,3 +23,9 @@ class SkyctlWorkerExtension:
 
         model = self.model_runner.get_model()
         return {**digest_model(model), "samples": sample_tensors(model, names)}
+
+    def skyctl_nccl_problem(self) -> str:
+        """Why this worker's vLLM cannot use NCCL; "" when it can."""
+        from skyctl.engine.nccl import nccl_problem
+
+        return nccl_problem()

@@ -65,7 +65,7 @@ async def model_path(
     targets: Sequence[ServerTarget], client: ControlClient, state: FleetState
 ) -> str | None:
     """What the servers run: the checkpoint pushed last while it exists, else what they say."""
-    from skyctl.weights.preflight import configured_model
+    from skyctl.weights.server_facts import configured_model
 
     return _pushed(state) or await configured_model(VLLMServer(client, targets[0]))
 

@@ -127,7 +127,7 @@ class _Hands:
 
     async def _fleets(self, target: ServerTarget) -> PushRequest:
         """The fleet's weights; before a first push, the checkpoint the server was started with."""
-        from skyctl.weights.preflight import configured_model
+        from skyctl.weights.server_facts import configured_model
 
         weights: FleetWeights = self.state.weights()
         if weights.checkpoint is not None:

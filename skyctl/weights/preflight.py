@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from asyncio import gather
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-from skyctl.control.dialects import Dialect, dialect_for
-from skyctl.control.fanout import fan_out, require_all
 from skyctl.control.http import ControlClient
 from skyctl.control.server import VLLMServer
-from skyctl.control.target import ServerTarget
-from skyctl.errors import PreflightError, ServerError
+from skyctl.errors import PreflightError
 from skyctl.units import format_bytes
 from skyctl.weights.checkpoint import Checkpoint, read_checkpoint
 from skyctl.weights.compat import check_compatible
@@ -23,37 +20,11 @@ from skyctl.weights.plan import ChunkPlan, plan_chunks
 from skyctl.weights.request import PushFleet, PushRequest, PushServer
 from skyctl.weights.samples import Sample, read_samples
 from skyctl.weights.sender_pool import SenderPool
+from skyctl.weights.server_facts import ServerFacts, ask_servers
 from skyctl.weights.sites import Holds, Site
 from skyctl.weights.transports.base import Transport
 from skyctl.weights.transports.choose import Choice, choose, load_transport
 from skyctl.weights.transports.disk import DiskDelivery
-
-
-@dataclass(frozen=True)
-class ServerFacts:
-    """What one server said of itself. Empty strings where it does not tell."""
-
-    name: str
-    url: str
-    backend: str
-    vllm_version: str
-    dialect: Dialect
-    world_size: int
-    paused: bool
-    asleep: bool
-    weight_version: str | None
-    model: str = ""
-    load_format: str = ""
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "server": self.name,
-            "vllm": self.vllm_version,
-            "backend": self.backend or "none",
-            "workers": self.world_size,
-            "state": "asleep" if self.asleep else "paused" if self.paused else "ready",
-            "weight_version": self.weight_version,
-        }
 
 
 @dataclass(frozen=True)
@@ -121,11 +92,17 @@ async def preflight(request: PushRequest, fleet: PushFleet, *, client: ControlCl
     """
     if not fleet.servers:
         raise PreflightError("the fleet has no servers")
-    checkpoint = await asyncio.to_thread(read_checkpoint, request.checkpoint)
-    facts = await ask_servers(fleet, client=client)
+    asked = asyncio.create_task(ask_servers(fleet, client=client))
+    try:
+        checkpoint, samples = await asyncio.to_thread(_read, request)
+        facts = await asked
+    finally:
+        asked.cancel()
     notes = check_servers(facts)
     choice = choose(request.transport, fleet.transport, facts)
     transport = None if choice.name == "disk" else load_transport(choice.name)
+    if choice.name == "nccl":
+        refuse_without_nccl(facts)
     if transport is None:
         refuse_dummy(facts)
     model_path = fleet.model_path or next((fact.model for fact in facts if fact.model), None)
@@ -157,9 +134,14 @@ async def preflight(request: PushRequest, fleet: PushFleet, *, client: ControlCl
         ),
         memory_bytes=memory_bytes,
         notes=tuple(notes),
-        samples=await asyncio.to_thread(read_samples, checkpoint) if request.verify else {},
+        samples=samples,
         sender_gpu=free_gpu(fleet.servers) if choice.name == "nccl" else -1,
     )
+
+
+def _read(request: PushRequest) -> tuple[Checkpoint, dict[str, Sample]]:
+    checkpoint = read_checkpoint(request.checkpoint)
+    return checkpoint, read_samples(checkpoint) if request.verify else {}
 
 
 def _site(server: PushServer, facts: ServerFacts, client: ControlClient, fleet: PushFleet) -> Site:
@@ -172,77 +154,6 @@ def _site(server: PushServer, facts: ServerFacts, client: ControlClient, fleet: 
         old_version=facts.weight_version,
         holds=Holds.UNKNOWN if server.half_updated else Holds.OLD,
     )
-
-
-async def ask_servers(fleet: PushFleet, *, client: ControlClient) -> tuple[ServerFacts, ...]:
-    """Facts of every server, in fleet order.
-
-    Raises:
-        ServerError: some or all do not answer.
-    """
-    by_target = {server.target: server for server in fleet.servers}
-
-    async def ask(target: ServerTarget) -> ServerFacts:
-        server = VLLMServer(client, target, timeout_s=fleet.control_timeout_s)
-        (paused, sleeping, metrics), (version, weight_version, world_size, info) = await gather(
-            gather(server.is_paused(), server.is_sleeping(), server.metrics()),
-            gather(
-                server.version(),
-                server.weight_version(),
-                server.world_size(include_dp=True),
-                _configuration(server),
-            ),
-        )
-        level = metrics.sleep_level
-        # a paused engine calls itself asleep: only the metric, or sleep without a pause, is proof
-        asleep = level > 0 if level is not None else sleeping and not paused
-        return ServerFacts(
-            name=target.name,
-            url=target.url,
-            backend=_backend(info, by_target[target]),
-            vllm_version=version,
-            dialect=dialect_for(version),
-            world_size=world_size,
-            paused=paused,
-            asleep=asleep,
-            weight_version=weight_version,
-            model=str(_section(info, "model_config").get("model", "")),
-            load_format=str(_section(info, "load_config").get("load_format", "")),
-        )
-
-    targets = [server.target for server in fleet.servers]
-    outcomes = await fan_out(targets, ask, timeout_s=fleet.control_timeout_s)
-    require_all(outcomes, "sync-weights")
-    return tuple(outcome.value for outcome in outcomes if outcome.value is not None)
-
-
-async def _configuration(server: VLLMServer) -> dict[str, Any]:
-    """vLLM's own configuration; {} where it cannot be had as JSON."""
-    try:
-        info = (await server.server_info()).get("vllm_config")
-    except ServerError as error:
-        if not error.status:
-            raise
-        return {}
-    return info if isinstance(info, dict) else {}
-
-
-async def configured_model(server: VLLMServer) -> str | None:
-    """Directory or hub id of the model a server was started with; None when it does not say."""
-    model = _section(await _configuration(server), "model_config").get("model")
-    return str(model) if model else None
-
-
-def _section(info: dict[str, Any], name: str) -> dict[str, Any]:
-    section = info.get(name)
-    return section if isinstance(section, dict) else {}
-
-
-def _backend(info: dict[str, Any], server: PushServer) -> str:
-    """What the server says it was started with, else what the fleet believes."""
-    if "weight_transfer_config" not in info:
-        return server.backend
-    return str(_section(info, "weight_transfer_config").get("backend", ""))
 
 
 def check_servers(facts: Sequence[ServerFacts]) -> list[str]:
@@ -282,6 +193,21 @@ def refuse_dummy(facts: Sequence[ServerFacts]) -> None:
         )
 
 
+def refuse_without_nccl(facts: Sequence[ServerFacts]) -> None:
+    """Without NCCL, vLLM would report success and hold garbage.
+
+    Raises:
+        PreflightError: a server's vLLM cannot use NCCL.
+    """
+    for fact in facts:
+        if fact.nccl_problem:
+            raise PreflightError(
+                f"{fact.name}: {fact.nccl_problem}",
+                hint="install the nvidia-nccl package that its vLLM asks for, or set "
+                "VLLM_NCCL_SO_PATH in its `env:`",
+            )
+
+
 def grown_notes(plan: ChunkPlan) -> list[str]:
     """A note when tensors are larger than the chunk size."""
     if not plan.grown:
@@ -315,13 +241,19 @@ def free_gpu(servers: Sequence[PushServer]) -> int:
     Raises:
         PreflightError: all GPUs are taken.
     """
-    from skyctl.fleet.devices import discover_gpus
-
     used = {gpu for server in servers for gpu in server.gpus}
-    free = [gpu.index for gpu in discover_gpus() if gpu.index not in used]
+    free = [gpu for gpu in _gpus_of_this_machine() if gpu not in used]
     if not free:
         raise PreflightError(
             "transport nccl needs a GPU that no server uses, and all are taken",
             hint="use `weight_transfer: {transport: ipc}` in the fleet file",
         )
     return free[0]
+
+
+@cache
+def _gpus_of_this_machine() -> tuple[int, ...]:
+    """Asked once: it takes longer than the rest of the preflight together."""
+    from skyctl.fleet.devices import discover_gpus
+
+    return tuple(gpu.index for gpu in discover_gpus())

@@ -10,6 +10,8 @@ from __future__ import annotations
 import os
 import struct
 from collections.abc import Mapping, Sequence
+from functools import cache
+from operator import mul
 from pathlib import Path
 from typing import Any
 
@@ -52,12 +54,18 @@ def number_of(data: bytes) -> int:
     """The number of `engine/device_digest.py` for up to one block of bytes, without torch."""
     whole = len(data) // 8 * 8
     words = struct.unpack(f"<{whole // 8}q", data[:whole])
-    total: int = sum(word * _factor(place) for place, word in enumerate(words))
+    total: int = sum(map(mul, words, _factors(len(words))))
     rest = data[whole:]
     first = BLOCK_WORDS - len(rest)
     total += sum(octet * _factor(first + place) for place, octet in enumerate(rest))
     total &= MASK
     return total - (1 << 64) if total >> 63 else total
+
+
+@cache
+def _factors(count: int) -> tuple[int, ...]:
+    """Of the first `count` places; samples of one model have few sizes, and come with each push."""
+    return tuple(map(_factor, range(count)))
 
 
 def _factor(place: int) -> int:

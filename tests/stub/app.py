@@ -166,6 +166,8 @@ class StubServer:
             return JSONResponse({"results": [None] * workers})
         if method == "skyctl_weight_digest":
             return JSONResponse({"results": [self.engine.digest] * workers})
+        if method == "skyctl_nccl_problem":
+            return JSONResponse({"results": [self.engine.nccl_problem] * workers})
         raise EngineRefused(f"Worker failed with error 'no attribute {method!r}'")
 
     async def _init_transfer(self, request: Request) -> Response:

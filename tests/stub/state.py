@@ -72,6 +72,7 @@ class StubEngine:
     transfer_backend: str = "skyctl"
     weigh: Callable[[list[dict[str, Any]]], str] = digest_of_updates
     digest: str = ""
+    nccl_problem: str = ""
     weight_version: str = "default"
     scheduler: Scheduler = Scheduler.RUNNING
     asleep: set[str] = field(default_factory=set)

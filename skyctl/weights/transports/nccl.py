@@ -12,6 +12,8 @@ from inspect import signature
 from typing import Any
 
 from skyctl.control.dialects import Dialect, PackedBuffers
+from skyctl.engine.nccl import nccl_problem
+from skyctl.errors import PreflightError
 from skyctl.weights.gpu.carrier import GpuCarrier
 from skyctl.weights.plan import Chunk, Packing
 from skyctl.weights.transports.base import Filled, Session, tensor_headers
@@ -82,8 +84,18 @@ class NcclCarrier(GpuCarrier):
     def __init__(self, options: dict[str, Any]) -> None:
         import torch
 
+        # vLLM takes seconds to import: here, and not when servers are frozen
+        from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
+
+        if problem := nccl_problem():
+            raise PreflightError(
+                f"the sender: {problem}",
+                hint="install the nvidia-nccl package that this vLLM asks for, or set "
+                "VLLM_NCCL_SO_PATH to its libnccl",
+            )
         device = int(options["gpu"])
         super().__init__([device])
+        self._new_communicator = PyNcclCommunicator
         self._world_size = int(options["world_size"])
         self._rendezvous_s = float(options["rendezvous_timeout_s"])
         self._listener = socket.socket()
@@ -98,9 +110,7 @@ class NcclCarrier(GpuCarrier):
 
     def join(self) -> None:
         """Form the group: every worker of every server must be in its init call."""
-        from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
-
-        self._communicator = PyNcclCommunicator(self._rendezvous(), device=self.devices[0])
+        self._communicator = self._new_communicator(self._rendezvous(), device=self.devices[0])
 
     def _rendezvous(self) -> Any:
         from vllm.distributed.utils import StatelessProcessGroup
