@@ -43,8 +43,14 @@ def wall_s(command: Sequence[str], environ: dict[str, str], directory: Path) -> 
     return time.perf_counter() - began
 
 
-def curl_loop(urls: Sequence[str], path: str) -> list[str]:
-    calls = "; ".join(f"curl -fsS -X POST '{url}{path}'" for url in urls)
+def curl_loop(urls: Sequence[str], path: str, token_file: str | None) -> list[str]:
+    # read by curl itself: a token does not belong on a command line
+    header = ""
+    if token_file is not None:
+        header = f"printf 'Authorization: Bearer %s' \"$(cat '{token_file}')\" | "
+    calls = "; ".join(
+        f"{header}curl -fsS {'-H @- ' if header else ''}-X POST '{url}{path}'" for url in urls
+    )
     return ["sh", "-ec", calls]
 
 
@@ -60,7 +66,12 @@ def medians(
 
 
 def measure(
-    arguments: list[str], urls: list[str], runs: int, environ: dict[str, str], directory: Path
+    arguments: list[str],
+    urls: list[str],
+    runs: int,
+    environ: dict[str, str],
+    directory: Path,
+    token_file: str | None = None,
 ) -> dict[str, Any]:
     """All cases on one fleet, which `arguments` name and whose servers are at `urls`."""
     cases = {
@@ -69,9 +80,9 @@ def measure(
         "skyctl --help": [*SKYCTL, "--help"],
         "skyctl status": [*SKYCTL, "status", *arguments],
         "skyctl pause": [*SKYCTL, "pause", *arguments],
-        "curl loop, pause": curl_loop(urls, "/pause?mode=abort"),
+        "curl loop, pause": curl_loop(urls, "/pause?mode=abort", token_file),
         "skyctl resume": [*SKYCTL, "resume", *arguments],
-        "curl loop, resume": curl_loop(urls, "/resume"),
+        "curl loop, resume": curl_loop(urls, "/resume", token_file),
     }
     found = medians(cases, runs, environ, directory)
     bare, curl = found["python -c pass"], found["curl loop, pause"]
@@ -104,8 +115,9 @@ def on_fleet(name: str, runs: int) -> dict[str, Any]:
     asked = subprocess.run(
         [*SKYCTL, "urls", "--fleet", name, "--json"], capture_output=True, text=True, check=True
     )
-    urls = list(json.loads(asked.stdout)["data"]["servers"].values())
-    return measure(["--fleet", name], urls, runs, dict(os.environ), Path.cwd())
+    data = json.loads(asked.stdout)["data"]
+    urls, token_file = list(data["servers"].values()), data["access"]["control_token_file"]
+    return measure(["--fleet", name], urls, runs, dict(os.environ), Path.cwd(), token_file)
 
 
 def main() -> None:

@@ -82,8 +82,8 @@ def skyctl_pushes(
 ) -> list[dict[str, Any]]:
     """Results of every counted push."""
     results = []
-    urls = list(fleet.data("urls")["servers"].values())
-    answers: dict[str, list[int]] = {str(checkpoints[0]): answer(urls[0])}
+    urls, token = list(fleet.data("urls")["servers"].values()), control_token(fleet)
+    answers: dict[str, list[int]] = {str(checkpoints[0]): answer(urls[0], token)}
     print(f"  started with: {answers}", flush=True)
     for run in range(options.warmups + options.runs):
         checkpoint = str(checkpoints[run % len(checkpoints)])
@@ -97,7 +97,7 @@ def skyctl_pushes(
             flush=True,
         )
         for url in urls:
-            tokens = answer(url)
+            tokens = answer(url, token)
             print(f"  {checkpoint[-1]}: {tokens}", flush=True)
             if answers.setdefault(checkpoint, tokens) != tokens:
                 raise SystemExit(f"{url} answers {tokens} with {checkpoint}, not {answers}")
@@ -108,7 +108,12 @@ def skyctl_pushes(
     return results
 
 
-def answer(url: str) -> list[int]:
+def control_token(fleet: Fleet) -> str:
+    """What the servers ask for; only in our environment and in headers from here on."""
+    return Path(fleet.data("urls")["access"]["control_token_file"]).read_text().strip()
+
+
+def answer(url: str, token: str) -> list[int]:
     """Greedy token ids of a fixed prompt."""
     import httpx
 
@@ -120,7 +125,8 @@ def answer(url: str) -> list[int]:
         "ignore_eos": True,
         "return_token_ids": True,
     }
-    reply = httpx.post(f"{url}/v1/completions", json=body, timeout=60)
+    headers = {"Authorization": f"Bearer {token}"}
+    reply = httpx.post(f"{url}/v1/completions", json=body, headers=headers, timeout=60)
     reply.raise_for_status()
     tokens: list[int] = reply.json()["choices"][0]["token_ids"]
     return tokens
@@ -146,6 +152,7 @@ def native_pushes(
             *("--runs", str(options.runs), "--warmups", str(options.warmups)),
             *map(str, checkpoints),
         ],
+        env={**os.environ, "BENCHMARK_TOKEN": control_token(fleet)},
         text=True,
         capture_output=True,
         timeout=COMMAND_TIMEOUT_S,

@@ -41,18 +41,19 @@ class Fleet:
     entry: str
     model: str
     pids: dict[str, int]
+    key: str | None
 
 
 async def look(name: str) -> Fleet:
     async with connect(select(None, name)) as fleet:
-        status, urls = await fleet.status(), await fleet.urls()
+        status, urls, key = await fleet.status(), await fleet.urls(), fleet.api_key()
     pids = {r.name: r.pid for r in status.replicas if r.pid}
     if status.router is not None and status.router.pid:
         pids["router"] = status.router.pid
     if status.supervisor_pid:
         pids["supervisor"] = status.supervisor_pid
     assert urls.entry and urls.model, "the fleet is not up"
-    return Fleet(urls.entry, urls.model, pids)
+    return Fleet(urls.entry, urls.model, pids, key)
 
 
 def cpu_seconds(pid: int, *, tree: bool) -> float:
@@ -117,7 +118,7 @@ async def load(fleet: Fleet, seconds: float, concurrency: int) -> float:
             done.append(await client.generate_one(request))
 
     began = time.monotonic()
-    async with GenerationClient(Endpoint(fleet.entry, fleet.model)) as client:
+    async with GenerationClient(Endpoint(fleet.entry, fleet.model, fleet.key)) as client:
         await asyncio.gather(*(ask(client) for _ in range(concurrency)))
     return sum(len(result.token_ids) for result in done) / (time.monotonic() - began)
 

@@ -81,7 +81,7 @@ def say(text: str) -> None:
 class LongGeneration:
     """One long greedy generation, streamed through the router; it is not told of the freeze."""
 
-    def __init__(self, url: str, model: str) -> None:
+    def __init__(self, url: str, model: str, key: str) -> None:
         self.tokens: list[int] = []
         self.error: Exception | None = None
         self._request = {
@@ -94,12 +94,15 @@ class LongGeneration:
             "stream": True,
         }
         self._url = f"{url}/v1/completions"
+        self._headers = {"Authorization": f"Bearer {key}"}
         self._thread = threading.Thread(target=self._read, daemon=True)
         self._thread.start()
 
     def _read(self) -> None:
         try:
-            with httpx.stream("POST", self._url, json=self._request, timeout=120) as answer:
+            with httpx.stream(
+                "POST", self._url, json=self._request, headers=self._headers, timeout=120
+            ) as answer:
                 answer.raise_for_status()
                 for line in answer.iter_lines():
                     if line.startswith("data: {"):
@@ -135,9 +138,9 @@ def freeze_in_the_middle(demo: Demo) -> LongGeneration:
 
     The tiny model is quick: should it be done before the pause arrives, the next try has luck.
     """
-    urls = demo.data("urls")
+    urls, key = demo.data("urls"), demo.data("urls", "--show-key")["api_key"]
     for _ in range(8):
-        long = LongGeneration(urls["router"], urls["model"])
+        long = LongGeneration(urls["router"], urls["model"], key)
         long.wait_for_first_token()
         demo.show("pause", "--mode", "keep")
         if long.settle() < LONG:

@@ -62,6 +62,16 @@ class FleetCli:
         data: dict[str, Any] = self.json(*arguments, **options)["data"]
         return data
 
+    @property
+    def key(self) -> str:
+        """The API key, as a client is told it."""
+        return self.run("urls", "--show-key").stdout.strip()
+
+    @property
+    def control_token(self) -> str:
+        """The control token, from the file that `skyctl urls` names."""
+        return Path(self.data("urls")["access"]["control_token_file"]).read_text().strip()
+
     def start(self, *arguments: str) -> subprocess.Popen[str]:
         """Start a command and leave it running."""
         return subprocess.Popen(
@@ -75,10 +85,17 @@ class FleetCli:
         )
 
 
-def greedy(url: str, model: str, prompt: str, max_tokens: int = 24) -> list[int]:
+def bearer(secret: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {secret}"}
+
+
+def greedy(url: str, model: str, prompt: str, max_tokens: int = 24, *, key: str) -> list[int]:
     """Greedy token ids of one completion, straight from `url`."""
     answer = httpx.post(
-        f"{url}/v1/completions", json=greedy_body(model, prompt, max_tokens), timeout=120
+        f"{url}/v1/completions",
+        json=greedy_body(model, prompt, max_tokens),
+        headers=bearer(key),
+        timeout=120,
     )
     answer.raise_for_status()
     ids: list[int] = answer.json()["choices"][0]["token_ids"]

@@ -9,26 +9,28 @@ from typing import Any
 
 import httpx
 
-from tests.integration.fleet_cli import greedy_body
+from tests.integration.fleet_cli import bearer, greedy_body
 
 
 class StreamingCompletion:
     """Reads one greedy streaming completion in a thread; `tokens` grows as it arrives."""
 
-    def __init__(self, url: str, model: str, prompt: str, max_tokens: int) -> None:
+    def __init__(self, url: str, model: str, prompt: str, max_tokens: int, *, key: str) -> None:
         self.tokens: list[int] = []
         self.error: BaseException | None = None
         self.finish_reason: str | None = None
         self._grew = threading.Condition()
         self._body: dict[str, Any] = {**greedy_body(model, prompt, max_tokens), "stream": True}
-        self._url = f"{url}/v1/completions"
+        self._url, self._headers = f"{url}/v1/completions", bearer(key)
         self._thread = threading.Thread(target=self._read, daemon=True)
         self._thread.start()
 
     def _read(self) -> None:
         try:
             timeout = httpx.Timeout(300, connect=10)
-            with httpx.stream("POST", self._url, json=self._body, timeout=timeout) as answer:
+            with httpx.stream(
+                "POST", self._url, json=self._body, headers=self._headers, timeout=timeout
+            ) as answer:
                 answer.raise_for_status()
                 for line in answer.iter_lines():
                     if line.startswith("data: ") and line != "data: [DONE]":

@@ -1,6 +1,7 @@
 """What the stub claims of vLLM, asserted of the stub and of a real server by the same tests.
 
-The real server is the shared fleet's first replica, or the one at $SKYCTL_TEST_SERVER_URL.
+The real server is the shared fleet's first replica, or the one at $SKYCTL_TEST_SERVER_URL
+(with $SKYCTL_TEST_SERVER_TOKEN, where it asks for one).
 """
 
 from __future__ import annotations
@@ -35,6 +36,13 @@ def real_server_url(request: pytest.FixtureRequest) -> str:
     return str(url)
 
 
+@pytest.fixture
+def real_server_token(request: pytest.FixtureRequest) -> str | None:
+    if "SKYCTL_TEST_SERVER_URL" in os.environ:
+        return os.environ.get("SKYCTL_TEST_SERVER_TOKEN")
+    return str(request.getfixturevalue("real_fleet").control_token)
+
+
 @pytest.fixture(params=["stub", pytest.param("real", marks=pytest.mark.real)])
 async def server(request: pytest.FixtureRequest) -> AsyncIterator[VLLMServer]:
     """One server, awake and running before and after each test."""
@@ -44,7 +52,8 @@ async def server(request: pytest.FixtureRequest) -> AsyncIterator[VLLMServer]:
                 yield VLLMServer(client, targets[0], timeout_s=10)
             return
         url = request.getfixturevalue("real_server_url")
-        real = VLLMServer(client, ServerTarget("real", url), timeout_s=30)
+        token = request.getfixturevalue("real_server_token")
+        real = VLLMServer(client, ServerTarget("real", url, token), timeout_s=30)
         await real.resume()
         yield real
         if await real.is_sleeping():
@@ -54,7 +63,8 @@ async def server(request: pytest.FixtureRequest) -> AsyncIterator[VLLMServer]:
 @pytest.fixture
 async def generation(server: VLLMServer) -> AsyncIterator[GenerationClient]:
     (model,) = await server.models()
-    async with GenerationClient(Endpoint(server.target.url, model)) as client:
+    target = server.target
+    async with GenerationClient(Endpoint(target.url, model, target.api_key)) as client:
         yield client
 
 

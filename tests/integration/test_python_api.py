@@ -16,7 +16,7 @@ import pytest
 
 from skyctl import Fleet
 from skyctl.errors import PreflightError
-from tests.integration.fleet_cli import FleetCli
+from tests.integration.fleet_cli import FleetCli, bearer
 from tests.unit.operations.test_dashboard import metrics
 
 pytestmark = pytest.mark.real
@@ -125,7 +125,9 @@ def test_the_dashboards_metrics_are_on_the_real_pages(real_fleet: FleetCli, tmp_
     groups: list[dict[str, Any]] = json.loads((tmp_path / "targets.json").read_text())
     assert [group["labels"]["role"] for group in groups] == ["server", "server", "router"]
     pages = {
-        group["labels"]["role"]: httpx.get(f"http://{group['targets'][0]}/metrics").text
+        group["labels"]["role"]: httpx.get(
+            f"http://{group['targets'][0]}/metrics", headers=bearer(real_fleet.key)
+        ).text
         for group in groups
     }
     for role, prefix in (("server", "vllm:"), ("router", "vllm_router_")):

@@ -31,11 +31,19 @@ class Endpoints:
         self.router: str = urls["router"]
         self.servers: dict[str, str] = urls["servers"]
         self.model: str = urls["model"]
+        self.key = fleet.key
 
     def answers(self, max_tokens: int = 24) -> dict[str, list[int]]:
         """Greedy tokens of every server and through the router."""
-        found = {n: greedy(u, self.model, PROMPT, max_tokens) for n, u in self.servers.items()}
-        return {**found, "router": greedy(self.router, self.model, PROMPT, max_tokens)}
+        urls = {**self.servers, "router": self.router}
+        return {
+            name: greedy(url, self.model, PROMPT, max_tokens, key=self.key)
+            for name, url in urls.items()
+        }
+
+    def routed(self, max_tokens: int = 24) -> list[int]:
+        """Greedy tokens through the router."""
+        return greedy(self.router, self.model, PROMPT, max_tokens, key=self.key)
 
     def one_answer(self) -> list[int]:
         """The tokens all of them agree on."""
@@ -114,7 +122,9 @@ def frozen_generation(fleet: FleetCli, endpoints: Endpoints) -> StreamingComplet
     A busy machine may take longer to pause than the tiny model takes to finish: then once more.
     """
     for _ in range(6):
-        stream = StreamingCompletion(endpoints.router, endpoints.model, PROMPT, LONG)
+        stream = StreamingCompletion(
+            endpoints.router, endpoints.model, PROMPT, LONG, key=endpoints.key
+        )
         stream.wait_for_tokens(1)
         fleet.run("pause", "--mode", "keep")
         while stream.grows_within(0.5):  # tokens already on their way may still arrive
@@ -128,7 +138,7 @@ def frozen_generation(fleet: FleetCli, endpoints: Endpoints) -> StreamingComplet
 def test_a_generation_frozen_by_pause_keep_continues_with_the_same_tokens(
     real_fleet: FleetCli, endpoints: Endpoints
 ) -> None:
-    undisturbed = greedy(endpoints.router, endpoints.model, PROMPT, LONG)
+    undisturbed = endpoints.routed(LONG)
     stream = frozen_generation(real_fleet, endpoints)
     assert not stream.grows_within(2.0)
     assert {row["state"] for row in replicas(real_fleet).values()} == {"paused"}
@@ -139,7 +149,7 @@ def test_a_generation_frozen_by_pause_keep_continues_with_the_same_tokens(
 def test_a_push_of_the_same_checkpoint_does_not_disturb_a_frozen_generation(
     real_fleet: FleetCli, endpoints: Endpoints
 ) -> None:
-    undisturbed = greedy(endpoints.router, endpoints.model, PROMPT, LONG)
+    undisturbed = endpoints.routed(LONG)
     stream = frozen_generation(real_fleet, endpoints)
     result = push(real_fleet, "a", "--weight-version", "same-again")
     assert len(stream.tokens) < LONG
@@ -234,7 +244,7 @@ def test_a_killed_replica_returns_at_the_current_version_and_is_routed_again(
     wait_until(
         lambda: replicas(real_fleet)[name]["state"] != "ready", 60, "the death to be noticed"
     )
-    while_down = greedy(endpoints.router, endpoints.model, PROMPT)
+    while_down = endpoints.routed()
     assert while_down == answer_b, "the other replica goes on answering"
     wait_until(
         lambda: (

@@ -69,7 +69,7 @@ def test_validate_lists_all_problems_and_fails(here: Path) -> None:
     assert "error: fleet demo: 3 problems" in result.stderr
     data = envelope(skyctl(here, "validate", "--json"))["data"]
     assert len(data["problems"]) == 3
-    assert "development routes" in data["warnings"][0]
+    assert "host 192.0.2.1: tokens cross the network" in data["warnings"][0]
     assert skyctl(here, "validate", "--offline").returncode == 0
 
 

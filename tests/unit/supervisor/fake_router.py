@@ -50,6 +50,8 @@ class Handler(BaseHTTPRequestHandler):
         connection = http.client.HTTPConnection(worker.netloc)
         body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
         headers = {"Content-Type": "application/json"}
+        if given := self.headers.get("Authorization"):
+            headers["Authorization"] = given  # vllm-router 0.1.17 does so here, but not below /
         connection.request(self.command, self.path, body, headers)
         answer = connection.getresponse()
         self.send_response(answer.status)
