@@ -33,6 +33,15 @@ def private_directory(path: Path) -> Path:
         SkyctlError: it is a symlink, no directory, or belongs to another user.
     """
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return owned_directory(path)
+
+
+def owned_directory(path: Path) -> Path:
+    """Check that a directory is ours alone, and take from others what they may do there.
+
+    Raises:
+        SkyctlError: it is a symlink, no directory, or belongs to another user.
+    """
     found = path.lstat()
     if stat.S_ISLNK(found.st_mode) or not stat.S_ISDIR(found.st_mode):
         raise SkyctlError(
@@ -119,6 +128,12 @@ class FleetPaths:
     def log(self, name: str) -> Path:
         """Log file of one server, `router` or `supervisor`."""
         return self.logs / f"{name}.log"
+
+    def refuse_foreign(self) -> None:
+        """Raise SkyctlError when somebody else could answer for this fleet's supervisor."""
+        for path in {self.directory, self.socket.parent}:
+            if os.path.lexists(path):
+                owned_directory(path)
 
     def prepare(self) -> FleetPaths:
         """Create and check every directory of this fleet."""

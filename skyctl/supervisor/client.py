@@ -25,6 +25,7 @@ class SupervisorClient:
     def __init__(
         self, paths: FleetPaths, *, transport: httpx.AsyncBaseTransport | None = None
     ) -> None:
+        paths.refuse_foreign()
         self._paths = paths
         self._http = httpx.AsyncClient(
             transport=transport or httpx.AsyncHTTPTransport(uds=str(paths.socket)),
