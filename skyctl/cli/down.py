@@ -12,6 +12,7 @@ from skyctl.cli.options import FileOption, FleetOption, JsonOption
 
 if TYPE_CHECKING:
     from skyctl.fleet.paths import FleetPaths
+    from skyctl.operations.bring_up import TakenDown
 
 
 def down(
@@ -66,10 +67,13 @@ def bring_down(paths: FleetPaths, drain_timeout_s: float, stop_timeout_s: float)
     from skyctl import output
     from skyctl.operations.bring_up import take_down
 
-    output.note(f"stopping fleet {paths.name} (draining for at most {drain_timeout_s:g} s)")
-    done = asyncio.run(
-        take_down(paths, drain_timeout_s=drain_timeout_s, stop_timeout_s=stop_timeout_s)
-    )
+    async def work() -> TakenDown:
+        output.note(f"stopping fleet {paths.name} (draining for at most {drain_timeout_s:g} s)")
+        return await take_down(
+            paths, drain_timeout_s=drain_timeout_s, stop_timeout_s=stop_timeout_s
+        )
+
+    done = asyncio.run(work())
     if done.stopped:
         said = f"fleet {paths.name} is down: stopped {', '.join(done.stopped)}"
     else:

@@ -91,12 +91,16 @@ def _bring_up(
         seconds = status.operation.ended_at - status.operation.began_at
         return status, f"fleet {ref.name} is ready after {seconds:.1f} s"
 
+    async def stop() -> None:
+        # said once the loop runs, which takes the next Ctrl-C without a traceback
+        output.note("interrupted: stopping what was started (Ctrl-C again to leave it)")
+        await undo(ref.paths)
+
     try:
         return asyncio.run(work())
     except KeyboardInterrupt:
         if mine:
-            output.note("interrupted: stopping what was started (Ctrl-C again to leave it)")
-            asyncio.run(undo(ref.paths))
+            asyncio.run(stop())
         raise
     except DeadlineExceeded:
         raise

@@ -122,7 +122,7 @@ def test_a_second_ctrl_c_leaves_at_once_and_what_is_left_can_be_stopped(fleet: S
     until(up, "Ctrl-C again")
     up.send_signal(signal.SIGINT)
     _, stderr = up.communicate(timeout=30)
-    assert up.returncode == 130 and "Traceback" not in stderr
+    assert up.returncode == 130 and "Traceback" not in stderr, stderr
     fleet.run("down", "--drain-timeout", "0")
     assert fleet.json("status")["data"]["health"] == "down"
 
@@ -275,7 +275,7 @@ def test_ctrl_c_in_a_drain_leaves_a_fleet_that_the_next_down_stops_at_once(
         pass
     down.send_signal(signal.SIGINT)
     _, stderr = down.communicate(timeout=30)
-    assert down.returncode == 130 and "Traceback" not in stderr
+    assert down.returncode == 130 and "Traceback" not in stderr, stderr
     fleet.run("down", "--drain-timeout", "0")
     assert fleet.json("status")["data"]["health"] == "down"
     asking.kill()
