@@ -132,6 +132,7 @@ class ChunkDelivery:
         """Wait until so many chunks are in their slots, or enough that servers will not wait."""
         clock = asyncio.get_running_loop().time
         began, done = clock(), 0
+        lead_s = lease.lead_s + lease.load_s_per_byte * self._plan.total_bytes
         for chunk in self._plan.chunks[:chunks]:
             await lease.sender.filled(chunk.index, timeout_s=self._fleet.update_timeout_s)
             done += chunk.payload_bytes
@@ -139,7 +140,7 @@ class ChunkDelivery:
                 done_bytes=done,
                 total_bytes=self._plan.total_bytes,
                 read_s=clock() - began,
-                lead_s=lease.lead_s,
+                lead_s=lead_s,
             ):
                 break
         self._read_ahead_until = clock()
@@ -178,10 +179,14 @@ class ChunkDelivery:
 
     async def update(self, sites: Sequence[Site], on_progress: Callable[[int], None]) -> None:
         lease = self._opened()[0]
-        lease.lead_s = asyncio.get_running_loop().time() - self._read_ahead_until
+        clock = asyncio.get_running_loop().time
+        lease.lead_s = clock() - self._read_ahead_until
         try:
             if self._transport.one_update:
+                began = clock()
                 await self._update_at_once(sites, on_progress)
+                if alive(sites):
+                    lease.loaded(self._plan.total_bytes, clock() - began)
             else:
                 await self._update_by_chunk(sites, on_progress)
         except SenderFailed as error:

@@ -18,7 +18,8 @@ class Lease:
 
     `fresh` senders still have to be told of their carrier. `session` names the carrier's session;
     `group` the servers that have joined it, "" while none have; `lead_s` is how long its last
-    push took from reading to the first update, 0 before one.
+    push took from reading to the first update, 0 before one; `load_s_per_byte` the least that
+    servers took for a byte of an update that all chunks streamed into, 0 before one.
     """
 
     sender: SenderProcess
@@ -27,6 +28,12 @@ class Lease:
     fresh: bool = True
     group: str = ""
     lead_s: float = 0.0
+    load_s_per_byte: float = 0.0
+
+    def loaded(self, total_bytes: int, seconds: float) -> None:
+        """Learn from such an update. The least counts: others may have waited for the reader."""
+        new = seconds / total_bytes
+        self.load_s_per_byte = min(new, self.load_s_per_byte or new)
 
 
 class SenderPool:

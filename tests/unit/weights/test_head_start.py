@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from skyctl.weights.head_start import enough_is_read
+from skyctl.weights.sender_pool import Lease
 
 GB = 10**9
 
@@ -25,3 +26,12 @@ def test_servers_are_frozen_when_reading_ends_before_they_are_ready(
 ) -> None:
     found = enough_is_read(done_bytes=done, total_bytes=16 * GB, read_s=read_s, lead_s=lead_s)
     assert found is enough
+
+
+def test_an_update_that_waited_for_the_reader_does_not_make_the_next_wait_longer() -> None:
+    lease = Lease(sender=None, key="", session="")  # type: ignore[arg-type]
+    lease.loaded(16 * GB, 0.16)
+    lease.loaded(16 * GB, 0.48)
+    assert lease.load_s_per_byte * GB == pytest.approx(0.01)
+    lease.loaded(16 * GB, 0.08)
+    assert lease.load_s_per_byte * GB == pytest.approx(0.005)
