@@ -41,6 +41,8 @@ from skyctl.weights.sender_pool import SenderPool
 from skyctl.weights.staging import sweep
 
 _IN_PUSH = ("pausing", "paused", "updating", "updated")
+_UNDO_TIMEOUT_S = 3.0
+_ABANDON_TIMEOUT_S = 10.0
 
 
 class Supervisor:
@@ -147,9 +149,7 @@ class Supervisor:
     async def down(self, *, drain_timeout_s: float) -> None:
         """Drain, stop the router and then every server, and end the supervisor. Idempotent."""
         await self._stop_operation()
-        if self._job_task is not None:
-            self._job_task.cancel()
-            await asyncio.gather(self._job_task, return_exceptions=True)
+        await self._stop_job()
         self.operation = Operation(next(self._numbers), "down", "", time.time())
         self.state.set("going_down", "1")  # whoever comes after a death in the middle goes on
         reached("down.begin")
@@ -340,6 +340,15 @@ class Supervisor:
         if self._operation_task is not None:
             self._operation_task.cancel()
             await asyncio.gather(self._operation_task, return_exceptions=True)
+
+    async def _stop_job(self) -> None:
+        """End a push where it is: its servers are about to be stopped. Before its first byte it is
+        undone, after it the first cancellation only asks it to complete."""
+        task, patience_s = self._job_task, _UNDO_TIMEOUT_S
+        while task is not None and not task.done():
+            task.cancel()
+            await asyncio.wait({task}, timeout=patience_s)
+            patience_s = _ABANDON_TIMEOUT_S
 
     def _meant_for(self, verb: str, replica: Replica) -> Outcome[None]:
         """The outcome of a verb for a replica that does not run; pauses are remembered for it."""
