@@ -181,6 +181,17 @@ class FleetState:
     def forget_server(self, name: str) -> None:
         self._database.write("DELETE FROM servers WHERE name = ?", name)
 
+    def weights_awake(self) -> set[str]:
+        """Sleeping servers whose weights were woken, so that they can take a push. vLLM does not
+        tell: to it a server is asleep until all of it is awake."""
+        return set(json.loads(self.get("weights_awake") or "[]"))
+
+    def set_weights_awake(self, name: str, awake: bool) -> None:
+        with self.transaction():
+            found = self.weights_awake()
+            if (name in found) != awake:
+                self.set("weights_awake", json.dumps(sorted(found ^ {name})))
+
     # --- the fleet ---------------------------------------------------------------------------
 
     def weights(self) -> FleetWeights:
@@ -209,7 +220,8 @@ class FleetState:
             for table in ("processes", "servers"):
                 self._database.write(f"DELETE FROM {table}")
             self._database.write(
-                "DELETE FROM meta WHERE key IN ('weights', 'ports', 'in_doubt', 'going_down')"
+                "DELETE FROM meta WHERE key IN ('weights', 'ports', 'in_doubt', "
+                "'going_down', 'weights_awake')"
             )
 
     def add_event(self, subject: str, message: str) -> None:

@@ -42,6 +42,7 @@ def begin(
                 half_updated=doubts.get(target.name, NO_DOUBT).half_updated,
                 thaw=doubts.get(target.name, NO_DOUBT).thaw
                 and not state.server(target.name).paused,
+                weights_awake=target.name in state.weights_awake(),
             )
             for target in targets
         ),

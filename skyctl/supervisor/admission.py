@@ -35,6 +35,7 @@ def push_fleet(
                 instance=replica.instance,
                 half_updated=doubts.get(replica.name, NO_DOUBT).half_updated,
                 thaw=doubts.get(replica.name, NO_DOUBT).thaw and not replica.row.paused,
+                weights_awake=replica.weights_awake,
             )
             for replica in replicas
         ),

@@ -107,6 +107,11 @@ class Replica:
         return f"{identity.pid}@{identity.create_time}" if identity else ""
 
     @property
+    def weights_awake(self) -> bool:
+        """Whether it sleeps but for its weights, which were woken."""
+        return self.name in self._context.state.weights_awake()
+
+    @property
     def row(self) -> ServerRow:
         """What is meant to be true of this server, as in the state file."""
         return self._row
@@ -163,6 +168,7 @@ class Replica:
             quarantine=None,
         )
         trust(self._context.state, self.name)
+        self._context.state.set_weights_awake(self.name, False)
 
     def reload_row(self) -> None:
         """Take over what somebody else wrote to the state file."""

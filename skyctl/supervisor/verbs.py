@@ -110,8 +110,12 @@ def _record(
         state.update_server(outcome.server, paused=verb == "pause")
     elif verb == "sleep":
         state.update_server(outcome.server, sleep_level=arguments.get("level", 1))
+        state.set_weights_awake(outcome.server, False)
     elif outcome.value is not False:  # False: awake in part only
         state.update_server(outcome.server, sleep_level=0)
+        state.set_weights_awake(outcome.server, False)
+    elif "weights" in arguments.get("tags", ()):
+        state.set_weights_awake(outcome.server, True)
 
 
 async def _pause_again(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -98,7 +98,7 @@ async def preflight(request: PushRequest, fleet: PushFleet, *, client: ControlCl
         facts = await asked
     finally:
         asked.cancel()
-    notes = check_servers(facts)
+    notes = check_servers(facts, {s.name for s in fleet.servers if s.weights_awake})
     choice = choose(request.transport, fleet.transport, facts)
     transport = None if choice.name == "disk" else load_transport(choice.name)
     if choice.name == "nccl":
@@ -156,13 +156,13 @@ def _site(server: PushServer, facts: ServerFacts, client: ControlClient, fleet: 
     )
 
 
-def check_servers(facts: Sequence[ServerFacts]) -> list[str]:
-    """Servers must be awake and alike; notes about their versions.
+def check_servers(facts: Sequence[ServerFacts], weights_awake: Collection[str] = ()) -> list[str]:
+    """Servers, or at least their weights, must be awake, and alike; notes about their versions.
 
     Raises:
         PreflightError: names the servers that are not.
     """
-    asleep = [fact.name for fact in facts if fact.asleep]
+    asleep = [fact.name for fact in facts if fact.asleep and fact.name not in weights_awake]
     if asleep:
         raise PreflightError(
             f"{', '.join(asleep)} {'is' if len(asleep) == 1 else 'are'} asleep",

@@ -56,7 +56,7 @@ class PushServer:
     x data parallel). `instance` identifies the running process: while it is the same, a group that
     the server joined still stands ("" when unknown: never assumed). `half_updated`: an earlier push
     broke off there, so that it is scrubbed first; `thaw`: that push froze it, so that this one
-    resumes it."""
+    resumes it. `weights_awake`: it sleeps, but for its weights, which were woken."""
 
     target: ServerTarget
     backend: str = ""
@@ -66,6 +66,7 @@ class PushServer:
     instance: str = ""
     half_updated: bool = False
     thaw: bool = False
+    weights_awake: bool = False
 
     @property
     def name(self) -> str:

@@ -380,7 +380,6 @@ async def test_after_a_partial_push_status_is_degraded_and_the_bad_server_quaran
         assert (await fleet.status()).health == "healthy"
 
 
-@pytest.mark.xfail(strict=True, reason="vLLM's metric says asleep until the cache is awake, too")
 async def test_discarded_weights_are_pushed_between_waking_weights_and_cache(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
