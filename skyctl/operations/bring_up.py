@@ -14,6 +14,7 @@ from skyctl.fleet.plan import FleetPlan
 from skyctl.fleet.registry import FleetRef, remember
 from skyctl.fleet.state import FleetState
 from skyctl.fleet.status import FleetStatus
+from skyctl.kill_points import reached
 from skyctl.operations.planning import planned, usable
 from skyctl.operations.revive import UP_LOCK, UP_LOCK_WAIT_S
 from skyctl.supervisor import daemon
@@ -53,6 +54,7 @@ async def begin_up(ref: FleetRef, *, router: bool = True) -> Begun:
     """
     refuse_attached(ref)
     ref.paths.prepare()
+    reached("up.begin")
     with (
         FleetState(ref.paths.database) as state,
         # two `up` at once: the second plans with the ports the first has chosen
@@ -61,9 +63,11 @@ async def begin_up(ref: FleetRef, *, router: bool = True) -> Begun:
         plan = usable(ref, planned(ref, router=router))
         remember(ref)
         fresh = await daemon.ensure_running(ref.paths)
+        reached("up.supervised")
         client = SupervisorClient(ref.paths)
         try:
             answer = await client.post("/reconcile", {"plan": plan_to_json(plan)})
+            reached("up.sent")
         finally:
             await client.close()
     return Begun(int(answer["operation"]), plan, fresh, bool(answer["joined"]))
@@ -140,6 +144,7 @@ async def take_down(
     with FleetState(paths.database) as state:
         names = tuple(r.name for r in state.processes() if r.identity and r.identity.alive())
     client = SupervisorClient(paths)
+    reached("down.asked")
     try:
         # draining, then TERM and KILL of every tree, side by side
         timeout_s = drain_timeout_s + 2 * stop_timeout_s + 60.0

@@ -81,7 +81,7 @@ async def replace_other(ref: FleetRef) -> None:
         await client.get("/recover", timeout_s=60.0)
         return
     except VersionMismatch:
-        pid = _listening(ref.paths)
+        pid = listening(ref.paths)
     except SkyctlError:
         return  # whoever asks it next says so
     finally:
@@ -97,7 +97,7 @@ async def replace_other(ref: FleetRef) -> None:
     await daemon.wait_gone(ref.paths)
 
 
-def _listening(paths: FleetPaths) -> int:
+def listening(paths: FleetPaths) -> int:
     """The process that listens at the fleet's socket, as the kernel says."""
     with socket.socket(socket.AF_UNIX) as connection:
         connection.settimeout(5.0)

@@ -14,6 +14,7 @@ from skyctl.fleet.plan import local_url
 from skyctl.fleet.registry import FleetRef
 from skyctl.fleet.state import Event, FleetState, ServerRow
 from skyctl.fleet.status import FleetStatus
+from skyctl.kill_points import reached
 from skyctl.operations.left_alone import left_alone
 from skyctl.operations.unsupervised import unsupervised_status
 from skyctl.operations.urls import FleetUrls, access
@@ -106,7 +107,9 @@ class SupervisedFleet:
         from skyctl.weights.tracing import current_traceparent
 
         request = replace(request, traceparent=current_traceparent())
+        reached("sync.asked")
         answer = await self._post("/jobs", {"request": request.to_json()})
+        reached("sync.begun")
         return str(answer["id"])
 
     async def model_path(self) -> str | None:
@@ -207,6 +210,7 @@ class SupervisedFleet:
             raise UsageError(f"cannot scale to {replicas}", hint="to stop the fleet: skyctl down")
         await self._get("/status")  # down or not, before anything is planned
         plan = plan_to_json(usable(self.ref, scaled(self.ref, replicas)))
+        reached("scale.asked")
         answer = await self._client.post("/reconcile", {"plan": plan, "kind": "scale"})
         return int(answer["operation"])
 
@@ -250,9 +254,11 @@ class SupervisedFleet:
     ) -> list[dict[str, Any]]:
         timeout_s = timeout_s or self.ref.config.control_timeout_s
         body = {"arguments": arguments, "servers": servers and list(servers)}
+        reached("verb.asked")
         answer = await self._post(
             f"/verbs/{verb}", {**body, "timeout_s": timeout_s}, timeout_s=timeout_s + 30.0
         )
+        reached("verb.answered")
         return list(answer["outcomes"])
 
     async def _get(self, path: str) -> dict[str, Any]:

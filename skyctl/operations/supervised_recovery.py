@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 
 from skyctl.errors import VersionMismatch
+from skyctl.fleet.in_doubt import close_orphans
 from skyctl.fleet.registry import FleetRef, supervisor_running
 from skyctl.fleet.state import FleetState
 from skyctl.operations import left_alone
@@ -39,6 +40,7 @@ async def recover(
         DeadlineExceeded: it has not ended after `timeout_s` seconds; it goes on.
     """
     began = time.monotonic()
+    _close_orphans(ref)
     before = await find(ref, client)
     await replace_other(ref)
     await revive(ref)
@@ -71,6 +73,13 @@ async def _by_supervisor(
         if not any(row["action"] != "nothing" for row in answer["findings"]):
             break
     return done
+
+
+def _close_orphans(ref: FleetRef) -> None:
+    """Before anything slow: whoever follows a job learns at once that its process is dead."""
+    if ref.paths.database.exists():
+        with FleetState(ref.paths.database) as state:
+            close_orphans(state)
 
 
 async def _end_leftovers(ref: FleetRef) -> None:

@@ -241,6 +241,7 @@ class StubServer:
                 "half_loaded": engine.half_loaded,
                 "weight_version": engine.weight_version,
                 "log": engine.log,
+                "served": engine.served,
                 "calls": dict(self.asgi.calls),
             }
         )

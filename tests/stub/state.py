@@ -87,6 +87,7 @@ class StubEngine:
     init_infos: list[dict[str, Any]] = field(default_factory=list)
     update_infos: list[dict[str, Any]] = field(default_factory=list)
     log: list[str] = field(default_factory=list)
+    served: list[str] = field(default_factory=list)  # what it held at each resume
 
     def __post_init__(self) -> None:
         self.digest = self.digest or digest_of_checkpoint(self.model)
@@ -115,6 +116,8 @@ class StubEngine:
 
     async def resume(self) -> None:
         self._alive()
+        half = self.half_loaded or (self.update_open and bool(self._chunks))
+        self.served.append("half loaded" if half else self.digest)
         await self._become(Scheduler.RUNNING)
         await self._note("resume")
 
@@ -178,6 +181,8 @@ class StubEngine:
             self.digest = "garbage" if self._chunks else "scrubbed"
         elif self._chunks:
             self.digest = self.weigh(self._chunks)
+        if self._chunks and not self.paused:
+            self.served.append(f"{self.digest}, unpaused")
         self.update_open = self.half_loaded = False
         if weight_version is not None:
             self.weight_version = weight_version

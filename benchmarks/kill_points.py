@@ -1,0 +1,188 @@
+"""Kill skyctl at every named point, many times, and look at the six invariants after each recovery.
+
+    python -m benchmarks.kill_points --seeds 100                 # stubs, in tens of minutes
+    python -m benchmarks.kill_points --seeds 100 --only attached --minutes 10
+    python -m benchmarks.kill_points --real --fleet-file fleet.yaml --checkpoints a b
+
+Every killed process is a real one and dies by SIGKILL; commands and supervisors are forked from a
+warm process, so that a cycle takes a second and not four. Seeds decide how often a point is passed
+before the kill, a delay after it, the size of chunks, what is typed next, and whether the push's
+own guardian recovers (every tenth) or a `skyctl recover` by hand.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import platform
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from skyctl import kill_points
+from tests.faults.killing.cycle import Came, Dice
+
+RESULTS = Path(__file__).parent / "results"
+# of the push, but for `sender.join`, which only a collective has
+SENDER = tuple(point for point in kill_points.SENDER if point != "sender.join")
+KINDS: dict[str, tuple[str, ...]] = {
+    "attached": (*kill_points.PUSH, *SENDER),
+    "supervised": (*kill_points.PUSH, *SENDER, "adopt.begin", "adopt.done", "recover.begin"),
+    "lives": tuple(
+        point
+        for point in (*kill_points.SUPERVISOR, *kill_points.COMMAND)
+        if not point.startswith(("adopt", "recover", "sync"))
+    ),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.kill_points")
+    parser.add_argument("--seeds", type=int, default=100)
+    parser.add_argument("--first-seed", type=int, default=0)
+    parser.add_argument("--only", choices=KINDS, help="one kind of fleet")
+    parser.add_argument("--points", nargs="*", help="these points only")
+    parser.add_argument("--minutes", type=float, default=600.0, help="stop after this long")
+    parser.add_argument("--real", action="store_true", help="once per point, on real servers")
+    parser.add_argument(
+        "--directory", type=Path, help="of a real fleet: fleet.yaml, two checkpoints"
+    )
+    parser.add_argument("--checkpoints", nargs=2, default=["checkpoints/a", "checkpoints/b"])
+    parser.add_argument("--out", type=Path, help="where to write JSON")
+    options = parser.parse_args()
+    kinds = ["real"] if options.real else [options.only] if options.only else list(KINDS)
+    deadline = time.monotonic() + options.minutes * 60
+    for kind in kinds:
+        began = time.monotonic()
+        cames = _run(kind, options, deadline)
+        out = options.out or RESULTS / f"kill-points-{kind}.json"
+        shown = _summary(kind, cames, time.monotonic() - began)
+        out.write_text(json.dumps(shown, indent=1) + "\n")
+        _print(shown)
+
+
+def _run(kind: str, options: argparse.Namespace, deadline: float) -> list[Came]:
+    points = [p for p in KINDS.get(kind, REAL) if not options.points or p in options.points]
+    seeds = range(options.first_seed, options.first_seed + (1 if kind == "real" else options.seeds))
+    # seed by seed: when time runs out, every point had about as many
+    order = [(point, seed) for seed in seeds for point in points]
+    with tempfile.TemporaryDirectory(prefix="kill-points-") as directory:
+        if kind == "attached":
+            return asyncio.run(_attached(Path(directory), order, deadline))
+        if kind == "supervised":
+            from tests.faults.killing.supervised import supervised_fleet
+
+            with supervised_fleet(Path(directory)) as fleet:
+                return _each(order, fleet.cycle, deadline)
+        if kind == "lives":
+            from tests.faults.killing.lives import lives
+
+            with lives(Path(directory)) as fleet_of_lives:
+                return _each(order, fleet_of_lives.cycle, deadline)
+        from tests.faults.killing.real import real_fleet
+
+        with real_fleet(options.directory, options.checkpoints) as real:
+            return _each(order, real.cycle, deadline)
+
+
+REAL = (*kill_points.PUSH, *SENDER, "adopt.begin", "adopt.done", "recover.begin")
+
+
+async def _attached(
+    directory: Path, order: Iterable[tuple[str, int]], deadline: float
+) -> list[Came]:
+    from tests.faults.killing.attached import attached_fleet
+
+    cames = []
+    async with attached_fleet(directory) as fleet:
+        for point, seed in order:
+            if time.monotonic() > deadline:
+                break
+            cames.append(_noted(await fleet.cycle(Dice.thrown(point, seed))))
+    return cames
+
+
+def _each(
+    order: Iterable[tuple[str, int]], cycle: Callable[[Dice], Came], deadline: float
+) -> list[Came]:
+    cames = []
+    for point, seed in order:
+        if time.monotonic() > deadline:
+            break
+        cames.append(_noted(cycle(Dice.thrown(point, seed))))
+    return cames
+
+
+def _noted(came: Came) -> Came:
+    if came.violations:
+        sys.stderr.write(f"{came.point} seed {came.seed}: {'; '.join(came.violations)}\n")
+    return came
+
+
+def _summary(kind: str, cames: list[Came], seconds: float) -> dict[str, Any]:
+    points = list(dict.fromkeys(came.point for came in cames))
+    return {
+        "kind": kind,
+        "machine": {"cpus": len(_cpus()), "python": platform.python_version()},
+        "cycles": len(cames),
+        "killed": sum(came.killed for came in cames),
+        "violations": [came.to_json() for came in cames if came.violations],
+        "seconds": round(seconds, 1),
+        "detected_s": {
+            "by the guardian": _spread(c.detected_s for c in cames if c.guardian),
+            "by hand, from the command": _spread(c.detected_s for c in cames if not c.guardian),
+        },
+        "healed_beyond_push_s": _spread(
+            c.healed_s - c.pushed_s
+            for c in cames
+            if c.guardian and c.healed_s is not None and c.pushed_s is not None
+        ),
+        "points": {
+            point: {
+                "cycles": sum(c.point == point for c in cames),
+                "killed": sum(c.point == point and c.killed for c in cames),
+                "violations": sum(c.point == point and bool(c.violations) for c in cames),
+            }
+            for point in points
+        },
+    }
+
+
+def _cpus() -> set[int]:
+    import os
+
+    return os.sched_getaffinity(0)
+
+
+def _spread(values: Iterable[float | None]) -> dict[str, float] | None:
+    """Count, median and worst, in seconds."""
+    known = sorted(value for value in values if value is not None)
+    if not known:
+        return None
+    return {
+        "count": len(known),
+        "median": round(statistics.median(known), 3),
+        "p95": round(known[int(len(known) * 0.95)], 3),
+        "worst": round(known[-1], 3),
+    }
+
+
+def _print(shown: dict[str, Any]) -> None:
+    print(f"\n{shown['kind']}: {shown['cycles']} cycles in {shown['seconds']:.0f} s")
+    print(f"{'point':<20}{'cycles':>8}{'killed':>8}{'violations':>12}")
+    for point, row in shown["points"].items():
+        print(f"{point:<20}{row['cycles']:>8}{row['killed']:>8}{row['violations']:>12}")
+    bad = len(shown["violations"])
+    print(f"{'all':<20}{shown['cycles']:>8}{shown['killed']:>8}{bad:>12}")
+    print(
+        "detected:", shown["detected_s"], "healed beyond the push:", shown["healed_beyond_push_s"]
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Kill skyctl's processes at named points, recover, and check the six invariants."""

@@ -1,0 +1,67 @@
+"""One cycle: what is killed, where, and what came of it."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+TENSORS_BYTES = 6 * 1024
+_REPEATED = {
+    "push.update.call": 2,
+    "push.update.sent": 2,
+    "push.update.done": 1,
+    "sender.filled": 1,
+    "sender.release": 1,
+}
+"""Points that a push reaches once per chunk, times servers where that is 2."""
+
+
+@dataclass(frozen=True)
+class Dice:
+    """What a seed decides: how far the point is counted, the delay after it, chunks, the guardian.
+
+    `at` is the value of SKYCTL_KILL_AT. `guardian`: the kill is noticed by the push's own guardian,
+    else recovery is started by hand.
+    """
+
+    point: str
+    seed: int
+    at: str
+    chunk_bytes: int
+    guardian: bool
+
+    @classmethod
+    def thrown(cls, point: str, seed: int, *, guardian_every: int = 10) -> Dice:
+        dice = random.Random(f"{point}/{seed}")
+        chunk_bytes = dice.choice((512, 1024, 2048))
+        chunks = TENSORS_BYTES // chunk_bytes
+        count = 1
+        if point in _REPEATED:
+            count = dice.randint(1, chunks * _REPEATED[point])
+        delay_ms = dice.choice((0, 0, dice.randint(1, 25)))
+        at = f"{point}:{count}" + (f"+{delay_ms}" if delay_ms else "")
+        guardian = point.startswith("push.") and seed % guardian_every == 0
+        # before it stands, nobody is there to notice
+        return cls(point, seed, at, chunk_bytes, guardian and point != "push.begun")
+
+
+@dataclass
+class Came:
+    """What came of one cycle. Times in seconds, None where there was nothing to measure.
+
+    `detected_s`: from the death of the pusher to the closing of its job; `pushed_s`: the push that
+    recovery made; `healed_s`: from the death until every server served again.
+    """
+
+    point: str
+    seed: int
+    killed: bool
+    violations: list[str] = field(default_factory=list)
+    detected_s: float | None = None
+    pushed_s: float | None = None
+    healed_s: float | None = None
+    guardian: bool = False
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)

@@ -1,0 +1,192 @@
+"""Cycles on a fleet with a supervisor: it is killed and revived, its stub servers stay."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+
+from skyctl.fleet.in_doubt import in_doubt
+from skyctl.fleet.paths import FleetPaths
+from skyctl.fleet.registry import supervisor_running
+from skyctl.fleet.state import FleetState
+from skyctl.operations.revive import listening
+from tests.faults.killing import checks
+from tests.faults.killing.attached import BOUND_S, measure
+from tests.faults.killing.cycle import Came, Dice
+from tests.faults.killing.zygote import Zygote
+from tests.faults.stub_fleet import StubFleet
+from tests.unit.weights.checkpoints import tiny_tensors, write_checkpoint
+
+NAME = "stubs"
+
+
+class SupervisedFleet:
+    """A real fleet of stub processes; commands and supervisors are forked from a warm process."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.home = directory / "home"
+        self.paths = FleetPaths(self.home, NAME)
+        stub_fleet = StubFleet(directory)
+        stub_fleet.write(
+            replicas=2, extra="auth: none\nweight_transfer: {transport: shm, update_timeout_s: 10}"
+        )
+        write_checkpoint(directory / "model", tiny_tensors(1))
+        self.checkpoints = {
+            name: str(write_checkpoint(directory / name, tiny_tensors(seed)))
+            for name, seed in (("a", 50), ("b", 90))
+        }
+        self.committed: dict[str, str] = {}
+        self.pids: dict[str, int] = {}
+        self.urls: list[str] = []
+        self._zygote = Zygote(directory)
+        self._at = "b"
+        self._served: list[int] = []
+
+    def prepare(self) -> None:
+        """Start the fleet and push both checkpoints once, undisturbed."""
+        code, envelope, errors = self.skyctl("up")
+        assert code == 0, (errors, envelope)
+        self.urls = [row["url"] for row in envelope["data"]["replicas"]]
+        self.pids = {row["name"]: row["pid"] for row in envelope["data"]["replicas"]}
+        for name in ("a", "b"):
+            code, envelope, errors = self.skyctl("sync-weights", self.checkpoints[name])
+            assert code == 0, (errors, envelope)
+            [digest] = {stub["digest"] for stub in self._states()}
+            self.committed[digest] = name
+        self._served = [len(stub["served"]) for stub in self._states()]
+
+    def close(self) -> None:
+        """Bring everything down."""
+        try:
+            self.skyctl("down", "--drain-timeout", "0")
+        finally:
+            self._zygote.close()
+
+    def skyctl(
+        self, *arguments: str, kill_at: str = "", guardian: bool = False
+    ) -> tuple[int, dict[str, Any], str]:
+        env = {"SKYCTL_HOME": str(self.home), **({"SKYCTL_KILL_AT": kill_at} if kill_at else {})}
+        return self._zygote.run(
+            *arguments, "--json", cwd=self.directory, env=env, guardian=guardian
+        )
+
+    def cycle(self, dice: Dice) -> Came:
+        """Kill the idle supervisor, revive one that is to die, let it, recover, look."""
+        came = Came(dice.point, dice.seed, False, guardian=dice.guardian)
+        adopting = dice.point.startswith(("adopt.", "recover."))
+        if dice.point == "recover.begin":
+            self._kill_supervisor()
+            self.skyctl("status", kill_at="push.update.sent:2")
+            self._push(dice)
+        self._kill_supervisor()
+        self.skyctl("status", kill_at=dice.at, guardian=dice.guardian)
+        if not adopting:
+            came.violations += self._push(dice)
+        came.killed = self._dead_soon() if dice.point.partition(".")[0] != "sender" else True
+        died_at = time.time()
+        if not (dice.guardian and came.killed and self._healed_by_guardian(came)):
+            code, envelope, errors = self.skyctl("recover", "--yes")
+            if code != 0 or not all(row["ok"] for row in envelope["data"]["recovered"]):
+                shown = envelope.get("error") or errors[-300:]
+                came.violations.append(f"I6: recover ended with {code}: {shown}")
+        with FleetState(self.paths.database) as state:
+            measure(came, state.journal.jobs(2), died_at)
+        came.violations += self._look()
+        return came
+
+    def _push(self, dice: Dice) -> list[str]:
+        self._at = "a" if self._at == "b" else "b"
+        size = str(dice.chunk_bytes)
+        code, _, errors = self.skyctl(
+            "sync-weights", self.checkpoints[self._at], "--chunk-size", size
+        )
+        labels = {stub["weight_version"] for stub in self._states()}
+        if code == 0 and not (len(labels) == 1 and labels.pop().startswith(f"{self._at}@")):
+            return ["I6: exit code 0, and servers at other weights"]
+        if code not in (0, 1, 4):
+            return [f"I6: sync-weights ended with {code}: {errors[-200:]}"]
+        return []
+
+    def _kill_supervisor(self) -> None:
+        if supervisor_running(self.paths):
+            os.kill(listening(self.paths), signal.SIGKILL)
+            self._dead_soon()
+
+    def _dead_soon(self) -> bool:
+        """Whether no supervisor holds the fleet any more, within the longest delay of a kill."""
+        deadline = time.monotonic() + 0.2
+        while supervisor_running(self.paths):
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.005)
+        return True
+
+    def _healed_by_guardian(self, came: Came) -> bool:
+        with FleetState(self.paths.database) as state:
+            if state.journal.jobs(1)[0].state == "succeeded":
+                return False  # it was over: the next command revives the supervisor
+        deadline = time.monotonic() + BOUND_S
+        while time.monotonic() < deadline:
+            if supervisor_running(self.paths):
+                with FleetState(self.paths.database) as state:
+                    jobs = state.journal.jobs(1)
+                    settled = not in_doubt(state) and all(job.ended for job in jobs)
+                if settled and not checks.nothing_left(self.home, self._expected()):
+                    return True
+            time.sleep(0.05)
+        came.violations.append("I6: the guardian did not recover")
+        return False
+
+    def _states(self) -> list[dict[str, Any]]:
+        with httpx.Client(trust_env=False, timeout=5.0) as client:
+            return [client.get(f"{url}/stub/state").json() for url in self.urls]
+
+    def _expected(self) -> set[int]:
+        """The fleet's own processes: supervisor, servers, router, and what is below them."""
+        expected = set()
+        with FleetState(self.paths.database) as state:
+            for row in state.processes():
+                if row.identity is not None:
+                    expected.add(row.identity.pid)
+        if supervisor_running(self.paths):
+            expected.add(listening(self.paths))
+        return expected
+
+    def _look(self) -> list[str]:
+        states = self._states()
+        for stub, seen in zip(states, self._served, strict=True):
+            stub["served"] = stub["served"][seen:]
+        found = checks.served_only(states, self.committed)
+        found += checks.at_one_version(states, self.committed)
+        found += checks.state_is_whole(self.paths.database, str(states[0]["weight_version"]))
+        found += checks.nothing_left(self.home, self._expected())
+        with FleetState(self.paths.database) as state:
+            now = {r.name: r.identity.pid for r in state.processes() if r.identity is not None}
+        for name, pid in self.pids.items():
+            if now.get(name) != pid or not psutil.pid_exists(pid):
+                found.append(f"I3: {name} was replaced")
+        code, envelope, _ = self.skyctl("status")
+        if code != 0 or envelope["data"]["health"] != "healthy":
+            found.append(f"I6: status says {envelope['data']['reasons']}")
+        self._served = [len(stub["served"]) for stub in self._states()]
+        return found
+
+
+@contextmanager
+def supervised_fleet(directory: Path) -> Iterator[SupervisedFleet]:
+    """A prepared fleet; everything of it is down at the end of the block."""
+    fleet = SupervisedFleet(directory)
+    try:
+        fleet.prepare()
+        yield fleet
+    finally:
+        fleet.close()

@@ -1,0 +1,100 @@
+"""SIGKILL at named points: a sample of what `python -m benchmarks.kill_points` does in full."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from benchmarks.kill_points import KINDS
+from skyctl import kill_points
+from tests.faults.killing.attached import attached_fleet
+from tests.faults.killing.cycle import Came, Dice
+from tests.faults.killing.lives import Lives, lives
+from tests.faults.killing.supervised import SupervisedFleet, supervised_fleet
+
+GUARDED = ("push.pause.done", "push.update.sent", "push.published")
+
+
+def told(cames: list[Came]) -> list[str]:
+    return [f"{came.point}/{came.seed}: {wrong}" for came in cames for wrong in came.violations]
+
+
+def test_a_push_from_a_command_may_die_anywhere(tmp_path: Path) -> None:
+    async def cycles() -> list[Came]:
+        async with attached_fleet(tmp_path) as fleet:
+            # seed 0 recovers by the guardian, which costs a cold start: for a few points only
+            return [
+                await fleet.cycle(Dice.thrown(point, 0 if point in GUARDED else 7))
+                for point in KINDS["attached"]
+            ]
+
+    cames = asyncio.run(cycles())
+    assert told(cames) == []
+    assert sum(came.killed for came in cames) >= len(cames) - 3  # a late kill may miss its process
+    guarded = [came for came in cames if came.guardian and came.killed]
+    assert guarded and all(came.detected_s is not None for came in guarded)
+
+
+@pytest.fixture(scope="module")
+def supervised(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SupervisedFleet]:
+    with supervised_fleet(tmp_path_factory.mktemp("supervised")) as fleet:
+        yield fleet
+
+
+@pytest.mark.parametrize(
+    "point",
+    ["push.begun", "push.pause.call", "push.update.call", "push.record", "adopt.done",
+     "recover.begin", "sender.filled"],
+)  # fmt: skip
+def test_a_supervisor_may_die_anywhere_and_the_next_command_revives_it(
+    supervised: SupervisedFleet, point: str
+) -> None:
+    came = supervised.cycle(Dice.thrown(point, 7))
+    assert came.violations == []
+    assert came.killed
+
+
+def test_the_guardian_revives_a_supervisor_that_died_in_a_push(supervised: SupervisedFleet) -> None:
+    came = supervised.cycle(Dice.thrown("push.update.sent", 0))
+    assert came.guardian and came.killed
+    assert came.violations == []
+    assert came.detected_s is not None
+
+
+@pytest.fixture(scope="module")
+def short_lives(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lives]:
+    with lives(tmp_path_factory.mktemp("lives")) as fleet:
+        yield fleet
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])  # what is typed next: up, recover, down
+@pytest.mark.parametrize("point", ["server.spawned", "router.intended", "down.begin"])
+def test_a_fleet_whose_start_or_end_was_cut_short_leaves_nothing(
+    short_lives: Lives, point: str, seed: int
+) -> None:
+    came = short_lives.cycle(Dice.thrown(point, seed))
+    assert came.violations == []
+    assert came.killed
+
+
+def test_an_unset_variable_kills_nobody_and_an_unknown_point_is_refused() -> None:
+    run = [sys.executable, "-c", "import skyctl.kill_points as k; k.reached('push.begun')"]
+    env = {**os.environ, "SKYCTL_KILL_AT": ""}
+    assert subprocess.run(run, env=env, check=False).returncode == 0
+    killed = {**env, "SKYCTL_KILL_AT": "push.begun"}
+    assert subprocess.run(run, env=killed, check=False).returncode == -9
+    with pytest.raises(ValueError, match=r"no point 'push\.nowhere'"):
+        kill_points._parsed("push.nowhere:2")
+
+
+@pytest.mark.parametrize("point", kill_points.POINTS)
+def test_every_named_point_is_in_the_code_once_or_more(point: str) -> None:
+    package = Path(kill_points.__file__).parent
+    code = [p.read_text() for p in package.rglob("*.py") if p.name != "kill_points.py"]
+    assert any(f'reached("{point}")' in text for text in code)
