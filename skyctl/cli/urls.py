@@ -152,6 +152,10 @@ def _write(found: FleetUrls, path: Path) -> str:
 
     count = write_targets(found, path)
     output.note(f"{count} targets in {path}")
+    if where := found.access.api_key_file or found.access.api_key_env:
+        output.note(
+            f"scrape servers with `authorization: {{credentials_file: …}}`, a copy of {where}"
+        )
     if found.router and found.router_metrics is None:
         output.note("the router is not among them: where its metrics are is not known")
     return str(path.absolute())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,7 @@ from skyctl.doctor.finding import Finding, Severity
 from skyctl.doctor.fleet_file import FilePlan, ModelFacts, check_fleet_file
 from skyctl.doctor.machine import Needs, check_machine
 from skyctl.doctor.running import RunningFacts, check_running
-from skyctl.errors import SkyctlError
+from skyctl.errors import ServerError, SkyctlError
 from skyctl.fleet.paths import state_root
 
 if TYPE_CHECKING:
@@ -111,8 +112,8 @@ async def _examine_running(ref: FleetRef, plan: FleetPlan | None, verify: bool) 
         up = [r for r in status.replicas if r.state in ("ready", "paused", "asleep")]
         targets = [ServerTarget(r.name, r.url, fleet.control_token()) for r in up]
         async with ControlClient() as client:
-            (vllm, versions), workers = await asyncio.gather(
-                _ask_servers(client, targets), _workers(client, status)
+            (vllm, versions), workers, asks_token = await asyncio.gather(
+                _ask_servers(client, targets), _workers(client, status), _ask_token(client, targets)
             )
         verification: Mapping[str, Any] | None = None
         if verify:
@@ -121,7 +122,9 @@ async def _examine_running(ref: FleetRef, plan: FleetPlan | None, verify: bool) 
         if plan is not None or ref.config.attached:
             drift = await find_drift(ref, status)
         return check_running(
-            RunningFacts(status, drift, rows, pushes, vllm, versions, workers, verification)
+            RunningFacts(
+                status, drift, rows, pushes, vllm, versions, workers, verification, asks_token
+            )
         )
 
 
@@ -143,6 +146,21 @@ async def _ask_servers(
         {name: vllm for name, (vllm, _) in answers.items()},
         {name: version for name, (_, version) in answers.items() if version is not None},
     )
+
+
+async def _ask_token(client: ControlClient, targets: list[ServerTarget]) -> dict[str, bool]:
+    """Whether a control route refuses who sends no token, of each server that answers."""
+
+    async def refuses(target: ServerTarget) -> bool | None:
+        stranger = VLLMServer(client, replace(target, api_key=None), timeout_s=ASK_TIMEOUT_S)
+        try:
+            await stranger.is_paused()
+        except ServerError as error:
+            return True if error.status in (401, 403) else None
+        return False
+
+    outcomes = await fan_out(targets, refuses, timeout_s=ASK_TIMEOUT_S)
+    return {o.server: o.value for o in outcomes if o.value is not None}
 
 
 async def _workers(client: ControlClient, status: FleetStatus) -> list[str] | None:

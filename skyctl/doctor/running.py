@@ -23,7 +23,8 @@ class RunningFacts:
     """One fleet now. What could not be learned is None or left out of its mapping.
 
     `vllm` and `versions` map a server to its vLLM's version and the weight version it reports;
-    `workers` are the URLs the router lists; `verification` is a fresh comparison of the weights.
+    `workers` are the URLs the router lists; `verification` is a fresh comparison of the weights;
+    `asks_token` maps a server to whether its control routes refuse who sends none.
     """
 
     status: FleetStatus
@@ -34,6 +35,7 @@ class RunningFacts:
     versions: Mapping[str, str] = field(default_factory=dict)
     workers: Sequence[str] | None = None
     verification: Mapping[str, Any] | None = None
+    asks_token: Mapping[str, bool] = field(default_factory=dict)
 
 
 def check_running(facts: RunningFacts) -> list[Finding]:
@@ -179,6 +181,27 @@ def router(facts: RunningFacts) -> Iterator[Finding]:
         yield _ok("router", f"the router lists the {len(listed)} servers it should")
 
 
+def control_tokens(facts: RunningFacts) -> Iterator[Finding]:
+    """Can whoever reaches a server's port control it?"""
+    open_to_all = sorted(name for name, asks in facts.asks_token.items() if not asks)
+    if open_to_all and facts.status.supervised is None:
+        yield _warning(
+            "control-tokens",
+            f"{', '.join(open_to_all)}: control routes ask for no token; whoever reaches these "
+            "ports can replace the weights",
+            "bind them to loopback, or start them with skyctl, which guards them",
+        )
+    elif open_to_all:
+        yield _warning(
+            "control-tokens",
+            f"{', '.join(open_to_all)}: control routes ask for no token; every user of this "
+            "machine can replace the weights",
+            "leave `auth` out of the fleet file; then: skyctl up",
+        )
+    elif facts.asks_token:
+        yield _ok("control-tokens", "control routes of every server ask for a token")
+
+
 def last_push(facts: RunningFacts) -> Iterator[Finding]:
     """Did the latest push go well?"""
     if not facts.pushes:
@@ -204,6 +227,7 @@ CHECKS: tuple[Callable[[RunningFacts], Iterator[Finding]], ...] = (
     weight_versions,
     weight_digests,
     router,
+    control_tokens,
     last_push,
 )
 

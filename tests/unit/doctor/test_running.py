@@ -165,3 +165,14 @@ def test_a_failed_push_is_worth_a_look() -> None:
     went_well = PushRecord("push-4", 0.0, True, "v2", "c", None, {"freeze_window_s": 0.06})
     messages = [f.message for f in check_running(facts(pushes=[went_well, failed]))]
     assert "push-4 went well: v2, frozen for 60 ms" in messages
+
+
+def test_a_server_whose_control_routes_are_open_is_named_with_what_closes_them() -> None:
+    sound = facts(asks_token={"f-0": True, "f-1": True})
+    assert wrong(sound) == []
+    assert any(f.check == "control-tokens" for f in check_running(sound))
+    (ours,) = wrong(facts(asks_token={"f-0": True, "f-1": False}))
+    assert (ours.check, ours.severity) == ("control-tokens", Severity.WARNING)
+    assert "f-1" in ours.message and "f-0" not in ours.message and "skyctl up" in ours.fix
+    (theirs,) = wrong(facts(supervised=None, asks_token={"f-0": False}))
+    assert "whoever reaches" in theirs.message
