@@ -3,6 +3,7 @@
     SKYCTL_KILL_AT=push.update.sent        the first time that point is reached
     SKYCTL_KILL_AT=push.update.sent:3      the third time
     SKYCTL_KILL_AT=push.update.call:2+15   15 ms after the second time, amid what follows
+    SKYCTL_KILL_AT=@FILE                   what the file says, for whoever removes it: one dies
 
 Each point is reached by one kind of process (the process that pushes, the sender, the supervisor, a
 command), so that the variable may be inherited by all of them. `POINTS` lists every one.
@@ -13,6 +14,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from pathlib import Path
 
 VARIABLE = "SKYCTL_KILL_AT"
 
@@ -74,6 +76,11 @@ POINTS = (*PUSH, *SENDER, *SUPERVISOR, *COMMAND)
 
 def _parsed(text: str) -> tuple[str, int, float]:
     """Point, how often it is to be reached, and the delay after that in seconds."""
+    if text.startswith("@"):
+        try:
+            text = Path(text[1:]).read_text().strip()
+        except FileNotFoundError:  # somebody died of it
+            return "", 1, 0.0
     named, _, delay_ms = text.partition("+")
     point, _, count = named.partition(":")
     if point and point not in POINTS:
@@ -81,7 +88,8 @@ def _parsed(text: str) -> tuple[str, int, float]:
     return point, int(count or 1), float(delay_ms or 0) / 1000
 
 
-_point, _left, _delay_s = _parsed(os.environ.get(VARIABLE, ""))
+_asked = os.environ.get(VARIABLE, "")
+_point, _left, _delay_s = _parsed(_asked)
 
 
 def reached(point: str) -> None:
@@ -93,7 +101,7 @@ def reached(point: str) -> None:
 def _count_down() -> None:
     global _left
     _left -= 1
-    if _left != 0:
+    if _left != 0 or not _is_ours():
         return
     if _delay_s:
         timer = threading.Timer(_delay_s, os.kill, (os.getpid(), signal.SIGKILL))
@@ -101,3 +109,13 @@ def _count_down() -> None:
         timer.start()
     else:
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _is_ours() -> bool:
+    if not _asked.startswith("@"):
+        return True
+    try:
+        os.unlink(_asked[1:])
+    except FileNotFoundError:
+        return False
+    return True

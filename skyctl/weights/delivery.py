@@ -81,6 +81,7 @@ class ChunkDelivery:
         self._lease: Lease | None = None
         self._delivered = False
         self._read_ahead_until = 0.0
+        self._joined_before = False
         self._outstanding = 1
         self._session: Session | None = None
         self._offsets: dict[str, int] = {}
@@ -150,6 +151,7 @@ class ChunkDelivery:
         timeout_s = self._fleet.rendezvous_timeout_s + _GRACE_S
         group = json.dumps([[site.name, site.server.instance] for site in sites])
         if lease.group == group and all(site.server.instance for site in sites):
+            self._joined_before = True
             return  # the group of the last push still stands: the very same processes are in it
 
         async def call(site: Site) -> None:
@@ -180,7 +182,8 @@ class ChunkDelivery:
     async def update(self, sites: Sequence[Site], on_progress: Callable[[int], None]) -> None:
         lease = self._opened()[0]
         clock = asyncio.get_running_loop().time
-        lease.lead_s = clock() - self._read_ahead_until
+        if self._joined_before or not self._transport.collective:  # forming a group takes seconds
+            lease.lead_s = clock() - self._read_ahead_until
         try:
             if self._transport.one_update:
                 began = clock()

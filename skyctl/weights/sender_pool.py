@@ -10,6 +10,7 @@ from typing import Any
 from skyctl.weights.sender_client import SenderFailed, SenderProcess
 
 _REST_TIMEOUT_S = 10.0
+_OF_UPDATE = 0.75
 
 
 @dataclass
@@ -31,8 +32,12 @@ class Lease:
     load_s_per_byte: float = 0.0
 
     def loaded(self, total_bytes: int, seconds: float) -> None:
-        """Learn from such an update. The least counts: others may have waited for the reader."""
-        new = seconds / total_bytes
+        """Learn from such an update.
+
+        The least counts, and a little less than that: what it took may have been waiting for the
+        reader, and each push begins with no more lead than the servers need.
+        """
+        new = seconds * _OF_UPDATE / total_bytes
         self.load_s_per_byte = min(new, self.load_s_per_byte or new)
 
 
