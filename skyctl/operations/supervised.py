@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from skyctl.supervisor.recovery import Recovered
     from skyctl.weights.push import PushRequest
 
+_VERB_GRACE_S = 45.0  # beyond a verb's deadline: states read back, a rollback, a router that hangs
+
 
 class SupervisedFleet:
     """One fleet with a supervisor. Every verb raises FleetDownError when it does not answer."""
@@ -256,7 +258,7 @@ class SupervisedFleet:
         body = {"arguments": arguments, "servers": servers and list(servers)}
         reached("verb.asked")
         answer = await self._post(
-            f"/verbs/{verb}", {**body, "timeout_s": timeout_s}, timeout_s=timeout_s + 30.0
+            f"/verbs/{verb}", {**body, "timeout_s": timeout_s}, timeout_s=timeout_s + _VERB_GRACE_S
         )
         reached("verb.answered")
         return list(answer["outcomes"])

@@ -24,6 +24,7 @@ from tests.faults.command import attached, skyctl
 from tests.stub.app import StubServer
 from tests.stub.faults import Fault
 from tests.stub.running import running
+from tests.unit.docs.test_bounds import evaluated, worst
 
 TIMEOUT_S = 0.6
 ROUTES = {"pause": "/pause", "resume": "/resume", "sleep": "/sleep", "wake": "/wake_up"}
@@ -145,9 +146,12 @@ async def test_one_server_that_hangs_altogether_ends_with_both_deadlines(verb: s
     """The worst case of a verb: its own deadline, and that of reading the state back."""
     stubs = [StubServer() for _ in range(3)]
     stubs[BAD].asgi.faults["*"] = Fault("hang")
+    known = {"control_timeout_s": TIMEOUT_S, "READ_BACK_TIMEOUT_S": 0.3}
+    [bound_s] = [evaluated(row[2], known) for row in worst() if row[0] == verb]
     async with running(stubs) as targets, ControlClient() as client:
         run = getattr(verbs, verb)
-        outcomes = await run(client, targets, timeout_s=TIMEOUT_S, read_back_timeout_s=0.3)
+        async with asyncio.timeout(bound_s + 5):
+            outcomes = await run(client, targets, timeout_s=TIMEOUT_S, read_back_timeout_s=0.3)
     assert outcomes[BAD].status.value == "timeout"
     assert "state unknown" in outcomes[BAD].detail or "not asked" in outcomes[BAD].detail
     done = "rolled-back" if verb == "pause" else "ok"

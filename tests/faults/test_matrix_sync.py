@@ -25,6 +25,7 @@ from tests.faults.attached_fleet import attached_fleet
 from tests.stub.app import StubServer
 from tests.stub.faults import Fault
 from tests.stub.state import StubEngine
+from tests.unit.docs.test_bounds import evaluated, names, worst
 from tests.unit.weights.checkpoints import tiny_tensors, write_checkpoint
 from tests.unit.weights.fleets import Recorder, Stubs, content
 
@@ -48,10 +49,27 @@ def stubs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Stubs:
     return stubs
 
 
+def bound_s(stubs: Stubs) -> float:
+    """The worst case of docs/bounds.md with the stubs' deadlines, and 5 s."""
+    known = names() | {
+        "control_timeout_s": stubs.fleet.control_timeout_s,
+        "update_timeout_s": stubs.fleet.update_timeout_s,
+        "rendezvous_timeout_s": stubs.fleet.rendezvous_timeout_s,
+        "_GRACE_S": 0.2,
+        "_STARTUP_TIMEOUT_S": 0.0,
+    }
+    cases = [row[2] for row in worst() if row[0].startswith("sync-weights")]
+    return max(evaluated(formula, known) for formula in cases) + 5.0
+
+
+STARTS_S = 10.0
+"""What two senders may take to start on a busy machine; their own deadline is far longer."""
+
+
 async def run(stubs: Stubs, observer: Recorder | None = None, **changes: Any) -> dict[str, Any]:
     """One push to its end; what it says of each server, by name."""
     request = PushRequest(**{"checkpoint": str(stubs.new), **changes})
-    async with asyncio.timeout(60), stubs.client() as client:
+    async with asyncio.timeout(bound_s(stubs) + STARTS_S), stubs.client() as client:
         try:
             result = await push(
                 request, stubs.fleet, client=client, observer=observer or Recorder()
