@@ -7,7 +7,11 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class ServerTarget:
-    """One vLLM server. `url` has no trailing slash; `api_key` never shows in repr or logs."""
+    """One vLLM server. `url` has no trailing slash.
+
+    `api_key` is what every request to it bears: the control token, or an API key where there is no
+    token. It never shows in repr or logs.
+    """
 
     name: str
     url: str

@@ -136,3 +136,24 @@ async def test_a_get_that_works_the_second_time_is_answered() -> None:
 
     async with client(answer) as control:
         assert await control.call(TARGET, "GET", "/version") == {"version": "0.32.0"}
+
+
+async def test_a_server_that_sends_us_elsewhere_does_not_get_the_token_sent_there() -> None:
+    seen: list[str] = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        seen.append(request.url.host)
+        return httpx.Response(307, headers={"location": "http://elsewhere/is_paused"})
+
+    async with client(answer) as control:
+        with pytest.raises(ServerError, match="answered 307"):
+            await control.call(TARGET, "GET", "/is_paused")
+    assert seen == ["127.0.0.1"]
+
+
+async def test_a_token_that_a_server_repeats_is_not_shown() -> None:
+    async with client(lambda _: httpx.Response(401, text="bad token s3cret")) as control:
+        with pytest.raises(ServerError) as caught:
+            await control.call(TARGET, "GET", "/is_paused")
+    assert "s3cret" not in str(caught.value) and "s3cret" not in repr(TARGET)
+    assert "control_token_env" in caught.value.hint

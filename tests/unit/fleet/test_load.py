@@ -340,3 +340,48 @@ def test_any_value_under_a_known_key_is_a_fleet_or_an_error(values: dict[str, ob
     import yaml
 
     loads_or_refuses(yaml.safe_dump({"name": "a", "model": "x", **values}, allow_unicode=True))
+
+
+STARTED = "name: demo\nmodel: x\n"
+ATTACHED = "name: demo\nservers: [http://h:1]\n"
+
+
+@pytest.mark.parametrize("written", ["all", "control", "none", "'none'"])
+def test_auth_is_one_of_three_words_and_all_when_not_said(written: str) -> None:
+    assert parse(STARTED).auth == "all"
+    assert parse(STARTED + f"auth: {written}\n").auth == written.strip("'")
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("auth: off\n", "3: auth: expected one of 'all', 'control', 'none', got false"),
+        ("auth: true\n", "3: auth: expected one of 'all', 'control', 'none', got true"),
+        ("auth: nnoe\n", "did you mean 'none'?"),
+        ("auth: none\nhost: 0.0.0.0\n", "`auth: none` with host 0.0.0.0"),
+        ("auth: none\nhost: 127.evil.example\n", "whoever reaches these ports"),
+        ("auth: none\nrouter: {host: 10.0.0.1}\n", "`auth: none` with router.host 10.0.0.1"),
+        ("auth: none\nweight_transfer: {transport: ipc}\n", "servers unpickle what is sent"),
+        ("control_token_env: T\n", "`control_token_env` goes with `servers`"),
+        ("env: {SKYCTL_CONTROL_TOKEN: x}\n", "skyctl makes it; see the key `auth`"),
+        ("env: {VLLM_ALLOW_INSECURE_SERIALIZATION: 1}\n", "skyctl sets it"),
+    ],
+)
+def test_what_would_leave_servers_open_is_refused(text: str, expected: str) -> None:
+    (line,) = refused(STARTED + text)
+    assert expected in line
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.8.0.1", "::1", "localhost"])
+def test_auth_none_is_allowed_where_only_this_machine_gets(host: str) -> None:
+    text = f"auth: none\nhost: '{host}'\nrouter: {{enabled: false, host: 0.0.0.0}}\n"
+    assert parse(STARTED + text).auth == "none"
+    assert parse(STARTED + "host: 0.0.0.0\nweight_transfer: {transport: ipc}\n").auth == "all"
+
+
+def test_an_attached_fleets_token_is_a_variables_name_and_never_repeated() -> None:
+    assert parse(ATTACHED + "control_token_env: FAR_TOKEN\n").control_token_env == "FAR_TOKEN"
+    (line,) = refused(ATTACHED + "control_token_env: 's3cret-token!'\n")
+    assert "s3cret" not in line and "the name of an environment variable" in line
+    (line,) = refused(ATTACHED + "auth: all\n")
+    assert "is for servers that skyctl starts" in line
