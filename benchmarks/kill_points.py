@@ -2,7 +2,7 @@
 
     python -m benchmarks.kill_points --seeds 100                 # stubs, in tens of minutes
     python -m benchmarks.kill_points --seeds 100 --only attached --minutes 10
-    python -m benchmarks.kill_points --real --fleet-file fleet.yaml --checkpoints a b
+    python -m benchmarks.kill_points --real                      # every point once, vLLM on CPU
 
 Every killed process is a real one and dies by SIGKILL; commands and supervisors are forked from a
 warm process, so that a cycle takes a second and not four. Seeds decide how often a point is passed
@@ -49,10 +49,6 @@ def main() -> None:
     parser.add_argument("--points", nargs="*", help="these points only")
     parser.add_argument("--minutes", type=float, default=600.0, help="stop after this long")
     parser.add_argument("--real", action="store_true", help="once per point, on real servers")
-    parser.add_argument(
-        "--directory", type=Path, help="of a real fleet: fleet.yaml, two checkpoints"
-    )
-    parser.add_argument("--checkpoints", nargs=2, default=["checkpoints/a", "checkpoints/b"])
     parser.add_argument("--out", type=Path, help="where to write JSON")
     options = parser.parse_args()
     kinds = ["real"] if options.real else [options.only] if options.only else list(KINDS)
@@ -86,8 +82,8 @@ def _run(kind: str, options: argparse.Namespace, deadline: float) -> list[Came]:
                 return _each(order, fleet_of_lives.cycle, deadline)
         from tests.faults.killing.real import real_fleet
 
-        with real_fleet(options.directory, options.checkpoints) as real:
-            return _each(order, real.cycle, deadline)
+        with real_fleet(Path(directory)) as real:
+            return _each(order, real.cycle, deadline, guardian_every=1)
 
 
 REAL = (*kill_points.PUSH, *SENDER, "adopt.begin", "adopt.done", "recover.begin")
@@ -108,13 +104,16 @@ async def _attached(
 
 
 def _each(
-    order: Iterable[tuple[str, int]], cycle: Callable[[Dice], Came], deadline: float
+    order: Iterable[tuple[str, int]],
+    cycle: Callable[[Dice], Came],
+    deadline: float,
+    guardian_every: int = 10,
 ) -> list[Came]:
     cames = []
     for point, seed in order:
         if time.monotonic() > deadline:
             break
-        cames.append(_noted(cycle(Dice.thrown(point, seed))))
+        cames.append(_noted(cycle(Dice.thrown(point, seed, guardian_every=guardian_every))))
     return cames
 
 

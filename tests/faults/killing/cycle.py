@@ -22,7 +22,8 @@ class Dice:
     """What a seed decides: how far the point is counted, the delay after it, chunks, the guardian.
 
     `at` is the value of SKYCTL_KILL_AT. `guardian`: the kill is noticed by the push's own guardian,
-    else recovery is started by hand.
+    else recovery is started by hand. `fails_at`: the update call on which the first server's worker
+    raises, as vLLM leaves it: session closed, half loaded; 0 for none.
     """
 
     point: str
@@ -30,6 +31,7 @@ class Dice:
     at: str
     chunk_bytes: int
     guardian: bool
+    fails_at: int = 0
 
     @classmethod
     def thrown(cls, point: str, seed: int, *, guardian_every: int = 10) -> Dice:
@@ -43,7 +45,9 @@ class Dice:
         at = f"{point}:{count}" + (f"+{delay_ms}" if delay_ms else "")
         guardian = point.startswith("push.") and seed % guardian_every == 0
         # before it stands, nobody is there to notice
-        return cls(point, seed, at, chunk_bytes, guardian and point != "push.begun")
+        guardian = guardian and point != "push.begun"
+        fails_at = dice.randint(1, chunks) if dice.random() < 0.25 else 0
+        return cls(point, seed, at, chunk_bytes, guardian, fails_at)
 
 
 @dataclass

@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import httpx
 import psutil
@@ -28,13 +28,38 @@ from tests.unit.weights.checkpoints import tiny_tensors, write_checkpoint
 NAME = "stubs"
 
 
+class Runner(Protocol):
+    """Runs commands to their end (see Zygote)."""
+
+    def run(
+        self, *argv: str, cwd: Path, env: dict[str, str], guardian: bool, timeout_s: float = 60.0
+    ) -> tuple[int, dict[str, Any], str]: ...
+
+    def close(self) -> None: ...
+
+
 class SupervisedFleet:
     """A real fleet of stub processes; commands and supervisors are forked from a warm process."""
+
+    name = NAME
+    scale = 1  # of the chunks' sizes
+    bound_s = BOUND_S
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self.home = directory / "home"
-        self.paths = FleetPaths(self.home, NAME)
+        self.paths = FleetPaths(self.home, self.name)
+        self.checkpoints: dict[str, str] = {}
+        self.committed: dict[str, str] = {}
+        self.pids: dict[str, int] = {}
+        self.urls: list[str] = []
+        self._at = "b"
+        self._served: list[int] = []
+        self._runner: Runner = self._set_up()
+
+    def _set_up(self) -> Runner:
+        """Write the fleet file and the checkpoints; what runs the commands."""
+        directory = self.directory
         stub_fleet = StubFleet(directory)
         stub_fleet.write(
             replicas=2, extra="auth: none\nweight_transfer: {transport: shm, update_timeout_s: 10}"
@@ -44,12 +69,7 @@ class SupervisedFleet:
             name: str(write_checkpoint(directory / name, tiny_tensors(seed)))
             for name, seed in (("a", 50), ("b", 90))
         }
-        self.committed: dict[str, str] = {}
-        self.pids: dict[str, int] = {}
-        self.urls: list[str] = []
-        self._zygote = Zygote(directory)
-        self._at = "b"
-        self._served: list[int] = []
+        return Zygote(directory)
 
     def prepare(self) -> None:
         """Start the fleet and push both checkpoints once, undisturbed."""
@@ -69,13 +89,13 @@ class SupervisedFleet:
         try:
             self.skyctl("down", "--drain-timeout", "0")
         finally:
-            self._zygote.close()
+            self._runner.close()
 
     def skyctl(
         self, *arguments: str, kill_at: str = "", guardian: bool = False
     ) -> tuple[int, dict[str, Any], str]:
         env = {"SKYCTL_HOME": str(self.home), **({"SKYCTL_KILL_AT": kill_at} if kill_at else {})}
-        return self._zygote.run(
+        return self._runner.run(
             *arguments, "--json", cwd=self.directory, env=env, guardian=guardian
         )
 
@@ -105,7 +125,7 @@ class SupervisedFleet:
 
     def _push(self, dice: Dice) -> list[str]:
         self._at = "a" if self._at == "b" else "b"
-        size = str(dice.chunk_bytes)
+        size = str(dice.chunk_bytes * self.scale)
         code, _, errors = self.skyctl(
             "sync-weights", self.checkpoints[self._at], "--chunk-size", size
         )
@@ -134,7 +154,7 @@ class SupervisedFleet:
         with FleetState(self.paths.database) as state:
             if state.journal.jobs(1)[0].state == "succeeded":
                 return False  # it was over: the next command revives the supervisor
-        deadline = time.monotonic() + BOUND_S
+        deadline = time.monotonic() + self.bound_s
         while time.monotonic() < deadline:
             if supervisor_running(self.paths):
                 with FleetState(self.paths.database) as state:
