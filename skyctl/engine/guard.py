@@ -96,7 +96,7 @@ class Guard:
         given = _bearer(scope)
         # both are always compared, so that time tells nothing
         has_token = hmac.compare_digest(given, self._token)
-        has_key = hmac.compare_digest(given, self._key) and bool(self._key)
+        has_key = hmac.compare_digest(given, self._key)
         if has_token and self._key:
             _hand_over(scope, self._key)
         return "" if has_token or (has_key and wanted == "data") else wanted
