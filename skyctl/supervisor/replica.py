@@ -92,8 +92,11 @@ class Replica:
 
     @property
     def target(self) -> ServerTarget:
-        env = self._context.credentials.fill(self.spec.env)
-        return ServerTarget(self.name, self.spec.url, env.get(CONTROL_TOKEN) or env.get(API_KEY))
+        credentials = self._context.credentials
+        env = credentials.fill(self.spec.env)
+        # one that was adopted may ask for a token that the fleet file no longer asks for
+        key = env.get(CONTROL_TOKEN) or env.get(API_KEY) or credentials.control
+        return ServerTarget(self.name, self.spec.url, key)
 
     @property
     def running_hash(self) -> str:

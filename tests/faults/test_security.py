@@ -136,6 +136,21 @@ def test_changing_auth_is_drift_that_up_ends(fleet: StubFleet) -> None:
     assert status(url, "/resume") == 401
 
 
+def test_servers_that_ask_for_a_token_are_adopted_though_the_file_no_longer_says_so(
+    fleet: StubFleet,
+) -> None:
+    fleet.run("up", "--no-router")
+    before = fleet.json("status")["data"]
+    supervisor = psutil.Process(before["supervisor_pid"])
+    fleet.write(extra="auth: none")
+    supervisor.kill()
+    psutil.wait_procs([supervisor], timeout=10)
+    fleet.run("wait", "--for", "ready", "--timeout", "30")
+    after = fleet.json("status")["data"]
+    assert after["supervisor_pid"] != before["supervisor_pid"]
+    assert [r["pid"] for r in after["replicas"]] == [r["pid"] for r in before["replicas"]]
+
+
 def test_another_skyctls_fleet_is_attached_to_with_its_token_in_a_variable(
     fleet: StubFleet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
