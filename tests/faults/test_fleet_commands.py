@@ -8,11 +8,13 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
 import pytest
 
+from skyctl.fleet.state import FleetState
 from tests.faults.stub_fleet import StubFleet
 
 
@@ -128,17 +130,76 @@ def test_a_wait_that_is_too_short_ends_with_124_and_the_fleet_goes_on(fleet: Stu
     assert fleet.replicas()["stubs-0"]["state"] == "ready"
 
 
-def test_a_fleet_without_its_supervisor_says_so_and_up_takes_it_over(fleet: StubFleet) -> None:
+def test_a_fleet_whose_supervisor_was_killed_gets_another_with_the_next_command(
+    fleet: StubFleet,
+) -> None:
+    fleet.run("up")
+    fleet.run("scale", "3")
+    before = fleet.json("status")["data"]
+    kill(before["supervisor_pid"])
+    found = fleet.json("recover", "--dry-run")["data"]["findings"]
+    assert {row["found"] for row in found} == {"unsupervised"} and len(found) == 3
+    fleet.run("pause", "--mode", "keep")
+    after = fleet.json("status")["data"]
+    assert after["supervisor_pid"] != before["supervisor_pid"]
+    assert after["router"]["pid"] == before["router"]["pid"]
+    assert [r["pid"] for r in after["replicas"]] == [r["pid"] for r in before["replicas"]]
+    assert {r["state"] for r in after["replicas"]} == {"paused"}
+
+
+def test_a_supervisor_that_cannot_be_replaced_is_missed_and_said_so(fleet: StubFleet) -> None:
+    fleet.run("up", "--no-router")
+    kill(fleet.json("status")["data"]["supervisor_pid"])
+    fleet.write(extra="api_key_env: STUB_KEY_THAT_IS_NOT_SET")
+    left = fleet.run("status")  # with --exit-code it would plan, too
+    assert "unsupervised" in left.stdout and "STUB_KEY_THAT_IS_NOT_SET" in left.stdout
+    refused = fleet.json("pause", expect=4)["error"]
+    assert "STUB_KEY_THAT_IS_NOT_SET" in refused["message"] + refused["hint"]
+
+
+def test_a_down_that_was_cut_short_is_not_undone_but_finished(fleet: StubFleet) -> None:
     fleet.run("up", "--no-router")
     before = fleet.json("status")["data"]
-    assert before["router"] is None
-    os.kill(before["supervisor_pid"], signal.SIGKILL)
-    psutil.wait_procs([psutil.Process(before["supervisor_pid"])], timeout=10)
+    kill(before["supervisor_pid"])
+    with FleetState(fleet.directory / "home" / "fleets" / "stubs" / "state.sqlite") as state:
+        state.set("going_down", "1")
     left = fleet.run("status", "--exit-code", expect=1)
-    assert "unsupervised" in left.stdout and "skyctl up" in left.stdout
+    assert "cut short" in left.stdout and "skyctl down" in left.stdout
+    done = fleet.json("recover", "--yes")["data"]["recovered"]
+    assert {row["action"] for row in done} == {"down"} and all(row["ok"] for row in done)
+    assert not any(runs(row["pid"]) for row in before["replicas"])
+
+
+def test_after_a_reboot_the_state_is_stale_and_nothing_is_signalled(fleet: StubFleet) -> None:
     fleet.run("up", "--no-router")
-    after = fleet.json("status")["data"]
-    assert [r["pid"] for r in after["replicas"]] == [r["pid"] for r in before["replicas"]]
+    before = fleet.json("status")["data"]
+    kill(before["supervisor_pid"])
+    database = fleet.directory / "home" / "fleets" / "stubs" / "state.sqlite"
+    with FleetState(database) as state:
+        rows = state.processes()
+        for row in rows:
+            assert row.identity is not None
+            state.save_process(replace(row, identity=replace(row.identity, boot_id="before")))
+    stale = fleet.run("status", "--exit-code", expect=4)
+    assert "machine was restarted" in stale.stdout
+    assert fleet.json("recover")["data"]["findings"][0]["found"] == "stale"
+    assert all(runs(row["pid"]) for row in before["replicas"])
+    with FleetState(database) as state:
+        for row in rows:
+            state.save_process(row)  # so that they are found at the end
+
+
+def runs(pid: int) -> bool:
+    """Whether a process lives; one that nobody has reaped yet does not."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def kill(pid: int) -> None:
+    os.kill(pid, signal.SIGKILL)
+    psutil.wait_procs([psutil.Process(pid)] if psutil.pid_exists(pid) else [], timeout=10)
 
 
 def test_status_loads_neither_torch_nor_vllm_nor_a_web_server(fleet: StubFleet) -> None:

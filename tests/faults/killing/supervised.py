@@ -172,11 +172,11 @@ class SupervisedFleet:
 
     def _expected(self) -> set[int]:
         """The fleet's own processes: supervisor, servers, router, and what is below them."""
-        expected = set()
+        expected: set[int] = set()
         with FleetState(self.paths.database) as state:
             for row in state.processes():
-                if row.identity is not None:
-                    expected.add(row.identity.pid)
+                if (process := row.identity and row.identity.process()) is not None:
+                    expected |= {process.pid, *(p.pid for p in process.children(recursive=True))}
         if supervisor_running(self.paths):
             expected.add(listening(self.paths))
         return expected

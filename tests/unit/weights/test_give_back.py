@@ -1,0 +1,66 @@
+"""A frozen server is given back only with the weights it had."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from skyctl.control.server import VLLMServer
+from skyctl.errors import ServerError
+from skyctl.weights.give_back import give_back
+from skyctl.weights.verify import weights_digest
+from tests.unit.weights.fleets import Stubs
+
+
+@pytest.fixture
+def stubs(tmp_path: Path) -> Stubs:
+    return Stubs(tmp_path, count=1)
+
+
+async def given_back(
+    stubs: Stubs, stage: str, *, digest: str | None = None, thaw: bool = True
+) -> None:
+    async with stubs.client() as client:
+        server = VLLMServer(client, stubs.fleet.servers[0].target)
+        await give_back(server, stage=stage, thaw=thaw, digest=digest, timeout_s=5.0)
+
+
+async def digest_of(stubs: Stubs) -> str:
+    async with stubs.client() as client:
+        server = VLLMServer(client, stubs.fleet.servers[0].target)
+        return (await weights_digest(server, timeout_s=5.0))[0]
+
+
+@pytest.mark.parametrize("stage", ["pause", "init", "start"])
+async def test_one_without_a_session_is_resumed(stubs: Stubs, stage: str) -> None:
+    [engine] = stubs.engines
+    await engine.pause("keep")
+    await given_back(stubs, stage, digest=await digest_of(stubs))
+    assert not engine.paused
+    assert ("finish" in engine.log) is False
+
+
+async def test_an_open_session_is_closed_first(stubs: Stubs) -> None:
+    [engine] = stubs.engines
+    await engine.pause("keep")
+    engine.start_update()
+    await given_back(stubs, "start")
+    assert engine.log[-2:] == ["finish", "resume"] and not engine.update_open
+
+
+async def test_one_that_was_paused_before_stays_so(stubs: Stubs) -> None:
+    [engine] = stubs.engines
+    await engine.pause("keep")
+    await given_back(stubs, "start", thaw=False)
+    assert engine.paused
+
+
+async def test_one_that_holds_something_else_is_not_resumed(stubs: Stubs) -> None:
+    [engine] = stubs.engines
+    before = await digest_of(stubs)
+    await engine.pause("keep")
+    engine.digest = "something else"
+    with pytest.raises(ServerError, match="not what they were"):
+        await given_back(stubs, "start", digest=before)
+    assert engine.paused
