@@ -1,0 +1,62 @@
+"""A command and a supervisor of another skyctl: refused before anything is done, with a hint."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import httpx
+import pytest
+
+from skyctl.errors import ServerError, VersionMismatch
+from skyctl.fleet.paths import FleetPaths
+from skyctl.fleet.state import FleetState
+from skyctl.supervisor.api import make_app
+from skyctl.supervisor.client import SupervisorClient
+from skyctl.supervisor.resident import Supervisor
+from skyctl.supervisor.wire import VERSION_HEADER, spoken, stamp
+
+
+def client(tmp_path: Path, handler: httpx.AsyncBaseTransport) -> SupervisorClient:
+    return SupervisorClient(FleetPaths(tmp_path, "stubs"), transport=handler)
+
+
+def answering(status: int, **headers: str) -> httpx.MockTransport:
+    found = {name.replace("_", "-"): value for name, value in headers.items()}
+    return httpx.MockTransport(lambda _: httpx.Response(status, text="oh", headers=found))
+
+
+async def test_a_supervisor_refuses_another_protocol_before_it_does_anything(
+    tmp_path: Path,
+) -> None:
+    paths = FleetPaths(tmp_path, "stubs").prepare()
+    with FleetState(paths.database) as state:
+        supervisor = Supervisor(paths, state)
+        app = httpx.ASGITransport(make_app(supervisor))
+        async with httpx.AsyncClient(transport=app, base_url="http://supervisor") as other:
+            refused = await other.post("/v1/down", headers={VERSION_HEADER: "9.9.9/99"}, json={})
+            assert refused.status_code == 409
+            assert refused.json()["error"]["kind"] == "VersionMismatch"
+            assert not supervisor.finished.is_set()
+        ours = client(tmp_path, app)
+        assert (await ours.get("/status"))["name"] == "stubs"
+        await ours.close()
+        await supervisor.client.aclose()
+
+
+async def test_an_old_supervisor_that_does_not_understand_is_said_to_be_old(tmp_path: Path) -> None:
+    with pytest.raises(VersionMismatch, match="an old one") as caught:
+        await client(tmp_path, answering(404)).get("/recover")
+    assert "skyctl recover" in caught.value.hint
+
+
+async def test_one_that_goes_on_with_files_that_were_replaced_is_said_to_be_old(
+    tmp_path: Path,
+) -> None:
+    with pytest.raises(VersionMismatch):
+        await client(tmp_path, answering(500, **{VERSION_HEADER: f"{spoken()}/0"})).get("/status")
+
+
+async def test_an_error_of_one_like_ours_is_an_error(tmp_path: Path) -> None:
+    same = answering(500, **{VERSION_HEADER: f"{spoken()}/{stamp()}"})
+    with pytest.raises(ServerError, match="answered 500"):
+        await client(tmp_path, same).get("/status")
