@@ -52,8 +52,8 @@ _CONTROL = frozenset(
 )
 _ASK = {
     "control": "this route wants the fleet's control token: send the header `Authorization: "
-    "Bearer TOKEN`. Who started the fleet finds it with `skyctl urls`; a fleet file with `servers:` "
-    "names its variable in `control_token_env`",
+    "Bearer TOKEN`. Who started the fleet finds it with `skyctl urls`; a fleet file with "
+    "`servers:` names its variable in `control_token_env`",
     "data": "this route wants the fleet's API key: send the header `Authorization: Bearer KEY`. "
     "Who started the fleet finds it with `skyctl urls`",
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -385,3 +386,22 @@ def test_results_come_to_one_error() -> None:
     assert isinstance(failure([good, bad]), PartialFailure)
     assert isinstance(failure([late, late]), DeadlineExceeded)
     assert type(failure([late, bad])) is ServerError
+
+
+async def test_what_the_router_takes_the_key_off_is_asked_of_servers_one_after_the_other() -> None:
+    script = Script(
+        httpx.ConnectError("refused"),
+        httpx.Response(200, json={"tokens": [1]}),
+        httpx.Response(200, json={"choices": []}),
+        httpx.ConnectError("refused"),
+        httpx.Response(200, json={"prompt": "a\ufffd"}),
+    )
+    endpoint = replace(ENDPOINT, server_urls=("http://one", "http://two"))
+    transport = httpx.MockTransport(script.handle)
+    async with GenerationClient(endpoint, transport=transport, sleep=script.sleep) as client:
+        assert await client.ask("/tokenize", {"prompt": "p"}) == {"tokens": [1]}
+        await client.ask("/v1/completions", {"prompt": "p"})
+        assert await client._ends_inside_character([97, 240])
+    hosts = [request.url.host for request in script.requests]
+    assert hosts == ["one", "two", "router", "one", "two"]
+    assert {r.headers["authorization"] for r in script.requests} == {"Bearer s3cret"}
