@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import AsyncIterator
+from dataclasses import replace
 
 import pytest
 
@@ -102,6 +103,8 @@ async def test_sleep_pauses_and_waking_in_parts_resumes_with_the_last_part(
     assert (await server.metrics()).sleep_level == level
     assert await server.wake(["weights"]) is False
     assert (await server.is_paused(), await server.is_sleeping()) == (True, True)
+    # nothing tells that the weights are awake: skyctl remembers it
+    assert (await server.metrics()).sleep_level == level
     assert await server.wake(["kv_cache"]) is True
     assert (await server.is_paused(), await server.is_sleeping()) == (False, False)
     assert (await server.metrics()).sleep_level == 0
@@ -127,17 +130,62 @@ async def test_a_weight_version_is_kept_until_the_next(server: VLLMServer) -> No
 
 
 async def test_an_update_is_started_once_and_finished_once(server: VLLMServer) -> None:
+    await open_update(server)
+    assert await refusal(server.start_weight_update()) == 500
+    await server.finish_weight_update()
+    assert await refusal(server.finish_weight_update()) == 500
+    assert await refusal(server.update_weights({"any": "thing"})) == 500
+    assert await server.is_paused() is False
+
+
+async def open_update(server: VLLMServer) -> None:
+    """Start an update; skip where there is nothing to start."""
     try:
         await server.start_weight_update()
     except ServerError as error:
         if "not configured" in error.message:
             pytest.skip("this server was started without a weight-transfer backend")
         raise
-    assert await refusal(server.start_weight_update()) == 500
-    await server.finish_weight_update()
+
+
+async def test_a_chunk_that_fails_closes_the_session_and_the_next_start_says_so_once(
+    server: VLLMServer, generation: GenerationClient
+) -> None:
+    short = replace(REQUEST, body={**REQUEST.body, "max_tokens": 8})
+    before = await generation.generate_one(short)
+    await server.pause("keep")
+    await open_update(server)
+    assert await refusal(server.update_weights({"any": "thing"})) == 500
+    # vLLM forgets its session, not what that did to the layers
     assert await refusal(server.finish_weight_update()) == 500
     assert await refusal(server.update_weights({"any": "thing"})) == 500
+    assert await refusal(server.start_weight_update()) == 500
+    await server.start_weight_update()
+    await server.finish_weight_update()
+    await server.resume()
+    # nothing was loaded: after the scrub the old weights are there
+    assert (await generation.generate_one(short)).token_ids == before.token_ids
+
+
+async def test_a_pause_and_a_resume_do_not_touch_an_open_update(server: VLLMServer) -> None:
+    await open_update(server)
+    await server.pause("keep")
+    await server.resume()
     assert await server.is_paused() is False
+    assert await refusal(server.start_weight_update()) == 500
+    await server.finish_weight_update()
+
+
+async def test_a_finish_labels_the_weights_only_when_it_is_told_to(server: VLLMServer) -> None:
+    before = await server.weight_version()
+    assert before is not None
+    await open_update(server)
+    await server.finish_weight_update()
+    assert await server.weight_version() == before
+    await open_update(server)
+    await server.finish_weight_update("step-9")
+    assert await server.weight_version() == "step-9"
+    await server.set_weight_version(before)
 
 
 async def test_an_unknown_worker_method_is_a_500_and_the_server_lives_on(

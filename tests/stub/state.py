@@ -2,7 +2,8 @@
 
     scheduler   running ⇄ paused-new (abort, wait: new requests queue) / paused-all (keep: frozen)
     memory      resident → asleep {weights, kv_cache} → resident; level 2 loses the weights
-    update      closed → open → closed; a failed chunk closes it and leaves the weights half loaded
+    update      closed → open → closed; a failed chunk closes it and leaves the weights half loaded,
+                which skyctl's engine says once, at the next start
 
 What the real server does was read in vLLM 0.32 (`v1/engine/core.py`, `v1/worker/gpu_worker.py`)
 and is checked against it by tests/integration/test_contract_stub.py.
@@ -79,6 +80,7 @@ class StubEngine:
     sleep_level: int = 0
     update_open: bool = False
     half_loaded: bool = False
+    broke_off: bool = False
     dead: bool = False
     requests: int = 0
     queued: int = 0
@@ -151,6 +153,9 @@ class StubEngine:
             raise EngineRefused(
                 "start_weight_update called while a weight update is already active"
             )
+        if self.broke_off and self.transfer_backend == "skyctl":
+            self.broke_off = False
+            raise EngineRefused("an earlier weight update broke off half-way; start again")
         self.update_open, self._chunks = True, []
         self.log.append("start")
 
@@ -161,13 +166,17 @@ class StubEngine:
         if "weights" in self.asleep:
             self.dead = True  # what it can do to a real engine core
             raise EngineRefused("EngineCore encountered an issue.")
+        if "names" not in update_info:
+            # nothing of it was loaded: the session is closed, the weights are the old ones
+            self.update_open, self.broke_off = False, True
+            raise EngineRefused("Worker failed with error 'unexpected keyword argument'")
         self._chunks.append(update_info)
         self.update_infos.append(update_info)
         self.log.append("update")
 
     def fail_update(self) -> None:
         """What is left when a worker raises on a chunk."""
-        self.update_open, self.half_loaded = False, True
+        self.update_open, self.half_loaded, self.broke_off = False, True, True
         self.log.append("update failed")
 
     def finish_update(self, weight_version: str | None) -> None:
