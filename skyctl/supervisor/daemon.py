@@ -24,6 +24,7 @@ from skyctl.fleet.state import FleetState
 from skyctl.supervisor.api import make_app
 from skyctl.supervisor.client import SupervisorClient
 from skyctl.supervisor.logtail import tail, telling_line
+from skyctl.supervisor.recovery import needed
 from skyctl.supervisor.resident import Supervisor
 from skyctl.weights.staging import sweep
 
@@ -89,8 +90,8 @@ async def serve(paths: FleetPaths) -> None:
     try:
         async with ControlClient() as client:
             with FleetState(paths.database, warn=_log) as state:
-                sweep(paths.staging, state.checkpoints())
                 supervisor = Supervisor(paths, state, client)
+                sweep(paths.staging, state.checkpoints() | needed(state))
                 with _socket(paths) as listener:
                     await _serve_until_finished(supervisor, listener)
     finally:

@@ -74,7 +74,7 @@ class _Hands:
         }
 
     async def push(self, request: PushRequest) -> Job:
-        return await self._supervisor.push_again(request)
+        return await self._supervisor.pushes.again(request)
 
     async def bring(self, name: str) -> None:
         supervisor = self._supervisor

@@ -19,30 +19,23 @@ from skyctl.control.fanout import Outcome, OutcomeStatus
 from skyctl.control.http import ControlClient
 from skyctl.errors import ConflictError, FleetDownError, NotFoundError, SkyctlError
 from skyctl.fleet.credentials import ensure_credentials
-from skyctl.fleet.in_doubt import close_orphans, in_doubt
+from skyctl.fleet.in_doubt import close_orphans
 from skyctl.fleet.journal import Job
 from skyctl.fleet.paths import FleetPaths
 from skyctl.fleet.plan import FleetPlan, ServerSpec
 from skyctl.fleet.state import FleetState
 from skyctl.fleet.status import Operation
 from skyctl.kill_points import reached
-from skyctl.supervisor import admission, adoption, healing, jobs, rollout, verbs
+from skyctl.supervisor import admission, adoption, healing, rollout, verbs
 from skyctl.supervisor.diagnosis import Finding
-from skyctl.supervisor.guardian import guarded
 from skyctl.supervisor.membership import routable
+from skyctl.supervisor.pushes import Pushes
 from skyctl.supervisor.reconcile import Changes, Running, compare
 from skyctl.supervisor.recovery import Recovered
 from skyctl.supervisor.replica import Replica, ReplicaContext
 from skyctl.supervisor.router import RouterChild
 from skyctl.supervisor.wire import spec_hash
-from skyctl.weights.compat import reference
 from skyctl.weights.request import PushRequest
-from skyctl.weights.sender_pool import SenderPool
-from skyctl.weights.staging import sweep
-
-_IN_PUSH = ("pausing", "paused", "updating", "updated")
-_UNDO_TIMEOUT_S = 3.0
-_ABANDON_TIMEOUT_S = 10.0
 
 
 class Supervisor:
@@ -60,20 +53,20 @@ class Supervisor:
         self.held_out: set[str] = set()  # kept from the router while something is done to them
         self.draining = False
         self.operation: Operation | None = None
-        self.job: Job | None = None
         self.finished = asyncio.Event()
         self.recovered: tuple[Recovered, ...] = ()  # by the last recovery
-        # what a dead supervisor left in the middle of a push
-        self.interrupted = close_orphans(state)
+        close_orphans(state)  # of a dead supervisor, before anybody asks
         self._context: ReplicaContext | None = None
         self._numbers = itertools.count(1)
         self._operation_task: asyncio.Task[None] | None = None
-        self._job_task: asyncio.Task[None] | None = None
-        self._job_over = asyncio.Event()
-        self._job_over.set()
         self._gpu_locks: dict[int, asyncio.Lock] = {}
-        self._senders = SenderPool()
+        self.pushes = Pushes(self)
         self.started_by_operation: list[str] = []
+
+    @property
+    def job(self) -> Job | None:
+        """The push under way, None between pushes."""
+        return self.pushes.job
 
     # --- what the API calls --------------------------------------------------------------------
 
@@ -149,12 +142,12 @@ class Supervisor:
     async def down(self, *, drain_timeout_s: float) -> None:
         """Drain, stop the router and then every server, and end the supervisor. Idempotent."""
         await self._stop_operation()
-        await self._stop_job()
+        await self.pushes.stop()
         self.operation = Operation(next(self._numbers), "down", "", time.time())
         self.state.set("going_down", "1")  # whoever comes after a death in the middle goes on
         reached("down.begin")
         try:
-            await self._senders.close()
+            await self.pushes.close()
             await rollout.take_down(self, drain_timeout_s)
         finally:
             self.finished.set()
@@ -167,8 +160,7 @@ class Supervisor:
         timeout_s: float,
     ) -> list[dict[str, Any]]:
         """pause, resume, sleep or wake on these servers (all when empty); one outcome each."""
-        if self.job is not None:
-            raise self._busy_with_job(self.job)
+        self.pushes.refuse_while_busy()
         plan = self.require_plan()
         everyone = self.named(names)
         chosen = [replica for replica in everyone if replica.phase == "up"]
@@ -202,40 +194,9 @@ class Supervisor:
         Raises:
             ConflictError: another push or an operation is in progress, or no server can take it.
         """
-        plan = self.require_plan()
-        if self.job is not None:
-            raise self._busy_with_job(self.job)
+        self.require_plan()
         self._refuse_while_busy()
-        up = [r for r in self.replicas.values() if r.phase == "up" and not r.row.quarantine]
-        if not up:
-            raise ConflictError(
-                f"no server of fleet {plan.name} can take a push", hint="look: skyctl status"
-            )
-        return self._open_job(request, plan, up)
-
-    async def push_again(self, request: PushRequest) -> Job:
-        """A push as a part of recovery: into servers in doubt too. The ended job.
-
-        Raises:
-            ConflictError: another process pushes.
-        """
-        doubts = in_doubt(self.state)
-        up = [r for r in self.replicas.values() if r.phase == "up"]
-        up = [r for r in up if r.name in doubts or not r.row.quarantine]
-        job = self._open_job(request, self.require_plan(), up)
-        await self._job_over.wait()
-        return self.state.journal.job(job.id)
-
-    def _open_job(self, request: PushRequest, plan: FleetPlan, up: Sequence[Replica]) -> Job:
-        job = jobs.open_push(self.state.journal, self.state.locks, request)
-        left = [r.name for r in self.replicas.values() if r not in up]
-        if left:
-            note = f"not part of this push, because not up: {', '.join(left)}"
-            self.state.journal.note(job.id, note)
-        self.job = job
-        self._job_over.clear()
-        self._job_task = asyncio.create_task(self._run_job(job, request, plan, up), name=job.id)
-        return job
+        return self.pushes.start(request)
 
     # --- what its parts share ------------------------------------------------------------------
 
@@ -341,15 +302,6 @@ class Supervisor:
             self._operation_task.cancel()
             await asyncio.gather(self._operation_task, return_exceptions=True)
 
-    async def _stop_job(self) -> None:
-        """End a push where it is: its servers are about to be stopped. Before its first byte it is
-        undone, after it the first cancellation only asks it to complete."""
-        task, patience_s = self._job_task, _UNDO_TIMEOUT_S
-        while task is not None and not task.done():
-            task.cancel()
-            await asyncio.wait({task}, timeout=patience_s)
-            patience_s = _ABANDON_TIMEOUT_S
-
     def _meant_for(self, verb: str, replica: Replica) -> Outcome[None]:
         """The outcome of a verb for a replica that does not run; pauses are remembered for it."""
         detail = f"not running ({replica.state})"
@@ -360,8 +312,7 @@ class Supervisor:
         return Outcome(replica.name, OutcomeStatus.SKIPPED, 0.0, detail)
 
     def _refuse_while_busy(self) -> None:
-        if self.job is not None:
-            raise self._busy_with_job(self.job)
+        self.pushes.refuse_while_busy()
         operation = self.operation
         if operation is not None and operation.ended_at is None:
             what = f"{operation.kind} {operation.detail}".strip()
@@ -369,59 +320,11 @@ class Supervisor:
                 f"fleet {self.paths.name} is busy: {what}", hint="follow it: skyctl status --watch"
             )
 
-    def _busy_with_job(self, job: Job) -> ConflictError:
-        return ConflictError(
-            f"push {job.id} is in progress in fleet {self.paths.name}",
-            hint=f"wait for it: skyctl jobs wait {job.id}",
-            details={"job": job.id},
-        )
-
-    async def _run_job(
-        self, job: Job, request: PushRequest, plan: FleetPlan, up: Sequence[Replica]
-    ) -> None:
-        model_path = reference(plan.model_path, self.state.weights().checkpoint)
-        pids = {replica.name: replica.process and replica.process.pid for replica in up}
-        try:
-            await jobs.run_push(
-                job,
-                request,
-                admission.push_fleet(plan, up, model_path, in_doubt(self.state)),
-                client=self.client,
-                state=self.state,
-                senders=self._senders,
-                on_server=self._on_push_server,
-                guardian=guarded(self.paths),
-            )
-        except Exception as error:
-            # a push that fails says so itself: this one never began
-            jobs.abandon(self.state, job.id, error)
-            raise
-        finally:
-            for replica in up:
-                replica.update_state = ""
-                replica.reload_row()
-                if pids[replica.name] != (replica.process and replica.process.pid):
-                    # it died meanwhile: what the push says of it is about a process that is gone
-                    replica.forget_weights()
-            self.job = None
-            self._job_over.set()
-        await asyncio.gather(*(admission.refresh(r, self.client, 5.0) for r in up))
-        await asyncio.to_thread(sweep, self.paths.staging, self.state.checkpoints())
-
-    def _on_push_server(self, name: str, state: str, detail: str) -> None:
-        replica = self.replicas.get(name)
-        if replica is None:
-            return
-        if state == "quarantined":
-            replica.update_row(quarantine=detail or "its push failed")
-        replica.update_state = "updating" if state in _IN_PUSH else ""
-        self.changed()
-
     async def _admit(self, replica: Replica) -> None:
         """Between ready and routed: the fleet's weights, then the fleet's intent."""
         plan = self.require_plan()
         while not replica.row.quarantine:
-            await self._job_over.wait()
+            await self.pushes.over.wait()
             if admission.is_current(self.state, replica):
                 break
             weights = self.state.weights()

@@ -1,0 +1,146 @@
+"""The push jobs of a supervisor: one at a time, into the replicas that are up."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from skyctl.errors import ConflictError
+from skyctl.fleet.in_doubt import in_doubt
+from skyctl.fleet.journal import Job
+from skyctl.fleet.plan import FleetPlan
+from skyctl.supervisor import admission, jobs
+from skyctl.supervisor.guardian import guarded
+from skyctl.supervisor.recovery import needed
+from skyctl.supervisor.replica import Replica
+from skyctl.weights.compat import reference
+from skyctl.weights.request import PushRequest
+from skyctl.weights.sender_pool import SenderPool
+from skyctl.weights.staging import sweep
+
+if TYPE_CHECKING:
+    from skyctl.supervisor.resident import Supervisor
+
+_IN_PUSH = ("pausing", "paused", "updating", "updated")
+_UNDO_TIMEOUT_S = 5.0
+_ABANDON_TIMEOUT_S = 1.0
+
+
+class Pushes:
+    """`job` is the one under way, None between them; `over` is set as long as it is None."""
+
+    def __init__(self, supervisor: Supervisor) -> None:
+        self.job: Job | None = None
+        self.over = asyncio.Event()
+        self.over.set()
+        self._supervisor = supervisor
+        self._task: asyncio.Task[None] | None = None
+        self._senders = SenderPool()
+
+    def refuse_while_busy(self) -> None:
+        """Raise ConflictError, naming the job, while one is under way."""
+        if self.job is not None:
+            raise ConflictError(
+                f"push {self.job.id} is in progress in fleet {self._supervisor.paths.name}",
+                hint=f"wait for it: skyctl jobs wait {self.job.id}",
+                details={"job": self.job.id},
+            )
+
+    def start(self, request: PushRequest) -> Job:
+        """Begin a push into every server that is up and not quarantined; the job.
+
+        Raises:
+            ConflictError: another push is in progress, or no server can take one.
+        """
+        supervisor = self._supervisor
+        plan = supervisor.require_plan()
+        up = [r for r in supervisor.replicas.values() if r.phase == "up" and not r.row.quarantine]
+        if not up:
+            raise ConflictError(
+                f"no server of fleet {plan.name} can take a push", hint="look: skyctl status"
+            )
+        return self._open(request, plan, up)
+
+    async def again(self, request: PushRequest) -> Job:
+        """A push as a part of recovery: into servers in doubt too. The ended job.
+
+        Raises:
+            ConflictError: another process pushes.
+        """
+        supervisor = self._supervisor
+        doubts = in_doubt(supervisor.state)
+        up = [r for r in supervisor.replicas.values() if r.phase == "up"]
+        up = [r for r in up if r.name in doubts or not r.row.quarantine]
+        job = self._open(request, supervisor.require_plan(), up)
+        await self.over.wait()
+        return supervisor.state.journal.job(job.id)
+
+    async def stop(self) -> None:
+        """End a push where it is: its servers are about to be stopped. Before its first byte it is
+        undone, after it the first cancellation only asks it to complete."""
+        task, patience_s = self._task, _UNDO_TIMEOUT_S
+        while task is not None and not task.done():
+            task.cancel()
+            await asyncio.wait({task}, timeout=patience_s)
+            patience_s = _ABANDON_TIMEOUT_S
+
+    async def close(self) -> None:
+        """End the sender that rests between pushes."""
+        await self._senders.close()
+
+    def _open(self, request: PushRequest, plan: FleetPlan, up: Sequence[Replica]) -> Job:
+        supervisor = self._supervisor
+        journal = supervisor.state.journal
+        job = jobs.open_push(journal, supervisor.state.locks, request)
+        left = [r.name for r in supervisor.replicas.values() if r not in up]
+        if left:
+            journal.note(job.id, f"not part of this push, because not up: {', '.join(left)}")
+        self.job = job
+        self.over.clear()
+        self._task = asyncio.create_task(self._run(job, request, plan, up), name=job.id)
+        return job
+
+    async def _run(
+        self, job: Job, request: PushRequest, plan: FleetPlan, up: Sequence[Replica]
+    ) -> None:
+        supervisor = self._supervisor
+        state, client = supervisor.state, supervisor.client
+        model_path = reference(plan.model_path, state.weights().checkpoint)
+        pids = {replica.name: replica.process and replica.process.pid for replica in up}
+        try:
+            await jobs.run_push(
+                job,
+                request,
+                admission.push_fleet(plan, up, model_path, in_doubt(state)),
+                client=client,
+                state=state,
+                senders=self._senders,
+                on_server=self._on_server,
+                guardian=guarded(supervisor.paths),
+            )
+        except Exception as error:
+            # a push that fails says so itself: this one never began
+            jobs.abandon(state, job.id, error)
+            raise
+        finally:
+            for replica in up:
+                replica.update_state = ""
+                replica.reload_row()
+                if pids[replica.name] != (replica.process and replica.process.pid):
+                    # it died meanwhile: what the push says of it is about a process that is gone
+                    replica.forget_weights()
+            self.job = None
+            self.over.set()
+        await asyncio.gather(*(admission.refresh(r, client, 5.0) for r in up))
+        keep = state.checkpoints() | needed(state)
+        await asyncio.to_thread(sweep, supervisor.paths.staging, keep)
+
+    def _on_server(self, name: str, state: str, detail: str) -> None:
+        replica = self._supervisor.replicas.get(name)
+        if replica is None:
+            return
+        if state == "quarantined":
+            replica.update_row(quarantine=detail or "its push failed")
+        replica.update_state = "updating" if state in _IN_PUSH else ""
+        self._supervisor.changed()
