@@ -189,8 +189,9 @@ _skyctl() {
             case "$prev" in
                 -f|--file) _skyctl_files; return ;;
                 --fleet) _skyctl_ask; return ;;
+                --svg) _skyctl_files; return ;;
             esac
-            if [[ $cur == -* ]]; then _skyctl_words "-f --file --fleet --json -h --help -q --quiet --no-color --debug"; else
+            if [[ $cur == -* ]]; then _skyctl_words "-f --file --fleet --timeline --svg --json -h --help -q --quiet --no-color --debug"; else
                 _skyctl_ask
             fi ;;
         "jobs wait")
@@ -212,8 +213,9 @@ _skyctl() {
             case "$prev" in
                 -f|--file) _skyctl_files; return ;;
                 --fleet) _skyctl_ask; return ;;
+                --svg) _skyctl_files; return ;;
             esac
-            _skyctl_words "-f --file --fleet --json -h --help -q --quiet --no-color --debug" ;;
+            _skyctl_words "-f --file --fleet --plot --svg --json -h --help -q --quiet --no-color --debug" ;;
         "weights verify")
             case "$prev" in
                 -f|--file) _skyctl_files; return ;;

@@ -115,7 +115,7 @@ def _is_ours() -> bool:
     if not _asked.startswith("@"):
         return True
     try:
-        os.unlink(_asked[1:])
+        Path(_asked[1:]).unlink()
     except FileNotFoundError:
         return False
     return True

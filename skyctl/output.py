@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from io import StringIO
 from typing import Any
 
 from rich.console import Console, RenderableType
@@ -181,6 +183,36 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[Any]], *, title: str =
 
 def _cell(cell: Any) -> RenderableType:
     return cell if isinstance(cell, Text | Table) else str(cell)
+
+
+def text(line: str, styles: Sequence[tuple[int, int, str]] = ()) -> Text:
+    """A line whose characters from, up to, have a style: (0, 3, "green")."""
+    styled_line = Text(line)
+    for begin, end, style in styles:
+        styled_line.stylize(style, begin, end)
+    return styled_line
+
+
+def columns() -> int:
+    """How wide stdout is."""
+    return out.width
+
+
+def svg(title: str, *views: RenderableType, width: int) -> str:
+    """The views as a picture of a terminal of `width` columns. It loads no fonts: it is shown in
+    places where that is not allowed, with the reader's own."""
+    console = Console(
+        record=True, width=width, force_terminal=True, highlight=False, file=StringIO()
+    )
+    for view in views:
+        console.print(view, soft_wrap=True)
+    identifier = re.sub(r"[^a-z0-9]+", "-", title.lower())
+    drawn = console.export_svg(title=title, unique_id=identifier)
+    drawn = re.sub(r"@font-face \{.*?\}\s*", "", drawn, flags=re.DOTALL)
+    return drawn.replace("font-family: Fira Code, monospace", f"font-family: {_FONTS}")
+
+
+_FONTS = "ui-monospace, SFMono-Regular, Menlo, Consolas, 'DejaVu Sans Mono', monospace"
 
 
 def outcome_table(outcomes: Sequence[Any]) -> Table:

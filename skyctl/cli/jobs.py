@@ -9,12 +9,16 @@ import typer
 
 from skyctl.cli import complete
 from skyctl.cli.asking import ask_fleet, chosen
-from skyctl.cli.options import FileOption, FleetOption, JsonOption
+from skyctl.cli.options import FileOption, FleetOption, JsonOption, SvgOption
+from skyctl.cli.pictures import write_picture
 
 if TYPE_CHECKING:
-    from skyctl.fleet.journal import Job
+    from skyctl.fleet.journal import Job, JobEvent
+    from skyctl.operations.connect import Fleet as AnyFleet
 
 app = typer.Typer(help="Weight pushes that run, or ran, in the fleet's supervisor.")
+
+_SVG_COLUMNS = 100
 
 JobArgument = Annotated[
     str, typer.Argument(metavar="ID", help="Job id.", autocompletion=complete.jobs)
@@ -65,18 +69,40 @@ def show(
     job_id: JobArgument,
     file: FileOption = None,
     fleet: FleetOption = None,
+    timeline: Annotated[
+        bool, typer.Option("--timeline", help="Draw its stages and servers over time.")
+    ] = False,
+    svg: SvgOption = None,
     json: JsonOption = False,
 ) -> None:
-    """One job: what was asked, how far it came, how it ended.
+    """One job: what was asked, how far it came, how it ended, and when each stage ran.
 
     \b
     skyctl jobs show push-3
+    skyctl jobs show push-3 --timeline
+    skyctl jobs show push-3 --svg push-3.svg
     """
     from skyctl import output
     from skyctl.cli.job_view import job_views
+    from skyctl.cli.timeline_view import legend, timeline_view
+    from skyctl.fleet.timeline import timeline as timeline_of
     from skyctl.operations.ended import job_error
 
-    job = ask_fleet(*chosen(context, file, fleet), lambda running: running.job(job_id))
+    async def ask(running: AnyFleet) -> tuple[Job, list[JobEvent]]:
+        return await running.job(job_id), await running.job_events(job_id)
+
+    job, events = ask_fleet(*chosen(context, file, fleet), ask)
+    drawn = timeline_of(events)
+    data = {"job": job.to_json(), "timeline": drawn.to_json()}
+    if svg is not None:
+        title = f"skyctl jobs show {job.id} --timeline"
+        picture = output.svg(
+            title, timeline_view(drawn, columns=_SVG_COLUMNS), legend(), width=_SVG_COLUMNS
+        )
+        write_picture(svg, picture)
+    if timeline or svg is not None:
+        output.emit(data, timeline_view(drawn, columns=output.columns()), legend())
+        return
     error = job_error(job)
     asked = {key.replace("_", " "): value for key, value in job.request.items()}
     rows: list[list[Any]] = [
@@ -89,7 +115,7 @@ def show(
     if error is not None:
         rows.append(["error", error.message])
         rows.append(["hint", error.hint or None])
-    output.emit({"job": job.to_json()}, output.table([job.id, ""], rows), *job_views(job))
+    output.emit(data, output.table([job.id, ""], rows), *job_views(job))
 
 
 @app.command()

@@ -51,3 +51,9 @@ TimeoutOption = Annotated[
         show_default=False,
     ),
 ]
+SvgOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--svg", metavar="FILE", help="Write the picture as SVG, too.", show_default=False
+    ),
+]

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import time
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 
 from skyctl.cli.asking import ask_fleet, chosen
-from skyctl.cli.options import FileOption, FleetOption, JsonOption
+from skyctl.cli.options import FileOption, FleetOption, JsonOption, SvgOption
+from skyctl.cli.pictures import write_picture
 
 app = typer.Typer(help="Weight version per server, history of pushes, and verification.")
 
 _SHOWN = 5
+_SVG_COLUMNS = 100
 
 
 @app.callback(invoke_without_command=True)
@@ -71,19 +73,30 @@ def history(
     context: typer.Context,
     file: FileOption = None,
     fleet: FleetOption = None,
+    plot: Annotated[
+        bool, typer.Option("--plot", help="Draw freeze windows and rates as bars, oldest first.")
+    ] = False,
+    svg: SvgOption = None,
     json: JsonOption = False,
 ) -> None:
     """Every push of the fleet, newest first.
 
     \b
+    skyctl weights history --plot
+    skyctl weights history --svg pushes.svg
     skyctl weights history --json
     """
     from skyctl import output
+    from skyctl.cli.history_plot import history_plot
 
     _, pushes = ask_fleet(*chosen(context, file, fleet), lambda running: running.weights())
+    if svg is not None:
+        title = "skyctl weights history --plot"
+        write_picture(svg, output.svg(title, history_plot(pushes), width=_SVG_COLUMNS))
+    show = history_plot if plot or svg is not None else _history
     output.emit(
         {"pushes": [push.to_json() for push in pushes]},
-        _history(pushes) if pushes else "no pushes yet",
+        show(pushes) if pushes else "no pushes yet",
     )
 
 

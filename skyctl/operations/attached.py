@@ -157,6 +157,10 @@ class AttachedFleet:
 
         return await follow(self._state, job_id, on_event, timeout_s=timeout_s)
 
+    async def job_events(self, job_id: str) -> list[JobEvent]:
+        """What has happened in a job so far, oldest first."""
+        return self._state.journal.events(job_id)
+
     async def weights(self) -> tuple[list[ServerRow], list[PushRecord]]:
         """What each server carries (as recorded by the last push), and the pushes, newest first."""
         known = {row.name: row for row in self._state.servers()}

@@ -157,6 +157,11 @@ class SupervisedFleet:
         with self._state() as state:
             return await follow(state, job_id, on_event, timeout_s=timeout_s)
 
+    async def job_events(self, job_id: str) -> list[JobEvent]:
+        """What has happened in a job so far, oldest first."""
+        with self._state() as state:
+            return state.journal.events(job_id)
+
     async def weights(self) -> tuple[list[ServerRow], list[PushRecord]]:
         """What each server carries (as recorded by the last push), and the pushes, newest first."""
         with self._state() as state:

@@ -1,0 +1,158 @@
+"""A GPU fleet whose parts are killed and stopped while a checkpoint is pushed."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+
+from skyctl.kill_points import VARIABLE
+from tests.integration.fleet_cli import FleetCli
+
+PUSH_TIMEOUT_S = 200.0
+HEALTHY_TIMEOUT_S = 240
+MEMORY_SLACK_MIB = 1024
+_PROMPT = [40, 41, 42, 43]
+
+
+class FaultyFleet(FleetCli):
+    """Runs checkpoint "a" at first; every push is labelled with its checkpoint's name."""
+
+    def __init__(
+        self,
+        root: Path,
+        transport: str,
+        checkpoints: dict[str, Path],
+        *,
+        device: str = "cuda",
+        chunk_size: str = "8MiB",
+    ) -> None:
+        self.transport = transport
+        self.ticket = root / "ticket"
+        environment = {VARIABLE: f"@{self.ticket}"}
+        super().__init__(root / "fleet", root / "home", extra_env=environment)
+        self.checkpoints = checkpoints
+        self.answers: dict[str, list[int]] = {}
+        self.directory.mkdir()
+        settings: dict[str, Any] = {
+            "name": "faulty",
+            "model": str(checkpoints["a"]),
+            "served_model_name": "faulty",
+            "replicas": 1,
+            "device": device,
+            "args": {"max-model-len": 1024, "enforce-eager": True},
+            "weight_transfer": {
+                "transport": transport,
+                "chunk_size": chunk_size,
+                "rendezvous_timeout_s": 15,
+                "update_timeout_s": 20,
+            },
+            "router": {"enabled": False},
+        }
+        if device == "cuda":
+            settings["gpus"] = [0]
+            settings["args"]["gpu-memory-utilization"] = 0.2
+        # JSON is YAML
+        (self.directory / "fleet.yaml").write_text(json.dumps(settings))
+
+    def up(self) -> None:
+        """Start it, and learn what each checkpoint answers."""
+        self.run("up", timeout_s=420)
+        self.answers["a"] = self.answer()
+        for name in ("b", "a"):
+            self.push(name)
+            self.answers[name] = self.answer()
+        assert self.answers["a"] != self.answers["b"]
+
+    def push(self, name: str, expect: int | None = 0) -> subprocess.CompletedProcess[str]:
+        return self.run(*self._push(name), timeout_s=PUSH_TIMEOUT_S, expect=expect)
+
+    def push_until_update(self, name: str) -> subprocess.Popen[str]:
+        """A push that has just begun to update servers."""
+        pushing = self.start(*self._push(name))
+        assert pushing.stderr is not None
+        for line in pushing.stderr:
+            if line.strip() == "update":
+                return pushing
+        raise AssertionError(f"the push never came to its update: exit {pushing.wait(30)}")
+
+    def _push(self, name: str) -> tuple[str, ...]:
+        return ("sync-weights", str(self.checkpoints[name]), "--weight-version", name)
+
+    def server(self) -> dict[str, Any]:
+        """The one replica, as `skyctl status` has it."""
+        replicas: list[dict[str, Any]] = self.data("status")["replicas"]
+        return replicas[0]
+
+    def server_processes(self) -> list[psutil.Process]:
+        """The server's process and everything below it."""
+        leader = psutil.Process(self.server()["pid"])
+        return [leader, *leader.children(recursive=True)]
+
+    def end_idle_sender(self) -> None:
+        """So that the next push starts a sender that reads the ticket."""
+        for process in psutil.process_iter():
+            try:
+                if "skyctl.weights.sender" in process.cmdline() and process.environ().get(
+                    "SKYCTL_HOME"
+                ) == str(self.home):
+                    process.kill()
+            except psutil.Error:
+                continue
+
+    def answer(self) -> list[int]:
+        """Greedy token ids of a fixed prompt."""
+        reply = httpx.post(
+            f"{next(iter(self.data('urls')['servers'].values()))}/v1/completions",
+            json={
+                "model": "faulty",
+                "prompt": _PROMPT,
+                "max_tokens": 8,
+                "temperature": 0,
+                "ignore_eos": True,
+                "return_token_ids": True,
+            },
+            headers={"Authorization": f"Bearer {self.key}"},
+            timeout=60,
+        )
+        reply.raise_for_status()
+        tokens: list[int] = reply.json()["choices"][0]["token_ids"]
+        return tokens
+
+    def assert_healthy(self, memory_mib: list[int]) -> str:
+        """Wait until it is ready; returns its version.
+
+        It must answer as the version that it names, and leave the GPUs as they were.
+        """
+        self.run(
+            *("wait", "--for", "ready", "--timeout", str(HEALTHY_TIMEOUT_S)),
+            timeout_s=HEALTHY_TIMEOUT_S + 30,
+        )
+        status = self.data("status")
+        assert status["health"] == "healthy", status
+        version: str = self.server()["weight_version"]
+        assert self.answer() == self.answers[version]
+        deadline = time.monotonic() + 15
+        while not _as_before(memory_mib):
+            assert time.monotonic() < deadline, (memory_mib, gpu_memory_mib())
+            time.sleep(0.5)
+        return version
+
+
+def gpu_memory_mib() -> list[int]:
+    """MiB in use on every GPU; [] without any."""
+    query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    try:
+        return [int(line) for line in subprocess.check_output(query, text=True).split()]
+    except OSError:
+        return []
+
+
+def _as_before(memory_mib: list[int]) -> bool:
+    pairs = zip(gpu_memory_mib(), memory_mib, strict=True)
+    return all(now <= before + MEMORY_SLACK_MIB for now, before in pairs)
