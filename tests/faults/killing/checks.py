@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import time
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -67,16 +67,23 @@ def nothing_left(home: Path, expected: Collection[int] = ()) -> list[str]:
 def of_home(home: Path) -> list[psutil.Process]:
     """Processes with this state directory in their environment as they were started."""
     found = []
-    own = os.getuid()
     for process in psutil.process_iter():
         try:
-            if process.uids().real != own or process.status() == psutil.STATUS_ZOMBIE:
+            if (process.pid, process.create_time()) in _others:
+                continue
+            if process.status() == psutil.STATUS_ZOMBIE:
                 continue
             if process.environ().get("SKYCTL_HOME") == str(home):
                 found.append(process)
+            elif time.time() - process.create_time() > 1.0:  # past its exec
+                _others.add((process.pid, process.create_time()))
         except psutil.Error:
             continue
     return found
+
+
+_others: set[tuple[int, float]] = set()
+"""Processes known to be none of ours: looking at the environment of each is slow."""
 
 
 def _words(process: psutil.Process) -> list[str]:

@@ -225,7 +225,11 @@ class Zygote:
     def close(self) -> None:
         assert self._process.stdin is not None
         self._process.stdin.close()
-        self._process.wait(10)
+        try:
+            self._process.wait(10)
+        except subprocess.TimeoutExpired:  # amid a command
+            self._process.kill()
+            self._process.wait()
 
     def _answer(self) -> dict[str, Any]:
         assert self._process.stdout is not None
