@@ -1,0 +1,1 @@
+"""A fleet under continuous generation while weights change and processes die (see __main__)."""
