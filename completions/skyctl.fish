@@ -85,7 +85,7 @@ complete -c skyctl -n '__fish_seen_subcommand_from up' -l no-color -d 'No colour
 complete -c skyctl -n '__fish_seen_subcommand_from up' -l debug -d 'Show a traceback with an error.'
 complete -c skyctl -n '__fish_seen_subcommand_from down' -s f -l file -r -F -d 'Fleet file (default: ./fleet.yaml, else the one running fleet).'
 complete -c skyctl -n '__fish_seen_subcommand_from down' -l fleet -x -a '(__skyctl_ask)' -d 'Fleet by name, from any directory.'
-complete -c skyctl -n '__fish_seen_subcommand_from down' -l drain-timeout -x -d 'Wait this long for running requests (default: the fleet file\'s).'
+complete -c skyctl -n '__fish_seen_subcommand_from down' -l drain-timeout -x -d 'Wait this long for running requests (default: the fleet file\'s drain_timeout_s).'
 complete -c skyctl -n '__fish_seen_subcommand_from down' -l json -d 'Print one JSON envelope on stdout, also on failure.'
 complete -c skyctl -n '__fish_seen_subcommand_from down' -s h -l help -d 'Show help and exit.'
 complete -c skyctl -n '__fish_seen_subcommand_from down' -s q -l quiet -d 'Print results only, no progress (with any command).'

@@ -24,7 +24,7 @@ def down(
             "--drain-timeout",
             min=0,
             metavar="SECONDS",
-            help="Wait this long for running requests (default: the fleet file's).",
+            help="Wait this long for running requests (default: the fleet file's drain_timeout_s).",
             show_default=False,
         ),
     ] = None,

@@ -135,7 +135,7 @@ def assess(
     if len(versions) > 1:
         named = ", ".join(sorted(str(v or "base") for v in versions))
         reasons.append(
-            Reason(f"servers are at different weight versions: {named}", "skyctl recover")
+            Reason(f"weights are mixed, servers hold: {named}", "skyctl recover")
         )
     found = tuple(reason for reason in reasons if reason is not None)
     alive = [r for r in replicas if r.state in INTENDED_STATES + TRANSIENT_STATES]
