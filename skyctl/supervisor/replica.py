@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
@@ -26,27 +25,23 @@ from dataclasses import dataclass, replace
 
 from skyctl.control.http import ControlClient
 from skyctl.control.target import ServerTarget
-from skyctl.errors import ServerError, SkyctlError
+from skyctl.errors import ServerError
 from skyctl.fleet.credentials import API_KEY, CONTROL_TOKEN, Credentials
 from skyctl.fleet.in_doubt import trust
 from skyctl.fleet.paths import FleetPaths
 from skyctl.fleet.plan import ServerSpec
 from skyctl.fleet.ports import port_holder
 from skyctl.fleet.schema import FleetConfig
-from skyctl.fleet.state import FleetState, ProcessRow, ServerRow
+from skyctl.fleet.state import FleetState, ServerRow
 from skyctl.kill_points import reached
 from skyctl.supervisor.health import FailureCount, probe_alive, probe_ready
+from skyctl.supervisor.kept import KeptRunning
 from skyctl.supervisor.logtail import tail, telling_line
-from skyctl.supervisor.process import ManagedProcess, new_token
-from skyctl.supervisor.restarts import decide
-from skyctl.supervisor.wire import spec_hash
+from skyctl.supervisor.process import ManagedProcess
 from skyctl.units import format_seconds
-
-_LOG = logging.getLogger(__name__)
 
 READY_POLL_S = 0.5
 _ADOPTED_TIMEOUT_S = 10.0
-SETTLED = ("up", "dead", "failed", "stopped")
 
 
 @dataclass
@@ -65,30 +60,35 @@ class ReplicaContext:
     clock: Callable[[], float] = time.monotonic
 
 
-class Replica:
+class Replica(KeptRunning):
     """Keeps one server running until `stop()`. Its attributes are for reading."""
 
+    role = "server"
+
     def __init__(self, spec: ServerSpec, context: ReplicaContext) -> None:
+        super().__init__(
+            spec.name,
+            state=context.state,
+            paths=context.paths,
+            changed=context.changed,
+            clock=context.clock,
+        )
         self.spec = spec
-        self.phase = "stopped"
-        self.reason = ""
-        self.process: ManagedProcess | None = None
-        self.started_at: float | None = None  # epoch seconds
-        self.restarts: list[float] = []  # on the context's clock
         self.observed_paused: bool | None = None
         self.update_state = ""  # what a push job says of this server while it runs
         self.state_since = time.time()  # epoch seconds
-        self.settled = asyncio.Event()  # up, or given up
-        self.adopted = False  # its process was started by an earlier supervisor
         self._context = context
         self._proven = False  # was up once with this spec: worth restarting
-        self._task: asyncio.Task[None] | None = None
         self._row = context.state.server(spec.name)
         self._shown = self.state
 
     @property
-    def name(self) -> str:
-        return self.spec.name
+    def running_spec(self) -> ServerSpec:
+        return self.spec
+
+    @property
+    def config(self) -> FleetConfig:
+        return self._context.config
 
     @property
     def target(self) -> ServerTarget:
@@ -97,11 +97,6 @@ class Replica:
         # one that was adopted may ask for a token that the fleet file no longer asks for
         key = env.get(CONTROL_TOKEN) or env.get(API_KEY) or credentials.control
         return ServerTarget(self.name, self.spec.url, key)
-
-    @property
-    def running_hash(self) -> str:
-        """Of the spec that its process was started with; an adopted one may have another."""
-        return self._record.spec_hash if self.process is not None else spec_hash(self.spec)
 
     @property
     def instance(self) -> str:
@@ -138,23 +133,13 @@ class Replica:
 
     def start(self, adopted: ManagedProcess | None = None) -> None:
         """Run the server from now on, beginning with an adopted process if there is one."""
-        if self._task is not None and not self._task.done():
-            return
-        self.settled.clear()
-        self.adopted = self._proven = adopted is not None
-        self._task = asyncio.create_task(self._run(adopted), name=f"replica {self.name}")
+        self._proven = self._proven or adopted is not None
+        super().start(adopted)
 
     async def stop(self) -> None:
         """Stop the server's whole tree and keep it stopped."""
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
-            self._task = None
-        self._to("stopping")
-        await self._end_process()
+        await super().stop()
         self._proven = False
-        self.restarts.clear()
-        self._to("stopped")
 
     def update_row(self, **changes: object) -> None:
         """Change what is meant to be true of this server, in the state file too."""
@@ -194,45 +179,14 @@ class Replica:
 
     # --- the life of a server ------------------------------------------------------------------
 
-    async def _run(self, adopted: ManagedProcess | None) -> None:
-        while True:
-            try:
-                reason = await self._one_life(adopted)
-            except SkyctlError as error:
-                reason = error.message
-            except Exception as error:
-                _LOG.exception("replica %s", self.name)
-                reason = f"the supervisor failed: {error!r} (see: skyctl logs supervisor)"
-            adopted = None
-            self._context.state.add_event(self.name, reason)
-            if not self._proven:
-                await self._give_up("failed", reason)
-                return
-            now = self._context.clock()
-            decision = decide(self._context.config.restart, self.restarts, now)
-            if not decision.restart:
-                never = self._context.config.restart.policy == "never"
-                await self._give_up("dead" if never else "failed", f"{reason}; {decision.why}")
-                return
-            self.restarts.append(now)
-            wait = format_seconds(decision.wait_s)
-            # out of the router at once, while the rest of its tree is still being stopped
-            self._to("restarting", f"{reason}; starting again in {wait}")
-            await self._end_process()
-            await asyncio.sleep(decision.wait_s)
-
-    async def _give_up(self, phase: str, reason: str) -> None:
-        self._to("stopping", reason)
-        await self._end_process()
-        self._to(phase, reason)
+    def _worth_restarting(self) -> bool:
+        return self._proven
 
     async def _one_life(self, adopted: ManagedProcess | None) -> str:
         """From spawn to death; why it died."""
         self._to("starting" if adopted else "waiting")
         async with contextlib.nullcontext() if adopted else self._context.gate(self.spec):
-            self.process = adopted or self._spawn()
-            if adopted:
-                self._adopt(adopted)
+            self.process = self._adopt(adopted) if adopted else self._spawn_server()
             self._to("starting", self.reason)
             if reason := await self._until_ready(self.process):
                 return reason
@@ -244,40 +198,15 @@ class Replica:
         self._to("up")
         return await self._watch(self.process)
 
-    def _spawn(self) -> ManagedProcess:
-        """Intent is on disk before the process is, its identity right after."""
-        context, spec = self._context, self.spec
-        intent = ProcessRow(
-            name=spec.name,
-            role="server",
-            phase="intended",
-            token=new_token(),
-            identity=None,
-            spec_hash=spec_hash(spec),
-            host=spec.host,
-            port=spec.port,
-            gpus=spec.gpus,
-            started_at=time.time(),
-        )
-        context.state.save_process(intent)
-        reached("server.intended")
-        self.forget_weights()
-        self.observed_paused, self.update_state = None, ""
-        env = context.credentials.fill(spec.env)
-        process = ManagedProcess.spawn(spec.argv, env, context.paths.log(spec.name), intent.token)
-        reached("server.spawned")
-        self._record = replace(intent, phase="running", identity=process.identity)
-        context.state.save_process(self._record)
-        reached("server.recorded")
-        self.started_at = intent.started_at
-        return process
+    def _spawn_server(self) -> ManagedProcess:
+        return self._spawn(self.spec.argv, self._context.credentials.fill(self.spec.env))
 
-    def _adopt(self, process: ManagedProcess) -> None:
-        found = self._context.state.process(self.name)
-        assert found is not None  # adopted processes come from the state file
-        self._record = found
-        self.started_at = found.started_at
-        self._context.state.add_event(self.name, f"adopted (pid {process.pid})")
+    def _before_spawn(self) -> None:
+        self.forget_weights()
+        self._after_end()
+
+    def _after_end(self) -> None:
+        self.observed_paused, self.update_state = None, ""
 
     async def _until_ready(self, process: ManagedProcess) -> str:
         """ "" once the server is ready, else why it never was."""
@@ -351,24 +280,6 @@ class Replica:
         if process.record_descendants():
             self._record = replace(self._record, descendants=process.descendants)
             self._context.state.save_process(self._record)
-
-    async def _end_process(self) -> None:
-        """Stop whatever is left of the tree; also after the leader was killed."""
-        process, self.process = self.process, None
-        if process is None:
-            return
-        reached("server.stopping")
-        await process.stop(self._context.config.stop_timeout_s)
-        reached("server.stopped")
-        self._context.state.mark_stale(self.name)
-        self.started_at = None
-        self.observed_paused, self.update_state = None, ""
-
-    def _to(self, phase: str, reason: str = "") -> None:
-        self.phase, self.reason = phase, reason
-        if phase in SETTLED:
-            self.settled.set()
-        self._context.changed()
 
 
 async def _wait(event: asyncio.Event, timeout_s: float) -> bool:

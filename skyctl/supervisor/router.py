@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 
 from skyctl.control.http import ControlClient
 from skyctl.control.router import RouterClient
@@ -15,15 +13,11 @@ from skyctl.errors import SkyctlError
 from skyctl.fleet.paths import FleetPaths
 from skyctl.fleet.plan import RouterSpec
 from skyctl.fleet.schema import FleetConfig
-from skyctl.fleet.state import FleetState, ProcessRow
-from skyctl.kill_points import reached
+from skyctl.fleet.state import FleetState
+from skyctl.supervisor.kept import KeptRunning
 from skyctl.supervisor.logtail import tail, telling_line
-from skyctl.supervisor.process import ManagedProcess, new_token
-from skyctl.supervisor.restarts import decide
-from skyctl.supervisor.wire import spec_hash
+from skyctl.supervisor.process import ManagedProcess
 from skyctl.units import format_seconds
-
-_LOG = logging.getLogger(__name__)
 
 READY_TIMEOUT_S = 60.0
 CALL_TIMEOUT_S = 10.0
@@ -31,12 +25,14 @@ SYNC_INTERVAL_S = 5.0
 NAME = "router"
 
 
-class RouterChild:
+class RouterChild(KeptRunning):
     """One vllm-router. `desired()` gives the URLs to route to, by server name.
 
     States: waiting (for a first server), starting, ready, restarting, stopping, stopped, dead,
     failed. Call `wake()` whenever `desired()` may have changed.
     """
+
+    role = "router"
 
     def __init__(
         self,
@@ -50,50 +46,32 @@ class RouterChild:
         changed: Callable[[], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        super().__init__(NAME, state=state, paths=paths, changed=changed, clock=clock)
         self.spec = spec
-        self.state = "stopped"
-        self.reason = ""
-        self.process: ManagedProcess | None = None
-        self.started_at: float | None = None
-        self.restarts: list[float] = []
         self.workers: frozenset[str] = frozenset()  # URLs it routes to, as it last said
-        self.settled = asyncio.Event()
-        self._store = state
-        self._paths = paths
         self._config = config
         self._desired = desired
-        self._changed = changed
-        self._clock = clock
         self._client = RouterClient(client, spec.url, timeout_s=CALL_TIMEOUT_S)
         self._woken = asyncio.Event()
         self._syncing = asyncio.Lock()
         self._heard = False  # it listed its workers since this was last set
-        self._task: asyncio.Task[None] | None = None
 
     @property
-    def running_hash(self) -> str:
-        """Of the spec that its process was started with; an adopted one may have another."""
-        return self._record.spec_hash if self.process is not None else spec_hash(self.spec)
+    def state(self) -> str:
+        """One word for `status`."""
+        return self.phase
 
-    def start(self, adopted: ManagedProcess | None = None) -> None:
-        """Run the router from now on, once there is a server to route to."""
-        if self._task is None or self._task.done():
-            self.settled.clear()
-            self._task = asyncio.create_task(self._run(adopted), name="router")
+    @property
+    def running_spec(self) -> RouterSpec:
+        return self.spec
+
+    @property
+    def config(self) -> FleetConfig:
+        return self._config
 
     def wake(self) -> None:
         """Look at `desired()` again."""
         self._woken.set()
-
-    async def stop(self) -> None:
-        """Stop the router and keep it stopped."""
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
-            self._task = None
-        self._to("stopping")
-        await self._end_process()
-        self._to("stopped")
 
     async def sync(self) -> None:
         """Make the router's workers what `desired()` says, now. A no-op while it is not ready.
@@ -113,72 +91,24 @@ class RouterChild:
                 await self._client.add_worker(url)
             self._set_workers(frozenset(wanted))
 
-    async def _run(self, adopted: ManagedProcess | None) -> None:
-        while True:
-            try:
-                reason = await self._one_life(adopted)
-            except SkyctlError as error:
-                reason = error.message
-            except Exception as error:
-                _LOG.exception("router")
-                reason = f"the supervisor failed: {error!r} (see: skyctl logs supervisor)"
-            adopted = None
-            self._store.add_event(NAME, reason)
-            now = self._clock()
-            decision = decide(self._config.restart, self.restarts, now)
-            wait = format_seconds(decision.wait_s)
-            self._to("restarting", f"{reason}; starting again in {wait}")
-            await self._end_process()
-            if not decision.restart:
-                phase = "dead" if self._config.restart.policy == "never" else "failed"
-                self._to(phase, f"{reason}; {decision.why}")
-                return
-            self.restarts.append(now)
-            await asyncio.sleep(decision.wait_s)
-
     async def _one_life(self, adopted: ManagedProcess | None) -> str:
         self._to("waiting")
         while not adopted and not self._desired():
             self._woken.clear()
             await self._woken.wait()
         self._to("starting")
-        self.process = adopted or self._spawn(sorted(self._desired().values()))
-        if adopted:
-            self._record = self._recorded()
-            self.started_at = self._record.started_at
+        self.process = self._adopt(adopted) if adopted else self._spawn_router()
         if reason := await self._until_ready(self.process):
             return reason
         self._to("ready")
         return await self._keep_workers(self.process)
 
-    def _spawn(self, urls: list[str]) -> ManagedProcess:
-        spec = self.spec
-        intent = ProcessRow(
-            name=NAME,
-            role="router",
-            phase="intended",
-            token=new_token(),
-            identity=None,
-            spec_hash=spec_hash(spec),
-            host=spec.host,
-            port=spec.port,
-            started_at=time.time(),
-        )
-        self._store.save_process(intent)
-        reached("router.intended")
-        argv = [*spec.argv, "--worker-urls", *urls]
-        process = ManagedProcess.spawn(argv, spec.env, self._paths.log(NAME), intent.token)
-        reached("router.spawned")
-        self._record = replace(intent, phase="running", identity=process.identity)
-        self._store.save_process(self._record)
-        reached("router.recorded")
-        self.started_at = intent.started_at
-        return process
+    def _spawn_router(self) -> ManagedProcess:
+        urls = sorted(self._desired().values())
+        return self._spawn([*self.spec.argv, "--worker-urls", *urls], self.spec.env)
 
-    def _recorded(self) -> ProcessRow:
-        found = self._store.process(NAME)
-        assert found is not None  # adopted processes come from the state file
-        return found
+    def _after_end(self) -> None:
+        self._set_workers(frozenset())
 
     async def _until_ready(self, process: ManagedProcess) -> str:
         deadline = self._clock() + READY_TIMEOUT_S
@@ -219,14 +149,6 @@ class RouterChild:
         why = telling_line(tail(self._paths.log(NAME), 100))
         return process.exit_text() + (f": {why}" if why else "")
 
-    async def _end_process(self) -> None:
-        process, self.process = self.process, None
-        if process is not None:
-            await process.stop(self._config.stop_timeout_s)
-            self._store.mark_stale(NAME)
-        self.started_at = None
-        self._set_workers(frozenset())
-
     def _set_workers(self, workers: frozenset[str]) -> None:
         if workers != self.workers:
             self.workers = workers
@@ -236,9 +158,3 @@ class RouterChild:
         if reason != self.reason:
             self.reason = reason
             self._changed()
-
-    def _to(self, state: str, reason: str = "") -> None:
-        self.state, self.reason = state, reason
-        if state in ("ready", "dead", "failed", "stopped"):
-            self.settled.set()
-        self._changed()

@@ -22,7 +22,7 @@ from tests.faults.killing.zygote import Zygote
 from tests.faults.stub_fleet import StubFleet
 
 NAME = "stubs"
-_LIGHT = Path(__file__).with_name("light_server.py")
+_LIGHT = Path(__file__).parents[2] / "stub" / "light.py"
 _ROUTER = Path(__file__).parents[2] / "unit" / "supervisor" / "fake_router.py"
 _INTERPRETER = f"""#!/bin/sh
 case "$2" in

@@ -22,6 +22,7 @@ POLICIES: dict[str, Any] = {
 }
 # Answers what a RouterClient asks, and nothing else.
 _ROUTER = str(Path(__file__).with_name("fake_router.py"))
+_LIGHT = str(ROOT / "tests" / "stub" / "light.py")
 
 
 async def eventually(holds: Callable[[], bool], timeout_s: float = 20.0) -> None:
@@ -34,12 +35,16 @@ async def eventually(holds: Callable[[], bool], timeout_s: float = 20.0) -> None
 def stub_server(
     name: str, *, port: int | None = None, faults: Mapping[str, Any] | None = None, **env: str
 ) -> ServerSpec:
-    """A server spec that starts the control tests' stub."""
+    """A server spec that starts the control tests' stub; without `faults` the light one, which is
+    up at once and knows no sleep, no pushes and no requests."""
     port = port or free_port("127.0.0.1")
-    argv = (sys.executable, "-m", "tests.stub.server", "--port", str(port))
+    argv = (sys.executable, "-I", "-S", _LIGHT, "--port", str(port))
+    if faults:
+        full = (sys.executable, "-m", "tests.stub.server", "--port", str(port))
+        argv = (*full, "--faults", json.dumps(faults))
     return ServerSpec(
         name=name,
-        argv=(*argv, "--faults", json.dumps(faults or {})),
+        argv=argv,
         env={"PYTHONPATH": str(ROOT), **env},
         host="127.0.0.1",
         port=port,
@@ -53,7 +58,7 @@ def command_server(name: str, script: str) -> ServerSpec:
 
 def stub_router() -> RouterSpec:
     port, metrics_port = free_port("127.0.0.1"), free_port("127.0.0.1")
-    argv = (sys.executable, _ROUTER, "--port", str(port))
+    argv = (sys.executable, "-I", "-S", _ROUTER, "--port", str(port))
     return RouterSpec(argv, {}, "127.0.0.1", port, metrics_port)
 
 

@@ -1,0 +1,191 @@
+"""What replicas and the router have in common: one child process, kept running until `stop()`."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Literal
+
+from skyctl.errors import SkyctlError
+from skyctl.fleet.paths import FleetPaths
+from skyctl.fleet.plan import RouterSpec, ServerSpec
+from skyctl.fleet.schema import FleetConfig
+from skyctl.fleet.state import FleetState, ProcessRow
+from skyctl.kill_points import reached
+from skyctl.supervisor.process import ManagedProcess, new_token
+from skyctl.supervisor.restarts import decide
+from skyctl.supervisor.wire import spec_hash
+from skyctl.units import format_seconds
+
+_LOG = logging.getLogger(__name__)
+
+SETTLED = ("up", "ready", "dead", "failed", "stopped")
+
+
+class KeptRunning(ABC):
+    """Started again when it dies, as the restart policy allows. Its attributes are for reading.
+
+    A subclass says what one life is, from spawn to death, and may give up before the policy does.
+    `settled` is set while it is up, or was given up.
+    """
+
+    role: Literal["server", "router"]
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        state: FleetState,
+        paths: FleetPaths,
+        changed: Callable[[], None],
+        clock: Callable[[], float],
+    ) -> None:
+        self.name = name
+        self.phase = "stopped"
+        self.reason = ""
+        self.process: ManagedProcess | None = None
+        self.started_at: float | None = None  # epoch seconds
+        self.restarts: list[float] = []  # on the clock
+        self.settled = asyncio.Event()
+        self.adopted = False  # its process was started by an earlier supervisor
+        self._store = state
+        self._paths = paths
+        self._changed = changed
+        self._clock = clock
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    @abstractmethod
+    def running_spec(self) -> ServerSpec | RouterSpec:
+        """What its next process is started as."""
+
+    @property
+    @abstractmethod
+    def config(self) -> FleetConfig:
+        """The policies that hold now."""
+
+    @abstractmethod
+    async def _one_life(self, adopted: ManagedProcess | None) -> str:
+        """From spawn (or from an adopted process) to death; why it died."""
+
+    def _worth_restarting(self) -> bool:
+        """False: it is given up, whatever the policy says."""
+        return True
+
+    def _before_spawn(self) -> None:  # noqa: B027 - not everybody has something to do
+        """Its intent is on disk, its process is not there yet."""
+
+    def _after_end(self) -> None:  # noqa: B027 - as above
+        """Its process is gone."""
+
+    @property
+    def running_hash(self) -> str:
+        """Of the spec that its process was started with; an adopted one may have another."""
+        return self._record.spec_hash if self.process else spec_hash(self.running_spec)
+
+    def start(self, adopted: ManagedProcess | None = None) -> None:
+        """Run it from now on, beginning with an adopted process if there is one."""
+        if self._task is not None and not self._task.done():
+            return
+        self.settled.clear()
+        self.adopted = adopted is not None
+        self._task = asyncio.create_task(self._run(adopted), name=self.name)
+
+    async def stop(self) -> None:
+        """Stop its whole tree and keep it stopped."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+            self._task = None
+        self._to("stopping")
+        await self._end_process()
+        self.restarts.clear()
+        self._to("stopped")
+
+    async def _run(self, adopted: ManagedProcess | None) -> None:
+        while True:
+            try:
+                reason = await self._one_life(adopted)
+            except SkyctlError as error:
+                reason = error.message
+            except Exception as error:
+                _LOG.exception("%s", self.name)
+                reason = f"the supervisor failed: {error!r} (see: skyctl logs supervisor)"
+            adopted = None
+            self._store.add_event(self.name, reason)
+            if not self._worth_restarting():
+                await self._give_up("failed", reason)
+                return
+            now, policy = self._clock(), self.config.restart
+            decision = decide(policy, self.restarts, now)
+            if not decision.restart:
+                given_up = "dead" if policy.policy == "never" else "failed"
+                await self._give_up(given_up, f"{reason}; {decision.why}")
+                return
+            self.restarts.append(now)
+            wait = format_seconds(decision.wait_s)
+            # out of the router at once, while the rest of its tree is still being stopped
+            self._to("restarting", f"{reason}; starting again in {wait}")
+            await self._end_process()
+            await asyncio.sleep(decision.wait_s)
+
+    async def _give_up(self, phase: str, reason: str) -> None:
+        self._to("stopping", reason)
+        await self._end_process()
+        self._to(phase, reason)
+
+    def _spawn(self, argv: Sequence[str], env: Mapping[str, str]) -> ManagedProcess:
+        """Intent is on disk before the process is, its identity right after."""
+        spec = self.running_spec
+        intent = ProcessRow(
+            name=self.name,
+            role=self.role,
+            phase="intended",
+            token=new_token(),
+            identity=None,
+            spec_hash=spec_hash(spec),
+            host=spec.host,
+            port=spec.port,
+            gpus=spec.gpus if isinstance(spec, ServerSpec) else (),
+            started_at=time.time(),
+        )
+        self._store.save_process(intent)
+        reached(f"{self.role}.intended")
+        self._before_spawn()
+        process = ManagedProcess.spawn(argv, env, self._paths.log(self.name), intent.token)
+        reached(f"{self.role}.spawned")
+        self._record = replace(intent, phase="running", identity=process.identity)
+        self._store.save_process(self._record)
+        reached(f"{self.role}.recorded")
+        self.started_at = intent.started_at
+        return process
+
+    def _adopt(self, process: ManagedProcess) -> ManagedProcess:
+        """Take over what is on record of a process that an earlier supervisor started."""
+        found = self._store.process(self.name)
+        assert found is not None  # adopted processes come from the state file
+        self._record = found
+        self.started_at = found.started_at
+        self._store.add_event(self.name, f"adopted (pid {process.pid})")
+        return process
+
+    async def _end_process(self) -> None:
+        """Stop whatever is left of the tree; also after the leader was killed."""
+        process, self.process = self.process, None
+        if process is not None:
+            reached(f"{self.role}.stopping")
+            await process.stop(self.config.stop_timeout_s)
+            reached(f"{self.role}.stopped")
+            self._store.mark_stale(self.name)
+        self.started_at = None
+        self._after_end()
+
+    def _to(self, phase: str, reason: str = "") -> None:
+        self.phase, self.reason = phase, reason
+        if phase in SETTLED:
+            self.settled.set()
+        self._changed()
