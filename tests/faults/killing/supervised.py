@@ -112,6 +112,8 @@ class SupervisedFleet:
         if not adopting:
             came.violations += self._push(dice)
         came.killed = self._dead_soon() if dice.point.partition(".")[0] != "sender" else True
+        if dice.point.startswith("sender."):
+            self._kill_supervisor()  # every sender that it starts would die at that point
         died_at = time.time()
         if not (dice.guardian and came.killed and self._healed_by_guardian(came)):
             code, envelope, errors = self.skyctl("recover", "--yes")
@@ -194,6 +196,7 @@ class SupervisedFleet:
         for name, pid in self.pids.items():
             if now.get(name) != pid or not psutil.pid_exists(pid):
                 found.append(f"I3: {name} was replaced")
+        self.pids |= {name: now[name] for name in self.pids if name in now}
         code, envelope, _ = self.skyctl("status")
         if code != 0 or envelope["data"]["health"] != "healthy":
             found.append(f"I6: status says {envelope['data']['reasons']}")
