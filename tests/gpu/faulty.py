@@ -125,10 +125,11 @@ class FaultyFleet(FleetCli):
         return tokens
 
     def assert_healthy(self, memory_mib: list[int]) -> str:
-        """Wait until it is ready; returns its version.
+        """Recover what a push left in quarantine, and wait until it is ready; returns its version.
 
         It must answer as the version that it names, and leave the GPUs as they were.
         """
+        self.run("recover", "--yes", timeout_s=HEALTHY_TIMEOUT_S)
         self.run(
             *("wait", "--for", "ready", "--timeout", str(HEALTHY_TIMEOUT_S)),
             timeout_s=HEALTHY_TIMEOUT_S + 30,
