@@ -74,7 +74,7 @@ class ControlClient:
             return None
         try:
             return response.json()
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ServerError(
                 f"{_where(target, method, path)} answered with something that is not JSON: "
                 f"{_shortened(response.text, target)!r}",
@@ -135,7 +135,7 @@ def error_text(body: str) -> str:
     """The human part of an error body: vLLM's and FastAPI's JSON shapes, or the text itself."""
     try:
         parsed = json_module.loads(body)
-    except ValueError:
+    except (ValueError, RecursionError):
         return body
     if isinstance(parsed, dict):
         found = parsed.get("error", parsed.get("detail", parsed.get("message")))

@@ -76,7 +76,7 @@ def parse_metrics(text: str) -> ServerMetrics:
             sums[name] = sums.get(name, 0.0) + value
 
     def total(name: str) -> int:
-        return int(sums.get(f"vllm:{name}", 0))
+        return whole(sums.get(f"vllm:{name}", 0))
 
     return ServerMetrics(
         running=total("num_requests_running"),
@@ -88,6 +88,11 @@ def parse_metrics(text: str) -> ServerMetrics:
         prefix_cache_hits=total("prefix_cache_hits_total"),
         sleep_level=_sleep_level(sleep_states),
     )
+
+
+def whole(value: float) -> int:
+    """A sum of counters as a number to show; infinity, which sums can reach, is a large one."""
+    return int(max(0.0, min(value, 2.0**63)))
 
 
 def _sleep_level(states: dict[str, float]) -> int | None:

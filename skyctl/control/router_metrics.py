@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from skyctl.control.metrics import samples
+from skyctl.control.metrics import samples, whole
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ def parse_router_metrics(text: str) -> RouterMetrics:
             sums[name] = sums.get(name, 0.0) + value
 
     def total(name: str) -> int:
-        return int(sums.get(f"vllm_router_{name}", 0))
+        return whole(sums.get(f"vllm_router_{name}", 0))
 
     return RouterMetrics(
         requests=total("requests_total"),

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, TypeVar
 
 from skyctl.control.http import ControlClient
 from skyctl.control.metrics import METRICS, ServerMetrics, parse_metrics
@@ -11,6 +11,7 @@ from skyctl.control.target import ServerTarget
 from skyctl.errors import ServerError
 
 PauseMode = Literal["abort", "wait", "keep"]
+Read = TypeVar("Read")
 
 
 class VLLMServer:
@@ -38,12 +39,13 @@ class VLLMServer:
     async def models(self) -> list[str]:
         """Served model names."""
         data = await self._field("GET", "/v1/models", "data")
-        return [str(model["id"]) for model in data]
+        return self._understood("/v1/models", lambda: [str(model["id"]) for model in data])
 
     async def world_size(self, *, include_dp: bool = True) -> int:
         """Workers of this deployment: TP x PP, times DP with `include_dp`."""
         params = {"include_dp": _flag(include_dp)}
-        return int(await self._field("GET", "/get_world_size", "world_size", params=params))
+        found = await self._field("GET", "/get_world_size", "world_size", params=params)
+        return self._understood("/get_world_size", lambda: int(found))
 
     async def server_info(self) -> dict[str, Any]:
         """vLLM's configuration (`vllm_config`), environment and system, as JSON."""
@@ -130,7 +132,9 @@ class VLLMServer:
         """Call `method` on every worker; one result per worker, non-containers as strings."""
         body = {"method": method, "args": list(args), "kwargs": dict(kwargs or {})}
         answer = await self._call("POST", "/collective_rpc", json=body, timeout_s=timeout_s)
-        return list(answer.get("results") or []) if isinstance(answer, dict) else []
+        if not isinstance(answer, dict):
+            return []
+        return self._understood("/collective_rpc", lambda: list(answer.get("results") or []))
 
     async def init_weight_transfer(
         self, init_info: Mapping[str, Any], *, timeout_s: float | None = None
@@ -188,7 +192,8 @@ class VLLMServer:
             if error.status == 404:
                 return None
             raise
-        return dict(self._mapping(answer, "/weight_checker")["checksums"])
+        found = self._mapping(answer, "/weight_checker")
+        return self._understood("/weight_checker", lambda: dict(found["checksums"]))
 
     async def _call(
         self,
@@ -215,6 +220,15 @@ class VLLMServer:
         if key not in answer:
             raise ServerError(f"{self.target.name}: {self.target.url}{path} did not say {key!r}")
         return answer[key]
+
+    def _understood(self, path: str, read: Callable[[], Read]) -> Read:
+        """What `read` makes of an answer; ServerError where the answer is of another shape."""
+        try:
+            return read()
+        except (TypeError, ValueError, LookupError, OverflowError) as error:
+            raise ServerError(
+                f"{self.target.name}: {self.target.url}{path} answered something else: {error!r}"
+            ) from error
 
     def _mapping(self, answer: Any, path: str) -> dict[str, Any]:
         if not isinstance(answer, dict):

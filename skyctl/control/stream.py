@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import operator
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any
@@ -43,11 +44,15 @@ async def read_pieces(lines: AsyncIterator[str]) -> AsyncIterator[Piece]:
             return
         try:
             event = json.loads(data)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ServerError(
                 f"the stream has an event that is not JSON: {data[:100]!r}"
             ) from error
-        yield _piece(event)
+        try:
+            piece = _piece(event)
+        except (TypeError, ValueError, LookupError, AttributeError, OverflowError) as error:
+            raise ServerError(f"the stream has an event like none: {data[:100]!r}") from error
+        yield piece
 
 
 def _piece(event: dict[str, Any]) -> Piece:
@@ -60,7 +65,7 @@ def _piece(event: dict[str, Any]) -> Piece:
         text = (choice.get("delta") or {}).get("content")
     return Piece(
         text=text or "",
-        token_ids=tuple(choice.get("token_ids") or ()),
+        token_ids=tuple(map(operator.index, choice.get("token_ids") or ())),
         logprobs=_logprobs(choice.get("logprobs")),
         prompt_ids=choice.get("prompt_token_ids") or event.get("prompt_token_ids"),
         finish_reason=choice.get("finish_reason"),

@@ -8,8 +8,9 @@ import sqlite3
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 from skyctl.errors import SkyctlError
 from skyctl.fleet.paths import create_private_file, private_directory
@@ -50,6 +51,23 @@ CREATE TABLE locks (
 """
 
 
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def understood(read: Callable[P, R]) -> Callable[P, R]:
+    """A method that makes something of rows; its class has a `_database` (see `understanding`)."""
+
+    @wraps(read)
+    def reading(*args: P.args, **kwargs: P.kwargs) -> R:
+        own: Any = args[0]
+        database: Database = own._database
+        with database.understanding():
+            return read(*args, **kwargs)
+
+    return reading
+
+
 class Database:
     """One connection to a fleet's state file, for one thread. Every write is a transaction.
 
@@ -67,7 +85,7 @@ class Database:
             self._connection = _open(path)
         except sqlite3.OperationalError as error:
             raise SkyctlError(f"cannot open {path}: {error}") from error
-        except sqlite3.DatabaseError as error:
+        except (sqlite3.DatabaseError, UnicodeDecodeError) as error:
             kept = _keep_aside(path)
             if kept is not None:
                 self.begun_anew = True
@@ -79,11 +97,13 @@ class Database:
 
     def rows(self, sql: str, *parameters: Any) -> list[sqlite3.Row]:
         """Every row of a query."""
-        return self.write(sql, *parameters).fetchall()
+        with self._readable():
+            return self.write(sql, *parameters).fetchall()
 
     def row(self, sql: str, *parameters: Any) -> sqlite3.Row | None:
         """The first row of a query, None when there is none."""
-        found: sqlite3.Row | None = self.write(sql, *parameters).fetchone()
+        with self._readable():
+            found: sqlite3.Row | None = self.write(sql, *parameters).fetchone()
         return found
 
     def write(self, sql: str, *parameters: Any) -> sqlite3.Cursor:
@@ -92,10 +112,26 @@ class Database:
         Raises:
             SkyctlError: the file cannot be read or written (disk full, locked for too long …).
         """
-        try:
+        with self._readable():
             return self._connection.execute(sql, parameters)
-        except sqlite3.OperationalError as error:
+
+    @contextmanager
+    def _readable(self) -> Iterator[None]:
+        try:
+            yield
+        # UnicodeDecodeError: SQLite's own words quote what is damaged
+        except (sqlite3.OperationalError, UnicodeDecodeError) as error:
             raise SkyctlError(f"cannot use {self.path}: {error}") from error
+        except (sqlite3.DatabaseError, OverflowError) as error:
+            raise damaged(self.path, error) from error
+
+    @contextmanager
+    def understanding(self) -> Iterator[None]:
+        """Around code that makes something of rows: what skyctl did not write is a SkyctlError."""
+        try:
+            yield
+        except (TypeError, ValueError, LookupError, AttributeError, RecursionError) as error:
+            raise damaged(self.path, error) from error
 
     @contextmanager
     def transaction(self) -> Iterator[None]:
@@ -113,6 +149,14 @@ class Database:
             self._connection.rollback()
             raise
         self.write("COMMIT")
+
+
+def damaged(path: Path, error: Exception) -> SkyctlError:
+    """The error of a state file that opens and does not make sense."""
+    return SkyctlError(
+        f"{path} is damaged: {' '.join(str(error).split())[:200]}",
+        hint=f"mv {path} {path}.damaged; then: skyctl recover",
+    )
 
 
 def _open(path: Path) -> sqlite3.Connection:
@@ -174,7 +218,7 @@ def _keep_aside(path: Path) -> Path | None:
         try:
             _open(path).close()
             return None
-        except sqlite3.DatabaseError:
+        except (sqlite3.DatabaseError, UnicodeDecodeError):
             kept = path.with_name(f"{path.name}.corrupt-{time.strftime('%Y%m%dT%H%M%S')}")
             path.rename(kept)
             for suffix in ("-wal", "-shm"):

@@ -70,8 +70,9 @@ def left_behind(job: Job, events: Iterable[JobEvent]) -> dict[str, InDoubt]:
 
 def in_doubt(state: FleetState) -> dict[str, InDoubt]:
     """Every server in doubt, by name."""
-    rows = json.loads(state.get(KEY) or "[]")
-    return {row["server"]: InDoubt(**row) for row in rows}
+    with state.understanding():
+        rows = json.loads(state.get(KEY) or "[]")
+        return {row["server"]: InDoubt(**row) for row in rows}
 
 
 def doubt(state: FleetState, found: Mapping[str, InDoubt]) -> None:
@@ -107,7 +108,7 @@ def close_orphans(state: FleetState) -> list[Job]:
     if not state.journal.orphans():
         return []
     orphans = []
-    with state.transaction():  # once: somebody else may be doing the same
+    with state.understanding(), state.transaction():  # once: somebody else may be doing the same
         for job in state.journal.interrupt_orphans():
             orphans.append(job)
             events = state.journal.events(job.id)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from skyctl.errors import NotFoundError
-from skyctl.fleet.database import Database
+from skyctl.fleet.database import Database, understood
 from skyctl.fleet.identity import ProcessIdentity, own_identity
 
 ENDED = ("succeeded", "failed", "interrupted")
@@ -146,6 +146,7 @@ class Journal:
             )  # fmt: skip
             self._event(number, "end", {"state": state})
 
+    @understood
     def job(self, job_id: str) -> Job:
         """One job by its id.
 
@@ -157,6 +158,7 @@ class Journal:
             raise NotFoundError(f"there is no job {job_id!r}", hint="list them: skyctl jobs")
         return _job(row)
 
+    @understood
     def jobs(self, limit: int = 50) -> list[Job]:
         """The latest jobs, newest first."""
         return [
@@ -164,6 +166,7 @@ class Journal:
             for row in self._database.rows("SELECT * FROM jobs ORDER BY number DESC LIMIT ?", limit)
         ]
 
+    @understood
     def events(self, job_id: str, after: int = 0) -> list[JobEvent]:
         """Events of a job with a sequence number above `after`, oldest first."""
         found = self._database.rows(
@@ -172,6 +175,7 @@ class Journal:
         )  # fmt: skip
         return [JobEvent(r["sequence"], r["at"], r["kind"], json.loads(r["data"])) for r in found]
 
+    @understood
     def owner_alive(self, job_id: str) -> bool:
         """Whether the process that runs this job still lives."""
         row = self._database.row("SELECT owner FROM jobs WHERE number = ?", _number(job_id))
@@ -187,6 +191,7 @@ class Journal:
             self.end(job.id, "interrupted", error=error)
         return orphans
 
+    @understood
     def orphans(self) -> list[Job]:
         """Running jobs whose process is dead."""
         return [
@@ -213,6 +218,7 @@ class Journal:
             json.dumps(result),
         )  # fmt: skip
 
+    @understood
     def pushes(self, limit: int = 50) -> list[PushRecord]:
         """The latest pushes, newest first."""
         found = self._database.rows("SELECT * FROM pushes ORDER BY number DESC LIMIT ?", limit)

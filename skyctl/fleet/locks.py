@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from skyctl.errors import ConflictError
-from skyctl.fleet.database import Database
+from skyctl.fleet.database import Database, understood
 from skyctl.fleet.identity import ProcessIdentity, own_identity
 from skyctl.units import format_seconds
 
@@ -29,6 +29,7 @@ class Locks:
     def __init__(self, database: Database) -> None:
         self._database = database
 
+    @understood
     def holder(self, name: str) -> LockHolder | None:
         """The live holder of a lock, None when it is free."""
         row = self._database.row("SELECT * FROM locks WHERE name = ?", name)

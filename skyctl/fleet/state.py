@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from skyctl.fleet.database import Database
+from skyctl.fleet.database import Database, understood
 from skyctl.fleet.identity import ProcessIdentity
 from skyctl.fleet.journal import Journal
 from skyctl.fleet.locks import Locks
@@ -108,8 +108,13 @@ class FleetState:
         """Everything written inside is committed together or not at all."""
         return self._database.transaction()
 
+    def understanding(self) -> AbstractContextManager[None]:
+        """Around code that makes something of what was remembered (see Database)."""
+        return self._database.understanding()
+
     # --- processes ---------------------------------------------------------------------------
 
+    @understood
     def processes(self) -> list[ProcessRow]:
         """Every recorded child, alive or not."""
         rows = []
@@ -154,6 +159,7 @@ class FleetState:
 
     # --- servers -----------------------------------------------------------------------------
 
+    @understood
     def servers(self) -> list[ServerRow]:
         """What is meant to be true of each server of the fleet."""
         return [
@@ -181,6 +187,7 @@ class FleetState:
     def forget_server(self, name: str) -> None:
         self._database.write("DELETE FROM servers WHERE name = ?", name)
 
+    @understood
     def weights_awake(self) -> set[str]:
         """Sleeping servers whose weights were woken, so that they can take a push. vLLM does not
         tell: to it a server is asleep until all of it is awake."""
@@ -194,6 +201,7 @@ class FleetState:
 
     # --- the fleet ---------------------------------------------------------------------------
 
+    @understood
     def weights(self) -> FleetWeights:
         """The weights of the last successful push; all None for the base model."""
         found = self.get("weights")

@@ -18,16 +18,18 @@ An error is {"error": {kind, message, hint, details}} with the class's name as i
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 
 from skyctl.errors import NotFoundError, SkyctlError, UsageError
+from skyctl.fleet.plan import FleetPlan
 from skyctl.supervisor.jobs import verify_servers
 from skyctl.supervisor.report import report
 from skyctl.supervisor.resident import Supervisor
@@ -95,12 +97,12 @@ def make_app(supervisor: Supervisor) -> Starlette:
 
     async def reconcile(request: Request) -> Answer:
         body = await _parsed(request, ReconcileBody)
-        operation, joined = supervisor.reconcile(plan_from_json(body.plan), body.kind)
+        operation, joined = supervisor.reconcile(_plan(request, body.plan), body.kind)
         return {"operation": operation, "joined": joined}
 
     async def adopt(request: Request) -> Answer:
         body = await _parsed(request, AdoptBody)
-        return {"operation": supervisor.adopt(plan_from_json(body.plan))}
+        return {"operation": supervisor.adopt(_plan(request, body.plan))}
 
     async def findings(request: Request) -> Answer:
         found = await supervisor.findings()
@@ -135,7 +137,10 @@ def make_app(supervisor: Supervisor) -> Starlette:
 
     async def start_job(request: Request) -> Answer:
         body = await _parsed(request, JobBody)
-        return {"id": supervisor.start_push(PushRequest.from_json(body.request)).id}
+        with _refusing(request):
+            PushRequest.from_json(body.request)  # which knows every key
+            asked = TypeAdapter(PushRequest).validate_python(body.request)
+        return {"id": supervisor.start_push(asked).id}
 
     async def verify(request: Request) -> Answer:
         body = await _parsed(request, VerifyBody)
@@ -190,10 +195,31 @@ def _refuse_others(request: Request) -> None:
         raise version_mismatch(spoken(), theirs)
 
 
+def _plan(request: Request, data: dict[str, Any]) -> FleetPlan:
+    with _refusing(request):
+        return plan_from_json(data)
+
+
+@contextmanager
+def _refusing(request: Request) -> Iterator[None]:
+    """A body inside a body that is not what a skyctl of this protocol writes is a UsageError."""
+    try:
+        yield
+    except ValidationError as error:
+        raise _usage_error(request, error) from None
+    except TypeError as error:
+        raise UsageError(f"{request.url.path}: {error}") from error
+
+
 async def _parsed(request: Request, body_type: type[BodyType]) -> BodyType:
     try:
         return body_type.model_validate_json(await request.body() or b"{}")
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"])
-        raise UsageError(f"{request.url.path}: {where}: {first['msg']}") from error
+        raise _usage_error(request, error) from None
+
+
+def _usage_error(request: Request, error: ValidationError) -> UsageError:
+    """Where and why, and nothing of what was sent: a plan may hold secrets."""
+    first = error.errors()[0]
+    where = ".".join(str(part) for part in first["loc"])
+    return UsageError(f"{request.url.path}: {where}: {first['msg']}")

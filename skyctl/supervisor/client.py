@@ -63,8 +63,20 @@ class SupervisorClient:
                 f"fleet {self._paths.name} is not running", hint="start it: skyctl up"
             ) from error
         if response.is_success:
-            return dict(response.json())
+            return _mapping(response)
         raise _error(response)
+
+
+def _mapping(response: httpx.Response) -> dict[str, Any]:
+    try:
+        found = response.json()
+    except (ValueError, RecursionError):
+        found = None
+    if isinstance(found, dict):
+        return found
+    raise ServerError(
+        f"the supervisor answered {response.text[:100]!r}", hint="look: skyctl logs supervisor"
+    )
 
 
 def _error(response: httpx.Response) -> SkyctlError:
@@ -72,9 +84,12 @@ def _error(response: httpx.Response) -> SkyctlError:
     try:
         shown = response.json()["error"]
         return error_named(
-            shown["kind"], shown["message"], hint=shown["hint"], details=shown["details"]
+            str(shown["kind"]),
+            str(shown["message"]),
+            hint=str(shown["hint"]),
+            details=dict(shown["details"]),
         )
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, LookupError, TypeError, RecursionError):
         theirs = response.headers.get(VERSION_HEADER, "")
         if theirs != f"{spoken()}/{stamp()}":
             return version_mismatch(theirs, spoken())

@@ -9,10 +9,12 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from pydantic import BaseModel, ConfigDict
+
 import skyctl
 from skyctl import __version__
 from skyctl.errors import VersionMismatch
-from skyctl.fleet.plan import FleetPlan, RouterSpec, ServerSpec
+from skyctl.fleet.plan import Device, FleetPlan, RouterSpec, ServerSpec
 from skyctl.fleet.schema import FleetConfig
 
 PROTOCOL = 2
@@ -55,24 +57,29 @@ def plan_to_json(plan: FleetPlan) -> dict[str, Any]:
 
 
 def plan_from_json(data: dict[str, Any]) -> FleetPlan:
-    """The inverse of `plan_to_json`."""
-    servers = tuple(
-        ServerSpec(**{**s, "argv": tuple(s["argv"]), "gpus": tuple(s["gpus"])})
-        for s in data["servers"]
-    )
-    router = data["router"]
-    return FleetPlan(
-        name=data["name"],
-        device=data["device"],
-        model_path=data["model_path"],
-        served_model_name=data["served_model_name"],
-        servers=servers,
-        router=router and RouterSpec(**{**router, "argv": tuple(router["argv"])}),
-        config=FleetConfig.model_validate(data["config"]),
-        base_dir=Path(data["base_dir"]),
-        python=data["python"],
-        free_gpus=tuple(data["free_gpus"]),
-    )
+    """The inverse of `plan_to_json`.
+
+    Raises:
+        pydantic.ValidationError: it is no plan.
+    """
+    return FleetPlan(**dict(_Plan.model_validate(data)))
+
+
+class _Plan(BaseModel):
+    """What `plan_to_json` writes."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    name: str
+    device: Device
+    model_path: str
+    served_model_name: str
+    servers: tuple[ServerSpec, ...]
+    router: RouterSpec | None
+    config: FleetConfig
+    base_dir: Path
+    python: str
+    free_gpus: tuple[int, ...]
 
 
 def spec_hash(spec: ServerSpec | RouterSpec) -> str:

@@ -66,7 +66,7 @@ def read_header(path: Path, shard: int = 0) -> tuple[Shard, list[Tensor]]:
             raw = _read_raw_header(file.fileno(), status.st_size, path)
     except FileNotFoundError as error:
         raise NotFoundError(f"{path} does not exist") from error
-    except (OSError, RuntimeError) as error:  # RuntimeError: a loop of symbolic links
+    except (OSError, RuntimeError, ValueError) as error:  # a loop of links; a zero in the name
         raise PreflightError(f"{path} cannot be read: {error}") from error
     tensors = parse_header(raw, data_bytes=status.st_size - _LENGTH_BYTES - len(raw), path=path)
     start = _LENGTH_BYTES + len(raw)
