@@ -41,7 +41,7 @@ def read_yaml(text: str, environ: Mapping[str, str]) -> YamlSource:
     source = YamlSource()
     loader = None
     try:
-        loader = yaml.SafeLoader(text)
+        loader = _Loader(text)
         node = loader.get_single_node()
         if node is None:
             source.problems.append(FileProblem(1, "the file is empty", _INIT_HINT))
@@ -77,6 +77,19 @@ _INIT_HINT = "write a first fleet file with: skyctl init"
 
 class _TooLarge(yaml.MarkedYAMLError):
     """The document means more than a fleet file can."""
+
+
+class _Loader(yaml.SafeLoader):
+    """Gives up where a file has more nodes than a fleet file: each costs time before it is read."""
+
+    composed = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        self.composed += 1
+        if self.composed > MOST_NODES:
+            mark = self.peek_event().start_mark  # type: ignore[no-untyped-call]
+            raise _TooLarge(problem="too large or too deep", problem_mark=mark)
+        return super().compose_node(parent, index)
 
 
 class _Reader:

@@ -16,6 +16,7 @@ from types import FrameType, SimpleNamespace
 from typing import Any
 
 import httpx
+import yaml
 
 from skyctl.control.http import ControlClient, error_text
 from skyctl.control.metrics import parse_metrics
@@ -81,6 +82,7 @@ _FLEET = {
     "args": {"max-model-len": 2048}, "router": {"policy": "random", "request_timeout_s": 5},
     "weight_transfer": {"transport": "shm", "chunk_size": "64MiB", "update_timeout_s": "10s"},
 }  # fmt: skip
+_WRITTEN = yaml.safe_dump(_FLEET).encode()
 _BOMB = "a: &a [x,x,x,x,x,x,x,x,x]\n" + "".join(
     f"{new}: &{new} [{','.join([f'*{old}'] * 9)}]\n" for old, new in itertools.pairwise("abcdefghi")
 )
@@ -92,7 +94,9 @@ def fleet_file(dice: random.Random, directory: Path) -> None:
     if what < 5:
         text = as_json(dice, mutated(dice, _FLEET)).decode("utf-8", "replace")
     elif what < 8:
-        text = broken(dice, _FLEET_FILE.read_bytes()).decode("utf-8", "replace")
+        # the example has every key, and takes a hundred times as long
+        whole = _FLEET_FILE.read_bytes() if dice.random() < 0.05 else _WRITTEN
+        text = broken(dice, whole).decode("utf-8", "replace")
     elif what == 8:
         deep = dice.choice((10, 100, 1000, 20_000))
         text = dice.choice(("[", "{a: ", "- ", "a:\n ", "? ")) * deep

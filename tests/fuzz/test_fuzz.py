@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks.fuzz import fuzz
-from skyctl.errors import SkyctlError
+from skyctl.errors import FleetFileError, SkyctlError
+from skyctl.fleet.load import parse_fleet
 from tests.fuzz.inputs import CASES, TooSlow, run_case
 
 SAMPLE = {"fleet file": 100, "state file": 100}
@@ -20,6 +21,11 @@ def test_an_input_is_accepted_or_refused_in_one_line_and_nothing_else(kind: str)
     assert found["harm"] == 0, found["examples"]
     assert found["refused"] > 0
     assert found["accepted"] > 0
+
+
+def test_a_fleet_file_of_very_many_lines_is_given_up_where_it_becomes_too_long() -> None:
+    with pytest.raises(FleetFileError, match=r"^f:10000: .*too large"):
+        parse_fleet("a: b\n" * 200_000, Path("f"), {})
 
 
 def test_a_traceback_an_endless_case_and_a_refusal_are_told_apart(
