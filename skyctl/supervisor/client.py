@@ -85,7 +85,7 @@ def _error(response: httpx.Response) -> SkyctlError:
         shown = response.json()["error"]
         return error_named(
             str(shown["kind"]),
-            str(shown["message"]),
+            str(shown["message"]) or f"the supervisor answered {response.status_code}",
             hint=str(shown["hint"]),
             details=dict(shown["details"]),
         )
