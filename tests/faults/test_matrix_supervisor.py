@@ -15,6 +15,7 @@ import httpx
 import psutil
 import pytest
 
+from skyctl.control.server import VLLMServer
 from skyctl.errors import DeadlineExceeded
 from skyctl.fleet.identity import identify
 from skyctl.fleet.paths import FleetPaths
@@ -62,15 +63,18 @@ def with_core(name: str) -> ServerSpec:
     return ServerSpec(name, argv, {"PYTHONPATH": str(ROOT)}, "127.0.0.1", port)
 
 
+def full_server(name: str, *options: str) -> ServerSpec:
+    """A stub that takes faults, sleeps and answers requests, which the light one does not."""
+    port = free_port("127.0.0.1")
+    argv = (sys.executable, "-m", "tests.stub.server", "--port", str(port), *options)
+    return ServerSpec(name, argv, {"PYTHONPATH": str(ROOT)}, "127.0.0.1", port)
+
+
 def pushable(name: str, model: Path) -> ServerSpec:
     """A stub that takes pushes and runs the checkpoint `model`."""
-    spec = stub_server(name)
-    argv = (
-        *spec.argv,
-        *("--model", str(model), "--served-model-name", "stub-model"),
-        *("--weight-transfer-config", json.dumps({"backend": "skyctl"})),
-    )
-    return ServerSpec(name, argv, spec.env, spec.host, spec.port, backend="skyctl")
+    options = ("--model", str(model), "--served-model-name", "stub-model")
+    transfer = ("--weight-transfer-config", json.dumps({"backend": "skyctl"}))
+    return replace(full_server(name, *options, *transfer), backend="skyctl")
 
 
 def gone(pid: int) -> bool:
@@ -198,19 +202,15 @@ async def test_a_request_that_never_ends_holds_a_down_no_longer_than_the_drain_d
     tmp_path: Path,
 ) -> None:
     async with supervising(tmp_path) as supervisor:
-        slow = stub_server("a")
-        slow = ServerSpec(
-            slow.name, (*slow.argv, "--token-delay-s", "5"), slow.env, slow.host, slow.port
-        )
+        slow = full_server("a", "--token-delay-s", "5")
         await bring_up(supervisor, fleet_plan([slow]))
         pid = pid_of(supervisor, "a")
         async with httpx.AsyncClient(timeout=60) as client:
             body = {"model": "stub-model", "prompt": "x", "max_tokens": 1000}
             asking = asyncio.create_task(client.post(f"{slow.url}/v1/completions", json=body))
-            while True:
-                page = (await client.get(f"{slow.url}/metrics")).text
-                if 'running{engine="0",model_name="stub"} 1.0' in page:
-                    break
+            metrics = VLLMServer(supervisor.client, supervisor.replicas["a"].target)
+            while (await metrics.metrics()).in_flight == 0:
+                assert not asking.done()
             await supervisor.down(drain_timeout_s=0.3)
             assert gone(pid)
             with pytest.raises(httpx.HTTPError):
@@ -268,7 +268,7 @@ async def test_a_supervisor_that_does_not_answer_is_given_up_at_the_deadline(
 
 async def test_a_partial_pause_puts_every_server_back_into_the_router(tmp_path: Path) -> None:
     async with supervising(tmp_path) as supervisor:
-        await bring_up(supervisor, fleet_plan([stub_server("a"), stub_server("b")], stub_router()))
+        await bring_up(supervisor, fleet_plan([full_server("a"), full_server("b")], stub_router()))
         await set_faults(supervisor, "b", {"/pause": {"kind": "status"}})
         outcomes = await supervisor.verb("pause", {"mode": "keep"}, [], 2.0)
         assert [o["status"] for o in outcomes] == ["rolled-back", "failed"]
@@ -278,7 +278,7 @@ async def test_a_partial_pause_puts_every_server_back_into_the_router(tmp_path: 
 
 async def test_a_server_that_could_not_be_woken_is_not_routed(tmp_path: Path) -> None:
     async with supervising(tmp_path) as supervisor:
-        await bring_up(supervisor, fleet_plan([stub_server("a"), stub_server("b")], stub_router()))
+        await bring_up(supervisor, fleet_plan([full_server("a"), full_server("b")], stub_router()))
         await supervisor.verb("sleep", {"level": 1}, [], 2.0)
         oom = {"kind": "status", "text": "CUDA out of memory"}
         await set_faults(supervisor, "b", {"/wake_up": oom})
@@ -296,7 +296,7 @@ async def test_a_sleeping_server_is_out_of_the_router_and_back_when_it_is_awake(
     tmp_path: Path,
 ) -> None:
     async with supervising(tmp_path) as supervisor:
-        await bring_up(supervisor, fleet_plan([stub_server("a"), stub_server("b")], stub_router()))
+        await bring_up(supervisor, fleet_plan([full_server("a"), full_server("b")], stub_router()))
         await supervisor.verb("sleep", {"level": 1}, ["a"], 2.0)
         assert routed(supervisor) == {"b"}
         await supervisor.verb("wake", {"tags": []}, ["a"], 2.0)
@@ -305,7 +305,7 @@ async def test_a_sleeping_server_is_out_of_the_router_and_back_when_it_is_awake(
 
 async def test_a_sleeping_server_that_dies_comes_back_asleep(tmp_path: Path) -> None:
     async with supervising(tmp_path) as supervisor:
-        await bring_up(supervisor, fleet_plan([stub_server("a")]))
+        await bring_up(supervisor, fleet_plan([full_server("a")]))
         await supervisor.verb("sleep", {"level": 1}, [], 2.0)
         os.kill(pid_of(supervisor, "a"), signal.SIGKILL)
         await eventually(lambda: supervisor.replicas["a"].phase != "up")
@@ -335,7 +335,7 @@ async def test_a_hung_server_costs_a_status_no_more_than_its_own_deadline(
     monkeypatch.setattr("skyctl.supervisor.report.ASK_TIMEOUT_S", 0.3)
     async with supervising(tmp_path) as supervisor:
         health = {"interval_s": 60, "timeout_s": 1, "startup_timeout_s": 15}
-        await bring_up(supervisor, fleet_plan([stub_server("a"), stub_server("b")], health=health))
+        await bring_up(supervisor, fleet_plan([full_server("a"), full_server("b")], health=health))
         await set_faults(supervisor, "b", {"*": {"kind": "hang"}})
         async with asyncio.timeout(5):
             found = await report(supervisor)
@@ -345,7 +345,7 @@ async def test_a_hung_server_costs_a_status_no_more_than_its_own_deadline(
 
 async def test_a_half_dead_server_is_restarted_though_its_api_answers(tmp_path: Path) -> None:
     async with supervising(tmp_path) as supervisor:
-        await bring_up(supervisor, fleet_plan([stub_server("a"), stub_server("b")], stub_router()))
+        await bring_up(supervisor, fleet_plan([full_server("a"), full_server("b")], stub_router()))
         pid = pid_of(supervisor, "a")
         await set_faults(supervisor, "a", {"/is_paused": {"kind": "status"}})
         await eventually(lambda: gone(pid))
@@ -521,7 +521,7 @@ async def test_after_a_reboot_nothing_is_signalled_and_up_starts_anew(tmp_path: 
         assert identity is not None
         before = replace(identity, boot_id="another boot")
         paths = FleetPaths(tmp_path, "stubs").prepare()
-        server = stub_server("a")
+        server = full_server("a")
         with FleetState(paths.database) as state:
             state.save_process(
                 ProcessRow("a", "server", "running", "t", before, "h", server.host, server.port,
