@@ -210,6 +210,7 @@ class Fleet(GeneratingFleet):
         pause_mode: PauseMode = "keep",
         verify: bool = True,
         dry_run: bool = False,
+        scan_nan: bool = False,
         on_event: Callable[[JobEvent], None] = lambda event: None,
         timeout_s: float | None = None,
     ) -> PushResult:
@@ -235,6 +236,7 @@ class Fleet(GeneratingFleet):
                 "match" converts each to that; a torch dtype (or its name) converts all
                 floating-point tensors; "as-is" leaves it to the servers to cast.
             chunk_size: bytes per chunk; None takes the fleet's.
+            scan_nan: read the whole checkpoint first, and refuse NaN and infinity.
             on_event: hears the push's stages, progress and notes as they happen.
             timeout_s: bounds the wait for the push, from when the tensors are written.
 
@@ -252,6 +254,7 @@ class Fleet(GeneratingFleet):
             pause_mode=pause_mode,
             verify=verify,
             dry_run=dry_run,
+            scan_nan=scan_nan,
         )
         async with self._connected() as fleet:
             if isinstance(source, str | PathLike):

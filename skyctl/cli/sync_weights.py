@@ -64,6 +64,12 @@ def sync_weights(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Check and plan only; nothing is paused.")
     ] = False,
+    scan_nan: Annotated[
+        bool,
+        typer.Option(
+            "--scan-nan", help="Read all of it first, and refuse it when it holds NaN or infinity."
+        ),
+    ] = False,
     detach: Annotated[
         bool, typer.Option("--detach", help="Return at once with the job's id.")
     ] = False,
@@ -84,7 +90,7 @@ def sync_weights(
 
     \b
     skyctl sync-weights runs/step-200
-    skyctl sync-weights runs/step-200 --dry-run
+    skyctl sync-weights runs/step-200 --dry-run --scan-nan
     skyctl sync-weights runs/step-200 --detach && skyctl jobs wait push-7
     """
     from skyctl import output
@@ -108,6 +114,7 @@ def sync_weights(
         pause_mode=mode.value,
         verify=verify,
         dry_run=dry_run,
+        scan_nan=scan_nan,
     )
     ref = select(file, fleet)
     if detach and ref.config.attached:

@@ -16,6 +16,7 @@ from skyctl.units import format_bytes
 from skyctl.weights.checkpoint import Checkpoint, read_checkpoint
 from skyctl.weights.compat import check_compatible
 from skyctl.weights.delivery import SLOTS, ChunkDelivery, Delivery
+from skyctl.weights.finite import refuse_not_finite
 from skyctl.weights.plan import ChunkPlan, plan_chunks
 from skyctl.weights.request import PushFleet, PushRequest, PushServer
 from skyctl.weights.samples import Sample, read_samples
@@ -141,6 +142,8 @@ async def preflight(request: PushRequest, fleet: PushFleet, *, client: ControlCl
 
 def _read(request: PushRequest) -> tuple[Checkpoint, dict[str, Sample]]:
     checkpoint = read_checkpoint(request.checkpoint)
+    if request.scan_nan:
+        refuse_not_finite(checkpoint)
     return checkpoint, read_samples(checkpoint) if request.verify else {}
 
 

@@ -27,7 +27,8 @@ class PushRequest:
     """What the user asked for. `chunk_size` is in bytes; None takes the fleet's.
 
     `weight_version` None makes one up from the checkpoint's digest. `traceparent` is the W3C trace
-    context of whoever asked.
+    context of whoever asked. `scan_nan` reads the whole checkpoint first and refuses NaN and
+    infinity.
     """
 
     checkpoint: str
@@ -37,6 +38,7 @@ class PushRequest:
     pause_mode: Literal["keep", "wait", "abort"] = "keep"
     verify: bool = True
     dry_run: bool = False
+    scan_nan: bool = False
     traceparent: str | None = None
 
     def to_json(self) -> dict[str, Any]:
