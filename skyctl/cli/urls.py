@@ -115,7 +115,7 @@ async def _urls(ref: FleetRef) -> FleetUrls:
 def _key(ref: FleetRef) -> str:
     """The key of inference. Raises NotFoundError where there is none."""
     from skyctl.errors import NotFoundError
-    from skyctl.operations.planning import api_key
+    from skyctl.operations.keys import api_key
 
     key = api_key(ref)
     if key is None:

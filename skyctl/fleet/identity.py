@@ -7,8 +7,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import psutil
+if TYPE_CHECKING:
+    import psutil
+
+# psutil takes longer to load than most commands take to ask their servers: where it is needed
 
 
 @cache
@@ -17,6 +21,8 @@ def boot_id() -> str:
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
+        import psutil
+
         return f"boot-{psutil.boot_time():.0f}"
 
 
@@ -36,6 +42,8 @@ class ProcessIdentity:
         """The live process, or None when it is gone or its pid now means another."""
         if self.boot_id != boot_id():
             return None
+        import psutil
+
         try:
             process = psutil.Process(self.pid)
             if abs(process.create_time() - self.create_time) > 0.05:
@@ -47,6 +55,8 @@ class ProcessIdentity:
 
 def identify(pid: int) -> ProcessIdentity | None:
     """Identity of a running process, None when there is none with this pid."""
+    import psutil
+
     try:
         return ProcessIdentity(pid, psutil.Process(pid).create_time(), boot_id())
     except psutil.Error:
@@ -55,6 +65,8 @@ def identify(pid: int) -> ProcessIdentity | None:
 
 def own_processes() -> Iterator[psutil.Process]:
     """Every process of this user but this one."""
+    import psutil
+
     own = os.getuid()
     for process in psutil.process_iter():
         try:
@@ -66,4 +78,6 @@ def own_processes() -> Iterator[psutil.Process]:
 
 def own_identity() -> ProcessIdentity:
     """Identity of this very process."""
+    import psutil
+
     return ProcessIdentity(os.getpid(), psutil.Process().create_time(), boot_id())

@@ -9,8 +9,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import psutil
-
 from skyctl.fleet.identity import ProcessIdentity, boot_id, own_processes
 
 if TYPE_CHECKING:
@@ -27,6 +25,8 @@ _UNKNOWN = "unknown"
 
 def remember_live_processes(state: FleetState, directory: Path) -> list[str]:
     """Record every process tree that runs for the fleet in `directory`; their names."""
+    import psutil
+
     from skyctl.fleet.state import ProcessRow
 
     trees: dict[tuple[str, str], list[ProcessIdentity]] = {}

@@ -17,8 +17,7 @@ from skyctl.fleet.registry import FleetRef, remember
 from skyctl.fleet.state import Event, FleetState, ServerRow
 from skyctl.fleet.status import FleetStatus
 from skyctl.operations.urls import FleetUrls, access
-from skyctl.supervisor import recovery, verbs
-from skyctl.weights.staging import sweep
+from skyctl.supervisor import verbs
 
 if TYPE_CHECKING:
     from skyctl.supervisor.diagnosis import Finding
@@ -34,7 +33,7 @@ class AttachedFleet:
     """
 
     def __init__(self, ref: FleetRef, *, client: ControlClient | None = None) -> None:
-        from skyctl.operations.planning import api_key, control_token
+        from skyctl.operations.keys import api_key, control_token
 
         self.ref = ref
         self._client = client or ControlClient()
@@ -50,10 +49,17 @@ class AttachedFleet:
         remember(self.ref)
         self._state = FleetState(self.ref.paths.database)
         close_orphans(self._state)
-        # nobody restarts these servers: weights of an ended push are of no further use, unless
-        # recovery needs them
-        await asyncio.to_thread(sweep, self.ref.paths.staging, recovery.needed(self._state))
+        if self.ref.paths.staging.exists():
+            await self._sweep()
         return self
+
+    async def _sweep(self) -> None:
+        """Nobody restarts these servers: weights of an ended push are of no further use, unless
+        recovery needs them."""
+        from skyctl.supervisor.recovery import needed
+        from skyctl.weights.staging import sweep
+
+        await asyncio.to_thread(sweep, self.ref.paths.staging, needed(self._state))
 
     async def __aexit__(self, *exception: object) -> None:
         for task in self._pushes.values():

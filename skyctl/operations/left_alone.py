@@ -51,7 +51,7 @@ async def find(ref: FleetRef) -> tuple[Finding, ...]:
 async def _ask(ref: FleetRef, rows: Sequence[ProcessRow]) -> list[Observed]:
     from skyctl.control.http import ControlClient
     from skyctl.control.target import ServerTarget
-    from skyctl.operations.planning import api_key, control_token
+    from skyctl.operations.keys import api_key, control_token
 
     key = control_token(ref) or api_key(ref)
     targets = [ServerTarget(row.name, local_url(row.host, row.port), key) for row in rows]

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import replace
 
 from skyctl.errors import UsageError
 from skyctl.fleet.check import check_plan
-from skyctl.fleet.credentials import read_secret
 from skyctl.fleet.machine import plan_here
 from skyctl.fleet.plan import FleetPlan
 from skyctl.fleet.registry import FleetRef, supervisor_running
@@ -55,33 +53,6 @@ def usable(ref: FleetRef, plan: FleetPlan) -> FleetPlan:
             details={"problems": [problem.to_json() for problem in found]},
         )
     return plan
-
-
-def api_key(ref: FleetRef) -> str | None:
-    """The key of inference: from the variable that `api_key_env` names, else the fleet's own file.
-
-    Raises:
-        SkyctlError: the file is not ours alone.
-    """
-    name = ref.config.api_key_env
-    if name:
-        return os.environ.get(name)
-    if ref.config.attached:
-        return control_token(ref)
-    return read_secret(ref.paths.api_key) if ref.config.auth == "all" else None
-
-
-def control_token(ref: FleetRef) -> str | None:
-    """The token of the control routes: from the fleet's own file, or, for servers that this skyctl
-    did not start, from the variable that `control_token_env` names.
-
-    Raises:
-        SkyctlError: the file is not ours alone.
-    """
-    if ref.config.attached:
-        name = ref.config.control_token_env
-        return os.environ.get(name) if name else None
-    return read_secret(ref.paths.control_token) if ref.config.auth != "none" else None
 
 
 def _known_ports(ref: FleetRef) -> dict[str, int]:

@@ -242,13 +242,13 @@ class SupervisedFleet:
 
     def api_key(self) -> str | None:
         """The key of inference."""
-        from skyctl.operations.planning import api_key
+        from skyctl.operations.keys import api_key
 
         return api_key(self.ref)
 
     def control_token(self) -> str | None:
         """What the servers' control routes ask for; the API key where they ask for nothing."""
-        from skyctl.operations.planning import api_key, control_token
+        from skyctl.operations.keys import api_key, control_token
 
         return control_token(self.ref) or api_key(self.ref)
 
