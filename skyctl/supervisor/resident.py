@@ -240,10 +240,12 @@ class Supervisor:
         """URLs the router should route to, by server name."""
         if self.draining:
             return {}
+        # one that is being admitted is shown as updating and is not frozen: until its push begins
+        # it answers with the weights it was started from
         states = {
             name: replica.state
             for name, replica in self.replicas.items()
-            if name not in self.held_out
+            if name not in self.held_out and replica.phase != "admitting"
         }
         return {name: self.replicas[name].spec.url for name in sorted(routable(states))}
 

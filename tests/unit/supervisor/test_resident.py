@@ -390,6 +390,10 @@ async def test_a_replica_that_dies_takes_the_fleets_weights_before_it_is_routed(
         await eventually(lambda: len(push.calls) == 2)
         assert push.calls[1] == ("/ckpt", ["a"])
         assert routed(supervisor) == {"b"} and states(supervisor)["a"] == "updating"
+        # nor when a push froze all others: it is not frozen, and at the weights it started from
+        supervisor.replicas["b"].update_state = "updating"
+        assert supervisor.desired().keys() == {"b"}
+        supervisor.replicas["b"].update_state = ""
         push.gate.set()
         await eventually(lambda: routed(supervisor) == {"a", "b"})
         assert supervisor.replicas["a"].row.weight_version == "v1"
