@@ -208,6 +208,7 @@ complete -c skyctl -n '__fish_seen_subcommand_from sync-weights' -l verify -d 'C
 complete -c skyctl -n '__fish_seen_subcommand_from sync-weights' -l no-verify -d 'Compare the servers\' weights at the end.'
 complete -c skyctl -n '__fish_seen_subcommand_from sync-weights' -l dry-run -d 'Check and plan only; nothing is paused.'
 complete -c skyctl -n '__fish_seen_subcommand_from sync-weights' -l scan-nan -d 'Read all of it first, and refuse it when it holds NaN or infinity.'
+complete -c skyctl -n '__fish_seen_subcommand_from sync-weights' -l rollback -d 'Push the version before the current one; takes no CKPT.'
 complete -c skyctl -n '__fish_seen_subcommand_from sync-weights' -l detach -d 'Return at once with the job\'s id.'
 complete -c skyctl -n '__fish_seen_subcommand_from sync-weights' -l timeout -x -d 'Stop waiting after this long; the job goes on.'
 complete -c skyctl -n '__fish_seen_subcommand_from sync-weights' -l json -d 'Print one JSON envelope on stdout, also on failure.'

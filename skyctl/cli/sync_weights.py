@@ -28,13 +28,14 @@ class TransportOption(StrEnum):
 
 def sync_weights(
     checkpoint: Annotated[
-        str,
+        str | None,
         typer.Argument(
             metavar="CKPT",
             help="Checkpoint directory: config.json and *.safetensors.",
             autocompletion=complete.checkpoints,
+            show_default=False,
         ),
-    ],
+    ] = None,
     file: FileOption = None,
     fleet: FleetOption = None,
     transport: Annotated[
@@ -70,6 +71,10 @@ def sync_weights(
             "--scan-nan", help="Read all of it first, and refuse it when it holds NaN or infinity."
         ),
     ] = False,
+    back: Annotated[
+        bool,
+        typer.Option("--rollback", help="Push the version before the current one; takes no CKPT."),
+    ] = False,
     detach: Annotated[
         bool, typer.Option("--detach", help="Return at once with the job's id.")
     ] = False,
@@ -92,6 +97,7 @@ def sync_weights(
     skyctl sync-weights runs/step-200
     skyctl sync-weights runs/step-200 --dry-run --scan-nan
     skyctl sync-weights runs/step-200 --detach && skyctl jobs wait push-7
+    skyctl sync-weights --rollback
     """
     from skyctl import output
     from skyctl.cli.job_view import emit_job, follow_job, run_following
@@ -101,13 +107,19 @@ def sync_weights(
     from skyctl.units import parse_bytes
     from skyctl.weights.checkpoint import absolute
     from skyctl.weights.push import PushRequest
+    from skyctl.weights.rollback import rollback
 
+    if bool(checkpoint) == back:
+        raise UsageError(
+            "--rollback takes no checkpoint: the fleet knows it" if back else "which checkpoint?",
+            hint="skyctl sync-weights CKPT, or: skyctl sync-weights --rollback",
+        )
     try:
         size = parse_bytes(chunk_size) if chunk_size else None
     except ValueError as error:
         raise UsageError(f"--chunk-size: {error}") from error
     request = PushRequest(
-        checkpoint=absolute(checkpoint),
+        checkpoint=absolute(checkpoint) if checkpoint else "",
         transport=transport.value,
         chunk_size=size,
         weight_version=weight_version,
@@ -116,6 +128,8 @@ def sync_weights(
         dry_run=dry_run,
         scan_nan=scan_nan,
     )
+    if back and weight_version:
+        raise UsageError("--rollback keeps the version's own label: leave --weight-version out")
     ref = select(file, fleet)
     if detach and ref.config.attached:
         raise UsageError(f"fleet {ref.name} has no supervisor that could run the push on its own")
@@ -123,7 +137,8 @@ def sync_weights(
 
     async def run() -> Job | None:
         async with connect(ref) as running:
-            started.append(await running.start_push(request))
+            asked = rollback(request, (await running.weights())[1]) if back else request
+            started.append(await running.start_push(asked))
             if detach:
                 return None
             return await follow_job(running, started[0], timeout_s=timeout)

@@ -19,6 +19,7 @@ from skyctl.weights.delivery import SLOTS, ChunkDelivery, Delivery
 from skyctl.weights.finite import refuse_not_finite
 from skyctl.weights.plan import ChunkPlan, plan_chunks
 from skyctl.weights.request import PushFleet, PushRequest, PushServer
+from skyctl.weights.rollback import refuse_changed
 from skyctl.weights.samples import Sample, read_samples
 from skyctl.weights.sender_pool import SenderPool
 from skyctl.weights.server_facts import ServerFacts, ask_servers
@@ -142,6 +143,7 @@ async def preflight(request: PushRequest, fleet: PushFleet, *, client: ControlCl
 
 def _read(request: PushRequest) -> tuple[Checkpoint, dict[str, Sample]]:
     checkpoint = read_checkpoint(request.checkpoint)
+    refuse_changed(request, checkpoint)
     if request.scan_nan:
         refuse_not_finite(checkpoint)
     return checkpoint, read_samples(checkpoint) if request.verify else {}

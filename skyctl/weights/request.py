@@ -28,7 +28,8 @@ class PushRequest:
 
     `weight_version` None makes one up from the checkpoint's digest. `traceparent` is the W3C trace
     context of whoever asked. `scan_nan` reads the whole checkpoint first and refuses NaN and
-    infinity.
+    infinity. `expected_digest` is the checkpoint's identity_digest when it was pushed before: one
+    that has changed since is refused.
     """
 
     checkpoint: str
@@ -39,6 +40,7 @@ class PushRequest:
     verify: bool = True
     dry_run: bool = False
     scan_nan: bool = False
+    expected_digest: str | None = None
     traceparent: str | None = None
 
     def to_json(self) -> dict[str, Any]:

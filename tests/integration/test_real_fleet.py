@@ -196,6 +196,20 @@ def test_pushing_b_and_then_a_changes_the_answers_and_restores_them(
     real_fleet.run("weights", "verify")
 
 
+def test_a_rollback_brings_the_version_before_and_another_one_the_last_back(
+    real_fleet: FleetCli, endpoints: Endpoints, answer_a: list[int]
+) -> None:
+    before = real_fleet.data("sync-weights", "checkpoints/b", "--weight-version", "to-leave")
+    assert before["job"]["state"] == "succeeded"
+    back = real_fleet.data("sync-weights", "--rollback")["job"]["result"]
+    assert Path(back["checkpoint"]).name == "a"
+    assert endpoints.one_answer() == answer_a
+    again = real_fleet.data("sync-weights", "--rollback")["job"]["result"]
+    assert again["version"] == "to-leave"
+    assert endpoints.one_answer() != answer_a
+    push(real_fleet, "a")
+
+
 def test_sleep_and_wake(real_fleet: FleetCli, endpoints: Endpoints, answer_a: list[int]) -> None:
     slept = real_fleet.run("sleep", "--level", "1")
     assert "no memory" in slept.stderr + slept.stdout
