@@ -110,10 +110,10 @@ def sync_weights(
     from skyctl.weights.rollback import rollback
 
     if bool(checkpoint) == back:
-        raise UsageError(
-            "--rollback takes no checkpoint: the fleet knows it" if back else "which checkpoint?",
-            hint="skyctl sync-weights CKPT, or: skyctl sync-weights --rollback",
+        wrong = (
+            "--rollback takes no CKPT: the fleet knows it" if back else "missing argument 'CKPT'"
         )
+        raise UsageError(wrong, hint="how it is typed: skyctl sync-weights --help")
     try:
         size = parse_bytes(chunk_size) if chunk_size else None
     except ValueError as error:
