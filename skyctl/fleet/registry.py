@@ -30,11 +30,12 @@ class FleetRef:
 
 
 def known_fleets() -> list[str]:
-    """Names of the fleets this user has ever started or attached to, sorted."""
+    """Names of the fleets this user has ever started or attached to, sorted. One whose first `up`
+    was refused has a directory, but nothing is remembered of it."""
     fleets = state_root() / "fleets"
     if not fleets.is_dir():
         return []
-    return sorted(d.name for d in fleets.iterdir() if (d / "state.sqlite").exists())
+    return sorted(d.name for d in fleets.iterdir() if fleet_paths(d.name).fleet_file.exists())
 
 
 def supervisor_running(paths: FleetPaths) -> bool:

@@ -9,6 +9,7 @@ import pytest
 from skyctl.errors import FleetFileError, NotFoundError, UsageError
 from skyctl.fleet.paths import LONGEST_SOCKET_PATH_BYTES, FleetPaths, state_root
 from skyctl.fleet.registry import known_fleets, remember, select, select_paths
+from skyctl.fleet.state import FleetState
 
 
 @pytest.fixture
@@ -63,6 +64,16 @@ def test_a_remembered_fleet_is_found_by_name_and_when_it_is_the_only_one(
     assert select(None, None).name == "known"
     write(here, "local")
     assert select(None, "known").name == "known"
+
+
+def test_a_fleet_whose_first_up_was_refused_is_not_known(here: Path, tmp_path: Path) -> None:
+    paths = FleetPaths(state_root(), "refused")
+    paths.prepare()
+    with FleetState(paths.database):
+        pass
+    assert known_fleets() == []
+    with pytest.raises(NotFoundError, match="no fleet named 'refused'"):
+        select(None, "refused")
 
 
 def test_several_known_fleets_are_listed(here: Path, tmp_path: Path) -> None:
