@@ -76,13 +76,13 @@ def run_case(kind: str, seed: int, directory: Path, *, timeout_s: float = CASE_T
 # --- fleet files ---------------------------------------------------------------------------------
 
 _FLEET = {
-    "name": "f", "model": "./m", "replicas": 2, "device": "cpu", "port": 8000,
+    "name": "f", "model": "./m", "replicas": 2, "device": "cpu", "ports": [8000, 8001],
     "health": {"interval_s": 1, "timeout_s": 2, "startup_timeout_s": 20},
     "restart": {"policy": "never", "max_restarts": 3}, "env": {"A": "1"},
     "args": {"max-model-len": 2048}, "router": {"policy": "random", "request_timeout_s": 5},
-    "weight_transfer": {"transport": "shm", "chunk_size": "64MiB", "update_timeout_s": "10s"},
+    "weight_transfer": {"transport": "shm", "chunk_size": "64MiB", "update_timeout_s": 10},
 }  # fmt: skip
-_WRITTEN = yaml.safe_dump(_FLEET).encode()
+WRITTEN = yaml.safe_dump(_FLEET).encode()
 _BOMB = "a: &a [x,x,x,x,x,x,x,x,x]\n" + "".join(
     f"{new}: &{new} [{','.join([f'*{old}'] * 9)}]\n" for old, new in itertools.pairwise("abcdefghi")
 )
@@ -95,7 +95,7 @@ def fleet_file(dice: random.Random, directory: Path) -> None:
         text = as_json(dice, mutated(dice, _FLEET)).decode("utf-8", "replace")
     elif what < 8:
         # the example has every key, and takes a hundred times as long
-        whole = _FLEET_FILE.read_bytes() if dice.random() < 0.05 else _WRITTEN
+        whole = _FLEET_FILE.read_bytes() if dice.random() < 0.05 else WRITTEN
         text = broken(dice, whole).decode("utf-8", "replace")
     elif what == 8:
         deep = dice.choice((10, 100, 1000, 20_000))

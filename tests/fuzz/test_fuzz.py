@@ -10,7 +10,7 @@ import pytest
 from benchmarks.fuzz import fuzz
 from skyctl.errors import FleetFileError, SkyctlError
 from skyctl.fleet.load import parse_fleet
-from tests.fuzz.inputs import CASES, TooSlow, run_case
+from tests.fuzz.inputs import CASES, WRITTEN, TooSlow, run_case
 
 SAMPLE = {"fleet file": 100, "state file": 100}
 
@@ -21,6 +21,10 @@ def test_an_input_is_accepted_or_refused_in_one_line_and_nothing_else(kind: str)
     assert found["harm"] == 0, found["examples"]
     assert found["refused"] > 0
     assert found["accepted"] > 0
+
+
+def test_what_fleet_files_are_mutated_from_is_accepted() -> None:
+    assert parse_fleet(WRITTEN.decode(), Path("f"), {})
 
 
 def test_a_fleet_file_of_very_many_lines_is_given_up_where_it_becomes_too_long() -> None:
