@@ -9,7 +9,7 @@ from typing import Any
 from skyctl.doctor.finding import Finding, Severity
 from skyctl.fleet.journal import PushRecord
 from skyctl.fleet.state import ServerRow
-from skyctl.fleet.status import TRANSIENT_STATES, FleetStatus
+from skyctl.fleet.status import MIXED, TRANSIENT_STATES, FleetStatus
 from skyctl.operations.drift import Drift
 from skyctl.units import format_seconds
 
@@ -64,7 +64,7 @@ def replicas(facts: RunningFacts) -> Iterator[Finding]:
     """Is every replica, and the router, what it should be?"""
     status = facts.status
     for reason in status.reasons:
-        if "weight versions" in reason.message or "supervisor is gone" in reason.message:
+        if reason.message.startswith(MIXED) or "supervisor is gone" in reason.message:
             continue  # checks of their own
         on_the_way = any(f"is {state}" in reason.message for state in TRANSIENT_STATES)
         severity = Severity.WARNING if on_the_way else Severity.ERROR

@@ -122,6 +122,10 @@ class FleetStatus:
         )
 
 
+MIXED = "weights are mixed"
+"""How the reason begins that says it."""
+
+
 def assess(
     replicas: Sequence[ReplicaStatus], router: RouterStatus | None
 ) -> tuple[Health, tuple[Reason, ...]]:
@@ -134,7 +138,7 @@ def assess(
     versions = {r.weight_version for r in replicas if r.state in INTENDED_STATES}
     if len(versions) > 1:
         named = ", ".join(sorted(str(v or "base") for v in versions))
-        reasons.append(Reason(f"weights are mixed, servers hold: {named}", "skyctl recover"))
+        reasons.append(Reason(f"{MIXED}, servers hold: {named}", "skyctl recover"))
     found = tuple(reason for reason in reasons if reason is not None)
     alive = [r for r in replicas if r.state in INTENDED_STATES + TRANSIENT_STATES]
     if not alive and not any(r.state == "quarantined" for r in replicas):

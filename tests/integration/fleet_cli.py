@@ -6,6 +6,8 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -71,6 +73,37 @@ class FleetCli:
     def control_token(self) -> str:
         """The control token, from the file that `skyctl urls` names."""
         return Path(self.data("urls")["access"]["control_token_file"]).read_text().strip()
+
+    @contextmanager
+    def loaded(self, *arguments: str) -> Iterator[Callable[[], None]]:
+        """A command that has been loaded and waits; calling it lets it run to its end.
+
+        For what must happen within the second or two that loading takes on a busy machine.
+        """
+        waiting = (
+            "import sys; import skyctl.cli.app, skyctl.cli.pause, skyctl.operations.supervised; "
+            "import skyctl.supervisor.client, skyctl.fleet.load, skyctl.output; "
+            "print('loaded', file=sys.stderr, flush=True); sys.stdin.readline(); "
+            f"sys.argv = ['skyctl', *{list(arguments)!r}]; "
+            "from skyctl.__main__ import main; main()"
+        )
+        with subprocess.Popen(
+            [sys.executable, "-c", waiting],
+            cwd=self.directory,
+            env=self.env,
+            text=True,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+        ) as process:
+            assert process.stderr is not None
+            assert process.stderr.readline().strip() == "loaded"
+
+            def run() -> None:
+                _, errors = process.communicate("go\n", timeout=COMMAND_TIMEOUT_S)
+                assert process.returncode == 0, errors
+
+            yield run
 
     def start(self, *arguments: str) -> subprocess.Popen[str]:
         """Start a command and leave it running."""

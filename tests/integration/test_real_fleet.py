@@ -122,11 +122,12 @@ def frozen_generation(fleet: FleetCli, endpoints: Endpoints) -> StreamingComplet
     A busy machine may take longer to pause than the tiny model takes to finish: then once more.
     """
     for _ in range(6):
-        stream = StreamingCompletion(
-            endpoints.router, endpoints.model, PROMPT, LONG, key=endpoints.key
-        )
-        stream.wait_for_tokens(1)
-        fleet.run("pause", "--mode", "keep")
+        with fleet.loaded("pause", "--mode", "keep") as pause:
+            stream = StreamingCompletion(
+                endpoints.router, endpoints.model, PROMPT, LONG, key=endpoints.key
+            )
+            stream.wait_for_tokens(1)
+            pause()
         while stream.grows_within(0.5):  # tokens already on their way may still arrive
             pass
         if len(stream.tokens) < LONG:
