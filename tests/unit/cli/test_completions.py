@@ -65,7 +65,7 @@ def test_bash_completes_commands_options_choices_and_files(tmp_path: Path) -> No
 def test_bash_asks_skyctl_for_the_names_of_fleets(tmp_path: Path) -> None:
     for name in ("one", "other", "two"):
         (tmp_path / "fleets" / name).mkdir(parents=True)
-        (tmp_path / "fleets" / name / "state.sqlite").touch()
+        (tmp_path / "fleets" / name / "fleet.yaml").touch()
     assert bash(tmp_path, "skyctl", "plan", "--fleet", "o") == ["one", "other"]
 
 
