@@ -22,6 +22,7 @@ from skyctl.weights.sender_pool import SenderPool
 
 PUSH_LOCK = "push"
 FOLLOW_POLL_S = 0.2
+_RELEASE_POLL_S = 0.01
 _PROGRESS_S = 0.15
 
 
@@ -65,7 +66,7 @@ def open_push(journal: Journal, locks: Locks, request: PushRequest) -> Job:
     locks.acquire(PUSH_LOCK, "a push that is just starting")
     try:
         job = journal.begin("push", request.to_json())
-        locks.rename(PUSH_LOCK, f"job {job.id}")
+        locks.rename(PUSH_LOCK, _held_by(job))
     except BaseException:
         locks.release(PUSH_LOCK)
         raise
@@ -223,6 +224,8 @@ async def follow(
 ) -> Job:
     """Read a job's journal until it ends: past events first, then each new one.
 
+    It has ended when its owner has also let go of the fleet: who hears of the end may push again.
+
     Raises:
         DeadlineExceeded: it has not ended after `timeout_s` seconds; it goes on.
         FleetDownError: the process that ran it died.
@@ -242,19 +245,28 @@ async def follow(
         for event in events:
             seen = max(seen, event.sequence)
             on_event(event)
-        if job.ended:
+        if job.ended and not _holds_the_fleet(state, job):
             return job
-        if not alive:
+        if not job.ended and not alive:
             raise FleetDownError(
                 f"the process that ran {job_id} died in stage {job.stage}",
                 hint="see what it left: skyctl status; put it right: skyctl recover",
             )
-        if deadline is not None and time.monotonic() > deadline:
+        if not job.ended and deadline is not None and time.monotonic() > deadline:
             raise DeadlineExceeded(
                 f"{job_id} has not ended after {timeout_s:g} s; it goes on in stage {job.stage}",
                 hint=f"wait again: skyctl jobs wait {job_id}",
             )
-        await asyncio.sleep(FOLLOW_POLL_S)
+        await asyncio.sleep(_RELEASE_POLL_S if job.ended else FOLLOW_POLL_S)
+
+
+def _holds_the_fleet(state: FleetState, job: Job) -> bool:
+    holder = state.locks.holder(PUSH_LOCK)  # a dead one holds nothing
+    return holder is not None and holder.holder == _held_by(job)
+
+
+def _held_by(job: Job) -> str:
+    return f"job {job.id}"
 
 
 async def verify_servers(
