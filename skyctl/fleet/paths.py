@@ -14,6 +14,8 @@ from skyctl.errors import SkyctlError
 
 # sun_path holds 108 bytes on Linux and 104 elsewhere, with the terminating zero.
 LONGEST_SOCKET_PATH_BYTES = 100
+# a server names its sockets <directory>/<36 characters>
+_LONGEST_SCRATCH_PATH_BYTES = LONGEST_SOCKET_PATH_BYTES - 37
 
 
 def state_root(environ: Mapping[str, str] | None = None) -> Path:
@@ -107,8 +109,15 @@ class FleetPaths:
         path = self.directory / "supervisor.sock"
         if len(os.fsencode(path)) <= LONGEST_SOCKET_PATH_BYTES:
             return path
-        digest = hashlib.sha256(os.fsencode(path)).hexdigest()[:16]
-        return Path(tempfile.gettempdir()) / f"skyctl-{os.getuid()}" / f"{digest}.sock"
+        return _short(path, ".sock")
+
+    @property
+    def scratch(self) -> Path:
+        """TMPDIR of the fleet's processes; elsewhere when the path of a socket gets too long."""
+        path = self.directory / "tmp"
+        if len(os.fsencode(path)) <= _LONGEST_SCRATCH_PATH_BYTES:
+            return path
+        return _short(path, ".tmp")
 
     @property
     def control_token(self) -> Path:
@@ -131,7 +140,7 @@ class FleetPaths:
 
     def refuse_foreign(self) -> None:
         """Raise SkyctlError when somebody else could answer for this fleet's supervisor."""
-        for path in {self.directory, self.socket.parent}:
+        for path in {self.directory, self.socket.parent, self.scratch.parent}:
             if os.path.lexists(path):
                 owned_directory(path)
 
@@ -139,9 +148,15 @@ class FleetPaths:
         """Create and check every directory of this fleet."""
         for path in (self.root, self.root / "fleets", self.directory, self.logs):
             private_directory(path)
-        if self.socket.parent != self.directory:
-            private_directory(self.socket.parent)
+        for path in (self.socket.parent, self.scratch.parent):
+            private_directory(path)
         return self
+
+
+def _short(path: Path, suffix: str) -> Path:
+    """What stands for `path` in this user's directory under the temporary one."""
+    digest = hashlib.sha256(os.fsencode(path)).hexdigest()[:16]
+    return Path(tempfile.gettempdir()) / f"skyctl-{os.getuid()}" / f"{digest}{suffix}"
 
 
 def fleet_paths(name: str, environ: Mapping[str, str] | None = None) -> FleetPaths:

@@ -20,6 +20,7 @@ from skyctl.operations.revive import UP_LOCK, UP_LOCK_WAIT_S
 from skyctl.supervisor import daemon
 from skyctl.supervisor.client import SupervisorClient
 from skyctl.supervisor.rollout import stop_recorded
+from skyctl.supervisor.scratch import sweep_scratch
 from skyctl.supervisor.wire import plan_to_json
 from skyctl.weights.staging import sweep
 
@@ -168,6 +169,7 @@ async def _stop_leftovers(
         close_orphans(state)
         state.forget_run()
     await asyncio.to_thread(sweep, paths.staging, ())
+    await asyncio.to_thread(sweep_scratch, paths)
     paths.socket.unlink(missing_ok=True)
     found = tuple(row.name for row, had in zip(rows, stopped, strict=True) if had)
     return tuple(name for name in found if name not in known)

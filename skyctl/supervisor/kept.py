@@ -18,6 +18,7 @@ from skyctl.fleet.state import FleetState, ProcessRow
 from skyctl.kill_points import reached
 from skyctl.supervisor.process import ManagedProcess, new_token
 from skyctl.supervisor.restarts import decide
+from skyctl.supervisor.scratch import scratch_environment
 from skyctl.supervisor.wire import spec_hash
 from skyctl.units import format_seconds
 
@@ -156,6 +157,7 @@ class KeptRunning(ABC):
         self._store.save_process(intent)
         reached(f"{self.role}.intended")
         self._before_spawn()
+        env = {**scratch_environment(self._paths), **env}
         process = ManagedProcess.spawn(argv, env, self._paths.log(self.name), intent.token)
         reached(f"{self.role}.spawned")
         self._record = replace(intent, phase="running", identity=process.identity)

@@ -17,6 +17,7 @@ from skyctl.supervisor.process import ManagedProcess
 from skyctl.supervisor.replica import Replica
 from skyctl.supervisor.router import NAME as ROUTER
 from skyctl.supervisor.router import RouterChild
+from skyctl.supervisor.scratch import sweep_scratch
 from skyctl.supervisor.wire import spec_hash
 
 if TYPE_CHECKING:
@@ -99,6 +100,7 @@ async def take_down(supervisor: Supervisor, drain_timeout_s: float) -> None:
     if failed:
         raise SkyctlError("; ".join(str(problem) for problem in failed))
     supervisor.state.forget_run()
+    await asyncio.to_thread(sweep_scratch, supervisor.paths)
 
 
 async def stop_recorded(row: ProcessRow, timeout_s: float) -> bool:

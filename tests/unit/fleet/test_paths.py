@@ -76,3 +76,13 @@ def test_a_private_file_is_neither_shared_nor_redirected(tmp_path: Path) -> None
     (tmp_path / "link").symlink_to(tmp_path / "file")
     with pytest.raises(SkyctlError, match="cannot open"):
         create_private_file(tmp_path / "link")
+
+
+@pytest.mark.parametrize("depth", [1, 12])
+def test_a_socket_with_a_long_name_fits_into_the_scratch_directory(
+    depth: int,
+) -> None:
+    root = Path("/var").joinpath(*["directory"] * depth)
+    paths = FleetPaths(root, "demo")
+    assert len(os.fsencode(paths.scratch / ("x" * 36))) <= 107  # what a Unix socket may be named
+    assert paths.scratch != FleetPaths(root, "other").scratch

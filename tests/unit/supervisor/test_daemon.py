@@ -24,7 +24,13 @@ from skyctl.supervisor import daemon
 from skyctl.supervisor.client import SupervisorClient
 from skyctl.supervisor.process import ManagedProcess
 from skyctl.supervisor.wire import plan_to_json
-from tests.unit.supervisor.fleets import eventually, fleet_plan, stub_router, stub_server
+from tests.unit.supervisor.fleets import (
+    command_server,
+    eventually,
+    fleet_plan,
+    stub_router,
+    stub_server,
+)
 
 
 @pytest.fixture
@@ -206,6 +212,21 @@ async def test_a_secret_of_a_server_is_nowhere_on_disk(paths: FleetPaths) -> Non
     for path in paths.directory.rglob("*"):
         if path.is_file():
             assert b"open-sesame-42" not in path.read_bytes(), path
+
+
+async def test_what_a_killed_server_leaves_in_its_temporary_directory_leaves_with_the_fleet(
+    paths: FleetPaths,
+) -> None:
+    script = "import os, tempfile, time; tempfile.mkstemp('left'); os.kill(os.getpid(), 9)"
+    await daemon.ensure_running(paths)
+    client = SupervisorClient(paths)
+    plan = fleet_plan([command_server("a", script)])
+    await client.post("/reconcile", {"plan": plan_to_json(plan)})
+    await client.close()
+    await eventually(lambda: bool(list(paths.scratch.glob("*left"))))
+    assert paths.scratch.stat().st_mode & 0o077 == 0
+    await take_down(paths, drain_timeout_s=0.0)
+    assert not paths.scratch.exists()
 
 
 def _is_zombie(pid: int) -> bool:
