@@ -60,7 +60,7 @@ class Pushes:
             raise ConflictError(
                 f"no server of fleet {plan.name} can take a push", hint="look: skyctl status"
             )
-        return self._open(request, plan, up)
+        return self._open(request, plan, up, heals=True)
 
     async def again(self, request: PushRequest) -> Job:
         """A push as a part of recovery: into servers in doubt too. The ended job.
@@ -89,7 +89,9 @@ class Pushes:
         """End the sender that rests between pushes."""
         await self._senders.close()
 
-    def _open(self, request: PushRequest, plan: FleetPlan, up: Sequence[Replica]) -> Job:
+    def _open(
+        self, request: PushRequest, plan: FleetPlan, up: Sequence[Replica], *, heals: bool = False
+    ) -> Job:
         supervisor = self._supervisor
         journal = supervisor.state.journal
         job = jobs.open_push(journal, supervisor.state.locks, request)
@@ -98,11 +100,11 @@ class Pushes:
             journal.note(job.id, f"not part of this push, because not up: {', '.join(left)}")
         self.job = job
         self.over.clear()
-        self._task = asyncio.create_task(self._run(job, request, plan, up), name=job.id)
+        self._task = asyncio.create_task(self._run(job, request, plan, up, heals), name=job.id)
         return job
 
     async def _run(
-        self, job: Job, request: PushRequest, plan: FleetPlan, up: Sequence[Replica]
+        self, job: Job, request: PushRequest, plan: FleetPlan, up: Sequence[Replica], heals: bool
     ) -> None:
         supervisor = self._supervisor
         state, client = supervisor.state, supervisor.client
@@ -135,6 +137,8 @@ class Pushes:
         await asyncio.gather(*(admission.refresh(r, client, 5.0) for r in up))
         keep = state.checkpoints() | needed(state)
         await asyncio.to_thread(sweep, supervisor.paths.staging, keep)
+        if heals and in_doubt(state):
+            supervisor.heal_after(job)
 
     def _on_server(self, name: str, state: str, detail: str) -> None:
         replica = self._supervisor.replicas.get(name)

@@ -163,12 +163,13 @@ def _still_open(cases: Sequence[_Case], hands: Hands, problem: str) -> list[_Cas
 
 def interrupted_request(state: FleetState) -> PushRequest | None:
     """What the latest push asked for that left servers half updated; None without one."""
-    jobs = [one.job for one in in_doubt(state).values() if one.half_updated]
-    if not jobs:
+    doubted = {one.job for one in in_doubt(state).values() if one.half_updated}
+    # newest first; an admission that broke off is not among the jobs
+    latest = next((job for job in state.journal.jobs() if job.id in doubted), None)
+    if latest is None:
         return None
-    latest = max(jobs, key=lambda job_id: int(job_id.rpartition("-")[2]))
     try:
-        return PushRequest.from_json(state.journal.job(latest).request)
+        return PushRequest.from_json(latest.request)
     except (SkyctlError, TypeError):  # forgotten, or written by another skyctl
         return None
 

@@ -120,6 +120,12 @@ class Supervisor:
         self._refuse_while_busy()
         return self._begin("recover", "", healing.heal(self))
 
+    def heal_after(self, job: Job) -> None:
+        """Put right by itself what a push of ours left in doubt, unless something else is done."""
+        idle = self.operation is None or self.operation.ended_at is not None
+        if idle and not self.pushes.job and not self.draining:
+            self._begin("recover", f"after {job.id}", healing.heal(self))
+
     def restart(self, names: Sequence[str]) -> int:
         """Begin a rolling restart of these replicas (all when empty).
 

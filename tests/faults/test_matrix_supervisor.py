@@ -483,6 +483,30 @@ async def test_a_replica_whose_fleets_checkpoint_was_deleted_is_quarantined(
         assert "skyctl sync-weights" in (supervisor.replicas["a"].row.quarantine or "")
 
 
+@pytest.mark.parametrize("left", ["both", "one"])
+async def test_what_a_push_left_in_doubt_is_put_right_without_being_asked(
+    tmp_path: Path, left: str
+) -> None:
+    base = write_checkpoint(tmp_path / "base")
+    new = write_checkpoint(tmp_path / "new", tiny_tensors(50))
+    bad = ["a", "b"] if left == "both" else ["b"]
+    async with supervising(tmp_path) as supervisor:
+        plan = fleet_plan([pushable("a", base), pushable("b", base)], stub_router())
+        await bring_up(supervisor, plan)
+        for name in bad:  # every update, again and again, as long as this process lives
+            await set_faults(supervisor, name, {"/update_weights": {"kind": "status"}})
+        job = supervisor.start_push(PushRequest(str(new)))
+        await eventually(lambda: supervisor.state.journal.job(job.id).state == "failed")
+        # nobody types anything
+        await eventually(lambda: states(supervisor) == {"a": "ready", "b": "ready"})
+        await eventually(lambda: routed(supervisor) == {"a", "b"})
+        await ended(supervisor)
+        assert {one.server for one in supervisor.recovered if one.action == "restart"} == set(bad)
+        held = {(await stub_state(supervisor, name))["digest"] for name in ("a", "b")}
+        versions = {supervisor.replicas[name].row.weight_version for name in ("a", "b")}
+        assert len(held) == len(versions) == 1
+
+
 async def test_a_server_killed_in_a_push_is_replaced_at_the_version_of_the_others(
     tmp_path: Path,
 ) -> None:
