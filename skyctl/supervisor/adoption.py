@@ -34,6 +34,7 @@ async def take_over(supervisor: Supervisor, plan: FleetPlan) -> None:
         (supervisor.router or rollout.new_router(supervisor, plan)).start()
     reached("adopt.done")
     await _heal(supervisor)
+    supervisor.taken_over = True
     await asyncio.gather(*(r.settled.wait() for r in supervisor.replicas.values()))
     await rollout.settle_router(supervisor)
     rollout.raise_for_failures(supervisor)

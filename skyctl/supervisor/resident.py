@@ -55,6 +55,7 @@ class Supervisor:
         self.operation: Operation | None = None
         self.finished = asyncio.Event()
         self.recovered: tuple[Recovered, ...] = ()  # by the last recovery
+        self.taken_over = False  # what lived is adopted and put right; the rest may still start
         close_orphans(state)  # of a dead supervisor, before anybody asks
         self._context: ReplicaContext | None = None
         self._numbers = itertools.count(1)
@@ -201,7 +202,11 @@ class Supervisor:
             ConflictError: another push or an operation is in progress, or no server can take it.
         """
         self.require_plan()
-        self._refuse_while_busy()
+        adopting = self.operation is not None and self.operation.kind == "adopt"
+        if adopting and self.taken_over:  # who still starts takes the fleet's weights when ready
+            self.pushes.refuse_while_busy()
+        else:
+            self._refuse_while_busy()
         return self.pushes.start(request)
 
     # --- what its parts share ------------------------------------------------------------------

@@ -378,6 +378,21 @@ async def test_a_second_push_is_refused_and_told_of_the_first(
         assert supervisor.state.locks.holder("push") is None
 
 
+async def test_a_fleet_that_was_taken_over_can_be_pushed_to_while_a_dead_server_starts(
+    tmp_path: Path, push: FakePush
+) -> None:
+    async with supervising(tmp_path) as supervisor:
+        never = command_server("b", "import time; time.sleep(600)")
+        supervisor.adopt(fleet_plan([stub_server("a"), never]))
+        await eventually(lambda: states(supervisor)["a"] == "ready")
+        with pytest.raises(ConflictError, match="busy: adopt"):
+            supervisor.restart([])
+        supervisor.start_push(PushRequest("/ckpt", weight_version="v1"))
+        await eventually(lambda: supervisor.job is None)
+        assert push.calls == [("/ckpt", ["a"])]
+        assert supervisor.operation is not None and supervisor.operation.ended_at is None
+
+
 async def test_a_replica_that_dies_takes_the_fleets_weights_before_it_is_routed(
     tmp_path: Path, push: FakePush, checkpoint: object
 ) -> None:
