@@ -384,7 +384,7 @@ async def test_a_fleet_that_was_taken_over_can_be_pushed_to_while_a_dead_server_
     async with supervising(tmp_path) as supervisor:
         never = command_server("b", "import time; time.sleep(600)")
         supervisor.adopt(fleet_plan([stub_server("a"), never]))
-        await eventually(lambda: states(supervisor)["a"] == "ready")
+        await eventually(lambda: states(supervisor).get("a") == "ready")
         with pytest.raises(ConflictError, match="busy: adopt"):
             supervisor.restart([])
         supervisor.start_push(PushRequest("/ckpt", weight_version="v1"))
