@@ -6,7 +6,6 @@ torch's global process group is not used on either side.
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -15,8 +14,7 @@ from skyctl.control.dialects import Dialect
 from skyctl.weights.plan import ALIGNMENT, Chunk, Packing
 from skyctl.weights.reader import ChunkReader, Piece, ShardFiles
 from skyctl.weights.transports.base import Filled, Session, chunk_update, receiver_init
-
-HOST = "127.0.0.1"
+from skyctl.weights.transports.rendezvous import HOST, Rendezvous
 
 
 class GlooTransport:
@@ -74,19 +72,16 @@ class GlooCarrier:
         self._rendezvous_s = float(options["rendezvous_timeout_s"])
         self._update_s = float(options["update_timeout_s"])
         # given a listening socket, the store stays on loopback; left alone it binds every address
-        with socket.socket() as listener:
-            listener.bind((HOST, 0))
-            listener.listen(self._world_size + 8)
-            self._port = listener.getsockname()[1]
-            self._store = dist.TCPStore(
-                HOST,
-                self._port,
-                self._world_size,
-                is_master=True,
-                wait_for_workers=False,
-                timeout=timedelta(seconds=self._rendezvous_s),
-                master_listen_fd=listener.detach(),
-            )
+        self._rendezvous = Rendezvous(self._world_size)
+        self._store = dist.TCPStore(
+            HOST,
+            self._rendezvous.port,
+            self._world_size,
+            is_master=True,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=self._rendezvous_s),
+            master_listen_fd=self._rendezvous.socket.detach(),
+        )
         self._group: Any = None
         self._slots: list[Any] = []
 
@@ -111,7 +106,7 @@ class GlooCarrier:
     def endpoint(self) -> dict[str, Any]:
         return {
             "host": HOST,
-            "port": self._port,
+            "port": self._rendezvous.port,
             "world_size": self._world_size,
             "rendezvous_timeout_s": self._rendezvous_s,
             "update_timeout_s": self._update_s,
@@ -126,6 +121,7 @@ class GlooCarrier:
         self._group = dist.ProcessGroupGloo(
             dist.PrefixStore(self._session, self._store), 0, self._world_size, options
         )
+        self._rendezvous.close(self._store)
 
     def send(self, slot: int, size: int) -> None:
         self._group.broadcast(self._slots[slot][:size], 0).wait(timedelta(seconds=self._update_s))

@@ -7,7 +7,6 @@ stream of tensors into buffers by themselves, so the chunk plan follows their ru
 
 from __future__ import annotations
 
-import socket
 from inspect import signature
 from typing import Any
 
@@ -17,8 +16,8 @@ from skyctl.errors import PreflightError
 from skyctl.weights.gpu.carrier import GpuCarrier
 from skyctl.weights.plan import Chunk, Packing
 from skyctl.weights.transports.base import Filled, Session, tensor_headers
+from skyctl.weights.transports.rendezvous import HOST, Rendezvous
 
-HOST = "127.0.0.1"
 WORKER_BUFFERS = 2
 
 
@@ -98,35 +97,37 @@ class NcclCarrier(GpuCarrier):
         self._new_communicator = PyNcclCommunicator
         self._world_size = int(options["world_size"])
         self._rendezvous_s = float(options["rendezvous_timeout_s"])
-        self._listener = socket.socket()
-        self._listener.bind((HOST, 0))
-        self._listener.listen(self._world_size + 8)
-        self._port: int = self._listener.getsockname()[1]
+        self._rendezvous = Rendezvous(self._world_size)
         self._stream = torch.cuda.Stream(device=device)
         self._communicator: Any = None
 
     def endpoint(self) -> dict[str, Any]:
-        return {"host": HOST, "port": self._port}
+        return {"host": HOST, "port": self._rendezvous.port}
 
     def join(self) -> None:
         """Form the group: every worker of every server must be in its init call."""
-        self._communicator = self._new_communicator(self._rendezvous(), device=self.devices[0])
+        group, closes = self._new_group()
+        self._communicator = self._new_communicator(group, device=self.devices[0])
+        if closes:
+            self._rendezvous.close(group.store)
 
-    def _rendezvous(self) -> Any:
+    def _new_group(self) -> tuple[Any, bool]:
+        """The group, and whether its store listens at the socket that is ours to close."""
         from vllm.distributed.utils import StatelessProcessGroup
 
         arguments: dict[str, Any] = {
             "host": HOST,
-            "port": self._port,
+            "port": self._rendezvous.port,
             "rank": 0,
             "world_size": self._world_size,
             "store_timeout": int(self._rendezvous_s),
         }
-        if "listen_socket" in signature(StatelessProcessGroup.create).parameters:
-            arguments["listen_socket"] = self._listener
-        else:  # 0.26 binds the port itself
-            self._listener.close()
-        return StatelessProcessGroup.create(**arguments)
+        ours = "listen_socket" in signature(StatelessProcessGroup.create).parameters
+        if ours:
+            arguments["listen_socket"] = self._rendezvous.socket
+        else:  # 0.26 binds the port itself, and its store goes on listening
+            self._rendezvous.socket.close()
+        return StatelessProcessGroup.create(**arguments), ours
 
     def send(self, slot: int, size: int) -> None:
         import torch
