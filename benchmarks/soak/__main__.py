@@ -8,7 +8,8 @@ questions, most of them through the router, and write down every request. A cond
 two checkpoints after the other, freezes, puts to sleep, and kills servers, engine cores, the
 router, the supervisor, senders and commands in the middle of pushes. Afterwards each answer is held
 against the versions that were committed while it was under way (checker.py). It ends when all three
-counts are reached, or after `--minutes`.
+counts are reached, or after `--minutes`. The first Ctrl-C ends it early and judges what there is,
+the second abandons it.
 """
 
 from __future__ import annotations
@@ -56,8 +57,8 @@ class Asked:
     dear_every_s: float = DEAR_EVERY_S
 
 
-async def soak(asked: Asked, directory: Path) -> dict[str, Any]:
-    """One soak in an empty directory; everything of it is down afterwards."""
+async def soak(asked: Asked, directory: Path, cut: asyncio.Event) -> dict[str, Any]:
+    """One soak in an empty directory, ended early by `cut`; everything of it is down afterwards."""
     fleet = SoakFleet(directory, stub=asked.stub, bound_s=asked.bound_s)
     result: dict[str, Any] = {}
     try:
@@ -66,14 +67,21 @@ async def soak(asked: Asked, directory: Path) -> dict[str, Any]:
         async with httpx.AsyncClient(trust_env=False, headers=headers) as http:
             prompts, expected, at = await learn(fleet, http, seed=asked.seed)
         _say(f"up; {len(prompts)} prompts tell a from b")
-        result = await _run(asked, fleet, directory, prompts, expected, at)
+        conditions = (prompts, expected, at)
+        result = await _run(asked, fleet, directory, cut, *conditions)
     finally:
         result["left_behind"] = await fleet.close()
     return result
 
 
 async def _run(
-    asked: Asked, fleet: SoakFleet, directory: Path, prompts: list[str], expected: Expected, at: str
+    asked: Asked,
+    fleet: SoakFleet,
+    directory: Path,
+    cut: asyncio.Event,
+    prompts: list[str],
+    expected: Expected,
+    at: str,
 ) -> dict[str, Any]:
     clients = Clients(fleet, prompts, directory / "requests.jsonl", seed=asked.seed)
     logs = directory / "conductor.jsonl"
@@ -91,7 +99,7 @@ async def _run(
         reached = (
             requests >= asked.requests and happened.pushes >= asked.pushes and kills >= asked.kills
         )
-        return reached or minutes >= asked.minutes
+        return reached or minutes >= asked.minutes or cut.is_set()
 
     clients.start(asked.clients)
     try:
@@ -110,6 +118,7 @@ async def _run(
     return {
         "servers": "stubs" if asked.stub else "2 real vLLM CPU servers, the real vllm-router",
         "seconds": round(time.monotonic() - began, 1),
+        "cut_short": cut.is_set(),
         **_counted(clients.records, Counter(verdict for _, verdict in judged)),
         **_conducted(conductor.happened),
         "pushes_in_the_journal": dict(Counter(job.state for job, _ in journal)),
@@ -137,6 +146,10 @@ def _counted(records: list[Record], verdicts: Mapping[str, int]) -> dict[str, An
         "requests": len(records),
         "through_the_router": sum(record.via == "router" for record in records),
         "answered": outcomes["answered"],
+        "answered_in_part": sum(
+            record.outcome == "answered" and len(record.tokens) < record.wanted
+            for record in records
+        ),
         "failed": outcomes["failed"],
         "failed_share": round(outcomes["failed"] / max(len(records), 1), 5),
         "failures": dict(failures),
@@ -173,8 +186,8 @@ def _table(result: Mapping[str, Any]) -> str:
     rows = [
         (name, result[name])
         for name in (
-            "seconds", "requests", "pushes", "kills", "violations", "hung", "failed_share",
-            "verdicts", "kills_by_kind", "unsettled", "left_behind",
+            "seconds", "requests", "answered_in_part", "pushes", "kills", "violations", "hung",
+            "failed_share", "verdicts", "kills_by_kind", "unsettled", "left_behind",
         )
     ]  # fmt: skip
     lines = [f"{name:<14} {value}" for name, value in rows]
@@ -219,10 +232,19 @@ def _arguments() -> tuple[Asked, argparse.Namespace]:
 
 
 async def _with_signals(asked: Asked, directory: Path) -> dict[str, Any]:
-    """Ctrl-C and TERM end the soak where it is and take the fleet down."""
-    task = asyncio.ensure_future(soak(asked, directory))
+    """Ctrl-C and TERM end the soak early; the second one abandons it and takes the fleet down."""
+    cut = asyncio.Event()
+    task = asyncio.ensure_future(soak(asked, directory, cut))
+
+    def stop() -> None:
+        if cut.is_set():
+            task.cancel()
+        else:
+            cut.set()
+            _say("ending; once more to abandon it")
+
     for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, task.cancel)
+        asyncio.get_running_loop().add_signal_handler(number, stop)
     return await task
 
 
@@ -232,7 +254,7 @@ def main() -> int:
         try:
             result = asyncio.run(_with_signals(asked, Path(temporary)))
         except asyncio.CancelledError:
-            _say("cut short; the fleet is down")
+            _say("abandoned; the fleet is down")
             return 130
         except SkyctlError as error:
             _say(f"the soak failed: {error.message}")

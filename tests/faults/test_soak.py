@@ -31,7 +31,7 @@ def test_a_short_soak_finds_every_answer_at_a_committed_version(tmp_path: Path) 
         bound_s=20.0,
         dear_every_s=1000.0,
     )
-    result = asyncio.run(soak(asked, tmp_path))
+    result = asyncio.run(soak(asked, tmp_path, asyncio.Event()))
     assert result["violations"] == 0, result["examples"]
     assert result["hung"] == 0
     assert result["verdicts"]["pure"] > 50
