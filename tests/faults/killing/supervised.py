@@ -6,7 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -180,7 +180,8 @@ class SupervisedFleet:
                 if (process := row.identity and row.identity.process()) is not None:
                     expected |= {process.pid, *(p.pid for p in process.children(recursive=True))}
         if supervisor_running(self.paths):
-            expected.add(listening(self.paths))
+            with suppress(ConnectionRefusedError):  # it has the lock and does not listen yet
+                expected.add(listening(self.paths))
         return expected
 
     def _look(self) -> list[str]:
