@@ -28,7 +28,7 @@ from skyctl import kill_points
 from tests.faults.killing.cycle import Came, Dice
 
 RESULTS = Path(__file__).parent / "results"
-# of the push, but for `sender.join`, which only a collective has
+# but for `sender.join`, which only a collective has, and stubs have none
 SENDER = tuple(point for point in kill_points.SENDER if point != "sender.join")
 KINDS: dict[str, tuple[str, ...]] = {
     "attached": (*kill_points.PUSH, *SENDER),
@@ -86,7 +86,7 @@ def _run(kind: str, options: argparse.Namespace, deadline: float) -> list[Came]:
             return _each(order, real.cycle, deadline, guardian_every=1)
 
 
-REAL = (*kill_points.PUSH, *SENDER, "adopt.begin", "adopt.done", "recover.begin")
+REAL = (*kill_points.PUSH, *kill_points.SENDER, "adopt.begin", "adopt.done", "recover.begin")
 
 
 async def _attached(
