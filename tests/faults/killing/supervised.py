@@ -195,7 +195,12 @@ class SupervisedFleet:
         return left
 
     def _look(self) -> list[str]:
-        states = self._states()
+        try:
+            states = self._states()
+        except httpx.HTTPError as error:
+            with FleetState(self.paths.database) as state:
+                told = " / ".join(f"{event.subject}: {event.message}" for event in state.events(20))
+            return [f"I1: a server does not answer ({error!r}) after: {told}"]
         for stub, seen in zip(states, self._served, strict=True):
             stub["served"] = stub["served"][seen:]
         found = checks.served_only(states, self.committed)
