@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 KEY = "in_doubt"
 HELD = "held"
 """State of a server that was paused before the push: it stays paused after it."""
-_GIVEN_BACK = ("ready", "kept")
+_GIVEN_BACK = ("ready", "kept", "resumed")
 
 
 @dataclass(frozen=True)

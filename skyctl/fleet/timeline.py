@@ -10,7 +10,7 @@ from skyctl.fleet.journal import JobEvent
 
 FROZEN = frozenset({"pausing", "paused", "updating", "updated", "held"})
 """States of a server (in a push's events) in which it does not generate."""
-_THAWED = frozenset({"ready", "kept"})
+_THAWED = frozenset({"ready", "kept", "resumed"})
 
 
 @dataclass(frozen=True)
@@ -28,8 +28,9 @@ class Span:
 
 @dataclass(frozen=True)
 class ServerTimeline:
-    """`states` in order, up to where the server was thawed or given up; `frozen_s` is None for
-    one that the push did not freeze, and lasts to the end for one that it left frozen."""
+    """`states` in order, up to where the server was thawed or given up; `frozen_s` runs from its
+    own answer to the pause to its own answer to the resume, is None for one that the push did not
+    freeze, and lasts to the end for one that it left frozen."""
 
     server: str
     states: tuple[Span, ...]
@@ -70,7 +71,9 @@ def timeline(events: Sequence[JobEvent]) -> Timeline:
 def _server(name: str, moments: Sequence[tuple[str, float]], end_s: float) -> ServerTimeline:
     spans = [span for span in _spans(moments, end_s=end_s) if span.name not in _THAWED]
     frozen = [span for span in spans if span.name in FROZEN or span.name == "quarantined"]
-    frozen_s = frozen[-1].end_s - frozen[0].begin_s if frozen else None
+    # `pausing` is the call: until it is answered the server may still generate
+    answered = [span for span in frozen if span.name not in ("pausing", "quarantined")]
+    frozen_s = frozen[-1].end_s - (answered or frozen)[0].begin_s if frozen else None
     return ServerTimeline(name, tuple(spans), frozen_s)
 
 

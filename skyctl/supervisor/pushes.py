@@ -22,7 +22,7 @@ from skyctl.weights.staging import sweep
 if TYPE_CHECKING:
     from skyctl.supervisor.resident import Supervisor
 
-_IN_PUSH = ("pausing", "paused", "updating", "updated")
+_IN_PUSH = ("pausing", "paused", "updating", "updated", "resumed")
 _UNDO_TIMEOUT_S = 5.0
 _ABANDON_TIMEOUT_S = 1.0
 

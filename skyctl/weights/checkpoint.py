@@ -86,8 +86,23 @@ def absolute(path: str) -> str:
     """
     found = locate(path)
     if found is None:
-        raise NotFoundError(f"checkpoint {path} does not exist", hint="give a local directory")
+        raise _not_here(path)
     return str(found) if Path(path).expanduser().exists() else path
+
+
+def _checkpoints_below(directory: Path) -> str:
+    """What to give instead of a directory that is no checkpoint: of those in it, the newest."""
+    configs = sorted(directory.glob("*/config.json"), key=lambda found: found.stat().st_mtime)
+    if configs:
+        return f"there is a checkpoint in it: {configs[-1].parent}"
+    return "give a Hugging Face directory: config.json and *.safetensors"
+
+
+def _not_here(path: str) -> NotFoundError:
+    hint = f"give a local directory; this name means {Path(path).expanduser().absolute()}"
+    if _HUB_ID.match(path) and "/" in path and not Path(path).parent.exists():
+        hint = f"a hub id must be downloaded first: hf download {path}"
+    return NotFoundError(f"checkpoint {path} does not exist", hint=hint)
 
 
 def read_checkpoint(path: str) -> Checkpoint:
@@ -99,7 +114,7 @@ def read_checkpoint(path: str) -> Checkpoint:
     """
     directory = locate(path)
     if directory is None:
-        raise NotFoundError(f"checkpoint {path} does not exist", hint="give a local directory")
+        raise _not_here(path)
     if not directory.is_dir():
         raise PreflightError(
             f"checkpoint {path} is a file",
@@ -142,7 +157,7 @@ def read_config(directory: Path) -> dict[str, Any]:
     except FileNotFoundError as error:
         raise PreflightError(
             f"{directory} is not a checkpoint: it has no config.json",
-            hint="give a Hugging Face directory: config.json and *.safetensors",
+            hint=_checkpoints_below(directory),
         ) from error
     except (OSError, ValueError, RecursionError) as error:
         raise PreflightError(f"{path} cannot be read: {error}") from error

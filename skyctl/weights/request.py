@@ -107,8 +107,8 @@ class PushObserver(Protocol):
         """`done_bytes` of the checkpoint are loaded by every server still in the push."""
 
     def server(self, name: str, state: str, detail: str = "") -> None:
-        """A server's state: held (was paused before), pausing, paused, updating, updated; at its
-        end ready, kept (stays paused) or quarantined."""
+        """A server's state: held (was paused before), pausing, paused, updating, updated, resumed;
+        at its end ready, kept (stays paused) or quarantined."""
 
     def note(self, message: str) -> None:
         """One line the operator should read."""

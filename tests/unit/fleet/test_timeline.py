@@ -23,22 +23,26 @@ def test_a_stage_lasts_until_the_next_begins_and_the_last_until_the_end() -> Non
     assert drawn.seconds == 4
 
 
-def test_a_server_is_frozen_from_its_pause_until_it_is_ready() -> None:
+def test_a_server_is_frozen_from_its_own_answer_to_its_own_resume() -> None:
     drawn = timeline(
         events(
             (0, "stage", "pause", ""),
             (1.0, "server", "a", "pausing"),
             (1.5, "server", "b", "pausing"),
+            (1.75, "server", "a", "paused"),
             (2.0, "server", "a", "updating"),
+            (2.25, "server", "b", "paused"),
             (2.5, "server", "a", "updating"),
-            (3.0, "server", "a", "ready"),
+            (3.0, "server", "a", "resumed"),
+            (4.5, "server", "b", "resumed"),
+            (5.0, "server", "a", "ready"),
             (5.0, "server", "b", "ready"),
             (6.0, "end", "", ""),
         )
     )
     a, b = drawn.servers
-    assert a.states == (Span("pausing", 1, 2), Span("updating", 2, 3))
-    assert (a.frozen_s, b.frozen_s) == (2.0, 3.5)
+    assert a.states == (Span("pausing", 1, 1.75), Span("paused", 1.75, 2), Span("updating", 2, 3))
+    assert (a.frozen_s, b.frozen_s) == (1.25, 2.25)
 
 
 def test_a_server_left_in_quarantine_is_frozen_to_the_end_and_a_kept_one_never_was() -> None:
