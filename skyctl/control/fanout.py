@@ -71,32 +71,56 @@ async def fan_out(
     *,
     timeout_s: float,
 ) -> list[Outcome[T]]:
-    """Call every target concurrently, each under its own deadline of `timeout_s` seconds.
+    """Call every target concurrently, all under one deadline of `timeout_s` seconds.
 
     Never raises for a server's failure: one server's error hides no other's result. Outcomes are
     in the order of `targets`.
     """
+    began = time.perf_counter()
+
+    def ended(
+        target: ServerTarget, status: OutcomeStatus, detail: str = "", value: T | None = None
+    ) -> Outcome[T]:
+        elapsed_ms = (time.perf_counter() - began) * 1000
+        # errors begin with the server's name, and so does whatever shows an outcome
+        detail = detail.removeprefix(f"{target.name}: ")
+        return Outcome(target.name, status, elapsed_ms, detail, value)
 
     async def one(target: ServerTarget) -> Outcome[T]:
-        began = time.perf_counter()
-
-        def ended(status: OutcomeStatus, detail: str = "", value: T | None = None) -> Outcome[T]:
-            elapsed_ms = (time.perf_counter() - began) * 1000
-            # errors begin with the server's name, and so does whatever shows an outcome
-            detail = detail.removeprefix(f"{target.name}: ")
-            return Outcome(target.name, status, elapsed_ms, detail, value)
-
         try:
-            async with asyncio.timeout(timeout_s):
-                return ended(OutcomeStatus.OK, value=await call(target))
+            return ended(target, OutcomeStatus.OK, value=await call(target))
         except (TimeoutError, DeadlineExceeded):
-            return ended(OutcomeStatus.TIMEOUT, f"no answer in {timeout_s:g} s")
+            return ended(target, OutcomeStatus.TIMEOUT, late)
         except ServerUnreachable as error:
-            return ended(OutcomeStatus.UNREACHABLE, error.message)
+            return ended(target, OutcomeStatus.UNREACHABLE, error.message)
         except SkyctlError as error:
-            return ended(OutcomeStatus.FAILED, error.message)
+            return ended(target, OutcomeStatus.FAILED, error.message)
 
-    return list(await asyncio.gather(*(one(target) for target in targets)))
+    late = f"no answer in {timeout_s:g} s"
+    tasks = [asyncio.create_task(one(target)) for target in targets]
+    unfinished = await _settled(tasks, timeout_s)
+    return [
+        ended(target, OutcomeStatus.TIMEOUT, late) if task in unfinished else task.result()
+        for target, task in zip(targets, tasks, strict=True)
+    ]
+
+
+async def _settled(tasks: Sequence[asyncio.Task[Any]], timeout_s: float) -> set[asyncio.Task[Any]]:
+    """Wait until all tasks have ended; those that had to be cancelled after `timeout_s` seconds.
+
+    One timer for all: a server's own would cost as much as a tenth of its call.
+    """
+    if not tasks:
+        return set()
+    pending = set(tasks)
+    try:
+        _, pending = await asyncio.wait(tasks, timeout=timeout_s)
+    finally:  # also when the caller was cancelled: nothing goes on behind its back
+        for task in pending:
+            task.cancel()
+        if pending:
+            await asyncio.wait(pending)
+    return {task for task in pending if task.cancelled()}
 
 
 def require_all(outcomes: Sequence[Outcome[T]], verb: str) -> None:

@@ -1,4 +1,4 @@
-"""HTTP calls to servers: one client, a deadline per call, and httpx's errors mapped to ours."""
+"""HTTP calls to servers: one client, a deadline per call, a transport's errors mapped to ours."""
 
 from __future__ import annotations
 
@@ -7,32 +7,36 @@ import json as json_module
 from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
+from urllib.parse import urlencode
 
-import httpx
-
+from skyctl.control.connections import KeptConnections
 from skyctl.control.target import ServerTarget
-from skyctl.control.transport import OneShotTransport
+from skyctl.control.transport import (
+    Answer,
+    CannotConnect,
+    ConnectionBroke,
+    Request,
+    Transport,
+    TransportError,
+)
 from skyctl.errors import DeadlineExceeded, ServerError, ServerUnreachable
 
 QueryValue = str | int | float | bool | Sequence[str]
 
-# Room for one call in flight to each of several hundred servers. No connection is kept: vLLM closes
-# one after each 500, a POST must not be sent into a closing connection, and is never retried.
-_MAX_CONNECTIONS = 1024
+_JSON = {"content-type": "application/json"}
 _ERROR_TEXT_LIMIT = 300
 
 
 class ControlClient:
-    """The one HTTP client of a process. Use as an async context manager.
+    """The one HTTP client of a process's control calls. Use as an async context manager.
 
     Proxies and netrc from the environment are ignored: control calls go straight to the server.
-    Every method raises only `errors.py` errors. `transport` replaces the network in tests.
+    Redirects are not followed. Every method raises only `errors.py` errors. `transport` replaces
+    the network in tests.
     """
 
-    def __init__(self, *, transport: httpx.AsyncBaseTransport | None = None) -> None:
-        if transport is None:
-            transport = OneShotTransport(max_connections=_MAX_CONNECTIONS)
-        self._http = httpx.AsyncClient(transport=transport, timeout=None, trust_env=False)
+    def __init__(self, *, transport: Transport | None = None) -> None:
+        self._transport = transport or KeptConnections()
 
     async def __aenter__(self) -> Self:
         return self
@@ -47,7 +51,7 @@ class ControlClient:
 
     async def aclose(self) -> None:
         """Close every connection."""
-        await self._http.aclose()
+        await self._transport.aclose()
 
     async def call(
         self,
@@ -69,16 +73,16 @@ class ControlClient:
             DeadlineExceeded: no answer in time; whether the server acted is unknown.
             ServerError: an error status, or a body that is not JSON.
         """
-        response = await self._answer(target, method, path, params, json, timeout_s)
-        if not response.content.strip():
+        answer = await self._answer(target, method, path, params, json, timeout_s)
+        if not answer.body.strip():
             return None
         try:
-            return response.json()
+            return json_module.loads(answer.body)
         except (ValueError, RecursionError) as error:
             raise ServerError(
                 f"{_where(target, method, path)} answered with something that is not JSON: "
-                f"{_shortened(response.text, target)!r}",
-                status=response.status_code,
+                f"{_shortened(answer.text, target)!r}",
+                status=answer.status,
             ) from error
 
     async def text(
@@ -101,34 +105,40 @@ class ControlClient:
         params: Mapping[str, QueryValue] | None,
         json: Any,
         timeout_s: float,
-    ) -> httpx.Response:
-        headers = {"Authorization": f"Bearer {target.api_key}"} if target.api_key else {}
-        request = self._http.build_request(
-            method, target.url + path, params=_query(params), json=json, headers=headers
-        )
-        where = _where(target, method, path)
+    ) -> Answer:
+        headers = {"authorization": f"Bearer {target.api_key}"} if target.api_key else {}
+        body = None
+        if json is not None:
+            headers |= _JSON
+            body = json_body(json)
+        request = Request(method, target.url, path + _query(params), headers, body)
         try:
             async with asyncio.timeout(timeout_s):
-                response = await self._send(request, may_retry=method == "GET")
-        except (TimeoutError, httpx.TimeoutException) as error:
-            raise DeadlineExceeded(f"{where}: no answer in {timeout_s:g} s") from error
-        except httpx.ConnectError as error:
-            raise ServerUnreachable(f"{where}: cannot connect ({_reason(error)})") from error
-        except httpx.TransportError as error:
-            raise ServerUnreachable(f"{where}: the connection broke ({_reason(error)})") from error
-        except (httpx.HTTPError, httpx.InvalidURL) as error:
-            raise ServerError(f"{where}: {_reason(error)}") from error
-        if not response.is_success:
-            raise _status_error(target, where, response)
-        return response
+                answer = await self._send(request, may_retry=method == "GET")
+        except TimeoutError as error:
+            raise DeadlineExceeded(
+                f"{_where(target, method, path)}: no answer in {timeout_s:g} s"
+            ) from error
+        except TransportError as error:
+            raise _unanswered(_where(target, method, path), error) from error
+        if not answer.is_success:
+            raise _status_error(target, _where(target, method, path), answer)
+        return answer
 
-    async def _send(self, request: httpx.Request, *, may_retry: bool) -> httpx.Response:
+    async def _send(self, request: Request, *, may_retry: bool) -> Answer:
         try:
-            return await self._http.send(request)
-        except (httpx.NetworkError, httpx.RemoteProtocolError) as error:
-            if not may_retry or isinstance(error, httpx.ConnectError):
+            return await self._transport.send(request)
+        except ConnectionBroke:
+            if not may_retry:
                 raise
-        return await self._http.send(request)
+        return await self._transport.send(request)
+
+
+def json_body(value: Any) -> bytes:
+    """`value` as the JSON of a request. Raises ValueError for what JSON cannot hold."""
+    return json_module.dumps(
+        value, ensure_ascii=False, separators=(",", ":"), allow_nan=False
+    ).encode()
 
 
 def error_text(body: str) -> str:
@@ -146,9 +156,17 @@ def error_text(body: str) -> str:
     return body
 
 
-def _status_error(target: ServerTarget, where: str, response: httpx.Response) -> ServerError:
-    status = response.status_code
-    text = _shortened(error_text(response.text), target) or response.reason_phrase
+def _unanswered(where: str, error: TransportError) -> ServerError:
+    if isinstance(error, CannotConnect):
+        return ServerUnreachable(f"{where}: cannot connect ({error})")
+    if isinstance(error, ConnectionBroke):
+        return ServerUnreachable(f"{where}: the connection broke ({error})")
+    return ServerError(f"{where}: {error}")
+
+
+def _status_error(target: ServerTarget, where: str, answer: Answer) -> ServerError:
+    status = answer.status
+    text = _shortened(error_text(answer.text), target) or answer.reason
     hint = ""
     if status in (401, 403):
         hint = "name what the server wants in the fleet file: `control_token_env` or `api_key_env`"
@@ -161,10 +179,6 @@ def _where(target: ServerTarget, method: str, path: str) -> str:
     return f"{target.name}: {method} {target.url}{path}"
 
 
-def _reason(error: Exception) -> str:
-    return str(error) or type(error).__name__
-
-
 def _shortened(text: str, target: ServerTarget) -> str:
     """One line of at most a few hundred characters, without the API key."""
     line = " ".join(text.split())
@@ -173,8 +187,9 @@ def _shortened(text: str, target: ServerTarget) -> str:
     return line if len(line) <= _ERROR_TEXT_LIMIT else line[: _ERROR_TEXT_LIMIT - 1] + "…"
 
 
-def _query(params: Mapping[str, QueryValue] | None) -> dict[str, Any] | None:
-    """Query parameters as httpx takes them; a sequence repeats its key."""
-    if params is None:
-        return None
-    return {key: list(v) if isinstance(v, tuple) else v for key, v in params.items()}
+def _query(params: Mapping[str, QueryValue] | None) -> str:
+    """`?mode=keep&tags=a&tags=b`, or nothing; a sequence repeats its key."""
+    if not params:
+        return ""
+    said = {key: str(v).lower() if isinstance(v, bool) else v for key, v in params.items()}
+    return "?" + urlencode(said, doseq=True)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 from typing import Any
 
-import httpx
-
+from skyctl.control.connections import KeptConnections
+from skyctl.control.http import json_body
+from skyctl.control.transport import Answer, Request, Transport, TransportError
 from skyctl.errors import (
     DeadlineExceeded,
     FleetDownError,
@@ -22,19 +25,13 @@ CALL_TIMEOUT_S = 15.0
 class SupervisorClient:
     """One fleet's supervisor. Every call raises FleetDownError when nobody answers the socket."""
 
-    def __init__(
-        self, paths: FleetPaths, *, transport: httpx.AsyncBaseTransport | None = None
-    ) -> None:
+    def __init__(self, paths: FleetPaths, *, transport: Transport | None = None) -> None:
         paths.refuse_foreign()
         self._paths = paths
-        self._http = httpx.AsyncClient(
-            transport=transport or httpx.AsyncHTTPTransport(uds=str(paths.socket)),
-            base_url="http://supervisor/v1",
-            trust_env=False,
-        )
+        self._transport = transport or KeptConnections(unix_socket=str(paths.socket))
 
     async def close(self) -> None:
-        await self._http.aclose()
+        await self._transport.aclose()
 
     async def get(self, path: str, *, timeout_s: float = CALL_TIMEOUT_S) -> dict[str, Any]:
         """The JSON of a GET under /v1."""
@@ -49,52 +46,57 @@ class SupervisorClient:
     async def _call(
         self, method: str, path: str, body: dict[str, Any] | None, timeout_s: float
     ) -> dict[str, Any]:
+        headers = {VERSION_HEADER: spoken()}
+        if body is not None:
+            headers["content-type"] = "application/json"
+        sent = None if body is None else json_body(body)
         try:
-            response = await self._http.request(
-                method, path, json=body, headers={VERSION_HEADER: spoken()}, timeout=timeout_s
-            )
-        except httpx.TimeoutException as error:
+            async with asyncio.timeout(timeout_s):
+                answer = await self._transport.send(
+                    Request(method, "http://supervisor/v1", path, headers, sent)
+                )
+        except TimeoutError as error:
             raise DeadlineExceeded(
                 f"the supervisor of fleet {self._paths.name} did not answer in {timeout_s:g} s",
                 hint="look: skyctl logs supervisor",
             ) from error
-        except httpx.TransportError as error:
+        except TransportError as error:
             raise FleetDownError(
                 f"fleet {self._paths.name} is not running", hint="start it: skyctl up"
             ) from error
-        if response.is_success:
-            return _mapping(response)
-        raise _error(response)
+        if answer.is_success:
+            return _mapping(answer)
+        raise _error(answer)
 
 
-def _mapping(response: httpx.Response) -> dict[str, Any]:
+def _mapping(answer: Answer) -> dict[str, Any]:
     try:
-        found = response.json()
+        found = json.loads(answer.body)
     except (ValueError, RecursionError):
         found = None
     if isinstance(found, dict):
         return found
     raise ServerError(
-        f"the supervisor answered {response.text[:100]!r}", hint="look: skyctl logs supervisor"
+        f"the supervisor answered {answer.text[:100]!r}", hint="look: skyctl logs supervisor"
     )
 
 
-def _error(response: httpx.Response) -> SkyctlError:
+def _error(answer: Answer) -> SkyctlError:
     """The error of our tree that the supervisor named."""
     try:
-        shown = response.json()["error"]
+        shown = json.loads(answer.body)["error"]
         return error_named(
             str(shown["kind"]),
-            str(shown["message"]) or f"the supervisor answered {response.status_code}",
+            str(shown["message"]) or f"the supervisor answered {answer.status}",
             hint=str(shown["hint"]),
             details=dict(shown["details"]),
         )
     except (ValueError, LookupError, TypeError, RecursionError):
-        theirs = response.headers.get(VERSION_HEADER, "")
+        theirs = answer.headers.get(VERSION_HEADER, "")
         if theirs != f"{spoken()}/{stamp()}":
             return version_mismatch(theirs, spoken())
         return ServerError(
-            f"the supervisor answered {response.status_code}",
-            status=response.status_code,
+            f"the supervisor answered {answer.status}",
+            status=answer.status,
             hint="look: skyctl logs supervisor",
         )

@@ -35,6 +35,7 @@ from skyctl.supervisor.client import SupervisorClient
 from skyctl.weights.checkpoint import INDEX_NAME, read_checkpoint
 from skyctl.weights.header import read_header
 from tests.fuzz.mutation import as_json, broken, mutated, nasty
+from tests.stub.through_httpx import ThroughHttpx
 from tests.unit.weights.checkpoints import tiny_tensors, write_checkpoint
 
 CASE_TIMEOUT_S = 10.0
@@ -353,7 +354,7 @@ async def _control_answer(dice: random.Random) -> None:
     name = dice.choice((*sorted(_ANSWERS), "router"))
     status = dice.choice((200, 200, 200, 404, 500, 302, 204))
     body = _body(dice, _ANSWERS.get(name, {"urls": ["http://127.0.0.1:1"]}))
-    transport = httpx.MockTransport(lambda _: httpx.Response(status, content=body))
+    transport = ThroughHttpx(httpx.MockTransport(lambda _: httpx.Response(status, content=body)))
     async with ControlClient(transport=transport) as client:
         if name == "router":
             await RouterClient(client, "http://127.0.0.1:1").workers()
@@ -384,7 +385,7 @@ async def _event_stream(dice: random.Random) -> None:
 async def _supervisor_answer(dice: random.Random, directory: Path) -> None:
     status = dice.choice((200, 404, 409, 500))
     body = _body(dice, _SUPERVISED)
-    transport = httpx.MockTransport(lambda _: httpx.Response(status, content=body))
+    transport = ThroughHttpx(httpx.MockTransport(lambda _: httpx.Response(status, content=body)))
     client = SupervisorClient(FleetPaths(directory, "f"), transport=transport)
     try:
         await client.get("/status")

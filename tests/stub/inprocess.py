@@ -1,4 +1,4 @@
-"""Stub servers without sockets: an httpx transport that hands requests to them by host name.
+"""Stub servers without sockets: a transport that hands requests to them by host name.
 
 Answers come back whole, so streams cannot be watched growing; `running.py` is for that.
 """
@@ -10,23 +10,29 @@ from collections.abc import Sequence
 import httpx
 
 from skyctl.control.target import ServerTarget
+from skyctl.control.transport import Answer, CannotConnect, Request
 from tests.stub.app import StubServer
+from tests.stub.through_httpx import ThroughHttpx
 
 
-class StubTransport(httpx.AsyncBaseTransport):
+class StubTransport:
     """Routes `http://stub-2/…` to the third of `stubs`; any other host refuses connections."""
 
     def __init__(self, stubs: Sequence[StubServer]) -> None:
         self._apps = {
-            f"stub-{index}": httpx.ASGITransport(stub.asgi) for index, stub in enumerate(stubs)
+            f"stub-{index}": ThroughHttpx(httpx.ASGITransport(stub.asgi))
+            for index, stub in enumerate(stubs)
         }
 
     @property
     def targets(self) -> list[ServerTarget]:
         return [ServerTarget(name, f"http://{name}") for name in self._apps]
 
-    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
-        app = self._apps.get(request.url.host)
+    async def send(self, request: Request) -> Answer:
+        app = self._apps.get(request.url.removeprefix("http://"))
         if app is None:
-            raise httpx.ConnectError("Connection refused")
-        return await app.handle_async_request(request)
+            raise CannotConnect("Connection refused")
+        return await app.send(request)
+
+    async def aclose(self) -> None:
+        """Nothing is open."""

@@ -13,6 +13,7 @@ from tests.stub.app import StubServer
 from tests.stub.faults import Fault
 from tests.stub.inprocess import StubTransport
 from tests.stub.state import StubEngine
+from tests.stub.through_httpx import ThroughHttpx
 
 
 def connect(stub: StubServer) -> tuple[ControlClient, VLLMServer]:
@@ -66,7 +67,7 @@ async def test_a_server_is_asked_with_the_parameters_vllm_knows() -> None:
         seen.append(f"{request.method} {request.url.raw_path.decode()}")
         return httpx.Response(200, json={"world_size": 2, "status": "awake"})
 
-    async with ControlClient(transport=httpx.MockTransport(answer)) as client:
+    async with ControlClient(transport=ThroughHttpx(httpx.MockTransport(answer))) as client:
         server = VLLMServer(client, ServerTarget("demo-0", "http://demo-0"))
         await server.pause("keep", clear_cache=False)
         await server.sleep(2, "wait")
@@ -84,7 +85,7 @@ async def test_a_server_is_asked_with_the_parameters_vllm_knows() -> None:
 
 @pytest.mark.parametrize("body", [[], {"something": "else"}])
 async def test_an_answer_of_another_shape_is_a_server_error(body: object) -> None:
-    transport = httpx.MockTransport(lambda _: httpx.Response(200, json=body))
+    transport = ThroughHttpx(httpx.MockTransport(lambda _: httpx.Response(200, json=body)))
     async with ControlClient(transport=transport) as client:
         server = VLLMServer(client, ServerTarget("demo-0", "http://demo-0"))
         with pytest.raises(ServerError, match=r"demo-0: http://demo-0/is_paused"):
@@ -108,7 +109,7 @@ async def test_a_server_that_cannot_select_metrics_is_asked_for_the_whole_page(s
             return httpx.Response(status)
         return httpx.Response(200, text='vllm:num_requests_running{engine="0"} 3.0\n')
 
-    async with ControlClient(transport=httpx.MockTransport(answer)) as client:
+    async with ControlClient(transport=ThroughHttpx(httpx.MockTransport(answer))) as client:
         server = VLLMServer(client, ServerTarget("s", "http://s"))
         assert (await server.metrics()).running == 3
 
@@ -120,7 +121,7 @@ async def test_a_server_that_does_not_answer_is_not_asked_twice_for_metrics() ->
         asked.append(request.url.path)
         raise httpx.ConnectError("refused")
 
-    async with ControlClient(transport=httpx.MockTransport(refuse)) as client:
+    async with ControlClient(transport=ThroughHttpx(httpx.MockTransport(refuse))) as client:
         with pytest.raises(ServerUnreachable):
             await VLLMServer(client, ServerTarget("s", "http://s")).metrics()
     assert asked == ["/metrics/"]

@@ -11,6 +11,7 @@ from skyctl.fleet.journal import Job
 from skyctl.fleet.status import ReplicaStatus
 from skyctl.monitoring.gpus import GpuUsage
 from skyctl.monitoring.sampler import Sampler
+from tests.stub.through_httpx import ThroughHttpx
 from tests.unit.monitoring.fleets import ToldFleet, replica, status
 
 
@@ -29,7 +30,7 @@ def sampler(fleet: ToldFleet, clock: Clock, pages: list[str] | None = None) -> S
         assert str(request.url) == "http://127.0.0.1:3/metrics"
         return httpx.Response(200, text=left.pop(0)) if left else httpx.Response(500)
 
-    client = ControlClient(transport=httpx.MockTransport(answer))
+    client = ControlClient(transport=ThroughHttpx(httpx.MockTransport(answer)))
     usage = {1: GpuUsage(1, 0.9, 8, 10)}
     return Sampler(fleet, client=client, clock=clock, read_gpus=lambda: usage)  # type: ignore[arg-type]
 

@@ -14,10 +14,11 @@ from skyctl.supervisor.api import make_app
 from skyctl.supervisor.client import SupervisorClient
 from skyctl.supervisor.resident import Supervisor
 from skyctl.supervisor.wire import VERSION_HEADER, spoken, stamp
+from tests.stub.through_httpx import ThroughHttpx
 
 
 def client(tmp_path: Path, handler: httpx.AsyncBaseTransport) -> SupervisorClient:
-    return SupervisorClient(FleetPaths(tmp_path, "stubs"), transport=handler)
+    return SupervisorClient(FleetPaths(tmp_path, "stubs"), transport=ThroughHttpx(handler))
 
 
 def answering(status: int, **headers: str) -> httpx.MockTransport:

@@ -13,6 +13,7 @@ from skyctl.control.target import ServerTarget
 from skyctl.weights.push import PushFleet, PushServer
 from tests.stub.app import StubServer
 from tests.stub.state import EngineRefused, StubEngine
+from tests.stub.through_httpx import ThroughHttpx
 from tests.unit.weights.checkpoints import tiny_tensors, write_checkpoint
 
 
@@ -62,7 +63,7 @@ class Stubs:
         return [server.engine for server in self.servers]
 
     def client(self) -> ControlClient:
-        return ControlClient(transport=LoopbackTransport(self.servers))
+        return ControlClient(transport=ThroughHttpx(LoopbackTransport(self.servers)))
 
     def fail_update(self, number: int, *, calls: Sequence[int]) -> None:
         """Make a worker of server `number` raise on these calls of /update_weights, from 1."""
