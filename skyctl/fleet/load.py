@@ -18,6 +18,7 @@ from skyctl.fleet.yaml_source import YamlSource, read_yaml
 
 LARGEST_FILE_BYTES = 1024 * 1024
 _MOST_PROBLEMS_SHOWN = 20
+_LOOK_AGAIN = "correct it, then look again: skyctl validate"
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ def _read(path: Path) -> str:
             inside = path / "fleet.yaml"
             raise FleetFileError(
                 f"{path}: is a directory, not a fleet file",
-                hint=f"give the file: -f {inside}" if inside.is_file() else "",
+                hint=f"give the file: -f {inside if inside.is_file() else 'FILE'}",
             )
         with path.open("rb") as file:
             data = file.read(LARGEST_FILE_BYTES + 1)
@@ -119,7 +120,7 @@ def _error(path: Path, problems: list[FileProblem]) -> FleetFileError:
         shown.append(f"… and {len(lines) - len(shown)} more")
     return FleetFileError(
         "\n".join(shown),
-        hint=next((problem.hint for problem in ordered if problem.hint), ""),
+        hint=next((problem.hint for problem in ordered if problem.hint), _LOOK_AGAIN),
         details={
             "file": str(path),
             "problems": [{"line": p.line, "message": p.message} for p in ordered],

@@ -163,7 +163,8 @@ def _expectation(location: Location, errors: Sequence[Mapping[str, Any]]) -> str
 
 
 def _nearest_word(value: Any, known: Sequence[str]) -> str:
-    near = difflib.get_close_matches(str(value), known, n=1)
+    meant = "cuda" if str(value).lower() in ("gpu", "nvidia") else str(value)
+    near = difflib.get_close_matches(meant, known, n=1)
     return f" (did you mean {near[0]!r}?)" if near else ""
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import fcntl
 import os
 import secrets
@@ -103,7 +104,7 @@ def _choose(file: Path | None, name: str | None) -> Path | str:
         for candidate in (file, here):
             if candidate and candidate.exists() and _from_file(candidate).name == name:
                 return candidate
-        raise NotFoundError(f"there is no fleet named {name!r}", hint=_advice())
+        raise NotFoundError(f"there is no fleet named {name!r}", hint=_named_advice(name, here))
     if file is not None:
         return file
     if here.exists():
@@ -123,6 +124,18 @@ def _advice() -> str:
     if known:
         return f"name one with --fleet: {', '.join(known)}; or give its file with -f"
     return "write a first fleet file with: skyctl init   (or give one with -f)"
+
+
+def _named_advice(name: str, here: Path) -> str:
+    """What to type instead of `--fleet name`."""
+    known = known_fleets()
+    if near := difflib.get_close_matches(name, known, n=1):
+        return f"did you mean --fleet {near[0]}"
+    if known:
+        return f"this user's fleets: {', '.join(known)}"
+    if here.exists():
+        return f"leave --fleet out: {here} is the fleet here"
+    return "no fleet was started yet: go to the directory of its fleet file and type skyctl up"
 
 
 def _from_file(file: Path) -> FleetRef:

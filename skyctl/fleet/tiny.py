@@ -55,7 +55,7 @@ def make_tiny_checkpoint(
     except ImportError as error:
         raise SkyctlError(
             f"tiny checkpoints need torch and transformers ({error})",
-            hint="pip install 'skyctl[cpu]'",
+            hint="in skyctl's clone: bash scripts/setup.sh",
         ) from error
 
     tokenizer = _tokenizer(transformers)

@@ -10,6 +10,7 @@ from typing import Any
 import yaml
 
 from skyctl.fleet.problems import FileProblem, Location, shown
+from skyctl.fleet.yaml_mistakes import explained
 
 # Aliases can make a small file mean an enormous one; a fleet file has a few hundred nodes.
 MOST_NODES = 20_000
@@ -52,12 +53,7 @@ def read_yaml(text: str, environ: Mapping[str, str]) -> YamlSource:
         else:
             source.value = _Reader(loader, environ, source).read(node, ())
     except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
-        what = " ".join(part for part in (error.context, error.problem) if part)
-        line = mark.line + 1 if mark is not None else 1
-        written = text.splitlines()[line - 1 : line]
-        hint = _QUOTE_HINT if any("${" in part for part in written) else ""
-        source.problems.append(FileProblem(line, f"not valid YAML: {what}", hint))
+        source.problems.append(explained(error, text))
     except yaml.YAMLError as error:
         position = getattr(error, "position", 0)
         line = text.count("\n", 0, position) + 1
@@ -71,7 +67,6 @@ def read_yaml(text: str, environ: Mapping[str, str]) -> YamlSource:
     return source
 
 
-_QUOTE_HINT = 'quote variables inside [ ] and { }: "${NAME}"'
 _INIT_HINT = "write a first fleet file with: skyctl init"
 
 

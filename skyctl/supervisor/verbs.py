@@ -7,6 +7,7 @@ the intended state is kept here and not read back from servers.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from skyctl.control import verbs
@@ -63,7 +64,7 @@ async def run(
         await _pause_again(outcomes, rows, asked, client, timeout_s)
     if asked:
         state.add_event(*_event(verb, arguments, outcomes))
-    found = {outcome.server: outcome for outcome in outcomes}
+    found = {o.server: _with_context(verb, o, rows[o.server]) for o in outcomes}
     return [
         found.get(t.name) or Outcome(t.name, OutcomeStatus.SKIPPED, 0.0, skipped[t.name])
         for t in targets
@@ -90,6 +91,20 @@ def _pointless(verb: str, row: ServerRow) -> str:
     if verb in ("pause", "resume") and row.sleep_level:
         return "asleep; type: skyctl wake"
     return ""
+
+
+def _with_context(verb: str, outcome: Outcome[Any], before: ServerRow) -> Outcome[Any]:
+    """The outcome, with what may surprise: it changed nothing, or not what one may expect."""
+    more = ""
+    if verb == "resume" and not before.paused:
+        more = "skyctl had not paused it"
+    elif verb == "wake" and not before.sleep_level:
+        more = "it was not asleep"
+    elif verb == "wake" and before.paused and outcome.value is not False:
+        more = "paused as before; type: skyctl resume"
+    if not outcome.ok or not more:
+        return outcome
+    return replace(outcome, detail=f"{outcome.detail}; {more}" if outcome.detail else more)
 
 
 def _refuse_discarded(rows: Any, tags: Sequence[str], device: str) -> None:

@@ -171,7 +171,7 @@ def test_a_checkpoint_path_that_is_wrong(running: StubFleet) -> None:
     here = running.directory
     assert refused(running, "sync-weights", "nope", code=4) == (
         "checkpoint nope does not exist",
-        "give a local directory",
+        f"give a local directory; this name means {here / 'nope'}",
     )
     message, hint = refused(running, "sync-weights", "next/config.json", code=1)
     assert message == f"checkpoint {here / 'next' / 'config.json'} is a file"

@@ -85,7 +85,7 @@ def test_an_unknown_key_like_no_other_is_pointed_to_args() -> None:
         ("router: 5", "router: expected a mapping or text, got 5"),
         (
             "device: gpu",
-            "device: expected one of 'auto', 'cpu', 'cuda' (did you mean 'cpu'?), got 'gpu'",
+            "device: expected one of 'auto', 'cpu', 'cuda' (did you mean 'cuda'?), got 'gpu'",
         ),
         (
             "router: {policy: randm}",
@@ -127,7 +127,7 @@ def test_what_is_missing_is_named() -> None:
 @pytest.mark.parametrize(
     ("text", "line", "part"),
     [
-        ("name: a\nports: [1\n", 3, "not valid YAML"),
+        ("name: a\nports: [1\n", 2, "not valid YAML: `[` is never closed"),
         ("name: a\n\tmodel: x\n", 2, "not valid YAML"),
         ("name: a\nmodel: x\nname: b\n", 3, "key 'name' was already given on line 1"),
         ("name: a\nmodel: x\nargs:\n  a: 1\n  a: 2\n", 5, "key 'a' was already given on line 4"),
