@@ -29,6 +29,7 @@ from skyctl.supervisor.resident import Supervisor
 from skyctl.weights.staging import sweep
 
 START_TIMEOUT_S = 20.0
+_LOCK_TIMEOUT_S = 1.0
 _PR_SET_CHILD_SUBREAPER = 36
 
 
@@ -85,7 +86,7 @@ async def serve(paths: FleetPaths) -> None:
         ConflictError: another supervisor holds the fleet.
     """
     paths.prepare()
-    lock = _lock(paths)
+    lock = await _lock(paths)
     become_subreaper()
     try:
         async with ControlClient() as client:
@@ -154,14 +155,20 @@ async def _serve_until_finished(supervisor: Supervisor, listener: socket.socket)
     _log("fleet is down")
 
 
-def _lock(paths: FleetPaths) -> int:
+async def _lock(paths: FleetPaths) -> int:
+    """The lock's descriptor. Who only asks whether somebody holds it, holds it for an instant."""
     descriptor = create_private_file(paths.supervisor_lock)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        os.close(descriptor)
-        raise ConflictError(f"fleet {paths.name} has a supervisor already") from error
-    return descriptor
+    deadline = time.monotonic() + _LOCK_TIMEOUT_S
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return descriptor
+        except BlockingIOError as error:
+            if time.monotonic() > deadline:
+                os.close(descriptor)
+                message = f"fleet {paths.name} has a supervisor already"
+                raise ConflictError(message) from error
+        await asyncio.sleep(0.02)
 
 
 @contextlib.contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import os
 import signal
 import stat
@@ -186,6 +187,21 @@ async def test_of_two_supervisors_started_at_once_one_remains(paths: FleetPaths)
     assert (await status(paths)).supervisor_pid == first.supervisor_pid
     with pytest.raises(ConflictError, match="has a supervisor already"):
         await daemon.serve(paths)
+
+
+async def test_who_asks_whether_a_supervisor_runs_does_not_keep_one_from_starting(
+    paths: FleetPaths,
+) -> None:
+    asking = os.open(paths.supervisor_lock, os.O_RDWR | os.O_CREAT, 0o600)
+    fcntl.flock(asking, fcntl.LOCK_SH)  # as supervisor_running() does, for longer
+    assert not supervisor_running(paths)
+    locking = asyncio.create_task(daemon._lock(paths))
+    done, _ = await asyncio.wait({locking}, timeout=0.1)
+    assert not done
+    os.close(asking)
+    locked = await locking
+    assert supervisor_running(paths)
+    os.close(locked)
 
 
 async def test_the_socket_and_the_logs_are_private(paths: FleetPaths) -> None:
