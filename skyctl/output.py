@@ -22,6 +22,7 @@ from rich.console import Console, RenderableType
 from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
+from rich.terminal_theme import TerminalTheme
 from rich.text import Text
 
 from skyctl.errors import ExitCode, SkyctlError
@@ -171,7 +172,12 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[Any]], *, title: str =
     Cells may be str, Text, number or None (shown as –).
     """
     grid = Table(
-        title=title or None, title_justify="left", box=None, pad_edge=False, header_style="bold"
+        title=title or None,
+        title_justify="left",
+        box=None,
+        pad_edge=False,
+        header_style="bold",
+        show_header=any(column.lstrip(">") for column in columns),
     )
     for column in columns:
         right = column.startswith(">")
@@ -198,19 +204,46 @@ def columns() -> int:
     return out.width
 
 
-def svg(title: str, *views: RenderableType, width: int) -> str:
+def svg(title: str, *views: RenderableType, width: int, identifier: str = "") -> str:
     """The views as a picture of a terminal of `width` columns. It loads no fonts: it is shown in
-    places where that is not allowed, with the reader's own."""
+    places where that is not allowed, with the reader's own. Pictures of one page differ in
+    `identifier` (default: the title's)."""
     console = Console(
         record=True, width=width, force_terminal=True, highlight=False, file=StringIO()
     )
     for view in views:
         console.print(view, soft_wrap=True)
-    identifier = re.sub(r"[^a-z0-9]+", "-", title.lower())
-    drawn = console.export_svg(title=title, unique_id=identifier)
+    identifier = re.sub(r"[^a-z0-9]+", "-", (identifier or title).lower())
+    drawn = console.export_svg(title=title, unique_id=identifier, theme=_SVG_THEME)
     drawn = re.sub(r"@font-face \{.*?\}\s*", "", drawn, flags=re.DOTALL)
     return drawn.replace("font-family: Fira Code, monospace", f"font-family: {_FONTS}")
 
+
+# Colours that can be told apart on the picture's background, blue from cyan too.
+_SVG_THEME = TerminalTheme(
+    (17, 21, 28),
+    (214, 219, 227),
+    [
+        (63, 71, 84),
+        (255, 123, 114),
+        (86, 211, 100),
+        (227, 179, 65),
+        (88, 141, 255),
+        (210, 120, 235),
+        (64, 224, 208),
+        (214, 219, 227),
+    ],
+    [
+        (125, 135, 150),
+        (255, 161, 152),
+        (126, 231, 135),
+        (242, 204, 96),
+        (140, 180, 255),
+        (226, 160, 245),
+        (120, 240, 228),
+        (255, 255, 255),
+    ],
+)
 
 _FONTS = "ui-monospace, SFMono-Regular, Menlo, Consolas, 'DejaVu Sans Mono', monospace"
 
