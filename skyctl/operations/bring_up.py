@@ -92,7 +92,7 @@ async def follow_operation(
     client = SupervisorClient(paths)
     try:
         while True:
-            status = FleetStatus.from_json(await client.get("/status"))
+            status = FleetStatus.from_json(await client.get(f"/status?operation={operation}"))
             on_status(status)
             current = status.operation
             if current is None or current.id != operation:

@@ -1,6 +1,7 @@
 """The supervisor's HTTP API on its unix socket (mode 0600, in a directory of mode 0700).
 
 GET  /v1/status     ?fresh=0                 FleetStatus   0: whether paused, as last probed
+                    ?operation=2             with that operation, if it has ended
 POST /v1/reconcile  {plan, kind}             {operation, joined}   0: nothing to do
 POST /v1/adopt      {plan}                   {operation}   as it runs; 0: it has a plan already
 GET  /v1/recover                             {findings, recovered}   asked now; of the last one
@@ -20,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
@@ -93,7 +95,12 @@ def make_app(supervisor: Supervisor) -> Starlette:
 
     async def status(request: Request) -> Answer:
         fresh = request.query_params.get("fresh") != "0"
-        return (await report(supervisor, fresh=fresh)).to_json()
+        found = await report(supervisor, fresh=fresh)
+        asked = request.query_params.get("operation", "")
+        # one that has ended is told of also when the next has begun
+        if asked.isdigit() and (ended := supervisor.ended_operation(int(asked))) is not None:
+            found = replace(found, operation=ended)
+        return found.to_json()
 
     async def reconcile(request: Request) -> Answer:
         body = await _parsed(request, ReconcileBody)

@@ -10,6 +10,7 @@ import asyncio
 import itertools
 import json
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
@@ -59,6 +60,7 @@ class Supervisor:
         close_orphans(state)  # of a dead supervisor, before anybody asks
         self._context: ReplicaContext | None = None
         self._numbers = itertools.count(1)
+        self._ended_operations: deque[Operation] = deque(maxlen=20)
         self._operation_task: asyncio.Task[None] | None = None
         self._gpu_locks: dict[int, asyncio.Lock] = {}
         self.pushes = Pushes(self)
@@ -126,6 +128,10 @@ class Supervisor:
         idle = self.operation is None or self.operation.ended_at is not None
         if idle and not self.pushes.job and not self.draining:
             self._begin("recover", f"after {job.id}", healing.heal(self))
+
+    def ended_operation(self, number: int) -> Operation | None:
+        """One of the latest operations that have ended."""
+        return next((one for one in self._ended_operations if one.id == number), None)
 
     def restart(self, names: Sequence[str]) -> int:
         """Begin a rolling restart of these replicas (all when empty).
@@ -308,6 +314,7 @@ class Supervisor:
             raise
         finally:
             self.operation = replace(operation, ended_at=time.time(), error=error)
+            self._ended_operations.append(self.operation)
             self.state.add_event("fleet", f"{operation.kind}: {error or 'done'}")
 
     async def _stop_operation(self) -> None:

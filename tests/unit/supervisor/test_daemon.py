@@ -204,6 +204,18 @@ async def test_who_asks_whether_a_supervisor_runs_does_not_keep_one_from_startin
     os.close(locked)
 
 
+async def test_an_operation_that_ended_is_told_of_when_another_has_begun(
+    paths: FleetPaths,
+) -> None:
+    before = await up(paths, fleet_plan([stub_server("a")]))
+    assert before.operation is not None
+    client = SupervisorClient(paths)
+    await client.post("/restart", {"servers": []})
+    await client.close()
+    ended = await follow_operation(paths, before.operation.id, lambda status: None, timeout_s=5)
+    assert ended.operation == before.operation
+
+
 async def test_the_socket_and_the_logs_are_private(paths: FleetPaths) -> None:
     await daemon.ensure_running(paths)
     for path in (paths.socket, paths.supervisor_log, paths.supervisor_lock):
