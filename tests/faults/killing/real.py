@@ -24,7 +24,7 @@ class Commands:
     """`skyctl` in a process of its own, with nothing warm and every guardian in place."""
 
     def run(
-        self, *argv: str, cwd: Path, env: dict[str, str], guardian: bool, timeout_s: float = 60.0
+        self, *argv: str, cwd: Path, env: dict[str, str], guardian: bool, timeout_s: float = 150.0
     ) -> tuple[int, dict[str, Any], str]:
         inherited = {k: v for k, v in os.environ.items() if not k.startswith("SKYCTL_")}
         done = subprocess.run(
