@@ -52,11 +52,12 @@ def up(
     from skyctl import output
     from skyctl.cli.fleet_view import status_view
     from skyctl.errors import UsageError
-    from skyctl.fleet.registry import select
+    from skyctl.fleet.registry import refuse_another_file, select
 
     if attach and as_json:
         raise UsageError("--attach and --json do not go together")
     ref = select(file, fleet)
+    refuse_another_file(ref)
     status, said = _bring_up(ref, not no_router, wait_timeout, rollback)
     output.note(said)
     output.emit(status.to_json(), status_view(status))

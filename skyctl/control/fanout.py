@@ -146,8 +146,9 @@ def failure(outcomes: Sequence[Outcome[T]], verb: str) -> SkyctlError | None:
         f"({first.server}: {first.detail or first.status.value})"
     )
     details = {"outcomes": [o.to_json() for o in outcomes]}
+    hint = "what state each server is in: skyctl status"
     if len(failed) < len(outcomes):
-        return PartialFailure(message, outcomes=outcomes, details=details)
+        return PartialFailure(message, outcomes=outcomes, hint=hint, details=details)
     if all(o.status is OutcomeStatus.TIMEOUT for o in failed):
-        return DeadlineExceeded(message, details=details)
-    return ServerError(message, details=details)
+        return DeadlineExceeded(message, hint=hint, details=details)
+    return ServerError(message, hint=hint, details=details)

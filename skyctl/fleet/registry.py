@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from skyctl.errors import FleetFileError, NotFoundError, UsageError
+from skyctl.errors import ConflictError, FleetFileError, NotFoundError, UsageError
 from skyctl.fleet.paths import FleetPaths, create_private_file, fleet_paths, state_root
 
 if TYPE_CHECKING:
@@ -94,6 +94,25 @@ def remember(ref: FleetRef) -> None:
         state.set("base_dir", str(ref.base_dir))
         if ref.file is not None:
             state.set("file", str(ref.file.absolute()))
+
+
+def refuse_another_file(ref: FleetRef) -> None:
+    """A copied directory is a likely mistake: its `up` would make another fleet's servers its own.
+
+    Raises:
+        ConflictError: the fleet runs from another file of the same name, which is still there.
+    """
+    from skyctl.fleet.state import FleetState
+
+    if ref.file is None or not supervisor_running(ref.paths):
+        return
+    with FleetState(ref.paths.database) as state:
+        before = Path(state.get("file") or ref.file)
+    if before.exists() and not before.samefile(ref.file) and _from_file(before).name == ref.name:
+        raise ConflictError(
+            f"fleet {ref.name} is up already, from {before}",
+            hint=f"give this one a `name:` of its own, or first: skyctl down --fleet {ref.name}",
+        )
 
 
 def _choose(file: Path | None, name: str | None) -> Path | str:
