@@ -9,13 +9,14 @@ import asyncio
 import contextlib
 import json
 import resource
+import select
+import socket
 import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
-# calls every server once; the slowest call in seconds where the client tells
-Round = Callable[[], Awaitable[float | None]]
+Round = Callable[[], Awaitable[None]]  # calls every server once
 TIMEOUT_S = 60.0
 
 
@@ -30,19 +31,17 @@ async def skyctl_client(urls: list[str], *, verb: bool) -> AsyncIterator[Round]:
     targets = [ServerTarget(f"stub-{index}", url) for index, url in enumerate(urls)]
     async with ControlClient() as client:
 
-        async def plain() -> float | None:
+        async def plain() -> None:
             outcomes = await fan_out(
                 targets,
                 lambda target: VLLMServer(client, target, timeout_s=TIMEOUT_S).pause("keep"),
                 timeout_s=TIMEOUT_S,
             )
             assert all(outcome.ok for outcome in outcomes), outcomes[0]
-            return max(outcome.elapsed_ms for outcome in outcomes) / 1000
 
-        async def pause() -> float | None:
+        async def pause() -> None:
             outcomes = await verbs.pause(client, targets, mode="keep", timeout_s=TIMEOUT_S)
             assert all(outcome.ok for outcome in outcomes), outcomes[0]
-            return max(outcome.elapsed_ms for outcome in outcomes) / 1000
 
         yield pause if verb else plain
 
@@ -51,20 +50,48 @@ async def skyctl_client(urls: list[str], *, verb: bool) -> AsyncIterator[Round]:
 async def bare_httpx(urls: list[str]) -> AsyncIterator[Round]:
     import httpx
 
-    limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
     async with httpx.AsyncClient(limits=limits, timeout=TIMEOUT_S, trust_env=False) as client:
 
-        async def one(url: str) -> float:
-            began = time.perf_counter()
+        async def one(url: str) -> None:
             answer = await client.post(f"{url}/pause", params={"mode": "keep"})
             answer.raise_for_status()
             answer.json()
-            return time.perf_counter() - began
 
-        async def gather() -> float | None:
-            return max(await asyncio.gather(*(one(url) for url in urls)))
+        async def gather() -> None:
+            await asyncio.gather(*(one(url) for url in urls))
 
         yield gather
+
+
+@contextlib.asynccontextmanager
+async def bare_sockets(urls: list[str]) -> AsyncIterator[Round]:
+    """The least there is: one epoll loop, fixed bytes out, whatever arrives is the answer."""
+    request = b"POST /pause?mode=keep HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-length: 0\r\n\r\n"
+    addresses = [("127.0.0.1", int(url.rpartition(":")[2])) for url in urls]
+    epoll, opened = select.epoll(), dict[int, socket.socket]()
+
+    async def every() -> None:
+        if opened:
+            for one in opened.values():
+                one.send(request)
+        for address in () if opened else addresses:
+            fresh = socket.socket()
+            fresh.setblocking(False)
+            fresh.connect_ex(address)
+            opened[fresh.fileno()] = fresh
+            epoll.register(fresh.fileno(), select.EPOLLOUT)
+        left = len(opened)
+        while left:
+            for number, event in epoll.poll(TIMEOUT_S):
+                if event & select.EPOLLOUT:
+                    epoll.modify(number, select.EPOLLIN)
+                    opened[number].send(request)
+                else:
+                    assert opened[number].recv(65536).startswith(b"HTTP/1.1 200")
+                    left -= 1
+
+    yield every
 
 
 @contextlib.asynccontextmanager
@@ -81,10 +108,9 @@ async def skyrl(urls: list[str]) -> AsyncIterator[Round]:
 
     client = RemoteInferenceClient(proxy_url=urls[0], server_urls=urls, data_parallel_size=1)
 
-    async def pause() -> float | None:
+    async def pause() -> None:
         answers: dict[str, Any] = await client.pause("keep")
         assert all(answer["status"] == 200 for answer in answers.values())
-        return None
 
     yield pause
     await client.aclose()
@@ -98,17 +124,17 @@ async def main(name: str) -> None:
         "skyctl fan_out": lambda: skyctl_client(urls, verb=False),
         "skyctl pause": lambda: skyctl_client(urls, verb=True),
         "bare httpx": lambda: bare_httpx(urls),
+        "bare sockets": lambda: bare_sockets(urls),
         "skyrl": lambda: skyrl(urls),
     }
     async with clients[name]() as once:
         before_bytes = peak_bytes()
         while sys.stdin.readline():
             began, cpu = time.perf_counter(), time.process_time()
-            slowest = await once()
+            await once()
             answer = {
                 "total_s": time.perf_counter() - began,
                 "cpu_s": time.process_time() - cpu,
-                "slowest_call_s": slowest,
                 "peak_bytes": peak_bytes(),
                 "before_bytes": before_bytes,
             }

@@ -13,13 +13,16 @@ import base64
 import re
 import resource
 import ssl
-from functools import lru_cache, partial
-from typing import NamedTuple
+from collections.abc import Awaitable
+from functools import partial
+from typing import NamedTuple, TypeVar
 from urllib.parse import quote, unquote, urlsplit
 
 from skyctl import __version__
 from skyctl.control.connection import Connection
-from skyctl.control.transport import Answer, CannotConnect, Request, Unusable
+from skyctl.control.transport import Answer, CannotConnect, NoAnswer, Request, Unusable
+
+T = TypeVar("T")
 
 KEEP_IDLE_S = 2.0
 _BUFFER_BYTES = 64 * 1024
@@ -30,24 +33,26 @@ _OTHER_FILES = 256
 _MOST, _FEWEST = 4096, 16
 
 
-class Address(NamedTuple):
-    """Where connections to one server go."""
-
-    host: str
-    port: int
-    tls: bool
-
-
 class Origin(NamedTuple):
     """One server as its URL tells: `headers` are those of every request, `path` begins its paths.
 
     `basic` is the Authorization that a user and password in the URL mean, or empty.
     """
 
-    address: Address
+    host: str
+    port: int
+    tls: bool
     path: str
     headers: str
     basic: str
+
+
+class _Server:
+    """One server's address, and the connections to it that wait for a request."""
+
+    def __init__(self, url: str) -> None:
+        self.origin = _origin(url)
+        self.idle: list[Connection] = []
 
 
 class KeptConnections:
@@ -70,37 +75,45 @@ class KeptConnections:
         self._used = self._kept = 0
         self._slots = asyncio.Semaphore(self._most)
         self._unix_socket, self._keep_idle_s = unix_socket, keep_idle_s
-        # an address without a connection is not in here; the first has waited longest
-        self._idle: dict[Address, list[Connection]] = {}
+        self._servers: dict[str, _Server] = {}
         self._buffer = memoryview(bytearray(_BUFFER_BYTES))
         self._tls = tls
 
-    async def send(self, request: Request) -> Answer:
+    async def send(self, request: Request, *, timeout_s: float) -> Answer:
         """The answer to `request`, which is sent once. See `Transport`."""
-        origin = _origin(request.url)
-        written = _written(origin, request)
-        async with self._slots:
-            self._used += 1
-            try:
-                connection = self._take(origin.address) or await self._open(origin.address)
-                answer = await connection.exchange(written)
-            finally:
-                self._used -= 1
-            self._keep(origin.address, connection, answer)
+        until = asyncio.get_running_loop().time() + timeout_s
+        server = self._servers.get(request.url)
+        if server is None:
+            server = self._servers[request.url] = _Server(request.url)
+        written = _written(server.origin, request)
+        if self._slots.locked():
+            await _in_time(until, self._slots.acquire())
+        else:
+            await self._slots.acquire()  # at once
+        self._used += 1
+        try:
+            connection = self._take(server)
+            if connection is None:
+                connection = await _in_time(until, self._open(server))
+            answer = await connection.exchange(written, until=until)
+        finally:
+            self._used -= 1
+            self._slots.release()
+        self._keep(server, connection, answer)
         return answer
 
     async def aclose(self) -> None:
         """Close every connection that is kept."""
-        while self._idle:
+        while self._kept:
             self._close_oldest()
         await asyncio.sleep(0)  # they are gone with the next turn of the event loop
 
-    def _take(self, address: Address) -> Connection | None:
+    def _take(self, server: _Server) -> Connection | None:
         """A kept connection that certainly lives, or None."""
         loop = asyncio.get_running_loop()
-        while connections := self._idle.get(address):
-            connection = connections[-1]
-            self._forget(address, connection)
+        while server.idle:
+            connection = server.idle.pop()
+            self._kept -= 1
             if connection.loop is not loop:
                 continue  # closed with its loop
             if loop.time() - connection.free_since < self._keep_idle_s and connection.is_fresh():
@@ -108,41 +121,40 @@ class KeptConnections:
             connection.close()
         return None
 
-    def _keep(self, address: Address, connection: Connection, answer: Answer) -> None:
+    def _keep(self, server: _Server, connection: Connection, answer: Answer) -> None:
         if not answer.is_success or not connection.is_fresh():
             connection.close()
             return
         connection.free_since = connection.loop.time()
-        self._idle.setdefault(address, []).append(connection)
+        server.idle.append(connection)
         self._kept += 1
 
-    def _forget(self, address: Address, connection: Connection) -> None:
-        """It is not idle any more, if it was."""
-        connections = self._idle.get(address, [])
-        if connection in connections:
-            connections.remove(connection)
+    def _forget(self, server: _Server, connection: Connection) -> None:
+        """It was closed, by whomever."""
+        if connection in server.idle:
+            server.idle.remove(connection)
             self._kept -= 1
-            if not connections:
-                del self._idle[address]
 
     def _close_oldest(self) -> None:
-        address, connections = next(iter(self._idle.items()))
-        connection = connections[0]
-        self._forget(address, connection)
+        waiting = [server for server in self._servers.values() if server.idle]
+        server = min(waiting, key=lambda server: server.idle[0].free_since)
+        connection = server.idle[0]
+        self._forget(server, connection)
         if connection.loop is asyncio.get_running_loop():
             connection.close()
 
-    async def _open(self, address: Address) -> Connection:
+    async def _open(self, server: _Server) -> Connection:
         """Raises CannotConnect."""
-        if self._idle and self._used + self._kept > self._most:
+        if self._kept and self._used + self._kept > self._most:
             self._close_oldest()
         loop = asyncio.get_running_loop()
-        make = partial(Connection, self._buffer, partial(self._forget, address))
+        origin = server.origin
+        make = partial(Connection, self._buffer, partial(self._forget, server))
         try:
             if self._unix_socket is not None:
                 return (await loop.create_unix_connection(make, self._unix_socket))[1]
-            tls = self._trusted() if address.tls else None
-            return (await loop.create_connection(make, address.host, address.port, ssl=tls))[1]
+            tls = self._trusted() if origin.tls else None
+            return (await loop.create_connection(make, origin.host, origin.port, ssl=tls))[1]
         except OSError as error:
             raise CannotConnect(error.strerror or str(error)) from error
         except ValueError as error:  # a name that cannot be looked up
@@ -158,12 +170,20 @@ class KeptConnections:
         return self._tls
 
 
+async def _in_time(until: float, work: Awaitable[T]) -> T:
+    """Raises NoAnswer when `until` comes first, on the event loop's clock."""
+    try:
+        async with asyncio.timeout_at(until):
+            return await work
+    except TimeoutError as error:
+        raise NoAnswer("no connection in time") from error
+
+
 def _most_by_open_files() -> int:
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return max(_FEWEST, min(_MOST, soft - _OTHER_FILES if soft >= 0 else _MOST))
 
 
-@lru_cache(maxsize=8192)
 def _origin(url: str) -> Origin:
     """Raises Unusable."""
     try:
@@ -181,7 +201,9 @@ def _origin(url: str) -> Origin:
         said = f"{unquote(parts.username or '')}:{unquote(parts.password or '')}"
         basic = f"Basic {base64.b64encode(said.encode()).decode()}"
     return Origin(
-        Address(host, port, parts.scheme == "https"),
+        host,
+        port,
+        parts.scheme == "https",
         quote(parts.path, safe="/%:@!$&'()*+,;=~-._"),
         f"host: {named}\r\nuser-agent: skyctl/{__version__}\r\n"
         "accept: */*\r\naccept-encoding: identity\r\n",

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import json as json_module
+import time
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from types import TracebackType
 from typing import Any, Self
 from urllib.parse import urlencode
@@ -15,6 +16,7 @@ from skyctl.control.transport import (
     Answer,
     CannotConnect,
     ConnectionBroke,
+    NoAnswer,
     Request,
     Transport,
     TransportError,
@@ -113,9 +115,8 @@ class ControlClient:
             body = json_body(json)
         request = Request(method, target.url, path + _query(params), headers, body)
         try:
-            async with asyncio.timeout(timeout_s):
-                answer = await self._send(request, may_retry=method == "GET")
-        except TimeoutError as error:
+            answer = await self._send(request, timeout_s)
+        except NoAnswer as error:
             raise DeadlineExceeded(
                 f"{_where(target, method, path)}: no answer in {timeout_s:g} s"
             ) from error
@@ -125,13 +126,15 @@ class ControlClient:
             raise _status_error(target, _where(target, method, path), answer)
         return answer
 
-    async def _send(self, request: Request, *, may_retry: bool) -> Answer:
+    async def _send(self, request: Request, timeout_s: float) -> Answer:
+        began = time.monotonic()
         try:
-            return await self._transport.send(request)
+            return await self._transport.send(request, timeout_s=timeout_s)
         except ConnectionBroke:
-            if not may_retry:
+            if request.method != "GET":
                 raise
-        return await self._transport.send(request)
+        left_s = timeout_s - (time.monotonic() - began)
+        return await self._transport.send(request, timeout_s=left_s)
 
 
 def json_body(value: Any) -> bytes:
@@ -167,11 +170,16 @@ def _unanswered(where: str, error: TransportError) -> ServerError:
 def _status_error(target: ServerTarget, where: str, answer: Answer) -> ServerError:
     status = answer.status
     text = _shortened(error_text(answer.text), target) or answer.reason
+    if text.startswith("<"):  # a page for people with browsers
+        text = answer.reason
     hint = ""
     if status in (401, 403):
         hint = "name what the server wants in the fleet file: `control_token_env` or `api_key_env`"
-    elif status == 404:
-        hint = "vLLM has its control routes only when started with VLLM_SERVER_DEV_MODE=1"
+    elif status == 404 and text == "Not Found":  # FastAPI's word for a path that it does not have
+        text = "it has no such route; vLLM needs VLLM_SERVER_DEV_MODE=1 for its control routes"
+        hint = "start the server with VLLM_SERVER_DEV_MODE=1 in its environment"
+    elif status == 503:
+        hint = "which servers take requests, and why the others do not: skyctl status"
     return ServerError(f"{where} answered {status}: {text}", status=status, hint=hint)
 
 
@@ -191,5 +199,10 @@ def _query(params: Mapping[str, QueryValue] | None) -> str:
     """`?mode=keep&tags=a&tags=b`, or nothing; a sequence repeats its key."""
     if not params:
         return ""
-    said = {key: str(v).lower() if isinstance(v, bool) else v for key, v in params.items()}
+    return _encoded(tuple((k, tuple(v) if isinstance(v, list) else v) for k, v in params.items()))
+
+
+@lru_cache(maxsize=256)  # a fan-out asks all servers the same
+def _encoded(params: tuple[tuple[str, QueryValue], ...]) -> str:
+    said = [(key, str(v).lower() if isinstance(v, bool) else v) for key, v in params]
     return "?" + urlencode(said, doseq=True)

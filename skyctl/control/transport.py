@@ -3,6 +3,7 @@
 TransportError
 ├── CannotConnect      nothing was sent
 ├── ConnectionBroke    it may have been carried out: closed, reset, or not HTTP
+├── NoAnswer           not in time; it may have been carried out
 └── Unusable           the request cannot be written, or the answer is beyond all bounds
 """
 
@@ -45,10 +46,13 @@ class Answer(NamedTuple):
 
 
 class Transport(Protocol):
-    """Takes requests to servers. Has no deadlines: the caller's cancels."""
+    """Takes requests to servers."""
 
-    async def send(self, request: Request) -> Answer:
-        """The answer to `request`, which is sent once. Raises TransportError."""
+    async def send(self, request: Request, *, timeout_s: float) -> Answer:
+        """The whole answer to `request`, which is sent once, within `timeout_s` seconds.
+
+        Raises TransportError.
+        """
         ...
 
     async def aclose(self) -> None:
@@ -66,6 +70,10 @@ class CannotConnect(TransportError):
 
 class ConnectionBroke(TransportError):
     """It broke before a whole answer, or HTTP was not spoken on it."""
+
+
+class NoAnswer(TransportError):
+    """The time was up before the whole answer was there."""
 
 
 class Unusable(TransportError):

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from typing import Any
 
 from skyctl.control.connections import KeptConnections
 from skyctl.control.http import json_body
-from skyctl.control.transport import Answer, Request, Transport, TransportError
+from skyctl.control.transport import Answer, NoAnswer, Request, Transport, TransportError
 from skyctl.errors import (
     DeadlineExceeded,
     FleetDownError,
@@ -51,11 +50,10 @@ class SupervisorClient:
             headers["content-type"] = "application/json"
         sent = None if body is None else json_body(body)
         try:
-            async with asyncio.timeout(timeout_s):
-                answer = await self._transport.send(
-                    Request(method, "http://supervisor/v1", path, headers, sent)
-                )
-        except TimeoutError as error:
+            answer = await self._transport.send(
+                Request(method, "http://supervisor/v1", path, headers, sent), timeout_s=timeout_s
+            )
+        except NoAnswer as error:
             raise DeadlineExceeded(
                 f"the supervisor of fleet {self._paths.name} did not answer in {timeout_s:g} s",
                 hint="look: skyctl logs supervisor",

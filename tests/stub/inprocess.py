@@ -28,11 +28,11 @@ class StubTransport:
     def targets(self) -> list[ServerTarget]:
         return [ServerTarget(name, f"http://{name}") for name in self._apps]
 
-    async def send(self, request: Request) -> Answer:
+    async def send(self, request: Request, *, timeout_s: float) -> Answer:
         app = self._apps.get(request.url.removeprefix("http://"))
         if app is None:
             raise CannotConnect("Connection refused")
-        return await app.send(request)
+        return await app.send(request, timeout_s=timeout_s)
 
     async def aclose(self) -> None:
         """Nothing is open."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import httpx
 
-from skyctl.control.transport import Answer, CannotConnect, ConnectionBroke, Request
+from skyctl.control.transport import Answer, CannotConnect, ConnectionBroke, NoAnswer, Request
 
 
 class ThroughHttpx:
@@ -13,7 +15,7 @@ class ThroughHttpx:
     def __init__(self, transport: httpx.AsyncBaseTransport) -> None:
         self._transport = transport
 
-    async def send(self, request: Request) -> Answer:
+    async def send(self, request: Request, *, timeout_s: float) -> Answer:
         sent = httpx.Request(
             request.method,
             request.url + request.path,
@@ -21,8 +23,11 @@ class ThroughHttpx:
             content=request.body,
         )
         try:
-            response = await self._transport.handle_async_request(sent)
-            body = await response.aread()
+            async with asyncio.timeout(timeout_s):
+                response = await self._transport.handle_async_request(sent)
+                body = await response.aread()
+        except TimeoutError as error:
+            raise NoAnswer("no answer in time") from error
         except httpx.ConnectError as error:
             raise CannotConnect(str(error)) from error
         except httpx.TransportError as error:

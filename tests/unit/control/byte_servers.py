@@ -76,7 +76,7 @@ class ByteServer:
             self.hear()
             self.say(answer, hang_up=hang_up)
 
-        sending = asyncio.create_task(connections.send(asked))
+        sending = asyncio.create_task(connections.send(asked, timeout_s=_PATIENCE_S))
         await in_thread(act)
         return await sending
 

@@ -35,9 +35,13 @@ class Wire(asyncio.Transport):
     def is_closing(self) -> bool:
         return self.closed
 
+    def ask(self) -> asyncio.Task[Answer]:
+        until = self.connection.loop.time() + 5
+        return asyncio.create_task(self.connection.exchange(b"GET /", until=until))
+
     async def answers(self, pieces: Sequence[bytes], *, then_ends: bool = False) -> Answer:
         """What the connection makes of an answer that arrives in these pieces."""
-        asking = asyncio.create_task(self.connection.exchange(b"GET / HTTP/1.1\r\n\r\n"))
+        asking = self.ask()
         await asyncio.sleep(0)
         for piece in pieces:
             if not self.closed:
@@ -106,7 +110,7 @@ async def test_half_an_answer_or_another_protocol_is_a_broken_connection(answer:
 
 async def test_a_reset_is_a_broken_connection_and_says_so() -> None:
     wire = Wire()
-    asking = asyncio.create_task(wire.connection.exchange(b"x"))
+    asking = wire.ask()
     await asyncio.sleep(0)
     wire.connection.connection_lost(ConnectionResetError(104, "Connection reset by peer"))
     with pytest.raises(ConnectionBroke, match="reset by peer"):

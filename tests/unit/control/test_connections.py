@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from skyctl.control.connections import KeptConnections
-from skyctl.control.transport import Answer, CannotConnect, ConnectionBroke, Unusable
+from skyctl.control.transport import Answer, CannotConnect, ConnectionBroke, NoAnswer, Unusable
 from tests.unit.control.byte_servers import OK, ByteServer, byte_server, in_thread, request
 from tests.unit.control.certificates import make_certificate
 
@@ -123,7 +123,7 @@ async def test_a_post_whose_kept_connection_breaks_under_it_is_not_sent_again() 
 async def test_a_cancelled_request_takes_its_connection_with_it() -> None:
     connections = KeptConnections()
     with byte_server() as server:
-        sending = asyncio.create_task(connections.send(request(server.url)))
+        sending = asyncio.create_task(connections.send(request(server.url), timeout_s=10))
         await in_thread(lambda: (server.accept(), server.hear())[1])
         sending.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -136,7 +136,10 @@ async def test_a_cancelled_request_takes_its_connection_with_it() -> None:
 async def test_no_more_connections_are_open_than_allowed() -> None:
     connections = KeptConnections(max_connections=2)
     with byte_server() as server:
-        calls = [asyncio.create_task(connections.send(request(server.url))) for _ in range(3)]
+        calls = [
+            asyncio.create_task(connections.send(request(server.url), timeout_s=10))
+            for _ in range(3)
+        ]
         await in_thread(lambda: (server.accept(), server.hear(), server.accept(), server.hear())[1])
         assert server.nobody_waits()
         await in_thread(lambda: (server.say(OK), server.hear(), server.say(OK))[1])
@@ -144,6 +147,28 @@ async def test_no_more_connections_are_open_than_allowed() -> None:
         assert [answer.status for answer in await asyncio.gather(*calls)] == [200] * 3
         await connections.aclose()
     assert len(server.accepted) == 2
+
+
+async def test_every_wait_ends_with_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For an answer that drips, for a free connection, and for a new one."""
+    connections = KeptConnections(max_connections=1)
+    with byte_server() as server:
+        first = asyncio.create_task(connections.send(request(server.url), timeout_s=0.2))
+        await in_thread(lambda: (server.accept(), server.hear(), server.say(OK[:30]))[1])
+        with pytest.raises(NoAnswer, match="no connection in time"):
+            await connections.send(request(server.url), timeout_s=0.01)
+        with pytest.raises(NoAnswer, match="no answer in time"):
+            await first
+        assert await asyncio.to_thread(server.accepted[0].recv, 1) == b""
+        await server.serve(connections, request(server.url), fresh=True)
+        await connections.aclose()
+
+    async def never(*_: object, **__: object) -> None:
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(asyncio.get_running_loop(), "create_connection", never)
+    with pytest.raises(NoAnswer, match="no connection in time"):
+        await connections.send(request(server.url), timeout_s=0.01)
 
 
 async def test_a_kept_connection_makes_room_for_another_server() -> None:
@@ -169,7 +194,7 @@ async def test_nobody_listening_is_said() -> None:
     with byte_server() as server:
         pass
     with pytest.raises(CannotConnect, match=r"refused|Connect call failed"):
-        await KeptConnections().send(request(server.url))
+        await KeptConnections().send(request(server.url), timeout_s=10)
 
 
 @pytest.mark.parametrize(
@@ -187,7 +212,7 @@ async def test_what_http_cannot_carry_is_refused_before_anything_is_sent(
     with byte_server() as server:
         asked = request(url.format(port=server.port), path=path, headers=headers)
         with pytest.raises(Unusable) as caught:
-            await KeptConnections().send(asked)
+            await KeptConnections().send(asked, timeout_s=10)
         assert "s3cret" not in str(caught.value)
         assert server.nobody_waits()
 
@@ -207,7 +232,7 @@ async def _served(
     server = await start(serve)
     port = next((s.getsockname()[1] for s in server.sockets if s.family is socket.AF_INET), 0)
     asked = request(url.format(port=port), method="GET")
-    answers = [await connections.send(asked), await connections.send(asked)]
+    answers = [await connections.send(asked, timeout_s=10) for _ in range(2)]
     await connections.aclose()
     server.close()
     return answers

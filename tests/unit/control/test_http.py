@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +11,7 @@ import pytest
 
 from skyctl.control.http import ControlClient
 from skyctl.control.target import ServerTarget
-from skyctl.control.transport import Answer, CannotConnect, ConnectionBroke, Request
+from skyctl.control.transport import Answer, CannotConnect, ConnectionBroke, NoAnswer, Request
 from skyctl.errors import DeadlineExceeded, ServerError, ServerUnreachable
 
 TARGET = ServerTarget("demo-0", "http://127.0.0.1:8001", "s3cret")
@@ -24,7 +23,7 @@ class Told:
     def __init__(self, answer: Callable[[Request], Answer]) -> None:
         self._answer, self.seen = answer, list[Request]()
 
-    async def send(self, request: Request) -> Answer:
+    async def send(self, request: Request, *, timeout_s: float) -> Answer:
         self.seen.append(request)
         return self._answer(request)
 
@@ -112,21 +111,28 @@ async def test_a_long_error_is_shortened_and_the_key_never_shown() -> None:
     assert len(caught.value.message) < 400
 
 
-@pytest.mark.parametrize(("status", "hint"), [(401, "api_key_env"), (404, "VLLM_SERVER_DEV_MODE")])
-async def test_statuses_with_a_known_cause_say_what_to_change(status: int, hint: str) -> None:
-    async with client(lambda _: said(status, text="no")) as control:
+@pytest.mark.parametrize(
+    ("status", "text", "hint"),
+    [
+        (401, "no", "api_key_env"),
+        (404, '{"detail":"Not Found"}', "VLLM_SERVER_DEV_MODE"),
+        (503, "No available workers", "skyctl status"),
+    ],
+)
+async def test_statuses_with_a_known_cause_say_what_to_change(
+    status: int, text: str, hint: str
+) -> None:
+    async with client(lambda _: said(status, text=text)) as control:
         with pytest.raises(ServerError) as caught:
             await control.call(TARGET, "GET", "/is_paused")
     assert hint in caught.value.hint
 
 
 async def test_a_server_that_never_answers_ends_at_the_deadline() -> None:
-    class Hangs(Told):
-        async def send(self, request: Request) -> Answer:
-            await asyncio.Event().wait()
-            raise AssertionError
+    def never(request: Request) -> Answer:
+        raise NoAnswer("no answer in time")
 
-    async with ControlClient(transport=Hangs(lambda _: said())) as control:
+    async with client(never) as control:
         with pytest.raises(DeadlineExceeded, match=r"demo-0: POST .*/pause: no answer in 0\.01 s"):
             await control.call(TARGET, "POST", "/pause", timeout_s=0.01)
 
