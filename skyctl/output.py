@@ -267,7 +267,10 @@ def progress_line(done: float, total: float, text: str) -> Table:
     line = Table.grid(padding=(0, 1))
     line.add_column()
     line.add_column(no_wrap=True, overflow="ellipsis")
-    line.add_row(ProgressBar(total=total, completed=done, width=30), text)
+    bar = ProgressBar(
+        total=total, completed=done, width=30, complete_style="cyan", finished_style="green"
+    )
+    line.add_row(bar, text)
     return line
 
 

@@ -97,11 +97,11 @@ def show(
     if svg is not None:
         title = f"skyctl jobs show {job.id} --timeline"
         picture = output.svg(
-            title, timeline_view(drawn, columns=_SVG_COLUMNS), legend(drawn), width=_SVG_COLUMNS
+            title, timeline_view(drawn, columns=_SVG_COLUMNS), "", legend(drawn), width=_SVG_COLUMNS
         )
         write_picture(svg, picture)
     if timeline or svg is not None:
-        output.emit(data, timeline_view(drawn, columns=output.columns()), legend(drawn))
+        output.emit(data, timeline_view(drawn, columns=output.columns()), "", legend(drawn))
         return
     error = job_error(job)
     asked = {key.replace("_", " "): value for key, value in job.request.items()}

@@ -1,11 +1,12 @@
 """A push drawn over time: a bar per stage, and for each server how long it was frozen.
 
-Every bar is cut at the same cells, so what follows on something begins in the cell after it; what is
-shorter than a cell is a thin line where it began.
+All bars are cut by the same rule, so what follows on something begins where that ended; a stage too
+short to be seen is a thin line where it began.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from skyctl import output
@@ -16,9 +17,10 @@ if TYPE_CHECKING:
     from rich.text import Text
 
 _LEAST, _MOST = 24, 72
-_TICKS = 4
+_MOST_MARKS = 5
 _NAMES_AND_TIMES = 34
-_STAGE, _THIN = "█", "▏"
+_THIN = "▏"
+_HALVES = {(True, True): "█", (True, False): "▌", (False, True): "▐"}
 
 # Sign and colour of a server's states: they differ without colours, too.
 _PAUSING = ("░", "bright_black", "is being paused")
@@ -32,10 +34,9 @@ _SIGNS = {"pausing": _PAUSING, "updating": _HALF_NEW, "quarantined": _QUARANTINE
 def timeline_view(drawn: Timeline, *, columns: int) -> RenderableType:
     """Fits into `columns` of the terminal, where those are more than about 60."""
     width = max(_LEAST, min(_MOST, columns - _NAMES_AND_TIMES))
-    rows = [["", _axis(drawn.seconds, width), ""]]
+    rows = [["", _axis(drawn, width), ""]]
     rows += [
-        [one.name, _bar([(one, (_STAGE, "green"))], drawn, width), _time(one.seconds, drawn)]
-        for one in drawn.stages
+        [one.name, _stage_bar(one, drawn, width), _time(one.seconds, drawn)] for one in drawn.stages
     ]
     if drawn.servers:
         rows.append(["", output.text(""), ""])
@@ -77,35 +78,51 @@ def _frozen(one: ServerTimeline, drawn: Timeline) -> str:
     return "" if one.frozen_s is None else f"{_time(one.frozen_s, drawn)} frozen"
 
 
+def _stage_bar(span: Span, drawn: Timeline, width: int) -> Text:
+    """Cut at half cells."""
+    begin, end = (_cell(at, drawn, width * 2) for at in (span.begin_s, span.end_s))
+    if end == begin:
+        first = min(begin // 2, width - 1)
+        return output.text(" " * first + _THIN, [(first, first + 1, "green")])
+    first, last = begin // 2, (end + 1) // 2
+    cells = "".join(
+        _HALVES[begin <= half < end, begin <= half + 1 < end]
+        for half in range(first * 2, last * 2, 2)
+    )
+    return output.text(" " * first + cells, [(first, last, "green")])
+
+
 def _server_bar(one: ServerTimeline, drawn: Timeline, width: int) -> Text:
-    return _bar([(span, _sign(span.name)[:2]) for span in one.states], drawn, width)
-
-
-def _bar(spans: list[tuple[Span, tuple[str, str]]], drawn: Timeline, width: int) -> Text:
-    """Spans in order, none over another; the last cell is `width` - 1."""
     cells, styles = [" "] * width, []
-    for span, (sign, colour) in spans:
-        first = min(_cell(span.begin_s, drawn, width), width - 1)
-        last = _cell(span.end_s, drawn, width)
-        if last > first:
-            cells[first:last] = sign * (last - first)
-        elif cells[first] == " ":
-            cells[first], last = _THIN, first + 1
+    for span in one.states:
+        sign, colour, _ = _sign(span.name)
+        first, last = (_cell(at, drawn, width) for at in (span.begin_s, span.end_s))
+        cells[first:last] = sign * (last - first)
         styles.append((first, last, colour))
     return output.text("".join(cells).rstrip(), styles)
 
 
-def _cell(seconds: float, drawn: Timeline, width: int) -> int:
-    return round(seconds / drawn.seconds * width) if drawn.seconds else 0
+def _cell(seconds: float, drawn: Timeline, cells: int) -> int:
+    return round(seconds / drawn.seconds * cells) if drawn.seconds else 0
 
 
-def _axis(seconds: float, width: int) -> Text:
-    """`0`, then a mark at each quarter, right-aligned to where it is."""
-    whole = Timeline(seconds, (), ())
-    line = [" "] * width
-    line[0] = "0"
-    for tick in range(1, _TICKS + 1):
-        label = _time(seconds * tick / _TICKS, whole)
-        end = width * tick // _TICKS
-        line[end - len(label) : end] = label
-    return output.text("".join(line), [(0, width, "bright_black")])
+def _axis(drawn: Timeline, width: int) -> Text:
+    """Marks at round times, each beginning at the cell of its time."""
+    per_second, name, _ = _unit(drawn)
+    whole = drawn.seconds * per_second
+    step = next((s for s in _round_numbers() if s * _MOST_MARKS >= whole), whole)
+    line, mark = "0", step
+    while step and mark < whole:
+        label = f"{mark:g} {name}"
+        at = round(mark / whole * width)
+        if at + len(label) > width:
+            break
+        line = line.ljust(at) + label
+        mark += step
+    return output.text(line, [(0, width, "bright_black")])
+
+
+def _round_numbers() -> Iterator[float]:
+    for exponent in range(-3, 7):
+        for digit in (1, 2, 5):
+            yield float(f"{digit}e{exponent}")

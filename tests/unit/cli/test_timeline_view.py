@@ -41,13 +41,25 @@ def push(total_s: float = 1.0) -> Timeline:
     )
 
 
-def test_a_stage_begins_in_the_cell_after_the_one_before_it() -> None:
+def halves(line: str) -> tuple[int, int]:
+    """Where a bar begins and ends, in half cells."""
+    bar = [at for at, cell in enumerate(line) if cell in "█▌▐"]
+    return 2 * bar[0] + (line[bar[0]] == "▐"), 2 * bar[-1] + 2 - (line[bar[-1]] == "▌")
+
+
+def test_a_stage_begins_where_the_one_before_it_ended() -> None:
     lines = shown(timeline_view(push(), columns=COLUMNS))
-    bars = [line for line in lines if "█" in line][:3]
-    cells = [(bar.index("█"), bar.rindex("█") + 1) for bar in bars]
+    bars = [halves(line) for line in lines if "█" in line][:3]
     assert len(bars) == 3
-    for (_, ended), (began, _) in pairwise(cells):
+    for (_, ended), (began, _) in pairwise(bars):
         assert began == ended
+
+
+def test_the_marks_of_the_axis_are_round_and_begin_at_their_time() -> None:
+    axis, preflight, *_ = shown(timeline_view(push(10.0), columns=COLUMNS))
+    assert axis.split() == ["0", "2", "s", "4", "s", "6", "s", "8", "s"]
+    origin, width = preflight.index("█"), COLUMNS - 34
+    assert axis.index("4 s") == origin + round(0.4 * width)
 
 
 def test_a_stage_shorter_than_a_cell_is_a_thin_line_where_it_began() -> None:
