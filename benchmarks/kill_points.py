@@ -32,7 +32,14 @@ RESULTS = Path(__file__).parent / "results"
 SENDER = tuple(point for point in kill_points.SENDER if point != "sender.join")
 KINDS: dict[str, tuple[str, ...]] = {
     "attached": (*kill_points.PUSH, *SENDER),
-    "supervised": (*kill_points.PUSH, *SENDER, "adopt.begin", "adopt.done", "recover.begin"),
+    "supervised": (
+        *kill_points.PUSH,
+        *kill_points.OUT_OF_ROUTER,
+        *SENDER,
+        "adopt.begin",
+        "adopt.done",
+        "recover.begin",
+    ),
     "lives": tuple(
         point
         for point in (*kill_points.SUPERVISOR, *kill_points.COMMAND)

@@ -174,9 +174,10 @@ _skyctl() {
                 --chunk-size) true; return ;;
                 --weight-version) true; return ;;
                 --mode) _skyctl_words "abort wait keep"; return ;;
+                --canary) _skyctl_files; return ;;
                 --timeout) true; return ;;
             esac
-            if [[ $cur == -* ]]; then _skyctl_words "-f --file --fleet --transport --chunk-size --weight-version --mode --verify --no-verify --dry-run --scan-nan --rollback --detach --timeout --json -h --help -q --quiet --no-color --debug"; else
+            if [[ $cur == -* ]]; then _skyctl_words "-f --file --fleet --transport --chunk-size --weight-version --mode --verify --no-verify --dry-run --scan-nan --canary --rollback --detach --timeout --json -h --help -q --quiet --no-color --debug"; else
                 _skyctl_ask
             fi ;;
         "jobs")

@@ -15,6 +15,7 @@ SkyctlError                     1   something failed; the message says what, whe
 ├── Interrupted               130   Ctrl-C
 ├── InternalError               1   a bug of skyctl's
 └── PushError                   1   a push failed after it began; says how it left each server
+    └── CanaryFailed            1   … because its canary did: nothing of it is served
 """
 
 from __future__ import annotations
@@ -135,6 +136,11 @@ class PreflightError(SkyctlError):
 
 class PushError(SkyctlError):
     """A push failed after it began. `details["servers"]` says how each server was left."""
+
+
+class CanaryFailed(PushError):
+    """New weights did not answer as expected, and are not served. `details["canary"]` has every
+    answer."""
 
 
 def error_named(

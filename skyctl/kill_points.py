@@ -43,6 +43,14 @@ PUSH = (
 )
 """Of the process that pushes: the supervisor, or the command for an attached fleet."""
 
+OUT_OF_ROUTER = (
+    "push.drain.call",
+    "push.drain.done",
+    "push.canary.call",
+    "push.canary.done",
+)
+"""Of the same process, in pushes that take servers out of the router."""
+
 SENDER = ("sender.open", "sender.opened", "sender.filled", "sender.release", "sender.join")
 SUPERVISOR = (
     "server.intended",
@@ -71,7 +79,7 @@ COMMAND = (
     "sync.begun",
     "scale.asked",
 )
-POINTS = (*PUSH, *SENDER, *SUPERVISOR, *COMMAND)
+POINTS = (*PUSH, *OUT_OF_ROUTER, *SENDER, *SUPERVISOR, *COMMAND)
 
 
 def _parsed(text: str) -> tuple[str, int, float]:

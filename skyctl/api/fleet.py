@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from os import PathLike
 from pathlib import Path
@@ -19,9 +19,10 @@ from skyctl.operations import bring_up
 from skyctl.operations.ended import job_error, operation_error
 from skyctl.operations.live_weights import push_tensors
 from skyctl.operations.urls import FleetUrls
+from skyctl.weights.canary import parse_canary, read_canary
 from skyctl.weights.checkpoint import absolute
 from skyctl.weights.live import NamedTensors
-from skyctl.weights.request import PushRequest, PushResult
+from skyctl.weights.request import PushRequest, PushResult, usual_mode
 from skyctl.weights.verify import Verification
 
 
@@ -207,10 +208,11 @@ class Fleet(GeneratingFleet):
         dtype: object = None,
         transport: str = "auto",
         chunk_size: int | None = None,
-        pause_mode: PauseMode = "keep",
+        pause_mode: PauseMode | None = None,
         verify: bool = True,
         dry_run: bool = False,
         scan_nan: bool = False,
+        canary: Mapping[str, Any] | str | PathLike[str] | None = None,
         on_event: Callable[[JobEvent], None] = lambda event: None,
         timeout_s: float | None = None,
     ) -> PushResult:
@@ -236,13 +238,17 @@ class Fleet(GeneratingFleet):
                 "match" converts each to that; a torch dtype (or its name) converts all
                 floating-point tensors; "as-is" leaves it to the servers to cast.
             chunk_size: bytes per chunk; None takes the fleet's.
+            pause_mode: what becomes of running requests; "keep" when None, "wait" with a canary.
             scan_nan: read the whole checkpoint first, and refuse NaN and infinity.
+            canary: prompts that the new weights must answer as expected before users get them, as
+                a file's path or as what such a file holds (docs/how-to/careful-pushes.md).
             on_event: hears the push's stages, progress and notes as they happen.
             timeout_s: bounds the wait for the push, from when the tensors are written.
 
         Raises:
             PreflightError, NotFoundError, UsageError: refused; nothing was paused.
             ConflictError: another push is in progress.
+            CanaryFailed: the new weights were not accepted; `details["canary"]` has the answers.
             PushError: it failed half way; `details["servers"]` says how each server was left.
             DeadlineExceeded: it has not ended after `timeout_s`; it goes on.
         """
@@ -251,10 +257,11 @@ class Fleet(GeneratingFleet):
             transport=transport,
             chunk_size=chunk_size,
             weight_version=weight_version,
-            pause_mode=pause_mode,
+            pause_mode=pause_mode or usual_mode(leaves_router=canary is not None),
             verify=verify,
             dry_run=dry_run,
             scan_nan=scan_nan,
+            canary=_canary(canary),
         )
         async with self._connected() as fleet:
             if isinstance(source, str | PathLike):
@@ -309,6 +316,14 @@ class Fleet(GeneratingFleet):
         if error is not None:
             raise error
         return status
+
+
+def _canary(given: Mapping[str, Any] | str | PathLike[str] | None) -> dict[str, Any] | None:
+    if given is None:
+        return None
+    if isinstance(given, Mapping):
+        return parse_canary(given).model_dump(mode="json", exclude_none=True)
+    return read_canary(Path(given))
 
 
 def _verb_result(verb: str, rows: Sequence[dict[str, Any]], check: bool) -> VerbResult:

@@ -101,6 +101,8 @@ def job_views(job: Job) -> list[RenderableType]:
                 ],
             )
         )
+    if details.get("canary"):
+        views += ["", canary_view(details["canary"])]
     if job.result:
         result = job.result
         chunks = f" in {result['chunks']} chunks" if result["chunks"] else ""
@@ -110,6 +112,25 @@ def job_views(job: Job) -> list[RenderableType]:
             f"{format_seconds(result['freeze_window_s'])} of {format_seconds(result['seconds'])}"
         )
     return views
+
+
+def canary_view(rows: list[dict[str, Any]]) -> RenderableType:
+    """What each server answered to each prompt."""
+    from skyctl import output
+
+    return output.table(
+        ["SERVER", "CANARY", "RESULT", "ANSWER", ""],
+        [
+            [
+                row["server"],
+                row["prompt"],
+                output.styled("ok" if row["ok"] else "failed"),
+                repr(row["got"].get("text", "")),
+                row["problem"],
+            ]
+            for row in rows
+        ],
+    )
 
 
 def plan_views(plan: dict[str, Any]) -> list[RenderableType]:

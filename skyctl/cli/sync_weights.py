@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from enum import StrEnum
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -57,8 +58,13 @@ def sync_weights(
         ),
     ] = None,
     mode: Annotated[
-        PauseModeOption, typer.Option(help="What becomes of running requests meanwhile.")
-    ] = PauseModeOption.KEEP,
+        PauseModeOption | None,
+        typer.Option(
+            help="What becomes of running requests meanwhile (default: keep; wait where servers "
+            "leave the router).",
+            show_default=False,
+        ),
+    ] = None,
     verify: Annotated[
         bool, typer.Option("--verify/--no-verify", help="Compare the servers' weights at the end.")
     ] = True,
@@ -71,6 +77,15 @@ def sync_weights(
             "--scan-nan", help="Read all of it first, and refuse it when it holds NaN or infinity."
         ),
     ] = False,
+    canary: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Prompts (YAML or JSON) that the new weights must answer as expected before "
+            "users get them. All servers leave the router for it: see --canary below.",
+            show_default=False,
+        ),
+    ] = None,
     back: Annotated[
         bool,
         typer.Option("--rollback", help="Push the version before the current one; takes no CKPT."),
@@ -97,7 +112,12 @@ def sync_weights(
     skyctl sync-weights runs/step-200
     skyctl sync-weights runs/step-200 --dry-run --scan-nan
     skyctl sync-weights runs/step-200 --detach && skyctl jobs wait push-7
+    skyctl sync-weights runs/step-200 --canary canary.yaml --mode wait
     skyctl sync-weights --rollback
+
+    --canary takes the servers out of the router and drains them first (--mode wait lets requests
+    end, abort ends them): while it lasts, the router has no server and answers 503. When an answer
+    is not as expected, the weights from before are pushed back, and the exit code is 1.
     """
     from skyctl import output
     from skyctl.cli.job_view import emit_job, follow_job, run_following
@@ -105,8 +125,11 @@ def sync_weights(
     from skyctl.fleet.registry import select
     from skyctl.operations.connect import connect
     from skyctl.units import parse_bytes
+    from skyctl.weights.canary import read_canary
     from skyctl.weights.checkpoint import absolute
+    from skyctl.weights.labels import reused_label
     from skyctl.weights.push import PushRequest
+    from skyctl.weights.request import usual_mode
     from skyctl.weights.rollback import rollback
 
     if bool(checkpoint) == back:
@@ -123,10 +146,11 @@ def sync_weights(
         transport=transport.value,
         chunk_size=size,
         weight_version=weight_version,
-        pause_mode=mode.value,
+        pause_mode=mode.value if mode else usual_mode(leaves_router=canary is not None),
         verify=verify,
         dry_run=dry_run,
         scan_nan=scan_nan,
+        canary=read_canary(canary) if canary else None,
     )
     if back and weight_version:
         raise UsageError("--rollback keeps the version's own label: leave --weight-version out")
@@ -137,7 +161,10 @@ def sync_weights(
 
     async def run() -> Job | None:
         async with connect(ref) as running:
-            asked = rollback(request, (await running.weights())[1]) if back else request
+            pushes = (await running.weights())[1] if back or weight_version else ()
+            asked = rollback(request, pushes) if back else request
+            if warning := "" if back else reused_label(request, pushes):
+                output.warn(warning)
             started.append(await running.start_push(asked))
             if detach:
                 return None

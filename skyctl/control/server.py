@@ -136,6 +136,13 @@ class VLLMServer:
             return []
         return self._understood("/collective_rpc", lambda: list(answer.get("results") or []))
 
+    async def complete(
+        self, body: Mapping[str, Any], *, chat: bool = False, timeout_s: float | None = None
+    ) -> Any:
+        """One completion, or chat completion, that is not streamed: vLLM's answer as it is."""
+        path = "/v1/chat/completions" if chat else "/v1/completions"
+        return await self._call("POST", path, json=dict(body), timeout_s=timeout_s)
+
     async def init_weight_transfer(
         self, init_info: Mapping[str, Any], *, timeout_s: float | None = None
     ) -> None:

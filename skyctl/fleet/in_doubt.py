@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 KEY = "in_doubt"
 HELD = "held"
 """State of a server that was paused before the push: it stays paused after it."""
-_GIVEN_BACK = ("ready", "kept", "resumed")
+_GIVEN_BACK = ("ready", "kept", "resumed", "draining")
+"""States in which a push leaves a server as it should be; one that drains was not touched yet."""
 
 
 @dataclass(frozen=True)

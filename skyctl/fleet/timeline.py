@@ -8,8 +8,8 @@ from typing import Any
 
 from skyctl.fleet.journal import JobEvent
 
-FROZEN = frozenset({"pausing", "paused", "updating", "updated", "held"})
-"""States of a server (in a push's events) in which it does not generate."""
+FROZEN = frozenset({"pausing", "paused", "updating", "trying", "updated", "held"})
+"""States of a server (in a push's events) in which it does not generate for anybody."""
 _THAWED = frozenset({"ready", "kept", "resumed"})
 
 

@@ -11,7 +11,7 @@ from skyctl.fleet.plan import FleetPlan
 from skyctl.fleet.state import FleetState, FleetWeights
 from skyctl.supervisor.health import probe_alive
 from skyctl.supervisor.replica import Replica
-from skyctl.weights.request import PushFleet, PushRequest, PushServer, SilentObserver
+from skyctl.weights.request import Committed, PushFleet, PushRequest, PushServer, SilentObserver
 
 
 def push_fleet(
@@ -19,9 +19,10 @@ def push_fleet(
     replicas: Sequence[Replica],
     model_path: str,
     doubts: Mapping[str, InDoubt],
+    committed: Committed | None = None,
 ) -> PushFleet:
     """The servers of a push, as the push wants to know them. `model_path` is what they run now,
-    `doubts` what earlier pushes left."""
+    `doubts` what earlier pushes left, `committed` what a push that is refused goes back to."""
     transfer = plan.config.weight_transfer
     return PushFleet(
         name=plan.name,
@@ -46,6 +47,8 @@ def push_fleet(
         control_timeout_s=plan.config.control_timeout_s,
         python=plan.python,
         transport=transfer.transport,
+        drain_timeout_s=plan.config.drain_timeout_s,
+        committed=committed,
     )
 
 

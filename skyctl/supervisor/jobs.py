@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from skyctl.control.http import ControlClient
 from skyctl.control.target import ServerTarget
@@ -19,6 +19,9 @@ from skyctl.kill_points import reached
 from skyctl.units import format_seconds
 from skyctl.weights.request import PushFleet, PushRequest, PushResult
 from skyctl.weights.sender_pool import SenderPool
+
+if TYPE_CHECKING:
+    from skyctl.weights.rotation import Rotation
 
 PUSH_LOCK = "push"
 FOLLOW_POLL_S = 0.2
@@ -81,6 +84,7 @@ async def run_push(
     client: ControlClient,
     state: FleetState,
     senders: SenderPool | None = None,
+    rotation: Rotation | None = None,
     on_server: Callable[[str, str, str], None] = lambda name, state, detail: None,
     guardian: AbstractAsyncContextManager[None] | None = None,
 ) -> None:
@@ -101,7 +105,12 @@ async def run_push(
                 reached("push.guarded")
             with held(request.checkpoint):
                 result = await push(
-                    request, fleet, client=client, observer=observer, senders=senders
+                    request,
+                    fleet,
+                    client=client,
+                    observer=observer,
+                    senders=senders,
+                    rotation=rotation,
                 )
                 reached("push.record")
                 if not request.dry_run:
@@ -174,7 +183,6 @@ def record_failure(
     state: FleetState, job_id: str, request: PushRequest, error: SkyctlError
 ) -> None:
     """A push that failed: quarantine what it left in doubt, keep what it left at a version."""
-    before = state.weights()
     state.add_event("fleet", f"{job_id} failed: {error.message}")
     doubted = in_doubt(state)
     for server in error.details.get("servers", []):
@@ -182,9 +190,9 @@ def record_failure(
         if server["state"] == "quarantined":
             changes["quarantine"] = server.get("detail") or error.message
         if server.get("version") and server.get("ok"):
-            changes["weight_version"] = server["version"]
-            changes["weights_digest"] = server.get("weights_digest") or None
-            if server["version"] != before.version:
+            if server["version"] == error.details.get("version"):  # else it holds what it held
+                changes["weight_version"] = server["version"]
+                changes["weights_digest"] = server.get("weights_digest") or None
                 changes["checkpoint"] = request.checkpoint
             if server["server"] in doubted:  # what was in doubt is only well when it is verified
                 changes["quarantine"] = None

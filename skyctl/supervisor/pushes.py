@@ -10,21 +10,35 @@ from skyctl.errors import ConflictError
 from skyctl.fleet.in_doubt import in_doubt
 from skyctl.fleet.journal import Job
 from skyctl.fleet.plan import FleetPlan
+from skyctl.fleet.state import FleetWeights
 from skyctl.supervisor import admission, jobs
 from skyctl.supervisor.guardian import guarded
 from skyctl.supervisor.recovery import needed
 from skyctl.supervisor.replica import Replica
+from skyctl.supervisor.rotation import RouterRotation
+from skyctl.weights.checkpoint import locate
 from skyctl.weights.compat import reference
-from skyctl.weights.request import PushRequest
+from skyctl.weights.request import Committed, PushRequest
 from skyctl.weights.sender_pool import SenderPool
 from skyctl.weights.staging import sweep
 
 if TYPE_CHECKING:
     from skyctl.supervisor.resident import Supervisor
 
-_IN_PUSH = ("pausing", "paused", "updating", "updated", "resumed")
+_IN_PUSH = ("draining", "pausing", "paused", "updating", "trying", "updated", "resumed")
 _UNDO_TIMEOUT_S = 5.0
 _ABANDON_TIMEOUT_S = 1.0
+
+
+def committed(plan: FleetPlan, weights: FleetWeights) -> Committed | None:
+    """The weights that the fleet serves; before a first push, those it was started with."""
+    if weights.checkpoint is not None:
+        return Committed(
+            weights.checkpoint, weights.version, weights.checkpoint_digest, weights.transport
+        )
+    directory = locate(plan.model_path)
+    started_with_files = directory is not None and any(directory.glob("*.safetensors"))
+    return Committed(plan.model_path) if started_with_files else None
 
 
 class Pushes:
@@ -114,10 +128,13 @@ class Pushes:
             await jobs.run_push(
                 job,
                 request,
-                admission.push_fleet(plan, up, model_path, in_doubt(state)),
+                admission.push_fleet(
+                    plan, up, model_path, in_doubt(state), committed(plan, state.weights())
+                ),
                 client=client,
                 state=state,
                 senders=self._senders,
+                rotation=RouterRotation(supervisor) if supervisor.router else None,
                 on_server=self._on_server,
                 guardian=guarded(supervisor.paths),
             )

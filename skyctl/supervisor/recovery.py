@@ -162,16 +162,19 @@ def _still_open(cases: Sequence[_Case], hands: Hands, problem: str) -> list[_Cas
 
 
 def interrupted_request(state: FleetState) -> PushRequest | None:
-    """What the latest push asked for that left servers half updated; None without one."""
+    """What the latest push asked for that left servers half updated; None without one, and where
+    it is not to be made again."""
     doubted = {one.job for one in in_doubt(state).values() if one.half_updated}
     # newest first; an admission that broke off is not among the jobs
     latest = next((job for job in state.journal.jobs() if job.id in doubted), None)
     if latest is None:
         return None
     try:
-        return PushRequest.from_json(latest.request)
+        request = PushRequest.from_json(latest.request)
     except (SkyctlError, TypeError):  # forgotten, or written by another skyctl
         return None
+    # nobody has accepted what a canary had not tried to the end: the fleet's weights go back
+    return request if request.canary is None else None
 
 
 def needed(state: FleetState) -> set[str | None]:

@@ -89,8 +89,10 @@ async def resume(run: Run, sites: Sequence[Site]) -> None:
     timeout_s = run.fleet.control_timeout_s
     frozen = [site for site in sites if site.frozen]
     for site in sites:
-        if not site.frozen:
+        if site.was_paused:
             run.observer.server(site.name, "kept", "stays paused")
+        elif not site.frozen:
+            run.observer.server(site.name, "ready")
 
     async def call(site: Site) -> None:
         try:

@@ -65,6 +65,7 @@ def result_of(run: Run, prepared: Prepared, label: str, content_digest: str) -> 
         stages=dict(run.stages),
         servers=[site.report() for site in prepared.sites],
         content_digest=content_digest,
+        canary=[result.to_json() for result in run.canary],
         notes=list(run.notes),
         plan=prepared.to_json() if dry else None,
     )

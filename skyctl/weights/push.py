@@ -4,6 +4,10 @@
     └─ nothing touched ─┘ └─ old weights, undone ─┘ └─ half new: scrub and push once more,
                                                        else the server stays paused: quarantined
 
+With a canary, servers leave the router and are drained before `pause` (`drain`), answer its prompts
+after `verify` (`canary`), and rejoin at the end. When an answer is not as expected the committed
+weights are pushed back.
+
 Whatever fails, each server ends verified and resumed at one version, or paused with the reason
 reported. A server that was paused before stays paused.
 """
@@ -16,6 +20,8 @@ from collections.abc import Callable, Sequence
 from skyctl.control.http import ControlClient
 from skyctl.errors import PreflightError, SkyctlError
 from skyctl.kill_points import reached
+from skyctl.weights.canary import failed
+from skyctl.weights.canary_stage import refuse_commit, try_canary
 from skyctl.weights.cancellation import Shelter
 from skyctl.weights.commit import publish, verify
 from skyctl.weights.delivery import Delivery
@@ -32,6 +38,7 @@ from skyctl.weights.request import (
     ServerPush,
     SilentObserver,
 )
+from skyctl.weights.rotation import Rotation, leave, refuse_impossible, refuse_paused, rejoin
 from skyctl.weights.run import Run, label_of
 from skyctl.weights.sender_client import SenderFailed
 from skyctl.weights.sender_pool import SenderPool
@@ -57,6 +64,7 @@ async def push(
     client: ControlClient,
     observer: PushObserver,
     senders: SenderPool | None = None,
+    rotation: Rotation | None = None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> PushResult:
     """Bring a checkpoint into every server of a fleet.
@@ -66,7 +74,8 @@ async def push(
     cancellation ends it where it is: servers stay paused.
 
     A caller that pushes again and again gives a pool of `senders`, which keeps what a GPU sender
-    sets up; without one, each push has its own.
+    sets up; without one, each push has its own. `rotation` is needed by pushes that take servers
+    out of the router.
 
     Raises:
         PreflightError, NotFoundError, ServerError: nothing was touched.
@@ -76,7 +85,8 @@ async def push(
     pool = senders or SenderPool()
     try:
         with traced(request, fleet, observer) as watched:
-            run = Run(request, fleet, client, CarefulObserver(watched), clock, shelter, pool)
+            told = CarefulObserver(watched)
+            run = Run(request, fleet, client, told, clock, shelter, pool, rotation)
             result = await shelter.run(_transaction(run))
             watched.finish(result)
             return result
@@ -88,12 +98,21 @@ async def push(
 async def _transaction(run: Run) -> PushResult:
     run.began = run.clock()
     with run.stage("preflight"):
+        refuse_impossible(run.request, run.rotation)
         prepared = await preflight(run.request, run.fleet, client=run.client)
         reached("push.prepared")
         for note in prepared.notes:
             run.note(note)
+        refuse_paused(run.request, prepared.sites)
     if run.request.dry_run:
         return result_of(run, prepared, run.request.weight_version or "", "")
+    try:
+        return await _carry_out(run, prepared)
+    finally:
+        await rejoin(run, prepared.sites)
+
+
+async def _carry_out(run: Run, prepared: Prepared) -> PushResult:
     sites = prepared.sites
     delivery = prepared.delivery(run.fleet, run.senders)
     try:
@@ -102,6 +121,9 @@ async def _transaction(run: Run) -> PushResult:
             reached("push.staged")
         run.shelter.enter()  # from here on a cancellation must not leave servers frozen
         try:
+            if run.request.leaves_router:
+                with run.stage("drain"):
+                    await leave(run, sites)
             with run.stage("pause"):
                 await pause(run, sites)
                 reached("push.pause.done")
@@ -133,8 +155,13 @@ async def _transaction(run: Run) -> PushResult:
     label = label_of(run, prepared, delivery)
     with run.stage("verify"):
         await verify(run, sites, prepared.samples)
-        await publish(run, sites, label)
+    if run.request.canary is not None:
+        with run.stage("canary"):
+            run.canary = await try_canary(run, sites)
+        if failed(run.canary):
+            raise await refuse_commit(run, sites, run.canary, _transaction)
     with run.stage("resume"):
+        await publish(run, sites, label)
         reached("push.resume.call")
         await resume(run, [site for site in sites if site.holds in (Holds.OLD, Holds.VERIFIED)])
         reached("push.resume.done")

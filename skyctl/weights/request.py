@@ -19,7 +19,17 @@ STAGES = (
     "verify",
     "resume",
 )
-"""Stages of a push, in order. Everything up to `stage` happens before a server is touched."""
+"""Stages of a push, in order. Everything up to `stage` happens before a server is touched. A push
+that takes servers out of the router has `drain` before `pause`, one with a canary has `canary`
+after `verify`; `recover` is a second attempt, or an undoing."""
+
+
+PauseMode = Literal["keep", "wait", "abort"]
+
+
+def usual_mode(*, leaves_router: bool) -> PauseMode:
+    """What becomes of running requests unless it is said: frozen, but where servers are drained."""
+    return "wait" if leaves_router else "keep"
 
 
 @dataclass(frozen=True)
@@ -29,19 +39,26 @@ class PushRequest:
     `weight_version` None makes one up from the checkpoint's digest. `traceparent` is the W3C trace
     context of whoever asked. `scan_nan` reads the whole checkpoint first and refuses NaN and
     infinity. `expected_digest` is the checkpoint's identity_digest when it was pushed before: one
-    that has changed since is refused.
+    that has changed since is refused. `canary` is what `weights/canary.py` reads from a canary
+    file.
     """
 
     checkpoint: str
     transport: str = "auto"
     chunk_size: int | None = None
     weight_version: str | None = None
-    pause_mode: Literal["keep", "wait", "abort"] = "keep"
+    pause_mode: PauseMode = "keep"
     verify: bool = True
     dry_run: bool = False
     scan_nan: bool = False
     expected_digest: str | None = None
     traceparent: str | None = None
+    canary: dict[str, Any] | None = None
+
+    @property
+    def leaves_router(self) -> bool:
+        """Whether its servers are taken out of the router and drained first."""
+        return self.canary is not None
 
     def to_json(self) -> dict[str, Any]:
         """JSON mapping with one key per field."""
@@ -78,12 +95,24 @@ class PushServer:
 
 
 @dataclass(frozen=True)
+class Committed:
+    """The weights that a fleet serves: what a push that is refused goes back to. `version` None:
+    those it was started with; `digest` None: the files were not looked at then."""
+
+    checkpoint: str
+    version: str | None = None
+    digest: str | None = None
+    transport: str = "auto"
+
+
+@dataclass(frozen=True)
 class PushFleet:
     """The servers of a push and the bounds it keeps.
 
     `model_path` is the directory or hub id of the checkpoint the servers run now, None when
     unknown. `transport` is what the fleet file says, used when the request says "auto". `python`
-    is the interpreter that runs the sender process (it needs torch); "" is this one.
+    is the interpreter that runs the sender process (it needs torch); "" is this one. `committed`
+    is None where it is not known.
     """
 
     name: str
@@ -95,6 +124,8 @@ class PushFleet:
     control_timeout_s: float = 30.0
     python: str = ""
     transport: str = "auto"
+    drain_timeout_s: float = 30.0
+    committed: Committed | None = None
 
 
 class PushObserver(Protocol):
@@ -107,8 +138,8 @@ class PushObserver(Protocol):
         """`done_bytes` of the checkpoint are loaded by every server still in the push."""
 
     def server(self, name: str, state: str, detail: str = "") -> None:
-        """A server's state: held (was paused before), pausing, paused, updating, updated, resumed;
-        at its end ready, kept (stays paused) or quarantined."""
+        """A server's state: draining, held (was paused before), pausing, paused, updating, trying
+        (its canary), updated, resumed; at its end ready, kept (stays paused) or quarantined."""
 
     def note(self, message: str) -> None:
         """One line the operator should read."""
@@ -177,8 +208,8 @@ class PushResult:
 
     `checkpoint_digest` is the cheap identity of the checkpoint (headers and sizes);
     `content_digest` covers every byte that was sent ("" for transports that send none, and for a
-    dry run). `freeze_window_s` runs from the first pause sent to the last resume answered. `plan`
-    is filled by a dry run only.
+    dry run). `freeze_window_s` runs from the first pause sent to the last resume answered. `canary`
+    has one CanaryResult mapping per server and prompt. `plan` is filled by a dry run only.
     """
 
     version: str
@@ -193,6 +224,7 @@ class PushResult:
     stages: dict[str, float]
     servers: list[ServerPush]
     content_digest: str = ""
+    canary: list[dict[str, Any]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     plan: dict[str, Any] | None = None
 

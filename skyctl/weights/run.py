@@ -5,13 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from skyctl.control.http import ControlClient
+from skyctl.weights.canary import CanaryResult
 from skyctl.weights.cancellation import Shelter
 from skyctl.weights.delivery import Delivery
 from skyctl.weights.preflight import Prepared
 from skyctl.weights.request import CarefulObserver, PushFleet, PushRequest
 from skyctl.weights.sender_pool import SenderPool
+
+if TYPE_CHECKING:
+    from skyctl.weights.rotation import Rotation
 
 
 @dataclass
@@ -25,11 +30,13 @@ class Run:
     clock: Callable[[], float]
     shelter: Shelter
     senders: SenderPool
+    rotation: Rotation | None = None
     began: float = 0.0
     froze_at: float | None = None
     thawed_at: float = 0.0
     stages: dict[str, float] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    canary: list[CanaryResult] = field(default_factory=list)
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:

@@ -220,6 +220,15 @@ class StubServer:
             "prompt_token_ids": prompt,
             "finish_reason": made[-1].finish_reason,
         }
+        if chat:
+            choice["message"] = {"role": "assistant", "content": choice["text"]}
+        if body.get("logprobs"):
+            values = [self.engine.logprob] * len(ids)
+            choice["logprobs"] = (
+                {"content": [{"logprob": v} for v in values]}
+                if chat
+                else {"token_logprobs": values}
+            )
         return JSONResponse({"object": "text_completion", "choices": [choice]})
 
     async def _set_faults(self, request: Request) -> Response:

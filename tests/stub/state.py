@@ -84,6 +84,7 @@ class StubEngine:
     dead: bool = False
     requests: int = 0
     queued: int = 0
+    logprob: float = -0.5  # of every token it generates
     prompt_tokens: int = 0
     generation_tokens: int = 0
     init_infos: list[dict[str, Any]] = field(default_factory=list)

@@ -17,6 +17,7 @@ from skyctl.fleet.in_doubt import in_doubt
 from skyctl.fleet.paths import FleetPaths
 from skyctl.fleet.registry import supervisor_running
 from skyctl.fleet.state import FleetState
+from skyctl.kill_points import OUT_OF_ROUTER
 from skyctl.operations.revive import listening
 from tests.faults.killing import checks
 from tests.faults.killing.attached import BOUND_S, measure
@@ -65,6 +66,7 @@ class SupervisedFleet:
             replicas=2, extra="auth: none\nweight_transfer: {transport: shm, update_timeout_s: 10}"
         )
         write_checkpoint(directory / "model", tiny_tensors(1))
+        (directory / "canary.yaml").write_text("- {prompt: ab, expect: {min_logprob: -1}}\n")
         self.checkpoints = {
             name: str(write_checkpoint(directory / name, tiny_tensors(seed)))
             for name, seed in (("a", 50), ("b", 90))
@@ -130,7 +132,9 @@ class SupervisedFleet:
         size = str(dice.chunk_bytes * self.scale)
         # only a collective has ranks that join it; stubs cannot
         transport = "gloo" if dice.point == "sender.join" else "shm"
-        options = ("--chunk-size", size, "--transport", transport)
+        options: tuple[str, ...] = ("--chunk-size", size, "--transport", transport)
+        if dice.point in OUT_OF_ROUTER:
+            options += ("--canary", str(self.directory / "canary.yaml"))
         code, _, errors = self.skyctl("sync-weights", self.checkpoints[self._at], *options)
         labels = {stub["weight_version"] for stub in self._states()}
         if code == 0 and not (len(labels) == 1 and labels.pop().startswith(f"{self._at}@")):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +10,7 @@ import httpx
 
 from skyctl.control.http import ControlClient
 from skyctl.control.target import ServerTarget
+from skyctl.errors import SkyctlError
 from skyctl.weights.push import PushFleet, PushServer
 from tests.stub.app import StubServer
 from tests.stub.state import EngineRefused, StubEngine
@@ -105,3 +106,22 @@ class Recorder:
 
     def note(self, message: str) -> None:
         self.notes.append(message)
+
+
+class Rotation:
+    """A router of which it is known who is in it; `problem` keeps everybody in."""
+
+    def __init__(self, stubs: Stubs) -> None:
+        self.routed = {server.name for server in stubs.fleet.servers}
+        self.problem = ""
+        self.log: list[str] = []
+
+    async def leave(self, names: Collection[str]) -> None:
+        self.log.append(f"leave {' '.join(sorted(names))}")
+        if self.problem:
+            raise SkyctlError(self.problem)
+        self.routed -= set(names)
+
+    async def rejoin(self, names: Collection[str]) -> None:
+        self.log.append(f"rejoin {' '.join(sorted(names))}")
+        self.routed |= set(names)

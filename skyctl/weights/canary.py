@@ -1,0 +1,231 @@
+"""Canary prompts: what new weights must answer before anybody else may ask them.
+
+A canary file (YAML or JSON) lists prompts and what is expected of each answer:
+
+    prompts:
+      - prompt: The capital of France is
+        expect: {contains: Paris}
+      - {name: fixed, prompt_token_ids: [9707, 11], max_tokens: 2, expect: {token_ids: [1, 2]}}
+      - messages: [{role: user, content: Say yes.}]
+        expect: {regex: "(?i)yes", min_logprob: -8}
+
+Generation is greedy unless a prompt says otherwise. Log probabilities must be finite in any case.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from skyctl.errors import UsageError
+
+MAX_PROMPTS = 64
+# vLLM writes this where a log probability is -inf or not a number
+_NO_LOGPROB = -9999.0
+_SHOWN = 60
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+
+class Expectation(_Strict):
+    """What must hold of one answer; all that are given must."""
+
+    token_ids: list[int] | None = None
+    text: str | None = None
+    contains: str | None = None
+    regex: str | None = None
+    min_logprob: float | None = None
+
+    @field_validator("regex")
+    @classmethod
+    def _is_a_regex(cls, value: str | None) -> str | None:
+        if value is not None:
+            try:
+                re.compile(value)
+            except re.error as error:
+                raise ValueError(f"no regular expression: {error}") from error
+        return value
+
+    def said(self) -> dict[str, Any]:
+        """Only what was asked for."""
+        return self.model_dump(exclude_none=True)
+
+
+class CanaryPrompt(_Strict):
+    """One prompt, as text, token ids or chat messages. `sampling` is passed to vLLM as it is."""
+
+    name: str = ""
+    prompt: str | None = Field(default=None, min_length=1)
+    prompt_token_ids: list[int] | None = Field(default=None, min_length=1)
+    messages: list[dict[str, Any]] | None = Field(default=None, min_length=1)
+    max_tokens: int = Field(default=16, ge=1)
+    sampling: dict[str, Any] = {}
+    expect: Expectation = Expectation()
+
+    @model_validator(mode="after")
+    def _one_prompt(self) -> CanaryPrompt:
+        given = [self.prompt, self.prompt_token_ids, self.messages]
+        if sum(value is not None for value in given) != 1:
+            raise ValueError("give one of prompt, prompt_token_ids and messages")
+        return self
+
+    @property
+    def chat(self) -> bool:
+        return self.messages is not None
+
+    def body(self) -> dict[str, Any]:
+        """What the server is sent, but for the model."""
+        body: dict[str, Any] = {"max_tokens": self.max_tokens, "temperature": 0.0, **self.sampling}
+        body |= {"stream": False, "n": 1, "return_token_ids": True}
+        if self.chat:
+            return {**body, "messages": self.messages, "logprobs": True}
+        return {**body, "prompt": self.prompt or self.prompt_token_ids, "logprobs": 1}
+
+
+class Canary(_Strict):
+    """All prompts of one push; `timeout_s` is for each of them, on each server."""
+
+    prompts: list[CanaryPrompt] = Field(min_length=1, max_length=MAX_PROMPTS)
+    timeout_s: float = Field(default=60.0, gt=0, le=600)
+
+    def name_of(self, number: int) -> str:
+        """A prompt's own name, else its place in the file and how it begins."""
+        prompt = self.prompts[number]
+        if prompt.name:
+            return prompt.name
+        what = (
+            prompt.prompt or prompt.prompt_token_ids or (prompt.messages or [{}])[-1].get("content")
+        )
+        return f"#{number + 1} {_short(what)}"
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a server answered. `logprobs` are those of the generated tokens."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float | None, ...]
+
+
+@dataclass(frozen=True)
+class CanaryResult:
+    """One prompt on one server. `problem` says what did not hold, "" when all did."""
+
+    server: str
+    prompt: str
+    ok: bool
+    expected: dict[str, Any]
+    got: dict[str, Any]
+    problem: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def read_canary(path: Path) -> dict[str, Any]:
+    """A canary file as JSON that `parse_canary` takes; a bare list is its prompts.
+
+    Raises:
+        UsageError: it cannot be read, or is no canary file; names the place.
+    """
+    try:
+        found = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError) as error:
+        raise UsageError(f"--canary {path}: {' '.join(str(error).split())}") from error
+    data = {"prompts": found} if isinstance(found, list) else found
+    return parse_canary(data, str(path)).model_dump(mode="json", exclude_none=True)
+
+
+def parse_canary(data: Any, where: str = "canary") -> Canary:
+    """Raises UsageError where it is not a mapping as at the top of this file."""
+    try:
+        return Canary.model_validate(data)
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(str(part) for part in first["loc"]) or "the file"
+        raise UsageError(
+            f"{where}: {place}: {first['msg'].removeprefix('Value error, ')}",
+            hint="such as: prompts: [{prompt: France has the capital, expect: {contains: Paris}}]",
+        ) from error
+
+
+def read_answer(data: Any, *, chat: bool) -> Answer:
+    """vLLM's answer to a completion or a chat that was not streamed.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    try:
+        choice = data["choices"][0]
+        text = choice["message"]["content"] if chat else choice["text"]
+        return Answer(
+            str(text or ""),
+            tuple(int(token) for token in choice.get("token_ids") or ()),
+            tuple(_logprobs(choice.get("logprobs") or {}, chat=chat)),
+        )
+    except (TypeError, LookupError, AttributeError) as error:
+        raise ValueError(f"it answered {data!r:.100}") from error
+
+
+def _logprobs(found: Mapping[str, Any], *, chat: bool) -> list[float | None]:
+    if chat:
+        return [token.get("logprob") for token in found.get("content") or ()]
+    return list(found.get("token_logprobs") or ())
+
+
+def judge(server: str, name: str, expect: Expectation, answer: Answer) -> CanaryResult:
+    """Whether an answer is as expected. Pure."""
+    lowest = min((value for value in answer.logprobs if value is not None), default=None)
+    got: dict[str, Any] = {"text": answer.text, "token_ids": list(answer.token_ids)}
+    if lowest is not None and math.isfinite(lowest):
+        got["min_logprob"] = lowest
+    problems = [*_broken_numbers(answer), *_differences(expect, answer, lowest)]
+    return CanaryResult(server, name, not problems, expect.said(), got, "; ".join(problems))
+
+
+def _broken_numbers(answer: Answer) -> list[str]:
+    if any(
+        value is None or not math.isfinite(value) or value <= _NO_LOGPROB
+        for value in answer.logprobs
+    ):
+        return ["a log probability is not finite"]
+    return []
+
+
+def _differences(expect: Expectation, answer: Answer, lowest: float | None) -> list[str]:
+    found = []
+    if expect.token_ids is not None and tuple(expect.token_ids) != answer.token_ids:
+        found.append(f"expected tokens {expect.token_ids}, got {list(answer.token_ids)}")
+    if expect.text is not None and expect.text != answer.text:
+        found.append(f"expected the text {_short(expect.text)}, got {_short(answer.text)}")
+    if expect.contains is not None and expect.contains not in answer.text:
+        found.append(f"expected {_short(expect.contains)} in it, got {_short(answer.text)}")
+    if expect.regex is not None and re.search(expect.regex, answer.text) is None:
+        found.append(f"expected /{expect.regex}/, got {_short(answer.text)}")
+    if expect.min_logprob is not None:
+        if lowest is None:
+            found.append("it told no log probabilities")
+        elif not lowest >= expect.min_logprob:
+            found.append(
+                f"expected log probabilities from {expect.min_logprob:g}, got {lowest:.4g}"
+            )
+    return found
+
+
+def failed(results: Sequence[CanaryResult]) -> list[CanaryResult]:
+    return [result for result in results if not result.ok]
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 1]}…"

@@ -1,0 +1,171 @@
+"""Pushes that take servers out of the router: users never hear weights that nobody accepted."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from skyctl.fleet.in_doubt import in_doubt
+from skyctl.fleet.journal import Job
+from skyctl.supervisor.report import report
+from skyctl.supervisor.resident import Supervisor
+from skyctl.weights.canary import read_canary
+from skyctl.weights.request import PushRequest
+from tests.faults.killing.cycle import Dice
+from tests.faults.killing.supervised import supervised_fleet
+from tests.faults.test_matrix_supervisor import pushable, stub_state
+from tests.stub.generation import next_token
+from tests.unit.supervisor.fleets import eventually, fleet_plan, stub_router
+from tests.unit.supervisor.test_resident import bring_up, ended, routed, states, supervising
+from tests.unit.weights.checkpoints import tiny_tensors, write_checkpoint
+
+PROMPT = "ab"
+TOKENS = 6
+
+
+def answer_of(digest: str) -> str:
+    tokens = [ord(character) for character in PROMPT]
+    for _ in range(TOKENS):
+        tokens.append(next_token(digest, tokens))
+    return "".join(map(chr, tokens[len(PROMPT) :]))
+
+
+def canary(tmp_path: Path, **expect: Any) -> dict[str, Any]:
+    file = tmp_path / "canary.json"
+    file.write_text(json.dumps([{"prompt": PROMPT, "max_tokens": TOKENS, "expect": expect}]))
+    return read_canary(file)
+
+
+@asynccontextmanager
+async def fleet_at(tmp_path: Path, *, replicas: int = 2) -> AsyncIterator[Supervisor]:
+    """Stubs behind a router at version step-1."""
+    base = write_checkpoint(tmp_path / "base")
+    write_checkpoint(tmp_path / "one", tiny_tensors(50))
+    write_checkpoint(tmp_path / "two", tiny_tensors(90))
+    async with supervising(tmp_path) as supervisor:
+        servers = [pushable(name, base) for name in "abcd"[:replicas]]
+        await bring_up(supervisor, fleet_plan(servers, stub_router()))
+        job = await pushed(supervisor, PushRequest(str(tmp_path / "one"), weight_version="step-1"))
+        assert job.state == "succeeded", job.error
+        yield supervisor
+
+
+async def pushed(supervisor: Supervisor, request: PushRequest) -> Job:
+    job = supervisor.start_push(request)
+    await eventually(lambda: supervisor.job is None)
+    return supervisor.state.journal.job(job.id)
+
+
+class Client:
+    """Asks the router again and again; `answers` by text, `failures` by status."""
+
+    def __init__(self, supervisor: Supervisor) -> None:
+        assert supervisor.router is not None
+        self._url = supervisor.router.spec.url
+        self.answers: list[str] = []
+        self.failures: list[int] = []
+
+    async def ask(self, until: asyncio.Event) -> None:
+        body = {"model": "stub-model", "prompt": PROMPT, "max_tokens": TOKENS}
+        async with httpx.AsyncClient(timeout=10.0, trust_env=False) as http:
+            while not until.is_set():
+                answer = await http.post(f"{self._url}/v1/completions", json=body)
+                if answer.status_code == 200:
+                    self.answers.append(answer.json()["choices"][0]["text"])
+                else:
+                    self.failures.append(answer.status_code)
+                await asyncio.sleep(0.01)
+
+
+@asynccontextmanager
+async def asking(supervisor: Supervisor, clients: int = 2) -> AsyncIterator[Client]:
+    client, over = Client(supervisor), asyncio.Event()
+    tasks = [asyncio.create_task(client.ask(over)) for _ in range(clients)]
+    try:
+        yield client
+    finally:
+        over.set()
+        await asyncio.gather(*tasks)
+
+
+async def test_users_never_hear_weights_whose_canary_failed(tmp_path: Path) -> None:
+    async with fleet_at(tmp_path) as supervisor:
+        before = answer_of((await stub_state(supervisor, "a"))["digest"])
+        request = PushRequest(
+            str(tmp_path / "two"),
+            weight_version="step-2",
+            canary=canary(tmp_path, contains="Z"),
+            pause_mode="wait",
+        )
+        async with asking(supervisor) as client:
+            job = await pushed(supervisor, request)
+        assert job.state == "failed" and job.error is not None
+        assert job.error["kind"] == "CanaryFailed"
+        assert "step-1 was pushed back" in job.error["message"]
+        assert set(client.answers) == {before}
+        assert set(client.failures) <= {503}  # while nobody was in the router
+        assert supervisor.state.weights().version == "step-1"
+        assert in_doubt(supervisor.state) == {}
+        assert states(supervisor) == {"a": "ready", "b": "ready"}
+        await eventually(lambda: routed(supervisor) == {"a", "b"})
+        assert (await report(supervisor)).health == "healthy"
+        assert {(await stub_state(supervisor, n))["weight_version"] for n in "ab"} == {"step-1"}
+
+
+async def test_the_version_of_a_first_push_whose_canary_failed_is_the_one_of_the_start(
+    tmp_path: Path,
+) -> None:
+    async with fleet_at(tmp_path) as supervisor:
+        supervisor.state.set("weights", "{}")
+        for name in "ab":
+            supervisor.replicas[name].forget_weights()
+        plan = supervisor.require_plan()
+        object.__setattr__(plan, "model_path", str(tmp_path / "base"))
+        request = PushRequest(
+            str(tmp_path / "two"), canary=canary(tmp_path, contains="Z"), pause_mode="wait"
+        )
+        job = await pushed(supervisor, request)
+        assert job.state == "failed" and job.error is not None
+        assert "the checkpoint before was pushed back" in job.error["message"]
+        assert supervisor.state.weights().version is None
+        assert [row.weight_version for row in supervisor.state.servers()] == [None, None]
+        assert [found.found for found in await supervisor.findings()] == ["healthy", "healthy"]
+
+
+async def test_servers_without_a_version_to_go_back_to_are_restarted(tmp_path: Path) -> None:
+    async with fleet_at(tmp_path) as supervisor:
+        supervisor.state.set("weights", "{}")
+        for name in "ab":
+            supervisor.replicas[name].forget_weights()
+        request = PushRequest(
+            str(tmp_path / "two"), canary=canary(tmp_path, contains="Z"), pause_mode="wait"
+        )
+        job = await pushed(supervisor, request)
+        assert job.error is not None and job.error["hint"] == "skyctl recover"
+        assert [row["state"] for row in job.error["details"]["servers"]] == ["quarantined"] * 2
+        # the supervisor recovers by itself
+        await eventually(lambda: (op := supervisor.operation) is not None and op.kind == "recover")
+        assert await ended(supervisor) == ""
+        assert [one.action for one in supervisor.recovered] == ["restart", "restart"]
+        assert states(supervisor) == {"a": "ready", "b": "ready"}
+        assert {(await stub_state(supervisor, n))["weight_version"] for n in "ab"} == {"default"}
+
+
+async def test_a_push_that_died_in_its_canary_goes_back_to_what_was_committed(
+    tmp_path: Path,
+) -> None:
+    def cycle() -> tuple[list[str], bool, set[str]]:
+        with supervised_fleet(tmp_path) as fleet:
+            came = fleet.cycle(Dice("push.canary.call", 7, "push.canary.call:1", 1024, False))
+            return came.violations, came.killed, {s["weight_version"] for s in fleet._states()}
+
+    violations, killed, versions = await asyncio.to_thread(cycle)
+    assert violations == []
+    assert killed
+    assert {version.partition("@")[0] for version in versions} == {"b"}  # pushed before: not a
