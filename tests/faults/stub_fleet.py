@@ -22,7 +22,7 @@ esac
 case "$3" in skyctl*) exec {sys.executable} "$@" ;; esac
 """
 _FLEET = """
-name: stubs
+name: {name}
 model: ./model
 python: ./python
 device: cpu
@@ -41,23 +41,27 @@ class StubFleet:
     """A fleet file in `directory`; commands run there with a state directory of their own."""
 
     directory: Path
+    home: Path | None = None
 
-    def write(self, replicas: int = 2, faults: str = "{}", extra: str = "") -> None:
+    def write(
+        self, replicas: int = 2, faults: str = "{}", extra: str = "", name: str = "stubs"
+    ) -> None:
         """Write the fleet file; `faults` are those of every stub, `extra` more YAML lines."""
         (self.directory / "model").mkdir(exist_ok=True)
         (self.directory / "model" / "config.json").write_text("{}")
         interpreter = self.directory / "python"
         interpreter.write_text(_INTERPRETER)
         interpreter.chmod(0o755)
-        text = _FLEET.format(replicas=replicas, faults=faults, extra=extra)
+        text = _FLEET.format(name=name, replicas=replicas, faults=faults, extra=extra)
         (self.directory / "fleet.yaml").write_text(text)
 
     def start(self, *arguments: str) -> subprocess.Popen[str]:
         environ = {k: v for k, v in os.environ.items() if not k.startswith("SKYCTL_")}
+        home = self.home or self.directory / "home"
         return subprocess.Popen(
             [sys.executable, "-m", "skyctl", *arguments],
             cwd=self.directory,
-            env={**environ, "SKYCTL_HOME": str(self.directory / "home"), "PYTHONPATH": str(ROOT)},
+            env={**environ, "SKYCTL_HOME": str(home), "PYTHONPATH": str(ROOT)},
             text=True,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
