@@ -54,7 +54,7 @@ class Locks:
                 raise ConflictError(
                     f"{found.holder} (pid {found.identity.pid}) holds the {name} lock of this "
                     f"fleet, for {held}",
-                    hint="wait for it to end",
+                    hint=_patience(found.holder),
                     details={"holder": found.holder, "pid": found.identity.pid},
                 )
             self._database.write(
@@ -93,3 +93,10 @@ class Locks:
             yield
         finally:
             self.release(name)
+
+
+def _patience(holder: str) -> str:
+    """How to wait for who holds a lock."""
+    if holder.startswith("job "):
+        return f"wait for it to end: skyctl jobs wait {holder.removeprefix('job ')}"
+    return "wait for it to end"
