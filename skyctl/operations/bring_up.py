@@ -51,11 +51,13 @@ async def begin_up(ref: FleetRef, *, router: bool = True) -> Begun:
 
     Raises:
         UsageError: the fleet is attached, or the plan has problems; nothing was started.
-        ConflictError: the supervisor is busy with something else.
+        ConflictError: the supervisor is busy with something else than a `down`, which is waited
+            for.
     """
     refuse_attached(ref)
     ref.paths.prepare()
     reached("up.begin")
+    await _after_down(ref)
     with (
         FleetState(ref.paths.database) as state,
         # two `up` at once: the second plans with the ports the first has chosen
@@ -72,6 +74,28 @@ async def begin_up(ref: FleetRef, *, router: bool = True) -> Begun:
         finally:
             await client.close()
     return Begun(int(answer["operation"]), plan, fresh, bool(answer["joined"]))
+
+
+async def _after_down(ref: FleetRef) -> None:
+    """Wait until a `down` in progress has ended, as long as that may take."""
+    with FleetState(ref.paths.database) as state:
+        if not state.get("going_down"):
+            return
+    client = SupervisorClient(ref.paths)
+    try:
+        operation = (await client.get("/status?fresh=0"))["operation"]
+    except FleetDownError:
+        return
+    finally:
+        await client.close()
+    if operation is not None and operation["kind"] == "down":
+        timeout_s = _down_timeout_s(ref.config.drain_timeout_s, ref.config.stop_timeout_s)
+        await daemon.wait_gone(ref.paths, timeout_s)
+
+
+def _down_timeout_s(drain_timeout_s: float, stop_timeout_s: float) -> float:
+    """Draining, then TERM and KILL of every tree, side by side."""
+    return drain_timeout_s + 2 * stop_timeout_s + 60.0
 
 
 async def follow_operation(
@@ -147,8 +171,7 @@ async def take_down(
     client = SupervisorClient(paths)
     reached("down.asked")
     try:
-        # draining, then TERM and KILL of every tree, side by side
-        timeout_s = drain_timeout_s + 2 * stop_timeout_s + 60.0
+        timeout_s = _down_timeout_s(drain_timeout_s, stop_timeout_s)
         await client.post("/down", {"drain_timeout_s": drain_timeout_s}, timeout_s=timeout_s)
         supervised = True
     except FleetDownError:

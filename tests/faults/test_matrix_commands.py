@@ -312,6 +312,24 @@ def test_a_killed_down_is_finished_by_the_supervisor(fleet: StubFleet) -> None:
     assert of_this_fleet(fleet) == []
 
 
+def test_an_up_during_a_down_waits_for_its_end_and_starts_the_fleet_anew(
+    fleet: StubFleet,
+) -> None:
+    fleet.write(extra="args: {token-delay-s: 0.2}")
+    fleet.run("up", "--no-router")
+    before = fleet.replicas()["stubs-0"]["pid"]
+    asking = busy(fleet)
+    down = fleet.start("down", "--drain-timeout", "2")
+    while (fleet.json("status")["data"]["operation"] or {}).get("kind") != "down":
+        pass
+    fleet.run("up", "--no-router")
+    assert down.wait(30) == 0
+    asking.kill()
+    asking.communicate()
+    row = fleet.replicas()["stubs-0"]
+    assert row["state"] == "ready" and row["pid"] != before
+
+
 # --- sync-weights --------------------------------------------------------------------------------
 
 
