@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from os import PathLike
@@ -17,6 +18,7 @@ from skyctl.fleet.registry import select
 from skyctl.fleet.status import FleetStatus
 from skyctl.operations import bring_up
 from skyctl.operations.ended import job_error, operation_error
+from skyctl.operations.kept import KeptVersion, forget_version, kept_versions
 from skyctl.operations.live_weights import push_tensors
 from skyctl.operations.urls import FleetUrls
 from skyctl.weights.canary import parse_canary, read_canary
@@ -213,6 +215,7 @@ class Fleet(GeneratingFleet):
         dry_run: bool = False,
         scan_nan: bool = False,
         canary: Mapping[str, Any] | str | PathLike[str] | None = None,
+        keep: bool = False,
         on_event: Callable[[JobEvent], None] = lambda event: None,
         timeout_s: float | None = None,
     ) -> PushResult:
@@ -242,6 +245,7 @@ class Fleet(GeneratingFleet):
             scan_nan: read the whole checkpoint first, and refuse NaN and infinity.
             canary: prompts that the new weights must answer as expected before users get them, as
                 a file's path or as what such a file holds (docs/how-to/careful-pushes.md).
+            keep: make a copy of the fleet's own first, and push that; `kept_weights` lists them.
             on_event: hears the push's stages, progress and notes as they happen.
             timeout_s: bounds the wait for the push, from when the tensors are written.
 
@@ -262,6 +266,7 @@ class Fleet(GeneratingFleet):
             dry_run=dry_run,
             scan_nan=scan_nan,
             canary=_canary(canary),
+            keep=keep,
         )
         async with self._connected() as fleet:
             if isinstance(source, str | PathLike):
@@ -290,6 +295,18 @@ class Fleet(GeneratingFleet):
         async with self._connected() as fleet:
             servers, pushes = await fleet.weights()
         return WeightsState(tuple(servers), tuple(pushes))
+
+    async def kept_weights(self) -> list[KeptVersion]:
+        """The versions of which the fleet keeps a copy of its own, newest first."""
+        return await asyncio.to_thread(kept_versions, self._ref)
+
+    async def forget_weights(self, version: str) -> int:
+        """Delete the fleet's own copy of a version; the bytes of weights in it.
+
+        Raises:
+            NotFoundError: it is not kept. ConflictError: the fleet runs it.
+        """
+        return await asyncio.to_thread(forget_version, self._ref, version)
 
     async def verify_weights(self) -> Verification:
         """Compare what the servers hold now, byte for byte."""

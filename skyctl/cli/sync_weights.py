@@ -86,9 +86,21 @@ def sync_weights(
             show_default=False,
         ),
     ] = None,
+    keep: Annotated[
+        bool,
+        typer.Option(
+            "--keep",
+            help="Make a copy of the fleet's own first, and push that: it stays when the trainer "
+            "deletes or overwrites the directory. Costs its size on disk, but where blocks are "
+            "shared (XFS, Btrfs).",
+        ),
+    ] = False,
     back: Annotated[
         bool,
-        typer.Option("--rollback", help="Push the version before the current one; takes no CKPT."),
+        typer.Option(
+            "--rollback",
+            help="Push the version before the current one; or the one that stands in CKPT's place.",
+        ),
     ] = False,
     detach: Annotated[
         bool, typer.Option("--detach", help="Return at once with the job's id.")
@@ -113,7 +125,9 @@ def sync_weights(
     skyctl sync-weights runs/step-200 --dry-run --scan-nan
     skyctl sync-weights runs/step-200 --detach && skyctl jobs wait push-7
     skyctl sync-weights runs/step-200 --canary canary.yaml --mode wait
-    skyctl sync-weights --rollback
+    skyctl sync-weights runs/step-200 --keep
+    skyctl sync-weights --rollback               to the version before
+    skyctl sync-weights --rollback step-100      see: skyctl weights history, weights kept
 
     --canary takes the servers out of the router and drains them first (--mode wait lets requests
     end, abort ends them): while it lasts, the router has no server and answers 503. When an answer
@@ -124,6 +138,7 @@ def sync_weights(
     from skyctl.errors import UsageError
     from skyctl.fleet.registry import select
     from skyctl.operations.connect import connect
+    from skyctl.operations.kept import kept_versions
     from skyctl.units import parse_bytes
     from skyctl.weights.canary import read_canary
     from skyctl.weights.checkpoint import absolute
@@ -132,17 +147,16 @@ def sync_weights(
     from skyctl.weights.request import usual_mode
     from skyctl.weights.rollback import rollback
 
-    if bool(checkpoint) == back:
-        wrong = (
-            "--rollback takes no CKPT: the fleet knows it" if back else "missing argument 'CKPT'"
+    if not checkpoint and not back:
+        raise UsageError(
+            "missing argument 'CKPT'", hint="how it is typed: skyctl sync-weights --help"
         )
-        raise UsageError(wrong, hint="how it is typed: skyctl sync-weights --help")
     try:
         size = parse_bytes(chunk_size) if chunk_size else None
     except ValueError as error:
         raise UsageError(f"--chunk-size: {error}") from error
     request = PushRequest(
-        checkpoint=absolute(checkpoint) if checkpoint else "",
+        checkpoint=absolute(checkpoint) if checkpoint and not back else "",
         transport=transport.value,
         chunk_size=size,
         weight_version=weight_version,
@@ -151,6 +165,7 @@ def sync_weights(
         dry_run=dry_run,
         scan_nan=scan_nan,
         canary=read_canary(canary) if canary else None,
+        keep=keep,
     )
     if back and weight_version:
         raise UsageError("--rollback keeps the version's own label: leave --weight-version out")
@@ -162,7 +177,8 @@ def sync_weights(
     async def run() -> Job | None:
         async with connect(ref) as running:
             pushes = (await running.weights())[1] if back or weight_version else ()
-            asked = rollback(request, pushes) if back else request
+            kept = [one.kept for one in kept_versions(ref)] if back else []
+            asked = rollback(request, pushes, kept, checkpoint) if back else request
             if warning := "" if back else reused_label(request, pushes):
                 output.warn(warning)
             started.append(await running.start_push(asked))

@@ -140,6 +140,69 @@ def verify(
     )
 
 
+@app.command()
+def kept(
+    context: typer.Context,
+    file: FileOption = None,
+    fleet: FleetOption = None,
+    json: JsonOption = False,
+) -> None:
+    """Versions of which the fleet keeps a copy of its own (`sync-weights --keep`).
+
+    They stay until they are forgotten: through restarts, `down`, and a trainer that deletes or
+    overwrites its directories. `skyctl sync-weights --rollback VERSION` pushes one.
+
+    \b
+    skyctl weights kept
+    skyctl weights forget step-100
+    """
+    from skyctl import output
+    from skyctl.fleet.registry import select
+    from skyctl.operations.kept import kept_versions
+    from skyctl.units import format_bytes, format_seconds
+
+    versions = kept_versions(select(*chosen(context, file, fleet)))
+    rows = [
+        [
+            one.kept.version,
+            format_bytes(one.kept.bytes),
+            f"{format_seconds(max(0.0, time.time() - one.kept.at))} ago",
+            one.kept.source,
+            output.styled("current") if one.current else ("" if one.there else "its copy is gone"),
+        ]
+        for one in versions
+    ]
+    output.emit(
+        {"kept": [one.to_json() for one in versions]},
+        output.table(["VERSION", ">SIZE", ">WHEN", "FROM", ""], rows)
+        if rows
+        else "nothing is kept (skyctl sync-weights CKPT --keep)",
+    )
+
+
+@app.command()
+def forget(
+    context: typer.Context,
+    version: Annotated[str, typer.Argument(metavar="VERSION", help="As `weights kept` shows it.")],
+    file: FileOption = None,
+    fleet: FleetOption = None,
+    json: JsonOption = False,
+) -> None:
+    """Delete the fleet's own copy of a version. The one that the fleet runs is refused.
+
+    \b
+    skyctl weights forget step-100
+    """
+    from skyctl import output
+    from skyctl.fleet.registry import select
+    from skyctl.operations.kept import forget_version
+    from skyctl.units import format_bytes
+
+    freed = forget_version(select(*chosen(context, file, fleet)), version)
+    said = f"forgot {version}: {format_bytes(freed)} deleted"
+    output.emit({"version": version, "freed_bytes": freed}, said)
+
+
 def _history(pushes: Any) -> Any:
     from skyctl import output
     from skyctl.units import format_bytes, format_seconds

@@ -134,6 +134,11 @@ class FleetPaths:
         """Weights that came out of a trainer's memory, kept until they are replaced."""
         return self.directory / "weights"
 
+    @property
+    def kept(self) -> Path:
+        """Copies of checkpoints that stay until somebody forgets them."""
+        return self.directory / "kept"
+
     def log(self, name: str) -> Path:
         """Log file of one server, `router` or `supervisor`."""
         return self.logs / f"{name}.log"

@@ -57,7 +57,13 @@ def begin(
     )
     job = jobs.open_push(state.journal, state.locks, request)
     running = jobs.run_push(
-        job, request, fleet, client=client, state=state, guardian=guarded(ref.paths)
+        job,
+        request,
+        fleet,
+        client=client,
+        state=state,
+        guardian=guarded(ref.paths),
+        kept=ref.paths.kept,
     )
     return job, asyncio.create_task(running, name=job.id)
 

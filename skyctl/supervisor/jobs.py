@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from skyctl.control.http import ControlClient
@@ -87,11 +88,14 @@ async def run_push(
     rotation: Rotation | None = None,
     on_server: Callable[[str, str, str], None] = lambda name, state, detail: None,
     guardian: AbstractAsyncContextManager[None] | None = None,
+    kept: Path,
 ) -> None:
     """Run an opened push to its end, record what became of each server, and free the lock.
 
-    Never raises for a failed push: the journal says how it ended. `guardian` watches over it.
+    Never raises for a failed push: the journal says how it ended. `guardian` watches over it. The
+    fleet's own copies of checkpoints lie in `kept`.
     """
+    from skyctl.supervisor.keeping import keeping
     from skyctl.weights.push import push
     from skyctl.weights.staging import held
 
@@ -104,8 +108,11 @@ async def run_push(
                 await watch.enter_async_context(guardian)
                 reached("push.guarded")
             with held(request.checkpoint):
+                if request.keep and not request.dry_run:
+                    observer.stage("keep")
+                own = await watch.enter_async_context(keeping(request, kept, state))
                 result = await push(
-                    request,
+                    own.request,
                     fleet,
                     client=client,
                     observer=observer,
@@ -115,6 +122,7 @@ async def run_push(
                 reached("push.record")
                 if not request.dry_run:
                     record_result(state, job.id, result)
+                    own.record(state, result)
             reached("push.recorded")
             journal.end(job.id, "succeeded", result=result.to_json())
             reached("push.ended")

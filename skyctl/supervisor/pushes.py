@@ -137,6 +137,7 @@ class Pushes:
                 rotation=RouterRotation(supervisor) if supervisor.router else None,
                 on_server=self._on_server,
                 guardian=guarded(supervisor.paths),
+                kept=supervisor.paths.kept,
             )
         except Exception as error:
             # a push that fails says so itself: this one never began

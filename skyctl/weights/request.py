@@ -40,7 +40,7 @@ class PushRequest:
     context of whoever asked. `scan_nan` reads the whole checkpoint first and refuses NaN and
     infinity. `expected_digest` is the checkpoint's identity_digest when it was pushed before: one
     that has changed since is refused. `canary` is what `weights/canary.py` reads from a canary
-    file.
+    file. `keep`: the fleet makes a copy of its own, and keeps it.
     """
 
     checkpoint: str
@@ -54,6 +54,7 @@ class PushRequest:
     expected_digest: str | None = None
     traceparent: str | None = None
     canary: dict[str, Any] | None = None
+    keep: bool = False
 
     @property
     def leaves_router(self) -> bool:

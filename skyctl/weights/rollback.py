@@ -7,20 +7,42 @@ from dataclasses import replace
 
 from skyctl.errors import NotFoundError, PreflightError
 from skyctl.fleet.journal import PushRecord
+from skyctl.fleet.kept_weights import KeptWeights
 from skyctl.weights.checkpoint import Checkpoint
 from skyctl.weights.request import PushRequest
 
 
-def rollback(request: PushRequest, pushes: Sequence[PushRecord]) -> PushRequest:
-    """`request` for the version before the current one; `pushes` are newest first.
+def rollback(
+    request: PushRequest,
+    pushes: Sequence[PushRecord],
+    kept: Sequence[KeptWeights] = (),
+    version: str | None = None,
+) -> PushRequest:
+    """`request` for the version before the current one, or for `version`; `pushes` and `kept` are
+    newest first. A kept copy is taken before the directory that was pushed then.
 
     Rolled back twice, a fleet is where it was: the version that was left is then the one before.
 
     Raises:
-        NotFoundError: no other version was ever pushed.
+        NotFoundError: no other version was ever pushed, or `version` never was.
     """
     done = [push for push in pushes if push.ok]
-    before = next((push for push in done if push.version != done[0].version), None)
+    wanted = version or next((p.version for p in done if p.version != done[0].version), None)
+    copy = next((one for one in kept if wanted and one.version == wanted), None)
+    if copy is not None:
+        return replace(
+            request,
+            checkpoint=copy.checkpoint,
+            weight_version=copy.version,
+            expected_digest=copy.checkpoint_digest,
+        )
+    before = next((push for push in done if push.version == wanted), None)
+    if before is None and version is not None:
+        known = dict.fromkeys([p.version for p in done if p.version] + [k.version for k in kept])
+        raise NotFoundError(
+            f"no version {version} was pushed into this fleet",
+            hint=f"its versions: {', '.join(known) or 'none'}",
+        )
     if before is None:
         have = f"{done[0].version} is the only version that was pushed" if done else "no push yet"
         raise NotFoundError(
