@@ -21,6 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -117,10 +118,11 @@ def _each(
     guardian_every: int = 10,
 ) -> list[Came]:
     cames = []
-    for point, seed in order:
-        if time.monotonic() > deadline:
-            break
-        cames.append(_noted(cycle(Dice.thrown(point, seed, guardian_every=guardian_every))))
+    with suppress(KeyboardInterrupt):  # what there is counts
+        for point, seed in order:
+            if time.monotonic() > deadline:
+                break
+            cames.append(_noted(cycle(Dice.thrown(point, seed, guardian_every=guardian_every))))
     return cames
 
 
