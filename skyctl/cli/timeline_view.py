@@ -25,10 +25,10 @@ _HALVES = {(True, True): "█", (True, False): "▌", (False, True): "▐"}
 # Sign and colour of a server's states: they differ without colours, too.
 _PAUSING = ("░", "bright_black", "is being paused")
 _FROZEN = ("▒", "blue", "frozen")
-_HALF_NEW = ("▓", "yellow", "frozen, half new")
+_UPDATING = ("▓", "yellow", "frozen, being updated")
 _QUARANTINED = ("█", "red", "quarantined")
-_ORDER = [_PAUSING, _FROZEN, _HALF_NEW, _QUARANTINED]
-_SIGNS = {"pausing": _PAUSING, "updating": _HALF_NEW, "quarantined": _QUARANTINED}
+_ORDER = [_PAUSING, _FROZEN, _UPDATING, _QUARANTINED]
+_SIGNS = {"pausing": _PAUSING, "updating": _UPDATING, "quarantined": _QUARANTINED}
 
 
 def timeline_view(drawn: Timeline, *, columns: int) -> RenderableType:

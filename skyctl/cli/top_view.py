@@ -149,7 +149,9 @@ def _table(
     for index, row in enumerate(texts):
         line = _row([row[i] for i in kept], [widths[i] for i in kept], right)
         if index < len(shown) and shown[index].name == selected:
-            line = Text(line.plain, "bold reverse")  # colours would make boxes in it
+            line = Text(
+                line.plain.ljust(width or 0), "bold reverse"
+            )  # colours would make boxes in it
         elif index == len(shown):
             line.stylize("dim")
         lines.append(line)

@@ -14,6 +14,7 @@ _ERROR_LINE = re.compile(
 _PREFIXES = re.compile(
     r"^(?:\([\w ]+ pid=\d+\)\s*)?(?:(?:INFO|WARNING|ERROR|DEBUG)\s+\S+\s+\S+\s+\[[^\]]*\]\s*)?"
 )
+_BEGINS = re.compile(r"^(?:\([\w ]+ pid=\d+\)\s*)?(?:INFO|WARNING|ERROR|DEBUG)\b")
 _ESCAPES = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 _CHUNK_BYTES = 64 * 1024
 _LONGEST_TAIL_BYTES = 16 * 1024 * 1024
@@ -65,6 +66,12 @@ def plain(line: str) -> str:
 def message(line: str) -> str:
     """A log line without vLLM's `(EngineCore pid=7) INFO 11-20 12:00:00 [file.py:1]` before it."""
     return _PREFIXES.sub("", line)
+
+
+def latest_message(lines: Sequence[str]) -> str:
+    """The last line that begins a message (vLLM's may have more), else the last line, or ""."""
+    begun = [line for line in lines if _BEGINS.match(line)]
+    return message((begun or lines or [""])[-1])
 
 
 def telling_line(lines: Sequence[str]) -> str:

@@ -15,12 +15,13 @@ from skyctl.errors import SkyctlError
 from skyctl.fleet.identity import ProcessIdentity
 from skyctl.fleet.status import FleetStatus, ReplicaStatus, RouterStatus, assess
 from skyctl.supervisor.admission import refresh
-from skyctl.supervisor.logtail import message, tail
+from skyctl.supervisor.logtail import latest_message, tail
 from skyctl.supervisor.process import ManagedProcess
 from skyctl.supervisor.replica import Replica
 from skyctl.supervisor.resident import Supervisor
 
 ASK_TIMEOUT_S = 2.0
+_LOG_LINES = 20  # a message of vLLM's may have as many
 
 
 async def report(supervisor: Supervisor, *, fresh: bool = True) -> FleetStatus:
@@ -72,7 +73,7 @@ def _replica_row(
 ) -> ReplicaStatus:
     router = supervisor.router
     starting = replica.phase in ("waiting", "starting")
-    line = tail(supervisor.paths.log(replica.name), 1) if starting else []
+    lines = tail(supervisor.paths.log(replica.name), _LOG_LINES) if starting else []
     reason = replica.row.quarantine or replica.reason
     if replica.phase == "waiting":
         reason = "waits for its GPU"
@@ -91,7 +92,7 @@ def _replica_row(
         state_s=_since(replica.state_since),
         rss_bytes=_rss(replica.process),
         restarts=len(replica.restarts),
-        log_line=message(line[0]) if line else "",
+        log_line=latest_message(lines),
     )
 
 

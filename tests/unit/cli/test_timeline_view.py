@@ -83,7 +83,7 @@ def test_what_a_server_went_through_can_be_told_without_colours() -> None:
     assert first.rindex("▓") < first.rindex("▒") < second.index("█")
     assert "█" not in first
     assert shown(legend(push())) == [
-        "░ is being paused   ▒ frozen   ▓ frozen, half new   █ quarantined"
+        "░ is being paused   ▒ frozen   ▓ frozen, being updated   █ quarantined"
     ]
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from skyctl.fleet.schema import RestartPolicy
-from skyctl.supervisor.logtail import message, tail, telling_line
+from skyctl.supervisor.logtail import latest_message, message, tail, telling_line
 from skyctl.supervisor.membership import routable
 from skyctl.supervisor.reconcile import Running, compare
 from skyctl.supervisor.restarts import decide
@@ -113,6 +113,13 @@ def test_the_telling_line_is_the_cause_and_not_its_consequence() -> None:
 def test_a_log_line_loses_its_prefix() -> None:
     line = "(EngineCore pid=7) INFO 11-20 23:00:00 [core.py:9] Loading weights took 0.1 seconds"
     assert message(line) == "Loading weights took 0.1 seconds"
+
+
+def test_what_a_server_does_now_is_where_its_last_message_begins() -> None:
+    begins = "(EngineCore pid=7) INFO 11-20 23:00:00 [cpu.py:9] Threads are bound:"
+    assert latest_message([begins, "(EngineCore pid=7) reserved=[]"]) == "Threads are bound:"
+    assert latest_message(["no prefix", "at all"]) == "at all"
+    assert latest_message([]) == ""
 
 
 def test_the_tail_of_a_log_has_whole_lines_without_escapes(tmp_path: Path) -> None:
