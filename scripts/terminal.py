@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _SEQUENCE = re.compile(r"\x1b(?:\[([?0-9;]*)([A-Za-z])|\][^\x07\x1b]*(?:\x07|\x1b\\)|[()][A-Z0-9])")
-_UNFINISHED = re.compile(r"\x1b(?:\[[?0-9;]*|\][^\x07\x1b]*|[()])?$")
+_UNFINISHED = re.compile(r"\x1b(?:\[[?0-9;]*|\][^\x07\x1b]*\x1b?|[()])?$")
 _GRACE_S = 2.0
 
 
