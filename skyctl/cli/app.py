@@ -6,6 +6,7 @@ import importlib
 import os
 import sys
 import traceback
+from collections.abc import Sequence
 from typing import NamedTuple, NoReturn
 
 import typer
@@ -62,6 +63,8 @@ VERBS = [
     Verb("help", "help", "help_", CHECKS),
 ]
 
+_registered: list[Verb] = []
+
 app = typer.Typer(
     name="skyctl",
     help="Operate fleets of vLLM servers: launch, freeze, thaw, and push weights while they run.",
@@ -96,9 +99,13 @@ def _global_options(
     """What they mean is read by `main` from the command line; here they are declared."""
 
 
-def register_all() -> None:
-    """Fill the app from the table. Command modules import their heavy parts inside functions."""
-    for verb in VERBS:
+def register(verbs: Sequence[Verb]) -> None:
+    """Put these rows of the table into the app, once. Command modules import their heavy parts
+    inside functions."""
+    for verb in verbs:
+        if verb in _registered:
+            continue
+        _registered.append(verb)
         command = getattr(importlib.import_module(f"skyctl.cli.{verb.module}"), verb.function)
         if isinstance(command, typer.Typer):
             for below in command.registered_commands:
@@ -109,7 +116,15 @@ def register_all() -> None:
             app.command(verb.name, help=text, rich_help_panel=verb.panel)(command)
 
 
-register_all()
+def asked_for(arguments: Sequence[str]) -> Sequence[Verb]:
+    """The command that was typed, where that is plain; else all of them.
+
+    A module and its parser cost some milliseconds for each command.
+    """
+    typed = command_name(arguments, {})
+    found = [verb for verb in VERBS if verb.name == typed]
+    # `help` shows the pages of others; a shell asks for completions without arguments
+    return VERBS if not found or typed == "help" or "_SKYCTL_COMPLETE" in os.environ else found
 
 
 def main() -> None:
@@ -117,6 +132,7 @@ def main() -> None:
     from skyctl import output
 
     arguments = sys.argv[1:]
+    register(asked_for(arguments))
     output.configure(
         command=command_name(arguments, _groups()),
         json=given("--json", arguments),
@@ -146,6 +162,8 @@ def main() -> None:
 def _fail(error: SkyctlError) -> NoReturn:
     from skyctl import output
 
+    if isinstance(error, UsageError) and not error.hint:
+        error.hint = f"how it is typed: skyctl {output.mode.command} --help"
     output.emit_error(error)
     sys.exit(int(error.exit_code))
 

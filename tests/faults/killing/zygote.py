@@ -108,9 +108,11 @@ def _as_if_started(env: dict[str, str], guardian: bool) -> None:
 def main() -> None:
     for module in _WARM:
         importlib.import_module(module)
+    from skyctl.cli import app
     from skyctl.operations import bring_up
     from skyctl.supervisor import daemon, jobs, replica
 
+    app.register(app.VERBS)
     # a user does not see these steps; a thousand cycles do
     bring_up.FOLLOW_POLL_S = jobs.FOLLOW_POLL_S = replica.READY_POLL_S = 0.02
     daemon._spawn = ask_for_supervisor  # type: ignore[assignment]

@@ -44,6 +44,7 @@ def test_the_workflow_has_a_bounded_job_whose_steps_run_or_use_something() -> No
 @pytest.mark.parametrize("line", command_lines())
 def test_every_command_line_is_one_that_skyctl_parses(line: str) -> None:
     _, name, *arguments = shlex.split(line)
+    app_module.register(app_module.VERBS)
     group = typer.main.get_command(app_module.app)
     command = group.commands[name]  # type: ignore[attr-defined]
     command.make_context(name, arguments)  # raises for what it does not know

@@ -131,6 +131,7 @@ def test_data_has_the_documented_keys(here: None, call: str) -> None:
 
 
 def command_names() -> list[str]:
+    app_module.register(app_module.VERBS)
     names = []
     for verb in app_module.VERBS:
         target = getattr(sys.modules[f"skyctl.cli.{verb.module}"], verb.function)
@@ -231,6 +232,7 @@ def test_the_environment_chooses_the_fleet(
 def test_every_command_about_a_fleet_takes_file_fleet_and_json() -> None:
     import inspect
 
+    app_module.register(app_module.VERBS)
     for verb in app_module.VERBS:
         target = getattr(sys.modules[f"skyctl.cli.{verb.module}"], verb.function)
         functions = [target]

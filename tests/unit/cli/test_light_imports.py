@@ -9,7 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from skyctl.cli.app import VERBS, asked_for
+
 HEAVY = {"torch", "vllm", "vllm_router", "transformers", "numpy"}
+# what generation and the supervisor's own server need, and a client's command does not
+ELSEWHERE = {"httpx", "anyio", "starlette", "uvicorn"}
 
 
 @pytest.mark.parametrize(
@@ -32,4 +36,31 @@ def test_a_light_command_imports_nothing_heavy(arguments: list[str], tmp_path: P
     lines = [line for line in done.stderr.splitlines() if line.startswith("import time:")]
     imported = {line.rsplit("|", 1)[1].strip().split(".")[0] for line in lines}
     assert "skyctl" in imported
-    assert not HEAVY & imported
+    assert not (HEAVY | ELSEWHERE) & imported
+    if arguments[0] == "pause":
+        assert "skyctl.cli.up" not in done.stderr, "only the command that was typed is loaded"
+
+
+@pytest.mark.parametrize(
+    ("typed", "registered"),
+    [
+        (["pause", "--mode", "keep"], {"pause"}),
+        (["-q", "jobs", "show", "push-1"], {"jobs"}),
+        (["puse"], None),
+        (["help", "pause-modes"], None),
+        (["--help", "--no-color"], None),
+        ([], None),
+    ],
+)
+def test_all_commands_are_there_unless_one_was_plainly_typed(
+    typed: list[str], registered: set[str] | None
+) -> None:
+    found = {verb.name for verb in asked_for(typed)}
+    assert found == (registered or {verb.name for verb in VERBS})
+
+
+def test_a_shell_that_asks_for_completions_sees_all_commands(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("_SKYCTL_COMPLETE", "complete_bash")
+    assert asked_for(["pause"]) == VERBS
