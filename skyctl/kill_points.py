@@ -48,6 +48,7 @@ OUT_OF_ROUTER = (
     "push.drain.done",
     "push.canary.call",
     "push.canary.done",
+    "push.part.done",
 )
 """Of the same process, in pushes that take servers out of the router."""
 

@@ -216,6 +216,7 @@ class Fleet(GeneratingFleet):
         scan_nan: bool = False,
         canary: Mapping[str, Any] | str | PathLike[str] | None = None,
         keep: bool = False,
+        rolling: int = 0,
         on_event: Callable[[JobEvent], None] = lambda event: None,
         timeout_s: float | None = None,
     ) -> PushResult:
@@ -245,6 +246,7 @@ class Fleet(GeneratingFleet):
             scan_nan: read the whole checkpoint first, and refuse NaN and infinity.
             canary: prompts that the new weights must answer as expected before users get them, as
                 a file's path or as what such a file holds (docs/how-to/careful-pushes.md).
+            rolling: update that many servers at a time, out of the router, while the others serve.
             keep: make a copy of the fleet's own first, and push that; `kept_weights` lists them.
             on_event: hears the push's stages, progress and notes as they happen.
             timeout_s: bounds the wait for the push, from when the tensors are written.
@@ -261,12 +263,13 @@ class Fleet(GeneratingFleet):
             transport=transport,
             chunk_size=chunk_size,
             weight_version=weight_version,
-            pause_mode=pause_mode or usual_mode(leaves_router=canary is not None),
+            pause_mode=pause_mode or usual_mode(leaves_router=canary is not None or rolling > 0),
             verify=verify,
             dry_run=dry_run,
             scan_nan=scan_nan,
             canary=_canary(canary),
             keep=keep,
+            rolling=rolling,
         )
         async with self._connected() as fleet:
             if isinstance(source, str | PathLike):

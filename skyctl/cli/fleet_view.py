@@ -69,7 +69,7 @@ def headline(status: FleetStatus) -> Text:
     if operation is not None and operation.ended_at is None:
         line.append(f"  {operation.kind} {operation.detail}".rstrip(), style="cyan")
     if status.job is not None:
-        line.append(f"  {status.job} running", style="cyan")
+        line.append(f"  {status.rollout or f'{status.job} running'}", style="cyan")
     if status.health == "down" and not status.replicas:
         line.append("  start it: skyctl up", style="dim")
     return line

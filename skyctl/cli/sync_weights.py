@@ -95,6 +95,15 @@ def sync_weights(
             "shared (XFS, Btrfs).",
         ),
     ] = False,
+    rolling: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            min=1,
+            help="Update N servers at a time, out of the router, while the others serve.",
+            show_default=False,
+        ),
+    ] = None,
     back: Annotated[
         bool,
         typer.Option(
@@ -125,6 +134,7 @@ def sync_weights(
     skyctl sync-weights runs/step-200 --dry-run --scan-nan
     skyctl sync-weights runs/step-200 --detach && skyctl jobs wait push-7
     skyctl sync-weights runs/step-200 --canary canary.yaml --mode wait
+    skyctl sync-weights runs/step-200 --rolling 1 --canary canary.yaml
     skyctl sync-weights runs/step-200 --keep
     skyctl sync-weights --rollback               to the version before
     skyctl sync-weights --rollback step-100      see: skyctl weights history, weights kept
@@ -132,6 +142,8 @@ def sync_weights(
     --canary takes the servers out of the router and drains them first (--mode wait lets requests
     end, abort ends them): while it lasts, the router has no server and answers 503. When an answer
     is not as expected, the weights from before are pushed back, and the exit code is 1.
+    With --rolling the others serve meanwhile, and no request fails; two versions answer until it
+    is over. A failure stops it.
     """
     from skyctl import output
     from skyctl.cli.job_view import emit_job, follow_job, run_following
@@ -160,12 +172,13 @@ def sync_weights(
         transport=transport.value,
         chunk_size=size,
         weight_version=weight_version,
-        pause_mode=mode.value if mode else usual_mode(leaves_router=canary is not None),
+        pause_mode=mode.value if mode else usual_mode(leaves_router=bool(canary or rolling)),
         verify=verify,
         dry_run=dry_run,
         scan_nan=scan_nan,
         canary=read_canary(canary) if canary else None,
         keep=keep,
+        rolling=rolling or 0,
     )
     if back and weight_version:
         raise UsageError("--rollback keeps the version's own label: leave --weight-version out")

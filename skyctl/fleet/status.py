@@ -89,7 +89,8 @@ class Reason:
 
 @dataclass(frozen=True)
 class FleetStatus:
-    """One fleet at one moment. `supervised` is None for an attached fleet."""
+    """One fleet at one moment. `supervised` is None for an attached fleet. `rollout` says how far
+    a rolling push is, None without one."""
 
     name: str
     health: Health
@@ -103,6 +104,7 @@ class FleetStatus:
     weight_version: str | None = None
     operation: Operation | None = None
     job: str | None = None
+    rollout: str | None = None
 
     def to_json(self) -> dict[str, Any]:
         """What `skyctl status --json` prints."""
@@ -127,16 +129,17 @@ MIXED = "weights are mixed"
 
 
 def assess(
-    replicas: Sequence[ReplicaStatus], router: RouterStatus | None
+    replicas: Sequence[ReplicaStatus], router: RouterStatus | None, *, rolling: bool = False
 ) -> tuple[Health, tuple[Reason, ...]]:
-    """The verdict over a fleet: down when nothing runs, degraded when anything is amiss."""
+    """The verdict over a fleet: down when nothing runs, degraded when anything is amiss. Two
+    versions are not amiss while a push is `rolling`."""
     reasons = [_replica_reason(replica) for replica in replicas]
     if router is not None and router.state != "ready":
         detail = f": {router.reason}" if router.reason else ""
         hint = "" if router.state in TRANSIENT_STATES else "skyctl logs router"
         reasons.append(Reason(f"the router is {router.state}{detail}", hint))
     versions = {r.weight_version for r in replicas if r.state in INTENDED_STATES}
-    if len(versions) > 1:
+    if len(versions) > 1 and not rolling:
         named = ", ".join(sorted(str(v or "base") for v in versions))
         reasons.append(Reason(f"{MIXED}, servers hold: {named}", "skyctl recover"))
     found = tuple(reason for reason in reasons if reason is not None)

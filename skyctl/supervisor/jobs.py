@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
@@ -87,20 +88,29 @@ async def run_push(
     senders: SenderPool | None = None,
     rotation: Rotation | None = None,
     on_server: Callable[[str, str, str], None] = lambda name, state, detail: None,
+    on_part: Callable[[], None] = lambda: None,
     guardian: AbstractAsyncContextManager[None] | None = None,
     kept: Path,
 ) -> None:
     """Run an opened push to its end, record what became of each server, and free the lock.
 
-    Never raises for a failed push: the journal says how it ended. `guardian` watches over it. The
-    fleet's own copies of checkpoints lie in `kept`.
+    Never raises for a failed push: the journal says how it ended. `guardian` watches over it.
+    `on_part` is told when another part of a roll is on record. The fleet's own copies of
+    checkpoints lie in `kept`.
     """
     from skyctl.supervisor.keeping import keeping
     from skyctl.weights.push import push
+    from skyctl.weights.rolling import push_rolling
     from skyctl.weights.staging import held
 
     journal = state.journal
     observer = JournalObserver(journal, job.id, on_server)
+
+    def part_over(result: PushResult) -> None:
+        record_part(state, result)
+        reached("push.part.done")
+        on_part()
+
     reached("push.begun")
     try:
         async with AsyncExitStack() as watch:
@@ -111,7 +121,8 @@ async def run_push(
                 if request.keep and not request.dry_run:
                     observer.stage("keep")
                 own = await watch.enter_async_context(keeping(request, kept, state))
-                result = await push(
+                roll = functools.partial(push_rolling, on_part=part_over)
+                result = await (roll if request.rolling else push)(
                     own.request,
                     fleet,
                     client=client,
@@ -158,7 +169,13 @@ def record_result(state: FleetState, job_id: str, result: PushResult) -> None:
         _record_result(state, job_id, result)
 
 
-def _record_result(state: FleetState, job_id: str, result: PushResult) -> None:
+def record_part(state: FleetState, result: PushResult) -> None:
+    """These servers are at the push's version, the fleet is not yet."""
+    with state.transaction():
+        _record_servers(state, result)
+
+
+def _record_servers(state: FleetState, result: PushResult) -> None:
     trust(state, *(server.server for server in result.servers))
     for server in result.servers:
         row = state.server(server.server)
@@ -172,6 +189,10 @@ def _record_result(state: FleetState, job_id: str, result: PushResult) -> None:
             # what a level-2 sleep discarded is there again
             sleep_level=min(row.sleep_level, 1),
         )
+
+
+def _record_result(state: FleetState, job_id: str, result: PushResult) -> None:
+    _record_servers(state, result)
     state.set_weights(
         FleetWeights(result.version, result.checkpoint, result.checkpoint_digest, result.transport)
     )

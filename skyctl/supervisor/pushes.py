@@ -41,6 +41,11 @@ def committed(plan: FleetPlan, weights: FleetWeights) -> Committed | None:
     return Committed(plan.model_path) if started_with_files else None
 
 
+def _reload(replicas: Sequence[Replica]) -> None:
+    for replica in replicas:
+        replica.reload_row()
+
+
 class Pushes:
     """`job` is the one under way, None between them; `over` is set as long as it is None."""
 
@@ -136,6 +141,7 @@ class Pushes:
                 senders=self._senders,
                 rotation=RouterRotation(supervisor) if supervisor.router else None,
                 on_server=self._on_server,
+                on_part=lambda: _reload(up),
                 guardian=guarded(supervisor.paths),
                 kept=supervisor.paths.kept,
             )

@@ -173,8 +173,9 @@ def interrupted_request(state: FleetState) -> PushRequest | None:
         request = PushRequest.from_json(latest.request)
     except (SkyctlError, TypeError):  # forgotten, or written by another skyctl
         return None
-    # nobody has accepted what a canary had not tried to the end: the fleet's weights go back
-    return request if request.canary is None else None
+    # nobody has accepted what a canary had not tried to the end, and a roll is not the fleet's
+    # version before its end: the fleet's weights go back
+    return None if request.leaves_router else request
 
 
 def needed(state: FleetState) -> set[str | None]:

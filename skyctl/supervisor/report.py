@@ -36,7 +36,8 @@ async def report(supervisor: Supervisor, *, fresh: bool = True) -> FleetStatus:
         for replica, found in zip(replicas, metrics, strict=True)
     )
     router = _router_row(supervisor)
-    health, reasons = assess(rows, router)
+    rollout = _rollout(supervisor)
+    health, reasons = assess(rows, router, rolling=rollout is not None)
     return FleetStatus(
         name=supervisor.paths.name,
         health=health,
@@ -50,7 +51,18 @@ async def report(supervisor: Supervisor, *, fresh: bool = True) -> FleetStatus:
         weight_version=supervisor.state.weights().version,
         operation=supervisor.operation,
         job=supervisor.job.id if supervisor.job else None,
+        rollout=rollout,
     )
+
+
+def _rollout(supervisor: Supervisor) -> str | None:
+    """`push-7: 1 of 3 servers updated` while a push rolls."""
+    job = supervisor.job
+    if job is None or not job.request.get("rolling"):
+        return None
+    told = supervisor.state.journal.job(job.id).servers
+    done = sum(server["state"] in ("ready", "kept") for server in told.values())
+    return f"{job.id}: {done} of {len(supervisor.replicas)} servers updated"
 
 
 async def _ask(supervisor: Supervisor, replica: Replica, fresh: bool) -> ServerMetrics | None:

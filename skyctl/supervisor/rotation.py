@@ -22,18 +22,24 @@ class RouterRotation:
     def __init__(self, supervisor: Supervisor) -> None:
         self._supervisor = supervisor
 
-    async def leave(self, names: Collection[str]) -> None:
+    async def leave(self, names: Collection[str], *, others_serve: bool) -> None:
         """Take these servers out; returns once the router lists none of them.
 
         Raises:
-            SkyctlError: the router does not answer, or is not there. They are in it as before.
+            SkyctlError: the router does not answer, or is not there; or nobody else would serve
+                though `others_serve`. They are in it as before.
         """
         supervisor = self._supervisor
         router = supervisor.router
         if router is None or router.state != "ready":
             state = "not there" if router is None else router.state
             raise SkyctlError(f"the router is {state}", hint="skyctl status")
-        supervisor.held_out |= set(names)
+        await router.sync()  # who rejoined is in it before others leave
+        out = supervisor.held_out | set(names)
+        ready = [replica for replica in supervisor.replicas.values() if replica.state == "ready"]
+        if others_serve and all(replica.name in out for replica in ready):
+            raise SkyctlError("no other server is ready to serve meanwhile", hint="skyctl status")
+        supervisor.held_out = out
         await router.sync()
         urls = {supervisor.replicas[name].spec.url for name in names}
         if left := urls & router.workers:

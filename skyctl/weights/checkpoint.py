@@ -190,12 +190,17 @@ def _shard_names(directory: Path) -> list[str]:
     # Mistral ships the same weights twice: once more under its own names
     ours = [name for name in names if not name.startswith("consolidated")] or names
     if ours == ["adapter_model.safetensors"]:
-        raise PreflightError(f"{directory} is a LoRA adapter, not a checkpoint of the whole model")
+        raise PreflightError(
+            f"{directory} is a LoRA adapter, not a checkpoint of the whole model",
+            hint="merge it into its model (peft: merge_and_unload) and push what that saves",
+        )
     if not ours:
         others = any(directory.glob("*.bin")) or any(directory.glob("*.pt"))
         raise PreflightError(
             f"checkpoint {directory} has no *.safetensors file",
-            hint="save it again with safe_serialization=True" if others else "",
+            hint="save it again with safe_serialization=True"
+            if others
+            else "is it complete? give a Hugging Face directory: config.json and *.safetensors",
         )
     for name in ours:
         match = _NUMBERED.match(name)

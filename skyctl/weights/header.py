@@ -99,22 +99,25 @@ def read_raw_header(descriptor: int, path: Path) -> bytes:
 
 def _read_raw_header(descriptor: int, size: int, path: Path) -> bytes:
     if size < _LENGTH_BYTES + 2:
-        raise PreflightError(
-            f"{path} is truncated: {size} bytes are too few for a safetensors file"
-        )
+        raise _truncated(path, f"{size} bytes are too few for a safetensors file")
     (length,) = struct.unpack("<Q", os.pread(descriptor, _LENGTH_BYTES, 0))
     if length > MAX_HEADER_BYTES:
         raise PreflightError(
             f"{path} is not a safetensors file: its header would be {length} bytes long"
         )
     if length > size - _LENGTH_BYTES:
-        raise PreflightError(
-            f"{path} is truncated: its header is {length} bytes, the file has {size}"
-        )
+        raise _truncated(path, f"its header is {length} bytes, the file has {size}")
     raw = os.pread(descriptor, length, _LENGTH_BYTES)
     if len(raw) != length:
-        raise PreflightError(f"{path} is truncated: its header ends after {len(raw)} bytes")
+        raise _truncated(path, f"its header ends after {len(raw)} bytes")
     return raw
+
+
+def _truncated(path: Path, why: str) -> PreflightError:
+    return PreflightError(
+        f"{path} is truncated: {why}",
+        hint="push it once it is written: to another name first, and renamed when it is whole",
+    )
 
 
 def parse_header(raw: bytes, *, data_bytes: int, path: Path) -> list[Tensor]:
@@ -141,9 +144,8 @@ def parse_header(raw: bytes, *, data_bytes: int, path: Path) -> list[Tensor]:
             )
         end += tensor.nbytes
     if end > data_bytes:
-        raise PreflightError(
-            f"{path} is truncated: its header announces {end} bytes of tensors, "
-            f"the file holds {data_bytes}"
+        raise _truncated(
+            path, f"its header announces {end} bytes of tensors, the file holds {data_bytes}"
         )
     if end < data_bytes:
         raise PreflightError(f"{path}: {data_bytes - end} bytes at its end belong to no tensor")

@@ -40,7 +40,8 @@ class PushRequest:
     context of whoever asked. `scan_nan` reads the whole checkpoint first and refuses NaN and
     infinity. `expected_digest` is the checkpoint's identity_digest when it was pushed before: one
     that has changed since is refused. `canary` is what `weights/canary.py` reads from a canary
-    file. `keep`: the fleet makes a copy of its own, and keeps it.
+    file. `keep`: the fleet makes a copy of its own, and keeps it. `rolling`
+    is how many servers are updated at a time while the others serve, 0 for all.
     """
 
     checkpoint: str
@@ -55,11 +56,12 @@ class PushRequest:
     traceparent: str | None = None
     canary: dict[str, Any] | None = None
     keep: bool = False
+    rolling: int = 0
 
     @property
     def leaves_router(self) -> bool:
         """Whether its servers are taken out of the router and drained first."""
-        return self.canary is not None
+        return self.canary is not None or self.rolling > 0
 
     def to_json(self) -> dict[str, Any]:
         """JSON mapping with one key per field."""

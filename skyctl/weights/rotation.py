@@ -22,8 +22,9 @@ _EMPTY_POLLS = 2
 class Rotation(Protocol):
     """Who receives users' requests, for whoever pushes."""
 
-    async def leave(self, names: Collection[str]) -> None:
-        """Returns once the router sends these servers nothing. Raises SkyctlError."""
+    async def leave(self, names: Collection[str], *, others_serve: bool) -> None:
+        """Returns once the router sends these servers nothing. Raises SkyctlError, also when
+        `others_serve` is asked for and nobody else would be left."""
 
     async def rejoin(self, names: Collection[str]) -> None:
         """They may be routed to again, if their state allows it. Never raises."""
@@ -62,11 +63,12 @@ async def leave(run: Run, sites: Sequence[Site]) -> None:
     """Take servers out of the router, and wait until they have no request, unless those are to be
     aborted. What is not empty within the fleet's `drain_timeout_s` is a failure: undone."""
     assert run.rotation is not None  # refuse_impossible
-    for site in sites:
-        run.observer.server(site.name, "draining")
     reached("push.drain.call")
     try:
-        await run.rotation.leave([site.name for site in sites])
+        names = [site.name for site in sites]
+        await run.rotation.leave(names, others_serve=run.request.rolling > 0)
+        for site in sites:
+            run.observer.server(site.name, "draining")
     except SkyctlError as error:
         for site in sites:
             site.failure = f"drain: {error.message}"
@@ -74,7 +76,7 @@ async def leave(run: Run, sites: Sequence[Site]) -> None:
     if run.request.pause_mode == "wait":
         patience_s = run.fleet.drain_timeout_s
         await each(
-            sites,
+            [site for site in sites if not site.was_paused],  # what is frozen does not end
             lambda site: _drained(site, patience_s),
             timeout_s=patience_s + run.fleet.control_timeout_s,
             what="drain",

@@ -19,7 +19,7 @@ from skyctl.weights.canary import read_canary
 from skyctl.weights.request import PushRequest
 from tests.faults.killing.cycle import Dice
 from tests.faults.killing.supervised import supervised_fleet
-from tests.faults.test_matrix_supervisor import pushable, stub_state
+from tests.faults.test_matrix_supervisor import pushable, set_faults, stub_state
 from tests.stub.generation import next_token
 from tests.unit.supervisor.fleets import eventually, fleet_plan, stub_router
 from tests.unit.supervisor.test_resident import bring_up, ended, routed, states, supervising
@@ -169,3 +169,75 @@ async def test_a_push_that_died_in_its_canary_goes_back_to_what_was_committed(
     assert violations == []
     assert killed
     assert {version.partition("@")[0] for version in versions} == {"b"}  # pushed before: not a
+
+
+async def test_no_request_fails_while_a_push_rolls(tmp_path: Path) -> None:
+    async with fleet_at(tmp_path) as supervisor:
+        before = answer_of((await stub_state(supervisor, "a"))["digest"])
+        request = PushRequest(
+            str(tmp_path / "two"),
+            weight_version="step-2",
+            rolling=1,
+            canary=canary(tmp_path, min_logprob=-1),
+            pause_mode="wait",
+        )
+        seen: set[tuple[str, str | None]] = set()
+        async with asking(supervisor) as client:
+            job = supervisor.start_push(request)
+            while supervisor.job is not None:
+                status = await report(supervisor, fresh=False)
+                seen.add((status.health, status.rollout))
+                await asyncio.sleep(0.02)
+        assert supervisor.state.journal.job(job.id).state == "succeeded"
+        after = answer_of((await stub_state(supervisor, "a"))["digest"])
+        assert client.failures == []
+        assert set(client.answers) == {before, after}
+        # two versions serve for a while: that is no fault
+        assert {health for health, _ in seen} == {"healthy"}
+        assert (f"{job.id}: 1 of 2 servers updated") in {rollout for _, rollout in seen}
+        assert supervisor.state.weights().version == "step-2"
+
+
+async def test_a_roll_that_stops_leaves_two_versions_and_recovery_goes_back(
+    tmp_path: Path,
+) -> None:
+    async with fleet_at(tmp_path) as supervisor:
+        await set_faults(supervisor, "b", {"/init_weight_transfer_engine": {"kind": "status"}})
+        request = PushRequest(
+            str(tmp_path / "two"), weight_version="step-2", rolling=1, pause_mode="wait"
+        )
+        job = await pushed(supervisor, request)
+        assert job.error is not None and job.error["message"].startswith("the roll stopped at b")
+        versions = {row.name: row.weight_version for row in supervisor.state.servers()}
+        assert versions == {"a": "step-2", "b": "step-1"}
+        assert supervisor.state.weights().version == "step-1"
+        status = await report(supervisor)
+        assert (status.health, status.reasons[0].hint) == ("degraded", "skyctl recover")
+        await set_faults(supervisor, "b", {})
+        supervisor.recover()
+        assert await ended(supervisor) == ""
+        assert {(await stub_state(supervisor, n))["weight_version"] for n in "ab"} == {"step-1"}
+        assert (await report(supervisor)).health == "healthy"
+
+
+async def test_the_last_server_that_serves_is_not_taken_out(tmp_path: Path) -> None:
+    async with fleet_at(tmp_path) as supervisor:
+        await supervisor.verb("pause", {"mode": "keep"}, ["b"], 5.0)
+        request = PushRequest(str(tmp_path / "two"), rolling=1, pause_mode="wait")
+        async with asking(supervisor) as client:
+            job = await pushed(supervisor, request)
+        assert job.error is not None
+        assert "no other server is ready to serve meanwhile" in job.error["message"]
+        assert client.failures == []
+
+
+async def test_a_supervisor_that_died_between_two_parts_goes_back(tmp_path: Path) -> None:
+    def cycle() -> tuple[list[str], bool, set[str]]:
+        with supervised_fleet(tmp_path) as fleet:
+            came = fleet.cycle(Dice("push.part.done", 7, "push.part.done:1", 1024, False))
+            return came.violations, came.killed, {s["weight_version"] for s in fleet._states()}
+
+    violations, killed, versions = await asyncio.to_thread(cycle)
+    assert violations == []
+    assert killed
+    assert {version.partition("@")[0] for version in versions} == {"b"}

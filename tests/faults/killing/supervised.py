@@ -135,6 +135,8 @@ class SupervisedFleet:
         options: tuple[str, ...] = ("--chunk-size", size, "--transport", transport)
         if dice.point in OUT_OF_ROUTER:
             options += ("--canary", str(self.directory / "canary.yaml"))
+        if dice.point == "push.part.done":
+            options += ("--rolling", "1")
         code, _, errors = self.skyctl("sync-weights", self.checkpoints[self._at], *options)
         labels = {stub["weight_version"] for stub in self._states()}
         if code == 0 and not (len(labels) == 1 and labels.pop().startswith(f"{self._at}@")):

@@ -116,11 +116,12 @@ class Rotation:
         self.problem = ""
         self.log: list[str] = []
 
-    async def leave(self, names: Collection[str]) -> None:
+    async def leave(self, names: Collection[str], *, others_serve: bool) -> None:
         self.log.append(f"leave {' '.join(sorted(names))}")
         if self.problem:
             raise SkyctlError(self.problem)
         self.routed -= set(names)
+        assert self.routed or not others_serve
 
     async def rejoin(self, names: Collection[str]) -> None:
         self.log.append(f"rejoin {' '.join(sorted(names))}")
