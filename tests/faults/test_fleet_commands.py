@@ -212,5 +212,5 @@ def test_status_loads_neither_torch_nor_vllm_nor_a_web_server(fleet: StubFleet) 
         check=True,
     )
     loaded = {line.rpartition("|")[2].strip() for line in traced.stderr.splitlines()}
-    assert "httpx" in loaded
+    assert "skyctl.output" in loaded
     assert loaded.isdisjoint({"torch", "vllm", "transformers", "uvicorn", "starlette"})
