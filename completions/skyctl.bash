@@ -175,9 +175,11 @@ _skyctl() {
                 --weight-version) true; return ;;
                 --mode) _skyctl_words "abort wait keep"; return ;;
                 --canary) _skyctl_files; return ;;
+                --rolling) true; return ;;
+                --sleep-after) true; return ;;
                 --timeout) true; return ;;
             esac
-            if [[ $cur == -* ]]; then _skyctl_words "-f --file --fleet --transport --chunk-size --weight-version --mode --verify --no-verify --dry-run --scan-nan --canary --rollback --detach --timeout --json -h --help -q --quiet --no-color --debug"; else
+            if [[ $cur == -* ]]; then _skyctl_words "-f --file --fleet --transport --chunk-size --weight-version --mode --verify --no-verify --dry-run --scan-nan --canary --keep --rolling --colocated --sleep-after --rollback --detach --timeout --json -h --help -q --quiet --no-color --debug"; else
                 _skyctl_ask
             fi ;;
         "jobs")
@@ -209,7 +211,7 @@ _skyctl() {
                 -f|--file) _skyctl_files; return ;;
                 --fleet) _skyctl_ask; return ;;
             esac
-            _skyctl_words "history verify -f --file --fleet --json -h --help -q --quiet --no-color --debug" ;;
+            _skyctl_words "history verify kept forget -f --file --fleet --json -h --help -q --quiet --no-color --debug" ;;
         "weights history")
             case "$prev" in
                 -f|--file) _skyctl_files; return ;;
@@ -218,6 +220,18 @@ _skyctl() {
             esac
             _skyctl_words "-f --file --fleet --plot --svg --json -h --help -q --quiet --no-color --debug" ;;
         "weights verify")
+            case "$prev" in
+                -f|--file) _skyctl_files; return ;;
+                --fleet) _skyctl_ask; return ;;
+            esac
+            _skyctl_words "-f --file --fleet --json -h --help -q --quiet --no-color --debug" ;;
+        "weights kept")
+            case "$prev" in
+                -f|--file) _skyctl_files; return ;;
+                --fleet) _skyctl_ask; return ;;
+            esac
+            _skyctl_words "-f --file --fleet --json -h --help -q --quiet --no-color --debug" ;;
+        "weights forget")
             case "$prev" in
                 -f|--file) _skyctl_files; return ;;
                 --fleet) _skyctl_ask; return ;;

@@ -52,6 +52,9 @@ OUT_OF_ROUTER = (
 )
 """Of the same process, in pushes that take servers out of the router."""
 
+COLOCATED = ("push.woken", "push.awake")
+"""Of the same process, in pushes that wake servers."""
+
 SENDER = ("sender.open", "sender.opened", "sender.filled", "sender.release", "sender.join")
 SUPERVISOR = (
     "server.intended",
@@ -80,7 +83,7 @@ COMMAND = (
     "sync.begun",
     "scale.asked",
 )
-POINTS = (*PUSH, *OUT_OF_ROUTER, *SENDER, *SUPERVISOR, *COMMAND)
+POINTS = (*PUSH, *OUT_OF_ROUTER, *COLOCATED, *SENDER, *SUPERVISOR, *COMMAND)
 
 
 def _parsed(text: str) -> tuple[str, int, float]:

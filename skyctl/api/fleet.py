@@ -217,6 +217,8 @@ class Fleet(GeneratingFleet):
         canary: Mapping[str, Any] | str | PathLike[str] | None = None,
         keep: bool = False,
         rolling: int = 0,
+        colocated: bool = False,
+        sleep_after: int = 0,
         on_event: Callable[[JobEvent], None] = lambda event: None,
         timeout_s: float | None = None,
     ) -> PushResult:
@@ -247,6 +249,8 @@ class Fleet(GeneratingFleet):
             canary: prompts that the new weights must answer as expected before users get them, as
                 a file's path or as what such a file holds (docs/how-to/careful-pushes.md).
             rolling: update that many servers at a time, out of the router, while the others serve.
+            colocated: servers that sleep are woken for it, weights first; asleep again on failure.
+            sleep_after: level to sleep at afterwards; 0 is none.
             keep: make a copy of the fleet's own first, and push that; `kept_weights` lists them.
             on_event: hears the push's stages, progress and notes as they happen.
             timeout_s: bounds the wait for the push, from when the tensors are written.
@@ -270,6 +274,8 @@ class Fleet(GeneratingFleet):
             canary=_canary(canary),
             keep=keep,
             rolling=rolling,
+            colocated=colocated,
+            sleep_after=sleep_after,
         )
         async with self._connected() as fleet:
             if isinstance(source, str | PathLike):

@@ -104,6 +104,24 @@ def sync_weights(
             show_default=False,
         ),
     ] = None,
+    colocated: Annotated[
+        bool,
+        typer.Option(
+            "--colocated",
+            help="Into a sleeping fleet: wake the weights, push, wake the cache; asleep again when "
+            "it fails.",
+        ),
+    ] = False,
+    sleep_after: Annotated[
+        int | None,
+        typer.Option(
+            metavar="LEVEL",
+            min=1,
+            max=2,
+            help="Put the servers to sleep once they are updated.",
+            show_default=False,
+        ),
+    ] = None,
     back: Annotated[
         bool,
         typer.Option(
@@ -136,6 +154,7 @@ def sync_weights(
     skyctl sync-weights runs/step-200 --canary canary.yaml --mode wait
     skyctl sync-weights runs/step-200 --rolling 1 --canary canary.yaml
     skyctl sync-weights runs/step-200 --keep
+    skyctl sync-weights runs/step-200 --colocated     a trainer shares the GPUs: skyctl sleep first
     skyctl sync-weights --rollback               to the version before
     skyctl sync-weights --rollback step-100      see: skyctl weights history, weights kept
 
@@ -179,6 +198,8 @@ def sync_weights(
         canary=read_canary(canary) if canary else None,
         keep=keep,
         rolling=rolling or 0,
+        colocated=colocated,
+        sleep_after=sleep_after or 0,
     )
     if back and weight_version:
         raise UsageError("--rollback keeps the version's own label: leave --weight-version out")

@@ -43,6 +43,8 @@ def begin(
                 thaw=doubts.get(target.name, NO_DOUBT).thaw
                 and not state.server(target.name).paused,
                 weights_awake=target.name in state.weights_awake(),
+                sleep_level=state.server(target.name).sleep_level,
+                paused=state.server(target.name).paused,
             )
             for target in targets
         ),

@@ -37,6 +37,8 @@ def push_fleet(
                 half_updated=doubts.get(replica.name, NO_DOUBT).half_updated,
                 thaw=doubts.get(replica.name, NO_DOUBT).thaw and not replica.row.paused,
                 weights_awake=replica.weights_awake,
+                sleep_level=replica.row.sleep_level,
+                paused=replica.row.paused,
             )
             for replica in replicas
         ),

@@ -187,8 +187,12 @@ def _record_servers(state: FleetState, result: PushResult) -> None:
             weights_digest=server.weights_digest or None,
             quarantine=None,
             # what a level-2 sleep discarded is there again
-            sleep_level=min(row.sleep_level, 1),
+            sleep_level=(
+                min(row.sleep_level, 1) if server.sleep_level is None else server.sleep_level
+            ),
         )
+        if server.sleep_level is not None:
+            state.set_weights_awake(server.server, False)
 
 
 def _record_result(state: FleetState, job_id: str, result: PushResult) -> None:
@@ -218,14 +222,20 @@ def record_failure(
         changes: dict[str, Any] = {}
         if server["state"] == "quarantined":
             changes["quarantine"] = server.get("detail") or error.message
-        if server.get("version") and server.get("ok"):
-            if server["version"] == error.details.get("version"):  # else it holds what it held
-                changes["weight_version"] = server["version"]
-                changes["weights_digest"] = server.get("weights_digest") or None
-                changes["checkpoint"] = request.checkpoint
-            if server["server"] in doubted:  # what was in doubt is only well when it is verified
-                changes["quarantine"] = None
-                trust(state, server["server"])
+        version = server.get("version")
+        if version and version == error.details.get("version"):  # else it holds what it held
+            changes["weight_version"] = version
+            changes["weights_digest"] = server.get("weights_digest") or None
+            changes["checkpoint"] = request.checkpoint
+        if version and server.get("ok") and server["server"] in doubted:
+            # what was in doubt is only well when it is verified
+            changes["quarantine"] = None
+            trust(state, server["server"])
+        if server.get("sleep_level") is not None:
+            changes["sleep_level"] = server["sleep_level"]
+            state.set_weights_awake(server["server"], False)
+        if server.get("weights_awake"):
+            state.set_weights_awake(server["server"], True)
         if changes:
             state.update_server(server["server"], **changes)
     _publish_in_part(state, error.details)

@@ -100,7 +100,8 @@ async def preflight(request: PushRequest, fleet: PushFleet, *, client: ControlCl
         facts = await asked
     finally:
         asked.cancel()
-    notes = check_servers(facts, {s.name for s in fleet.servers if s.weights_awake})
+    may_sleep = {s.name for s in fleet.servers if s.weights_awake or request.colocated}
+    notes = check_servers(facts, may_sleep)
     choice = choose(request.transport, fleet.transport, facts)
     transport = None if choice.name == "disk" else load_transport(choice.name)
     if choice.name == "nccl":
@@ -131,7 +132,7 @@ async def preflight(request: PushRequest, fleet: PushFleet, *, client: ControlCl
         transport=transport,
         facts=facts,
         sites=tuple(
-            _site(server, fact, client, fleet)
+            _site(server, fact, client, fleet, colocated=request.colocated)
             for server, fact in zip(fleet.servers, facts, strict=True)
         ),
         memory_bytes=memory_bytes,
@@ -149,7 +150,14 @@ def _read(request: PushRequest) -> tuple[Checkpoint, dict[str, Sample]]:
     return checkpoint, read_samples(checkpoint) if request.verify else {}
 
 
-def _site(server: PushServer, facts: ServerFacts, client: ControlClient, fleet: PushFleet) -> Site:
+def _site(
+    server: PushServer,
+    facts: ServerFacts,
+    client: ControlClient,
+    fleet: PushFleet,
+    *,
+    colocated: bool,
+) -> Site:
     return Site(
         server=server,
         vllm=VLLMServer(client, server.target, timeout_s=fleet.control_timeout_s),
@@ -158,6 +166,8 @@ def _site(server: PushServer, facts: ServerFacts, client: ControlClient, fleet: 
         was_paused=facts.paused and not server.thaw,
         old_version=facts.weight_version,
         holds=Holds.UNKNOWN if server.half_updated else Holds.OLD,
+        # is_sleeping and the metric of a CPU server say nothing: what was typed is on record
+        asleep=colocated and (facts.asleep or server.sleep_level > 0),
     )
 
 
@@ -171,7 +181,7 @@ def check_servers(facts: Sequence[ServerFacts], weights_awake: Collection[str] =
     if asleep:
         raise PreflightError(
             f"{', '.join(asleep)} {'is' if len(asleep) == 1 else 'are'} asleep",
-            hint="wake the weights first: skyctl wake --tags weights",
+            hint="wake the weights as a part of it: --colocated; or skyctl wake --tags weights",
         )
     for what, values in (
         ("run different versions of vLLM", {f.name: f.vllm_version for f in facts}),

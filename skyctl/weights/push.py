@@ -20,6 +20,7 @@ from collections.abc import Callable, Sequence
 from skyctl.control.http import ControlClient
 from skyctl.errors import PreflightError, SkyctlError
 from skyctl.kill_points import reached
+from skyctl.weights import sleeping
 from skyctl.weights.canary import failed
 from skyctl.weights.canary_stage import refuse_commit, try_canary
 from skyctl.weights.cancellation import Shelter
@@ -98,6 +99,7 @@ async def push(
 async def _transaction(run: Run) -> PushResult:
     run.began = run.clock()
     with run.stage("preflight"):
+        sleeping.refuse_impossible(run.request)
         refuse_impossible(run.request, run.rotation)
         prepared = await preflight(run.request, run.fleet, client=run.client)
         reached("push.prepared")
@@ -124,6 +126,9 @@ async def _carry_out(run: Run, prepared: Prepared) -> PushResult:
             if run.request.leaves_router:
                 with run.stage("drain"):
                     await leave(run, sites)
+            if run.request.colocated:
+                with run.stage("wake"):
+                    await sleeping.wake_weights(run, sites)
             with run.stage("pause"):
                 await pause(run, sites)
                 reached("push.pause.done")
@@ -138,6 +143,7 @@ async def _carry_out(run: Run, prepared: Prepared) -> PushResult:
                 require_all(run, sites)
         except NotYet as stop:
             await roll_back(run, sites)
+            await sleeping.sleep_again(run, sites)
             raise stop.reason(sites) from None
         run.shelter.commit()
         with run.stage("update"):
@@ -163,7 +169,9 @@ async def _carry_out(run: Run, prepared: Prepared) -> PushResult:
     with run.stage("resume"):
         await publish(run, sites, label)
         reached("push.resume.call")
+        await sleeping.wake_all(run, sites)
         await resume(run, [site for site in sites if site.holds in (Holds.OLD, Holds.VERIFIED)])
+        await sleeping.sleep_after(run, sites)
         reached("push.resume.done")
     return settle(run, prepared, label, delivery.content_digest)
 

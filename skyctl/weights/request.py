@@ -41,7 +41,8 @@ class PushRequest:
     infinity. `expected_digest` is the checkpoint's identity_digest when it was pushed before: one
     that has changed since is refused. `canary` is what `weights/canary.py` reads from a canary
     file. `keep`: the fleet makes a copy of its own, and keeps it. `rolling`
-    is how many servers are updated at a time while the others serve, 0 for all.
+    is how many servers are updated at a time while the others serve, 0 for all. `colocated`:
+    servers that sleep are woken for it. `sleep_after` is the level to sleep at afterwards, 0: none.
     """
 
     checkpoint: str
@@ -57,6 +58,8 @@ class PushRequest:
     canary: dict[str, Any] | None = None
     keep: bool = False
     rolling: int = 0
+    colocated: bool = False
+    sleep_after: int = 0
 
     @property
     def leaves_router(self) -> bool:
@@ -80,7 +83,8 @@ class PushServer:
     x data parallel). `instance` identifies the running process: while it is the same, a group that
     the server joined still stands ("" when unknown: never assumed). `half_updated`: an earlier push
     broke off there, so that it is scrubbed first; `thaw`: that push froze it, so that this one
-    resumes it. `weights_awake`: it sleeps, but for its weights, which were woken."""
+    resumes it. `weights_awake`: it sleeps, but for its weights, which were woken. `sleep_level` is
+    how deep it sleeps, as far as is on record; `paused`: somebody wants it paused when it wakes."""
 
     target: ServerTarget
     backend: str = ""
@@ -91,6 +95,8 @@ class PushServer:
     half_updated: bool = False
     thaw: bool = False
     weights_awake: bool = False
+    sleep_level: int = 0
+    paused: bool = False
 
     @property
     def name(self) -> str:
@@ -189,9 +195,12 @@ class CarefulObserver:
 
 @dataclass(frozen=True)
 class ServerPush:
-    """How a push left one server. `state` is ready, paused or quarantined (paused, do not route).
+    """How a push left one server. `state` is ready, paused, asleep or quarantined (paused, do not
+    route).
 
     `version` is the weight version it holds; None is unknown (it may be half-updated).
+    `sleep_level` is None where the push changed nothing about it; `weights_awake`: it sleeps, and
+    its weights do not.
     """
 
     server: str
@@ -200,6 +209,8 @@ class ServerPush:
     version: str | None = None
     weights_digest: str = ""
     detail: str = ""
+    sleep_level: int | None = None
+    weights_awake: bool = False
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

@@ -33,7 +33,8 @@ class Site:
     """One server in a push. `was_paused` is how it was found; `paused` whether we froze it.
 
     `open` is true while an update session is open in the server. `failure` is "" as long as the
-    server takes part.
+    server takes part. `asleep` is how it was found, too; `woken`: we woke its weights, and not the
+    rest; `slept` is the level at which we left it, 0 for awake, None where nothing was changed.
     """
 
     server: PushServer
@@ -49,6 +50,9 @@ class Site:
     version: str | None = None
     digest: str = ""
     resumed: bool = False
+    asleep: bool = False
+    woken: bool = False
+    slept: int | None = None
 
     @property
     def name(self) -> str:
@@ -63,6 +67,8 @@ class Site:
         safe = self.holds in (Holds.OLD, Holds.VERIFIED)
         if not safe:
             state = "quarantined"
+        elif self.slept or (self.asleep and self.slept is None):
+            state = "asleep"
         elif self.resumed or not (self.frozen or self.was_paused):
             state = "ready"
         else:
@@ -75,6 +81,8 @@ class Site:
             version=version,
             weights_digest=self.digest if self.holds is Holds.VERIFIED else "",
             detail=self.failure,
+            sleep_level=self.slept,
+            weights_awake=self.woken,
         )
 
 

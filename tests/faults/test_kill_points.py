@@ -50,7 +50,8 @@ def supervised(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SupervisedF
 @pytest.mark.parametrize(
     "point",
     ["push.begun", "push.pause.call", "push.update.call", "push.record", "adopt.done",
-     "recover.begin", "sender.filled", "push.drain.done", "push.canary.done"],
+     "recover.begin", "sender.filled", "push.drain.done", "push.canary.done",
+     "push.awake"],
 )  # fmt: skip
 def test_a_supervisor_may_die_anywhere_and_the_next_command_revives_it(
     supervised: SupervisedFleet, point: str

@@ -126,11 +126,10 @@ class StubEngine:
 
     async def sleep(self, level: int, mode: str) -> None:
         await self.pause(mode)
-        if level >= 1:
+        if level >= 1 and not self.asleep:  # vLLM's executor ignores it while a part is asleep
             self.asleep = set(MEMORY)
             self.sleep_level = level
-        if level == 2:
-            self.digest = "discarded"
+            self.digest = "discarded" if level == 2 else self.digest
         self.log.append(f"sleep {level}")
 
     async def wake(self, tags: list[str]) -> bool:

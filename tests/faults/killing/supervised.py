@@ -135,6 +135,9 @@ class SupervisedFleet:
         options: tuple[str, ...] = ("--chunk-size", size, "--transport", transport)
         if dice.point in OUT_OF_ROUTER:
             options += ("--canary", str(self.directory / "canary.yaml"))
+        if dice.point == "push.awake":
+            self.skyctl("sleep")
+            options += ("--colocated",)
         if dice.point == "push.part.done":
             options += ("--rolling", "1")
         code, _, errors = self.skyctl("sync-weights", self.checkpoints[self._at], *options)
