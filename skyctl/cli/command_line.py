@@ -79,6 +79,8 @@ def explain(complaint: str, command: str) -> tuple[str, str]:
     if extra and command in TAKES_SERVER:
         server = extra[1].rstrip(")")
         return message, f"one server: skyctl {command} --server {server}; a fleet: --fleet NAME"
+    if extra and command == "generate":
+        return message, 'several words are one prompt in quotes: skyctl generate "the fleet is up"'
     if extra and command not in WITHOUT_FLEET:
         return message, f"a fleet is named with --fleet NAME or -f FILE; all options: {help_hint}"
     return message, help_hint

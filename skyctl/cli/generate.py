@@ -142,7 +142,9 @@ def read_requests(
         with path.open(encoding="utf-8") as lines:
             return parse_lines(lines, str(path), defaults=defaults, chat=chat)
     except FileNotFoundError as error:
-        raise NotFoundError(f"no such file: {path}") from error
+        raise NotFoundError(
+            f"no such file: {path}", hint="--input is a JSONL file of prompts, or - for stdin"
+        ) from error
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"cannot read {path}: {error}") from error
 

@@ -125,7 +125,7 @@ def test_a_gpu_that_does_not_exist(
         ("-f fleet.yaml status", "no such option: -f", "behind the command"),
         ("pause --mode kepe", "'kepe' is not one of 'abort', 'wait', 'keep'", "pause --help"),
         ("sync-weights", "missing argument 'CKPT'", "sync-weights --help"),
-        ("sync-weights x --chunk-size 1XB", "--chunk-size: '1XB' is not a size", "sync-weights --help"),
+        ("sync-weights x --chunk-size 1XB", "'1XB' is not a size", "sync-weights --help"),
         ("scale two", "invalid value for 'N'", "scale --help"),
         ("wake --tags wieghts", "'wieghts' cannot be woken", "weights, kv_cache"),
         ("generate", "give one prompt or --input FILE", "skyctl generate"),

@@ -167,6 +167,7 @@ ALONE: dict[str, Situation] = {
     "an option with a typing error": nothing,
     "what the fleet file says as an option": nothing,
     "the fleet's name as an argument": nothing,
+    "a prompt without quotes": nothing,
     "a pause mode that there is not": nothing,
     "a list that is not closed": a_file("name: demo\nmodel: ./model\nreplicas: [\n"),
     "a key that there is not": a_file("name: demo\nmodel: ./model\nreplica: 2\n"),
