@@ -156,9 +156,9 @@ async def test_every_wait_ends_with_its_time(monkeypatch: pytest.MonkeyPatch) ->
         first = asyncio.create_task(connections.send(request(server.url), timeout_s=0.2))
         await in_thread(lambda: (server.accept(), server.hear(), server.say(OK[:30]))[1])
         with pytest.raises(NoAnswer, match="no connection in time"):
-            await connections.send(request(server.url), timeout_s=0.01)
+            await asyncio.wait_for(connections.send(request(server.url), timeout_s=0.01), 5)
         with pytest.raises(NoAnswer, match="no answer in time"):
-            await first
+            await asyncio.wait_for(first, 5)
         assert await asyncio.to_thread(server.accepted[0].recv, 1) == b""
         await server.serve(connections, request(server.url), fresh=True)
         await connections.aclose()
@@ -168,7 +168,7 @@ async def test_every_wait_ends_with_its_time(monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(asyncio.get_running_loop(), "create_connection", never)
     with pytest.raises(NoAnswer, match="no connection in time"):
-        await connections.send(request(server.url), timeout_s=0.01)
+        await asyncio.wait_for(connections.send(request(server.url), timeout_s=0.01), 5)
 
 
 async def test_a_kept_connection_makes_room_for_another_server() -> None:

@@ -29,7 +29,7 @@ async def test_each_failure_becomes_the_outcome_of_its_own_server() -> None:
             await asyncio.Event().wait()
         return "value"
 
-    outcomes = await fan_out(TARGETS, call, timeout_s=0.01)
+    outcomes = await asyncio.wait_for(fan_out(TARGETS, call, timeout_s=0.01), 5)
     assert [(o.server, o.status.value, o.detail) for o in outcomes] == [
         ("demo-0", "ok", ""),
         ("demo-1", "unreachable", "gone"),
@@ -37,6 +37,44 @@ async def test_each_failure_becomes_the_outcome_of_its_own_server() -> None:
         ("demo-3", "timeout", "no answer in 0.01 s"),
     ]
     assert outcomes[0].value == "value"
+
+
+async def test_a_cancelled_fan_out_ends_when_its_calls_have_ended() -> None:
+    under_way, cleaned_up = asyncio.Semaphore(0), list[str]()
+
+    async def call(target: ServerTarget) -> None:
+        try:
+            under_way.release()
+            await asyncio.Event().wait()
+        finally:
+            await asyncio.sleep(0)
+            cleaned_up.append(target.name)
+
+    asking = asyncio.create_task(fan_out(TARGETS, call, timeout_s=60))
+    for _ in TARGETS:
+        await under_way.acquire()
+    asking.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asyncio.wait_for(asking, 5)
+    assert cleaned_up == [target.name for target in TARGETS]
+
+
+async def test_a_bug_in_one_call_is_raised_once_the_others_have_ended() -> None:
+    ended = []
+
+    async def call(target: ServerTarget) -> None:
+        if target.name == "demo-0":
+            raise KeyError("a bug")
+        await asyncio.sleep(0)
+        ended.append(target.name)
+
+    with pytest.raises(KeyError):
+        await fan_out(TARGETS, call, timeout_s=5)
+    assert len(ended) == 3
+
+
+async def test_without_servers_there_are_no_outcomes() -> None:
+    assert await fan_out([], lambda target: asyncio.sleep(0), timeout_s=5) == []
 
 
 @pytest.mark.parametrize(
