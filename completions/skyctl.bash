@@ -171,6 +171,7 @@ _skyctl() {
                 -f|--file) _skyctl_files; return ;;
                 --fleet) _skyctl_ask; return ;;
                 --transport) _skyctl_words "auto nccl ipc gloo shm disk"; return ;;
+                --stage) _skyctl_words "auto gpu host stream"; return ;;
                 --chunk-size) true; return ;;
                 --weight-version) true; return ;;
                 --mode) _skyctl_words "abort wait keep"; return ;;
@@ -179,7 +180,7 @@ _skyctl() {
                 --sleep-after) true; return ;;
                 --timeout) true; return ;;
             esac
-            if [[ $cur == -* ]]; then _skyctl_words "-f --file --fleet --transport --chunk-size --weight-version --mode --verify --no-verify --dry-run --scan-nan --canary --keep --rolling --colocated --sleep-after --rollback --detach --timeout --json -h --help -q --quiet --no-color --debug"; else
+            if [[ $cur == -* ]]; then _skyctl_words "-f --file --fleet --transport --stage --chunk-size --weight-version --mode --verify --no-verify --dry-run --scan-nan --canary --keep --rolling --colocated --sleep-after --rollback --detach --timeout --json -h --help -q --quiet --no-color --debug"; else
                 _skyctl_ask
             fi ;;
         "jobs")

@@ -23,6 +23,7 @@ from skyctl.operations.live_weights import push_tensors
 from skyctl.operations.urls import FleetUrls
 from skyctl.weights.canary import parse_canary, read_canary
 from skyctl.weights.checkpoint import absolute
+from skyctl.weights.forecast import Stage
 from skyctl.weights.live import NamedTensors
 from skyctl.weights.request import PushRequest, PushResult, usual_mode
 from skyctl.weights.verify import Verification
@@ -210,6 +211,7 @@ class Fleet(GeneratingFleet):
         dtype: object = None,
         transport: str = "auto",
         chunk_size: int | None = None,
+        stage: Stage = "auto",
         pause_mode: PauseMode | None = None,
         verify: bool = True,
         dry_run: bool = False,
@@ -244,6 +246,7 @@ class Fleet(GeneratingFleet):
                 "match" converts each to that; a torch dtype (or its name) converts all
                 floating-point tensors; "as-is" leaves it to the servers to cast.
             chunk_size: bytes per chunk; None takes the fleet's.
+            stage: where the checkpoint lies before servers are frozen: "gpu", "host" or "stream".
             pause_mode: what becomes of running requests; "keep" when None, "wait" with a canary.
             scan_nan: read the whole checkpoint first, and refuse NaN and infinity.
             canary: prompts that the new weights must answer as expected before users get them, as
@@ -266,6 +269,7 @@ class Fleet(GeneratingFleet):
             checkpoint="",
             transport=transport,
             chunk_size=chunk_size,
+            stage=stage,
             weight_version=weight_version,
             pause_mode=pause_mode or usual_mode(leaves_router=canary is not None or rolling > 0),
             verify=verify,

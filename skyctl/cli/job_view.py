@@ -163,7 +163,36 @@ def plan_views(plan: dict[str, Any]) -> list[RenderableType]:
             for server in plan["servers"]
         ],
     )
-    return [output.table(["PLAN", ""], rows), "", servers, "", "nothing was touched (--dry-run)"]
+    return [
+        output.table(["PLAN", ""], rows),
+        "",
+        *_forecast_views(plan),
+        servers,
+        "",
+        "nothing was touched (--dry-run)",
+    ]
+
+
+def _forecast_views(plan: dict[str, Any]) -> list[RenderableType]:
+    """What each way of staging would take."""
+    from skyctl import output
+    from skyctl.units import format_bytes, format_seconds
+
+    if not plan["forecasts"]:
+        return []
+    rows = [
+        [
+            one["stage"] + (" *" if one["chosen"] else ""),
+            one["slots"],
+            format_bytes(one["sender_gpu_bytes"]) if one["sender_gpu_bytes"] else None,
+            format_bytes(one["worker_gpu_bytes"]) if one["worker_gpu_bytes"] else None,
+            format_bytes(one["host_bytes"]),
+            one["problem"] or (format_seconds(one["freeze_s"]) if one["freeze_s"] else "not known"),
+        ]
+        for one in plan["forecasts"]
+    ]
+    columns = ["STAGE", ">SLOTS", ">SENDER GPU", ">WORKER GPU", ">HOST MEMORY", "FREEZE"]
+    return [output.table(columns, rows), *plan["assumptions"], ""]
 
 
 def run_following(body: Coroutine[Any, Any, T], job_hint: Callable[[], str]) -> T:

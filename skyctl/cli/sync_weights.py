@@ -16,6 +16,15 @@ if TYPE_CHECKING:
     from skyctl.fleet.journal import Job
 
 
+class StageOption(StrEnum):
+    """Where the checkpoint lies before servers are frozen."""
+
+    AUTO = "auto"
+    GPU = "gpu"
+    HOST = "host"
+    STREAM = "stream"
+
+
 class TransportOption(StrEnum):
     """Mechanisms that carry tensors."""
 
@@ -42,6 +51,13 @@ def sync_weights(
     transport: Annotated[
         TransportOption, typer.Option(help="How tensors travel (auto: by topology).")
     ] = TransportOption.AUTO,
+    stage: Annotated[
+        StageOption,
+        typer.Option(
+            help="Where the checkpoint lies before the freeze: all of it on the sender's GPU or in "
+            "host memory, or only a ring of chunks (auto: the GPU when it fits, else the ring)."
+        ),
+    ] = StageOption.AUTO,
     chunk_size: Annotated[
         str | None,
         typer.Option(
@@ -190,6 +206,7 @@ def sync_weights(
         checkpoint=absolute(checkpoint) if checkpoint and not back else "",
         transport=transport.value,
         chunk_size=size,
+        stage=stage.value,
         weight_version=weight_version,
         pause_mode=mode.value if mode else usual_mode(leaves_router=bool(canary or rolling)),
         verify=verify,

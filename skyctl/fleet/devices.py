@@ -46,6 +46,14 @@ def discover_gpus(timeout_s: float = 10.0, *, command: Sequence[str] = _QUERY) -
     return sorted(gpus, key=lambda gpu: gpu.index)
 
 
+_FREE_QUERY = [word.replace("memory.total", "memory.free") for word in _QUERY]
+
+
+def free_gpu_memory(*, command: Sequence[str] = _FREE_QUERY) -> dict[int, int]:
+    """Free bytes of each GPU now, by index; {} without a driver or when it does not answer."""
+    return {gpu.index: gpu.memory_bytes for gpu in discover_gpus(command=command)}
+
+
 def _parse_gpu(line: str) -> Gpu | None:
     fields = [field.strip() for field in line.split(",")]
     if len(fields) < 4 or not fields[0].isdigit():

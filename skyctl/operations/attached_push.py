@@ -56,6 +56,7 @@ def begin(
         control_timeout_s=ref.config.control_timeout_s,
         python=ref.config.python or sys.executable,
         transport=transfer.transport,
+        pushes=tuple(state.journal.pushes()) if request.dry_run else (),
     )
     job = jobs.open_push(state.journal, state.locks, request)
     running = jobs.run_push(

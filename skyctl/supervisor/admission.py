@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from skyctl.control.http import ControlClient
 from skyctl.errors import ServerError, SkyctlError
 from skyctl.fleet.in_doubt import NO_DOUBT, InDoubt, in_doubt, touch, trust
+from skyctl.fleet.journal import PushRecord
 from skyctl.fleet.plan import FleetPlan
 from skyctl.fleet.state import FleetState, FleetWeights
 from skyctl.supervisor.health import probe_alive
@@ -20,9 +21,11 @@ def push_fleet(
     model_path: str,
     doubts: Mapping[str, InDoubt],
     committed: Committed | None = None,
+    pushes: Sequence[PushRecord] = (),
 ) -> PushFleet:
     """The servers of a push, as the push wants to know them. `model_path` is what they run now,
-    `doubts` what earlier pushes left, `committed` what a push that is refused goes back to."""
+    `doubts` what earlier pushes left, `committed` what a push that is refused goes back to,
+    `pushes` are the latest."""
     transfer = plan.config.weight_transfer
     return PushFleet(
         name=plan.name,
@@ -51,6 +54,7 @@ def push_fleet(
         transport=transfer.transport,
         drain_timeout_s=plan.config.drain_timeout_s,
         committed=committed,
+        pushes=tuple(pushes),
     )
 
 

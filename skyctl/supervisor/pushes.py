@@ -134,7 +134,12 @@ class Pushes:
                 job,
                 request,
                 admission.push_fleet(
-                    plan, up, model_path, in_doubt(state), committed(plan, state.weights())
+                    plan,
+                    up,
+                    model_path,
+                    in_doubt(state),
+                    committed(plan, state.weights()),
+                    state.journal.pushes() if request.dry_run else (),
                 ),
                 client=client,
                 state=state,

@@ -13,6 +13,7 @@ from skyctl.control.dialects import rank_offsets
 from skyctl.errors import ServerUnreachable
 from skyctl.kill_points import reached
 from skyctl.weights.checkpoint import Checkpoint
+from skyctl.weights.forecast import slots_of
 from skyctl.weights.head_start import enough_is_read
 from skyctl.weights.plan import Chunk, ChunkPlan
 from skyctl.weights.request import PushFleet
@@ -20,9 +21,6 @@ from skyctl.weights.sender_client import SenderFailed
 from skyctl.weights.sender_pool import Lease, SenderPool
 from skyctl.weights.sites import Holds, Site, alive, each, open_session, scrub
 from skyctl.weights.transports.base import Filled, Session, Transport
-
-SLOTS = 2
-"""One slot is filled while servers load the other."""
 
 OUTSTANDING = 3
 """Updates under way at once where their order is free: while a server loads one chunk, the call
@@ -71,6 +69,7 @@ class ChunkDelivery:
         *,
         senders: SenderPool,
         sender_gpu: int = -1,
+        stage: str = "auto",
     ) -> None:
         self._transport = transport
         self._senders = senders
@@ -78,6 +77,7 @@ class ChunkDelivery:
         self._plan = plan
         self._fleet = fleet
         self._sender_gpu = sender_gpu
+        self._stage = stage
         self._lease: Lease | None = None
         self._delivered = False
         self._read_ahead_until = 0.0
@@ -114,20 +114,21 @@ class ChunkDelivery:
             self._fleet.python, self._transport.name, options, secrets.token_hex(8)
         )
         chunks = len(self._plan.chunks)
-        ring = min(SLOTS, chunks)
+        slots = slots_of(self._stage, chunks)
         await lease.sender.open(
             transport=self._transport.name,
             session=lease.session,
             checkpoint=self._checkpoint,
             plan=self._plan,
-            slots=ring,
+            slots=slots,
+            ring_only=self._stage == "stream",
             carrier=options if lease.fresh else None,
         )
         opened = await lease.sender.opened(timeout_s=_STARTUP_TIMEOUT_S)
         self._session = Session(lease.session, self._plan, world_size, opened.endpoint)
         if opened.staged_whole and not self._transport.ordered:
             self._outstanding = OUTSTANDING
-        await self._read_ahead(lease, chunks if opened.staged_whole else ring)
+        await self._read_ahead(lease, chunks if opened.staged_whole else slots)
 
     async def _read_ahead(self, lease: Lease, chunks: int) -> None:
         """Wait until so many chunks are in their slots, or enough that servers will not wait."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -15,8 +15,18 @@ from skyctl.errors import PreflightError
 from skyctl.units import format_bytes
 from skyctl.weights.checkpoint import Checkpoint, read_checkpoint
 from skyctl.weights.compat import check_compatible
-from skyctl.weights.delivery import SLOTS, ChunkDelivery, Delivery
+from skyctl.weights.delivery import ChunkDelivery, Delivery
 from skyctl.weights.finite import refuse_not_finite
+from skyctl.weights.forecast import (
+    GPU_TRANSPORTS,
+    Forecast,
+    Subject,
+    assumptions,
+    forecast,
+    refusal,
+    slots_of,
+)
+from skyctl.weights.measuring import measure_reading, measured_before
 from skyctl.weights.plan import ChunkPlan, plan_chunks
 from skyctl.weights.request import PushFleet, PushRequest, PushServer
 from skyctl.weights.rollback import refuse_changed
@@ -44,6 +54,9 @@ class Prepared:
     notes: tuple[str, ...]
     samples: Mapping[str, Sample]
     sender_gpu: int = -1
+    stage: str = "auto"
+    forecasts: tuple[Forecast, ...] = ()
+    assumptions: tuple[str, ...] = ()
 
     def delivery(self, fleet: PushFleet, senders: SenderPool) -> Delivery:
         """A fresh attempt, with a sender from the pool."""
@@ -56,6 +69,7 @@ class Prepared:
             fleet,
             senders=senders,
             sender_gpu=self.sender_gpu,
+            stage=self.stage,
         )
 
     @property
@@ -79,6 +93,8 @@ class Prepared:
             "largest_tensor": largest.name,
             "largest_tensor_bytes": largest.nbytes,
             "memory_bytes": self.memory_bytes,
+            "forecasts": [one.to_json() for one in self.forecasts],
+            "assumptions": list(self.assumptions),
             "servers": [facts.to_json() for facts in self.facts],
             "notes": list(self.notes),
         }
@@ -103,6 +119,10 @@ async def preflight(request: PushRequest, fleet: PushFleet, *, client: ControlCl
     may_sleep = {s.name for s in fleet.servers if s.weights_awake or request.colocated}
     notes = check_servers(facts, may_sleep)
     choice = choose(request.transport, fleet.transport, facts)
+    if problem := refusal(request.stage, choice.name):
+        raise PreflightError(
+            f"--stage {request.stage}: {problem}", hint="leave --stage out: it is chosen then"
+        )
     transport = None if choice.name == "disk" else load_transport(choice.name)
     if choice.name == "nccl":
         refuse_without_nccl(facts)
@@ -122,9 +142,13 @@ async def preflight(request: PushRequest, fleet: PushFleet, *, client: ControlCl
         )
         notes += grown_notes(plan)
         workers = sum(fact.world_size for fact in facts)
-        memory_bytes = (min(SLOTS, len(plan.chunks)) + workers) * plan.slot_bytes
+        memory_bytes = (slots_of(request.stage, len(plan.chunks)) + workers) * plan.slot_bytes
         if all(server.device == "cpu" for server in fleet.servers):
             check_memory(memory_bytes)
+    forecasts: tuple[Forecast, ...] = ()
+    said: tuple[str, ...] = ()
+    if request.dry_run and transport is not None:
+        forecasts, said = await _forecasts(request, fleet, checkpoint, plan, facts, choice.name)
     return Prepared(
         checkpoint=checkpoint,
         plan=plan,
@@ -139,7 +163,46 @@ async def preflight(request: PushRequest, fleet: PushFleet, *, client: ControlCl
         notes=tuple(notes),
         samples=samples,
         sender_gpu=free_gpu(fleet.servers) if choice.name == "nccl" else -1,
+        stage=request.stage,
+        forecasts=forecasts,
+        assumptions=said,
     )
+
+
+async def _forecasts(
+    request: PushRequest,
+    fleet: PushFleet,
+    checkpoint: Checkpoint,
+    plan: ChunkPlan,
+    facts: Sequence[ServerFacts],
+    transport: str,
+) -> tuple[tuple[Forecast, ...], tuple[str, ...]]:
+    """What each way of staging would take, and what that stands on."""
+    free = await asyncio.to_thread(_free_for_sender, fleet, transport)
+    subject = Subject(
+        transport=transport,
+        chunk_bytes=tuple(chunk.size for chunk in plan.chunks),
+        workers=sum(fact.world_size for fact in facts),
+        free_gpu_bytes=free,
+    )
+    measured = replace(
+        measured_before(fleet.pushes, transport),
+        reads=await asyncio.to_thread(measure_reading, checkpoint),
+    )
+    found = forecast(subject, request.stage, measured)
+    return tuple(found), tuple(assumptions(subject, measured))
+
+
+def _free_for_sender(fleet: PushFleet, transport: str) -> int | None:
+    """Free bytes on the fullest GPU that the sender would use; None where none is asked."""
+    if transport not in GPU_TRANSPORTS:
+        return None
+    from skyctl.fleet.devices import free_gpu_memory
+
+    used = [gpu for server in fleet.servers for gpu in server.gpus]
+    sender = [free_gpu(fleet.servers)] if transport == "nccl" else used
+    free = free_gpu_memory()
+    return min((free[gpu] for gpu in sender if gpu in free), default=None)
 
 
 def _read(request: PushRequest) -> tuple[Checkpoint, dict[str, Sample]]:

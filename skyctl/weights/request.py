@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from skyctl.control.target import ServerTarget
+
+if TYPE_CHECKING:
+    from skyctl.fleet.journal import PushRecord
 
 STAGES = (
     "preflight",
@@ -43,6 +46,7 @@ class PushRequest:
     file. `keep`: the fleet makes a copy of its own, and keeps it. `rolling`
     is how many servers are updated at a time while the others serve, 0 for all. `colocated`:
     servers that sleep are woken for it. `sleep_after` is the level to sleep at afterwards, 0: none.
+    `stage` is where the checkpoint lies before servers are frozen (`weights/forecast.py`).
     """
 
     checkpoint: str
@@ -60,6 +64,7 @@ class PushRequest:
     rolling: int = 0
     colocated: bool = False
     sleep_after: int = 0
+    stage: Literal["auto", "gpu", "host", "stream"] = "auto"
 
     @property
     def leaves_router(self) -> bool:
@@ -121,7 +126,7 @@ class PushFleet:
     `model_path` is the directory or hub id of the checkpoint the servers run now, None when
     unknown. `transport` is what the fleet file says, used when the request says "auto". `python`
     is the interpreter that runs the sender process (it needs torch); "" is this one. `committed`
-    is None where it is not known.
+    is None where it is not known. `pushes` are the fleet's latest, newest first.
     """
 
     name: str
@@ -134,6 +139,7 @@ class PushFleet:
     python: str = ""
     transport: str = "auto"
     drain_timeout_s: float = 30.0
+    pushes: tuple[PushRecord, ...] = ()
     committed: Committed | None = None
 
 

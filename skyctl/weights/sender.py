@@ -88,6 +88,7 @@ class Sender:
             self._files,
             chunks,
             slots=message["slots"],
+            ring_only=message["ring_only"],
             slot_bytes=message["slot_bytes"],
             threads=max(1, min(_MAX_THREADS, len(os.sched_getaffinity(0)))),
         )

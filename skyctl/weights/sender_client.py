@@ -75,8 +75,10 @@ class SenderProcess:
         plan: ChunkPlan,
         slots: int,
         carrier: Mapping[str, Any] | None,
+        ring_only: bool = False,
     ) -> None:
-        """Tell it what to read; it starts filling its slots at once.
+        """Tell it what to read; it starts filling its slots at once. `ring_only`: it takes no more
+        slots than these, though it could.
 
         `carrier` has the options of a new carrier; None goes on with the one there is.
         """
@@ -91,6 +93,7 @@ class SenderProcess:
                 for chunk in plan.chunks
             ],
             slots=slots,
+            ring_only=ring_only,
             slot_bytes=plan.slot_bytes,
             carrier=None if carrier is None else dict(carrier),
         )

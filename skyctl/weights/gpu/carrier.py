@@ -43,10 +43,13 @@ class GpuCarrier:
         slots: int,
         slot_bytes: int,
         threads: int,
+        ring_only: bool = False,
     ) -> DeviceChunkReader:
         """A slot for each chunk when all of them fit on the GPUs, else a ring of `slots`."""
         sizes = [max(piece.offset + piece.nbytes for piece in chunk) for chunk in chunks]
-        self._slots, self.staged_whole = stage_slots(self.devices, sizes, slots)
+        self._slots, self.staged_whole = stage_slots(
+            self.devices, sizes, slots, ring_only=ring_only
+        )
         return DeviceChunkReader(
             files,
             chunks,

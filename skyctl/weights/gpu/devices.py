@@ -82,23 +82,42 @@ class MirroredSlots:
 
 
 def stage_slots(
-    devices: Sequence[int], chunk_sizes: Sequence[int], ring: int
+    devices: Sequence[int], chunk_sizes: Sequence[int], ring: int, *, ring_only: bool = False
 ) -> tuple[MirroredSlots, bool]:
-    """Slots for a push, and whether the whole checkpoint fits in them.
-
-    One slot per chunk when that leaves a tenth of each GPU's free memory, else a ring of `ring`
-    slots of the largest size.
+    """Slots for a push on all of these GPUs, and whether the whole checkpoint fits in them.
 
     Raises:
         MemoryError: not even the ring fits.
     """
     free = min(free_bytes(device) for device in devices)
-    if ring >= len(chunk_sizes) or sum(chunk_sizes) <= free * _SHARE_OF_FREE:
-        return MirroredSlots(devices, chunk_sizes), True
+    sizes, whole = slot_sizes(free, chunk_sizes, ring, ring_only=ring_only)
+    return MirroredSlots(devices, sizes), whole
+
+
+def slot_sizes(
+    free: int, chunk_sizes: Sequence[int], ring: int, *, ring_only: bool = False
+) -> tuple[list[int], bool]:
+    """Sizes of the slots where `free` bytes are free, and whether each chunk has its own. Pure.
+
+    One slot per chunk when that leaves a tenth of the free memory, else a ring of `ring` slots of
+    the largest size. `ring` slots for all chunks are taken as asked: they fit, or that is an error.
+
+    Raises:
+        MemoryError: that many slots do not fit.
+    """
+    if ring >= len(chunk_sizes) and sum(chunk_sizes) > free:
+        raise MemoryError(
+            f"{sum(chunk_sizes)} bytes do not fit into the {free} bytes that are free on the "
+            "sender's GPU; use --stage stream"
+        )
+    if ring >= len(chunk_sizes):
+        return list(chunk_sizes), True
+    if not ring_only and sum(chunk_sizes) <= free * _SHARE_OF_FREE:
+        return list(chunk_sizes), True
     needed = ring * max(chunk_sizes)
     if needed > free * _SHARE_OF_FREE:
         raise MemoryError(
             f"{ring} chunks of {max(chunk_sizes)} bytes do not fit into the {free} bytes that are "
             "free on the sender's GPU; take a smaller --chunk-size"
         )
-    return MirroredSlots(devices, [max(chunk_sizes)] * ring), False
+    return [max(chunk_sizes)] * ring, False

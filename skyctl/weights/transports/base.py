@@ -109,10 +109,12 @@ class Carrier(Protocol):
         slots: int,
         slot_bytes: int,
         threads: int,
+        ring_only: bool = False,
     ) -> Reader:
         """Allocate the slots and return what fills them. Called once per push.
 
-        `slots` is the least number of slots; a carrier may take more when `staged_whole` says so.
+        `slots` is the least number of slots; a carrier may take more when `staged_whole` says so,
+        unless it is to take a ring only.
         """
 
     def extra(self, slot: int) -> dict[str, Any]:

@@ -93,6 +93,7 @@ class GlooCarrier:
         slots: int,
         slot_bytes: int,
         threads: int,
+        ring_only: bool = False,
     ) -> ChunkReader:
         import torch
 

@@ -66,6 +66,7 @@ class ShmCarrier:
         slots: int,
         slot_bytes: int,
         threads: int,
+        ring_only: bool = False,
     ) -> ChunkReader:
         return ChunkReader(files, chunks, self.allocate(slots, slot_bytes), threads=threads)
 

@@ -1,0 +1,171 @@
+"""Canary, rolling and kept pushes on real vLLM CPU servers behind the real router."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from os import kill
+
+import httpx
+import pytest
+
+from tests.integration.fleet_cli import FleetCli
+
+pytestmark = pytest.mark.real
+
+PROMPT_IDS = [5, 9, 13, 17, 21]
+MAX_TOKENS = 12
+BODY = {
+    "prompt": PROMPT_IDS,
+    "max_tokens": MAX_TOKENS,
+    "temperature": 0,
+    "ignore_eos": True,
+    "return_token_ids": True,
+}
+
+
+@dataclass
+class Asked:
+    """What a client heard, and what failed."""
+
+    answers: list[tuple[int, ...]] = field(default_factory=list)
+    failures: list[str] = field(default_factory=list)
+
+
+@contextmanager
+def asking(fleet: FleetCli, clients: int = 3) -> Iterator[Asked]:
+    """Clients in a thread of their own ask the router without a break while the block runs."""
+    asked, over = Asked(), threading.Event()
+    urls = fleet.json("urls")["data"]
+    key = fleet.json("urls", "--show-key")["data"]["api_key"]
+
+    async def client(http: httpx.AsyncClient) -> None:
+        while not over.is_set():
+            try:
+                answer = await http.post(
+                    f"{urls['router']}/v1/completions", json={**BODY, "model": urls["model"]}
+                )
+            except httpx.HTTPError as error:
+                asked.failures.append(repr(error))
+                continue
+            if answer.status_code == 200:
+                asked.answers.append(tuple(answer.json()["choices"][0]["token_ids"]))
+            else:
+                asked.failures.append(f"{answer.status_code} {answer.text[:100]}")
+                await asyncio.sleep(0.1)
+
+    async def all_clients() -> None:
+        headers = {"Authorization": f"Bearer {key}"}
+        async with httpx.AsyncClient(headers=headers, timeout=60.0, trust_env=False) as http:
+            await asyncio.gather(*(client(http) for _ in range(clients)))
+
+    thread = threading.Thread(target=lambda: asyncio.run(all_clients()))
+    thread.start()
+    try:
+        yield asked
+    finally:
+        over.set()
+        thread.join(90.0)
+        assert not thread.is_alive()
+
+
+def answer_of(fleet: FleetCli) -> tuple[int, ...]:
+    with asking(fleet, clients=1) as asked:
+        while not asked.answers and len(asked.failures) < 50:
+            threading.Event().wait(0.05)
+    assert asked.answers, asked.failures
+    return asked.answers[0]
+
+
+def canary_file(fleet: FleetCli, tokens: tuple[int, ...]) -> str:
+    prompt = {
+        "prompt_token_ids": PROMPT_IDS,
+        "max_tokens": MAX_TOKENS,
+        "sampling": {"ignore_eos": True},
+        "expect": {"token_ids": list(tokens), "min_logprob": -50},
+    }
+    (fleet.directory / "canary.json").write_text(json.dumps([prompt]))
+    return "canary.json"
+
+
+def until_replaced(fleet: FleetCli, pid: int, timeout_s: float = 240.0) -> None:
+    """Return when the first replica is ready in another process."""
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        first = fleet.json("status", expect=None)["data"]["replicas"][0]
+        if first["pid"] not in (None, pid) and first["state"] == "ready":
+            return
+        time.sleep(1.0)  # a process of vLLM's starts for most of a minute
+    raise AssertionError(first)
+
+
+def versions(fleet: FleetCli) -> set[str | None]:
+    return {row["weight_version"] for row in fleet.json("status")["data"]["replicas"]}
+
+
+def test_canary_rolling_and_kept_pushes(real_fleet: FleetCli) -> None:
+    fleet = real_fleet
+    fleet.run("sync-weights", "checkpoints/a", "--weight-version", "A")
+    of_a = answer_of(fleet)
+
+    # a roll: nothing fails, and nothing but A or B is heard
+    with asking(fleet) as asked:
+        rolled = fleet.json(
+            "sync-weights", "checkpoints/b", "--weight-version", "B", "--rolling", "1"
+        )
+    of_b = answer_of(fleet)
+    assert of_a != of_b
+    assert asked.failures == []
+    assert set(asked.answers) == {of_a, of_b}
+    assert versions(fleet) == {"B"}
+    print("roll:", len(asked.answers), "answers,", rolled["data"]["job"]["result"]["seconds"], "s")
+
+    # a canary that is right for B refuses A: nobody hears A, and B is back
+    canary = canary_file(fleet, of_b)
+    options = ("checkpoints/a", "--weight-version", "A2", "--canary", canary)
+    with asking(fleet) as asked:
+        refused = fleet.json("sync-weights", *options, expect=1)
+    assert refused["error"]["kind"] == "CanaryFailed"
+    rows = refused["data"]["job"]["error"]["details"]["canary"]
+    assert [tuple(row["got"]["token_ids"]) for row in rows] == [of_a, of_a]
+    assert set(asked.answers) == {of_b}
+    assert {failure[:3] for failure in asked.failures} <= {"503"}
+    assert versions(fleet) == {"B"}
+    assert answer_of(fleet) == of_b
+    print("refused:", len(asked.answers), "answers,", len(asked.failures), "times 503")
+
+    # and lets B pass, also in a roll; a refused roll stops at its first server
+    passed = fleet.json(
+        "sync-weights", "checkpoints/b", "--weight-version", "B2", "--canary", canary
+    )
+    assert [row["ok"] for row in passed["data"]["job"]["result"]["canary"]] == [True, True]
+    with asking(fleet) as asked:
+        fleet.json("sync-weights", *options, "--rolling", "1", expect=1)
+    assert asked.failures == []
+    assert set(asked.answers) == {of_b}
+    assert versions(fleet) == {"B2"}
+
+    # kept: the trainer's directory goes, a killed replica comes back with it all the same
+    shutil.copytree(fleet.directory / "checkpoints/a", fleet.directory / "checkpoints/step-1")
+    fleet.run("sync-weights", "checkpoints/step-1", "--weight-version", "kept", "--keep")
+    shutil.rmtree(fleet.directory / "checkpoints/step-1")
+    victim = fleet.json("status")["data"]["replicas"][0]
+    kill(victim["pid"], signal.SIGKILL)
+    until_replaced(fleet, victim["pid"])
+    assert versions(fleet) == {"kept"}
+    fleet.run("sync-weights", "checkpoints/b", "--weight-version", "B3")
+    fleet.run("sync-weights", "--rollback", "kept", "--rolling", "1")
+    assert answer_of(fleet) == of_a
+    [kept] = fleet.json("weights", "kept")["data"]["kept"]
+    assert (kept["version"], kept["current"]) == ("kept", True)
+    fleet.run("weights", "forget", "kept", expect=1)
+    fleet.run("sync-weights", "checkpoints/b", "--weight-version", "B4")
+    fleet.run("weights", "forget", "kept")
+    assert fleet.json("weights", "kept")["data"]["kept"] == []
