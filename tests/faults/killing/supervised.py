@@ -110,12 +110,16 @@ class SupervisedFleet:
             self.skyctl("status", kill_at="push.update.sent:2")
             self._push(dice)
         self._kill_supervisor()
-        self.skyctl("status", kill_at=dice.at, guardian=dice.guardian)
+        sending = dice.point.startswith("sender.")
+        ticket = self.directory / "ticket"
+        if sending:  # one sender dies of it, the next one lives
+            ticket.write_text(dice.at)
+        at = f"@{ticket}" if sending else dice.at
+        self.skyctl("status", kill_at=at, guardian=dice.guardian)
         if not adopting:
             came.violations += self._push(dice)
-        came.killed = self._dead_soon() if dice.point.partition(".")[0] != "sender" else True
-        if dice.point.startswith("sender."):
-            self._kill_supervisor()  # every sender that it starts would die at that point
+        came.killed = not ticket.exists() if sending else self._dead_soon()
+        ticket.unlink(missing_ok=True)
         died_at = time.time()
         if not (dice.guardian and came.killed and self._healed_by_guardian(came)):
             code, envelope, errors = self.skyctl("recover", "--yes")
