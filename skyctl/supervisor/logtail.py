@@ -14,7 +14,6 @@ _ERROR_LINE = re.compile(
 _PREFIXES = re.compile(
     r"^(?:\([\w ]+ pid=\d+\)\s*)?(?:(?:INFO|WARNING|ERROR|DEBUG)\s+\S+\s+\S+\s+\[[^\]]*\]\s*)?"
 )
-_BEGINS = re.compile(r"^(?:\([\w ]+ pid=\d+\)\s*)?(?:INFO|WARNING|ERROR|DEBUG)\b")
 _ESCAPES = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 _CHUNK_BYTES = 64 * 1024
 _LONGEST_TAIL_BYTES = 16 * 1024 * 1024
@@ -69,9 +68,16 @@ def message(line: str) -> str:
 
 
 def latest_message(lines: Sequence[str]) -> str:
-    """The last line that begins a message (vLLM's may have more), else the last line, or ""."""
-    begun = [line for line in lines if _BEGINS.match(line)]
-    return message((begun or lines or [""])[-1])
+    """Where the last message begins, or "". vLLM puts the same prefix before each of its lines."""
+    at = len(lines) - 1
+    while at > 0 and (prefix := _prefix(lines[at])) and prefix == _prefix(lines[at - 1]):
+        at -= 1
+    return message(lines[at]) if lines else ""
+
+
+def _prefix(line: str) -> str:
+    found = _PREFIXES.match(line)
+    return found[0] if found else ""
 
 
 def telling_line(lines: Sequence[str]) -> str:

@@ -116,8 +116,10 @@ def test_a_log_line_loses_its_prefix() -> None:
 
 
 def test_what_a_server_does_now_is_where_its_last_message_begins() -> None:
-    begins = "(EngineCore pid=7) INFO 11-20 23:00:00 [cpu.py:9] Threads are bound:"
-    assert latest_message([begins, "(EngineCore pid=7) reserved=[]"]) == "Threads are bound:"
+    first = "(EngineCore pid=7) INFO 11-20 23:00:00 [core.py:1] Loading"
+    prefix = "(EngineCore pid=7) INFO 11-20 23:00:00 [cpu.py:9] "
+    lines = [first, f"{prefix}Threads are bound:", f"{prefix}reserved=[]"]
+    assert latest_message(lines) == "Threads are bound:"
     assert latest_message(["no prefix", "at all"]) == "at all"
     assert latest_message([]) == ""
 
