@@ -169,3 +169,43 @@ def test_canary_rolling_and_kept_pushes(real_fleet: FleetCli) -> None:
     fleet.run("sync-weights", "checkpoints/b", "--weight-version", "B4")
     fleet.run("weights", "forget", "kept")
     assert fleet.json("weights", "kept")["data"]["kept"] == []
+
+
+def test_a_sleeping_fleet_is_pushed_to_as_one_transaction(real_fleet: FleetCli) -> None:
+    """On CPU, sleep is a state only; what vLLM answers to waking in parts is real."""
+    fleet = real_fleet
+    fleet.run("sync-weights", "checkpoints/a", "--weight-version", "A")
+    of_a = answer_of(fleet)
+    fleet.run("sleep")
+    assert {row["state"] for row in fleet.json("status")["data"]["replicas"]} == {"asleep"}
+    fleet.run("sync-weights", "checkpoints/b", expect=1)
+    woken = fleet.json("sync-weights", "checkpoints/b", "--weight-version", "B", "--colocated")
+    rows = woken["data"]["job"]["result"]["servers"]
+    assert [(row["state"], row["version"], row["sleep_level"]) for row in rows] == [
+        ("ready", "B", 0),
+        ("ready", "B", 0),
+    ]
+    of_b = answer_of(fleet)
+    assert of_b != of_a
+    slept = fleet.json(
+        "sync-weights", "checkpoints/a", "--weight-version", "A2", "--sleep-after", "1"
+    )
+    rows = slept["data"]["job"]["result"]["servers"]
+    assert [(row["state"], row["sleep_level"]) for row in rows] == [("asleep", 1)] * 2
+    assert {row["state"] for row in fleet.json("status")["data"]["replicas"]} == {"asleep"}
+    fleet.run("wake")
+    assert answer_of(fleet) == of_a
+
+
+def test_a_dry_run_tells_what_a_push_then_takes(real_fleet: FleetCli) -> None:
+    fleet = real_fleet
+    done = fleet.json("sync-weights", "checkpoints/b", "--transport", "shm", "--stage", "host")
+    result = done["data"]["job"]["result"]
+    plan = fleet.json("sync-weights", "checkpoints/b", "--transport", "shm", "--dry-run")
+    told = plan["data"]["job"]["result"]["plan"]
+    ways = {one["stage"]: one for one in told["forecasts"]}
+    assert set(ways) == {"host", "stream"}
+    assert ways["stream"]["chosen"]
+    print("freeze:", result["freeze_window_s"], "told:", ways["host"]["freeze_s"])
+    print(told["assumptions"])
+    assert ways["host"]["freeze_s"] == pytest.approx(result["freeze_window_s"], rel=0.01)
