@@ -17,7 +17,7 @@ from skyctl.errors import VersionMismatch
 from skyctl.fleet.plan import Device, FleetPlan, RouterSpec, ServerSpec
 from skyctl.fleet.schema import FleetConfig
 
-PROTOCOL = 2
+PROTOCOL = 3
 """Of the supervisor's API. Count it up with every change that the other side has to know of."""
 
 VERSION_HEADER = "x-skyctl"
@@ -25,7 +25,7 @@ VERSION_HEADER = "x-skyctl"
 
 
 def spoken() -> str:
-    """What this skyctl speaks, as in the header: `0.3.0/2`."""
+    """What this skyctl speaks, as in the header: `0.3.0/3`."""
     return f"{__version__}/{PROTOCOL}"
 
 
