@@ -12,7 +12,12 @@ from skyctl.weights.sites import Holds, Site
 
 
 def cut_short(run: Run, sites: Sequence[Site], error: BaseException) -> BaseException:
-    """The error to raise when a push ends in the middle; says which servers must not be resumed."""
+    """The error to raise when a push ends in the middle; says which servers must not be resumed.
+
+    One that says itself how each server was left stays as it is.
+    """
+    if isinstance(error, PushError) and "servers" in error.details:
+        return error
     in_doubt = [site for site in sites if site.holds in (Holds.UNKNOWN, Holds.NEW)]
     for site in in_doubt:
         site.failure = site.failure or f"the push was interrupted ({error!r})"

@@ -110,8 +110,10 @@ async def _transaction(run: Run) -> PushResult:
         return result_of(run, prepared, run.request.weight_version or "", "")
     try:
         return await _carry_out(run, prepared)
+    except BaseException as error:
+        raise cut_short(run, prepared.sites, error) from error
     finally:
-        await rejoin(run, prepared.sites)
+        await rejoin(run, prepared.sites)  # those that must not be routed are quarantined by now
 
 
 async def _carry_out(run: Run, prepared: Prepared) -> PushResult:
@@ -122,29 +124,7 @@ async def _carry_out(run: Run, prepared: Prepared) -> PushResult:
             await _stage(delivery, sites)
             reached("push.staged")
         run.shelter.enter()  # from here on a cancellation must not leave servers frozen
-        try:
-            if run.request.leaves_router:
-                with run.stage("drain"):
-                    await leave(run, sites)
-            if run.request.colocated:
-                with run.stage("wake"):
-                    await sleeping.wake_weights(run, sites)
-            with run.stage("pause"):
-                await pause(run, sites)
-                reached("push.pause.done")
-            with run.stage("init"):
-                await delivery.init(sites)
-                reached("push.init.done")
-                require_all(run, sites)
-            with run.stage("start"):
-                reached("push.start.call")
-                await delivery.start(sites)
-                reached("push.start.done")
-                require_all(run, sites)
-        except NotYet as stop:
-            await roll_back(run, sites)
-            await sleeping.sleep_again(run, sites)
-            raise stop.reason(sites) from None
+        await _until_started(run, delivery, sites)
         run.shelter.commit()
         with run.stage("update"):
             await delivery.update(sites, _progress(run, prepared))
@@ -152,8 +132,6 @@ async def _carry_out(run: Run, prepared: Prepared) -> PushResult:
             reached("push.finish.call")
             await delivery.finish(sites, lambda: label_of(run, prepared, delivery))
             reached("push.finish.done")
-    except BaseException as error:
-        raise cut_short(run, sites, error) from error
     finally:
         await delivery.close()
     if delivery.can_retry and len(alive(sites)) < len(sites):
@@ -174,6 +152,33 @@ async def _carry_out(run: Run, prepared: Prepared) -> PushResult:
         await sleeping.sleep_after(run, sites)
         reached("push.resume.done")
     return settle(run, prepared, label, delivery.content_digest)
+
+
+async def _until_started(run: Run, delivery: Delivery, sites: Sequence[Site]) -> None:
+    """Freeze the servers and open an update in each; what fails here is undone on all of them."""
+    try:
+        if run.request.leaves_router:
+            with run.stage("drain"):
+                await leave(run, sites)
+        if run.request.colocated:
+            with run.stage("wake"):
+                await sleeping.wake_weights(run, sites)
+        with run.stage("pause"):
+            await pause(run, sites)
+            reached("push.pause.done")
+        with run.stage("init"):
+            await delivery.init(sites)
+            reached("push.init.done")
+            require_all(run, sites)
+        with run.stage("start"):
+            reached("push.start.call")
+            await delivery.start(sites)
+            reached("push.start.done")
+            require_all(run, sites)
+    except NotYet as stop:
+        await roll_back(run, sites)
+        await sleeping.sleep_again(run, sites)
+        raise stop.reason(sites) from None
 
 
 async def _stage(delivery: Delivery, sites: Sequence[Site]) -> None:

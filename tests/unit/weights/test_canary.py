@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -296,3 +297,25 @@ async def test_requests_that_come_past_the_router_are_not_answered_by_new_weight
     error = await refused(stubs, canary(), observer=observer)
     assert "requests arrive past the router" in error.details["canary"][1]["problem"]
     assert stubs.engines[1].served[0] == stubs.engines[1].digest
+
+
+async def test_an_error_of_ours_amid_a_canary_quarantines_before_anybody_rejoins(
+    stubs: Stubs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(results: object) -> None:
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr("skyctl.weights.push.failed", broken)
+    observer, rotation = Recorder(), Rotation(stubs)
+    told: list[set[tuple[str, str]]] = []
+    rejoin = rotation.rejoin
+
+    async def watched(names: Collection[str]) -> None:
+        told.append({(name, state) for name, state, _ in observer.servers[-2:]})
+        await rejoin(names)
+
+    rotation.rejoin = watched  # type: ignore[method-assign]
+    with pytest.raises(PushError, match="broke off: RuntimeError"):
+        await push_with(stubs, canary(), rotation=rotation, observer=observer)
+    assert told == [{("demo-0", "quarantined"), ("demo-1", "quarantined")}]
+    assert all(engine.paused for engine in stubs.engines)
