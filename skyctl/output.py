@@ -204,6 +204,17 @@ def columns() -> int:
     return out.width
 
 
+def wrapped(line: str, *, indent: int) -> list[str]:
+    """The line cut between words so that it fits behind `indent` blanks of a terminal; whole where
+    stdout is none: a file has room, and may be searched."""
+    if not out.is_terminal:
+        return [line]
+    import textwrap
+
+    room = max(20, out.width - indent)
+    return textwrap.wrap(line, room, break_long_words=False, break_on_hyphens=False) or [""]
+
+
 def svg(title: str, *views: RenderableType, width: int, identifier: str = "") -> str:
     """The views as a picture of a terminal of `width` columns. It loads no fonts: it is shown in
     places where that is not allowed, with the reader's own. Pictures of one page differ in

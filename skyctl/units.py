@@ -1,4 +1,4 @@
-"""Byte sizes as people write and read them."""
+"""Byte sizes, durations and counts as people write and read them."""
 
 from __future__ import annotations
 
@@ -54,3 +54,8 @@ def format_seconds(seconds: float) -> str:
         return f"{hours}h{minutes:02d}m"
     days, hours = divmod(hours, 24)
     return f"{days}d{hours:02d}h"
+
+
+def count_of(number: int, noun: str) -> str:
+    """`1 server`, `2 servers`."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

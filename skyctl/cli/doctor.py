@@ -87,6 +87,8 @@ def _findings(ref: FleetRef | None, refusal: FleetFileError | None, verify: bool
 def _lines(findings: Sequence[Finding]) -> list[Text]:
     from rich.text import Text
 
+    from skyctl import output
+
     signs = {"ok": ("✓ ", "green"), "warning": ("! ", "yellow"), "error": ("✗ ", "bold red")}
     lines: list[Text] = []
     for section, title in _TITLES.items():
@@ -95,17 +97,21 @@ def _lines(findings: Sequence[Finding]) -> list[Text]:
             lines += [Text(), Text(title, "bold")] if lines else [Text(title, "bold")]
         for finding in here:
             sign, style = signs[finding.severity]
-            lines.append(Text.assemble((sign, style), finding.message))
+            first, *rest = output.wrapped(finding.message, indent=len(sign))
+            lines.append(Text.assemble((sign, style), first))
+            lines += [Text(" " * len(sign) + line) for line in rest]
             if finding.fix:
                 lines.append(Text(f"  → {finding.fix}", "dim"))
     return [*lines, Text()] if lines else []
 
 
 def _verdict(errors: int, warnings: int) -> str:
+    from skyctl.units import count_of
+
     if not errors and not warnings:
         return "nothing to fix"
     counts = [(errors, "error"), (warnings, "warning")]
-    return ", ".join(f"{n} {word}{'' if n == 1 else 's'}" for n, word in counts if n)
+    return ", ".join(count_of(number, noun) for number, noun in counts if number)
 
 
 def _failed(verdict: str) -> SkyctlError:

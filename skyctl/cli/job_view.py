@@ -79,7 +79,7 @@ def emit_job(job: Job) -> None:
 def job_views(job: Job) -> list[RenderableType]:
     """A summary line and a table of servers of an ended job; only the table when it failed."""
     from skyctl import output
-    from skyctl.units import format_bytes, format_rate, format_seconds
+    from skyctl.units import count_of, format_bytes, format_rate, format_seconds
 
     details = job.result or (job.error or {}).get("details") or {}
     views: list[Any] = []
@@ -105,7 +105,7 @@ def job_views(job: Job) -> list[RenderableType]:
         views += ["", canary_view(details["canary"])]
     if job.result:
         result = job.result
-        chunks = f" in {result['chunks']} chunks" if result["chunks"] else ""
+        chunks = f" in {count_of(result['chunks'], 'chunk')}" if result["chunks"] else ""
         views.append(
             f"{result['version']}: {format_bytes(result['total_bytes'])}{chunks} by "
             f"{result['transport']}, {format_rate(result['gb_per_s'])}; frozen for "

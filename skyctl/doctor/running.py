@@ -11,7 +11,7 @@ from skyctl.fleet.journal import PushRecord
 from skyctl.fleet.state import ServerRow
 from skyctl.fleet.status import MIXED, TRANSIENT_STATES, FleetStatus
 from skyctl.operations.drift import Drift
-from skyctl.units import format_seconds
+from skyctl.units import count_of, format_seconds
 
 LONG_PAUSE_S = 600.0
 # States whose servers a router may list.
@@ -178,7 +178,7 @@ def router(facts: RunningFacts) -> Iterator[Finding]:
             f"curl -X POST '{status.router.url}/remove_worker?url={url}'",
         )
     if in_step:
-        yield _ok("router", f"the router lists the {len(listed)} servers it should")
+        yield _ok("router", f"the router lists what it should: {count_of(len(listed), 'server')}")
 
 
 def control_tokens(facts: RunningFacts) -> Iterator[Finding]:

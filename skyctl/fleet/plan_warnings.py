@@ -132,7 +132,7 @@ def _router_warnings(config: FleetConfig) -> list[PlanWarning]:
             PlanWarning(
                 f"router.request_timeout_s {router.request_timeout_s}: longer requests are cut, "
                 "and time frozen by `pause --mode keep` counts",
-                "leave it out (1800), or at 300 at the least",
+                "leave it out (1800), or raise it to 300 or more",
             )
         )
     if router.health_interval_s > _LONG_INTERVAL_S:

@@ -7,8 +7,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
+from skyctl import output
 from skyctl.cli import app as app_module
+from skyctl.cli.doctor import _lines
+from skyctl.doctor.finding import Finding, Severity
 
 
 @pytest.fixture
@@ -83,3 +87,14 @@ def test_quiet_prints_only_what_is_wrong(
     write(directory, "router: {host: 0.0.0.0}\n")
     _, out, _ = doctor(monkeypatch, capsys, "-q", "doctor")
     assert "✓" not in out and "!" in out
+
+
+def test_a_long_finding_is_cut_between_words_on_a_terminal_and_whole_in_a_file(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    finding = Finding("machine", "gpus", Severity.WARNING, "word " * 20 + "end", "the fix")
+    assert len(_lines([finding])) == 4  # title, finding, fix, blank
+    monkeypatch.setattr(output, "out", Console(force_terminal=True, width=40))
+    lines = [line.plain for line in _lines([finding])]
+    assert max(map(len, lines)) <= 40
+    assert lines[1].startswith("! word") and all(line.startswith("  word") for line in lines[2:4])
