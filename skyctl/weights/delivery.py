@@ -280,7 +280,8 @@ class ChunkDelivery:
             )
             site.holds = Holds.UNKNOWN
             reached("push.update.call")
-            await site.vllm.update_weights(info, timeout_s=timeout_s)
+            with site.spans.loading():
+                await site.vllm.update_weights(info, timeout_s=timeout_s)
             reached("push.update.sent")
 
         await self._all_at_once(sites, call, sending, timeout_s=timeout_s, what=what)

@@ -55,6 +55,7 @@ async def pause(run: Run, sites: Sequence[Site]) -> None:
     async def call(site: Site) -> None:
         site.frozen = True  # before the call: when its answer is lost, it may be paused
         await site.vllm.pause(mode, clear_cache=False)
+        site.spans.frozen_at = site.spans.clock()
         run.observer.server(site.name, "paused")
 
     # mode "wait" lets running requests end first
@@ -100,6 +101,7 @@ async def resume(run: Run, sites: Sequence[Site]) -> None:
         except SkyctlError:
             await site.vllm.resume()
         site.resumed = True
+        site.spans.thawed_at = site.spans.clock()
         # its freeze ends here; it is `ready`, and routed, once all of them are
         run.observer.server(site.name, "resumed", site.failure)
 

@@ -206,7 +206,8 @@ class ServerPush:
 
     `version` is the weight version it holds; None is unknown (it may be half-updated).
     `sleep_level` is None where the push changed nothing about it; `weights_awake`: it sleeps, and
-    its weights do not.
+    its weights do not. Seconds: `freeze_s` from its own pause to its own resume (None where it was
+    not frozen and resumed), `load_s` in calls that load, `wait_s` between these.
     """
 
     server: str
@@ -217,6 +218,9 @@ class ServerPush:
     detail: str = ""
     sleep_level: int | None = None
     weights_awake: bool = False
+    freeze_s: float | None = None
+    load_s: float = 0.0
+    wait_s: float = 0.0
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

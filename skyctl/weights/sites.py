@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any, TypeVar
 
@@ -13,6 +13,7 @@ from skyctl.control.server import VLLMServer
 from skyctl.control.target import ServerTarget
 from skyctl.errors import ServerError, SkyctlError
 from skyctl.weights.request import PushServer, ServerPush
+from skyctl.weights.spans import Spans
 
 T = TypeVar("T")
 
@@ -53,6 +54,7 @@ class Site:
     asleep: bool = False
     woken: bool = False
     slept: int | None = None
+    spans: Spans = field(default_factory=Spans)
 
     @property
     def name(self) -> str:
@@ -83,6 +85,9 @@ class Site:
             detail=self.failure,
             sleep_level=self.slept,
             weights_awake=self.woken,
+            freeze_s=self.spans.freeze_s,
+            load_s=self.spans.load_s,
+            wait_s=self.spans.wait_s,
         )
 
 

@@ -39,9 +39,10 @@ class DiskDelivery:
         async def call(site: Site) -> None:
             site.holds = Holds.UNKNOWN
             try:
-                await site.vllm.collective_rpc(
-                    "reload_weights", kwargs={"weights_path": path}, timeout_s=self._timeout_s
-                )
+                with site.spans.loading():
+                    await site.vllm.collective_rpc(
+                        "reload_weights", kwargs={"weights_path": path}, timeout_s=self._timeout_s
+                    )
             except ServerError as error:
                 if _REFUSED not in error.message:
                     raise
