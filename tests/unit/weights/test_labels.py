@@ -1,0 +1,26 @@
+"""A label that named another checkpoint is told before it is given again."""
+
+from __future__ import annotations
+
+from skyctl.fleet.journal import PushRecord
+from skyctl.weights.labels import reused_label
+from skyctl.weights.request import PushRequest
+
+
+def push(number: int, version: str, checkpoint: str, *, ok: bool = True) -> PushRecord:
+    return PushRecord(f"push-{number}", 0.0, ok, version, checkpoint, None, {})
+
+
+def test_a_label_of_another_checkpoint_is_told_with_the_push_that_gave_it() -> None:
+    request = PushRequest(checkpoint="/runs/2", weight_version="best")
+    newest_first = [push(3, "other", "/runs/9"), push(2, "best", "/runs/1")]
+    assert reused_label(request, newest_first).startswith(
+        "version best was /runs/1 until now (push-2)"
+    )
+
+
+def test_the_same_checkpoint_a_failed_push_and_no_label_are_no_reuse() -> None:
+    request = PushRequest(checkpoint="/runs/2", weight_version="best")
+    assert reused_label(request, [push(2, "best", "/runs/2"), push(1, "best", "/runs/1")]) == ""
+    assert reused_label(request, [push(1, "best", "/runs/1", ok=False)]) == ""
+    assert reused_label(PushRequest(checkpoint="/runs/2"), [push(1, "best", "/runs/1")]) == ""
