@@ -319,3 +319,15 @@ async def test_an_error_of_ours_amid_a_canary_quarantines_before_anybody_rejoins
         await push_with(stubs, canary(), rotation=rotation, observer=observer)
     assert told == [{("demo-0", "quarantined"), ("demo-1", "quarantined")}]
     assert all(engine.paused for engine in stubs.engines)
+
+
+async def test_a_way_back_that_fails_before_its_first_byte_does_not_serve_what_failed(
+    stubs: Stubs,
+) -> None:
+    remember(stubs)
+    stubs.servers[1].asgi.faults["/init_weight_transfer_engine"] = Fault("status", calls=(2,))
+    error = await refused(stubs, canary(contains="Z"))
+    assert [state for state, _ in states(error)] == ["quarantined", "quarantined"]
+    assert all(engine.paused for engine in stubs.engines)
+    assert "could not be pushed back" in error.message
+    assert error.hint == "skyctl recover"
