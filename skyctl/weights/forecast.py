@@ -122,6 +122,8 @@ def assumptions(subject: Subject, measured: Measured) -> list[str]:
         said.append(
             f"files are read at {format_rate(measured.reads / 1e9)} into host memory, measured now"
         )
+    else:
+        said.append("the files are too small to tell how fast they are read")
     if subject.transport in GPU_TRANSPORTS and subject.free_gpu_bytes is None:
         said.append("the sender's GPU was not asked for its free memory")
     return said

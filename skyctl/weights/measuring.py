@@ -20,8 +20,10 @@ def measured_before(pushes: Iterable[PushRecord], transport: str) -> Measured:
     """Of the newest push by `transport` that went well into all its servers at once."""
     for push in pushes:
         result = push.result
-        if not push.ok or result.get("transport") != transport or result.get("canary"):
+        if not push.ok or result.get("transport") != transport:
             continue
+        if "drain" in result.get("stages", {}):
+            continue  # its servers left the router: parts, or a canary, are in its freeze
         update_s = float(result.get("stages", {}).get("update", 0.0))
         freeze_s = float(result.get("freeze_window_s", 0.0))
         if update_s > _LEAST_S and freeze_s > update_s and result.get("total_bytes"):
