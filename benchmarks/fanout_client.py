@@ -50,7 +50,10 @@ async def skyctl_client(urls: list[str], *, verb: bool) -> AsyncIterator[Round]:
 async def bare_httpx(urls: list[str]) -> AsyncIterator[Round]:
     import httpx
 
-    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+    # without the expiry: a round takes longer, and httpcore then closes connections it handed out
+    limits = httpx.Limits(
+        max_connections=None, max_keepalive_connections=None, keepalive_expiry=None
+    )
     async with httpx.AsyncClient(limits=limits, timeout=TIMEOUT_S, trust_env=False) as client:
 
         async def one(url: str) -> None:

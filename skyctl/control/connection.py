@@ -53,21 +53,17 @@ class Connection(asyncio.BufferedProtocol):
         self._head_bytes = self._body_bytes = 0
         self._in_body = False
 
-    async def exchange(self, request: bytes, *, until: float) -> Answer:
+    async def exchange(self, request: bytes) -> Answer:
         """Write `request` and return the whole answer to it. Once cancelled, it is closed.
 
-        `until` is its deadline on the event loop's clock. (A timer of the loop's own costs half of
-        what `asyncio.timeout` does, and a fan-out has hundreds.)
-
         Raises:
-            ConnectionBroke: it ended before the answer did. NoAnswer: the time was up.
+            ConnectionBroke: it ended before the answer did. NoAnswer: `late` was called.
             Unusable: the answer is too large.
         """
         if self._transport is None or self._transport.is_closing():
             raise ConnectionBroke("it was closed")
         self._begin()
         self._waiter = self.loop.create_future()
-        timer = self.loop.call_at(until, self._fail, NoAnswer("no answer in time"))
         self._transport.write(request)
         try:
             return await self._waiter
@@ -75,8 +71,16 @@ class Connection(asyncio.BufferedProtocol):
             self.close()
             raise
         finally:
-            timer.cancel()
             self._waiter = None
+
+    def late(self) -> None:
+        """The time of the answer is up."""
+        self._fail(NoAnswer("no answer in time"))
+
+    def may_be_kept(self) -> bool:
+        """Whether nothing said so far ends it."""
+        open_ = self._transport is not None and not self._transport.is_closing()
+        return self._reusable and open_
 
     def is_fresh(self) -> bool:
         """Whether the next request can go over it: the server kept it, and still does.
@@ -84,7 +88,7 @@ class Connection(asyncio.BufferedProtocol):
         Looks at the socket itself: an end that the event loop has not come to yet counts as well,
         and so does anything else that arrived unasked.
         """
-        if not self._reusable or self._transport is None or self._transport.is_closing():
+        if self._transport is None or not self.may_be_kept():
             return False
         if self._poll is None:
             self._poll = select.poll()

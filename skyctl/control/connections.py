@@ -20,6 +20,7 @@ from urllib.parse import quote, unquote, urlsplit
 
 from skyctl import __version__
 from skyctl.control.connection import Connection
+from skyctl.control.deadlines import Deadlines
 from skyctl.control.transport import Answer, CannotConnect, NoAnswer, Request, Unusable
 
 T = TypeVar("T")
@@ -78,6 +79,7 @@ class KeptConnections:
         self._servers: dict[str, _Server] = {}
         self._buffer = memoryview(bytearray(_BUFFER_BYTES))
         self._tls = tls
+        self._deadlines: Deadlines[Connection] | None = None
 
     async def send(self, request: Request, *, timeout_s: float) -> Answer:
         """The answer to `request`, which is sent once. See `Transport`."""
@@ -95,12 +97,22 @@ class KeptConnections:
             connection = self._take(server)
             if connection is None:
                 connection = await _in_time(until, self._open(server))
-            answer = await connection.exchange(written, until=until)
+            answer = await self._answered(connection, written, until)
         finally:
             self._used -= 1
             self._slots.release()
         self._keep(server, connection, answer)
         return answer
+
+    async def _answered(self, connection: Connection, written: bytes, until: float) -> Answer:
+        if self._deadlines is None or self._deadlines.loop is not connection.loop:
+            self._deadlines = Deadlines(Connection.late)
+        deadlines = self._deadlines
+        deadlines.put(connection, until)
+        try:
+            return await connection.exchange(written)
+        finally:
+            deadlines.take_back(connection)
 
     async def aclose(self) -> None:
         """Close every connection that is kept."""
@@ -122,7 +134,7 @@ class KeptConnections:
         return None
 
     def _keep(self, server: _Server, connection: Connection, answer: Answer) -> None:
-        if not answer.is_success or not connection.is_fresh():
+        if not answer.is_success or not connection.may_be_kept():
             connection.close()
             return
         connection.free_since = connection.loop.time()

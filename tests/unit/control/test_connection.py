@@ -36,8 +36,7 @@ class Wire(asyncio.Transport):
         return self.closed
 
     def ask(self) -> asyncio.Task[Answer]:
-        until = self.connection.loop.time() + 5
-        return asyncio.create_task(self.connection.exchange(b"GET /", until=until))
+        return asyncio.create_task(self.connection.exchange(b"GET /"))
 
     async def answers(self, pieces: Sequence[bytes], *, then_ends: bool = False) -> Answer:
         """What the connection makes of an answer that arrives in these pieces."""

@@ -56,7 +56,7 @@ async def test_a_cancelled_fan_out_ends_when_its_calls_have_ended() -> None:
     asking.cancel()
     with pytest.raises(asyncio.CancelledError):
         await asyncio.wait_for(asking, 5)
-    assert cleaned_up == [target.name for target in TARGETS]
+    assert sorted(cleaned_up) == [target.name for target in TARGETS]
 
 
 async def test_a_bug_in_one_call_is_raised_once_the_others_have_ended() -> None:

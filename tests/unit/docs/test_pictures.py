@@ -1,0 +1,103 @@
+"""Pictures of the documentation: every one is shown somewhere, and the terminal they come from."""
+
+from __future__ import annotations
+
+import html
+import importlib.util
+import os
+import re
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from rich.text import Text
+
+ROOT = Path(__file__).parents[3]
+IMAGES = ROOT / "docs" / "images"
+PICTURE = re.compile(r"!\[[^\]]{10,}\]\(([^)]+\.svg)\)")
+
+
+def words(picture: Path) -> str:
+    """What can be read in an SVG."""
+    drawn = re.sub(r"<style>.*?</style>", "", picture.read_text(encoding="utf-8"), flags=re.S)
+    return html.unescape(re.sub(r"<[^>]+>", "\n", drawn)).replace("\xa0", " ")
+
+
+def test_every_picture_is_shown_with_words_for_who_cannot_see_it() -> None:
+    shown = {
+        (page.parent / found).resolve()
+        for page in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
+        for found in PICTURE.findall(page.read_text(encoding="utf-8"))
+    }
+    assert shown == {picture.resolve() for picture in IMAGES.glob("*.svg")}
+
+
+@pytest.mark.parametrize("picture", sorted(IMAGES.glob("*.svg")), ids=lambda p: p.name)
+def test_a_picture_shows_no_path_but_the_demos_and_loads_nothing(picture: Path) -> None:
+    paths = re.findall(r"(?<![\w.:/])/[a-z][\w.-]*(?:/[\w.-]+)+", words(picture))
+    assert [path for path in paths if not path.startswith(("/tmp/demo", "/dev/shm"))] == []
+    assert "@font-face" not in picture.read_text(encoding="utf-8")
+
+
+@pytest.fixture(scope="module")
+def terminal() -> ModuleType:
+    """scripts/terminal.py, which is no part of the package."""
+    spec = importlib.util.spec_from_file_location("terminal", ROOT / "scripts" / "terminal.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["terminal"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_what_is_drawn_over_is_a_frame_of_its_own(terminal: ModuleType) -> None:
+    screen = terminal.Screen(40)
+    screen.feed("first\r\nsecond\r\n\x1b[1A\x1b[2K\x1b[1A\x1b[2Knew\r\nlines")
+    assert screen.frames == ["first\nsecond"]
+    assert screen.text() == "new\nlines"
+
+
+def test_colours_are_kept_and_sequences_may_be_cut_anywhere(terminal: ModuleType) -> None:
+    screen = terminal.Screen(40)
+    for character in "\x1b[?25l\x1b[1;32mok\x1b[0m done\x1b]8;;x\x1b\\":
+        screen.feed(character)
+    shown = Text.from_ansi(screen.text())
+    assert shown.plain == "ok done"
+    assert [(str(span.style), span.start, span.end) for span in shown.spans] == [
+        ("bold color(2)", 0, 2)
+    ]
+
+
+def test_a_long_line_goes_on_in_the_next(terminal: ModuleType) -> None:
+    screen = terminal.Screen(4)
+    screen.feed("abcdef")
+    assert screen.text() == "abcd\nef"
+
+
+def test_a_command_has_a_terminal_of_the_given_size_and_its_exit_code(
+    terminal: ModuleType, tmp_path: Path
+) -> None:
+    command = [
+        sys.executable,
+        "-c",
+        "import os, sys; print(*os.get_terminal_size(), sys.stdin.readline().strip()); sys.exit(3)",
+    ]
+    typed = iter(["hello\n"])
+    shown = terminal.show(
+        command,
+        cwd=tmp_path,
+        environ=dict(os.environ),
+        columns=71,
+        rows=9,
+        timeout_s=30,
+        keys=lambda seconds: next(typed, ""),
+    )
+    assert shown.code == 3
+    assert "71 9 hello" in shown.end
+
+
+def test_a_command_that_does_not_end_is_ended(terminal: ModuleType, tmp_path: Path) -> None:
+    endless = [sys.executable, "-c", "import time; time.sleep(60)"]
+    with pytest.raises(TimeoutError):
+        terminal.show(endless, cwd=tmp_path, environ=dict(os.environ), timeout_s=0.3)
