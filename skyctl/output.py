@@ -126,10 +126,21 @@ def emit_error(error: SkyctlError) -> None:
 
 
 def print_error(error: SkyctlError) -> None:
-    """`error: message`, and a `hint:` line that says what to do next, on stderr."""
-    err.print(Text.assemble(("error: ", "bold red"), error.message))
+    """`error: message`, and a `hint:` line that says what to do next, on stderr.
+
+    A hint is never cut: its commands are copied.
+    """
+    err.print(_labelled("error: ", "bold red", error.message))
     if error.hint:
         err.print(Text.assemble(("hint: ", "bold"), error.hint))
+
+
+def _labelled(label: str, style: str, message: str) -> Text:
+    """`label: message`, on a terminal cut between words and indented below the label."""
+    below = " " * len(label) if err.is_terminal else ""
+    cut = (wrapped(line, indent=len(label), console=err) for line in message.splitlines())
+    lines = [line for part in cut for line in part]
+    return Text.assemble((label, style), ("\n" + below).join(lines))
 
 
 def _print_envelope(data: dict[str, Any], exit_code: ExitCode, error: SkyctlError | None) -> None:
@@ -163,7 +174,7 @@ def note(message: str | Text) -> None:
 def warn(message: str) -> None:
     """One warning line on stderr; never silent outside --json."""
     if not mode.json:
-        err.print(Text.assemble(("warning: ", "yellow"), message))
+        err.print(_labelled("warning: ", "yellow", message))
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[Any]], *, title: str = "") -> Table:
@@ -204,14 +215,15 @@ def columns() -> int:
     return out.width
 
 
-def wrapped(line: str, *, indent: int) -> list[str]:
+def wrapped(line: str, *, indent: int, console: Console | None = None) -> list[str]:
     """The line cut between words so that it fits behind `indent` blanks of a terminal; whole where
-    stdout is none: a file has room, and may be searched."""
-    if not out.is_terminal:
+    `console` (default: stdout) is none: a file has room, and may be searched."""
+    console = console or out
+    if not console.is_terminal:
         return [line]
     import textwrap
 
-    room = max(20, out.width - indent)
+    room = max(20, console.width - indent)
     return textwrap.wrap(line, room, break_long_words=False, break_on_hyphens=False) or [""]
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import asyncio
+from collections.abc import Collection, Mapping, Sequence
 
 from skyctl.control.http import ControlClient
 from skyctl.errors import ServerError, SkyctlError
@@ -137,15 +138,24 @@ async def apply_intent(replica: Replica, client: ControlClient, timeout_s: float
         return
     if not outcomes[0].ok:
         raise ServerError(f"{replica.name} could not be frozen again: {outcomes[0].detail}")
-    await refresh(replica, client, timeout_s)
+    await refresh_all([replica], client, timeout_s)
 
 
-async def refresh(replica: Replica, client: ControlClient, timeout_s: float) -> None:
-    """Look whether a server is paused; a server that does not answer is the health probe's case."""
-    try:
-        replica.observe(paused=await probe_alive(client, replica.target, timeout_s))
-    except ServerError:
-        return
+async def refresh_all(
+    replicas: Collection[Replica], client: ControlClient, timeout_s: float
+) -> None:
+    """Look whether servers are paused; one that does not answer is the health probe's case.
+
+    All change at once: between the first that is seen paused and the last, the router would send
+    everything to those that are not yet.
+    """
+    asked = (probe_alive(client, replica.target, timeout_s) for replica in replicas)
+    answers = await asyncio.gather(*asked, return_exceptions=True)
+    for replica, paused in zip(replicas, answers, strict=True):
+        if isinstance(paused, bool):
+            replica.observe(paused=paused)
+        elif not isinstance(paused, ServerError):
+            raise paused
 
 
 def is_current(state: FleetState, replica: Replica) -> bool:

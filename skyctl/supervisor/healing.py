@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
@@ -52,9 +51,7 @@ async def heal(supervisor: Supervisor) -> None:
             supervisor.state.add_event(one.server, f"recover: was {one.found}; {end}")
     for replica in supervisor.replicas.values():
         replica.reload_row()
-    await asyncio.gather(
-        *(admission.refresh(r, supervisor.client, 5.0) for r in supervisor.replicas.values())
-    )
+    await admission.refresh_all(supervisor.replicas.values(), supervisor.client, 5.0)
     await rollout.sync_router(supervisor)
     failed = [one for one in recovered if not one.ok]
     if failed:

@@ -163,7 +163,7 @@ class Pushes:
                     replica.forget_weights()
             self.job = None
             self.over.set()
-        await asyncio.gather(*(admission.refresh(r, client, 5.0) for r in up))
+        await admission.refresh_all(up, client, 5.0)
         keep = state.checkpoints() | needed(state)
         await asyncio.to_thread(sweep, supervisor.paths.staging, keep)
         if heals and in_doubt(state):

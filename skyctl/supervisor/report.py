@@ -14,7 +14,7 @@ from skyctl.control.server import VLLMServer
 from skyctl.errors import SkyctlError
 from skyctl.fleet.identity import ProcessIdentity
 from skyctl.fleet.status import FleetStatus, ReplicaStatus, RouterStatus, assess
-from skyctl.supervisor.admission import refresh
+from skyctl.supervisor.admission import refresh_all
 from skyctl.supervisor.logtail import latest_message, tail
 from skyctl.supervisor.process import ManagedProcess
 from skyctl.supervisor.replica import Replica
@@ -30,7 +30,12 @@ async def report(supervisor: Supervisor, *, fresh: bool = True) -> FleetStatus:
     Unless `fresh`, a pause that somebody else made shows only with the next health probe.
     """
     replicas = list(supervisor.replicas.values())
-    metrics = await asyncio.gather(*(_ask(supervisor, replica, fresh) for replica in replicas))
+    up = [replica for replica in replicas if replica.phase == "up"]
+    looked_at = [replica for replica in up if fresh and not replica.update_state]
+    *metrics, _ = await asyncio.gather(
+        *(_load(supervisor, replica) for replica in replicas),
+        refresh_all(looked_at, supervisor.client, ASK_TIMEOUT_S),
+    )
     rows = tuple(
         _replica_row(supervisor, replica, found)
         for replica, found in zip(replicas, metrics, strict=True)
@@ -65,17 +70,13 @@ def _rollout(supervisor: Supervisor) -> str | None:
     return f"{job.id}: {done} of {len(supervisor.replicas)} servers updated"
 
 
-async def _ask(supervisor: Supervisor, replica: Replica, fresh: bool) -> ServerMetrics | None:
-    """The server's load; `fresh` looks whether it is paused, too."""
+async def _load(supervisor: Supervisor, replica: Replica) -> ServerMetrics | None:
     if replica.phase != "up":
         return None
-    server = VLLMServer(supervisor.client, replica.target, timeout_s=ASK_TIMEOUT_S)
-    if fresh and not replica.update_state:
-        refreshed = refresh(replica, supervisor.client, ASK_TIMEOUT_S)
-        found, _ = await asyncio.gather(server.metrics(), refreshed, return_exceptions=True)
-        return found if isinstance(found, ServerMetrics) else None
     try:
-        return await server.metrics()
+        return await VLLMServer(
+            supervisor.client, replica.target, timeout_s=ASK_TIMEOUT_S
+        ).metrics()
     except SkyctlError:
         return None
 

@@ -194,7 +194,7 @@ class Supervisor:
             )
             for replica in chosen:
                 replica.reload_row()
-            await asyncio.gather(*(admission.refresh(r, self.client, 5.0) for r in chosen))
+            await admission.refresh_all(chosen, self.client, 5.0)
         finally:
             self.held_out -= {replica.name for replica in chosen}
             await rollout.sync_router(self)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 from skyctl.errors import SkyctlError
-from skyctl.supervisor.admission import refresh
+from skyctl.supervisor.admission import refresh_all
 from skyctl.supervisor.rollout import sync_router
 
 if TYPE_CHECKING:
@@ -50,6 +49,6 @@ class RouterRotation:
         the last probe saw of a server may be its pause."""
         supervisor = self._supervisor
         replicas = [supervisor.replicas[name] for name in names if name in supervisor.replicas]
-        await asyncio.gather(*(refresh(r, supervisor.client, _ASK_TIMEOUT_S) for r in replicas))
+        await refresh_all(replicas, supervisor.client, _ASK_TIMEOUT_S)
         supervisor.held_out -= set(names)
         await sync_router(supervisor)

@@ -15,7 +15,9 @@ import psutil
 import pytest
 
 from skyctl.control.http import ControlClient
+from skyctl.control.router import RouterClient
 from skyctl.control.server import VLLMServer
+from skyctl.control.target import ServerTarget
 from skyctl.errors import ConflictError, NotFoundError, PushError
 from skyctl.fleet.paths import FleetPaths
 from skyctl.fleet.plan import FleetPlan
@@ -83,6 +85,36 @@ async def test_up_starts_servers_and_then_the_router_on_them(tmp_path: Path) -> 
         assert routed(supervisor) == {"a", "b"}
         found = await report(supervisor)
         assert found.health == "healthy" and found.replicas[0].running == 0
+
+
+async def test_a_paused_fleet_stays_in_its_router_whoever_is_seen_paused_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    removed = list[str]()
+
+    async def remove(self: RouterClient, url: str) -> None:
+        removed.append(url)
+
+    probe = admission.probe_alive
+
+    async def slow_for_b(client: ControlClient, target: ServerTarget, timeout_s: float) -> bool:
+        await asyncio.sleep(0.2 if target.name == "b" else 0.0)
+        return await probe(client, target, timeout_s)
+
+    async with supervising(tmp_path) as supervisor:
+        plan = fleet_plan(
+            [stub_server("a"), stub_server("b")], stub_router(), health={"interval_s": 60}
+        )
+        await bring_up(supervisor, plan)
+        with monkeypatch.context() as patched:
+            patched.setattr(RouterClient, "remove_worker", remove)
+            patched.setattr(admission, "probe_alive", slow_for_b)
+            await supervisor.verb("pause", {"mode": "keep"}, (), 5.0)
+            assert states(supervisor) == {"a": "paused", "b": "paused"}
+            await supervisor.verb("resume", {}, (), 5.0)
+            assert states(supervisor) == {"a": "ready", "b": "ready"}
+        assert removed == []
+        assert routed(supervisor) == {"a", "b"}
 
 
 async def test_down_leaves_no_process_and_no_port_and_may_be_repeated(tmp_path: Path) -> None:
