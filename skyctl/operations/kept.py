@@ -42,11 +42,14 @@ def forget_version(ref: FleetRef, version: str) -> int:
     Raises:
         NotFoundError: it is not kept.
         ConflictError: the fleet runs it, or a push is in progress.
+        UsageError: `version` may be any of several.
     """
     from skyctl.supervisor.jobs import PUSH_LOCK
     from skyctl.weights.keeping import delete_copy
+    from skyctl.weights.labels import meant
 
     versions = kept_versions(ref)
+    version = meant(version, (one.kept.version for one in versions))
     found = [one for one in versions if one.kept.version == version]
     if not found:
         names = ", ".join(one.kept.version for one in versions) or "none"

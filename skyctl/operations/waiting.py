@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from skyctl.errors import DeadlineExceeded, NotFoundError, SkyctlError, UsageError
 from skyctl.fleet.status import INTENDED_STATES, FleetStatus, ReplicaStatus
+from skyctl.weights.labels import means
 
 if TYPE_CHECKING:
     from skyctl.operations.connect import Fleet
@@ -55,7 +56,7 @@ class Condition:
             return replica.state == "paused"
         if self.kind == "awake":
             return replica.state in INTENDED_STATES and replica.state != "asleep"
-        return (replica.weight_version or "base") == self.version
+        return means(self.version, replica.weight_version or "base")
 
     def pending(self, status: FleetStatus, names: Sequence[str] = ()) -> list[str]:
         """`tiny-1 is starting` for each that is not there yet; [] once all are."""

@@ -9,6 +9,7 @@ from skyctl.errors import NotFoundError, PreflightError
 from skyctl.fleet.journal import PushRecord
 from skyctl.fleet.kept_weights import KeptWeights
 from skyctl.weights.checkpoint import Checkpoint
+from skyctl.weights.labels import meant
 from skyctl.weights.request import PushRequest
 
 
@@ -25,8 +26,12 @@ def rollback(
 
     Raises:
         NotFoundError: no other version was ever pushed, or `version` never was.
+        UsageError: `version` may be any of several.
     """
     done = [push for push in pushes if push.ok]
+    known = dict.fromkeys([p.version for p in done if p.version] + [k.version for k in kept])
+    if version is not None:
+        version = meant(version, known)
     wanted = version or next((p.version for p in done if p.version != done[0].version), None)
     copy = next((one for one in kept if wanted and one.version == wanted), None)
     if copy is not None:
@@ -38,7 +43,6 @@ def rollback(
         )
     before = next((push for push in done if push.version == wanted), None)
     if before is None and version is not None:
-        known = dict.fromkeys([p.version for p in done if p.version] + [k.version for k in kept])
         raise NotFoundError(
             f"no version {version} was pushed into this fleet",
             hint=f"its versions: {', '.join(known) or 'none'}",

@@ -13,6 +13,17 @@ from tests.integration.fleet_cli import UP_TIMEOUT_S, FleetCli
 NEEDS = ("vllm", "vllm_router", "torch")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Pages show the fleet as a reader has it: before other tests kill servers of it."""
+    here = [place for place, item in enumerate(items) if item.path.parent == Path(__file__).parent]
+    ordered = sorted(
+        (items[place] for place in here),
+        key=lambda item: not item.path.name.startswith("test_docs"),
+    )
+    for place, item in zip(here, ordered, strict=True):
+        items[place] = item
+
+
 @pytest.fixture(scope="session")
 def real_fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FleetCli]:
     """`skyctl init --tiny` and `skyctl up`, shared by the session; taken down at its end."""

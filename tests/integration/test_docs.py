@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import shutil
 import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -76,9 +77,18 @@ LINES = {
 }
 
 
+CANARY = "prompts:\n  - prompt_token_ids: [5, 9, 13]\n"  # whose answer must be finite
+
+
 @pytest.fixture
 def tidy_fleet(real_fleet: FleetCli) -> Iterator[FleetCli]:
-    """The shared fleet, running and at its first weights when the page is done."""
+    """The shared fleet, running and at its first weights when the page is done.
+
+    Beside its file there is what pages speak of: a trainer's step, and a canary.
+    """
+    directory = real_fleet.directory
+    shutil.copytree(directory / "checkpoints/b", directory / "runs/step-200", dirs_exist_ok=True)
+    (directory / "canary.yaml").write_text(CANARY)
     yield real_fleet
     real_fleet.run("resume")
     real_fleet.run("sync-weights", "checkpoints/a")

@@ -54,6 +54,7 @@ def test_what_cannot_be_waited_for_is_refused(text: str) -> None:
         ("awake", {"state": "paused"}, {"state": "asleep"}),
         ("awake", {"state": "ready"}, {"state": "starting"}),
         ("version=v2", {"weight_version": "v2"}, {"weight_version": "v1"}),
+        ("version=v2", {"weight_version": "v2@1f"}, {"weight_version": "v2-1@1f"}),
         ("version=base", {}, {"weight_version": "v1"}),
     ],
 )
