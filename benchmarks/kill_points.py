@@ -2,6 +2,7 @@
 
     python -m benchmarks.kill_points --seeds 100                 # stubs, in tens of minutes
     python -m benchmarks.kill_points --seeds 100 --only attached --minutes 10
+    python -m benchmarks.kill_points --jobs 3 --log cycles.jsonl   # goes on where it left off
     python -m benchmarks.kill_points --real                      # every point once, vLLM on CPU
 
 Every killed process is a real one and dies by SIGKILL; commands and supervisors are forked from a
@@ -15,12 +16,16 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import multiprocessing
+import os
 import platform
+import signal
 import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -31,15 +36,17 @@ from tests.faults.killing.cycle import Came, Dice
 RESULTS = Path(__file__).parent / "results"
 # but for `sender.join`, which only a collective has, and stubs have none
 SENDER = tuple(point for point in kill_points.SENDER if point != "sender.join")
+ADOPTION = ("adopt.begin", "adopt.done", "recover.begin")
 KINDS: dict[str, tuple[str, ...]] = {
     "attached": (*kill_points.PUSH, *SENDER),
     "supervised": (
         *kill_points.PUSH,
         *kill_points.OUT_OF_ROUTER,
+        *kill_points.COLOCATED,
         *SENDER,
-        "adopt.begin",
-        "adopt.done",
-        "recover.begin",
+        *ADOPTION,
+        "sync.asked",
+        "sync.begun",
     ),
     "lives": tuple(
         point
@@ -49,6 +56,10 @@ KINDS: dict[str, tuple[str, ...]] = {
 }
 
 
+REAL = (*kill_points.PUSH, *kill_points.SENDER, *ADOPTION)
+Order = list[tuple[str, int]]  # points and seeds
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.kill_points")
     parser.add_argument("--seeds", type=int, default=100)
@@ -56,91 +67,129 @@ def main() -> None:
     parser.add_argument("--only", choices=KINDS, help="one kind of fleet")
     parser.add_argument("--points", nargs="*", help="these points only")
     parser.add_argument("--minutes", type=float, default=600.0, help="stop after this long")
+    parser.add_argument("--jobs", type=int, default=1, help="as many fleets side by side")
     parser.add_argument("--real", action="store_true", help="once per point, on real servers")
     parser.add_argument("--out", type=Path, help="where to write JSON")
+    parser.add_argument(
+        "--log", type=Path, help="a line per cycle, KIND put before; what it has is not run again"
+    )
     options = parser.parse_args()
     kinds = ["real"] if options.real else [options.only] if options.only else list(KINDS)
     deadline = time.monotonic() + options.minutes * 60
-    for kind in kinds:
-        began = time.monotonic()
-        cames = _run(kind, options, deadline)
-        out = options.out or RESULTS / f"kill-points-{kind}.json"
-        shown = _summary(kind, cames, time.monotonic() - began)
-        out.write_text(json.dumps(shown, indent=1) + "\n")
-        _print(shown)
+    with tempfile.TemporaryDirectory(prefix="kill-points-") as directory:
+        for kind in kinds:
+            log = options.log or Path(directory) / "log"
+            log = log.with_name(f"{kind}-{log.name}")
+            _run(kind, options, deadline, log)
+            out = options.out or RESULTS / f"kill-points-{kind}.json"
+            shown = _summary(kind, _logged(log))
+            out.write_text(json.dumps(shown, indent=1) + "\n")
+            _print(shown)
 
 
-def _run(kind: str, options: argparse.Namespace, deadline: float) -> list[Came]:
+def _run(kind: str, options: argparse.Namespace, deadline: float, log: Path) -> None:
+    """Every cycle that `log` does not have, by as many processes as asked for."""
     points = [p for p in KINDS.get(kind, REAL) if not options.points or p in options.points]
     seeds = range(options.first_seed, options.first_seed + (1 if kind == "real" else options.seeds))
+    done = {(came.point, came.seed) for came in _logged(log)}
     # seed by seed: when time runs out, every point had about as many
-    order = [(point, seed) for seed in seeds for point in points]
-    with tempfile.TemporaryDirectory(prefix="kill-points-") as directory:
+    order = [(point, seed) for seed in seeds for point in points if (point, seed) not in done]
+    jobs = min(options.jobs, len(order))
+    if jobs <= 1:
+        _sweep(kind, order, deadline, log)
+        return
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(jobs, mp_context=spawn) as pool:
+        parts = [pool.submit(_sweep, kind, order[n::jobs], deadline, log) for n in range(jobs)]
+        # Ctrl-C reaches them as well, and they end by themselves
+        before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+        try:
+            for part in parts:
+                part.result()
+        finally:
+            signal.signal(signal.SIGINT, before)
+
+
+def _sweep(kind: str, order: Order, deadline: float, log: Path) -> None:
+    """These cycles on one fleet, until `deadline` (monotonic) or Ctrl-C: what there is counts."""
+    with (
+        tempfile.TemporaryDirectory(prefix="kill-points-") as directory,
+        suppress(KeyboardInterrupt),
+    ):
         if kind == "attached":
-            return asyncio.run(_attached(Path(directory), order, deadline))
-        if kind == "supervised":
+            asyncio.run(_attached(Path(directory), order, deadline, log))
+        elif kind == "supervised":
             from tests.faults.killing.supervised import supervised_fleet
 
             with supervised_fleet(Path(directory)) as fleet:
-                return _each(order, fleet.cycle, deadline)
-        if kind == "lives":
+                _each(order, fleet.cycle, deadline, log)
+        elif kind == "lives":
             from tests.faults.killing.lives import lives
 
-            with lives(Path(directory)) as fleet_of_lives:
-                return _each(order, fleet_of_lives.cycle, deadline)
-        from tests.faults.killing.real import real_fleet
+            with lives(directory) as fleet_of_lives:
+                _each(order, fleet_of_lives.cycle, deadline, log)
+        else:
+            from tests.faults.killing.real import real_fleet
 
-        with real_fleet(Path(directory)) as real:
-            return _each(order, real.cycle, deadline, guardian_every=1)
-
-
-REAL = (*kill_points.PUSH, *kill_points.SENDER, "adopt.begin", "adopt.done", "recover.begin")
+            with real_fleet(directory) as real:
+                _each(order, real.cycle, deadline, log, guardian_every=1)
 
 
-async def _attached(
-    directory: Path, order: Iterable[tuple[str, int]], deadline: float
-) -> list[Came]:
+async def _attached(directory: Path, order: Order, deadline: float, log: Path) -> None:
     from tests.faults.killing.attached import attached_fleet
 
-    cames = []
     async with attached_fleet(directory) as fleet:
         for point, seed in order:
             if time.monotonic() > deadline:
                 break
-            cames.append(_noted(await fleet.cycle(Dice.thrown(point, seed))))
-    return cames
+            began = time.monotonic()
+            came = await fleet.cycle(Dice.thrown(point, seed))
+            _note(came, time.monotonic() - began, log)
 
 
 def _each(
-    order: Iterable[tuple[str, int]],
+    order: Order,
     cycle: Callable[[Dice], Came],
     deadline: float,
+    log: Path,
     guardian_every: int = 10,
-) -> list[Came]:
-    cames = []
-    with suppress(KeyboardInterrupt):  # what there is counts
-        for point, seed in order:
-            if time.monotonic() > deadline:
-                break
-            cames.append(_noted(cycle(Dice.thrown(point, seed, guardian_every=guardian_every))))
-    return cames
+) -> None:
+    for point, seed in order:
+        if time.monotonic() > deadline:
+            break
+        began = time.monotonic()
+        came = cycle(Dice.thrown(point, seed, guardian_every=guardian_every))
+        _note(came, time.monotonic() - began, log)
 
 
-def _noted(came: Came) -> Came:
+def _note(came: Came, seconds: float, log: Path) -> None:
+    came.seconds = round(seconds, 3)
+    with log.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(came.to_json()) + "\n")
     if came.violations:
         sys.stderr.write(f"{came.point} seed {came.seed}: {'; '.join(came.violations)}\n")
-    return came
 
 
-def _summary(kind: str, cames: list[Came], seconds: float) -> dict[str, Any]:
-    points = list(dict.fromkeys(came.point for came in cames))
+def _logged(log: Path) -> list[Came]:
+    if not log.exists():
+        return []
+    lines = log.read_text(encoding="utf-8").splitlines()
+    return [Came(**json.loads(line)) for line in lines]
+
+
+def _summary(kind: str, cames: list[Came]) -> dict[str, Any]:
+    points = [point for point in KINDS.get(kind, REAL) if any(c.point == point for c in cames)]
     return {
         "kind": kind,
-        "machine": {"cpus": len(_cpus()), "python": platform.python_version()},
+        "machine": {
+            "cpus": len(os.sched_getaffinity(0)),
+            "python": platform.python_version(),
+            "load": round(os.getloadavg()[2], 1),
+        },
         "cycles": len(cames),
         "killed": sum(came.killed for came in cames),
         "violations": [came.to_json() for came in cames if came.violations],
-        "seconds": round(seconds, 1),
+        "seconds_a_cycle": _spread(came.seconds for came in cames),
         "detected_s": {
             "by the guardian": _spread(c.detected_s for c in cames if c.guardian),
             "by hand, from the command": _spread(c.detected_s for c in cames if not c.guardian),
@@ -161,12 +210,6 @@ def _summary(kind: str, cames: list[Came], seconds: float) -> dict[str, Any]:
     }
 
 
-def _cpus() -> set[int]:
-    import os
-
-    return os.sched_getaffinity(0)
-
-
 def _spread(values: Iterable[float | None]) -> dict[str, float] | None:
     """Count, median and worst, in seconds."""
     known = sorted(value for value in values if value is not None)
@@ -181,7 +224,7 @@ def _spread(values: Iterable[float | None]) -> dict[str, float] | None:
 
 
 def _print(shown: dict[str, Any]) -> None:
-    print(f"\n{shown['kind']}: {shown['cycles']} cycles in {shown['seconds']:.0f} s")
+    print(f"\n{shown['kind']}: {shown['cycles']} cycles, seconds each {shown['seconds_a_cycle']}")
     print(f"{'point':<20}{'cycles':>8}{'killed':>8}{'violations':>12}")
     for point, row in shown["points"].items():
         print(f"{point:<20}{row['cycles']:>8}{row['killed']:>8}{row['violations']:>12}")

@@ -55,7 +55,7 @@ class Came:
     """What came of one cycle. Times in seconds, None where there was nothing to measure.
 
     `detected_s`: from the death of the pusher to the closing of its job; `pushed_s`: the push that
-    recovery made; `healed_s`: from the death until every server served again.
+    recovery made; `healed_s`: from the death until every server served again; `seconds`: all of it.
     """
 
     point: str
@@ -66,6 +66,7 @@ class Came:
     pushed_s: float | None = None
     healed_s: float | None = None
     guardian: bool = False
+    seconds: float | None = None
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

@@ -17,7 +17,7 @@ from skyctl.fleet.in_doubt import in_doubt
 from skyctl.fleet.paths import FleetPaths
 from skyctl.fleet.registry import supervisor_running
 from skyctl.fleet.state import FleetState
-from skyctl.kill_points import OUT_OF_ROUTER
+from skyctl.kill_points import COLOCATED, OUT_OF_ROUTER
 from skyctl.operations.revive import listening
 from tests.faults.killing import checks
 from tests.faults.killing.attached import BOUND_S, measure
@@ -103,6 +103,8 @@ class SupervisedFleet:
 
     def cycle(self, dice: Dice) -> Came:
         """Kill the idle supervisor, revive one that is to die, let it, recover, look."""
+        if dice.point.startswith("sync."):
+            return self._command_dies(dice)
         came = Came(dice.point, dice.seed, False, guardian=dice.guardian)
         adopting = dice.point.startswith(("adopt.", "recover."))
         if dice.point == "recover.begin":
@@ -131,6 +133,22 @@ class SupervisedFleet:
         came.violations += self._look()
         return came
 
+    def _command_dies(self, dice: Dice) -> Came:
+        """Only the command that asks for a push dies: the push is made, or never was."""
+        came = Came(dice.point, dice.seed, False)
+        self._at = "a" if self._at == "b" else "b"
+        code, _, _ = self.skyctl("sync-weights", self.checkpoints[self._at], kill_at=dice.at)
+        came.killed = code == -signal.SIGKILL
+        deadline = time.monotonic() + self.bound_s
+        with FleetState(self.paths.database) as state:
+            while not all(job.ended for job in state.journal.jobs(1)):
+                if time.monotonic() > deadline:
+                    came.violations.append("I6: the push did not end")
+                    break
+                time.sleep(0.02)
+        came.violations += self._look()
+        return came
+
     def _push(self, dice: Dice) -> list[str]:
         self._at = "a" if self._at == "b" else "b"
         size = str(dice.chunk_bytes * self.scale)
@@ -139,7 +157,7 @@ class SupervisedFleet:
         options: tuple[str, ...] = ("--chunk-size", size, "--transport", transport)
         if dice.point in OUT_OF_ROUTER:
             options += ("--canary", str(self.directory / "canary.yaml"))
-        if dice.point == "push.awake":
+        if dice.point in COLOCATED:
             self.skyctl("sleep")
             options += ("--colocated",)
         if dice.point == "push.part.done":
