@@ -21,6 +21,9 @@ broken=(torchvision torchaudio torchcodec)
   "${pip[@]}" freeze
 } >requirements/cpu.lock
 "${pip[@]}" install --quiet ".[dev]" "setuptools>=77"
+# SkyRL's config schema, which takes what `urls --format skyrl` prints; without what trains
+"${pip[@]}" install --quiet --no-deps "skyrl==0.3.0" "skyrl-gym==0.4.0"
+"${pip[@]}" install --quiet omegaconf pandas
 "${pip[@]}" uninstall --quiet --yes skyctl
 {
   echo "# What tests and checks need on top of cpu.lock. Written by scripts/lock.sh."

@@ -9,11 +9,13 @@ from __future__ import annotations
 import json
 import subprocess
 import tomllib
+import typing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import typing_extensions
 import yaml
 
 from skyctl.errors import UsageError
@@ -66,10 +68,21 @@ def test_skyrl_makes_its_own_router_for_a_fleet_without_one() -> None:
     assert found["generator.inference_engine.external_server_urls"] == ["https://gpu7:8001"]
 
 
-def test_skyrls_own_schema_takes_it() -> None:
+def test_skyrls_own_schema_takes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    # it is written for Python 3.12; before that, Pydantic wants this one
+    monkeypatch.setattr(typing, "TypedDict", typing_extensions.TypedDict)
     config = pytest.importorskip("skyrl.train.config.config", reason="SkyRL is not installed")
-    found = config.SkyRLTrainConfig.from_cli_overrides(FORMATS["skyrl"](URLS).split())
-    assert found.generator.inference_engine.external_proxy_url == URLS.router
+    omegaconf = pytest.importorskip("omegaconf")
+    # as SkyRLTrainConfig.from_cli_overrides does, part by part: the whole wants Ray
+    found = omegaconf.OmegaConf.from_cli(FORMATS["skyrl"](URLS).split())
+    build, engine = config.build_nested_dataclass, found.generator.inference_engine
+    taken = build(config.InferenceEngineConfig, engine)
+    assert taken.external_proxy_url == URLS.router
+    assert list(taken.external_server_urls) == list(URLS.servers.values())
+    assert taken.run_engines_locally is False
+    assert build(config.PlacementConfig, found.trainer.placement).colocate_all is False
+    with pytest.raises(ValueError, match="external_server_url\\b"):
+        build(config.InferenceEngineConfig, {"external_server_url": "http://127.0.0.1:8001"})
 
 
 def test_verl_gets_arguments_of_a_reward_function_and_is_told_why() -> None:
