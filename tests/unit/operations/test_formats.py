@@ -81,7 +81,7 @@ def test_skyrls_own_schema_takes_it(monkeypatch: pytest.MonkeyPatch) -> None:
     assert list(taken.external_server_urls) == list(URLS.servers.values())
     assert taken.run_engines_locally is False
     assert build(config.PlacementConfig, found.trainer.placement).colocate_all is False
-    with pytest.raises(ValueError, match="external_server_url\\b"):
+    with pytest.raises(ValueError, match=r"external_server_url\b"):
         build(config.InferenceEngineConfig, {"external_server_url": "http://127.0.0.1:8001"})
 
 
