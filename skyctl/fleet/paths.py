@@ -120,6 +120,12 @@ class FleetPaths:
         return _short(path, ".tmp")
 
     @property
+    def compiled(self) -> Path:
+        """What torch compiled for servers: kept for all fleets of this root, and for nobody else,
+        since it is code that they run."""
+        return self.root / "compiled"
+
+    @property
     def control_token(self) -> Path:
         """Mode 0600: the token that opens every route of the fleet's servers."""
         return self.directory / "control.token"

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import tempfile
-from pathlib import Path
 
 from skyctl.fleet.paths import FleetPaths, private_directory
 
@@ -16,16 +14,14 @@ from skyctl.fleet.paths import FleetPaths, private_directory
 def scratch_environment(paths: FleetPaths) -> dict[str, str]:
     """Variables that let a process keep its temporary files in the fleet's own directory (0700).
 
-    What torch compiled is worth keeping: it is kept where every fleet of this user finds it.
+    What torch compiled is worth keeping; where torch would keep it, another user can put his own.
 
     Raises:
         SkyctlError: the directory is not ours alone.
     """
-    directory = str(private_directory(paths.scratch))
-    environment = {"TMPDIR": directory}
+    environment = {"TMPDIR": str(private_directory(paths.scratch))}
     if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:
-        cache = Path(tempfile.gettempdir()) / f"torchinductor_{os.getuid()}"
-        environment["TORCHINDUCTOR_CACHE_DIR"] = str(cache)
+        environment["TORCHINDUCTOR_CACHE_DIR"] = str(private_directory(paths.compiled))
     return environment
 
 

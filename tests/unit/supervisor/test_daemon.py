@@ -24,6 +24,7 @@ from skyctl.operations.unsupervised import unsupervised_status
 from skyctl.supervisor import daemon
 from skyctl.supervisor.client import SupervisorClient
 from skyctl.supervisor.process import ManagedProcess
+from skyctl.supervisor.scratch import scratch_environment
 from skyctl.supervisor.wire import plan_to_json
 from tests.unit.supervisor.fleets import (
     command_server,
@@ -240,6 +241,17 @@ async def test_a_secret_of_a_server_is_nowhere_on_disk(paths: FleetPaths) -> Non
     for path in paths.directory.rglob("*"):
         if path.is_file():
             assert b"open-sesame-42" not in path.read_bytes(), path
+
+
+async def test_what_a_server_compiles_is_kept_where_nobody_else_can_put_it(
+    paths: FleetPaths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    kept = Path(scratch_environment(paths)["TORCHINDUCTOR_CACHE_DIR"])
+    assert kept.is_relative_to(paths.root)
+    assert kept.stat().st_mode & 0o077 == 0
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/somewhere")
+    assert "TORCHINDUCTOR_CACHE_DIR" not in scratch_environment(paths)
 
 
 async def test_what_a_killed_server_leaves_in_its_temporary_directory_leaves_with_the_fleet(
