@@ -67,7 +67,10 @@ WIDTH_WITHOUT_TERMINAL = 200
 
 
 def _console(*, stderr: bool = False, no_color: bool | None = None) -> Console:
-    console = Console(stderr=stderr, highlight=False, soft_wrap=True, no_color=no_color)
+    # :name: in a log line or a path is no picture
+    console = Console(
+        stderr=stderr, highlight=False, soft_wrap=True, no_color=no_color, emoji=False
+    )
     if not console.is_terminal and "COLUMNS" not in os.environ:
         console.width = WIDTH_WITHOUT_TERMINAL
     return console

@@ -194,12 +194,22 @@ class Supervisor:
             )
             for replica in chosen:
                 replica.reload_row()
-            await admission.refresh_all(chosen, self.client, 5.0)
+            await self._see(verb, chosen, outcomes)
         finally:
             self.held_out -= {replica.name for replica in chosen}
             await rollout.sync_router(self)
         found = {outcome.server: outcome for outcome in outcomes}
         return [(found.get(r.name) or absent[r.name]).to_json() for r in everyone]
+
+    async def _see(
+        self, verb: str, replicas: Sequence[Replica], outcomes: Sequence[Outcome[Any]]
+    ) -> None:
+        """Whether each is paused now: what the verb did where that tells, else asked."""
+        done = {outcome.server for outcome in outcomes if outcome.ok}
+        told = [r for r in replicas if verb in ("pause", "resume") and r.name in done]
+        await admission.refresh_all([r for r in replicas if r not in told], self.client, 5.0)
+        for replica in told:
+            replica.observe(paused=verb == "pause")
 
     def start_push(self, request: PushRequest) -> Job:
         """Begin a push into every server that is up; the job.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -118,10 +117,16 @@ async def stop_recorded(row: ProcessRow, timeout_s: float) -> bool:
 
 async def sync_router(supervisor: Supervisor) -> None:
     """Make the router's workers right, now; what fails is tried again by its own loop."""
-    if supervisor.router is not None:
-        supervisor.router.wake()
-        with contextlib.suppress(SkyctlError):
-            await supervisor.router.sync()
+    router = supervisor.router
+    if router is None:
+        return
+    if router.state != "ready":
+        router.wake()
+        return
+    try:
+        await router.sync()
+    except SkyctlError:
+        router.wake()
 
 
 async def _apply_router(supervisor: Supervisor, plan: FleetPlan) -> None:

@@ -243,7 +243,7 @@ async def test_a_secret_of_a_server_is_nowhere_on_disk(paths: FleetPaths) -> Non
             assert b"open-sesame-42" not in path.read_bytes(), path
 
 
-async def test_what_a_server_compiles_is_kept_where_nobody_else_can_put_it(
+def test_what_a_server_compiles_is_kept_where_nobody_else_can_put_it(
     paths: FleetPaths, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)

@@ -113,6 +113,10 @@ async def test_a_paused_fleet_stays_in_its_router_whoever_is_seen_paused_first(
             assert states(supervisor) == {"a": "paused", "b": "paused"}
             await supervisor.verb("resume", {}, (), 5.0)
             assert states(supervisor) == {"a": "ready", "b": "ready"}
+            for replica in supervisor.replicas.values():  # somebody else does
+                await VLLMServer(supervisor.client, replica.target, timeout_s=5.0).pause("keep")
+            await report(supervisor)
+            assert states(supervisor) == {"a": "paused", "b": "paused"}
         assert removed == []
         assert routed(supervisor) == {"a", "b"}
 
