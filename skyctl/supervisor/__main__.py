@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import sys
 
 from skyctl.errors import SkyctlError
@@ -20,6 +21,8 @@ def main() -> int:
     except SkyctlError as error:
         sys.stderr.write(f"{error.kind}: {error.message}\n")
         return int(error.exit_code)
+    finally:
+        gc.freeze()  # else the interpreter's end looks for garbage, while `down` waits for it
     return 0
 
 

@@ -82,21 +82,20 @@ def _spawn(paths: FleetPaths) -> subprocess.Popen[bytes]:
 async def serve(paths: FleetPaths) -> None:
     """Be the fleet's supervisor until the fleet is down. TERM and INT bring it down.
 
+    The fleet's lock is held until this process ends: who finds it free finds nobody.
+
     Raises:
         ConflictError: another supervisor holds the fleet.
     """
     paths.prepare()
-    lock = await _lock(paths)
+    await _lock(paths)
     become_subreaper()
-    try:
-        async with ControlClient() as client:
-            with FleetState(paths.database, warn=_log) as state:
-                supervisor = Supervisor(paths, state, client)
-                sweep(paths.staging, state.checkpoints() | needed(state))
-                with _socket(paths) as listener:
-                    await _serve_until_finished(supervisor, listener)
-    finally:
-        os.close(lock)
+    async with ControlClient() as client:
+        with FleetState(paths.database, warn=_log) as state:
+            supervisor = Supervisor(paths, state, client)
+            sweep(paths.staging, state.checkpoints() | needed(state))
+            with _socket(paths) as listener:
+                await _serve_until_finished(supervisor, listener)
 
 
 async def wait_gone(paths: FleetPaths, timeout_s: float = 10.0) -> None:
