@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 from urllib.parse import urlsplit
 
-from skyctl.errors import FleetDownError, SkyctlError, UsageError
+from skyctl.errors import ConflictError, FleetDownError, SkyctlError, UsageError
 from skyctl.fleet.journal import Job, JobEvent, PushRecord
 from skyctl.fleet.plan import local_url
 from skyctl.fleet.registry import FleetRef
@@ -26,6 +28,8 @@ if TYPE_CHECKING:
     from skyctl.supervisor.recovery import Recovered
     from skyctl.weights.push import PushRequest
 
+ADOPTION_WAIT_S = 60.0
+ADOPTION_POLL_S = 0.2
 _VERB_GRACE_S = 45.0  # beyond a verb's deadline: states read back, a rollback, a router that hangs
 
 
@@ -103,6 +107,8 @@ class SupervisedFleet:
     async def start_push(self, request: PushRequest) -> str:
         """Begin a push in the supervisor and return its job id at once.
 
+        A supervisor that is just taking the fleet over is waited for, `ADOPTION_WAIT_S` seconds.
+
         Raises:
             ConflictError: another push or an operation is in progress; the message names it.
         """
@@ -110,7 +116,17 @@ class SupervisedFleet:
 
         request = replace(request, traceparent=current_traceparent())
         reached("sync.asked")
-        answer = await self._post("/jobs", {"request": request.to_json()})
+        deadline = time.monotonic() + ADOPTION_WAIT_S
+        while True:
+            try:
+                answer = await self._post("/jobs", {"request": request.to_json()})
+                break
+            except ConflictError as error:
+                # a new supervisor puts right what its predecessor left, and will take the push then
+                adopting = error.details.get("operation") == "adopt"
+                if not adopting or time.monotonic() > deadline:
+                    raise
+            await asyncio.sleep(ADOPTION_POLL_S)
         reached("sync.begun")
         return str(answer["id"])
 

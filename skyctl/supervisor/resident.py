@@ -347,7 +347,9 @@ class Supervisor:
         if operation is not None and operation.ended_at is None:
             what = f"{operation.kind} {operation.detail}".strip()
             raise ConflictError(
-                f"fleet {self.paths.name} is busy: {what}", hint="follow it: skyctl status --watch"
+                f"fleet {self.paths.name} is busy: {what}",
+                hint="follow it: skyctl status --watch",
+                details={"operation": operation.kind},
             )
 
     async def _admit(self, replica: Replica) -> None:
