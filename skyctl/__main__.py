@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import sys
 
+from skyctl import startup
 from skyctl.cli import front_page
 
 
@@ -17,14 +17,13 @@ def main() -> None:
     if not completing and (not arguments or front_page.asked_for(arguments)):
         sys.stdout.write(front_page.page())
         sys.exit(0 if arguments else 2)
-    gc.disable()  # nothing that is imported is garbage
+    startup.hurry()
     from skyctl.cli.app import main as run
 
-    gc.enable()
     try:
         run()
     finally:
-        gc.freeze()  # else the interpreter's end looks through it all once more, for some 60 ms
+        startup.leave()
 
 
 if __name__ == "__main__":

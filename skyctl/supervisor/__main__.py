@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import gc
 import sys
 
 from skyctl.errors import SkyctlError
 from skyctl.fleet.paths import fleet_paths
+from skyctl.startup import leave
 from skyctl.supervisor.daemon import serve
 
 
@@ -22,7 +22,7 @@ def main() -> int:
         sys.stderr.write(f"{error.kind}: {error.message}\n")
         return int(error.exit_code)
     finally:
-        gc.freeze()  # else the interpreter's end looks for garbage, while `down` waits for it
+        leave()  # `down` waits for it
     return 0
 
 

@@ -21,6 +21,7 @@ from skyctl.errors import ConflictError, FleetDownError, SkyctlError
 from skyctl.fleet.paths import FleetPaths, create_private_file
 from skyctl.fleet.registry import supervisor_running
 from skyctl.fleet.state import FleetState
+from skyctl.startup import inherited
 from skyctl.supervisor.api import make_app
 from skyctl.supervisor.client import SupervisorClient
 from skyctl.supervisor.logtail import tail, telling_line
@@ -68,7 +69,7 @@ def _spawn(paths: FleetPaths) -> subprocess.Popen[bytes]:
     try:
         return subprocess.Popen(
             [sys.executable, "-m", "skyctl.supervisor", "--fleet", paths.name],
-            env={**os.environ, "SKYCTL_HOME": str(paths.root)},
+            env={**inherited(), "SKYCTL_HOME": str(paths.root)},
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,

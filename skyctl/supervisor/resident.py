@@ -197,7 +197,8 @@ class Supervisor:
             await self._see(verb, chosen, outcomes)
         finally:
             self.held_out -= {replica.name for replica in chosen}
-            await rollout.sync_router(self)
+            if self.router is not None and self.router.workers != set(self.desired().values()):
+                await rollout.sync_router(self)
         found = {outcome.server: outcome for outcome in outcomes}
         return [(found.get(r.name) or absent[r.name]).to_json() for r in everyone]
 
