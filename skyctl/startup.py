@@ -27,5 +27,5 @@ def leave() -> None:
 
 
 def inherited() -> dict[str, str]:
-    """The environment as this process was given it, for those that it starts for others."""
+    """The environment as this process was given it, for those that it starts."""
     return {name: value for name, value in os.environ.items() if name not in _ours}

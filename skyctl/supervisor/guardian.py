@@ -16,6 +16,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 from skyctl.fleet.paths import FleetPaths, create_private_file
+from skyctl.startup import inherited
 
 LOG = "guardian"
 _SCRIPT = Path(__file__).with_name("guard_process.py")
@@ -45,7 +46,7 @@ def _spawn(paths: FleetPaths) -> subprocess.Popen[bytes]:
     try:
         return subprocess.Popen(
             [sys.executable, "-I", "-S", str(_SCRIPT), str(os.getpid()), *recover],
-            env={**os.environ, "SKYCTL_HOME": str(paths.root)},
+            env={**inherited(), "SKYCTL_HOME": str(paths.root)},
             stdin=subprocess.PIPE,
             stdout=log,
             stderr=log,

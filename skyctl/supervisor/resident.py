@@ -206,11 +206,12 @@ class Supervisor:
         self, verb: str, replicas: Sequence[Replica], outcomes: Sequence[Outcome[Any]]
     ) -> None:
         """Whether each is paused now: what the verb did where that tells, else asked."""
-        done = {outcome.server for outcome in outcomes if outcome.ok}
-        told = [r for r in replicas if verb in ("pause", "resume") and r.name in done]
-        await admission.refresh_all([r for r in replicas if r not in told], self.client, 5.0)
-        for replica in told:
-            replica.observe(paused=verb == "pause")
+        told = {o.server for o in outcomes if o.ok} if verb in ("pause", "resume") else set()
+        asked = [replica for replica in replicas if replica.name not in told]
+        await admission.refresh_all(asked, self.client, 5.0)
+        for replica in replicas:
+            if replica.name in told:
+                replica.observe(paused=verb == "pause")
 
     def start_push(self, request: PushRequest) -> Job:
         """Begin a push into every server that is up; the job.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
@@ -12,6 +11,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from skyctl.errors import SkyctlError
+from skyctl.startup import inherited
 from skyctl.weights.checkpoint import Checkpoint
 from skyctl.weights.plan import ChunkPlan
 from skyctl.weights.transports.base import Filled
@@ -61,7 +61,7 @@ class SenderProcess:
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
             limit=_LINE_LIMIT,
-            env={**os.environ, "PYTHONUNBUFFERED": "1"},
+            env={**inherited(), "PYTHONUNBUFFERED": "1"},
             start_new_session=True,  # Ctrl-C is for the parent, which decides what it means
         )
         return cls(process)
