@@ -33,13 +33,36 @@ SHAPES: dict[str, dict[str, int | bool]] = {
         "vocab_size": 65536,
         "tie_word_embeddings": False,
     },
+    "qwen3-0.5b-tied": {
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 20,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "vocab_size": 65536,
+        "tie_word_embeddings": True,
+    },
+    "qwen3-moe-0.6b": {
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "moe_intermediate_size": 512,
+        "num_experts": 16,
+        "num_experts_per_tok": 4,
+        "decoder_sparse_step": 1,
+        "norm_topk_prob": True,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "vocab_size": 65536,
+        "tie_word_embeddings": False,
+    },
 }
 HEAD_DIM = 128
 SHARD_BYTES = 4 * 10**9
 
 
 def tensor_shapes(shape: dict[str, int | bool]) -> list[tuple[str, tuple[int, ...]]]:
-    """Names and shapes of a dense Qwen3 checkpoint, in checkpoint order."""
+    """Names and shapes of a Qwen3 checkpoint, dense or with experts, in checkpoint order."""
     hidden, inner = int(shape["hidden_size"]), int(shape["intermediate_size"])
     heads, kv_heads = int(shape["num_attention_heads"]), int(shape["num_key_value_heads"])
     vocab = int(shape["vocab_size"])
@@ -55,9 +78,7 @@ def tensor_shapes(shape: dict[str, int | bool]) -> list[tuple[str, tuple[int, ..
             (at + "self_attn.k_norm.weight", (HEAD_DIM,)),
             (at + "self_attn.o_proj.weight", (hidden, heads * HEAD_DIM)),
             (at + "post_attention_layernorm.weight", (hidden,)),
-            (at + "mlp.gate_proj.weight", (inner, hidden)),
-            (at + "mlp.up_proj.weight", (inner, hidden)),
-            (at + "mlp.down_proj.weight", (hidden, inner)),
+            *_mlp_shapes(at + "mlp.", shape),
         ]
     tensors.append(("model.norm.weight", (hidden,)))
     if not shape["tie_word_embeddings"]:
@@ -65,13 +86,27 @@ def tensor_shapes(shape: dict[str, int | bool]) -> list[tuple[str, tuple[int, ..
     return tensors
 
 
+def _mlp_shapes(at: str, shape: dict[str, int | bool]) -> list[tuple[str, tuple[int, ...]]]:
+    hidden, experts = int(shape["hidden_size"]), int(shape.get("num_experts", 0))
+    inner = int(shape["moe_intermediate_size" if experts else "intermediate_size"])
+    found: list[tuple[str, tuple[int, ...]]] = []
+    for prefix in [f"{at}experts.{expert}." for expert in range(experts)] or [at]:
+        found += [
+            (prefix + "gate_proj.weight", (inner, hidden)),
+            (prefix + "up_proj.weight", (inner, hidden)),
+            (prefix + "down_proj.weight", (hidden, inner)),
+        ]
+    return [(at + "gate.weight", (experts, hidden)), *found] if experts else found
+
+
 def write_checkpoint(directory: Path, shape_name: str, seed: int) -> int:
     """Write config, tokenizer, shards and index; returns the bytes of tensor data."""
     shape = SHAPES[shape_name]
     directory.mkdir(parents=True, exist_ok=True)
+    kind = "Moe" if "num_experts" in shape else ""
     config = {
-        "architectures": ["Qwen3ForCausalLM"],
-        "model_type": "qwen3",
+        "architectures": [f"Qwen3{kind}ForCausalLM"],
+        "model_type": "qwen3_moe" if kind else "qwen3",
         "head_dim": HEAD_DIM,
         "hidden_act": "silu",
         "max_position_embeddings": 4096,

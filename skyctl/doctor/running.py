@@ -12,6 +12,7 @@ from skyctl.fleet.state import ServerRow
 from skyctl.fleet.status import MIXED, TRANSIENT_STATES, FleetStatus
 from skyctl.operations.drift import Drift
 from skyctl.units import count_of, format_seconds
+from skyctl.weights.alike import comparable
 
 LONG_PAUSE_S = 600.0
 # States whose servers a router may list.
@@ -135,19 +136,20 @@ def weight_digests(facts: RunningFacts) -> Iterator[Finding]:
     if facts.verification is not None:
         yield from _verified(facts.verification)
         return
-    by_version: dict[str, dict[str, list[str]]] = {}
-    for row in facts.rows:
-        if row.weights_digest and row.weight_version:
-            digests = by_version.setdefault(row.weight_version, {})
-            digests.setdefault(row.weights_digest, []).append(row.name)
-    for version, digests in by_version.items():
-        if len(digests) > 1:
-            groups = "; ".join(f"{', '.join(n)} {d[:12]}" for d, n in digests.items())
-            yield _error(
-                "weight-digests",
-                f"servers at version {version} hold different weights: {groups}",
-                "push once more: skyctl sync-weights CKPT",
-            )
+    versions = sorted({row.weight_version for row in facts.rows if row.weight_version})
+    for version in versions:
+        rows = [row for row in facts.rows if row.weight_version == version]
+        for group in comparable(rows, lambda row: row.weights_digest or ""):
+            digests: dict[str, list[str]] = {}
+            for row in group:
+                digests.setdefault(row.weights_digest or "", []).append(row.name)
+            if len(digests) > 1:
+                listed = "; ".join(f"{', '.join(n)} {d[:12]}" for d, n in digests.items())
+                yield _error(
+                    "weight-digests",
+                    f"servers at version {version} hold different weights: {listed}",
+                    "push once more: skyctl sync-weights CKPT",
+                )
 
 
 def router(facts: RunningFacts) -> Iterator[Finding]:

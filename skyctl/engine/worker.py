@@ -13,16 +13,23 @@ class SkyctlWorkerExtension:
     """
 
     model_runner: Any
+    vllm_config: Any
 
     def skyctl_weight_digest(self, names: Sequence[str] = ()) -> dict[str, Any]:
         """Digest of the weights this worker computes with; see `engine/digest.py`.
 
+        `arrangement` tells with which servers' it can be compared (`engine/arrangement.py`).
         `names` adds `samples`: dtype, shape and number of those tensors, where the model has them.
         """
+        from skyctl.engine.arrangement import arrangement
         from skyctl.engine.digest import digest_model, sample_tensors
 
         model = self.model_runner.get_model()
-        return {**digest_model(model), "samples": sample_tensors(model, names)}
+        return {
+            **digest_model(model),
+            "arrangement": arrangement(self.vllm_config),
+            "samples": sample_tensors(model, names),
+        }
 
     def skyctl_nccl_problem(self) -> str:
         """Why this worker's vLLM cannot use NCCL; "" when it can."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from skyctl.kill_points import reached
+from skyctl.weights.alike import comparable
 from skyctl.weights.run import Run
 from skyctl.weights.samples import Sample
 from skyctl.weights.sites import Holds, Site, alive, each
@@ -50,12 +51,11 @@ async def _reset_cache(site: Site) -> None:
 
 
 def _outvote(sites: Sequence[Site]) -> None:
-    """Servers whose digest differs from that of most others hold something else: they fail."""
-    digests = [site.digest for site in sites if site.digest]
-    if len(set(digests)) <= 1:
-        return
-    most = max(set(digests), key=digests.count)
-    sure = digests.count(most) * 2 > len(digests)
-    for site in sites:
-        if site.digest and not (sure and site.digest == most):
-            site.failure = f"verify: its weights differ from the others' (digest {site.digest})"
+    """Servers whose digest differs from that of most others like them hold something else."""
+    for group in comparable(sites, lambda site: site.digest):
+        digests = [site.digest for site in group]
+        most = max(set(digests), key=digests.count)
+        sure = digests.count(most) * 2 > len(digests)
+        for site in group:
+            if not (sure and site.digest == most):
+                site.failure = f"verify: its weights differ from the others' (digest {site.digest})"

@@ -235,7 +235,7 @@ def _site(
 
 
 def check_servers(facts: Sequence[ServerFacts], weights_awake: Collection[str] = ()) -> list[str]:
-    """Servers, or at least their weights, must be awake, and alike; notes about their versions.
+    """Servers, or at least their weights, must be awake, and of one version; notes about it.
 
     Raises:
         PreflightError: names the servers that are not.
@@ -246,13 +246,12 @@ def check_servers(facts: Sequence[ServerFacts], weights_awake: Collection[str] =
             f"{', '.join(asleep)} {'is' if len(asleep) == 1 else 'are'} asleep",
             hint="wake the weights as a part of it: --colocated; or skyctl wake --tags weights",
         )
-    for what, values in (
-        ("run different versions of vLLM", {f.name: f.vllm_version for f in facts}),
-        ("have different world sizes", {f.name: str(f.world_size) for f in facts}),
-    ):
-        if len(set(values.values())) > 1:
-            listing = ", ".join(f"{name}: {value}" for name, value in values.items())
-            raise PreflightError(f"the servers {what} ({listing})", hint="restart them alike")
+    versions = {fact.name: fact.vllm_version for fact in facts}
+    if len(set(versions.values())) > 1:
+        listing = ", ".join(f"{name}: {version}" for name, version in versions.items())
+        raise PreflightError(
+            f"the servers run different versions of vLLM ({listing})", hint="restart them alike"
+        )
     return sorted({fact.dialect.note for fact in facts if fact.dialect.note})
 
 

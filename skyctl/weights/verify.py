@@ -13,6 +13,7 @@ from skyctl.control.http import ControlClient
 from skyctl.control.server import VLLMServer
 from skyctl.control.target import ServerTarget
 from skyctl.errors import ServerError
+from skyctl.weights.alike import arranged, comparable
 from skyctl.weights.samples import Sample, differing
 
 DIGEST_METHOD = "skyctl_weight_digest"
@@ -35,7 +36,8 @@ class WeightsReport:
 
 @dataclass(frozen=True)
 class Verification:
-    """All servers' reports, and whether they hold the same: None when too few could say."""
+    """All servers' reports, and whether those that can be compared (`weights/alike.py`) hold the
+    same: None when too few could say."""
 
     servers: tuple[WeightsReport, ...]
     agree: bool | None
@@ -65,15 +67,15 @@ async def verify(
         for outcome in outcomes
     )
     known = [report.digest for report in reports if report.digest]
-    answered = len(known) == len(reports)
-    agree = len(set(known)) == 1 if answered else (False if len(set(known)) > 1 else None)
+    same = all(len(set(group)) == 1 for group in comparable(known, str))
+    agree = (True if len(known) == len(reports) else None) if same else False
     return Verification(reports, agree)
 
 
 async def weights_digest(
     server: VLLMServer, *, timeout_s: float, samples: Mapping[str, Sample] | None = None
 ) -> tuple[str, str]:
-    """Digest over all workers of a server, and a word on how it was made.
+    """Digest over all workers of a server, with their arrangement, and a word on how it was made.
 
     skyctl's own method where the server has it, else vLLM's checksums, else "". `samples` are
     tensors whose bytes are known: a worker that holds others fails the verification.
@@ -87,7 +89,8 @@ async def weights_digest(
         )
         if results:
             _check_samples(server.target.name, samples or {}, results)
-            return _combined([_digest_of(result) for result in results]), ""
+            digest = _combined([_digest_of(result) for result in results])
+            return arranged(digest, _arrangement_of(results[0])), ""
     except ServerError as error:
         if not error.status:
             raise
@@ -115,6 +118,10 @@ def _check_samples(name: str, samples: Mapping[str, Sample], results: Sequence[A
 def _digest_of(result: Any) -> str:
     """One worker's answer: a mapping, or what /collective_rpc made of something else."""
     return str(result["digest"] if isinstance(result, dict) else result)
+
+
+def _arrangement_of(result: Any) -> str:
+    return str(result.get("arrangement", "")) if isinstance(result, dict) else ""
 
 
 def _combined(parts: Sequence[Any]) -> str:

@@ -165,7 +165,8 @@ class StubServer:
             self.engine.reload(body["kwargs"]["weights_path"])
             return JSONResponse({"results": [None] * workers})
         if method == "skyctl_weight_digest":
-            return JSONResponse({"results": [self.engine.digest] * workers})
+            answer = {"digest": self.engine.digest, "arrangement": self.engine.arrangement}
+            return JSONResponse({"results": [answer] * workers})
         if method == "skyctl_nccl_problem":
             return JSONResponse({"results": [self.engine.nccl_problem] * workers})
         raise EngineRefused(f"Worker failed with error 'no attribute {method!r}'")

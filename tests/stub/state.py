@@ -70,6 +70,7 @@ class StubEngine:
     model: str = "stub-model"
     version: str = "0.32.0"
     world_size: int = 1
+    arrangement: str = ""
     transfer_backend: str = "skyctl"
     weigh: Callable[[list[dict[str, Any]]], str] = digest_of_updates
     digest: str = ""

@@ -119,6 +119,7 @@ def test_digests_recorded_by_pushes_must_agree_within_a_version() -> None:
 
     assert wrong(facts(rows=rows(("v1", "aa"), ("v1", "aa")))) == []
     assert wrong(facts(rows=rows(("v1", "aa"), ("v2", "bb")))) == []
+    assert wrong(facts(rows=rows(("v1", "aa"), ("v1", "bb:tp2")))) == []
     [finding] = wrong(facts(rows=rows(("v1", "aa"), ("v1", "bb"))))
     assert finding.check == "weight-digests" and "f-0 aa; f-1 bb" in finding.message
 

@@ -13,6 +13,7 @@ from skyctl.errors import PreflightError, PushError, SkyctlError
 from skyctl.weights.push import PushRequest, PushResult, push
 from skyctl.weights.request import STAGES
 from tests.stub.faults import Fault
+from tests.stub.state import StubEngine, digest_of_updates
 from tests.unit.weights.checkpoints import filled, tiny_tensors, write_checkpoint
 from tests.unit.weights.fleets import Recorder, Stubs
 
@@ -119,11 +120,6 @@ async def test_a_sleeping_server_is_refused_with_the_command_that_wakes_it(stubs
 async def test_servers_of_different_versions_are_refused(stubs: Stubs) -> None:
     stubs.engines[1].version = "0.31.0"
     await refused(stubs, "different versions of vLLM .*demo-1: 0.31.0")
-
-
-async def test_servers_of_different_world_sizes_are_refused(stubs: Stubs) -> None:
-    stubs.engines[1].world_size = 2
-    await refused(stubs, "different world sizes .*demo-1: 2")
 
 
 async def test_a_server_that_does_not_answer_is_refused_before_anything(stubs: Stubs) -> None:
@@ -235,6 +231,32 @@ async def test_a_server_whose_weights_differ_is_outvoted(tmp_path: Path) -> None
     assert states(error) == ["ready", "ready", "quarantined"]
     assert [engine.paused for engine in stubs.engines] == [False, False, True]
     assert stubs.engines[2].weight_version == "default"
+
+
+def arrange(engine: StubEngine, world_size: int) -> None:
+    """As a server with so many tensor-parallel ranks: each holds a part of every tensor."""
+    engine.world_size, engine.arrangement = world_size, f"tp{world_size}"
+    engine.weigh = lambda updates: f"a {world_size}th of {digest_of_updates(updates)}"
+
+
+async def test_servers_of_different_world_sizes_take_the_same_checkpoint(tmp_path: Path) -> None:
+    stubs = Stubs(tmp_path, count=3)
+    for engine in stubs.engines[1:]:
+        arrange(engine, 2)
+    result = await push_new(stubs)
+    assert all(server.ok for server in result.servers)
+    digests = [server.weights_digest for server in result.servers]
+    assert digests[0] != digests[1] == digests[2]
+    assert digests[1].endswith(":tp2")
+
+
+async def test_a_server_is_compared_with_those_that_are_arranged_like_it(tmp_path: Path) -> None:
+    stubs = Stubs(tmp_path, count=4)
+    for engine in stubs.engines[1:]:
+        arrange(engine, 2)
+    stubs.engines[3].weigh = lambda updates: "content of something else"
+    error = await failing_push(stubs)
+    assert states(error) == ["ready", "ready", "ready", "quarantined"]
 
 
 async def test_two_servers_that_disagree_are_both_quarantined(stubs: Stubs) -> None:

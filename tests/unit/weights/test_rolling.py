@@ -74,9 +74,9 @@ async def test_a_made_up_version_is_the_same_for_all_parts(stubs: Stubs) -> None
 async def test_what_is_wrong_with_the_last_server_is_known_before_the_first_leaves(
     stubs: Stubs,
 ) -> None:
-    stubs.engines[2].world_size = 2
+    stubs.engines[2].version = "0.31.0"
     rotation = Rotation(stubs)
-    with pytest.raises(PreflightError, match="different world sizes"):
+    with pytest.raises(PreflightError, match="different versions of vLLM"):
         await roll(stubs, rotation=rotation)
     assert rotation.log == []
 
