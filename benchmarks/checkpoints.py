@@ -63,7 +63,7 @@ SHARD_BYTES = 4 * 10**9
 
 def tensor_shapes(shape: dict[str, int | bool]) -> list[tuple[str, tuple[int, ...]]]:
     """Names and shapes of a Qwen3 checkpoint, dense or with experts, in checkpoint order."""
-    hidden, inner = int(shape["hidden_size"]), int(shape["intermediate_size"])
+    hidden = int(shape["hidden_size"])
     heads, kv_heads = int(shape["num_attention_heads"]), int(shape["num_key_value_heads"])
     vocab = int(shape["vocab_size"])
     tensors: list[tuple[str, tuple[int, ...]]] = [("model.embed_tokens.weight", (vocab, hidden))]

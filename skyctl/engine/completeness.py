@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
 from typing import Any
 
 from vllm.model_executor.layers.attention import is_deferred_attention_layer
@@ -13,17 +14,18 @@ def half_open(model: Any) -> bool:
     return any(get_layerwise_info(layer).can_load() for layer in model.modules())
 
 
-def missing_parameters(model: Any) -> list[str]:
+def missing_parameters(model: Any, tied: Container[str] = ()) -> list[str]:
     """Names of layers that still wait for weights; call before the session is finalized.
 
     Layers that got all they need were reset as it arrived. Of the others, attention layers are
     completed at the end, buffers come from no checkpoint, and embeddings padded to a larger
-    vocabulary, as well as quantized layers, may stay short of their allocated size.
+    vocabulary, as well as quantized layers, may stay short of their allocated size. `tied` layers
+    use what another one loads (`engine/tied.py`).
     """
     missing = []
     for name, layer in model.named_modules():
         info = get_layerwise_info(layer)
-        if not info.can_load() or is_deferred_attention_layer(layer):
+        if not info.can_load() or is_deferred_attention_layer(layer) or name in tied:
             continue
         if not any(parameter is not None for parameter in layer._parameters.values()):
             continue

@@ -86,12 +86,16 @@ def _digest_tensor(tensor: torch.Tensor) -> bytes:
 
 
 def _is_packed(layer: torch.nn.Module) -> bool:
-    """A linear layer whose weight went into `cpu_linear` (vLLM's dispatch_cpu_unquantized_gemm)."""
+    """A linear layer whose weight went into `cpu_linear` (vLLM's dispatch_cpu_unquantized_gemm).
+
+    An output layer (the one that can be tied) keeps its weight beside it, and computes with the
+    packed copy; embeddings only look rows up.
+    """
     weight = getattr(layer, "weight", None)
     return (
         callable(getattr(layer, "cpu_linear", None))
         and isinstance(weight, torch.Tensor)
-        and weight.numel() == 0
+        and (weight.numel() == 0 or hasattr(layer, "tie_weights"))
     )
 
 

@@ -21,6 +21,7 @@ from vllm.model_executor.model_loader.reload import (
 
 from skyctl.engine.completeness import half_open, missing_parameters
 from skyctl.engine.receivers import Receiver, open_receiver
+from skyctl.engine.tied import repack_tied_layers, tied_layers
 from skyctl.engine.wire import ChunkUpdate, ReceiverInit
 
 _SHOWN = 3
@@ -38,6 +39,7 @@ class SkyctlWeightTransferEngine(WeightTransferEngine[Any, Any]):  # type: ignor
         self._announced: set[str] = set()
         self._received: set[str] = set()
         self._next_chunk = 0
+        self._tied = {name for name, _ in tied_layers(model)}
 
     def init_transfer_engine(self, init_info: ReceiverInit) -> None:
         """Connect to the sender. A sender of an earlier push is let go, and its session forgotten:
@@ -92,10 +94,11 @@ class SkyctlWeightTransferEngine(WeightTransferEngine[Any, Any]):  # type: ignor
         """
         received, announced = self._received, self._announced
         self._received = set()
-        missing = missing_parameters(self.model) if received else []
+        missing = missing_parameters(self.model, self._tied) if received else []
         finalize_layerwise_reload(self.model, self.model_config)
         if not received:
             return
+        repack_tied_layers(self.model)
         if received != announced:
             lost = sorted(announced - received)
             raise RuntimeError(

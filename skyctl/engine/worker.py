@@ -31,6 +31,12 @@ class SkyctlWorkerExtension:
             "samples": sample_tensors(model, names),
         }
 
+    def skyctl_repack_tied(self) -> None:
+        """Complete a `reload_weights`; see `engine/tied.py`."""
+        from skyctl.engine.tied import repack_tied_layers
+
+        repack_tied_layers(self.model_runner.get_model())
+
     def skyctl_nccl_problem(self) -> str:
         """Why this worker's vLLM cannot use NCCL; "" when it can."""
         from skyctl.engine.nccl import nccl_problem

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import shutil
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ import pytest
 from benchmarks.checkpoints import write_checkpoint
 from skyctl.fleet.devices import discover_gpus
 from tests.gpu.faulty import FaultyFleet
+from tests.gpu.special import CASES, Case, SpecialFleet
 
 SHAPE = "qwen3-0.5b"
 
@@ -30,15 +32,19 @@ def need_gpus(count: int) -> None:
         pytest.skip("needs vLLM")
 
 
+def make_checkpoints(directory: Path, shape: str) -> dict[str, Path]:
+    """Two checkpoints of about 1 GB, "a" and "b"."""
+    made = {name: directory / shape / name for name in ("a", "b")}
+    for seed, path in enumerate(made.values(), 1):
+        write_checkpoint(path, shape, seed)
+    return made
+
+
 @pytest.fixture(scope="session")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Path]]:
-    """Two checkpoints of about 1 GB, "a" and "b"."""
     need_gpus(1)
     directory = tmp_path_factory.mktemp("checkpoints")
-    made = {name: directory / name for name in ("a", "b")}
-    for seed, path in enumerate(made.values(), 1):
-        write_checkpoint(path, SHAPE, seed)
-    yield made
+    yield make_checkpoints(directory, SHAPE)
     shutil.rmtree(directory)
 
 
@@ -56,3 +62,40 @@ def faulty_fleet(
         yield fleet
     finally:
         fleet.run("down", expect=None, timeout_s=120)
+
+
+@pytest.fixture(scope="session")
+def special_fleets(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[dict[str, Future[SpecialFleet]]]:
+    """All fleets that this run asks for and has the GPUs for; they start at the same time."""
+    callspecs = (getattr(item, "callspec", None) for item in request.session.items)
+    wanted = {spec.params["case"] for spec in callspecs if spec and "case" in spec.params}
+    cases: list[Case] = [
+        case for case in wanted if isinstance(case, Case) and len(discover_gpus()) >= case.gpus
+    ]
+    root = tmp_path_factory.mktemp("special")
+    made = {shape: make_checkpoints(root, shape) for shape in {case.shape for case in cases}}
+
+    fleets = {case.name: SpecialFleet(root / case.name, case, made[case.shape]) for case in cases}
+
+    def start(fleet: SpecialFleet) -> SpecialFleet:
+        fleet.run("up", timeout_s=420)
+        return fleet
+
+    def stop(fleet: SpecialFleet) -> None:
+        fleet.run("down", expect=None, timeout_s=120)
+
+    with ThreadPoolExecutor(len(CASES)) as pool:
+        try:
+            yield {name: pool.submit(start, fleet) for name, fleet in fleets.items()}
+        finally:
+            list(pool.map(stop, fleets.values()))
+    shutil.rmtree(root)
+
+
+@pytest.fixture
+def special_fleet(request: pytest.FixtureRequest, case: Case) -> SpecialFleet:
+    need_gpus(case.gpus)
+    fleets: dict[str, Future[SpecialFleet]] = request.getfixturevalue("special_fleets")
+    return fleets[case.name].result()

@@ -167,6 +167,8 @@ class StubServer:
         if method == "skyctl_weight_digest":
             answer = {"digest": self.engine.digest, "arrangement": self.engine.arrangement}
             return JSONResponse({"results": [answer] * workers})
+        if method == "skyctl_repack_tied":
+            return JSONResponse({"results": [None] * workers})
         if method == "skyctl_nccl_problem":
             return JSONResponse({"results": [self.engine.nccl_problem] * workers})
         raise EngineRefused(f"Worker failed with error 'no attribute {method!r}'")

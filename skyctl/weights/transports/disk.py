@@ -10,6 +10,7 @@ from skyctl.weights.request import PushFleet
 from skyctl.weights.sites import Holds, Site, alive, each
 
 _SLOWEST_BYTES_PER_S = 50e6  # a cold network disk; below it, raise update_timeout_s
+_REPACK_METHOD = "skyctl_repack_tied"
 _REFUSED = "Model reloading with"  # vLLM refuses before it reads: `--load-format dummy` and others
 
 
@@ -43,6 +44,7 @@ class DiskDelivery:
                     await site.vllm.collective_rpc(
                         "reload_weights", kwargs={"weights_path": path}, timeout_s=self._timeout_s
                     )
+                    await self._repack_tied(site)
             except ServerError as error:
                 if _REFUSED not in error.message:
                     raise
@@ -59,6 +61,15 @@ class DiskDelivery:
             for site in alive(sites):
                 site.failure = error.message
         on_progress(self._checkpoint.total_bytes)
+
+    async def _repack_tied(self, site: Site) -> None:
+        """What vLLM's reload leaves out on CPU (`engine/tied.py`). A server without skyctl's worker
+        extension has no such method."""
+        try:
+            await site.vllm.collective_rpc(_REPACK_METHOD, timeout_s=self._timeout_s)
+        except ServerError as error:
+            if _REPACK_METHOD not in error.message:
+                raise
 
     async def finish(self, sites: Sequence[Site], version: Callable[[], str]) -> None:
         for site in alive(sites):

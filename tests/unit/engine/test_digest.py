@@ -63,3 +63,15 @@ def test_in_a_wide_layer_every_weight_counts_and_exchanged_columns_too() -> None
     weight[:, [1, 65]] = weight[:, [65, 1]]
     seen.add(digest_model(module)["digest"])
     assert len(seen) == 6
+
+
+def test_an_output_layer_counts_by_what_it_computes_with() -> None:
+    module, weight = model()
+    module.lm_head = Packed(weight.clone())
+    module.lm_head.weight = torch.nn.Parameter(weight, requires_grad=False)
+    module.lm_head.tie_weights = None
+    packed = weight.clone()
+    module.lm_head.cpu_linear = lambda x, _weight, bias: torch.nn.functional.linear(x, packed, bias)
+    before = digest_model(module)["digest"]
+    packed[3, 70] += 1  # the parameter stays: a stale copy, or a fresh one
+    assert digest_model(module)["digest"] != before

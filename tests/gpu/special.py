@@ -1,0 +1,170 @@
+"""Fleets whose servers are not all alike: split over GPUs, quantizing, with experts, with tied
+embeddings. Each pushes the same two checkpoints, "a" and "b"."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from tests.integration.fleet_cli import FleetCli, bearer
+
+MODEL = "special"
+MAX_LEN = 1024
+STREAMS = 64
+_PROMPTS = [[40, 41, 42, 43], [7, 300, 12], [1000, 2000, 3000, 4000, 5000]]
+_SETTLE_S = 3.0
+_REQUEST_TIMEOUT_S = 120.0
+
+
+@dataclass(frozen=True)
+class Case:
+    """A fleet: `groups` as the fleet file's `replicas`, on GPUs 0 to `gpus` - 1."""
+
+    transport: str
+    model: str
+    shape: str
+    groups: tuple[dict[str, Any], ...]
+    gpus: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.transport}-{self.model}"
+
+
+def _group(name: str, *gpus: int, **more: Any) -> dict[str, Any]:
+    return {"name": name, "gpus": [list(gpus)], "tensor_parallel_size": len(gpus), **more}
+
+
+_FP8 = {"args": {"quantization": "fp8"}}
+# a collective has each GPU once, and the sender one that no server uses; IPC shares them
+_IPC = (_group("whole", 0), _group("split", 0, 1))
+_NCCL = (_group("whole", 0), _group("split", 1, 2))
+
+CASES = (
+    Case("ipc", "dense", "qwen3-0.5b", (*_IPC, _group("fp8", 1, **_FP8)), 2),
+    Case("ipc", "moe", "qwen3-moe-0.6b", _IPC, 2),
+    Case("ipc", "tied", "qwen3-0.5b-tied", _IPC, 2),
+    Case("nccl", "dense", "qwen3-0.5b", (_group("fp8", 0, **_FP8), _NCCL[1]), 4),
+    Case("nccl", "moe", "qwen3-moe-0.6b", _NCCL, 4),
+    Case("nccl", "tied", "qwen3-0.5b-tied", _NCCL, 4),
+)
+
+
+class SpecialFleet(FleetCli):
+    """Runs checkpoint "a" at first."""
+
+    def __init__(self, root: Path, case: Case, checkpoints: dict[str, Path]) -> None:
+        super().__init__(root / "fleet", root / "home")
+        self.checkpoints = checkpoints
+        self.directory.mkdir(parents=True)
+        settings = {
+            "name": case.name,
+            "model": str(checkpoints["a"]),
+            "served_model_name": MODEL,
+            "replicas": list(case.groups),
+            "share_gpus": case.transport == "ipc",
+            "args": {
+                "max-model-len": MAX_LEN,
+                "enforce-eager": True,
+                "gpu-memory-utilization": 0.08,
+                # not what is free: other fleets start on the same GPUs meanwhile
+                "kv-cache-memory-bytes": 2 << 30,
+            },
+            # below the size of the embeddings, so that their chunk has to grow
+            "weight_transfer": {"transport": case.transport, "chunk_size": "64MiB"},
+            "router": {"enabled": False},
+        }
+        # JSON is YAML
+        (self.directory / "fleet.yaml").write_text(json.dumps(settings))
+
+    def push(self, name: str) -> dict[str, Any]:
+        """Push a checkpoint, labelled with its name; the job's result."""
+        result: dict[str, Any] = self.data(
+            *("sync-weights", str(self.checkpoints[name]), "--weight-version", name),
+            *("--mode", "keep"),
+        )["job"]["result"]
+        return result
+
+    @property
+    def servers(self) -> dict[str, str]:
+        """Every server's URL by its name."""
+        urls: dict[str, str] = self.data("urls")["servers"]
+        return urls
+
+    def answers(self) -> dict[str, list[list[int]]]:
+        """Greedy token ids of some prompts, from each server."""
+        return {
+            name: [self._answer(url, p) for p in _PROMPTS] for name, url in self.servers.items()
+        }
+
+    def _answer(self, url: str, prompt: Sequence[int]) -> list[int]:
+        reply = httpx.post(
+            f"{url}/v1/completions",
+            json=_body(prompt, 16),
+            headers=bearer(self.control_token),
+            timeout=_REQUEST_TIMEOUT_S,
+        )
+        reply.raise_for_status()
+        tokens: list[int] = reply.json()["choices"][0]["token_ids"]
+        return tokens
+
+    async def streams(self, url: str, disturb: str = "") -> tuple[list[list[int]], bool]:
+        """Token ids of 64 streams that begin in one step, and whether all ran when `disturb` ended.
+
+        With `disturb`, that checkpoint is pushed as soon as each stream has said something. They
+        begin in one step, so that batches, and with them the last bits of sums, are the same in
+        each run.
+        """
+        prompts = [[n + 1, 2 * n + 1, 3 * n + 1, 77, 5] for n in range(STREAMS)]
+        got: list[list[int]] = [[] for _ in prompts]
+        ended = [False for _ in prompts]
+
+        async with httpx.AsyncClient(
+            headers=bearer(self.control_token),
+            timeout=_REQUEST_TIMEOUT_S,
+            limits=httpx.Limits(max_connections=STREAMS + 4),
+        ) as client:
+
+            async def read(number: int) -> None:
+                body = {**_body(prompts[number], MAX_LEN - 8), "stream": True}
+                async with client.stream("POST", f"{url}/v1/completions", json=body) as reply:
+                    reply.raise_for_status()
+                    async for line in reply.aiter_lines():
+                        if line.startswith("data: {"):
+                            choice = json.loads(line.removeprefix("data: "))["choices"][0]
+                            got[number] += choice.get("token_ids") or []
+                ended[number] = True
+
+            (await client.post(f"{url}/pause", params={"mode": "keep"})).raise_for_status()
+            reading = asyncio.gather(*(read(number) for number in range(len(prompts))))
+            await asyncio.sleep(_SETTLE_S)  # all wait in the queue
+            assert not any(got), "a paused server answered"
+            (await client.post(f"{url}/resume")).raise_for_status()
+            in_flight = True
+            if disturb:
+                deadline = time.monotonic() + 30
+                while not all(got):
+                    assert time.monotonic() < deadline, "not every stream began"
+                    await asyncio.sleep(0.02)
+                await asyncio.to_thread(self.push, disturb)
+                in_flight = not any(ended)
+            await reading
+        return got, in_flight
+
+
+def _body(prompt: Sequence[int], max_tokens: int) -> dict[str, Any]:
+    return {
+        "model": MODEL,
+        "prompt": list(prompt),
+        "max_tokens": max_tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+        "return_token_ids": True,
+    }
