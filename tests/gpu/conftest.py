@@ -70,17 +70,16 @@ def special_fleets(
 ) -> Iterator[dict[str, Future[SpecialFleet]]]:
     """All fleets that this run asks for and has the GPUs for; they start at the same time."""
     callspecs = (getattr(item, "callspec", None) for item in request.session.items)
-    wanted = {spec.params["case"] for spec in callspecs if spec and "case" in spec.params}
-    cases: list[Case] = [
-        case for case in wanted if isinstance(case, Case) and len(discover_gpus()) >= case.gpus
-    ]
+    wanted = {spec.params["case"].name for spec in callspecs if spec and "case" in spec.params}
+    found = len(discover_gpus())
+    cases = [case for case in CASES if case.name in wanted and case.gpus <= found]
     root = tmp_path_factory.mktemp("special")
     made = {shape: make_checkpoints(root, shape) for shape in {case.shape for case in cases}}
 
     fleets = {case.name: SpecialFleet(root / case.name, case, made[case.shape]) for case in cases}
 
     def start(fleet: SpecialFleet) -> SpecialFleet:
-        fleet.run("up", timeout_s=420)
+        fleet.up()
         return fleet
 
     def stop(fleet: SpecialFleet) -> None:

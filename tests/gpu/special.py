@@ -13,7 +13,7 @@ from typing import Any
 
 import httpx
 
-from tests.integration.fleet_cli import FleetCli, bearer
+from tests.integration.fleet_cli import UP_TIMEOUT_S, FleetCli, bearer
 
 MODEL = "special"
 MAX_LEN = 1024
@@ -25,13 +25,15 @@ _REQUEST_TIMEOUT_S = 120.0
 
 @dataclass(frozen=True)
 class Case:
-    """A fleet: `groups` as the fleet file's `replicas`, on GPUs 0 to `gpus` - 1."""
+    """A fleet: `groups` as the fleet file's `replicas`, on GPUs 0 to `gpus` - 1. It is started on
+    `checkpoints[0]` and gets the other one pushed."""
 
     transport: str
     model: str
     shape: str
     groups: tuple[dict[str, Any], ...]
     gpus: int
+    checkpoints: tuple[str, str]
 
     @property
     def name(self) -> str:
@@ -48,25 +50,26 @@ _IPC = (_group("whole", 0), _group("split", 0, 1))
 _NCCL = (_group("whole", 0), _group("split", 1, 2))
 
 CASES = (
-    Case("ipc", "dense", "qwen3-0.5b", (*_IPC, _group("fp8", 1, **_FP8)), 2),
-    Case("ipc", "moe", "qwen3-moe-0.6b", _IPC, 2),
-    Case("ipc", "tied", "qwen3-0.5b-tied", _IPC, 2),
-    Case("nccl", "dense", "qwen3-0.5b", (_group("fp8", 0, **_FP8), _NCCL[1]), 4),
-    Case("nccl", "moe", "qwen3-moe-0.6b", _NCCL, 4),
-    Case("nccl", "tied", "qwen3-0.5b-tied", _NCCL, 4),
+    Case("ipc", "dense", "qwen3-0.5b", (*_IPC, _group("fp8", 1, **_FP8)), 2, ("a", "b")),
+    Case("ipc", "moe", "qwen3-moe-0.6b", _IPC, 2, ("a", "b")),
+    Case("ipc", "tied", "qwen3-0.5b-tied", _IPC, 2, ("a", "b")),
+    Case("nccl", "dense", "qwen3-0.5b", (_group("fp8", 0, **_FP8), _NCCL[1]), 4, ("b", "a")),
+    Case("nccl", "moe", "qwen3-moe-0.6b", _NCCL, 4, ("b", "a")),
+    Case("nccl", "tied", "qwen3-0.5b-tied", _NCCL, 4, ("b", "a")),
 )
 
 
 class SpecialFleet(FleetCli):
-    """Runs checkpoint "a" at first."""
+    """The fleet of one case. `started`: what its servers answered before anything was pushed."""
 
     def __init__(self, root: Path, case: Case, checkpoints: dict[str, Path]) -> None:
         super().__init__(root / "fleet", root / "home")
         self.checkpoints = checkpoints
+        self.started: dict[str, list[list[int]]] = {}
         self.directory.mkdir(parents=True)
         settings = {
             "name": case.name,
-            "model": str(checkpoints["a"]),
+            "model": str(checkpoints[case.checkpoints[0]]),
             "served_model_name": MODEL,
             "replicas": list(case.groups),
             "share_gpus": case.transport == "ipc",
@@ -83,6 +86,10 @@ class SpecialFleet(FleetCli):
         }
         # JSON is YAML
         (self.directory / "fleet.yaml").write_text(json.dumps(settings))
+
+    def up(self) -> None:
+        self.run("up", timeout_s=UP_TIMEOUT_S)
+        self.started = self.answers()
 
     def push(self, name: str) -> dict[str, Any]:
         """Push a checkpoint, labelled with its name; the job's result."""

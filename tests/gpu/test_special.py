@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from concurrent.futures import Future
 
 import pytest
 
@@ -12,15 +13,33 @@ pytestmark = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 
 
 def test_a_b_a_gives_the_answers_of_a(case: Case, special_fleet: SpecialFleet) -> None:
-    first = special_fleet.answers()
-    special_fleet.push("b")
-    other = special_fleet.answers()
-    special_fleet.push("a")
-    again = special_fleet.answers()
-    assert again == first
-    assert {name for name in first if other[name] == first[name]} == set()
+    a, b = case.checkpoints
+    special_fleet.push(b)
+    of_b = special_fleet.answers()
+    special_fleet.push(a)
+    assert special_fleet.answers() == special_fleet.started
+    unchanged = [name for name, tokens in of_b.items() if tokens == special_fleet.started[name]]
+    assert not unchanged
     verified = special_fleet.data("weights", "verify")
     assert verified["agree"] is True, verified
+
+
+def test_a_push_brings_what_a_server_started_on_it_answers(
+    case: Case,
+    special_fleet: SpecialFleet,
+    special_fleets: dict[str, Future[SpecialFleet]],
+) -> None:
+    """A layer that every reload leaves out would not be missed by going back and forth."""
+    others = [c for c in CASES if c.model == case.model and c.checkpoints != case.checkpoints]
+    if not (found := [c for c in others if c.name in special_fleets]):
+        pytest.skip("no other fleet was started on that checkpoint")
+    started = special_fleets[found[0].name].result().started
+    special_fleet.push(case.checkpoints[1])
+    answers = special_fleet.answers()
+    assert {name: answers[name] for name in started if name in answers} == {
+        name: tokens for name, tokens in started.items() if name in answers
+    }
+    assert answers.keys() & started.keys()
 
 
 def test_streams_in_flight_go_on_as_if_nobody_had_pushed(
@@ -28,10 +47,11 @@ def test_streams_in_flight_go_on_as_if_nobody_had_pushed(
 ) -> None:
     if case.model != "dense":
         pytest.skip("once for each transport")
-    special_fleet.push("a")  # what comes next does not wait for a sender to start
+    running = case.checkpoints[0]
+    special_fleet.push(running)  # what comes next does not wait for a sender to start
     for name, url in special_fleet.servers.items():
         undisturbed, _ = asyncio.run(special_fleet.streams(url))
-        disturbed, in_flight = asyncio.run(special_fleet.streams(url, disturb="a"))
+        disturbed, in_flight = asyncio.run(special_fleet.streams(url, disturb=running))
         assert in_flight, f"{name}: a stream was over before the push was"
         broken = sum(a != b for a, b in zip(undisturbed, disturbed, strict=True))
         assert broken == 0, f"{name}: {broken} of {len(disturbed)} streams differ"
