@@ -78,7 +78,7 @@ def end_idle_sender(state: str) -> None:
 def compare(fleet: Fleet, checkpoint: Path, stage: str, gpus: int) -> dict[str, Any]:
     """One push with a new sender: what was predicted and what was seen, in MiB."""
     push = ("sync-weights", str(checkpoint), "--stage", stage)
-    plan = fleet.data(*push, "--dry-run")["plan"]
+    plan = fleet.data(*push, "--dry-run")["job"]["result"]["plan"]
     (forecast,) = [one for one in plan["forecasts"] if one["stage"] == stage]
     end_idle_sender(fleet.env["SKYCTL_HOME"])
     time.sleep(2)
