@@ -5,7 +5,8 @@
 
 One server on GPU 0 (over NCCL the sender has GPU 1). For each way of staging: `--dry-run` is asked,
 a push is made by a sender that was just started, and the memory in use on every GPU and on the host
-is sampled until the push is over; the peak is what was in use more than before the sender came.
+is sampled until the push is over; the peak is what was in use more than before the sender came. The
+first of them finds servers that took no push yet; in the others workers take nothing more.
 Then the same fleet takes --pushes pushes, and the memory in use after the second and after the last
 is compared. Writes benchmarks/results/memory-<transport>.json.
 """
@@ -75,7 +76,9 @@ def end_idle_sender(state: str) -> None:
             continue
 
 
-def compare(fleet: Fleet, checkpoint: Path, stage: str, gpus: int) -> dict[str, Any]:
+def compare(
+    fleet: Fleet, checkpoint: Path, stage: str, gpus: int, *, first: bool
+) -> dict[str, Any]:
     """One push with a new sender: what was predicted and what was seen, in MiB."""
     push = ("sync-weights", str(checkpoint), "--stage", stage)
     plan = fleet.data(*push, "--dry-run")["job"]["result"]["plan"]
@@ -89,7 +92,8 @@ def compare(fleet: Fleet, checkpoint: Path, stage: str, gpus: int) -> dict[str, 
     extra = [peak - now for peak, now in zip(sampler.peak, before, strict=True)]
     time.sleep(1)
     idle = [now - then for now, then in zip(sampler.now(), before, strict=True)]
-    predicted = [forecast["worker_gpu_bytes"], *([0] * (gpus - 1)), forecast["host_bytes"]]
+    worker = forecast["worker_gpu_bytes"] if first else 0
+    predicted = [worker, *([0] * (gpus - 1)), forecast["host_bytes"]]
     predicted[gpus - 1] += forecast["sender_gpu_bytes"]
     return {
         "stage": stage,
@@ -123,7 +127,10 @@ def main() -> None:
     in_use: list[list[int]] = []
     try:
         fleet.run("up")
-        stages = [compare(fleet, checkpoints[1], stage, gpus) for stage in STAGES]
+        stages = [
+            compare(fleet, checkpoints[1], stage, gpus, first=stage == STAGES[0])
+            for stage in STAGES
+        ]
         for one in stages:
             print(json.dumps(one), flush=True)
         sampler = Sampler(gpus)

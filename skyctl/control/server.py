@@ -187,6 +187,14 @@ class VLLMServer:
             raise
         return True
 
+    async def extension_rpc(self, method: str, *, timeout_s: float | None = None) -> None:
+        """Call a method of skyctl's worker extension; nothing happens in a server without it."""
+        try:
+            await self.collective_rpc(method, timeout_s=timeout_s)
+        except ServerError as error:
+            if method not in error.message:
+                raise
+
     async def weight_checksums(self, *, timeout_s: float | None = None) -> dict[str, str] | None:
         """Checksum per parameter; None where the server has no such route.
 

@@ -14,6 +14,7 @@ class SkyctlWorkerExtension:
 
     model_runner: Any
     vllm_config: Any
+    weight_transfer_engine: Any
 
     def skyctl_weight_digest(self, names: Sequence[str] = ()) -> dict[str, Any]:
         """Digest of the weights this worker computes with; see `engine/digest.py`.
@@ -42,3 +43,9 @@ class SkyctlWorkerExtension:
         from skyctl.engine.nccl import nccl_problem
 
         return nccl_problem()
+
+    def skyctl_leave_group(self) -> None:
+        """Let go of the NCCL group of an earlier sender; see `engine/nccl.py`."""
+        from skyctl.engine.nccl import leave_group
+
+        leave_group(self.weight_transfer_engine)

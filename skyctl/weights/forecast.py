@@ -25,6 +25,14 @@ RING = 2
 PINNED_BYTES = 12 * 2 * 4 * 1024 * 1024
 """The GPU reader's ring of pinned memory: threads x buffers x piece (weights/gpu/reader.py)."""
 _GPU_SHARE = 0.9
+_MIB = 1024 * 1024
+_SENDER_CONTEXT = {"ipc": 596 * _MIB, "nccl": 1466 * _MIB}
+"""GPU memory of a sender that holds no slots: CUDA context, and with NCCL its library and group.
+Measured on H200 (driver's choice, so it differs a little between GPUs)."""
+_SENDER_PROCESS = {"ipc": 600 * _MIB, "nccl": 1024 * _MIB}
+"""Host memory of the sender's process without its ring, measured on the same machines."""
+_WORKER_HOST = {"nccl": 340 * _MIB}
+"""Host memory that a worker's first group takes."""
 
 
 @dataclass(frozen=True)
@@ -44,9 +52,10 @@ class Measured:
 
 @dataclass(frozen=True)
 class Forecast:
-    """One way of staging. Memory in bytes, beside what servers hold: that of the sender on each of
-    its GPUs, of each worker on its own, and of this machine's host memory. `freeze_s` None: not
-    known. `chosen`: it is what the push would do; `problem`: why it cannot be."""
+    """One way of staging. Memory in bytes, beside what servers hold that took no push yet: that of
+    the sender on each of its GPUs, of each worker on its own, and of this machine's host memory.
+    `freeze_s` None: not known. `chosen`: it is what the push would do; `problem`: why it cannot
+    be."""
 
     stage: str
     chosen: bool
@@ -64,12 +73,14 @@ class Forecast:
 @dataclass(frozen=True)
 class Subject:
     """What is to be pushed. `chunk_bytes` are the chunks' sizes, `workers` those of all servers;
+    `worker_bytes` is what each worker takes on its GPU (`weights/worker_memory.py`);
     `free_gpu_bytes` is what is free on the fullest of the sender's GPUs, None when that cannot be
     asked."""
 
     transport: str
     chunk_bytes: tuple[int, ...]
     workers: int
+    worker_bytes: int = 0
     free_gpu_bytes: int | None = None
 
 
@@ -134,14 +145,16 @@ def _forecast(subject: Subject, stage: str, problem: str, measured: Measured) ->
     slots = slots_of(stage, chunks)
     slot_bytes = sum(subject.chunk_bytes) if stage == "gpu" else slots * largest
     on_gpu = subject.transport in GPU_TRANSPORTS
-    per_worker = largest * (RING if subject.transport == "nccl" else 1)
-    host_bytes = PINNED_BYTES if on_gpu else slot_bytes + subject.workers * largest
+    host_bytes = slot_bytes + subject.workers * largest
+    if on_gpu:
+        host_bytes = PINNED_BYTES + _SENDER_PROCESS[subject.transport]
+        host_bytes += subject.workers * _WORKER_HOST.get(subject.transport, 0)
     return Forecast(
         stage=stage,
         chosen=False,
         slots=slots,
-        sender_gpu_bytes=slot_bytes if on_gpu else 0,
-        worker_gpu_bytes=per_worker if on_gpu else 0,
+        sender_gpu_bytes=slot_bytes + _SENDER_CONTEXT[subject.transport] if on_gpu else 0,
+        worker_gpu_bytes=subject.worker_bytes,
         host_bytes=host_bytes,
         freeze_s=None if problem else _freeze_s(subject, stage, measured),
         problem=problem,

@@ -113,6 +113,15 @@ def _part_key(part: str) -> tuple[int, int, str, int]:
     return (1, 0, fused, order)
 
 
+def module_of(name: str) -> str:
+    """The module that vLLM loads this tensor into: projections that it fuses, and all experts of
+    a layer, are one."""
+    parts = name.split(".")[:-1]
+    stack = next((i for i, part in enumerate(parts) if part.isdecimal()), len(parts))
+    expert = next((i for i, p in enumerate(parts) if i > stack and p.isdecimal()), len(parts))
+    return ".".join(_FUSED.get(part, (part, 0))[0] for part in parts[:expert])
+
+
 def plan_chunks(
     tensors: Sequence[Tensor],
     chunk_size: int,

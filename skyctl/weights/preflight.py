@@ -37,6 +37,7 @@ from skyctl.weights.sites import Holds, Site
 from skyctl.weights.transports.base import Transport
 from skyctl.weights.transports.choose import Choice, choose, load_transport
 from skyctl.weights.transports.disk import DiskDelivery
+from skyctl.weights.worker_memory import worker_bytes
 
 
 @dataclass(frozen=True)
@@ -183,6 +184,7 @@ async def _forecasts(
         transport=transport,
         chunk_bytes=tuple(chunk.size for chunk in plan.chunks),
         workers=sum(fact.world_size for fact in facts),
+        worker_bytes=await asyncio.to_thread(worker_bytes, transport, plan),
         free_gpu_bytes=free,
     )
     measured = replace(

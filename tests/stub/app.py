@@ -167,7 +167,8 @@ class StubServer:
         if method == "skyctl_weight_digest":
             answer = {"digest": self.engine.digest, "arrangement": self.engine.arrangement}
             return JSONResponse({"results": [answer] * workers})
-        if method == "skyctl_repack_tied":
+        if method in ("skyctl_repack_tied", "skyctl_leave_group"):
+            self.engine.log.append(method)
             return JSONResponse({"results": [None] * workers})
         if method == "skyctl_nccl_problem":
             return JSONResponse({"results": [self.engine.nccl_problem] * workers})

@@ -50,6 +50,8 @@ class Transport(Protocol):
         one_update: all chunks travel within a single update call, which receives one while it
             loads the other; otherwise each chunk is an update of its own.
         ordered: the receiver insists on chunks in their order.
+        leaves_group: vLLM's workers are still in the last sender's group when a new one forms its
+            own, and must be told to leave it.
     """
 
     name: str
@@ -57,6 +59,7 @@ class Transport(Protocol):
     resident: bool
     one_update: bool
     ordered: bool
+    leaves_group: bool
     packing: Packing
     alignment: int
 

@@ -44,7 +44,8 @@ class DiskDelivery:
                     await site.vllm.collective_rpc(
                         "reload_weights", kwargs={"weights_path": path}, timeout_s=self._timeout_s
                     )
-                    await self._repack_tied(site)
+                    # vLLM's reload leaves it out on CPU (`engine/tied.py`)
+                    await site.vllm.extension_rpc(_REPACK_METHOD, timeout_s=self._timeout_s)
             except ServerError as error:
                 if _REFUSED not in error.message:
                     raise
@@ -61,15 +62,6 @@ class DiskDelivery:
             for site in alive(sites):
                 site.failure = error.message
         on_progress(self._checkpoint.total_bytes)
-
-    async def _repack_tied(self, site: Site) -> None:
-        """What vLLM's reload leaves out on CPU (`engine/tied.py`). A server without skyctl's worker
-        extension has no such method."""
-        try:
-            await site.vllm.collective_rpc(_REPACK_METHOD, timeout_s=self._timeout_s)
-        except ServerError as error:
-            if _REPACK_METHOD not in error.message:
-                raise
 
     async def finish(self, sites: Sequence[Site], version: Callable[[], str]) -> None:
         for site in alive(sites):

@@ -25,6 +25,7 @@ class GlooTransport:
     resident = False
     one_update = False
     ordered = True
+    leaves_group = False
     packing: Packing = "fit"
     alignment = ALIGNMENT
 

@@ -54,10 +54,10 @@ async def test_a_whole_push_reaches_the_server_stage_by_stage() -> None:
         await server.update_weights({"names": ["b"]})
         await server.finish_weight_update("step-3")
         assert await server.weight_version() == "step-3"
-        digests = await server.collective_rpc("skyctl_weight_digest")
+        answers = await server.collective_rpc("skyctl_weight_digest")
     assert stub.engine.log == ["init", "start", "update", "update", "finish"]
     assert stub.engine.update_infos == [{"names": ["a"]}, {"names": ["b"]}]
-    assert digests == [stub.engine.digest] != [before]
+    assert [answer["digest"] for answer in answers] == [stub.engine.digest] != [before]
 
 
 async def test_a_server_is_asked_with_the_parameters_vllm_knows() -> None:

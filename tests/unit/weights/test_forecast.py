@@ -34,7 +34,7 @@ KNOWN = Measured(fixed_s=0.08, loads=200 * GB, reads=40 * GB, source="push-3")
 
 
 def told(transport: str, asked: str = "auto", *, free: int | None = None, **changes: Any) -> Any:
-    subject = Subject(transport, CHUNKS, workers=2, free_gpu_bytes=free)
+    subject = Subject(transport, CHUNKS, workers=2, worker_bytes=5 * GB, free_gpu_bytes=free)
     measured = replace(KNOWN, **changes)
     return {one.stage: one for one in forecast(subject, asked, measured)}
 
@@ -42,16 +42,17 @@ def told(transport: str, asked: str = "auto", *, free: int | None = None, **chan
 def test_memory_follows_from_the_slots() -> None:
     ipc = told("ipc", free=100 * GB)
     assert set(ipc) == {"gpu", "stream"}
-    assert (ipc["gpu"].slots, ipc["gpu"].sender_gpu_bytes) == (4, 16 * GB)
-    assert (ipc["stream"].slots, ipc["stream"].sender_gpu_bytes) == (2, 8 * GB)
-    assert ipc["gpu"].worker_gpu_bytes == 4 * GB
-    assert ipc["gpu"].host_bytes == PINNED_BYTES
-    assert told("nccl")["gpu"].worker_gpu_bytes == 8 * GB  # one is received, one loaded
+    context = 596 << 20
+    assert (ipc["gpu"].slots, ipc["gpu"].sender_gpu_bytes) == (4, 16 * GB + context)
+    assert (ipc["stream"].slots, ipc["stream"].sender_gpu_bytes) == (2, 8 * GB + context)
+    assert ipc["gpu"].worker_gpu_bytes == ipc["stream"].worker_gpu_bytes == 5 * GB
+    assert ipc["gpu"].host_bytes == PINNED_BYTES + (600 << 20)
+    assert told("nccl")["gpu"].host_bytes == PINNED_BYTES + ((1024 + 2 * 340) << 20)
     shm = told("shm")
     assert set(shm) == {"host", "stream"}
     assert shm["host"].host_bytes == (4 + 2) * 4 * GB
     assert shm["stream"].host_bytes == (2 + 2) * 4 * GB
-    assert shm["host"].sender_gpu_bytes == shm["host"].worker_gpu_bytes == 0
+    assert shm["host"].sender_gpu_bytes == 0
 
 
 def test_the_ring_of_pinned_memory_is_that_of_the_reader() -> None:
