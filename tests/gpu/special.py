@@ -38,7 +38,8 @@ class Case:
 
     @property
     def name(self) -> str:
-        return f"{self.transport}-{self.model}"
+        kinds = [group["name"] for group in self.groups]
+        return "-".join([self.transport, self.model, *kinds])
 
 
 def _group(name: str, *gpus: int, **more: Any) -> dict[str, Any]:
@@ -54,6 +55,7 @@ CASES = (
     Case("ipc", "dense", "qwen3-0.5b", (*_IPC, _group("fp8", 1, **_FP8)), 2, ("a", "b")),
     Case("ipc", "moe", "qwen3-moe-0.6b", _IPC, 2, ("a", "b")),
     Case("ipc", "tied", "qwen3-0.5b-tied", _IPC, 2, ("a", "b")),
+    Case("nccl", "dense", "qwen3-0.5b", (_group("whole", 0),), 2, ("b", "a")),
     Case("nccl", "dense", "qwen3-0.5b", (_group("fp8", 0, **_FP8), _NCCL[1]), 4, ("b", "a")),
     Case("nccl", "moe", "qwen3-moe-0.6b", _NCCL, 4, ("b", "a")),
     Case("nccl", "tied", "qwen3-0.5b-tied", _NCCL, 4, ("b", "a")),
