@@ -71,7 +71,7 @@ class SpecialFleet(FleetCli):
         self.started: dict[str, list[list[int]]] = {}
         self.directory.mkdir(parents=True)
         settings = {
-            "name": case.name,
+            "name": MODEL,
             "model": str(checkpoints[case.checkpoints[0]]),
             "served_model_name": MODEL,
             "replicas": list(case.groups),
