@@ -4,8 +4,8 @@
     python -m benchmarks.push --transport nccl --servers 3 --runs 5 --shape qwen3-8b
 
 Makes two checkpoints in --scratch (default /dev/shm), starts a fleet with `skyctl up`, pushes them
-in turn, lets vLLM's own sender push them to the first server, and takes the fleet down. Appends
-one JSON object to benchmarks/results/ and prints a table.
+in turn, lets vLLM's own sender push them to the first server, and takes the fleet down. Writes one
+JSON object to benchmarks/results/.
 """
 
 from __future__ import annotations
@@ -170,12 +170,14 @@ def record(
 ) -> dict[str, Any]:
     """One object per figure, as benchmarks/results/ keeps them."""
     import torch
+    import vllm
 
     seconds = [round(push["seconds"], 4) for push in pushes]
     return {
         "benchmark": f"{options.transport}-{options.servers}",
         "gpu": torch.cuda.get_device_name(0),
-        "versions": {"vllm": native["vllm"], "torch": torch.__version__},
+        "machine": f"{torch.cuda.device_count()} GPUs, {os.cpu_count()} processors",
+        "versions": {"vllm": vllm.__version__, "torch": torch.__version__},
         "date": time.strftime("%Y-%m-%d"),
         "bytes": pushes[0]["total_bytes"],
         "runs_s": seconds,
@@ -208,6 +210,7 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--warmups", type=int, default=1)
     parser.add_argument("--scratch", type=Path, default=Path("/dev/shm/skyctl-bench"))
+    parser.add_argument("--label", default="", help="more of the result's file name")
     parser.add_argument("--no-native", action="store_true")
     parser.add_argument("--keep-up", action="store_true", help="leave the fleet running")
     options = parser.parse_args()
@@ -228,7 +231,7 @@ def main() -> None:
             fleet.run("down", check=False)
     result = record(options, pushes, native)
     RESULTS.mkdir(exist_ok=True)
-    path = RESULTS / f"{result['benchmark']}.json"
+    path = RESULTS / f"{result['benchmark']}{options.label}.json"
     path.write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps(result, indent=1))
 

@@ -64,7 +64,11 @@ class TensorHeaders:
 
 @dataclass(frozen=True)
 class Dialect:
-    """One way of speaking the push. `note` is set when the version is not one we know."""
+    """One way of speaking the push. `note` is set when the version is not one we know.
+
+    `keeps_streams`: the packed NCCL consumer uses the same CUDA streams in each update. Without it
+    (vllm gh-52950), what torch cached for the last update's streams is never used again.
+    """
 
     name: str
     nccl_buffers_in_init: bool
@@ -72,6 +76,7 @@ class Dialect:
     has_weight_version: bool
     has_checksum: bool
     has_shutdown: bool
+    keeps_streams: bool
     note: str = ""
 
     def nccl_init_info(
@@ -143,10 +148,10 @@ class Dialect:
 
 
 _DIALECTS: tuple[tuple[tuple[int, int], Dialect], ...] = (
-    ((0, 26), Dialect("0.26", False, False, False, False, False)),
-    ((0, 27), Dialect("0.27", False, True, True, False, False)),
-    ((0, 28), Dialect("0.28", True, True, True, False, False)),
-    ((0, 32), Dialect("0.32", True, True, True, True, True)),
+    ((0, 26), Dialect("0.26", False, False, False, False, False, False)),
+    ((0, 27), Dialect("0.27", False, True, True, False, False, False)),
+    ((0, 28), Dialect("0.28", True, True, True, False, False, False)),
+    ((0, 32), Dialect("0.32", True, True, True, True, True, True)),
 )
 _NEWEST_READ = (0, 32)
 

@@ -29,7 +29,7 @@ _MIB = 1024 * 1024
 _SENDER_CONTEXT = {"ipc": 596 * _MIB, "nccl": 1466 * _MIB}
 """GPU memory of a sender that holds no slots: CUDA context, and with NCCL its library and group.
 Measured on H200 (driver's choice, so it differs a little between GPUs)."""
-_SENDER_PROCESS = {"ipc": 600 * _MIB, "nccl": 1024 * _MIB}
+_SENDER_PROCESS = {"ipc": 530 * _MIB, "nccl": 1024 * _MIB}
 """Host memory of the sender's process without its ring, measured on the same machines."""
 _WORKER_HOST = {"nccl": 340 * _MIB}
 """Host memory that a worker's first group takes."""

@@ -167,7 +167,7 @@ class StubServer:
         if method == "skyctl_weight_digest":
             answer = {"digest": self.engine.digest, "arrangement": self.engine.arrangement}
             return JSONResponse({"results": [answer] * workers})
-        if method in ("skyctl_repack_tied", "skyctl_leave_group"):
+        if method in ("skyctl_repack_tied", "skyctl_leave_group", "skyctl_free_cached"):
             self.engine.log.append(method)
             return JSONResponse({"results": [None] * workers})
         if method == "skyctl_nccl_problem":

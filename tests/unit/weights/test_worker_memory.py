@@ -26,7 +26,12 @@ def plan_of(shape: str, chunk_size: int, transport: str) -> ChunkPlan:
 @pytest.mark.parametrize(
     ("transport", "chunk_size", "measured_mib"),
     # what a first push took from an H200 (benchmarks/memory.py), the sender's own left out
-    [("ipc", 4 * GIB, 5301), ("nccl", 1 * GIB, 9202)],
+    [
+        ("ipc", 4 * GIB, 5301),
+        ("ipc", 1 * GIB, 2375),
+        ("nccl", 1 * GIB, 9202),
+        ("nccl", 256 * MIB, 6770),
+    ],
 )
 def test_it_is_within_a_tenth_of_what_was_measured(
     transport: str, chunk_size: int, measured_mib: int
