@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 
 _PLUGINS = "PYDANTIC_DISABLE_PLUGINS"
 _ours: set[str] = set()  # variables that were not there before
@@ -22,8 +23,13 @@ def hurry() -> None:
 
 
 def leave() -> None:
-    """For a process that ends: without it the interpreter looks for garbage, for some 60 ms."""
-    gc.freeze()
+    """For a process that ends: without it the interpreter looks for garbage, for some 60 ms.
+
+    Not beside torch, which has taken seconds by then: a library of its would list all that was not
+    collected as leaked.
+    """
+    if "torch" not in sys.modules:
+        gc.freeze()
 
 
 def inherited() -> dict[str, str]:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import gc
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -32,3 +35,17 @@ def test_what_the_user_said_of_plugins_holds(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv("PYDANTIC_DISABLE_PLUGINS", "logfire")
     startup.hurry()
     assert startup.inherited()["PYDANTIC_DISABLE_PLUGINS"] == "logfire"
+
+
+def test_a_command_that_needed_torch_ends_without_a_word_of_leaks(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    done = subprocess.run(
+        [sys.executable, "-m", "skyctl", "init", "--tiny", str(tmp_path / "demo")],
+        env={**os.environ, "SKYCTL_HOME": str(tmp_path / "home")},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "leaked" not in done.stdout + done.stderr
