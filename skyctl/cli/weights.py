@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 import typer
@@ -135,7 +136,7 @@ def verify(
     output.emit(
         report,
         output.table(["SERVER", "VERSION", "WEIGHTS", "DETAIL"], rows),
-        None if error else f"{len(servers)} servers hold the same weights",
+        None if error else _agreement([row["digest"] for row in servers]),
         error=error,
     )
 
@@ -226,3 +227,15 @@ def _history(pushes: Any) -> Any:
         )
     columns = ["PUSH", ">WHEN", "RESULT", "VERSION", "TRANSPORT", ">SIZE", ">FROZEN", "CHECKPOINT"]
     return output.table(columns, rows)
+
+
+def _agreement(digests: Sequence[str]) -> str:
+    """What equal digests tell."""
+    from skyctl.weights.alike import comparable
+
+    if len(digests) == 1:
+        return "there is one server, and none to compare it with"
+    groups = comparable(digests, str)
+    if len(groups) == 1:
+        return f"{len(digests)} servers hold the same weights"
+    return f"each of {len(digests)} servers agrees with those that hold the model in the same way"

@@ -1,16 +1,21 @@
-"""Entry point `vllm.general_plugins`: tell vLLM about the weight-transfer backend `skyctl`."""
+"""Entry point `vllm.general_plugins`: what vLLM's processes do of skyctl's before all else."""
 
 from __future__ import annotations
 
+from skyctl.engine.idle import spin_less
 from skyctl.engine.wire import BACKEND
 
 
 def register() -> None:
-    """Register the engine by name; its module is imported when a server asks for the backend.
+    """vLLM calls this in every process, possibly more than once. What a version does not have is
+    left alone: a plugin must never keep a server from starting."""
+    spin_less()
+    _register_backend()
 
-    vLLM calls this in every process, possibly more than once. Versions without weight transfer
-    are left alone: a plugin must never keep a server from starting.
-    """
+
+def _register_backend() -> None:
+    """Tell vLLM about the weight-transfer backend `skyctl`, by name: its module is imported when a
+    server asks for it."""
     try:
         from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
     except ImportError:

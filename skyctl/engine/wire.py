@@ -10,6 +10,9 @@ import re
 from dataclasses import dataclass, field
 from typing import Any
 
+SPIN_VARIABLE = "SKYCTL_SPIN_S"
+"""Seconds that processes of a CPU server wait for each other before they sleep; read by
+`engine/idle.py`, set by the fleet plan."""
 BACKEND = "skyctl"
 """Name of the weight-transfer backend that servers are started with."""
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from skyctl.engine.wire import SPIN_VARIABLE
 from skyctl.errors import FleetFileError, UsageError
 from skyctl.fleet.arguments import merge_arguments, refusals, router_flags, server_flags
 from skyctl.fleet.devices import Cpu, Gpu, visible_gpus
@@ -290,6 +291,7 @@ class _Planner:
             defaults["HF_HUB_OFFLINE"] = "1"  # a local checkpoint needs nothing from the hub
         if self.device == "cpu":
             defaults["VLLM_CPU_KVCACHE_SPACE"] = "1"  # GiB; vLLM takes 4 for each replica
+            defaults[SPIN_VARIABLE] = "0.02"
             if binding is not None:
                 defaults["VLLM_CPU_OMP_THREADS_BIND"] = binding
         env = {name: value for name, value in defaults.items() if name not in self.environ}

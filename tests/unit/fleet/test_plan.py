@@ -67,6 +67,7 @@ def test_a_cpu_server_gets_exactly_this_command_and_environment(tmp_path: Path) 
         "DO_NOT_TRACK": "1",
         "HF_HUB_OFFLINE": "1",
         "VLLM_CPU_KVCACHE_SPACE": "1",
+        "SKYCTL_SPIN_S": "0.02",
         "VLLM_SERVER_DEV_MODE": "1",
         # secrets are not planned
         "VLLM_API_KEY": AT_SPAWN,
