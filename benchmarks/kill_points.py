@@ -126,12 +126,12 @@ def _sweep(kind: str, order: Order, deadline: float, log: Path) -> None:
         elif kind == "lives":
             from tests.faults.killing.lives import lives
 
-            with lives(directory) as fleet_of_lives:
+            with lives(Path(directory)) as fleet_of_lives:
                 _each(order, fleet_of_lives.cycle, deadline, log)
         else:
             from tests.faults.killing.real import real_fleet
 
-            with real_fleet(directory) as real:
+            with real_fleet(Path(directory)) as real:
                 _each(order, real.cycle, deadline, log, guardian_every=1)
 
 
