@@ -29,14 +29,14 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.checkpoints import SHAPES, write_checkpoint
+from benchmarks.checkpoints import SHAPES, two_checkpoints
 from benchmarks.native_sender import free_port, post, send_token_with_every_request
 from benchmarks.push import (
     COMMAND_TIMEOUT_S,
-    RESULTS,
     Fleet,
     answer,
     control_token,
+    save,
     settings,
 )
 
@@ -198,10 +198,7 @@ def main() -> None:
 
     options.transport, options.servers, options.gpus = "ipc", 1, [0]
     options.tensor_parallel_size, options.memory = 1, 0.3
-    checkpoints = [options.scratch / f"{options.shape}-{seed}" for seed in (1, 2)]
-    for seed, checkpoint in enumerate(checkpoints, 1):
-        if not (checkpoint / "config.json").exists():
-            write_checkpoint(checkpoint, options.shape, seed)
+    checkpoints = two_checkpoints(options.scratch, options.shape)
     result = {
         "benchmark": "checkpoint-engine",
         "gpu": torch.cuda.get_device_name(0),
@@ -209,9 +206,7 @@ def main() -> None:
         "date": time.strftime("%Y-%m-%d"),
         "rows": measure(options, checkpoints),
     }
-    RESULTS.mkdir(exist_ok=True)
-    (RESULTS / "checkpoint-engine.json").write_text(json.dumps(result, indent=1) + "\n")
-    print(json.dumps(result, indent=1))
+    save(result)
 
 
 if __name__ == "__main__":

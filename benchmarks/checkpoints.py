@@ -14,6 +14,15 @@ import struct
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+_SMALL: dict[str, int | bool] = {
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 20,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "vocab_size": 65536,
+    "tie_word_embeddings": False,
+}
 SHAPES: dict[str, dict[str, int | bool]] = {
     "qwen3-8b": {
         "hidden_size": 4096,
@@ -24,37 +33,16 @@ SHAPES: dict[str, dict[str, int | bool]] = {
         "vocab_size": 151936,
         "tie_word_embeddings": False,
     },
-    "qwen3-0.5b": {
-        "hidden_size": 1024,
-        "intermediate_size": 3072,
-        "num_hidden_layers": 20,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 8,
-        "vocab_size": 65536,
-        "tie_word_embeddings": False,
-    },
-    "qwen3-0.5b-tied": {
-        "hidden_size": 1024,
-        "intermediate_size": 3072,
-        "num_hidden_layers": 20,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 8,
-        "vocab_size": 65536,
-        "tie_word_embeddings": True,
-    },
+    "qwen3-0.5b": _SMALL,
+    "qwen3-0.5b-tied": {**_SMALL, "tie_word_embeddings": True},
     "qwen3-moe-0.6b": {
-        "hidden_size": 1024,
-        "intermediate_size": 3072,
+        **_SMALL,
+        "num_hidden_layers": 12,
         "moe_intermediate_size": 512,
         "num_experts": 16,
         "num_experts_per_tok": 4,
         "decoder_sparse_step": 1,
         "norm_topk_prob": True,
-        "num_hidden_layers": 12,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 8,
-        "vocab_size": 65536,
-        "tie_word_embeddings": False,
     },
 }
 HEAD_DIM = 128
@@ -135,6 +123,15 @@ def write_checkpoint(directory: Path, shape_name: str, seed: int) -> int:
         for job in jobs:
             job.result()
     return total
+
+
+def two_checkpoints(scratch: Path, shape_name: str) -> list[Path]:
+    """Two checkpoints of one shape in `scratch`; those that are there already are used again."""
+    made = [scratch / f"{shape_name}-{seed}" for seed in (1, 2)]
+    for seed, checkpoint in enumerate(made, 1):
+        if not (checkpoint / "config.json").exists():
+            write_checkpoint(checkpoint, shape_name, seed)
+    return made
 
 
 def _bytes(shape: tuple[int, ...]) -> int:

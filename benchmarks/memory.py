@@ -22,8 +22,8 @@ from typing import Any
 
 import psutil
 
-from benchmarks.checkpoints import SHAPES, write_checkpoint
-from benchmarks.push import RESULTS, Fleet, settings
+from benchmarks.checkpoints import SHAPES, two_checkpoints
+from benchmarks.push import Fleet, save, settings
 
 MIB = 1 << 20
 SAMPLE_S = 0.002
@@ -118,10 +118,7 @@ def main() -> None:
     options.servers, options.tensor_parallel_size, options.gpus = 1, 1, [0]
     options.memory = 0.3
 
-    checkpoints = [options.scratch / f"{options.shape}-{seed}" for seed in (1, 2)]
-    for seed, checkpoint in enumerate(checkpoints, 1):
-        if not (checkpoint / "config.json").exists():
-            write_checkpoint(checkpoint, options.shape, seed)
+    checkpoints = two_checkpoints(options.scratch, options.shape)
     fleet = Fleet(options.scratch / "fleet", settings(options, checkpoints[0]))
     gpus = 2 if options.transport == "nccl" else 1
     in_use: list[list[int]] = []
@@ -153,10 +150,7 @@ def main() -> None:
             f"after {options.pushes} pushes": in_use[-1],
         },
     }
-    RESULTS.mkdir(exist_ok=True)
-    path = RESULTS / f"{result['benchmark']}.json"
-    path.write_text(json.dumps(result, indent=1) + "\n")
-    print(json.dumps(result, indent=1))
+    save(result)
 
 
 if __name__ == "__main__":

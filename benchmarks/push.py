@@ -20,7 +20,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.checkpoints import SHAPES, write_checkpoint
+from benchmarks.checkpoints import SHAPES, two_checkpoints
 
 RESULTS = Path(__file__).parent / "results"
 COMMAND_TIMEOUT_S = 400
@@ -197,6 +197,14 @@ def record(
     }
 
 
+def save(result: dict[str, Any], label: str = "") -> None:
+    """Write a result where benchmarks/results/ keeps it, and print it."""
+    text = json.dumps(result, indent=1)
+    RESULTS.mkdir(exist_ok=True)
+    (RESULTS / f"{result['benchmark']}{label}.json").write_text(text + "\n")
+    print(text)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--transport", choices=["ipc", "nccl"], required=True)
@@ -215,10 +223,7 @@ def main() -> None:
     parser.add_argument("--keep-up", action="store_true", help="leave the fleet running")
     options = parser.parse_args()
 
-    checkpoints = [options.scratch / f"{options.shape}-{seed}" for seed in (1, 2)]
-    for seed, checkpoint in enumerate(checkpoints, 1):
-        if not (checkpoint / "config.json").exists():
-            write_checkpoint(checkpoint, options.shape, seed)
+    checkpoints = two_checkpoints(options.scratch, options.shape)
     fleet = Fleet(options.scratch / "fleet", settings(options, checkpoints[0]))
     try:
         fleet.run("up")
@@ -230,10 +235,7 @@ def main() -> None:
         if not options.keep_up:
             fleet.run("down", check=False)
     result = record(options, pushes, native)
-    RESULTS.mkdir(exist_ok=True)
-    path = RESULTS / f"{result['benchmark']}{options.label}.json"
-    path.write_text(json.dumps(result, indent=1) + "\n")
-    print(json.dumps(result, indent=1))
+    save(result, options.label)
 
 
 if __name__ == "__main__":

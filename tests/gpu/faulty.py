@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 import psutil
 
+from benchmarks.memory import end_idle_sender
 from skyctl.kill_points import VARIABLE
 from tests.integration.fleet_cli import FleetCli
 
@@ -96,14 +97,7 @@ class FaultyFleet(FleetCli):
 
     def end_idle_sender(self) -> None:
         """So that the next push starts a sender that reads the ticket."""
-        for process in psutil.process_iter():
-            try:
-                if "skyctl.weights.sender" in process.cmdline() and process.environ().get(
-                    "SKYCTL_HOME"
-                ) == str(self.home):
-                    process.kill()
-            except psutil.Error:
-                continue
+        end_idle_sender(str(self.home))
 
     def answer(self) -> list[int]:
         """Greedy token ids of a fixed prompt."""

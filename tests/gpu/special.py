@@ -6,14 +6,13 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import httpx
 
-from tests.integration.fleet_cli import UP_TIMEOUT_S, FleetCli, bearer
+from tests.integration.fleet_cli import UP_TIMEOUT_S, FleetCli, bearer, greedy, greedy_body
 
 MODEL = "special"
 MAX_LEN = 1024
@@ -114,20 +113,11 @@ class SpecialFleet(FleetCli):
 
     def answers(self) -> dict[str, list[list[int]]]:
         """Greedy token ids of some prompts, from each server."""
+        key = self.control_token
         return {
-            name: [self._answer(url, p) for p in _PROMPTS] for name, url in self.servers.items()
+            name: [greedy(url, MODEL, prompt, 16, key=key) for prompt in _PROMPTS]
+            for name, url in self.servers.items()
         }
-
-    def _answer(self, url: str, prompt: Sequence[int]) -> list[int]:
-        reply = httpx.post(
-            f"{url}/v1/completions",
-            json=_body(prompt, 16),
-            headers=bearer(self.control_token),
-            timeout=_REQUEST_TIMEOUT_S,
-        )
-        reply.raise_for_status()
-        tokens: list[int] = reply.json()["choices"][0]["token_ids"]
-        return tokens
 
     async def streams(self, url: str, disturb: str = "") -> tuple[list[list[int]], bool]:
         """Token ids of 64 streams that begin in one step, and whether all ran when `disturb` ended.
@@ -145,7 +135,7 @@ class SpecialFleet(FleetCli):
         ) as client:
 
             async def read(number: int) -> None:
-                body = {**_body(prompts[number], STREAM_TOKENS), "stream": True}
+                body = {**greedy_body(MODEL, prompts[number], STREAM_TOKENS), "stream": True}
                 async with client.stream("POST", f"{url}/v1/completions", json=body) as reply:
                     reply.raise_for_status()
                     async for line in reply.aiter_lines():
@@ -169,14 +159,3 @@ class SpecialFleet(FleetCli):
                 in_flight = not any(ended)
             await reading
         return got, in_flight
-
-
-def _body(prompt: Sequence[int], max_tokens: int) -> dict[str, Any]:
-    return {
-        "model": MODEL,
-        "prompt": list(prompt),
-        "max_tokens": max_tokens,
-        "temperature": 0,
-        "ignore_eos": True,
-        "return_token_ids": True,
-    }

@@ -17,6 +17,7 @@ import httpx
 SKYCTL = str(Path(sys.executable).parent / "skyctl")
 UP_TIMEOUT_S = 420.0
 COMMAND_TIMEOUT_S = 180.0
+Prompt = str | list[int]
 
 
 @dataclass
@@ -122,7 +123,7 @@ def bearer(secret: str) -> dict[str, str]:
     return {"Authorization": f"Bearer {secret}"}
 
 
-def greedy(url: str, model: str, prompt: str, max_tokens: int = 24, *, key: str) -> list[int]:
+def greedy(url: str, model: str, prompt: Prompt, max_tokens: int = 24, *, key: str) -> list[int]:
     """Greedy token ids of one completion, straight from `url`."""
     answer = httpx.post(
         f"{url}/v1/completions",
@@ -135,7 +136,7 @@ def greedy(url: str, model: str, prompt: str, max_tokens: int = 24, *, key: str)
     return ids
 
 
-def greedy_body(model: str, prompt: str, max_tokens: int) -> dict[str, Any]:
+def greedy_body(model: str, prompt: Prompt, max_tokens: int) -> dict[str, Any]:
     return {
         "model": model,
         "prompt": prompt,
