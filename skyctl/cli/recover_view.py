@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 _PLANS = {
     "nothing": "",
     "resume": "check and resume",
+    "sleep": "check and put to sleep again",
     "push": "scrub and push again",
     "restart": "restart",
     "quarantine": "quarantine",

@@ -21,6 +21,8 @@ HELD = "held"
 """State of a server that was paused before the push: it stays paused after it."""
 _GIVEN_BACK = ("ready", "kept", "resumed", "draining")
 """States in which a push leaves a server as it should be; one that drains was not touched yet."""
+_WAKING, _ASLEEP = "waking", "asleep"
+"""Of one that slept: its weights are woken; the push was undone, and it sleeps again."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +31,8 @@ class InDoubt:
 
     `half_updated`: bytes may have been sent, so that it holds parts of several checkpoints; else it
     has its old weights, maybe behind an open session. `thaw`: the push froze it, and nobody else
-    wanted that. `job` is the push, `stage` where it ended.
+    wanted that. `woken`: it slept, and the push woke its weights. `job` is the push, `stage` where
+    it ended.
     """
 
     server: str
@@ -37,6 +40,7 @@ class InDoubt:
     stage: str
     half_updated: bool
     thaw: bool
+    woken: bool = False
 
 
 NO_DOUBT = InDoubt("", "", "", half_updated=False, thaw=False)
@@ -45,10 +49,11 @@ NO_DOUBT = InDoubt("", "", "", half_updated=False, thaw=False)
 def left_behind(job: Job, events: Iterable[JobEvent]) -> dict[str, InDoubt]:
     """The servers that a push, by its journal, touched and did not give back. Pure.
 
-    Stages and `pausing` are journaled before they are acted upon, `ready` and `kept` after.
+    Stages, `waking` and `pausing` are journaled before they are acted upon, the rest after.
     """
     stages: set[str] = set()
     held: set[str] = set()
+    woken: set[str] = set()
     last: dict[str, str] = {}
     for event in events:
         if event.kind == "stage":
@@ -58,14 +63,22 @@ def left_behind(job: Job, events: Iterable[JobEvent]) -> dict[str, InDoubt]:
             last[name] = state
             if state == HELD:
                 held.add(name)
-    if "pause" not in stages:
-        return {}
+            elif state == _WAKING:
+                woken.add(name)
     sent = "update" in stages
-    return {
-        name: InDoubt(name, job.id, job.stage, sent, name not in held)
-        for name, state in last.items()
+
+    def given_back(name: str, state: str) -> bool:
+        if name in woken and not sent:
+            return state == _ASLEEP
         # one that was paused before is as it was until a session is opened in it
-        if state not in _GIVEN_BACK and (state != HELD or "start" in stages)
+        return state in _GIVEN_BACK or (state == HELD and "start" not in stages)
+
+    if not stages & {"wake", "pause"}:
+        return {}
+    return {
+        name: InDoubt(name, job.id, job.stage, sent, name not in held, name in woken)
+        for name, state in last.items()
+        if not given_back(name, state)
     }
 
 
@@ -84,7 +97,10 @@ def doubt(state: FleetState, found: Mapping[str, InDoubt]) -> None:
             before = known.get(name)
             # an earlier push may have sent what this one did not get to clean up
             half = one.half_updated or (before is not None and before.half_updated)
-            known[name] = InDoubt(name, one.job, one.stage, half, one.thaw)
+            woken = one.woken or (before is not None and before.woken)
+            known[name] = InDoubt(name, one.job, one.stage, half, one.thaw, woken)
+            if woken:
+                state.set_weights_awake(name, True)
             if not state.server(name).quarantine:
                 state.update_server(name, quarantine=f"{one.job} broke off in stage {one.stage}")
         _save(state, known)

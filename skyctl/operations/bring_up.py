@@ -7,7 +7,13 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from skyctl.errors import DeadlineExceeded, FleetDownError, SkyctlError, UsageError
+from skyctl.errors import (
+    ConflictError,
+    DeadlineExceeded,
+    FleetDownError,
+    SkyctlError,
+    UsageError,
+)
 from skyctl.fleet.in_doubt import close_orphans
 from skyctl.fleet.paths import FleetPaths
 from skyctl.fleet.plan import FleetPlan
@@ -58,6 +64,17 @@ async def begin_up(ref: FleetRef, *, router: bool = True) -> Begun:
     ref.paths.prepare()
     reached("up.begin")
     await _after_down(ref)
+    try:
+        return await _hand_over(ref, router)
+    except (ConflictError, FleetDownError) as error:
+        # a `down` began between the look and the request, or ended between
+        if not goes_down(error):
+            raise
+        await after_down(ref)
+        return await _hand_over(ref, router)
+
+
+async def _hand_over(ref: FleetRef, router: bool) -> Begun:
     with (
         FleetState(ref.paths.database) as state,
         # two `up` at once: the second plans with the ports the first has chosen
@@ -89,8 +106,22 @@ async def _after_down(ref: FleetRef) -> None:
     finally:
         await client.close()
     if operation is not None and operation["kind"] == "down":
-        timeout_s = _down_timeout_s(ref.config.drain_timeout_s, ref.config.stop_timeout_s)
-        await daemon.wait_gone(ref.paths, timeout_s)
+        await after_down(ref)
+
+
+def goes_down(error: SkyctlError) -> bool:
+    """Whether a supervisor refused, or was not there, because its fleet is brought down."""
+    return isinstance(error, FleetDownError) or error.details.get("operation") == "down"
+
+
+async def after_down(ref: FleetRef) -> None:
+    """Wait until the supervisor, which is bringing its fleet down, has ended.
+
+    Raises:
+        SkyctlError: it takes longer than it may.
+    """
+    timeout_s = _down_timeout_s(ref.config.drain_timeout_s, ref.config.stop_timeout_s)
+    await daemon.wait_gone(ref.paths, timeout_s)
 
 
 def _down_timeout_s(drain_timeout_s: float, stop_timeout_s: float) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from skyctl.errors import VersionMismatch
+from skyctl.errors import ConflictError, FleetDownError, VersionMismatch
 from skyctl.fleet.in_doubt import close_orphans
 from skyctl.fleet.registry import FleetRef, supervisor_running
 from skyctl.fleet.state import FleetState
@@ -27,6 +27,8 @@ async def find(ref: FleetRef, client: SupervisorClient) -> tuple[Finding, ...]:
         answer = await client.get("/recover", timeout_s=_ASK_TIMEOUT_S)
     except VersionMismatch as error:
         return (Finding("supervisor", "other-version", error.message, "replace"),)
+    except FleetDownError:  # it ended between
+        return await left_alone.find(ref)
     return tuple(Finding.from_json(row) for row in answer["findings"])
 
 
@@ -49,13 +51,28 @@ async def recover(
         done: dict[str, Recovered] = {}
         after: Sequence[Finding] = ()
     else:
-        done = await _by_supervisor(ref, client, timeout_s)
-        after = await find(ref, client)
+        done, after = await _while_it_stands(ref, client, timeout_s)
     now = {finding.server: finding for finding in after}
     seconds = time.monotonic() - began
     return tuple(
         done.get(one.server) or _report(one, now.get(one.server), seconds) for one in before
     )
+
+
+async def _while_it_stands(
+    ref: FleetRef, client: SupervisorClient, timeout_s: float | None
+) -> tuple[dict[str, Recovered], Sequence[Finding]]:
+    """What was done, and what is the matter then; nothing where the fleet is brought down."""
+    from skyctl.operations.bring_up import after_down, goes_down
+
+    try:
+        return await _by_supervisor(ref, client, timeout_s), await find(ref, client)
+    except (ConflictError, FleetDownError) as error:
+        if not goes_down(error):
+            raise
+        await after_down(ref)
+        await _end_leftovers(ref)
+        return {}, ()
 
 
 async def _by_supervisor(

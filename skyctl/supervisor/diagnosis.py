@@ -14,15 +14,15 @@ from skyctl.control.target import ServerTarget
 from skyctl.errors import ServerError
 from skyctl.fleet.in_doubt import InDoubt
 from skyctl.fleet.state import FleetWeights, ServerRow
+from skyctl.weights.sites import ENGINE_TIMEOUT_S
 
-# A server may still load the chunk that a dead push sent it.
-ENGINE_TIMEOUT_S = 10.0
 HTTP_TIMEOUT_S = 3.0
 
 Found = Literal[
     "healthy",
     "busy",
     "frozen",
+    "woken",
     "half-updated",
     "wrong-version",
     "quarantined",
@@ -36,7 +36,7 @@ Found = Literal[
     "other-version",
 ]
 Action = Literal[
-    "nothing", "resume", "push", "restart", "quarantine", "adopt", "end", "down", "replace"
+    "nothing", "resume", "sleep", "push", "restart", "quarantine", "adopt", "end", "down", "replace"
 ]
 
 
@@ -130,6 +130,9 @@ def judge(
     if doubt is not None and doubt.half_updated:
         said = f"{doubt.job} broke off in stage {doubt.stage}: it may hold parts of both weights"
         return Finding(name, "half-updated", said, "push")
+    if doubt is not None and doubt.woken:
+        said = f"{doubt.job} broke off in stage {doubt.stage}: it sleeps, and its weights do not"
+        return Finding(name, "woken", said, "sleep")
     if doubt is not None:
         said = f"{doubt.job} broke off in stage {doubt.stage}, before anything was sent"
         return Finding(name, "frozen", said, "resume")

@@ -1,6 +1,7 @@
 """Put a fleet right: resume what is only frozen, push what is half updated, restart the rest.
 
     frozen        close its session, check its digest, resume        ─┐ when that fails
+    woken         the same, and it sleeps again                      ─┤
     half-updated  scrub it; push again what was being pushed to all ◄─┘
                   └─ cannot be: push the fleet's weights to it alone
                      └─ cannot be: restart it, or leave it quarantined
@@ -27,6 +28,7 @@ from skyctl.kill_points import reached
 from skyctl.supervisor.diagnosis import Action, Finding
 from skyctl.weights.give_back import give_back
 from skyctl.weights.request import PushRequest
+from skyctl.weights.sleeping import DISCARDED
 
 
 @dataclass(frozen=True)
@@ -99,8 +101,8 @@ async def recover(findings: Sequence[Finding], hands: Hands) -> list[Recovered]:
     """Do what the findings call for; one report per server, in their order. Never raises."""
     cases = [_Case(finding) for finding in findings]
     reached("recover.begin")
-    chosen = [case for case in cases if case.action == "resume"]
-    await asyncio.gather(*(_resume(case, hands) for case in chosen))
+    chosen = [case for case in cases if case.action in ("resume", "sleep")]
+    await asyncio.gather(*(_give_back(case, hands) for case in chosen))
     await _push([case for case in cases if case.action == "push"], hands)
     for case in cases:
         # one after the other: the rest of the fleet serves
@@ -109,25 +111,29 @@ async def recover(findings: Sequence[Finding], hands: Hands) -> list[Recovered]:
     return [case.report() for case in cases]
 
 
-async def _resume(case: _Case, hands: Hands) -> None:
+async def _give_back(case: _Case, hands: Hands) -> None:
     found = in_doubt(hands.state).get(case.name)
     if found is None:
         return case.done()  # put right meanwhile
     server = VLLMServer(hands.client, hands.targets[case.name], timeout_s=hands.control_timeout_s)
-    digest = hands.state.server(case.name).weights_digest
+    row = hands.state.server(case.name)
+    slept = max(1, row.sleep_level) if found.woken else 0
     try:
         await give_back(
             server,
             stage=found.stage,
-            thaw=found.thaw and not hands.state.server(case.name).paused,
-            digest=digest,
+            thaw=found.thaw and not row.paused,
+            digest=row.weights_digest,
             timeout_s=hands.control_timeout_s,
+            slept=slept,
         )
     except SkyctlError as error:
         doubt(hands.state, {case.name: replace(found, half_updated=True)})
         case.action, case.problem = "push", error.message
         return None
     settle(hands.state, case.name)
+    if slept:
+        hands.state.set_weights_awake(case.name, slept == DISCARDED)
     return case.done()
 
 

@@ -8,7 +8,7 @@ from skyctl.errors import PushError, SkyctlError
 from skyctl.kill_points import reached
 from skyctl.weights.cancellation import Abandoned
 from skyctl.weights.run import Run
-from skyctl.weights.sites import Holds, Site, alive, close_session, each
+from skyctl.weights.sites import Holds, Site, alive, close_session, each, responsive
 
 
 class NotYet(Exception):
@@ -65,12 +65,18 @@ async def pause(run: Run, sites: Sequence[Site]) -> None:
 
 
 async def roll_back(run: Run, sites: Sequence[Site]) -> None:
-    """Nothing was sent: close what was opened, and resume what we froze at its old weights."""
+    """Nothing was sent: close what was opened, and resume what we froze at its old weights.
+
+    A server whose engine is stuck stays paused: to wait for it would keep the others frozen.
+    """
     timeout_s = run.fleet.control_timeout_s
 
     with run.stage("recover"):
+        failed = [site for site in sites if site.failure]
+        answering = await responsive(failed, control_timeout_s=timeout_s)
+        able = alive(sites) + answering
         await each(
-            [site for site in sites if site.open],
+            [site for site in able if site.open],
             lambda site: close_session(site, timeout_s=timeout_s),
             timeout_s=timeout_s,
             what="close",
@@ -78,7 +84,7 @@ async def roll_back(run: Run, sites: Sequence[Site]) -> None:
         for site in sites:
             if site.open:  # not closed: its layers are empty
                 site.holds = Holds.UNKNOWN
-        await resume(run, [site for site in sites if site.holds is Holds.OLD])
+        await resume(run, [site for site in able if site.holds is Holds.OLD])
         for site in sites:
             if site.holds is Holds.UNKNOWN:
                 site.failure = site.failure or "an earlier push broke off and left it half updated"

@@ -210,7 +210,7 @@ async def _push_again(run: Run, prepared: Prepared, first: Delivery) -> Delivery
             f"{', '.join(site.name for site in failed)}: {failed[0].failure}; "
             "scrubbing and pushing again"
         )
-        candidates = await responsive(failed, timeout_s=run.fleet.control_timeout_s)
+        candidates = await responsive(failed, control_timeout_s=run.fleet.control_timeout_s)
         candidates = [site for site in candidates if site.world_size == 1]
         if not candidates:
             return first

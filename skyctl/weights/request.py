@@ -153,8 +153,9 @@ class PushObserver(Protocol):
         """`done_bytes` of the checkpoint are loaded by every server still in the push."""
 
     def server(self, name: str, state: str, detail: str = "") -> None:
-        """A server's state: draining, held (was paused before), pausing, paused, updating, trying
-        (its canary), updated, resumed; at its end ready, kept (stays paused) or quarantined."""
+        """A server's state: draining, waking (its weights), held (was paused before), pausing,
+        paused, updating, trying (its canary), updated, resumed; at its end ready, kept (stays
+        paused), asleep (again) or quarantined."""
 
     def note(self, message: str) -> None:
         """One line the operator should read."""

@@ -18,6 +18,9 @@ from skyctl.weights.spans import Spans
 T = TypeVar("T")
 
 NO_SESSION = "without a matching start"
+ENGINE_TIMEOUT_S = 10.0
+"""How long an engine may take to answer before it counts as stuck: it may still load the chunk
+that a dead push sent it."""
 
 
 class Holds(IntEnum):
@@ -191,8 +194,9 @@ async def scrub(site: Site, *, timeout_s: float) -> None:
     site.open = True
 
 
-async def responsive(sites: Sequence[Site], *, timeout_s: float) -> list[Site]:
+async def responsive(sites: Sequence[Site], *, control_timeout_s: float) -> list[Site]:
     """Those whose engine answers. The others are stuck or dead: only a restart helps them."""
+    timeout_s = min(control_timeout_s, ENGINE_TIMEOUT_S)
 
     async def ask(site: Site) -> Any:
         return await site.vllm.is_paused()

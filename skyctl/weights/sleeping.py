@@ -12,12 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from skyctl.control.server import VLLMServer
 from skyctl.errors import PreflightError, ServerError
 from skyctl.kill_points import reached
 from skyctl.weights.freeze import require_all
 from skyctl.weights.request import PushRequest
 from skyctl.weights.run import Run
-from skyctl.weights.sites import Holds, Site, alive, each
+from skyctl.weights.sites import Holds, Site, alive, each, responsive
 
 DISCARDED = 2
 
@@ -40,8 +41,12 @@ async def wake_weights(run: Run, sites: Sequence[Site]) -> None:
 
     async def call(site: Site) -> None:
         if not site.server.weights_awake:
-            site.woken = True  # before the call: when its answer is lost, they may be awake
-            await site.vllm.wake(["weights"])
+            # before the call: when its answer is lost, or we die, they may be awake
+            site.woken = True
+            run.observer.server(site.name, "waking")
+        # also where they are awake by the record, which a supervisor's death can make wrong; vLLM
+        # ignores it there
+        await site.vllm.wake(["weights"])
 
     await each(asleep, call, timeout_s=_patience_s(run), what="wake the weights")
     reached("push.woken")
@@ -55,14 +60,25 @@ async def sleep_again(run: Run, sites: Sequence[Site]) -> None:
         if site.server.sleep_level == DISCARDED:
             site.failure = site.failure or "its weights are awake, and empty: push again"
     left = [site for site in woken if site.server.sleep_level != DISCARDED]
+    failed = [site for site in left if site.failure]
+    answering = await responsive(failed, control_timeout_s=run.fleet.control_timeout_s)
 
     async def call(site: Site) -> None:
-        await site.vllm.wake(["kv_cache"])
-        await _sleep(site, max(1, site.server.sleep_level))
+        level = max(1, site.server.sleep_level)
+        await back_to_sleep(site.vllm, level)
+        site.slept, site.woken = level, False
 
-    await each(left, call, timeout_s=2 * _patience_s(run), what="sleep again")
-    for site in left:
-        site.woken = site.slept is None
+    able = alive(left) + answering
+    await each(able, call, timeout_s=2 * _patience_s(run), what="sleep again")
+    for site in woken:
+        if not site.woken or site.server.sleep_level == DISCARDED:
+            run.observer.server(site.name, "asleep", site.failure)
+
+
+async def back_to_sleep(server: VLLMServer, level: int) -> None:
+    """Of a server whose weights are awake, and the rest is not."""
+    await server.wake(["kv_cache"])
+    await server.sleep(level, "abort")
 
 
 async def wake_all(run: Run, sites: Sequence[Site]) -> None:

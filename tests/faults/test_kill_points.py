@@ -51,7 +51,7 @@ def supervised(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SupervisedF
     "point",
     ["push.begun", "push.pause.call", "push.update.call", "push.record", "adopt.done",
      "recover.begin", "sender.filled", "push.drain.done", "push.canary.done",
-     "push.awake", "sync.asked", "sync.begun"],
+     "push.woken", "push.awake", "sync.asked", "sync.begun"],
 )  # fmt: skip
 def test_a_supervisor_may_die_anywhere_and_the_next_command_revives_it(
     supervised: SupervisedFleet, point: str

@@ -289,6 +289,31 @@ def test_ctrl_c_in_a_drain_leaves_a_fleet_that_the_next_down_stops_at_once(
     assert of_this_fleet(fleet) == []
 
 
+@pytest.mark.parametrize("command", ["up", "recover"])
+def test_a_command_that_looked_just_before_a_down_began_waits_for_its_end(
+    fleet: StubFleet, command: str
+) -> None:
+    fleet.write(extra="args: {token-delay-s: 0.2}")
+    fleet.run("up", "--no-router")
+    asking = busy(fleet)
+    down = fleet.start("down", "--drain-timeout", "3")
+    while (fleet.json("status")["data"]["operation"] or {}).get("kind") != "down":
+        pass
+    with FleetState(state_file(fleet)) as state:
+        state.set("going_down", "")  # as it was when the command looked
+        state.update_server("stubs-1", quarantine="something to recover")
+    if command == "up":
+        fleet.run("up", "--no-router")
+        assert fleet.json("status")["data"]["health"] == "healthy"
+    else:
+        fleet.run("recover", "--yes")
+        assert fleet.json("status")["data"]["health"] == "down"
+    assert down.wait(timeout=30) == 0
+    asking.kill()
+    asking.communicate()
+    down.communicate()
+
+
 def test_two_downs_at_once_both_say_that_it_is_down(fleet: StubFleet) -> None:
     fleet.run("up")
     racers = [fleet.start("down", "--drain-timeout", "0") for _ in range(2)]

@@ -24,6 +24,7 @@ from tests.faults.killing.attached import BOUND_S, measure
 from tests.faults.killing.cycle import Came, Dice
 from tests.faults.killing.zygote import Zygote
 from tests.faults.stub_fleet import StubFleet
+from tests.stub.state import MEMORY
 from tests.unit.weights.checkpoints import tiny_tensors, write_checkpoint
 
 NAME = "stubs"
@@ -130,6 +131,8 @@ class SupervisedFleet:
                 came.violations.append(f"I6: recover ended with {code}: {shown}")
         with FleetState(self.paths.database) as state:
             measure(came, state.journal.jobs(2), died_at)
+        if dice.point in COLOCATED:
+            came.violations += self._wake()
         came.violations += self._look()
         return came
 
@@ -169,6 +172,23 @@ class SupervisedFleet:
         if code not in (0, 1, 4):
             return [f"I6: sync-weights ended with {code}: {errors[-200:]}"]
         return []
+
+    def _wake(self) -> list[str]:
+        """A fleet that was to sleep on sleeps altogether; then wake it, so that it serves."""
+        found = []
+        asleep = [len(stub["asleep"]) for stub in self._states()]
+        if not set(asleep) <= {0, len(MEMORY)}:
+            found.append(f"I6: asleep in part only, {asleep} of {len(MEMORY)} kinds of memory")
+        with FleetState(self.paths.database) as state:
+            if awake := state.weights_awake():
+                found.append(f"I6: on record with its weights awake: {sorted(awake)}")
+        if any(asleep):
+            code, envelope, errors = self.skyctl("wake")
+            if code != 0:
+                found.append(
+                    f"I6: wake ended with {code}: {envelope.get('error') or errors[-200:]}"
+                )
+        return found
 
     def _kill_supervisor(self) -> None:
         if supervisor_running(self.paths):

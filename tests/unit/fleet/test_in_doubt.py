@@ -85,6 +85,34 @@ def test_a_server_that_was_paused_before_stays_so(state: FleetState) -> None:
     assert left(state, "pause", "a:held", "update", "a:updating") == {"a": (True, False)}
 
 
+def woken(state: FleetState, *events: str) -> dict[str, tuple[bool, bool]]:
+    """Per server: half updated, its weights were woken."""
+    job = journaled(state, *events)
+    found = left_behind(job, state.journal.events(job.id))
+    return {name: (one.half_updated, one.woken) for name, one in found.items()}
+
+
+def test_weights_that_were_woken_are_in_doubt_until_they_sleep_again(state: FleetState) -> None:
+    assert woken(state, "wake", "a:waking") == {"a": (False, True)}
+    assert woken(state, "wake", "a:waking", "pause", "a:held", "b:held") == {"a": (False, True)}
+    undone = ("wake", "a:waking", "pause", "a:held", "init", "recover", "a:kept")
+    assert woken(state, *undone) == {"a": (False, True)}
+    assert woken(state, *undone, "a:asleep") == {}
+
+
+def test_a_push_that_woke_weights_and_sent_them_is_judged_by_its_end(state: FleetState) -> None:
+    sent = ("wake", "a:waking", "pause", "a:held", "update", "a:updating")
+    assert woken(state, *sent) == {"a": (True, True)}
+    assert woken(state, *sent, "resume", "a:ready") == {}
+
+
+def test_weights_that_may_be_awake_are_on_record(state: FleetState) -> None:
+    journaled(state, "wake", "a:waking", dead=True)
+    close_orphans(state)
+    assert state.weights_awake() == {"a"}
+    assert state.server("a").quarantine == "push-1 broke off in stage wake"
+
+
 def test_a_dead_push_quarantines_what_it_left_and_is_closed_once(state: FleetState) -> None:
     job = journaled(state, "pause", "a:pausing", "b:pausing", "update", "b:updated=v2", dead=True)
     assert [closed.id for closed in close_orphans(state)] == [job.id]

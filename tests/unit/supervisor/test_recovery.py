@@ -84,6 +84,24 @@ async def test_a_frozen_server_is_resumed_and_nothing_is_pushed(hands: Hands) ->
     assert in_doubt(hands.state) == {} and hands.state.server("stub-0").quarantine is None
 
 
+@pytest.mark.parametrize(("level", "awake"), [(1, set()), (2, {"stub-0"})])
+async def test_one_whose_weights_were_woken_sleeps_again(
+    hands: Hands, level: int, awake: set[str]
+) -> None:
+    job = hands.state.journal.begin("push", PushRequest("/new", colocated=True).to_json())
+    hands.state.journal.end(job.id, "interrupted")
+    hands.state.update_server("stub-0", sleep_level=level)
+    doubt(hands.state, {"stub-0": InDoubt("stub-0", job.id, "wake", False, True, woken=True)})
+    engine = hands.stubs[0].engine
+    await engine.sleep(level, "abort")
+    await engine.wake(["weights"])
+    findings = [Finding("stub-0", "woken", "", "sleep")]
+    assert outcomes(await recover(findings, hands)) == [("sleep", True)]
+    assert ("weights" in engine.asleep) == (level == 1) and "kv_cache" in engine.asleep
+    assert hands.state.weights_awake() == awake and in_doubt(hands.state) == {}
+    assert hands.state.server("stub-0").quarantine is None and hands.done == []
+
+
 async def test_one_that_somebody_paused_by_skyctl_stays_so(hands: Hands) -> None:
     findings = leave(hands, "stub-0", half=False)
     hands.state.update_server("stub-0", paused=True)

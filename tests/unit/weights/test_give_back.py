@@ -19,11 +19,11 @@ def stubs(tmp_path: Path) -> Stubs:
 
 
 async def given_back(
-    stubs: Stubs, stage: str, *, digest: str | None = None, thaw: bool = True
+    stubs: Stubs, stage: str, *, digest: str | None = None, thaw: bool = True, slept: int = 0
 ) -> None:
     async with stubs.client() as client:
         server = VLLMServer(client, stubs.fleet.servers[0].target)
-        await give_back(server, stage=stage, thaw=thaw, digest=digest, timeout_s=5.0)
+        await give_back(server, stage=stage, thaw=thaw, digest=digest, timeout_s=5.0, slept=slept)
 
 
 async def digest_of(stubs: Stubs) -> str:
@@ -39,6 +39,24 @@ async def test_one_without_a_session_is_resumed(stubs: Stubs, stage: str) -> Non
     await given_back(stubs, stage, digest=await digest_of(stubs))
     assert not engine.paused
     assert ("finish" in engine.log) is False
+
+
+@pytest.mark.parametrize("woken", [True, False], ids=["awake", "not yet"])
+async def test_one_that_slept_sleeps_again(stubs: Stubs, woken: bool) -> None:
+    [engine] = stubs.engines
+    digest = await digest_of(stubs)
+    await engine.sleep(1, "abort")
+    if woken:
+        await engine.wake(["weights"])
+    await given_back(stubs, "wake", digest=digest, slept=1)
+    assert engine.asleep == {"weights", "kv_cache"} and engine.served == []
+
+
+async def test_weights_that_a_sleep_discarded_stay_awake_and_serve_nobody(stubs: Stubs) -> None:
+    [engine] = stubs.engines
+    await engine.sleep(2, "abort")
+    await given_back(stubs, "pause", digest="what it had", slept=2)
+    assert engine.asleep == {"kv_cache"} and engine.paused and engine.served == []
 
 
 async def test_an_open_session_is_closed_first(stubs: Stubs) -> None:

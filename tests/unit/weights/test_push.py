@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -156,6 +157,19 @@ async def test_a_failure_before_the_first_byte_is_undone(
     assert states(error)[0] == "ready"
     assert error.details["servers"][0]["version"] == "default"
     check_invariant(stubs)
+
+
+async def test_an_engine_that_is_stuck_is_not_waited_for_while_the_push_is_undone(
+    stubs: Stubs,
+) -> None:
+    stubs.fleet = replace(stubs.fleet, control_timeout_s=0.5, rendezvous_timeout_s=0.1)
+    for route in ("/init_weight_transfer_engine", "/is_paused", "/resume"):
+        calls = (2,) if route == "/is_paused" else ()  # the first is the preflight's
+        stubs.servers[1].asgi.faults[route] = Fault("hang", calls=calls)
+    error = await failing_push(stubs)
+    assert states(error) == ["ready", "paused"]
+    assert not stubs.engines[0].paused
+    assert stubs.servers[1].asgi.calls["/resume"] == 0
 
 
 async def test_a_failed_chunk_is_scrubbed_and_pushed_again_with_a_fresh_sender(

@@ -92,15 +92,26 @@ async def test_a_server_that_was_paused_before_it_slept_is_paused_when_it_is_awa
     assert [(s.state, s.sleep_level) for s in result.servers] == [("paused", 0)] * 2
 
 
-async def test_weights_that_are_awake_already_are_not_woken_again(stubs: Stubs) -> None:
+async def test_weights_that_somebody_woke_are_left_awake_when_a_push_fails(stubs: Stubs) -> None:
     await asleep(stubs)
     for engine in stubs.engines:
         await engine.wake(["weights"])
     servers = tuple(replace(server, weights_awake=True) for server in stubs.fleet.servers)
     stubs.fleet = replace(stubs.fleet, servers=servers)
+    stubs.servers[1].asgi.faults["/init_weight_transfer_engine"] = Fault("status", calls=(1,))
+    rows = await failing(stubs)
+    assert rows == [("asleep", True, None, False), ("asleep", False, None, False)]
+    assert [engine.asleep for engine in stubs.engines] == [{"kv_cache"}] * 2
     result = await push_colocated(stubs)
-    assert stubs.engines[0].log.count("wake weights") == 1
-    assert all(server.ok for server in result.servers)
+    assert all(server.ok and server.sleep_level == 0 for server in result.servers)
+
+
+async def test_a_record_that_they_are_awake_may_be_wrong(stubs: Stubs) -> None:
+    await asleep(stubs)
+    servers = tuple(replace(server, weights_awake=True) for server in stubs.fleet.servers)
+    stubs.fleet = replace(stubs.fleet, servers=servers)
+    result = await push_colocated(stubs)
+    assert all(server.ok and server.sleep_level == 0 for server in result.servers)
 
 
 @pytest.mark.parametrize("route", ["/init_weight_transfer_engine", "/start_weight_update"])
