@@ -7,7 +7,34 @@ nothing has moved, and workers load what their buffers happened to hold.
 
 from __future__ import annotations
 
+import os
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
+
+_PREFIX = "NCCL_"
+
+
+def nccl_report() -> dict[str, Any]:
+    """This worker's NCCL: `problem` (see `nccl_problem`), and its `settings` (`nccl_settings`)."""
+    return {"problem": nccl_problem(), "settings": nccl_settings()}
+
+
+def nccl_settings() -> dict[str, str]:
+    """NCCL's variables as they apply to a group that this process shares with another.
+
+    With VLLM_BATCH_INVARIANT vLLM sets a dozen of them for itself. It lifts them while it joins a
+    sender's group, where NCCL can read them again (2.29.7; vLLM 0.32, `utils/nccl.py`); where it
+    cannot, they apply to that group too, which hangs unless the sender has the same.
+    """
+    lifted: AbstractContextManager[Any] = nullcontext()
+    try:
+        from vllm.utils.nccl import unpinned_nccl_env
+    except ImportError:  # an older vLLM, which does not lift them
+        pass
+    else:
+        lifted = unpinned_nccl_env()
+    with lifted:
+        return {name: value for name, value in os.environ.items() if name.startswith(_PREFIX)}
 
 
 def nccl_problem() -> str:

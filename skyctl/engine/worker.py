@@ -38,11 +38,11 @@ class SkyctlWorkerExtension:
 
         repack_tied_layers(self.model_runner.get_model())
 
-    def skyctl_nccl_problem(self) -> str:
-        """Why this worker's vLLM cannot use NCCL; "" when it can."""
-        from skyctl.engine.nccl import nccl_problem
+    def skyctl_nccl(self) -> dict[str, Any]:
+        """What a sender must know of this worker's NCCL; see `engine/nccl.py`."""
+        from skyctl.engine.nccl import nccl_report
 
-        return nccl_problem()
+        return nccl_report()
 
     def skyctl_leave_group(self) -> None:
         """Let go of the NCCL group of an earlier sender; see `engine/nccl.py`."""

@@ -6,7 +6,7 @@ import asyncio
 import hashlib
 import json
 import secrets
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Protocol
 
 from skyctl.control.dialects import rank_offsets
@@ -71,6 +71,7 @@ class ChunkDelivery:
         *,
         senders: SenderPool,
         sender_gpu: int = -1,
+        nccl_settings: Mapping[str, str] | None = None,
         stage: str = "auto",
     ) -> None:
         self._transport = transport
@@ -79,6 +80,7 @@ class ChunkDelivery:
         self._plan = plan
         self._fleet = fleet
         self._sender_gpu = sender_gpu
+        self._nccl_settings = nccl_settings
         self._stage = stage
         self._lease: Lease | None = None
         self._delivered = False
@@ -113,7 +115,11 @@ class ChunkDelivery:
             update_timeout_s=self._fleet.update_timeout_s,
         )
         lease = self._lease = await self._senders.take(
-            self._fleet.python, self._transport.name, options, secrets.token_hex(8)
+            self._fleet.python,
+            self._transport.name,
+            options,
+            secrets.token_hex(8),
+            nccl_settings=self._nccl_settings,
         )
         chunks = len(self._plan.chunks)
         slots = slots_of(self._stage, chunks)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -27,6 +28,7 @@ from skyctl.weights.forecast import (
     slots_of,
 )
 from skyctl.weights.measuring import measure_reading, measured_before
+from skyctl.weights.nccl_settings import common_settings, refuse_without_nccl
 from skyctl.weights.plan import ChunkPlan, plan_chunks
 from skyctl.weights.request import PushFleet, PushRequest, PushServer
 from skyctl.weights.rollback import refuse_changed
@@ -55,6 +57,7 @@ class Prepared:
     notes: tuple[str, ...]
     samples: Mapping[str, Sample]
     sender_gpu: int = -1
+    nccl_settings: Mapping[str, str] | None = None
     stage: str = "auto"
     forecasts: tuple[Forecast, ...] = ()
     assumptions: tuple[str, ...] = ()
@@ -70,6 +73,7 @@ class Prepared:
             fleet,
             senders=senders,
             sender_gpu=self.sender_gpu,
+            nccl_settings=self.nccl_settings,
             stage=self.stage,
         )
 
@@ -125,8 +129,10 @@ async def preflight(request: PushRequest, fleet: PushFleet, *, client: ControlCl
             f"--stage {request.stage}: {problem}", hint="leave --stage out: it is chosen then"
         )
     transport = None if choice.name == "disk" else load_transport(choice.name)
+    nccl_settings: Mapping[str, str] | None = None
     if choice.name == "nccl":
         refuse_without_nccl(facts)
+        nccl_settings = common_settings(facts)
     if transport is None:
         refuse_dummy(facts)
     model_path = fleet.model_path or next((fact.model for fact in facts if fact.model), None)
@@ -164,6 +170,7 @@ async def preflight(request: PushRequest, fleet: PushFleet, *, client: ControlCl
         notes=tuple(notes),
         samples=samples,
         sender_gpu=free_gpu(fleet.servers) if choice.name == "nccl" else -1,
+        nccl_settings=nccl_settings,
         stage=request.stage,
         forecasts=forecasts,
         assumptions=said,
@@ -272,21 +279,6 @@ def refuse_dummy(facts: Sequence[ServerFacts]) -> None:
         )
 
 
-def refuse_without_nccl(facts: Sequence[ServerFacts]) -> None:
-    """Without NCCL, vLLM would report success and hold garbage.
-
-    Raises:
-        PreflightError: a server's vLLM cannot use NCCL.
-    """
-    for fact in facts:
-        if fact.nccl_problem:
-            raise PreflightError(
-                f"{fact.name}: {fact.nccl_problem}",
-                hint="install the nvidia-nccl package that its vLLM asks for, or set "
-                "VLLM_NCCL_SO_PATH in its `env:`",
-            )
-
-
 def grown_notes(plan: ChunkPlan) -> list[str]:
     """A note when tensors are larger than the chunk size."""
     if not plan.grown:
@@ -332,7 +324,10 @@ def free_gpu(servers: Sequence[PushServer]) -> int:
 
 @cache
 def _gpus_of_this_machine() -> tuple[int, ...]:
-    """Asked once: it takes longer than the rest of the preflight together."""
-    from skyctl.fleet.devices import discover_gpus
+    """Those that CUDA_VISIBLE_DEVICES leaves to us.
 
-    return tuple(gpu.index for gpu in discover_gpus())
+    Asked once: it takes longer than the rest of the preflight together.
+    """
+    from skyctl.fleet.devices import discover_gpus, visible_gpus
+
+    return tuple(gpu.index for gpu in visible_gpus(discover_gpus(), os.environ))

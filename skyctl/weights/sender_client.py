@@ -13,6 +13,7 @@ from typing import Any
 from skyctl.errors import SkyctlError
 from skyctl.startup import inherited
 from skyctl.weights.checkpoint import Checkpoint
+from skyctl.weights.nccl_settings import applied
 from skyctl.weights.plan import ChunkPlan
 from skyctl.weights.transports.base import Filled
 
@@ -35,6 +36,13 @@ class Opened:
     staged_whole: bool
 
 
+def _environment(nccl_settings: Mapping[str, str] | None) -> dict[str, str]:
+    environment = {**inherited(), "PYTHONUNBUFFERED": "1", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+    # it is told of GPUs by nvidia-smi's numbers, of which this would make others
+    environment.pop("CUDA_VISIBLE_DEVICES", None)
+    return environment if nccl_settings is None else applied(environment, nccl_settings)
+
+
 class SenderProcess:
     """One sender. Every wait has a deadline; after a failure every wait raises that failure."""
 
@@ -50,8 +58,10 @@ class SenderProcess:
         ]
 
     @classmethod
-    async def spawn(cls, python: str) -> SenderProcess:
-        """Start a sender that waits for `open`."""
+    async def spawn(
+        cls, python: str, nccl_settings: Mapping[str, str] | None = None
+    ) -> SenderProcess:
+        """Start a sender that waits for `open`; with these variables of NCCL, unless None."""
         process = await asyncio.create_subprocess_exec(
             python or sys.executable,
             "-P",  # the working directory is not a place to import from
@@ -61,7 +71,7 @@ class SenderProcess:
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
             limit=_LINE_LIMIT,
-            env={**inherited(), "PYTHONUNBUFFERED": "1"},
+            env=_environment(nccl_settings),
             start_new_session=True,  # Ctrl-C is for the parent, which decides what it means
         )
         return cls(process)

@@ -48,16 +48,25 @@ class SenderPool:
         self._idle: Lease | None = None
 
     async def take(
-        self, python: str, transport: str, options: Mapping[str, Any], session: str
+        self,
+        python: str,
+        transport: str,
+        options: Mapping[str, Any],
+        session: str,
+        *,
+        nccl_settings: Mapping[str, str] | None = None,
     ) -> Lease:
-        """The idle sender when it has just this carrier, else a new one under `session`."""
-        key = json.dumps([python, transport, dict(options)], sort_keys=True)
+        """The idle sender when it has just this carrier, else a new one under `session`.
+
+        `nccl_settings` are the variables of NCCL that it has, None for those of this process.
+        """
+        key = json.dumps([python, transport, options, nccl_settings], sort_keys=True, default=dict)
         idle, self._idle = self._idle, None
         if idle is not None:
             if idle.key == key and idle.sender.healthy:
                 return idle
             await idle.sender.close()
-        return Lease(await SenderProcess.spawn(python), key, session)
+        return Lease(await SenderProcess.spawn(python, nccl_settings), key, session)
 
     async def give_back(self, lease: Lease, *, keep: bool) -> None:
         """End a loan. Only a sender whose push went well is kept."""

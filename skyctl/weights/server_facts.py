@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from asyncio import gather
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,13 +15,16 @@ from skyctl.control.target import ServerTarget
 from skyctl.errors import ServerError
 from skyctl.weights.request import PushFleet, PushServer
 
-NCCL_METHOD = "skyctl_nccl_problem"
+NCCL_METHOD = "skyctl_nccl"
 _NCCL_TIMEOUT_S = 30.0
 
 
 @dataclass(frozen=True)
 class ServerFacts:
-    """What one server said of itself. Empty strings where it does not tell."""
+    """What one server said of itself. Empty strings where it does not tell.
+
+    `nccl_settings` are NCCL's variables in its workers, None where it does not tell.
+    """
 
     name: str
     url: str
@@ -34,6 +38,7 @@ class ServerFacts:
     model: str = ""
     load_format: str = ""
     nccl_problem: str = ""
+    nccl_settings: Mapping[str, str] | None = None
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -77,6 +82,7 @@ async def ask_servers(fleet: PushFleet, *, client: ControlClient) -> tuple[Serve
             model=made.model,
             load_format=made.load_format,
             nccl_problem=made.nccl_problem,
+            nccl_settings=made.nccl_settings,
         )
 
     targets = [server.target for server in fleet.servers]
@@ -95,6 +101,7 @@ class _Make:
     model: str
     load_format: str
     nccl_problem: str
+    nccl_settings: Mapping[str, str] | None
 
 
 _makes: dict[str, _Make] = {}
@@ -111,13 +118,15 @@ async def _make(server: VLLMServer, pushed: PushServer) -> _Make:
         server.version(), server.world_size(include_dp=True), _configuration(server)
     )
     backend = _backend(info, pushed)
+    problem, settings = await _nccl(server) if backend == "nccl" else ("", None)
     made = _Make(
         backend=backend,
         vllm_version=version,
         world_size=world_size,
         model=str(_section(info, "model_config").get("model", "")),
         load_format=str(_section(info, "load_config").get("load_format", "")),
-        nccl_problem=await _nccl_problem(server) if backend == "nccl" else "",
+        nccl_problem=problem,
+        nccl_settings=settings,
     )
     if pushed.instance:
         if len(_makes) >= _MOST:
@@ -126,15 +135,22 @@ async def _make(server: VLLMServer, pushed: PushServer) -> _Make:
     return made
 
 
-async def _nccl_problem(server: VLLMServer) -> str:
-    """Of the first worker that has one; "" too where a server cannot be asked."""
+async def _nccl(server: VLLMServer) -> tuple[str, Mapping[str, str] | None]:
+    """The problem of the first worker that has one, and the settings."""
     try:
         answers = await server.collective_rpc(NCCL_METHOD, timeout_s=_NCCL_TIMEOUT_S)
     except ServerError as error:
         if not error.status:
             raise
-        return ""  # started without skyctl's worker extension
-    return next((str(answer) for answer in answers if answer), "")
+        return "", None  # started without skyctl's worker extension
+    told = [answer for answer in answers if isinstance(answer, dict)]
+    problem = next((str(answer["problem"]) for answer in told if answer.get("problem")), "")
+    return problem, _settings(told[0].get("settings")) if told else None
+
+
+def _settings(told: Any) -> dict[str, str] | None:
+    """Its workers have one environment: that of any of them is all workers'."""
+    return {str(k): str(v) for k, v in told.items()} if isinstance(told, dict) else None
 
 
 async def _configuration(server: VLLMServer) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.checkpoints import write_checkpoint
-from skyctl.fleet.devices import discover_gpus
+from tests.gpu.devices import available
 from tests.gpu.faulty import FaultyFleet
 from tests.gpu.special import CASES, Case, SpecialFleet
 
@@ -25,7 +25,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def need_gpus(count: int) -> None:
-    found = len(discover_gpus())
+    found = len(available())
     if found < count:
         pytest.skip(f"needs {count} CUDA device{'s' if count > 1 else ''}, {found} found")
     if importlib.util.find_spec("vllm") is None:
@@ -71,7 +71,7 @@ def special_fleets(
     """All fleets that this run asks for and has the GPUs for; they start at the same time."""
     callspecs = (getattr(item, "callspec", None) for item in request.session.items)
     wanted = {spec.params["case"].name for spec in callspecs if spec and "case" in spec.params}
-    found = len(discover_gpus())
+    found = len(available())
     cases = [case for case in CASES if case.name in wanted and case.gpus <= found]
     root = tmp_path_factory.mktemp("special")
     made = {shape: make_checkpoints(root, shape) for shape in {case.shape for case in cases}}

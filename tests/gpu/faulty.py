@@ -13,6 +13,7 @@ import psutil
 
 from benchmarks.memory import end_idle_sender
 from skyctl.kill_points import VARIABLE
+from tests.gpu.devices import available, free_mib
 from tests.integration.fleet_cli import FleetCli
 
 PUSH_TIMEOUT_S = 200.0
@@ -56,7 +57,7 @@ class FaultyFleet(FleetCli):
             "router": {"enabled": False},
         }
         if device == "cuda":
-            settings["gpus"] = [0]
+            settings["gpus"] = available()[:1]
             settings["args"]["gpu-memory-utilization"] = 0.2
         # JSON is YAML
         (self.directory / "fleet.yaml").write_text(json.dumps(settings))
@@ -118,7 +119,7 @@ class FaultyFleet(FleetCli):
         tokens: list[int] = reply.json()["choices"][0]["token_ids"]
         return tokens
 
-    def assert_healthy(self, memory_mib: list[int]) -> str:
+    def assert_healthy(self, free_before_mib: list[int]) -> str:
         """Recover what a push left in quarantine, and wait until it is ready; returns its version.
 
         It must answer as the version that it names, and leave the GPUs as they were.
@@ -133,21 +134,12 @@ class FaultyFleet(FleetCli):
         version: str = self.server()["weight_version"]
         assert self.answer() == self.answers[version]
         deadline = time.monotonic() + 15
-        while not _as_before(memory_mib):
-            assert time.monotonic() < deadline, (memory_mib, gpu_memory_mib())
+        while not _as_before(free_before_mib):
+            assert time.monotonic() < deadline, (free_before_mib, free_mib())
             time.sleep(0.5)
         return version
 
 
-def gpu_memory_mib() -> list[int]:
-    """MiB in use on every GPU; [] without any."""
-    query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
-    try:
-        return [int(line) for line in subprocess.check_output(query, text=True).split()]
-    except OSError:
-        return []
-
-
-def _as_before(memory_mib: list[int]) -> bool:
-    pairs = zip(gpu_memory_mib(), memory_mib, strict=True)
-    return all(now <= before + MEMORY_SLACK_MIB for now, before in pairs)
+def _as_before(free_before_mib: list[int]) -> bool:
+    pairs = zip(free_mib(), free_before_mib, strict=True)
+    return all(now >= before - MEMORY_SLACK_MIB for now, before in pairs)

@@ -12,6 +12,7 @@ from typing import Any
 
 import httpx
 
+from tests.gpu.devices import available
 from tests.integration.fleet_cli import UP_TIMEOUT_S, FleetCli, bearer, greedy, greedy_body
 
 MODEL = "special"
@@ -65,6 +66,12 @@ CASES = (
 )
 
 
+def _placed(group: dict[str, Any]) -> dict[str, Any]:
+    """A group on the GPUs that there are."""
+    found = available()
+    return {**group, "gpus": [[found[gpu] for gpu in gpus] for gpus in group["gpus"]]}
+
+
 class SpecialFleet(FleetCli):
     """The fleet of one case. `started`: what its servers answered before anything was pushed."""
 
@@ -77,7 +84,7 @@ class SpecialFleet(FleetCli):
             "name": MODEL,
             "model": str(checkpoints[case.checkpoints[0]]),
             "served_model_name": MODEL,
-            "replicas": list(case.groups),
+            "replicas": [_placed(group) for group in case.groups],
             "share_gpus": case.transport == "ipc",
             "args": {
                 "max-model-len": MAX_LEN,

@@ -170,8 +170,9 @@ class StubServer:
         if method in ("skyctl_repack_tied", "skyctl_leave_group", "skyctl_free_cached"):
             self.engine.log.append(method)
             return JSONResponse({"results": [None] * workers})
-        if method == "skyctl_nccl_problem":
-            return JSONResponse({"results": [self.engine.nccl_problem] * workers})
+        if method == "skyctl_nccl":
+            answer = {"problem": self.engine.nccl_problem, "settings": self.engine.nccl_settings}
+            return JSONResponse({"results": [answer] * workers})
         raise EngineRefused(f"Worker failed with error 'no attribute {method!r}'")
 
     async def _init_transfer(self, request: Request) -> Response:

@@ -9,7 +9,7 @@ import pytest
 
 from skyctl.errors import PreflightError
 from skyctl.weights import server_facts
-from skyctl.weights.preflight import refuse_without_nccl
+from skyctl.weights.nccl_settings import refuse_without_nccl
 from skyctl.weights.server_facts import ask_servers
 from tests.unit.weights.fleets import Stubs
 
@@ -62,7 +62,9 @@ async def test_a_server_whose_nccl_is_off_is_refused_for_nccl(
     monkeypatch.setattr(server_facts, "_backend", lambda info, server: server.backend)
     made_of(stubs, "41@1.5", backend="nccl")
     stubs.engines[0].nccl_problem = "vLLM cannot use NCCL: undefined symbol ncclCommSuspend"
+    stubs.engines[0].nccl_settings = {"NCCL_PROTO": "Simple"}
     async with stubs.client() as client:
         facts = await ask_servers(stubs.fleet, client=client)
+    assert [fact.nccl_settings for fact in facts] == [{"NCCL_PROTO": "Simple"}]
     with pytest.raises(PreflightError, match="ncclCommSuspend"):
         refuse_without_nccl(facts)
