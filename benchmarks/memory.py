@@ -63,17 +63,24 @@ class Sampler:
             self.peak = [max(pair) for pair in zip(self.peak, self.now(), strict=True)]
 
 
-def end_idle_sender(state: str) -> None:
-    """So that the next push starts one: its context and its group count, too."""
+def senders(state: str) -> list[psutil.Process]:
+    """The sender processes of the fleets below this state directory."""
+    found = []
     for process in psutil.process_iter():
         try:
-            command = process.cmdline()
             ours = process.environ().get("SKYCTL_HOME") == state
-            if ours and "skyctl.weights.sender" in command:
-                process.kill()
-                process.wait(10)
+            if ours and "skyctl.weights.sender" in process.cmdline():
+                found.append(process)
         except psutil.Error:
             continue
+    return found
+
+
+def end_idle_sender(state: str) -> None:
+    """So that the next push starts one: its context and its group count, too."""
+    for process in senders(state):
+        process.kill()
+        process.wait(10)
 
 
 def compare(

@@ -58,6 +58,7 @@ class KeptRunning(ABC):
         self._changed = changed
         self._clock = clock
         self._task: asyncio.Task[None] | None = None
+        self._ending: ManagedProcess | None = None  # is being stopped
 
     @property
     @abstractmethod
@@ -176,11 +177,16 @@ class KeptRunning(ABC):
         return process
 
     async def _end_process(self) -> None:
-        """Stop whatever is left of the tree; also after the leader was killed."""
-        process, self.process = self.process, None
-        if process is not None:
+        """Stop whatever is left of the tree; also after the leader was killed.
+
+        Cancelled, it leaves the process to the next call, which finishes it.
+        """
+        if self.process is not None:
+            self._ending, self.process = self.process, None
+        if self._ending is not None:
             reached(f"{self.role}.stopping")
-            await process.stop(self.config.stop_timeout_s)
+            await self._ending.stop(self.config.stop_timeout_s)
+            self._ending = None
             reached(f"{self.role}.stopped")
             self._store.mark_stale(self.name)
         self.started_at = None

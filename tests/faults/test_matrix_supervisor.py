@@ -198,6 +198,23 @@ async def test_a_stopped_server_ends_with_kill_after_its_stop_deadline(tmp_path:
         assert gone(pid)
 
 
+async def test_a_restart_that_meets_a_server_being_stopped_waits_until_it_is_gone(
+    tmp_path: Path,
+) -> None:
+    """Both found out that it hangs: its health probes, and whoever asked for the restart."""
+    async with supervising(tmp_path) as supervisor:
+        health = {"interval_s": 0.1, "timeout_s": 0.2, "failures": 1, "startup_timeout_s": 15}
+        plan = fleet_plan([stub_server("a")], health=health, stop_timeout_s=2)
+        await bring_up(supervisor, plan)
+        pid = pid_of(supervisor, "a")
+        os.kill(pid, signal.SIGSTOP)  # TERM does nothing until it goes on
+        await eventually(lambda: states(supervisor) == {"a": "restarting"})
+        supervisor.restart(["a"])
+        await ended(supervisor)
+        assert states(supervisor) == {"a": "ready"} and pid_of(supervisor, "a") != pid
+        assert gone(pid)
+
+
 async def test_a_request_that_never_ends_holds_a_down_no_longer_than_the_drain_deadline(
     tmp_path: Path,
 ) -> None:

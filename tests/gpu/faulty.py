@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import psutil
 
-from benchmarks.memory import end_idle_sender
+from benchmarks.memory import end_idle_sender, senders
 from skyctl.kill_points import VARIABLE
 from tests.gpu.devices import available, free_mib
 from tests.integration.fleet_cli import FleetCli
@@ -74,13 +74,21 @@ class FaultyFleet(FleetCli):
     def push(self, name: str, expect: int | None = 0) -> subprocess.CompletedProcess[str]:
         return self.run(*self._push(name), timeout_s=PUSH_TIMEOUT_S, expect=expect)
 
-    def push_until_update(self, name: str) -> subprocess.Popen[str]:
-        """A push that has just begun to update servers."""
+    def push_until_update(self, name: str) -> tuple[subprocess.Popen[str], list[psutil.Process]]:
+        """A push that has just begun to update servers, and its senders, which are stopped.
+
+        A broadcast cannot end without them, however fast it is.
+        """
         pushing = self.start(*self._push(name))
         assert pushing.stderr is not None
+        stopped: list[psutil.Process] = []
         for line in pushing.stderr:
+            if line.strip() == "start":
+                stopped = senders(str(self.home))
+                for sender in stopped:
+                    sender.suspend()
             if line.strip() == "update":
-                return pushing
+                return pushing, stopped
         raise AssertionError(f"the push never came to its update: exit {pushing.wait(30)}")
 
     def _push(self, name: str) -> tuple[str, ...]:

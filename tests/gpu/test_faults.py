@@ -37,9 +37,11 @@ def test_a_server_that_fails_in_the_update(faulty_fleet: FaultyFleet, number: in
     processes = faulty_fleet.server_processes()
     current = faulty_fleet.server()["weight_version"]
     began = time.monotonic()
-    pushing = faulty_fleet.push_until_update("a" if current == "b" else "b")
+    pushing, stopped = faulty_fleet.push_until_update("a" if current == "b" else "b")
     for process in processes:
         os.kill(process.pid, number)
+    for sender in stopped:
+        sender.resume()
     try:
         _, errors = pushing.communicate(timeout=200)
         version = faulty_fleet.assert_healthy(free)
