@@ -24,6 +24,7 @@ import psutil
 
 from benchmarks.checkpoints import SHAPES, two_checkpoints
 from benchmarks.push import Fleet, save, settings
+from skyctl.weights.forecast import WORKER_HOST
 
 MIB = 1 << 20
 SAMPLE_S = 0.002
@@ -99,8 +100,10 @@ def compare(
     extra = [peak - now for peak, now in zip(sampler.peak, before, strict=True)]
     time.sleep(1)
     idle = [now - then for now, then in zip(sampler.now(), before, strict=True)]
-    worker = forecast["worker_gpu_bytes"] if first else 0
-    predicted = [worker, *([0] * (gpus - 1)), forecast["host_bytes"]]
+    worker, host = forecast["worker_gpu_bytes"], forecast["host_bytes"]
+    if not first:  # workers keep what the first push made them take
+        worker, host = 0, host - WORKER_HOST.get(plan["transport"], 0)
+    predicted = [worker, *([0] * (gpus - 1)), host]
     predicted[gpus - 1] += forecast["sender_gpu_bytes"]
     return {
         "stage": stage,

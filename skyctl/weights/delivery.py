@@ -13,7 +13,7 @@ from skyctl.control.dialects import rank_offsets
 from skyctl.errors import ServerUnreachable
 from skyctl.kill_points import reached
 from skyctl.weights.checkpoint import Checkpoint
-from skyctl.weights.forecast import slots_of
+from skyctl.weights.forecast import most_workers, slots_of
 from skyctl.weights.head_start import enough_is_read
 from skyctl.weights.plan import Chunk, ChunkPlan
 from skyctl.weights.request import PushFleet
@@ -21,6 +21,7 @@ from skyctl.weights.sender_client import SenderFailed
 from skyctl.weights.sender_pool import Lease, SenderPool
 from skyctl.weights.sites import Holds, Site, alive, each, open_session, scrub
 from skyctl.weights.transports.base import Filled, Session, Transport
+from skyctl.weights.worker_memory import worker_bytes
 
 OUTSTANDING = 3
 """Updates under way at once where their order is free: while a server loads one chunk, the call
@@ -130,6 +131,7 @@ class ChunkDelivery:
             plan=self._plan,
             slots=slots,
             ring_only=self._stage == "stream",
+            reserve_bytes=self._reserve_bytes(sites, lease),
             carrier=options if lease.fresh else None,
         )
         opened = await lease.sender.opened(timeout_s=_STARTUP_TIMEOUT_S)
@@ -137,6 +139,20 @@ class ChunkDelivery:
         if opened.staged_whole and not self._transport.ordered:
             self._outstanding = OUTSTANDING
         await self._read_ahead(lease, chunks if opened.staged_whole else slots)
+
+    def _reserve_bytes(self, sites: Sequence[Site], lease: Lease) -> int:
+        """What servers will take on the GPUs where the sender's slots lie.
+
+        Nothing where the last push of this sender filled them in the same way: they kept it.
+        """
+        if not self._transport.shares_gpus or lease.filled == self._filling(sites):
+            return 0
+        each_takes = worker_bytes(self._transport.name, self._plan)
+        return each_takes * most_workers([site.server.gpus for site in sites])
+
+    def _filling(self, sites: Sequence[Site]) -> str:
+        processes = [[site.name, site.server.instance] for site in sites]
+        return json.dumps([processes, self._plan.slot_bytes])
 
     async def _read_ahead(self, lease: Lease, chunks: int) -> None:
         """Wait until so many chunks are in their slots, or enough that servers will not wait."""
@@ -206,6 +222,7 @@ class ChunkDelivery:
         except SenderFailed as error:
             self._all_failed(sites, error)
         self._delivered = bool(alive(sites))
+        lease.filled = self._filling(sites)
 
     async def _update_by_chunk(
         self, sites: Sequence[Site], on_progress: Callable[[int], None]

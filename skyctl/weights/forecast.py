@@ -11,6 +11,7 @@ pushes by the same transport, and a look at the files. Where nothing was measure
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
@@ -24,14 +25,15 @@ RING = 2
 """Slots of a ring: one is filled while servers load the other."""
 PINNED_BYTES = 12 * 2 * 4 * 1024 * 1024
 """The GPU reader's ring of pinned memory: threads x buffers x piece (weights/gpu/reader.py)."""
-_GPU_SHARE = 0.9
+SHARE_OF_FREE = 0.9
+"""Of a GPU's free memory, what a sender may take."""
 _MIB = 1024 * 1024
 _SENDER_CONTEXT = {"ipc": 596 * _MIB, "nccl": 1466 * _MIB}
 """GPU memory of a sender that holds no slots: CUDA context, and with NCCL its library and group.
 Measured on H200 (driver's choice, so it differs a little between GPUs)."""
-_SENDER_PROCESS = {"ipc": 530 * _MIB, "nccl": 1024 * _MIB}
+_SENDER_PROCESS = {"ipc": 460 * _MIB, "nccl": 915 * _MIB}
 """Host memory of the sender's process without its ring, measured on the same machines."""
-_WORKER_HOST = {"nccl": 340 * _MIB}
+WORKER_HOST = {"nccl": 340 * _MIB}
 """Host memory that a worker's first group takes."""
 
 
@@ -75,13 +77,25 @@ class Subject:
     """What is to be pushed. `chunk_bytes` are the chunks' sizes, `workers` those of all servers;
     `worker_bytes` is what each worker takes on its GPU (`weights/worker_memory.py`);
     `free_gpu_bytes` is what is free on the fullest of the sender's GPUs, None when that cannot be
-    asked."""
+    asked. `workers_beside` is how many workers load on that GPU, beside the sender's slots."""
 
     transport: str
     chunk_bytes: tuple[int, ...]
     workers: int
     worker_bytes: int = 0
     free_gpu_bytes: int | None = None
+    workers_beside: int = 0
+
+
+def fits_whole(whole: int, free: int, reserve: int) -> bool:
+    """Whether a checkpoint may lie on a GPU where `free` bytes are, of which servers that load it
+    there take `reserve`."""
+    return whole <= (free - reserve) * SHARE_OF_FREE
+
+
+def most_workers(server_gpus: Sequence[Sequence[int]]) -> int:
+    """How many workers the fullest GPU has, one per server and GPU; 1 where that is not known."""
+    return max(Counter(gpu for gpus in server_gpus for gpu in gpus).values(), default=1)
 
 
 def slots_of(stage: str, chunks: int) -> int:
@@ -107,11 +121,13 @@ def forecast(subject: Subject, asked: str, measured: Measured) -> list[Forecast]
     stages = [s for s in ("gpu", "host", "stream") if not refusal(s, subject.transport)]
     whole = sum(subject.chunk_bytes)
     free = subject.free_gpu_bytes
+    reserve = subject.worker_bytes * subject.workers_beside
     found = []
     for stage in stages:
         problem = ""
-        if stage == "gpu" and free is not None and whole > free * _GPU_SHARE:
+        if stage == "gpu" and free is not None and not fits_whole(whole, free, reserve):
             problem = f"{format_bytes(whole)} do not fit: {format_bytes(free)} are free"
+            problem += f", and servers take {format_bytes(reserve)} of them" if reserve else ""
         found.append(_forecast(subject, stage, problem, measured))
     taken = _chosen(subject, asked, found)
     return [Forecast(**{**one.to_json(), "chosen": one.stage == taken}) for one in found]
@@ -148,7 +164,7 @@ def _forecast(subject: Subject, stage: str, problem: str, measured: Measured) ->
     host_bytes = slot_bytes + subject.workers * largest
     if on_gpu:
         host_bytes = PINNED_BYTES + _SENDER_PROCESS[subject.transport]
-        host_bytes += subject.workers * _WORKER_HOST.get(subject.transport, 0)
+        host_bytes += subject.workers * WORKER_HOST.get(subject.transport, 0)
     return Forecast(
         stage=stage,
         chosen=False,

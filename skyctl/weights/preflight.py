@@ -24,6 +24,7 @@ from skyctl.weights.forecast import (
     Subject,
     assumptions,
     forecast,
+    most_workers,
     refusal,
     slots_of,
 )
@@ -187,12 +188,15 @@ async def _forecasts(
 ) -> tuple[tuple[Forecast, ...], tuple[str, ...]]:
     """What each way of staging would take, and what that stands on."""
     free = await asyncio.to_thread(_free_for_sender, fleet, transport)
+    shares = load_transport(transport).shares_gpus
+    workers_beside = most_workers([server.gpus for server in fleet.servers]) if shares else 0
     subject = Subject(
         transport=transport,
         chunk_bytes=tuple(chunk.size for chunk in plan.chunks),
         workers=sum(fact.world_size for fact in facts),
         worker_bytes=await asyncio.to_thread(worker_bytes, transport, plan),
         free_gpu_bytes=free,
+        workers_beside=workers_beside,
     )
     measured = replace(
         measured_before(fleet.pushes, transport),

@@ -89,6 +89,7 @@ class Sender:
             chunks,
             slots=message["slots"],
             ring_only=message["ring_only"],
+            reserve_bytes=message["reserve_bytes"],
             slot_bytes=message["slot_bytes"],
             threads=max(1, min(_MAX_THREADS, len(os.sched_getaffinity(0)))),
         )

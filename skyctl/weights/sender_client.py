@@ -86,9 +86,10 @@ class SenderProcess:
         slots: int,
         carrier: Mapping[str, Any] | None,
         ring_only: bool = False,
+        reserve_bytes: int = 0,
     ) -> None:
         """Tell it what to read; it starts filling its slots at once. `ring_only`: it takes no more
-        slots than these, though it could.
+        slots than these, though it could; `reserve_bytes`: what it leaves free for that.
 
         `carrier` has the options of a new carrier; None goes on with the one there is.
         """
@@ -104,6 +105,7 @@ class SenderProcess:
             ],
             slots=slots,
             ring_only=ring_only,
+            reserve_bytes=reserve_bytes,
             slot_bytes=plan.slot_bytes,
             carrier=None if carrier is None else dict(carrier),
         )

@@ -18,7 +18,8 @@ class Lease:
     """A sender on loan to one push.
 
     `fresh` senders still have to be told of their carrier. `session` names the carrier's session;
-    `group` the servers that have joined it, "" while none have; `lead_s` is how long its last
+    `group` the servers that have joined it, "" while none have; `filled` those that its last push
+    filled, and with chunks of which size, "" before one; `lead_s` is how long its last
     push took from reading to the first update, 0 before one; `load_s_per_byte` the least that
     servers took for a byte of an update that all chunks streamed into, 0 before one.
     """
@@ -28,6 +29,7 @@ class Lease:
     session: str
     fresh: bool = True
     group: str = ""
+    filled: str = ""
     lead_s: float = 0.0
     load_s_per_byte: float = 0.0
 

@@ -44,11 +44,12 @@ class GpuCarrier:
         slot_bytes: int,
         threads: int,
         ring_only: bool = False,
+        reserve_bytes: int = 0,
     ) -> DeviceChunkReader:
         """A slot for each chunk when all of them fit on the GPUs, else a ring of `slots`."""
         sizes = [max(piece.offset + piece.nbytes for piece in chunk) for chunk in chunks]
         self._slots, self.staged_whole = stage_slots(
-            self.devices, sizes, slots, ring_only=ring_only
+            self.devices, sizes, slots, ring_only=ring_only, reserve_bytes=reserve_bytes
         )
         return DeviceChunkReader(
             files,

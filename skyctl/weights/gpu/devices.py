@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from skyctl.weights.forecast import SHARE_OF_FREE, fits_whole
+
 
 def uuid_of(device: int) -> str:
     """The physical identity of a GPU, as vLLM's IPC engine keys its handles."""
@@ -14,7 +16,6 @@ def uuid_of(device: int) -> str:
 
 
 _ALIGNMENT = 256
-_SHARE_OF_FREE = 0.9
 
 
 def free_bytes(device: int) -> int:
@@ -82,7 +83,12 @@ class MirroredSlots:
 
 
 def stage_slots(
-    devices: Sequence[int], chunk_sizes: Sequence[int], ring: int, *, ring_only: bool = False
+    devices: Sequence[int],
+    chunk_sizes: Sequence[int],
+    ring: int,
+    *,
+    ring_only: bool = False,
+    reserve_bytes: int = 0,
 ) -> tuple[MirroredSlots, bool]:
     """Slots for a push on all of these GPUs, and whether the whole checkpoint fits in them.
 
@@ -90,17 +96,24 @@ def stage_slots(
         MemoryError: not even the ring fits.
     """
     free = min(free_bytes(device) for device in devices)
-    sizes, whole = slot_sizes(free, chunk_sizes, ring, ring_only=ring_only)
+    sizes, whole = slot_sizes(
+        free, chunk_sizes, ring, ring_only=ring_only, reserve_bytes=reserve_bytes
+    )
     return MirroredSlots(devices, sizes), whole
 
 
 def slot_sizes(
-    free: int, chunk_sizes: Sequence[int], ring: int, *, ring_only: bool = False
+    free: int,
+    chunk_sizes: Sequence[int],
+    ring: int,
+    *,
+    ring_only: bool = False,
+    reserve_bytes: int = 0,
 ) -> tuple[list[int], bool]:
     """Sizes of the slots where `free` bytes are free, and whether each chunk has its own. Pure.
 
-    One slot per chunk when that leaves a tenth of the free memory, else a ring of `ring` slots of
-    the largest size. `ring` slots for all chunks are taken as asked: they fit, or that is an error.
+    One slot per chunk when `fits_whole`, else a ring of `ring` slots of the largest size. `ring`
+    slots for all chunks are taken as asked: they fit, or that is an error.
 
     Raises:
         MemoryError: that many slots do not fit.
@@ -112,10 +125,10 @@ def slot_sizes(
         )
     if ring >= len(chunk_sizes):
         return list(chunk_sizes), True
-    if not ring_only and sum(chunk_sizes) <= free * _SHARE_OF_FREE:
+    if not ring_only and fits_whole(sum(chunk_sizes), free, reserve_bytes):
         return list(chunk_sizes), True
     needed = ring * max(chunk_sizes)
-    if needed > free * _SHARE_OF_FREE:
+    if needed > free * SHARE_OF_FREE:
         raise MemoryError(
             f"{ring} chunks of {max(chunk_sizes)} bytes do not fit into the {free} bytes that are "
             "free on the sender's GPU; take a smaller --chunk-size"

@@ -50,6 +50,7 @@ class Transport(Protocol):
         one_update: all chunks travel within a single update call, which receives one while it
             loads the other; otherwise each chunk is an update of its own.
         ordered: the receiver insists on chunks in their order.
+        shares_gpus: the sender's slots lie on the GPUs of the servers.
         leaves_group: vLLM's workers are still in the last sender's group when a new one forms its
             own, and must be told to leave it.
     """
@@ -59,6 +60,7 @@ class Transport(Protocol):
     resident: bool
     one_update: bool
     ordered: bool
+    shares_gpus: bool
     leaves_group: bool
     packing: Packing
     alignment: int
@@ -113,11 +115,13 @@ class Carrier(Protocol):
         slot_bytes: int,
         threads: int,
         ring_only: bool = False,
+        reserve_bytes: int = 0,
     ) -> Reader:
         """Allocate the slots and return what fills them. Called once per push.
 
         `slots` is the least number of slots; a carrier may take more when `staged_whole` says so,
-        unless it is to take a ring only.
+        unless it is to take a ring only. `reserve_bytes`: of what is free on its GPUs, servers will
+        take so much while they load.
         """
 
     def extra(self, slot: int) -> dict[str, Any]:

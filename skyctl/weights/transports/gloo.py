@@ -25,6 +25,7 @@ class GlooTransport:
     resident = False
     one_update = False
     ordered = True
+    shares_gpus = False
     leaves_group = False
     packing: Packing = "fit"
     alignment = ALIGNMENT
@@ -95,6 +96,7 @@ class GlooCarrier:
         slot_bytes: int,
         threads: int,
         ring_only: bool = False,
+        reserve_bytes: int = 0,
     ) -> ChunkReader:
         import torch
 

@@ -25,6 +25,7 @@ class IpcTransport:
     resident = True
     one_update = False
     ordered = False
+    shares_gpus = True
     leaves_group = False
     packing: Packing = "fit"
     alignment = 1  # vLLM's packed format has no padding

@@ -29,6 +29,7 @@ class NcclTransport:
     resident = True
     one_update = True  # workers receive one buffer while they load the other
     ordered = True
+    shares_gpus = False
     leaves_group = True
     packing: Packing = "overflow"
     alignment = 1  # vLLM's packed format has no padding

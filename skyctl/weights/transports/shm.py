@@ -25,6 +25,7 @@ class ShmTransport:
     resident = False
     one_update = False
     ordered = True
+    shares_gpus = False
     leaves_group = False
     packing: Packing = "fit"
     alignment = ALIGNMENT
@@ -68,6 +69,7 @@ class ShmCarrier:
         slot_bytes: int,
         threads: int,
         ring_only: bool = False,
+        reserve_bytes: int = 0,
     ) -> ChunkReader:
         return ChunkReader(files, chunks, self.allocate(slots, slot_bytes), threads=threads)
 

@@ -18,6 +18,7 @@ from skyctl.weights.forecast import (
     Subject,
     assumptions,
     forecast,
+    most_workers,
     refusal,
     slots_of,
 )
@@ -46,8 +47,8 @@ def test_memory_follows_from_the_slots() -> None:
     assert (ipc["gpu"].slots, ipc["gpu"].sender_gpu_bytes) == (4, 16 * GB + context)
     assert (ipc["stream"].slots, ipc["stream"].sender_gpu_bytes) == (2, 8 * GB + context)
     assert ipc["gpu"].worker_gpu_bytes == ipc["stream"].worker_gpu_bytes == 5 * GB
-    assert ipc["gpu"].host_bytes == PINNED_BYTES + (530 << 20)
-    assert told("nccl")["gpu"].host_bytes == PINNED_BYTES + ((1024 + 2 * 340) << 20)
+    assert ipc["gpu"].host_bytes == PINNED_BYTES + (460 << 20)
+    assert told("nccl")["gpu"].host_bytes == PINNED_BYTES + ((915 + 2 * 340) << 20)
     shm = told("shm")
     assert set(shm) == {"host", "stream"}
     assert shm["host"].host_bytes == (4 + 2) * 4 * GB
@@ -93,6 +94,20 @@ def test_auto_takes_the_gpu_when_all_of_it_fits(asked: str, free: int | None, ch
     assert [one.stage for one in found.values() if one.chosen] == [chosen]
     if free == 17 * GB:
         assert "do not fit" in found["gpu"].problem and found["gpu"].freeze_s is None
+
+
+def test_what_servers_take_on_the_same_gpu_is_left_free() -> None:
+    subject = Subject("ipc", CHUNKS, 2, worker_bytes=5 * GB, workers_beside=2)
+    room = {
+        free: forecast(replace(subject, free_gpu_bytes=free * GB), "auto", KNOWN)[0]
+        for free in (27, 28)
+    }
+    assert room[28].chosen and not room[27].chosen
+    assert "28" not in room[27].problem and "servers take" in room[27].problem
+    assert slot_sizes(150, [30, 30, 30], 2, reserve_bytes=50) == ([30, 30, 30], True)
+    assert slot_sizes(149, [30, 30, 30], 2, reserve_bytes=50) == ([30, 30], False)
+    assert most_workers([[0], [0, 1], [1]]) == 2
+    assert most_workers([]) == most_workers([[]]) == 1
 
 
 @pytest.mark.parametrize(
