@@ -44,7 +44,8 @@ _EXAMPLES = 10
 
 @dataclass(frozen=True)
 class Asked:
-    """How much is enough. `dear_every_s`: a server is killed no more often than that."""
+    """How much is enough; `pushes` that succeed. `dear_every_s`: a server is killed no more often
+    than that."""
 
     requests: int = 10_000
     pushes: int = 50
@@ -92,13 +93,12 @@ async def _run(
     def enough(happened: Happened) -> bool:
         nonlocal shown
         kills, requests = sum(happened.kills.values()), len(clients.records)
+        pushes = happened.pushes_by_state["succeeded"]
         minutes = (time.monotonic() - began) / 60
         if time.monotonic() - shown > 20:
             shown = time.monotonic()
-            _say(f"{minutes:.1f} min: {requests} requests, {happened.pushes} pushes, {kills} kills")
-        reached = (
-            requests >= asked.requests and happened.pushes >= asked.pushes and kills >= asked.kills
-        )
+            _say(f"{minutes:.1f} min: {requests} requests, {pushes} pushes, {kills} kills")
+        reached = requests >= asked.requests and pushes >= asked.pushes and kills >= asked.kills
         return reached or minutes >= asked.minutes or cut.is_set()
 
     clients.start(asked.clients)
@@ -206,7 +206,7 @@ def _say(text: str) -> None:
 def _arguments() -> tuple[Asked, argparse.Namespace]:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.soak")
     parser.add_argument("--requests", type=int, default=Asked.requests)
-    parser.add_argument("--pushes", type=int, default=Asked.pushes)
+    parser.add_argument("--pushes", type=int, default=Asked.pushes, help="that succeed")
     parser.add_argument("--kills", type=int, default=Asked.kills)
     parser.add_argument("--minutes", type=float, default=Asked.minutes, help="end after this long")
     parser.add_argument("--seed", type=int, default=0)

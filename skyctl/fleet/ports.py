@@ -7,18 +7,24 @@ import random
 import shlex
 import socket
 import threading
+from collections import deque
 
 # Below Linux's range for outgoing connections (32768 up): a port found free here is not lost to
 # some client's connection while vLLM is still loading.
 _FIRST, _LAST = 20000, 32000
 _TRIES = 200
+_MOST_CLAIMS = 256
 
 _given: set[int] = set()
+_claims: deque[socket.socket] = deque()
 _lock = threading.Lock()
 
 
 def free_port(host: str) -> int:
     """A port nobody listens on at `host`; never the same one twice in this process.
+
+    Nor one that another process of skyctl has just chosen: nobody listens there yet, because its
+    server is still loading.
 
     Raises:
         OSError: `host` is no address of this machine, or no port is free.
@@ -26,12 +32,27 @@ def free_port(host: str) -> int:
     with _lock:
         for _ in range(_TRIES):
             port = random.randint(_FIRST, _LAST)
-            if port not in _given and _bind(host, port, reuse=False) is None:
+            free = port not in _given and _bind(host, port, reuse=False) is None
+            if free and _claim(port):
                 _given.add(port)
                 return port
         port = _any_port(host)
         _given.add(port)
         return port
+
+
+def _claim(port: int) -> bool:
+    """Whether no other process has chosen it; ours is told of by a name (Linux) while we live."""
+    claim = socket.socket(socket.AF_UNIX)
+    try:
+        claim.bind(f"\0skyctl-port-{port}")
+    except OSError as error:
+        claim.close()
+        return error.errno != errno.EADDRINUSE
+    _claims.append(claim)
+    if len(_claims) > _MOST_CLAIMS:
+        _claims.popleft().close()
+    return True
 
 
 def _any_port(host: str) -> int:

@@ -6,8 +6,10 @@ import os
 import socket
 from collections.abc import Iterator
 
+import psutil
 import pytest
 
+from skyctl.fleet import ports
 from skyctl.fleet.ports import bind_error, free_port, port_holder
 
 HOST = "127.0.0.1"
@@ -22,9 +24,30 @@ def taken() -> Iterator[int]:
 
 
 def test_free_ports_are_free_and_never_given_twice() -> None:
-    ports = [free_port(HOST) for _ in range(50)]
-    assert len(set(ports)) == 50
-    assert all(port_holder(HOST, port) is None for port in ports)
+    given = [free_port(HOST) for _ in range(50)]
+    assert len(set(given)) == 50
+    assert all(port_holder(HOST, port) is None for port in given)
+
+
+def test_what_another_process_has_chosen_is_not_chosen_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    theirs, ours = free_port(HOST), free_port(HOST)
+    for port in (theirs, ours):
+        ports._given.discard(port)
+    ports._claims.pop().close()  # of ours; that of theirs lives on
+    drawn = iter((theirs, ours))
+    monkeypatch.setattr(ports.random, "randint", lambda first, last: next(drawn))
+    assert free_port(HOST) == ours
+
+
+def test_choosing_many_ports_keeps_few_descriptors() -> None:
+    for _ in range(ports._MOST_CLAIMS):
+        free_port(HOST)
+    before = psutil.Process().num_fds()
+    for _ in range(50):
+        free_port(HOST)
+    assert psutil.Process().num_fds() <= before
 
 
 def test_the_holder_of_a_port_is_named_by_pid_and_command(taken: int) -> None:
