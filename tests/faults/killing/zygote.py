@@ -198,6 +198,7 @@ class Zygote:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
+            start_new_session=True,  # Ctrl-C is for us, who still need it to bring the fleet down
         )
         self._answer()
 
