@@ -56,7 +56,7 @@ KINDS: dict[str, tuple[str, ...]] = {
 }
 
 
-REAL = (*kill_points.PUSH, *kill_points.SENDER, *ADOPTION)
+REAL = (*KINDS["supervised"], "sender.join")
 Order = list[tuple[str, int]]  # points and seeds
 
 

@@ -14,7 +14,9 @@ from typing import Any
 
 import httpx
 
+from skyctl.fleet.state import FleetState
 from tests.faults.killing.supervised import Runner, SupervisedFleet
+from tests.stub.state import MEMORY
 
 UP_TIMEOUT_S = 300.0
 _PROMPT = "the cat"
@@ -65,7 +67,13 @@ class RealFleet(SupervisedFleet):
         )
         assert code == 0, errors
         self.checkpoints = {name: str(self.directory / "checkpoints" / name) for name in ("a", "b")}
+        self._write_canary(min_logprob=-1000.0)
         return runner
+
+    def _asleep(self) -> list[int]:
+        """By the record: a CPU server that sleeps looks like one that is paused."""
+        with FleetState(self.paths.database) as state:
+            return [len(MEMORY) if row.sleep_level else 0 for row in state.servers()]
 
     def _states(self) -> list[dict[str, Any]]:
         token = (self.paths.control_token).read_text().strip()

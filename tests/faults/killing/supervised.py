@@ -67,12 +67,17 @@ class SupervisedFleet:
             replicas=2, extra="auth: none\nweight_transfer: {transport: shm, update_timeout_s: 10}"
         )
         write_checkpoint(directory / "model", tiny_tensors(1))
-        (directory / "canary.yaml").write_text("- {prompt: ab, expect: {min_logprob: -1}}\n")
+        self._write_canary()
         self.checkpoints = {
             name: str(write_checkpoint(directory / name, tiny_tensors(seed)))
             for name, seed in (("a", 50), ("b", 90))
         }
         return Zygote(directory)
+
+    def _write_canary(self, min_logprob: float = -1.0) -> None:
+        """A canary that every checkpoint passes."""
+        text = f"- {{prompt: ab, expect: {{min_logprob: {min_logprob}}}}}\n"
+        (self.directory / "canary.yaml").write_text(text)
 
     def prepare(self) -> None:
         """Start the fleet and push both checkpoints once, undisturbed."""
@@ -176,7 +181,7 @@ class SupervisedFleet:
     def _wake(self) -> list[str]:
         """A fleet that was to sleep on sleeps altogether; then wake it, so that it serves."""
         found = []
-        asleep = [len(stub["asleep"]) for stub in self._states()]
+        asleep = self._asleep()
         if not set(asleep) <= {0, len(MEMORY)}:
             found.append(f"I6: asleep in part only, {asleep} of {len(MEMORY)} kinds of memory")
         with FleetState(self.paths.database) as state:
@@ -189,6 +194,10 @@ class SupervisedFleet:
                     f"I6: wake ended with {code}: {envelope.get('error') or errors[-200:]}"
                 )
         return found
+
+    def _asleep(self) -> list[int]:
+        """How many kinds of memory sleep in each server."""
+        return [len(stub["asleep"]) for stub in self._states()]
 
     def _kill_supervisor(self) -> None:
         if supervisor_running(self.paths):
