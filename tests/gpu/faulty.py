@@ -8,13 +8,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-import httpx
 import psutil
 
 from benchmarks.memory import end_idle_sender, senders
 from skyctl.kill_points import VARIABLE
 from tests.gpu.devices import available, free_mib
-from tests.integration.fleet_cli import FleetCli
+from tests.integration.fleet_cli import FleetCli, greedy
 
 PUSH_TIMEOUT_S = 200.0
 HEALTHY_TIMEOUT_S = 240
@@ -110,22 +109,8 @@ class FaultyFleet(FleetCli):
 
     def answer(self) -> list[int]:
         """Greedy token ids of a fixed prompt."""
-        reply = httpx.post(
-            f"{next(iter(self.data('urls')['servers'].values()))}/v1/completions",
-            json={
-                "model": "faulty",
-                "prompt": _PROMPT,
-                "max_tokens": 8,
-                "temperature": 0,
-                "ignore_eos": True,
-                "return_token_ids": True,
-            },
-            headers={"Authorization": f"Bearer {self.key}"},
-            timeout=60,
-        )
-        reply.raise_for_status()
-        tokens: list[int] = reply.json()["choices"][0]["token_ids"]
-        return tokens
+        url = next(iter(self.data("urls")["servers"].values()))
+        return greedy(url, "faulty", _PROMPT, 8, key=self.key)
 
     def assert_healthy(self, free_before_mib: list[int]) -> str:
         """Recover what a push left in quarantine, and wait until it is ready; returns its version.
