@@ -8,14 +8,18 @@ VLLM_BATCH_INVARIANT is on. The sender takes over what the servers have.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 
 from skyctl.errors import PreflightError
 from skyctl.weights.server_facts import ServerFacts
 
-_PREFIX = "NCCL_"
+_NAME = re.compile("NCCL_[A-Z0-9_]+")
 _OWN = ("NCCL_DEBUG", "NCCL_NO_CACHE", "NCCL_LAUNCH_MODE")
 """Beginnings of what each process may have as it likes."""
+_FILES = ("PLUGIN", "FILE", "DUMP", "PATH")
+"""Parts of the names of what makes NCCL load or write a file: a server that somebody else started
+does not get to choose that for our sender."""
 
 
 def refuse_without_nccl(facts: Sequence[ServerFacts]) -> None:
@@ -56,17 +60,21 @@ def common_settings(facts: Sequence[ServerFacts]) -> dict[str, str] | None:
 
 
 def shared(environment: Mapping[str, str]) -> dict[str, str]:
-    """Of an environment, what all ranks of a group must have in common."""
+    """Of an environment, what all ranks of a group must have in common; no files."""
     return {
         name: value
         for name, value in environment.items()
-        if name.startswith(_PREFIX) and not name.startswith(_OWN)
+        if _NAME.fullmatch(name)
+        and value.isprintable()
+        and not name.startswith(_OWN)
+        and not any(part in name for part in _FILES)
+        and "/" not in value
     }
 
 
 def applied(environment: Mapping[str, str], settings: Mapping[str, str]) -> dict[str, str]:
     """An environment with these settings and no others."""
-    own = shared(environment)
+    own = shared(environment)  # what makes it load files stays as it is
     return {name: value for name, value in environment.items() if name not in own} | dict(settings)
 
 

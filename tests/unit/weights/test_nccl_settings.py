@@ -37,6 +37,16 @@ def test_what_servers_share_is_taken_and_what_is_their_own_is_not() -> None:
     assert found == {"NCCL_PROTO": "Simple"}
 
 
+@pytest.mark.parametrize(
+    "name",
+    ["NCCL_NET_PLUGIN", "NCCL_TUNER_PLUGIN", "NCCL_TOPO_DUMP_FILE", "NCCL_CONF_FILE", "NCCL_NET"],
+)
+def test_no_server_makes_the_sender_load_or_write_a_file(name: str) -> None:
+    assert common_settings([fact("a", {name: "/tmp/theirs.so", "LD_PRELOAD": "x"})]) == {}
+    assert common_settings([fact("a", {"NCCL_A=B": "x", "NCCL_ALGO": "a\0b"})]) == {}
+    assert applied({"NCCL_NET_PLUGIN": "ours"}, {}) == {"NCCL_NET_PLUGIN": "ours"}
+
+
 def test_servers_without_any_ask_for_none() -> None:
     assert common_settings([fact("a", {}), fact("b", {})]) == {}
 
