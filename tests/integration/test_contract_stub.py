@@ -102,6 +102,7 @@ async def test_sleep_pauses_and_waking_in_parts_resumes_with_the_last_part(
     assert (await server.is_paused(), await server.is_sleeping()) == (True, True)
     assert (await server.metrics()).sleep_level == level
     assert await server.wake(["weights"]) is False
+    assert await server.wake(["weights"]) is False  # ignored the second time
     assert (await server.is_paused(), await server.is_sleeping()) == (True, True)
     # nothing tells that the weights are awake: skyctl remembers it
     assert (await server.metrics()).sleep_level == level
