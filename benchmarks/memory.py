@@ -17,6 +17,7 @@ import argparse
 import json
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -80,8 +81,9 @@ def senders(state: str) -> list[psutil.Process]:
 def end_idle_sender(state: str) -> None:
     """So that the next push starts one: its context and its group count, too."""
     for process in senders(state):
-        process.kill()
-        process.wait(10)
+        with suppress(psutil.Error):  # it ended by itself
+            process.kill()
+            process.wait(10)
 
 
 def compare(

@@ -13,7 +13,7 @@ from skyctl.control.dialects import rank_offsets
 from skyctl.errors import ServerUnreachable
 from skyctl.kill_points import reached
 from skyctl.weights.checkpoint import Checkpoint
-from skyctl.weights.forecast import most_workers, slots_of
+from skyctl.weights.forecast import slots_of
 from skyctl.weights.head_start import enough_is_read
 from skyctl.weights.plan import Chunk, ChunkPlan
 from skyctl.weights.request import PushFleet
@@ -21,7 +21,7 @@ from skyctl.weights.sender_client import SenderFailed
 from skyctl.weights.sender_pool import Lease, SenderPool
 from skyctl.weights.sites import Holds, Site, alive, each, open_session, scrub
 from skyctl.weights.transports.base import Filled, Session, Transport
-from skyctl.weights.worker_memory import worker_bytes
+from skyctl.weights.worker_memory import bytes_beside
 
 OUTSTANDING = 3
 """Updates under way at once where their order is free: while a server loads one chunk, the call
@@ -147,8 +147,8 @@ class ChunkDelivery:
         """
         if not self._transport.shares_gpus or lease.filled == self._filling(sites):
             return 0
-        each_takes = worker_bytes(self._transport.name, self._plan)
-        return each_takes * most_workers([site.server.gpus for site in sites])
+        gpus = [site.server.gpus for site in sites]
+        return bytes_beside(self._transport.name, self._plan, gpus)
 
     def _filling(self, sites: Sequence[Site]) -> str:
         processes = [[site.name, site.server.instance] for site in sites]

@@ -11,7 +11,6 @@ pushes by the same transport, and a look at the files. Where nothing was measure
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
@@ -77,25 +76,20 @@ class Subject:
     """What is to be pushed. `chunk_bytes` are the chunks' sizes, `workers` those of all servers;
     `worker_bytes` is what each worker takes on its GPU (`weights/worker_memory.py`);
     `free_gpu_bytes` is what is free on the fullest of the sender's GPUs, None when that cannot be
-    asked. `workers_beside` is how many workers load on that GPU, beside the sender's slots."""
+    asked. `reserve_bytes` is what workers take of that, where they load on the sender's GPUs."""
 
     transport: str
     chunk_bytes: tuple[int, ...]
     workers: int
     worker_bytes: int = 0
     free_gpu_bytes: int | None = None
-    workers_beside: int = 0
+    reserve_bytes: int = 0
 
 
 def fits_whole(whole: int, free: int, reserve: int) -> bool:
     """Whether a checkpoint may lie on a GPU where `free` bytes are, of which servers that load it
     there take `reserve`."""
     return whole <= (free - reserve) * SHARE_OF_FREE
-
-
-def most_workers(server_gpus: Sequence[Sequence[int]]) -> int:
-    """How many workers the fullest GPU has, one per server and GPU; 1 where that is not known."""
-    return max(Counter(gpu for gpus in server_gpus for gpu in gpus).values(), default=1)
 
 
 def slots_of(stage: str, chunks: int) -> int:
@@ -121,7 +115,7 @@ def forecast(subject: Subject, asked: str, measured: Measured) -> list[Forecast]
     stages = [s for s in ("gpu", "host", "stream") if not refusal(s, subject.transport)]
     whole = sum(subject.chunk_bytes)
     free = subject.free_gpu_bytes
-    reserve = subject.worker_bytes * subject.workers_beside
+    reserve = subject.reserve_bytes
     found = []
     for stage in stages:
         problem = ""

@@ -24,7 +24,6 @@ from skyctl.weights.forecast import (
     Subject,
     assumptions,
     forecast,
-    most_workers,
     refusal,
     slots_of,
 )
@@ -40,7 +39,7 @@ from skyctl.weights.sites import Holds, Site
 from skyctl.weights.transports.base import Transport
 from skyctl.weights.transports.choose import Choice, choose, load_transport
 from skyctl.weights.transports.disk import DiskDelivery
-from skyctl.weights.worker_memory import worker_bytes
+from skyctl.weights.worker_memory import bytes_beside, worker_bytes
 
 
 @dataclass(frozen=True)
@@ -188,15 +187,16 @@ async def _forecasts(
 ) -> tuple[tuple[Forecast, ...], tuple[str, ...]]:
     """What each way of staging would take, and what that stands on."""
     free = await asyncio.to_thread(_free_for_sender, fleet, transport)
-    shares = load_transport(transport).shares_gpus
-    workers_beside = most_workers([server.gpus for server in fleet.servers]) if shares else 0
+    gpus, reserve = [server.gpus for server in fleet.servers], 0
+    if load_transport(transport).shares_gpus:
+        reserve = bytes_beside(transport, plan, gpus)
     subject = Subject(
         transport=transport,
         chunk_bytes=tuple(chunk.size for chunk in plan.chunks),
         workers=sum(fact.world_size for fact in facts),
         worker_bytes=await asyncio.to_thread(worker_bytes, transport, plan),
         free_gpu_bytes=free,
-        workers_beside=workers_beside,
+        reserve_bytes=reserve,
     )
     measured = replace(
         measured_before(fleet.pushes, transport),

@@ -12,6 +12,7 @@ module lives on, so that pools come to several buffers each.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 
 from skyctl.weights.plan import Chunk, ChunkPlan, module_of
 
@@ -29,6 +30,15 @@ def worker_bytes(transport: str, plan: ChunkPlan) -> int:
     if transport == "nccl":
         return NCCL_GROUP_BYTES + _pooled_bytes(plan)
     return 0
+
+
+def bytes_beside(transport: str, plan: ChunkPlan, server_gpus: Sequence[Sequence[int]]) -> int:
+    """What all workers of the fullest GPU take there, one per server; one where GPUs are not known.
+
+    For transports whose sender has its slots on those GPUs, too.
+    """
+    workers = max(Counter(gpu for gpus in server_gpus for gpu in gpus).values(), default=1)
+    return workers * worker_bytes(transport, plan)
 
 
 def _module_bytes(plan: ChunkPlan) -> dict[str, int]:

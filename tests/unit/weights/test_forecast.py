@@ -18,7 +18,6 @@ from skyctl.weights.forecast import (
     Subject,
     assumptions,
     forecast,
-    most_workers,
     refusal,
     slots_of,
 )
@@ -97,7 +96,7 @@ def test_auto_takes_the_gpu_when_all_of_it_fits(asked: str, free: int | None, ch
 
 
 def test_what_servers_take_on_the_same_gpu_is_left_free() -> None:
-    subject = Subject("ipc", CHUNKS, 2, worker_bytes=5 * GB, workers_beside=2)
+    subject = Subject("ipc", CHUNKS, 2, worker_bytes=5 * GB, reserve_bytes=10 * GB)
     room = {
         free: forecast(replace(subject, free_gpu_bytes=free * GB), "auto", KNOWN)[0]
         for free in (27, 28)
@@ -106,8 +105,6 @@ def test_what_servers_take_on_the_same_gpu_is_left_free() -> None:
     assert "28" not in room[27].problem and "servers take" in room[27].problem
     assert slot_sizes(150, [30, 30, 30], 2, reserve_bytes=50) == ([30, 30, 30], True)
     assert slot_sizes(149, [30, 30, 30], 2, reserve_bytes=50) == ([30, 30], False)
-    assert most_workers([[0], [0, 1], [1]]) == 2
-    assert most_workers([]) == most_workers([[]]) == 1
 
 
 @pytest.mark.parametrize(

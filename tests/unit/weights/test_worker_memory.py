@@ -9,7 +9,7 @@ import pytest
 from benchmarks.checkpoints import SHAPES, tensor_shapes
 from skyctl.weights.header import Tensor
 from skyctl.weights.plan import ChunkPlan, module_of, plan_chunks
-from skyctl.weights.worker_memory import MIB, NCCL_GROUP_BYTES, worker_bytes
+from skyctl.weights.worker_memory import MIB, NCCL_GROUP_BYTES, bytes_beside, worker_bytes
 
 GIB = 1 << 30
 
@@ -63,3 +63,9 @@ def test_one_small_chunk_takes_a_buffer_and_the_module_that_is_put_together() ->
 )
 def test_a_module_is_what_vllm_loads_at_once(name: str, module: str) -> None:
     assert module_of(name) == module
+
+
+@pytest.mark.parametrize(("gpus", "workers"), [([[0], [0, 1], [1]], 2), ([], 1), ([[]], 1)])
+def test_the_fullest_gpu_counts_beside_a_sender(gpus: list[list[int]], workers: int) -> None:
+    plan = plan_of("qwen3-0.5b", GIB, "ipc")
+    assert bytes_beside("ipc", plan, gpus) == workers * worker_bytes("ipc", plan)
