@@ -86,6 +86,11 @@ def end_idle_sender(state: str) -> None:
             process.wait(10)
 
 
+def unique_host_bytes(processes: list[psutil.Process]) -> int:
+    """Host memory that no other process shares with these."""
+    return sum(int(process.memory_full_info().uss) for process in processes)
+
+
 def compare(
     fleet: Fleet, checkpoint: Path, stage: str, gpus: int, *, first: bool
 ) -> dict[str, Any]:
@@ -101,6 +106,7 @@ def compare(
         fleet.data(*push)
     extra = [peak - now for peak, now in zip(sampler.peak, before, strict=True)]
     time.sleep(1)
+    of_sender = unique_host_bytes(senders(fleet.env["SKYCTL_HOME"]))
     idle = [now - then for now, then in zip(sampler.now(), before, strict=True)]
     worker, host = forecast["worker_gpu_bytes"], forecast["host_bytes"]
     if not first:  # workers keep what the first push made them take
@@ -111,6 +117,7 @@ def compare(
         "stage": stage,
         "predicted_mib": [round(value / MIB) for value in predicted],
         "peak_mib": [round(value / MIB) for value in extra],
+        "sender_process_mib": round(of_sender / MIB),
         "left_mib": [round(value / MIB) for value in idle],
         "peak_over_predicted": [
             round(peak / expected, 3) if expected else None

@@ -30,8 +30,10 @@ _MIB = 1024 * 1024
 _SENDER_CONTEXT = {"ipc": 596 * _MIB, "nccl": 1466 * _MIB}
 """GPU memory of a sender that holds no slots: CUDA context, and with NCCL its library and group.
 Measured on H200 (driver's choice, so it differs a little between GPUs)."""
-_SENDER_PROCESS = {"ipc": 460 * _MIB, "nccl": 915 * _MIB}
+_SENDER_PROCESS = {"ipc": 340 * _MIB, "nccl": 790 * _MIB}
 """Host memory of the sender's process without its ring, measured on the same machines."""
+_DRIVER_PER_GPU = 60 * _MIB
+"""Host memory that the driver takes for a process, for each GPU of the machine."""
 WORKER_HOST = {"nccl": 340 * _MIB}
 """Host memory that a worker's first group takes."""
 
@@ -76,7 +78,9 @@ class Subject:
     """What is to be pushed. `chunk_bytes` are the chunks' sizes, `workers` those of all servers;
     `worker_bytes` is what each worker takes on its GPU (`weights/worker_memory.py`);
     `free_gpu_bytes` is what is free on the fullest of the sender's GPUs, None when that cannot be
-    asked. `reserve_bytes` is what workers take of that, where they load on the sender's GPUs."""
+    asked. `reserve_bytes` is what workers take of that, where they load on the sender's GPUs.
+    `gpus` is how many GPUs the machine has. `has_context`: a sender lives, which has made its
+    CUDA context out of what is not free any more."""
 
     transport: str
     chunk_bytes: tuple[int, ...]
@@ -84,6 +88,8 @@ class Subject:
     worker_bytes: int = 0
     free_gpu_bytes: int | None = None
     reserve_bytes: int = 0
+    gpus: int = 0
+    has_context: bool = False
 
 
 def fits_whole(whole: int, free: int, reserve: int) -> bool:
@@ -115,16 +121,18 @@ def forecast(subject: Subject, asked: str, measured: Measured) -> list[Forecast]
     stages = [s for s in ("gpu", "host", "stream") if not refusal(s, subject.transport)]
     whole = sum(subject.chunk_bytes)
     free = subject.free_gpu_bytes
-    reserve = subject.reserve_bytes
+    taken = subject.reserve_bytes
+    if not subject.has_context:
+        taken += _SENDER_CONTEXT.get(subject.transport, 0)
     found = []
     for stage in stages:
         problem = ""
-        if stage == "gpu" and free is not None and not fits_whole(whole, free, reserve):
+        if stage == "gpu" and free is not None and not fits_whole(whole, free, taken):
             problem = f"{format_bytes(whole)} do not fit: {format_bytes(free)} are free"
-            problem += f", and servers take {format_bytes(reserve)} of them" if reserve else ""
+            problem += f", and {format_bytes(taken)} of them are needed beside it" if taken else ""
         found.append(_forecast(subject, stage, problem, measured))
-    taken = _chosen(subject, asked, found)
-    return [Forecast(**{**one.to_json(), "chosen": one.stage == taken}) for one in found]
+    stage = _chosen(subject, asked, found)
+    return [Forecast(**{**one.to_json(), "chosen": one.stage == stage}) for one in found]
 
 
 def assumptions(subject: Subject, measured: Measured) -> list[str]:
@@ -158,6 +166,7 @@ def _forecast(subject: Subject, stage: str, problem: str, measured: Measured) ->
     host_bytes = slot_bytes + subject.workers * largest
     if on_gpu:
         host_bytes = PINNED_BYTES + _SENDER_PROCESS[subject.transport]
+        host_bytes += subject.gpus * _DRIVER_PER_GPU
         host_bytes += subject.workers * WORKER_HOST.get(subject.transport, 0)
     return Forecast(
         stage=stage,

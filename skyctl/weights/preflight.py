@@ -13,6 +13,7 @@ from typing import Any
 from skyctl.control.http import ControlClient
 from skyctl.control.server import VLLMServer
 from skyctl.errors import PreflightError
+from skyctl.fleet.devices import discover_gpus, free_gpu_memory, visible_gpus
 from skyctl.units import format_bytes
 from skyctl.weights.checkpoint import Checkpoint, read_checkpoint
 from skyctl.weights.compat import check_compatible
@@ -33,7 +34,7 @@ from skyctl.weights.plan import ChunkPlan, plan_chunks
 from skyctl.weights.request import PushFleet, PushRequest, PushServer
 from skyctl.weights.rollback import refuse_changed
 from skyctl.weights.samples import Sample, read_samples
-from skyctl.weights.sender_pool import SenderPool
+from skyctl.weights.sender_pool import Lease, SenderPool
 from skyctl.weights.server_facts import ServerFacts, ask_servers
 from skyctl.weights.sites import Holds, Site
 from skyctl.weights.transports.base import Transport
@@ -105,8 +106,12 @@ class Prepared:
         }
 
 
-async def preflight(request: PushRequest, fleet: PushFleet, *, client: ControlClient) -> Prepared:
+async def preflight(
+    request: PushRequest, fleet: PushFleet, *, client: ControlClient, idle: Lease | None = None
+) -> Prepared:
     """Check the checkpoint, the servers, and that they fit each other. Changes nothing.
+
+    `idle` is the sender of the last push, if it still lives.
 
     Raises:
         NotFoundError: there is no such checkpoint.
@@ -155,7 +160,8 @@ async def preflight(request: PushRequest, fleet: PushFleet, *, client: ControlCl
     forecasts: tuple[Forecast, ...] = ()
     said: tuple[str, ...] = ()
     if request.dry_run and transport is not None:
-        forecasts, said = await _forecasts(request, fleet, checkpoint, plan, facts, choice.name)
+        subject = await _subject(fleet, plan, facts, choice.name, idle)
+        forecasts, said = await _forecasts(request, fleet, checkpoint, subject)
     return Prepared(
         checkpoint=checkpoint,
         plan=plan,
@@ -177,44 +183,50 @@ async def preflight(request: PushRequest, fleet: PushFleet, *, client: ControlCl
     )
 
 
-async def _forecasts(
-    request: PushRequest,
+async def _subject(
     fleet: PushFleet,
-    checkpoint: Checkpoint,
     plan: ChunkPlan,
     facts: Sequence[ServerFacts],
     transport: str,
-) -> tuple[tuple[Forecast, ...], tuple[str, ...]]:
-    """What each way of staging would take, and what that stands on."""
-    free = await asyncio.to_thread(_free_for_sender, fleet, transport)
-    gpus, reserve = [server.gpus for server in fleet.servers], 0
-    if load_transport(transport).shares_gpus:
-        reserve = bytes_beside(transport, plan, gpus)
-    subject = Subject(
+    idle: Lease | None,
+) -> Subject:
+    """What is to be pushed, and where it has to fit.
+
+    An idle sender has its context already; servers that it filled keep what they took.
+    """
+    on_gpus = transport in GPU_TRANSPORTS
+    free = await asyncio.to_thread(free_gpu_memory) if on_gpus else {}
+    reserve = 0
+    if load_transport(transport).shares_gpus and not (idle and idle.filled):
+        reserve = bytes_beside(transport, plan, [server.gpus for server in fleet.servers])
+    return Subject(
         transport=transport,
         chunk_bytes=tuple(chunk.size for chunk in plan.chunks),
         workers=sum(fact.world_size for fact in facts),
         worker_bytes=await asyncio.to_thread(worker_bytes, transport, plan),
-        free_gpu_bytes=free,
+        free_gpu_bytes=_free_for_sender(fleet, transport, free),
         reserve_bytes=reserve,
+        gpus=len(free),
+        has_context=idle is not None,
     )
+
+
+async def _forecasts(
+    request: PushRequest, fleet: PushFleet, checkpoint: Checkpoint, subject: Subject
+) -> tuple[tuple[Forecast, ...], tuple[str, ...]]:
+    """What each way of staging would take, and what that stands on."""
     measured = replace(
-        measured_before(fleet.pushes, transport),
+        measured_before(fleet.pushes, subject.transport),
         reads=await asyncio.to_thread(measure_reading, checkpoint),
     )
     found = forecast(subject, request.stage, measured)
     return tuple(found), tuple(assumptions(subject, measured))
 
 
-def _free_for_sender(fleet: PushFleet, transport: str) -> int | None:
-    """Free bytes on the fullest GPU that the sender would use; None where none is asked."""
-    if transport not in GPU_TRANSPORTS:
-        return None
-    from skyctl.fleet.devices import free_gpu_memory
-
+def _free_for_sender(fleet: PushFleet, transport: str, free: Mapping[int, int]) -> int | None:
+    """Free bytes on the fullest GPU that the sender would use; None where none was asked."""
     used = [gpu for server in fleet.servers for gpu in server.gpus]
     sender = [free_gpu(fleet.servers)] if transport == "nccl" else used
-    free = free_gpu_memory()
     return min((free[gpu] for gpu in sender if gpu in free), default=None)
 
 
@@ -332,6 +344,4 @@ def _gpus_of_this_machine() -> tuple[int, ...]:
 
     Asked once: it takes longer than the rest of the preflight together.
     """
-    from skyctl.fleet.devices import discover_gpus, visible_gpus
-
     return tuple(gpu.index for gpu in visible_gpus(discover_gpus(), os.environ))

@@ -49,6 +49,11 @@ class SenderPool:
     def __init__(self) -> None:
         self._idle: Lease | None = None
 
+    @property
+    def idle(self) -> Lease | None:
+        """The sender that waits for the next push, if one lives."""
+        return self._idle if self._idle is not None and self._idle.sender.healthy else None
+
     async def take(
         self,
         python: str,

@@ -34,7 +34,9 @@ KNOWN = Measured(fixed_s=0.08, loads=200 * GB, reads=40 * GB, source="push-3")
 
 
 def told(transport: str, asked: str = "auto", *, free: int | None = None, **changes: Any) -> Any:
-    subject = Subject(transport, CHUNKS, workers=2, worker_bytes=5 * GB, free_gpu_bytes=free)
+    subject = Subject(
+        transport, CHUNKS, workers=2, worker_bytes=5 * GB, free_gpu_bytes=free, gpus=4
+    )
     measured = replace(KNOWN, **changes)
     return {one.stage: one for one in forecast(subject, asked, measured)}
 
@@ -46,8 +48,8 @@ def test_memory_follows_from_the_slots() -> None:
     assert (ipc["gpu"].slots, ipc["gpu"].sender_gpu_bytes) == (4, 16 * GB + context)
     assert (ipc["stream"].slots, ipc["stream"].sender_gpu_bytes) == (2, 8 * GB + context)
     assert ipc["gpu"].worker_gpu_bytes == ipc["stream"].worker_gpu_bytes == 5 * GB
-    assert ipc["gpu"].host_bytes == PINNED_BYTES + (460 << 20)
-    assert told("nccl")["gpu"].host_bytes == PINNED_BYTES + ((915 + 2 * 340) << 20)
+    assert ipc["gpu"].host_bytes == PINNED_BYTES + ((340 + 4 * 60) << 20)
+    assert told("nccl")["gpu"].host_bytes == PINNED_BYTES + ((790 + 4 * 60 + 2 * 340) << 20)
     shm = told("shm")
     assert set(shm) == {"host", "stream"}
     assert shm["host"].host_bytes == (4 + 2) * 4 * GB
@@ -97,12 +99,15 @@ def test_auto_takes_the_gpu_when_all_of_it_fits(asked: str, free: int | None, ch
 
 def test_what_servers_take_on_the_same_gpu_is_left_free() -> None:
     subject = Subject("ipc", CHUNKS, 2, worker_bytes=5 * GB, reserve_bytes=10 * GB)
+    subject = replace(subject, has_context=True)
     room = {
         free: forecast(replace(subject, free_gpu_bytes=free * GB), "auto", KNOWN)[0]
         for free in (27, 28)
     }
     assert room[28].chosen and not room[27].chosen
-    assert "28" not in room[27].problem and "servers take" in room[27].problem
+    assert "28" not in room[27].problem and "needed beside it" in room[27].problem
+    with_context = replace(subject, free_gpu_bytes=28 * GB, has_context=False)
+    assert not forecast(with_context, "auto", KNOWN)[0].chosen
     assert slot_sizes(150, [30, 30, 30], 2, reserve_bytes=50) == ([30, 30, 30], True)
     assert slot_sizes(149, [30, 30, 30], 2, reserve_bytes=50) == ([30, 30], False)
 
