@@ -3,10 +3,11 @@
     python -m benchmarks.memory --transport ipc
     python -m benchmarks.memory --transport nccl --pushes 20
 
-One server on GPU 0 (over NCCL the sender has GPU 1). For each way of staging: `--dry-run` is asked,
-a push is made by a sender that was just started, and the memory in use on every GPU and on the host
-is sampled until the push is over; the peak is what was in use more than before the sender came. The
-first of them finds servers that took no push yet; in the others workers take nothing more.
+One server on GPU 0 (over NCCL the sender has GPU 1). For each way of staging, --repeats times:
+`--dry-run` is asked, a push is made by a sender that was just started, and the memory in use on
+every GPU and on the host is sampled until the push is over; the peak is what was in use more than
+before the sender came. The first of them finds servers that took no push yet; in the others workers
+take nothing more. What a host has in use moves by itself, by tens of MiB on one with many CPUs.
 Then the same fleet takes --pushes pushes, and the memory in use after the second and after the last
 is compared. Writes benchmarks/results/memory-<transport>.json.
 """
@@ -115,6 +116,7 @@ def compare(
     predicted[gpus - 1] += forecast["sender_gpu_bytes"]
     return {
         "stage": stage,
+        "first": first,
         "predicted_mib": [round(value / MIB) for value in predicted],
         "peak_mib": [round(value / MIB) for value in extra],
         "sender_process_mib": round(of_sender / MIB),
@@ -132,6 +134,7 @@ def main() -> None:
     parser.add_argument("--shape", choices=sorted(SHAPES), default="qwen3-8b")
     parser.add_argument("--chunk-size", default="1GiB")
     parser.add_argument("--pushes", type=int, default=20)
+    parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--scratch", type=Path, default=Path("/dev/shm/skyctl-bench"))
     options = parser.parse_args()
     options.servers, options.tensor_parallel_size, options.gpus = 1, 1, [0]
@@ -143,12 +146,10 @@ def main() -> None:
     in_use: list[list[int]] = []
     try:
         fleet.run("up")
-        stages = [
-            compare(fleet, checkpoints[1], stage, gpus, first=stage == STAGES[0])
-            for stage in STAGES
-        ]
-        for one in stages:
-            print(json.dumps(one), flush=True)
+        stages = []
+        for stage in STAGES * options.repeats:
+            stages.append(compare(fleet, checkpoints[1], stage, gpus, first=not stages))
+            print(json.dumps(stages[-1]), flush=True)
         sampler = Sampler(gpus)
         for number in range(options.pushes):
             fleet.data("sync-weights", str(checkpoints[number % 2]))

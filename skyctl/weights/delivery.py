@@ -60,6 +60,13 @@ class Delivery(Protocol):
     async def close(self) -> None: ...
 
 
+def group_of(sites: Sequence[Site]) -> str:
+    """Names a collective of just these processes; "" when nobody knows whether they are the same
+    as before."""
+    processes = [[site.name, site.server.instance] for site in sites]
+    return json.dumps(processes) if all(instance for _, instance in processes) else ""
+
+
 class ChunkDelivery:
     """Chunks read by a sender process and moved by a transport."""
 
@@ -120,6 +127,7 @@ class ChunkDelivery:
             self._transport.name,
             options,
             secrets.token_hex(8),
+            group=group_of(sites) if self._transport.collective else None,
             nccl_settings=self._nccl_settings,
         )
         chunks = len(self._plan.chunks)
@@ -174,8 +182,8 @@ class ChunkDelivery:
     async def init(self, sites: Sequence[Site]) -> None:
         lease, session = self._opened()
         timeout_s = self._fleet.rendezvous_timeout_s + _GRACE_S
-        group = json.dumps([[site.name, site.server.instance] for site in sites])
-        if lease.group == group and all(site.server.instance for site in sites):
+        group = group_of(sites)
+        if group and lease.group == group:
             self._joined_before = True
             return  # the group of the last push still stands: the very same processes are in it
 
@@ -365,7 +373,11 @@ class ChunkDelivery:
                     waiting.add(patience)
                     await call(site)
             except TimeoutError as error:
-                raise ServerUnreachable(f"{site.name}: no answer after the group broke") from error
+                broken = part.exception() if part.done() and not part.cancelled() else None
+                why = f" ({broken})" if broken is not None else ""
+                raise ServerUnreachable(
+                    f"{site.name}: no answer after the group broke{why}"
+                ) from error
             finally:
                 waiting.discard(patience)
 

@@ -30,9 +30,9 @@ _MIB = 1024 * 1024
 _SENDER_CONTEXT = {"ipc": 596 * _MIB, "nccl": 1466 * _MIB}
 """GPU memory of a sender that holds no slots: CUDA context, and with NCCL its library and group.
 Measured on H200 (driver's choice, so it differs a little between GPUs)."""
-_SENDER_PROCESS = {"ipc": 340 * _MIB, "nccl": 790 * _MIB}
+_SENDER_PROCESS = {"ipc": 385 * _MIB, "nccl": 810 * _MIB}
 """Host memory of the sender's process without its ring, measured on the same machines."""
-_DRIVER_PER_GPU = 60 * _MIB
+_DRIVER_PER_GPU = 50 * _MIB
 """Host memory that the driver takes for a process, for each GPU of the machine."""
 WORKER_HOST = {"nccl": 340 * _MIB}
 """Host memory that a worker's first group takes."""

@@ -61,16 +61,21 @@ class SenderPool:
         options: Mapping[str, Any],
         session: str,
         *,
+        group: str | None = None,
         nccl_settings: Mapping[str, str] | None = None,
     ) -> Lease:
         """The idle sender when it has just this carrier, else a new one under `session`.
 
-        `nccl_settings` are the variables of NCCL that it has, None for those of this process.
+        `group` names the servers that must be in its group, "" when nobody can tell; None where
+        groups do not matter. A sender forms one group in its life: it cannot leave one whose
+        members have died. `nccl_settings` are the variables of NCCL that it has, None for those of
+        this process.
         """
         key = json.dumps([python, transport, options, nccl_settings], sort_keys=True, default=dict)
         idle, self._idle = self._idle, None
         if idle is not None:
-            if idle.key == key and idle.sender.healthy:
+            of_this_group = group is None or (bool(group) and idle.group == group)
+            if idle.key == key and idle.sender.healthy and of_this_group:
                 return idle
             await idle.sender.close()
         return Lease(await SenderProcess.spawn(python, nccl_settings), key, session)

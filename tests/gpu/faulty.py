@@ -32,6 +32,7 @@ class FaultyFleet(FleetCli):
         *,
         device: str = "cuda",
         chunk_size: str = "8MiB",
+        replicas: int = 1,
     ) -> None:
         self.transport = transport
         self.ticket = root / "ticket"
@@ -44,7 +45,7 @@ class FaultyFleet(FleetCli):
             "name": "faulty",
             "model": str(checkpoints["a"]),
             "served_model_name": "faulty",
-            "replicas": 1,
+            "replicas": replicas,
             "device": device,
             "args": {"max-model-len": 1024, "enforce-eager": True},
             "weight_transfer": {
@@ -56,7 +57,7 @@ class FaultyFleet(FleetCli):
             "router": {"enabled": False},
         }
         if device == "cuda":
-            settings["gpus"] = available()[:1]
+            settings["gpus"] = available()[:replicas]
             settings["args"]["gpu-memory-utilization"] = 0.2
         # JSON is YAML
         (self.directory / "fleet.yaml").write_text(json.dumps(settings))
@@ -82,8 +83,9 @@ class FaultyFleet(FleetCli):
         assert pushing.stderr is not None
         stopped: list[psutil.Process] = []
         for line in pushing.stderr:
+            if line.strip() == "pause":
+                stopped = senders(str(self.home))  # takes longer than an update does
             if line.strip() == "start":
-                stopped = senders(str(self.home))
                 for sender in stopped:
                     sender.suspend()
             if line.strip() == "update":
@@ -94,28 +96,38 @@ class FaultyFleet(FleetCli):
         return ("sync-weights", str(self.checkpoints[name]), "--weight-version", name)
 
     def server(self) -> dict[str, Any]:
-        """The one replica, as `skyctl status` has it."""
+        """The first replica, as `skyctl status` has it."""
         replicas: list[dict[str, Any]] = self.data("status")["replicas"]
         return replicas[0]
 
     def server_processes(self) -> list[psutil.Process]:
-        """The server's process and everything below it."""
+        """The first server's process and everything below it."""
         leader = psutil.Process(self.server()["pid"])
         return [leader, *leader.children(recursive=True)]
+
+    def wait_for_another_than(self, pid: int) -> None:
+        """Until the first server is another process than this one, and ready."""
+        deadline = time.monotonic() + HEALTHY_TIMEOUT_S
+        while (server := self.server())["pid"] in (pid, None) or server["state"] != "ready":
+            assert time.monotonic() < deadline, server
+            time.sleep(0.5)
 
     def end_idle_sender(self) -> None:
         """So that the next push starts a sender that reads the ticket."""
         end_idle_sender(str(self.home))
 
     def answer(self) -> list[int]:
-        """Greedy token ids of a fixed prompt."""
-        url = next(iter(self.data("urls")["servers"].values()))
-        return greedy(url, "faulty", _PROMPT, 8, key=self.key)
+        """Greedy token ids of a fixed prompt, the same from every server."""
+        urls, key = self.data("urls")["servers"].values(), self.key
+        answers = [greedy(url, "faulty", _PROMPT, 8, key=key) for url in urls]
+        assert all(answer == answers[0] for answer in answers), answers
+        return answers[0]
 
     def assert_healthy(self, free_before_mib: list[int]) -> str:
         """Recover what a push left in quarantine, and wait until it is ready; returns its version.
 
-        It must answer as the version that it names, and leave the GPUs as they were.
+        It must answer as the version that it names, and leave the GPUs as they were: without an
+        idle sender, whose context stays until it ends.
         """
         self.run("recover", "--yes", timeout_s=HEALTHY_TIMEOUT_S)
         self.run(
@@ -126,6 +138,8 @@ class FaultyFleet(FleetCli):
         assert status["health"] == "healthy", status
         version: str = self.server()["weight_version"]
         assert self.answer() == self.answers[version]
+        assert {one["weight_version"] for one in status["replicas"]} == {version}
+        self.end_idle_sender()
         deadline = time.monotonic() + 15
         while not _as_before(free_before_mib):
             assert time.monotonic() < deadline, (free_before_mib, free_mib())

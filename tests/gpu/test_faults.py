@@ -6,10 +6,12 @@ import os
 import signal
 import time
 from contextlib import suppress
+from pathlib import Path
 
 import psutil
 import pytest
 
+from tests.gpu.conftest import need_gpus
 from tests.gpu.devices import free_mib
 from tests.gpu.faulty import FaultyFleet
 
@@ -22,9 +24,9 @@ NUMBERS = range(5)
 
 @pytest.mark.parametrize("number", NUMBERS)
 def test_a_sender_that_is_killed(faulty_fleet: FaultyFleet, number: int) -> None:
+    faulty_fleet.end_idle_sender()
     free = free_mib()
     point = SENDER_POINTS[faulty_fleet.transport][number]
-    faulty_fleet.end_idle_sender()
     faulty_fleet.ticket.write_text(point)
     began = time.monotonic()
     done = faulty_fleet.push("b" if number % 2 else "a", expect=None)
@@ -35,6 +37,7 @@ def test_a_sender_that_is_killed(faulty_fleet: FaultyFleet, number: int) -> None
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
 def test_a_server_that_fails_in_the_update(faulty_fleet: FaultyFleet, number: int) -> None:
+    faulty_fleet.end_idle_sender()
     free = free_mib()
     processes = faulty_fleet.server_processes()
     current = faulty_fleet.server()["weight_version"]
@@ -55,3 +58,36 @@ def test_a_server_that_fails_in_the_update(faulty_fleet: FaultyFleet, number: in
         for process in processes:
             if process.is_running():
                 process.send_signal(signal.SIGCONT)
+
+
+def test_a_server_that_died_since_the_last_push(faulty_fleet: FaultyFleet) -> None:
+    die_between_pushes(faulty_fleet)
+
+
+def test_one_of_two_servers_that_died_since_the_last_push(
+    tmp_path: Path, checkpoints: dict[str, Path]
+) -> None:
+    """The other one is still in the group of before."""
+    need_gpus(3)
+    fleet = FaultyFleet(tmp_path, "nccl", checkpoints, replicas=2)
+    try:
+        fleet.up()
+        die_between_pushes(fleet)
+    finally:
+        fleet.run("down", expect=None, timeout_s=120)
+
+
+def die_between_pushes(fleet: FaultyFleet) -> None:
+    """The sender of the last push lives on; the server's restart makes its group useless."""
+    fleet.end_idle_sender()
+    free = free_mib()
+    fleet.push("b")
+    fleet.push("a")  # with the group that the first one formed
+    processes = fleet.server_processes()
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):  # it ended with its parent
+            process.kill()
+    fleet.wait_for_another_than(processes[0].pid)
+    fleet.push("b")
+    fleet.push("a")
+    assert fleet.assert_healthy(free) == "a"

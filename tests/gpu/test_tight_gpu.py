@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -18,10 +19,9 @@ MIB = 1 << 20
 CHUNK_SIZE = "192MiB"
 _BALLAST = """
 import sys, torch
-torch.cuda.set_device(int(sys.argv[1]))
 torch.zeros(1, device="cuda")
 free, _ = torch.cuda.mem_get_info()
-kept = torch.empty(free - int(sys.argv[2]), dtype=torch.uint8, device="cuda")
+kept = torch.empty(free - int(sys.argv[1]), dtype=torch.uint8, device="cuda")
 print("taken", flush=True)
 sys.stdin.read()
 """
@@ -31,7 +31,8 @@ sys.stdin.read()
 def only_free(gpu: int, free_bytes: int) -> Iterator[None]:
     """Take what is free on a GPU, but for these bytes."""
     with subprocess.Popen(
-        [sys.executable, "-c", _BALLAST, str(gpu), str(free_bytes)],
+        [sys.executable, "-c", _BALLAST, str(free_bytes)],
+        env={**os.environ, "CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": str(gpu)},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,

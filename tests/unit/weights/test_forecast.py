@@ -48,8 +48,8 @@ def test_memory_follows_from_the_slots() -> None:
     assert (ipc["gpu"].slots, ipc["gpu"].sender_gpu_bytes) == (4, 16 * GB + context)
     assert (ipc["stream"].slots, ipc["stream"].sender_gpu_bytes) == (2, 8 * GB + context)
     assert ipc["gpu"].worker_gpu_bytes == ipc["stream"].worker_gpu_bytes == 5 * GB
-    assert ipc["gpu"].host_bytes == PINNED_BYTES + ((340 + 4 * 60) << 20)
-    assert told("nccl")["gpu"].host_bytes == PINNED_BYTES + ((790 + 4 * 60 + 2 * 340) << 20)
+    assert ipc["gpu"].host_bytes == PINNED_BYTES + ((385 + 4 * 50) << 20)
+    assert told("nccl")["gpu"].host_bytes == PINNED_BYTES + ((810 + 4 * 50 + 2 * 340) << 20)
     shm = told("shm")
     assert set(shm) == {"host", "stream"}
     assert shm["host"].host_bytes == (4 + 2) * 4 * GB
