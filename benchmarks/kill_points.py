@@ -34,16 +34,14 @@ from skyctl import kill_points
 from tests.faults.killing.cycle import Came, Dice
 
 RESULTS = Path(__file__).parent / "results"
-# but for `sender.join`, which only a collective has, and stubs have none
-SENDER = tuple(point for point in kill_points.SENDER if point != "sender.join")
 ADOPTION = ("adopt.begin", "adopt.done", "recover.begin")
 KINDS: dict[str, tuple[str, ...]] = {
-    "attached": (*kill_points.PUSH, *SENDER),
+    "attached": (*kill_points.PUSH, *kill_points.SENDER),
     "supervised": (
         *kill_points.PUSH,
         *kill_points.OUT_OF_ROUTER,
         *kill_points.COLOCATED,
-        *SENDER,
+        *kill_points.SENDER,
         *ADOPTION,
         "sync.asked",
         "sync.begun",
@@ -54,10 +52,11 @@ KINDS: dict[str, tuple[str, ...]] = {
         if not point.startswith(("adopt", "recover", "sync"))
     ),
 }
-
-
-REAL = (*KINDS["supervised"], "sender.join")
 Order = list[tuple[str, int]]  # points and seeds
+
+
+def _points(kind: str) -> tuple[str, ...]:
+    return KINDS["supervised" if kind == "real" else kind]
 
 
 def main() -> None:
@@ -89,7 +88,7 @@ def main() -> None:
 
 def _run(kind: str, options: argparse.Namespace, deadline: float, log: Path) -> None:
     """Every cycle that `log` does not have, by as many processes as asked for."""
-    points = [p for p in KINDS.get(kind, REAL) if not options.points or p in options.points]
+    points = [p for p in _points(kind) if not options.points or p in options.points]
     seeds = range(options.first_seed, options.first_seed + (1 if kind == "real" else options.seeds))
     done = {(came.point, came.seed) for came in _logged(log)}
     # seed by seed: when time runs out, every point had about as many
@@ -178,7 +177,7 @@ def _logged(log: Path) -> list[Came]:
 
 
 def _summary(kind: str, cames: list[Came]) -> dict[str, Any]:
-    points = [point for point in KINDS.get(kind, REAL) if any(c.point == point for c in cames)]
+    points = [point for point in _points(kind) if any(c.point == point for c in cames)]
     return {
         "kind": kind,
         "machine": {

@@ -90,6 +90,8 @@ class AttachedFleet:
             self.checkpoints[self._at],
             "--chunk-size",
             size,
+            "--transport",
+            dice.transport,
             kill_at=dice.at,
             guardian=dice.guardian,
         )

@@ -33,6 +33,11 @@ class Dice:
     guardian: bool
     fails_at: int = 0
 
+    @property
+    def transport(self) -> str:
+        """Only a collective has ranks that join it."""
+        return "gloo" if self.point == "sender.join" else "shm"
+
     @classmethod
     def thrown(cls, point: str, seed: int, *, guardian_every: int = 10) -> Dice:
         dice = random.Random(f"{point}/{seed}")

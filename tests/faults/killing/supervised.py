@@ -160,9 +160,7 @@ class SupervisedFleet:
     def _push(self, dice: Dice) -> list[str]:
         self._at = "a" if self._at == "b" else "b"
         size = str(dice.chunk_bytes * self.scale)
-        # only a collective has ranks that join it; stubs cannot
-        transport = "gloo" if dice.point == "sender.join" else "shm"
-        options: tuple[str, ...] = ("--chunk-size", size, "--transport", transport)
+        options: tuple[str, ...] = ("--chunk-size", size, "--transport", dice.transport)
         if dice.point in OUT_OF_ROUTER:
             options += ("--canary", str(self.directory / "canary.yaml"))
         if dice.point in COLOCATED:
