@@ -21,6 +21,9 @@ _FILES = ("PLUGIN", "FILE", "DUMP", "PATH")
 """Parts of the names of what makes NCCL load or write a file: a server that somebody else started
 does not get to choose that for our sender."""
 
+_FEW_CHANNELS = 8
+"""Below this NVLink is far from used up; NCCL takes 16 and more by itself."""
+
 
 def refuse_without_nccl(facts: Sequence[ServerFacts]) -> None:
     """Without NCCL, vLLM would report success and hold garbage.
@@ -57,6 +60,17 @@ def common_settings(facts: Sequence[ServerFacts]) -> dict[str, str] | None:
                 "VLLM_BATCH_INVARIANT to all or none",
             )
     return settings
+
+
+def pace_notes(settings: Mapping[str, str]) -> list[str]:
+    """What makes a broadcast slow, in words."""
+    channels = settings.get("NCCL_MAX_NCHANNELS", "")
+    if channels.isdigit() and int(channels) < _FEW_CHANNELS:
+        return [
+            f"servers hold NCCL to {channels} channel{'s' if channels != '1' else ''} "
+            "(NCCL_MAX_NCHANNELS; VLLM_BATCH_INVARIANT sets it): the push goes at that pace"
+        ]
+    return []
 
 
 def shared(environment: Mapping[str, str]) -> dict[str, str]:

@@ -29,7 +29,7 @@ from skyctl.weights.forecast import (
     slots_of,
 )
 from skyctl.weights.measuring import measure_reading, measured_before
-from skyctl.weights.nccl_settings import common_settings, refuse_without_nccl
+from skyctl.weights.nccl_settings import common_settings, pace_notes, refuse_without_nccl
 from skyctl.weights.plan import ChunkPlan, plan_chunks
 from skyctl.weights.request import PushFleet, PushRequest, PushServer
 from skyctl.weights.rollback import refuse_changed
@@ -138,6 +138,7 @@ async def preflight(
     if choice.name == "nccl":
         refuse_without_nccl(facts)
         nccl_settings = common_settings(facts)
+        notes += pace_notes(nccl_settings or {})
     if transport is None:
         refuse_dummy(facts)
     model_path = fleet.model_path or next((fact.model for fact in facts if fact.model), None)

@@ -31,4 +31,6 @@ class Rendezvous:
         silent = os.eventfd(0, os.EFD_CLOEXEC)
         os.dup2(silent, self._descriptor, inheritable=False)
         os.close(silent)
-        store.set("closed", "1")  # a poll under way keeps the old socket: this ends it
+        # a poll under way keeps the old socket open: once this is answered it is over
+        store.set("closed", "1")
+        store.get("closed")

@@ -155,7 +155,7 @@ class AttachedFleet:
         found = checks.served_only(states, self.committed)
         found += checks.at_one_version(states, self.committed)
         found += checks.state_is_whole(self.paths.database, str(states[0]["weight_version"]))
-        found += await self._left()
+        found += await asyncio.to_thread(checks.nothing_left_soon, self.home, LEAVING_S)
         done, late = await asyncio.wait(requests, timeout=5.0)
         for task in late:
             task.cancel()
@@ -167,15 +167,6 @@ class AttachedFleet:
             stub.engine.update_infos.clear()
             stub.bodies.clear()
         return found
-
-    async def _left(self) -> list[str]:
-        """What is left behind. A sender that was just started hears of the end as it has loaded."""
-        deadline = time.monotonic() + LEAVING_S
-        left = checks.nothing_left(self.home)
-        while left and time.monotonic() < deadline:
-            await asyncio.sleep(0.05)
-            left = checks.nothing_left(self.home)
-        return left
 
     async def _request(self, url: str) -> int:
         body = {"model": "stub", "prompt": "hello", "max_tokens": 8}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +62,17 @@ def nothing_left(home: Path, expected: Collection[int] = ()) -> list[str]:
     """I4: no process of this state directory is left but those expected."""
     left = [process for process in of_home(home) if process.pid not in expected]
     return [f"I4: left behind: {' '.join(_words(process))[:80]}" for process in left]
+
+
+def nothing_left_soon(
+    home: Path, bound_s: float, expected: Callable[[], Collection[int]] = tuple
+) -> list[str]:
+    """The same, when it still holds after `bound_s`: a sender that was just started hears of the
+    end as it has loaded, a guardian that had nothing to do may take its time to go."""
+    deadline = time.monotonic() + bound_s
+    while (left := nothing_left(home, expected())) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return left
 
 
 def of_home(home: Path) -> list[psutil.Process]:

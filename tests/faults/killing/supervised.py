@@ -243,15 +243,6 @@ class SupervisedFleet:
                 expected.add(listening(self.paths))
         return expected
 
-    def _left(self) -> list[str]:
-        """What is left behind; a guardian that had nothing to do may take its time to go."""
-        deadline = time.monotonic() + self.bound_s
-        while (left := checks.nothing_left(self.home, self._expected())) and (
-            time.monotonic() < deadline
-        ):
-            time.sleep(0.05)
-        return left
-
     def _look(self) -> list[str]:
         try:
             states = self._states()
@@ -264,7 +255,7 @@ class SupervisedFleet:
         found = checks.served_only(states, self.committed)
         found += checks.at_one_version(states, self.committed)
         found += checks.state_is_whole(self.paths.database, str(states[0]["weight_version"]))
-        found += self._left()
+        found += checks.nothing_left_soon(self.home, self.bound_s, self._expected)
         with FleetState(self.paths.database) as state:
             now = {r.name: r.identity.pid for r in state.processes() if r.identity is not None}
         for name, pid in self.pids.items():

@@ -10,7 +10,7 @@ import pytest
 
 from skyctl.control.dialects import dialect_for
 from skyctl.errors import PreflightError
-from skyctl.weights.nccl_settings import applied, common_settings
+from skyctl.weights.nccl_settings import applied, common_settings, pace_notes
 from skyctl.weights.sender_client import SenderProcess
 from skyctl.weights.server_facts import ServerFacts
 
@@ -89,3 +89,10 @@ async def test_the_sender_starts_with_them_and_counts_gpus_as_we_do(
     assert (told.get("NCCL_ALGO"), told.get("NCCL_PROTO")) == (algo, proto)
     assert told["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID" and "CUDA_VISIBLE_DEVICES" not in told
     assert told["PATH"] == os.environ["PATH"]
+
+
+def test_a_push_says_when_servers_hold_nccl_to_few_channels() -> None:
+    (said,) = pace_notes({"NCCL_MAX_NCHANNELS": "1", "NCCL_PROTO": "Simple"})
+    assert said.startswith("servers hold NCCL to 1 channel (")
+    for settings in ({}, {"NCCL_MAX_NCHANNELS": "32"}, {"NCCL_MAX_NCHANNELS": "many"}):
+        assert pace_notes(settings) == []
