@@ -3,44 +3,33 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cache
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from skyctl.control.http import ControlClient
 from skyctl.control.server import VLLMServer
 from skyctl.errors import PreflightError
-from skyctl.fleet.devices import discover_gpus, free_gpu_memory, visible_gpus
 from skyctl.units import format_bytes
 from skyctl.weights.checkpoint import Checkpoint, read_checkpoint
 from skyctl.weights.compat import check_compatible
 from skyctl.weights.delivery import ChunkDelivery, Delivery
 from skyctl.weights.finite import refuse_not_finite
-from skyctl.weights.forecast import (
-    GPU_TRANSPORTS,
-    Forecast,
-    Subject,
-    assumptions,
-    forecast,
-    refusal,
-    slots_of,
-)
-from skyctl.weights.measuring import measure_reading, measured_before
+from skyctl.weights.forecast import Forecast, refusal, slots_of
+from skyctl.weights.foretelling import foretell, subject_of
 from skyctl.weights.nccl_settings import common_settings, pace_notes, refuse_without_nccl
 from skyctl.weights.plan import ChunkPlan, plan_chunks
 from skyctl.weights.request import PushFleet, PushRequest, PushServer
 from skyctl.weights.rollback import refuse_changed
 from skyctl.weights.samples import Sample, read_samples
+from skyctl.weights.sender_gpu import free_gpu
 from skyctl.weights.sender_pool import Lease, SenderPool
 from skyctl.weights.server_facts import ServerFacts, ask_servers
 from skyctl.weights.sites import Holds, Site
 from skyctl.weights.transports.base import Transport
 from skyctl.weights.transports.choose import Choice, choose, load_transport
 from skyctl.weights.transports.disk import DiskDelivery
-from skyctl.weights.worker_memory import bytes_beside, worker_bytes
 
 
 @dataclass(frozen=True)
@@ -144,6 +133,7 @@ async def preflight(
     model_path = fleet.model_path or next((fact.model for fact in facts if fact.model), None)
     notes += await asyncio.to_thread(check_compatible, checkpoint, model_path)
     chunk_size = request.chunk_size or fleet.chunk_size
+    workers = sum(fact.world_size for fact in facts)
     if transport is None:
         plan, memory_bytes = plan_chunks(checkpoint.tensors, chunk_size), 0
     else:
@@ -154,15 +144,14 @@ async def preflight(
             alignment=transport.alignment,
         )
         notes += grown_notes(plan)
-        workers = sum(fact.world_size for fact in facts)
         memory_bytes = (slots_of(request.stage, len(plan.chunks)) + workers) * plan.slot_bytes
         if all(server.device == "cpu" for server in fleet.servers):
             check_memory(memory_bytes)
     forecasts: tuple[Forecast, ...] = ()
     said: tuple[str, ...] = ()
     if request.dry_run and transport is not None:
-        subject = await _subject(fleet, plan, facts, choice.name, idle)
-        forecasts, said = await _forecasts(request, fleet, checkpoint, subject)
+        subject = await subject_of(fleet, plan, choice.name, workers=workers, idle=idle)
+        forecasts, said = await foretell(request, fleet, checkpoint, subject)
     return Prepared(
         checkpoint=checkpoint,
         plan=plan,
@@ -182,53 +171,6 @@ async def preflight(
         forecasts=forecasts,
         assumptions=said,
     )
-
-
-async def _subject(
-    fleet: PushFleet,
-    plan: ChunkPlan,
-    facts: Sequence[ServerFacts],
-    transport: str,
-    idle: Lease | None,
-) -> Subject:
-    """What is to be pushed, and where it has to fit.
-
-    An idle sender has its context already; servers that it filled keep what they took.
-    """
-    on_gpus = transport in GPU_TRANSPORTS
-    free = await asyncio.to_thread(free_gpu_memory) if on_gpus else {}
-    reserve = 0
-    if load_transport(transport).shares_gpus and not (idle and idle.filled):
-        reserve = bytes_beside(transport, plan, [server.gpus for server in fleet.servers])
-    return Subject(
-        transport=transport,
-        chunk_bytes=tuple(chunk.size for chunk in plan.chunks),
-        workers=sum(fact.world_size for fact in facts),
-        worker_bytes=await asyncio.to_thread(worker_bytes, transport, plan),
-        free_gpu_bytes=_free_for_sender(fleet, transport, free),
-        reserve_bytes=reserve,
-        gpus=len(free),
-        has_context=idle is not None,
-    )
-
-
-async def _forecasts(
-    request: PushRequest, fleet: PushFleet, checkpoint: Checkpoint, subject: Subject
-) -> tuple[tuple[Forecast, ...], tuple[str, ...]]:
-    """What each way of staging would take, and what that stands on."""
-    measured = replace(
-        measured_before(fleet.pushes, subject.transport),
-        reads=await asyncio.to_thread(measure_reading, checkpoint),
-    )
-    found = forecast(subject, request.stage, measured)
-    return tuple(found), tuple(assumptions(subject, measured))
-
-
-def _free_for_sender(fleet: PushFleet, transport: str, free: Mapping[int, int]) -> int | None:
-    """Free bytes on the fullest GPU that the sender would use; None where none was asked."""
-    used = [gpu for server in fleet.servers for gpu in server.gpus]
-    sender = [free_gpu(fleet.servers)] if transport == "nccl" else used
-    return min((free[gpu] for gpu in sender if gpu in free), default=None)
 
 
 def _read(request: PushRequest) -> tuple[Checkpoint, dict[str, Sample]]:
@@ -321,28 +263,3 @@ def check_memory(needed_bytes: int, meminfo: Path = Path("/proc/meminfo")) -> No
             f"{format_bytes(available)} are available",
             hint="take a smaller --chunk-size, or --transport disk",
         )
-
-
-def free_gpu(servers: Sequence[PushServer]) -> int:
-    """A GPU that no server uses, for the sender of an NCCL push.
-
-    Raises:
-        PreflightError: all GPUs are taken.
-    """
-    used = {gpu for server in servers for gpu in server.gpus}
-    free = [gpu for gpu in _gpus_of_this_machine() if gpu not in used]
-    if not free:
-        raise PreflightError(
-            "transport nccl needs a GPU that no server uses, and all are taken",
-            hint="use `weight_transfer: {transport: ipc}` in the fleet file",
-        )
-    return free[0]
-
-
-@cache
-def _gpus_of_this_machine() -> tuple[int, ...]:
-    """Those that CUDA_VISIBLE_DEVICES leaves to us.
-
-    Asked once: it takes longer than the rest of the preflight together.
-    """
-    return tuple(gpu.index for gpu in visible_gpus(discover_gpus(), os.environ))
