@@ -123,12 +123,17 @@ def bearer(secret: str) -> dict[str, str]:
     return {"Authorization": f"Bearer {secret}"}
 
 
-def greedy(url: str, model: str, prompt: Prompt, max_tokens: int = 24, *, key: str) -> list[int]:
-    """Greedy token ids of one completion, straight from `url`."""
+def greedy(
+    url: str, model: str, prompt: Prompt, max_tokens: int = 24, *, key: str, rank: int | None = None
+) -> list[int]:
+    """Greedy token ids of one completion, straight from `url`; by this data-parallel rank there."""
+    headers = bearer(key)
+    if rank is not None:
+        headers["X-data-parallel-rank"] = str(rank)
     answer = httpx.post(
         f"{url}/v1/completions",
         json=greedy_body(model, prompt, max_tokens),
-        headers=bearer(key),
+        headers=headers,
         timeout=120,
     )
     answer.raise_for_status()

@@ -1,4 +1,4 @@
-"""Servers that hold a model differently take one push: whole and split over ranks, tied."""
+"""Servers that hold a model differently take one push: whole, split over ranks, in copies; tied."""
 
 from __future__ import annotations
 
@@ -13,6 +13,10 @@ from tests.integration.fleet_cli import UP_TIMEOUT_S, FleetCli, greedy
 pytestmark = pytest.mark.real
 
 WHOLE, SPLIT = {"name": "whole"}, {"name": "split", "tensor_parallel_size": 2}
+COPIES = {"name": "copies", "data_parallel_size": 2}
+# vLLM on CPU makes the buffers between pipeline ranks as it warms up, which eager servers do not
+LAYERS = {"name": "layers", "pipeline_parallel_size": 2, "args": {"enforce-eager": False}}
+TRANSPORTS = ("shm", "gloo", "disk")
 
 
 def write_fleet(fleet: FleetCli, model: Path, *groups: dict[str, object]) -> None:
@@ -35,12 +39,16 @@ def answers(fleet: FleetCli) -> dict[str, list[int]]:
     return {name: greedy(url, "unlike", "the kettle", key=key) for name, url in urls.items()}
 
 
-def test_a_push_brings_what_a_server_started_on_it_answers(tmp_path: Path) -> None:
+def make_checkpoints(directory: Path) -> dict[str, Path]:
     pytest.importorskip("vllm")
-    made = {
-        name: make_tiny_checkpoint(tmp_path / name, seed=seed, tie_word_embeddings=True)
+    return {
+        name: make_tiny_checkpoint(directory / name, seed=seed, tie_word_embeddings=True)
         for name, seed in (("a", 1), ("b", 2))
     }
+
+
+def test_a_push_brings_what_a_server_started_on_it_answers(tmp_path: Path) -> None:
+    made = make_checkpoints(tmp_path)
     fleet = FleetCli(tmp_path / "fleet", tmp_path / "home")
     fleet.directory.mkdir()
     try:
@@ -53,7 +61,7 @@ def test_a_push_brings_what_a_server_started_on_it_answers(tmp_path: Path) -> No
         of_a = answers(fleet)
         assert of_b not in of_a.values()
         # not only back to "a": a layer that a reload leaves out would go unnoticed
-        for transport in ("shm", "gloo", "disk"):
+        for transport in TRANSPORTS:
             push = ("sync-weights", "--transport", transport)
             fleet.run(*push, str(made["b"]))
             assert answers(fleet) == {"whole-0": of_b, "split-0": of_b}, transport
@@ -63,5 +71,34 @@ def test_a_push_brings_what_a_server_started_on_it_answers(tmp_path: Path) -> No
         assert len(digests) == 2
         assert any(":tp2-" in digest for digest in digests)
         assert fleet.data("weights", "verify")["agree"] is True
+    finally:
+        fleet.run("down", expect=None)
+
+
+def test_pipeline_and_data_parallel_ranks_take_the_same_push(tmp_path: Path) -> None:
+    made = make_checkpoints(tmp_path)
+    fleet = FleetCli(tmp_path / "fleet", tmp_path / "home")
+    fleet.directory.mkdir()
+
+    def answer() -> list[int]:
+        """The same from the pipeline and from both copies."""
+        urls, key = fleet.data("urls")["servers"], fleet.key
+        (first, *others) = [
+            greedy(urls[name], "unlike", "the kettle", key=key, rank=rank)
+            for name, rank in (("layers-0", None), ("copies-0", 0), ("copies-0", 1))
+        ]
+        assert others == [first, first]
+        return first
+
+    try:
+        write_fleet(fleet, made["a"], LAYERS, COPIES)
+        fleet.run("up", timeout_s=UP_TIMEOUT_S)
+        of_a, of_b = answer(), None
+        for transport in TRANSPORTS:
+            fleet.run("sync-weights", "--transport", transport, str(made["b"]))
+            of_b = of_b or answer()
+            assert answer() == of_b != of_a, transport
+            fleet.run("sync-weights", "--transport", transport, str(made["a"]))
+            assert answer() == of_a, transport
     finally:
         fleet.run("down", expect=None)
