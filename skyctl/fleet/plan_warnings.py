@@ -93,6 +93,15 @@ def _placement_warnings(
                     "take it out of `args`, or keep it for machines with GPUs",
                 )
             )
+        if any(r.pipeline_parallel_size > 1 and r.args.get("enforce-eager") for r in replicas):
+            # it makes the buffers between pipeline ranks as it warms up, which it then leaves out
+            warnings.append(
+                PlanWarning(
+                    "enforce-eager with pipeline_parallel_size: on CPU vLLM 0.32 dies of the first "
+                    "request",
+                    "args: {enforce-eager: false} for these servers",
+                )
+            )
         workers = sum(replica.world_size for replica in replicas)
         if 0 < cpu_count < workers:
             warnings.append(

@@ -325,6 +325,7 @@ def test_urls_are_those_of_this_machine(host: str, url: str) -> None:
         ({"router": {"request_timeout_s": 20}}, "request_timeout_s 20"),
         ({"router": {"health_interval_s": 60}}, "for 180 s"),
         ({"ports": [1, 2, 3]}, "last ones are not used"),
+        ({"pipeline_parallel_size": 2, "args": {"enforce-eager": True}}, "of the first request"),
     ],
 )
 def test_what_is_probably_not_meant_is_warned_about(config: dict[str, Any], part: str) -> None:
