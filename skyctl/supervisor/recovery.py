@@ -104,11 +104,20 @@ async def recover(findings: Sequence[Finding], hands: Hands) -> list[Recovered]:
     chosen = [case for case in cases if case.action in ("resume", "sleep")]
     await asyncio.gather(*(_give_back(case, hands) for case in chosen))
     await _push([case for case in cases if case.action == "push"], hands)
-    for case in cases:
-        # one after the other: the rest of the fleet serves
-        if case.action in ("restart", "quarantine"):
-            case.done(await hands.replace(case.name, case.problem or case.finding.detail))
+    await _replace([case for case in cases if case.action in ("restart", "quarantine")], hands)
     return [case.report() for case in cases]
+
+
+async def _replace(cases: Sequence[_Case], hands: Hands) -> None:
+    """Those that serve until then one after the other, the rest at once."""
+
+    async def replace_one(case: _Case) -> None:
+        case.done(await hands.replace(case.name, case.problem or case.finding.detail))
+
+    serving = [case for case in cases if case.finding.found == "wrong-version"]
+    await asyncio.gather(*(replace_one(case) for case in cases if case not in serving))
+    for case in serving:
+        await replace_one(case)
 
 
 async def _give_back(case: _Case, hands: Hands) -> None:

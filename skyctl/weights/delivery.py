@@ -186,6 +186,10 @@ class ChunkDelivery:
         if group and lease.group == group:
             self._joined_before = True
             return  # the group of the last push still stands: the very same processes are in it
+        if self._transport.collective and lease.sender.failure is not None:
+            # servers would wait for it, some beyond our patience
+            self._all_failed(sites, lease.sender.failure)
+            return
 
         async def call(site: Site) -> None:
             if self._transport.leaves_group:

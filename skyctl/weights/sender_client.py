@@ -116,6 +116,11 @@ class SenderProcess:
         return self._failure is None and self._process.returncode is None
 
     @property
+    def failure(self) -> SenderFailed | None:
+        """Why it can do nothing any more; None while it lives."""
+        return self._failure
+
+    @property
     def pid(self) -> int:
         return self._process.pid
 

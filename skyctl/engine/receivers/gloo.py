@@ -6,6 +6,7 @@ A process group of its own, next to whatever groups vLLM has: torch's global gro
 from __future__ import annotations
 
 import math
+import socket
 from datetime import timedelta
 
 import torch
@@ -28,9 +29,12 @@ class GlooReceiver:
 
     def __init__(self, init: ReceiverInit, rank: int) -> None:
         endpoint = init.endpoint
+        address = (endpoint["host"], int(endpoint["port"]))
+        # it listens before servers are told of it: nobody there means that the sender has died,
+        # and a TCPStore would go on trying to its deadline
+        socket.create_connection(address, float(endpoint["rendezvous_timeout_s"])).close()
         store = dist.TCPStore(
-            endpoint["host"],
-            int(endpoint["port"]),
+            *address,
             int(endpoint["world_size"]),
             is_master=False,
             wait_for_workers=False,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -32,6 +33,7 @@ class Hands:
         self.targets: dict[str, ServerTarget] = {t.name: t for t in transport.targets}
         self.done: list[str] = []
         self.push_error = self.bring_error = self.restart_error = ""
+        self.replacing = self.most_at_once = 0
 
     async def push(self, request: PushRequest) -> Job:
         self.done.append(f"push {request.checkpoint}")
@@ -51,6 +53,10 @@ class Hands:
 
     async def replace(self, name: str, why: str) -> str:
         self.done.append(f"replace {name}: {why}")
+        self.replacing += 1
+        self.most_at_once = max(self.most_at_once, self.replacing)
+        await asyncio.sleep(0)
+        self.replacing -= 1
         return self.restart_error
 
 
@@ -82,6 +88,15 @@ async def test_a_frozen_server_is_resumed_and_nothing_is_pushed(hands: Hands) ->
     assert outcomes(await recover(findings, hands)) == [("resume", True)]
     assert not hands.stubs[0].engine.paused and hands.done == []
     assert in_doubt(hands.state) == {} and hands.state.server("stub-0").quarantine is None
+
+
+@pytest.mark.parametrize(("found", "at_once"), [("stuck", 2), ("wrong-version", 1)])
+async def test_servers_that_serve_nobody_are_restarted_at_once(
+    hands: Hands, found: str, at_once: int
+) -> None:
+    findings = [Finding(f"stub-{n}", found, "", "restart") for n in range(2)]  # type: ignore[arg-type]
+    assert outcomes(await recover(findings, hands)) == [("restart", True)] * 2
+    assert hands.most_at_once == at_once
 
 
 @pytest.mark.parametrize(("level", "awake"), [(1, set()), (2, {"stub-0"})])

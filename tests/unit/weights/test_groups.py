@@ -15,7 +15,7 @@ from skyctl.weights.checkpoint import read_checkpoint
 from skyctl.weights.delivery import ChunkDelivery
 from skyctl.weights.plan import plan_chunks
 from skyctl.weights.request import PushFleet, PushServer
-from skyctl.weights.sender_client import Opened, SenderProcess
+from skyctl.weights.sender_client import Opened, SenderFailed, SenderProcess
 from skyctl.weights.sender_pool import SenderPool
 from skyctl.weights.sites import Site
 from skyctl.weights.transports.base import Filled, Transport
@@ -46,6 +46,7 @@ class Sender:
     """Has every chunk at once, and counts the groups that it forms."""
 
     healthy = True
+    failure: SenderFailed | None = None
 
     def __init__(self) -> None:
         self.joins = 0
@@ -134,6 +135,28 @@ async def test_a_sender_forms_one_group_in_its_life(
     for instance in instances:
         await pushed(pool, transport, checkpoint, instance)
     assert [sender.joins for sender in senders] == joins
+
+
+async def test_servers_are_not_asked_to_meet_a_sender_that_has_died(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM would wait for it for minutes."""
+    sender = Sender()
+
+    async def spawn(*_: Any) -> Sender:
+        return sender
+
+    monkeypatch.setattr(SenderProcess, "spawn", spawn)
+    read = read_checkpoint(str(write_checkpoint(tmp_path / "a")))
+    server = Server()
+    one = site(server, instance="1@1")
+    fleet = PushFleet("demo", (one.server,))
+    plan = plan_chunks(read.tensors, 1024)
+    delivery = ChunkDelivery(TRANSPORT, read, plan, fleet, senders=SenderPool())
+    await delivery.open([one])
+    sender.failure = SenderFailed("the sender ended with code -9")
+    await delivery.init([one])
+    assert one.failure == "the sender ended with code -9" and server.asked == []
 
 
 @pytest.mark.parametrize(

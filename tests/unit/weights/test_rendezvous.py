@@ -66,6 +66,16 @@ def test_a_group_over_gloo_is_closed_to_others_once_it_is_formed() -> None:
     carrier.close()
 
 
+def test_a_receiver_whose_sender_has_died_does_not_wait_for_it() -> None:
+    from skyctl.engine.receivers.gloo import open_receiver
+
+    rendezvous = Rendezvous(2)
+    rendezvous.socket.close()
+    endpoint = {"host": HOST, "port": rendezvous.port, "rank_offset": 1, "world_size": 2}
+    with pytest.raises(ConnectionRefusedError):
+        open_receiver(_init({**endpoint, "rendezvous_timeout_s": 600.0}), 0)
+
+
 def _init(endpoint: dict[str, object]) -> ReceiverInit:
     return ReceiverInit("gloo", SESSION, [], 64, endpoint)
 
