@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from skyctl.control.dialects import dialect_for
-from skyctl.control.target import ServerTarget
 from skyctl.weights.checkpoint import read_checkpoint
 from skyctl.weights.delivery import ChunkDelivery
 from skyctl.weights.plan import plan_chunks
-from skyctl.weights.request import PushFleet, PushServer
-from skyctl.weights.sender_client import Opened, SenderFailed, SenderProcess
+from skyctl.weights.request import PushFleet
+from skyctl.weights.sender_client import SenderFailed, SenderProcess
 from skyctl.weights.sender_pool import SenderPool
-from skyctl.weights.sites import Site
-from skyctl.weights.transports.base import Filled, Transport
-from skyctl.weights.transports.ipc import TRANSPORT as IPC
+from skyctl.weights.transports.base import Transport
 from skyctl.weights.transports.nccl import TRANSPORT
 from tests.unit.weights.checkpoints import write_checkpoint
+from tests.unit.weights.deliveries import Ipc, ReadySender, site
 
 
 class Server:
@@ -40,52 +36,6 @@ class Server:
 
     async def finish_weight_update(self, *_: Any, **__: Any) -> None:
         self.asked.append("finish")
-
-
-class Sender:
-    """Has every chunk at once, and counts the groups that it forms."""
-
-    healthy = True
-    failure: SenderFailed | None = None
-
-    def __init__(self) -> None:
-        self.joins = 0
-
-    async def open(self, **_: Any) -> None: ...
-
-    async def opened(self, **_: Any) -> Opened:
-        return Opened({"host": "127.0.0.1", "port": 1}, staged_whole=True)
-
-    async def filled(self, chunk: int, **_: Any) -> Filled:
-        return Filled(chunk, chunk, (), {"ipc": []})
-
-    async def join(self, **_: Any) -> None:
-        self.joins += 1
-
-    async def send(self, *_: Any, **__: Any) -> None: ...
-
-    async def release(self, chunk: int) -> None: ...
-
-    async def rest(self, **_: Any) -> None: ...
-
-    async def close(self) -> None: ...
-
-
-class Ipc(type(IPC)):  # type: ignore[misc]
-    def update_info(self, *_: Any, **__: Any) -> Mapping[str, Any]:
-        return {}
-
-
-def site(server: Server, *, version: str = "0.32.0", instance: str = "") -> Site:
-    target = ServerTarget("demo-0", "http://127.0.0.1:1")
-    return Site(
-        server=PushServer(target=target, gpus=(0,), instance=instance),
-        vllm=server,  # type: ignore[arg-type]
-        dialect=dialect_for(version),
-        world_size=1,
-        was_paused=False,
-        old_version=None,
-    )
 
 
 async def pushed(pool: SenderPool, transport: Transport, checkpoint: Path, instance: str) -> None:
@@ -123,10 +73,10 @@ async def test_a_sender_forms_one_group_in_its_life(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    senders: list[Sender] = []
+    senders: list[ReadySender] = []
 
-    async def spawn(*_: Any) -> Sender:
-        senders.append(Sender())
+    async def spawn(*_: Any) -> ReadySender:
+        senders.append(ReadySender())
         return senders[-1]
 
     monkeypatch.setattr(SenderProcess, "spawn", spawn)
@@ -141,9 +91,9 @@ async def test_servers_are_not_asked_to_meet_a_sender_that_has_died(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """vLLM would wait for it for minutes."""
-    sender = Sender()
+    sender = ReadySender()
 
-    async def spawn(*_: Any) -> Sender:
+    async def spawn(*_: Any) -> ReadySender:
         return sender
 
     monkeypatch.setattr(SenderProcess, "spawn", spawn)
