@@ -18,6 +18,7 @@ import argparse
 import asyncio
 import json
 import platform
+import shutil
 import signal
 import statistics
 import sys
@@ -58,8 +59,13 @@ class Asked:
     dear_every_s: float = DEAR_EVERY_S
 
 
-async def soak(asked: Asked, directory: Path, cut: asyncio.Event) -> dict[str, Any]:
-    """One soak in an empty directory, ended early by `cut`; everything of it is down afterwards."""
+async def soak(
+    asked: Asked, directory: Path, cut: asyncio.Event, keep: Path | None = None
+) -> dict[str, Any]:
+    """One soak in an empty directory, ended early by `cut`; everything of it is down afterwards.
+
+    What it recorded, and the fleet's state and logs as they were at the end, are copied to `keep`.
+    """
     fleet = SoakFleet(directory, stub=asked.stub, bound_s=asked.bound_s)
     result: dict[str, Any] = {}
     try:
@@ -71,8 +77,19 @@ async def soak(asked: Asked, directory: Path, cut: asyncio.Event) -> dict[str, A
         conditions = (prompts, expected, at)
         result = await _run(asked, fleet, directory, cut, *conditions)
     finally:
+        if keep is not None:
+            _copy(fleet, directory, keep)
         result["left_behind"] = await fleet.close()
     return result
+
+
+def _copy(fleet: SoakFleet, directory: Path, keep: Path) -> None:
+    keep.mkdir(parents=True, exist_ok=True)
+    for name in ("requests.jsonl", "conductor.jsonl"):
+        with suppress(FileNotFoundError):
+            shutil.copy(directory / name, keep)
+    with suppress(OSError):  # of a fleet that never came up
+        fleet.copy_state(keep / "home")
 
 
 async def _run(
@@ -109,7 +126,7 @@ async def _run(
         conductor.close()
     journal = fleet.journal()[first_job:]
     spans = committed_spans(at, journal)
-    coming_up = conductor.coming_up()
+    coming_up = fleet.coming_up()
     judged = [
         (record, judge(record, spans, expected, coming_up, fleet.base))
         for record in clients.records
@@ -215,7 +232,12 @@ def _arguments() -> tuple[Asked, argparse.Namespace]:
     parser.add_argument("--server-kills-every", type=float, metavar="SECONDS")
     parser.add_argument("--stub", action="store_true", help="stubs in place of vLLM and its router")
     parser.add_argument("--result", type=Path, help="where to write JSON")
-    parser.add_argument("--keep", type=Path, help="where to put the records of every request")
+    parser.add_argument(
+        "--keep",
+        type=Path,
+        metavar="DIRECTORY",
+        help="where to copy every request, the fleet's state and its logs",
+    )
     options = parser.parse_args()
     asked = Asked(
         requests=options.requests,
@@ -231,10 +253,10 @@ def _arguments() -> tuple[Asked, argparse.Namespace]:
     return asked, options
 
 
-async def _with_signals(asked: Asked, directory: Path) -> dict[str, Any]:
+async def _with_signals(asked: Asked, directory: Path, keep: Path | None) -> dict[str, Any]:
     """Ctrl-C and TERM end the soak early; the second one abandons it and takes the fleet down."""
     cut = asyncio.Event()
-    task = asyncio.ensure_future(soak(asked, directory, cut))
+    task = asyncio.ensure_future(soak(asked, directory, cut, keep))
 
     def stop() -> None:
         if cut.is_set():
@@ -252,20 +274,13 @@ def main() -> int:
     asked, options = _arguments()
     with tempfile.TemporaryDirectory(prefix="soak-", ignore_cleanup_errors=True) as temporary:
         try:
-            result = asyncio.run(_with_signals(asked, Path(temporary)))
+            result = asyncio.run(_with_signals(asked, Path(temporary), options.keep))
         except asyncio.CancelledError:
             _say("abandoned; the fleet is down")
             return 130
         except SkyctlError as error:
             _say(f"the soak failed: {error.message}")
             return 1
-        finally:
-            if options.keep:
-                options.keep.mkdir(parents=True, exist_ok=True)
-                for name in ("requests.jsonl", "conductor.jsonl"):
-                    with suppress(FileNotFoundError):
-                        text = (Path(temporary) / name).read_text()
-                        (options.keep / name).write_text(text)
     file = options.result or RESULTS / ("soak-stub.json" if asked.stub else "soak.json")
     file.write_text(json.dumps(result, indent=2) + "\n")
     print(_table(result))

@@ -43,7 +43,6 @@ class Happened:
     """What the conductor did. `events` has one entry per step, in order.
 
     `recovered_s`: by kind of kill, the seconds from the kill until the fleet was healthy again.
-    `comebacks`: by server, from its death until it was seen ready again.
     """
 
     pushes: int = 0
@@ -52,7 +51,6 @@ class Happened:
     kills: Counter[str] = field(default_factory=Counter)
     missed: Counter[str] = field(default_factory=Counter)
     recovered_s: dict[str, list[float]] = field(default_factory=dict)
-    comebacks: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
     unsettled: list[str] = field(default_factory=list)
     failed_commands: list[str] = field(default_factory=list)
 
@@ -221,15 +219,7 @@ class Conductor:
                 if came_at < died_at:
                     continue  # nobody has noticed yet that it died
                 del self._returning[name]
-                self.happened.comebacks.setdefault(name, []).append((died_at, came_at))
                 self.happened.recovered_s.setdefault(kind, []).append(came_at - died_at)
-
-    def coming_up(self) -> dict[str, list[tuple[float, float]]]:
-        """By server, the times in which a new process of it came up, and is still."""
-        found = {name: list(times) for name, times in self.happened.comebacks.items()}
-        for name, (died_at, _) in self._returning.items():
-            found.setdefault(name, []).append((died_at, time.time()))
-        return found
 
     def _kill(self, pid: int | None, kind: str, where: str) -> float | None:
         """SIGKILL; when, or None where there was nobody to kill."""

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import os
+import shutil
 import sys
 import time
 from collections.abc import Iterator
@@ -20,6 +22,8 @@ from skyctl.fleet.paths import FleetPaths
 from skyctl.fleet.registry import supervisor_running
 from skyctl.fleet.state import FleetState
 from skyctl.operations.revive import listening
+from skyctl.supervisor.kept import STARTING
+from skyctl.supervisor.replica import ADMITTED
 
 _ROOT = Path(__file__).parents[2]
 _SETTINGS = """
@@ -158,6 +162,21 @@ class SoakFleet:
             jobs = reversed(state.journal.jobs(100_000))
             return [(job, state.journal.events(job.id)) for job in jobs]
 
+    def coming_up(self) -> dict[str, list[tuple[float, float]]]:
+        """By server, the times from the spawn of a process until it had the fleet's weights."""
+        with FleetState(self.paths.database) as state:
+            events = [event for event in state.events(1_000_000) if event.subject in self.urls]
+        found: dict[str, list[tuple[float, float]]] = {name: [] for name in self.urls}
+        since: dict[str, float] = {}
+        for event in events:
+            if event.message == STARTING:
+                since.setdefault(event.subject, event.at)
+            elif event.message == ADMITTED and event.subject in since:
+                found[event.subject].append((since.pop(event.subject), event.at))
+        for name, at in since.items():
+            found[name].append((at, math.inf))
+        return found
+
     def processes(self) -> list[psutil.Process]:
         """Live processes of ours that carry this fleet's state directory."""
         found = []
@@ -167,6 +186,19 @@ class SoakFleet:
                 if mine and process.environ().get("SKYCTL_HOME") == str(self.home):
                     found.append(process)
         return found
+
+    def copy_state(self, to: Path) -> None:
+        """The state directory as it stands, with its logs and without weights, into `to`."""
+
+        def unwanted(directory: str, names: list[str]) -> list[str]:
+            paths = [Path(directory, name) for name in names]
+            return [
+                p.name
+                for p in paths
+                if p.suffix == ".safetensors" or not (p.is_dir() or p.is_file())
+            ]
+
+        shutil.copytree(self.home, to, ignore=unwanted, dirs_exist_ok=True)
 
     async def close(self) -> list[str]:
         """Take everything down; what still lived some seconds later, and was killed."""

@@ -15,7 +15,7 @@ from typing import Any, ParamSpec, TypeVar
 from skyctl.errors import SkyctlError
 from skyctl.fleet.paths import create_private_file, private_directory
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 BUSY_TIMEOUT_S = 10.0
 
 _SCHEMA = """
@@ -198,6 +198,12 @@ def _migrate(connection: sqlite3.Connection, path: Path) -> None:
         )
     if version == SCHEMA_VERSION:
         return
+    if version > 0:
+        raise SkyctlError(
+            f"{path} was written by an older skyctl (state version {version}, "
+            f"this one writes {SCHEMA_VERSION})",
+            hint=f"end that fleet with the skyctl that started it, then: rm {path}",
+        )
     connection.execute("BEGIN IMMEDIATE")
     try:
         if connection.execute("PRAGMA user_version").fetchone()[0] == 0:

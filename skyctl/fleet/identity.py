@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -28,7 +29,7 @@ def boot_id() -> str:
 
 @dataclass(frozen=True)
 class ProcessIdentity:
-    """One process of one boot. `create_time` is in seconds since the epoch."""
+    """One process of one boot. `create_time` is what `create_time()` said of it."""
 
     pid: int
     create_time: float
@@ -44,23 +45,42 @@ class ProcessIdentity:
             return None
         import psutil
 
+        created = create_time(self.pid)
+        if created is None or abs(created - self.create_time) > 0.05:
+            return None
         try:
             process = psutil.Process(self.pid)
-            if abs(process.create_time() - self.create_time) > 0.05:
-                return None
             return None if process.status() == psutil.STATUS_ZOMBIE else process
         except psutil.Error:
             return None
 
 
-def identify(pid: int) -> ProcessIdentity | None:
-    """Identity of a running process, None when there is none with this pid."""
+def create_time(pid: int) -> float | None:
+    """When a process was created, in seconds; None when there is none with this pid.
+
+    On Linux since boot. psutil adds the boot time, which the kernel derives from the clock in
+    whole seconds: it moves by one when the clock is corrected a little, by more when it is set,
+    and every process would seem to be another. Elsewhere it is psutil's, since the epoch.
+    """
+    if sys.platform == "linux":
+        try:
+            stat = Path(f"/proc/{pid}/stat").read_bytes()
+        except OSError:
+            return None
+        # after the name, which may hold spaces and parentheses, the third field comes first
+        return int(stat.rpartition(b")")[2].split()[22 - 3]) / os.sysconf("SC_CLK_TCK")
     import psutil
 
     try:
-        return ProcessIdentity(pid, psutil.Process(pid).create_time(), boot_id())
+        return psutil.Process(pid).create_time()
     except psutil.Error:
         return None
+
+
+def identify(pid: int) -> ProcessIdentity | None:
+    """Identity of a running process, None when there is none with this pid."""
+    created = create_time(pid)
+    return None if created is None else ProcessIdentity(pid, created, boot_id())
 
 
 def own_processes() -> Iterator[psutil.Process]:
@@ -78,6 +98,6 @@ def own_processes() -> Iterator[psutil.Process]:
 
 def own_identity() -> ProcessIdentity:
     """Identity of this very process."""
-    import psutil
-
-    return ProcessIdentity(os.getpid(), psutil.Process().create_time(), boot_id())
+    own = identify(os.getpid())
+    assert own is not None  # we run
+    return own

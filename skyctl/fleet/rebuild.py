@@ -6,10 +6,11 @@ replaces them, `down` stops them.
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from skyctl.fleet.identity import ProcessIdentity, boot_id, own_processes
+from skyctl.fleet.identity import ProcessIdentity, identify, own_processes
 
 if TYPE_CHECKING:
     from skyctl.fleet.state import FleetState
@@ -33,11 +34,11 @@ def remember_live_processes(state: FleetState, directory: Path) -> list[str]:
     for process in own_processes():
         try:
             environ = process.environ()
-            identity = ProcessIdentity(process.pid, process.create_time(), boot_id())
         except (psutil.Error, OSError):
             continue
         log = Path(environ.get(LOG_VARIABLE, ""))
-        if log.parent.parent == directory and TOKEN_VARIABLE in environ and identity.alive():
+        ours = log.parent.parent == directory and TOKEN_VARIABLE in environ
+        if ours and (identity := identify(process.pid)) is not None and identity.alive():
             key = (log.stem, environ[TOKEN_VARIABLE])
             trees.setdefault(key, []).append(identity)
     for (name, token), members in trees.items():
@@ -53,7 +54,7 @@ def remember_live_processes(state: FleetState, directory: Path) -> list[str]:
                 spec_hash=_UNKNOWN,
                 host="127.0.0.1",
                 port=0,
-                started_at=leader.create_time,
+                started_at=time.time(),  # that it runs on is known, not since when
                 descendants=tuple(others),
             )
         )

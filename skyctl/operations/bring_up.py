@@ -129,6 +129,10 @@ def _down_timeout_s(drain_timeout_s: float, stop_timeout_s: float) -> float:
     return drain_timeout_s + 2 * stop_timeout_s + 60.0
 
 
+class Superseded(SkyctlError):
+    """Another operation took the place of the one that was followed."""
+
+
 async def follow_operation(
     paths: FleetPaths,
     operation: int,
@@ -141,7 +145,7 @@ async def follow_operation(
     Raises:
         DeadlineExceeded: it has not ended after `timeout_s` seconds; it goes on.
         FleetDownError: the supervisor went away.
-        SkyctlError: another operation took its place.
+        Superseded: another operation took its place.
     """
     deadline = None if timeout_s is None else time.monotonic() + timeout_s
     client = SupervisorClient(paths)
@@ -152,7 +156,7 @@ async def follow_operation(
             current = status.operation
             if current is None or current.id != operation:
                 other = current.kind if current is not None else "another command"
-                raise SkyctlError(
+                raise Superseded(
                     f"this was ended by `{other}` from elsewhere (another terminal?)",
                     hint="look: skyctl status",
                 )

@@ -5,17 +5,18 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from skyctl.errors import ConflictError, FleetDownError, VersionMismatch
+from skyctl.errors import ConflictError, FleetDownError, SkyctlError, VersionMismatch
 from skyctl.fleet.in_doubt import close_orphans
 from skyctl.fleet.registry import FleetRef, supervisor_running
 from skyctl.fleet.state import FleetState
 from skyctl.operations import left_alone
-from skyctl.operations.revive import replace_other, revive
+from skyctl.operations.revive import UP_LOCK, UP_LOCK_WAIT_S, replace_other, revive
 from skyctl.supervisor.client import SupervisorClient
 from skyctl.supervisor.diagnosis import Finding
 from skyctl.supervisor.recovery import Recovered
 
 _ASK_TIMEOUT_S = 60.0
+_SUPERVISORS = 5  # who keeps ending will not be the one that puts it right
 _ROUNDS = 2  # what a supervisor finds when it takes over, and what it finds then
 
 
@@ -44,14 +45,7 @@ async def recover(
     began = time.monotonic()
     _close_orphans(ref)
     before = await find(ref, client)
-    await replace_other(ref)
-    await revive(ref)
-    if not supervisor_running(ref.paths):
-        await _end_leftovers(ref)
-        done: dict[str, Recovered] = {}
-        after: Sequence[Finding] = ()
-    else:
-        done, after = await _while_it_stands(ref, client, timeout_s)
+    done, after = await _recovered(ref, client, timeout_s)
     now = {finding.server: finding for finding in after}
     seconds = time.monotonic() - began
     return tuple(
@@ -59,20 +53,36 @@ async def recover(
     )
 
 
-async def _while_it_stands(
+async def _recovered(
     ref: FleetRef, client: SupervisorClient, timeout_s: float | None
 ) -> tuple[dict[str, Recovered], Sequence[Finding]]:
-    """What was done, and what is the matter then; nothing where the fleet is brought down."""
-    from skyctl.operations.bring_up import after_down, goes_down
+    """What was done, and what is the matter then; nothing where nobody lives to be put right.
 
-    try:
-        return await _by_supervisor(ref, client, timeout_s), await find(ref, client)
-    except (ConflictError, FleetDownError) as error:
-        if not goes_down(error):
-            raise
-        await after_down(ref)
-        await _end_leftovers(ref)
-        return {}, ()
+    A supervisor that dies meanwhile is replaced once more: its servers live on.
+    """
+    from skyctl.operations.bring_up import Superseded, after_down, goes_down
+
+    done: dict[str, Recovered] = {}
+    for _ in range(_SUPERVISORS):
+        await replace_other(ref)
+        await revive(ref)
+        if not supervisor_running(ref.paths):
+            if await _end_leftovers(ref):
+                return {}, ()
+            continue
+        try:
+            done |= await _by_supervisor(ref, client, timeout_s)
+            return done, await find(ref, client)
+        except Superseded:  # by the supervisor that came after it
+            continue
+        except (ConflictError, FleetDownError) as error:
+            if not goes_down(error):
+                raise
+            await after_down(ref)
+    raise SkyctlError(
+        f"the supervisor of fleet {ref.paths.name} ended {_SUPERVISORS} times meanwhile",
+        hint=f"its log says why: {ref.paths.supervisor_log}",
+    )
 
 
 async def _by_supervisor(
@@ -99,19 +109,29 @@ def _close_orphans(ref: FleetRef) -> None:
             close_orphans(state)
 
 
-async def _end_leftovers(ref: FleetRef) -> None:
-    """End what is left of a fleet of which no server lives; all of it, if it was going down."""
+async def _end_leftovers(ref: FleetRef) -> bool:
+    """End what is left of a fleet of which no server lives; all of it, if it was going down.
+
+    False, and nothing is touched, when something lives after all.
+    """
     from skyctl.operations.bring_up import take_down
     from skyctl.supervisor.rollout import stop_recorded
 
-    with FleetState(ref.paths.database) as state:
+    with (
+        FleetState(ref.paths.database) as state,
+        # nobody starts or takes over meanwhile
+        state.locks.hold(UP_LOCK, "ending what is left", wait_s=UP_LOCK_WAIT_S),
+    ):
         going_down = bool(state.get("going_down"))
+        if supervisor_running(ref.paths) or left_alone.left_alone(ref.paths):
+            return False
         if not going_down:
             for row in state.processes():
                 await stop_recorded(row, ref.config.stop_timeout_s)
                 state.mark_stale(row.name)
     if going_down:
         await take_down(ref.paths, drain_timeout_s=0.0, stop_timeout_s=ref.config.stop_timeout_s)
+    return True
 
 
 def _report(before: Finding, after: Finding | None, seconds: float) -> Recovered:

@@ -20,7 +20,7 @@ from pathlib import Path
 import psutil
 
 from skyctl.errors import SkyctlError
-from skyctl.fleet.identity import ProcessIdentity, boot_id, identify, own_processes
+from skyctl.fleet.identity import ProcessIdentity, boot_id, create_time, identify, own_processes
 from skyctl.fleet.paths import create_private_file
 from skyctl.fleet.rebuild import LOG_VARIABLE, TOKEN_VARIABLE
 
@@ -103,11 +103,8 @@ class ManagedProcess:
         """Remember who lives below the leader now; True when somebody new was seen."""
         leader = self.identity.process() if self.identity else None
         known = {d for d in self.descendants if d.alive()}
-        seen = {
-            ProcessIdentity(child.pid, created, boot_id())
-            for child in (_children(leader) if leader else ())
-            if (created := _create_time(child)) is not None
-        }
+        below = _children(leader) if leader else []
+        seen = {one for child in below if (one := identify(child.pid)) is not None}
         if seen <= known and len(known) == len(self.descendants):
             return False
         self.descendants = tuple(sorted(seen | known, key=lambda d: d.pid))
@@ -197,7 +194,7 @@ class ManagedProcess:
         leader = identify(self.identity.pid)
         if leader is not None and abs(leader.create_time - self.identity.create_time) > 0.05:
             return False
-        created = _create_time(process)
+        created = create_time(process.pid)
         return created is not None and created >= self.identity.create_time - 0.05
 
     def _tagged(self, process: psutil.Process) -> bool:
@@ -247,13 +244,6 @@ def _listens(process: psutil.Process, port: int) -> bool:
         )
     except psutil.NoSuchProcess:
         return False
-
-
-def _create_time(process: psutil.Process) -> float | None:
-    try:
-        return process.create_time()
-    except psutil.Error:
-        return None
 
 
 def _running(process: psutil.Process) -> bool:

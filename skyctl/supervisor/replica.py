@@ -40,6 +40,9 @@ from skyctl.supervisor.logtail import tail, telling_line
 from skyctl.supervisor.process import ManagedProcess
 from skyctl.units import format_seconds
 
+ADMITTED = "ready"
+"""The event of a server at the fleet's weights, written before the router learns of it."""
+
 READY_POLL_S = 0.5
 _ADOPTED_TIMEOUT_S = 10.0
 
@@ -195,6 +198,7 @@ class Replica(KeptRunning):
         if reason := await self._unless_dead(self.process, self._context.admit(self)):
             return reason
         self._proven = True
+        self._context.state.add_event(self.name, ADMITTED)
         self._to("up")
         return await self._watch(self.process)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import resource
 import shutil
@@ -19,6 +20,7 @@ import pytest
 from skyctl.fleet.database import SCHEMA_VERSION
 from skyctl.fleet.paths import FleetPaths
 from skyctl.fleet.state import FleetState
+from skyctl.operations.revive import listening
 from tests.faults.stub_fleet import ROOT, StubFleet
 from tests.unit.weights.checkpoints import tiny_tensors, write_checkpoint
 
@@ -236,6 +238,53 @@ def test_a_state_file_lost_with_its_supervisor_is_rebuilt_from_live_processes(
     assert [p for p in file.parent.iterdir() if ".corrupt-" in p.name]
     fleet.run("down", "--drain-timeout", "0")
     assert of_this_fleet(fleet) == []
+
+
+# --- recover --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("who", ["the one it found", "its own"])
+def test_a_supervisor_that_dies_while_recover_follows_it_is_replaced_and_no_server_ended(
+    fleet: StubFleet, who: str
+) -> None:
+    fleet.write(faults='{"startup_delay_s": 3}')
+    fleet.run("up")
+    status = fleet.json("status")["data"]
+    before = {name: row["pid"] for name, row in fleet.replicas().items()}
+    supervisor, router = status["supervisor_pid"], status["router"]["pid"]
+    # either way stubs-1 gets a new process, which takes some seconds
+    if who == "its own":
+        kill_and_wait(before["stubs-1"])
+        kill_and_wait(supervisor)
+    else:
+        with FleetState(state_file(fleet)) as state:
+            state.update_server("stubs-1", quarantine="something to recover")
+    recovering = fleet.start("recover", "--yes", "--json")
+    victim = followed(fleet, supervisor if who == "its own" else None)
+    kill_and_wait(victim)
+    stdout, stderr = recovering.communicate(timeout=60)
+    assert recovering.returncode == 0, stdout + stderr
+    status = fleet.json("status")["data"]
+    assert status["health"] == "healthy", status
+    assert status["supervisor_pid"] != victim and status["router"]["pid"] == router
+    assert fleet.replicas()["stubs-0"]["pid"] == before["stubs-0"]
+
+
+def kill_and_wait(pid: int) -> None:
+    process = psutil.Process(pid)
+    process.kill()
+    psutil.wait_procs([process], timeout=10)
+
+
+def followed(fleet: StubFleet, dead: int | None) -> int:
+    """The supervisor, not the `dead` one, once an operation of its own is under way."""
+    paths = FleetPaths(fleet.directory / "home", "stubs")
+    while True:
+        with contextlib.suppress(OSError):
+            pid = listening(paths)
+            operation = fleet.json("status")["data"]["operation"] or {}
+            if pid != dead and not operation.get("ended_at") and operation:
+                return pid
 
 
 # --- versions that differ ------------------------------------------------------------------------

@@ -11,6 +11,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from skyctl.errors import ConflictError, NotFoundError, SkyctlError
@@ -81,6 +82,16 @@ def test_a_newer_file_is_refused_and_left_alone(path: Path) -> None:
         connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION + 1}")
     with pytest.raises(SkyctlError, match="newer skyctl"):
         FleetState(path)
+    assert [p.name for p in path.parent.iterdir() if "corrupt" in p.name] == []
+
+
+def test_an_older_file_is_refused_and_left_alone(path: Path) -> None:
+    FleetState(path).close()
+    with sqlite3.connect(path) as connection:
+        connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION - 1}")
+    with pytest.raises(SkyctlError, match="older skyctl") as refused:
+        FleetState(path)
+    assert "end that fleet with the skyctl that started it" in (refused.value.hint or "")
     assert [p.name for p in path.parent.iterdir() if "corrupt" in p.name] == []
 
 
@@ -187,6 +198,33 @@ def test_an_identity_does_not_match_another_process_with_its_pid() -> None:
     assert not ProcessIdentity(own.pid, own.create_time - 5, own.boot_id).alive()
     assert not ProcessIdentity(own.pid, own.create_time, "another boot").alive()
     assert boot_id() == own.boot_id
+
+
+def test_an_identity_outlives_a_clock_that_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    """psutil adds a boot time that moves with the clock: then everything would seem dead."""
+    identity = own_identity()
+    said = psutil.Process.create_time
+
+    def after_the_clock_was_set(process: psutil.Process) -> float:
+        return said(process) - 1.0
+
+    monkeypatch.setattr(psutil.Process, "create_time", after_the_clock_was_set)
+    assert identity.alive()
+    assert own_identity() == identity
+
+
+def test_a_process_with_any_name_has_a_create_time(tmp_path: Path) -> None:
+    program = tmp_path / ") 1 2 (x"
+    program.symlink_to(Path("/bin/sleep").resolve())
+    process = subprocess.Popen([program, "60"])
+    try:
+        own, found = own_identity(), identify(process.pid)
+        assert found is not None and found.alive()
+        assert found.create_time >= own.create_time
+    finally:
+        process.kill()
+        process.wait()
+    assert identify(process.pid) is None
 
 
 def test_a_job_of_a_dead_process_is_closed_as_interrupted(path: Path) -> None:
