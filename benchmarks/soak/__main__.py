@@ -126,9 +126,8 @@ async def _run(
         conductor.close()
     journal = fleet.journal()[first_job:]
     spans = committed_spans(at, journal)
-    coming_up = fleet.coming_up()
     judged = [
-        (record, judge(record, spans, expected, coming_up, fleet.base))
+        (record, judge(record, spans, expected))
         for record in clients.records
         if record.outcome == "answered"
     ]

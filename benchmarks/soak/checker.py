@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from skyctl.fleet.journal import Job, JobEvent
 
 Outcome = Literal["answered", "failed", "hung"]
-Verdict = Literal["pure", "frozen", "admission", "empty", "uncommitted", "mixed", "unknown"]
+Verdict = Literal["pure", "frozen", "empty", "uncommitted", "mixed", "unknown"]
 VIOLATIONS = ("uncommitted", "mixed", "unknown")
 
 
@@ -84,36 +84,18 @@ def version_of(label: str) -> str:
     return label.partition("-")[0].partition("@")[0]
 
 
-def judge(
-    record: Record,
-    spans: Iterable[Span],
-    expected: Expected,
-    admissions: Mapping[str, Sequence[tuple[float, float]]],
-    base: str,
-) -> Verdict:
-    """What an answer says of the weights behind it.
-
-    `admissions` are the times in which a server's new process came up, by name; asked directly it
-    answers with the weights it was started from (`base`) until it was admitted. The router does not
-    know it yet.
-    """
+def judge(record: Record, spans: Iterable[Span], expected: Expected) -> Verdict:
+    """What an answer says of the weights behind it."""
     tokens, prompt = record.tokens, record.prompt
     if not tokens:
         return "empty"
     during = [span for span in spans if span.overlaps(record.began_at, record.ended_at)]
     for (version, asked), known in expected.pure.items():
         if asked == prompt and known[: len(tokens)] == tokens:
-            if any(span.version == version for span in during):
-                return "pure"
-            if version == base and _coming_up(record, admissions.get(record.via, ())):
-                return "admission"
-            return "uncommitted"
+            committed = any(span.version == version for span in during)
+            return "pure" if committed else "uncommitted"
     possible = {span.version for span in during}
     for (old, new, asked), known_after in expected.frozen.items():
         if asked == prompt and any(known[: len(tokens)] == tokens for known in known_after):
             return "frozen" if {old, new} <= possible else "mixed"
     return "unknown"
-
-
-def _coming_up(record: Record, times: Sequence[tuple[float, float]]) -> bool:
-    return any(began <= record.ended_at and record.began_at <= ended for began, ended in times)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import math
 import os
 import shutil
 import sys
@@ -22,8 +21,6 @@ from skyctl.fleet.paths import FleetPaths
 from skyctl.fleet.registry import supervisor_running
 from skyctl.fleet.state import FleetState
 from skyctl.operations.revive import listening
-from skyctl.supervisor.kept import STARTING
-from skyctl.supervisor.replica import ADMITTED
 
 _ROOT = Path(__file__).parents[2]
 _SETTINGS = """
@@ -51,8 +48,8 @@ class Done:
 class SoakFleet:
     """Two servers and a router in `directory`, with a state directory of their own.
 
-    `transports` are those a push can take; `base` is the version that a new server process has
-    before it is admitted.
+    `transports` are those a push can take; `base` is the version that a server has
+    before the first push.
     """
 
     def __init__(self, directory: Path, *, stub: bool, bound_s: float) -> None:
@@ -161,21 +158,6 @@ class SoakFleet:
         with FleetState(self.paths.database) as state:
             jobs = reversed(state.journal.jobs(100_000))
             return [(job, state.journal.events(job.id)) for job in jobs]
-
-    def coming_up(self) -> dict[str, list[tuple[float, float]]]:
-        """By server, the times from the spawn of a process until it had the fleet's weights."""
-        with FleetState(self.paths.database) as state:
-            events = [event for event in state.events(1_000_000) if event.subject in self.urls]
-        found: dict[str, list[tuple[float, float]]] = {name: [] for name in self.urls}
-        since: dict[str, float] = {}
-        for event in events:
-            if event.message == STARTING:
-                since.setdefault(event.subject, event.at)
-            elif event.message == ADMITTED and event.subject in since:
-                found[event.subject].append((since.pop(event.subject), event.at))
-        for name, at in since.items():
-            found[name].append((at, math.inf))
-        return found
 
     def processes(self) -> list[psutil.Process]:
         """Live processes of ours that carry this fleet's state directory."""

@@ -8,6 +8,9 @@ interpreter has vLLM (`alone/` is for those without skyctl). Its secrets come in
     inference, tokens, metrics, when a key is set   401       yes       yes
     the same, when no key is set                    open      open      open
     everything else: whatever vLLM has or will get  401       401       yes
+
+A server that starts again in a fleet that moved on to other weights answers 503 to whoever asks it
+for inference without the control token, until it has those: a file tells, as long as it is there.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ import hmac
 import json
 import os
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from pathlib import Path
 from typing import Any
 
 Scope = MutableMapping[str, Any]
@@ -25,6 +29,8 @@ Application = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 TOKEN_VARIABLE = "SKYCTL_CONTROL_TOKEN"
 KEY_VARIABLE = "VLLM_API_KEY"
+HELD_VARIABLE = "SKYCTL_HELD_WHILE"
+"""A path: while there is a file, only the control token opens inference."""
 SHORTEST_TOKEN = 32
 """Characters. A placeholder or an empty variable is no token."""
 
@@ -56,6 +62,7 @@ _ASK = {
     "`servers:` names its variable in `control_token_env`",
     "data": "this route wants the fleet's API key: send the header `Authorization: Bearer KEY`. "
     "Who started the fleet finds it with `skyctl urls`",
+    "held": "this server has just started and does not have its fleet's weights yet; ask again",
 }
 
 
@@ -74,6 +81,7 @@ class Guard:
         self._app = app
         self._token = token.encode()
         self._key = key.encode()
+        self._held_while = environ.get(HELD_VARIABLE, "")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -86,20 +94,27 @@ class Guard:
             await self._app(scope, receive, send)
 
     def _refusal(self, scope: Scope) -> str:
-        """ "" for a request that may pass, else what it lacks: "control" or "data"."""
+        """ "" for a request that may pass, else what it lacks: "control" or "data"; "held"."""
         path = route_path(scope)
         if path in _OPEN and scope["type"] == "http":
             return ""
         wanted = "data" if is_data(path) else "control"
-        if wanted == "data" and not self._key:
-            return ""
         given = _bearer(scope)
         # both are always compared, so that time tells nothing
         has_token = hmac.compare_digest(given, self._token)
         has_key = hmac.compare_digest(given, self._key)
-        if has_token and self._key:
-            _hand_over(scope, self._key)
-        return "" if has_token or (has_key and wanted == "data") else wanted
+        if has_token:
+            if self._key:
+                _hand_over(scope, self._key)
+            return ""
+        if wanted == "control" or (self._key and not has_key):
+            return wanted
+        return "held" if self._is_held(scope) else ""
+
+    def _is_held(self, scope: Scope) -> bool:
+        """Whether this asks for inference, and not yet."""
+        looks_on = scope["type"] == "http" and scope["method"] != "POST"
+        return bool(self._held_while) and not looks_on and Path(self._held_while).exists()
 
 
 def route_path(scope: Scope) -> str:
@@ -135,14 +150,16 @@ def _hand_over(scope: Scope, key: bytes) -> None:
 
 async def _refuse(scope: Scope, send: Send, wanted: str) -> None:
     if scope["type"] == "websocket":
-        await send({"type": "websocket.close", "code": 1008, "reason": "no token"})
+        code, reason = (1013, "try again later") if wanted == "held" else (1008, "no token")
+        await send({"type": "websocket.close", "code": code, "reason": reason})
         return
-    error = {"message": _ASK[wanted], "type": "Unauthorized", "param": None, "code": 401}
+    status, kind = (503, "ServiceUnavailable") if wanted == "held" else (401, "Unauthorized")
+    error = {"message": _ASK[wanted], "type": kind, "param": None, "code": status}
     body = json.dumps({"error": error}).encode()
     headers = [
         (b"content-type", b"application/json"),
         (b"content-length", str(len(body)).encode()),
-        (b"www-authenticate", b"Bearer"),
+        (b"retry-after", b"1") if wanted == "held" else (b"www-authenticate", b"Bearer"),
     ]
-    await send({"type": "http.response.start", "status": 401, "headers": headers})
+    await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body})

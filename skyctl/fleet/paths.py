@@ -119,6 +119,10 @@ class FleetPaths:
             return path
         return _short(path, ".tmp")
 
+    def held(self, server: str) -> Path:
+        """There while a server that starts must not answer yet (see engine/guard.py)."""
+        return self.directory / f"{server}.held"
+
     @property
     def compiled(self) -> Path:
         """What torch compiled for servers: kept for all fleets of this root, and for nobody else,

@@ -24,9 +24,6 @@ from skyctl.units import format_seconds
 
 _LOG = logging.getLogger(__name__)
 
-STARTING = "starting"
-"""The event of a spawn, written before it."""
-
 SETTLED = ("up", "ready", "dead", "failed", "stopped")
 
 
@@ -159,7 +156,7 @@ class KeptRunning(ABC):
             started_at=time.time(),
         )
         self._store.save_process(intent)
-        self._store.add_event(self.name, STARTING)
+        self._store.add_event(self.name, "starting")
         reached(f"{self.role}.intended")
         self._before_spawn()
         env = {**scratch_environment(self._paths), **env}

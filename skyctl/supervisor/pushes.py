@@ -114,9 +114,13 @@ class Pushes:
         supervisor = self._supervisor
         journal = supervisor.state.journal
         job = jobs.open_push(journal, supervisor.state.locks, request)
-        left = [r.name for r in supervisor.replicas.values() if r not in up]
+        left = [r for r in supervisor.replicas.values() if r not in up]
         if left:
-            journal.note(job.id, f"not part of this push, because not up: {', '.join(left)}")
+            names = ", ".join(replica.name for replica in left)
+            journal.note(job.id, f"not part of this push, because not up: {names}")
+        for replica in left:
+            if replica.phase != "up":
+                replica.hold()
         self.job = job
         self.over.clear()
         self._task = asyncio.create_task(self._run(job, request, plan, up, heals), name=job.id)

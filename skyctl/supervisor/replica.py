@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
@@ -25,10 +26,11 @@ from dataclasses import dataclass, replace
 
 from skyctl.control.http import ControlClient
 from skyctl.control.target import ServerTarget
+from skyctl.engine.guard import HELD_VARIABLE
 from skyctl.errors import ServerError
 from skyctl.fleet.credentials import API_KEY, CONTROL_TOKEN, Credentials
 from skyctl.fleet.in_doubt import trust
-from skyctl.fleet.paths import FleetPaths
+from skyctl.fleet.paths import FleetPaths, create_private_file
 from skyctl.fleet.plan import ServerSpec
 from skyctl.fleet.ports import port_holder
 from skyctl.fleet.schema import FleetConfig
@@ -40,17 +42,18 @@ from skyctl.supervisor.logtail import tail, telling_line
 from skyctl.supervisor.process import ManagedProcess
 from skyctl.units import format_seconds
 
-ADMITTED = "ready"
-"""The event of a server at the fleet's weights, written before the router learns of it."""
-
 READY_POLL_S = 0.5
 _ADOPTED_TIMEOUT_S = 10.0
 
 
 @dataclass
 class ReplicaContext:
-    """What every replica of a fleet shares. `admit` brings a fresh server to the fleet's weights;
-    `gate` is entered from spawn to ready; `changed` is called after every change of state."""
+    """What every replica of a fleet shares.
+
+    `admit` brings a fresh server to the fleet's weights, `admitted` says whether it has them, with
+    no push under way that it would miss; `gate` is entered from spawn to ready; `changed` is called
+    after every change of state.
+    """
 
     state: FleetState
     paths: FleetPaths
@@ -58,6 +61,7 @@ class ReplicaContext:
     config: FleetConfig
     credentials: Credentials
     admit: Callable[[Replica], Awaitable[None]]
+    admitted: Callable[[Replica], bool]
     gate: Callable[[ServerSpec], AbstractAsyncContextManager[object]]
     changed: Callable[[], None]
     clock: Callable[[], float] = time.monotonic
@@ -143,6 +147,7 @@ class Replica(KeptRunning):
         """Stop the server's whole tree and keep it stopped."""
         await super().stop()
         self._proven = False
+        self._release()
 
     def update_row(self, **changes: object) -> None:
         """Change what is meant to be true of this server, in the state file too."""
@@ -160,6 +165,10 @@ class Replica(KeptRunning):
         )
         trust(self._context.state, self.name)
         self._context.state.set_weights_awake(self.name, False)
+
+    def hold(self) -> None:
+        """Until it is up, let it answer nobody but us (see engine/guard.py)."""
+        os.close(create_private_file(self._context.paths.held(self.name)))
 
     def reload_row(self) -> None:
         """Take over what somebody else wrote to the state file."""
@@ -195,19 +204,34 @@ class Replica(KeptRunning):
                 return reason
         reached("server.ready")
         self._to("admitting")
-        if reason := await self._unless_dead(self.process, self._context.admit(self)):
-            return reason
+        admitted = False
+        while not admitted:
+            if reason := await self._unless_dead(self.process, self._context.admit(self)):
+                return reason
+            admitted = self._context.admitted(self)
+        self._release()
         self._proven = True
-        self._context.state.add_event(self.name, ADMITTED)
+        self._context.state.add_event(self.name, "ready")
         self._to("up")
         return await self._watch(self.process)
 
     def _spawn_server(self) -> ManagedProcess:
-        return self._spawn(self.spec.argv, self._context.credentials.fill(self.spec.env))
+        held = {HELD_VARIABLE: str(self._context.paths.held(self.name))}
+        return self._spawn(
+            self.spec.argv, {**self._context.credentials.fill(self.spec.env), **held}
+        )
 
     def _before_spawn(self) -> None:
         self.forget_weights()
         self._after_end()
+        moved_on = self._context.state.weights().checkpoint is not None
+        if moved_on or self._row.paused or self._row.sleep_level:
+            self.hold()
+        else:
+            self._release()
+
+    def _release(self) -> None:
+        self._context.paths.held(self.name).unlink(missing_ok=True)
 
     def _after_end(self) -> None:
         self.observed_paused, self.update_state = None, ""

@@ -298,6 +298,7 @@ class Supervisor:
                 config=plan.config,
                 credentials=ensure_credentials(self.paths),
                 admit=self._admit,
+                admitted=self._admitted,
                 gate=self._gate,
                 changed=self.changed,
             )
@@ -365,6 +366,11 @@ class Supervisor:
             self.state.add_event(replica.name, f"taking weight version {weights.version}")
             await admission.bring_to_weights(replica, self.state, plan, self.client)
         await admission.apply_intent(replica, self.client, plan.config.control_timeout_s)
+
+    def _admitted(self, replica: Replica) -> bool:
+        if replica.row.quarantine:
+            return True
+        return self.pushes.over.is_set() and admission.is_current(self.state, replica)
 
     @asynccontextmanager
     async def _gate(self, spec: ServerSpec) -> AsyncIterator[None]:

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import psutil
 import pytest
 
@@ -285,6 +286,45 @@ def followed(fleet: StubFleet, dead: int | None) -> int:
             operation = fleet.json("status")["data"]["operation"] or {}
             if pid != dead and not operation.get("ended_at") and operation:
                 return pid
+
+
+# --- a server that starts again -------------------------------------------------------------------
+
+
+def test_a_server_that_starts_again_never_answers_with_the_weights_it_was_started_from(
+    fleet: StubFleet,
+) -> None:
+    """Asked directly: the router sends nobody there."""
+    slow = '{"/pause": {"kind": "delay", "seconds": 1}}'  # the first thing its admission does
+    fleet.write(faults=slow, extra="weight_transfer: {transport: disk}")
+    write_checkpoint(fleet.directory / "model")
+    write_checkpoint(fleet.directory / "next", tiny_tensors(2))
+    fleet.run("up", "--no-router")
+    url = fleet.replicas()["stubs-0"]["url"]
+    key = (state_file(fleet).parent / "api.key").read_text().strip()
+    client = httpx.Client(headers={"Authorization": f"Bearer {key}"}, timeout=20.0)
+    model = fleet.json("urls")["data"]["model"]
+    body = {"model": model, "prompt": "ab", "max_tokens": 6}
+
+    def answer() -> str:
+        return str(client.post(f"{url}/v1/completions", json=body).json()["choices"][0]["text"])
+
+    with client:
+        before = answer()
+        fleet.run("sync-weights", "next")
+        after = answer()
+        assert after != before
+        kill_and_wait(fleet.replicas()["stubs-0"]["pid"])
+        refused = 0
+        answered = False
+        while not answered:
+            with contextlib.suppress(httpx.TransportError):
+                response = client.post(f"{url}/v1/completions", json=body)
+                assert response.status_code in (200, 503), response.text
+                refused += response.status_code == 503
+                answered = response.status_code == 200
+        assert response.json()["choices"][0]["text"] == after
+        assert refused > 0
 
 
 # --- versions that differ ------------------------------------------------------------------------

@@ -16,6 +16,8 @@ _REPEATED = {
 }
 """Points that a push reaches once per chunk, times servers where that is 2."""
 
+_SUCCESSOR = ("adopt.begin", "adopt.done", "recover.begin")
+
 
 @dataclass(frozen=True)
 class Dice:
@@ -23,7 +25,8 @@ class Dice:
 
     `at` is the value of SKYCTL_KILL_AT. `guardian`: the kill is noticed by the push's own guardian,
     else recovery is started by hand. `fails_at`: the update call on which the first server's worker
-    raises, as vLLM leaves it: session closed, half loaded; 0 for none.
+    raises, as vLLM leaves it: session closed, half loaded; 0 for none. `successor`: the point at
+    which the supervisor dies that recovery by hand started; the same recovery starts another.
     """
 
     point: str
@@ -32,6 +35,7 @@ class Dice:
     chunk_bytes: int
     guardian: bool
     fails_at: int = 0
+    successor: str = ""
 
     @property
     def transport(self) -> str:
@@ -52,7 +56,8 @@ class Dice:
         # before it stands, nobody is there to notice
         guardian = guardian and point != "push.begun"
         fails_at = dice.randint(1, chunks) if dice.random() < 0.25 else 0
-        return cls(point, seed, at, chunk_bytes, guardian, fails_at)
+        successor = dice.choice(("", "", *_SUCCESSOR))
+        return cls(point, seed, at, chunk_bytes, guardian, fails_at, successor)
 
 
 @dataclass

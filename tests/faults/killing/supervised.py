@@ -130,7 +130,7 @@ class SupervisedFleet:
         ticket.unlink(missing_ok=True)
         died_at = time.time()
         if not (dice.guardian and came.killed and self._healed_by_guardian(came)):
-            code, envelope, errors = self.skyctl("recover", "--yes")
+            code, envelope, errors = self._recover(dice)
             if code != 0 or not all(row["ok"] for row in envelope["data"]["recovered"]):
                 shown = envelope.get("error") or errors[-300:]
                 came.violations.append(f"I6: recover ended with {code}: {shown}")
@@ -140,6 +140,16 @@ class SupervisedFleet:
             came.violations += self._wake()
         came.violations += self._look()
         return came
+
+    def _recover(self, dice: Dice) -> tuple[int, dict[str, Any], str]:
+        if not dice.successor:
+            return self.skyctl("recover", "--yes")
+        ticket = self.directory / "successor"
+        ticket.write_text(dice.successor)
+        try:
+            return self.skyctl("recover", "--yes", kill_at=f"@{ticket}")
+        finally:
+            ticket.unlink(missing_ok=True)  # where nothing was to be recovered, nobody took it
 
     def _command_dies(self, dice: Dice) -> Came:
         """Only the command that asks for a push dies: the push is made, or never was."""

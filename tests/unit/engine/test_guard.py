@@ -27,18 +27,24 @@ async def app(scope: Any, receive: Any, send: Any) -> None:
     await send({"type": "http.response.body", "body": headers.get(b"authorization", b"")})
 
 
-def guard(key: str | None = KEY, token: str = TOKEN) -> Guard:
+def guard(key: str | None = KEY, token: str = TOKEN, held: Path | None = None) -> Guard:
     environ = {"SKYCTL_CONTROL_TOKEN": token, **({"VLLM_API_KEY": key} if key else {})}
+    environ |= {"SKYCTL_HELD_WHILE": str(held)} if held else {}
     return Guard(app, environ=environ)
 
 
 def ask(
-    path: str, given: str | None = None, *, method: str = "GET", key: str | None = KEY
+    path: str,
+    given: str | None = None,
+    *,
+    method: str = "GET",
+    key: str | None = KEY,
+    held: Path | None = None,
 ) -> httpx.Response:
     headers = {} if given is None else {"Authorization": given}
 
     async def call() -> httpx.Response:
-        transport = httpx.ASGITransport(guard(key))
+        transport = httpx.ASGITransport(guard(key, held=held))
         async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
             return await client.request(method, path, headers=headers)
 
@@ -150,7 +156,7 @@ def test_a_refusal_says_what_to_send_and_holds_no_secret() -> None:
 
 
 def test_websockets_are_closed_and_what_is_unknown_is_not_served() -> None:
-    async def drive(kind: str, given: str | None = None) -> list[Any]:
+    async def drive(kind: str, given: str | None = None, held: bool = False) -> list[Any]:
         sent: list[Any] = []
         reached: list[Any] = []
 
@@ -165,6 +171,7 @@ def test_websockets_are_closed_and_what_is_unknown_is_not_served() -> None:
 
         headers = [(b"authorization", given.encode())] if given else []
         environ = {"SKYCTL_CONTROL_TOKEN": TOKEN, "VLLM_API_KEY": KEY}
+        environ |= {"SKYCTL_HELD_WHILE": __file__} if held else {}
         scope = {"type": kind, "path": "/v1/realtime", "headers": headers}
         await Guard(inner, environ=environ)(scope, receive, send)
         return sent + reached
@@ -172,8 +179,35 @@ def test_websockets_are_closed_and_what_is_unknown_is_not_served() -> None:
     (closed,) = asyncio.run(drive("websocket"))
     assert (closed["type"], closed["code"]) == ("websocket.close", 1008)
     assert asyncio.run(drive("websocket", f"Bearer {KEY}")) == ["reached"]
+    (closed,) = asyncio.run(drive("websocket", f"Bearer {KEY}", held=True))
+    assert (closed["type"], closed["code"]) == ("websocket.close", 1013)
     assert asyncio.run(drive("lifespan")) == ["reached"]
     assert asyncio.run(drive("something.new", f"Bearer {TOKEN}")) == []
+
+
+@pytest.mark.parametrize("key", [KEY, None])
+def test_while_a_server_is_held_only_the_control_token_opens_inference(
+    tmp_path: Path, key: str | None
+) -> None:
+    held = tmp_path / "s-0.held"
+    user = f"Bearer {key}" if key else None
+
+    def asked(path: str, given: str | None, method: str = "POST") -> int:
+        return ask(path, given, method=method, key=key, held=held).status_code
+
+    assert asked("/v1/completions", user) == 200
+    held.touch()
+    refused = ask("/v1/completions", user, method="POST", key=key, held=held)
+    assert refused.status_code == 503 and refused.headers["retry-after"] == "1"
+    assert "does not have its fleet's weights yet" in refused.json()["error"]["message"]
+    assert asked("/v1/completions", f"Bearer {TOKEN}") == 200
+    assert asked("/v1/models", user, "GET") == asked("/health", None, "GET") == 200
+    assert asked("/pause", f"Bearer {TOKEN}") == 200
+    assert asked("/pause", user) == 401  # who may not ask anyway learns nothing of it
+    if key:
+        assert asked("/v1/completions", None) == 401
+    held.unlink()
+    assert asked("/v1/completions", user) == 200
 
 
 @pytest.mark.parametrize("token", ["", "(set at its start)", "short"])
