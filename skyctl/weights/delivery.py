@@ -153,14 +153,15 @@ class ChunkDelivery:
 
         Nothing where the last push of this sender filled them in the same way: they kept it.
         """
-        if not self._transport.shares_gpus or lease.filled == self._filling(sites):
+        filling = self._filling(sites)
+        if not self._transport.shares_gpus or (filling and lease.filled == filling):
             return 0
         gpus = [site.server.gpus for site in sites]
         return bytes_beside(self._transport.name, self._plan, gpus)
 
     def _filling(self, sites: Sequence[Site]) -> str:
-        processes = [[site.name, site.server.instance] for site in sites]
-        return json.dumps([processes, self._plan.slot_bytes])
+        group = group_of(sites)
+        return json.dumps([group, self._plan.slot_bytes]) if group else ""
 
     async def _read_ahead(self, lease: Lease, chunks: int) -> None:
         """Wait until so many chunks are in their slots, or enough that servers will not wait."""

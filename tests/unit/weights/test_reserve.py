@@ -61,6 +61,15 @@ async def test_processes_that_took_such_a_push_take_nothing_more(tmp_path: Path)
     assert await pushed(senders, tmp_path / "a", ("1@1", "3@9"), 2 * CHUNK) > 0  # larger chunks
 
 
+async def test_processes_of_which_nobody_knows_whether_they_are_the_same_may_take_it_again(
+    tmp_path: Path,
+) -> None:
+    write_checkpoint(tmp_path / "a")
+    senders = Senders()
+    for _ in range(2):
+        assert await pushed(senders, tmp_path / "a", ("1@1", "")) > 0
+
+
 async def test_a_sender_with_a_gpu_of_its_own_leaves_nothing(tmp_path: Path) -> None:
     checkpoint = read_checkpoint(str(write_checkpoint(tmp_path / "a")))
     sites = [site(Server(), instance="1@1")]
