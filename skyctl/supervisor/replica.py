@@ -151,8 +151,7 @@ class Replica(KeptRunning):
 
     def update_row(self, **changes: object) -> None:
         """Change what is meant to be true of this server, in the state file too."""
-        self._row = self._context.state.update_server(self.name, **changes)
-        self._context.changed()
+        self._row_is(self._context.state.update_server(self.name, **changes))
 
     def forget_weights(self) -> None:
         """A fresh process has the base weights, whatever the one before it had."""
@@ -167,12 +166,17 @@ class Replica(KeptRunning):
         self._context.state.set_weights_awake(self.name, False)
 
     def hold(self) -> None:
-        """Until it is up, let it answer nobody but us (see engine/guard.py)."""
+        """Until it is up, and not quarantined, let it answer nobody but us (engine/guard.py)."""
         os.close(create_private_file(self._context.paths.held(self.name)))
 
     def reload_row(self) -> None:
         """Take over what somebody else wrote to the state file."""
-        self._row = self._context.state.server(self.name)
+        self._row_is(self._context.state.server(self.name))
+
+    def _row_is(self, row: ServerRow) -> None:
+        self._row = row
+        if self.phase == "up" and not row.quarantine:
+            self._release()
         self._context.changed()
 
     def observe(self, *, paused: bool) -> None:
@@ -209,7 +213,8 @@ class Replica(KeptRunning):
             if reason := await self._unless_dead(self.process, self._context.admit(self)):
                 return reason
             admitted = self._context.admitted(self)
-        self._release()
+        if not self._row.quarantine:
+            self._release()
         self._proven = True
         self._context.state.add_event(self.name, "ready")
         self._to("up")

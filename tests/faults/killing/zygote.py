@@ -99,8 +99,10 @@ def _as_if_started(env: dict[str, str], guardian: bool) -> None:
     for name in [name for name in os.environ if name.startswith("SKYCTL_")]:
         del os.environ[name]
     os.environ.update(env)
-    point, left, delay_s = kill_points._parsed(os.environ.get(kill_points.VARIABLE, ""))
+    asked = os.environ.get(kill_points.VARIABLE, "")
+    point, left, delay_s = kill_points._parsed(asked)
     kill_points._point, kill_points._left, kill_points._delay_s = point, left, delay_s
+    kill_points._asked = asked
     if not guardian:
         _without_guardian()
 
