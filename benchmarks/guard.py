@@ -23,11 +23,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-from skyctl.engine.guard import KEY_VARIABLE, TOKEN_VARIABLE, Guard
+from skyctl.engine.guard import HELD_VARIABLE, KEY_VARIABLE, TOKEN_VARIABLE, Guard
 
 ROOT = Path(__file__).parents[1]
-SECRETS = {TOKEN_VARIABLE: "t" * 64, KEY_VARIABLE: "k" * 64}
-HEADERS = {"Authorization": f"Bearer {SECRETS[KEY_VARIABLE]}", "Content-Type": "application/json"}
+ENVIRON = {TOKEN_VARIABLE: "t" * 64, KEY_VARIABLE: "k" * 64, HELD_VARIABLE: "/nowhere/s-0.held"}
+HEADERS = {"Authorization": f"Bearer {ENVIRON[KEY_VARIABLE]}", "Content-Type": "application/json"}
 PATH = "/v1/completions"
 BODY = json.dumps({"model": "m", "prompt": "x" * 1000})
 
@@ -50,7 +50,7 @@ def serve(guarded: bool) -> None:
     listener = socket.socket()
     listener.bind(("127.0.0.1", 0))
     listener.listen()
-    application: Any = Guard(app, environ=SECRETS) if guarded else app
+    application: Any = Guard(app, environ=ENVIRON) if guarded else app
     server = uvicorn.Server(uvicorn.Config(application, log_level="critical", lifespan="off"))
     print(listener.getsockname()[1], flush=True)
 
@@ -117,7 +117,7 @@ def call_us(calls: int = 50_000) -> float:
         return (time.perf_counter() - began) / calls * 1e6
 
     async def both() -> float:
-        guard = Guard(nothing, environ=SECRETS)
+        guard = Guard(nothing, environ=ENVIRON)
         return statistics.median([await mean(guard) - await mean(nothing) for _ in range(5)])
 
     return asyncio.run(both())

@@ -81,7 +81,8 @@ class Guard:
         self._app = app
         self._token = token.encode()
         self._key = key.encode()
-        self._held_while = environ.get(HELD_VARIABLE, "")
+        held = environ.get(HELD_VARIABLE)
+        self._held_while = Path(held) if held else None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -113,8 +114,9 @@ class Guard:
 
     def _is_held(self, scope: Scope) -> bool:
         """Whether this asks for inference, and not yet."""
-        looks_on = scope["type"] == "http" and scope["method"] != "POST"
-        return bool(self._held_while) and not looks_on and Path(self._held_while).exists()
+        if self._held_while is None or (scope["type"] == "http" and scope["method"] != "POST"):
+            return False
+        return self._held_while.exists()
 
 
 def route_path(scope: Scope) -> str:

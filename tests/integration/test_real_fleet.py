@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import httpx
 import psutil
 import pytest
 
@@ -91,6 +93,34 @@ def stopped(pid: int) -> Iterator[None]:
     finally:
         for process in tree:
             process.send_signal(signal.SIGCONT)
+
+
+@contextmanager
+def asked_again_and_again(
+    endpoints: Endpoints, name: str
+) -> Iterator[tuple[set[tuple[int, ...]], set[int]]]:
+    """Ask one server directly, ten times a second; its answers' tokens, and how it refused."""
+    heard: set[tuple[int, ...]] = set()
+    refused: set[int] = set()
+    over = threading.Event()
+
+    def ask() -> None:
+        while not over.wait(0.1):
+            try:
+                url = endpoints.servers[name]
+                heard.add(tuple(greedy(url, endpoints.model, PROMPT, key=endpoints.key)))
+            except httpx.HTTPStatusError as error:
+                refused.add(error.response.status_code)
+            except httpx.TransportError:
+                continue
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    try:
+        yield heard, refused
+    finally:
+        over.set()
+        asking.join()
 
 
 def push(fleet: FleetCli, checkpoint: str, *options: str) -> dict[str, Any]:
@@ -256,18 +286,23 @@ def test_a_killed_replica_returns_at_the_current_version_and_is_routed_again(
     assert answer_b != answer_a
     os.kill(row["pid"], signal.SIGKILL)
 
-    wait_until(
-        lambda: replicas(real_fleet)[name]["state"] != "ready", 60, "the death to be noticed"
-    )
-    while_down = endpoints.routed()
-    assert while_down == answer_b, "the other replica goes on answering"
-    wait_until(
-        lambda: (
-            replicas(real_fleet)[name]["state"] == "ready" and replicas(real_fleet)[name]["routed"]
-        ),
-        240,
-        "the replica to be back in the router",
-    )
+    with asked_again_and_again(endpoints, name) as (heard, refused):
+        wait_until(
+            lambda: replicas(real_fleet)[name]["state"] != "ready", 60, "the death to be noticed"
+        )
+        while_down = endpoints.routed()
+        assert while_down == answer_b, "the other replica goes on answering"
+        wait_until(
+            lambda: (
+                replicas(real_fleet)[name]["state"] == "ready"
+                and replicas(real_fleet)[name]["routed"]
+            ),
+            240,
+            "the replica to be back in the router",
+        )
+        wait_until(lambda: bool(heard), 30, "the replica to answer who asks it directly")
+    assert heard == {tuple(answer_b)}, "it was started from a"
+    assert refused == {503}
     again = replicas(real_fleet)[name]
     assert again["pid"] != row["pid"]
     assert again["weight_version"] == "survivor"
