@@ -122,11 +122,13 @@ async def _end_leftovers(ref: FleetRef) -> bool:
         # nobody starts or takes over meanwhile
         state.locks.hold(UP_LOCK, "ending what is left", wait_s=UP_LOCK_WAIT_S),
     ):
-        going_down = bool(state.get("going_down"))
-        if supervisor_running(ref.paths) or left_alone.left_alone(ref.paths):
+        going_down, rows = bool(state.get("going_down")), state.processes()
+        if supervisor_running(ref.paths):
             return False
         if not going_down:
-            for row in state.processes():
+            if any(row.identity is not None and row.identity.alive() for row in rows):
+                return False
+            for row in rows:
                 await stop_recorded(row, ref.config.stop_timeout_s)
                 state.mark_stale(row.name)
     if going_down:

@@ -163,6 +163,26 @@ def test_of_processes_racing_for_a_lock_exactly_one_wins(path: Path) -> None:
     assert results == ["lost"] * 5 + ["won"]
 
 
+def test_what_is_written_beside_a_second_connection_of_one_process_is_not_lost(path: Path) -> None:
+    """A raw descriptor of the file, closed, would drop the first one's locks: see `_create`."""
+    look = (
+        "import sys; from pathlib import Path; from skyctl.fleet.state import FleetState\n"
+        "with FleetState(Path(sys.argv[1])) as state: print(state.get('key'))\n"
+    )
+
+    def seen_by_another() -> str:
+        done = subprocess.run(
+            [sys.executable, "-c", look, path], capture_output=True, text=True, check=True
+        )
+        return done.stdout.strip()
+
+    with FleetState(path) as state:
+        FleetState(path).close()
+        assert seen_by_another() == "None"
+        state.set("key", "value")
+        assert seen_by_another() == "value"
+
+
 def test_a_held_lock_names_its_holder(path: Path) -> None:
     holder = rf"job push-3 \(pid {os.getpid()}\)"
     with (
