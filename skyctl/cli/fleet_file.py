@@ -47,10 +47,6 @@ def held_ports(ref: FleetRef) -> dict[str, int]:
         return {}
     try:
         with FleetState(ref.paths.database) as state:
-            return {
-                row.name: row.port
-                for row in state.processes()
-                if row.identity is not None and row.identity.alive()
-            }
+            return {row.name: row.port for row in state.processes() if row.alive()}
     except (SkyctlError, OSError, sqlite3.Error):
         return {}

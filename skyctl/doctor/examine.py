@@ -78,7 +78,7 @@ def _examine_file(ref: FleetRef, plan: FleetPlan, facts: MachineFacts) -> list[F
     own: set[int] = set()
     if ref.paths.database.exists():
         with FleetState(ref.paths.database) as state:
-            own = {r.port for r in state.processes() if r.identity and r.identity.alive()}
+            own = {r.port for r in state.processes() if r.alive()}
     if own and plan.router is not None:
         own.add(plan.router.metrics_port)
     running = bool(own) or supervisor_running(ref.paths)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from skyctl.errors import SkyctlError
-from skyctl.fleet.paths import FleetPaths, create_private_file
+from skyctl.fleet.paths import FleetPaths, place_private_file
 
 CONTROL_TOKEN = "SKYCTL_CONTROL_TOKEN"
 API_KEY = "VLLM_API_KEY"
@@ -77,22 +77,7 @@ def _ensure(path: Path) -> str:
     found = read_secret(path)
     if found is not None:
         return found
-    # whole or not at all, and never over one that another process has just made
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
-    descriptor = create_private_file(temporary, os.O_EXCL)
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(secrets.token_hex(_BYTES).encode() + b"\n")
-            file.flush()
-            os.fsync(file.fileno())
-        try:
-            os.link(temporary, path)
-        except FileExistsError:
-            pass
-        except OSError as error:
-            raise SkyctlError(f"cannot write {path}: {error.strerror}") from error
-    finally:
-        temporary.unlink(missing_ok=True)
+    place_private_file(path, secrets.token_hex(_BYTES).encode() + b"\n")
     made = read_secret(path)
     assert made is not None  # linked just now, by us or by another
     return made

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fcntl
 import os
-import secrets
 import sqlite3
 import time
 from collections.abc import Callable, Iterator
@@ -14,7 +13,7 @@ from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 from skyctl.errors import SkyctlError
-from skyctl.fleet.paths import create_private_file, private_directory
+from skyctl.fleet.paths import create_private_file, place_private_file, private_directory
 
 SCHEMA_VERSION = 2
 BUSY_TIMEOUT_S = 10.0
@@ -163,24 +162,14 @@ def damaged(path: Path, error: Exception) -> SkyctlError:
 def _create(path: Path) -> None:
     """An empty file, mode 0600, unless there is one.
 
-    Its descriptor is closed before the file has its name: a process that closes any descriptor of
+    Never opened beside SQLite's own connections: a process that closes any descriptor of
     a database loses the locks that its connections have on it, and the next other process to close
     one removes the WAL that they go on writing to (sqlite.org/howtocorrupt.html, section 2.2).
     """
     if path.is_symlink():
         raise SkyctlError(f"cannot open {path}: it is a symlink")
-    if path.exists():
-        return
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
-    os.close(create_private_file(temporary, os.O_EXCL))
-    try:
-        os.link(temporary, path)
-    except FileExistsError:
-        pass  # another process was faster
-    except OSError as error:
-        raise SkyctlError(f"cannot open {path}: {error.strerror}") from error
-    finally:
-        temporary.unlink(missing_ok=True)
+    if not path.exists():
+        place_private_file(path)
 
 
 def _open(path: Path) -> sqlite3.Connection:

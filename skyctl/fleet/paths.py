@@ -58,6 +58,31 @@ def owned_directory(path: Path) -> Path:
     return path
 
 
+def place_private_file(path: Path, content: bytes = b"") -> None:
+    """A file of mode 0600, whole or not at all, and never over one that somebody has just made.
+
+    Its descriptor is closed before the file has its name.
+
+    Raises:
+        SkyctlError: it cannot be written.
+    """
+    temporary = path.with_name(f".{path.name}.{os.urandom(4).hex()}.tmp")
+    descriptor = create_private_file(temporary, os.O_EXCL)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        try:
+            os.link(temporary, path)
+        except FileExistsError:
+            pass
+        except OSError as error:
+            raise SkyctlError(f"cannot write {path}: {error.strerror}") from error
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
 def create_private_file(path: Path, flags: int = 0) -> int:
     """File descriptor of `path`, created with mode 0600; a symlink in its place is refused.
 

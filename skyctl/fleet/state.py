@@ -39,6 +39,10 @@ class ProcessRow:
     started_at: float = 0.0
     descendants: tuple[ProcessIdentity, ...] = ()
 
+    def alive(self) -> bool:
+        """True while the very process that was recorded runs."""
+        return self.identity is not None and self.identity.alive()
+
 
 @dataclass(frozen=True)
 class ServerRow:

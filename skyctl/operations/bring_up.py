@@ -202,7 +202,7 @@ async def take_down(
     if not paths.database.exists():
         return TakenDown((), False)
     with FleetState(paths.database) as state:
-        names = tuple(r.name for r in state.processes() if r.identity and r.identity.alive())
+        names = tuple(r.name for r in state.processes() if r.alive())
     client = SupervisorClient(paths)
     reached("down.asked")
     try:

@@ -20,7 +20,7 @@ def left_alone(paths: FleetPaths) -> bool:
     with FleetState(paths.database) as state:
         if state.get("going_down"):
             return False
-        return any(_alive(row) for row in state.processes())
+        return any(row.alive() for row in state.processes())
 
 
 async def find(ref: FleetRef) -> tuple[Finding, ...]:
@@ -32,7 +32,7 @@ async def find(ref: FleetRef) -> tuple[Finding, ...]:
         if state.get("going_down"):
             said = "`skyctl down` was cut short"
             return tuple(Finding(row.name, "half-down", said, "down") for row in rows)
-        seen = {one.server: one for one in await _ask(ref, [r for r in rows if _alive(r)])}
+        seen = {one.server: one for one in await _ask(ref, [r for r in rows if r.alive()])}
         doubts = {**in_doubt(state), **_of_orphans(state)}
         findings = []
         for row in rows:
@@ -77,7 +77,3 @@ def _judge_dead(row: ProcessRow, *, others_live: bool) -> Finding:
         return Finding(row.name, "orphaned", said, "end")
     action: Action = "restart" if others_live else "nothing"
     return Finding(row.name, "failed", "it died while nobody watched", action)
-
-
-def _alive(row: ProcessRow) -> bool:
-    return row.identity is not None and row.identity.alive()

@@ -64,7 +64,7 @@ def _known_ports(ref: FleetRef) -> dict[str, int]:
         return {}
     with FleetState(ref.paths.database) as state:
         planned_ports: dict[str, int] = json.loads(state.get("ports") or "{}")
-        alive = {r.name for r in state.processes() if r.identity and r.identity.alive()}
+        alive = {r.name for r in state.processes() if r.alive()}
     if supervisor_running(ref.paths):
         return planned_ports
     if "router" in alive:

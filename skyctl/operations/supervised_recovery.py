@@ -126,7 +126,7 @@ async def _end_leftovers(ref: FleetRef) -> bool:
         if supervisor_running(ref.paths):
             return False
         if not going_down:
-            if any(row.identity is not None and row.identity.alive() for row in rows):
+            if any(row.alive() for row in rows):
                 return False
             for row in rows:
                 await stop_recorded(row, ref.config.stop_timeout_s)

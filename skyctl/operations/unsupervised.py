@@ -78,4 +78,4 @@ def _stale(row: ProcessRow) -> bool:
 
 
 def _alive(row: ProcessRow) -> ProcessIdentity | None:
-    return row.identity if row.identity is not None and row.identity.alive() else None
+    return row.identity if row.alive() else None
