@@ -187,6 +187,7 @@ def _summary(kind: str, cames: list[Came]) -> dict[str, Any]:
         },
         "cycles": len(cames),
         "killed": sum(came.killed for came in cames),
+        "successors_killed": sum(came.successor_killed for came in cames),
         "violations": [came.to_json() for came in cames if came.violations],
         "seconds_a_cycle": _spread(came.seconds for came in cames),
         "detected_s": {
@@ -229,6 +230,7 @@ def _print(shown: dict[str, Any]) -> None:
         print(f"{point:<20}{row['cycles']:>8}{row['killed']:>8}{row['violations']:>12}")
     bad = len(shown["violations"])
     print(f"{'all':<20}{shown['cycles']:>8}{shown['killed']:>8}{bad:>12}")
+    print(f"of their successors were killed, too: {shown['successors_killed']}")
     print(
         "detected:", shown["detected_s"], "healed beyond the push:", shown["healed_beyond_push_s"]
     )

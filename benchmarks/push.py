@@ -193,7 +193,10 @@ def record(
             "first": pushes[0]["gpu_memory_mib"],
             "last": pushes[-1]["gpu_memory_mib"],
         },
-        "options": f"{options.shape} chunk {options.chunk_size} {options.push_options}".strip(),
+        "options": (
+            f"{options.shape} chunk {options.chunk_size}, {options.warmups} warm-ups "
+            f"{options.push_options}"
+        ).strip(),
     }
 
 

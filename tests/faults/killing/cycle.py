@@ -66,6 +66,7 @@ class Came:
 
     `detected_s`: from the death of the pusher to the closing of its job; `pushed_s`: the push that
     recovery made; `healed_s`: from the death until every server served again; `seconds`: all of it.
+    `successor_killed`: the supervisor that recovery started was killed, too.
     """
 
     point: str
@@ -76,6 +77,7 @@ class Came:
     pushed_s: float | None = None
     healed_s: float | None = None
     guardian: bool = False
+    successor_killed: bool = False
     seconds: float | None = None
 
     def to_json(self) -> dict[str, Any]:

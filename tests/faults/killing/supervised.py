@@ -130,7 +130,7 @@ class SupervisedFleet:
         ticket.unlink(missing_ok=True)
         died_at = time.time()
         if not (dice.guardian and came.killed and self._healed_by_guardian(came)):
-            code, envelope, errors = self._recover(dice)
+            code, envelope, errors = self._recover(dice, came)
             if code != 0 or not all(row["ok"] for row in envelope["data"]["recovered"]):
                 shown = envelope.get("error") or errors[-300:]
                 came.violations.append(f"I6: recover ended with {code}: {shown}")
@@ -141,7 +141,7 @@ class SupervisedFleet:
         came.violations += self._look()
         return came
 
-    def _recover(self, dice: Dice) -> tuple[int, dict[str, Any], str]:
+    def _recover(self, dice: Dice, came: Came) -> tuple[int, dict[str, Any], str]:
         if not dice.successor:
             return self.skyctl("recover", "--yes")
         ticket = self.directory / "successor"
@@ -149,6 +149,7 @@ class SupervisedFleet:
         try:
             return self.skyctl("recover", "--yes", kill_at=f"@{ticket}")
         finally:
+            came.successor_killed = not ticket.exists()
             ticket.unlink(missing_ok=True)  # where nothing was to be recovered, nobody took it
 
     def _command_dies(self, dice: Dice) -> Came:
