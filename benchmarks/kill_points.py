@@ -59,7 +59,8 @@ def _points(kind: str) -> tuple[str, ...]:
     return KINDS["supervised" if kind == "real" else kind]
 
 
-def main() -> None:
+def main() -> int:
+    """Exit status 1 when an invariant was violated."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.kill_points")
     parser.add_argument("--seeds", type=int, default=100)
     parser.add_argument("--first-seed", type=int, default=0)
@@ -75,6 +76,7 @@ def main() -> None:
     options = parser.parse_args()
     kinds = ["real"] if options.real else [options.only] if options.only else list(KINDS)
     deadline = time.monotonic() + options.minutes * 60
+    violations = 0
     with tempfile.TemporaryDirectory(prefix="kill-points-") as directory:
         for kind in kinds:
             log = options.log or Path(directory) / "log"
@@ -84,6 +86,8 @@ def main() -> None:
             shown = _summary(kind, _logged(log))
             out.write_text(json.dumps(shown, indent=1) + "\n")
             _print(shown)
+            violations += len(shown["violations"])
+    return 1 if violations else 0
 
 
 def _run(kind: str, options: argparse.Namespace, deadline: float, log: Path) -> None:
@@ -237,4 +241,4 @@ def _print(shown: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
