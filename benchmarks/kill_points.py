@@ -234,7 +234,8 @@ def _print(shown: dict[str, Any]) -> None:
         print(f"{point:<20}{row['cycles']:>8}{row['killed']:>8}{row['violations']:>12}")
     bad = len(shown["violations"])
     print(f"{'all':<20}{shown['cycles']:>8}{shown['killed']:>8}{bad:>12}")
-    print(f"of their successors were killed, too: {shown['successors_killed']}")
+    if successors := shown["successors_killed"]:
+        print(f"supervisors that `recover` started and that were killed, too: {successors}")
     print(
         "detected:", shown["detected_s"], "healed beyond the push:", shown["healed_beyond_push_s"]
     )
