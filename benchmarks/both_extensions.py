@@ -6,7 +6,7 @@ from checkpoint_engine.worker import (  # type: ignore[import-not-found,unused-i
     VllmColocateWorkerExtension,
 )
 
-from skyctl.engine.worker import SkyctlWorkerExtension
+from skyctl.engines.vllm.inside.worker import SkyctlWorkerExtension
 
 
 class BothExtensions(SkyctlWorkerExtension, VllmColocateWorkerExtension):  # type: ignore[misc,unused-ignore]

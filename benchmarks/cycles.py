@@ -41,11 +41,11 @@ from typing import Any
 
 import psutil
 
+from skyctl.core.registry import FleetRef, select, supervisor_running
 from skyctl.errors import SkyctlError
-from skyctl.fleet.identity import ProcessIdentity, identify
-from skyctl.fleet.paths import FleetPaths
-from skyctl.fleet.registry import FleetRef, select, supervisor_running
-from skyctl.fleet.state import FleetState, ProcessRow
+from skyctl.store.identity import ProcessIdentity, identify
+from skyctl.store.paths import FleetPaths
+from skyctl.store.state import FleetState, ProcessRow
 from tests.faults.stub_fleet import StubFleet
 from tests.integration.fleet_cli import UP_TIMEOUT_S, FleetCli
 
@@ -157,7 +157,7 @@ class StubCycles:
         asyncio.run(self._cycle(kill, dice, strangers))
 
     async def _cycle(self, kill: str, dice: random.Random, strangers: Decoys) -> None:
-        from skyctl.operations.bring_up import begin_up, follow_operation, take_down
+        from skyctl.service.bring_up import begin_up, follow_operation, take_down
 
         paths = self.ref.paths
         begun = await begin_up(self.ref)

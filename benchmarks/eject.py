@@ -31,9 +31,9 @@ from typing import Any
 
 import httpx
 
-from skyctl.fleet.registry import FleetRef, select
-from skyctl.fleet.status import FleetStatus
-from skyctl.operations.connect import connect
+from skyctl.core.registry import FleetRef, select
+from skyctl.core.status import FleetStatus
+from skyctl.service.connect import connect
 from tests.faults.stub_fleet import StubFleet
 
 RESULT = Path(__file__).parent / "results" / "eject.json"

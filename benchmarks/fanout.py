@@ -8,8 +8,8 @@ processors beside the client's. Each client runs in `--starts` fresh processes; 
 all servers once with no connection open (cold), then `--rounds` times with those it kept. Medians
 count. Clients:
 
-    skyctl fan_out   POST /pause through skyctl.control.fanout, one call per server
-    skyctl pause     skyctl.control.verbs.pause: reads each server's state, then pauses it
+    skyctl fan_out   POST /pause through skyctl.http.fanout, one call per server
+    skyctl pause     skyctl.core.actions.pause: reads each server's state, then pauses it
     bare httpx       asyncio.gather over one httpx.AsyncClient without limits, up to 64 servers
     skyrl            RemoteInferenceClient.pause of the skyrl package (aiohttp)
     bare sockets     one epoll loop, no HTTP: what this machine and the stubs allow at best

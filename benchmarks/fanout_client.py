@@ -22,11 +22,11 @@ TIMEOUT_S = 60.0
 
 @contextlib.asynccontextmanager
 async def skyctl_client(urls: list[str], *, verb: bool) -> AsyncIterator[Round]:
-    from skyctl.control import verbs
-    from skyctl.control.fanout import fan_out
-    from skyctl.control.http import ControlClient
-    from skyctl.control.server import VLLMServer
-    from skyctl.control.target import ServerTarget
+    from skyctl.core import actions as verbs
+    from skyctl.engines.vllm.server import VLLMServer
+    from skyctl.http.client import ControlClient
+    from skyctl.http.fanout import fan_out
+    from skyctl.http.target import ServerTarget
 
     targets = [ServerTarget(f"stub-{index}", url) for index, url in enumerate(urls)]
     async with ControlClient() as client:

@@ -23,7 +23,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from skyctl.engine.guard import HELD_VARIABLE, KEY_VARIABLE, TOKEN_VARIABLE, Guard
+from skyctl.engines.vllm.inside.guard import HELD_VARIABLE, KEY_VARIABLE, TOKEN_VARIABLE, Guard
 
 ROOT = Path(__file__).parents[1]
 ENVIRON = {TOKEN_VARIABLE: "t" * 64, KEY_VARIABLE: "k" * 64, HELD_VARIABLE: "/nowhere/s-0.held"}

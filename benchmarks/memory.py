@@ -26,7 +26,7 @@ import psutil
 
 from benchmarks.checkpoints import SHAPES, two_checkpoints
 from benchmarks.push import Fleet, save, settings
-from skyctl.weights.forecast import WORKER_HOST
+from skyctl.push.forecast import WORKER_HOST
 
 MIB = 1 << 20
 SAMPLE_S = 0.002
@@ -72,7 +72,7 @@ def senders(state: str) -> list[psutil.Process]:
     for process in psutil.process_iter():
         try:
             ours = process.environ().get("SKYCTL_HOME") == state
-            if ours and "skyctl.weights.sender" in process.cmdline():
+            if ours and "skyctl.transfer.sender" in process.cmdline():
                 found.append(process)
         except psutil.Error:
             continue

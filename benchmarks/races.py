@@ -32,12 +32,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from skyctl.fleet.locks import LockHolder
-from skyctl.fleet.paths import FleetPaths
-from skyctl.fleet.state import FleetState
+from skyctl.store.locks import LockHolder
+from skyctl.store.paths import FleetPaths
+from skyctl.store.state import FleetState
 from tests.faults.attached_fleet import free_port
 from tests.faults.stub_fleet import ROOT, StubFleet
-from tests.unit.weights.checkpoints import tiny_tensors, write_checkpoint
+from tests.unit.push.checkpoints import tiny_tensors, write_checkpoint
 
 RESULT = Path(__file__).parent / "results" / "races.json"
 PUSH_S = 1.2

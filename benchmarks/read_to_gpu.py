@@ -17,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from skyctl.weights.gpu.reader import DeviceReader, Span
+from skyctl.transfer.gpu.reader import DeviceReader, Span
 
 RESULTS = Path(__file__).parent / "results"
 

@@ -25,10 +25,10 @@ from typing import Any
 
 import psutil
 
-from skyctl.control.generate import Endpoint, GenerationClient, GenerationResult
-from skyctl.control.prompts import GenerationRequest
-from skyctl.fleet.registry import select
-from skyctl.operations.connect import connect
+from skyctl.core.registry import select
+from skyctl.generate.prompts import GenerationRequest
+from skyctl.generate.requests import Endpoint, GenerationClient, GenerationResult
+from skyctl.service.connect import connect
 
 INTERVAL_S = 1.0
 TOKENS = 64

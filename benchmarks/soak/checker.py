@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-from skyctl.fleet.journal import Job, JobEvent
+from skyctl.store.journal import Job, JobEvent
 
 Outcome = Literal["answered", "failed", "hung"]
 Verdict = Literal["pure", "frozen", "empty", "uncommitted", "mixed", "unknown"]

@@ -16,11 +16,11 @@ from typing import Any
 
 import psutil
 
+from skyctl.core.registry import supervisor_running
 from skyctl.errors import SkyctlError
-from skyctl.fleet.paths import FleetPaths
-from skyctl.fleet.registry import supervisor_running
-from skyctl.fleet.state import FleetState
-from skyctl.operations.revive import listening
+from skyctl.service.revive import listening
+from skyctl.store.paths import FleetPaths
+from skyctl.store.state import FleetState
 
 _ROOT = Path(__file__).parents[2]
 _SETTINGS = """
@@ -92,7 +92,7 @@ class SoakFleet:
 
     def _write_stubs(self, settings: str) -> None:
         from tests.faults.stub_fleet import StubFleet
-        from tests.unit.weights.checkpoints import tiny_tensors, write_checkpoint
+        from tests.unit.push.checkpoints import tiny_tensors, write_checkpoint
 
         StubFleet(self.directory).write()
         file = self.directory / "fleet.yaml"
@@ -143,7 +143,7 @@ class SoakFleet:
         """The sender process of the push under way."""
         with suppress(psutil.Error):
             for child in psutil.Process(supervisor).children():
-                if any("skyctl.weights.sender" in word for word in child.cmdline()):
+                if any("skyctl.transfer.sender" in word for word in child.cmdline()):
                     return child.pid
         return None
 

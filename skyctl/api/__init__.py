@@ -8,13 +8,13 @@ async with Fleet.load("fleet.yaml") as fleet:
 
 from skyctl.api.fleet import Fleet
 from skyctl.api.results import VerbResult, WeightsState
-from skyctl.control.fanout import Outcome, OutcomeStatus
-from skyctl.control.generate import GenerationResult
-from skyctl.fleet.status import FleetStatus
-from skyctl.operations.bring_up import TakenDown
-from skyctl.operations.urls import FleetUrls
-from skyctl.weights.request import PushResult, ServerPush
-from skyctl.weights.verify import Verification
+from skyctl.core.status import FleetStatus
+from skyctl.generate.requests import GenerationResult
+from skyctl.http.fanout import Outcome, OutcomeStatus
+from skyctl.push.request import PushResult, ServerPush
+from skyctl.push.verify import Verification
+from skyctl.service.bring_up import TakenDown
+from skyctl.service.urls import FleetUrls
 
 __all__ = [
     "Fleet",

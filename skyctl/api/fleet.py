@@ -11,22 +11,22 @@ from typing import Any, Self
 
 from skyctl.api.generation import GeneratingFleet
 from skyctl.api.results import VerbResult, WeightsState
-from skyctl.control.fanout import Outcome
-from skyctl.control.server import PauseMode
-from skyctl.fleet.journal import JobEvent
-from skyctl.fleet.registry import select
-from skyctl.fleet.status import FleetStatus
-from skyctl.operations import bring_up
-from skyctl.operations.ended import job_error, operation_error
-from skyctl.operations.kept import KeptVersion, forget_version, kept_versions
-from skyctl.operations.live_weights import push_tensors
-from skyctl.operations.urls import FleetUrls
-from skyctl.weights.canary import parse_canary, read_canary
-from skyctl.weights.checkpoint import absolute
-from skyctl.weights.forecast import Stage
-from skyctl.weights.live import NamedTensors
-from skyctl.weights.request import PushRequest, PushResult, usual_mode
-from skyctl.weights.verify import Verification
+from skyctl.checkpoints.checkpoint import absolute
+from skyctl.checkpoints.live import NamedTensors
+from skyctl.core.registry import select
+from skyctl.core.status import FleetStatus
+from skyctl.engines.vllm.server import PauseMode
+from skyctl.http.fanout import Outcome
+from skyctl.push.canary import parse_canary, read_canary
+from skyctl.push.forecast import Stage
+from skyctl.push.request import PushRequest, PushResult, usual_mode
+from skyctl.push.verify import Verification
+from skyctl.service import bring_up
+from skyctl.service.ended import job_error, operation_error
+from skyctl.service.kept_versions import KeptVersion, forget_version, kept_versions
+from skyctl.service.live_weights import push_tensors
+from skyctl.service.urls import FleetUrls
+from skyctl.store.journal import JobEvent
 
 
 class Fleet(GeneratingFleet):

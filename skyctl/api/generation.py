@@ -6,7 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, overload
 
 from skyctl.api.session import SessionHolder
-from skyctl.control.generate import (
+from skyctl.errors import ServerError, UsageError
+from skyctl.generate.prompts import GenerationRequest, parse_request
+from skyctl.generate.requests import (
     CHAT,
     COMPLETIONS,
     DETOKENIZE,
@@ -14,8 +16,6 @@ from skyctl.control.generate import (
     GenerationResult,
     failure,
 )
-from skyctl.control.prompts import GenerationRequest, parse_request
-from skyctl.errors import ServerError, UsageError
 
 CALL_TIMEOUT_S = 60.0
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from skyctl.control.fanout import Outcome, require_all
-from skyctl.fleet.journal import PushRecord
-from skyctl.fleet.state import ServerRow
+from skyctl.http.fanout import Outcome, require_all
+from skyctl.store.journal import PushRecord
+from skyctl.store.state import ServerRow
 
 
 @dataclass(frozen=True)

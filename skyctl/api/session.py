@@ -9,13 +9,13 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 from weakref import WeakKeyDictionary
 
-from skyctl.control.generate import GenerationClient
-from skyctl.fleet.registry import FleetRef
-from skyctl.operations.connect import connect
-from skyctl.operations.endpoint import find_endpoint
+from skyctl.core.registry import FleetRef
+from skyctl.generate.requests import GenerationClient
+from skyctl.service.connect import connect
+from skyctl.service.endpoint import find_endpoint
 
 if TYPE_CHECKING:
-    from skyctl.operations.connect import Fleet as ConnectedFleet
+    from skyctl.service.connect import Fleet as ConnectedFleet
 
 
 class Session:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, TypeVar
 import typer
 
 if TYPE_CHECKING:
-    from skyctl.operations.connect import Fleet
+    from skyctl.service.connect import Fleet
 
 T = TypeVar("T")
 
@@ -25,8 +25,8 @@ def chosen(
 
 def ask_fleet(file: Path | None, fleet: str | None, call: Callable[[Fleet], Awaitable[T]]) -> T:
     """One call to the chosen fleet, in an event loop of its own."""
-    from skyctl.fleet.registry import select
-    from skyctl.operations.connect import connect
+    from skyctl.core.registry import select
+    from skyctl.service.connect import connect
 
     ref = select(file, fleet)
 

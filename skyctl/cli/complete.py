@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import typer
 
 if TYPE_CHECKING:
-    from skyctl.fleet.paths import FleetPaths
-    from skyctl.fleet.state import FleetState
+    from skyctl.store.paths import FleetPaths
+    from skyctl.store.state import FleetState
 
 T = TypeVar("T")
 
@@ -41,7 +41,7 @@ def _silent(complete: Callable[..., Iterable[str]]) -> Callable[..., list[str]]:
 @_silent
 def fleets(incomplete: str) -> Iterable[str]:
     """Names of the fleets this user has."""
-    from skyctl.fleet.registry import known_fleets
+    from skyctl.core.registry import known_fleets
 
     return [name for name in known_fleets() if name.startswith(incomplete)]
 
@@ -49,8 +49,8 @@ def fleets(incomplete: str) -> Iterable[str]:
 @_silent
 def replicas(ctx: typer.Context, incomplete: str) -> Iterable[str]:
     """Names of the chosen fleet's replicas, from its file and its state."""
-    from skyctl.fleet.placement import expand_replicas
-    from skyctl.fleet.registry import select
+    from skyctl.core.registry import select
+    from skyctl.fleetfile.placement import expand_replicas
 
     ref = select(*_chosen(ctx))
     if ref.config.servers is not None:
@@ -130,13 +130,13 @@ def _chosen(ctx: typer.Context) -> tuple[Path | None, str | None]:
 
 
 def _from_chosen(ctx: typer.Context, read: Callable[[FleetState], list[T]]) -> list[T]:
-    from skyctl.fleet.registry import select_paths
+    from skyctl.core.registry import select_paths
 
     return _from_state(select_paths(*_chosen(ctx)), read)
 
 
 def _from_state(paths: FleetPaths, read: Callable[[FleetState], list[T]]) -> list[T]:
-    from skyctl.fleet.state import FleetState
+    from skyctl.store.state import FleetState
 
     if not paths.database.exists():
         return []  # opening it would make one

@@ -13,9 +13,9 @@ from skyctl.cli.options import FileOption, FleetOption, JsonOption
 if TYPE_CHECKING:
     from rich.text import Text
 
+    from skyctl.core.registry import FleetRef
     from skyctl.doctor.finding import Finding
     from skyctl.errors import FleetFileError, SkyctlError
-    from skyctl.fleet.registry import FleetRef
 
 _TITLES = {"machine": "Machine", "fleet-file": "Fleet file", "running": "Running fleet"}
 
@@ -43,9 +43,9 @@ def doctor(
       skyctl doctor --json | jq -r '.data.findings[] | select(.severity != "ok") | .fix'
     """
     from skyctl import output
+    from skyctl.core.registry import select
     from skyctl.doctor.finding import Severity, count
     from skyctl.errors import FleetFileError, NotFoundError
-    from skyctl.fleet.registry import select
 
     ref: FleetRef | None = None
     refusal: FleetFileError | None = None

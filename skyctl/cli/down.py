@@ -11,8 +11,8 @@ import typer
 from skyctl.cli.options import FileOption, FleetOption, JsonOption
 
 if TYPE_CHECKING:
-    from skyctl.fleet.paths import FleetPaths
-    from skyctl.operations.bring_up import TakenDown
+    from skyctl.service.bring_up import TakenDown
+    from skyctl.store.paths import FleetPaths
 
 
 def down(
@@ -48,9 +48,9 @@ def down(
 
 def _chosen(file: Path | None, fleet: str | None) -> tuple[FleetPaths, float, float]:
     """The fleet's paths and its two deadlines; defaults when its file no longer loads."""
+    from skyctl.core.registry import select, select_paths
     from skyctl.errors import FleetFileError
-    from skyctl.fleet.registry import select, select_paths
-    from skyctl.operations.bring_up import refuse_attached
+    from skyctl.service.bring_up import refuse_attached
 
     try:
         ref = select(file, fleet)
@@ -65,7 +65,7 @@ def _chosen(file: Path | None, fleet: str | None) -> tuple[FleetPaths, float, fl
 def bring_down(paths: FleetPaths, drain_timeout_s: float, stop_timeout_s: float) -> None:
     """Take the fleet down and print what was stopped."""
     from skyctl import output
-    from skyctl.operations.bring_up import take_down
+    from skyctl.service.bring_up import take_down
 
     async def work() -> TakenDown:
         output.note(f"stopping fleet {paths.name} (draining for at most {drain_timeout_s:g} s)")

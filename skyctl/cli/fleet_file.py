@@ -10,7 +10,7 @@ import typer
 from skyctl.errors import UsageError
 
 if TYPE_CHECKING:
-    from skyctl.fleet.registry import FleetRef
+    from skyctl.core.registry import FleetRef
 
 FileArgument = Annotated[
     Path | None,
@@ -26,7 +26,7 @@ def chosen_fleet(argument: Path | None, file: Path | None, fleet: str | None) ->
         FleetFileError: the file is missing or wrong.
         NotFoundError: nothing was named and there is no fleet file here.
     """
-    from skyctl.fleet.registry import select
+    from skyctl.core.registry import select
 
     if argument is not None and file is not None and argument != file:
         raise UsageError(f"two fleet files are named: {argument} and {file}")
@@ -41,7 +41,7 @@ def held_ports(ref: FleetRef) -> dict[str, int]:
     import sqlite3
 
     from skyctl.errors import SkyctlError
-    from skyctl.fleet.state import FleetState
+    from skyctl.store.state import FleetState
 
     if not ref.paths.database.exists():
         return {}

@@ -15,8 +15,8 @@ from skyctl.units import format_bytes, format_seconds
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from skyctl.fleet.status import FleetStatus, ReplicaStatus, RouterStatus
-    from skyctl.operations.drift import Drift
+    from skyctl.core.status import FleetStatus, ReplicaStatus, RouterStatus
+    from skyctl.service.drift import Drift
 
 _HEALTH = {"healthy": "bold green", "degraded": "bold yellow", "down": "bold red"}
 _BUSY_SIGNS = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"

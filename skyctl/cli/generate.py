@@ -14,9 +14,9 @@ from skyctl.cli import complete
 from skyctl.cli.options import FileOption, FleetOption, JsonOption
 
 if TYPE_CHECKING:
-    from skyctl.control.generate import GenerationClient, GenerationResult, RetryPolicy
-    from skyctl.control.prompts import GenerationRequest
-    from skyctl.fleet.registry import FleetRef
+    from skyctl.core.registry import FleetRef
+    from skyctl.generate.prompts import GenerationRequest
+    from skyctl.generate.requests import GenerationClient, GenerationResult, RetryPolicy
 
 
 def generate(
@@ -83,8 +83,8 @@ def generate(
     skyctl generate -i prompts.jsonl -o answers.jsonl --concurrency 64
     """
     from skyctl import output
-    from skyctl.control.generate import RetryPolicy, failure
-    from skyctl.fleet.registry import select
+    from skyctl.core.registry import select
+    from skyctl.generate.requests import RetryPolicy, failure
 
     defaults: dict[str, Any] = {"max_tokens": max_tokens}
     if temperature is not None:
@@ -127,8 +127,8 @@ def read_requests(
     import json
     import sys
 
-    from skyctl.control.prompts import parse_line, parse_lines
     from skyctl.errors import NotFoundError, UsageError
+    from skyctl.generate.prompts import parse_line, parse_lines
 
     if (prompt is None) == (path is None):
         raise UsageError("give one prompt or --input FILE", hint='skyctl generate "Hello"')
@@ -153,9 +153,9 @@ async def _generate(
     ref: FleetRef, run: _Run, retry: RetryPolicy, output_file: Path | None
 ) -> list[GenerationResult]:
     from skyctl import output
-    from skyctl.control.generate import GenerationClient
-    from skyctl.operations.connect import connect
-    from skyctl.operations.endpoint import find_endpoint
+    from skyctl.generate.requests import GenerationClient
+    from skyctl.service.connect import connect
+    from skyctl.service.endpoint import find_endpoint
 
     async with connect(ref) as fleet:
         endpoint = await find_endpoint(fleet, server=run.server, session_id=run.session_id)

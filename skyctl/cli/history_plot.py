@@ -10,7 +10,7 @@ from skyctl import output
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from skyctl.fleet.journal import PushRecord
+    from skyctl.store.journal import PushRecord
 
 _WIDTH = 20
 _EIGHTHS = " ▏▎▍▌▋▊▉█"

@@ -11,8 +11,8 @@ if TYPE_CHECKING:
 
     from rich.console import RenderableType
 
-    from skyctl.fleet.journal import Job, JobEvent
-    from skyctl.operations.connect import Fleet
+    from skyctl.service.connect import Fleet
+    from skyctl.store.journal import Job, JobEvent
 
 T = TypeVar("T")
 
@@ -71,7 +71,7 @@ async def follow_job(running: Fleet, job_id: str, *, timeout_s: float | None) ->
 def emit_job(job: Job) -> None:
     """Print how a job ended, and end the process with its exit code."""
     from skyctl import output
-    from skyctl.operations.ended import job_error
+    from skyctl.service.ended import job_error
 
     output.emit({"job": job.to_json()}, *job_views(job), error=job_error(job))
 

@@ -13,8 +13,8 @@ from skyctl.cli.options import FileOption, FleetOption, JsonOption, SvgOption
 from skyctl.cli.pictures import write_picture
 
 if TYPE_CHECKING:
-    from skyctl.fleet.journal import Job, JobEvent
-    from skyctl.operations.connect import Fleet as AnyFleet
+    from skyctl.service.connect import Fleet as AnyFleet
+    from skyctl.store.journal import Job, JobEvent
 
 app = typer.Typer(help="Weight pushes that run, or ran, in the fleet's supervisor.")
 
@@ -85,8 +85,8 @@ def show(
     from skyctl import output
     from skyctl.cli.job_view import job_views
     from skyctl.cli.timeline_view import legend, timeline_view
-    from skyctl.fleet.timeline import timeline as timeline_of
-    from skyctl.operations.ended import job_error
+    from skyctl.core.timeline import timeline as timeline_of
+    from skyctl.service.ended import job_error
 
     async def ask(running: AnyFleet) -> tuple[Job, list[JobEvent]]:
         return await running.job(job_id), await running.job_events(job_id)
@@ -136,8 +136,8 @@ def wait(
     skyctl jobs wait push-3 --timeout 600
     """
     from skyctl.cli.job_view import emit_job, follow_job, run_following
-    from skyctl.fleet.registry import select
-    from skyctl.operations.connect import connect
+    from skyctl.core.registry import select
+    from skyctl.service.connect import connect
 
     ref = select(*chosen(context, file, fleet))
 

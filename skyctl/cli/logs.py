@@ -14,7 +14,7 @@ from skyctl.cli.options import FleetOption, JsonOption, LongFileOption
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from skyctl.fleet.paths import FleetPaths
+    from skyctl.store.paths import FleetPaths
 
 _COLORS = ("cyan", "magenta", "green", "yellow", "blue", "bright_red", "bright_cyan")
 _POLL_S = 0.25
@@ -50,9 +50,9 @@ def logs(
       skyctl logs -f router
     """
     from skyctl import output
+    from skyctl.core.registry import select, select_paths
     from skyctl.errors import UsageError
-    from skyctl.fleet.registry import select, select_paths
-    from skyctl.operations.bring_up import refuse_attached
+    from skyctl.service.bring_up import refuse_attached
 
     paths = select_paths(file, fleet)
     if follow and as_json:
@@ -109,7 +109,7 @@ class LinePrinter:
 
 def _print_new(printer: LinePrinter, name: str, path: Path, position: int, probes: bool) -> int:
     """Print whole lines written since `position`; the position after them."""
-    from skyctl.supervisor.logtail import is_probe, plain
+    from skyctl.launch.local.logtail import is_probe, plain
 
     try:
         with path.open("rb") as log:
@@ -144,6 +144,6 @@ def _files(paths: FleetPaths, names: Sequence[str]) -> dict[str, Path]:
 
 
 def _tail(path: Path, lines: int, probes: bool) -> list[str]:
-    from skyctl.supervisor.logtail import tail
+    from skyctl.launch.local.logtail import tail
 
     return tail(path, lines, probes=probes)

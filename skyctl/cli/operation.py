@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from skyctl.fleet.paths import FleetPaths
-    from skyctl.fleet.status import FleetStatus
+    from skyctl.core.status import FleetStatus
+    from skyctl.store.paths import FleetPaths
 
 
 async def follow(
@@ -19,8 +19,8 @@ async def follow(
     """
     from skyctl import output
     from skyctl.cli.fleet_view import OperationView
-    from skyctl.operations.bring_up import follow_operation
-    from skyctl.operations.ended import operation_error
+    from skyctl.service.bring_up import follow_operation
+    from skyctl.service.ended import operation_error
 
     view = OperationView(title)
     with output.live(view.render, transient=True) as live:
@@ -38,7 +38,7 @@ def _show_logs(paths: FleetPaths, logs: dict[str, list[str]]) -> None:
     """The last lines of what failed, with the line that says why set off."""
     from skyctl import output
     from skyctl.cli.fleet_view import log_tail
-    from skyctl.supervisor.logtail import tail, telling_line
+    from skyctl.launch.local.logtail import tail, telling_line
 
     for name, lines in logs.items():
         if lines:

@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from rich.table import Table
     from rich.text import Text
 
-    from skyctl.fleet.plan import FleetPlan
-    from skyctl.fleet.registry import FleetRef
+    from skyctl.core.plan import FleetPlan
+    from skyctl.core.registry import FleetRef
 
 
 def plan(
@@ -35,7 +35,7 @@ def plan(
     """
     from skyctl import output
     from skyctl.cli.fleet_file import chosen_fleet, held_ports
-    from skyctl.fleet.machine import plan_here
+    from skyctl.core.machine import plan_here
 
     ref = chosen_fleet(path, file, fleet)
     if ref.config.servers is not None:

@@ -10,9 +10,9 @@ import typer
 from skyctl.cli.options import FileOption, FleetOption, JsonOption
 
 if TYPE_CHECKING:
-    from skyctl.fleet.registry import FleetRef
-    from skyctl.supervisor.diagnosis import Finding
-    from skyctl.supervisor.recovery import Recovered
+    from skyctl.core.diagnosis import Finding
+    from skyctl.core.recovery import Recovered
+    from skyctl.core.registry import FleetRef
 
 
 def recover(
@@ -45,8 +45,8 @@ def recover(
     """
     from skyctl import output
     from skyctl.cli.recover_view import failure, findings_table, recovered_table
+    from skyctl.core.registry import select
     from skyctl.errors import UsageError
-    from skyctl.fleet.registry import select
 
     ref = select(file, fleet)
     findings = asyncio.run(_find(ref))
@@ -67,14 +67,14 @@ def recover(
 
 
 async def _find(ref: FleetRef) -> tuple[Finding, ...]:
-    from skyctl.operations.connect import connect
+    from skyctl.service.connect import connect
 
     async with connect(ref) as running:
         return await running.findings()
 
 
 async def _recover(ref: FleetRef, timeout_s: float) -> tuple[Recovered, ...]:
-    from skyctl.operations.connect import connect
+    from skyctl.service.connect import connect
 
     async with connect(ref) as running:
         return await running.recover(timeout_s)

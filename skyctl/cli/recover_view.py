@@ -12,8 +12,8 @@ from skyctl.units import format_seconds
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from skyctl.supervisor.diagnosis import Finding
-    from skyctl.supervisor.recovery import Recovered
+    from skyctl.core.diagnosis import Finding
+    from skyctl.core.recovery import Recovered
 
 _PLANS = {
     "nothing": "",

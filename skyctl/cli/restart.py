@@ -11,8 +11,8 @@ from skyctl.cli import complete
 from skyctl.cli.options import FileOption, FleetOption, JsonOption
 
 if TYPE_CHECKING:
-    from skyctl.fleet.registry import FleetRef
-    from skyctl.fleet.status import FleetStatus
+    from skyctl.core.registry import FleetRef
+    from skyctl.core.status import FleetStatus
 
 
 def restart(
@@ -41,7 +41,7 @@ def restart(
     """
     from skyctl import output
     from skyctl.cli.fleet_view import status_view
-    from skyctl.fleet.registry import select
+    from skyctl.core.registry import select
 
     done = asyncio.run(_restart(select(file, fleet), names or []))
     output.emit(done.to_json(), status_view(done))
@@ -49,7 +49,7 @@ def restart(
 
 async def _restart(ref: FleetRef, names: list[str]) -> FleetStatus:
     from skyctl.cli.operation import follow
-    from skyctl.operations.connect import connect
+    from skyctl.service.connect import connect
 
     async with connect(ref) as running:
         operation = await running.restart(names)

@@ -10,8 +10,8 @@ import typer
 from skyctl.cli.options import FileOption, FleetOption, JsonOption
 
 if TYPE_CHECKING:
-    from skyctl.fleet.registry import FleetRef
-    from skyctl.fleet.status import FleetStatus
+    from skyctl.core.registry import FleetRef
+    from skyctl.core.status import FleetStatus
 
 
 def scale(
@@ -32,7 +32,7 @@ def scale(
     """
     from skyctl import output
     from skyctl.cli.fleet_view import status_view
-    from skyctl.fleet.registry import select
+    from skyctl.core.registry import select
 
     done = asyncio.run(_scale(select(file, fleet), replicas))
     output.emit(done.to_json(), status_view(done))
@@ -41,7 +41,7 @@ def scale(
 async def _scale(ref: FleetRef, replicas: int) -> FleetStatus:
     from skyctl import output
     from skyctl.cli.operation import follow
-    from skyctl.operations.connect import connect
+    from skyctl.service.connect import connect
 
     async with connect(ref) as running:
         operation = await running.scale(replicas)

@@ -19,7 +19,7 @@ def schema(as_json: JsonOption = False) -> None:
     from rich.text import Text
 
     from skyctl import output
-    from skyctl.fleet.schema import json_schema
+    from skyctl.fleetfile.schema import json_schema
 
     document = json_schema()
     output.emit(document, Text(json.dumps(document, indent=2, ensure_ascii=False)))

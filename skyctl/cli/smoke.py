@@ -77,8 +77,8 @@ def smoke(
       skyctl smoke --reuse
     """
     from skyctl import output
+    from skyctl.core.registry import select
     from skyctl.errors import SkyctlError
-    from skyctl.fleet.registry import select
     from skyctl.smoke.fleet_under_test import SmokeOptions
     from skyctl.smoke.run import smoke as run_smoke
 
@@ -122,7 +122,7 @@ def run_until_told_to_stop(test: Coroutine[Any, Any, SmokeReport]) -> SmokeRepor
 
 
 def _absolute(checkpoint: str | None) -> str | None:
-    from skyctl.weights.checkpoint import absolute
+    from skyctl.checkpoints.checkpoint import absolute
 
     return None if checkpoint is None else absolute(checkpoint)
 

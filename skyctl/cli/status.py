@@ -10,10 +10,10 @@ import typer
 from skyctl.cli.options import FileOption, FleetOption, JsonOption
 
 if TYPE_CHECKING:
+    from skyctl.core.registry import FleetRef
+    from skyctl.core.status import FleetStatus
     from skyctl.errors import ExitCode
-    from skyctl.fleet.registry import FleetRef
-    from skyctl.fleet.status import FleetStatus
-    from skyctl.operations.drift import Drift
+    from skyctl.service.drift import Drift
 
 
 def status(
@@ -46,8 +46,8 @@ def status(
     """
     from skyctl import output
     from skyctl.cli.fleet_view import drift_lines, status_view
+    from skyctl.core.registry import select
     from skyctl.errors import UsageError
-    from skyctl.fleet.registry import select
 
     ref = select(file, fleet)
     if watch:
@@ -61,8 +61,8 @@ def status(
 
 
 async def _status(ref: FleetRef, with_drift: bool) -> tuple[FleetStatus, list[Drift] | None]:
-    from skyctl.operations.connect import connect
-    from skyctl.operations.drift import find_drift
+    from skyctl.service.connect import connect
+    from skyctl.service.drift import find_drift
 
     async with connect(ref) as running:
         found = await running.status()
@@ -72,7 +72,7 @@ async def _status(ref: FleetRef, with_drift: bool) -> tuple[FleetStatus, list[Dr
 async def _watch(ref: FleetRef, interval_s: float) -> None:
     from skyctl import output
     from skyctl.cli.fleet_view import status_view
-    from skyctl.operations.connect import connect
+    from skyctl.service.connect import connect
 
     async with connect(ref) as running:
         latest = await running.status()

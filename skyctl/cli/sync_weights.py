@@ -13,7 +13,7 @@ from skyctl.cli.options import FileOption, FleetOption, JsonOption
 from skyctl.cli.pause import PauseModeOption
 
 if TYPE_CHECKING:
-    from skyctl.fleet.journal import Job
+    from skyctl.store.journal import Job
 
 
 class StageOption(StrEnum):
@@ -181,18 +181,18 @@ def sync_weights(
     is over. A failure stops it.
     """
     from skyctl import output
+    from skyctl.checkpoints.checkpoint import absolute
     from skyctl.cli.job_view import emit_job, follow_job, run_following
+    from skyctl.core.registry import select
     from skyctl.errors import UsageError
-    from skyctl.fleet.registry import select
-    from skyctl.operations.connect import connect
-    from skyctl.operations.kept import kept_versions
+    from skyctl.push.canary import read_canary
+    from skyctl.push.labels import reused_label
+    from skyctl.push.request import usual_mode
+    from skyctl.push.rollback import rollback
+    from skyctl.push.transaction import PushRequest
+    from skyctl.service.connect import connect
+    from skyctl.service.kept_versions import kept_versions
     from skyctl.units import parse_bytes
-    from skyctl.weights.canary import read_canary
-    from skyctl.weights.checkpoint import absolute
-    from skyctl.weights.labels import reused_label
-    from skyctl.weights.push import PushRequest
-    from skyctl.weights.request import usual_mode
-    from skyctl.weights.rollback import rollback
 
     if not checkpoint and not back:
         raise UsageError(

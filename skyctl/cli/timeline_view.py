@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from skyctl import output
-from skyctl.fleet.timeline import ServerTimeline, Span, Timeline
+from skyctl.core.timeline import ServerTimeline, Span, Timeline
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

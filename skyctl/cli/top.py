@@ -10,7 +10,7 @@ import typer
 from skyctl.cli.options import FileOption, FleetOption, JsonOption
 
 if TYPE_CHECKING:
-    from skyctl.fleet.registry import FleetRef
+    from skyctl.core.registry import FleetRef
     from skyctl.monitoring.sample import FleetSample
 
 
@@ -37,7 +37,7 @@ def top(
       skyctl top --json | jq '[.data.replicas[].generation_tokens_per_s] | add'
     """
     from skyctl import output
-    from skyctl.fleet.registry import select
+    from skyctl.core.registry import select
 
     ref = select(file, fleet)
     if as_json or once or not output.can_fill_screen():
@@ -53,7 +53,7 @@ def top(
 
 async def _look_once(ref: FleetRef, interval_s: float) -> FleetSample:
     from skyctl.monitoring.sampler import Sampler
-    from skyctl.operations.connect import connect
+    from skyctl.service.connect import connect
 
     async with connect(ref) as running, Sampler(running) as sampler:
         sample = await sampler.sample()

@@ -12,16 +12,16 @@ from skyctl.cli.keyboard import Keyboard
 from skyctl.cli.top_screen import Action, TopScreen
 from skyctl.cli.top_view import screen_view
 from skyctl.errors import SkyctlError
+from skyctl.launch.local.logtail import tail
 from skyctl.monitoring.sampler import Sampler
-from skyctl.operations.connect import connect
-from skyctl.supervisor.logtail import tail
+from skyctl.service.connect import connect
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from skyctl.fleet.registry import FleetRef
+    from skyctl.core.registry import FleetRef
     from skyctl.monitoring.sample import FleetSample
-    from skyctl.operations.connect import Fleet
+    from skyctl.service.connect import Fleet
 
 _NO_LOG = ["nothing yet (skyctl has the logs of servers that it started itself)"]
 

@@ -16,8 +16,8 @@ from skyctl.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from skyctl.cli.top_screen import TopScreen
-    from skyctl.fleet.state import Event
     from skyctl.monitoring.sample import FleetSample, JobSample, ReplicaSample, RouterSample
+    from skyctl.store.state import Event
 
 KEYS = (
     ("↑↓", "select"),

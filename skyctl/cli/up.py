@@ -10,8 +10,8 @@ import typer
 from skyctl.cli.options import FileOption, FleetOption, JsonOption
 
 if TYPE_CHECKING:
-    from skyctl.fleet.registry import FleetRef
-    from skyctl.fleet.status import FleetStatus
+    from skyctl.core.registry import FleetRef
+    from skyctl.core.status import FleetStatus
 
 
 def up(
@@ -51,8 +51,8 @@ def up(
     """
     from skyctl import output
     from skyctl.cli.fleet_view import status_view
+    from skyctl.core.registry import refuse_another_file, select
     from skyctl.errors import UsageError
-    from skyctl.fleet.registry import refuse_another_file, select
 
     if attach and as_json:
         raise UsageError("--attach and --json do not go together")
@@ -72,8 +72,8 @@ def _bring_up(
     from skyctl import output
     from skyctl.cli.operation import follow
     from skyctl.errors import DeadlineExceeded, SkyctlError
-    from skyctl.operations.bring_up import begin_up, undo
-    from skyctl.operations.connect import connect
+    from skyctl.service.bring_up import begin_up, undo
+    from skyctl.service.connect import connect
 
     mine = True
 

@@ -11,8 +11,8 @@ import typer
 from skyctl.cli.options import FileOption, FleetOption, JsonOption
 
 if TYPE_CHECKING:
-    from skyctl.fleet.registry import FleetRef
-    from skyctl.operations.urls import FleetUrls
+    from skyctl.core.registry import FleetRef
+    from skyctl.service.urls import FleetUrls
 
 
 class FormatOption(StrEnum):
@@ -73,9 +73,9 @@ def urls(
     from rich.text import Text
 
     from skyctl import output
+    from skyctl.core.registry import select
     from skyctl.errors import UsageError
-    from skyctl.fleet.registry import select
-    from skyctl.operations.formats import FORMATS, notes
+    from skyctl.service.formats import FORMATS, notes
 
     if export and format not in (None, FormatOption.ENV):
         raise UsageError("--export is short for --format env: give one of them")
@@ -106,7 +106,7 @@ def urls(
 
 
 async def _urls(ref: FleetRef) -> FleetUrls:
-    from skyctl.operations.connect import connect
+    from skyctl.service.connect import connect
 
     async with connect(ref) as fleet:
         return await fleet.urls()
@@ -115,7 +115,7 @@ async def _urls(ref: FleetRef) -> FleetUrls:
 def _key(ref: FleetRef) -> str:
     """The key of inference. Raises NotFoundError where there is none."""
     from skyctl.errors import NotFoundError
-    from skyctl.operations.keys import api_key
+    from skyctl.service.keys import api_key
 
     key = api_key(ref)
     if key is None:
@@ -148,7 +148,7 @@ def _lines(found: FleetUrls) -> str:
 def _write(found: FleetUrls, path: Path) -> str:
     """Write the service discovery and say so; the file's absolute path."""
     from skyctl import output
-    from skyctl.operations.prometheus import write_targets
+    from skyctl.service.prometheus import write_targets
 
     count = write_targets(found, path)
     output.note(f"{count} targets in {path}")

@@ -10,9 +10,9 @@ from skyctl.cli.fleet_file import FileArgument
 from skyctl.cli.options import FileOption, FleetOption, JsonOption
 
 if TYPE_CHECKING:
-    from skyctl.fleet.check import Problem
-    from skyctl.fleet.plan import FleetPlan
-    from skyctl.fleet.registry import FleetRef
+    from skyctl.core.check import Problem
+    from skyctl.core.plan import FleetPlan
+    from skyctl.core.registry import FleetRef
 
 
 def validate(
@@ -68,8 +68,8 @@ def validate(
 def _findings(ref: FleetRef, *, offline: bool) -> tuple[list[str], list[Problem], str]:
     """Warnings, problems, and one phrase that says what the fleet is."""
     from skyctl.cli.fleet_file import held_ports
-    from skyctl.fleet.check import check_plan
-    from skyctl.fleet.machine import plan_here, plan_offline
+    from skyctl.core.check import check_plan
+    from skyctl.core.machine import plan_here, plan_offline
 
     servers = ref.config.servers
     if servers is not None:

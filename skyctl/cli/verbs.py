@@ -12,7 +12,7 @@ import typer
 from skyctl.cli import complete
 
 if TYPE_CHECKING:
-    from skyctl.operations.connect import Fleet
+    from skyctl.service.connect import Fleet
 
 ServerOption = Annotated[
     list[str] | None,
@@ -40,9 +40,9 @@ def run_verb(
     Ends the process with 3 when some servers failed, 1 when all did, 124 when all timed out.
     """
     from skyctl import output
-    from skyctl.control.fanout import Outcome, failure
-    from skyctl.fleet.registry import select
-    from skyctl.operations.connect import connect
+    from skyctl.core.registry import select
+    from skyctl.http.fanout import Outcome, failure
+    from skyctl.service.connect import connect
 
     ref = select(file, fleet)
 

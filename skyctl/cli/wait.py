@@ -14,9 +14,9 @@ from skyctl.cli.options import FileOption, FleetOption, JsonOption
 from skyctl.cli.verbs import ServerOption
 
 if TYPE_CHECKING:
-    from skyctl.fleet.registry import FleetRef
-    from skyctl.fleet.status import FleetStatus
-    from skyctl.operations.waiting import Condition
+    from skyctl.core.registry import FleetRef
+    from skyctl.core.status import FleetStatus
+    from skyctl.service.waiting import Condition
 
 
 def wait(
@@ -49,8 +49,8 @@ def wait(
       skyctl wait --for version=step-200 && ./evaluate.sh
     """
     from skyctl import output
-    from skyctl.fleet.registry import select
-    from skyctl.operations.waiting import Condition
+    from skyctl.core.registry import select
+    from skyctl.service.waiting import Condition
 
     wanted = Condition.parse(condition)
     began = time.perf_counter()
@@ -64,8 +64,8 @@ async def _wait(
     ref: FleetRef, wanted: Condition, names: Sequence[str], timeout_s: float
 ) -> FleetStatus:
     from skyctl import output
-    from skyctl.operations.connect import connect
-    from skyctl.operations.waiting import wait_for
+    from skyctl.service.connect import connect
+    from skyctl.service.waiting import wait_for
 
     said = ""
 

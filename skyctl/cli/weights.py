@@ -158,8 +158,8 @@ def kept(
     skyctl weights forget step-100
     """
     from skyctl import output
-    from skyctl.fleet.registry import select
-    from skyctl.operations.kept import kept_versions
+    from skyctl.core.registry import select
+    from skyctl.service.kept_versions import kept_versions
     from skyctl.units import format_bytes, format_seconds
 
     versions = kept_versions(select(*chosen(context, file, fleet)))
@@ -195,8 +195,8 @@ def forget(
     skyctl weights forget step-100
     """
     from skyctl import output
-    from skyctl.fleet.registry import select
-    from skyctl.operations.kept import forget_version
+    from skyctl.core.registry import select
+    from skyctl.service.kept_versions import forget_version
     from skyctl.units import format_bytes
 
     freed = forget_version(select(*chosen(context, file, fleet)), version)
@@ -231,7 +231,7 @@ def _history(pushes: Any) -> Any:
 
 def _agreement(digests: Sequence[str]) -> str:
     """What equal digests tell."""
-    from skyctl.weights.alike import comparable
+    from skyctl.push.alike import comparable
 
     if len(digests) == 1:
         return "there is one server, and none to compare it with"

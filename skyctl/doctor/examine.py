@@ -8,23 +8,23 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from skyctl.control.fanout import fan_out
-from skyctl.control.http import ControlClient
-from skyctl.control.router import RouterClient
-from skyctl.control.server import VLLMServer
-from skyctl.control.target import ServerTarget
 from skyctl.doctor.facts import MachineFacts, gather
 from skyctl.doctor.finding import Finding, Severity
 from skyctl.doctor.fleet_file import FilePlan, ModelFacts, check_fleet_file
 from skyctl.doctor.machine import Needs, check_machine
 from skyctl.doctor.running import RunningFacts, check_running
+from skyctl.engines.vllm.router import RouterClient
+from skyctl.engines.vllm.server import VLLMServer
 from skyctl.errors import ServerError, SkyctlError
-from skyctl.fleet.paths import state_root
+from skyctl.http.client import ControlClient
+from skyctl.http.fanout import fan_out
+from skyctl.http.target import ServerTarget
+from skyctl.store.paths import state_root
 
 if TYPE_CHECKING:
-    from skyctl.fleet.plan import FleetPlan
-    from skyctl.fleet.registry import FleetRef
-    from skyctl.fleet.status import FleetStatus
+    from skyctl.core.plan import FleetPlan
+    from skyctl.core.registry import FleetRef
+    from skyctl.core.status import FleetStatus
 
 ASK_TIMEOUT_S = 5.0
 
@@ -52,7 +52,7 @@ async def examine(ref: FleetRef, *, verify: bool = False) -> list[Finding]:
 
 
 def _planned(ref: FleetRef) -> tuple[FleetPlan | None, SkyctlError | None]:
-    from skyctl.operations.planning import planned
+    from skyctl.service.planning import planned
 
     try:
         return planned(ref), None
@@ -71,9 +71,9 @@ def _needs(ref: FleetRef, plan: FleetPlan | None) -> Needs:
 
 
 def _examine_file(ref: FleetRef, plan: FleetPlan, facts: MachineFacts) -> list[Finding]:
-    from skyctl.fleet.check import check_plan
-    from skyctl.fleet.registry import supervisor_running
-    from skyctl.fleet.state import FleetState
+    from skyctl.core.check import check_plan
+    from skyctl.core.registry import supervisor_running
+    from skyctl.store.state import FleetState
 
     own: set[int] = set()
     if ref.paths.database.exists():
@@ -88,7 +88,7 @@ def _examine_file(ref: FleetRef, plan: FleetPlan, facts: MachineFacts) -> list[F
 
 def _model(path: str) -> ModelFacts | None:
     """The model's sizes; None for one that is not on this disk (its own check says so)."""
-    from skyctl.weights.checkpoint import read_checkpoint
+    from skyctl.checkpoints.checkpoint import read_checkpoint
 
     if not Path(path).is_dir():
         return None
@@ -101,8 +101,8 @@ def _model(path: str) -> ModelFacts | None:
 
 
 async def _examine_running(ref: FleetRef, plan: FleetPlan | None, verify: bool) -> list[Finding]:
-    from skyctl.operations.connect import connect
-    from skyctl.operations.drift import find_drift
+    from skyctl.service.connect import connect
+    from skyctl.service.drift import find_drift
 
     async with connect(ref) as fleet:
         status = await fleet.status()

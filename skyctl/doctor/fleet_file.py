@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from skyctl.core.check import Problem
+from skyctl.core.plan import FleetPlan
 from skyctl.doctor.facts import MachineFacts
 from skyctl.doctor.finding import Finding, Severity
-from skyctl.fleet.check import Problem
-from skyctl.fleet.plan import FleetPlan
-from skyctl.fleet.schema import RouterSection, is_loopback
+from skyctl.fleetfile.schema import RouterSection, is_loopback
 from skyctl.units import format_bytes
 
 _SLOTS = 2  # chunks that a push has in memory at once, and one more per worker

@@ -6,13 +6,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from skyctl.core.status import MIXED, TRANSIENT_STATES, FleetStatus
 from skyctl.doctor.finding import Finding, Severity
-from skyctl.fleet.journal import PushRecord
-from skyctl.fleet.state import ServerRow
-from skyctl.fleet.status import MIXED, TRANSIENT_STATES, FleetStatus
-from skyctl.operations.drift import Drift
+from skyctl.push.alike import comparable
+from skyctl.service.drift import Drift
+from skyctl.store.journal import PushRecord
+from skyctl.store.state import ServerRow
 from skyctl.units import count_of, format_seconds
-from skyctl.weights.alike import comparable
 
 LONG_PAUSE_S = 600.0
 # States whose servers a router may list.

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from skyctl.fleet.state import Event
-from skyctl.fleet.status import FleetStatus
+from skyctl.core.status import FleetStatus
 from skyctl.monitoring.gpus import GpuUsage
+from skyctl.store.state import Event
 
 
 @dataclass(frozen=True)

@@ -12,19 +12,19 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
-from skyctl.control.http import ControlClient
-from skyctl.control.router_metrics import RouterMetrics, parse_router_metrics
-from skyctl.control.target import ServerTarget
+from skyctl.core.status import FleetStatus, ReplicaStatus, RouterStatus
+from skyctl.engines.vllm.router_metrics import RouterMetrics, parse_router_metrics
 from skyctl.errors import SkyctlError
-from skyctl.fleet.journal import Job
-from skyctl.fleet.status import FleetStatus, ReplicaStatus, RouterStatus
+from skyctl.http.client import ControlClient
+from skyctl.http.target import ServerTarget
 from skyctl.monitoring.gpus import GpuUsage, gpu_reader
 from skyctl.monitoring.processes import ProcessTrees, TreeUsage
 from skyctl.monitoring.rates import RateMeter
 from skyctl.monitoring.sample import FleetSample, JobSample, ReplicaSample, RouterSample
+from skyctl.store.journal import Job
 
 if TYPE_CHECKING:
-    from skyctl.operations.connect import Fleet
+    from skyctl.service.connect import Fleet
 
 ROUTER_TIMEOUT_S = 2.0
 EVENTS = 50

@@ -8,15 +8,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from skyctl.control.generate import Endpoint, GenerationClient, GenerationResult, RetryPolicy
-from skyctl.control.http import ControlClient
-from skyctl.control.prompts import GenerationRequest
-from skyctl.control.target import ServerTarget
+from skyctl.core.registry import FleetRef
 from skyctl.errors import ServerError, SkyctlError
-from skyctl.fleet.registry import FleetRef
+from skyctl.generate.prompts import GenerationRequest
+from skyctl.generate.requests import Endpoint, GenerationClient, GenerationResult, RetryPolicy
+from skyctl.http.client import ControlClient
+from skyctl.http.target import ServerTarget
 
 if TYPE_CHECKING:
-    from skyctl.operations.connect import Fleet
+    from skyctl.service.connect import Fleet
 
 PROMPT = "The fleet is up and"
 TOKENS = 24

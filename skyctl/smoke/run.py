@@ -9,12 +9,12 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from skyctl.core.registry import FleetRef, supervisor_running
 from skyctl.errors import ConflictError, SkyctlError, UsageError
-from skyctl.fleet.registry import FleetRef, supervisor_running
+from skyctl.launch.local.logtail import tail
 from skyctl.smoke.fleet_under_test import FleetUnderTest, SmokeOptions
 from skyctl.smoke.report import SmokeReport, StepResult, StepStatus
 from skyctl.smoke.steps import Skipped, Step, down, steps_for
-from skyctl.supervisor.logtail import tail
 
 DOWN_TIMEOUT_S = 180.0
 _LOG_LINES = 40
@@ -139,7 +139,7 @@ def _copy(files: Sequence[Path], directory: Path) -> None:
 
 
 async def _status(ref: FleetRef) -> dict[str, object]:
-    from skyctl.operations.connect import connect
+    from skyctl.service.connect import connect
 
     try:
         async with asyncio.timeout(10.0), connect(ref) as fleet:

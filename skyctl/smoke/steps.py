@@ -9,17 +9,17 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import psutil
 
-from skyctl.control.generate import GenerationClient, GenerationResult, RetryPolicy
 from skyctl.errors import SkyctlError
-from skyctl.fleet.state import FleetState
-from skyctl.operations.bring_up import begin_up, follow_operation, take_down
-from skyctl.operations.connect import connect
+from skyctl.generate.requests import GenerationClient, GenerationResult, RetryPolicy
+from skyctl.push.request import PushRequest
+from skyctl.service.bring_up import begin_up, follow_operation, take_down
+from skyctl.service.connect import connect
 from skyctl.smoke.fleet_under_test import ANSWER_TIMEOUT_S, FleetUnderTest, SmokeOptions, greedy
+from skyctl.store.state import FleetState
 from skyctl.units import format_bytes, format_seconds
-from skyctl.weights.request import PushRequest
 
 if TYPE_CHECKING:
-    from skyctl.operations.connect import Fleet
+    from skyctl.service.connect import Fleet
 
 _SETTLE_S = 0.3  # tokens on their way when the pause is answered
 _FROZEN_S = 0.7  # a server that runs makes many tokens in this time
@@ -210,7 +210,7 @@ async def _push(run: FleetUnderTest, checkpoint: str) -> str:
 
 def _checkpoint_now(run: FleetUnderTest) -> str | None:
     """What the fleet computes with: the last push's checkpoint, or what it was started with."""
-    from skyctl.fleet.schema import resolve_relative
+    from skyctl.fleetfile.schema import resolve_relative
 
     with FleetState(run.ref.paths.database) as state:
         pushed = state.weights().checkpoint

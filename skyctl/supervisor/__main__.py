@@ -7,8 +7,8 @@ import asyncio
 import sys
 
 from skyctl.errors import SkyctlError
-from skyctl.fleet.paths import fleet_paths
 from skyctl.startup import leave
+from skyctl.store.paths import fleet_paths
 from skyctl.supervisor.daemon import serve
 
 

@@ -6,12 +6,12 @@ import asyncio
 import contextlib
 from typing import TYPE_CHECKING
 
+from skyctl.core.plan import FleetPlan
 from skyctl.errors import SkyctlError
-from skyctl.fleet.in_doubt import in_doubt
-from skyctl.fleet.plan import FleetPlan
 from skyctl.kill_points import reached
+from skyctl.launch.local.process import ManagedProcess
+from skyctl.store.in_doubt import in_doubt
 from skyctl.supervisor import healing, rollout
-from skyctl.supervisor.process import ManagedProcess
 
 if TYPE_CHECKING:
     from skyctl.supervisor.resident import Supervisor

@@ -30,9 +30,10 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 
+from skyctl.core.jobs import verify_servers
+from skyctl.core.plan import FleetPlan
 from skyctl.errors import NotFoundError, SkyctlError, UsageError
-from skyctl.fleet.plan import FleetPlan
-from skyctl.supervisor.jobs import verify_servers
+from skyctl.push.request import PushRequest
 from skyctl.supervisor.report import report
 from skyctl.supervisor.resident import Supervisor
 from skyctl.supervisor.wire import (
@@ -43,7 +44,6 @@ from skyctl.supervisor.wire import (
     stamp,
     version_mismatch,
 )
-from skyctl.weights.request import PushRequest
 
 Answer = dict[str, Any]
 

@@ -5,9 +5,6 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from skyctl.control.connections import KeptConnections
-from skyctl.control.http import json_body
-from skyctl.control.transport import Answer, NoAnswer, Request, Transport, TransportError
 from skyctl.errors import (
     DeadlineExceeded,
     FleetDownError,
@@ -15,7 +12,10 @@ from skyctl.errors import (
     SkyctlError,
     error_named,
 )
-from skyctl.fleet.paths import FleetPaths
+from skyctl.http.client import json_body
+from skyctl.http.connections import KeptConnections
+from skyctl.http.transport import Answer, NoAnswer, Request, Transport, TransportError
+from skyctl.store.paths import FleetPaths
 from skyctl.supervisor.wire import VERSION_HEADER, spoken, stamp, version_mismatch
 
 CALL_TIMEOUT_S = 15.0

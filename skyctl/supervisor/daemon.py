@@ -16,18 +16,18 @@ from collections.abc import Iterator
 
 import uvicorn
 
-from skyctl.control.http import ControlClient
+from skyctl.checkpoints.staging import sweep
+from skyctl.core.recovery import needed
+from skyctl.core.registry import supervisor_running
 from skyctl.errors import ConflictError, FleetDownError, SkyctlError
-from skyctl.fleet.paths import FleetPaths, create_private_file
-from skyctl.fleet.registry import supervisor_running
-from skyctl.fleet.state import FleetState
+from skyctl.http.client import ControlClient
+from skyctl.launch.local.logtail import tail, telling_line
 from skyctl.startup import inherited
+from skyctl.store.paths import FleetPaths, create_private_file
+from skyctl.store.state import FleetState
 from skyctl.supervisor.api import make_app
 from skyctl.supervisor.client import SupervisorClient
-from skyctl.supervisor.logtail import tail, telling_line
-from skyctl.supervisor.recovery import needed
 from skyctl.supervisor.resident import Supervisor
-from skyctl.weights.staging import sweep
 
 START_TIMEOUT_S = 20.0
 _LOCK_TIMEOUT_S = 1.0

@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from skyctl.control.target import ServerTarget
+from skyctl.core import admission
+from skyctl.core.diagnosis import Finding, Observed, judge, observe
+from skyctl.core.recovery import recover
 from skyctl.errors import SkyctlError
-from skyctl.fleet.in_doubt import in_doubt
-from skyctl.fleet.journal import Job
-from skyctl.supervisor import admission, rollout
-from skyctl.supervisor.diagnosis import Finding, Observed, judge, observe
-from skyctl.supervisor.recovery import recover
-from skyctl.weights.request import PushRequest
+from skyctl.http.target import ServerTarget
+from skyctl.push.request import PushRequest
+from skyctl.store.in_doubt import in_doubt
+from skyctl.store.journal import Job
+from skyctl.supervisor import rollout
 
 if TYPE_CHECKING:
     from skyctl.supervisor.resident import Supervisor

@@ -10,15 +10,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Literal
 
+from skyctl.core.plan import RouterSpec, ServerSpec
 from skyctl.errors import SkyctlError
-from skyctl.fleet.paths import FleetPaths
-from skyctl.fleet.plan import RouterSpec, ServerSpec
-from skyctl.fleet.schema import FleetConfig
-from skyctl.fleet.state import FleetState, ProcessRow
+from skyctl.fleetfile.schema import FleetConfig
 from skyctl.kill_points import reached
-from skyctl.supervisor.process import ManagedProcess, new_token
+from skyctl.launch.local.process import ManagedProcess, new_token
+from skyctl.launch.local.scratch import scratch_environment
+from skyctl.store.paths import FleetPaths
+from skyctl.store.state import FleetState, ProcessRow
 from skyctl.supervisor.restarts import decide
-from skyctl.supervisor.scratch import scratch_environment
 from skyctl.supervisor.wire import spec_hash
 from skyctl.units import format_seconds
 

@@ -6,21 +6,21 @@ import asyncio
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from skyctl.checkpoints.checkpoint import locate
+from skyctl.checkpoints.compat import reference
+from skyctl.checkpoints.staging import sweep
+from skyctl.core import admission, jobs
+from skyctl.core.guardian import guarded
+from skyctl.core.plan import FleetPlan
+from skyctl.core.recovery import needed
 from skyctl.errors import ConflictError
-from skyctl.fleet.in_doubt import in_doubt
-from skyctl.fleet.journal import Job
-from skyctl.fleet.plan import FleetPlan
-from skyctl.fleet.state import FleetWeights
-from skyctl.supervisor import admission, jobs
-from skyctl.supervisor.guardian import guarded
-from skyctl.supervisor.recovery import needed
+from skyctl.push.request import Committed, PushRequest
+from skyctl.store.in_doubt import in_doubt
+from skyctl.store.journal import Job
+from skyctl.store.state import FleetWeights
 from skyctl.supervisor.replica import Replica
 from skyctl.supervisor.rotation import RouterRotation
-from skyctl.weights.checkpoint import locate
-from skyctl.weights.compat import reference
-from skyctl.weights.request import Committed, PushRequest
-from skyctl.weights.sender_pool import SenderPool
-from skyctl.weights.staging import sweep
+from skyctl.transfer.sender_pool import SenderPool
 
 if TYPE_CHECKING:
     from skyctl.supervisor.resident import Supervisor

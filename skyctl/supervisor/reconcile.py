@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from skyctl.fleet.plan import FleetPlan
+from skyctl.core.plan import FleetPlan
 from skyctl.supervisor.wire import spec_hash
 
 

@@ -24,22 +24,22 @@ from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
 
-from skyctl.control.http import ControlClient
-from skyctl.control.target import ServerTarget
-from skyctl.engine.guard import HELD_VARIABLE
+from skyctl.core.health import FailureCount, probe_alive, probe_ready
+from skyctl.core.plan import ServerSpec
+from skyctl.engines.vllm.inside.guard import HELD_VARIABLE
 from skyctl.errors import ServerError
-from skyctl.fleet.credentials import API_KEY, CONTROL_TOKEN, Credentials
-from skyctl.fleet.in_doubt import trust
-from skyctl.fleet.paths import FleetPaths, create_private_file
-from skyctl.fleet.plan import ServerSpec
-from skyctl.fleet.ports import port_holder
-from skyctl.fleet.schema import FleetConfig
-from skyctl.fleet.state import FleetState, ServerRow
+from skyctl.fleetfile.schema import FleetConfig
+from skyctl.http.client import ControlClient
+from skyctl.http.target import ServerTarget
 from skyctl.kill_points import reached
-from skyctl.supervisor.health import FailureCount, probe_alive, probe_ready
+from skyctl.launch.local.logtail import tail, telling_line
+from skyctl.launch.local.ports import port_holder
+from skyctl.launch.local.process import ManagedProcess
+from skyctl.store.credentials import API_KEY, CONTROL_TOKEN, Credentials
+from skyctl.store.in_doubt import trust
+from skyctl.store.paths import FleetPaths, create_private_file
+from skyctl.store.state import FleetState, ServerRow
 from skyctl.supervisor.kept import KeptRunning
-from skyctl.supervisor.logtail import tail, telling_line
-from skyctl.supervisor.process import ManagedProcess
 from skyctl.units import format_seconds
 
 READY_POLL_S = 0.5
@@ -166,7 +166,7 @@ class Replica(KeptRunning):
         self._context.state.set_weights_awake(self.name, False)
 
     def hold(self) -> None:
-        """Until it is up, and not quarantined, let it answer nobody but us (engine/guard.py)."""
+        """Until it is up, and not quarantined, let it answer nobody but us (`inside/guard.py`)."""
         os.close(create_private_file(self._context.paths.held(self.name)))
 
     def reload_row(self) -> None:

@@ -9,14 +9,14 @@ from collections.abc import Iterable
 
 import psutil
 
-from skyctl.control.metrics import ServerMetrics
-from skyctl.control.server import VLLMServer
+from skyctl.core.admission import refresh_all
+from skyctl.core.status import FleetStatus, ReplicaStatus, RouterStatus, assess
+from skyctl.engines.vllm.metrics import ServerMetrics
+from skyctl.engines.vllm.server import VLLMServer
 from skyctl.errors import SkyctlError
-from skyctl.fleet.identity import ProcessIdentity
-from skyctl.fleet.status import FleetStatus, ReplicaStatus, RouterStatus, assess
-from skyctl.supervisor.admission import refresh_all
-from skyctl.supervisor.logtail import latest_message, tail
-from skyctl.supervisor.process import ManagedProcess
+from skyctl.launch.local.logtail import latest_message, tail
+from skyctl.launch.local.process import ManagedProcess
+from skyctl.store.identity import ProcessIdentity
 from skyctl.supervisor.replica import Replica
 from skyctl.supervisor.resident import Supervisor
 

@@ -16,27 +16,28 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
-from skyctl.control.fanout import Outcome, OutcomeStatus
-from skyctl.control.http import ControlClient
+from skyctl.core import admission, verbs
+from skyctl.core.diagnosis import Finding
+from skyctl.core.membership import routable
+from skyctl.core.plan import FleetPlan, ServerSpec
+from skyctl.core.recovery import Recovered
+from skyctl.core.status import Operation
 from skyctl.errors import ConflictError, FleetDownError, NotFoundError, SkyctlError
-from skyctl.fleet.credentials import ensure_credentials
-from skyctl.fleet.in_doubt import close_orphans
-from skyctl.fleet.journal import Job
-from skyctl.fleet.paths import FleetPaths
-from skyctl.fleet.plan import FleetPlan, ServerSpec
-from skyctl.fleet.state import FleetState
-from skyctl.fleet.status import Operation
+from skyctl.http.client import ControlClient
+from skyctl.http.fanout import Outcome, OutcomeStatus
 from skyctl.kill_points import reached
-from skyctl.supervisor import admission, adoption, healing, rollout, verbs
-from skyctl.supervisor.diagnosis import Finding
-from skyctl.supervisor.membership import routable
+from skyctl.push.request import PushRequest
+from skyctl.store.credentials import ensure_credentials
+from skyctl.store.in_doubt import close_orphans
+from skyctl.store.journal import Job
+from skyctl.store.paths import FleetPaths
+from skyctl.store.state import FleetState
+from skyctl.supervisor import adoption, healing, rollout
 from skyctl.supervisor.pushes import Pushes
 from skyctl.supervisor.reconcile import Changes, Running, compare
-from skyctl.supervisor.recovery import Recovered
 from skyctl.supervisor.replica import Replica, ReplicaContext
 from skyctl.supervisor.router import RouterChild
 from skyctl.supervisor.wire import spec_hash
-from skyctl.weights.request import PushRequest
 
 
 class Supervisor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from skyctl.fleet.schema import RestartPolicy
+from skyctl.fleetfile.schema import RestartPolicy
 from skyctl.units import format_seconds
 
 

@@ -7,16 +7,16 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from skyctl.control.server import VLLMServer
+from skyctl.core.plan import FleetPlan
+from skyctl.engines.vllm.server import VLLMServer
 from skyctl.errors import SkyctlError
-from skyctl.fleet.plan import FleetPlan
-from skyctl.fleet.state import ProcessRow
 from skyctl.kill_points import reached
-from skyctl.supervisor.process import ManagedProcess
+from skyctl.launch.local.process import ManagedProcess
+from skyctl.launch.local.scratch import sweep_scratch
+from skyctl.store.state import ProcessRow
 from skyctl.supervisor.replica import Replica
 from skyctl.supervisor.router import NAME as ROUTER
 from skyctl.supervisor.router import RouterChild
-from skyctl.supervisor.scratch import sweep_scratch
 from skyctl.supervisor.wire import spec_hash
 
 if TYPE_CHECKING:

@@ -7,16 +7,16 @@ import contextlib
 import time
 from collections.abc import Callable, Mapping
 
-from skyctl.control.http import ControlClient
-from skyctl.control.router import RouterClient
+from skyctl.core.plan import RouterSpec
+from skyctl.engines.vllm.router import RouterClient
 from skyctl.errors import SkyctlError
-from skyctl.fleet.paths import FleetPaths
-from skyctl.fleet.plan import RouterSpec
-from skyctl.fleet.schema import FleetConfig
-from skyctl.fleet.state import FleetState
+from skyctl.fleetfile.schema import FleetConfig
+from skyctl.http.client import ControlClient
+from skyctl.launch.local.logtail import tail, telling_line
+from skyctl.launch.local.process import ManagedProcess
+from skyctl.store.paths import FleetPaths
+from skyctl.store.state import FleetState
 from skyctl.supervisor.kept import KeptRunning
-from skyctl.supervisor.logtail import tail, telling_line
-from skyctl.supervisor.process import ManagedProcess
 from skyctl.units import format_seconds
 
 READY_TIMEOUT_S = 60.0

@@ -13,9 +13,9 @@ from pydantic import BaseModel, ConfigDict
 
 import skyctl
 from skyctl import __version__
+from skyctl.core.plan import Device, FleetPlan, RouterSpec, ServerSpec
 from skyctl.errors import VersionMismatch
-from skyctl.fleet.plan import Device, FleetPlan, RouterSpec, ServerSpec
-from skyctl.fleet.schema import FleetConfig
+from skyctl.fleetfile.schema import FleetConfig
 
 PROTOCOL = 3
 """Of the supervisor's API. Count it up with every change that the other side has to know of."""

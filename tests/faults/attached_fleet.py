@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from skyctl.fleet.paths import fleet_paths
-from skyctl.fleet.registry import FleetRef
-from skyctl.fleet.schema import FleetConfig
-from skyctl.operations.attached import AttachedFleet
+from skyctl.core.registry import FleetRef
+from skyctl.fleetfile.schema import FleetConfig
+from skyctl.service.attached import AttachedFleet
+from skyctl.store.paths import fleet_paths
 from tests.stub.app import StubServer
 from tests.stub.running import running
 

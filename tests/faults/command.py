@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from skyctl.control.target import ServerTarget
+from skyctl.http.target import ServerTarget
 
 
 async def skyctl(*arguments: str, home: Path, file: Path) -> tuple[int, dict[str, Any]]:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.faults.stub_fleet import StubFleet
-from tests.unit.weights.checkpoints import CONFIG, tiny_tensors, write_checkpoint
+from tests.unit.push.checkpoints import CONFIG, tiny_tensors, write_checkpoint
 
 NO_GPU = "#!/bin/sh\nexit 9\n"
 TWO_GPUS = "#!/bin/sh\necho '0, GPU-a, Made Up, 81920'\necho '1, GPU-b, Made Up, 81920'\n"

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from skyctl.control import verbs
-from skyctl.control.fanout import Outcome
-from skyctl.control.http import ControlClient
-from skyctl.control.target import ServerTarget
+from skyctl.core import actions as verbs
+from skyctl.http.client import ControlClient
+from skyctl.http.fanout import Outcome
+from skyctl.http.target import ServerTarget
 from tests.faults.command import attached, skyctl
 from tests.stub.app import StubServer
 from tests.stub.faults import Fault

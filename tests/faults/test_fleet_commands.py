@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from skyctl.fleet.state import FleetState
+from skyctl.store.state import FleetState
 from tests.faults.stub_fleet import StubFleet
 
 

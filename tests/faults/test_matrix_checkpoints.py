@@ -11,15 +11,15 @@ from pathlib import Path
 import pytest
 
 from skyctl.errors import PushError, SkyctlError
-from skyctl.weights.push import PushRequest, push
-from tests.unit.weights.checkpoints import (
+from skyctl.push.transaction import PushRequest, push
+from tests.unit.push.checkpoints import (
     CONFIG,
     filled,
     safetensors,
     tiny_tensors,
     write_checkpoint,
 )
-from tests.unit.weights.fleets import Recorder, Stubs
+from tests.unit.push.fleets import Recorder, Stubs
 
 NORM = "model.norm.weight"
 

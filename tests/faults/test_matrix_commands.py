@@ -18,12 +18,12 @@ import httpx
 import psutil
 import pytest
 
-from skyctl.fleet.database import SCHEMA_VERSION
-from skyctl.fleet.paths import FleetPaths
-from skyctl.fleet.state import FleetState
-from skyctl.operations.revive import listening
+from skyctl.service.revive import listening
+from skyctl.store.database import SCHEMA_VERSION
+from skyctl.store.paths import FleetPaths
+from skyctl.store.state import FleetState
 from tests.faults.stub_fleet import ROOT, StubFleet
-from tests.unit.weights.checkpoints import tiny_tensors, write_checkpoint
+from tests.unit.push.checkpoints import tiny_tensors, write_checkpoint
 
 
 @pytest.fixture

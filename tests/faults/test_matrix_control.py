@@ -15,10 +15,10 @@ from pathlib import Path
 
 import pytest
 
-from skyctl.control import verbs
-from skyctl.control.http import ControlClient
-from skyctl.fleet.state import FleetState
-from skyctl.operations.attached import AttachedFleet
+from skyctl.core import actions as verbs
+from skyctl.http.client import ControlClient
+from skyctl.service.attached import AttachedFleet
+from skyctl.store.state import FleetState
 from tests.faults.attached_fleet import attached_fleet
 from tests.faults.command import attached, skyctl
 from tests.stub.app import StubServer

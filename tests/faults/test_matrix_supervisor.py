@@ -15,19 +15,20 @@ import httpx
 import psutil
 import pytest
 
-from skyctl.control.server import VLLMServer
+from skyctl.core.plan import ServerSpec
+from skyctl.engines.vllm.server import VLLMServer
 from skyctl.errors import DeadlineExceeded
-from skyctl.fleet.identity import identify
-from skyctl.fleet.paths import FleetPaths
-from skyctl.fleet.plan import ServerSpec
-from skyctl.fleet.ports import free_port
-from skyctl.fleet.state import FleetState, ProcessRow
+from skyctl.launch.local.ports import free_port
+from skyctl.push.request import PushRequest
+from skyctl.store.identity import identify
+from skyctl.store.paths import FleetPaths
+from skyctl.store.state import FleetState, ProcessRow
 from skyctl.supervisor.client import SupervisorClient
 from skyctl.supervisor.report import report
 from skyctl.supervisor.resident import Supervisor
-from skyctl.weights.request import PushRequest
 from tests.stub.app import StubServer
 from tests.stub.running import running
+from tests.unit.push.checkpoints import tiny_tensors, write_checkpoint
 from tests.unit.supervisor.fleets import (
     ROOT,
     command_server,
@@ -44,7 +45,6 @@ from tests.unit.supervisor.test_resident import (
     states,
     supervising,
 )
-from tests.unit.weights.checkpoints import tiny_tensors, write_checkpoint
 
 # An API server whose engine core is in a session of its own, as nothing but a record ties it.
 _WITH_CORE = """

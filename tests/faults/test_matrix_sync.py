@@ -20,14 +20,14 @@ import psutil
 import pytest
 
 from skyctl.errors import PreflightError, PushError, SkyctlError
-from skyctl.weights.push import PushRequest, push
+from skyctl.push.transaction import PushRequest, push
 from tests.faults.attached_fleet import attached_fleet
 from tests.stub.app import StubServer
 from tests.stub.faults import Fault
 from tests.stub.state import StubEngine
 from tests.unit.docs.test_bounds import evaluated, names, worst
-from tests.unit.weights.checkpoints import tiny_tensors, write_checkpoint
-from tests.unit.weights.fleets import Recorder, Stubs, content
+from tests.unit.push.checkpoints import tiny_tensors, write_checkpoint
+from tests.unit.push.fleets import Recorder, Stubs, content
 
 NEW = content(
     [
@@ -41,7 +41,7 @@ BAD = 1
 @pytest.fixture
 def stubs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Stubs:
     """Three servers with short deadlines."""
-    monkeypatch.setattr("skyctl.weights.delivery._GRACE_S", 0.2)
+    monkeypatch.setattr("skyctl.push.delivery._GRACE_S", 0.2)
     stubs = Stubs(tmp_path, count=3)
     stubs.fleet = replace(
         stubs.fleet, control_timeout_s=0.5, update_timeout_s=1.0, rendezvous_timeout_s=0.5
@@ -201,7 +201,7 @@ def senders() -> list[psutil.Process]:
     return [
         child
         for child in psutil.Process().children(recursive=True)
-        if any("skyctl.weights.sender" in word for word in child.cmdline())
+        if any("skyctl.transfer.sender" in word for word in child.cmdline())
     ]
 
 
@@ -330,7 +330,7 @@ async def test_servers_of_different_backends_are_refused(stubs: Stubs) -> None:
 async def test_more_memory_than_there_is_refuses_before_anything(
     stubs: Stubs, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    from skyctl.weights import preflight
+    from skyctl.push import preflight
 
     meminfo = tmp_path / "meminfo"
     meminfo.write_text("MemAvailable: 1 kB\n")

@@ -19,11 +19,11 @@ from pathlib import Path
 
 import pytest
 
-from skyctl.fleet.paths import fleet_paths
-from skyctl.fleet.state import FleetState
-from skyctl.supervisor.jobs import PUSH_LOCK
+from skyctl.core.jobs import PUSH_LOCK
+from skyctl.store.paths import fleet_paths
+from skyctl.store.state import FleetState
 from tests.faults.stub_fleet import StubFleet
-from tests.unit.weights.checkpoints import CONFIG, tiny_tensors, write_checkpoint
+from tests.unit.push.checkpoints import CONFIG, tiny_tensors, write_checkpoint
 
 PAGE = Path(__file__).parents[2] / "docs" / "mistakes.md"
 AT_LEAST = 20

@@ -11,19 +11,19 @@ from typing import Any
 
 import httpx
 
-from skyctl.fleet.in_doubt import in_doubt
-from skyctl.fleet.journal import Job
+from skyctl.push.canary import read_canary
+from skyctl.push.request import PushRequest
+from skyctl.store.in_doubt import in_doubt
+from skyctl.store.journal import Job
 from skyctl.supervisor.report import report
 from skyctl.supervisor.resident import Supervisor
-from skyctl.weights.canary import read_canary
-from skyctl.weights.request import PushRequest
 from tests.faults.killing.cycle import Dice
 from tests.faults.killing.supervised import supervised_fleet
 from tests.faults.test_matrix_supervisor import pushable, set_faults, stub_state
 from tests.stub.generation import next_token
+from tests.unit.push.checkpoints import tiny_tensors, write_checkpoint
 from tests.unit.supervisor.fleets import eventually, fleet_plan, stub_router
 from tests.unit.supervisor.test_resident import bring_up, ended, routed, states, supervising
-from tests.unit.weights.checkpoints import tiny_tensors, write_checkpoint
 
 PROMPT = "ab"
 TOKENS = 6

@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from skyctl.control.generate import Endpoint, GenerationClient
-from skyctl.control.http import ControlClient
-from skyctl.control.prompts import GenerationRequest
-from skyctl.control.router import RouterClient
-from skyctl.control.target import ServerTarget
+from skyctl.engines.vllm.router import RouterClient
 from skyctl.errors import DeadlineExceeded, ServerUnreachable
+from skyctl.generate.prompts import GenerationRequest
+from skyctl.generate.requests import Endpoint, GenerationClient
+from skyctl.http.client import ControlClient
+from skyctl.http.target import ServerTarget
 from tests.stub.app import StubServer
 from tests.stub.faults import Fault
 from tests.stub.running import running

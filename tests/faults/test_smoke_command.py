@@ -11,7 +11,7 @@ from xml.etree import ElementTree
 import pytest
 
 from tests.faults.stub_fleet import StubFleet
-from tests.unit.weights.checkpoints import tiny_tensors, write_checkpoint
+from tests.unit.push.checkpoints import tiny_tensors, write_checkpoint
 
 EXTRA = "args: {token-delay-s: 0.005}\nweight_transfer: {transport: disk}"
 

@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.soak.__main__ import Asked, soak
 from benchmarks.soak.checker import Expected, Record, Span, committed_spans, judge
-from skyctl.fleet.journal import Job, JobEvent
+from skyctl.store.journal import Job, JobEvent
 
 EXPECTED = Expected(
     pure={("a", 0): (1, 2, 3), ("b", 0): (7, 8, 9)},

@@ -9,10 +9,10 @@ import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from skyctl.control.http import ControlClient
-from skyctl.control.server import VLLMServer
-from skyctl.control.target import ServerTarget
+from skyctl.engines.vllm.server import VLLMServer
 from skyctl.errors import ServerUnreachable
+from skyctl.http.client import ControlClient
+from skyctl.http.target import ServerTarget
 
 
 @asynccontextmanager
@@ -37,7 +37,7 @@ async def test_it_takes_vllms_flags_answers_and_stops_on_term() -> None:
     flags = (
         *("--model", "some/model", "--served-model-name", "tiny", "--enforce-eager"),
         *("--weight-transfer-config", '{"backend": "skyctl"}', "--max-model-len", "2048"),
-        *("--worker-extension-cls", "skyctl.engine.worker.SkyctlWorkerExtension"),
+        *("--worker-extension-cls", "skyctl.engines.vllm.inside.worker.SkyctlWorkerExtension"),
         *("--faults", json.dumps({"/pause": {"kind": "reset", "calls": [1]}})),
     )
     async with stub_process(*flags) as (process, port), ControlClient() as client:

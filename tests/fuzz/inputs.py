@@ -18,25 +18,25 @@ from typing import Any
 import httpx
 import yaml
 
-from skyctl.control.http import ControlClient, error_text
-from skyctl.control.metrics import parse_metrics
-from skyctl.control.router import RouterClient
-from skyctl.control.router_metrics import parse_router_metrics
-from skyctl.control.server import VLLMServer
-from skyctl.control.stream import Cut, read_pieces
-from skyctl.control.target import ServerTarget
+from skyctl.checkpoints.checkpoint import INDEX_NAME, read_checkpoint
+from skyctl.checkpoints.header import read_header
+from skyctl.engines.vllm.metrics import parse_metrics
+from skyctl.engines.vllm.router import RouterClient
+from skyctl.engines.vllm.router_metrics import parse_router_metrics
+from skyctl.engines.vllm.server import VLLMServer
+from skyctl.engines.vllm.stream import Cut, read_pieces
 from skyctl.errors import FleetFileError, SkyctlError
-from skyctl.fleet.identity import own_identity
-from skyctl.fleet.in_doubt import close_orphans, in_doubt
-from skyctl.fleet.load import parse_fleet
-from skyctl.fleet.paths import FleetPaths
-from skyctl.fleet.state import FleetState, FleetWeights, ProcessRow
+from skyctl.fleetfile.load import parse_fleet
+from skyctl.http.client import ControlClient, error_text
+from skyctl.http.target import ServerTarget
+from skyctl.store.identity import own_identity
+from skyctl.store.in_doubt import close_orphans, in_doubt
+from skyctl.store.paths import FleetPaths
+from skyctl.store.state import FleetState, FleetWeights, ProcessRow
 from skyctl.supervisor.client import SupervisorClient
-from skyctl.weights.checkpoint import INDEX_NAME, read_checkpoint
-from skyctl.weights.header import read_header
 from tests.fuzz.mutation import as_json, broken, mutated, nasty
 from tests.stub.through_httpx import ThroughHttpx
-from tests.unit.weights.checkpoints import tiny_tensors, write_checkpoint
+from tests.unit.push.checkpoints import tiny_tensors, write_checkpoint
 
 CASE_TIMEOUT_S = 10.0
 _FLEET_FILE = Path(__file__).parents[2] / "fleet.yaml.example"

@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.fuzz import fuzz
 from skyctl.errors import FleetFileError, SkyctlError
-from skyctl.fleet.load import parse_fleet
+from skyctl.fleetfile.load import parse_fleet
 from tests.fuzz.inputs import CASES, WRITTEN, TooSlow, run_case
 
 SAMPLE = {"fleet file": 100, "state file": 100}

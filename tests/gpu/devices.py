@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 
-from skyctl.fleet.devices import discover_gpus, free_gpu_memory, visible_gpus
+from skyctl.launch.local.devices import discover_gpus, free_gpu_memory, visible_gpus
 
 
 def available() -> list[int]:

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from skyctl.fleet.devices import free_gpu_memory
+from skyctl.launch.local.devices import free_gpu_memory
 from tests.gpu.conftest import need_gpus
 from tests.gpu.devices import available
 from tests.gpu.faulty import FaultyFleet

@@ -13,12 +13,12 @@ from dataclasses import replace
 
 import pytest
 
-from skyctl.control.generate import Endpoint, GenerationClient, GenerationResult
-from skyctl.control.http import ControlClient
-from skyctl.control.prompts import GenerationRequest
-from skyctl.control.server import PauseMode, VLLMServer
-from skyctl.control.target import ServerTarget
+from skyctl.engines.vllm.server import PauseMode, VLLMServer
 from skyctl.errors import ServerError
+from skyctl.generate.prompts import GenerationRequest
+from skyctl.generate.requests import Endpoint, GenerationClient, GenerationResult
+from skyctl.http.client import ControlClient
+from skyctl.http.target import ServerTarget
 from tests.stub.app import StubServer
 from tests.stub.running import running
 

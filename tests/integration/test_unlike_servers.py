@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from skyctl.fleet.tiny import make_tiny_checkpoint
+from skyctl.checkpoints.tiny import make_tiny_checkpoint
 from tests.integration.fleet_cli import UP_TIMEOUT_S, FleetCli, greedy
 
 pytestmark = pytest.mark.real

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 
 import httpx
 
-from skyctl.control.target import ServerTarget
-from skyctl.control.transport import Answer, CannotConnect, Request
+from skyctl.http.target import ServerTarget
+from skyctl.http.transport import Answer, CannotConnect, Request
 from tests.stub.app import StubServer
 from tests.stub.through_httpx import ThroughHttpx
 

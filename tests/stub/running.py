@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 
 import uvicorn
 
-from skyctl.control.target import ServerTarget
+from skyctl.http.target import ServerTarget
 from tests.stub.app import StubServer
 
 

@@ -6,7 +6,7 @@ import asyncio
 
 import httpx
 
-from skyctl.control.transport import Answer, CannotConnect, ConnectionBroke, NoAnswer, Request
+from skyctl.http.transport import Answer, CannotConnect, ConnectionBroke, NoAnswer, Request
 
 
 class ThroughHttpx:

@@ -11,17 +11,17 @@ from typing import Any
 
 import httpx
 
-from skyctl.fleet.in_doubt import in_doubt
-from skyctl.fleet.journal import Job
-from skyctl.fleet.paths import FleetPaths
-from skyctl.fleet.state import FleetState
+from skyctl.store.in_doubt import in_doubt
+from skyctl.store.journal import Job
+from skyctl.store.paths import FleetPaths
+from skyctl.store.state import FleetState
 from tests.faults.killing import checks
 from tests.faults.killing.cycle import Came, Dice
 from tests.faults.killing.zygote import Zygote
 from tests.stub.app import StubServer
 from tests.stub.running import running
 from tests.stub.state import EngineRefused, StubEngine
-from tests.unit.weights.checkpoints import tiny_tensors, write_checkpoint
+from tests.unit.push.checkpoints import tiny_tensors, write_checkpoint
 
 NAME = "far"
 BOUND_S = 20.0

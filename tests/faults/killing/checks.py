@@ -9,8 +9,8 @@ from typing import Any
 
 import psutil
 
-from skyctl.fleet.in_doubt import in_doubt
-from skyctl.fleet.state import FleetState
+from skyctl.store.in_doubt import in_doubt
+from skyctl.store.state import FleetState
 
 
 def served_only(stubs: Sequence[Mapping[str, Any]], committed: Collection[str]) -> list[str]:

@@ -12,10 +12,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from skyctl.fleet.paths import FleetPaths
-from skyctl.fleet.registry import supervisor_running
-from skyctl.fleet.state import FleetState
-from skyctl.operations.revive import listening
+from skyctl.core.registry import supervisor_running
+from skyctl.service.revive import listening
+from skyctl.store.paths import FleetPaths
+from skyctl.store.state import FleetState
 from tests.faults.killing import checks
 from tests.faults.killing.cycle import Came, Dice
 from tests.faults.killing.zygote import Zygote

@@ -14,7 +14,7 @@ from typing import Any
 
 import httpx
 
-from skyctl.fleet.state import FleetState
+from skyctl.store.state import FleetState
 from tests.faults.killing.supervised import Runner, SupervisedFleet
 from tests.stub.state import MEMORY
 

@@ -13,19 +13,19 @@ from typing import Any, Protocol
 import httpx
 import psutil
 
-from skyctl.fleet.in_doubt import in_doubt
-from skyctl.fleet.paths import FleetPaths
-from skyctl.fleet.registry import supervisor_running
-from skyctl.fleet.state import FleetState
+from skyctl.core.registry import supervisor_running
 from skyctl.kill_points import COLOCATED, OUT_OF_ROUTER
-from skyctl.operations.revive import listening
+from skyctl.service.revive import listening
+from skyctl.store.in_doubt import in_doubt
+from skyctl.store.paths import FleetPaths
+from skyctl.store.state import FleetState
 from tests.faults.killing import checks
 from tests.faults.killing.attached import BOUND_S, measure
 from tests.faults.killing.cycle import Came, Dice
 from tests.faults.killing.zygote import Zygote
 from tests.faults.stub_fleet import StubFleet
 from tests.stub.state import MEMORY
-from tests.unit.weights.checkpoints import tiny_tensors, write_checkpoint
+from tests.unit.push.checkpoints import tiny_tensors, write_checkpoint
 
 NAME = "stubs"
 _YET_TO_BEGIN_S = 0.5

@@ -29,17 +29,17 @@ _WARM = (
     "skyctl.cli.job_view",
     "skyctl.cli.operation",
     "skyctl.cli.recover_view",
-    "skyctl.operations.attached",
-    "skyctl.operations.attached_push",
-    "skyctl.operations.attached_recovery",
-    "skyctl.operations.bring_up",
-    "skyctl.operations.drift",
-    "skyctl.operations.revive",
-    "skyctl.operations.supervised",
-    "skyctl.operations.supervised_recovery",
+    "skyctl.service.attached",
+    "skyctl.service.attached_push",
+    "skyctl.service.attached_recovery",
+    "skyctl.service.bring_up",
+    "skyctl.service.drift",
+    "skyctl.service.revive",
+    "skyctl.service.supervised",
+    "skyctl.service.supervised_recovery",
     "skyctl.supervisor.daemon",
-    "skyctl.weights.push",
-    "skyctl.weights.transports.shm",
+    "skyctl.push.transaction",
+    "skyctl.transfer.transports.shm",
     "uvicorn.lifespan.off",
     "uvicorn.loops.auto",
     "uvicorn.protocols.http.auto",
@@ -69,7 +69,7 @@ def ask_for_supervisor(paths: Any) -> ForkedSupervisor:
 
 
 def _fork_supervisor(asked: dict[str, Any], guardian: bool) -> None:
-    from skyctl.fleet.paths import FleetPaths, create_private_file
+    from skyctl.store.paths import FleetPaths, create_private_file
     from skyctl.supervisor.daemon import serve
 
     pid = os.fork()
@@ -111,8 +111,9 @@ def main() -> None:
     for module in _WARM:
         importlib.import_module(module)
     from skyctl.cli import app
-    from skyctl.operations import bring_up
-    from skyctl.supervisor import daemon, jobs, replica
+    from skyctl.core import jobs
+    from skyctl.service import bring_up
+    from skyctl.supervisor import daemon, replica
 
     app.register(app.VERBS)
     # a user does not see these steps; a thousand cycles do
@@ -159,7 +160,7 @@ def _run(asked: dict[str, Any]) -> None:
 
 
 def _without_guardian() -> None:
-    from skyctl.supervisor import guardian
+    from skyctl.core import guardian
 
     def none(paths: object) -> None:
         raise OSError("this cycle recovers by hand")

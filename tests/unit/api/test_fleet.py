@@ -31,8 +31,8 @@ from tests.stub.app import StubServer
 from tests.stub.faults import Fault
 from tests.stub.running import running
 from tests.stub.state import StubEngine
-from tests.unit.weights.checkpoints import tiny_tensors, write_checkpoint
-from tests.unit.weights.fleets import content
+from tests.unit.push.checkpoints import tiny_tensors, write_checkpoint
+from tests.unit.push.fleets import content
 
 
 @pytest.fixture(autouse=True)

@@ -92,8 +92,8 @@ def test_replicas_come_from_the_file(context: typer.Context, tmp_path: Path) -> 
 
 
 def test_jobs_come_from_the_state(context: typer.Context, tmp_path: Path) -> None:
-    from skyctl.fleet.paths import fleet_paths
-    from skyctl.fleet.state import FleetState
+    from skyctl.store.paths import fleet_paths
+    from skyctl.store.state import FleetState
 
     (tmp_path / "fleet.yaml").write_text("name: demo\nmodel: x\n")
     assert complete.jobs(context, "") == []

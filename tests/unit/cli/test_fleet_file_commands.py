@@ -55,7 +55,7 @@ def test_validate_imports_neither_torch_nor_vllm(here: Path) -> None:
     (here / "fleet.yaml").write_text("name: demo\nmodel: ./a\nreplicas: 2\ndevice: cpu\n")
     result = skyctl(here, "validate", interpreter=("-X", "importtime"))
     imported = {line.rsplit("|", 1)[-1].strip() for line in result.stderr.splitlines()}
-    assert "skyctl.fleet.check" in imported
+    assert "skyctl.core.check" in imported
     assert not {"torch", "vllm", "vllm_router", "transformers", "numpy"} & imported
 
 
@@ -124,7 +124,7 @@ def test_plan_prints_commands_that_a_shell_reads_back(here: Path) -> None:
 
 def test_plan_fits_a_narrow_terminal_without_losing_commands(here: Path) -> None:
     narrow = skyctl(here, "plan", COLUMNS="40").stdout
-    assert "skyctl.engine.worker.SkyctlWorkerExtension" in narrow
+    assert "skyctl.engines.vllm.inside.worker.SkyctlWorkerExtension" in narrow
 
 
 def test_plan_masks_secrets(here: Path) -> None:

@@ -13,10 +13,10 @@ from skyctl import errors
 from skyctl.cli import app as app_module
 from skyctl.cli.complete import PAUSE_MODES, TRANSPORTS, topics
 from skyctl.errors import ExitCode
-from skyctl.fleet import journal
 from skyctl.help import text_of
 from skyctl.help import topics as known_topics
 from skyctl.output import STATE_STYLES
+from skyctl.store import journal
 
 
 def run(

@@ -20,7 +20,7 @@ import typer
 from skyctl.cli import app as app_module
 from tests.faults.stub_fleet import StubFleet
 from tests.unit.cli.json_contract import DOCUMENT, Node, differences, specification, tables
-from tests.unit.weights.checkpoints import tiny_tensors, write_checkpoint
+from tests.unit.push.checkpoints import tiny_tensors, write_checkpoint
 
 TABLES = tables(DOCUMENT.read_text())
 ENVELOPE = ["skyctl", "command", "ok", "exit_code", "data", "error"]

@@ -9,8 +9,8 @@ from rich.console import Console, RenderableType
 
 from skyctl.cli.history_plot import history_plot
 from skyctl.cli.timeline_view import legend, timeline_view
-from skyctl.fleet.journal import PushRecord
-from skyctl.fleet.timeline import ServerTimeline, Span, Timeline
+from skyctl.core.timeline import ServerTimeline, Span, Timeline
+from skyctl.store.journal import PushRecord
 
 COLUMNS = 100
 

@@ -9,7 +9,7 @@ from rich.console import Console, RenderableType
 
 from skyctl.cli.top_screen import Action, TopScreen
 from skyctl.cli.top_view import fitting, once_view, screen_view
-from skyctl.fleet.status import FleetStatus
+from skyctl.core.status import FleetStatus
 from skyctl.monitoring.gpus import GpuUsage
 from skyctl.monitoring.sample import FleetSample
 from tests.unit.monitoring.fleets import fleet_sample, replica_sample

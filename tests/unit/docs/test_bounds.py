@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from pydantic import BaseModel
 
-from skyctl.fleet.schema import FleetConfig
+from skyctl.fleetfile.schema import FleetConfig
 
 PAGE = Path(__file__).parents[3] / "docs" / "bounds.md"
 

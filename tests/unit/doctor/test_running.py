@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
+from skyctl.core.status import FleetStatus, ReplicaStatus, RouterStatus, assess
 from skyctl.doctor.finding import Finding, Severity, count
 from skyctl.doctor.running import LONG_PAUSE_S, RunningFacts, check_running
-from skyctl.fleet.journal import PushRecord
-from skyctl.fleet.state import ServerRow
-from skyctl.fleet.status import FleetStatus, ReplicaStatus, RouterStatus, assess
-from skyctl.operations.drift import Drift
+from skyctl.service.drift import Drift
+from skyctl.store.journal import PushRecord
+from skyctl.store.state import ServerRow
 
 
 def replica(number: int, **fields: Any) -> ReplicaStatus:

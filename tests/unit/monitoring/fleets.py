@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from skyctl.fleet.journal import Job
-from skyctl.fleet.state import Event
-from skyctl.fleet.status import FleetStatus, ReplicaStatus, RouterStatus
+from skyctl.core.status import FleetStatus, ReplicaStatus, RouterStatus
 from skyctl.monitoring.sample import FleetSample, JobSample, ReplicaSample, RouterSample
+from skyctl.store.journal import Job
+from skyctl.store.state import Event
 
 
 def replica(name: str = "tiny-0", **fields: Any) -> ReplicaStatus:

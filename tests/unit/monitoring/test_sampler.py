@@ -6,11 +6,11 @@ from typing import Any
 
 import httpx
 
-from skyctl.control.http import ControlClient
-from skyctl.fleet.journal import Job
-from skyctl.fleet.status import ReplicaStatus
+from skyctl.core.status import ReplicaStatus
+from skyctl.http.client import ControlClient
 from skyctl.monitoring.gpus import GpuUsage
 from skyctl.monitoring.sampler import Sampler
+from skyctl.store.journal import Job
 from tests.stub.through_httpx import ThroughHttpx
 from tests.unit.monitoring.fleets import ToldFleet, replica, status
 

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from skyctl.core.registry import FleetRef
 from skyctl.errors import SkyctlError, UsageError
-from skyctl.fleet.paths import FleetPaths
-from skyctl.fleet.registry import FleetRef
-from skyctl.fleet.schema import FleetConfig
+from skyctl.fleetfile.schema import FleetConfig
 from skyctl.smoke.fleet_under_test import FleetUnderTest, SmokeOptions
 from skyctl.smoke.run import smoke
 from skyctl.smoke.steps import Skipped, Step, steps_for
+from skyctl.store.paths import FleetPaths
 
 
 @pytest.fixture

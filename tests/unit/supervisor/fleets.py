@@ -9,9 +9,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from skyctl.fleet.plan import FleetPlan, RouterSpec, ServerSpec
-from skyctl.fleet.ports import free_port
-from skyctl.fleet.schema import FleetConfig
+from skyctl.core.plan import FleetPlan, RouterSpec, ServerSpec
+from skyctl.fleetfile.schema import FleetConfig
+from skyctl.launch.local.ports import free_port
 
 ROOT = Path(__file__).parents[3]
 POLICIES: dict[str, Any] = {

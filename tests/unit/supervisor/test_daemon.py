@@ -13,18 +13,18 @@ from pathlib import Path
 import psutil
 import pytest
 
+from skyctl.core.plan import FleetPlan
+from skyctl.core.registry import supervisor_running
+from skyctl.core.status import FleetStatus
 from skyctl.errors import ConflictError, FleetDownError
-from skyctl.fleet.paths import FleetPaths, fleet_paths
-from skyctl.fleet.plan import FleetPlan
-from skyctl.fleet.registry import supervisor_running
-from skyctl.fleet.state import FleetState, ProcessRow
-from skyctl.fleet.status import FleetStatus
-from skyctl.operations.bring_up import follow_operation, take_down
-from skyctl.operations.unsupervised import unsupervised_status
+from skyctl.launch.local.process import ManagedProcess
+from skyctl.launch.local.scratch import scratch_environment
+from skyctl.service.bring_up import follow_operation, take_down
+from skyctl.service.unsupervised import unsupervised_status
+from skyctl.store.paths import FleetPaths, fleet_paths
+from skyctl.store.state import FleetState, ProcessRow
 from skyctl.supervisor import daemon
 from skyctl.supervisor.client import SupervisorClient
-from skyctl.supervisor.process import ManagedProcess
-from skyctl.supervisor.scratch import scratch_environment
 from skyctl.supervisor.wire import plan_to_json
 from tests.unit.supervisor.fleets import (
     command_server,

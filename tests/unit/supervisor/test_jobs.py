@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-from skyctl.fleet.state import FleetState
-from skyctl.supervisor.jobs import PUSH_LOCK, follow, open_push
-from skyctl.weights.request import PushRequest
+from skyctl.core.jobs import PUSH_LOCK, follow, open_push
+from skyctl.push.request import PushRequest
+from skyctl.store.state import FleetState
 
 
 async def test_who_hears_that_a_push_is_over_may_start_the_next(tmp_path: Path) -> None:

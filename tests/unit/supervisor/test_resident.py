@@ -14,19 +14,19 @@ from typing import Any
 import psutil
 import pytest
 
-from skyctl.control.http import ControlClient
-from skyctl.control.router import RouterClient
-from skyctl.control.server import VLLMServer
-from skyctl.control.target import ServerTarget
+from skyctl.core import admission
+from skyctl.core.plan import FleetPlan
+from skyctl.engines.vllm.router import RouterClient
+from skyctl.engines.vllm.server import VLLMServer
 from skyctl.errors import ConflictError, NotFoundError, PushError
-from skyctl.fleet.paths import FleetPaths
-from skyctl.fleet.plan import FleetPlan
-from skyctl.fleet.ports import port_holder
-from skyctl.fleet.state import FleetState, FleetWeights
-from skyctl.supervisor import admission
+from skyctl.http.client import ControlClient
+from skyctl.http.target import ServerTarget
+from skyctl.launch.local.ports import port_holder
+from skyctl.push.request import PushRequest, PushResult, ServerPush
+from skyctl.store.paths import FleetPaths
+from skyctl.store.state import FleetState, FleetWeights
 from skyctl.supervisor.report import report
 from skyctl.supervisor.resident import Supervisor
-from skyctl.weights.request import PushRequest, PushResult, ServerPush
 from tests.unit.supervisor.fleets import (
     command_server,
     eventually,
@@ -379,7 +379,7 @@ class FakePush:
 @pytest.fixture
 def push(monkeypatch: pytest.MonkeyPatch) -> FakePush:
     fake = FakePush()
-    monkeypatch.setattr("skyctl.weights.push.push", fake)
+    monkeypatch.setattr("skyctl.push.transaction.push", fake)
     return fake
 
 
@@ -389,7 +389,9 @@ class FakeCheckpoint:
 
 @pytest.fixture
 def checkpoint(monkeypatch: pytest.MonkeyPatch) -> type[FakeCheckpoint]:
-    monkeypatch.setattr("skyctl.weights.checkpoint.read_checkpoint", lambda path: FakeCheckpoint)
+    monkeypatch.setattr(
+        "skyctl.checkpoints.checkpoint.read_checkpoint", lambda path: FakeCheckpoint
+    )
     return FakeCheckpoint
 
 

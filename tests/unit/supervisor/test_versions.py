@@ -8,8 +8,8 @@ import httpx
 import pytest
 
 from skyctl.errors import ServerError, VersionMismatch
-from skyctl.fleet.paths import FleetPaths
-from skyctl.fleet.state import FleetState
+from skyctl.store.paths import FleetPaths
+from skyctl.store.state import FleetState
 from skyctl.supervisor.api import make_app
 from skyctl.supervisor.client import SupervisorClient
 from skyctl.supervisor.resident import Supervisor

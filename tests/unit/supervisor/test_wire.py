@@ -5,10 +5,10 @@ from __future__ import annotations
 import hashlib
 from dataclasses import fields
 
-from skyctl.fleet.plan import RouterSpec, ServerSpec
-from skyctl.fleet.status import FleetStatus
+from skyctl.core.plan import RouterSpec, ServerSpec
+from skyctl.core.status import FleetStatus
+from skyctl.push.request import PushRequest
 from skyctl.supervisor import api, wire
-from skyctl.weights.request import PushRequest
 
 # What the two sides exchanged when PROTOCOL was counted up last. It differs? Count PROTOCOL up,
 # and put the new pair here: an older supervisor then says what to do, and not what is unknown.

@@ -1,0 +1,231 @@
+"""Read a Hugging Face checkpoint directory by its headers: shards, index, config, identity."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from skyctl.checkpoints.header import Shard, Tensor, read_header
+from skyctl.errors import NotFoundError, PreflightError
+
+INDEX_NAME = "model.safetensors.index.json"
+_NUMBERED = re.compile(r"^(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.safetensors$")
+_HUB_ID = re.compile(r"^[\w.-]+/[\w.-]+$")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint on disk. `tensors` are in shard order, file order within a shard.
+
+    `layout_digest` covers names, dtypes, shapes and sizes: equal for two checkpoints of one model.
+    `identity_digest` adds each file's inode, size and modification time: it changes when a file
+    is written or replaced. Neither reads the tensors' bytes.
+    """
+
+    path: Path
+    shards: tuple[Shard, ...]
+    tensors: tuple[Tensor, ...]
+    config: Mapping[str, Any]
+
+    @property
+    def name(self) -> str:
+        """The directory's name as the user wrote it, links not followed."""
+        return self.path.name
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors)
+
+    @property
+    def layout_digest(self) -> str:
+        layout = sorted((t.name, t.dtype, t.shape, t.nbytes) for t in self.tensors)
+        return _digest(layout)
+
+    @property
+    def identity_digest(self) -> str:
+        files = sorted((s.name, s.device, s.inode, s.size, s.mtime_ns) for s in self.shards)
+        return _digest([self.layout_digest, files])
+
+
+def _digest(value: Any) -> str:
+    return hashlib.blake2b(json.dumps(value).encode(), digest_size=16).hexdigest()
+
+
+def locate(path: str, environ: Mapping[str, str] = os.environ) -> Path | None:
+    """The local directory (or file) `path` means: itself, or a hub id in the local hub cache.
+
+    None when there is nothing here by that name. Never goes to the network.
+    """
+    candidate = Path(path).expanduser()
+    if candidate.exists():
+        return Path(os.path.abspath(candidate))  # noqa: PTH100  (resolve() would lose the name)
+    if not _HUB_ID.match(path):
+        return None
+    home = Path(environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface")
+    cache = Path(environ.get("HF_HUB_CACHE") or home / "hub")
+    repository = cache / f"models--{path.replace('/', '--')}"
+    try:
+        revision = (repository / "refs" / "main").read_text().strip()
+    except OSError:
+        return None
+    snapshot = repository / "snapshots" / revision
+    return snapshot if revision and snapshot.is_dir() else None
+
+
+def absolute(path: str) -> str:
+    """A checkpoint argument that means the same in another process: absolute, or a hub id.
+
+    Raises:
+        NotFoundError: there is nothing here by that name.
+    """
+    found = locate(path)
+    if found is None:
+        raise _not_here(path)
+    return str(found) if Path(path).expanduser().exists() else path
+
+
+def _checkpoints_below(directory: Path) -> str:
+    """What to give instead of a directory that is no checkpoint: of those in it, the newest."""
+    configs = sorted(directory.glob("*/config.json"), key=lambda found: found.stat().st_mtime)
+    if configs:
+        return f"there is a checkpoint in it: {configs[-1].parent}"
+    return "give a Hugging Face directory: config.json and *.safetensors"
+
+
+def _not_here(path: str) -> NotFoundError:
+    hint = f"give a local directory; this name means {Path(path).expanduser().absolute()}"
+    if _HUB_ID.match(path) and "/" in path and not Path(path).parent.exists():
+        hint = f"a hub id must be downloaded first: hf download {path}"
+    return NotFoundError(f"checkpoint {path} does not exist", hint=hint)
+
+
+def read_checkpoint(path: str) -> Checkpoint:
+    """Read the headers of a checkpoint directory (or a hub id in the local cache).
+
+    Raises:
+        NotFoundError: there is no such path.
+        PreflightError: it is not a complete safetensors checkpoint; names file and tensor.
+    """
+    directory = locate(path)
+    if directory is None:
+        raise _not_here(path)
+    if not directory.is_dir():
+        raise PreflightError(
+            f"checkpoint {path} is a file",
+            hint=f"give the directory that holds it: {directory.parent}",
+        )
+    config = read_config(directory)
+    index = _read_index(directory)
+    names = sorted(set(index.values())) if index is not None else _shard_names(directory)
+    shards: list[Shard] = []
+    tensors: dict[str, Tensor] = {}
+    for number, name in enumerate(names):
+        try:
+            shard, found = read_header(directory / name, number)
+        except NotFoundError as error:
+            raise PreflightError(
+                f"checkpoint {path} lacks its shard {name}", hint="copy or download it completely"
+            ) from error
+        shards.append(shard)
+        for tensor in found:
+            if tensor.name in tensors:
+                other = names[tensors[tensor.name].shard]
+                raise PreflightError(f"{directory}: {tensor.name} is in both {other} and {name}")
+            tensors[tensor.name] = tensor
+    if index is not None:
+        _check_index(directory, index, tensors, names)
+    if not tensors:
+        raise PreflightError(f"checkpoint {path} holds no tensors")
+    return Checkpoint(directory, tuple(shards), tuple(tensors.values()), config)
+
+
+def read_config(directory: Path) -> dict[str, Any]:
+    """`config.json` of a checkpoint directory.
+
+    Raises:
+        PreflightError: it is missing or no JSON object.
+    """
+    path = directory / "config.json"
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise PreflightError(
+            f"{directory} is not a checkpoint: it has no config.json",
+            hint=_checkpoints_below(directory),
+        ) from error
+    except (OSError, ValueError, RecursionError) as error:
+        raise PreflightError(f"{path} cannot be read: {error}") from error
+    if not isinstance(config, dict):
+        raise PreflightError(f"{path} is not a JSON object")
+    return config
+
+
+def _read_index(directory: Path) -> dict[str, str] | None:
+    """Tensor name → shard file name; None when the checkpoint has no index."""
+    path = directory / INDEX_NAME
+    if not path.exists():
+        return None
+    try:
+        weight_map = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise PreflightError(f"{path} is not a valid index: {error!r}") from error
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise PreflightError(f"{path} is not a valid index: its weight_map is empty")
+    for tensor, name in weight_map.items():
+        # a plain name: an index must not lead outside its own directory
+        if not isinstance(name, str) or Path(name).name != name or not name:
+            raise PreflightError(f"{path}: {tensor!r} is in {name!r}, which is no file name")
+    return weight_map
+
+
+def _shard_names(directory: Path) -> list[str]:
+    """The shards of a checkpoint without an index, sorted by name."""
+    names = sorted(entry.name for entry in directory.glob("*.safetensors"))
+    # Mistral ships the same weights twice: once more under its own names
+    ours = [name for name in names if not name.startswith("consolidated")] or names
+    if ours == ["adapter_model.safetensors"]:
+        raise PreflightError(
+            f"{directory} is a LoRA adapter, not a checkpoint of the whole model",
+            hint="merge it into its model (peft: merge_and_unload) and push what that saves",
+        )
+    if not ours:
+        others = any(directory.glob("*.bin")) or any(directory.glob("*.pt"))
+        raise PreflightError(
+            f"checkpoint {directory} has no *.safetensors file",
+            hint="save it again with safe_serialization=True"
+            if others
+            else "is it complete? give a Hugging Face directory: config.json and *.safetensors",
+        )
+    for name in ours:
+        match = _NUMBERED.match(name)
+        if match is None:
+            continue
+        for number in range(1, int(match["count"]) + 1):
+            wanted = f"{match['stem']}-{number:05d}-of-{match['count']}.safetensors"
+            if wanted not in names:
+                raise PreflightError(
+                    f"checkpoint {directory} lacks its shard {wanted}",
+                    hint="copy or download it completely",
+                )
+    return ours
+
+
+def _check_index(
+    directory: Path, index: dict[str, str], tensors: dict[str, Tensor], names: list[str]
+) -> None:
+    """Index and shards must name the same tensors in the same files."""
+    for tensor, name in index.items():
+        found = tensors.get(tensor)
+        if found is None or names[found.shard] != name:
+            raise PreflightError(f"{directory}: the index puts {tensor} in {name}, it is not there")
+    for tensor, found_tensor in tensors.items():
+        if tensor not in index:
+            raise PreflightError(
+                f"{directory}: {names[found_tensor.shard]} holds {tensor}, the index lacks it"
+            )

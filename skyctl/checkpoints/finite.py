@@ -1,0 +1,99 @@
+"""Look through a checkpoint for NaN and infinity, without torch.
+
+A float that is not finite has an exponent of ones. For the wide types that is looked for in the
+byte of each element that carries the sign and most of the exponent: what is not there needs no
+second look, and weights so large that they reach it are rare.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+
+from skyctl.checkpoints.checkpoint import Checkpoint
+from skyctl.checkpoints.header import Tensor
+from skyctl.errors import PreflightError
+
+_PIECE_BYTES = 8 * 1024 * 1024  # a multiple of every element's size
+
+
+@dataclass(frozen=True)
+class _Form:
+    """Where a type's exponent is: bytes per element, `values` of the highest byte whose exponent
+    bits are all ones, and the bits of the byte below that must be ones too (0: none)."""
+
+    size: int
+    values: bytes
+    below: int = 0
+
+    @property
+    def high(self) -> re.Pattern[bytes]:
+        return re.compile(b"[" + re.escape(self.values) + b"]")
+
+
+_WIDE = b"\x7f\xff"
+_FIVE_BITS = b"\x7c\x7d\x7e\x7f\xfc\xfd\xfe\xff"
+_FORMS = {
+    "F64": _Form(8, _WIDE, 0xF0),
+    "F32": _Form(4, _WIDE, 0x80),
+    "BF16": _Form(2, _WIDE, 0x80),
+    "F16": _Form(2, _FIVE_BITS),
+    "F8_E5M2": _Form(1, _FIVE_BITS),
+    "F8_E4M3": _Form(1, _WIDE),  # has NaN, no infinity
+}
+
+
+def refuse_not_finite(checkpoint: Checkpoint) -> None:
+    """Read every floating-point tensor and stop at the first that holds NaN or infinity.
+
+    Integers and types without either are passed over. Reads the whole checkpoint once, 8 MiB at a
+    time.
+
+    Raises:
+        PreflightError: names the file, the tensor and the element, or what could not be read.
+    """
+    for tensor in checkpoint.tensors:
+        form = _FORMS.get(tensor.dtype)
+        if form is None:
+            continue
+        path = checkpoint.shards[tensor.shard].path
+        element = _first_not_finite(path, tensor, form)
+        if element is not None:
+            raise PreflightError(
+                f"{path}: {tensor.name} holds NaN or infinity (element {element})",
+                hint="push an earlier checkpoint, or leave out --scan-nan to push it all the same",
+            )
+
+
+def _first_not_finite(path: str, tensor: Tensor, form: _Form) -> int | None:
+    """The number of the first element that is not finite, in storage order; None when all are."""
+    descriptor = -1
+    try:
+        descriptor = os.open(path, os.O_RDONLY)
+        for done in range(0, tensor.nbytes, _PIECE_BYTES):
+            wanted = min(_PIECE_BYTES, tensor.nbytes - done)
+            piece = os.pread(descriptor, wanted, tensor.begin + done)
+            if len(piece) != wanted:
+                raise PreflightError(f"{path} ends within {tensor.name}: it is being written")
+            found = _search(piece, form)
+            if found is not None:
+                return done // form.size + found
+    except OSError as error:
+        raise PreflightError(f"{path} cannot be read: {error}") from error
+    finally:
+        if descriptor >= 0:
+            os.close(descriptor)
+    return None
+
+
+def _search(piece: bytes, form: _Form) -> int | None:
+    high = piece[form.size - 1 :: form.size]
+    if not any(value in high for value in form.values):  # far cheaper than the pattern
+        return None
+    for match in form.high.finditer(high):
+        element = match.start()
+        below = piece[element * form.size + form.size - 2] if form.below else 0
+        if below & form.below == form.below:
+            return element
+    return None

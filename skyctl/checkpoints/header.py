@@ -1,0 +1,208 @@
+"""Read one safetensors header, trusting nothing in it.
+
+Format: https://huggingface.co/docs/safetensors (8 bytes little-endian length, that many bytes of
+JSON, then the tensors' bytes without holes).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from skyctl.checkpoints.dtypes import DTYPE_BITS
+from skyctl.errors import NotFoundError, PreflightError
+
+MAX_HEADER_BYTES = 100_000_000  # the limit of the reference implementation
+_MAX_DIMENSIONS = 64
+_LENGTH_BYTES = 8
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """One tensor of a checkpoint. `begin` is the offset of its bytes in the file of shard number
+    `shard`; `nbytes` their count; `dtype` the safetensors name (`BF16`)."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    shard: int
+    begin: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One safetensors file as it was when its header was read (`path` with links resolved)."""
+
+    path: str
+    device: int
+    inode: int
+    size: int
+    mtime_ns: int
+    header_digest: str
+
+    @property
+    def name(self) -> str:
+        return Path(self.path).name
+
+
+def read_header(path: Path, shard: int = 0) -> tuple[Shard, list[Tensor]]:
+    """The identity of a safetensors file and its tensors, in file order. Reads the header only.
+
+    Raises:
+        PreflightError: the file is no well-formed safetensors file; names the file and the tensor.
+        NotFoundError: there is no such file.
+    """
+    try:
+        real = path.resolve(strict=True)
+        with real.open("rb") as file:
+            status = os.fstat(file.fileno())
+            raw = _read_raw_header(file.fileno(), status.st_size, path)
+    except FileNotFoundError as error:
+        raise NotFoundError(f"{path} does not exist") from error
+    except (OSError, RuntimeError, ValueError) as error:  # a loop of links; a zero in the name
+        raise PreflightError(f"{path} cannot be read: {error}") from error
+    tensors = parse_header(raw, data_bytes=status.st_size - _LENGTH_BYTES - len(raw), path=path)
+    start = _LENGTH_BYTES + len(raw)
+    return (
+        Shard(
+            str(real),
+            status.st_dev,
+            status.st_ino,
+            status.st_size,
+            status.st_mtime_ns,
+            digest_header(raw),
+        ),
+        [Tensor(t.name, t.dtype, t.shape, shard, start + t.begin, t.nbytes) for t in tensors],
+    )
+
+
+def digest_header(raw: bytes) -> str:
+    """Digest of a raw header, 32 hex digits."""
+    return hashlib.blake2b(raw, digest_size=16).hexdigest()
+
+
+def read_raw_header(descriptor: int, path: Path) -> bytes:
+    """The raw JSON header of an open file.
+
+    Raises:
+        PreflightError: the announced length does not fit the file.
+    """
+    return _read_raw_header(descriptor, os.fstat(descriptor).st_size, path)
+
+
+def _read_raw_header(descriptor: int, size: int, path: Path) -> bytes:
+    if size < _LENGTH_BYTES + 2:
+        raise _truncated(path, f"{size} bytes are too few for a safetensors file")
+    (length,) = struct.unpack("<Q", os.pread(descriptor, _LENGTH_BYTES, 0))
+    if length > MAX_HEADER_BYTES:
+        raise PreflightError(
+            f"{path} is not a safetensors file: its header would be {length} bytes long"
+        )
+    if length > size - _LENGTH_BYTES:
+        raise _truncated(path, f"its header is {length} bytes, the file has {size}")
+    raw = os.pread(descriptor, length, _LENGTH_BYTES)
+    if len(raw) != length:
+        raise _truncated(path, f"its header ends after {len(raw)} bytes")
+    return raw
+
+
+def _truncated(path: Path, why: str) -> PreflightError:
+    return PreflightError(
+        f"{path} is truncated: {why}",
+        hint="push it once it is written: to another name first, and renamed when it is whole",
+    )
+
+
+def parse_header(raw: bytes, *, data_bytes: int, path: Path) -> list[Tensor]:
+    """The tensors of a raw header in file order; `begin` is relative to the data section.
+
+    Args:
+        raw: the JSON header.
+        data_bytes: size of the data section that follows it.
+        path: named in errors.
+
+    Raises:
+        PreflightError: anything is wrong with it.
+    """
+    entries = _parse_json(raw, path)
+    entries.pop("__metadata__", None)
+    tensors = [_parse_entry(name, entry, path) for name, entry in entries.items()]
+    tensors.sort(key=lambda tensor: (tensor.begin, tensor.nbytes))
+    end = 0
+    for tensor in tensors:
+        if tensor.begin != end:
+            fault = "overlaps the tensor before it" if tensor.begin < end else "follows a hole"
+            raise PreflightError(
+                f"{path}: {tensor.name} {fault} (offset {tensor.begin}, not {end})"
+            )
+        end += tensor.nbytes
+    if end > data_bytes:
+        raise _truncated(
+            path, f"its header announces {end} bytes of tensors, the file holds {data_bytes}"
+        )
+    if end < data_bytes:
+        raise PreflightError(f"{path}: {data_bytes - end} bytes at its end belong to no tensor")
+    return tensors
+
+
+def _parse_json(raw: bytes, path: Path) -> dict[str, Any]:
+    try:
+        entries = json.loads(
+            raw.decode("utf-8"), object_pairs_hook=_no_duplicates, parse_constant=_no_constant
+        )
+    except (ValueError, RecursionError) as error:
+        raise PreflightError(f"{path}: its header is not valid: {error}") from error
+    if not isinstance(entries, dict):
+        raise PreflightError(f"{path}: its header is not a JSON object")
+    return entries
+
+
+def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    entries: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in entries:
+            raise ValueError(f"{name!r} appears twice")
+        entries[name] = value
+    return entries
+
+
+def _no_constant(text: str) -> Any:
+    raise ValueError(f"{text} is not JSON")
+
+
+def _parse_entry(name: str, entry: Any, path: Path) -> Tensor:
+    """One header entry, checked against itself; `begin` is relative to the data section."""
+
+    def refuse(why: str) -> PreflightError:
+        return PreflightError(f"{path}: {name!r} {why}")
+
+    if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
+        raise refuse("has no dtype, shape and data_offsets")
+    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    if not isinstance(dtype, str) or dtype not in DTYPE_BITS:
+        raise refuse(f"has the unknown dtype {str(dtype)[:40]!r}")
+    if not _is_sizes(shape) or len(shape) > _MAX_DIMENSIONS:
+        raise refuse("has no valid shape")
+    if not _is_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
+        raise refuse("has no valid data_offsets")
+    bits = math.prod(shape) * DTYPE_BITS[dtype]
+    begin, end = offsets
+    if bits != (end - begin) * 8:
+        raise refuse(
+            f"of {dtype} {shape} takes {-(-bits // 8)} bytes, its data_offsets span {end - begin}"
+        )
+    return Tensor(name, dtype, tuple(shape), 0, begin, end - begin)
+
+
+def _is_sizes(value: Any) -> bool:
+    """A list of sizes, each below 2**63 (bool is an int to Python, not to us)."""
+    return isinstance(value, list) and all(
+        type(item) is int and 0 <= item < 2**63 for item in value
+    )

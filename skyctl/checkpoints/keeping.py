@@ -1,0 +1,121 @@
+"""The fleet's own copy of a checkpoint, which nobody else deletes or overwrites.
+
+    <fleet>/kept/<id>/<name>      config, tokenizer and shards, as in the directory <name>
+
+It is a copy, not a hard link: a trainer that writes the next step into the same file would change
+what a link shows. Where the file system can share blocks (XFS, Btrfs), the kernel does, and the
+copy costs nothing; elsewhere it costs its size on disk, and the time to write it, while servers
+serve.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+from collections.abc import Collection
+from pathlib import Path
+
+from skyctl.checkpoints.checkpoint import Checkpoint, read_checkpoint
+from skyctl.errors import PreflightError, SkyctlError
+from skyctl.store.paths import private_directory
+from skyctl.units import format_bytes
+
+_SMALL = (".json", ".txt", ".model", ".jinja", ".py")
+"""Endings of what lies beside the shards and belongs to the model; not a trainer's own state."""
+_PIECE_BYTES = 256 * 1024 * 1024
+
+
+def keep_copy(source: Checkpoint, directory: Path, known: Collection[str]) -> Path:
+    """Copy a checkpoint into `directory`; where the copy lies. `known` are copies on record: others
+    are left by a push that died, and go first. One that broke off leaves nothing.
+
+    Raises:
+        PreflightError: there is no room, or the source changed meanwhile.
+        SkyctlError: it cannot be written.
+    """
+    private_directory(directory)
+    sweep_kept(directory, known)
+    _require_room(source, directory)
+    entry = directory / secrets.token_hex(8)
+    try:
+        entry.mkdir(mode=0o700)
+        copy = entry / source.name
+        copy.mkdir(mode=0o700)
+        for path in _files(source):
+            _copy(path, copy / path.name)
+        _flush(copy)
+        _flush(entry)
+        if read_checkpoint(str(source.path)).identity_digest != source.identity_digest:
+            raise PreflightError(f"{source.path} changed while it was copied")
+    except BaseException as error:
+        shutil.rmtree(entry, ignore_errors=True)
+        if isinstance(error, OSError):
+            raise SkyctlError(
+                f"{source.path} cannot be kept: {error.strerror or error}",
+                hint="push without --keep, or point SKYCTL_HOME at another disk",
+            ) from error
+        raise
+    return copy
+
+
+def delete_copy(copy: Path, directory: Path) -> None:
+    """Remove a copy that `keep_copy` made in `directory`; anything else is let be."""
+    if copy.parent.parent == directory:
+        shutil.rmtree(copy.parent, ignore_errors=True)
+
+
+def sweep_kept(directory: Path, known: Collection[str]) -> None:
+    """Remove every copy that is not on record."""
+    recorded = {Path(path).parent.name for path in known}
+    for entry in directory.iterdir() if directory.is_dir() else ():
+        if entry.is_dir() and entry.name not in recorded:
+            shutil.rmtree(entry, ignore_errors=True)
+
+
+def _files(source: Checkpoint) -> list[Path]:
+    """The shards, by the names they have in the directory, and the small files beside them."""
+    shards = {Path(shard.path) for shard in source.shards}
+    return [
+        path
+        for path in sorted(source.path.iterdir())
+        if path.is_file() and (path.suffix in _SMALL or path.resolve() in shards)
+    ]
+
+
+def _require_room(source: Checkpoint, directory: Path) -> None:
+    needed = sum(path.stat().st_size for path in _files(source))
+    free = shutil.disk_usage(directory).free
+    if needed > free:
+        raise PreflightError(
+            f"{format_bytes(needed)} do not fit in {directory}: {format_bytes(free)} are free",
+            hint="skyctl weights kept; skyctl weights forget VERSION; or push without --keep",
+        )
+
+
+def _copy(source: Path, target: Path) -> None:
+    """Copy one file to disk for good; blocks are shared where the file system can."""
+    with source.open("rb") as read, target.open("xb") as write:
+        os.fchmod(write.fileno(), 0o600)
+        left = os.fstat(read.fileno()).st_size
+        try:
+            while left > 0:
+                done = os.copy_file_range(read.fileno(), write.fileno(), min(left, _PIECE_BYTES))
+                if done == 0:
+                    break
+                left -= done
+        except OSError:  # between file systems that cannot; what is really wrong shows again
+            read.seek(0)
+            write.seek(0)
+            write.truncate()
+            shutil.copyfileobj(read, write, 16 * 1024 * 1024)
+        write.flush()
+        os.fsync(write.fileno())
+
+
+def _flush(directory: Path) -> None:
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,194 @@
+"""Named tensors out of a running program, written down as a checkpoint while they are checked.
+
+The caller's program brings torch; it is imported only where a tensor is turned into bytes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterable, AsyncIterator, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from skyctl.checkpoints.checkpoint import locate, read_config
+from skyctl.checkpoints.compat import read_base
+from skyctl.checkpoints.dtypes import safetensors_name, torch_name
+from skyctl.checkpoints.header import Tensor
+from skyctl.checkpoints.write import CheckpointWriter
+from skyctl.errors import PreflightError, UsageError
+
+NamedTensors = Mapping[str, Any] | Iterable[tuple[str, Any]] | AsyncIterable[tuple[str, Any]]
+"""A state dict, or an iterator (plain or async) of (name, torch.Tensor)."""
+
+AS_IS, MATCH = "as-is", "match"
+
+
+@dataclass(frozen=True)
+class RunningModel:
+    """What the servers run, as far as this machine can tell; empty where it cannot."""
+
+    tensors: tuple[Tensor, ...] = ()
+    config: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def total_bytes(self) -> int | None:
+        return sum(tensor.nbytes for tensor in self.tensors) or None
+
+
+def running_model(path: str | None) -> RunningModel:
+    """The model at `path`, a directory or a hub id in the local cache.
+
+    Raises:
+        PreflightError: the checkpoint there is broken.
+    """
+    directory = locate(path) if path else None
+    if path is None or directory is None or not (directory / "config.json").exists():
+        return RunningModel()
+    if not any(directory.glob("*.safetensors")):  # loaded with dummy weights
+        return RunningModel(config=read_config(directory))
+    base = read_base(path)
+    return RunningModel(base.tensors, base.config)
+
+
+async def write_tensors(
+    tensors: NamedTensors, directory: Path, *, running: RunningModel, dtype: str | None
+) -> None:
+    """Write `tensors` into the empty `directory` as a checkpoint of the model that is running.
+
+    Each tensor is brought to host memory and written before the next is asked for; only one is in
+    host memory at a time. `dtype` is "as-is", "match" (each as it is running), a torch dtype by
+    name for all floating-point tensors, or None: whatever differs from what runs is refused.
+
+    Raises:
+        PreflightError: a tensor is not the model's, or is of another shape or dtype.
+        UsageError: something came that is no tensor, or `dtype` means nothing.
+    """
+    conversion = _Conversion(running, dtype)
+    with CheckpointWriter(directory, running.config) as writer:
+
+        def take(name: str, tensor: Any) -> None:
+            writer.add(name, *conversion.bytes_of(name, tensor))
+
+        async for name, tensor in _each(tensors):
+            await _in_thread(take, name, tensor)
+        await _in_thread(writer.finish)
+
+
+class _Conversion:
+    """What each tensor must be, and what it is turned into."""
+
+    def __init__(self, running: RunningModel, dtype: str | None) -> None:
+        self._known = {tensor.name: tensor for tensor in running.tensors}
+        self._dtype = dtype
+        if dtype == MATCH and not self._known:
+            raise UsageError(
+                'dtype="match" needs the checkpoint the servers run on this machine',
+                hint='name the dtype, such as dtype="bfloat16"',
+            )
+
+    def bytes_of(self, name: str, tensor: Any) -> tuple[str, tuple[int, ...], memoryview]:
+        """Safetensors dtype, shape and bytes of a tensor. Raises as `write_tensors`."""
+        import torch
+
+        _require_plain_tensor(name, tensor)
+        known = self._find(name)
+        shape = tuple(tensor.shape)
+        if known is not None and known.shape != shape:
+            raise PreflightError(
+                f"{name} is {list(shape)} here, the servers run {list(known.shape)}"
+            )
+        tensor = tensor.detach()
+        wanted = self._wanted(name, tensor, known)
+        # converted where it is, so that fewer bytes leave a GPU
+        plain = tensor.to(dtype=getattr(torch, wanted)).to("cpu").contiguous()
+        data = memoryview(plain.reshape(-1).view(torch.uint8).numpy())
+        return safetensors_name(wanted, name), shape, data
+
+    def _find(self, name: str) -> Tensor | None:
+        known = self._known.get(name)
+        if known is None and self._known:
+            for ending in self._known:
+                if name.endswith(f".{ending}"):
+                    prefix = name.removesuffix(ending)
+                    raise PreflightError(
+                        f"{name} is not in the model the servers run; {ending} is",
+                        hint=f"name it so: name.removeprefix({prefix!r})",
+                    )
+        return known
+
+    def _wanted(self, name: str, tensor: Any, known: Tensor | None) -> str:
+        """The torch dtype, by name, that a tensor is sent as."""
+        own = str(tensor.dtype).removeprefix("torch.")
+        there = torch_name(known.dtype, name) if known is not None else own
+        if self._dtype is None and there != own:
+            raise PreflightError(
+                f"{name} is {own} here, {there} in the checkpoint the servers run",
+                hint='convert on purpose: dtype="match"; or let the servers cast: dtype="as-is"',
+            )
+        if self._dtype in (None, AS_IS):
+            return own
+        if self._dtype == MATCH:
+            return there
+        return self._dtype if tensor.is_floating_point() else own
+
+
+def dtype_name(dtype: object) -> str | None:
+    """ "as-is", "match", or a torch dtype's name (given by name or as the dtype); None as it is.
+
+    Raises:
+        UsageError: torch has no such dtype.
+    """
+    if dtype is None:
+        return None
+    name = str(dtype).removeprefix("torch.")
+    if name in (AS_IS, MATCH):
+        return name
+    import torch
+
+    if not isinstance(getattr(torch, name, None), torch.dtype):
+        raise UsageError(
+            f"dtype {name!r} is no dtype of torch",
+            hint='give one such as "bfloat16", or "match", or "as-is"',
+        )
+    return name
+
+
+def _require_plain_tensor(name: object, tensor: Any) -> None:
+    if not isinstance(name, str) or not hasattr(tensor, "detach"):
+        raise UsageError(
+            f"weights are pairs of a name and a torch.Tensor, not of {type(name).__name__} and "
+            f"{type(tensor).__name__}",
+            hint="give model.state_dict() or model.named_parameters()",
+        )
+    if hasattr(tensor, "full_tensor"):
+        raise UsageError(
+            f"{name} is sharded over several processes (a DTensor)",
+            hint="gather it first: (name, tensor.full_tensor())",
+        )
+    if tensor.device.type == "meta":
+        raise UsageError(f"{name} is on the meta device: it has no values")
+    if str(tensor.layout) != "torch.strided":
+        raise UsageError(f"{name} is {tensor.layout}", hint="give tensor.to_dense()")
+
+
+async def _each(tensors: NamedTensors) -> AsyncIterator[tuple[str, Any]]:
+    if isinstance(tensors, Mapping):
+        tensors = tensors.items()
+    if isinstance(tensors, AsyncIterable):
+        async for name, tensor in tensors:
+            yield name, tensor
+    else:
+        for name, tensor in tensors:
+            yield name, tensor
+
+
+async def _in_thread(call: Any, *arguments: Any) -> None:
+    """Run a blocking call without blocking the loop; a cancellation waits for it to end."""
+    running = asyncio.ensure_future(asyncio.to_thread(call, *arguments))
+    try:
+        await asyncio.shield(running)
+    except asyncio.CancelledError:
+        # the file it writes is about to be closed
+        await asyncio.wait([running])
+        raise

@@ -1,0 +1,179 @@
+"""Where weights that came out of a trainer's memory lie, until the fleet no longer needs them.
+
+    <fleet>/weights/<id>/.lock     held (flock, shared) by whoever writes or pushes the entry
+    <fleet>/weights/<id>/live      the checkpoint: a directory, or a link to one in /dev/shm
+
+An entry lives while somebody holds it or the fleet's state names it; `sweep` removes all others.
+The kernel drops the lock of a process that dies, however it dies, so nothing is left behind for
+longer than until the next push, `up` or `down`.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import secrets
+import shutil
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import psutil
+
+from skyctl.errors import SkyctlError
+from skyctl.store.paths import create_private_file, private_directory
+from skyctl.units import format_bytes
+
+MEMORY_ROOT = Path("/dev/shm")
+LIVE = "live"
+_LOCK = ".lock"
+_ORIGIN = ".origin"
+_TRIES = 10
+# what must stay free beside the weights themselves, as a share of them
+_HEADROOM = 0.25
+
+
+@contextmanager
+def staged(
+    directory: Path, *, needed_bytes: int | None, memory_root: Path = MEMORY_ROOT
+) -> Iterator[Path]:
+    """A fresh, empty, private checkpoint directory, held while the block runs.
+
+    It is in memory (a tmpfs at `memory_root`) when `needed_bytes` are known and fit there with
+    room to spare, else below `directory`. It is not removed at the end of the block: that is
+    `sweep`'s, unless the fleet's state names it by then.
+
+    Raises:
+        SkyctlError: it cannot be made, or there is no room for it.
+    """
+    private_directory(directory)
+    entry, lock = _new_entry(directory)
+    try:
+        if needed_bytes is not None and _fits_in_memory(memory_root, needed_bytes):
+            (entry / LIVE).symlink_to(_memory_directory(memory_root, entry))
+        else:
+            _require_room(directory, needed_bytes or 0)
+            (entry / LIVE).mkdir(mode=0o700)
+        yield entry / LIVE
+    finally:
+        _let_go(lock)
+
+
+@contextmanager
+def held(checkpoint: str) -> Iterator[None]:
+    """Keep a staged checkpoint from being swept while the block runs. Any other path is let be."""
+    lock = Path(checkpoint).parent / _LOCK
+    if Path(checkpoint).name != LIVE or not lock.exists():
+        yield
+        return
+    descriptor = os.open(lock, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH)
+        yield
+    finally:
+        _let_go(descriptor)
+
+
+def sweep(
+    directory: Path, keep: Collection[str | None], *, memory_root: Path = MEMORY_ROOT
+) -> None:
+    """Remove every entry that nobody holds and that is not in `keep` (checkpoint paths)."""
+    entries = [entry for entry in _list(directory) if entry.is_dir()]
+    for entry in entries:
+        if str(entry / LIVE) not in keep:
+            _remove_unless_held(entry, memory_root)
+    _sweep_memory(memory_root)
+
+
+def _new_entry(directory: Path) -> tuple[Path, int]:
+    """A new entry and the descriptor that holds its lock."""
+    for _ in range(_TRIES):
+        entry = directory / secrets.token_hex(8)
+        entry.mkdir(mode=0o700)
+        with suppress(FileNotFoundError, SkyctlError):  # a sweep took the empty entry
+            lock = create_private_file(entry / _LOCK)
+            fcntl.flock(lock, fcntl.LOCK_SH)
+            if _same_file(lock, entry / _LOCK):
+                return entry, lock
+            os.close(lock)
+    raise SkyctlError(f"cannot make a directory for weights in {directory}")
+
+
+def _let_go(lock: int) -> None:
+    # unlocked first: a child that was forked meanwhile has the descriptor as well
+    fcntl.flock(lock, fcntl.LOCK_UN)
+    os.close(lock)
+
+
+def _same_file(descriptor: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(descriptor), path.stat())
+    except FileNotFoundError:
+        return False
+
+
+def _remove_unless_held(entry: Path, memory_root: Path) -> None:
+    try:
+        descriptor = os.open(entry / _LOCK, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except FileNotFoundError:
+        with suppress(OSError):  # being made just now, or what a killed process left of it
+            entry.rmdir()
+        return
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return
+    else:
+        shutil.rmtree(_memory_home(memory_root) / entry.name, ignore_errors=True)
+        (_memory_home(memory_root) / f"{entry.name}{_ORIGIN}").unlink(missing_ok=True)
+        shutil.rmtree(entry, ignore_errors=True)
+    finally:
+        os.close(descriptor)
+
+
+def _memory_home(memory_root: Path) -> Path:
+    return memory_root / f"skyctl-{os.getuid()}"
+
+
+def _memory_directory(memory_root: Path, entry: Path) -> Path:
+    """A directory in memory for an entry. What it belongs to is written down before it is made."""
+    for _ in range(_TRIES):
+        home = private_directory(_memory_home(memory_root))
+        with suppress(FileNotFoundError):  # a sweep took the empty home
+            (home / f"{entry.name}{_ORIGIN}").symlink_to(entry)
+            found = home / entry.name
+            found.mkdir(mode=0o700)
+            return found
+    raise SkyctlError(f"cannot make a directory for weights in {memory_root}")
+
+
+def _sweep_memory(memory_root: Path) -> None:
+    """Remove what belongs to entries that are gone, because somebody removed a state directory."""
+    for origin in _list(_memory_home(memory_root)):
+        if origin.suffix == _ORIGIN and origin.is_symlink() and not origin.exists():
+            shutil.rmtree(origin.with_suffix(""), ignore_errors=True)
+            origin.unlink(missing_ok=True)
+    with suppress(OSError):  # not empty, or not there
+        _memory_home(memory_root).rmdir()
+
+
+def _list(directory: Path) -> list[Path]:
+    return sorted(directory.iterdir()) if directory.is_dir() else []
+
+
+def _fits_in_memory(memory_root: Path, needed_bytes: int) -> bool:
+    try:
+        free = min(shutil.disk_usage(memory_root).free, psutil.virtual_memory().available)
+    except OSError:
+        return False
+    return needed_bytes * (1 + _HEADROOM) <= free
+
+
+def _require_room(directory: Path, needed_bytes: int) -> None:
+    free = shutil.disk_usage(directory).free
+    if needed_bytes > free:
+        raise SkyctlError(
+            f"{format_bytes(needed_bytes)} of weights do not fit in {directory}: "
+            f"{format_bytes(free)} are free",
+            hint="make room there, or point SKYCTL_HOME elsewhere",
+        )

@@ -1,0 +1,273 @@
+"""Freeze and thaw a whole fleet: one call per server, at once, and one honest outcome each.
+
+A call whose answer was lost (deadline, broken connection) may have been carried out. It is never
+repeated; the server's state is read instead, and the outcome says what is known:
+
+    call sent ── answer ──────────────► OK or FAILED, as answered
+        └─ lost ── state read ── done ► OK, "… answer lost; state read back"
+                        ├─ not done ──► TIMEOUT / UNREACHABLE, "… not paused"
+                        └─ no answer ─► TIMEOUT / UNREACHABLE, "… state unknown"
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+from skyctl.engines.vllm.server import PauseMode, VLLMServer
+from skyctl.errors import ServerError, SkyctlError
+from skyctl.http.client import ControlClient
+from skyctl.http.fanout import Outcome, OutcomeStatus, fan_out
+from skyctl.http.target import ServerTarget
+
+T = TypeVar("T")
+
+READ_BACK_TIMEOUT_S = 5.0
+CPU_SLEEP_DETAIL = "state only: a CPU server frees no memory"
+
+_LOST = (OutcomeStatus.TIMEOUT, OutcomeStatus.UNREACHABLE)
+
+
+@dataclass
+class _PauseProgress:
+    """How far one server's pause got. `was_paused` None: its state could not be read at first."""
+
+    was_paused: bool | None = None
+    sent: bool = False
+    paused_now: bool | None = None
+
+
+async def pause(
+    client: ControlClient,
+    targets: Sequence[ServerTarget],
+    *,
+    mode: PauseMode = "abort",
+    clear_cache: bool = True,
+    timeout_s: float = 30.0,
+    keep_partial: bool = False,
+    read_back_timeout_s: float = READ_BACK_TIMEOUT_S,
+) -> list[Outcome[None]]:
+    """Pause every server, each within `timeout_s` seconds; outcomes in the order of `targets`.
+
+    When some servers paused and some did not, those that this call paused are resumed again
+    (status rolled-back), unless `keep_partial`. A server that was paused before stays paused.
+    Reading a state back and rolling back are bounded by `read_back_timeout_s` seconds each.
+    """
+    progress = {target.name: _PauseProgress() for target in targets}
+
+    async def one(target: ServerTarget) -> None:
+        mine, server = progress[target.name], VLLMServer(client, target, timeout_s=timeout_s)
+        # asked first, so that a rollback never resumes what somebody else paused
+        mine.was_paused = await server.is_paused()
+        mine.sent = True
+        await server.pause(mode, clear_cache=clear_cache)
+        mine.paused_now = True
+
+    outcomes = await fan_out(targets, one, timeout_s=timeout_s)
+    outcomes = await _each(
+        targets,
+        outcomes,
+        lambda t, o: _settle_pause(client, t, o, progress[t.name], mode, read_back_timeout_s),
+    )
+    if keep_partial or all(o.ok for o in outcomes) or not any(o.ok for o in outcomes):
+        return outcomes
+    culprit = next(o.server for o in outcomes if not o.ok)
+    return await _each(
+        targets,
+        outcomes,
+        lambda t, o: _roll_back(client, t, o, progress[t.name], culprit, read_back_timeout_s),
+    )
+
+
+async def resume(
+    client: ControlClient,
+    targets: Sequence[ServerTarget],
+    *,
+    timeout_s: float = 30.0,
+    read_back_timeout_s: float = READ_BACK_TIMEOUT_S,
+) -> list[Outcome[None]]:
+    """Resume every server, each within `timeout_s` seconds."""
+
+    async def read_back(server: VLLMServer) -> tuple[bool, str]:
+        paused = await server.is_paused()
+        return not paused, "still paused" if paused else "resumed"
+
+    outcomes = await fan_out(
+        targets, lambda t: VLLMServer(client, t, timeout_s=timeout_s).resume(), timeout_s=timeout_s
+    )
+    return await _each(
+        targets, outcomes, lambda t, o: _settle(client, t, o, read_back, read_back_timeout_s)
+    )
+
+
+async def sleep(
+    client: ControlClient,
+    targets: Sequence[ServerTarget],
+    *,
+    level: int = 1,
+    mode: PauseMode = "abort",
+    timeout_s: float = 60.0,
+    device: str = "",
+    read_back_timeout_s: float = READ_BACK_TIMEOUT_S,
+) -> list[Outcome[None]]:
+    """Put every server to sleep at `level` (1 keeps weights in host memory, 2 discards them).
+
+    With `device` "cpu" the outcomes say that only the state changes.
+    """
+
+    async def read_back(server: VLLMServer) -> tuple[bool, str]:
+        if not await server.is_sleeping():
+            return False, "not asleep"
+        # is_sleeping is true for a mere pause as well: the metrics know the level
+        found = (await server.metrics()).sleep_level
+        if found == level:
+            return True, f"asleep at level {level}"
+        return False, "paused, and not known to be asleep"
+
+    outcomes = await fan_out(
+        targets,
+        lambda t: VLLMServer(client, t, timeout_s=timeout_s).sleep(level, mode),
+        timeout_s=timeout_s,
+    )
+    outcomes = await _each(
+        targets, outcomes, lambda t, o: _settle(client, t, o, read_back, read_back_timeout_s)
+    )
+    if device != "cpu":
+        return outcomes
+    return [_also(o, CPU_SLEEP_DETAIL) if o.ok else o for o in outcomes]
+
+
+async def wake(
+    client: ControlClient,
+    targets: Sequence[ServerTarget],
+    *,
+    tags: Sequence[str] = (),
+    timeout_s: float = 60.0,
+    read_back_timeout_s: float = READ_BACK_TIMEOUT_S,
+) -> list[Outcome[bool]]:
+    """Wake every server, entirely or only `tags`. The value says whether it is awake entirely.
+
+    A full wake also resumes a server that was paused before it slept: the caller, who recorded
+    the intended state, pauses it again. Whether waking is safe is `sleep_rules`' to say.
+    """
+
+    async def read_back(server: VLLMServer) -> tuple[bool, str]:
+        if await server.is_sleeping():
+            # after a partial wake that worked the server is still asleep as well
+            return False, "still asleep, or awake in part" if tags else "still asleep"
+        return True, "awake"
+
+    outcomes = await fan_out(
+        targets,
+        lambda t: VLLMServer(client, t, timeout_s=timeout_s).wake(tags),
+        timeout_s=timeout_s,
+    )
+    outcomes = [
+        _also(o, f"awake in part: {', '.join(tags)}") if o.ok and tags and o.value is False else o
+        for o in outcomes
+    ]
+    return await _each(
+        targets,
+        outcomes,
+        lambda t, o: _settle(client, t, o, read_back, read_back_timeout_s, value_when_done=True),
+    )
+
+
+async def _settle_pause(
+    client: ControlClient,
+    target: ServerTarget,
+    outcome: Outcome[None],
+    progress: _PauseProgress,
+    mode: PauseMode,
+    timeout_s: float,
+) -> Outcome[None]:
+    """Find out what a lost pause came to, and remember it in `progress` for a rollback."""
+    if outcome.status not in _LOST:
+        return _also(outcome, "was paused already") if progress.was_paused else outcome
+    if not progress.sent:
+        return _also(outcome, "not asked to pause: its state could not be read")
+
+    async def read_back(server: VLLMServer) -> tuple[bool, str]:
+        progress.paused_now = await server.is_paused()
+        if not progress.paused_now:
+            return False, "not paused"
+        if mode == "wait":
+            return False, "takes no new requests, but running ones have not ended"
+        return True, "paused"
+
+    return await _settle(client, target, outcome, read_back, timeout_s)
+
+
+async def _roll_back(
+    client: ControlClient,
+    target: ServerTarget,
+    outcome: Outcome[None],
+    progress: _PauseProgress,
+    culprit: str,
+    timeout_s: float,
+) -> Outcome[None]:
+    """Resume a server that this pause froze, or may have frozen."""
+    if not progress.sent or progress.was_paused or progress.paused_now is False:
+        return outcome
+    if outcome.status is OutcomeStatus.FAILED:
+        return outcome  # it answered that it did not pause
+    try:
+        await VLLMServer(client, target, timeout_s=timeout_s).resume()
+    except SkyctlError as error:
+        still = "may still be paused" if progress.paused_now is None else "is still paused"
+        failed = replace(outcome, status=_worse(outcome.status))
+        return _also(failed, f"{still}; resuming it failed: {error.message}")
+    if not outcome.ok:
+        return _also(outcome, "resumed again")
+    return replace(
+        outcome,
+        status=OutcomeStatus.ROLLED_BACK,
+        detail=f"paused, then resumed because {culprit} did not pause",
+    )
+
+
+async def _settle(
+    client: ControlClient,
+    target: ServerTarget,
+    outcome: Outcome[T],
+    read_back: Callable[[VLLMServer], Awaitable[tuple[bool, str]]],
+    timeout_s: float,
+    *,
+    value_when_done: T | None = None,
+) -> Outcome[T]:
+    """Turn an outcome whose answer was lost into what the server's state says."""
+    if outcome.status not in _LOST:
+        return outcome
+    server = VLLMServer(client, target, timeout_s=timeout_s)
+    try:
+        async with asyncio.timeout(timeout_s):
+            done, state = await read_back(server)
+    except (TimeoutError, ServerError):
+        return _also(outcome, "state unknown")
+    if not done:
+        return _also(outcome, state)
+    return replace(
+        outcome,
+        status=OutcomeStatus.OK,
+        detail=f"{state}; the answer was lost, the state was read back",
+        value=value_when_done,
+    )
+
+
+async def _each(
+    targets: Sequence[ServerTarget],
+    outcomes: Sequence[Outcome[T]],
+    step: Callable[[ServerTarget, Outcome[T]], Awaitable[Outcome[T]]],
+) -> list[Outcome[T]]:
+    pairs = zip(targets, outcomes, strict=True)
+    return list(await asyncio.gather(*(step(target, outcome) for target, outcome in pairs)))
+
+
+def _also(outcome: Outcome[T], more: str) -> Outcome[T]:
+    return replace(outcome, detail=f"{outcome.detail}; {more}" if outcome.detail else more)
+
+
+def _worse(status: OutcomeStatus) -> OutcomeStatus:
+    return OutcomeStatus.FAILED if status is OutcomeStatus.OK else status

@@ -1,0 +1,164 @@
+"""What a fresh server goes through before the router sees it: weights first, then intent."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Collection, Mapping, Sequence
+
+from skyctl.core.health import probe_alive
+from skyctl.core.plan import FleetPlan
+from skyctl.errors import ServerError, SkyctlError
+from skyctl.http.client import ControlClient
+from skyctl.push.request import Committed, PushFleet, PushRequest, PushServer, SilentObserver
+from skyctl.store.in_doubt import NO_DOUBT, InDoubt, in_doubt, touch, trust
+from skyctl.store.journal import PushRecord
+from skyctl.store.state import FleetState, FleetWeights
+from skyctl.supervisor.replica import Replica
+
+
+def push_fleet(
+    plan: FleetPlan,
+    replicas: Sequence[Replica],
+    model_path: str,
+    doubts: Mapping[str, InDoubt],
+    committed: Committed | None = None,
+    pushes: Sequence[PushRecord] = (),
+) -> PushFleet:
+    """The servers of a push, as the push wants to know them. `model_path` is what they run now,
+    `doubts` what earlier pushes left, `committed` what a push that is refused goes back to,
+    `pushes` are the latest."""
+    transfer = plan.config.weight_transfer
+    return PushFleet(
+        name=plan.name,
+        servers=tuple(
+            PushServer(
+                target=replica.target,
+                backend=replica.spec.backend,
+                device=plan.device,
+                gpus=replica.spec.gpus,
+                world_size=replica.spec.world_size,
+                instance=replica.instance,
+                half_updated=doubts.get(replica.name, NO_DOUBT).half_updated,
+                thaw=doubts.get(replica.name, NO_DOUBT).thaw and not replica.row.paused,
+                weights_awake=replica.weights_awake,
+                sleep_level=replica.row.sleep_level,
+                paused=replica.row.paused,
+            )
+            for replica in replicas
+        ),
+        model_path=model_path,
+        chunk_size=transfer.chunk_size,
+        rendezvous_timeout_s=transfer.rendezvous_timeout_s,
+        update_timeout_s=transfer.update_timeout_s,
+        control_timeout_s=plan.config.control_timeout_s,
+        python=plan.python,
+        transport=transfer.transport,
+        drain_timeout_s=plan.config.drain_timeout_s,
+        committed=committed,
+        pushes=tuple(pushes),
+    )
+
+
+async def bring_to_weights(
+    replica: Replica, state: FleetState, plan: FleetPlan, client: ControlClient
+) -> None:
+    """Push the fleet's weights into this one server; quarantine it where that cannot be done.
+
+    When the fleet moved on to other weights meanwhile, nothing is said of a failure.
+    """
+    weights = state.weights()
+    try:
+        await push_alone(replica, state, plan, client)
+    except SkyctlError as error:
+        if state.weights() != weights:
+            return  # what was pushed may be gone from disk by now: the caller tries the new ones
+        hint = f"push again (skyctl sync-weights CKPT), then: skyctl restart {replica.name}"
+        replica.update_row(
+            quarantine=f"not brought to weight version {weights.version}: {error.message}; {hint}"
+        )
+
+
+def published(weights: FleetWeights, *, verify: bool) -> PushRequest:
+    """A request for the weights that the fleet has.
+
+    Raises:
+        SkyctlError: it has none but those it was started with, or they changed on disk.
+    """
+    from skyctl.checkpoints.checkpoint import read_checkpoint
+
+    if weights.checkpoint is None:
+        raise SkyctlError("nothing was pushed into this fleet yet")
+    found = read_checkpoint(weights.checkpoint)
+    digests = (found.identity_digest, found.layout_digest)
+    if weights.checkpoint_digest and weights.checkpoint_digest not in digests:
+        raise SkyctlError(f"{weights.checkpoint} changed since it was pushed")
+    return PushRequest(
+        checkpoint=weights.checkpoint,
+        transport=weights.transport,
+        weight_version=weights.version,
+        verify=verify,
+    )
+
+
+async def push_alone(
+    replica: Replica, state: FleetState, plan: FleetPlan, client: ControlClient
+) -> None:
+    """Push the fleet's weights into this one server. Raises SkyctlError."""
+    from skyctl.checkpoints.staging import held
+    from skyctl.push.transaction import push
+
+    weights = state.weights()
+    request = published(weights, verify=plan.config.weight_transfer.verify)
+    fleet = push_fleet(plan, [replica], plan.model_path, in_doubt(state))
+    touch(state, replica.name, "a push of its own")  # before it: this process may die meanwhile
+    with held(request.checkpoint):
+        result = await push(request, fleet, client=client, observer=SilentObserver())
+    trust(state, replica.name)
+    digest = next((s.weights_digest for s in result.servers), "")
+    replica.update_row(
+        weight_version=weights.version,
+        checkpoint=weights.checkpoint,
+        checkpoint_digest=weights.checkpoint_digest,
+        weights_digest=digest or None,
+    )
+
+
+async def apply_intent(replica: Replica, client: ControlClient, timeout_s: float) -> None:
+    """Pause or put to sleep a fresh server whose predecessor was, so that it is as intended."""
+    from skyctl.core import actions as verbs
+
+    row = replica.row
+    if row.sleep_level:
+        outcomes = await verbs.sleep(
+            client, [replica.target], level=row.sleep_level, timeout_s=timeout_s
+        )
+    elif row.paused:
+        outcomes = await verbs.pause(client, [replica.target], mode="keep", timeout_s=timeout_s)
+    else:
+        return
+    if not outcomes[0].ok:
+        raise ServerError(f"{replica.name} could not be frozen again: {outcomes[0].detail}")
+    await refresh_all([replica], client, timeout_s)
+
+
+async def refresh_all(
+    replicas: Collection[Replica], client: ControlClient, timeout_s: float
+) -> None:
+    """Look whether servers are paused; one that does not answer is the health probe's case.
+
+    All change at once: between the first that is seen paused and the last, the router would send
+    everything to those that are not yet.
+    """
+    asked = (probe_alive(client, replica.target, timeout_s) for replica in replicas)
+    answers = await asyncio.gather(*asked, return_exceptions=True)
+    for replica, paused in zip(replicas, answers, strict=True):
+        if isinstance(paused, bool):
+            replica.observe(paused=paused)
+        elif not isinstance(paused, ServerError):
+            raise paused
+
+
+def is_current(state: FleetState, replica: Replica) -> bool:
+    """Whether the server has the weights every routed server must have."""
+    weights = state.weights()
+    return weights.checkpoint is None or replica.row.weight_version == weights.version

@@ -1,0 +1,214 @@
+"""Does this machine have what a plan needs? Everything looked at before anything is spawned."""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from skyctl.core.plan import CPU_BACKEND, FleetPlan
+from skyctl.launch.local.devices import Gpu, discover_gpus
+from skyctl.launch.local.ports import bind_error, port_holder
+
+_IMPORT_TIMEOUT_S = 20.0
+_INSTALL = {
+    "vllm": {
+        "cpu": "in skyctl's clone: bash scripts/setup.sh; or name an interpreter with `python:`",
+        "cuda": "in skyctl's clone: pip install '.[gpu]'; or name an interpreter with `python:`",
+    },
+    "vllm_router": {
+        "cpu": "pip install vllm-router, or set `router: {enabled: false}`",
+        "cuda": "pip install vllm-router, or set `router: {enabled: false}`",
+    },
+    "skyctl": {
+        "cpu": "install skyctl there too: its weight receiver runs inside vLLM",
+        "cuda": "install skyctl there too",
+    },
+}
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Something that would make `up` fail. `hint` says what to change."""
+
+    message: str
+    hint: str = ""
+
+    def to_json(self) -> dict[str, str]:
+        return {"message": self.message, "hint": self.hint}
+
+
+@dataclass(frozen=True)
+class _Listener:
+    """Something of the plan that will listen on a port."""
+
+    owner: str
+    key: str  # in the fleet file
+    host: str
+    port: int
+
+
+def check_plan(
+    plan: FleetPlan,
+    *,
+    own_ports: Collection[int] = (),
+    discover: Callable[[], Sequence[Gpu]] = discover_gpus,
+) -> list[Problem]:
+    """All problems, not only the first. Ports in `own_ports` may be taken: by our own processes."""
+    return [
+        *_check_model(plan),
+        *_check_ports(plan, own_ports),
+        *(_check_gpus(plan, discover()) if plan.device == "cuda" else ()),
+        *_check_interpreter(plan),
+    ]
+
+
+def _check_model(plan: FleetPlan) -> Iterator[Problem]:
+    written = plan.config.model or ""
+    path = Path(plan.model_path)
+    if not path.is_absolute() and not _looks_like_path(written, plan.base_dir):
+        return  # a hub model id: vLLM fetches it, and says so when there is no such model
+    if not path.is_absolute():
+        path = plan.base_dir / path
+    hint = "correct `model` (a path relative to the fleet file, or a hub model id)"
+    if not path.exists():
+        yield Problem(f"model {written!r}: {path} does not exist", hint)
+    elif not path.is_dir():
+        yield Problem(f"model {written!r}: {path} is a file, not a checkpoint directory", hint)
+    elif not (path / "config.json").is_file():
+        yield Problem(f"model {written!r}: {path} has no config.json: not a checkpoint", hint)
+
+
+def _looks_like_path(model: str, base_dir: Path) -> bool:
+    """`checkpoints/a` next to a directory `checkpoints` is meant as a path, though it could be a
+    hub id; a hub id has one slash at most."""
+    first, *rest = Path(model).parts or ("",)
+    return len(rest) > 1 or (bool(rest) and (base_dir / first).is_dir())
+
+
+def _check_ports(plan: FleetPlan, own_ports: Collection[int]) -> Iterator[Problem]:
+    listeners = list(_listeners(plan))
+    by_port: dict[int, list[_Listener]] = {}
+    for listener in listeners:
+        by_port.setdefault(listener.port, []).append(listener)
+    for port, owners in by_port.items():
+        if len(owners) > 1:
+            names = " and ".join(owner.owner for owner in owners)
+            yield Problem(f"port {port} is given to {names}", "give each its own port")
+    for port, owners in by_port.items():
+        if port in own_ports:
+            continue
+        host = owners[0].host
+        if (holder := port_holder(host, port)) is not None:
+            yield Problem(
+                f"{owners[0].owner}: port {port} is taken by {holder}",
+                f"stop it, change `{owners[0].key}`, or leave it out for a free port",
+            )
+        elif (reason := bind_error(host, port)) is not None:
+            key = "router.host" if owners[0].key.startswith("router") else "host"
+            yield Problem(
+                f"{owners[0].owner}: cannot listen at {host}:{port}: {reason}",
+                f"change `{key}` or `{owners[0].key}`",
+            )
+
+
+def _listeners(plan: FleetPlan) -> Iterator[_Listener]:
+    for server in plan.servers:
+        yield _Listener(server.name, "ports", server.host, server.port)
+    if plan.router is not None:
+        router = plan.router
+        yield _Listener("router", "router.port", router.host, router.port)
+        yield _Listener("router metrics", "router.metrics_port", router.host, router.metrics_port)
+
+
+def _check_gpus(plan: FleetPlan, gpus: Sequence[Gpu]) -> Iterator[Problem]:
+    existing = {gpu.index for gpu in gpus}
+    if not existing:
+        yield Problem(
+            "device is cuda, and this machine has no NVIDIA GPU (nvidia-smi lists none)",
+            "set `device: cpu`, or run `nvidia-smi` to see why",
+        )
+        return
+    listed = ", ".join(str(index) for index in sorted(existing))
+    for index in plan.config.gpus or ():
+        if index not in existing:
+            yield Problem(f"GPU {index} does not exist; there are: {listed}", "correct `gpus`")
+    users: dict[int, list[str]] = {}
+    for server in plan.servers:
+        for index in dict.fromkeys(server.gpus):
+            users.setdefault(index, []).append(server.name)
+            if index not in existing and index not in (plan.config.gpus or ()):
+                yield Problem(
+                    f"{server.name}: GPU {index} does not exist; there are: {listed}",
+                    "correct `gpus` of its group",
+                )
+        yield from _check_gpu_count(server.name, server.gpus, server.world_size)
+    if not plan.config.share_gpus:
+        for index, names in users.items():
+            if len(names) > 1:
+                yield Problem(
+                    f"GPU {index} is given to {' and '.join(names)}",
+                    "give each its own, or set `share_gpus: true`",
+                )
+
+
+def _check_gpu_count(name: str, gpus: Sequence[int], world_size: int) -> Iterator[Problem]:
+    repeated = [index for index, count in Counter(gpus).items() if count > 1]
+    if repeated:
+        yield Problem(f"{name}: GPU {repeated[0]} is listed twice", "correct `gpus` of its group")
+    elif len(gpus) < world_size:
+        yield Problem(
+            f"{name}: not enough GPUs: it needs {world_size}, and {len(gpus)} of them can be had",
+            "lower `replicas` or the parallel sizes, allow more `gpus`, or set `share_gpus: true`",
+        )
+    elif len(gpus) > world_size:
+        yield Problem(
+            f"{name}: {len(gpus)} GPUs for {world_size} workers",
+            "its parallel sizes multiplied must equal the number of its GPUs",
+        )
+
+
+def _check_interpreter(plan: FleetPlan) -> Iterator[Problem]:
+    modules = ["vllm"]
+    if plan.router is not None:
+        modules.append("vllm_router")
+    if any(server.backend == CPU_BACKEND for server in plan.servers):
+        modules.append("skyctl")
+    if plan.python == sys.executable:
+        missing = [name for name in modules if importlib.util.find_spec(name) is None]
+    else:
+        if shutil.which(plan.python) is None:
+            yield Problem(f"python {plan.python!r}: no such interpreter", "correct `python`")
+            return
+        found = _missing_in(plan.python, modules)
+        if isinstance(found, Problem):
+            yield found
+            return
+        missing = found
+    for name in missing:
+        yield Problem(f"{name} is not installed for {plan.python}", _INSTALL[name][plan.device])
+
+
+def _missing_in(python: str, modules: Sequence[str]) -> list[str] | Problem:
+    """Which of `modules` another interpreter lacks. Finds them without importing them."""
+    script = (
+        "import importlib.util, sys; "
+        "print(*[m for m in sys.argv[1:] if importlib.util.find_spec(m) is None])"
+    )
+    try:
+        result = subprocess.run(
+            # -P: what lies in the current directory is not installed there
+            [python, "-P", "-c", script, *modules],
+            capture_output=True,
+            text=True,
+            timeout=_IMPORT_TIMEOUT_S,
+            check=True,
+        )
+    except (OSError, subprocess.SubprocessError) as error:
+        return Problem(f"python {python!r} cannot be run: {error}", "correct `python`")
+    return result.stdout.split()

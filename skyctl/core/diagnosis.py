@@ -1,0 +1,151 @@
+"""What is the matter with each server, and what helps: asked now, judged by a pure function."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from skyctl.engines.vllm.server import VLLMServer
+from skyctl.errors import ServerError
+from skyctl.http.client import ControlClient
+from skyctl.http.fanout import fan_out
+from skyctl.http.target import ServerTarget
+from skyctl.push.sites import ENGINE_TIMEOUT_S
+from skyctl.store.in_doubt import InDoubt
+from skyctl.store.state import FleetWeights, ServerRow
+
+HTTP_TIMEOUT_S = 3.0
+
+Found = Literal[
+    "healthy",
+    "busy",
+    "frozen",
+    "woken",
+    "half-updated",
+    "wrong-version",
+    "quarantined",
+    "stuck",
+    "unreachable",
+    "failed",
+    "unsupervised",
+    "orphaned",
+    "stale",
+    "half-down",
+    "other-version",
+]
+Action = Literal[
+    "nothing", "resume", "sleep", "push", "restart", "quarantine", "adopt", "end", "down", "replace"
+]
+
+
+@dataclass(frozen=True)
+class Observed:
+    """One server as it answers now. `engine`: its engine core does; `http`: its front end does.
+
+    `state` is the supervisor's word for it, "" where there is none. `version` is the label it
+    carries, None where it has none. `problem` says what did not answer.
+    """
+
+    server: str
+    state: str = ""
+    http: bool = True
+    engine: bool = True
+    paused: bool = False
+    version: str | None = None
+    problem: str = ""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What is the matter with one server, and what recovery does about it."""
+
+    server: str
+    found: Found
+    detail: str = ""
+    action: Action = "nothing"
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Finding:
+        """Inverse of `to_json`."""
+        return cls(**data)
+
+
+async def observe(
+    client: ControlClient,
+    targets: Sequence[ServerTarget],
+    *,
+    engine_timeout_s: float = ENGINE_TIMEOUT_S,
+) -> list[Observed]:
+    """Ask every server, side by side, for at most `engine_timeout_s` seconds."""
+
+    async def ask(target: ServerTarget) -> Observed:
+        near = VLLMServer(client, target, timeout_s=HTTP_TIMEOUT_S)
+        patient = VLLMServer(client, target, timeout_s=engine_timeout_s)
+        health, paused, version = await asyncio.gather(
+            near.health(), patient.is_paused(), near.weight_version(), return_exceptions=True
+        )
+        # an answer of any kind, such as 503 of a dead engine, is an answer of its front end
+        http = not isinstance(health, ServerError) or bool(health.status)
+        if isinstance(paused, BaseException):
+            return Observed(target.name, http=http, engine=False, problem=str(paused))
+        label = version if isinstance(version, str) else None
+        return Observed(target.name, paused=paused, version=label)
+
+    outcomes = await fan_out(targets, ask, timeout_s=engine_timeout_s + HTTP_TIMEOUT_S)
+    return [
+        outcome.value or Observed(outcome.server, http=False, engine=False, problem=outcome.detail)
+        for outcome in outcomes
+    ]
+
+
+_BUSY = ("starting", "restarting", "stopping", "updating")
+
+
+def judge(
+    seen: Observed,
+    row: ServerRow,
+    doubt: InDoubt | None,
+    weights: FleetWeights,
+    *,
+    ours: bool,
+) -> Finding:
+    """What one server suffers from. `ours`: its process can be restarted. Pure."""
+    name = seen.server
+    replace: Action = "restart" if ours else "quarantine"
+    problem = seen.problem.removeprefix(f"{name}: ")
+    if seen.state in ("failed", "dead"):
+        return Finding(name, "failed", problem, "restart")
+    if seen.state in _BUSY:
+        return Finding(name, "busy", seen.state)
+    if not seen.engine:
+        if seen.http:
+            said = f"its front end answers and its engine does not ({problem})"
+            return Finding(name, "stuck", said, replace)
+        return Finding(name, "unreachable", problem, replace)
+    if doubt is not None and doubt.half_updated:
+        said = f"{doubt.job} broke off in stage {doubt.stage}: it may hold parts of both weights"
+        return Finding(name, "half-updated", said, "push")
+    if doubt is not None and doubt.woken:
+        said = f"{doubt.job} broke off in stage {doubt.stage}: it sleeps, and its weights do not"
+        return Finding(name, "woken", said, "sleep")
+    if doubt is not None:
+        said = f"{doubt.job} broke off in stage {doubt.stage}, before anything was sent"
+        return Finding(name, "frozen", said, "resume")
+    if row.quarantine:
+        return Finding(name, "quarantined", row.quarantine, "restart" if ours else "push")
+    version = row.weight_version if seen.version is None or ours else seen.version
+    if row.weight_version is not None and version != weights.version:
+        said = f"holds {version or 'the base weights'}, the fleet {weights.version or 'its base'}"
+        back: Action = "restart" if ours and weights.checkpoint is None else "push"
+        return Finding(name, "wrong-version", said, back)
+    if ours and row.weight_version is None and weights.checkpoint is not None:
+        said = f"holds the base weights, the fleet {weights.version}"
+        return Finding(name, "wrong-version", said, "push")
+    if seen.paused and row.intended == "running":
+        return Finding(name, "healthy", "paused, and not by skyctl; type: skyctl resume")
+    return Finding(name, "healthy", row.intended if row.intended != "running" else "")

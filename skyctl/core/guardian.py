@@ -1,0 +1,69 @@
+"""A push has a guardian: a small process that recovers the fleet when the pusher dies.
+
+pusher ── spawns ──► guardian ── waits for the pusher's death (pidfd)
+   │ done: one byte         └─► `skyctl recover --yes`
+   └─────────────► ends
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+from skyctl.startup import inherited
+from skyctl.store.paths import FleetPaths, create_private_file
+
+LOG = "guardian"
+_SCRIPT = Path(__file__).with_name("guard_process.py")
+_END_TIMEOUT_S = 2.0
+
+
+@contextlib.asynccontextmanager
+async def guarded(paths: FleetPaths) -> AsyncIterator[None]:
+    """While the block runs, the death of this process makes another one run `skyctl recover`.
+
+    A guardian that cannot be started is done without: recovery by hand remains.
+    """
+    try:
+        guardian = _spawn(paths)
+    except OSError:
+        yield
+        return
+    try:
+        yield
+    finally:
+        await asyncio.to_thread(_release, guardian)
+
+
+def _spawn(paths: FleetPaths) -> subprocess.Popen[bytes]:
+    recover = [sys.executable, "-m", "skyctl", "recover", "--fleet", paths.name, "--yes", "--json"]
+    log = create_private_file(paths.log(LOG), os.O_APPEND)
+    try:
+        return subprocess.Popen(
+            [sys.executable, "-I", "-S", str(_SCRIPT), str(os.getpid()), *recover],
+            env={**inherited(), "SKYCTL_HOME": str(paths.root)},
+            stdin=subprocess.PIPE,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,  # what kills the pusher's terminal must not kill it
+            cwd="/",
+        )
+    finally:
+        os.close(log)
+
+
+def _release(guardian: subprocess.Popen[bytes]) -> None:
+    assert guardian.stdin is not None  # a pipe
+    with contextlib.suppress(OSError):  # it is gone
+        guardian.stdin.write(b".")
+        guardian.stdin.close()
+    try:
+        guardian.wait(_END_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        guardian.kill()
+        guardian.wait()

@@ -1,0 +1,48 @@
+"""Is a server ready, and is it alive: probes with deadlines, and the count of failures."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from skyctl.engines.vllm.server import VLLMServer
+from skyctl.errors import ServerError
+from skyctl.fleetfile.schema import HealthPolicy
+from skyctl.http.client import ControlClient
+from skyctl.http.target import ServerTarget
+
+
+async def probe_ready(client: ControlClient, target: ServerTarget, timeout_s: float) -> bool | None:
+    """Whether the server is paused, once it is ready; None while it is not.
+
+    Ready: /health is 200, /v1/models answers, and /is_paused round-trips the engine core.
+    """
+    server = VLLMServer(client, target, timeout_s=timeout_s)
+    try:
+        await server.health()
+        await server.models()
+        return await server.is_paused()
+    except ServerError:
+        return None
+
+
+async def probe_alive(client: ControlClient, target: ServerTarget, timeout_s: float) -> bool:
+    """Whether the server is paused. Raises ServerError when it does not answer in time."""
+    return await VLLMServer(client, target, timeout_s=timeout_s).is_paused()
+
+
+@dataclass
+class FailureCount:
+    """Failed probes in a row. `failed` returns the verdict once there are too many."""
+
+    policy: HealthPolicy
+    count: int = 0
+
+    def succeeded(self) -> None:
+        self.count = 0
+
+    def failed(self, error: ServerError) -> str:
+        """Why the server counts as dead, or "" while it may still come back."""
+        self.count += 1
+        if self.count < self.policy.failures:
+            return ""
+        return f"{self.count} health probes in a row failed: {error.message}"

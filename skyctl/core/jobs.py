@@ -1,0 +1,335 @@
+"""Weight pushes as jobs: one at a time, journaled as they go, followed from any process."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from skyctl.errors import DeadlineExceeded, FleetDownError, SkyctlError
+from skyctl.http.client import ControlClient
+from skyctl.http.target import ServerTarget
+from skyctl.kill_points import reached
+from skyctl.push.request import PushFleet, PushRequest, PushResult
+from skyctl.store.in_doubt import doubt, in_doubt, left_behind, trust
+from skyctl.store.journal import Job, JobEvent, Journal
+from skyctl.store.locks import Locks
+from skyctl.store.state import FleetState, FleetWeights
+from skyctl.transfer.sender_pool import SenderPool
+from skyctl.units import format_seconds
+
+if TYPE_CHECKING:
+    from skyctl.push.rotation import Rotation
+
+PUSH_LOCK = "push"
+FOLLOW_POLL_S = 0.2
+_RELEASE_POLL_S = 0.01
+_PROGRESS_S = 0.15
+
+
+class JournalObserver:
+    """A PushObserver that writes everything to the journal; `on_server` hears server states."""
+
+    def __init__(
+        self,
+        journal: Journal,
+        job_id: str,
+        on_server: Callable[[str, str, str], None] = lambda name, state, detail: None,
+    ) -> None:
+        self._journal = journal
+        self._job_id = job_id
+        self._on_server = on_server
+        self._wrote_progress = 0.0
+
+    def stage(self, name: str) -> None:
+        self._journal.stage(self._job_id, name)
+
+    def progress(self, done_bytes: int, total_bytes: int) -> None:
+        now = time.monotonic()
+        if done_bytes >= total_bytes or now - self._wrote_progress >= _PROGRESS_S:
+            self._wrote_progress = now
+            self._journal.progress(self._job_id, done_bytes, total_bytes)
+
+    def server(self, name: str, state: str, detail: str = "") -> None:
+        self._journal.server(self._job_id, name, state, detail)
+        self._on_server(name, state, detail)
+
+    def note(self, message: str) -> None:
+        self._journal.note(self._job_id, message)
+
+
+def open_push(journal: Journal, locks: Locks, request: PushRequest) -> Job:
+    """A new push job that holds the fleet's push lock.
+
+    Raises:
+        ConflictError: another push holds it; the message names its job.
+    """
+    locks.acquire(PUSH_LOCK, "a push that is just starting")
+    try:
+        job = journal.begin("push", request.to_json())
+        locks.rename(PUSH_LOCK, _held_by(job))
+    except BaseException:
+        locks.release(PUSH_LOCK)
+        raise
+    return job
+
+
+async def run_push(
+    job: Job,
+    request: PushRequest,
+    fleet: PushFleet,
+    *,
+    client: ControlClient,
+    state: FleetState,
+    senders: SenderPool | None = None,
+    rotation: Rotation | None = None,
+    on_server: Callable[[str, str, str], None] = lambda name, state, detail: None,
+    on_part: Callable[[], None] = lambda: None,
+    guardian: AbstractAsyncContextManager[None] | None = None,
+    kept: Path,
+) -> None:
+    """Run an opened push to its end, record what became of each server, and free the lock.
+
+    Never raises for a failed push: the journal says how it ended. `guardian` watches over it.
+    `on_part` is told when another part of a roll is on record. The fleet's own copies of
+    checkpoints lie in `kept`.
+    """
+    from skyctl.checkpoints.staging import held
+    from skyctl.core.keeping import keeping
+    from skyctl.push.rolling import push_rolling
+    from skyctl.push.transaction import push
+
+    journal = state.journal
+    observer = JournalObserver(journal, job.id, on_server)
+
+    def part_over(result: PushResult) -> None:
+        record_part(state, result)
+        reached("push.part.done")
+        on_part()
+
+    reached("push.begun")
+    try:
+        async with AsyncExitStack() as watch:
+            if guardian is not None and not request.dry_run:
+                await watch.enter_async_context(guardian)
+                reached("push.guarded")
+            with held(request.checkpoint):
+                if request.keep and not request.dry_run:
+                    observer.stage("keep")
+                own = await watch.enter_async_context(keeping(request, kept, state))
+                roll = functools.partial(push_rolling, on_part=part_over)
+                result = await (roll if request.rolling else push)(
+                    own.request,
+                    fleet,
+                    client=client,
+                    observer=observer,
+                    senders=senders,
+                    rotation=rotation,
+                )
+                reached("push.record")
+                if not request.dry_run:
+                    record_result(state, job.id, result)
+                    own.record(state, result)
+            reached("push.recorded")
+            journal.end(job.id, "succeeded", result=result.to_json())
+            reached("push.ended")
+    except asyncio.CancelledError:
+        doubt_left(state, job.id)
+        journal.end(job.id, "interrupted", error=_error_json(SkyctlError("the push was stopped")))
+        raise
+    except Exception as error:
+        known = error if isinstance(error, SkyctlError) else SkyctlError(f"push failed: {error!r}")
+        if not request.dry_run:
+            record_failure(state, job.id, request, known)
+        journal.end(job.id, "failed", error=_error_json(known))
+    finally:
+        state.locks.release(PUSH_LOCK)
+
+
+def doubt_left(state: FleetState, job_id: str) -> None:
+    """Remember the servers that a push which ends now has touched and not given back."""
+    doubt(state, left_behind(state.journal.job(job_id), state.journal.events(job_id)))
+
+
+def abandon(state: FleetState, job_id: str, error: Exception) -> None:
+    """Close a job that an error of ours kept from beginning, and free the lock."""
+    if not state.journal.job(job_id).ended:
+        shown = SkyctlError(f"the push never began: {error!r}", hint="skyctl logs supervisor")
+        state.journal.end(job_id, "failed", error=_error_json(shown))
+        state.locks.release(PUSH_LOCK)
+
+
+def record_result(state: FleetState, job_id: str, result: PushResult) -> None:
+    """A push that succeeded: every server and the fleet are at its version."""
+    with state.transaction():
+        _record_result(state, job_id, result)
+
+
+def record_part(state: FleetState, result: PushResult) -> None:
+    """These servers are at the push's version, the fleet is not yet."""
+    with state.transaction():
+        _record_servers(state, result)
+
+
+def _record_servers(state: FleetState, result: PushResult) -> None:
+    trust(state, *(server.server for server in result.servers))
+    for server in result.servers:
+        row = state.server(server.server)
+        state.update_server(
+            server.server,
+            weight_version=server.version or result.version,
+            checkpoint=result.checkpoint,
+            checkpoint_digest=result.checkpoint_digest,
+            weights_digest=server.weights_digest or None,
+            quarantine=None,
+            # what a level-2 sleep discarded is there again
+            sleep_level=(
+                min(row.sleep_level, 1) if server.sleep_level is None else server.sleep_level
+            ),
+        )
+        if server.sleep_level is not None:
+            state.set_weights_awake(server.server, False)
+
+
+def _record_result(state: FleetState, job_id: str, result: PushResult) -> None:
+    _record_servers(state, result)
+    state.set_weights(
+        FleetWeights(result.version, result.checkpoint, result.checkpoint_digest, result.transport)
+    )
+    frozen = format_seconds(result.freeze_window_s)
+    state.add_event("fleet", f"{job_id}: weights {result.version}, frozen for {frozen}")
+    state.journal.record_push(
+        job_id,
+        ok=True,
+        version=result.version,
+        checkpoint=result.checkpoint,
+        checkpoint_digest=result.checkpoint_digest,
+        result=result.to_json(),
+    )
+
+
+def record_failure(
+    state: FleetState, job_id: str, request: PushRequest, error: SkyctlError
+) -> None:
+    """A push that failed: quarantine what it left in doubt, keep what it left at a version."""
+    state.add_event("fleet", f"{job_id} failed: {error.message}")
+    doubted = in_doubt(state)
+    for server in error.details.get("servers", []):
+        changes: dict[str, Any] = {}
+        if server["state"] == "quarantined":
+            changes["quarantine"] = server.get("detail") or error.message
+        version = server.get("version")
+        if version and version == error.details.get("version"):  # else it holds what it held
+            changes["weight_version"] = version
+            changes["weights_digest"] = server.get("weights_digest") or None
+            changes["checkpoint"] = request.checkpoint
+        if version and server.get("ok") and server["server"] in doubted:
+            # what was in doubt is only well when it is verified
+            changes["quarantine"] = None
+            trust(state, server["server"])
+        if server.get("sleep_level") is not None:
+            changes["sleep_level"] = server["sleep_level"]
+            state.set_weights_awake(server["server"], False)
+        if server.get("weights_awake"):
+            state.set_weights_awake(server["server"], True)
+        if changes:
+            state.update_server(server["server"], **changes)
+    _publish_in_part(state, error.details)
+    doubt_left(state, job_id)
+    state.journal.record_push(
+        job_id,
+        ok=False,
+        version=request.weight_version,
+        checkpoint=request.checkpoint,
+        checkpoint_digest=None,
+        result={"error": error.message, **error.details},
+    )
+
+
+def _publish_in_part(state: FleetState, result: Mapping[str, Any]) -> None:
+    """What serves the new weights serves them: those that failed join it once they are restarted.
+
+    With the fleet left at its old weights they would come back beside it at those.
+    """
+    version = result.get("version")  # none of a push that was undone
+    rows = result.get("servers", ()) if version else ()
+    if any(row.get("ok") and row.get("version") == version for row in rows):
+        found = (result[key] for key in ("version", "checkpoint", "checkpoint_digest", "transport"))
+        state.set_weights(FleetWeights(*found))
+
+
+async def follow(
+    state: FleetState,
+    job_id: str,
+    on_event: Callable[[JobEvent], None],
+    *,
+    timeout_s: float | None = None,
+) -> Job:
+    """Read a job's journal until it ends: past events first, then each new one.
+
+    It has ended when its owner has also let go of the fleet: who hears of the end may push again.
+
+    Raises:
+        DeadlineExceeded: it has not ended after `timeout_s` seconds; it goes on.
+        FleetDownError: the process that ran it died.
+    """
+    deadline = None if timeout_s is None else time.monotonic() + timeout_s
+    seen, done_bytes = 0, -1
+    while True:
+        alive = state.journal.owner_alive(job_id)
+        job = state.journal.job(job_id)
+        events = state.journal.events(job_id, after=seen)
+        if job.total_bytes and job.done_bytes != done_bytes:
+            done_bytes = job.done_bytes
+            data = {"done_bytes": job.done_bytes, "total_bytes": job.total_bytes}
+            # behind the stage it belongs to, before the end
+            at = len(events) - 1 if events and events[-1].kind == "end" else len(events)
+            events.insert(at, JobEvent(seen, time.time(), "progress", data))
+        for event in events:
+            seen = max(seen, event.sequence)
+            on_event(event)
+        if job.ended and not _holds_the_fleet(state, job):
+            return job
+        if not job.ended and not alive:
+            raise FleetDownError(
+                f"the process that ran {job_id} died in stage {job.stage}",
+                hint="see what it left: skyctl status; put it right: skyctl recover",
+            )
+        if not job.ended and deadline is not None and time.monotonic() > deadline:
+            raise DeadlineExceeded(
+                f"{job_id} has not ended after {timeout_s:g} s; it goes on in stage {job.stage}",
+                hint=f"wait again: skyctl jobs wait {job_id}",
+            )
+        await asyncio.sleep(_RELEASE_POLL_S if job.ended else FOLLOW_POLL_S)
+
+
+def _holds_the_fleet(state: FleetState, job: Job) -> bool:
+    holder = state.locks.holder(PUSH_LOCK)  # a dead one holds nothing
+    return holder is not None and holder.holder == _held_by(job)
+
+
+def _held_by(job: Job) -> str:
+    return f"job {job.id}"
+
+
+async def verify_servers(
+    targets: Sequence[ServerTarget], client: ControlClient, *, timeout_s: float = 120.0
+) -> dict[str, Any]:
+    """Compare what the servers hold now: {"servers": […], "agree": bool or None}."""
+    from skyctl.push.verify import verify
+
+    return (await verify(targets, client=client, timeout_s=timeout_s)).to_json()
+
+
+def _error_json(error: SkyctlError) -> dict[str, Any]:
+    return {
+        "kind": error.kind,
+        "message": error.message,
+        "hint": error.hint,
+        "exit_code": int(error.exit_code),
+        "details": error.details,
+    }

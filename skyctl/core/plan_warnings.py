@@ -1,0 +1,155 @@
+"""What is allowed in a fleet file but probably not meant."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from skyctl.fleetfile.placement import Replica
+from skyctl.fleetfile.schema import FleetConfig, RouterSection, is_loopback
+
+_SHORT_REQUEST_S = 300
+_LONG_INTERVAL_S = 30
+_HEALTH_FAILURES = 3  # the router's default before it drops a worker
+
+
+class PlanWarning(str):
+    """One line to look at; `fix` is what to change in the fleet file."""
+
+    fix: str
+
+    def __new__(cls, message: str, fix: str = "") -> PlanWarning:
+        warning = super().__new__(cls, message)
+        warning.fix = fix
+        return warning
+
+
+def plan_warnings(
+    config: FleetConfig, replicas: Sequence[Replica], device: str, backend: str, cpu_count: int
+) -> tuple[PlanWarning, ...]:
+    """One line per thing to look at, in the order of the fleet file. `cpu_count` 0 is unknown."""
+    return (
+        *_server_warnings(config, device, backend),
+        *_placement_warnings(config, replicas, device, cpu_count),
+        *_router_warnings(config),
+    )
+
+
+def _server_warnings(config: FleetConfig, device: str, backend: str) -> list[PlanWarning]:
+    warnings = []
+    if not is_loopback(config.host):
+        danger = ", and with the ipc backend run code in it" if backend == "ipc" else ""
+        open_too = "; inference asks for nothing" if _inference_is_open(config) else ""
+        warnings.append(
+            PlanWarning(
+                f"host {config.host}: tokens cross the network unencrypted; whoever reads the "
+                f"control token can replace the servers' weights{danger}{open_too}",
+                "leave `host` out (127.0.0.1), and let only the router be reached from outside",
+            )
+        )
+    if config.auth == "none":
+        warnings.append(
+            PlanWarning(
+                "auth none: every user of this machine can pause the servers and replace their "
+                "weights",
+                "leave `auth` out, and hand clients the token: skyctl urls",
+            )
+        )
+        if device == "cuda" and backend == "" and config.weight_transfer.transport == "auto":
+            warnings.append(
+                PlanWarning(
+                    "auth none: weights go by disk, since servers of the ipc transport unpickle "
+                    "what anybody sends them",
+                    "leave `auth` out, or leave a GPU free for nccl",
+                )
+            )
+    return warnings
+
+
+def _inference_is_open(config: FleetConfig) -> bool:
+    return config.auth != "all" and config.api_key_env is None
+
+
+def _placement_warnings(
+    config: FleetConfig, replicas: Sequence[Replica], device: str, cpu_count: int
+) -> list[PlanWarning]:
+    warnings = []
+    if config.ports is not None and len(config.ports) != len(replicas):
+        rest = (
+            "the rest get free ones"
+            if len(config.ports) < len(replicas)
+            else "the last ones are not used"
+        )
+        warnings.append(
+            PlanWarning(
+                f"ports: {len(config.ports)} for {len(replicas)} replicas; {rest}",
+                "name one port per replica, or leave `ports` out",
+            )
+        )
+    if device == "cpu":
+        if any(replica.args.get("enable-sleep-mode") for replica in replicas):
+            warnings.append(
+                PlanWarning(
+                    "enable-sleep-mode is left out: vLLM has none on CPU",
+                    "take it out of `args`, or keep it for machines with GPUs",
+                )
+            )
+        if any(r.pipeline_parallel_size > 1 and r.args.get("enforce-eager") for r in replicas):
+            # it makes the buffers between pipeline ranks as it warms up, which it then leaves out
+            warnings.append(
+                PlanWarning(
+                    "enforce-eager with pipeline_parallel_size: on CPU vLLM 0.32 dies of the first "
+                    "request",
+                    "args: {enforce-eager: false} for these servers",
+                )
+            )
+        workers = sum(replica.world_size for replica in replicas)
+        if 0 < cpu_count < workers:
+            warnings.append(
+                PlanWarning(f"{workers} workers share {cpu_count} CPU cores", "lower `replicas`")
+            )
+    elif config.share_gpus and not all(
+        "gpu-memory-utilization" in replica.args or "kv-cache-memory-bytes" in replica.args
+        for replica in replicas
+    ):
+        warnings.append(
+            PlanWarning(
+                "share_gpus: set `gpu-memory-utilization` under args; by default each server takes "
+                "nine tenths of its GPU's memory",
+                "args: {gpu-memory-utilization: 0.4}, or less",
+            )
+        )
+    return warnings
+
+
+def _router_warnings(config: FleetConfig) -> list[PlanWarning]:
+    router = config.router
+    if not isinstance(router, RouterSection) or not router.enabled:
+        return []
+    warnings = []
+    if not is_loopback(router.host):
+        open_too = "; inference asks for nothing" if _inference_is_open(config) else ""
+        warnings.append(
+            PlanWarning(
+                f"router.host {router.host}: the router's own routes ask for nothing; whoever "
+                f"reaches it can take servers out and put others in{open_too}",
+                "leave `router.host` out (127.0.0.1), and put a proxy in front that lets only /v1 "
+                "through",
+            )
+        )
+    if router.request_timeout_s < _SHORT_REQUEST_S:
+        warnings.append(
+            PlanWarning(
+                f"router.request_timeout_s {router.request_timeout_s}: longer requests are cut, "
+                "and time frozen by `pause --mode keep` counts",
+                "leave it out (1800), or raise it to 300 or more",
+            )
+        )
+    if router.health_interval_s > _LONG_INTERVAL_S:
+        warnings.append(
+            PlanWarning(
+                f"router.health_interval_s {router.health_interval_s}: a dead server may be sent "
+                f"requests for {_HEALTH_FAILURES * router.health_interval_s} s",
+                "leave it out (5)",
+            )
+        )
+    return warnings

@@ -1,0 +1,206 @@
+"""Put a fleet right: resume what is only frozen, push what is half updated, restart the rest.
+
+    frozen        close its session, check its digest, resume        ─┐ when that fails
+    woken         the same, and it sleeps again                      ─┤
+    half-updated  scrub it; push again what was being pushed to all ◄─┘
+                  └─ cannot be: push the fleet's weights to it alone
+                     └─ cannot be: restart it, or leave it quarantined
+
+Nothing is resumed before it is known what it holds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Protocol
+
+from skyctl.core.diagnosis import Action, Finding
+from skyctl.engines.vllm.server import VLLMServer
+from skyctl.errors import SkyctlError
+from skyctl.http.client import ControlClient
+from skyctl.http.target import ServerTarget
+from skyctl.kill_points import reached
+from skyctl.push.give_back import give_back
+from skyctl.push.request import PushRequest
+from skyctl.push.sleeping import DISCARDED
+from skyctl.store.in_doubt import doubt, in_doubt, trust
+from skyctl.store.journal import Job
+from skyctl.store.state import FleetState
+
+
+@dataclass(frozen=True)
+class Recovered:
+    """What was done about one server. `ok`: it serves as intended, or nothing was the matter.
+
+    `seconds` is how long it took.
+    """
+
+    server: str
+    found: str
+    action: str
+    ok: bool
+    detail: str = ""
+    seconds: float = 0.0
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Recovered:
+        """Inverse of `to_json`."""
+        return cls(**data)
+
+
+class Hands(Protocol):
+    """What recovery can do to one fleet: by its supervisor, or from outside."""
+
+    state: FleetState
+    client: ControlClient
+    control_timeout_s: float
+    targets: Mapping[str, ServerTarget]
+
+    async def push(self, request: PushRequest) -> Job:
+        """Push into every server that can take it, those in doubt included; the ended job."""
+
+    async def bring(self, name: str) -> None:
+        """Push the fleet's weights into this server alone. Raises SkyctlError."""
+
+    async def replace(self, name: str, why: str) -> str:
+        """Restart a server, or quarantine one whose process is not ours; why it is not back."""
+
+
+class _Case:
+    """One server on its way through recovery."""
+
+    def __init__(self, finding: Finding) -> None:
+        self.finding = finding
+        self.action: Action = finding.action
+        self.problem = ""
+        self.began = time.monotonic()
+        self.ended: float | None = None
+
+    @property
+    def name(self) -> str:
+        return self.finding.server
+
+    def done(self, problem: str = "") -> None:
+        self.problem = problem
+        self.ended = time.monotonic()
+
+    def report(self) -> Recovered:
+        taken_s = (self.ended or time.monotonic()) - self.began
+        return Recovered(
+            self.name, self.finding.found, self.action, not self.problem, self.problem, taken_s
+        )
+
+
+async def recover(findings: Sequence[Finding], hands: Hands) -> list[Recovered]:
+    """Do what the findings call for; one report per server, in their order. Never raises."""
+    cases = [_Case(finding) for finding in findings]
+    reached("recover.begin")
+    chosen = [case for case in cases if case.action in ("resume", "sleep")]
+    await asyncio.gather(*(_give_back(case, hands) for case in chosen))
+    await _push([case for case in cases if case.action == "push"], hands)
+    await _replace([case for case in cases if case.action in ("restart", "quarantine")], hands)
+    return [case.report() for case in cases]
+
+
+async def _replace(cases: Sequence[_Case], hands: Hands) -> None:
+    """Those that serve until then one after the other, the rest at once."""
+
+    async def replace_one(case: _Case) -> None:
+        case.done(await hands.replace(case.name, case.problem or case.finding.detail))
+
+    serving = [case for case in cases if case.finding.found == "wrong-version"]
+    await asyncio.gather(*(replace_one(case) for case in cases if case not in serving))
+    for case in serving:
+        await replace_one(case)
+
+
+async def _give_back(case: _Case, hands: Hands) -> None:
+    found = in_doubt(hands.state).get(case.name)
+    if found is None:
+        return case.done()  # put right meanwhile
+    server = VLLMServer(hands.client, hands.targets[case.name], timeout_s=hands.control_timeout_s)
+    row = hands.state.server(case.name)
+    slept = max(1, row.sleep_level) if found.woken else 0
+    try:
+        await give_back(
+            server,
+            stage=found.stage,
+            thaw=found.thaw and not row.paused,
+            digest=row.weights_digest,
+            timeout_s=hands.control_timeout_s,
+            slept=slept,
+        )
+    except SkyctlError as error:
+        doubt(hands.state, {case.name: replace(found, half_updated=True)})
+        case.action, case.problem = "push", error.message
+        return None
+    settle(hands.state, case.name)
+    if slept:
+        hands.state.set_weights_awake(case.name, slept == DISCARDED)
+    return case.done()
+
+
+async def _push(cases: Sequence[_Case], hands: Hands) -> None:
+    """Finish the push that broke off; else the fleet's weights, one by one."""
+    open_cases = list(cases)
+    request = interrupted_request(hands.state)
+    if request is not None and any(case.name in in_doubt(hands.state) for case in open_cases):
+        job = await hands.push(request)
+        problem = "" if job.error is None else str(job.error["message"])
+        open_cases = _still_open(open_cases, hands, problem)
+    for case in open_cases:
+        try:
+            await hands.bring(case.name)
+            settle(hands.state, case.name)
+            case.done()
+        except SkyctlError as error:
+            case.action = "restart"
+            case.problem = case.problem or error.message
+
+
+def _still_open(cases: Sequence[_Case], hands: Hands, problem: str) -> list[_Case]:
+    left = []
+    for case in cases:
+        # a push that went well has taken it off the list
+        if case.name in in_doubt(hands.state) or hands.state.server(case.name).quarantine:
+            case.problem = problem
+            left.append(case)
+        else:
+            case.done()
+    return left
+
+
+def interrupted_request(state: FleetState) -> PushRequest | None:
+    """What the latest push asked for that left servers half updated; None without one, and where
+    it is not to be made again."""
+    doubted = {one.job for one in in_doubt(state).values() if one.half_updated}
+    # newest first; an admission that broke off is not among the jobs
+    latest = next((job for job in state.journal.jobs() if job.id in doubted), None)
+    if latest is None:
+        return None
+    try:
+        request = PushRequest.from_json(latest.request)
+    except (SkyctlError, TypeError):  # forgotten, or written by another skyctl
+        return None
+    # nobody has accepted what a canary had not tried to the end, and a roll is not the fleet's
+    # version before its end: the fleet's weights go back
+    return None if request.leaves_router else request
+
+
+def needed(state: FleetState) -> set[str | None]:
+    """Checkpoints that recovery may have to push again."""
+    request = interrupted_request(state)
+    return {request.checkpoint} if request is not None else set()
+
+
+def settle(state: FleetState, name: str) -> None:
+    """This server is as it should be: no doubt, no quarantine."""
+    with state.transaction():
+        trust(state, name)
+        state.update_server(name, quarantine=None)

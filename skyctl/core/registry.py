@@ -1,0 +1,185 @@
+"""Which fleet a command is about: from --fleet, a fleet file, this directory, or the only one."""
+
+from __future__ import annotations
+
+import difflib
+import fcntl
+import os
+import secrets
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from skyctl.errors import ConflictError, FleetFileError, NotFoundError, UsageError
+from skyctl.store.paths import FleetPaths, create_private_file, fleet_paths, state_root
+
+if TYPE_CHECKING:
+    from skyctl.fleetfile.schema import FleetConfig
+
+DEFAULT_FILE = "fleet.yaml"
+
+
+@dataclass(frozen=True)
+class FleetRef:
+    """The fleet a command is about. `file` is the user's file, None when only our copy is left."""
+
+    name: str
+    paths: FleetPaths
+    config: FleetConfig
+    base_dir: Path
+    file: Path | None
+
+
+def known_fleets() -> list[str]:
+    """Names of the fleets this user has ever started or attached to, sorted. One whose first `up`
+    was refused has a directory, but nothing is remembered of it."""
+    fleets = state_root() / "fleets"
+    if not fleets.is_dir():
+        return []
+    return sorted(d.name for d in fleets.iterdir() if fleet_paths(d.name).fleet_file.exists())
+
+
+def supervisor_running(paths: FleetPaths) -> bool:
+    """True when a live supervisor holds the fleet's lock file."""
+    try:
+        descriptor = os.open(paths.supervisor_lock, os.O_RDWR | os.O_NOFOLLOW)
+    except OSError:
+        return False
+    try:
+        # shared: two who ask at once must not take each other for a supervisor
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        return False
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(descriptor)
+
+
+def select(file: Path | None, name: str | None) -> FleetRef:
+    """The fleet meant by `--file` and `--fleet`, with its configuration.
+
+    `--fleet` wins, then `--file`, then ./fleet.yaml, then the only running (or only known) fleet.
+
+    Raises:
+        NotFoundError: no fleet file here and no such fleet.
+        UsageError: several fleets could be meant; the hint lists them.
+        FleetFileError: the fleet file is wrong.
+    """
+    chosen = _choose(file, name)
+    return _from_file(chosen) if isinstance(chosen, Path) else _from_name(chosen)
+
+
+def select_paths(file: Path | None, name: str | None) -> FleetPaths:
+    """Like `select`, for commands that must work when the fleet file no longer loads."""
+    chosen = _choose(file, name)
+    return _from_file(chosen).paths if isinstance(chosen, Path) else fleet_paths(chosen)
+
+
+def remember(ref: FleetRef) -> None:
+    """Keep a copy of the fleet file and where it came from, so the name finds the fleet."""
+    from skyctl.store.state import FleetState
+
+    ref.paths.prepare()
+    if ref.file is not None:
+        text = ref.file.read_bytes()
+        # a name of its own: several processes and threads may do this at once
+        temporary = ref.paths.fleet_file.with_suffix(f".{secrets.token_hex(4)}.tmp")
+        descriptor = create_private_file(temporary, os.O_TRUNC)
+        with os.fdopen(descriptor, "wb") as copy:
+            copy.write(text)
+            copy.flush()
+            os.fsync(copy.fileno())
+        temporary.replace(ref.paths.fleet_file)
+    with FleetState(ref.paths.database) as state:
+        state.set("base_dir", str(ref.base_dir))
+        if ref.file is not None:
+            state.set("file", str(ref.file.absolute()))
+
+
+def refuse_another_file(ref: FleetRef) -> None:
+    """A copied directory is a likely mistake: its `up` would make another fleet's servers its own.
+
+    Raises:
+        ConflictError: the fleet runs from another file of the same name, which is still there.
+    """
+    from skyctl.store.state import FleetState
+
+    if ref.file is None or not supervisor_running(ref.paths):
+        return
+    with FleetState(ref.paths.database) as state:
+        before = Path(state.get("file") or ref.file)
+    if before.exists() and not before.samefile(ref.file) and _from_file(before).name == ref.name:
+        raise ConflictError(
+            f"fleet {ref.name} is up already, from {before}",
+            hint=f"give this one a `name:` of its own, or first: skyctl down --fleet {ref.name}",
+        )
+
+
+def _choose(file: Path | None, name: str | None) -> Path | str:
+    """The fleet file or the name of a known fleet."""
+    here = Path(DEFAULT_FILE)
+    if name is not None:
+        if name in known_fleets():
+            return name
+        for candidate in (file, here):
+            if candidate and candidate.exists() and _from_file(candidate).name == name:
+                return candidate
+        raise NotFoundError(f"there is no fleet named {name!r}", hint=_named_advice(name, here))
+    if file is not None:
+        return file
+    if here.exists():
+        return here
+    known = known_fleets()
+    running = [n for n in known if supervisor_running(fleet_paths(n))]
+    for names in (running, known):
+        if len(names) == 1:
+            return names[0]
+    if known:
+        raise UsageError(f"there is no {DEFAULT_FILE} here and several fleets", hint=_advice())
+    raise NotFoundError(f"there is no {DEFAULT_FILE} here and no fleet", hint=_advice())
+
+
+def _advice() -> str:
+    known = known_fleets()
+    if known:
+        return f"name one with --fleet: {', '.join(known)}; or give its file with -f"
+    return "write a first fleet file with: skyctl init   (or give one with -f)"
+
+
+def _named_advice(name: str, here: Path) -> str:
+    """What to type instead of `--fleet name`."""
+    known = known_fleets()
+    if near := difflib.get_close_matches(name, known, n=1):
+        return f"did you mean --fleet {near[0]}"
+    if known:
+        return f"this user's fleets: {', '.join(known)}"
+    if here.exists():
+        return f"leave --fleet out: {here} is the fleet here"
+    return "no fleet was started yet: go to the directory of its fleet file and type skyctl up"
+
+
+def _from_file(file: Path) -> FleetRef:
+    from skyctl.fleetfile.load import load_fleet
+
+    loaded = load_fleet(file)
+    name = loaded.config.name
+    return FleetRef(name, fleet_paths(name), loaded.config, loaded.base_dir, loaded.path)
+
+
+def _from_name(name: str) -> FleetRef:
+    from skyctl.fleetfile.load import load_fleet
+    from skyctl.store.state import FleetState
+
+    paths = fleet_paths(name)
+    with FleetState(paths.database) as state:
+        original, base_dir = state.get("file"), state.get("base_dir")
+    if original is not None and Path(original).exists():
+        try:
+            ref = _from_file(Path(original))
+            if ref.name == name:
+                return ref
+        except FleetFileError:
+            if not paths.fleet_file.exists():
+                raise
+    loaded = load_fleet(paths.fleet_file)
+    return FleetRef(name, paths, loaded.config, Path(base_dir or loaded.base_dir), None)

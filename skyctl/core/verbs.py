@@ -1,0 +1,146 @@
+"""Freeze and thaw with a memory: run a control verb and record what is now meant to be true.
+
+vLLM says `is_sleeping` of a server that is only paused, and a full wake resumes a paused one, so
+the intended state is kept here and not read back from servers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from skyctl.core import actions as verbs
+from skyctl.errors import ConflictError, UsageError
+from skyctl.http.client import ControlClient
+from skyctl.http.fanout import Outcome, OutcomeStatus
+from skyctl.http.target import ServerTarget
+from skyctl.store.state import FleetState, ServerRow
+
+VERBS = ("pause", "resume", "sleep", "wake")
+
+
+async def run(
+    verb: str,
+    arguments: Mapping[str, Any],
+    targets: Sequence[ServerTarget],
+    *,
+    client: ControlClient,
+    state: FleetState,
+    timeout_s: float,
+    device: str = "",
+) -> list[Outcome[Any]]:
+    """pause {mode, clear_cache, keep_partial}, resume {}, sleep {level, mode} or wake {tags}.
+
+    Returns one outcome per target, in their order; servers the verb makes no sense for are skipped
+    and say why.
+
+    Raises:
+        ConflictError: waking would serve weights that a level-2 sleep discarded.
+        UsageError: no such verb.
+    """
+    rows = {target.name: state.server(target.name) for target in targets}
+    if verb == "wake":
+        _refuse_discarded(rows.values(), arguments.get("tags") or (), device)
+    skipped = {name: why for name, row in rows.items() if (why := _pointless(verb, row))}
+    asked = [target for target in targets if target.name not in skipped]
+    outcomes: list[Outcome[Any]]
+    if verb == "pause":
+        outcomes = [*await verbs.pause(client, asked, timeout_s=timeout_s, **arguments)]
+    elif verb == "resume":
+        outcomes = [*await verbs.resume(client, asked, timeout_s=timeout_s)]
+    elif verb == "sleep":
+        outcomes = [
+            *await verbs.sleep(client, asked, timeout_s=timeout_s, device=device, **arguments)
+        ]
+    elif verb == "wake":
+        outcomes = [*await verbs.wake(client, asked, timeout_s=timeout_s, **arguments)]
+    else:
+        raise UsageError(f"there is no verb {verb!r}")
+    for outcome in outcomes:
+        if outcome.ok:
+            _record(verb, arguments, outcome, state)
+    if verb == "wake":
+        await _pause_again(outcomes, rows, asked, client, timeout_s)
+    if asked:
+        state.add_event(*_event(verb, arguments, outcomes))
+    found = {o.server: _with_context(verb, o, rows[o.server]) for o in outcomes}
+    return [
+        found.get(t.name) or Outcome(t.name, OutcomeStatus.SKIPPED, 0.0, skipped[t.name])
+        for t in targets
+    ]
+
+
+def _event(
+    verb: str, arguments: Mapping[str, Any], outcomes: Sequence[Outcome[Any]]
+) -> tuple[str, str]:
+    """Subject and message of the line of history: `pause (mode keep): 2 of 2 servers`."""
+    how = [f"{key} {arguments[key]}" for key in ("mode", "level") if key in arguments]
+    how += arguments.get("tags") or ()
+    said = f"{verb} ({', '.join(how)})" if how else verb
+    ok = sum(outcome.ok for outcome in outcomes)
+    if len(outcomes) == 1:
+        return outcomes[0].server, said if ok else f"{said} failed: {outcomes[0].detail}"
+    return "fleet", f"{said}: {ok} of {len(outcomes)} servers"
+
+
+def _pointless(verb: str, row: ServerRow) -> str:
+    """Why this server is not asked, or ""."""
+    if verb == "resume" and row.quarantine:
+        return f"quarantined: {row.quarantine}; type: skyctl recover"
+    if verb in ("pause", "resume") and row.sleep_level:
+        return "asleep; type: skyctl wake"
+    return ""
+
+
+def _with_context(verb: str, outcome: Outcome[Any], before: ServerRow) -> Outcome[Any]:
+    """The outcome, with what may surprise: it changed nothing, or not what one may expect."""
+    more = ""
+    if verb == "resume" and not before.paused:
+        more = "skyctl had not paused it"
+    elif verb == "wake" and not before.sleep_level:
+        more = "it was not asleep"
+    elif verb == "wake" and before.paused and outcome.value is not False:
+        more = "paused as before; type: skyctl resume"
+    if not outcome.ok or not more:
+        return outcome
+    return replace(outcome, detail=f"{outcome.detail}; {more}" if outcome.detail else more)
+
+
+def _refuse_discarded(rows: Any, tags: Sequence[str], device: str) -> None:
+    discarded = [row.name for row in rows if row.sleep_level == 2]
+    if not discarded or device == "cpu" or list(tags) == ["weights"]:
+        return
+    raise ConflictError(
+        f"waking {', '.join(discarded)} would serve nothing: a level-2 sleep discarded the weights",
+        hint="type: skyctl wake --tags weights; skyctl sync-weights CKPT; "
+        "skyctl wake --tags kv_cache",
+    )
+
+
+def _record(
+    verb: str, arguments: Mapping[str, Any], outcome: Outcome[Any], state: FleetState
+) -> None:
+    if verb in ("pause", "resume"):
+        state.update_server(outcome.server, paused=verb == "pause")
+    elif verb == "sleep":
+        state.update_server(outcome.server, sleep_level=arguments.get("level", 1))
+        state.set_weights_awake(outcome.server, False)
+    elif outcome.value is not False:  # False: awake in part only
+        state.update_server(outcome.server, sleep_level=0)
+        state.set_weights_awake(outcome.server, False)
+    elif "weights" in arguments.get("tags", ()):
+        state.set_weights_awake(outcome.server, True)
+
+
+async def _pause_again(
+    outcomes: Sequence[Outcome[Any]],
+    before: Mapping[str, ServerRow],
+    targets: Sequence[ServerTarget],
+    client: ControlClient,
+    timeout_s: float,
+) -> None:
+    awake = {o.server for o in outcomes if o.ok and o.value is not False}
+    paused = [t for t in targets if t.name in awake and before[t.name].paused]
+    if paused:
+        await verbs.pause(client, paused, mode="keep", timeout_s=timeout_s)

@@ -1,0 +1,40 @@
+"""Did a layerwise reload load everything? vLLM itself only logs what it missed."""
+
+from __future__ import annotations
+
+from collections.abc import Container
+from typing import Any
+
+from vllm.model_executor.layers.attention import is_deferred_attention_layer
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+
+def half_open(model: Any) -> bool:
+    """Whether an earlier session left layers waiting for weights."""
+    return any(get_layerwise_info(layer).can_load() for layer in model.modules())
+
+
+def missing_parameters(model: Any, tied: Container[str] = ()) -> list[str]:
+    """Names of layers that still wait for weights; call before the session is finalized.
+
+    Layers that got all they need were reset as it arrived. Of the others, attention layers are
+    completed at the end, buffers come from no checkpoint, and embeddings padded to a larger
+    vocabulary, as well as quantized layers, may stay short of their allocated size. `tied` layers
+    use what another one loads (`engines/vllm/inside/tied.py`).
+    """
+    missing = []
+    for name, layer in model.named_modules():
+        info = get_layerwise_info(layer)
+        if not info.can_load() or is_deferred_attention_layer(layer) or name in tied:
+            continue
+        if not any(parameter is not None for parameter in layer._parameters.values()):
+            continue
+        padded = hasattr(layer, "num_embeddings_padded") or _is_quantized(layer)
+        if info.load_numel == 0 or (info.load_numel < info.load_numel_total and not padded):
+            missing.append(name or type(layer).__name__)
+    return missing
+
+
+def _is_quantized(layer: Any) -> bool:
+    method = type(getattr(layer, "quant_method", None)).__name__
+    return method not in ("NoneType", "UnquantizedLinearMethod", "UnquantizedEmbeddingMethod")

@@ -1,0 +1,124 @@
+"""The weight-transfer engine `skyctl` inside a vLLM worker: loads what a receiver fetches.
+
+States, per push:  init ─► start ─► update … update ─► finish
+A session that was opened and never finished (its pusher died) is closed by `finish`. One that
+broke off in an update is scrubbed by the next `start`, which fails once to say so: layers that
+were left half loaded must not be built upon.
+"""
+
+from __future__ import annotations
+
+import zlib
+from typing import Any
+
+import torch
+from vllm.distributed.weight_transfer.base import WeightTransferEngine
+from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
+from vllm.model_executor.model_loader.reload import (
+    finalize_layerwise_reload,
+    initialize_layerwise_reload,
+)
+
+from skyctl.engines.vllm.inside.completeness import half_open, missing_parameters
+from skyctl.engines.vllm.inside.receivers import Receiver, open_receiver
+from skyctl.engines.vllm.inside.tied import repack_tied_layers, tied_layers
+from skyctl.engines.vllm.inside.wire import ChunkUpdate, ReceiverInit
+
+_SHOWN = 3
+
+
+class SkyctlWeightTransferEngine(WeightTransferEngine[Any, Any]):  # type: ignore[misc]
+    """Receives checkpoint tensors from a skyctl sender; layerwise reload as in vLLM's engines."""
+
+    init_info_cls = ReceiverInit
+    update_info_cls = ChunkUpdate
+
+    def __init__(self, config: Any, vllm_config: Any, device: Any, model: Any) -> None:
+        super().__init__(config, vllm_config, device, model)
+        self._receiver: Receiver | None = None
+        self._announced: set[str] = set()
+        self._received: set[str] = set()
+        self._next_chunk = 0
+        self._tied = {name for name, _ in tied_layers(model)}
+
+    def init_transfer_engine(self, init_info: ReceiverInit) -> None:
+        """Connect to the sender. A sender of an earlier push is let go, and its session forgotten:
+        finishing what it left open is then no complaint about what it never sent."""
+        self.shutdown()
+        self._received = set()
+        parallel = self.parallel_config
+        rank = parallel.data_parallel_index * parallel.world_size + parallel.rank
+        self._receiver = open_receiver(init_info, rank)
+        self._announced = set(init_info.tensors)
+
+    def start_weight_update(self) -> None:
+        """Open a session: layers go to meta tensors until their weights are all here.
+
+        Raises:
+            RuntimeError: an earlier session broke off half-way. It is scrubbed, so that the next
+                start succeeds; the caller is told, since the old weights are gone.
+        """
+        self._received = set()
+        if half_open(self.model):
+            finalize_layerwise_reload(self.model, self.model_config)
+            raise RuntimeError("an earlier weight update broke off half-way; start again")
+        self._next_chunk = 0
+        initialize_layerwise_reload(self.model)
+
+    def receive_weights(self, update_info: ChunkUpdate) -> None:
+        """Fetch one chunk, check it and load it.
+
+        Raises:
+            RuntimeError: out of order, or the bytes are not those that the sender read.
+        """
+        if self._receiver is None:
+            raise RuntimeError("no sender: call init_weight_transfer_engine first")
+        if update_info.chunk != self._next_chunk:
+            raise RuntimeError(f"chunk {update_info.chunk} came, {self._next_chunk} is next")
+        tensors = self._receiver.receive(update_info)
+        for (name, tensor), expected in zip(tensors, update_info.crc32, strict=True):
+            if _crc32(tensor) != expected:
+                raise RuntimeError(f"{name} was damaged on its way (chunk {update_info.chunk})")
+        if self.device.type != "cpu":
+            tensors = [(name, tensor.to(self.device)) for name, tensor in tensors]
+        with disable_mtp_completeness_check():
+            self.model.load_weights(tensors)
+        self._received.update(update_info.names)
+        self._next_chunk += 1
+
+    def finish_weight_update(self) -> None:
+        """Close the session; raise when it was begun and is incomplete.
+
+        A session that received nothing leaves the old weights in place. The layers are put back
+        in order in any case, so that a further finish (by a new pusher) succeeds.
+        """
+        received, announced = self._received, self._announced
+        self._received = set()
+        missing = missing_parameters(self.model, self._tied) if received else []
+        finalize_layerwise_reload(self.model, self.model_config)
+        if not received:
+            return
+        repack_tied_layers(self.model)
+        if received != announced:
+            lost = sorted(announced - received)
+            raise RuntimeError(
+                f"only {len(received)} of {len(announced)} announced tensors were received; "
+                f"missing: {', '.join(lost[:_SHOWN])}"
+            )
+        if missing:
+            raise RuntimeError(
+                f"{len(missing)} layers of the model got no complete weights: "
+                f"{', '.join(missing[:_SHOWN])}"
+            )
+        self.shutdown()
+
+    def shutdown(self) -> None:
+        """Let go of the sender and free buffers."""
+        receiver, self._receiver = self._receiver, None
+        if receiver is not None:
+            receiver.close()
+
+
+def _crc32(tensor: torch.Tensor) -> int:
+    flat = tensor.reshape(-1).view(torch.uint8)
+    return zlib.crc32(memoryview(flat.numpy())) if flat.numel() else 0

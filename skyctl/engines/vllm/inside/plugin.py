@@ -1,0 +1,31 @@
+"""Entry point `vllm.general_plugins`: what vLLM's processes do of skyctl's before all else."""
+
+from __future__ import annotations
+
+from skyctl.engines.vllm.inside.idle import spin_less
+from skyctl.engines.vllm.inside.wire import BACKEND
+
+
+def register() -> None:
+    """vLLM calls this in every process, possibly more than once. What a version does not have is
+    left alone: a plugin must never keep a server from starting."""
+    spin_less()
+    _register_backend()
+
+
+def _register_backend() -> None:
+    """Tell vLLM about the weight-transfer backend `skyctl`, by name: its module is imported when a
+    server asks for it."""
+    try:
+        from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+    except ImportError:
+        return
+    registry = getattr(WeightTransferEngineFactory, "_registry", {})
+    if BACKEND in registry:
+        return
+    try:
+        WeightTransferEngineFactory.register_engine(
+            BACKEND, "skyctl.engines.vllm.inside.engine", "SkyctlWeightTransferEngine"
+        )
+    except ValueError:
+        return  # registered by another thread in between

@@ -1,0 +1,57 @@
+"""`SkyctlWorkerExtension`: methods that vLLM's workers get, called through /collective_rpc."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+
+class SkyctlWorkerExtension:
+    """Mixed into vLLM's worker class by `--worker-extension-cls`.
+
+    Names start with `skyctl_`: vLLM refuses an extension that shadows a worker's attribute.
+    """
+
+    model_runner: Any
+    vllm_config: Any
+    weight_transfer_engine: Any
+
+    def skyctl_weight_digest(self, names: Sequence[str] = ()) -> dict[str, Any]:
+        """Digest of the weights this worker computes with; see `digest.py`.
+
+        `arrangement` tells with which servers' it can be compared (`arrangement.py`).
+        `names` adds `samples`: dtype, shape and number of those tensors, where the model has them.
+        """
+        from skyctl.engines.vllm.inside.arrangement import arrangement
+        from skyctl.engines.vllm.inside.digest import digest_model, sample_tensors
+
+        model = self.model_runner.get_model()
+        return {
+            **digest_model(model),
+            "arrangement": arrangement(self.vllm_config),
+            "samples": sample_tensors(model, names),
+        }
+
+    def skyctl_repack_tied(self) -> None:
+        """Complete a `reload_weights`; see `tied.py`."""
+        from skyctl.engines.vllm.inside.tied import repack_tied_layers
+
+        repack_tied_layers(self.model_runner.get_model())
+
+    def skyctl_nccl(self) -> dict[str, Any]:
+        """What a sender must know of this worker's NCCL; see `nccl.py`."""
+        from skyctl.engines.vllm.inside.nccl import nccl_report
+
+        return nccl_report()
+
+    def skyctl_leave_group(self) -> None:
+        """Let go of the NCCL group of an earlier sender; see `nccl.py`."""
+        from skyctl.engines.vllm.inside.nccl import leave_group
+
+        leave_group(self.weight_transfer_engine)
+
+    def skyctl_free_cached(self) -> None:
+        """Give back what torch caches: before 0.32, buffers of an NCCL update are never reused."""
+        import torch
+
+        torch.cuda.empty_cache()

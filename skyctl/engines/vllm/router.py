@@ -1,0 +1,103 @@
+"""The router's own routes (vllm-router 0.1.17). Control calls to servers never go through it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+from skyctl.errors import DeadlineExceeded, ServerError
+from skyctl.http.client import ControlClient
+from skyctl.http.target import ServerTarget
+
+_POLL_S = 0.05
+
+
+class RouterClient:
+    """One vllm-router. `timeout_s` bounds each method as a whole, in seconds."""
+
+    def __init__(
+        self,
+        client: ControlClient,
+        url: str,
+        *,
+        api_key: str | None = None,
+        timeout_s: float = 10.0,
+    ) -> None:
+        self._client = client
+        self._target = ServerTarget("router", url.rstrip("/"), api_key)
+        self._timeout_s = timeout_s
+
+    @property
+    def url(self) -> str:
+        return self._target.url
+
+    async def ready(self) -> bool:
+        """True when the router runs and believes at least one worker healthy.
+
+        It is late to notice: a dead worker counts as healthy until its health checks failed.
+
+        Raises:
+            ServerUnreachable, DeadlineExceeded: the router itself does not answer.
+        """
+        return await self._is_ok("/readiness")
+
+    async def all_healthy(self) -> bool:
+        """True when it believes every worker healthy. Raises as `ready` does."""
+        return await self._is_ok("/health")
+
+    async def workers(self) -> list[str]:
+        """URLs it routes to, without trailing slash."""
+        return await self._workers(self._timeout_s)
+
+    async def add_worker(self, url: str) -> None:
+        """Route to `url`; returns once it is listed. A worker that is listed already is fine.
+
+        Raises:
+            DeadlineExceeded: the router blocks while it probes a URL that does not answer.
+            ServerError: it refused, or says yes and does not list the worker.
+        """
+        await self._change("/add_worker", url, listed=True)
+
+    async def remove_worker(self, url: str) -> None:
+        """Stop routing to `url`; returns once it is gone. Requests in flight finish.
+
+        The router answers 200 for URLs it never knew, so the list is read back.
+        """
+        await self._change("/remove_worker", url, listed=False)
+
+    async def _change(self, path: str, url: str, *, listed: bool) -> None:
+        url = url.rstrip("/")
+        ends = time.monotonic() + self._timeout_s
+        if (url in await self._workers(self._timeout_s)) is listed:
+            return
+        await self._client.text(
+            self._target, path, method="POST", params={"url": url}, timeout_s=_left(ends)
+        )
+        while (url in await self._workers(_left(ends))) is not listed:
+            if time.monotonic() + _POLL_S >= ends:
+                wanted = "list" if listed else "drop"
+                raise DeadlineExceeded(f"router: {self.url} did not {wanted} worker {url} in time")
+            await asyncio.sleep(_POLL_S)
+
+    async def _workers(self, timeout_s: float) -> list[str]:
+        answer = await self._client.call(self._target, "GET", "/list_workers", timeout_s=timeout_s)
+        urls = answer.get("urls") if isinstance(answer, dict) else answer
+        if not isinstance(urls, list):
+            raise ServerError(f"router: {self.url}/list_workers answered {answer!r:.100}")
+        return [str(url).rstrip("/") for url in urls]
+
+    async def _is_ok(self, path: str) -> bool:
+        try:
+            await self._client.text(self._target, path, timeout_s=self._timeout_s)
+        except DeadlineExceeded:
+            raise
+        except ServerError as error:
+            if error.status == 503:
+                return False
+            raise
+        return True
+
+
+def _left(ends: float) -> float:
+    """Seconds until `ends` on the monotonic clock, never zero."""
+    return max(ends - time.monotonic(), 0.001)

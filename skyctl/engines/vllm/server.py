@@ -1,0 +1,258 @@
+"""One vLLM server's control routes, as typed calls. Nothing outside `control/` names a route."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, TypeVar
+
+from skyctl.engines.vllm.metrics import METRICS, ServerMetrics, parse_metrics
+from skyctl.errors import ServerError
+from skyctl.http.client import ControlClient
+from skyctl.http.target import ServerTarget
+
+PauseMode = Literal["abort", "wait", "keep"]
+Read = TypeVar("Read")
+
+
+class VLLMServer:
+    """The control routes of one server. `timeout_s` is each call's deadline unless it says other.
+
+    Every method raises ServerError, ServerUnreachable or DeadlineExceeded. The routes exist only
+    in servers started with VLLM_SERVER_DEV_MODE=1, but for health, version, models and metrics.
+    """
+
+    def __init__(
+        self, client: ControlClient, target: ServerTarget, *, timeout_s: float = 30.0
+    ) -> None:
+        self.target = target
+        self._client = client
+        self._timeout_s = timeout_s
+
+    async def health(self) -> None:
+        """Return when the engine has not errored. True also while paused, asleep or stuck."""
+        await self._client.text(self.target, "/health", timeout_s=self._timeout_s)
+
+    async def version(self) -> str:
+        """vLLM's version, such as `0.32.0`."""
+        return str(await self._field("GET", "/version", "version"))
+
+    async def models(self) -> list[str]:
+        """Served model names."""
+        data = await self._field("GET", "/v1/models", "data")
+        return self._understood("/v1/models", lambda: [str(model["id"]) for model in data])
+
+    async def world_size(self, *, include_dp: bool = True) -> int:
+        """Workers of this deployment: TP x PP, times DP with `include_dp`."""
+        params = {"include_dp": _flag(include_dp)}
+        found = await self._field("GET", "/get_world_size", "world_size", params=params)
+        return self._understood("/get_world_size", lambda: int(found))
+
+    async def server_info(self) -> dict[str, Any]:
+        """vLLM's configuration (`vllm_config`), environment and system, as JSON."""
+        info = await self._call("GET", "/server_info", params={"config_format": "json"})
+        return self._mapping(info, "/server_info")
+
+    async def metrics(self) -> ServerMetrics:
+        """Load of the server, summed over its engines. Asks for the few metrics it needs.
+
+        The whole page is some 75 kB, and costs the server several times as much to write.
+        """
+        try:
+            # with the slash it is prometheus_client's own app that answers, and that one selects
+            page = await self._client.text(
+                self.target, "/metrics/", params={"name[]": METRICS}, timeout_s=self._timeout_s
+            )
+        except ServerError as error:
+            if not error.status:
+                raise
+            page = ""
+        # a server of several processes (--api-server-count) cannot select, and writes nothing
+        if METRICS[0] not in page:
+            page = await self._client.text(self.target, "/metrics", timeout_s=self._timeout_s)
+        return parse_metrics(page)
+
+    async def is_paused(self) -> bool:
+        """Whether the scheduler is paused. Round-trips the engine core: the real liveness probe."""
+        return bool(await self._field("GET", "/is_paused", "is_paused"))
+
+    async def pause(self, mode: PauseMode = "abort", *, clear_cache: bool = True) -> None:
+        """Stop scheduling. abort ends running requests, wait drains them, keep freezes them.
+
+        vLLM ignores `clear_cache` with mode keep.
+        """
+        params = {"mode": mode, "clear_cache": _flag(clear_cache)}
+        await self._call("POST", "/pause", params=params)
+
+    async def resume(self) -> None:
+        """Schedule again."""
+        await self._call("POST", "/resume")
+
+    async def is_sleeping(self) -> bool:
+        """vLLM's answer, which is True for an engine that is only paused as well."""
+        return bool(await self._field("GET", "/is_sleeping", "is_sleeping"))
+
+    async def sleep(self, level: int = 1, mode: PauseMode = "abort") -> None:
+        """Free memory: level 1 keeps a copy of the weights in host memory, level 2 discards them.
+
+        Also pauses the scheduler, with `mode` for running requests.
+        """
+        await self._call("POST", "/sleep", params={"level": level, "mode": mode})
+
+    async def wake(self, tags: Sequence[str] = ()) -> bool:
+        """Take memory back: all of it, or only `tags` (weights, kv_cache).
+
+        Returns whether the server is awake entirely, as far as it says. A full wake also resumes
+        an engine that was paused before it slept.
+        """
+        params = {"tags": list(tags)} if tags else None
+        answer = await self._call("POST", "/wake_up", params=params)
+        if isinstance(answer, dict) and "status" in answer:
+            return bool(answer["status"] == "awake")
+        return not tags
+
+    async def reset_prefix_cache(self, *, reset_running: bool = False) -> bool:
+        """Drop cached KV blocks. False while requests hold blocks; may be repeated.
+
+        With `reset_running` the requests that hold blocks are put back in the queue: they keep
+        their tokens and compute their KV anew when they are scheduled next.
+        """
+        params = {"reset_running_requests": "true"} if reset_running else None
+        answer = await self._call("POST", "/reset_prefix_cache", params=params)
+        # versions before 0.32 answer with an empty body
+        return bool(answer.get("success", True)) if isinstance(answer, dict) else True
+
+    async def collective_rpc(
+        self,
+        method: str,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        *,
+        timeout_s: float | None = None,
+    ) -> list[Any]:
+        """Call `method` on every worker; one result per worker, non-containers as strings."""
+        body = {"method": method, "args": list(args), "kwargs": dict(kwargs or {})}
+        answer = await self._call("POST", "/collective_rpc", json=body, timeout_s=timeout_s)
+        if not isinstance(answer, dict):
+            return []
+        return self._understood("/collective_rpc", lambda: list(answer.get("results") or []))
+
+    async def complete(
+        self, body: Mapping[str, Any], *, chat: bool = False, timeout_s: float | None = None
+    ) -> Any:
+        """One completion, or chat completion, that is not streamed: vLLM's answer as it is."""
+        path = "/v1/chat/completions" if chat else "/v1/completions"
+        return await self._call("POST", path, json=dict(body), timeout_s=timeout_s)
+
+    async def init_weight_transfer(
+        self, init_info: Mapping[str, Any], *, timeout_s: float | None = None
+    ) -> None:
+        """Stage 1 of a push. Blocks in the server until the rendezvous is complete."""
+        body = {"init_info": dict(init_info)}
+        await self._call("POST", "/init_weight_transfer_engine", json=body, timeout_s=timeout_s)
+
+    async def start_weight_update(self, *, timeout_s: float | None = None) -> None:
+        """Stage 2 of a push. Fails when an update is open already."""
+        await self._call("POST", "/start_weight_update", timeout_s=timeout_s)
+
+    async def update_weights(
+        self, update_info: Mapping[str, Any], *, timeout_s: float | None = None
+    ) -> None:
+        """Stage 3 of a push, once per chunk. An error closes the update, weights half loaded."""
+        body = {"update_info": dict(update_info)}
+        await self._call("POST", "/update_weights", json=body, timeout_s=timeout_s)
+
+    async def finish_weight_update(
+        self, weight_version: str | None = None, *, timeout_s: float | None = None
+    ) -> None:
+        """Stage 4 of a push. Give a version only where `Dialect.has_weight_version`."""
+        body = None if weight_version is None else {"weight_version": weight_version}
+        await self._call("POST", "/finish_weight_update", json=body, timeout_s=timeout_s)
+
+    async def weight_version(self) -> str | None:
+        """The version label the server carries; None where it has no such route."""
+        try:
+            return str(await self._field("GET", "/weight_info", "weight_version"))
+        except ServerError as error:
+            if error.status == 404:
+                return None
+            raise
+
+    async def set_weight_version(self, version: str) -> bool:
+        """Label the current weights. False where the server has no such route."""
+        try:
+            await self._call("POST", "/update_weight_version", json={"new_version": version})
+        except ServerError as error:
+            if error.status == 404:
+                return False
+            raise
+        return True
+
+    async def extension_rpc(self, method: str, *, timeout_s: float | None = None) -> None:
+        """Call a method of skyctl's worker extension; nothing happens in a server without it."""
+        try:
+            await self.collective_rpc(method, timeout_s=timeout_s)
+        except ServerError as error:
+            if method not in error.message:
+                raise
+
+    async def weight_checksums(self, *, timeout_s: float | None = None) -> dict[str, str] | None:
+        """Checksum per parameter; None where the server has no such route.
+
+        On CPU it hashes nothing for linear layers: no proof there.
+        """
+        body = {"action": "checksum"}
+        try:
+            answer = await self._call("POST", "/weight_checker", json=body, timeout_s=timeout_s)
+        except ServerError as error:
+            if error.status == 404:
+                return None
+            raise
+        found = self._mapping(answer, "/weight_checker")
+        return self._understood("/weight_checker", lambda: dict(found["checksums"]))
+
+    async def _call(
+        self,
+        method: str,
+        path: str,
+        *,
+        params: Mapping[str, Any] | None = None,
+        json: Any = None,
+        timeout_s: float | None = None,
+    ) -> Any:
+        return await self._client.call(
+            self.target,
+            method,
+            path,
+            params=params,
+            json=json,
+            timeout_s=self._timeout_s if timeout_s is None else timeout_s,
+        )
+
+    async def _field(
+        self, method: str, path: str, key: str, *, params: Mapping[str, Any] | None = None
+    ) -> Any:
+        answer = self._mapping(await self._call(method, path, params=params), path)
+        if key not in answer:
+            raise ServerError(f"{self.target.name}: {self.target.url}{path} did not say {key!r}")
+        return answer[key]
+
+    def _understood(self, path: str, read: Callable[[], Read]) -> Read:
+        """What `read` makes of an answer; ServerError where the answer is of another shape."""
+        try:
+            return read()
+        except (TypeError, ValueError, LookupError, OverflowError) as error:
+            raise ServerError(
+                f"{self.target.name}: {self.target.url}{path} answered something else: {error!r}"
+            ) from error
+
+    def _mapping(self, answer: Any, path: str) -> dict[str, Any]:
+        if not isinstance(answer, dict):
+            raise ServerError(
+                f"{self.target.name}: {self.target.url}{path} answered {answer!r:.100}, "
+                "not a JSON object"
+            )
+        return answer
+
+
+def _flag(value: bool) -> str:
+    return "true" if value else "false"

@@ -1,0 +1,135 @@
+"""Which replicas a fleet has, and which GPUs or CPU cores each of them gets."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from skyctl.engines.vllm.arguments import merge_arguments
+from skyctl.fleetfile.schema import FleetConfig, ReplicaGroup
+from skyctl.launch.local.devices import Cpu
+
+
+@dataclass(frozen=True)
+class Replica:
+    """One replica with its group's settings laid over the fleet's. `args` have normalised names;
+    `gpus` and `port` are what the file asks for, None where it leaves them to us."""
+
+    name: str
+    args: dict[str, Any]
+    env: dict[str, str]
+    gpus: tuple[int, ...] | None
+    port: int | None
+    tensor_parallel_size: int
+    pipeline_parallel_size: int
+    data_parallel_size: int
+
+    @property
+    def world_size(self) -> int:
+        """Workers of this replica, each with its own GPU or its own CPU cores."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size * self.data_parallel_size
+
+
+def expand_replicas(config: FleetConfig) -> list[Replica]:
+    """Every replica of a fleet that skyctl starts, in order.
+
+    Names are `<group or fleet name>-<number>`; groups of one name are numbered on.
+    """
+    groups = (
+        [ReplicaGroup(count=config.replicas)]
+        if isinstance(config.replicas, int)
+        else config.replicas
+    )
+    numbers: Counter[str] = Counter()
+    replicas: list[Replica] = []
+    for group in groups:
+        prefix = group.name or config.name
+        for index in range(group.count):
+            name = f"{prefix}-{numbers[prefix]}"
+            numbers[prefix] += 1
+            replicas.append(_replica(config, group, index, name, len(replicas)))
+    return replicas
+
+
+def _replica(
+    config: FleetConfig, group: ReplicaGroup, index: int, name: str, position: int
+) -> Replica:
+    """`index` counts within the group, `position` within the fleet."""
+    port = group.ports[index] if group.ports is not None else None
+    if port is None and config.ports is not None and position < len(config.ports):
+        port = config.ports[position]
+    return Replica(
+        name=name,
+        args=merge_arguments(config.args, group.args),
+        env={**config.env, **group.env},
+        gpus=tuple(group.gpus[index]) if group.gpus is not None else None,
+        port=port,
+        tensor_parallel_size=group.tensor_parallel_size or config.tensor_parallel_size,
+        pipeline_parallel_size=group.pipeline_parallel_size or config.pipeline_parallel_size,
+        data_parallel_size=group.data_parallel_size or config.data_parallel_size,
+    )
+
+
+def place_on_gpus(
+    replicas: Sequence[Replica], allowed: Sequence[int], *, share: bool
+) -> list[tuple[int, ...]]:
+    """GPU indices per replica: what the file says, else one GPU per worker from `allowed`.
+
+    Without `share` each GPU goes to one replica; with it the least used GPUs are taken, so replicas
+    spread before they stack. Where GPUs run out a replica gets fewer than it has workers:
+    `check_plan` reports that.
+    """
+    used: Counter[int] = Counter(gpu for replica in replicas for gpu in replica.gpus or ())
+    placed: list[tuple[int, ...]] = []
+    for replica in replicas:
+        if replica.gpus is not None:
+            placed.append(replica.gpus)
+            continue
+        candidates = [gpu for gpu in allowed if share or not used[gpu]]
+        candidates.sort(key=lambda gpu: used[gpu])  # stable: equals stay in the order of `allowed`
+        chosen = tuple(sorted(candidates[: replica.world_size]))
+        used.update(chosen)
+        placed.append(chosen)
+    return placed
+
+
+def bind_to_cores(world_sizes: Sequence[int], cpus: Sequence[Cpu]) -> list[str | None]:
+    """VLLM_CPU_OMP_THREADS_BIND per replica; None leaves the choice to vLLM.
+
+    vLLM's own choice ("auto") looks only at its own process: every replica takes the cores of the
+    first NUMA nodes but the last one of each, so on two cores two replicas both bind their OpenMP
+    threads to core 0 and core 1 idles. ("nobind" is no better: each replica then starts a thread
+    per core, and OpenMP threads that spin-wait for one another on shared cores are slow.) So where
+    more than one worker runs, each gets its own cores, and all the same number of them: a sum
+    split over a different number of threads rounds differently, and replicas of one fleet should
+    give the same tokens. Workers of one replica are separated by `|`, in rank order, as vLLM
+    reads them. Where a worker has more than two cores it leaves one to its scheduler process, as
+    "auto" does. With fewer cores than workers, workers share cores in turn.
+    """
+    workers = sum(world_sizes)
+    if workers <= 1 or not cpus:
+        return [None] * len(world_sizes)
+    pool = _one_cpu_per_core(cpus)
+    if len(pool) < workers:
+        pool = [cpu.id for cpu in cpus]
+    share = max(1, len(pool) // workers)
+    threads = share - 1 if share > 2 else share
+    bindings: list[str | None] = []
+    first = 0
+    for world_size in world_sizes:
+        ranks = []
+        for worker in range(first, first + world_size):
+            start = worker * share % len(pool)
+            ranks.append(",".join(str(cpu) for cpu in pool[start : start + threads]))
+        bindings.append("|".join(ranks))
+        first += world_size
+    return bindings
+
+
+def _one_cpu_per_core(cpus: Sequence[Cpu]) -> list[int]:
+    first_of_core: dict[int, int] = {}
+    for cpu in cpus:
+        first_of_core.setdefault(cpu.core, cpu.id)
+    return sorted(first_of_core.values())

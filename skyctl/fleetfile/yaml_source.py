@@ -1,0 +1,200 @@
+"""YAML text becomes plain values that remember their lines; `${VAR}` is expanded on the way."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import yaml
+
+from skyctl.fleetfile.problems import FileProblem, Location, shown
+from skyctl.fleetfile.yaml_mistakes import explained
+
+# Aliases can make a small file mean an enormous one; a fleet file has a few hundred nodes.
+MOST_NODES = 20_000
+_DEEPEST = 40
+
+_VARIABLE = re.compile(r"\$\$\{|\$\{(?:(?P<name>[A-Za-z_]\w*)(?::-(?P<default>[^}]*))?\})?")
+_TEXT_TAG = "tag:yaml.org,2002:str"
+_NULL_TAG = "tag:yaml.org,2002:null"
+_TIMESTAMP_TAG = "tag:yaml.org,2002:timestamp"
+
+
+@dataclass
+class YamlSource:
+    """What a file says: `value`, the line of every key and list item, and what was wrong."""
+
+    value: Any = None
+    lines: dict[Location, int] = field(default_factory=dict)
+    problems: list[FileProblem] = field(default_factory=list)
+
+    def line(self, location: Location) -> int:
+        """Line of the key or item at `location`, or of the nearest one around it."""
+        while location and location not in self.lines:
+            location = location[:-1]
+        return self.lines.get(location, 1)
+
+
+def read_yaml(text: str, environ: Mapping[str, str]) -> YamlSource:
+    """Parse one YAML document whose top is a mapping. Never raises for what the text says."""
+    source = YamlSource()
+    loader = None
+    try:
+        loader = _Loader(text)
+        node = loader.get_single_node()
+        if node is None:
+            source.problems.append(FileProblem(1, "the file is empty", _INIT_HINT))
+        elif not isinstance(node, yaml.MappingNode):
+            source.problems.append(
+                FileProblem(_line(node), "expected a mapping of keys to values", _INIT_HINT)
+            )
+        else:
+            source.value = _Reader(loader, environ, source).read(node, ())
+    except yaml.MarkedYAMLError as error:
+        source.problems.append(explained(error, text))
+    except yaml.YAMLError as error:
+        position = getattr(error, "position", 0)
+        line = text.count("\n", 0, position) + 1
+        reason = str(getattr(error, "reason", error)).splitlines()[0]
+        source.problems.append(FileProblem(line, f"not valid YAML: {reason}"))
+    except RecursionError:
+        source.problems.append(FileProblem(1, "nested too deeply"))
+    finally:
+        if loader is not None:
+            loader.dispose()
+    return source
+
+
+_INIT_HINT = "write a first fleet file with: skyctl init"
+
+
+class _TooLarge(yaml.MarkedYAMLError):
+    """The document means more than a fleet file can."""
+
+
+class _Loader(yaml.SafeLoader):
+    """Gives up where a file has more nodes than a fleet file: each costs time before it is read."""
+
+    composed = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        self.composed += 1
+        if self.composed > MOST_NODES:
+            mark = self.peek_event().start_mark  # type: ignore[no-untyped-call]
+            raise _TooLarge(problem="too large or too deep", problem_mark=mark)
+        return super().compose_node(parent, index)
+
+
+class _Reader:
+    """One pass over a document's nodes."""
+
+    def __init__(
+        self, loader: yaml.SafeLoader, environ: Mapping[str, str], source: YamlSource
+    ) -> None:
+        self.loader = loader
+        self.environ = environ
+        self.source = source
+        self.nodes = 0
+
+    def read(self, node: yaml.Node, location: Location) -> Any:
+        self.nodes += 1
+        if self.nodes > MOST_NODES or len(location) > _DEEPEST:
+            raise _TooLarge(problem="too large or too deep", problem_mark=node.start_mark)
+        if isinstance(node, yaml.MappingNode):
+            return self._mapping(node, location)
+        if isinstance(node, yaml.SequenceNode):
+            return self._sequence(node, location)
+        assert isinstance(node, yaml.ScalarNode)
+        return self._scalar(node, location)
+
+    def _sequence(self, node: yaml.SequenceNode, location: Location) -> list[Any]:
+        items = []
+        for index, item in enumerate(node.value):
+            self.source.lines[(*location, index)] = _line(item)
+            items.append(self.read(item, (*location, index)))
+        return items
+
+    def _mapping(self, node: yaml.MappingNode, location: Location) -> dict[str, Any]:
+        own: dict[str, Any] = {}
+        merged: dict[str, Any] = {}
+        for key_node, value_node in node.value:
+            if key_node.tag == "tag:yaml.org,2002:merge":
+                self._merge(value_node, location, merged)
+                continue
+            if not isinstance(key_node, yaml.ScalarNode):
+                self._problem(key_node, "a key is a single word, not a list or a mapping")
+                continue
+            key = key_node.value
+            where = (*location, key)
+            if key in own:
+                first = self.source.line(where)
+                self._problem(key_node, f"key {shown(key)} was already given on line {first}")
+                continue
+            self.source.lines[where] = _line(key_node)
+            own[key] = self.read(value_node, where)
+        return {**merged, **own}
+
+    def _merge(self, node: yaml.Node, location: Location, merged: dict[str, Any]) -> None:
+        """`<<: *defaults` or `<<: [*first, *second]`; keys written out win, then earlier ones."""
+        parts = node.value if isinstance(node, yaml.SequenceNode) else [node]
+        for part in parts:
+            if not isinstance(part, yaml.MappingNode):
+                self._problem(part, "`<<` takes a mapping or a list of mappings")
+                continue
+            for key, value in self._mapping(part, location).items():
+                merged.setdefault(key, value)
+
+    def _scalar(self, node: yaml.ScalarNode, location: Location) -> Any:
+        text, tag = node.value, node.tag
+        if "${" in text and tag == _TEXT_TAG:
+            text = self._expand(node)
+            if node.style is None:
+                # an expanded plain scalar is read again, so that `${N:-2}` can be a number
+                tag = self.loader.resolve(  # type: ignore[no-untyped-call]
+                    yaml.ScalarNode, text, (True, False)
+                )
+        if tag != _NULL_TAG and len(location) >= 2 and location[-2] == "env":
+            return text  # environment values keep their text: 017, 1.10 and yes stay what they are
+        if tag in (_TEXT_TAG, _TIMESTAMP_TAG):
+            return text
+        try:
+            return self.loader.construct_object(
+                yaml.ScalarNode(tag, text, node.start_mark, node.end_mark), deep=True
+            )
+        except (ValueError, OverflowError, LookupError):
+            self._problem(node, f"{shown(text)} cannot be read; quote it if it is meant as text")
+            return None
+
+    def _expand(self, node: yaml.ScalarNode) -> str:
+        def value(match: re.Match[str]) -> str:
+            if match.group() == "$${":
+                return "${"
+            name, default = match["name"], match["default"]
+            if name is None:
+                self._problem(
+                    node,
+                    "`${` starts a variable: write ${NAME} or ${NAME:-default}, "
+                    "or $${ for the characters themselves",
+                )
+                return ""
+            if default is not None:
+                return self.environ.get(name) or default
+            if name not in self.environ:
+                self._problem(
+                    node,
+                    f"the environment variable {name} is not set",
+                    hint=f"export {name}=…, or give a default: ${{{name}:-default}}",
+                )
+                return ""
+            return self.environ[name]
+
+        return _VARIABLE.sub(value, node.value)
+
+    def _problem(self, node: yaml.Node, message: str, hint: str = "") -> None:
+        self.source.problems.append(FileProblem(_line(node), message, hint))
+
+
+def _line(node: yaml.Node) -> int:
+    return int(node.start_mark.line) + 1

@@ -1,0 +1,359 @@
+"""The data plane: many requests through the router's URL, and none lost to a cut.
+
+A request that is cut (aborted by a pause, its server died, its stream broke) goes on from the
+prompt and the tokens it already has, with max_tokens reduced by them, so that greedy decoding
+gives the tokens of one undisturbed request. A request frozen by `pause --mode keep` just waits.
+
+    send ── tokens … ── finished ───────────────────► result
+      ▲        └─ cut (abort, 5xx, broken stream) ─┐
+      └──── prompt + tokens so far, after a wait ◄─┘   given up after `max_retries` in a row
+                                                       that brought no token
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, Self
+
+import httpx
+
+from skyctl.engines.vllm.stream import Cut, read_pieces
+from skyctl.errors import DeadlineExceeded, PartialFailure, ServerError, SkyctlError
+from skyctl.generate.progress import GenerationResult as GenerationResult
+from skyctl.generate.progress import Progress
+from skyctl.generate.prompts import GenerationRequest
+from skyctl.http.client import error_text
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+TOKENIZE, DETOKENIZE = "/tokenize", "/detokenize"
+CONNECT_TIMEOUT_S = 10.0
+DETOKENIZE_TIMEOUT_S = 10.0
+
+_RETRIED_STATUSES = frozenset({408, 429, 500, 502, 503, 504})
+# a cut answer under these cannot go on in the middle: it starts again (a stop text may lie across
+# the cut, and the server holds text back while it looks for one)
+_NOT_CONTINUED = frozenset({"stop", "tools", "response_format", "structured_outputs"})
+# tokens that surely hold the whole last character
+_CHARACTER_TOKENS = 16
+_CHAT_ONLY = frozenset({"add_generation_prompt", "chat_template", "chat_template_kwargs"})
+
+
+@dataclass(frozen=True)
+class RetryPolicy:
+    """Waits between attempts double from `backoff_s` up to `backoff_max_s` seconds.
+
+    `max_retries` counts attempts in a row that brought no token; one that did starts afresh.
+    """
+
+    max_retries: int = 8
+    backoff_s: float = 0.25
+    backoff_max_s: float = 8.0
+
+    def wait_s(self, attempt: int) -> float:
+        """Seconds before retry number `attempt`, from 1."""
+        return float(min(self.backoff_s * 2 ** (attempt - 1), self.backoff_max_s))
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """Where requests go: the router's URL or one server's. `session_id` makes them sticky.
+
+    `server_urls` are asked what vllm-router 0.1.17 takes the key off; `url` when there are none.
+    """
+
+    url: str
+    model: str
+    api_key: str | None = field(default=None, repr=False)
+    session_id: str | None = None
+    server_urls: tuple[str, ...] = ()
+
+
+class GenerationClient:
+    """Sends generation requests to one endpoint. Use as an async context manager.
+
+    `transport` and `sleep` replace the network and the waits in tests.
+    """
+
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        *,
+        retry: RetryPolicy | None = None,
+        transport: httpx.AsyncBaseTransport | None = None,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+    ) -> None:
+        self._endpoint = endpoint
+        self._retry = retry or RetryPolicy()
+        self._sleep = sleep
+        self._http = httpx.AsyncClient(
+            transport=transport,
+            trust_env=False,
+            # no read timeout: a frozen request is silent for as long as the fleet is
+            timeout=httpx.Timeout(None, connect=CONNECT_TIMEOUT_S),
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=64),
+        )
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self._http.aclose()
+
+    async def generate_one(
+        self,
+        request: GenerationRequest,
+        *,
+        timeout_s: float | None = None,
+        on_text: Callable[[str], None] | None = None,
+    ) -> GenerationResult:
+        """Generate until the request ends by itself. `on_text` gets each piece of text.
+
+        A request that cannot be finished comes back with `error` set and what it got so far.
+        `timeout_s` bounds it as a whole, in seconds; without, it may wait for ever.
+        """
+        progress = Progress()
+        try:
+            async with asyncio.timeout(timeout_s):
+                reason = await self._until_finished(request, progress, on_text)
+        except TimeoutError:
+            return progress.result(request.id, "timeout", f"not finished in {timeout_s:g} s")
+        except SkyctlError as error:
+            return progress.result(request.id, "error", error.message)
+        return progress.result(request.id, reason)
+
+    async def generate_many(
+        self,
+        requests: Sequence[GenerationRequest],
+        *,
+        concurrency: int = 32,
+        timeout_s: float | None = None,
+        on_done: Callable[[GenerationResult], None] | None = None,
+    ) -> AsyncIterator[GenerationResult]:
+        """Results in the order of `requests`, at most `concurrency` of them under way at once.
+
+        `on_done` gets each result when it is there, in the order of finishing.
+        """
+        slots = asyncio.Semaphore(concurrency)
+
+        async def one(request: GenerationRequest) -> GenerationResult:
+            async with slots:
+                result = await self.generate_one(request, timeout_s=timeout_s)
+            if on_done is not None:
+                on_done(result)
+            return result
+
+        tasks = [asyncio.create_task(one(request)) for request in requests]
+        try:
+            for task in tasks:
+                yield await task
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def ask(
+        self,
+        path: str,
+        body: Mapping[str, Any],
+        *,
+        session_id: str | None = None,
+        timeout_s: float | None = None,
+    ) -> dict[str, Any]:
+        """POST a body (the model is added) that is answered in one piece; the answer's JSON.
+
+        An answer that was cut (aborted, 5xx, a broken connection) is asked for again from the
+        start. `timeout_s` bounds it as a whole, in seconds; without, it may wait for ever.
+
+        Raises:
+            ServerError: it was refused, or given up after `max_retries`.
+            DeadlineExceeded: there is no whole answer after `timeout_s` seconds.
+        """
+        attempts = 0
+        whole = {"model": self._endpoint.model, **body}
+        headers = self._headers(session_id or self._endpoint.session_id)
+        try:
+            async with asyncio.timeout(timeout_s):
+                while True:
+                    try:
+                        url = self._bases(path)[attempts % len(self._bases(path))] + path
+                        return await self._ask_once(url, path, whole, headers)
+                    except Cut as cut:
+                        attempts += 1
+                        if attempts > self._retry.max_retries:
+                            message = f"given up after {attempts} attempts: {cut}"
+                            raise ServerError(message) from cut
+                    await self._sleep(self._retry.wait_s(attempts))
+        except TimeoutError as error:
+            raise DeadlineExceeded(f"{path}: no answer in {timeout_s:g} s") from error
+
+    async def _ask_once(
+        self, url: str, path: str, body: dict[str, Any], headers: dict[str, str]
+    ) -> dict[str, Any]:
+        try:
+            async with self._http.stream("POST", url, json=body, headers=headers) as response:
+                await _raise_for_status(response, path)
+                answer = json.loads(await response.aread())
+        except httpx.TransportError as error:
+            raise Cut(f"the connection broke ({error or type(error).__name__})") from error
+        except ValueError as error:
+            raise ServerError(f"{path} answered with something that is not JSON") from error
+        if not isinstance(answer, dict):
+            raise ServerError(f"{path} answered with something that is no JSON object")
+        if any(c.get("finish_reason") == "abort" for c in answer.get("choices") or ()):
+            raise Cut("the server aborted it")
+        return answer
+
+    async def _until_finished(
+        self,
+        request: GenerationRequest,
+        progress: Progress,
+        on_text: Callable[[str], None] | None,
+    ) -> str:
+        while True:
+            had = len(progress.tokens)
+            try:
+                return await self._attempt(request, progress, on_text)
+            except Cut as cut:
+                if len(progress.tokens) >= request.max_tokens:
+                    return "length"  # cut after its last token: nothing is left to ask for
+                await self._drop_textless(progress)
+                progress.fruitless = 1 if len(progress.tokens) > had else progress.fruitless + 1
+                if progress.fruitless > self._retry.max_retries:
+                    raise ServerError(
+                        f"given up after {progress.fruitless} attempts in a row: {cut}"
+                    ) from cut
+            if _NOT_CONTINUED & request.body.keys():
+                progress.start_again()
+            progress.retries += 1
+            await self._sleep(self._retry.wait_s(progress.fruitless))
+
+    async def _attempt(
+        self,
+        request: GenerationRequest,
+        progress: Progress,
+        on_text: Callable[[str], None] | None,
+    ) -> str:
+        """One HTTP request; tokens go to `progress`. Returns the finish reason.
+
+        Raises:
+            Cut: it ended before its end, and may be tried again.
+            ServerError: the server refused it for good.
+        """
+        path, body = request_body(
+            request, self._endpoint.model, progress.prompt_ids, progress.tokens
+        )
+        headers = self._headers(request.session_id or self._endpoint.session_id)
+        try:
+            async with self._http.stream(
+                "POST", self._endpoint.url + path, json=body, headers=headers
+            ) as response:
+                await _raise_for_status(response, path)
+                async for piece in read_pieces(response.aiter_lines()):
+                    progress.add(piece)
+                    if on_text is not None and piece.text:
+                        on_text(piece.text)
+                    if piece.finish_reason == "abort":
+                        raise Cut("the server aborted it")
+                    if piece.finish_reason is not None:
+                        return piece.finish_reason
+        except httpx.TransportError as error:
+            raise Cut(f"the connection broke ({error or type(error).__name__})") from error
+        raise Cut("the stream ended early")
+
+    async def _drop_textless(self, progress: Progress) -> None:
+        """Take back tokens at the end that stop inside a character; they are generated again.
+
+        A prompt that ends inside a character makes vLLM repeat the text of the whole prompt.
+        """
+        progress.drop(progress.textless)
+        progress.textless = 0
+        while progress.unclear and await self._ends_inside_character(progress.tokens):
+            progress.drop(1)
+            progress.unclear -= 1
+        progress.unclear = 0
+
+    async def _ends_inside_character(self, tokens: Sequence[int]) -> bool:
+        body = {"model": self._endpoint.model, "tokens": list(tokens[-_CHARACTER_TOKENS:])}
+        for url in self._bases(DETOKENIZE):
+            with contextlib.suppress(httpx.HTTPError, ValueError, KeyError, TypeError):
+                response = await self._http.post(
+                    url + DETOKENIZE,
+                    json=body,
+                    headers=self._headers(None),
+                    timeout=DETOKENIZE_TIMEOUT_S,
+                )
+                return bool(response.json()["prompt"].endswith("\ufffd"))
+        return False  # not known: as good as every server but for a rare repeated text
+
+    def _bases(self, path: str) -> tuple[str, ...]:
+        """URLs to try for `path`: the router takes the key off some."""
+        direct = self._endpoint.server_urls if path in (TOKENIZE, DETOKENIZE) else ()
+        return direct or (self._endpoint.url,)
+
+    def _headers(self, session: str | None) -> dict[str, str]:
+        headers = {}
+        if self._endpoint.api_key:
+            headers["Authorization"] = f"Bearer {self._endpoint.api_key}"
+        if session:
+            headers["X-Session-ID"] = session
+        return headers
+
+
+def request_body(
+    request: GenerationRequest, model: str, prompt_ids: list[int] | None, tokens: Sequence[int]
+) -> tuple[str, dict[str, Any]]:
+    """Path and body of the next attempt, given the `tokens` that earlier ones brought.
+
+    With tokens it is always a completion of token ids: a chat cannot be continued as a chat.
+    """
+    body: dict[str, Any] = {
+        "model": model,
+        **request.body,
+        "stream": True,
+        "return_token_ids": True,
+    }
+    if not tokens or prompt_ids is None:
+        if request.messages is not None:
+            return CHAT, {**body, "messages": request.messages}
+        return COMPLETIONS, {**body, "prompt": request.prompt}
+    body = {key: value for key, value in body.items() if key not in _CHAT_ONLY}
+    body["max_tokens"] = request.max_tokens - len(tokens)
+    if "min_tokens" in body:
+        body["min_tokens"] = max(0, int(body["min_tokens"]) - len(tokens))
+    return COMPLETIONS, {**body, "prompt": [*prompt_ids, *tokens]}
+
+
+async def _raise_for_status(response: httpx.Response, path: str) -> None:
+    if response.is_success:
+        return
+    text = " ".join(error_text((await response.aread()).decode(errors="replace")).split())[:300]
+    message = f"{path} answered {response.status_code}: {text or response.reason_phrase}"
+    if response.status_code in _RETRIED_STATUSES:
+        raise Cut(message)
+    raise ServerError(message, status=response.status_code)
+
+
+def failure(results: Sequence[GenerationResult]) -> SkyctlError | None:
+    """The error that a run's results come to: PartialFailure, or ServerError when all failed.
+
+    DeadlineExceeded when all of them ran out of time; None when none failed.
+    """
+    failed = [result for result in results if result.error]
+    if not failed:
+        return None
+    message = f"{len(failed)} of {len(results)} requests failed ({failed[0].id}: {failed[0].error})"
+    if len(failed) < len(results):
+        return PartialFailure(message, outcomes=results)
+    if all(result.finish_reason == "timeout" for result in failed):
+        return DeadlineExceeded(message)
+    return ServerError(message)

@@ -1,0 +1,239 @@
+"""The connections under control calls: one is opened where none can be used again.
+
+A kept connection is used only while it certainly lives: idle for less than `KEEP_IDLE_S` (vLLM's
+servers close theirs after 5 s), after an answer of success (vLLM closes one after each 500), in the
+event loop that opened it, and with nothing to read on its socket, not even an end. So a server that
+was restarted meanwhile costs a new connection and not a request: none is ever sent twice.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import re
+import resource
+import ssl
+from collections.abc import Awaitable
+from functools import partial
+from typing import NamedTuple, TypeVar
+from urllib.parse import quote, unquote, urlsplit
+
+from skyctl import __version__
+from skyctl.http.connection import Connection
+from skyctl.http.deadlines import Deadlines
+from skyctl.http.transport import Answer, CannotConnect, NoAnswer, Request, Unusable
+
+T = TypeVar("T")
+
+KEEP_IDLE_S = 2.0
+_BUFFER_BYTES = 64 * 1024
+_DEFAULT_PORTS = {"http": 80, "https": 443}
+_PATH, _HEADER_VALUE = re.compile(r"/[\x21-\x7e]*"), re.compile(r"[\x20-\x7e]*")
+# files that a process keeps open beside its connections
+_OTHER_FILES = 256
+_MOST, _FEWEST = 4096, 16
+
+
+class Origin(NamedTuple):
+    """One server as its URL tells: `headers` are those of every request, `path` begins its paths.
+
+    `basic` is the Authorization that a user and password in the URL mean, or empty.
+    """
+
+    host: str
+    port: int
+    tls: bool
+    path: str
+    headers: str
+    basic: str
+
+
+class _Server:
+    """One server's address, and the connections to it that wait for a request."""
+
+    def __init__(self, url: str) -> None:
+        self.origin = _origin(url)
+        self.idle: list[Connection] = []
+
+
+class KeptConnections:
+    """Sends each request over a connection to its server. A `Transport`.
+
+    At most `max_connections` are open at once (by default what the limit of open files allows);
+    further requests wait. With `unix_socket` all go there, whatever their URL says. `keep_idle_s`
+    is how long one is kept without a request; `tls` says whom https:// is believed.
+    """
+
+    def __init__(
+        self,
+        *,
+        max_connections: int | None = None,
+        unix_socket: str | None = None,
+        keep_idle_s: float = KEEP_IDLE_S,
+        tls: ssl.SSLContext | None = None,
+    ) -> None:
+        self._most = max_connections or _most_by_open_files()
+        self._used = self._kept = 0
+        self._slots = asyncio.Semaphore(self._most)
+        self._unix_socket, self._keep_idle_s = unix_socket, keep_idle_s
+        self._servers: dict[str, _Server] = {}
+        self._buffer = memoryview(bytearray(_BUFFER_BYTES))
+        self._tls = tls
+        self._deadlines: Deadlines[Connection] | None = None
+
+    async def send(self, request: Request, *, timeout_s: float) -> Answer:
+        """The answer to `request`, which is sent once. See `Transport`."""
+        until = asyncio.get_running_loop().time() + timeout_s
+        server = self._servers.get(request.url)
+        if server is None:
+            server = self._servers[request.url] = _Server(request.url)
+        written = _written(server.origin, request)
+        if self._slots.locked():
+            await _in_time(until, self._slots.acquire())
+        else:
+            await self._slots.acquire()  # at once
+        self._used += 1
+        try:
+            connection = self._take(server)
+            if connection is None:
+                connection = await _in_time(until, self._open(server))
+            answer = await self._answered(connection, written, until)
+        finally:
+            self._used -= 1
+            self._slots.release()
+        self._keep(server, connection, answer)
+        return answer
+
+    async def _answered(self, connection: Connection, written: bytes, until: float) -> Answer:
+        if self._deadlines is None or self._deadlines.loop is not connection.loop:
+            self._deadlines = Deadlines(Connection.late)
+        deadlines = self._deadlines
+        deadlines.put(connection, until)
+        try:
+            return await connection.exchange(written)
+        finally:
+            deadlines.take_back(connection)
+
+    async def aclose(self) -> None:
+        """Close every connection that is kept."""
+        while self._kept:
+            self._close_oldest()
+        await asyncio.sleep(0)  # they are gone with the next turn of the event loop
+
+    def _take(self, server: _Server) -> Connection | None:
+        """A kept connection that certainly lives, or None."""
+        loop = asyncio.get_running_loop()
+        while server.idle:
+            connection = server.idle.pop()
+            self._kept -= 1
+            if connection.loop is not loop:
+                continue  # closed with its loop
+            if loop.time() - connection.free_since < self._keep_idle_s and connection.is_fresh():
+                return connection
+            connection.close()
+        return None
+
+    def _keep(self, server: _Server, connection: Connection, answer: Answer) -> None:
+        if not answer.is_success or not connection.may_be_kept():
+            connection.close()
+            return
+        connection.free_since = connection.loop.time()
+        server.idle.append(connection)
+        self._kept += 1
+
+    def _forget(self, server: _Server, connection: Connection) -> None:
+        """It was closed, by whomever."""
+        if connection in server.idle:
+            server.idle.remove(connection)
+            self._kept -= 1
+
+    def _close_oldest(self) -> None:
+        waiting = [server for server in self._servers.values() if server.idle]
+        server = min(waiting, key=lambda server: server.idle[0].free_since)
+        connection = server.idle[0]
+        self._forget(server, connection)
+        if connection.loop is asyncio.get_running_loop():
+            connection.close()
+
+    async def _open(self, server: _Server) -> Connection:
+        """Raises CannotConnect."""
+        if self._kept and self._used + self._kept > self._most:
+            self._close_oldest()
+        loop = asyncio.get_running_loop()
+        origin = server.origin
+        make = partial(Connection, self._buffer, partial(self._forget, server))
+        try:
+            if self._unix_socket is not None:
+                return (await loop.create_unix_connection(make, self._unix_socket))[1]
+            tls = self._trusted() if origin.tls else None
+            return (await loop.create_connection(make, origin.host, origin.port, ssl=tls))[1]
+        except OSError as error:
+            raise CannotConnect(error.strerror or str(error)) from error
+        except ValueError as error:  # a name that cannot be looked up
+            raise CannotConnect(str(error)) from error
+
+    def _trusted(self) -> ssl.SSLContext:
+        """Whom https:// is believed: the machine's own authorities, and those of certifi."""
+        if self._tls is None:
+            import certifi
+
+            self._tls = ssl.create_default_context()
+            self._tls.load_verify_locations(certifi.where())
+        return self._tls
+
+
+async def _in_time(until: float, work: Awaitable[T]) -> T:
+    """Raises NoAnswer when `until` comes first, on the event loop's clock."""
+    try:
+        async with asyncio.timeout_at(until):
+            return await work
+    except TimeoutError as error:
+        raise NoAnswer("no connection in time") from error
+
+
+def _most_by_open_files() -> int:
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return max(_FEWEST, min(_MOST, soft - _OTHER_FILES if soft >= 0 else _MOST))
+
+
+def _origin(url: str) -> Origin:
+    """Raises Unusable."""
+    try:
+        parts = urlsplit(url)
+        port, host = parts.port or _DEFAULT_PORTS[parts.scheme], parts.hostname or ""
+        if not host.isascii():
+            host = host.encode("idna").decode()
+    except (ValueError, KeyError) as error:
+        raise Unusable("its URL is none of HTTP") from error
+    named = f"[{host}]" if ":" in host else host
+    if port != _DEFAULT_PORTS[parts.scheme]:
+        named += f":{port}"
+    basic = ""
+    if parts.username or parts.password:
+        said = f"{unquote(parts.username or '')}:{unquote(parts.password or '')}"
+        basic = f"Basic {base64.b64encode(said.encode()).decode()}"
+    return Origin(
+        host,
+        port,
+        parts.scheme == "https",
+        quote(parts.path, safe="/%:@!$&'()*+,;=~-._"),
+        f"host: {named}\r\nuser-agent: skyctl/{__version__}\r\n"
+        "accept: */*\r\naccept-encoding: identity\r\n",
+        basic,
+    )
+
+
+def _written(origin: Origin, request: Request) -> bytes:
+    """The request as HTTP has it. Raises Unusable for what would break out of its line."""
+    if not _PATH.fullmatch(request.path):
+        raise Unusable("its path has characters that HTTP cannot carry")
+    lines = [f"{request.method} {origin.path}{request.path} HTTP/1.1\r\n{origin.headers}"]
+    if origin.basic and "authorization" not in request.headers:
+        lines.append(f"authorization: {origin.basic}\r\n")
+    for name, value in request.headers.items():
+        if not _HEADER_VALUE.fullmatch(value):
+            raise Unusable(f"the value of its {name} has characters that HTTP cannot carry")
+        lines.append(f"{name}: {value}\r\n")
+    if request.body is not None or request.method != "GET":
+        lines.append(f"content-length: {len(request.body or b'')}\r\n")
+    return "".join((*lines, "\r\n")).encode("ascii") + (request.body or b"")

@@ -1,0 +1,154 @@
+"""Run one call against every server at once, and keep one outcome per server."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any, Generic, TypeVar
+
+from skyctl.errors import (
+    DeadlineExceeded,
+    PartialFailure,
+    ServerError,
+    ServerUnreachable,
+    SkyctlError,
+)
+from skyctl.http.target import ServerTarget
+
+T = TypeVar("T")
+
+
+class OutcomeStatus(StrEnum):
+    """How one server's call ended."""
+
+    OK = "ok"
+    FAILED = "failed"  # the server answered with an error
+    TIMEOUT = "timeout"  # no answer within the deadline; state unknown
+    UNREACHABLE = "unreachable"  # no connection, or it broke
+    SKIPPED = "skipped"  # not asked, `detail` says why
+    ROLLED_BACK = "rolled-back"  # did it, and undid it because others could not
+
+
+_NOT_FAILED = (OutcomeStatus.OK, OutcomeStatus.SKIPPED, OutcomeStatus.ROLLED_BACK)
+
+
+@dataclass(frozen=True)
+class Outcome(Generic[T]):
+    """What one server's call came to. `elapsed_ms` is wall time in milliseconds."""
+
+    server: str
+    status: OutcomeStatus
+    elapsed_ms: float
+    detail: str = ""
+    value: T | None = None
+
+    @property
+    def ok(self) -> bool:
+        return self.status is OutcomeStatus.OK
+
+    def to_json(self) -> dict[str, Any]:
+        """Keys: server, status, elapsed_ms, detail."""
+        return {
+            "server": self.server,
+            "status": self.status.value,
+            "elapsed_ms": round(self.elapsed_ms, 1),
+            "detail": self.detail,
+        }
+
+    @classmethod
+    def from_json(cls, row: Mapping[str, Any]) -> Outcome[T]:
+        """An outcome (without its value) from what `to_json` made of it."""
+        status = OutcomeStatus(row["status"])
+        return cls(row["server"], status, float(row["elapsed_ms"]), row["detail"])
+
+
+async def fan_out(
+    targets: Sequence[ServerTarget],
+    call: Callable[[ServerTarget], Awaitable[T]],
+    *,
+    timeout_s: float,
+) -> list[Outcome[T]]:
+    """Call every target concurrently, all under one deadline of `timeout_s` seconds.
+
+    Never raises for a server's failure: one server's error hides no other's result. Outcomes are
+    in the order of `targets`.
+    """
+    began = time.perf_counter()
+
+    def ended(
+        target: ServerTarget, status: OutcomeStatus, detail: str = "", value: T | None = None
+    ) -> Outcome[T]:
+        elapsed_ms = (time.perf_counter() - began) * 1000
+        # errors begin with the server's name, and so does whatever shows an outcome
+        detail = detail.removeprefix(f"{target.name}: ")
+        return Outcome(target.name, status, elapsed_ms, detail, value)
+
+    async def one(target: ServerTarget) -> Outcome[T]:
+        try:
+            return ended(target, OutcomeStatus.OK, value=await call(target))
+        except (TimeoutError, DeadlineExceeded):
+            return ended(target, OutcomeStatus.TIMEOUT, late)
+        except ServerUnreachable as error:
+            return ended(target, OutcomeStatus.UNREACHABLE, error.message)
+        except SkyctlError as error:
+            return ended(target, OutcomeStatus.FAILED, error.message)
+
+    late = f"no answer in {timeout_s:g} s"
+    tasks = [asyncio.create_task(one(target)) for target in targets]
+    unfinished = await _settled(tasks, timeout_s)
+    return [
+        ended(target, OutcomeStatus.TIMEOUT, late) if task in unfinished else task.result()
+        for target, task in zip(targets, tasks, strict=True)
+    ]
+
+
+async def _settled(tasks: Sequence[asyncio.Task[Any]], timeout_s: float) -> set[asyncio.Task[Any]]:
+    """Wait until all tasks have ended; those that had to be cancelled after `timeout_s` seconds.
+
+    One timer for all: a server's own would cost as much as a tenth of its call.
+    """
+    if not tasks:
+        return set()
+    pending = set(tasks)
+    try:
+        _, pending = await asyncio.wait(tasks, timeout=timeout_s)
+    finally:  # also when the caller was cancelled: nothing goes on behind its back
+        for task in pending:
+            task.cancel()
+        if pending:
+            await asyncio.wait(pending)
+    return {task for task in pending if task.cancelled()}
+
+
+def require_all(outcomes: Sequence[Outcome[T]], verb: str) -> None:
+    """Raise unless every server did it (or was skipped).
+
+    Raises:
+        PartialFailure: some servers succeeded and some did not.
+        ServerError: none did (DeadlineExceeded when all of them ran out of time).
+    """
+    error = failure(outcomes, verb)
+    if error is not None:
+        raise error
+
+
+def failure(outcomes: Sequence[Outcome[T]], verb: str) -> SkyctlError | None:
+    """The error that these outcomes come to, as `require_all` raises it; None without failures."""
+    failed = [o for o in outcomes if o.status not in _NOT_FAILED]
+    if not failed:
+        return None
+    first = failed[0]
+    message = (
+        f"{verb}: {len(failed)} of {len(outcomes)} servers failed "
+        f"({first.server}: {first.detail or first.status.value})"
+    )
+    details = {"outcomes": [o.to_json() for o in outcomes]}
+    hint = "what state each server is in: skyctl status"
+    if len(failed) < len(outcomes):
+        return PartialFailure(message, outcomes=outcomes, hint=hint, details=details)
+    if all(o.status is OutcomeStatus.TIMEOUT for o in failed):
+        return DeadlineExceeded(message, hint=hint, details=details)
+    return ServerError(message, hint=hint, details=details)

@@ -1,0 +1,273 @@
+"""One child process and everything below it: spawned in its own session, stopped as a whole.
+
+A signal is sent only to a process whose identity (pid, create time, boot) is known to be ours: the
+leader, descendants recorded while they lived, members of the leader's session, and processes that
+carry the child's token in their environment.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import secrets
+import signal
+import subprocess
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+import psutil
+
+from skyctl.errors import SkyctlError
+from skyctl.launch.local.rebuild import LOG_VARIABLE, TOKEN_VARIABLE
+from skyctl.store.identity import ProcessIdentity, boot_id, create_time, identify, own_processes
+from skyctl.store.paths import create_private_file
+
+KILL_TIMEOUT_S = 10.0
+ROTATE_AT_BYTES = 64 * 1024 * 1024
+_POLL_S = 0.05
+
+
+def new_token() -> str:
+    """A name for one spawn, written to state before it and into the child's environment."""
+    return secrets.token_hex(8)
+
+
+class ManagedProcess:
+    """A child, or a process adopted from an earlier supervisor. Belongs to the running loop.
+
+    `exited` is set when the leader is gone. `identity` is None for a spawn that was intended but
+    never recorded: then only the token finds its processes.
+    """
+
+    def __init__(
+        self,
+        identity: ProcessIdentity | None,
+        token: str,
+        *,
+        descendants: Iterable[ProcessIdentity] = (),
+        popen: subprocess.Popen[bytes] | None = None,
+    ) -> None:
+        self.identity = identity
+        self.token = token
+        self.descendants = tuple(descendants)
+        self.exited = asyncio.Event()
+        self._popen = popen
+        self._watch()
+
+    @classmethod
+    def spawn(
+        cls, argv: Sequence[str], env: Mapping[str, str], log: Path, token: str
+    ) -> ManagedProcess:
+        """Start `argv` in a new session; `env` is added to ours, output is appended to `log`.
+
+        Raises:
+            SkyctlError: the program does not exist or cannot be started.
+        """
+        _rotate(log)
+        descriptor = create_private_file(log, os.O_APPEND)
+        try:
+            popen = subprocess.Popen(
+                list(argv),
+                env={**os.environ, **env, TOKEN_VARIABLE: token, LOG_VARIABLE: str(log)},
+                stdin=subprocess.DEVNULL,
+                stdout=descriptor,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise SkyctlError(f"cannot start {argv[0]}: {error.strerror}") from error
+        finally:
+            os.close(descriptor)
+        return cls(identify(popen.pid), token, popen=popen)
+
+    @property
+    def pid(self) -> int | None:
+        return self.identity.pid if self.identity else None
+
+    def alive(self) -> bool:
+        """True while the leader runs."""
+        return self.identity is not None and self.identity.alive()
+
+    def exit_text(self) -> str:
+        """How the leader ended: `exited with code 1`, `was killed by SIGKILL`."""
+        code = self._popen.poll() if self._popen is not None else None
+        if code is None:
+            return "exited"
+        if code < 0:
+            return f"was killed by {signal.Signals(-code).name}"
+        return f"exited with code {code}"
+
+    def record_descendants(self) -> bool:
+        """Remember who lives below the leader now; True when somebody new was seen."""
+        leader = self.identity.process() if self.identity else None
+        known = {d for d in self.descendants if d.alive()}
+        below = _children(leader) if leader else []
+        seen = {one for child in below if (one := identify(child.pid)) is not None}
+        if seen <= known and len(known) == len(self.descendants):
+            return False
+        self.descendants = tuple(sorted(seen | known, key=lambda d: d.pid))
+        return True
+
+    def listens_at(self, port: int) -> bool:
+        """False when it is somebody else who answers there; true where the kernel does not tell."""
+        known = [one.process() for one in (self.identity, *self.descendants) if one]
+        try:
+            return any(_listens(process, port) for process in known if process is not None)
+        except psutil.AccessDenied:
+            return True
+
+    def members(self) -> list[psutil.Process]:
+        """Every live process of this tree, wherever its parents went."""
+        if self.identity is not None and self.identity.boot_id != boot_id():
+            return []
+        found: dict[int, psutil.Process] = {}
+        for known in (self.identity, *self.descendants):
+            process = known.process() if known else None
+            if process is not None:
+                found[process.pid] = process
+                found.update((child.pid, child) for child in _children(process))
+        for process in own_processes():
+            if process.pid not in found and (self._in_session(process) or self._tagged(process)):
+                found[process.pid] = process
+        return [p for p in found.values() if _running(p)]
+
+    async def stop(self, timeout_s: float) -> bool:
+        """TERM to the whole tree, wait up to `timeout_s`, KILL what is left, reap.
+
+        Returns False when something had to be killed.
+
+        Raises:
+            SkyctlError: a process outlived KILL (it hangs in the kernel).
+        """
+        members = self.members()
+        _signal(members, signal.SIGTERM)
+        left = await self._gone(members, timeout_s)
+        # somebody may have been born meanwhile, or hidden from the first look
+        left = left or self.members()
+        gently = not left
+        deadline = time.monotonic() + KILL_TIMEOUT_S
+        while left:
+            # Python's resource trackers end by themselves once their users are gone, and then
+            # remove the shared memory those left; killed at once with them, they leak it.
+            users = [process for process in left if not _is_resource_tracker(process)]
+            _signal(users or left, signal.SIGKILL)
+            await self._gone(left, 1.0)
+            left = self.members()
+            if left and time.monotonic() > deadline:
+                pids = ", ".join(str(p.pid) for p in left)
+                raise SkyctlError(f"processes {pids} outlived SIGKILL; they hang in the kernel")
+        self._reap(members)
+        self.descendants = ()
+        await self.exited.wait()
+        return gently
+
+    async def _gone(self, members: list[psutil.Process], timeout_s: float) -> list[psutil.Process]:
+        deadline = time.monotonic() + timeout_s
+        while left := [p for p in members if _running(p)]:
+            if time.monotonic() > deadline:
+                return left
+            self._reap(left)
+            await asyncio.sleep(_POLL_S)
+        return []
+
+    def _reap(self, members: Iterable[psutil.Process]) -> None:
+        if self._popen is not None:
+            self._popen.poll()
+        for member in members:
+            # orphaned grandchildren become ours (see daemon.become_subreaper)
+            if member.pid != self.pid:
+                with contextlib.suppress(ChildProcessError):
+                    os.waitpid(member.pid, os.WNOHANG)
+
+    def _in_session(self, process: psutil.Process) -> bool:
+        if self.identity is None or not hasattr(os, "getsid"):
+            return False
+        try:
+            if os.getsid(process.pid) != self.identity.pid:
+                return False
+        except OSError:
+            return False
+        # The leader's pid is not reused while its session lives; if another process has it now,
+        # this is another session of the same number.
+        leader = identify(self.identity.pid)
+        if leader is not None and abs(leader.create_time - self.identity.create_time) > 0.05:
+            return False
+        created = create_time(process.pid)
+        return created is not None and created >= self.identity.create_time - 0.05
+
+    def _tagged(self, process: psutil.Process) -> bool:
+        try:
+            return process.environ().get(TOKEN_VARIABLE) == self.token
+        except (psutil.Error, OSError):
+            return False
+
+    def _watch(self) -> None:
+        """Set `exited` when the leader ends, without polling where the kernel can tell."""
+        if not self.alive() or self.identity is None:
+            self.exited.set()
+            return
+        loop = asyncio.get_running_loop()
+        try:
+            descriptor = os.pidfd_open(self.identity.pid)
+        except (AttributeError, OSError):
+            self._poller = loop.create_task(self._poll_exit())
+            return
+
+        def gone() -> None:
+            loop.remove_reader(descriptor)
+            os.close(descriptor)
+            self.exited.set()
+
+        loop.add_reader(descriptor, gone)
+
+    async def _poll_exit(self) -> None:
+        while self.alive():  # noqa: ASYNC110 - nothing tells us, where there is no pidfd
+            await asyncio.sleep(0.5)
+        self.exited.set()
+
+
+def _children(process: psutil.Process) -> list[psutil.Process]:
+    try:
+        return process.children(recursive=True)
+    except psutil.Error:
+        return []
+
+
+def _listens(process: psutil.Process, port: int) -> bool:
+    connections = getattr(process, "net_connections", None) or process.connections  # psutil < 6
+    try:
+        return any(
+            connection.status == psutil.CONN_LISTEN and connection.laddr.port == port
+            for connection in connections(kind="tcp")
+        )
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _running(process: psutil.Process) -> bool:
+    try:
+        # is_running compares create times, so a reused pid counts as gone
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.Error:
+        return False
+
+
+def _is_resource_tracker(process: psutil.Process) -> bool:
+    try:
+        return any("multiprocessing.resource_tracker" in word for word in process.cmdline())
+    except psutil.Error:
+        return False
+
+
+def _signal(members: Iterable[psutil.Process], number: signal.Signals) -> None:
+    for process in members:
+        with contextlib.suppress(psutil.Error):
+            process.send_signal(number)
+
+
+def _rotate(log: Path) -> None:
+    with contextlib.suppress(FileNotFoundError):
+        if log.stat().st_size > ROTATE_AT_BYTES:
+            log.replace(log.with_name(log.name + ".1"))

@@ -1,0 +1,150 @@
+"""Run a push's canary prompts on the updated servers, and undo the push when one fails.
+
+verify ─► canary: resume engine ─► prompt … ─► pause engine ─┬─ all as expected ─► publish
+          (out of the router)                                └─ one is not ─► push back the
+             committed checkpoint; where that cannot be had: the servers are quarantined
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from skyctl.errors import CanaryFailed, DeadlineExceeded, ServerUnreachable, SkyctlError
+from skyctl.kill_points import reached
+from skyctl.push.canary import Canary, CanaryResult, failed, judge, parse_canary, read_answer
+from skyctl.push.cancellation import Shelter
+from skyctl.push.request import PushRequest, PushResult, ServerPush
+from skyctl.push.rotation import abort_stragglers
+from skyctl.push.run import Run
+from skyctl.push.sites import Holds, Site, alive, each
+
+Transaction = Callable[[Run], Awaitable[PushResult]]
+
+
+async def try_canary(run: Run, sites: Sequence[Site]) -> list[CanaryResult]:
+    """Every prompt on every server that holds new weights, one after the other on each.
+
+    Servers generate only while their prompts run, and are paused again afterwards.
+    """
+    canary = parse_canary(run.request.canary)
+    loaded = alive([site for site in sites if site.holds is Holds.NEW])
+    results: dict[str, list[CanaryResult]] = {site.name: [] for site in loaded}
+
+    async def call(site: Site) -> None:
+        run.observer.server(site.name, "trying")
+        await abort_stragglers(site)
+        await site.vllm.resume()
+        reached("push.canary.call")
+        try:
+            await _ask_all(site, canary, results[site.name], run.fleet.control_timeout_s)
+        finally:
+            await site.vllm.pause("abort", clear_cache=False)
+
+    timeout_s = len(canary.prompts) * canary.timeout_s + 5 * run.fleet.control_timeout_s
+    await each(loaded, call, timeout_s=timeout_s, what="canary")
+    reached("push.canary.done")
+    for site in loaded:
+        if site.failure and not failed(results[site.name]):
+            # it did not answer, or could not be paused again: what it would say is not known
+            results[site.name].append(CanaryResult(site.name, "", False, {}, {}, site.failure))
+    return [result for site in loaded for result in results[site.name]]
+
+
+async def _ask_all(
+    site: Site, canary: Canary, results: list[CanaryResult], control_timeout_s: float
+) -> None:
+    model = (await site.vllm.models())[0]
+    for number, prompt in enumerate(canary.prompts):
+        name = canary.name_of(number)
+        try:
+            data = await site.vllm.complete(
+                {**prompt.body(), "model": model}, chat=prompt.chat, timeout_s=canary.timeout_s
+            )
+            results.append(
+                judge(site.name, name, prompt.expect, read_answer(data, chat=prompt.chat))
+            )
+        except (SkyctlError, ValueError) as error:
+            why = error.message if isinstance(error, SkyctlError) else str(error)
+            results.append(CanaryResult(site.name, name, False, prompt.expect.said(), {}, why))
+            if isinstance(error, ServerUnreachable | DeadlineExceeded):
+                return  # the prompts after it would wait as long
+
+
+async def refuse_commit(
+    run: Run, sites: Sequence[Site], results: Sequence[CanaryResult], transaction: Transaction
+) -> CanaryFailed:
+    """Push the committed weights back, or leave the servers paused; the error to raise."""
+    bad = failed(results)
+    first = bad[0]
+    where = f"prompt {first.prompt} on {first.server}" if first.prompt else first.server
+    why = f"canary: {where}: {first.problem}"
+    returned, problem = await _push_back(run, sites, transaction)
+    for site in sites:
+        if site.holds is Holds.NEW:
+            site.failure = site.failure or why
+    rows = [_row(site, returned.get(site.name)) for site in sites]
+    left = [row.server for row in rows if row.state == "quarantined"]
+    if left:
+        end = f"{', '.join(left)} quarantined"
+        end += f": the version before could not be pushed back ({problem})" if problem else ""
+    else:
+        end = f"{_version_before(run)} was pushed back"
+    for row in rows:
+        if row.state == "quarantined":
+            run.observer.server(row.server, "quarantined", row.detail)
+    asked = len({result.prompt for result in results})
+    return CanaryFailed(
+        f"the new weights were not accepted, {end} ({why}; {len(bad)} of {len(results)} answers, "
+        f"{asked} prompts)",
+        hint="skyctl recover" if left else "see the answers: skyctl jobs show --json",
+        details={
+            "servers": [row.to_json() for row in rows],
+            "canary": [result.to_json() for result in results],
+        },
+    )
+
+
+def _row(site: Site, returned: dict[str, Any] | None) -> ServerPush:
+    return ServerPush(**returned) if returned is not None else site.report()
+
+
+def _version_before(run: Run) -> str:
+    committed = run.fleet.committed
+    return (committed and committed.version) or "the checkpoint before"
+
+
+async def _push_back(
+    run: Run, sites: Sequence[Site], transaction: Transaction
+) -> tuple[dict[str, dict[str, Any]], str]:
+    """How each server was left by a push of the committed weights, by name; and what failed."""
+    committed = run.fleet.committed
+    loaded = [site for site in sites if site.holds is Holds.NEW]
+    if committed is None:
+        return {}, "nothing is known of it"
+    run.note(f"the canary failed; {_version_before(run)} is pushed back")
+    request = PushRequest(
+        checkpoint=committed.checkpoint,
+        transport=committed.transport,
+        chunk_size=run.request.chunk_size,
+        weight_version=committed.version or loaded[0].old_version or "default",
+        pause_mode="abort",
+        verify=run.request.verify,
+        expected_digest=committed.digest,
+    )
+    # half updated: what they hold was never accepted, so that nothing but a whole push frees them
+    servers = tuple(replace(site.server, half_updated=True, thaw=True) for site in loaded)
+    again = replace(
+        run,
+        request=request,
+        fleet=replace(run.fleet, servers=servers),
+        shelter=Shelter(),  # whoever cancelled the push wants this all the more
+    )
+    try:
+        result = await transaction(again)
+    except SkyctlError as error:
+        rows = error.details.get("servers", [])
+        return {row["server"]: row for row in rows}, error.message
+    run.thawed_at = again.thawed_at
+    return {row.server: row.to_json() for row in result.servers}, ""

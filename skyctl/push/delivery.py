@@ -1,0 +1,415 @@
+"""Carry a plan's chunks into servers: one sender process, and the four calls of vLLM's push."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import secrets
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Protocol
+
+from skyctl.checkpoints.checkpoint import Checkpoint
+from skyctl.engines.vllm.dialects import rank_offsets
+from skyctl.errors import ServerUnreachable
+from skyctl.kill_points import reached
+from skyctl.push.forecast import slots_of
+from skyctl.push.request import PushFleet
+from skyctl.push.sites import Holds, Site, alive, each, open_session, scrub
+from skyctl.push.worker_memory import bytes_beside
+from skyctl.transfer.head_start import enough_is_read
+from skyctl.transfer.plan import Chunk, ChunkPlan
+from skyctl.transfer.sender_client import SenderFailed
+from skyctl.transfer.sender_pool import Lease, SenderPool
+from skyctl.transfer.transports.base import Filled, Session, Transport
+
+OUTSTANDING = 3
+"""Updates under way at once where their order is free: while a server loads one chunk, the call
+for the next has already crossed the wire."""
+
+_LEAVE_METHOD = "skyctl_leave_group"
+_FREE_METHOD = "skyctl_free_cached"
+_STARTUP_TIMEOUT_S = 120.0  # importing torch from a cold disk takes tens of seconds
+_GRACE_S = 5.0  # a server's own deadline should end before ours, so that its reason arrives
+
+
+class Delivery(Protocol):
+    """One attempt at bringing a checkpoint into servers.
+
+    Each step records a server's failure in its `Site` and goes on with the others; what fails as
+    a whole (the sender) is every server's failure.
+    """
+
+    can_retry: bool
+
+    @property
+    def content_digest(self) -> str:
+        """Digest over every byte that was sent; "" when that is not known."""
+
+    async def open(self, sites: Sequence[Site]) -> None:
+        """Everything that can be done before a server is touched. Raises SkyctlError."""
+
+    async def init(self, sites: Sequence[Site]) -> None: ...
+
+    async def start(self, sites: Sequence[Site], *, scrubbing: bool = False) -> None: ...
+
+    async def update(self, sites: Sequence[Site], on_progress: Callable[[int], None]) -> None: ...
+
+    async def finish(self, sites: Sequence[Site], version: Callable[[], str]) -> None: ...
+
+    async def close(self) -> None: ...
+
+
+def group_of(sites: Sequence[Site]) -> str:
+    """Names a collective of just these processes; "" when nobody knows whether they are the same
+    as before."""
+    processes = [[site.name, site.server.instance] for site in sites]
+    return json.dumps(processes) if all(instance for _, instance in processes) else ""
+
+
+class ChunkDelivery:
+    """Chunks read by a sender process and moved by a transport."""
+
+    def __init__(
+        self,
+        transport: Transport,
+        checkpoint: Checkpoint,
+        plan: ChunkPlan,
+        fleet: PushFleet,
+        *,
+        senders: SenderPool,
+        sender_gpu: int = -1,
+        nccl_settings: Mapping[str, str] | None = None,
+        stage: str = "auto",
+    ) -> None:
+        self._transport = transport
+        self._senders = senders
+        self._checkpoint = checkpoint
+        self._plan = plan
+        self._fleet = fleet
+        self._sender_gpu = sender_gpu
+        self._nccl_settings = nccl_settings
+        self._stage = stage
+        self._lease: Lease | None = None
+        self._delivered = False
+        self._read_ahead_until = 0.0
+        self._joined_before = False
+        self._outstanding = 1
+        self._session: Session | None = None
+        self._offsets: dict[str, int] = {}
+        self._numbers: dict[str, int] = {}
+        self._checksums: dict[str, int] = {}
+        self.can_retry = True
+
+    @property
+    def content_digest(self) -> str:
+        """Digest over names, types, shapes and the crc32 of every tensor; independent of chunks."""
+        if len(self._checksums) < len(self._checkpoint.tensors):
+            return ""
+        content = sorted(
+            (t.name, t.dtype, t.shape, self._checksums[t.name]) for t in self._checkpoint.tensors
+        )
+        return hashlib.blake2b(json.dumps(content).encode(), digest_size=16).hexdigest()
+
+    async def open(self, sites: Sequence[Site]) -> None:
+        offsets, world_size = rank_offsets([site.world_size for site in sites])
+        self._offsets = {site.name: offset for site, offset in zip(sites, offsets, strict=True)}
+        self._numbers = {site.name: number for number, site in enumerate(sites)}
+        options = self._transport.sender_options(
+            world_size=world_size,
+            server_gpus=[site.server.gpus for site in sites],
+            sender_gpu=self._sender_gpu,
+            rendezvous_timeout_s=self._fleet.rendezvous_timeout_s,
+            update_timeout_s=self._fleet.update_timeout_s,
+        )
+        lease = self._lease = await self._senders.take(
+            self._fleet.python,
+            self._transport.name,
+            options,
+            secrets.token_hex(8),
+            group=group_of(sites) if self._transport.collective else None,
+            nccl_settings=self._nccl_settings,
+        )
+        chunks = len(self._plan.chunks)
+        slots = slots_of(self._stage, chunks)
+        await lease.sender.open(
+            transport=self._transport.name,
+            session=lease.session,
+            checkpoint=self._checkpoint,
+            plan=self._plan,
+            slots=slots,
+            ring_only=self._stage == "stream",
+            reserve_bytes=self._reserve_bytes(sites, lease),
+            carrier=options if lease.fresh else None,
+        )
+        opened = await lease.sender.opened(timeout_s=_STARTUP_TIMEOUT_S)
+        self._session = Session(lease.session, self._plan, world_size, opened.endpoint)
+        if opened.staged_whole and not self._transport.ordered:
+            self._outstanding = OUTSTANDING
+        await self._read_ahead(lease, chunks if opened.staged_whole else slots)
+
+    def _reserve_bytes(self, sites: Sequence[Site], lease: Lease) -> int:
+        """What servers will take on the GPUs where the sender's slots lie.
+
+        Nothing where the last push of this sender filled them in the same way: they kept it.
+        """
+        filling = self._filling(sites)
+        if not self._transport.shares_gpus or (filling and lease.filled == filling):
+            return 0
+        gpus = [site.server.gpus for site in sites]
+        return bytes_beside(self._transport.name, self._plan, gpus)
+
+    def _filling(self, sites: Sequence[Site]) -> str:
+        group = group_of(sites)
+        return json.dumps([group, self._plan.slot_bytes]) if group else ""
+
+    async def _read_ahead(self, lease: Lease, chunks: int) -> None:
+        """Wait until so many chunks are in their slots, or enough that servers will not wait."""
+        clock = asyncio.get_running_loop().time
+        began, done = clock(), 0
+        lead_s = lease.lead_s + lease.load_s_per_byte * self._plan.total_bytes
+        for chunk in self._plan.chunks[:chunks]:
+            await lease.sender.filled(chunk.index, timeout_s=self._fleet.update_timeout_s)
+            done += chunk.payload_bytes
+            if enough_is_read(
+                done_bytes=done,
+                total_bytes=self._plan.total_bytes,
+                read_s=clock() - began,
+                lead_s=lead_s,
+            ):
+                break
+        self._read_ahead_until = clock()
+
+    async def init(self, sites: Sequence[Site]) -> None:
+        lease, session = self._opened()
+        timeout_s = self._fleet.rendezvous_timeout_s + _GRACE_S
+        group = group_of(sites)
+        if group and lease.group == group:
+            self._joined_before = True
+            return  # the group of the last push still stands: the very same processes are in it
+        if self._transport.collective and lease.sender.failure is not None:
+            # servers would wait for it, some beyond our patience
+            self._all_failed(sites, lease.sender.failure)
+            return
+
+        async def call(site: Site) -> None:
+            if self._transport.leaves_group:
+                await site.vllm.extension_rpc(_LEAVE_METHOD, timeout_s=timeout_s)
+            info = self._transport.init_info(
+                session, rank_offset=self._offsets[site.name], dialect=site.dialect
+            )
+            await site.vllm.init_weight_transfer(info, timeout_s=timeout_s)
+
+        await self._all_at_once(
+            sites,
+            call,
+            lambda: lease.sender.join(timeout_s=timeout_s),
+            timeout_s=timeout_s,
+            what="init",
+        )
+        lease.group = group
+
+    async def start(self, sites: Sequence[Site], *, scrubbing: bool = False) -> None:
+        # a scrub is up to five calls
+        timeout_s = self._fleet.control_timeout_s
+
+        def begin(site: Site) -> Awaitable[None]:
+            half_updated = scrubbing or site.holds is Holds.UNKNOWN
+            return (scrub if half_updated else open_session)(site, timeout_s=timeout_s)
+
+        await each(alive(sites), begin, timeout_s=timeout_s * 5, what="start")
+
+    async def update(self, sites: Sequence[Site], on_progress: Callable[[int], None]) -> None:
+        lease = self._opened()[0]
+        clock = asyncio.get_running_loop().time
+        if self._joined_before or not self._transport.collective:  # forming a group takes seconds
+            lease.lead_s = clock() - self._read_ahead_until
+        try:
+            if self._transport.one_update:
+                began = clock()
+                await self._update_at_once(sites, on_progress)
+                if alive(sites):
+                    lease.loaded(self._plan.total_bytes, clock() - began)
+            else:
+                await self._update_by_chunk(sites, on_progress)
+        except SenderFailed as error:
+            self._all_failed(sites, error)
+        self._delivered = bool(alive(sites))
+        lease.filled = self._filling(sites)
+
+    async def _update_by_chunk(
+        self, sites: Sequence[Site], on_progress: Callable[[int], None]
+    ) -> None:
+        sender = self._opened()[0].sender
+        timeout_s = self._fleet.update_timeout_s + _GRACE_S
+        done = 0
+        turns = asyncio.Semaphore(self._outstanding)
+
+        async def update(chunk: Chunk) -> None:
+            nonlocal done
+            try:
+                filled = await sender.filled(chunk.index, timeout_s=self._fleet.update_timeout_s)
+                await self._call_update(
+                    sites,
+                    chunk,
+                    filled,
+                    lambda: sender.send(filled, chunk.size, timeout_s=timeout_s),
+                    what=f"chunk {chunk.index + 1} of {len(self._plan.chunks)}",
+                )
+                done += await self._sent(chunk, filled)
+                on_progress(done)
+                reached("push.update.done")
+            finally:
+                turns.release()
+
+        updates: list[asyncio.Task[None]] = []
+        try:
+            for chunk in self._plan.chunks:
+                await turns.acquire()
+                if not alive(sites):
+                    break
+                updates.append(asyncio.create_task(update(chunk)))
+            if updates:  # none when no server got as far as this
+                await asyncio.wait(updates)
+        finally:
+            for task in updates:
+                task.cancel()
+        for task in updates:
+            task.result()  # raises what it raised
+
+    async def _update_at_once(
+        self, sites: Sequence[Site], on_progress: Callable[[int], None]
+    ) -> None:
+        """One update call on each server, during which the sender sends chunk after chunk."""
+        sender = self._opened()[0].sender
+        plan = self._plan
+        whole = Chunk(0, tuple(p for chunk in plan.chunks for p in chunk.placed), plan.total_bytes)
+
+        async def send_all() -> None:
+            done = 0
+            for chunk in plan.chunks:
+                filled = await sender.filled(chunk.index, timeout_s=self._fleet.update_timeout_s)
+                await sender.send(filled, chunk.size, timeout_s=self._fleet.update_timeout_s)
+                done += await self._sent(chunk, filled)
+                on_progress(done)
+
+        await self._call_update(sites, whole, Filled(0, 0, ()), send_all, what="update")
+
+    async def _sent(self, chunk: Chunk, filled: Filled) -> int:
+        """A chunk has left its slot; returns its bytes."""
+        await self._opened()[0].sender.release(chunk.index)
+        for placed, checksum in zip(chunk.placed, filled.crc32, strict=False):
+            self._checksums[placed.tensor.name] = checksum
+        return chunk.payload_bytes
+
+    async def _call_update(
+        self,
+        sites: Sequence[Site],
+        chunk: Chunk,
+        filled: Filled,
+        sending: Callable[[], Awaitable[None]],
+        *,
+        what: str,
+    ) -> None:
+        _, session = self._opened()
+        timeout_s = self._fleet.update_timeout_s + _GRACE_S
+
+        async def call(site: Site) -> None:
+            info = self._transport.update_info(
+                session, chunk, filled, server=self._numbers[site.name], dialect=site.dialect
+            )
+            site.holds = Holds.UNKNOWN
+            reached("push.update.call")
+            with site.spans.loading():
+                await site.vllm.update_weights(info, timeout_s=timeout_s)
+            reached("push.update.sent")
+
+        await self._all_at_once(sites, call, sending, timeout_s=timeout_s, what=what)
+
+    async def finish(self, sites: Sequence[Site], version: Callable[[], str]) -> None:
+        timeout_s = self._fleet.update_timeout_s
+
+        async def call(site: Site) -> None:
+            # 0.32 can label weights once they are verified; before it, only here
+            early = site.dialect.has_weight_version and not site.dialect.has_checksum
+            label = site.dialect.finish_version(version()) if early else None
+            await site.vllm.finish_weight_update(label, timeout_s=timeout_s)
+            site.open = False
+            if self._transport.leaves_group and not site.dialect.keeps_streams:
+                await site.vllm.extension_rpc(_FREE_METHOD, timeout_s=timeout_s)
+            site.holds = Holds.NEW
+
+        await each(alive(sites), call, timeout_s=timeout_s, what="finish")
+
+    async def close(self) -> None:
+        lease, self._lease = self._lease, None
+        if lease is not None:
+            keep = self._transport.resident and self._delivered
+            await self._senders.give_back(lease, keep=keep)
+
+    def _opened(self) -> tuple[Lease, Session]:
+        if self._lease is None or self._session is None:
+            raise RuntimeError("open() comes first")
+        return self._lease, self._session
+
+    async def _all_at_once(
+        self,
+        sites: Sequence[Site],
+        call: Callable[[Site], Awaitable[None]],
+        sending: Callable[[], Awaitable[None]],
+        *,
+        timeout_s: float,
+        what: str,
+    ) -> None:
+        """Call every live site, and the sender's `sending` at the same time in a collective.
+
+        In a collective one that fails would leave the others waiting for it: the sender is killed,
+        which ends the collective for all of them, and all have failed.
+        """
+        if not self._transport.collective:
+            await each(alive(sites), call, timeout_s=timeout_s, what=what)
+            return
+        sender = self._opened()[0].sender
+        waiting: set[asyncio.Timeout] = set()
+
+        async def guarded(site: Site) -> None:
+            try:
+                async with asyncio.timeout(None) as patience:
+                    waiting.add(patience)
+                    await call(site)
+            except TimeoutError as error:
+                broken = part.exception() if part.done() and not part.cancelled() else None
+                why = f" ({broken})" if broken is not None else ""
+                raise ServerUnreachable(
+                    f"{site.name}: no answer after the group broke{why}"
+                ) from error
+            finally:
+                waiting.discard(patience)
+
+        async def failing(site: Site) -> None:
+            try:
+                await guarded(site)
+            except BaseException:
+                sender.kill(f"{what}: {site.name} failed, and the group with it")
+                raise
+
+        def hurry(part: asyncio.Future[None]) -> None:
+            # a server that lost its group says so soon, or not at all
+            if part.cancelled() or part.exception() is not None:
+                soon = asyncio.get_running_loop().time() + _GRACE_S
+                for patience in waiting:
+                    patience.reschedule(soon)
+
+        part = asyncio.ensure_future(sending())
+        part.add_done_callback(hurry)
+        await each(alive(sites), failing, timeout_s=timeout_s, what=what)
+        try:
+            await part
+        except SenderFailed as error:
+            self._all_failed(sites, error)
+
+    def _all_failed(self, sites: Sequence[Site], error: SenderFailed) -> None:
+        # a checkpoint that changes while it is pushed will not be whole the second time either
+        self.can_retry = self.can_retry and not error.changed
+        for site in alive(sites):
+            site.failure = error.message

@@ -1,0 +1,205 @@
+"""What a push will take, for each way of staging it: pure arithmetic over what is known.
+
+    stage    slots of the sender                 read before the freeze    read within it
+    gpu      one per chunk, on its GPUs          all of it                 nothing
+    host     one per chunk, in host memory       all of it                 nothing
+    stream   a ring                              the ring                  the rest
+
+Sizes follow from the chunk plan. Times follow from rates that were measured here: the fleet's own
+pushes by the same transport, and a look at the files. Where nothing was measured, no time is told.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from skyctl.units import format_bytes, format_rate
+
+Stage = Literal["auto", "gpu", "host", "stream"]
+GPU_TRANSPORTS = ("nccl", "ipc")
+CPU_TRANSPORTS = ("shm", "gloo")
+RING = 2
+"""Slots of a ring: one is filled while servers load the other."""
+PINNED_BYTES = 12 * 2 * 4 * 1024 * 1024
+"""The GPU reader's ring of pinned memory: threads x buffers x piece (weights/gpu/reader.py)."""
+SHARE_OF_FREE = 0.9
+"""Of a GPU's free memory, what a sender may take."""
+_MIB = 1024 * 1024
+_SENDER_CONTEXT = {"ipc": 596 * _MIB, "nccl": 1466 * _MIB}
+"""GPU memory of a sender that holds no slots: CUDA context, and with NCCL its library and group.
+Measured on H200 (driver's choice, so it differs a little between GPUs)."""
+_SENDER_PROCESS = {"ipc": 385 * _MIB, "nccl": 810 * _MIB}
+"""Host memory of the sender's process without its ring, measured on the same machines."""
+_DRIVER_PER_GPU = 50 * _MIB
+"""Host memory that the driver takes for a process, for each GPU of the machine."""
+WORKER_HOST = {"nccl": 340 * _MIB}
+"""Host memory that a worker's first group takes."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Rates of this fleet, in bytes per second; None where nobody measured.
+
+    `fixed_s` is the part of a freeze that does not depend on the size: pause, init, start, finish,
+    verify, resume. `loads` is how fast servers load what lies ready. `source` names the push.
+    `reads` is how fast the files are read into host memory now.
+    """
+
+    fixed_s: float | None = None
+    loads: float | None = None
+    reads: float | None = None
+    source: str = ""
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """One way of staging. Memory in bytes, beside what servers hold that took no push yet: that of
+    the sender on each of its GPUs, of each worker on its own, and of this machine's host memory.
+    `freeze_s` None: not known. `chosen`: it is what the push would do; `problem`: why it cannot
+    be."""
+
+    stage: str
+    chosen: bool
+    slots: int
+    sender_gpu_bytes: int
+    worker_gpu_bytes: int
+    host_bytes: int
+    freeze_s: float | None
+    problem: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is to be pushed. `chunk_bytes` are the chunks' sizes, `workers` those of all servers;
+    `worker_bytes` is what each worker takes on its GPU (`push/worker_memory.py`);
+    `free_gpu_bytes` is what is free on the fullest of the sender's GPUs, None when that cannot be
+    asked. `reserve_bytes` is what workers take of that, where they load on the sender's GPUs.
+    `gpus` is how many GPUs the machine has. `has_context`: a sender lives, which has made its
+    CUDA context out of what is not free any more."""
+
+    transport: str
+    chunk_bytes: tuple[int, ...]
+    workers: int
+    worker_bytes: int = 0
+    free_gpu_bytes: int | None = None
+    reserve_bytes: int = 0
+    gpus: int = 0
+    has_context: bool = False
+
+
+def fits_whole(whole: int, free: int, reserve: int) -> bool:
+    """Whether a checkpoint may lie on a GPU where `free` bytes are, of which servers that load it
+    there take `reserve`."""
+    return whole <= (free - reserve) * SHARE_OF_FREE
+
+
+def slots_of(stage: str, chunks: int) -> int:
+    """How many slots the sender is asked for; a GPU sender may take one per chunk with `auto`."""
+    return chunks if stage in ("gpu", "host") else min(RING, chunks)
+
+
+def refusal(stage: str, transport: str) -> str:
+    """Why a transport cannot be staged so; "" when it can."""
+    if stage == "auto":
+        return ""
+    if transport not in (*GPU_TRANSPORTS, *CPU_TRANSPORTS):
+        return f"servers read by themselves with transport {transport}: nothing is staged"
+    if stage == "gpu" and transport not in GPU_TRANSPORTS:
+        return f"transport {transport} goes through host memory"
+    if stage == "host" and transport not in CPU_TRANSPORTS:
+        return f"transport {transport} sends from GPU memory"
+    return ""
+
+
+def forecast(subject: Subject, asked: str, measured: Measured) -> list[Forecast]:
+    """One per way of staging that the transport has; `chosen` says which one the push takes."""
+    stages = [s for s in ("gpu", "host", "stream") if not refusal(s, subject.transport)]
+    whole = sum(subject.chunk_bytes)
+    free = subject.free_gpu_bytes
+    taken = subject.reserve_bytes
+    if not subject.has_context:
+        taken += _SENDER_CONTEXT.get(subject.transport, 0)
+    found = []
+    for stage in stages:
+        problem = ""
+        if stage == "gpu" and free is not None and not fits_whole(whole, free, taken):
+            problem = f"{format_bytes(whole)} do not fit: {format_bytes(free)} are free"
+            problem += f", and {format_bytes(taken)} of them are needed beside it" if taken else ""
+        found.append(_forecast(subject, stage, problem, measured))
+    stage = _chosen(subject, asked, found)
+    return [Forecast(**{**one.to_json(), "chosen": one.stage == stage}) for one in found]
+
+
+def assumptions(subject: Subject, measured: Measured) -> list[str]:
+    """What the figures stand on, and what is missing, in words."""
+    said = []
+    if measured.loads is not None and measured.fixed_s is not None:
+        said.append(
+            f"servers load {format_rate(measured.loads / 1e9)} and the rest of a freeze takes "
+            f"{measured.fixed_s:.3f} s, as in {measured.source}"
+        )
+    else:
+        said.append(
+            f"no push by {subject.transport} into this fleet was measured yet: freeze not known"
+        )
+    if measured.reads is not None:
+        said.append(
+            f"files are read at {format_rate(measured.reads / 1e9)} into host memory, measured now"
+        )
+    else:
+        said.append("the files are too small to tell how fast they are read")
+    if subject.transport in GPU_TRANSPORTS and subject.free_gpu_bytes is None:
+        said.append("the sender's GPU was not asked for its free memory")
+    return said
+
+
+def _forecast(subject: Subject, stage: str, problem: str, measured: Measured) -> Forecast:
+    largest, chunks = max(subject.chunk_bytes), len(subject.chunk_bytes)
+    slots = slots_of(stage, chunks)
+    slot_bytes = sum(subject.chunk_bytes) if stage == "gpu" else slots * largest
+    on_gpu = subject.transport in GPU_TRANSPORTS
+    host_bytes = slot_bytes + subject.workers * largest
+    if on_gpu:
+        host_bytes = PINNED_BYTES + _SENDER_PROCESS[subject.transport]
+        host_bytes += subject.gpus * _DRIVER_PER_GPU
+        host_bytes += subject.workers * WORKER_HOST.get(subject.transport, 0)
+    return Forecast(
+        stage=stage,
+        chosen=False,
+        slots=slots,
+        sender_gpu_bytes=slot_bytes + _SENDER_CONTEXT[subject.transport] if on_gpu else 0,
+        worker_gpu_bytes=subject.worker_bytes,
+        host_bytes=host_bytes,
+        freeze_s=None if problem else _freeze_s(subject, stage, measured),
+        problem=problem,
+    )
+
+
+def _freeze_s(subject: Subject, stage: str, measured: Measured) -> float | None:
+    """Loading what is ready; where a part is still to be read, the slower of both."""
+    if measured.loads is None or measured.fixed_s is None:
+        return None
+    whole = sum(subject.chunk_bytes)
+    load_s = whole / measured.loads
+    if stage != "stream":
+        return measured.fixed_s + load_s
+    ahead = sum(subject.chunk_bytes[:RING])
+    if ahead == whole:
+        return measured.fixed_s + load_s
+    if measured.reads is None:
+        return None
+    return measured.fixed_s + max(load_s, (whole - ahead) / measured.reads)
+
+
+def _chosen(subject: Subject, asked: str, found: Sequence[Forecast]) -> str:
+    if asked != "auto":
+        return asked
+    fits = subject.free_gpu_bytes is not None and any(
+        one.stage == "gpu" and not one.problem for one in found
+    )
+    return "gpu" if fits else "stream"

@@ -1,0 +1,117 @@
+"""Freeze the servers of a push, thaw them, and undo what was done before the first byte."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from skyctl.errors import PushError, SkyctlError
+from skyctl.kill_points import reached
+from skyctl.push.cancellation import Abandoned
+from skyctl.push.run import Run
+from skyctl.push.sites import Holds, Site, alive, close_session, each, responsive
+
+
+class NotYet(Exception):
+    """A stage before the first byte failed or was abandoned: everything can be undone."""
+
+    def __init__(self, abandoned: bool) -> None:
+        self.abandoned = abandoned
+
+    def reason(self, sites: Sequence[Site]) -> BaseException:
+        if self.abandoned:
+            return Abandoned()
+        failed = [site for site in sites if site.failure]
+        left = [site.report().to_json() for site in sites]
+        in_doubt = [row["server"] for row in left if row["state"] == "quarantined"]
+        after = (
+            f"{', '.join(in_doubt)} stay paused: an earlier push broke off there"
+            if in_doubt
+            else "the servers keep their old weights"
+        )
+        return PushError(
+            f"the push was undone, {after} ({failed[0].name}: {failed[0].failure})",
+            hint="`skyctl restart` the server if it does not answer, then push again",
+            details={"servers": left},
+        )
+
+
+def require_all(run: Run, sites: Sequence[Site]) -> None:
+    if run.shelter.cancelled:
+        raise NotYet(abandoned=True)
+    if len(alive(sites)) < len(sites):
+        raise NotYet(abandoned=False)
+
+
+async def pause(run: Run, sites: Sequence[Site]) -> None:
+    """Freeze every server that is not paused already; the freeze window begins."""
+    run.froze_at = run.clock()
+    running = [site for site in sites if not site.was_paused]
+    for site in sites:
+        # before it is done: whoever reads the journal of a push that died must know whom to thaw
+        run.observer.server(site.name, "held" if site.was_paused else "pausing")
+    reached("push.pause.call")
+    mode = run.request.pause_mode
+
+    async def call(site: Site) -> None:
+        site.frozen = True  # before the call: when its answer is lost, it may be paused
+        await site.vllm.pause(mode, clear_cache=False)
+        site.spans.frozen_at = site.spans.clock()
+        run.observer.server(site.name, "paused")
+
+    # mode "wait" lets running requests end first
+    timeout_s = run.fleet.control_timeout_s if mode != "wait" else run.fleet.update_timeout_s
+    await each(running, call, timeout_s=timeout_s, what="pause")
+    require_all(run, sites)
+
+
+async def roll_back(run: Run, sites: Sequence[Site]) -> None:
+    """Nothing was sent: close what was opened, and resume what we froze at its old weights.
+
+    A server whose engine is stuck stays paused: to wait for it would keep the others frozen.
+    """
+    timeout_s = run.fleet.control_timeout_s
+
+    with run.stage("recover"):
+        failed = [site for site in sites if site.failure]
+        answering = await responsive(failed, control_timeout_s=timeout_s)
+        able = alive(sites) + answering
+        await each(
+            [site for site in able if site.open],
+            lambda site: close_session(site, timeout_s=timeout_s),
+            timeout_s=timeout_s,
+            what="close",
+        )
+        for site in sites:
+            if site.open:  # not closed: its layers are empty
+                site.holds = Holds.UNKNOWN
+        await resume(run, [site for site in able if site.holds is Holds.OLD])
+        for site in sites:
+            if site.holds is Holds.UNKNOWN:
+                site.failure = site.failure or "an earlier push broke off and left it half updated"
+                run.observer.server(site.name, "quarantined", site.failure)
+
+
+async def resume(run: Run, sites: Sequence[Site]) -> None:
+    """Thaw what we froze; the freeze window ends. A resume that fails is tried once more."""
+    timeout_s = run.fleet.control_timeout_s
+    frozen = [site for site in sites if site.frozen]
+    for site in sites:
+        if site.was_paused:
+            run.observer.server(site.name, "kept", "stays paused")
+        elif not site.frozen:
+            run.observer.server(site.name, "ready")
+
+    async def call(site: Site) -> None:
+        try:
+            await site.vllm.resume()
+        except SkyctlError:
+            await site.vllm.resume()
+        site.resumed = True
+        site.spans.thawed_at = site.spans.clock()
+        # its freeze ends here; it is `ready`, and routed, once all of them are
+        run.observer.server(site.name, "resumed", site.failure)
+
+    await each(frozen, call, timeout_s=timeout_s * 2, what="resume")
+    run.thawed_at = run.clock()
+    for site in frozen:
+        run.observer.server(site.name, "ready" if site.resumed else "paused", site.failure)

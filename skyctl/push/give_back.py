@@ -1,0 +1,50 @@
+"""Give a server back that a dead push froze or woke before it sent anything."""
+
+from __future__ import annotations
+
+from skyctl.engines.vllm.server import VLLMServer
+from skyctl.errors import ServerError
+from skyctl.push.sites import NO_SESSION
+from skyctl.push.sleeping import DISCARDED, back_to_sleep
+from skyctl.push.verify import weights_digest
+
+_BEFORE_SESSIONS = ("wake", "pause", "init")
+_NO_TRANSFER = "not configured"
+
+
+async def give_back(
+    server: VLLMServer,
+    *,
+    stage: str,
+    thaw: bool,
+    digest: str | None,
+    timeout_s: float,
+    slept: int = 0,
+) -> None:
+    """Close the session that a push left open at `stage`, and resume the server if `thaw`.
+
+    `digest` is what its weights must come to, None where that is not known. `slept` is the level at
+    which it slept before the push woke its weights, 0 when that did not happen: it sleeps again
+    afterwards, unless that sleep had discarded its weights, which stay awake, and empty.
+
+    Raises:
+        ServerError: it does not answer, or does not hold what it held before: do not resume it.
+    """
+    if slept:  # the push may have died before it was done
+        await server.wake(["weights"])
+    if stage not in _BEFORE_SESSIONS:
+        try:
+            await server.finish_weight_update(timeout_s=timeout_s)
+        except ServerError as error:
+            if NO_SESSION not in error.message and _NO_TRANSFER not in error.message:
+                raise
+    if digest and slept != DISCARDED:
+        found, _ = await weights_digest(server, timeout_s=timeout_s)
+        if found and found != digest:
+            name = server.target.name
+            raise ServerError(f"{name}: its weights are not what they were (digest {found})")
+    if slept:
+        if slept != DISCARDED:
+            await back_to_sleep(server, slept)
+    elif thaw:
+        await server.resume()

@@ -1,0 +1,76 @@
+"""What a push came to: its result, or the error that says how each server was left."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from skyctl.errors import PushError, SkyctlError
+from skyctl.push.preflight import Prepared
+from skyctl.push.request import PushResult
+from skyctl.push.run import Run
+from skyctl.push.sites import Holds, Site
+
+
+def cut_short(run: Run, sites: Sequence[Site], error: BaseException) -> BaseException:
+    """The error to raise when a push ends in the middle; says which servers must not be resumed.
+
+    One that says itself how each server was left stays as it is.
+    """
+    if isinstance(error, PushError) and "servers" in error.details:
+        return error
+    in_doubt = [site for site in sites if site.holds in (Holds.UNKNOWN, Holds.NEW)]
+    for site in in_doubt:
+        site.failure = site.failure or f"the push was interrupted ({error!r})"
+        run.observer.server(site.name, "quarantined", site.failure)
+    if isinstance(error, SkyctlError) or not isinstance(error, Exception):
+        return error
+    return PushError(
+        f"the push broke off: {error!r}",
+        details={"servers": [site.report().to_json() for site in sites]},
+    )
+
+
+def settle(run: Run, prepared: Prepared, label: str, content_digest: str) -> PushResult:
+    """The result, or a PushError when a server is not at the new version and thawed."""
+    result = result_of(run, prepared, label, content_digest)
+    failed = [server for server in result.servers if not server.ok]
+    if run.observer.failures:
+        result.notes.append(f"progress could not be recorded: {run.observer.failures[0]!r}")
+    if not failed:
+        return result
+    for server in failed:
+        if server.state == "quarantined":
+            run.observer.server(server.server, "quarantined", server.detail)
+    updated = [server.server for server in result.servers if server.ok]
+    done = f"{', '.join(updated)} at {label}; " if updated else ""
+    stay = ", ".join(f"{server.server} {server.state}" for server in failed)
+    raise PushError(
+        f"the push failed on {len(failed)} of {len(result.servers)} servers: {done}{stay} "
+        f"({failed[0].detail})",
+        hint=f"skyctl restart {failed[0].server}",
+        details={**result.to_json()},
+    )
+
+
+def result_of(run: Run, prepared: Prepared, label: str, content_digest: str) -> PushResult:
+    total = prepared.checkpoint.total_bytes
+    moving_s = sum(run.stages.get(name, 0.0) for name in ("update", "finish"))
+    frozen_s = 0.0 if run.froze_at is None else run.thawed_at - run.froze_at
+    dry = run.request.dry_run
+    return PushResult(
+        version=label,
+        checkpoint=str(prepared.checkpoint.path),
+        checkpoint_digest=prepared.checkpoint.identity_digest,
+        transport=prepared.choice.name,
+        total_bytes=total,
+        chunks=prepared.chunks,
+        seconds=run.clock() - run.began,
+        gb_per_s=total / moving_s / 1e9 if moving_s else 0.0,
+        freeze_window_s=frozen_s,
+        stages=dict(run.stages),
+        servers=[site.report() for site in prepared.sites],
+        content_digest=content_digest,
+        canary=[result.to_json() for result in run.canary],
+        notes=list(run.notes),
+        plan=prepared.to_json() if dry else None,
+    )

@@ -1,0 +1,265 @@
+"""Everything that can refuse a push before a server is touched."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from skyctl.checkpoints.checkpoint import Checkpoint, read_checkpoint
+from skyctl.checkpoints.compat import check_compatible
+from skyctl.checkpoints.finite import refuse_not_finite
+from skyctl.engines.vllm.server import VLLMServer
+from skyctl.errors import PreflightError
+from skyctl.http.client import ControlClient
+from skyctl.push.delivery import ChunkDelivery, Delivery
+from skyctl.push.forecast import Forecast, refusal, slots_of
+from skyctl.push.foretelling import foretell, subject_of
+from skyctl.push.request import PushFleet, PushRequest, PushServer
+from skyctl.push.rollback import refuse_changed
+from skyctl.push.samples import Sample, read_samples
+from skyctl.push.server_facts import ServerFacts, ask_servers
+from skyctl.push.sites import Holds, Site
+from skyctl.transfer.nccl_settings import common_settings, pace_notes, refuse_without_nccl
+from skyctl.transfer.plan import ChunkPlan, plan_chunks
+from skyctl.transfer.sender_gpu import free_gpu
+from skyctl.transfer.sender_pool import Lease, SenderPool
+from skyctl.transfer.transports.base import Transport
+from skyctl.transfer.transports.choose import Choice, choose, load_transport
+from skyctl.transfer.transports.disk import DiskDelivery
+from skyctl.units import format_bytes
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A push that may begin. `memory_bytes` is what this machine needs for it at most; `samples`
+    are tensors that servers must hold to the last bit afterwards."""
+
+    checkpoint: Checkpoint
+    plan: ChunkPlan
+    choice: Choice
+    transport: Transport | None
+    facts: tuple[ServerFacts, ...]
+    sites: tuple[Site, ...]
+    memory_bytes: int
+    notes: tuple[str, ...]
+    samples: Mapping[str, Sample]
+    sender_gpu: int = -1
+    nccl_settings: Mapping[str, str] | None = None
+    stage: str = "auto"
+    forecasts: tuple[Forecast, ...] = ()
+    assumptions: tuple[str, ...] = ()
+
+    def delivery(self, fleet: PushFleet, senders: SenderPool) -> Delivery:
+        """A fresh attempt, with a sender from the pool."""
+        if self.transport is None:
+            return DiskDelivery(self.checkpoint, fleet)
+        return ChunkDelivery(
+            self.transport,
+            self.checkpoint,
+            self.plan,
+            fleet,
+            senders=senders,
+            sender_gpu=self.sender_gpu,
+            nccl_settings=self.nccl_settings,
+            stage=self.stage,
+        )
+
+    @property
+    def chunks(self) -> int:
+        """Chunks that will be sent: none where servers read by themselves."""
+        return len(self.plan.chunks) if self.transport is not None else 0
+
+    def to_json(self) -> dict[str, Any]:
+        """The plan as `--dry-run` shows it. Sizes in bytes."""
+        largest = self.plan.largest
+        return {
+            "checkpoint": str(self.checkpoint.path),
+            "total_bytes": self.checkpoint.total_bytes,
+            "tensors": len(self.checkpoint.tensors),
+            "shards": len(self.checkpoint.shards),
+            "transport": self.choice.name,
+            "reason": self.choice.reason,
+            "chunks": self.chunks,
+            "chunk_size": self.plan.chunk_size,
+            "largest_chunk": self.plan.slot_bytes,
+            "largest_tensor": largest.name,
+            "largest_tensor_bytes": largest.nbytes,
+            "memory_bytes": self.memory_bytes,
+            "forecasts": [one.to_json() for one in self.forecasts],
+            "assumptions": list(self.assumptions),
+            "servers": [facts.to_json() for facts in self.facts],
+            "notes": list(self.notes),
+        }
+
+
+async def preflight(
+    request: PushRequest, fleet: PushFleet, *, client: ControlClient, idle: Lease | None = None
+) -> Prepared:
+    """Check the checkpoint, the servers, and that they fit each other. Changes nothing.
+
+    `idle` is the sender of the last push, if it still lives.
+
+    Raises:
+        NotFoundError: there is no such checkpoint.
+        PreflightError: the push cannot be made; says why and what to change.
+        ServerError: a server does not answer (PartialFailure when only some do).
+    """
+    if not fleet.servers:
+        raise PreflightError("the fleet has no servers")
+    asked = asyncio.create_task(ask_servers(fleet, client=client))
+    try:
+        checkpoint, samples = await asyncio.to_thread(_read, request)
+        facts = await asked
+    finally:
+        asked.cancel()
+    may_sleep = {s.name for s in fleet.servers if s.weights_awake or request.colocated}
+    notes = check_servers(facts, may_sleep)
+    choice = choose(request.transport, fleet.transport, facts)
+    if problem := refusal(request.stage, choice.name):
+        raise PreflightError(
+            f"--stage {request.stage}: {problem}", hint="leave --stage out: it is chosen then"
+        )
+    transport = None if choice.name == "disk" else load_transport(choice.name)
+    nccl_settings: Mapping[str, str] | None = None
+    if choice.name == "nccl":
+        refuse_without_nccl(facts)
+        nccl_settings = common_settings(facts)
+        notes += pace_notes(nccl_settings or {})
+    if transport is None:
+        refuse_dummy(facts)
+    model_path = fleet.model_path or next((fact.model for fact in facts if fact.model), None)
+    notes += await asyncio.to_thread(check_compatible, checkpoint, model_path)
+    chunk_size = request.chunk_size or fleet.chunk_size
+    workers = sum(fact.world_size for fact in facts)
+    if transport is None:
+        plan, memory_bytes = plan_chunks(checkpoint.tensors, chunk_size), 0
+    else:
+        plan = plan_chunks(
+            checkpoint.tensors,
+            chunk_size,
+            packing=transport.packing,
+            alignment=transport.alignment,
+        )
+        notes += grown_notes(plan)
+        memory_bytes = (slots_of(request.stage, len(plan.chunks)) + workers) * plan.slot_bytes
+        if all(server.device == "cpu" for server in fleet.servers):
+            check_memory(memory_bytes)
+    forecasts: tuple[Forecast, ...] = ()
+    said: tuple[str, ...] = ()
+    if request.dry_run and transport is not None:
+        subject = await subject_of(fleet, plan, choice.name, workers=workers, idle=idle)
+        forecasts, said = await foretell(request, fleet, checkpoint, subject)
+    return Prepared(
+        checkpoint=checkpoint,
+        plan=plan,
+        choice=choice,
+        transport=transport,
+        facts=facts,
+        sites=tuple(
+            _site(server, fact, client, fleet, colocated=request.colocated)
+            for server, fact in zip(fleet.servers, facts, strict=True)
+        ),
+        memory_bytes=memory_bytes,
+        notes=tuple(notes),
+        samples=samples,
+        sender_gpu=free_gpu(fleet.servers) if choice.name == "nccl" else -1,
+        nccl_settings=nccl_settings,
+        stage=request.stage,
+        forecasts=forecasts,
+        assumptions=said,
+    )
+
+
+def _read(request: PushRequest) -> tuple[Checkpoint, dict[str, Sample]]:
+    checkpoint = read_checkpoint(request.checkpoint)
+    refuse_changed(request, checkpoint)
+    if request.scan_nan:
+        refuse_not_finite(checkpoint)
+    return checkpoint, read_samples(checkpoint) if request.verify else {}
+
+
+def _site(
+    server: PushServer,
+    facts: ServerFacts,
+    client: ControlClient,
+    fleet: PushFleet,
+    *,
+    colocated: bool,
+) -> Site:
+    return Site(
+        server=server,
+        vllm=VLLMServer(client, server.target, timeout_s=fleet.control_timeout_s),
+        dialect=facts.dialect,
+        world_size=facts.world_size,
+        was_paused=facts.paused and not server.thaw,
+        old_version=facts.weight_version,
+        holds=Holds.UNKNOWN if server.half_updated else Holds.OLD,
+        # is_sleeping and the metric of a CPU server say nothing: what was typed is on record
+        asleep=colocated and (facts.asleep or server.sleep_level > 0),
+    )
+
+
+def check_servers(facts: Sequence[ServerFacts], weights_awake: Collection[str] = ()) -> list[str]:
+    """Servers, or at least their weights, must be awake, and of one version; notes about it.
+
+    Raises:
+        PreflightError: names the servers that are not.
+    """
+    asleep = [fact.name for fact in facts if fact.asleep and fact.name not in weights_awake]
+    if asleep:
+        raise PreflightError(
+            f"{', '.join(asleep)} {'is' if len(asleep) == 1 else 'are'} asleep",
+            hint="wake the weights as a part of it: --colocated; or skyctl wake --tags weights",
+        )
+    versions = {fact.name: fact.vllm_version for fact in facts}
+    if len(set(versions.values())) > 1:
+        listing = ", ".join(f"{name}: {version}" for name, version in versions.items())
+        raise PreflightError(
+            f"the servers run different versions of vLLM ({listing})", hint="restart them alike"
+        )
+    return sorted({fact.dialect.note for fact in facts if fact.dialect.note})
+
+
+def refuse_dummy(facts: Sequence[ServerFacts]) -> None:
+    """vLLM cannot reload from disk what it did not load from disk.
+
+    Raises:
+        PreflightError: a server was started with `--load-format dummy`.
+    """
+    dummy = [fact.name for fact in facts if fact.load_format == "dummy"]
+    if dummy:
+        raise PreflightError(
+            f"{', '.join(dummy)} was started with --load-format dummy, which transport disk "
+            "cannot push to",
+            hint="push with another transport, or start it without `load-format: dummy`",
+        )
+
+
+def grown_notes(plan: ChunkPlan) -> list[str]:
+    """A note when tensors are larger than the chunk size."""
+    if not plan.grown:
+        return []
+    size, first = format_bytes(plan.chunk_size), plan.largest
+    which = f"{len(plan.grown)} tensors are" if len(plan.grown) > 1 else f"{plan.grown[0]} is"
+    return [
+        f"{which} larger than the chunk size of {size}: the largest chunk is "
+        f"{format_bytes(plan.slot_bytes)} for {first.name}"
+    ]
+
+
+def check_memory(needed_bytes: int, meminfo: Path = Path("/proc/meminfo")) -> None:
+    """Raise PreflightError when the machine has not that much memory to spare."""
+    try:
+        lines = meminfo.read_text().splitlines()
+        available = next(int(x.split()[1]) for x in lines if x.startswith("MemAvailable")) * 1024
+    except (OSError, StopIteration, ValueError, IndexError):
+        return  # not Linux as we know it: the push will find out
+    if needed_bytes > available:
+        raise PreflightError(
+            f"the push needs {format_bytes(needed_bytes)} of memory, "
+            f"{format_bytes(available)} are available",
+            hint="take a smaller --chunk-size, or --transport disk",
+        )

@@ -1,0 +1,263 @@
+"""What a push is asked for, what it knows of the fleet, and what it comes to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+from skyctl.http.target import ServerTarget
+
+if TYPE_CHECKING:
+    from skyctl.store.journal import PushRecord
+
+STAGES = (
+    "preflight",
+    "stage",
+    "pause",
+    "init",
+    "start",
+    "update",
+    "finish",
+    "verify",
+    "resume",
+)
+"""Stages of a push, in order. Everything up to `stage` happens before a server is touched. A push
+that takes servers out of the router has `drain` before `pause`, one with a canary has `canary`
+after `verify`; `recover` is a second attempt, or an undoing."""
+
+
+PauseMode = Literal["keep", "wait", "abort"]
+
+
+def usual_mode(*, leaves_router: bool) -> PauseMode:
+    """What becomes of running requests unless it is said: frozen, but where servers are drained."""
+    return "wait" if leaves_router else "keep"
+
+
+@dataclass(frozen=True)
+class PushRequest:
+    """What the user asked for. `chunk_size` is in bytes; None takes the fleet's.
+
+    `weight_version` None makes one up from the checkpoint's digest. `traceparent` is the W3C trace
+    context of whoever asked. `scan_nan` reads the whole checkpoint first and refuses NaN and
+    infinity. `expected_digest` is the checkpoint's identity_digest when it was pushed before: one
+    that has changed since is refused. `canary` is what `push/canary.py` reads from a canary
+    file. `keep`: the fleet makes a copy of its own, and keeps it. `rolling`
+    is how many servers are updated at a time while the others serve, 0 for all. `colocated`:
+    servers that sleep are woken for it. `sleep_after` is the level to sleep at afterwards, 0: none.
+    `stage` is where the checkpoint lies before servers are frozen (`push/forecast.py`).
+    """
+
+    checkpoint: str
+    transport: str = "auto"
+    chunk_size: int | None = None
+    weight_version: str | None = None
+    pause_mode: PauseMode = "keep"
+    verify: bool = True
+    dry_run: bool = False
+    scan_nan: bool = False
+    expected_digest: str | None = None
+    traceparent: str | None = None
+    canary: dict[str, Any] | None = None
+    keep: bool = False
+    rolling: int = 0
+    colocated: bool = False
+    sleep_after: int = 0
+    stage: Literal["auto", "gpu", "host", "stream"] = "auto"
+
+    @property
+    def leaves_router(self) -> bool:
+        """Whether its servers are taken out of the router and drained first."""
+        return self.canary is not None or self.rolling > 0
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON mapping with one key per field."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> PushRequest:
+        """Inverse of `to_json`; unknown keys raise TypeError."""
+        return cls(**data)
+
+
+@dataclass(frozen=True)
+class PushServer:
+    """One server of a push. `backend` is the weight-transfer backend it was started with, "" for
+    none or unknown; `gpus` are physical indices; `world_size` counts its workers (tensor x pipeline
+    x data parallel). `instance` identifies the running process: while it is the same, a group that
+    the server joined still stands ("" when unknown: never assumed). `half_updated`: an earlier push
+    broke off there, so that it is scrubbed first; `thaw`: that push froze it, so that this one
+    resumes it. `weights_awake`: it sleeps, but for its weights, which were woken. `sleep_level` is
+    how deep it sleeps, as far as is on record; `paused`: somebody wants it paused when it wakes."""
+
+    target: ServerTarget
+    backend: str = ""
+    device: Literal["cpu", "cuda"] = "cpu"
+    gpus: tuple[int, ...] = ()
+    world_size: int = 1
+    instance: str = ""
+    half_updated: bool = False
+    thaw: bool = False
+    weights_awake: bool = False
+    sleep_level: int = 0
+    paused: bool = False
+
+    @property
+    def name(self) -> str:
+        return self.target.name
+
+
+@dataclass(frozen=True)
+class Committed:
+    """The weights that a fleet serves: what a push that is refused goes back to. `version` None:
+    those it was started with; `digest` None: the files were not looked at then."""
+
+    checkpoint: str
+    version: str | None = None
+    digest: str | None = None
+    transport: str = "auto"
+
+
+@dataclass(frozen=True)
+class PushFleet:
+    """The servers of a push and the bounds it keeps.
+
+    `model_path` is the directory or hub id of the checkpoint the servers run now, None when
+    unknown. `transport` is what the fleet file says, used when the request says "auto". `python`
+    is the interpreter that runs the sender process (it needs torch); "" is this one. `committed`
+    is None where it is not known. `pushes` are the fleet's latest, newest first.
+    """
+
+    name: str
+    servers: tuple[PushServer, ...]
+    model_path: str | None = None
+    chunk_size: int = 256 * 1024 * 1024
+    rendezvous_timeout_s: float = 30.0
+    update_timeout_s: float = 120.0
+    control_timeout_s: float = 30.0
+    python: str = ""
+    transport: str = "auto"
+    drain_timeout_s: float = 30.0
+    pushes: tuple[PushRecord, ...] = ()
+    committed: Committed | None = None
+
+
+class PushObserver(Protocol):
+    """Told of a push's progress as it happens. Calls must return at once."""
+
+    def stage(self, name: str) -> None:
+        """A stage (one of `STAGES`, or "recover") begins."""
+
+    def progress(self, done_bytes: int, total_bytes: int) -> None:
+        """`done_bytes` of the checkpoint are loaded by every server still in the push."""
+
+    def server(self, name: str, state: str, detail: str = "") -> None:
+        """A server's state: draining, waking (its weights), held (was paused before), pausing,
+        paused, updating, trying (its canary), updated, resumed; at its end ready, kept (stays
+        paused), asleep (again) or quarantined."""
+
+    def note(self, message: str) -> None:
+        """One line the operator should read."""
+
+
+class SilentObserver:
+    """An observer that keeps nothing."""
+
+    def stage(self, name: str) -> None: ...
+
+    def progress(self, done_bytes: int, total_bytes: int) -> None: ...
+
+    def server(self, name: str, state: str, detail: str = "") -> None: ...
+
+    def note(self, message: str) -> None: ...
+
+
+class CarefulObserver:
+    """Passes calls on; an observer that fails (a full disk under a journal, say) must not stop a
+    push that has servers frozen. `failures` keeps what was raised."""
+
+    def __init__(self, observer: PushObserver) -> None:
+        self._observer = observer
+        self.failures: list[Exception] = []
+
+    def stage(self, name: str) -> None:
+        self._tell(lambda: self._observer.stage(name))
+
+    def progress(self, done_bytes: int, total_bytes: int) -> None:
+        self._tell(lambda: self._observer.progress(done_bytes, total_bytes))
+
+    def server(self, name: str, state: str, detail: str = "") -> None:
+        self._tell(lambda: self._observer.server(name, state, detail))
+
+    def note(self, message: str) -> None:
+        self._tell(lambda: self._observer.note(message))
+
+    def _tell(self, call: Callable[[], None]) -> None:
+        try:
+            call()
+        except Exception as error:
+            self.failures.append(error)
+
+
+@dataclass(frozen=True)
+class ServerPush:
+    """How a push left one server. `state` is ready, paused, asleep or quarantined (paused, do not
+    route).
+
+    `version` is the weight version it holds; None is unknown (it may be half-updated).
+    `sleep_level` is None where the push changed nothing about it; `weights_awake`: it sleeps, and
+    its weights do not. Seconds: `freeze_s` from its own pause to its own resume (None where it was
+    not frozen and resumed), `load_s` in calls that load, `wait_s` between these.
+    """
+
+    server: str
+    ok: bool
+    state: str
+    version: str | None = None
+    weights_digest: str = ""
+    detail: str = ""
+    sleep_level: int | None = None
+    weights_awake: bool = False
+    freeze_s: float | None = None
+    load_s: float = 0.0
+    wait_s: float = 0.0
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class PushResult:
+    """What a push came to. Sizes in bytes, times in seconds, rate in 10^9 bytes per second.
+
+    `checkpoint_digest` is the cheap identity of the checkpoint (headers and sizes);
+    `content_digest` covers every byte that was sent ("" for transports that send none, and for a
+    dry run). `freeze_window_s` runs from the first pause sent to the last resume answered. `canary`
+    has one CanaryResult mapping per server and prompt. `plan` is filled by a dry run only.
+    """
+
+    version: str
+    checkpoint: str
+    checkpoint_digest: str
+    transport: str
+    total_bytes: int
+    chunks: int
+    seconds: float
+    gb_per_s: float
+    freeze_window_s: float
+    stages: dict[str, float]
+    servers: list[ServerPush]
+    content_digest: str = ""
+    canary: list[dict[str, Any]] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    plan: dict[str, Any] | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON mapping with one key per field; servers become mappings."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> PushResult:
+        """Inverse of `to_json`."""
+        return cls(**{**data, "servers": [ServerPush(**server) for server in data["servers"]]})

@@ -1,0 +1,74 @@
+"""Which weights came before those that a fleet has now."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from skyctl.checkpoints.checkpoint import Checkpoint
+from skyctl.errors import NotFoundError, PreflightError
+from skyctl.push.labels import meant
+from skyctl.push.request import PushRequest
+from skyctl.store.journal import PushRecord
+from skyctl.store.kept_weights import KeptWeights
+
+
+def rollback(
+    request: PushRequest,
+    pushes: Sequence[PushRecord],
+    kept: Sequence[KeptWeights] = (),
+    version: str | None = None,
+) -> PushRequest:
+    """`request` for the version before the current one, or for `version`; `pushes` and `kept` are
+    newest first. A kept copy is taken before the directory that was pushed then.
+
+    Rolled back twice, a fleet is where it was: the version that was left is then the one before.
+
+    Raises:
+        NotFoundError: no other version was ever pushed, or `version` never was.
+        UsageError: `version` may be any of several.
+    """
+    done = [push for push in pushes if push.ok]
+    known = dict.fromkeys([p.version for p in done if p.version] + [k.version for k in kept])
+    if version is not None:
+        version = meant(version, known)
+    wanted = version or next((p.version for p in done if p.version != done[0].version), None)
+    copy = next((one for one in kept if wanted and one.version == wanted), None)
+    if copy is not None:
+        return replace(
+            request,
+            checkpoint=copy.checkpoint,
+            weight_version=copy.version,
+            expected_digest=copy.checkpoint_digest,
+        )
+    before = next((push for push in done if push.version == wanted), None)
+    if before is None and version is not None:
+        raise NotFoundError(
+            f"no version {version} was pushed into this fleet",
+            hint=f"its versions: {', '.join(known) or 'none'}",
+        )
+    if before is None:
+        have = f"{done[0].version} is the only version that was pushed" if done else "no push yet"
+        raise NotFoundError(
+            f"there is nothing to roll back to: {have}",
+            hint="push the checkpoint that you want by its path: skyctl sync-weights CKPT",
+        )
+    return replace(
+        request,
+        checkpoint=before.checkpoint,
+        weight_version=before.version,
+        expected_digest=before.checkpoint_digest,
+    )
+
+
+def refuse_changed(request: PushRequest, checkpoint: Checkpoint) -> None:
+    """A version means certain bytes.
+
+    Raises:
+        PreflightError: the files are not those that were pushed under this version.
+    """
+    if request.expected_digest and request.expected_digest != checkpoint.identity_digest:
+        raise PreflightError(
+            f"{checkpoint.path} was written anew since it was pushed as {request.weight_version}",
+            hint="push it as what it is now: skyctl sync-weights " + str(checkpoint.path),
+        )

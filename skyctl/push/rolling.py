@@ -1,0 +1,150 @@
+"""A push that rolls: some servers at a time leave the router, are updated, and rejoin.
+
+    check all ─► [leave, drain, push, verify, canary, rejoin] ─► [ … ] ─► … ─► the fleet's version
+                  └─ fails: this part is undone, the roll stops; those before it have the new one
+
+Requests are served throughout, by two versions: that is inherent. The fleet's version is the one
+before until the last server has the new one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from skyctl.errors import PreflightError, PushError, SkyctlError
+from skyctl.http.client import ControlClient
+from skyctl.push.request import (
+    PushFleet,
+    PushObserver,
+    PushRequest,
+    PushResult,
+    PushServer,
+    SilentObserver,
+)
+from skyctl.push.rotation import Rotation
+from skyctl.push.transaction import push
+from skyctl.transfer.sender_pool import SenderPool
+
+
+async def push_rolling(
+    request: PushRequest,
+    fleet: PushFleet,
+    *,
+    client: ControlClient,
+    observer: PushObserver,
+    rotation: Rotation | None,
+    senders: SenderPool | None = None,
+    on_part: Callable[[PushResult], None] = lambda result: None,
+    clock: Callable[[], float] = time.perf_counter,
+) -> PushResult:
+    """Bring a checkpoint into `request.rolling` servers after the other; the sum of all parts.
+
+    `on_part` hears each part that went well, as it is over. A cancellation stops the roll after the
+    part that is under way, or before it when nothing was sent yet.
+
+    Raises:
+        As `push`. `details["servers"]` of a PushError has all servers, those of parts that were not
+        begun at the version that they have.
+    """
+    began = clock()
+    _refuse_all_at_once(request, fleet)
+    checked = await push(
+        replace(request, dry_run=True),
+        fleet,
+        client=client,
+        observer=observer if request.dry_run else SilentObserver(),
+        rotation=rotation,
+    )
+    if request.dry_run:
+        return checked
+    # what was checked is what every part gets
+    asked = replace(request, scan_nan=False, expected_digest=checked.checkpoint_digest)
+    parts: list[PushResult] = []
+    for servers in _parts(fleet.servers, request.rolling):
+        try:
+            result = await push(
+                asked,
+                replace(fleet, servers=servers),
+                client=client,
+                observer=observer,
+                senders=senders,
+                rotation=rotation,
+            )
+        except SkyctlError as error:
+            raise _stopped(error, parts, servers, checked) from error
+        parts.append(result)
+        on_part(result)
+        asked = replace(asked, weight_version=result.version)
+        task = asyncio.current_task()
+        if (
+            task is not None
+            and task.cancelling()
+            and len(parts) * request.rolling < len(fleet.servers)
+        ):
+            raise asyncio.CancelledError
+    return _sum(parts, clock() - began)
+
+
+def _refuse_all_at_once(request: PushRequest, fleet: PushFleet) -> None:
+    servers = len(fleet.servers)
+    if request.rolling >= servers:
+        raise PreflightError(
+            f"--rolling {request.rolling} would take all {servers} servers out of the router at "
+            "once",
+            hint=f"--rolling {servers - 1} or less" if servers > 1 else "skyctl scale 2",
+        )
+
+
+def _parts(servers: Sequence[PushServer], size: int) -> list[tuple[PushServer, ...]]:
+    return [tuple(servers[at : at + size]) for at in range(0, len(servers), size)]
+
+
+def _stopped(
+    error: SkyctlError,
+    parts: Sequence[PushResult],
+    servers: Sequence[PushServer],
+    checked: PushResult,
+) -> SkyctlError:
+    """The error of the part that failed, with all servers and what to type about it."""
+    told: dict[str, dict[str, Any]] = {row.server: row.to_json() for row in checked.servers}
+    for part in parts:
+        told |= {row.server: row.to_json() for row in part.servers}
+    told |= {row["server"]: row for row in error.details.get("servers", [])}
+    error.details = {**error.details, "servers": list(told.values())}
+    if not parts:
+        return error
+    # its parts are not the fleet's version: only all of them are
+    error.details.pop("version", None)
+    version = parts[0].version
+    new = [row.server for part in parts for row in part.servers]
+    names = ", ".join(server.name for server in servers)
+    kind = type(error) if isinstance(error, PushError) else PushError
+    return kind(
+        f"the roll stopped at {names}: {', '.join(new)} at {version}, the others as they were "
+        f"({error.message})",
+        hint="go on: the same command again; or back to the version before: skyctl recover",
+        details=error.details,
+    )
+
+
+def _sum(parts: Sequence[PushResult], seconds: float) -> PushResult:
+    """All parts as one result. Its freeze window is the longest of a part: the fleet has none."""
+    last = parts[-1]
+    stages: dict[str, float] = {}
+    for part in parts:
+        for name, taken_s in part.stages.items():
+            stages[name] = stages.get(name, 0.0) + taken_s
+    return replace(
+        last,
+        seconds=seconds,
+        gb_per_s=sum(part.gb_per_s for part in parts) / len(parts),
+        freeze_window_s=max(part.freeze_window_s for part in parts),
+        stages=stages,
+        servers=[row for part in parts for row in part.servers],
+        canary=[row for part in parts for row in part.canary],
+        notes=list(dict.fromkeys(note for part in parts for note in part.notes)),
+    )

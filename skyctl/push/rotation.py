@@ -1,0 +1,116 @@
+"""Keep users' requests from the servers of a push: out of the router, and drained."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Collection, Sequence
+from typing import Protocol
+
+from skyctl.errors import PreflightError, ServerError, SkyctlError
+from skyctl.kill_points import reached
+from skyctl.push.freeze import require_all
+from skyctl.push.request import PushRequest
+from skyctl.push.run import Run
+from skyctl.push.sites import Site, each
+
+_DRAIN_POLL_S = 0.25
+# a request that the router had picked a server for may arrive after the server left it
+_EMPTY_POLLS = 2
+
+
+class Rotation(Protocol):
+    """Who receives users' requests, for whoever pushes."""
+
+    async def leave(self, names: Collection[str], *, others_serve: bool) -> None:
+        """Returns once the router sends these servers nothing. Raises SkyctlError, also when
+        `others_serve` is asked for and nobody else would be left."""
+
+    async def rejoin(self, names: Collection[str]) -> None:
+        """They may be routed to again, if their state allows it. Never raises."""
+
+
+def refuse_impossible(request: PushRequest, rotation: Rotation | None) -> None:
+    """Raise PreflightError for a push that needs what this fleet has not."""
+    if not request.leaves_router:
+        return
+    option = "--canary" if request.canary is not None else "--rolling"
+    if request.pause_mode == "keep":
+        raise PreflightError(
+            f"{option} cannot keep running requests frozen in servers that are taken out of the "
+            "router and drained",
+            hint=f"{option} with --mode wait (let them end) or --mode abort",
+        )
+    if rotation is None:
+        raise PreflightError(
+            f"{option} needs a router that skyctl runs: without it nothing keeps users' requests "
+            "from servers whose weights nobody has accepted yet",
+            hint="start the fleet with `skyctl up` and its router, or leave the option out",
+        )
+
+
+def refuse_paused(request: PushRequest, sites: Sequence[Site]) -> None:
+    """Raise PreflightError where a canary would release requests that somebody froze."""
+    paused = [site.name for site in sites if site.was_paused]
+    if request.canary is not None and paused:
+        raise PreflightError(
+            f"{', '.join(paused)} cannot answer canary prompts: paused or asleep before the push",
+            hint="skyctl resume (or skyctl wake), then push again; or leave --canary out",
+        )
+
+
+async def leave(run: Run, sites: Sequence[Site]) -> None:
+    """Take servers out of the router, and wait until they have no request, unless those are to be
+    aborted. What is not empty within the fleet's `drain_timeout_s` is a failure: undone."""
+    assert run.rotation is not None  # refuse_impossible
+    reached("push.drain.call")
+    try:
+        names = [site.name for site in sites]
+        await run.rotation.leave(names, others_serve=run.request.rolling > 0)
+        for site in sites:
+            run.observer.server(site.name, "draining")
+    except SkyctlError as error:
+        for site in sites:
+            site.failure = f"drain: {error.message}"
+    require_all(run, sites)
+    if run.request.pause_mode == "wait":
+        patience_s = run.fleet.drain_timeout_s
+        await each(
+            [site for site in sites if not site.was_paused],  # what is frozen does not end
+            lambda site: _drained(site, patience_s),
+            timeout_s=patience_s + run.fleet.control_timeout_s,
+            what="drain",
+        )
+    reached("push.drain.done")
+    require_all(run, sites)
+
+
+async def _drained(site: Site, patience_s: float) -> None:
+    empty, deadline = 0, time.monotonic() + patience_s
+    while empty < _EMPTY_POLLS:
+        left = (await site.vllm.metrics()).in_flight
+        empty = 0 if left else empty + 1
+        if left and time.monotonic() > deadline:
+            raise ServerError(
+                f"{left:g} requests have not ended after {patience_s:g} s (drain_timeout_s)"
+            )
+        if empty < _EMPTY_POLLS:
+            await asyncio.sleep(_DRAIN_POLL_S)
+
+
+async def rejoin(run: Run, sites: Sequence[Site]) -> None:
+    """Whatever became of them; those that must not be routed are quarantined by now."""
+    if run.rotation is not None and run.request.leaves_router:
+        await run.rotation.rejoin([site.name for site in sites])
+
+
+async def abort_stragglers(site: Site) -> None:
+    """End requests that reached a server past the router, before it generates once more.
+
+    Raises:
+        ServerError: it does not answer.
+    """
+    if (await site.vllm.metrics()).in_flight:
+        await site.vllm.pause("abort", clear_cache=False)
+        if (await site.vllm.metrics()).in_flight:
+            raise ServerError(f"{site.name}: requests arrive past the router")

@@ -1,0 +1,61 @@
+"""One push under way: what it was asked, whom it tells, its stopwatch, and its label."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from skyctl.http.client import ControlClient
+from skyctl.push.canary import CanaryResult
+from skyctl.push.cancellation import Shelter
+from skyctl.push.delivery import Delivery
+from skyctl.push.preflight import Prepared
+from skyctl.push.request import CarefulObserver, PushFleet, PushRequest
+from skyctl.transfer.sender_pool import SenderPool
+
+if TYPE_CHECKING:
+    from skyctl.push.rotation import Rotation
+
+
+@dataclass
+class Run:
+    """One push under way: what it was asked, whom it tells, and its stopwatch."""
+
+    request: PushRequest
+    fleet: PushFleet
+    client: ControlClient
+    observer: CarefulObserver
+    clock: Callable[[], float]
+    shelter: Shelter
+    senders: SenderPool
+    rotation: Rotation | None = None
+    began: float = 0.0
+    froze_at: float | None = None
+    thawed_at: float = 0.0
+    stages: dict[str, float] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    canary: list[CanaryResult] = field(default_factory=list)
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """Time a stage, and tell the observer that it begins."""
+        self.observer.stage(name)
+        began = self.clock()
+        try:
+            yield
+        finally:
+            self.stages[name] = self.stages.get(name, 0.0) + self.clock() - began
+
+    def note(self, message: str) -> None:
+        self.notes.append(message)
+        self.observer.note(message)
+
+
+def label_of(run: Run, prepared: Prepared, delivery: Delivery) -> str:
+    """The version's label: the user's, else the checkpoint's name and a digest of its content."""
+    if run.request.weight_version:
+        return run.request.weight_version
+    digest = delivery.content_digest or prepared.checkpoint.identity_digest
+    return f"{prepared.checkpoint.name}@{digest[:8]}"

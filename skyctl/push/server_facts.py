@@ -1,0 +1,182 @@
+"""What servers say of themselves before a push."""
+
+from __future__ import annotations
+
+from asyncio import gather
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from skyctl.engines.vllm.dialects import Dialect, dialect_for
+from skyctl.engines.vllm.server import VLLMServer
+from skyctl.errors import ServerError
+from skyctl.http.client import ControlClient
+from skyctl.http.fanout import fan_out, require_all
+from skyctl.http.target import ServerTarget
+from skyctl.push.request import PushFleet, PushServer
+
+NCCL_METHOD = "skyctl_nccl"
+_NCCL_TIMEOUT_S = 30.0
+
+
+@dataclass(frozen=True)
+class ServerFacts:
+    """What one server said of itself. Empty strings where it does not tell.
+
+    `nccl_settings` are NCCL's variables in its workers, None where it does not tell.
+    """
+
+    name: str
+    url: str
+    backend: str
+    vllm_version: str
+    dialect: Dialect
+    world_size: int
+    paused: bool
+    asleep: bool
+    weight_version: str | None
+    model: str = ""
+    load_format: str = ""
+    nccl_problem: str = ""
+    nccl_settings: Mapping[str, str] | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "server": self.name,
+            "vllm": self.vllm_version,
+            "backend": self.backend or "none",
+            "workers": self.world_size,
+            "state": "asleep" if self.asleep else "paused" if self.paused else "ready",
+            "weight_version": self.weight_version,
+        }
+
+
+async def ask_servers(fleet: PushFleet, *, client: ControlClient) -> tuple[ServerFacts, ...]:
+    """Facts of every server, in fleet order.
+
+    Raises:
+        ServerError: some or all do not answer.
+    """
+    by_target = {server.target: server for server in fleet.servers}
+
+    async def ask(target: ServerTarget) -> ServerFacts:
+        server = VLLMServer(client, target, timeout_s=fleet.control_timeout_s)
+        (paused, sleeping, metrics), weight_version, made = await gather(
+            gather(server.is_paused(), server.is_sleeping(), server.metrics()),
+            server.weight_version(),
+            _make(server, by_target[target]),
+        )
+        level = metrics.sleep_level
+        # a paused engine calls itself asleep: only the metric, or sleep without a pause, is proof
+        asleep = level > 0 if level is not None else sleeping and not paused
+        return ServerFacts(
+            name=target.name,
+            url=target.url,
+            backend=made.backend,
+            vllm_version=made.vllm_version,
+            dialect=dialect_for(made.vllm_version),
+            world_size=made.world_size,
+            paused=paused,
+            asleep=asleep,
+            weight_version=weight_version,
+            model=made.model,
+            load_format=made.load_format,
+            nccl_problem=made.nccl_problem,
+            nccl_settings=made.nccl_settings,
+        )
+
+    targets = [server.target for server in fleet.servers]
+    outcomes = await fan_out(targets, ask, timeout_s=fleet.control_timeout_s)
+    require_all(outcomes, "sync-weights")
+    return tuple(outcome.value for outcome in outcomes if outcome.value is not None)
+
+
+@dataclass(frozen=True)
+class _Make:
+    """What does not change while a server's process lives."""
+
+    backend: str
+    vllm_version: str
+    world_size: int
+    model: str
+    load_format: str
+    nccl_problem: str
+    nccl_settings: Mapping[str, str] | None
+
+
+_makes: dict[str, _Make] = {}
+"""By `PushServer.instance`: a trainer pushes to the same processes again and again, and the
+configuration alone costs vLLM longer than all other questions together."""
+_MOST = 4096
+
+
+async def _make(server: VLLMServer, pushed: PushServer) -> _Make:
+    known = _makes.get(pushed.instance)
+    if known is not None:
+        return known
+    version, world_size, info = await gather(
+        server.version(), server.world_size(include_dp=True), _configuration(server)
+    )
+    backend = _backend(info, pushed)
+    problem, settings = await _nccl(server) if backend == "nccl" else ("", None)
+    made = _Make(
+        backend=backend,
+        vllm_version=version,
+        world_size=world_size,
+        model=str(_section(info, "model_config").get("model", "")),
+        load_format=str(_section(info, "load_config").get("load_format", "")),
+        nccl_problem=problem,
+        nccl_settings=settings,
+    )
+    if pushed.instance:
+        if len(_makes) >= _MOST:
+            _makes.clear()
+        _makes[pushed.instance] = made
+    return made
+
+
+async def _nccl(server: VLLMServer) -> tuple[str, Mapping[str, str] | None]:
+    """The problem of the first worker that has one, and the settings."""
+    try:
+        answers = await server.collective_rpc(NCCL_METHOD, timeout_s=_NCCL_TIMEOUT_S)
+    except ServerError as error:
+        if not error.status:
+            raise
+        return "", None  # started without skyctl's worker extension
+    told = [answer for answer in answers if isinstance(answer, dict)]
+    problem = next((str(answer["problem"]) for answer in told if answer.get("problem")), "")
+    return problem, _settings(told[0].get("settings")) if told else None
+
+
+def _settings(told: Any) -> dict[str, str] | None:
+    """Its workers have one environment: that of any of them is all workers'."""
+    return {str(k): str(v) for k, v in told.items()} if isinstance(told, dict) else None
+
+
+async def _configuration(server: VLLMServer) -> dict[str, Any]:
+    """vLLM's own configuration; {} where it cannot be had as JSON."""
+    try:
+        info = (await server.server_info()).get("vllm_config")
+    except ServerError as error:
+        if not error.status:
+            raise
+        return {}
+    return info if isinstance(info, dict) else {}
+
+
+async def configured_model(server: VLLMServer) -> str | None:
+    """Directory or hub id of the model a server was started with; None when it does not say."""
+    model = _section(await _configuration(server), "model_config").get("model")
+    return str(model) if model else None
+
+
+def _section(info: dict[str, Any], name: str) -> dict[str, Any]:
+    section = info.get(name)
+    return section if isinstance(section, dict) else {}
+
+
+def _backend(info: dict[str, Any], server: PushServer) -> str:
+    """What the server says it was started with, else what the fleet believes."""
+    if "weight_transfer_config" not in info:
+        return server.backend
+    return str(_section(info, "weight_transfer_config").get("backend", ""))

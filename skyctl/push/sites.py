@@ -1,0 +1,209 @@
+"""The servers of one push as it proceeds: what each is known to hold, and why it dropped out."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import Any, TypeVar
+
+from skyctl.engines.vllm.dialects import Dialect
+from skyctl.engines.vllm.server import VLLMServer
+from skyctl.errors import ServerError, SkyctlError
+from skyctl.http.fanout import Outcome, fan_out
+from skyctl.http.target import ServerTarget
+from skyctl.push.request import PushServer, ServerPush
+from skyctl.push.spans import Spans
+
+T = TypeVar("T")
+
+NO_SESSION = "without a matching start"
+ENGINE_TIMEOUT_S = 10.0
+"""How long an engine may take to answer before it counts as stuck: it may still load the chunk
+that a dead push sent it."""
+
+
+class Holds(IntEnum):
+    """What a server's model is made of."""
+
+    OLD = 0  # the weights it had: nothing was sent
+    UNKNOWN = 1  # parts of several checkpoints: must not be resumed
+    NEW = 2  # everything was sent, and the server closed the update without complaint
+    VERIFIED = 3  # … and it agrees with the others
+
+
+@dataclass
+class Site:
+    """One server in a push. `was_paused` is how it was found; `paused` whether we froze it.
+
+    `open` is true while an update session is open in the server. `failure` is "" as long as the
+    server takes part. `asleep` is how it was found, too; `woken`: we woke its weights, and not the
+    rest; `slept` is the level at which we left it, 0 for awake, None where nothing was changed.
+    """
+
+    server: PushServer
+    vllm: VLLMServer
+    dialect: Dialect
+    world_size: int
+    was_paused: bool
+    old_version: str | None
+    frozen: bool = False
+    open: bool = False
+    holds: Holds = Holds.OLD
+    failure: str = ""
+    version: str | None = None
+    digest: str = ""
+    resumed: bool = False
+    asleep: bool = False
+    woken: bool = False
+    slept: int | None = None
+    spans: Spans = field(default_factory=Spans)
+
+    @property
+    def name(self) -> str:
+        return self.server.name
+
+    @property
+    def target(self) -> ServerTarget:
+        return self.server.target
+
+    def report(self) -> ServerPush:
+        """How the push leaves this server."""
+        safe = self.holds in (Holds.OLD, Holds.VERIFIED)
+        if not safe:
+            state = "quarantined"
+        elif self.slept or (self.asleep and self.slept is None):
+            state = "asleep"
+        elif self.resumed or not (self.frozen or self.was_paused):
+            state = "ready"
+        else:
+            state = "paused"
+        version = self.old_version if self.holds is Holds.OLD else self.version if safe else None
+        return ServerPush(
+            server=self.name,
+            ok=safe and not self.failure,
+            state=state,
+            version=version,
+            weights_digest=self.digest if self.holds is Holds.VERIFIED else "",
+            detail=self.failure,
+            sleep_level=self.slept,
+            weights_awake=self.woken,
+            freeze_s=self.spans.freeze_s,
+            load_s=self.spans.load_s,
+            wait_s=self.spans.wait_s,
+        )
+
+
+async def each(
+    sites: Sequence[Site],
+    call: Callable[[Site], Awaitable[T]],
+    *,
+    timeout_s: float,
+    what: str,
+) -> list[Outcome[T]]:
+    """Call every site at once and wait for all; those that fail get a `failure` that says `what`.
+
+    Nothing a single call raises gets past: siblings must settle before anything else is done.
+    """
+    by_name = {site.name: site for site in sites}
+
+    async def one(target: ServerTarget) -> T:
+        try:
+            return await call(by_name[target.name])
+        except SkyctlError:
+            raise
+        except Exception as error:
+            raise ServerError(f"{target.name}: {error!r}") from error
+
+    outcomes = await fan_out([site.target for site in sites], one, timeout_s=timeout_s)
+    for outcome in outcomes:
+        site = by_name[outcome.server]
+        if not outcome.ok and not site.failure:
+            site.failure = f"{what}: {outcome.detail}"
+    return outcomes
+
+
+def alive(sites: Sequence[Site]) -> list[Site]:
+    """Those that still take part."""
+    return [site for site in sites if not site.failure]
+
+
+async def open_session(site: Site, *, timeout_s: float) -> None:
+    """Start an update. A session that an earlier pusher left behind is closed first.
+
+    A start that fails once may mean such a session, or layers it left half loaded; what the model
+    holds is unknown then. The session is open afterwards.
+    """
+    site.open = True  # before the call: when its answer is lost, it may be open
+    try:
+        await site.vllm.start_weight_update(timeout_s=timeout_s)
+    except ServerError as error:
+        if not error.status:
+            raise  # no answer: whether it started is unknown, and asking again changes nothing
+        if await _close_leftover(site, timeout_s):
+            site.holds = Holds.UNKNOWN
+        try:
+            await site.vllm.start_weight_update(timeout_s=timeout_s)
+        except ServerError as again:
+            site.open = not again.status
+            raise error from None
+        site.holds = Holds.UNKNOWN
+
+
+async def close_session(site: Site, *, timeout_s: float) -> None:
+    """Finish an update into which nothing was sent: the server goes on with its old weights.
+
+    Until then its layers are empty: it must not be resumed when this fails.
+    """
+    try:
+        await site.vllm.finish_weight_update(timeout_s=timeout_s)
+    except ServerError as error:
+        if NO_SESSION not in error.message:
+            site.holds = Holds.UNKNOWN
+            raise
+    site.open = False
+
+
+async def _close_leftover(site: Site, timeout_s: float) -> bool:
+    """Finish a session that may be open; whether there was one.
+
+    An engine may complain once of what a session lacks and still keep it open: it is asked twice.
+    """
+    for _ in range(2):
+        try:
+            await site.vllm.finish_weight_update(timeout_s=timeout_s)
+        except ServerError as error:
+            if not error.status:
+                raise
+        else:
+            return True
+    return False
+
+
+async def scrub(site: Site, *, timeout_s: float) -> None:
+    """Bring a half-updated server to where a full push can begin: start, finish, start.
+
+    Finishing with nothing loaded takes layers off the meta device; without it a further push could
+    build on what the broken one left (vLLM clears its session flag, not its layers).
+    """
+    site.open = False
+    await open_session(site, timeout_s=timeout_s)
+    await site.vllm.finish_weight_update(timeout_s=timeout_s)
+    site.open = False
+    await site.vllm.start_weight_update(timeout_s=timeout_s)
+    site.open = True
+
+
+async def responsive(sites: Sequence[Site], *, control_timeout_s: float) -> list[Site]:
+    """Those whose engine answers. The others are stuck or dead: only a restart helps them."""
+    timeout_s = min(control_timeout_s, ENGINE_TIMEOUT_S)
+
+    async def ask(site: Site) -> Any:
+        return await site.vllm.is_paused()
+
+    outcomes = await fan_out(
+        [site.target for site in sites],
+        lambda target: ask(next(site for site in sites if site.target is target)),
+        timeout_s=timeout_s,
+    )
+    return [site for site, outcome in zip(sites, outcomes, strict=True) if outcome.ok]

@@ -1,0 +1,119 @@
+"""A push into a sleeping fleet (`--colocated`), and one that ends asleep (`--sleep-after`).
+
+    stage ─► wake weights ─► push … verify ─► wake kv_cache ─► resume ─► [sleep]
+             └─ fails before the first byte: asleep again, as far as vLLM lets it
+
+vLLM ignores a sleep while any part of a server is asleep: to go back from weights that are awake,
+the rest is woken first. Weights that a level-2 sleep discarded are not, because such a server
+would generate from nothing: it stays asleep with its weights awake, and says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from skyctl.engines.vllm.server import VLLMServer
+from skyctl.errors import PreflightError, ServerError
+from skyctl.kill_points import reached
+from skyctl.push.freeze import require_all
+from skyctl.push.request import PushRequest
+from skyctl.push.run import Run
+from skyctl.push.sites import Holds, Site, alive, each, responsive
+
+DISCARDED = 2
+
+
+def refuse_impossible(request: PushRequest) -> None:
+    """Raise PreflightError for options that exclude each other."""
+    if request.leaves_router and (request.colocated or request.sleep_after):
+        raise PreflightError(
+            "--colocated and --sleep-after are for fleets that serve nobody meanwhile, --rolling "
+            "and --canary for fleets that do",
+            hint="push without one of them",
+        )
+
+
+async def wake_weights(run: Run, sites: Sequence[Site]) -> None:
+    """Make room for the new weights in every server that sleeps."""
+    asleep = [site for site in sites if site.asleep]
+    if not asleep:
+        run.note("no server was asleep: --colocated made no difference")
+
+    async def call(site: Site) -> None:
+        if not site.server.weights_awake:
+            # before the call: when its answer is lost, or we die, they may be awake
+            site.woken = True
+            run.observer.server(site.name, "waking")
+        # also where they are awake by the record, which a supervisor's death can make wrong; vLLM
+        # ignores it there
+        await site.vllm.wake(["weights"])
+
+    await each(asleep, call, timeout_s=_patience_s(run), what="wake the weights")
+    reached("push.woken")
+    require_all(run, sites)
+
+
+async def sleep_again(run: Run, sites: Sequence[Site]) -> None:
+    """Nothing was sent: free the memory that was taken, where that is possible."""
+    woken = [site for site in sites if site.woken and site.holds is Holds.OLD]
+    for site in woken:
+        if site.server.sleep_level == DISCARDED:
+            site.failure = site.failure or "its weights are awake, and empty: push again"
+    left = [site for site in woken if site.server.sleep_level != DISCARDED]
+    failed = [site for site in left if site.failure]
+    answering = await responsive(failed, control_timeout_s=run.fleet.control_timeout_s)
+
+    async def call(site: Site) -> None:
+        level = max(1, site.server.sleep_level)
+        await back_to_sleep(site.vllm, level)
+        site.slept, site.woken = level, False
+
+    able = alive(left) + answering
+    await each(able, call, timeout_s=2 * _patience_s(run), what="sleep again")
+    for site in woken:
+        if not site.woken or site.server.sleep_level == DISCARDED:
+            run.observer.server(site.name, "asleep", site.failure)
+
+
+async def back_to_sleep(server: VLLMServer, level: int) -> None:
+    """Of a server whose weights are awake, and the rest is not."""
+    await server.wake(["kv_cache"])
+    await server.sleep(level, "abort")
+
+
+async def wake_all(run: Run, sites: Sequence[Site]) -> None:
+    """The new weights are verified: the rest of each sleeping server wakes, which resumes it."""
+
+    async def call(site: Site) -> None:
+        if not await site.vllm.wake(["kv_cache"]):
+            raise ServerError(f"{site.name}: it says that it is still asleep")
+        site.slept, site.woken = 0, False
+        if site.server.paused:  # it slept while somebody had paused it
+            await site.vllm.pause("keep", clear_cache=False)
+        else:
+            site.was_paused, site.resumed = False, True
+
+    asleep = [site for site in alive(sites) if site.asleep and site.holds is Holds.VERIFIED]
+    await each(asleep, call, timeout_s=2 * _patience_s(run), what="wake the cache")
+    reached("push.awake")
+
+
+async def sleep_after(run: Run, sites: Sequence[Site]) -> None:
+    """Free the servers' memory again, for what shares it with them."""
+    level = run.request.sleep_after
+    if not level:
+        return
+    if level == DISCARDED:
+        run.note("a level-2 sleep discards the weights that were just pushed: push before waking")
+    able = [site for site in alive(sites) if site.holds is Holds.VERIFIED]
+    await each(able, lambda site: _sleep(site, level), timeout_s=_patience_s(run), what="sleep")
+
+
+async def _sleep(site: Site, level: int) -> None:
+    await site.vllm.sleep(level, "abort")
+    site.slept = level
+
+
+def _patience_s(run: Run) -> float:
+    """Pinning host memory for a first sleep takes longer than other control calls."""
+    return run.fleet.update_timeout_s

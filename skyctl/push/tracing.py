@@ -1,0 +1,178 @@
+"""OpenTelemetry spans of pushes: one per push, and below it one per stage.
+
+They are made when OTEL_EXPORTER_OTLP_ENDPOINT (or …_TRACES_ENDPOINT) is set and the `otel` extra
+is installed; otherwise nothing of OpenTelemetry is imported. A tracer provider that the program
+has set up already (a trainer's) is used as it is. `TRACEPARENT`, or the span that is current where
+a push is asked for, becomes the parent, also when the supervisor carries it out.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+from skyctl.push.request import PushFleet, PushObserver, PushRequest, PushResult
+
+if TYPE_CHECKING:
+    from opentelemetry.trace import Span, Tracer
+
+_ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
+_PROTOCOLS = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
+_RESULT_KEYS = (
+    "version",
+    "transport",
+    "total_bytes",
+    "chunks",
+    "gb_per_s",
+    "freeze_window_s",
+    "content_digest",
+)
+
+
+class TracedPush:
+    """An observer that passes everything on, and turns it into spans when there is a `tracer`."""
+
+    def __init__(
+        self,
+        request: PushRequest,
+        fleet: PushFleet,
+        observer: PushObserver,
+        tracer: Tracer | None,
+    ) -> None:
+        self._observer = observer
+        self._tracer = tracer
+        self._stage: Span | None = None
+        self._push = tracer and tracer.start_span(
+            "skyctl.push",
+            context=_context(request.traceparent),
+            attributes={
+                "skyctl.fleet": fleet.name,
+                "skyctl.servers": [server.name for server in fleet.servers],
+                "skyctl.checkpoint": request.checkpoint,
+            },
+        )
+
+    def stage(self, name: str) -> None:
+        self._observer.stage(name)
+        self._end_stage()
+        if self._tracer is not None and self._push is not None:
+            from opentelemetry.trace import set_span_in_context
+
+            self._stage = self._tracer.start_span(
+                f"skyctl.push.{name}", context=set_span_in_context(self._push)
+            )
+
+    def progress(self, done_bytes: int, total_bytes: int) -> None:
+        self._observer.progress(done_bytes, total_bytes)
+
+    def server(self, name: str, state: str, detail: str = "") -> None:
+        self._observer.server(name, state, detail)
+        if self._stage is not None:
+            attributes = {"skyctl.server": name, "skyctl.state": state, "skyctl.detail": detail}
+            self._stage.add_event("server", attributes)
+
+    def note(self, message: str) -> None:
+        self._observer.note(message)
+        if self._push is not None:
+            self._push.add_event("note", {"skyctl.message": message})
+
+    def finish(self, result: PushResult) -> None:
+        """The push went well."""
+        if self._push is not None:
+            found = result.to_json()
+            self._push.set_attributes({f"skyctl.{key}": found[key] for key in _RESULT_KEYS})
+
+    def end(self, error: BaseException | None) -> None:
+        """End every span; with an error, say so."""
+        for span in (self._stage, self._push):
+            if span is not None and error is not None:
+                from opentelemetry.trace import StatusCode
+
+                span.set_status(StatusCode.ERROR, str(error) or type(error).__name__)
+        if self._push is not None and error is not None:
+            self._push.record_exception(error)
+        self._end_stage()
+        if self._push is not None:
+            self._push.end()
+
+    def _end_stage(self) -> None:
+        if self._stage is not None:
+            self._stage.end()
+            self._stage = None
+
+
+@contextmanager
+def traced(request: PushRequest, fleet: PushFleet, observer: PushObserver) -> Iterator[TracedPush]:
+    """The observer to give a push, whose spans end with the block."""
+    push = TracedPush(request, fleet, observer, tracer() if configured() else None)
+    try:
+        yield push
+    except BaseException as error:
+        push.end(error)
+        raise
+    push.end(None)
+
+
+def configured(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether the environment asks for traces."""
+    disabled = environ.get("OTEL_SDK_DISABLED", "").lower() == "true"
+    return not disabled and any(environ.get(name) for name in _ENDPOINTS)
+
+
+def current_traceparent(environ: Mapping[str, str] = os.environ) -> str | None:
+    """W3C trace context of the span that is current in this program, else $TRACEPARENT."""
+    if "opentelemetry.trace" in sys.modules:  # else no span can be current
+        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+        carrier: dict[str, str] = {}
+        TraceContextTextMapPropagator().inject(carrier)
+        if "traceparent" in carrier:
+            return carrier["traceparent"]
+    return environ.get("TRACEPARENT")
+
+
+def _context(traceparent: str | None) -> Any:
+    """The context of a parent in another process; None is the current one."""
+    if traceparent is None:
+        return None
+    from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+    return TraceContextTextMapPropagator().extract({"traceparent": traceparent})
+
+
+@cache
+def tracer() -> Tracer | None:
+    """The program's tracer, else one of our own that exports; None without OpenTelemetry."""
+    try:
+        from opentelemetry import trace
+
+        provider = trace.get_tracer_provider()
+        if isinstance(provider, trace.ProxyTracerProvider):  # nobody has set one up
+            provider = _provider()
+    except ImportError:
+        return None
+    return provider.get_tracer("skyctl")
+
+
+def _provider() -> Any:
+    """A provider that sends spans to the endpoint in the background, and at the process's end."""
+    from opentelemetry.sdk.resources import Resource
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import BatchSpanProcessor
+
+    exporter: Any
+    if any(os.environ.get(name) == "grpc" for name in _PROTOCOLS):
+        from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
+    else:
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import (
+            OTLPSpanExporter,
+        )
+    exporter = OTLPSpanExporter()
+    name = {} if "OTEL_SERVICE_NAME" in os.environ else {"service.name": "skyctl"}
+    provider = TracerProvider(resource=Resource.create(name))
+    provider.add_span_processor(BatchSpanProcessor(exporter))
+    return provider

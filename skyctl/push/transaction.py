@@ -1,0 +1,230 @@
+"""The push: one transaction over all servers of a fleet.
+
+    preflight ─► stage ─► pause ─► init ─► start ─► update … ─► finish ─► verify ─► resume
+    └─ nothing touched ─┘ └─ old weights, undone ─┘ └─ half new: scrub and push once more,
+                                                       else the server stays paused: quarantined
+
+With a canary, servers leave the router and are drained before `pause` (`drain`), answer its prompts
+after `verify` (`canary`), and rejoin at the end. When an answer is not as expected the committed
+weights are pushed back.
+
+Whatever fails, each server ends verified and resumed at one version, or paused with the reason
+reported. A server that was paused before stays paused.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+from skyctl.errors import PreflightError, SkyctlError
+from skyctl.http.client import ControlClient
+from skyctl.kill_points import reached
+from skyctl.push import sleeping
+from skyctl.push.canary import failed
+from skyctl.push.canary_stage import refuse_commit, try_canary
+from skyctl.push.cancellation import Shelter
+from skyctl.push.commit import publish, verify
+from skyctl.push.delivery import Delivery
+from skyctl.push.freeze import NotYet, pause, require_all, resume, roll_back
+from skyctl.push.outcome import cut_short, result_of, settle
+from skyctl.push.preflight import Prepared, preflight
+from skyctl.push.request import (
+    CarefulObserver,
+    PushFleet,
+    PushObserver,
+    PushRequest,
+    PushResult,
+    PushServer,
+    ServerPush,
+    SilentObserver,
+)
+from skyctl.push.rotation import Rotation, leave, refuse_impossible, refuse_paused, rejoin
+from skyctl.push.run import Run, label_of
+from skyctl.push.sites import Holds, Site, alive, responsive
+from skyctl.push.tracing import traced
+from skyctl.transfer.sender_client import SenderFailed
+from skyctl.transfer.sender_pool import SenderPool
+
+__all__ = [
+    "PushFleet",
+    "PushObserver",
+    "PushRequest",
+    "PushResult",
+    "PushServer",
+    "ServerPush",
+    "SilentObserver",
+    "push",
+]
+
+
+async def push(
+    request: PushRequest,
+    fleet: PushFleet,
+    *,
+    client: ControlClient,
+    observer: PushObserver,
+    senders: SenderPool | None = None,
+    rotation: Rotation | None = None,
+    clock: Callable[[], float] = time.perf_counter,
+) -> PushResult:
+    """Bring a checkpoint into every server of a fleet.
+
+    Cancelled before any byte was sent, it undoes the pause and raises CancelledError; later it
+    completes first, because half-updated servers cannot be left, and returns the result. A second
+    cancellation ends it where it is: servers stay paused.
+
+    A caller that pushes again and again gives a pool of `senders`, which keeps what a GPU sender
+    sets up; without one, each push has its own. `rotation` is needed by pushes that take servers
+    out of the router.
+
+    Raises:
+        PreflightError, NotFoundError, ServerError: nothing was touched.
+        PushError: it failed after the pause; `details["servers"]` has one ServerPush mapping each.
+    """
+    shelter = Shelter()
+    pool = senders or SenderPool()
+    try:
+        with traced(request, fleet, observer) as watched:
+            told = CarefulObserver(watched)
+            run = Run(request, fleet, client, told, clock, shelter, pool, rotation)
+            result = await shelter.run(_transaction(run))
+            watched.finish(result)
+            return result
+    finally:
+        if senders is None:
+            await pool.close()
+
+
+async def _transaction(run: Run) -> PushResult:
+    run.began = run.clock()
+    with run.stage("preflight"):
+        sleeping.refuse_impossible(run.request)
+        refuse_impossible(run.request, run.rotation)
+        prepared = await preflight(run.request, run.fleet, client=run.client, idle=run.senders.idle)
+        reached("push.prepared")
+        for note in prepared.notes:
+            run.note(note)
+        refuse_paused(run.request, prepared.sites)
+    if run.request.dry_run:
+        return result_of(run, prepared, run.request.weight_version or "", "")
+    try:
+        return await _carry_out(run, prepared)
+    except BaseException as error:
+        raise cut_short(run, prepared.sites, error) from error
+    finally:
+        await rejoin(run, prepared.sites)  # those that must not be routed are quarantined by now
+
+
+async def _carry_out(run: Run, prepared: Prepared) -> PushResult:
+    sites = prepared.sites
+    delivery = prepared.delivery(run.fleet, run.senders)
+    try:
+        with run.stage("stage"):
+            await _stage(delivery, sites)
+            reached("push.staged")
+        run.shelter.enter()  # from here on a cancellation must not leave servers frozen
+        await _until_started(run, delivery, sites)
+        run.shelter.commit()
+        with run.stage("update"):
+            await delivery.update(sites, _progress(run, prepared))
+        with run.stage("finish"):
+            reached("push.finish.call")
+            await delivery.finish(sites, lambda: label_of(run, prepared, delivery))
+            reached("push.finish.done")
+    finally:
+        await delivery.close()
+    if delivery.can_retry and len(alive(sites)) < len(sites):
+        delivery = await _push_again(run, prepared, delivery)
+    label = label_of(run, prepared, delivery)
+    with run.stage("verify"):
+        await verify(run, sites, prepared.samples)
+    if run.request.canary is not None:
+        with run.stage("canary"):
+            run.canary = await try_canary(run, sites)
+        if failed(run.canary):
+            raise await refuse_commit(run, sites, run.canary, _transaction)
+    with run.stage("resume"):
+        await publish(run, sites, label)
+        reached("push.resume.call")
+        await sleeping.wake_all(run, sites)
+        await resume(run, [site for site in sites if site.holds in (Holds.OLD, Holds.VERIFIED)])
+        await sleeping.sleep_after(run, sites)
+        reached("push.resume.done")
+    return settle(run, prepared, label, delivery.content_digest)
+
+
+async def _until_started(run: Run, delivery: Delivery, sites: Sequence[Site]) -> None:
+    """Freeze the servers and open an update in each; what fails here is undone on all of them."""
+    try:
+        if run.request.leaves_router:
+            with run.stage("drain"):
+                await leave(run, sites)
+        if run.request.colocated:
+            with run.stage("wake"):
+                await sleeping.wake_weights(run, sites)
+        with run.stage("pause"):
+            await pause(run, sites)
+            reached("push.pause.done")
+        with run.stage("init"):
+            await delivery.init(sites)
+            reached("push.init.done")
+            require_all(run, sites)
+        with run.stage("start"):
+            reached("push.start.call")
+            await delivery.start(sites)
+            reached("push.start.done")
+            require_all(run, sites)
+    except NotYet as stop:
+        await roll_back(run, sites)
+        await sleeping.sleep_again(run, sites)
+        raise stop.reason(sites) from None
+
+
+async def _stage(delivery: Delivery, sites: Sequence[Site]) -> None:
+    """Do ahead what can be done ahead. Its failures are refusals: nothing was touched."""
+    try:
+        await delivery.open(sites)
+    except SenderFailed as error:
+        raise PreflightError(error.message, details=error.details) from error
+
+
+def _progress(run: Run, prepared: Prepared) -> Callable[[int], None]:
+    total = prepared.checkpoint.total_bytes
+    run.observer.progress(0, total)
+    for site in alive(prepared.sites):
+        run.observer.server(site.name, "updating")
+    return lambda done: run.observer.progress(done, total)
+
+
+async def _push_again(run: Run, prepared: Prepared, first: Delivery) -> Delivery:
+    """Scrub the servers that failed and push to them once more, with a fresh sender.
+
+    They stay paused meanwhile. Those that do not answer, or have several workers of which one
+    failed, cannot be scrubbed: only a restart helps them.
+    """
+    failed = [site for site in prepared.sites if site.failure]
+    delivery = prepared.delivery(run.fleet, run.senders)
+    with run.stage("recover"):
+        run.note(
+            f"{', '.join(site.name for site in failed)}: {failed[0].failure}; "
+            "scrubbing and pushing again"
+        )
+        candidates = await responsive(failed, control_timeout_s=run.fleet.control_timeout_s)
+        candidates = [site for site in candidates if site.world_size == 1]
+        if not candidates:
+            return first
+        for site in candidates:
+            site.failure = ""
+        try:
+            await delivery.open(candidates)
+            await delivery.init(candidates)
+            await delivery.start(candidates, scrubbing=True)
+            await delivery.update(candidates, _progress(run, prepared))
+            await delivery.finish(candidates, lambda: label_of(run, prepared, delivery))
+        except SkyctlError as error:
+            for site in alive(candidates):
+                site.failure = error.message
+        finally:
+            await delivery.close()
+    return delivery if delivery.content_digest else first

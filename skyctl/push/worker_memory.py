@@ -1,0 +1,149 @@
+"""Memory that a vLLM worker takes on its GPU while it loads a push, beside its model: arithmetic.
+
+    ipc    its own copy of the chunk; and the largest module, which is put together beside the old
+    nccl   buffers on two streams, each with its own pool in torch's caching allocator
+
+What was taken stays in the allocator's cache: a server that took a push of the same plan before
+takes nothing more. The streams are those of vLLM's packed consumer (`packed_tensor.py`): a buffer
+is allocated before the one it replaces is let go, and one whose tensors wait for the rest of their
+module lives on, so that pools come to several buffers each.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from skyctl.transfer.plan import Chunk, ChunkPlan, module_of
+
+MIB = 1 << 20
+NCCL_GROUP_BYTES = 484 * MIB
+"""A communicator of a worker; measured on H200 with NCCL 2.28.9."""
+_STREAMS = 2
+_GRANULE = 2 * MIB
+
+
+def worker_bytes(transport: str, plan: ChunkPlan) -> int:
+    """Bytes for each worker; 0 for transports that do not go through GPU memory."""
+    if transport == "ipc":
+        return plan.slot_bytes + max(_module_bytes(plan).values())
+    if transport == "nccl":
+        return NCCL_GROUP_BYTES + _pooled_bytes(plan)
+    return 0
+
+
+def bytes_beside(transport: str, plan: ChunkPlan, server_gpus: Sequence[Sequence[int]]) -> int:
+    """What all workers of the fullest GPU take there, one per server; one where GPUs are not known.
+
+    For transports whose sender has its slots on those GPUs, too.
+    """
+    workers = max(Counter(gpu for gpus in server_gpus for gpu in gpus).values(), default=1)
+    return workers * worker_bytes(transport, plan)
+
+
+def _module_bytes(plan: ChunkPlan) -> dict[str, int]:
+    """Size of each module that vLLM loads at once."""
+    sizes: Counter[str] = Counter()
+    for tensor in plan.tensors:
+        sizes[module_of(tensor.name)] += tensor.nbytes
+    return sizes
+
+
+class _Pool:
+    """Segments of one stream in torch's caching allocator: best fit, split, merged when freed."""
+
+    def __init__(self) -> None:
+        self._segments: list[list[_Block]] = []
+
+    @property
+    def reserved(self) -> int:
+        return sum(block.size for segment in self._segments for block in segment)
+
+    def take(self, size: int) -> _Block:
+        fitting = (b for s in self._segments for b in s if b.free and b.size >= size)
+        block = min(fitting, key=lambda found: found.size, default=None)
+        if block is None:
+            segment: list[_Block] = []
+            block = _Block(-(-size // _GRANULE) * _GRANULE, segment)
+            segment.append(block)
+            self._segments.append(segment)
+        block.split(size)
+        block.free = False
+        return block
+
+
+class _Block:
+    """A part of a segment, `free` or in use."""
+
+    def __init__(self, size: int, segment: list[_Block]) -> None:
+        self.size, self.free = size, True
+        self._segment = segment
+
+    def split(self, size: int) -> None:
+        rest = self.size - size
+        if rest > MIB:
+            place = self._segment.index(self)
+            self._segment.insert(place + 1, _Block(rest, self._segment))
+            self.size = size
+
+    def give_back(self) -> None:
+        self.free = True
+        place = self._segment.index(self)
+        for neighbour in self._segment[place + 1 : place + 2]:
+            if neighbour.free:
+                self.size += neighbour.size
+                self._segment.remove(neighbour)
+        for neighbour in self._segment[max(place - 1, 0) : place]:
+            if neighbour.free:
+                neighbour.size += self.size
+                self._segment.remove(self)
+
+
+class _Buffer:
+    """A received chunk: held by its stream until the next one there, and by tensors that wait."""
+
+    def __init__(self, block: _Block) -> None:
+        self._block, self._holders = block, 1
+
+    def hold(self) -> None:
+        self._holders += 1
+
+    def let_go(self) -> None:
+        self._holders -= 1
+        if not self._holders:
+            self._block.give_back()
+
+
+def _pooled_bytes(plan: ChunkPlan) -> int:
+    """What both pools have reserved when all chunks were received and loaded."""
+    pools = [_Pool() for _ in range(_STREAMS)]
+    current: list[_Buffer | None] = [None] * _STREAMS
+    sizes = _module_bytes(plan)
+    waiting: dict[str, list[tuple[int, _Buffer]]] = {}
+    for chunk in plan.chunks:
+        stream = chunk.index % _STREAMS
+        buffer = _Buffer(pools[stream].take(chunk.size))
+        if (replaced := current[stream]) is not None:
+            replaced.let_go()
+        current[stream] = buffer
+        _load(chunk, buffer, pools[stream], sizes, waiting)
+    return sum(pool.reserved for pool in pools)
+
+
+def _load(
+    chunk: Chunk,
+    buffer: _Buffer,
+    pool: _Pool,
+    sizes: dict[str, int],
+    waiting: dict[str, list[tuple[int, _Buffer]]],
+) -> None:
+    """Each module whose tensors are all here is put together in memory of its own, then copied."""
+    for placed in chunk.placed:
+        module = module_of(placed.tensor.name)
+        parts = waiting.setdefault(module, [])
+        parts.append((placed.tensor.nbytes, buffer))
+        buffer.hold()
+        if sum(size for size, _ in parts) >= sizes[module]:
+            pool.take(sizes[module]).give_back()
+            for _, held in waiting.pop(module):
+                held.let_go()

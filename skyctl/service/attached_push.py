@@ -1,0 +1,86 @@
+"""A push into servers that skyctl did not start: the same job, run by this process."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Sequence
+
+from skyctl.checkpoints.checkpoint import locate
+from skyctl.core import jobs
+from skyctl.core.guardian import guarded
+from skyctl.core.registry import FleetRef
+from skyctl.engines.vllm.server import VLLMServer
+from skyctl.http.client import ControlClient
+from skyctl.http.target import ServerTarget
+from skyctl.push.request import PushFleet, PushRequest, PushServer
+from skyctl.store.in_doubt import NO_DOUBT, in_doubt
+from skyctl.store.journal import Job
+from skyctl.store.state import FleetState
+
+
+def begin(
+    ref: FleetRef,
+    targets: Sequence[ServerTarget],
+    request: PushRequest,
+    client: ControlClient,
+    state: FleetState,
+) -> tuple[Job, asyncio.Task[None]]:
+    """Open a push job and start its task.
+
+    Raises:
+        ConflictError: another process pushes into this fleet; the message names its job.
+    """
+    transfer, doubts = ref.config.weight_transfer, in_doubt(state)
+    fleet = PushFleet(
+        name=ref.name,
+        # backend, device and world size are found out by the push's preflight
+        servers=tuple(
+            PushServer(
+                target,
+                device="cuda" if ref.config.device == "cuda" else "cpu",
+                half_updated=doubts.get(target.name, NO_DOUBT).half_updated,
+                thaw=doubts.get(target.name, NO_DOUBT).thaw
+                and not state.server(target.name).paused,
+                weights_awake=target.name in state.weights_awake(),
+                sleep_level=state.server(target.name).sleep_level,
+                paused=state.server(target.name).paused,
+            )
+            for target in targets
+        ),
+        # a directory that was overwritten since it was pushed would be compared with itself
+        model_path=pushed if (pushed := _pushed(state)) != request.checkpoint else None,
+        chunk_size=transfer.chunk_size,
+        rendezvous_timeout_s=transfer.rendezvous_timeout_s,
+        update_timeout_s=transfer.update_timeout_s,
+        control_timeout_s=ref.config.control_timeout_s,
+        python=ref.config.python or sys.executable,
+        transport=transfer.transport,
+        pushes=tuple(state.journal.pushes()) if request.dry_run else (),
+    )
+    job = jobs.open_push(state.journal, state.locks, request)
+    running = jobs.run_push(
+        job,
+        request,
+        fleet,
+        client=client,
+        state=state,
+        guardian=guarded(ref.paths),
+        kept=ref.paths.kept,
+    )
+    return job, asyncio.create_task(running, name=job.id)
+
+
+async def model_path(
+    targets: Sequence[ServerTarget], client: ControlClient, state: FleetState
+) -> str | None:
+    """What the servers run: the checkpoint pushed last while it exists, else what they say."""
+    from skyctl.push.server_facts import configured_model
+
+    return _pushed(state) or await configured_model(VLLMServer(client, targets[0]))
+
+
+def _pushed(state: FleetState) -> str | None:
+    """The checkpoint pushed last; None when it is gone (weights from memory are not kept)."""
+    checkpoint = state.weights().checkpoint
+    return checkpoint if checkpoint and locate(checkpoint) else None

@@ -1,0 +1,145 @@
+"""Recovery of servers that skyctl did not start: from outside, without restarting anything."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+
+from skyctl.core.admission import published
+from skyctl.core.diagnosis import Finding, judge, observe
+from skyctl.core.jobs import PUSH_LOCK
+from skyctl.core.recovery import Recovered, interrupted_request
+from skyctl.core.recovery import recover as carry_out
+from skyctl.core.registry import FleetRef
+from skyctl.engines.vllm.router import RouterClient
+from skyctl.engines.vllm.server import VLLMServer
+from skyctl.errors import ConflictError, SkyctlError
+from skyctl.http.client import ControlClient
+from skyctl.http.target import ServerTarget
+from skyctl.push.request import PushRequest
+from skyctl.service import attached_push
+from skyctl.store.in_doubt import in_doubt
+from skyctl.store.journal import Job
+from skyctl.store.state import FleetState, FleetWeights
+
+RECOVER_LOCK = "recover"
+_LOCK_WAIT_S = 120.0
+_ROUTER_TIMEOUT_S = 5.0
+
+
+async def find(
+    targets: Sequence[ServerTarget], client: ControlClient, state: FleetState
+) -> tuple[Finding, ...]:
+    """What is the matter with each server, asked now."""
+    seen = await observe(client, targets)
+    doubts, weights = in_doubt(state), state.weights()
+    return tuple(
+        judge(one, state.server(one.server), doubts.get(one.server), weights, ours=False)
+        for one in seen
+    )
+
+
+async def recover(
+    ref: FleetRef,
+    targets: Sequence[ServerTarget],
+    client: ControlClient,
+    state: FleetState,
+    *,
+    wait_s: float | None = None,
+) -> tuple[Recovered, ...]:
+    """Find what is wrong and put it right; one report per server.
+
+    One recovery at a time: another is waited for, `wait_s` seconds at most.
+
+    Raises:
+        ConflictError: another recovery, or a push, has not ended by then.
+    """
+    await _take_turn(state, _LOCK_WAIT_S if wait_s is None else wait_s)
+    try:
+        hands = _Hands(ref, targets, client, state)
+        recovered = await carry_out(await find(targets, client, state), hands)
+        for one in recovered:
+            if one.action != "nothing":
+                end = one.detail if not one.ok else f"done: {one.action}"
+                state.add_event(one.server, f"recover: was {one.found}; {end}")
+        return tuple(recovered)
+    finally:
+        state.locks.release(RECOVER_LOCK)
+
+
+async def _take_turn(state: FleetState, wait_s: float) -> None:
+    """Take the lock of recoveries, once no push is under way either."""
+    deadline = time.monotonic() + wait_s
+    while True:
+        try:
+            state.locks.acquire(RECOVER_LOCK, "skyctl recover")
+        except ConflictError:
+            if time.monotonic() > deadline:
+                raise
+        else:
+            pushing = state.locks.holder(PUSH_LOCK)
+            if pushing is None:
+                return
+            state.locks.release(RECOVER_LOCK)
+            if time.monotonic() > deadline:
+                raise ConflictError(f"{pushing.holder} is in progress", hint="wait for it to end")
+        await asyncio.sleep(0.1)
+
+
+class _Hands:
+    """What can be done from outside (see recovery.Hands)."""
+
+    def __init__(
+        self,
+        ref: FleetRef,
+        targets: Sequence[ServerTarget],
+        client: ControlClient,
+        state: FleetState,
+    ) -> None:
+        self._ref = ref
+        self.state = state
+        self.client = client
+        self.control_timeout_s = ref.config.control_timeout_s
+        self.targets: Mapping[str, ServerTarget] = {target.name: target for target in targets}
+
+    async def push(self, request: PushRequest) -> Job:
+        answering = await observe(self.client, list(self.targets.values()))
+        able = [self.targets[one.server] for one in answering if one.engine]
+        return await self._push(able, request)
+
+    async def bring(self, name: str) -> None:
+        target = self.targets[name]
+        job = await self._push([target], await self._fleets(target))
+        if job.error is not None:
+            raise SkyctlError(str(job.error["message"]))
+
+    async def replace(self, name: str, why: str) -> str:
+        target = self.targets[name]
+        self.state.update_server(name, quarantine=why or "recovery could not put it right")
+        router = self._ref.config.router
+        if isinstance(router, str):
+            with suppress(SkyctlError):  # it may be gone itself: `status` says so
+                client = RouterClient(self.client, router, timeout_s=_ROUTER_TIMEOUT_S)
+                await client.remove_worker(target.url)
+        return f"{why}; quarantined: restart it where it was started, then: skyctl recover"
+
+    async def _fleets(self, target: ServerTarget) -> PushRequest:
+        """The fleet's weights; before a first push, the checkpoint the server was started with."""
+        from skyctl.push.server_facts import configured_model
+
+        weights: FleetWeights = self.state.weights()
+        if weights.checkpoint is not None:
+            return published(weights, verify=True)
+        model = await configured_model(VLLMServer(self.client, target))
+        if model is None:
+            raise SkyctlError(f"{target.name} does not say which model it was started with")
+        interrupted = interrupted_request(self.state)
+        transport = interrupted.transport if interrupted is not None else "auto"
+        return PushRequest(checkpoint=model, weight_version="default", transport=transport)
+
+    async def _push(self, targets: Sequence[ServerTarget], request: PushRequest) -> Job:
+        job, task = attached_push.begin(self._ref, targets, request, self.client, self.state)
+        await task
+        return self.state.journal.job(job.id)

@@ -1,0 +1,131 @@
+"""How far a running fleet is from its fleet file and from what was asked of it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
+
+from skyctl.core.registry import FleetRef
+from skyctl.core.status import INTENDED_STATES, FleetStatus, ReplicaStatus
+from skyctl.store.state import FleetState, ServerRow
+
+if TYPE_CHECKING:
+    from skyctl.supervisor.reconcile import Changes
+
+
+@dataclass(frozen=True)
+class Drift:
+    """One difference. `subject` is a replica, `router` or `fleet`; `hint` what ends it."""
+
+    subject: str
+    message: str
+    hint: str = ""
+
+    def to_json(self) -> dict[str, str]:
+        return asdict(self)
+
+
+async def find_drift(ref: FleetRef, status: FleetStatus) -> list[Drift]:
+    """All differences of a fleet with this status; [] for one that is down: nothing runs.
+
+    Raises:
+        UsageError: the fleet file cannot be planned here (its API key is not set, …).
+    """
+    if status.health == "down" or not ref.paths.database.exists():
+        return []
+    with FleetState(ref.paths.database) as state:
+        rows = {row.name: row for row in state.servers()}
+    changes = await asyncio.to_thread(_changes, ref, status)
+    return [
+        *from_file(changes),
+        *from_intent(status.replicas, rows.values()),
+        *from_weights(status),
+        *from_routing(status),
+    ]
+
+
+def from_file(changes: Changes | None) -> list[Drift]:
+    """What `skyctl up` would change; nothing for an attached fleet (None)."""
+    if changes is None:
+        return []
+    up = "make it what the file says: skyctl up"
+    found = [Drift(name, "is in the fleet file and does not run", up) for name in changes.start]
+    found += [
+        Drift(name, "runs with other settings than the file's", up) for name in changes.restart
+    ]
+    found += [Drift(name, "runs and is not in the fleet file", up) for name in changes.stop]
+    if changes.router:
+        found.append(Drift("router", "is not what the fleet file says", up))
+    return found
+
+
+def from_intent(replicas: Sequence[ReplicaStatus], rows: Iterable[ServerRow]) -> list[Drift]:
+    """Servers that were paused, resumed or put to sleep by somebody else than skyctl."""
+    intended = {row.name: row.intended for row in rows}
+    found = []
+    for replica in replicas:
+        wanted = intended.get(replica.name, "running")
+        if replica.state == "ready" and wanted == "paused":
+            found.append(Drift(replica.name, "is meant to be paused and runs", "skyctl pause"))
+        elif replica.state == "paused" and wanted == "running":
+            found.append(Drift(replica.name, "is meant to run and is paused", "skyctl resume"))
+        elif wanted == "asleep" and replica.state in ("ready", "paused"):
+            found.append(Drift(replica.name, "is meant to sleep and is awake", "skyctl sleep"))
+        elif wanted != "asleep" and replica.state == "asleep":
+            found.append(Drift(replica.name, "is meant to be awake and sleeps", "skyctl wake"))
+        elif replica.state not in INTENDED_STATES:
+            hint = f"skyctl logs {replica.name}"
+            found.append(Drift(replica.name, f"is meant to run and is {replica.state}", hint))
+    return found
+
+
+def from_weights(status: FleetStatus) -> list[Drift]:
+    """Servers at another weight version than the fleet."""
+    wanted = status.weight_version
+    if wanted is None:
+        return []
+    return [
+        Drift(
+            replica.name,
+            f"has weights {replica.weight_version or 'base'}, the fleet {wanted}",
+            "push again: skyctl sync-weights CKPT",
+        )
+        for replica in status.replicas
+        if replica.state in INTENDED_STATES and replica.weight_version != wanted
+    ]
+
+
+def from_routing(status: FleetStatus) -> list[Drift]:
+    """Ready servers the router does not know, and servers it must not send requests to."""
+    found = []
+    for replica in status.replicas:
+        if replica.routed is False and replica.state == "ready":
+            hint = "wait a moment, then: skyctl logs router"
+            found.append(Drift(replica.name, "is ready and not routed", hint))
+        elif replica.routed and replica.state in ("asleep", "quarantined", "dead", "failed"):
+            hint = "requests sent there fail: skyctl restart " + replica.name
+            found.append(Drift(replica.name, f"is {replica.state} and still routed", hint))
+    return found
+
+
+def _changes(ref: FleetRef, status: FleetStatus) -> Changes | None:
+    """What `skyctl up` would do, from the hashes recorded at each spawn."""
+    from skyctl.service.planning import planned
+    from skyctl.supervisor.reconcile import Running, compare
+
+    if ref.config.attached:
+        return None
+    with FleetState(ref.paths.database) as state:
+        rows = state.processes()
+    given_up = {r.name for r in status.replicas if r.state in ("failed", "dead", "stopped")}
+    running = {
+        row.name: Running(row.spec_hash, row.name in given_up)
+        for row in rows
+        if row.role == "server"
+    }
+    routers = [Running(row.spec_hash) for row in rows if row.role == "router"]
+    # `up --no-router` was somebody's wish, not drift
+    plan = planned(ref, router=bool(routers))
+    return compare(plan, running, routers[0] if routers else None)

@@ -1,0 +1,51 @@
+"""What an ended job or operation came to: the error it should be raised as, if any."""
+
+from __future__ import annotations
+
+from skyctl.core.status import FleetStatus
+from skyctl.errors import ExitCode, SkyctlError, error_named
+from skyctl.launch.local.logtail import tail
+from skyctl.store.journal import Job
+from skyctl.store.paths import FleetPaths
+
+LOG_LINES = 20
+
+
+def job_error(job: Job) -> SkyctlError | None:
+    """The error a job ended with; None when it went well."""
+    if job.error is None:
+        if job.state != "interrupted":
+            return None
+        return SkyctlError(f"{job.id} was interrupted", hint="skyctl status shows how it left them")
+    error = error_named(
+        job.error["kind"],
+        job.error["message"],
+        hint=job.error.get("hint", ""),
+        details=job.error.get("details"),
+    )
+    error.exit_code = ExitCode(job.error.get("exit_code", error.exit_code))
+    return error
+
+
+def operation_error(paths: FleetPaths, status: FleetStatus) -> SkyctlError | None:
+    """The error of an operation that failed; None when it went well.
+
+    `details` has the status, and under `logs` the last lines of each server that failed.
+    """
+    if status.operation is None or not status.operation.error:
+        return None
+    failing = [r for r in status.replicas if r.state in ("failed", "dead", "quarantined")]
+    names = [replica.name for replica in failing]
+    if status.router is not None and status.router.state in ("failed", "dead"):
+        names.append("router")
+    running = sum(replica.state == "ready" for replica in status.replicas)
+    kept = f"{running} of {len(status.replicas)} replicas run on; " if running else ""
+    first = names[0] if names else "supervisor"
+    return SkyctlError(
+        f"{status.operation.kind} failed: {status.operation.error}",
+        hint=f"{kept}read: skyctl logs {first}; try again: skyctl up; or end it: skyctl down",
+        details={
+            "status": status.to_json(),
+            "logs": {name: tail(paths.log(name), LOG_LINES) for name in names},
+        },
+    )

@@ -1,0 +1,47 @@
+"""Where a fleet's generation requests go, and the model they ask for."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from skyctl.engines.vllm.server import VLLMServer
+from skyctl.errors import NotFoundError, ServerError, UsageError
+from skyctl.generate.requests import Endpoint
+from skyctl.http.client import ControlClient
+from skyctl.http.target import ServerTarget
+
+if TYPE_CHECKING:
+    from skyctl.service.connect import Fleet
+
+
+async def find_endpoint(
+    fleet: Fleet, *, server: str | None = None, session_id: str | None = None
+) -> Endpoint:
+    """The router's URL, or that of the server named `server`, and the model it serves.
+
+    Raises:
+        NotFoundError: there is no such server. FleetDownError: the fleet is not running.
+        UsageError: the fleet has several servers and no router.
+        ServerError: it does not answer, or serves no model.
+    """
+    urls = await fleet.urls()
+    if server is not None and server not in urls.servers:
+        raise NotFoundError(
+            f"fleet {urls.name} has no server {server!r}",
+            hint=f"its servers are: {', '.join(urls.servers)}",
+        )
+    url = urls.servers[server] if server else urls.router
+    if url is None and len(urls.servers) == 1:
+        url = urls.entry
+    if url is None:
+        raise UsageError(
+            f"fleet {urls.name} has no router",
+            hint=f"choose a server: --server {next(iter(urls.servers))}",
+        )
+    key = fleet.api_key()
+    async with ControlClient() as control:
+        models = await VLLMServer(control, ServerTarget(server or "router", url, key)).models()
+    if not models:
+        raise ServerError(f"{url} serves no model")
+    # the router drops the key on its way to /detokenize: servers are asked themselves
+    return Endpoint(url, models[0], key, session_id, tuple(urls.servers.values()))

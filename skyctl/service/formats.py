@@ -1,0 +1,152 @@
+"""A fleet's URLs as other programs want to read them: trainers, OpenAI clients, a shell.
+
+Key names were read in these projects' own sources; each function cites its own. What a trainer's
+weight sync needs beyond URLs is said by `notes`.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Callable, Mapping
+
+from skyctl.errors import UsageError
+from skyctl.service.urls import FleetUrls
+
+KEY_VARIABLE = "OPENAI_API_KEY"
+OWN_KEY_VARIABLE = "SKYCTL_API_KEY"
+"""Stands for the key that skyctl made, where a format can only name a variable."""
+NO_KEY = "EMPTY"
+"""What vLLM's own examples give as a key where none is wanted."""
+
+
+def as_skyrl(urls: FleetUrls) -> str:
+    """SkyRL: command-line overrides, one per line, for `$(skyctl urls --format skyrl)`.
+
+    Source: NovaSky-AI/SkyRL a956457, skyrl/train/config/config.py (InferenceEngineConfig) and
+    docs/content/docs/examples/remote_server.mdx. Overrides are parsed by OmegaConf.from_cli, as
+    YAML values. External servers exclude `colocate_all`.
+    """
+    engine = "generator.inference_engine"
+    lines = [f"{engine}.run_engines_locally=false"]
+    if urls.router:
+        lines.append(f"{engine}.external_proxy_url={urls.router}")
+    # no spaces: the shell cuts what it substitutes there; the quotes are YAML's, for IPv6 addresses
+    servers = ",".join(f"'{url}'" for url in urls.servers.values())
+    lines.append(f"{engine}.external_server_urls=[{servers}]")
+    if urls.model:
+        lines.append(f"{engine}.served_model_name={urls.model}")
+    lines.append("trainer.placement.colocate_all=false")
+    return "\n".join(lines)
+
+
+def as_verl(urls: FleetUrls) -> str:
+    """verl: overrides that hand the fleet to a custom reward function (a judge), one per line.
+
+    verl starts its rollout servers itself, as Ray actors, and has no key for others. What it can
+    use of a fleet is an endpoint for rewards: `reward_kwargs` become keyword arguments of the
+    function at `reward.custom_reward_function.path`.
+    Source: verl-project/verl 1dda039, verl/workers/rollout/replica.py (RolloutReplica),
+    verl/trainer/ppo/reward.py (get_custom_reward_fn), verl/trainer/config/reward/reward.yaml
+    (Hydra; `reward_kwargs` is not in it, hence the `+`).
+    """
+    prefix = "+reward.custom_reward_function.reward_kwargs"
+    lines = [f"{prefix}.base_url={_entry(urls)}/v1"]
+    if urls.model:
+        lines.append(f"{prefix}.model={urls.model}")
+    if urls.access.api_key_file:
+        lines.append(f"{prefix}.api_key_file={urls.access.api_key_file}")
+    elif urls.access.api_key_env:
+        lines.append(f"{prefix}.api_key_env={urls.access.api_key_env}")
+    return "\n".join(lines)
+
+
+def as_prime_rl(urls: FleetUrls) -> str:
+    """prime-rl: the TOML table of the policy's client, for an `rl` config without `[inference]`.
+
+    Source: PrimeIntellect-ai/prime-rl 559b447, packages/prime-rl-configs/src/prime_rl/configs:
+    shared.py (ClientConfig), orchestrator.py (ModelConfig), rl.py (SharedModelConfig); extras are
+    forbidden there. `[model] name` is the trainer's model as well.
+    """
+    lines = []
+    if urls.model:
+        lines += ["[model]", f"name = {json.dumps(urls.model)}", ""]
+    lines += ["[orchestrator.model.client]", f"base_url = {json.dumps(f'{_entry(urls)}/v1')}"]
+    admin = [f"{url}/v1" for url in urls.servers.values()]
+    lines.append(f"admin_base_url = {json.dumps(admin)}")
+    if variable := _variable(urls):
+        lines.append(f"api_key_var = {json.dumps(variable)}")
+    return "\n".join(lines)
+
+
+def as_openai(urls: FleetUrls) -> str:
+    """OpenAI clients: an env file with the variables they read, for `--env-file` and .env.
+
+    The client refuses to start without a key, so one is always there; a real one is named, never
+    printed. The model goes into each request: its variable is for programs that ask for one.
+    Source: openai-python, src/openai/_client.py (OPENAI_BASE_URL, OPENAI_API_KEY).
+    """
+    variables = {"OPENAI_BASE_URL": f"{_entry(urls)}/v1", KEY_VARIABLE: NO_KEY}
+    if variable := _variable(urls):
+        variables[KEY_VARIABLE] = f"${{{variable}}}"
+    if urls.model:
+        variables["OPENAI_MODEL"] = urls.model
+    return "\n".join(f"{name}={value}" for name, value in variables.items())
+
+
+def as_env(urls: FleetUrls) -> str:
+    """Lines for a POSIX shell. Without a router, OPENAI_BASE_URL is the first server's."""
+    variables: dict[str, str] = {}
+    if urls.router:
+        variables["SKYCTL_ROUTER_URL"] = urls.router
+    variables["OPENAI_BASE_URL"] = f"{_entry(urls)}/v1"
+    variables["SKYCTL_SERVER_URLS"] = ",".join(urls.servers.values())
+    if urls.model:
+        variables["SKYCTL_MODEL"] = urls.model
+    lines = [f"export {name}={shlex.quote(value)}" for name, value in variables.items()]
+    # by reference: the key itself is not printed
+    if urls.access.api_key_file:
+        lines.append(f'export {KEY_VARIABLE}="$(cat {shlex.quote(urls.access.api_key_file)})"')
+    elif urls.access.api_key_env is None:
+        lines.append(f"export {KEY_VARIABLE}={NO_KEY}")
+    elif urls.access.api_key_env != KEY_VARIABLE:
+        lines.append(f'export {KEY_VARIABLE}="${urls.access.api_key_env}"')
+    return "\n".join(lines)
+
+
+FORMATS: Mapping[str, Callable[[FleetUrls], str]] = {
+    "skyrl": as_skyrl,
+    "verl": as_verl,
+    "prime-rl": as_prime_rl,
+    "openai": as_openai,
+    "env": as_env,
+}
+
+_NOTES = {
+    "skyrl": "SkyRL syncs weights by itself: its worker extension must be in the servers "
+    "(args: worker-extension-cls), or push with skyctl. It sends no key: set `auth: none`",
+    "verl": "verl has no setting for rollout servers it did not start: this is for a custom "
+    "reward function that asks a judge",
+    "prime-rl": "prime-rl's own server takes its weight updates, vLLM's does not: roll out and "
+    "evaluate here, push with skyctl",
+}
+
+
+def notes(name: str, urls: FleetUrls) -> list[str]:
+    """What to know before a format's output is used."""
+    found = [_NOTES[name]] if name in _NOTES else []
+    if name in ("openai", "prime-rl") and (path := urls.access.api_key_file):
+        found.append(f'it names a variable: export {OWN_KEY_VARIABLE}="$(cat {shlex.quote(path)})"')
+    return found
+
+
+def _variable(urls: FleetUrls) -> str | None:
+    """The variable that holds the key of inference, or is to hold it; None where none is asked."""
+    own = OWN_KEY_VARIABLE if urls.access.api_key_file else None
+    return urls.access.api_key_env or own
+
+
+def _entry(urls: FleetUrls) -> str:
+    if urls.entry is None:
+        raise UsageError(f"fleet {urls.name} has neither a router nor a server")
+    return urls.entry

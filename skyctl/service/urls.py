@@ -1,0 +1,66 @@
+"""Where a fleet is reached: the router for generation, every server for control and metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from skyctl.core.registry import FleetRef
+
+
+@dataclass(frozen=True)
+class Access:
+    """Where the secrets are that the servers ask for; never the secrets themselves.
+
+    Of `api_key_env` (a variable) and `api_key_file` at most one is there; none where inference asks
+    for nothing. The control routes ask for what is in `control_token_file`, or in the variable
+    `control_token_env` where another skyctl started the servers.
+    """
+
+    api_key_env: str | None = None
+    api_key_file: str | None = None
+    control_token_env: str | None = None
+    control_token_file: str | None = None
+
+
+def access(ref: FleetRef) -> Access:
+    """What the fleet file asks of clients."""
+    config, paths = ref.config, ref.paths
+    if config.attached:
+        key = config.api_key_env or config.control_token_env
+        return Access(api_key_env=key, control_token_env=config.control_token_env)
+    own_key = config.api_key_env is None and config.auth == "all"
+    return Access(
+        api_key_env=config.api_key_env,
+        api_key_file=str(paths.api_key) if own_key else None,
+        control_token_file=str(paths.control_token) if config.auth != "none" else None,
+    )
+
+
+@dataclass(frozen=True)
+class FleetUrls:
+    """URLs without a trailing slash. `model` is the name to put into requests, None when it is not
+    known; `router_metrics` is where the router's Prometheus page is."""
+
+    name: str
+    model: str | None
+    router: str | None
+    servers: Mapping[str, str]
+    router_metrics: str | None = None
+    access: Access = Access()
+
+    @property
+    def entry(self) -> str | None:
+        """Where requests go: the router, or the first server of a fleet without one."""
+        return self.router or next(iter(self.servers.values()), None)
+
+    def to_json(self) -> dict[str, Any]:
+        """What `skyctl urls --json` prints."""
+        return {
+            "model": self.model,
+            "router": self.router,
+            "servers": dict(self.servers),
+            "access": asdict(self.access),
+        }

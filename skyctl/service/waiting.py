@@ -1,0 +1,135 @@
+"""Wait until a fleet is in a state that a script goes on from."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from skyctl.core.status import INTENDED_STATES, FleetStatus, ReplicaStatus
+from skyctl.errors import DeadlineExceeded, NotFoundError, SkyctlError, UsageError
+from skyctl.push.labels import means
+
+if TYPE_CHECKING:
+    from skyctl.service.connect import Fleet
+
+POLL_S = 0.25
+CONDITIONS = ("ready", "paused", "awake", "version=X")
+# States a server does not leave by itself.
+_STUCK = ("failed", "dead", "quarantined")
+
+
+@dataclass(frozen=True)
+class Condition:
+    """What is waited for: `kind` is ready, paused, awake or version (then `version` is which)."""
+
+    kind: str
+    version: str = ""
+
+    @classmethod
+    def parse(cls, text: str) -> Condition:
+        """`ready`, `paused`, `awake` or `version=step-200`.
+
+        Raises:
+            UsageError: anything else.
+        """
+        kind, _, version = text.partition("=")
+        if (kind in ("ready", "paused", "awake") and "=" not in text) or (
+            kind == "version" and version
+        ):
+            return cls(kind, version)
+        raise UsageError(
+            f"--for {text!r}: nothing to wait for",
+            hint=f"wait for one of: {', '.join(CONDITIONS)}",
+        )
+
+    def __str__(self) -> str:
+        return f"at version {self.version}" if self.kind == "version" else self.kind
+
+    def met_by(self, replica: ReplicaStatus) -> bool:
+        """Whether one server is there. `base` is the version of weights nobody pushed."""
+        if self.kind == "ready":
+            return replica.state == "ready" and replica.routed is not False
+        if self.kind == "paused":
+            return replica.state == "paused"
+        if self.kind == "awake":
+            return replica.state in INTENDED_STATES and replica.state != "asleep"
+        return means(self.version, replica.weight_version or "base")
+
+    def pending(self, status: FleetStatus, names: Sequence[str] = ()) -> list[str]:
+        """`tiny-1 is starting` for each that is not there yet; [] once all are."""
+        chosen = [r for r in status.replicas if not names or r.name in names]
+        if not chosen:
+            return [f"fleet {status.name} is {status.health}"]
+        waiting = [
+            f"{r.name} has {r.weight_version or 'base'}"
+            if self.kind == "version"
+            else f"{r.name} is {r.state}" + (", not routed" if r.state == "ready" else "")
+            for r in chosen
+            if not self.met_by(r)
+        ]
+        router = status.router
+        if self.kind == "ready" and not names and router is not None and router.state != "ready":
+            waiting.append(f"router is {router.state}")
+        return waiting
+
+
+async def wait_for(
+    fleet: Fleet,
+    condition: Condition,
+    *,
+    timeout_s: float,
+    names: Sequence[str] = (),
+    on_pending: Callable[[Sequence[str]], None] = lambda pending: None,
+    clock: Callable[[], float] = time.monotonic,
+) -> FleetStatus:
+    """Look until all servers (or `names`) are there; `on_pending` hears what is missing.
+
+    A fleet that is down is waited for too: somebody may be starting it.
+
+    Raises:
+        DeadlineExceeded: they are not, after `timeout_s` seconds.
+        SkyctlError: a server is given up or quarantined: it will not get there by itself.
+        NotFoundError: a running fleet has no server of one of these names.
+    """
+    deadline = clock() + timeout_s
+    while True:
+        status = await fleet.status()
+        _refuse_unknown(status, names)
+        pending = condition.pending(status, names)
+        if not pending:
+            return status
+        on_pending(pending)
+        _refuse_stuck(status, condition, names)
+        if clock() >= deadline:
+            raise DeadlineExceeded(
+                f"fleet {status.name} is not {condition} after {timeout_s:g} s: "
+                + "; ".join(pending),
+                hint="look: skyctl status",
+                details={"pending": pending, "status": status.to_json()},
+            )
+        await asyncio.sleep(min(POLL_S, max(0.0, deadline - clock())))
+
+
+def _refuse_unknown(status: FleetStatus, names: Sequence[str]) -> None:
+    known = [replica.name for replica in status.replicas]
+    for name in names:
+        if known and name not in known:
+            raise NotFoundError(
+                f"fleet {status.name} has no server {name!r}",
+                hint=f"its servers are: {', '.join(known)}",
+            )
+
+
+def _refuse_stuck(status: FleetStatus, condition: Condition, names: Sequence[str]) -> None:
+    for replica in status.replicas:
+        stuck = replica.state in _STUCK and not condition.met_by(replica)
+        if stuck and (not names or replica.name in names):
+            detail = f": {replica.reason}" if replica.reason else ""
+            raise SkyctlError(
+                f"{replica.name} is {replica.state} and will not be {condition}{detail}",
+                hint=f"skyctl logs {replica.name}; then: skyctl restart {replica.name}",
+                details={"status": status.to_json()},
+            )

@@ -1,0 +1,87 @@
+"""A fleet's secrets: made once, kept in files of mode 0600, given to servers at their spawn.
+
+Plans hold `AT_SPAWN` in their place, so that no plan, hash, socket message or file has them.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import stat
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from skyctl.errors import SkyctlError
+from skyctl.store.paths import FleetPaths, place_private_file
+
+CONTROL_TOKEN = "SKYCTL_CONTROL_TOKEN"
+API_KEY = "VLLM_API_KEY"
+AT_SPAWN = "(set at its start)"
+_BYTES = 32
+_LONGEST = 4096
+
+
+@dataclass(frozen=True)
+class Credentials:
+    """`control` opens every route, `inference` those of the data plane."""
+
+    control: str = field(repr=False)
+    inference: str = field(repr=False)
+
+    def fill(self, env: Mapping[str, str]) -> dict[str, str]:
+        """`env` with the secrets where a plan has `AT_SPAWN`."""
+        own = {CONTROL_TOKEN: self.control, API_KEY: self.inference}
+        return {
+            name: own[name] if value == AT_SPAWN and name in own else value
+            for name, value in env.items()
+        }
+
+
+def ensure_credentials(paths: FleetPaths) -> Credentials:
+    """The fleet's secrets; made when they are not there. Its directory must exist.
+
+    Raises:
+        SkyctlError: a file is no plain file of ours, or holds no secret.
+    """
+    return Credentials(_ensure(paths.control_token), _ensure(paths.api_key))
+
+
+def read_secret(path: Path) -> str | None:
+    """What the file holds; None where there is none.
+
+    Raises:
+        SkyctlError: it is a symlink, another user's, readable by others, or holds no secret.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise _refused(path, f"cannot be opened: {error.strerror}") from error
+    with os.fdopen(descriptor, "rb") as file:
+        found = os.fstat(descriptor)
+        if not stat.S_ISREG(found.st_mode):
+            raise _refused(path, "is no plain file")
+        if found.st_uid != os.getuid():
+            raise _refused(path, f"belongs to uid {found.st_uid}, not to you")
+        if stat.S_IMODE(found.st_mode) & 0o077:
+            raise _refused(path, "can be read by others")
+        text = file.read(_LONGEST).decode(errors="replace").strip()
+    if len(text) < _BYTES or not text.isascii() or not text.isprintable() or " " in text:
+        raise _refused(path, "holds no secret")
+    return text
+
+
+def _ensure(path: Path) -> str:
+    found = read_secret(path)
+    if found is not None:
+        return found
+    place_private_file(path, secrets.token_hex(_BYTES).encode() + b"\n")
+    made = read_secret(path)
+    assert made is not None  # linked just now, by us or by another
+    return made
+
+
+def _refused(path: Path, why: str) -> SkyctlError:
+    return SkyctlError(f"{path} {why}", hint="remove it; then: skyctl down && skyctl up")

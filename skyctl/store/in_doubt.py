@@ -1,0 +1,143 @@
+"""Servers that a push touched and did not give back: what they hold, and what has to be undone.
+
+A push that ends badly, or whose process dies, leaves such servers. They are quarantined, and kept
+here until a push, a restart or `skyctl recover` has put them right.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
+
+from skyctl.store.journal import Job, JobEvent
+
+if TYPE_CHECKING:
+    from skyctl.store.state import FleetState
+
+KEY = "in_doubt"
+HELD = "held"
+"""State of a server that was paused before the push: it stays paused after it."""
+_GIVEN_BACK = ("ready", "kept", "resumed", "draining")
+"""States in which a push leaves a server as it should be; one that drains was not touched yet."""
+_WAKING, _ASLEEP = "waking", "asleep"
+"""Of one that slept: its weights are woken; the push was undone, and it sleeps again."""
+
+
+@dataclass(frozen=True)
+class InDoubt:
+    """What a push left of one server.
+
+    `half_updated`: bytes may have been sent, so that it holds parts of several checkpoints; else it
+    has its old weights, maybe behind an open session. `thaw`: the push froze it, and nobody else
+    wanted that. `woken`: it slept, and the push woke its weights. `job` is the push, `stage` where
+    it ended.
+    """
+
+    server: str
+    job: str
+    stage: str
+    half_updated: bool
+    thaw: bool
+    woken: bool = False
+
+
+NO_DOUBT = InDoubt("", "", "", half_updated=False, thaw=False)
+
+
+def left_behind(job: Job, events: Iterable[JobEvent]) -> dict[str, InDoubt]:
+    """The servers that a push, by its journal, touched and did not give back. Pure.
+
+    Stages, `waking` and `pausing` are journaled before they are acted upon, the rest after.
+    """
+    stages: set[str] = set()
+    held: set[str] = set()
+    woken: set[str] = set()
+    last: dict[str, str] = {}
+    for event in events:
+        if event.kind == "stage":
+            stages.add(event.data["stage"])
+        elif event.kind == "server":
+            name, state = event.data["server"], event.data["state"]
+            last[name] = state
+            if state == HELD:
+                held.add(name)
+            elif state == _WAKING:
+                woken.add(name)
+    sent = "update" in stages
+
+    def given_back(name: str, state: str) -> bool:
+        if name in woken and not sent:
+            return state == _ASLEEP
+        # one that was paused before is as it was until a session is opened in it
+        return state in _GIVEN_BACK or (state == HELD and "start" not in stages)
+
+    if not stages & {"wake", "pause"}:
+        return {}
+    return {
+        name: InDoubt(name, job.id, job.stage, sent, name not in held, name in woken)
+        for name, state in last.items()
+        if not given_back(name, state)
+    }
+
+
+def in_doubt(state: FleetState) -> dict[str, InDoubt]:
+    """Every server in doubt, by name."""
+    with state.understanding():
+        rows = json.loads(state.get(KEY) or "[]")
+        return {row["server"]: InDoubt(**row) for row in rows}
+
+
+def doubt(state: FleetState, found: Mapping[str, InDoubt]) -> None:
+    """Remember these servers as well, and quarantine those that are not."""
+    with state.transaction():
+        known = in_doubt(state)
+        for name, one in found.items():
+            before = known.get(name)
+            # an earlier push may have sent what this one did not get to clean up
+            half = one.half_updated or (before is not None and before.half_updated)
+            woken = one.woken or (before is not None and before.woken)
+            known[name] = InDoubt(name, one.job, one.stage, half, one.thaw, woken)
+            if woken:
+                state.set_weights_awake(name, True)
+            if not state.server(name).quarantine:
+                state.update_server(name, quarantine=f"{one.job} broke off in stage {one.stage}")
+        _save(state, known)
+
+
+def touch(state: FleetState, name: str, why: str) -> None:
+    """A server is about to be pushed to by its own admission, which no journal tells of."""
+    with state.transaction():
+        _save(state, {**in_doubt(state), name: InDoubt(name, why, "update", True, True)})
+
+
+def trust(state: FleetState, *names: str) -> None:
+    """These servers were put right, or run in a new process."""
+    with state.transaction():
+        known = in_doubt(state)
+        if known.keys() & set(names):
+            _save(state, {name: one for name, one in known.items() if name not in names})
+
+
+def close_orphans(state: FleetState) -> list[Job]:
+    """Close running jobs whose process is dead, and doubt the servers they left; those jobs."""
+    if not state.journal.orphans():
+        return []
+    orphans = []
+    with state.understanding(), state.transaction():  # once: somebody else may be doing the same
+        for job in state.journal.interrupt_orphans():
+            orphans.append(job)
+            events = state.journal.events(job.id)
+            doubt(state, left_behind(job, events))
+            for event in events:
+                if event.kind == "server" and event.data["state"] == "updated":
+                    # verified and labelled: this is what it holds, whatever the fleet's version
+                    state.update_server(
+                        event.data["server"], weight_version=event.data["detail"] or None
+                    )
+    return orphans
+
+
+def _save(state: FleetState, known: Mapping[str, InDoubt]) -> None:
+    state.set(KEY, json.dumps([asdict(one) for one in known.values()]))

@@ -1,0 +1,259 @@
+"""The journal of jobs (weight pushes): what was asked, how far it came, how it ended."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from skyctl.errors import NotFoundError
+from skyctl.store.database import Database, understood
+from skyctl.store.identity import ProcessIdentity, own_identity
+
+ENDED = ("succeeded", "failed", "interrupted")
+
+
+@dataclass(frozen=True)
+class Job:
+    """One long operation. `id` is like `push-3`; times are seconds since the epoch.
+
+    `state` is running, succeeded, failed or interrupted (its process died). `servers` maps a
+    server's name to its last {"state", "detail"}. `error` is {"kind", "message", "hint",
+    "exit_code", "details"} of a failed job, `result` the result's JSON of one that succeeded.
+    """
+
+    id: str
+    kind: str
+    state: str
+    stage: str
+    done_bytes: int
+    total_bytes: int
+    request: dict[str, Any]
+    servers: dict[str, dict[str, str]]
+    created_at: float
+    finished_at: float | None = None
+    error: dict[str, Any] | None = None
+    result: dict[str, Any] | None = None
+
+    @property
+    def ended(self) -> bool:
+        return self.state in ENDED
+
+    def to_json(self) -> dict[str, Any]:
+        return dict(self.__dict__)
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Job:
+        return cls(**data)
+
+
+@dataclass(frozen=True)
+class JobEvent:
+    """One thing that happened in a job. Kinds and their data:
+
+    stage {"stage"} · progress {"done_bytes", "total_bytes"} (not journaled) · note {"message"} ·
+    server {"server", "state", "detail"} · end {"state"}
+    """
+
+    sequence: int
+    at: float
+    kind: str
+    data: dict[str, Any] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        return dict(self.__dict__)
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> JobEvent:
+        return cls(**data)
+
+
+@dataclass(frozen=True)
+class PushRecord:
+    """One push of the fleet's history. `result` is PushResult's JSON, or {} when it failed."""
+
+    job: str
+    at: float
+    ok: bool
+    version: str | None
+    checkpoint: str
+    checkpoint_digest: str | None
+    result: dict[str, Any]
+
+    def to_json(self) -> dict[str, Any]:
+        return dict(self.__dict__)
+
+
+class Journal:
+    """Jobs, their events and the push history of one fleet."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    def begin(self, kind: str, request: dict[str, Any]) -> Job:
+        """A new running job, owned by this process."""
+        owner = own_identity()
+        cursor = self._database.write(
+            "INSERT INTO jobs (kind, state, stage, done_bytes, total_bytes, request, servers, "
+            "created_at, owner) VALUES (?, 'running', 'queued', 0, 0, ?, '{}', ?, ?)",
+            kind, json.dumps(request), time.time(), json.dumps(owner.__dict__),
+        )  # fmt: skip
+        return self.job(f"{kind}-{cursor.lastrowid}")
+
+    def stage(self, job_id: str, stage: str) -> None:
+        number = _number(job_id)
+        with self._database.transaction():
+            self._database.write("UPDATE jobs SET stage = ? WHERE number = ?", stage, number)
+            self._event(number, "stage", {"stage": stage})
+
+    def progress(self, job_id: str, done_bytes: int, total_bytes: int) -> None:
+        self._database.write(
+            "UPDATE jobs SET done_bytes = ?, total_bytes = ? WHERE number = ?",
+            done_bytes, total_bytes, _number(job_id),
+        )  # fmt: skip
+
+    def server(self, job_id: str, server: str, state: str, detail: str = "") -> None:
+        number = _number(job_id)
+        with self._database.transaction():
+            servers = self.job(job_id).servers
+            servers[server] = {"state": state, "detail": detail}
+            self._database.write(
+                "UPDATE jobs SET servers = ? WHERE number = ?", json.dumps(servers), number
+            )
+            self._event(number, "server", {"server": server, "state": state, "detail": detail})
+
+    def note(self, job_id: str, message: str) -> None:
+        self._event(_number(job_id), "note", {"message": message})
+
+    def end(
+        self,
+        job_id: str,
+        state: str,
+        *,
+        result: dict[str, Any] | None = None,
+        error: dict[str, Any] | None = None,
+    ) -> None:
+        """Close a job as succeeded, failed or interrupted."""
+        number = _number(job_id)
+        with self._database.transaction():
+            self._database.write(
+                "UPDATE jobs SET state = ?, finished_at = ?, result = ?, error = ? "
+                "WHERE number = ?",
+                state, time.time(), result and json.dumps(result), error and json.dumps(error),
+                number,
+            )  # fmt: skip
+            self._event(number, "end", {"state": state})
+
+    @understood
+    def job(self, job_id: str) -> Job:
+        """One job by its id.
+
+        Raises:
+            NotFoundError: there is none.
+        """
+        row = self._database.row("SELECT * FROM jobs WHERE number = ?", _number(job_id))
+        if row is None or f"{row['kind']}-{row['number']}" != job_id:
+            raise NotFoundError(f"there is no job {job_id!r}", hint="list them: skyctl jobs")
+        return _job(row)
+
+    @understood
+    def jobs(self, limit: int = 50) -> list[Job]:
+        """The latest jobs, newest first."""
+        return [
+            _job(row)
+            for row in self._database.rows("SELECT * FROM jobs ORDER BY number DESC LIMIT ?", limit)
+        ]
+
+    @understood
+    def events(self, job_id: str, after: int = 0) -> list[JobEvent]:
+        """Events of a job with a sequence number above `after`, oldest first."""
+        found = self._database.rows(
+            "SELECT * FROM job_events WHERE job = ? AND sequence > ? ORDER BY sequence",
+            _number(job_id), after,
+        )  # fmt: skip
+        return [JobEvent(r["sequence"], r["at"], r["kind"], json.loads(r["data"])) for r in found]
+
+    @understood
+    def owner_alive(self, job_id: str) -> bool:
+        """Whether the process that runs this job still lives."""
+        row = self._database.row("SELECT owner FROM jobs WHERE number = ?", _number(job_id))
+        return row is not None and ProcessIdentity(**json.loads(row["owner"])).alive()
+
+    def interrupt_orphans(self) -> list[Job]:
+        """Close running jobs whose process is dead; returns them as they were found."""
+        orphans = self.orphans()
+        for job in orphans:
+            message = f"the process that ran {job.id} died in stage {job.stage}"
+            hint = "put right what it left: skyctl recover"
+            error = {"kind": "PushError", "message": message, "hint": hint}
+            self.end(job.id, "interrupted", error=error)
+        return orphans
+
+    @understood
+    def orphans(self) -> list[Job]:
+        """Running jobs whose process is dead."""
+        return [
+            _job(row)
+            for row in self._database.rows("SELECT * FROM jobs WHERE state = 'running'")
+            if not ProcessIdentity(**json.loads(row["owner"])).alive()
+        ]
+
+    def record_push(
+        self,
+        job_id: str,
+        *,
+        ok: bool,
+        version: str | None,
+        checkpoint: str,
+        checkpoint_digest: str | None,
+        result: dict[str, Any],
+    ) -> None:
+        """Add one push to the history."""
+        self._database.write(
+            "INSERT INTO pushes (job, at, ok, version, checkpoint, checkpoint_digest, result) "
+            "VALUES (?, ?, ?, ?, ?, ?, ?)",
+            job_id, time.time(), int(ok), version, checkpoint, checkpoint_digest,
+            json.dumps(result),
+        )  # fmt: skip
+
+    @understood
+    def pushes(self, limit: int = 50) -> list[PushRecord]:
+        """The latest pushes, newest first."""
+        found = self._database.rows("SELECT * FROM pushes ORDER BY number DESC LIMIT ?", limit)
+        return [
+            PushRecord(
+                r["job"], r["at"], bool(r["ok"]), r["version"], r["checkpoint"],
+                r["checkpoint_digest"], json.loads(r["result"]),
+            )
+            for r in found
+        ]  # fmt: skip
+
+    def _event(self, number: int, kind: str, data: dict[str, Any]) -> None:
+        self._database.write(
+            "INSERT INTO job_events (job, at, kind, data) VALUES (?, ?, ?, ?)",
+            number, time.time(), kind, json.dumps(data),
+        )  # fmt: skip
+
+
+def _number(job_id: str) -> int:
+    tail = job_id.rpartition("-")[2]
+    return int(tail) if tail.isdigit() else -1
+
+
+def _job(row: sqlite3.Row) -> Job:
+    return Job(
+        id=f"{row['kind']}-{row['number']}",
+        kind=row["kind"],
+        state=row["state"],
+        stage=row["stage"],
+        done_bytes=row["done_bytes"],
+        total_bytes=row["total_bytes"],
+        request=json.loads(row["request"]),
+        servers=json.loads(row["servers"]),
+        created_at=row["created_at"],
+        finished_at=row["finished_at"],
+        error=row["error"] and json.loads(row["error"]),
+        result=row["result"] and json.loads(row["result"]),
+    )

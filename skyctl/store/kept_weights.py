@@ -1,0 +1,65 @@
+"""Checkpoints that a fleet keeps as its own (`sync-weights --keep`): what is known of them."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from skyctl.store.state import FleetState
+
+KEY = "kept_weights"
+
+
+@dataclass(frozen=True)
+class KeptWeights:
+    """One version. `checkpoint` is the fleet's own copy, `source` the directory it was made from.
+
+    `checkpoint_digest` is the copy's identity, `source_digest` that of the source when it was
+    copied, `content_digest` over every byte that was pushed ("" where nothing was sent). `at` is in
+    seconds since the epoch.
+    """
+
+    version: str
+    checkpoint: str
+    source: str
+    checkpoint_digest: str
+    source_digest: str
+    content_digest: str
+    bytes: int
+    at: float
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def kept_weights(state: FleetState) -> list[KeptWeights]:
+    """Every version that is kept, newest first."""
+    with state.understanding():
+        return [KeptWeights(**row) for row in json.loads(state.get(KEY) or "[]")]
+
+
+def remember(state: FleetState, kept: KeptWeights) -> None:
+    """One of the same version and copy is replaced."""
+    with state.transaction():
+        others = [
+            one
+            for one in kept_weights(state)
+            if (one.version, one.checkpoint) != (kept.version, kept.checkpoint)
+        ]
+        _save(state, [kept, *others])
+
+
+def forget(state: FleetState, version: str) -> list[KeptWeights]:
+    """Take a version off the list; what is of no further use (a copy may have two names)."""
+    with state.transaction():
+        known = kept_weights(state)
+        left = [one for one in known if one.version != version]
+        _save(state, left)
+    still = {one.checkpoint for one in left}
+    return [one for one in known if one.version == version and one.checkpoint not in still]
+
+
+def _save(state: FleetState, kept: list[KeptWeights]) -> None:
+    state.set(KEY, json.dumps([one.to_json() for one in kept]))

@@ -1,0 +1,204 @@
+"""Where a fleet lives on disk, and the promise that nobody else can read or redirect it."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import stat
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from skyctl.errors import SkyctlError
+
+# sun_path holds 108 bytes on Linux and 104 elsewhere, with the terminating zero.
+LONGEST_SOCKET_PATH_BYTES = 100
+# a server names its sockets <directory>/<36 characters>
+_LONGEST_SCRATCH_PATH_BYTES = LONGEST_SOCKET_PATH_BYTES - 37
+
+
+def state_root(environ: Mapping[str, str] | None = None) -> Path:
+    """$SKYCTL_HOME, else $XDG_STATE_HOME/skyctl, else ~/.local/state/skyctl."""
+    environ = os.environ if environ is None else environ
+    if environ.get("SKYCTL_HOME"):
+        return Path(environ["SKYCTL_HOME"]).expanduser().absolute()
+    if environ.get("XDG_STATE_HOME"):
+        return Path(environ["XDG_STATE_HOME"]).expanduser().absolute() / "skyctl"
+    return Path.home() / ".local" / "state" / "skyctl"
+
+
+def private_directory(path: Path) -> Path:
+    """Make `path` (mode 0700) unless it is there, and check that it is ours alone.
+
+    Raises:
+        SkyctlError: it is a symlink, no directory, or belongs to another user.
+    """
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return owned_directory(path)
+
+
+def owned_directory(path: Path) -> Path:
+    """Check that a directory is ours alone, and take from others what they may do there.
+
+    Raises:
+        SkyctlError: it is a symlink, no directory, or belongs to another user.
+    """
+    found = path.lstat()
+    if stat.S_ISLNK(found.st_mode) or not stat.S_ISDIR(found.st_mode):
+        raise SkyctlError(
+            f"{path} is not a plain directory", hint="remove it, or point SKYCTL_HOME elsewhere"
+        )
+    if found.st_uid != os.getuid():
+        raise SkyctlError(
+            f"{path} belongs to uid {found.st_uid}, not to you", hint="point SKYCTL_HOME elsewhere"
+        )
+    if stat.S_IMODE(found.st_mode) & 0o077:
+        path.chmod(0o700)
+    return path
+
+
+def place_private_file(path: Path, content: bytes = b"") -> None:
+    """A file of mode 0600, whole or not at all, and never over one that somebody has just made.
+
+    Its descriptor is closed before the file has its name.
+
+    Raises:
+        SkyctlError: it cannot be written.
+    """
+    temporary = path.with_name(f".{path.name}.{os.urandom(4).hex()}.tmp")
+    descriptor = create_private_file(temporary, os.O_EXCL)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        try:
+            os.link(temporary, path)
+        except FileExistsError:
+            pass
+        except OSError as error:
+            raise SkyctlError(f"cannot write {path}: {error.strerror}") from error
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def create_private_file(path: Path, flags: int = 0) -> int:
+    """File descriptor of `path`, created with mode 0600; a symlink in its place is refused.
+
+    Raises:
+        SkyctlError: the path is a symlink or cannot be opened.
+    """
+    try:
+        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | flags, 0o600)
+    except OSError as error:
+        raise SkyctlError(f"cannot open {path}: {error.strerror}") from error
+
+
+@dataclass(frozen=True)
+class FleetPaths:
+    """Every path of one fleet. Nothing is created until `prepare()`."""
+
+    root: Path
+    name: str
+
+    @property
+    def directory(self) -> Path:
+        return self.root / "fleets" / self.name
+
+    @property
+    def database(self) -> Path:
+        return self.directory / "state.sqlite"
+
+    @property
+    def fleet_file(self) -> Path:
+        """Copy of the fleet file as it was at the last `up`, variables unexpanded."""
+        return self.directory / "fleet.yaml"
+
+    @property
+    def logs(self) -> Path:
+        return self.directory / "logs"
+
+    @property
+    def supervisor_log(self) -> Path:
+        return self.log("supervisor")
+
+    @property
+    def supervisor_lock(self) -> Path:
+        """Held with flock by the live supervisor."""
+        return self.directory / "supervisor.lock"
+
+    @property
+    def socket(self) -> Path:
+        """The supervisor's unix socket; under the temporary directory when the path is too long."""
+        path = self.directory / "supervisor.sock"
+        if len(os.fsencode(path)) <= LONGEST_SOCKET_PATH_BYTES:
+            return path
+        return _short(path, ".sock")
+
+    @property
+    def scratch(self) -> Path:
+        """TMPDIR of the fleet's processes; elsewhere when the path of a socket gets too long."""
+        path = self.directory / "tmp"
+        if len(os.fsencode(path)) <= _LONGEST_SCRATCH_PATH_BYTES:
+            return path
+        return _short(path, ".tmp")
+
+    def held(self, server: str) -> Path:
+        """There while a server that starts must not answer yet (engines/vllm/inside/guard.py)."""
+        return self.directory / f"{server}.held"
+
+    @property
+    def compiled(self) -> Path:
+        """What torch compiled for servers: kept for all fleets of this root, and for nobody else,
+        since it is code that they run."""
+        return self.root / "compiled"
+
+    @property
+    def control_token(self) -> Path:
+        """Mode 0600: the token that opens every route of the fleet's servers."""
+        return self.directory / "control.token"
+
+    @property
+    def api_key(self) -> Path:
+        """Mode 0600: the key of inference, where the fleet file names none of its own."""
+        return self.directory / "api.key"
+
+    @property
+    def staging(self) -> Path:
+        """Weights that came out of a trainer's memory, kept until they are replaced."""
+        return self.directory / "weights"
+
+    @property
+    def kept(self) -> Path:
+        """Copies of checkpoints that stay until somebody forgets them."""
+        return self.directory / "kept"
+
+    def log(self, name: str) -> Path:
+        """Log file of one server, `router` or `supervisor`."""
+        return self.logs / f"{name}.log"
+
+    def refuse_foreign(self) -> None:
+        """Raise SkyctlError when somebody else could answer for this fleet's supervisor."""
+        for path in {self.directory, self.socket.parent, self.scratch.parent}:
+            if os.path.lexists(path):
+                owned_directory(path)
+
+    def prepare(self) -> FleetPaths:
+        """Create and check every directory of this fleet."""
+        for path in (self.root, self.root / "fleets", self.directory, self.logs):
+            private_directory(path)
+        for path in (self.socket.parent, self.scratch.parent):
+            private_directory(path)
+        return self
+
+
+def _short(path: Path, suffix: str) -> Path:
+    """What stands for `path` in this user's directory under the temporary one."""
+    digest = hashlib.sha256(os.fsencode(path)).hexdigest()[:16]
+    return Path(tempfile.gettempdir()) / f"skyctl-{os.getuid()}" / f"{digest}{suffix}"
+
+
+def fleet_paths(name: str, environ: Mapping[str, str] | None = None) -> FleetPaths:
+    """Paths of the fleet `name` under this user's state root."""
+    return FleetPaths(state_root(environ), name)

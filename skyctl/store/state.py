@@ -1,0 +1,251 @@
+"""What a fleet remembers: its processes, each server's intended state, weights, jobs and locks."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from skyctl.launch.local.rebuild import remember_live_processes
+from skyctl.store.database import Database, understood
+from skyctl.store.identity import ProcessIdentity
+from skyctl.store.journal import Journal
+from skyctl.store.locks import Locks
+
+Phase = Literal["intended", "running", "stale"]
+
+
+@dataclass(frozen=True)
+class ProcessRow:
+    """One child: `intended` before its spawn, `running` with an identity after it.
+
+    `token` is in its environment (SKYCTL_TOKEN), so that a child spawned just before a crash is
+    recognised. `descendants` are the processes seen below it while it lived.
+    """
+
+    name: str
+    role: Literal["server", "router"]
+    phase: Phase
+    token: str
+    identity: ProcessIdentity | None
+    spec_hash: str
+    host: str
+    port: int
+    gpus: tuple[int, ...] = ()
+    started_at: float = 0.0
+    descendants: tuple[ProcessIdentity, ...] = ()
+
+    def alive(self) -> bool:
+        """True while the very process that was recorded runs."""
+        return self.identity is not None and self.identity.alive()
+
+
+@dataclass(frozen=True)
+class ServerRow:
+    """What is meant to be true of one server, whatever process serves it now.
+
+    `sleep_level` is 0 while awake; 1 while asleep with its weights (or once a push restored
+    them), 2 while they are discarded. A server that slept while `paused` is paused again on waking.
+    `quarantine` is the reason it is kept out of the router, None when it is not.
+    """
+
+    name: str
+    paused: bool = False
+    sleep_level: int = 0
+    weight_version: str | None = None
+    checkpoint: str | None = None
+    checkpoint_digest: str | None = None
+    weights_digest: str | None = None
+    quarantine: str | None = None
+
+    @property
+    def intended(self) -> Literal["running", "paused", "asleep"]:
+        """One word for the above."""
+        if self.sleep_level:
+            return "asleep"
+        return "paused" if self.paused else "running"
+
+
+@dataclass(frozen=True)
+class FleetWeights:
+    """The weights every routed server must have; `checkpoint` None means the base model."""
+
+    version: str | None = None
+    checkpoint: str | None = None
+    checkpoint_digest: str | None = None
+    transport: str = "auto"
+
+
+@dataclass(frozen=True)
+class Event:
+    """One line of the fleet's history (`at` in seconds since the epoch)."""
+
+    at: float
+    subject: str
+    message: str
+
+
+class FleetState:
+    """A fleet's state file, for one thread of one process; close it, or use it in a `with`."""
+
+    def __init__(self, path: Path, *, warn: Callable[[str], None] = lambda line: None) -> None:
+        self._database = Database(path, warn=warn)
+        self.journal = Journal(self._database)
+        self.locks = Locks(self._database)
+        if self._database.begun_anew and (found := remember_live_processes(self, path.parent)):
+            warn(f"found alive: {', '.join(found)}")
+
+    def __enter__(self) -> FleetState:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._database.close()
+
+    def transaction(self) -> AbstractContextManager[None]:
+        """Everything written inside is committed together or not at all."""
+        return self._database.transaction()
+
+    def understanding(self) -> AbstractContextManager[None]:
+        """Around code that makes something of what was remembered (see Database)."""
+        return self._database.understanding()
+
+    # --- processes ---------------------------------------------------------------------------
+
+    @understood
+    def processes(self) -> list[ProcessRow]:
+        """Every recorded child, alive or not."""
+        rows = []
+        for row in self._database.rows("SELECT * FROM processes ORDER BY name"):
+            identity = None
+            if row["pid"] is not None:
+                identity = ProcessIdentity(row["pid"], row["create_time"], row["boot_id"])
+            rows.append(
+                ProcessRow(
+                    row["name"], row["role"], row["phase"], row["token"], identity,
+                    row["spec_hash"], row["host"], row["port"], tuple(json.loads(row["gpus"])),
+                    row["started_at"],
+                    tuple(ProcessIdentity(**d) for d in json.loads(row["descendants"])),
+                )
+            )  # fmt: skip
+        return rows
+
+    def process(self, name: str) -> ProcessRow | None:
+        """The recorded child of this name."""
+        return next((row for row in self.processes() if row.name == name), None)
+
+    def save_process(self, row: ProcessRow) -> None:
+        """Write one child's row, replacing what was known."""
+        identity = row.identity
+        self._database.write(
+            "INSERT OR REPLACE INTO processes (name, role, phase, token, pid, create_time, "
+            "boot_id, spec_hash, host, port, gpus, started_at, descendants) "
+            "VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+            row.name, row.role, row.phase, row.token,
+            identity and identity.pid, identity and identity.create_time,
+            identity and identity.boot_id, row.spec_hash, row.host, row.port,
+            json.dumps(row.gpus), row.started_at,
+            json.dumps([asdict(d) for d in row.descendants]),
+        )  # fmt: skip
+
+    def mark_stale(self, name: str) -> None:
+        """The process is gone; its port is remembered."""
+        self._database.write("UPDATE processes SET phase = 'stale' WHERE name = ?", name)
+
+    def forget_process(self, name: str) -> None:
+        self._database.write("DELETE FROM processes WHERE name = ?", name)
+
+    # --- servers -----------------------------------------------------------------------------
+
+    @understood
+    def servers(self) -> list[ServerRow]:
+        """What is meant to be true of each server of the fleet."""
+        return [
+            ServerRow(**{**dict(row), "paused": bool(row["paused"])})
+            for row in self._database.rows("SELECT * FROM servers ORDER BY name")
+        ]
+
+    def server(self, name: str) -> ServerRow:
+        """One server's row; a server never heard of is meant to run the base model."""
+        return next((row for row in self.servers() if row.name == name), ServerRow(name))
+
+    def update_server(self, name: str, **changes: Any) -> ServerRow:
+        """Change fields of one server's row and return it."""
+        with self._database.transaction():
+            row = replace(self.server(name), **changes)
+            self._database.write(
+                "INSERT OR REPLACE INTO servers (name, paused, sleep_level, weight_version, "
+                "checkpoint, checkpoint_digest, weights_digest, quarantine) "
+                "VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+                row.name, int(row.paused), row.sleep_level, row.weight_version, row.checkpoint,
+                row.checkpoint_digest, row.weights_digest, row.quarantine,
+            )  # fmt: skip
+        return row
+
+    def forget_server(self, name: str) -> None:
+        self._database.write("DELETE FROM servers WHERE name = ?", name)
+
+    @understood
+    def weights_awake(self) -> set[str]:
+        """Sleeping servers whose weights were woken, so that they can take a push. vLLM does not
+        tell: to it a server is asleep until all of it is awake."""
+        return set(json.loads(self.get("weights_awake") or "[]"))
+
+    def set_weights_awake(self, name: str, awake: bool) -> None:
+        with self.transaction():
+            found = self.weights_awake()
+            if (name in found) != awake:
+                self.set("weights_awake", json.dumps(sorted(found ^ {name})))
+
+    # --- the fleet ---------------------------------------------------------------------------
+
+    @understood
+    def weights(self) -> FleetWeights:
+        """The weights of the last successful push; all None for the base model."""
+        found = self.get("weights")
+        return FleetWeights(**json.loads(found)) if found else FleetWeights()
+
+    def checkpoints(self) -> set[str | None]:
+        """Every checkpoint that the fleet or one of its servers is said to run."""
+        return {self.weights().checkpoint, *(row.checkpoint for row in self.servers())}
+
+    def set_weights(self, weights: FleetWeights) -> None:
+        self.set("weights", json.dumps(asdict(weights)))
+
+    def get(self, key: str) -> str | None:
+        """A remembered value of the fleet as a whole (`file`, `base_dir` …)."""
+        row = self._database.row("SELECT value FROM meta WHERE key = ?", key)
+        return None if row is None else str(row["value"])
+
+    def set(self, key: str, value: str) -> None:
+        self._database.write("INSERT OR REPLACE INTO meta VALUES (?, ?)", key, value)
+
+    def forget_run(self) -> None:
+        """After `down`: no processes, no intended states, base weights. History stays."""
+        with self._database.transaction():
+            for table in ("processes", "servers"):
+                self._database.write(f"DELETE FROM {table}")
+            self._database.write(
+                "DELETE FROM meta WHERE key IN ('weights', 'ports', 'in_doubt', "
+                "'going_down', 'weights_awake')"
+            )
+
+    def add_event(self, subject: str, message: str) -> None:
+        """One line of history about a server, the router or the fleet."""
+        self._database.write(
+            "INSERT INTO events (at, subject, message) VALUES (?, ?, ?)",
+            time.time(), subject, message,
+        )  # fmt: skip
+
+    def events(self, limit: int = 100) -> list[Event]:
+        """The latest events, oldest first."""
+        found = self._database.rows(
+            "SELECT at, subject, message FROM events ORDER BY sequence DESC LIMIT ?", limit
+        )
+        return [Event(r["at"], r["subject"], r["message"]) for r in reversed(found)]

@@ -1,0 +1,90 @@
+"""Fill device slots with chunks ahead of their use; the GPU counterpart of `transfer/reader.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from skyctl.transfer.gpu.reader import DeviceReader, ReadBatch, Span
+from skyctl.transfer.reader import FilledSlot, Piece, ShardFiles, SlotTurns
+
+READ_TIMEOUT_S = 600.0
+
+
+class DeviceChunkReader:
+    """Fills slot k % slots with chunk k as soon as chunk k - slots was released.
+
+    Reads of the following chunks are queued before the current one is waited for, so the copy
+    engine never idles between chunks while there are free slots. `after_fill` runs when a chunk's
+    bytes are on the device (a copy to other GPUs, say). Checksums are left out: the bytes never
+    touch the CPU's registers, and vLLM's own engines take none.
+    """
+
+    def __init__(
+        self,
+        files: ShardFiles,
+        chunks: Sequence[Sequence[Piece]],
+        addresses: Sequence[int],
+        reader: DeviceReader,
+        *,
+        after_fill: Callable[[int], None],
+    ) -> None:
+        self._files = files
+        self._chunks = chunks
+        self._addresses = addresses
+        self._reader = reader
+        self._after_fill = after_fill
+        self._turns = SlotTurns(len(addresses))
+
+    def run(self, on_filled: Callable[[FilledSlot], None]) -> None:
+        """Fill every chunk in order, calling `on_filled` after each. Returns early when stopped.
+
+        Raises:
+            CheckpointChanged: a file is not what it was.
+            ReadFailed: a file cannot be read to the end.
+        """
+        queued: list[ReadBatch] = []
+        for chunk in range(len(self._chunks)):
+            while len(queued) < len(self._chunks) and self._turns.is_free(len(queued)):
+                queued.append(self._submit(len(queued)))
+            if len(queued) == chunk:
+                if not self._turns.wait(chunk):
+                    return
+                queued.append(self._submit(chunk))
+            self._reader.wait(queued[chunk], READ_TIMEOUT_S)
+            # after the bytes: what was read before a change was seen must not be sent
+            for shard in {piece.shard for piece in self._chunks[chunk]}:
+                self._files.check(shard)
+            slot = self._turns.slot(chunk)
+            self._after_fill(slot)
+            on_filled(FilledSlot(chunk, slot, []))
+
+    def release(self, chunk: int) -> None:
+        """Every server has loaded `chunk`: its slot may be filled again."""
+        self._turns.release(chunk)
+
+    def stop(self) -> None:
+        """Make `run` return after the chunk it is at."""
+        self._turns.stop()
+
+    def _submit(self, chunk: int) -> ReadBatch:
+        base = self._addresses[self._turns.slot(chunk)]
+        return self._reader.submit(
+            [
+                Span(self._files.descriptor(shard), begin, nbytes, base + offset)
+                for shard, begin, nbytes, offset in merged(self._chunks[chunk])
+            ]
+        )
+
+
+def merged(pieces: Sequence[Piece]) -> list[tuple[int, int, int, int]]:
+    """(shard, begin, nbytes, offset) of runs that are contiguous both on disk and in the chunk."""
+    runs: list[tuple[int, int, int, int]] = []
+    for piece in sorted(pieces, key=lambda piece: piece.offset):
+        if runs:
+            shard, begin, nbytes, offset = runs[-1]
+            follows = piece.begin == begin + nbytes and piece.offset == offset + nbytes
+            if piece.shard == shard and follows:
+                runs[-1] = (shard, begin, nbytes + piece.nbytes, offset)
+                continue
+        runs.append((piece.shard, piece.begin, piece.nbytes, piece.offset))
+    return runs

@@ -1,0 +1,197 @@
+"""Files to GPU memory at close to the pinned-copy limit: parallel reads, a small ring, async copy.
+
+Each thread owns `depth` pinned buffers of `piece_bytes` and one stream: it reads a piece with
+preadv into a buffer while the copy engine drains the other. The ring is small on purpose (12 x 2 x
+4 MiB): it stays in the last-level cache, which is worth a fifth of the rate, and pinning it is
+cheap.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from skyctl.transfer.gpu import cudart
+
+PIECE_BYTES = 4 * 1024 * 1024
+THREADS = 12
+DEPTH = 2
+
+
+@dataclass(frozen=True)
+class Span:
+    """`size` bytes of an open file that go to one address of device memory."""
+
+    fd: int
+    file_offset: int
+    size: int
+    device_address: int
+    source: str = ""
+
+
+class ReadFailed(Exception):
+    """A file could not be read to the end of a span, or a copy failed."""
+
+
+class ReadBatch:
+    """Pieces that are waited for together."""
+
+    def __init__(self, pieces: int) -> None:
+        self.left = pieces
+        self.done = threading.Event()
+        if not pieces:
+            self.done.set()
+
+
+class DeviceReader:
+    """Reads spans into one GPU's memory. `submit` returns at once; `wait` blocks for one batch.
+
+    Batches complete in the order they were submitted. Not for use from several threads at once.
+    Pinned host memory: threads x depth x piece_bytes.
+    """
+
+    def __init__(
+        self,
+        device: int,
+        *,
+        threads: int = THREADS,
+        piece_bytes: int = PIECE_BYTES,
+        depth: int = DEPTH,
+    ) -> None:
+        import torch
+
+        self.pinned_bytes = threads * depth * piece_bytes
+        self._device = device
+        self._piece_bytes = piece_bytes
+        self._pinned = torch.empty(self.pinned_bytes, dtype=torch.uint8, pin_memory=True)
+        self._streams = [torch.cuda.Stream(device=device) for _ in range(threads)]
+        self._queue: deque[tuple[Span, ReadBatch]] = deque()
+        self._lock = threading.Condition()
+        self._closed = False
+        self._failure: BaseException | None = None
+        self._threads = [
+            threading.Thread(target=self._work, args=(i, depth), daemon=True, name=f"reader-{i}")
+            for i in range(threads)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def submit(self, spans: Sequence[Span]) -> ReadBatch:
+        """Queue spans; returns a batch for `wait`."""
+        pieces = [piece for span in spans for piece in self._cut(span)]
+        batch = ReadBatch(len(pieces))
+        with self._lock:
+            self._queue.extend((piece, batch) for piece in pieces)
+            self._lock.notify_all()
+        return batch
+
+    def wait(self, batch: ReadBatch, timeout_s: float) -> None:
+        """Block until every byte of the batch is in device memory.
+
+        Raises:
+            ReadFailed: a read or copy of any batch failed.
+            TimeoutError: not within `timeout_s` seconds.
+        """
+        if not batch.done.wait(timeout_s):
+            raise TimeoutError(f"reading to the GPU took more than {timeout_s:g} s")
+        if self._failure is not None:
+            raise ReadFailed(str(self._failure)) from self._failure
+
+    def close(self) -> None:
+        """Stop the threads and let the pinned ring go."""
+        with self._lock:
+            self._closed = True
+            self._queue.clear()
+            self._lock.notify_all()
+        for thread in self._threads:
+            thread.join(10)
+        self._pinned = None
+        self._streams = []
+
+    def _cut(self, span: Span) -> list[Span]:
+        return [
+            Span(
+                span.fd,
+                span.file_offset + at,
+                min(self._piece_bytes, span.size - at),
+                span.device_address + at,
+                span.source,
+            )
+            for at in range(0, span.size, self._piece_bytes)
+        ]
+
+    def _next(self) -> tuple[Span, ReadBatch] | None:
+        with self._lock:
+            while not self._queue and not self._closed:
+                self._lock.wait()
+            return self._queue.popleft() if self._queue else None
+
+    def _work(self, number: int, depth: int) -> None:
+        cudart.set_device(self._device)
+        stream: int = self._streams[number].cuda_stream
+        slots = [
+            _Slot(self._pinned, (number * depth + i) * self._piece_bytes, self._piece_bytes)
+            for i in range(depth)
+        ]
+        turn = 0
+        while True:
+            # Settle finished copies before sleeping on an empty queue: nobody else would.
+            if not self._queue:
+                for slot in slots:
+                    self._settle(slot)
+            item = self._next()
+            if item is None:
+                break
+            span, batch = item
+            slot = slots[turn]
+            turn = (turn + 1) % depth
+            self._settle(slot)
+            slot.batch = batch
+            if self._failure is not None:
+                continue
+            try:
+                slot.fill(span)
+                cudart.copy_to_device(span.device_address, slot.address, span.size, stream)
+                slot.event.record(stream)
+            except BaseException as failure:
+                self._failure = failure
+        for slot in slots:
+            self._settle(slot)
+            slot.event.destroy()
+
+    def _settle(self, slot: _Slot) -> None:
+        """Wait for the slot's copy and count it in its batch."""
+        batch, slot.batch = slot.batch, None
+        if batch is None:
+            return
+        try:
+            slot.event.synchronize()
+        except cudart.CudaError as failure:
+            self._failure = failure
+        with self._lock:
+            batch.left -= 1
+            if not batch.left:
+                batch.done.set()
+
+
+class _Slot:
+    """One pinned buffer of a thread, and the copy that is draining it."""
+
+    def __init__(self, pinned: Any, offset: int, size: int) -> None:
+        piece = pinned[offset : offset + size]
+        self.address: int = piece.data_ptr()
+        self.view = memoryview(piece.numpy())
+        self.event = cudart.Event()
+        self.batch: ReadBatch | None = None
+
+    def fill(self, span: Span) -> None:
+        at = 0
+        while at < span.size:
+            got = os.preadv(span.fd, [self.view[at : span.size]], span.file_offset + at)
+            if got <= 0:
+                raise OSError(f"{span.source or span.fd} ended at byte {span.file_offset + at}")
+            at += got

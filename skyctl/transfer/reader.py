@@ -1,0 +1,204 @@
+"""Fill slots with chunks ahead of their use: reads shards straight into reused memory."""
+
+from __future__ import annotations
+
+import os
+import zlib
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Condition
+
+from skyctl.checkpoints.header import Shard, digest_header, read_raw_header
+from skyctl.errors import PreflightError
+
+_RUN_BYTES = 16 * 1024 * 1024
+_MAX_BUFFERS = 512  # per preadv; the kernel takes 1024
+
+
+class CheckpointChanged(PreflightError):
+    """The checkpoint on disk is no longer the one that was checked."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One tensor's bytes: where they are on disk, and where in the chunk they go."""
+
+    shard: int
+    begin: int
+    nbytes: int
+    offset: int
+
+
+@dataclass(frozen=True)
+class FilledSlot:
+    """A chunk in its slot, with the crc32 of each of its pieces, in their order."""
+
+    chunk: int
+    slot: int
+    crc32: list[int]
+
+
+class ShardFiles:
+    """The open files of a checkpoint, checked to be the very ones whose headers were read."""
+
+    def __init__(self, shards: Sequence[Shard]) -> None:
+        self._shards = list(shards)
+        self._descriptors: list[int] = []
+        for shard in self._shards:
+            try:
+                self._descriptors.append(os.open(shard.path, os.O_RDONLY | os.O_CLOEXEC))
+            except OSError as error:
+                raise CheckpointChanged(f"{shard.path} cannot be opened: {error}") from error
+            raw = read_raw_header(self._descriptors[-1], Path(shard.path))
+            if digest_header(raw) != shard.header_digest:
+                raise CheckpointChanged(f"{shard.path} changed since it was checked: new header")
+            self.check(len(self._descriptors) - 1)
+
+    def descriptor(self, number: int) -> int:
+        """The open file of a shard; it stays ours."""
+        return self._descriptors[number]
+
+    def check(self, number: int) -> None:
+        """Raise CheckpointChanged unless file and path are what they were."""
+        shard = self._shards[number]
+        expected = (shard.device, shard.inode, shard.size, shard.mtime_ns)
+        try:
+            found = [os.fstat(self._descriptors[number]), Path(shard.path).stat()]
+        except OSError as error:
+            raise CheckpointChanged(f"{shard.path} vanished during the push: {error}") from error
+        for status in found:
+            if (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns) != expected:
+                raise CheckpointChanged(f"{shard.path} changed during the push")
+
+    def read(self, number: int, begin: int, views: list[memoryview]) -> None:
+        """Fill `views` with consecutive bytes from `begin`."""
+        remaining = [view for view in views if view.nbytes]
+        while remaining:
+            count = os.preadv(self._descriptors[number], remaining[:_MAX_BUFFERS], begin)
+            if count == 0:
+                raise CheckpointChanged(f"{self._shards[number].path} was cut at byte {begin}")
+            begin += count
+            while remaining and count >= remaining[0].nbytes:
+                count -= remaining.pop(0).nbytes
+            if count:
+                remaining[0] = remaining[0][count:]
+
+    def close(self) -> None:
+        for descriptor in self._descriptors:
+            os.close(descriptor)
+        self._descriptors.clear()
+
+
+class SlotTurns:
+    """Whose turn it is: chunk k goes to slot k % slots, once chunk k - slots was released."""
+
+    def __init__(self, slots: int) -> None:
+        self.slots = slots
+        self._released = 0
+        self._stopped = False
+        self._changed = Condition()
+
+    def slot(self, chunk: int) -> int:
+        return chunk % self.slots
+
+    def is_free(self, chunk: int) -> bool:
+        """Whether the slot of `chunk` may be filled now."""
+        return not self._stopped and chunk - self._released < self.slots
+
+    def wait(self, chunk: int) -> bool:
+        """Wait until the slot of `chunk` is free; False when stopped."""
+        with self._changed:
+            while not self._stopped and not self.is_free(chunk):
+                self._changed.wait()
+            return not self._stopped
+
+    def release(self, chunk: int) -> None:
+        """Every server has loaded `chunk`."""
+        with self._changed:
+            self._released = max(self._released, chunk + 1)
+            self._changed.notify_all()
+
+    def stop(self) -> None:
+        """End all waiting."""
+        with self._changed:
+            self._stopped = True
+            self._changed.notify_all()
+
+
+class ChunkReader:
+    """Fills slots of host memory with chunks, one after the other, ahead of their use.
+
+    `run` belongs in a thread of its own; `release` and `stop` may be called from any.
+    """
+
+    def __init__(
+        self,
+        files: ShardFiles,
+        chunks: Sequence[Sequence[Piece]],
+        slots: Sequence[memoryview],
+        *,
+        threads: int,
+    ) -> None:
+        self._files = files
+        self._chunks = chunks
+        self._slots = slots
+        self._turns = SlotTurns(len(slots))
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="read")
+
+    def run(self, on_filled: Callable[[FilledSlot], None]) -> None:
+        """Fill every chunk in order, calling `on_filled` after each. Returns early when stopped.
+
+        Raises:
+            CheckpointChanged: a file is not what it was.
+            OSError: a file cannot be read.
+        """
+        try:
+            for chunk, pieces in enumerate(self._chunks):
+                if not self._turns.wait(chunk):
+                    return
+                slot = self._turns.slot(chunk)
+                on_filled(FilledSlot(chunk, slot, self._fill(pieces, self._slots[slot])))
+        finally:
+            self._pool.shutdown()
+
+    def release(self, chunk: int) -> None:
+        """Every server has loaded `chunk`: its slot may be filled again."""
+        self._turns.release(chunk)
+
+    def stop(self) -> None:
+        """Make `run` return after the chunk it is at."""
+        self._turns.stop()
+
+    def _fill(self, pieces: Sequence[Piece], slot: memoryview) -> list[int]:
+        checksums = [0] * len(pieces)
+
+        def read(run: list[int]) -> None:
+            views = [slot[pieces[i].offset : pieces[i].offset + pieces[i].nbytes] for i in run]
+            self._files.read(pieces[run[0]].shard, pieces[run[0]].begin, views)
+            for i, view in zip(run, views, strict=True):
+                checksums[i] = zlib.crc32(view)
+
+        list(self._pool.map(read, consecutive_runs(pieces)))
+        # after the bytes: what was read before a change was seen must not be sent
+        for shard in {piece.shard for piece in pieces}:
+            self._files.check(shard)
+        return checksums
+
+
+def consecutive_runs(pieces: Sequence[Piece]) -> list[list[int]]:
+    """Indices of pieces that follow each other in one file, in runs of about 16 MiB."""
+    runs: list[list[int]] = []
+    end = size = -1
+    shard = -1
+    for i in sorted(range(len(pieces)), key=lambda i: (pieces[i].shard, pieces[i].begin)):
+        piece = pieces[i]
+        if piece.shard == shard and piece.begin == end and size + piece.nbytes <= _RUN_BYTES:
+            runs[-1].append(i)
+            size += piece.nbytes
+        else:
+            runs.append([i])
+            size = piece.nbytes
+        shard, end = piece.shard, piece.begin + piece.nbytes
+    return runs

@@ -1,0 +1,183 @@
+"""The sender process: `python -m skyctl.transfer.sender`, driven by JSON lines.
+
+    parent                              sender
+    {"op": "open", …}  ───────────────► opens files, imports what the transport needs, allocates
+                       ◄─────────────── {"event": "opened", "endpoint": …}
+                       ◄─────────────── {"event": "filled", "chunk": 0, "slot": 0, "crc32": […]} …
+    {"op": "join"}     ───────────────► forms the group        ─► {"event": "joined"}
+    {"op": "send", "chunk": k, …} ────► moves the slot         ─► {"event": "sent", "chunk": k}
+    {"op": "release", "chunk": k} ────► the slot is filled again
+    {"op": "rest"}     ───────────────► frees the slots        ─► {"event": "rested"}
+    {"op": "open", …}                   the next push, with the same carrier or another
+    end of input       ───────────────► the process ends
+
+Anything that goes wrong is {"event": "error", "kind", "message", "traceback"}, and the end.
+The process may be killed at any time: all it holds is memory. It never outlives its parent.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import signal
+import sys
+import threading
+import traceback
+from importlib import import_module
+from typing import Any, TextIO
+
+from skyctl.checkpoints.header import Shard
+from skyctl.errors import SkyctlError
+from skyctl.kill_points import reached
+from skyctl.transfer.reader import FilledSlot, Piece, ShardFiles
+from skyctl.transfer.transports.base import Carrier, Reader
+
+_PR_SET_PDEATHSIG = 1
+_MAX_THREADS = 8
+
+
+class Channel:
+    """Messages to the parent. Several threads write; a line is never torn."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._lock = threading.Lock()
+
+    def tell(self, event: str, **fields: Any) -> None:
+        line = json.dumps({"event": event, **fields})
+        with self._lock:
+            self._stream.write(line + "\n")
+            self._stream.flush()
+
+    def fail(self, error: BaseException) -> None:
+        """Tell the parent of an error, with its traceback, and end the process."""
+        message = error.message if isinstance(error, SkyctlError) else f"{error}" or repr(error)
+        self.tell(
+            "error",
+            kind=type(error).__name__,
+            message=message,
+            traceback="".join(traceback.format_exception(error)),
+        )
+        # not sys.exit: another thread may sit in a collective that never returns
+        os._exit(1)
+
+
+class Sender:
+    """The files a push reads, the slots it fills, and the carrier that moves them.
+
+    A carrier may serve several pushes, one after the other; the rest is made anew for each.
+    """
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self._carrier: Carrier | None = None
+        self._reader: Reader | None = None
+        self._files: ShardFiles | None = None
+
+    def open(self, message: dict[str, Any]) -> None:
+        """Begin a push. The carrier of the last one goes on when `message["carrier"]` is None."""
+        reached("sender.open")
+        self._files = ShardFiles([Shard(**shard) for shard in message["shards"]])
+        chunks = [[Piece(*piece) for piece in chunk] for chunk in message["chunks"]]
+        if message["carrier"] is not None:
+            module = import_module(f"skyctl.transfer.transports.{message['transport']}")
+            self._carrier = module.open_carrier(message["session"], message["carrier"])
+        carrier = self._opened()
+        self._reader = carrier.open_reader(
+            self._files,
+            chunks,
+            slots=message["slots"],
+            ring_only=message["ring_only"],
+            reserve_bytes=message["reserve_bytes"],
+            slot_bytes=message["slot_bytes"],
+            threads=max(1, min(_MAX_THREADS, len(os.sched_getaffinity(0)))),
+        )
+        self._channel.tell("opened", endpoint=carrier.endpoint(), staged_whole=carrier.staged_whole)
+        reached("sender.opened")
+        threading.Thread(target=self._read, name="reader", daemon=True).start()
+
+    def _opened(self) -> Carrier:
+        if self._carrier is None:
+            raise ValueError("the first command is open, with a carrier")
+        return self._carrier
+
+    def _read(self) -> None:
+        carrier, reader = self._opened(), self._reader
+        assert reader is not None
+
+        def filled(slot: FilledSlot) -> None:
+            self._channel.tell(
+                "filled",
+                chunk=slot.chunk,
+                slot=slot.slot,
+                crc32=slot.crc32,
+                extra=carrier.extra(slot.slot),
+            )
+            reached("sender.filled")
+
+        try:
+            reader.run(filled)
+        except BaseException as error:
+            self._channel.fail(error)
+
+    def obey(self, message: dict[str, Any]) -> None:
+        """Carry out one command."""
+        operation = message["op"]
+        if operation == "open":
+            self.open(message)
+        elif operation == "join":
+            reached("sender.join")
+            self._opened().join()
+            self._channel.tell("joined")
+        elif operation == "send":
+            self._opened().send(message["slot"], message["size"])
+            self._channel.tell("sent", chunk=message["chunk"])
+        elif operation == "release" and self._reader is not None:
+            reached("sender.release")
+            self._reader.release(message["chunk"])
+        elif operation == "rest":
+            self._rest()
+            self._channel.tell("rested")
+        else:
+            raise ValueError(f"unknown command {operation!r}")
+
+    def _rest(self) -> None:
+        """A push is over: let go of what the next one makes anew."""
+        self._opened().rest()  # type: ignore[attr-defined]  # resident transports have it
+        if self._files is not None:
+            self._files.close()
+        self._files = self._reader = None
+
+
+def die_with_parent() -> None:
+    """Ask the kernel for SIGKILL when the parent is gone, and check that it is not gone already."""
+    parent = os.getppid()
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def claim_stdout() -> TextIO:
+    """Stdout for messages only: what libraries print goes to stderr from now on."""
+    stream = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    return stream
+
+
+def main() -> None:
+    """Obey the parent until its end of the pipe closes."""
+    die_with_parent()
+    channel = Channel(claim_stdout())
+    sender = Sender(channel)
+    try:
+        for line in sys.stdin:
+            sender.obey(json.loads(line))
+    except BaseException as error:
+        channel.fail(error)
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

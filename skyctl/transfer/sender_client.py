@@ -1,0 +1,228 @@
+"""The parent's side of the sender process: start it, await its events, kill it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from skyctl.checkpoints.checkpoint import Checkpoint
+from skyctl.errors import SkyctlError
+from skyctl.startup import inherited
+from skyctl.transfer.nccl_settings import applied
+from skyctl.transfer.plan import ChunkPlan
+from skyctl.transfer.transports.base import Filled
+
+_LINE_LIMIT = 256 * 1024 * 1024  # a header of a very large model is a few megabytes of JSON
+_STDERR_KEPT = 64 * 1024
+_CLOSE_TIMEOUT_S = 2.0
+
+
+class SenderFailed(SkyctlError):
+    """The sender ended, or did not answer in time. `changed`: the checkpoint changed on disk."""
+
+    changed = False
+
+
+@dataclass(frozen=True)
+class Opened:
+    """`endpoint` is what servers connect to. `staged_whole`: every chunk has a slot of its own."""
+
+    endpoint: Mapping[str, Any]
+    staged_whole: bool
+
+
+def _environment(nccl_settings: Mapping[str, str] | None) -> dict[str, str]:
+    environment = {**inherited(), "PYTHONUNBUFFERED": "1", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+    # it is told of GPUs by nvidia-smi's numbers, of which this would make others
+    environment.pop("CUDA_VISIBLE_DEVICES", None)
+    return environment if nccl_settings is None else applied(environment, nccl_settings)
+
+
+class SenderProcess:
+    """One sender. Every wait has a deadline; after a failure every wait raises that failure."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self._process = process
+        self._events: dict[tuple[str, int], dict[str, Any]] = {}
+        self._failure: SenderFailed | None = None
+        self._changed = asyncio.Condition()
+        self._stderr = b""
+        self._pumps = [
+            asyncio.create_task(self._pump_events()),
+            asyncio.create_task(self._pump_stderr()),
+        ]
+
+    @classmethod
+    async def spawn(
+        cls, python: str, nccl_settings: Mapping[str, str] | None = None
+    ) -> SenderProcess:
+        """Start a sender that waits for `open`; with these variables of NCCL, unless None."""
+        process = await asyncio.create_subprocess_exec(
+            python or sys.executable,
+            "-P",  # the working directory is not a place to import from
+            "-m",
+            "skyctl.transfer.sender",
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            limit=_LINE_LIMIT,
+            env=_environment(nccl_settings),
+            start_new_session=True,  # Ctrl-C is for the parent, which decides what it means
+        )
+        return cls(process)
+
+    async def open(
+        self,
+        *,
+        transport: str,
+        session: str,
+        checkpoint: Checkpoint,
+        plan: ChunkPlan,
+        slots: int,
+        carrier: Mapping[str, Any] | None,
+        ring_only: bool = False,
+        reserve_bytes: int = 0,
+    ) -> None:
+        """Tell it what to read; it starts filling its slots at once. `ring_only`: it takes no more
+        slots than these, though it could; `reserve_bytes`: what it leaves free for that.
+
+        `carrier` has the options of a new carrier; None goes on with the one there is.
+        """
+        self._events.clear()
+        await self._command(
+            op="open",
+            transport=transport,
+            session=session,
+            shards=[asdict(shard) for shard in checkpoint.shards],
+            chunks=[
+                [(p.tensor.shard, p.tensor.begin, p.tensor.nbytes, p.offset) for p in chunk.placed]
+                for chunk in plan.chunks
+            ],
+            slots=slots,
+            ring_only=ring_only,
+            reserve_bytes=reserve_bytes,
+            slot_bytes=plan.slot_bytes,
+            carrier=None if carrier is None else dict(carrier),
+        )
+
+    @property
+    def healthy(self) -> bool:
+        """It has not ended, failed or been killed."""
+        return self._failure is None and self._process.returncode is None
+
+    @property
+    def failure(self) -> SenderFailed | None:
+        """Why it can do nothing any more; None while it lives."""
+        return self._failure
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    async def opened(self, *, timeout_s: float) -> Opened:
+        """Wait until it is ready to be connected to."""
+        event = await self._event("opened", 0, timeout_s)
+        return Opened(event["endpoint"], event["staged_whole"])
+
+    async def filled(self, chunk: int, *, timeout_s: float) -> Filled:
+        """Wait until a chunk lies in its slot."""
+        event = await self._event("filled", chunk, timeout_s)
+        return Filled(chunk, event["slot"], tuple(event["crc32"]), event.get("extra", {}))
+
+    async def join(self, *, timeout_s: float) -> None:
+        """Take part in the rendezvous; returns when the group is complete."""
+        await self._command(op="join")
+        await self._event("joined", 0, timeout_s)
+
+    async def send(self, filled: Filled, size: int, *, timeout_s: float) -> None:
+        """Send a filled chunk to the group."""
+        await self._command(op="send", chunk=filled.chunk, slot=filled.slot, size=size)
+        await self._event("sent", filled.chunk, timeout_s)
+
+    async def rest(self, *, timeout_s: float) -> None:
+        """The push is over: free the slots, and wait for the next."""
+        await self._command(op="rest")
+        await self._event("rested", 0, timeout_s)
+
+    async def release(self, chunk: int) -> None:
+        """Every server has loaded the chunk: its slot may be refilled."""
+        self._events.pop(("filled", chunk), None)
+        await self._command(op="release", chunk=chunk)
+
+    def kill(self, reason: str) -> None:
+        """End the process at once; waits raise `reason`."""
+        if self._failure is None:
+            self._failure = SenderFailed(reason)
+        with suppress(ProcessLookupError):
+            self._process.kill()
+
+    async def close(self) -> None:
+        """Let the process end, kill it when it does not, and reap it."""
+        if self._process.stdin is not None:
+            self._process.stdin.close()
+        try:
+            async with asyncio.timeout(_CLOSE_TIMEOUT_S):
+                await self._process.wait()
+        except TimeoutError:
+            self.kill("the sender was closed")
+            await self._process.wait()
+        await asyncio.gather(*self._pumps, return_exceptions=True)
+
+    async def _command(self, **message: Any) -> None:
+        if self._failure is not None:
+            raise self._failure
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(json.dumps(message).encode() + b"\n")
+            await self._process.stdin.drain()
+        except (ConnectionError, RuntimeError):
+            pass  # it ended; the event pump finds out why, and the next wait says so
+
+    async def _event(self, name: str, number: int, timeout_s: float) -> dict[str, Any]:
+        key = (name, number)
+        try:
+            async with asyncio.timeout(timeout_s), self._changed:
+                await self._changed.wait_for(lambda: key in self._events or self._failure)
+        except TimeoutError:
+            self.kill(f"the sender did not say {name!r} in {timeout_s:g} s")
+        if key in self._events:
+            return self._events[key]
+        assert self._failure is not None
+        raise self._failure
+
+    async def _pump_events(self) -> None:
+        assert self._process.stdout is not None
+        failure: SenderFailed | None = None
+        async for line in self._process.stdout:
+            message = json.loads(line)
+            if message["event"] == "error":
+                failure = SenderFailed(
+                    f"the sender failed: {message['message']}",
+                    details={"kind": message["kind"], "traceback": message["traceback"]},
+                )
+                failure.changed = message["kind"] == "CheckpointChanged"
+                continue
+            async with self._changed:
+                self._events[message["event"], message.get("chunk", 0)] = message
+                self._changed.notify_all()
+        code = await self._process.wait()
+        async with self._changed:
+            if self._failure is None:
+                self._failure = failure or SenderFailed(
+                    f"the sender ended with code {code}{self._last_words()}"
+                )
+            self._changed.notify_all()
+
+    async def _pump_stderr(self) -> None:
+        assert self._process.stderr is not None
+        while block := await self._process.stderr.read(65536):
+            self._stderr = (self._stderr + block)[-_STDERR_KEPT:]
+
+    def _last_words(self) -> str:
+        lines = self._stderr.decode(errors="replace").strip().splitlines()
+        return f": {lines[-1]}" if lines else ""

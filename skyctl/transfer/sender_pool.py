@@ -1,0 +1,100 @@
+"""Senders that outlive a push: a CUDA context, a pinned ring and a group are dear to set up."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from skyctl.transfer.sender_client import SenderFailed, SenderProcess
+
+_REST_TIMEOUT_S = 10.0
+_OF_UPDATE = 0.75
+
+
+@dataclass
+class Lease:
+    """A sender on loan to one push.
+
+    `fresh` senders still have to be told of their carrier. `session` names the carrier's session;
+    `group` the servers that have joined it, "" while none have; `filled` those that its last push
+    filled, and with chunks of which size, "" before one; `lead_s` is how long its last
+    push took from reading to the first update, 0 before one; `load_s_per_byte` the least that
+    servers took for a byte of an update that all chunks streamed into, 0 before one.
+    """
+
+    sender: SenderProcess
+    key: str
+    session: str
+    fresh: bool = True
+    group: str = ""
+    filled: str = ""
+    lead_s: float = 0.0
+    load_s_per_byte: float = 0.0
+
+    def loaded(self, total_bytes: int, seconds: float) -> None:
+        """Learn from such an update.
+
+        The least counts, and a little less than that: what it took may have been waiting for the
+        reader, and each push begins with no more lead than the servers need.
+        """
+        new = seconds * _OF_UPDATE / total_bytes
+        self.load_s_per_byte = min(new, self.load_s_per_byte or new)
+
+
+class SenderPool:
+    """At most one idle sender. One pool belongs to one event loop; `close` ends what it holds."""
+
+    def __init__(self) -> None:
+        self._idle: Lease | None = None
+
+    @property
+    def idle(self) -> Lease | None:
+        """The sender that waits for the next push, if one lives."""
+        return self._idle if self._idle is not None and self._idle.sender.healthy else None
+
+    async def take(
+        self,
+        python: str,
+        transport: str,
+        options: Mapping[str, Any],
+        session: str,
+        *,
+        group: str | None = None,
+        nccl_settings: Mapping[str, str] | None = None,
+    ) -> Lease:
+        """The idle sender when it has just this carrier, else a new one under `session`.
+
+        `group` names the servers that must be in its group, "" when nobody can tell; None where
+        groups do not matter. A sender forms one group in its life: it cannot leave one whose
+        members have died. `nccl_settings` are the variables of NCCL that it has, None for those of
+        this process.
+        """
+        key = json.dumps([python, transport, options, nccl_settings], sort_keys=True, default=dict)
+        idle, self._idle = self._idle, None
+        if idle is not None:
+            of_this_group = group is None or (bool(group) and idle.group == group)
+            if idle.key == key and idle.sender.healthy and of_this_group:
+                return idle
+            await idle.sender.close()
+        return Lease(await SenderProcess.spawn(python, nccl_settings), key, session)
+
+    async def give_back(self, lease: Lease, *, keep: bool) -> None:
+        """End a loan. Only a sender whose push went well is kept."""
+        if keep and lease.sender.healthy:
+            try:
+                await lease.sender.rest(timeout_s=_REST_TIMEOUT_S)
+            except SenderFailed:
+                keep = False
+        if not (keep and lease.sender.healthy) or self._idle is not None:
+            await lease.sender.close()
+            return
+        lease.fresh = False
+        self._idle = lease
+
+    async def close(self) -> None:
+        """End the idle sender."""
+        idle, self._idle = self._idle, None
+        if idle is not None:
+            await idle.sender.close()

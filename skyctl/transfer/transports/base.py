@@ -1,0 +1,180 @@
+"""What a transport is: the parent's half shapes payloads, the sender's half moves bytes.
+
+One module per mechanism holds both: `TRANSPORT` (used by the push, imports no torch) and
+`open_carrier` (used inside the sender process). A new mechanism is one such module, its name in
+`choose.py`, and a receiver in `engine/receivers` unless vLLM brings one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Protocol
+
+from skyctl.checkpoints.dtypes import torch_name
+from skyctl.engines.vllm.dialects import Dialect, TensorHeaders
+from skyctl.engines.vllm.inside.wire import ChunkUpdate, ReceiverInit
+from skyctl.transfer.plan import Chunk, ChunkPlan, Packing
+from skyctl.transfer.reader import FilledSlot, Piece, ShardFiles
+
+
+@dataclass(frozen=True)
+class Filled:
+    """A chunk that lies in a slot of the sender. `crc32` has one checksum per tensor, none
+    where bytes never pass the CPU; `extra` is what the carrier adds (such as memory handles)."""
+
+    chunk: int
+    slot: int
+    crc32: tuple[int, ...]
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Session:
+    """One attempt at carrying a plan over. `endpoint` is what the sender said of itself;
+    `world_size` counts the sender and every worker."""
+
+    name: str
+    plan: ChunkPlan
+    world_size: int
+    endpoint: Mapping[str, Any]
+
+
+class Transport(Protocol):
+    """The parent's half.
+
+    Attributes:
+        collective: sender and servers must act at the same time, both at init (the sender joins)
+            and at each update (it sends); one that fails takes the others with it.
+        resident: the sender is kept for the next push: what it holds is dear to set up.
+        one_update: all chunks travel within a single update call, which receives one while it
+            loads the other; otherwise each chunk is an update of its own.
+        ordered: the receiver insists on chunks in their order.
+        shares_gpus: the sender's slots lie on the GPUs of the servers.
+        leaves_group: vLLM's workers are still in the last sender's group when a new one forms its
+            own, and must be told to leave it.
+    """
+
+    name: str
+    collective: bool
+    resident: bool
+    one_update: bool
+    ordered: bool
+    shares_gpus: bool
+    leaves_group: bool
+    packing: Packing
+    alignment: int
+
+    def sender_options(
+        self,
+        *,
+        world_size: int,
+        server_gpus: Sequence[Sequence[int]],
+        sender_gpu: int,
+        rendezvous_timeout_s: float,
+        update_timeout_s: float,
+    ) -> dict[str, Any]:
+        """What the carrier is opened with. `server_gpus` are each server's physical GPUs;
+        `sender_gpu` is one that no server uses, -1 when there is none."""
+
+    def init_info(self, session: Session, *, rank_offset: int, dialect: Dialect) -> dict[str, Any]:
+        """init_info of one server, whose first worker has rank `rank_offset`."""
+
+    def update_info(
+        self, session: Session, chunk: Chunk, filled: Filled, *, server: int, dialect: Dialect
+    ) -> dict[str, Any]:
+        """update_info of one chunk (of all of them as one, with `one_update`) for server number
+        `server` of the session."""
+
+
+class Reader(Protocol):
+    """Fills slots from files, ahead of their use (`transfer/reader.py`)."""
+
+    def run(self, on_filled: Callable[[FilledSlot], None]) -> None:
+        """Fill chunk after chunk. Blocks; belongs in a thread of its own."""
+
+    def release(self, chunk: int) -> None:
+        """Every server has loaded `chunk`: its slot may be filled again."""
+
+
+class Carrier(Protocol):
+    """The sender's half: owns the slots and moves them.
+
+    That of a resident transport also has `rest()`: give the slots back until the next push.
+    """
+
+    staged_whole: bool
+    """True when every chunk has a slot of its own: all may be read before the first is sent."""
+
+    def open_reader(
+        self,
+        files: ShardFiles,
+        chunks: Sequence[Sequence[Piece]],
+        *,
+        slots: int,
+        slot_bytes: int,
+        threads: int,
+        ring_only: bool = False,
+        reserve_bytes: int = 0,
+    ) -> Reader:
+        """Allocate the slots and return what fills them. Called once per push.
+
+        `slots` is the least number of slots; a carrier may take more when `staged_whole` says so,
+        unless it is to take a ring only. `reserve_bytes`: of what is free on its GPUs, servers will
+        take so much while they load.
+        """
+
+    def extra(self, slot: int) -> dict[str, Any]:
+        """What update_info needs to know of a slot that was just filled (memory handles)."""
+
+    def endpoint(self) -> dict[str, Any]:
+        """What servers need to reach this process."""
+
+    def join(self) -> None:
+        """Form the group with the servers; returns when it is complete. Bounded by its deadline."""
+
+    def send(self, slot: int, size: int) -> None:
+        """Send the first `size` bytes of a slot; returns when the slot may be refilled."""
+
+    def close(self) -> None:
+        """Free everything."""
+
+
+def tensor_headers(chunk: Chunk) -> TensorHeaders:
+    """A chunk's tensors as vLLM's own engines are told of them."""
+    tensors = [placed.tensor for placed in chunk.placed]
+    return TensorHeaders(
+        names=[tensor.name for tensor in tensors],
+        dtypes=[torch_name(tensor.dtype, tensor.name) for tensor in tensors],
+        shapes=[list(tensor.shape) for tensor in tensors],
+    )
+
+
+def chunk_update(chunk: Chunk, filled: Filled) -> dict[str, Any]:
+    """update_info of skyctl's own engine (`engines/vllm/inside/wire.py`)."""
+    headers = tensor_headers(chunk)
+    return asdict(
+        ChunkUpdate(
+            chunk=chunk.index,
+            slot=filled.slot,
+            size=chunk.size,
+            names=list(headers.names),
+            dtype_names=list(headers.dtypes),
+            shapes=[list(shape) for shape in headers.shapes],
+            offsets=[placed.offset for placed in chunk.placed],
+            crc32=list(filled.crc32),
+        )
+    )
+
+
+def receiver_init(transport: str, session: Session, endpoint: dict[str, Any]) -> dict[str, Any]:
+    """init_info of skyctl's own engine (`engines/vllm/inside/wire.py`)."""
+    return asdict(
+        ReceiverInit(
+            transport=transport,
+            session=session.name,
+            tensors=[tensor.name for tensor in session.plan.tensors],
+            slot_bytes=session.plan.slot_bytes,
+            endpoint=endpoint,
+        )
+    )

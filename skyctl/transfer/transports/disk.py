@@ -1,0 +1,76 @@
+"""Every server reads the checkpoint itself, through vLLM's reload_weights; no sender, no chunks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from skyctl.checkpoints.checkpoint import Checkpoint, read_checkpoint
+from skyctl.errors import PreflightError, ServerError
+from skyctl.push.request import PushFleet
+from skyctl.push.sites import Holds, Site, alive, each
+
+_SLOWEST_BYTES_PER_S = 50e6  # a cold network disk; below it, raise update_timeout_s
+_REPACK_METHOD = "skyctl_repack_tied"
+_REFUSED = "Model reloading with"  # vLLM refuses before it reads: `--load-format dummy` and others
+
+
+class DiskDelivery:
+    """One reload_weights call per server."""
+
+    can_retry = False  # vLLM has no call that scrubs a reload which broke off
+
+    def __init__(self, checkpoint: Checkpoint, fleet: PushFleet) -> None:
+        self._checkpoint = checkpoint
+        self._timeout_s = fleet.update_timeout_s + checkpoint.total_bytes / _SLOWEST_BYTES_PER_S
+
+    @property
+    def content_digest(self) -> str:
+        return ""
+
+    async def open(self, sites: Sequence[Site]) -> None:
+        self._check_unchanged()
+
+    async def init(self, sites: Sequence[Site]) -> None: ...
+
+    async def start(self, sites: Sequence[Site], *, scrubbing: bool = False) -> None: ...
+
+    async def update(self, sites: Sequence[Site], on_progress: Callable[[int], None]) -> None:
+        path = str(self._checkpoint.path)
+
+        async def call(site: Site) -> None:
+            site.holds = Holds.UNKNOWN
+            try:
+                with site.spans.loading():
+                    await site.vllm.collective_rpc(
+                        "reload_weights", kwargs={"weights_path": path}, timeout_s=self._timeout_s
+                    )
+                    # vLLM's reload leaves it out on CPU (`engines/vllm/inside/tied.py`)
+                    await site.vllm.extension_rpc(_REPACK_METHOD, timeout_s=self._timeout_s)
+            except ServerError as error:
+                if _REFUSED not in error.message:
+                    raise
+                site.holds = Holds.OLD
+                raise ServerError(
+                    f"{error.message}; start the server without --load-format dummy, or push with "
+                    "another transport"
+                ) from error
+
+        await each(alive(sites), call, timeout_s=self._timeout_s, what="reload")
+        try:
+            self._check_unchanged()
+        except PreflightError as error:
+            for site in alive(sites):
+                site.failure = error.message
+        on_progress(self._checkpoint.total_bytes)
+
+    async def finish(self, sites: Sequence[Site], version: Callable[[], str]) -> None:
+        for site in alive(sites):
+            site.holds = Holds.NEW
+
+    async def close(self) -> None: ...
+
+    def _check_unchanged(self) -> None:
+        """Servers read by name: the files must be those that were checked, before and after."""
+        now = read_checkpoint(str(self._checkpoint.path))
+        if now.identity_digest != self._checkpoint.identity_digest:
+            raise PreflightError(f"{self._checkpoint.path} changed during the push")

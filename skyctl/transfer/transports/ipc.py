@@ -1,0 +1,88 @@
+"""CUDA IPC: servers copy each chunk out of the sender's buffers on their own GPUs.
+
+Speaks to vLLM's native engine (`distributed/weight_transfer/ipc_engine.py`, packed). One sender
+serves every GPU of the host: a chunk is read once, copied to the first GPU, and from there to the
+others over NVLink. All slots of a GPU are one allocation, so that a server maps it once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from skyctl.engines.vllm.dialects import Dialect, pickle_handles
+from skyctl.transfer.gpu.carrier import GpuCarrier
+from skyctl.transfer.gpu.devices import uuid_of
+from skyctl.transfer.plan import Chunk, Packing
+from skyctl.transfer.transports.base import Filled, Session, tensor_headers
+
+
+class IpcTransport:
+    """Servers read by themselves; nothing needs to act at the same time."""
+
+    name = "ipc"
+    collective = False
+    resident = True
+    one_update = False
+    ordered = False
+    shares_gpus = True
+    leaves_group = False
+    packing: Packing = "fit"
+    alignment = 1  # vLLM's packed format has no padding
+
+    def sender_options(self, server_gpus: Sequence[Sequence[int]], **_: Any) -> dict[str, Any]:
+        return {"server_gpus": [list(gpus) for gpus in server_gpus]}
+
+    def init_info(self, session: Session, *, rank_offset: int, dialect: Dialect) -> dict[str, Any]:
+        return dialect.ipc_init_info(packed=True)
+
+    def update_info(
+        self, session: Session, chunk: Chunk, filled: Filled, *, server: int, dialect: Dialect
+    ) -> dict[str, Any]:
+        return dialect.ipc_update_info(
+            tensor_headers(chunk),
+            filled.extra["handles"][server],
+            sizes_bytes=[placed.tensor.nbytes for placed in chunk.placed],
+        )
+
+
+TRANSPORT = IpcTransport()
+
+
+def open_carrier(session: str, options: dict[str, Any]) -> IpcCarrier:
+    """The sender's half. Imports torch."""
+    return IpcCarrier(options["server_gpus"])
+
+
+class IpcCarrier(GpuCarrier):
+    """Slots on every GPU that hosts a worker, exported to each server."""
+
+    def __init__(self, server_gpus: Sequence[Sequence[int]]) -> None:
+        super().__init__(sorted({gpu for gpus in server_gpus for gpu in gpus}))
+        self._server_gpus = [list(gpus) for gpus in server_gpus]
+        self._uuids = {device: uuid_of(device) for device in self.devices}
+
+    def extra(self, slot: int) -> dict[str, Any]:
+        """Handles of a slot, one payload per server.
+
+        torch counts one release per export, so each server gets an export of its own, anew for
+        each chunk; a shared one would be released twice and its memory never come back.
+        """
+        from torch.multiprocessing.reductions import reduce_tensor
+
+        handles = []
+        for gpus in self._server_gpus:
+            payload = {
+                self._uuids[gpu]: reduce_tensor(self.slots.view(gpu, slot))[1] for gpu in gpus
+            }
+            handles.append(pickle_handles(payload))
+        return {"handles": handles}
+
+    def endpoint(self) -> dict[str, Any]:
+        return {}
+
+    def join(self) -> None:
+        """No group to form."""
+
+    def send(self, slot: int, size: int) -> None:
+        """Servers read by themselves."""

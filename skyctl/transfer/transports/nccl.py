@@ -1,0 +1,146 @@
+"""NCCL broadcast from a GPU of the sender's own to every worker of every server.
+
+Speaks to vLLM's native engine (`distributed/weight_transfer/nccl_engine.py`, packed). The sender
+is rank 0; each server's workers take consecutive ranks from its own rank_offset. Workers cut the
+stream of tensors into buffers by themselves, so the chunk plan follows their rule ("overflow").
+"""
+
+from __future__ import annotations
+
+from inspect import signature
+from typing import Any
+
+from skyctl.engines.vllm.dialects import Dialect, PackedBuffers
+from skyctl.engines.vllm.inside.nccl import nccl_problem
+from skyctl.errors import PreflightError
+from skyctl.transfer.gpu.carrier import GpuCarrier
+from skyctl.transfer.plan import Chunk, Packing
+from skyctl.transfer.transports.base import Filled, Session, tensor_headers
+from skyctl.transfer.transports.rendezvous import HOST, Rendezvous
+
+WORKER_BUFFERS = 2
+
+
+class NcclTransport:
+    """Every worker of every server takes part in each broadcast."""
+
+    name = "nccl"
+    collective = True
+    resident = True
+    one_update = True  # workers receive one buffer while they load the other
+    ordered = True
+    shares_gpus = False
+    leaves_group = True
+    packing: Packing = "overflow"
+    alignment = 1  # vLLM's packed format has no padding
+
+    def sender_options(
+        self,
+        world_size: int,
+        *,
+        sender_gpu: int,
+        rendezvous_timeout_s: float,
+        **_: Any,
+    ) -> dict[str, Any]:
+        return {
+            "world_size": world_size,
+            "gpu": sender_gpu,
+            "rendezvous_timeout_s": rendezvous_timeout_s,
+        }
+
+    def init_info(self, session: Session, *, rank_offset: int, dialect: Dialect) -> dict[str, Any]:
+        return dialect.nccl_init_info(
+            master_address=session.endpoint["host"],
+            master_port=session.endpoint["port"],
+            rank_offset=rank_offset,
+            world_size=session.world_size,
+            buffers=self._buffers(session),
+        )
+
+    def update_info(
+        self, session: Session, chunk: Chunk, filled: Filled, *, server: int, dialect: Dialect
+    ) -> dict[str, Any]:
+        return dialect.nccl_update_info(tensor_headers(chunk), buffers=self._buffers(session))
+
+    @staticmethod
+    def _buffers(session: Session) -> PackedBuffers:
+        return PackedBuffers(session.plan.chunk_size, WORKER_BUFFERS)
+
+
+TRANSPORT = NcclTransport()
+
+
+def open_carrier(session: str, options: dict[str, Any]) -> NcclCarrier:
+    """The sender's half. Imports torch and vLLM."""
+    return NcclCarrier(options)
+
+
+class NcclCarrier(GpuCarrier):
+    """Rank 0 of the group on a GPU that no worker uses, and the store where ranks find each other.
+
+    The store serves pickled objects to whoever connects: it listens on loopback only. The group
+    lasts as long as the carrier.
+    """
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        import torch
+
+        # vLLM takes seconds to import: here, and not when servers are frozen
+        from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
+
+        if problem := nccl_problem():
+            raise PreflightError(
+                f"the sender: {problem}",
+                hint="install the nvidia-nccl package that this vLLM asks for, or set "
+                "VLLM_NCCL_SO_PATH to its libnccl",
+            )
+        device = int(options["gpu"])
+        super().__init__([device])
+        self._new_communicator = PyNcclCommunicator
+        self._world_size = int(options["world_size"])
+        self._rendezvous_s = float(options["rendezvous_timeout_s"])
+        self._rendezvous = Rendezvous(self._world_size)
+        self._stream = torch.cuda.Stream(device=device)
+        self._communicator: Any = None
+
+    def endpoint(self) -> dict[str, Any]:
+        return {"host": HOST, "port": self._rendezvous.port}
+
+    def join(self) -> None:
+        """Form the group: every worker of every server must be in its init call."""
+        group, closes = self._new_group()
+        self._communicator = self._new_communicator(group, device=self.devices[0])
+        if closes:
+            self._rendezvous.close(group.store)
+
+    def _new_group(self) -> tuple[Any, bool]:
+        """The group, and whether its store listens at the socket that is ours to close."""
+        from vllm.distributed.utils import StatelessProcessGroup
+
+        arguments: dict[str, Any] = {
+            "host": HOST,
+            "port": self._rendezvous.port,
+            "rank": 0,
+            "world_size": self._world_size,
+            "store_timeout": int(self._rendezvous_s),
+        }
+        ours = "listen_socket" in signature(StatelessProcessGroup.create).parameters
+        if ours:
+            arguments["listen_socket"] = self._rendezvous.socket
+        else:  # 0.26 binds the port itself, and its store goes on listening
+            self._rendezvous.socket.close()
+        return StatelessProcessGroup.create(**arguments), ours
+
+    def send(self, slot: int, size: int) -> None:
+        import torch
+
+        view = self.slots.view(self.devices[0], slot)[:size]
+        with torch.cuda.stream(self._stream):
+            self._communicator.broadcast(view, src=0, stream=self._stream)
+        self._stream.synchronize()
+
+    def close(self) -> None:
+        communicator, self._communicator = self._communicator, None
+        if communicator is not None and hasattr(communicator, "destroy"):
+            communicator.destroy()
+        super().close()

@@ -1,0 +1,165 @@
+"""Checkpoint directories: shards, indexes, hub caches, and what is wrong with the bad ones."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from skyctl.checkpoints.checkpoint import absolute, locate, read_checkpoint
+from skyctl.errors import NotFoundError, PreflightError
+from tests.unit.push.checkpoints import filled, safetensors, tiny_tensors, write_checkpoint
+
+
+def test_one_file_and_many_shards_hold_the_same_model(tmp_path: Path) -> None:
+    one = read_checkpoint(str(write_checkpoint(tmp_path / "one")))
+    many = read_checkpoint(str(write_checkpoint(tmp_path / "many", shards=3)))
+    assert {t.name for t in one.tensors} == {t.name for t in many.tensors} == set(tiny_tensors())
+    assert one.total_bytes == many.total_bytes
+    assert one.layout_digest == many.layout_digest
+    assert one.identity_digest != many.identity_digest
+
+
+def test_shards_without_an_index_are_found_by_their_numbers(tmp_path: Path) -> None:
+    found = read_checkpoint(str(write_checkpoint(tmp_path / "c", shards=3, index=False)))
+    assert len(found.shards) == 3
+
+
+@pytest.mark.parametrize("index", [True, False])
+def test_a_missing_shard_is_named(tmp_path: Path, index: bool) -> None:
+    directory = write_checkpoint(tmp_path / "c", shards=3, index=index)
+    (directory / "model-00002-of-00003.safetensors").unlink()
+    with pytest.raises(PreflightError, match=r"lacks its shard model-00002-of-00003"):
+        read_checkpoint(str(directory))
+
+
+def test_a_truncated_shard_is_named(tmp_path: Path) -> None:
+    directory = write_checkpoint(tmp_path / "c", shards=2)
+    shard = directory / "model-00002-of-00002.safetensors"
+    shard.write_bytes(shard.read_bytes()[:-1])
+    with pytest.raises(PreflightError, match=r"model-00002-of-00002.safetensors is truncated"):
+        read_checkpoint(str(directory))
+
+
+def change_index(directory: Path, change: dict[str, str | None]) -> None:
+    path = directory / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    for name, shard in change.items():
+        if shard is None:
+            del index["weight_map"][name]
+        else:
+            index["weight_map"][name] = shard
+    path.write_text(json.dumps(index))
+
+
+def test_an_index_that_names_what_no_shard_has_is_refused(tmp_path: Path) -> None:
+    directory = write_checkpoint(tmp_path / "c", shards=2)
+    change_index(directory, {"ghost.weight": "model-00001-of-00002.safetensors"})
+    with pytest.raises(PreflightError, match=r"puts ghost.weight in model-00001"):
+        read_checkpoint(str(directory))
+
+
+def test_a_tensor_that_the_index_lacks_is_refused(tmp_path: Path) -> None:
+    directory = write_checkpoint(tmp_path / "c", shards=2)
+    change_index(directory, {"model.norm.weight": None})
+    with pytest.raises(PreflightError, match=r"holds model.norm.weight, the index lacks it"):
+        read_checkpoint(str(directory))
+
+
+@pytest.mark.parametrize("name", ["../model.safetensors", "/etc/passwd", "", "sub/x.safetensors"])
+def test_an_index_must_not_lead_out_of_its_directory(tmp_path: Path, name: str) -> None:
+    directory = write_checkpoint(tmp_path / "c", shards=2)
+    change_index(directory, {"model.norm.weight": name})
+    with pytest.raises(PreflightError, match="no file name"):
+        read_checkpoint(str(directory))
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"weight_map": {}}', '{"weight_map": [1]}'])
+def test_a_broken_index_is_refused(tmp_path: Path, text: str) -> None:
+    directory = write_checkpoint(tmp_path / "c")
+    (directory / "model.safetensors.index.json").write_text(text)
+    with pytest.raises(PreflightError, match="index"):
+        read_checkpoint(str(directory))
+
+
+def test_a_tensor_in_two_shards_is_refused(tmp_path: Path) -> None:
+    directory = write_checkpoint(tmp_path / "c", {"w": filled([2], 1)})
+    (directory / "more.safetensors").write_bytes(safetensors({"w": filled([2], 2)}))
+    with pytest.raises(PreflightError, match=r"w is in both model.safetensors and more"):
+        read_checkpoint(str(directory))
+
+
+def test_a_path_that_is_a_file_is_refused_with_the_directory_as_hint(tmp_path: Path) -> None:
+    directory = write_checkpoint(tmp_path / "c")
+    with pytest.raises(PreflightError, match="is a file") as caught:
+        read_checkpoint(str(directory / "model.safetensors"))
+    assert str(directory) in caught.value.hint
+
+
+def test_nothing_there_is_not_found(tmp_path: Path) -> None:
+    with pytest.raises(NotFoundError):
+        read_checkpoint(str(tmp_path / "nope"))
+
+
+def test_a_directory_without_config_is_no_checkpoint(tmp_path: Path) -> None:
+    (write_checkpoint(tmp_path / "c") / "config.json").unlink()
+    with pytest.raises(PreflightError, match=r"no config.json"):
+        read_checkpoint(str(tmp_path / "c"))
+
+
+def test_a_checkpoint_of_pickles_gets_advice(tmp_path: Path) -> None:
+    directory = write_checkpoint(tmp_path / "c")
+    (directory / "model.safetensors").rename(directory / "pytorch_model.bin")
+    with pytest.raises(PreflightError, match=r"no \*.safetensors") as caught:
+        read_checkpoint(str(directory))
+    assert "safe_serialization" in caught.value.hint
+
+
+def test_an_adapter_is_not_a_checkpoint(tmp_path: Path) -> None:
+    directory = write_checkpoint(tmp_path / "c")
+    (directory / "model.safetensors").rename(directory / "adapter_model.safetensors")
+    with pytest.raises(PreflightError, match="LoRA adapter"):
+        read_checkpoint(str(directory))
+
+
+def test_identity_changes_when_a_file_is_touched_and_layout_does_not(tmp_path: Path) -> None:
+    directory = write_checkpoint(tmp_path / "c")
+    before = read_checkpoint(str(directory))
+    os.utime(directory / "model.safetensors", ns=(1, 1))
+    after = read_checkpoint(str(directory))
+    assert before.layout_digest == after.layout_digest
+    assert before.identity_digest != after.identity_digest
+
+
+def hub(tmp_path: Path) -> dict[str, str]:
+    """A hub cache with one model, its files linked into blobs."""
+    repository = tmp_path / "hub" / "models--org--tiny"
+    snapshot = repository / "snapshots" / "abc"
+    write_checkpoint(repository / "blobs")
+    snapshot.mkdir(parents=True)
+    for name in ("config.json", "model.safetensors"):
+        (snapshot / name).symlink_to(Path("../../blobs") / name)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text("abc")
+    return {"HF_HUB_CACHE": str(tmp_path / "hub")}
+
+
+def test_a_hub_id_in_the_cache_counts_as_local(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    environ = hub(tmp_path)
+    assert locate("org/tiny", environ) is not None
+    assert locate("org/other", environ) is None
+    monkeypatch.setenv("HF_HUB_CACHE", environ["HF_HUB_CACHE"])
+    found = read_checkpoint("org/tiny")
+    assert len(found.tensors) == len(tiny_tensors())
+    assert "blobs" in found.shards[0].path
+    assert absolute("org/tiny") == "org/tiny"
+
+
+def test_a_relative_path_becomes_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_checkpoint(tmp_path / "c")
+    monkeypatch.chdir(tmp_path)
+    assert absolute("c") == str(tmp_path / "c")

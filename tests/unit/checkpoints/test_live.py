@@ -1,0 +1,167 @@
+"""Tensors out of memory become a checkpoint that says the same, or are refused."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from skyctl.checkpoints import write as write_module
+from skyctl.checkpoints.checkpoint import read_checkpoint
+from skyctl.checkpoints.live import RunningModel, dtype_name, running_model, write_tensors
+from skyctl.errors import PreflightError, UsageError
+from tests.unit.push.checkpoints import CONFIG, filled, write_checkpoint
+
+torch = pytest.importorskip("torch")
+ANY = RunningModel()
+
+
+def model(dtype: Any = None) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(7)
+    shapes = {"model.embed.weight": (16, 8), "model.norm.weight": (8,), "scale": ()}
+    return {
+        name: torch.randn(shape, generator=generator).to(dtype or torch.float32)
+        for name, shape in shapes.items()
+    }
+
+
+async def written(tensors: Any, path: Path, running: RunningModel = ANY, dtype: Any = None) -> Path:
+    path.mkdir(exist_ok=True)  # noqa: ASYNC240
+    await write_tensors(tensors, path, running=running, dtype=dtype_name(dtype))
+    return path
+
+
+def running(tmp_path: Path, dtype: str = "F32") -> RunningModel:
+    """What runs has the names and shapes of `model`."""
+    tensors = {name: filled(list(tensor.shape), 3, dtype) for name, tensor in model().items()}
+    return running_model(str(write_checkpoint(tmp_path / "running", tensors)))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "int64", "bool"])
+async def test_what_is_written_reads_back_the_same(tmp_path: Path, dtype: str) -> None:
+    load_file = pytest.importorskip("safetensors.torch").load_file
+    given = model(getattr(torch, dtype))
+    path = await written(given, tmp_path / "ckpt")
+    read = load_file(path / "model.safetensors")
+    assert read.keys() == given.keys()
+    for name, tensor in given.items():
+        assert read[name].dtype == tensor.dtype and torch.equal(read[name], tensor)
+    assert {t.name for t in read_checkpoint(str(path)).tensors} == given.keys()
+
+
+async def test_views_and_gradients_are_written_by_value(tmp_path: Path) -> None:
+    load_file = pytest.importorskip("safetensors.torch").load_file
+    parameter = torch.nn.Parameter(torch.arange(6.0).reshape(2, 3))
+    path = await written(
+        iter([("a", parameter), ("b", parameter.t()), ("e", torch.empty(0, 4))]), tmp_path / "ckpt"
+    )
+    read = load_file(path / "model.safetensors")
+    assert torch.equal(read["b"], parameter.detach().t()) and read["e"].shape == (0, 4)
+
+
+async def test_an_async_iterator_is_read_one_tensor_at_a_time(tmp_path: Path) -> None:
+    buffer = torch.zeros(4)
+
+    async def reused() -> AsyncIterator[tuple[str, Any]]:
+        for number in range(3):
+            buffer.fill_(number)  # what came before is written by now
+            yield f"t{number}", buffer
+
+    load_file = pytest.importorskip("safetensors.torch").load_file
+    path = await written(reused(), tmp_path / "ckpt")
+    read = load_file(path / "model.safetensors")
+    assert [read[f"t{n}"][0].item() for n in range(3)] == [0, 1, 2]
+
+
+async def test_many_tensors_are_cut_into_shards_with_an_index(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(write_module, "HEADER_BYTES", 1016)
+    given = {f"model.layers.{n}.weight": torch.full((3,), float(n)) for n in range(40)}
+    path = await written(given, tmp_path / "ckpt")
+    found = read_checkpoint(str(path))
+    assert len(found.shards) > 2
+    assert {t.name: t.shape for t in found.tensors} == dict.fromkeys(given, (3,))
+    assert not list(path.glob("part-*"))
+
+
+async def test_another_dtype_is_refused_and_the_hint_converts_it(tmp_path: Path) -> None:
+    there = running(tmp_path, "BF16")
+    with pytest.raises(PreflightError, match="float32 here, bfloat16") as caught:
+        await written(model(), tmp_path / "a", there)
+    assert 'dtype="match"' in caught.value.hint
+    for dtype, expected in (("match", "BF16"), ("as-is", "F32"), (torch.float16, "F16")):
+        path = await written(model(), tmp_path / expected, there, dtype)
+        assert {t.dtype for t in read_checkpoint(str(path)).tensors} == {expected}
+
+
+async def test_integers_are_left_alone_by_a_floating_point_dtype(tmp_path: Path) -> None:
+    tensors = {"w": torch.ones(2), "steps": torch.ones(2, dtype=torch.int32)}
+    path = await written(tensors, tmp_path / "ckpt", dtype="bfloat16")
+    found = {t.name: t.dtype for t in read_checkpoint(str(path)).tensors}
+    assert found == {"w": "BF16", "steps": "I32"}
+
+
+async def test_names_with_a_wrapper_in_front_are_refused_with_the_prefix_to_strip(
+    tmp_path: Path,
+) -> None:
+    wrapped = {f"module.{name}": tensor for name, tensor in model().items()}
+    with pytest.raises(PreflightError, match=r"module\.model\.embed\.weight is not in") as caught:
+        await written(wrapped, tmp_path / "ckpt", running(tmp_path))
+    assert "removeprefix('module.')" in caught.value.hint
+
+
+async def test_a_wrong_shape_is_refused_at_the_tensor_that_has_it(tmp_path: Path) -> None:
+    seen = []
+
+    def tensors() -> Any:
+        for name, tensor in model().items():
+            seen.append(name)
+            yield name, tensor.reshape(-1)
+
+    with pytest.raises(PreflightError, match=r"\[128\] here, the servers run \[16, 8\]"):
+        await written(tensors(), tmp_path / "ckpt", running(tmp_path))
+    assert seen == ["model.embed.weight"]
+
+
+@pytest.mark.parametrize(
+    ("tensors", "error", "words"),
+    [
+        ({}, PreflightError, "empty"),
+        ([("a", 1.0)], UsageError, "torch.Tensor"),
+        ([(1, "a")], UsageError, "torch.Tensor"),
+        ([("a", "twice"), ("a", "twice")], UsageError, "torch.Tensor"),
+        ([("", torch.ones(1))], PreflightError, "cannot be"),
+        ([("a", torch.ones(1)), ("a", torch.ones(1))], PreflightError, "twice"),
+        ([("a", torch.ones(1, device="meta"))], UsageError, "meta"),
+        ([("a", torch.ones(2, 2).to_sparse())], UsageError, "sparse"),
+    ],
+)
+async def test_what_is_no_weight_is_refused(
+    tmp_path: Path, tensors: Any, error: type[Exception], words: str
+) -> None:
+    with pytest.raises(error, match=words):
+        await written(tensors, tmp_path / "ckpt")
+
+
+async def test_a_sharded_tensor_is_refused_with_how_to_gather_it(tmp_path: Path) -> None:
+    class Sharded:
+        def detach(self) -> None: ...
+
+        def full_tensor(self) -> None: ...
+
+    with pytest.raises(UsageError, match="DTensor") as caught:
+        await written([("a", Sharded())], tmp_path / "ckpt")
+    assert "full_tensor()" in caught.value.hint
+
+
+def test_an_unknown_dtype_is_refused() -> None:
+    with pytest.raises(UsageError, match="no dtype of torch"):
+        dtype_name("nn")
+
+
+def test_the_config_of_what_runs_is_kept(tmp_path: Path) -> None:
+    assert running(tmp_path).config == CONFIG
+    assert running_model(None) == RunningModel() == running_model("org/not-here")

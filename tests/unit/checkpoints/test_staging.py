@@ -1,0 +1,140 @@
+"""What keeps weights on disk, and what takes them away."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from skyctl.checkpoints.staging import held, staged, sweep
+from skyctl.errors import SkyctlError
+
+HOLD = """
+import sys
+from pathlib import Path
+from skyctl.checkpoints.staging import staged
+with staged(Path(sys.argv[1]), needed_bytes=1, memory_root=Path(sys.argv[2])) as live:
+    (live / "model.safetensors").write_bytes(b"weights")
+    print(live, flush=True)
+    sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def memory(tmp_path: Path) -> Path:
+    """Stands in for /dev/shm."""
+    (tmp_path / "memory").mkdir()
+    return tmp_path / "memory"
+
+
+def left(directory: Path) -> list[str]:
+    """Names of the files and directories anywhere below, but for the roots that stay."""
+    found = [p for p in directory.rglob("*") if p.name != f"skyctl-{os.getuid()}"]
+    return sorted(p.name for p in found)
+
+
+def test_weights_that_fit_go_to_memory_and_the_sweep_takes_them_away(
+    tmp_path: Path, memory: Path
+) -> None:
+    home = tmp_path / "weights"
+    with staged(home, needed_bytes=10, memory_root=memory) as live:
+        (live / "a").write_bytes(b"1234567890")
+        assert live.resolve().is_relative_to(memory)
+        assert live.resolve().stat().st_mode & 0o077 == 0
+        sweep(home, (), memory_root=memory)
+        assert (live / "a").exists(), "swept while it was held"
+    sweep(home, (), memory_root=memory)
+    assert left(home) == [] and left(memory) == []
+
+
+@pytest.mark.parametrize("needed_bytes", [None, 1 << 60])
+def test_weights_of_unknown_size_or_too_large_stay_out_of_memory(
+    tmp_path: Path, memory: Path, needed_bytes: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if needed_bytes:
+        with (
+            pytest.raises(SkyctlError, match="do not fit"),
+            staged(tmp_path / "weights", needed_bytes=needed_bytes, memory_root=memory),
+        ):
+            pass
+    else:
+        with staged(tmp_path / "weights", needed_bytes=None, memory_root=memory) as live:
+            assert not live.is_symlink() and live.is_dir()
+    sweep(tmp_path / "weights", (), memory_root=memory)
+    assert left(tmp_path / "weights") == [] and left(memory) == []
+
+
+def test_what_the_state_names_is_kept(tmp_path: Path, memory: Path) -> None:
+    home = tmp_path / "weights"
+    with staged(home, needed_bytes=1, memory_root=memory) as kept:
+        (kept / "a").write_bytes(b"x")
+    with staged(home, needed_bytes=1, memory_root=memory) as other:
+        pass
+    sweep(home, {None, str(kept)}, memory_root=memory)
+    assert (kept / "a").read_bytes() == b"x" and not other.parent.exists()
+
+
+def test_a_push_keeps_the_weights_it_sends(tmp_path: Path, memory: Path) -> None:
+    home = tmp_path / "weights"
+    with staged(home, needed_bytes=1, memory_root=memory) as live:
+        pass
+    with held(str(live)):
+        sweep(home, (), memory_root=memory)
+        assert live.exists()
+    sweep(home, (), memory_root=memory)
+    assert not live.exists()
+
+
+def test_holding_an_ordinary_checkpoint_changes_nothing(tmp_path: Path) -> None:
+    checkpoint = tmp_path / "live"
+    checkpoint.mkdir()
+    with held(str(checkpoint)), held("org/model"):
+        pass
+    assert left(tmp_path) == ["live"]
+
+
+def test_a_killed_trainer_leaves_nothing_after_the_next_sweep(tmp_path: Path, memory: Path) -> None:
+    home = tmp_path / "weights"
+    trainer = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(home), str(memory)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert trainer.stdout is not None
+    live = Path(trainer.stdout.readline().strip())
+    sweep(home, (), memory_root=memory)
+    assert (live / "model.safetensors").exists(), "swept while its writer lived"
+    trainer.kill()
+    trainer.communicate(timeout=30)
+    sweep(home, (), memory_root=memory)
+    assert left(home) == [] and left(memory) == []
+
+
+def test_memory_of_a_removed_state_directory_is_swept_by_any_other_fleet(
+    tmp_path: Path, memory: Path
+) -> None:
+    with staged(tmp_path / "gone", needed_bytes=1, memory_root=memory) as live:
+        (live / "a").write_bytes(b"x")
+        (live.parent / ".lock").unlink()
+        live.unlink()
+        live.parent.rmdir()
+    sweep(tmp_path / "another", (), memory_root=memory)
+    assert left(memory) == []
+
+
+def test_a_half_made_entry_is_swept(tmp_path: Path, memory: Path) -> None:
+    home = tmp_path / "weights"
+    (home / "0123").mkdir(parents=True)
+    sweep(home, (), memory_root=memory)
+    assert left(home) == []
+
+
+def test_a_sweep_takes_the_empty_home_in_memory_away(tmp_path: Path) -> None:
+    home = tmp_path / f"skyctl-{os.getuid()}"
+    home.mkdir()
+    sweep(tmp_path / "nothing", [], memory_root=tmp_path)
+    assert not home.exists()

@@ -1,0 +1,197 @@
+"""What is looked at before anything is spawned."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import socket
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from skyctl.core.check import check_plan
+from skyctl.core.plan import FleetPlan, plan_fleet
+from skyctl.fleetfile.schema import FleetConfig
+from skyctl.launch.local.devices import Gpu
+from skyctl.launch.local.ports import free_port
+
+
+@pytest.fixture
+def base_dir(tmp_path: Path) -> Path:
+    checkpoint = tmp_path / "checkpoints/a"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "config.json").write_text("{}")
+    return tmp_path
+
+
+@pytest.fixture
+def interpreter(tmp_path: Path) -> str:
+    """An interpreter that says every module is there, whatever is installed here."""
+    script = tmp_path / "python"
+    script.write_text("#!/bin/sh\n")
+    script.chmod(0o755)
+    return str(script)
+
+
+def gpus(count: int) -> list[Gpu]:
+    return [Gpu(index, f"GPU-{index}", "H100", 1) for index in range(count)]
+
+
+def plan(base_dir: Path, python: str, *, on: Sequence[Gpu] = (), **config: Any) -> FleetPlan:
+    document = {"name": "f", "model": "./checkpoints/a", "python": python, **config}
+    return plan_fleet(
+        FleetConfig.model_validate(document),
+        base_dir,
+        gpus=on,
+        next_port=lambda: free_port("127.0.0.1"),
+        environ={},
+    )
+
+
+def problems(planned: FleetPlan, found: Sequence[Gpu] = ()) -> list[str]:
+    return [problem.message for problem in check_plan(planned, discover=lambda: found)]
+
+
+def test_a_good_plan_has_no_problems(base_dir: Path, interpreter: str) -> None:
+    assert problems(plan(base_dir, interpreter)) == []
+    assert problems(plan(base_dir, interpreter, on=gpus(1), device="cuda"), gpus(1)) == []
+
+
+def test_hub_models_are_left_to_vllm(base_dir: Path, interpreter: str) -> None:
+    assert problems(plan(base_dir, interpreter, model="Qwen/Qwen3-0.6B")) == []
+
+
+@pytest.mark.parametrize("model", ["./checkpoints/b", "checkpoints/b", "/no/where", "a/b/c"])
+def test_a_missing_model_directory_is_named(base_dir: Path, interpreter: str, model: str) -> None:
+    (message,) = problems(plan(base_dir, interpreter, model=model))
+    assert message.startswith(f"model '{model}'") and message.endswith("does not exist")
+
+
+def test_a_directory_without_config_is_no_checkpoint(base_dir: Path, interpreter: str) -> None:
+    (message,) = problems(plan(base_dir, interpreter, model="./checkpoints"))
+    assert "no config.json" in message
+    (message,) = problems(plan(base_dir, interpreter, model="./checkpoints/a/config.json"))
+    assert "is a file" in message
+
+
+@pytest.fixture
+def taken() -> Iterator[int]:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        yield listener.getsockname()[1]
+
+
+@pytest.mark.parametrize(
+    ("config", "owner"),
+    [
+        ({"ports": ["PORT"]}, "f-0"),
+        ({"router": {"port": "PORT"}}, "router"),
+        ({"router": {"metrics_port": "PORT"}}, "router metrics"),
+    ],
+)
+def test_a_taken_port_is_reported_with_its_holder(
+    base_dir: Path, interpreter: str, taken: int, config: dict[str, Any], owner: str
+) -> None:
+    def fill(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: fill(item) for key, item in value.items()}
+        return [fill(item) for item in value] if isinstance(value, list) else taken
+
+    planned = plan(base_dir, interpreter, **fill(config))
+    (message,) = problems(planned)
+    assert message.startswith(f"{owner}: port {taken} is taken by pid {os.getpid()} (")
+    assert check_plan(planned, own_ports={taken}) == []
+
+
+def test_one_port_for_two_is_reported_once(base_dir: Path, interpreter: str) -> None:
+    port = free_port("127.0.0.1")
+    planned = plan(base_dir, interpreter, ports=[port], router={"port": port})
+    assert problems(planned) == [f"port {port} is given to f-0 and router"]
+
+
+def test_an_address_that_is_not_ours_is_reported(base_dir: Path, interpreter: str) -> None:
+    planned = plan(base_dir, interpreter, host="192.0.2.1", router={"enabled": False})
+    (message,) = problems(planned)
+    assert message.startswith("f-0: cannot listen at 192.0.2.1:")
+
+
+def test_cuda_without_gpus_is_one_problem(base_dir: Path, interpreter: str) -> None:
+    (message,) = problems(plan(base_dir, interpreter, device="cuda", gpus=[0, 1]))
+    assert "no NVIDIA GPU" in message
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({"gpus": [7]}, ["GPU 7 does not exist; there are: 0, 1"]),
+        (
+            {"replicas": [{"gpus": [[9]]}]},
+            ["f-0: GPU 9 does not exist; there are: 0, 1"],
+        ),
+        (
+            {"replicas": [{"count": 2, "gpus": [[1], [1]]}]},
+            ["GPU 1 is given to f-0 and f-1"],
+        ),
+        ({"replicas": [{"count": 2, "gpus": [[1], [1]]}], "share_gpus": True}, []),
+        (
+            {"tensor_parallel_size": 2, "replicas": [{"gpus": [[1, 1]]}]},
+            ["f-0: GPU 1 is listed twice"],
+        ),
+        ({"replicas": 3}, ["f-2: not enough GPUs: it needs 1, and 0 of them can be had"]),
+        (
+            {"tensor_parallel_size": 4},
+            ["f-0: not enough GPUs: it needs 4, and 2 of them can be had"],
+        ),
+        ({"replicas": [{"gpus": [[0, 1]]}]}, ["f-0: 2 GPUs for 1 workers"]),
+    ],
+)
+def test_gpu_mistakes_are_reported(
+    base_dir: Path, interpreter: str, config: dict[str, Any], expected: list[str]
+) -> None:
+    found = problems(plan(base_dir, interpreter, on=gpus(2), device="cuda", **config), gpus(2))
+    assert len(found) == len(expected)
+    assert all(message.startswith(start) for message, start in zip(found, expected, strict=True))
+
+
+def test_a_missing_interpreter_is_reported(base_dir: Path) -> None:
+    (message,) = problems(plan(base_dir, "./no-python"))
+    assert message.endswith("no-python': no such interpreter")
+
+
+def test_an_interpreter_that_fails_is_reported(base_dir: Path, tmp_path: Path) -> None:
+    broken = tmp_path / "broken"
+    broken.write_text("#!/bin/sh\nexit 3\n")
+    broken.chmod(0o755)
+    (message,) = problems(plan(base_dir, str(broken)))
+    assert "cannot be run" in message
+
+
+def test_packages_missing_from_another_interpreter_are_reported(
+    base_dir: Path, tmp_path: Path
+) -> None:
+    bare = tmp_path / "bare"
+    bare.write_text("#!/bin/sh\necho vllm skyctl\n")
+    bare.chmod(0o755)
+    found = check_plan(plan(base_dir, str(bare)))
+    assert [problem.message for problem in found] == [
+        f"vllm is not installed for {bare}",
+        f"skyctl is not installed for {bare}",
+    ]
+    assert "scripts/setup.sh" in found[0].hint
+
+
+def test_packages_missing_from_our_own_interpreter_are_reported(
+    base_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    planned = dataclasses.replace(plan(base_dir, "python"), python=sys.executable)
+    assert len(problems(planned)) == 3
+
+
+def test_all_problems_are_reported_together(base_dir: Path) -> None:
+    kinds = problems(plan(base_dir, "./no-python", model="./x", device="cuda"))
+    assert len(kinds) == 3

@@ -1,0 +1,105 @@
+"""What is the matter with a server: asked of stubs, judged by a pure function."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from skyctl.core.diagnosis import Observed, judge, observe
+from skyctl.http.client import ControlClient
+from skyctl.http.target import ServerTarget
+from skyctl.store.in_doubt import InDoubt
+from skyctl.store.state import FleetWeights, ServerRow
+from tests.stub.app import StubServer
+from tests.stub.faults import Fault
+from tests.stub.inprocess import StubTransport
+
+V1 = FleetWeights("v1", "/ckpt/v1", "digest")
+BASE = FleetWeights()
+HALF = InDoubt("a", "push-3", "update", True, True)
+FROZEN = InDoubt("a", "push-3", "pause", False, True)
+
+
+def found(
+    seen: Observed,
+    row: ServerRow | None = None,
+    doubt: InDoubt | None = None,
+    weights: FleetWeights = BASE,
+    ours: bool = True,
+) -> tuple[str, str]:
+    finding = judge(seen, row or ServerRow("a"), doubt, weights, ours=ours)
+    return finding.found, finding.action
+
+
+@pytest.mark.parametrize(
+    ("what", "ours", "expected"),
+    [
+        ({}, True, ("healthy", "nothing")),
+        ({"doubt": HALF}, True, ("half-updated", "push")),
+        ({"doubt": FROZEN}, True, ("frozen", "resume")),
+        ({"doubt": FROZEN}, False, ("frozen", "resume")),
+        ({"row": ServerRow("a", quarantine="broken")}, True, ("quarantined", "restart")),
+        ({"row": ServerRow("a", quarantine="broken")}, False, ("quarantined", "push")),
+        (
+            {"row": ServerRow("a", weight_version="v0"), "weights": V1},
+            True,
+            ("wrong-version", "push"),
+        ),
+        ({"row": ServerRow("a"), "weights": V1}, True, ("wrong-version", "push")),
+        ({"row": ServerRow("a", weight_version="v0")}, True, ("wrong-version", "restart")),
+        ({"row": ServerRow("a", weight_version="v1"), "weights": V1}, True, ("healthy", "nothing")),
+    ],
+)
+def test_a_server_that_answers(what: dict[str, Any], ours: bool, expected: object) -> None:
+    assert found(Observed("a", version=None), ours=ours, **what) == expected
+
+
+def test_from_outside_the_label_that_a_server_carries_counts() -> None:
+    row = ServerRow("a", weight_version="v1")
+    seen = Observed("a", version="default")  # started anew by somebody else
+    assert found(seen, row, weights=V1, ours=False) == ("wrong-version", "push")
+
+
+@pytest.mark.parametrize(
+    ("seen", "expected"),
+    [
+        (Observed("a", engine=False), "stuck"),
+        (Observed("a", engine=False, http=False), "unreachable"),
+    ],
+)
+def test_one_that_does_not_answer_is_restarted_or_else_quarantined(
+    seen: Observed, expected: str
+) -> None:
+    assert found(seen, doubt=HALF) == (expected, "restart")
+    assert found(seen, ours=False) == (expected, "quarantine")
+
+
+def test_what_the_supervisor_is_busy_with_is_left_to_it() -> None:
+    assert found(Observed("a", state="updating", engine=False)) == ("busy", "nothing")
+    assert found(Observed("a", state="failed")) == ("failed", "restart")
+
+
+def test_a_pause_of_somebody_elses_is_no_fault() -> None:
+    finding = judge(Observed("a", paused=True), ServerRow("a"), None, BASE, ours=True)
+    assert (finding.found, finding.action) == ("healthy", "nothing")
+    assert "skyctl resume" in finding.detail
+
+
+async def test_servers_are_asked_front_end_and_engine_apart() -> None:
+    stuck = StubServer(faults={"/is_paused": Fault("hang")})
+    dead_engine = StubServer()
+    dead_engine.engine.dead = True
+    paused = StubServer()
+    await paused.engine.pause("keep")
+    transport = StubTransport([paused, stuck, dead_engine])
+    targets = [*transport.targets, ServerTarget("gone", "http://gone")]
+    async with ControlClient(transport=transport) as client:
+        seen = await observe(client, targets, engine_timeout_s=0.2)
+    assert [(one.http, one.engine, one.paused) for one in seen] == [
+        (True, True, True),
+        (True, False, False),
+        (True, False, False),
+        (False, False, False),
+    ]
+    assert seen[0].version == "default"

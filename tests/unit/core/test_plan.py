@@ -1,0 +1,403 @@
+"""Planning: from a configuration to exact argv, environment, ports and GPUs."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from skyctl.core.plan import FleetPlan, ServerSpec, plan_fleet
+from skyctl.errors import FleetFileError, UsageError
+from skyctl.fleetfile.schema import FleetConfig
+from skyctl.launch.local.devices import Cpu, Gpu
+from skyctl.store.credentials import AT_SPAWN
+
+PYTHON = "/usr/bin/python3"
+
+
+def gpus(count: int) -> list[Gpu]:
+    return [Gpu(index, f"GPU-{index:04}", "H100", 80 * 1024**3) for index in range(count)]
+
+
+def plan(
+    base_dir: Path = Path("/nowhere"),
+    *,
+    machine_gpus: Sequence[Gpu] = (),
+    environ: Mapping[str, str] | None = None,
+    cpus: int = 0,
+    known_ports: Mapping[str, int] | None = None,
+    **config: Any,
+) -> FleetPlan:
+    ports = itertools.count(20000)
+    return plan_fleet(
+        FleetConfig.model_validate({"name": "demo", "model": "org/model", **config}),
+        base_dir,
+        gpus=machine_gpus,
+        next_port=lambda: next(ports),
+        environ=environ or {},
+        cpus=[Cpu(index, index) for index in range(cpus)],
+        known_ports=known_ports,
+        python=PYTHON,
+    )
+
+
+def value_of(server: ServerSpec, flag: str) -> str:
+    return server.argv[server.argv.index(flag) + 1]
+
+
+def test_a_cpu_server_gets_exactly_this_command_and_environment(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    planned = plan(tmp_path, model="./a", device="cpu", args={"max_model_len": 2048})
+    (server,) = planned.servers
+    assert server.argv == (
+        PYTHON, "-m", "vllm.entrypoints.openai.api_server",
+        "--model", str(tmp_path / "a"), "--served-model-name", "a",
+        "--host", "127.0.0.1", "--port", "20000",
+        "--weight-transfer-config", '{"backend":"skyctl"}',
+        "--dtype", "float32",
+        "--worker-extension-cls", "skyctl.engines.vllm.inside.worker.SkyctlWorkerExtension",
+        "--max-model-len", "2048",
+        "--middleware", "skyctl.engines.vllm.inside.guard.Guard",
+    )  # fmt: skip
+    assert server.env == {
+        "VLLM_NO_USAGE_STATS": "1",
+        "DO_NOT_TRACK": "1",
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "SKYCTL_SPIN_S": "0.02",
+        "VLLM_SERVER_DEV_MODE": "1",
+        # secrets are not planned
+        "VLLM_API_KEY": AT_SPAWN,
+        "SKYCTL_CONTROL_TOKEN": AT_SPAWN,
+    }
+    assert (server.name, server.url, server.gpus) == ("demo-0", "http://127.0.0.1:20000", ())
+    assert (server.backend, server.world_size) == ("skyctl", 1)
+
+
+def test_the_router_gets_exactly_this_command() -> None:
+    planned = plan(
+        device="cpu", router={"args": {"retry_max_retries": 2, "disable-retries": False}}
+    )
+    assert planned.router is not None
+    assert planned.router.argv == (
+        PYTHON, "-m", "vllm_router.launch_router",
+        "--host", "127.0.0.1", "--port", "20001", "--policy", "cache_aware",
+        "--prometheus-host", "127.0.0.1", "--prometheus-port", "20002",
+        "--health-check-interval-secs", "5", "--request-timeout-secs", "1800",
+        "--retry-max-retries", "2",
+    )  # fmt: skip
+
+
+def test_a_disabled_router_is_not_planned() -> None:
+    assert plan(device="cpu", router={"enabled": False}).router is None
+
+
+def test_values_become_flags_by_their_kind() -> None:
+    (server,) = plan(
+        device="cpu",
+        args={
+            "enforce_eager": True,
+            "enable-prefix-caching": False,
+            "seed": None,
+            "allowed-origins": ["a", "b"],
+            "hf_overrides": {"rope_theta": 1.5},
+            "stop": "-x",
+        },
+    ).servers
+    tail = server.argv[server.argv.index("--enforce-eager") : -2]
+    assert tail == (
+        "--enforce-eager", "--no-enable-prefix-caching",
+        "--allowed-origins", "a", "b", "--hf-overrides", '{"rope_theta":1.5}', "--stop=-x",
+    )  # fmt: skip
+
+
+def test_router_arguments_that_repeat_get_one_flag_per_value() -> None:
+    router = plan(
+        device="cpu",
+        router={"args": {"kv-event-source": ["a", "b"], "request-id-headers": ["x", "y"]}},
+    ).router
+    assert router is not None
+    assert router.argv[-7:] == (
+        "--kv-event-source", "a", "--kv-event-source", "b", "--request-id-headers", "x", "y",
+    )  # fmt: skip
+
+
+def test_argument_paths_written_as_relative_start_at_the_fleet_file(tmp_path: Path) -> None:
+    (server,) = plan(tmp_path, device="cpu", args={"chat-template": "./chat.jinja"}).servers
+    assert value_of(server, "--chat-template") == str(tmp_path / "chat.jinja")
+
+
+def test_dtype_can_be_overridden_and_appears_once() -> None:
+    (server,) = plan(device="cpu", args={"dtype": "bfloat16"}).servers
+    assert server.argv.count("--dtype") == 1
+    assert value_of(server, "--dtype") == "bfloat16"
+
+
+def test_a_hub_model_stays_online_and_keeps_its_id() -> None:
+    planned = plan(device="cpu", model="Qwen/Qwen3-0.6B")
+    assert planned.model_path == planned.served_model_name == "Qwen/Qwen3-0.6B"
+    assert "HF_HUB_OFFLINE" not in planned.servers[0].env
+
+
+def test_defaults_yield_to_the_file_and_to_the_inherited_environment() -> None:
+    (server,) = plan(
+        device="cpu",
+        env={"VLLM_CPU_KVCACHE_SPACE": "8"},
+        environ={"DO_NOT_TRACK": "0"},
+    ).servers
+    assert server.env["VLLM_CPU_KVCACHE_SPACE"] == "8"
+    assert "DO_NOT_TRACK" not in server.env  # inherited
+
+
+@pytest.mark.parametrize(
+    ("key", "config"),
+    [
+        ("ports", {"args": {"port": 1}}),
+        ("gpus", {"env": {"CUDA_VISIBLE_DEVICES": "0"}}),
+        ("router.port", {"router": {"args": {"port": 1}}}),
+    ],
+)
+def test_what_skyctl_sets_is_refused_in_code_too(key: str, config: dict[str, Any]) -> None:
+    with pytest.raises(FleetFileError, match=key):
+        plan(device="cpu", **config)
+
+
+def test_groups_override_and_are_numbered_by_name() -> None:
+    planned = plan(
+        device="cpu",
+        args={"seed": 1, "max-num-seqs": 8},
+        env={"A": "1", "B": "1"},
+        replicas=[
+            {"count": 2},
+            {"name": "big", "args": {"max_num_seqs": 64, "seed": None}, "env": {"B": "2"}},
+            {"count": 1, "ports": [9000]},
+        ],
+    )
+    assert [server.name for server in planned.servers] == ["demo-0", "demo-1", "big-0", "demo-2"]
+    big = planned.servers[2]
+    assert value_of(big, "--max-num-seqs") == "64"
+    assert "--seed" not in big.argv
+    assert (big.env["A"], big.env["B"]) == ("1", "2")
+    assert planned.servers[3].port == 9000
+
+
+def test_ports_come_from_the_file_then_from_before_then_are_free() -> None:
+    planned = plan(
+        device="cpu",
+        replicas=3,
+        ports=[20000],
+        known_ports={"demo-1": 20001, "router": 20002, "demo-0": 5},
+    )
+    # 20000 to 20002 are used, so the free ones start after them
+    assert [server.port for server in planned.servers] == [20000, 20001, 20003]
+    assert planned.router is not None
+    assert (planned.router.port, planned.router.metrics_port) == (20002, 20004)
+    assert any("ports: 1 for 3 replicas" in warning for warning in planned.warnings)
+
+
+def test_scaling_keeps_what_the_first_replicas_have() -> None:
+    before = plan(device="cpu", replicas=1)
+    known = {server.name: server.port for server in before.servers}
+    after = plan(device="cpu", replicas=2, known_ports=known)
+    assert after.servers[0] == before.servers[0]
+
+
+def test_two_replicas_on_two_cores_get_one_each() -> None:
+    planned = plan(device="cpu", replicas=2, cpus=2)
+    bindings = [server.env["VLLM_CPU_OMP_THREADS_BIND"] for server in planned.servers]
+    assert bindings == ["0", "1"]
+
+
+def test_cuda_replicas_are_packed_onto_their_own_gpus() -> None:
+    planned = plan(machine_gpus=gpus(8), replicas=3, tensor_parallel_size=2)
+    assert planned.device == "cuda"
+    assert [server.gpus for server in planned.servers] == [(0, 1), (2, 3), (4, 5)]
+    server = planned.servers[1]
+    assert server.env["CUDA_VISIBLE_DEVICES"] == "2,3"
+    assert server.env["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
+    assert value_of(server, "--tensor-parallel-size") == "2"
+    assert "--enable-sleep-mode" in server.argv
+    assert "--dtype" not in server.argv
+    assert value_of(server, "--worker-extension-cls").startswith("skyctl.")
+    assert planned.free_gpus == (6, 7)
+
+
+def test_the_transport_is_nccl_while_a_gpu_is_left_for_the_sender_else_ipc() -> None:
+    spare = plan(machine_gpus=gpus(2), replicas=1).servers[0]
+    full = plan(machine_gpus=gpus(2), replicas=2).servers[0]
+    assert value_of(spare, "--weight-transfer-config") == '{"backend":"nccl"}'
+    assert "VLLM_ALLOW_INSECURE_SERIALIZATION" not in spare.env
+    assert value_of(full, "--weight-transfer-config") == '{"backend":"ipc"}'
+    assert full.env["VLLM_ALLOW_INSECURE_SERIALIZATION"] == "1"
+
+
+@pytest.mark.parametrize("count", [0, 2])
+def test_disk_needs_no_backend(count: int) -> None:
+    (server,) = plan(machine_gpus=gpus(count), weight_transfer={"transport": "disk"}).servers
+    assert server.backend == ""
+    assert "--weight-transfer-config" not in server.argv
+
+
+@pytest.mark.parametrize(
+    ("transport", "count", "backend"),
+    [("gloo", 0, "skyctl"), ("shm", 0, "skyctl"), ("ipc", 2, "ipc"), ("nccl", 2, "nccl")],
+)
+def test_a_transport_names_its_backend(transport: str, count: int, backend: str) -> None:
+    planned = plan(machine_gpus=gpus(count), weight_transfer={"transport": transport})
+    assert planned.servers[0].backend == backend
+
+
+@pytest.mark.parametrize(("transport", "count"), [("nccl", 0), ("ipc", 0), ("gloo", 1), ("shm", 1)])
+def test_a_transport_for_the_other_device_is_refused(transport: str, count: int) -> None:
+    with pytest.raises(UsageError, match=transport):
+        plan(machine_gpus=gpus(count), weight_transfer={"transport": transport})
+
+
+def test_sleep_mode_can_be_refused_on_cuda_and_never_reaches_a_cpu_server() -> None:
+    (on_gpu,) = plan(machine_gpus=gpus(1), args={"enable_sleep_mode": False}).servers
+    assert "--no-enable-sleep-mode" in on_gpu.argv and "--enable-sleep-mode" not in on_gpu.argv
+    on_cpu = plan(args={"enable_sleep_mode": True})
+    assert not any("sleep-mode" in argument for argument in on_cpu.servers[0].argv)
+    assert any("enable-sleep-mode is left out" in warning for warning in on_cpu.warnings)
+
+
+def test_gpus_of_the_file_and_of_the_environment_limit_the_choice() -> None:
+    by_file = plan(machine_gpus=gpus(4), gpus=[3, 1], replicas=2)
+    assert [server.gpus for server in by_file.servers] == [(3,), (1,)]
+    by_environment = plan(machine_gpus=gpus(4), environ={"CUDA_VISIBLE_DEVICES": "2"})
+    assert by_environment.servers[0].gpus == (2,)
+    nothing_visible = plan(machine_gpus=gpus(4), environ={"CUDA_VISIBLE_DEVICES": ""})
+    assert nothing_visible.device == "cpu"
+
+
+def test_a_server_short_of_gpus_sees_only_what_it_got() -> None:
+    planned = plan(machine_gpus=gpus(1), replicas=2)
+    assert planned.servers[1].gpus == ()
+    assert planned.servers[1].env["CUDA_VISIBLE_DEVICES"] == ""
+
+
+def test_the_api_key_travels_in_the_environment_and_is_masked() -> None:
+    environ = {"MY_KEY": "s3cret"}
+    planned = plan(
+        device="cpu", api_key_env="MY_KEY", environ=environ, env={"HF_TOKEN": "hf_1", "PLAIN": "p"}
+    )
+    (server,) = planned.servers
+    assert server.env["VLLM_API_KEY"] == "s3cret"
+    assert not any("s3cret" in argument for argument in server.argv)
+    shown = planned.to_json()["servers"][0]["env"]
+    assert (shown["VLLM_API_KEY"], shown["HF_TOKEN"], shown["PLAIN"]) == ("***", "***", "p")
+    assert "s3cret" not in str(planned.to_json()) + repr(planned)
+
+
+def test_a_key_that_is_not_set_is_refused() -> None:
+    with pytest.raises(UsageError, match="MY_KEY") as caught:
+        plan(device="cpu", api_key_env="MY_KEY")
+    assert "export MY_KEY" in caught.value.hint
+
+
+def test_an_attached_fleet_has_nothing_to_plan() -> None:
+    with pytest.raises(UsageError, match="attached"):
+        plan(model=None, servers=["http://h:1"])
+
+
+@pytest.mark.parametrize(
+    ("host", "url"),
+    [
+        ("0.0.0.0", "http://127.0.0.1:20000"),
+        ("10.0.0.1", "http://10.0.0.1:20000"),
+        ("::1", "http://[::1]:20000"),
+    ],
+)
+def test_urls_are_those_of_this_machine(host: str, url: str) -> None:
+    assert plan(device="cpu", host=host).servers[0].url == url
+
+
+@pytest.mark.parametrize(
+    ("config", "part"),
+    [
+        ({"host": "0.0.0.0"}, "cross the network unencrypted"),
+        ({"host": "0.0.0.0", "auth": "control"}, "inference asks for nothing"),
+        ({"auth": "none"}, "every user of this machine"),
+        ({"router": {"host": "0.0.0.0"}}, "router.host"),
+        ({"router": {"request_timeout_s": 20}}, "request_timeout_s 20"),
+        ({"router": {"health_interval_s": 60}}, "for 180 s"),
+        ({"ports": [1, 2, 3]}, "last ones are not used"),
+        ({"pipeline_parallel_size": 2, "args": {"enforce-eager": True}}, "of the first request"),
+    ],
+)
+def test_what_is_probably_not_meant_is_warned_about(config: dict[str, Any], part: str) -> None:
+    assert [warning for warning in plan(device="cpu", **config).warnings if part in warning]
+
+
+def test_an_ordinary_fleet_has_no_warnings() -> None:
+    assert plan(device="cpu", replicas=2, cpus=4).warnings == ()
+
+
+def test_the_interpreter_is_relative_to_the_file_and_its_link_is_kept(tmp_path: Path) -> None:
+    (tmp_path / "real").touch()
+    (tmp_path / "python").symlink_to("real")
+    planned = plan(tmp_path / "sub", device="cpu", python="../python")
+    assert planned.python == str(tmp_path / "python")
+    assert planned.servers[0].argv[0] == planned.python
+    assert plan(device="cpu", python="python3.12").python == "python3.12"
+
+
+def guard_of(planned: FleetPlan) -> tuple[str | None, set[str]]:
+    """The middleware, and the secrets a server gets at its spawn."""
+    (server,) = planned.servers
+    loaded = value_of(server, "--middleware") if "--middleware" in server.argv else None
+    return loaded, {name for name, value in server.env.items() if value == AT_SPAWN}
+
+
+def test_auth_says_which_secrets_a_server_gets() -> None:
+    token, key = "SKYCTL_CONTROL_TOKEN", "VLLM_API_KEY"
+    own = "skyctl.engines.vllm.inside.guard.Guard"
+    assert guard_of(plan(device="cpu")) == (own, {token, key})
+    assert guard_of(plan(device="cpu", auth="control")) == (own, {token})
+    assert guard_of(plan(device="cpu", auth="none")) == (None, set())
+    named = plan(device="cpu", api_key_env="MY_KEY", environ={"MY_KEY": "s3cret"})
+    assert guard_of(named) == (own, {token})
+    assert named.servers[0].env[key] == "s3cret"
+    assert named.to_json()["servers"][0]["env"][token] == "***"
+
+
+def test_the_guard_is_added_after_the_files_own_middleware() -> None:
+    (server,) = plan(device="cpu", args={"middleware": "mine.Own"}).servers
+    assert server.argv[-4:] == (
+        "--middleware", "mine.Own", "--middleware", "skyctl.engines.vllm.inside.guard.Guard",
+    )  # fmt: skip
+
+
+def test_another_interpreter_finds_the_guard_on_its_path_and_keeps_its_own() -> None:
+    def path(**config: Any) -> list[str]:
+        planned = plan(device="cpu", python="python3.12", **config)
+        assert guard_of(planned)[0] == "skyctl_guard.Guard"
+        return planned.servers[0].env["PYTHONPATH"].split(":")
+
+    (alone,) = path()
+    assert (Path(alone) / "skyctl_guard.py").is_file()
+    assert path(environ={"PYTHONPATH": "/theirs"}) == [alone, "/theirs"]
+    assert path(environ={"PYTHONPATH": "/theirs"}, env={"PYTHONPATH": "/file"}) == [alone, "/file"]
+
+
+def test_servers_that_unpickle_always_ask_for_the_token() -> None:
+    (ipc,) = plan(machine_gpus=gpus(1)).servers
+    assert ipc.env["VLLM_ALLOW_INSECURE_SERIALIZATION"] == "1"
+    assert "SKYCTL_CONTROL_TOKEN" in ipc.env
+    open_fleet = plan(machine_gpus=gpus(1), auth="none")
+    assert open_fleet.servers[0].backend == ""
+    assert "VLLM_ALLOW_INSECURE_SERIALIZATION" not in open_fleet.servers[0].env
+    assert any("weights go by disk" in warning for warning in open_fleet.warnings)
+    for transport in ("nccl", "disk"):
+        (other,) = plan(machine_gpus=gpus(2), weight_transfer={"transport": transport}).servers
+        assert "VLLM_ALLOW_INSECURE_SERIALIZATION" not in other.env
+
+
+def test_code_of_a_model_is_trusted_only_where_the_file_says_so() -> None:
+    (server,) = plan(device="cpu").servers
+    assert not any("trust" in argument for argument in server.argv)
+    (told,) = plan(device="cpu", args={"trust-remote-code": True}).servers
+    assert "--trust-remote-code" in told.argv

@@ -1,0 +1,120 @@
+"""Which fleet a command is about, and where it lives on disk."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from skyctl.core.registry import known_fleets, remember, select, select_paths
+from skyctl.errors import FleetFileError, NotFoundError, UsageError
+from skyctl.store.paths import LONGEST_SOCKET_PATH_BYTES, FleetPaths, state_root
+from skyctl.store.state import FleetState
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty current directory, and a state root of its own."""
+    monkeypatch.setenv("SKYCTL_HOME", str(tmp_path / "home"))
+    directory = tmp_path / "here"
+    directory.mkdir()
+    monkeypatch.chdir(directory)
+    return directory
+
+
+def write(directory: Path, name: str, extra: str = "") -> Path:
+    directory.mkdir(exist_ok=True)
+    file = directory / "fleet.yaml"
+    file.write_text(f"name: {name}\nservers: [http://127.0.0.1:1]\n{extra}")
+    return file
+
+
+def test_the_state_root_follows_the_environment() -> None:
+    assert state_root({"SKYCTL_HOME": "/s"}) == Path("/s")
+    assert state_root({"XDG_STATE_HOME": "/x"}) == Path("/x/skyctl")
+    assert state_root({}) == Path.home() / ".local/state/skyctl"
+
+
+def test_a_long_path_puts_the_socket_elsewhere(tmp_path: Path) -> None:
+    short, long = FleetPaths(Path("/s"), "a"), FleetPaths(tmp_path / ("x" * 120), "a")
+    assert short.socket.parent == short.directory
+    assert len(str(long.socket)) <= LONGEST_SOCKET_PATH_BYTES
+    assert long.socket != FleetPaths(tmp_path / ("y" * 120), "a").socket
+
+
+def test_without_a_file_and_without_fleets_one_is_told_how_to_begin(here: Path) -> None:
+    with pytest.raises(NotFoundError) as caught:
+        select(None, None)
+    assert "skyctl init" in caught.value.hint
+
+
+def test_the_file_here_is_taken_and_a_given_file_wins_over_it(here: Path, tmp_path: Path) -> None:
+    write(here, "local")
+    assert select(None, None).name == "local"
+    assert select(write(tmp_path / "other", "other"), None).name == "other"
+
+
+def test_a_remembered_fleet_is_found_by_name_and_when_it_is_the_only_one(
+    here: Path, tmp_path: Path
+) -> None:
+    file = write(tmp_path / "project", "known")
+    remember(select(file, None))
+    assert known_fleets() == ["known"]
+    assert select(None, "known").file == file
+    assert select(None, None).name == "known"
+    write(here, "local")
+    assert select(None, "known").name == "known"
+
+
+def test_a_fleet_whose_first_up_was_refused_is_not_known(here: Path, tmp_path: Path) -> None:
+    paths = FleetPaths(state_root(), "refused")
+    paths.prepare()
+    with FleetState(paths.database):
+        pass
+    assert known_fleets() == []
+    with pytest.raises(NotFoundError, match="no fleet named 'refused'"):
+        select(None, "refused")
+
+
+def test_several_known_fleets_are_listed(here: Path, tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        remember(select(write(tmp_path / name, name), None))
+    with pytest.raises(UsageError) as caught:
+        select(None, None)
+    assert "one, two" in caught.value.hint
+    with pytest.raises(NotFoundError) as missing:
+        select(None, "three")
+    assert "one, two" in missing.value.hint
+
+
+def test_a_fleet_whose_file_is_gone_is_known_by_its_copy(here: Path, tmp_path: Path) -> None:
+    file = write(tmp_path / "project", "known")
+    remember(select(file, None))
+    file.unlink()
+    found = select(None, "known")
+    assert found.file is None
+    assert found.base_dir == tmp_path / "project"
+    assert found.config.servers == ["http://127.0.0.1:1"]
+
+
+def test_a_fleet_whose_file_broke_is_known_by_its_copy(here: Path, tmp_path: Path) -> None:
+    file = write(tmp_path / "project", "known")
+    remember(select(file, None))
+    file.write_text("name: [")
+    assert select(None, "known").name == "known"
+    assert select_paths(None, "known").name == "known"
+    with pytest.raises(FleetFileError):
+        select(file, None)
+
+
+def test_variables_are_not_expanded_in_the_copy(
+    here: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SECRET_PORT", "4242")
+    file = tmp_path / "project" / "fleet.yaml"
+    file.parent.mkdir()
+    file.write_text("name: known\nservers: ['http://127.0.0.1:${SECRET_PORT}']\n")
+    ref = select(file, None)
+    assert ref.config.servers == ["http://127.0.0.1:4242"]
+    remember(ref)
+    assert "4242" not in ref.paths.fleet_file.read_text()

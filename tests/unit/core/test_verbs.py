@@ -1,0 +1,185 @@
+"""Pausing and waking many servers: what is done, what is undone, and what is said of it."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from skyctl.core import actions as verbs
+from skyctl.http.client import ControlClient
+from skyctl.http.fanout import Outcome, OutcomeStatus
+from skyctl.http.target import ServerTarget
+from tests.stub.app import StubServer
+from tests.stub.faults import Fault
+from tests.stub.inprocess import StubTransport
+
+OK, FAILED, TIMEOUT = OutcomeStatus.OK, OutcomeStatus.FAILED, OutcomeStatus.TIMEOUT
+UNREACHABLE, ROLLED_BACK = OutcomeStatus.UNREACHABLE, OutcomeStatus.ROLLED_BACK
+
+
+# deadlines of servers that are meant to miss them, in seconds
+SOON: dict[str, Any] = {"timeout_s": 0.05, "read_back_timeout_s": 0.05}
+
+
+@asynccontextmanager
+async def fleet(*stubs: StubServer) -> AsyncIterator[tuple[ControlClient, list[ServerTarget]]]:
+    transport = StubTransport(stubs)
+    async with ControlClient(transport=transport) as client:
+        yield client, transport.targets
+
+
+def stub(**faults: Fault) -> StubServer:
+    return StubServer(faults={f"/{route}": fault for route, fault in faults.items()})
+
+
+def statuses(outcomes: list[Outcome[None]]) -> list[OutcomeStatus]:
+    return [outcome.status for outcome in outcomes]
+
+
+async def test_pause_and_resume_reach_every_server() -> None:
+    stubs = [stub(), stub()]
+    async with fleet(*stubs) as (client, targets):
+        assert statuses(await verbs.pause(client, targets, mode="keep")) == [OK, OK]
+        assert [s.engine.scheduler.value for s in stubs] == ["paused-all"] * 2
+        assert statuses(await verbs.resume(client, targets)) == [OK, OK]
+    assert not any(s.engine.paused for s in stubs)
+
+
+async def test_a_partial_pause_is_rolled_back_and_says_who_is_to_blame() -> None:
+    good, bad = stub(), stub(pause=Fault("status"))
+    async with fleet(good, bad) as (client, targets):
+        outcomes = await verbs.pause(client, targets, mode="keep")
+    assert statuses(outcomes) == [ROLLED_BACK, FAILED]
+    assert outcomes[0].detail == "paused, then resumed because stub-1 did not pause"
+    assert "injected fault" in outcomes[1].detail
+    assert good.engine.log == ["pause keep", "resume"]
+
+
+async def test_a_partial_pause_is_kept_when_asked() -> None:
+    good, bad = stub(), stub(pause=Fault("status"))
+    async with fleet(good, bad) as (client, targets):
+        outcomes = await verbs.pause(client, targets, mode="keep", keep_partial=True)
+    assert statuses(outcomes) == [OK, FAILED]
+    assert good.engine.paused
+
+
+async def test_a_rollback_leaves_paused_what_was_paused_before() -> None:
+    before, good, bad = stub(), stub(), stub(pause=Fault("status"))
+    await before.engine.pause("keep")
+    async with fleet(before, good, bad) as (client, targets):
+        outcomes = await verbs.pause(client, targets, mode="keep")
+    assert statuses(outcomes) == [OK, ROLLED_BACK, FAILED]
+    assert outcomes[0].detail == "was paused already"
+    assert before.engine.paused
+    assert not good.engine.paused
+
+
+async def test_a_server_that_cannot_be_resumed_is_said_to_be_still_paused() -> None:
+    stuck, bad = stub(resume=Fault("status")), stub(pause=Fault("status"))
+    async with fleet(stuck, bad) as (client, targets):
+        outcomes = await verbs.pause(client, targets, mode="keep")
+    assert statuses(outcomes) == [FAILED, FAILED]
+    assert "is still paused; resuming it failed" in outcomes[0].detail
+
+
+async def test_nothing_is_rolled_back_when_no_server_paused() -> None:
+    stubs = [stub(pause=Fault("status")), stub(pause=Fault("status"))]
+    async with fleet(*stubs) as (client, targets):
+        assert statuses(await verbs.pause(client, targets)) == [FAILED, FAILED]
+    assert [s.engine.log for s in stubs] == [[], []]
+
+
+@pytest.mark.parametrize("kind", ["hang-after", "reset-after"])
+async def test_a_pause_whose_answer_is_lost_is_read_back_and_not_sent_again(kind: str) -> None:
+    lost = stub(pause=Fault(kind))
+    async with fleet(lost) as (client, targets):
+        outcomes = await verbs.pause(client, targets, mode="keep", **SOON)
+    assert statuses(outcomes) == [OK]
+    assert outcomes[0].detail == "paused; the answer was lost, the state was read back"
+    assert lost.asgi.calls["/pause"] == 1
+
+
+@pytest.mark.parametrize(("kind", "status"), [("hang", TIMEOUT), ("reset", UNREACHABLE)])
+async def test_a_pause_that_never_arrived_is_known_not_to_have_happened(
+    kind: str, status: OutcomeStatus
+) -> None:
+    async with fleet(stub(pause=Fault(kind))) as (client, targets):
+        outcomes = await verbs.pause(client, targets, **SOON)
+    assert statuses(outcomes) == [status]
+    assert outcomes[0].detail.endswith("; not paused")
+
+
+async def test_a_server_that_hangs_entirely_is_never_asked_to_pause() -> None:
+    hung = StubServer(faults={"*": Fault("hang")})
+    async with fleet(hung) as (client, targets):
+        outcomes = await verbs.pause(client, targets, **SOON)
+    assert statuses(outcomes) == [TIMEOUT]
+    assert "not asked to pause" in outcomes[0].detail
+    assert hung.asgi.calls["/pause"] == 0
+
+
+async def test_a_wait_that_runs_out_of_time_is_no_success_and_is_rolled_back() -> None:
+    busy, good = stub(), stub()
+    busy.engine.requests = 1  # a request that does not end
+    async with fleet(busy, good) as (client, targets):
+        outcomes = await verbs.pause(client, targets, mode="wait", **SOON)
+    assert statuses(outcomes) == [TIMEOUT, ROLLED_BACK]
+    assert "running ones have not ended; resumed again" in outcomes[0].detail
+    assert not busy.engine.paused
+
+
+async def test_a_state_that_cannot_be_read_is_said_to_be_unknown() -> None:
+    hung = stub(pause=Fault("hang-after"), is_paused=Fault("hang", calls=(2,)))
+    async with fleet(hung) as (client, targets):
+        outcomes = await verbs.pause(client, targets, mode="keep", **SOON)
+    assert statuses(outcomes) == [TIMEOUT]
+    assert outcomes[0].detail.endswith("; state unknown")
+
+
+async def test_a_resume_whose_answer_is_lost_is_read_back() -> None:
+    stubs = [stub(resume=Fault("reset-after")), stub(resume=Fault("reset"))]
+    for each in stubs:
+        await each.engine.pause("keep")
+    async with fleet(*stubs) as (client, targets):
+        outcomes = await verbs.resume(client, targets)
+    assert statuses(outcomes) == [OK, UNREACHABLE]
+    assert outcomes[1].detail.endswith("; still paused")
+
+
+async def test_sleep_says_of_cpu_servers_that_only_the_state_changes() -> None:
+    async with fleet(stub()) as (client, targets):
+        on_cpu = await verbs.sleep(client, targets, level=1, device="cpu")
+        on_cuda = await verbs.sleep(client, targets, level=1, device="cuda")
+    assert "no memory" in on_cpu[0].detail
+    assert on_cuda[0].detail == ""
+
+
+async def test_a_lost_sleep_is_told_from_a_mere_pause_by_its_level() -> None:
+    slept, paused = stub(sleep=Fault("reset-after")), stub(sleep=Fault("reset"))
+    await paused.engine.pause("keep")
+    async with fleet(slept, paused) as (client, targets):
+        outcomes = await verbs.sleep(client, targets, level=2)
+    assert statuses(outcomes) == [OK, UNREACHABLE]
+    assert outcomes[1].detail.endswith("paused, and not known to be asleep")
+
+
+async def test_waking_in_part_says_so_and_waking_the_rest_wakes_entirely() -> None:
+    sleeper = stub()
+    await sleeper.engine.sleep(1, "abort")
+    async with fleet(sleeper) as (client, targets):
+        part = await verbs.wake(client, targets, tags=["weights"])
+        rest = await verbs.wake(client, targets, tags=["kv_cache"])
+    assert (part[0].status, part[0].value) == (OK, False)
+    assert part[0].detail == "awake in part: weights"
+    assert (rest[0].value, sleeper.engine.sleeping) == (True, False)
+
+
+async def test_a_lost_wake_is_read_back() -> None:
+    sleeper = stub(wake_up=Fault("reset-after"))
+    await sleeper.engine.sleep(1, "abort")
+    async with fleet(sleeper) as (client, targets):
+        outcomes = await verbs.wake(client, targets)
+    assert (outcomes[0].status, outcomes[0].value) == (OK, True)

@@ -1,0 +1,253 @@
+"""The guard as vLLM loads it: who gets past it to what, and what the others are told."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from skyctl.engines.vllm.inside.guard import Guard, is_data, route_path
+
+TOKEN, KEY = "t" * 64, "k" * 64
+CONTROL = ("/pause", "/collective_rpc", "/update_weights", "/openapi.json", "/docs", "/", "/new")
+DATA = ("/v1/completions", "/tokenize", "/metrics", "/metrics/", "/version", "/load")
+
+
+async def app(scope: Any, receive: Any, send: Any) -> None:
+    """Answers 200 with the Authorization header that reached it."""
+    headers = dict(scope["headers"])
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    await send({"type": "http.response.body", "body": headers.get(b"authorization", b"")})
+
+
+def guard(key: str | None = KEY, token: str = TOKEN, held: Path | None = None) -> Guard:
+    environ = {"SKYCTL_CONTROL_TOKEN": token, **({"VLLM_API_KEY": key} if key else {})}
+    environ |= {"SKYCTL_HELD_WHILE": str(held)} if held else {}
+    return Guard(app, environ=environ)
+
+
+def ask(
+    path: str,
+    given: str | None = None,
+    *,
+    method: str = "GET",
+    key: str | None = KEY,
+    held: Path | None = None,
+) -> httpx.Response:
+    headers = {} if given is None else {"Authorization": given}
+
+    async def call() -> httpx.Response:
+        transport = httpx.ASGITransport(guard(key, held=held))
+        async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
+            return await client.request(method, path, headers=headers)
+
+    return asyncio.run(call())
+
+
+@pytest.mark.parametrize("path", [*CONTROL, *DATA])
+@pytest.mark.parametrize(
+    "given",
+    [
+        None,
+        "",
+        "Bearer",
+        "Bearer ",
+        f"Bearer {TOKEN[:-1]}",
+        f"Bearer {TOKEN}x",
+        f"Basic {TOKEN}",
+        TOKEN,
+    ],
+)
+def test_without_the_right_token_nothing_is_reached(path: str, given: str | None) -> None:
+    assert ask(path, given).status_code == 401
+    assert ask(path, given, method="POST").status_code == 401
+    assert ask(path, given, method="OPTIONS").status_code == 401
+
+
+@pytest.mark.parametrize("path", [*CONTROL, *DATA])
+def test_the_control_token_opens_every_route(path: str) -> None:
+    assert ask(path, f"Bearer {TOKEN}").status_code == 200
+    assert ask(path, f"bearer {TOKEN}").status_code == 200
+
+
+def test_the_api_key_opens_inference_and_nothing_else() -> None:
+    assert {ask(path, f"Bearer {KEY}").status_code for path in DATA} == {200}
+    assert {ask(path, f"Bearer {KEY}").status_code for path in CONTROL} == {401}
+
+
+def test_without_an_api_key_inference_is_open_and_control_is_not() -> None:
+    assert {ask(path, key=None).status_code for path in DATA} == {200}
+    assert {ask(path, key=None).status_code for path in CONTROL} == {401}
+    assert {ask(path, "Bearer ", key=None).status_code for path in CONTROL} == {401}
+
+
+@pytest.mark.parametrize("path", ["/health", "/ping"])
+def test_health_is_open(path: str) -> None:
+    assert ask(path).status_code == 200
+    assert ask(path + "/x").status_code == 401
+
+
+@pytest.mark.parametrize(
+    "path", ["/v1/load_lora_adapter", "/v1/unload_lora_adapter/", "/inference/v1/abort_requests"]
+)
+def test_control_below_a_prefix_of_inference_wants_the_control_token(path: str) -> None:
+    assert ask(path, f"Bearer {KEY}", method="POST").status_code == 401
+    assert ask(path, f"Bearer {TOKEN}", method="POST").status_code == 200
+    assert ask(path, key=None, method="POST").status_code == 401
+
+
+@pytest.mark.parametrize(
+    "path", ["/v1/../pause", "/v1//../pause", "//pause", "/V1/completions", "/v1", "/health/.."]
+)
+def test_no_spelling_of_a_path_opens_more(path: str) -> None:
+    async def status(given: str) -> int:
+        sent: list[Any] = []
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+
+        async def receive() -> Any:
+            return {"type": "http.request"}
+
+        headers = [(b"authorization", given.encode())]
+        scope = {"type": "http", "method": "POST", "path": path, "headers": headers}
+        await guard()(scope, receive, send)
+        return int(sent[0]["status"])
+
+    assert asyncio.run(status("")) == 401
+    assert asyncio.run(status(f"Bearer {KEY}")) == 401
+
+
+def test_inference_is_known_by_whole_names() -> None:
+    assert not any(is_data(path) for path in ("/pause/v1/", "/metricsx", "/v3/x", "/versions"))
+
+
+def test_vllm_is_given_the_key_it_asks_for_itself() -> None:
+    assert ask("/v1/models", f"Bearer {TOKEN}").text == f"Bearer {KEY}"
+    assert ask("/v1/models", f"Bearer {TOKEN}", key=None).text == f"Bearer {TOKEN}"
+
+
+def test_routes_are_known_below_a_root_path_too() -> None:
+    def path(path: str, root: str) -> str:
+        return route_path({"path": path, "root_path": root})
+
+    assert path("/api/pause", "/api") == "/pause"
+    # the API key must not open /pause by way of a root path that looks like inference
+    assert path("/v1/pause", "/v1") == "/pause"
+    assert path("/v1x/pause", "/v1") == "/v1x/pause"
+    assert path("/pause", "/v1") == "/pause"
+
+
+def test_a_refusal_says_what_to_send_and_holds_no_secret() -> None:
+    control, data = ask("/pause"), ask("/v1/models", "Bearer wrong")
+    for response, word in ((control, "control token"), (data, "API key")):
+        error = response.json()["error"]
+        assert word in error["message"] and "Authorization: Bearer" in error["message"]
+        assert error["code"] == 401
+        assert response.headers["www-authenticate"] == "Bearer"
+        assert TOKEN not in response.text and KEY not in response.text
+
+
+def test_websockets_are_closed_and_what_is_unknown_is_not_served() -> None:
+    async def drive(kind: str, given: str | None = None, held: bool = False) -> list[Any]:
+        sent: list[Any] = []
+        reached: list[Any] = []
+
+        async def inner(scope: Any, receive: Any, send: Any) -> None:
+            reached.append("reached")
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+
+        async def receive() -> Any:
+            return {}
+
+        headers = [(b"authorization", given.encode())] if given else []
+        environ = {"SKYCTL_CONTROL_TOKEN": TOKEN, "VLLM_API_KEY": KEY}
+        environ |= {"SKYCTL_HELD_WHILE": __file__} if held else {}
+        scope = {"type": kind, "path": "/v1/realtime", "headers": headers}
+        await Guard(inner, environ=environ)(scope, receive, send)
+        return sent + reached
+
+    (closed,) = asyncio.run(drive("websocket"))
+    assert (closed["type"], closed["code"]) == ("websocket.close", 1008)
+    assert asyncio.run(drive("websocket", f"Bearer {KEY}")) == ["reached"]
+    (closed,) = asyncio.run(drive("websocket", f"Bearer {KEY}", held=True))
+    assert (closed["type"], closed["code"]) == ("websocket.close", 1013)
+    assert asyncio.run(drive("lifespan")) == ["reached"]
+    assert asyncio.run(drive("something.new", f"Bearer {TOKEN}")) == []
+
+
+@pytest.mark.parametrize("key", [KEY, None])
+def test_while_a_server_is_held_only_the_control_token_opens_inference(
+    tmp_path: Path, key: str | None
+) -> None:
+    held = tmp_path / "s-0.held"
+    user = f"Bearer {key}" if key else None
+
+    def asked(path: str, given: str | None, method: str = "POST") -> int:
+        return ask(path, given, method=method, key=key, held=held).status_code
+
+    assert asked("/v1/completions", user) == 200
+    held.touch()
+    refused = ask("/v1/completions", user, method="POST", key=key, held=held)
+    assert refused.status_code == 503 and refused.headers["retry-after"] == "1"
+    assert "does not have its fleet's weights yet" in refused.json()["error"]["message"]
+    assert asked("/v1/completions", f"Bearer {TOKEN}") == 200
+    assert asked("/v1/models", user, "GET") == asked("/health", None, "GET") == 200
+    assert asked("/pause", f"Bearer {TOKEN}") == 200
+    assert asked("/pause", user) == 401  # who may not ask anyway learns nothing of it
+    if key:
+        assert asked("/v1/completions", None) == 401
+    held.unlink()
+    assert asked("/v1/completions", user) == 200
+
+
+@pytest.mark.parametrize("token", ["", "(set at its start)", "short"])
+def test_a_server_without_a_token_does_not_start(token: str) -> None:
+    with pytest.raises(ValueError, match="holds no control token") as caught:
+        guard(token=token)
+    assert "short" not in str(caught.value)
+
+
+def test_the_guard_loads_alone_in_an_interpreter_without_skyctl() -> None:
+    alone = Path(sys.modules["skyctl.engines.vllm.inside.guard"].__file__ or "").parent / "alone"
+    code = (
+        "import sys, skyctl_guard; print(skyctl_guard.Guard.__name__, 'skyctl' in sys.modules, "
+        "'torch' in sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-S", "-P", "-c", code],
+        env={"PYTHONPATH": str(alone)},
+        cwd="/",
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.split() == ["Guard", "False", "False"]
+
+
+def test_no_route_that_vllm_has_for_control_is_taken_for_inference() -> None:
+    spec = importlib.util.find_spec("vllm")
+    if spec is None or not spec.submodule_search_locations:
+        pytest.skip("vLLM is not installed")
+    entrypoints = Path(spec.submodule_search_locations[0]) / "entrypoints"
+    routers = [
+        path
+        for part in ("serve/dev", "rl", "serve/elastic_ep", "serve/profile", "serve/lora")
+        for path in sorted((entrypoints / part).rglob("api_router.py"))
+    ]
+    found = {
+        route
+        for router in routers
+        for route in re.findall(r'@router\.\w+\(\s*"(/[^"]*)"', router.read_text())
+    }
+    assert {"/pause", "/collective_rpc", "/sleep", "/update_weights"} <= found
+    assert [route for route in sorted(found) if is_data(route)] == []

@@ -1,0 +1,67 @@
+"""A prompts file is checked whole before anything is sent."""
+
+from __future__ import annotations
+
+import pytest
+
+from skyctl.errors import UsageError
+from skyctl.generate.prompts import parse_lines
+
+DEFAULTS = {"max_tokens": 16, "temperature": 0.0}
+
+
+def test_every_kind_of_prompt_is_read_with_its_sampling_keys() -> None:
+    requests = parse_lines(
+        [
+            '{"prompt": "one", "top_p": 0.5, "id": "first"}\n',
+            "\n",
+            '{"messages": [{"role": "user", "content": "two"}], "max_completion_tokens": 4}',
+            '{"prompt_token_ids": [1, 2], "session_id": "s", "temperature": 1.0}',
+        ],
+        "prompts.jsonl",
+        defaults=DEFAULTS,
+    )
+    assert [r.id for r in requests] == ["first", "1", "2"]
+    assert requests[0].body == {"max_tokens": 16, "temperature": 0.0, "top_p": 0.5}
+    assert requests[1].messages == [{"role": "user", "content": "two"}]
+    assert requests[1].body == {"max_tokens": 4, "temperature": 0.0}
+    assert (requests[2].prompt, requests[2].session_id) == ([1, 2], "s")
+    assert requests[2].body["temperature"] == 1.0
+
+
+def test_chat_turns_texts_into_chats_and_leaves_token_ids_alone() -> None:
+    text, ids = parse_lines(
+        ['{"prompt": "hi"}', '{"prompt_token_ids": [1]}'], "x", defaults=DEFAULTS, chat=True
+    )
+    assert text.messages == [{"role": "user", "content": "hi"}]
+    assert ids.prompt == [1]
+
+
+@pytest.mark.parametrize(
+    ("line", "complaint"),
+    [
+        ("{", "not JSON"),
+        ('"text"', "a line is a JSON object"),
+        ("{}", "it has none"),
+        ('{"prompt": "a", "messages": []}', "it has prompt and messages"),
+        ('{"prompt": ""}', "prompt is a text that is not empty"),
+        ('{"prompt": ["a"]}', "prompt is a text"),
+        ('{"prompt_token_ids": [1, "2"]}', "list of integers"),
+        ('{"prompt_token_ids": [true]}', "list of integers"),
+        ('{"messages": [{"content": "x"}]}', "with role and content"),
+        ('{"prompt": "a", "stream": true}', "'stream' cannot be set here"),
+        ('{"prompt": "a", "n": 2}', "'n' cannot be set here"),
+        ('{"prompt": "a", "max_tokens": 0}', "max_tokens is a positive integer, not 0"),
+        ('{"prompt": "a", "max_tokens": "9"}', "max_tokens is a positive integer"),
+    ],
+)
+def test_a_wrong_line_is_named_by_file_and_line(line: str, complaint: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        parse_lines(['{"prompt": "fine"}', "", line], "p.jsonl", defaults=DEFAULTS)
+    assert caught.value.message.startswith("p.jsonl:3: ")
+    assert complaint in caught.value.message
+
+
+def test_a_file_without_prompts_is_refused() -> None:
+    with pytest.raises(UsageError, match=r"p\.jsonl: no prompts in it"):
+        parse_lines(["\n"], "p.jsonl", defaults=DEFAULTS)

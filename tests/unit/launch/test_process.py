@@ -1,0 +1,176 @@
+"""Real process trees: spawned apart, stopped whole, and nobody else's ever signalled."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import stat
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from skyctl.errors import SkyctlError
+from skyctl.launch.local.process import ManagedProcess, new_token
+from skyctl.store.identity import ProcessIdentity, identify
+from tests.unit.supervisor.fleets import eventually
+
+# A leader with a child in its session, as vLLM's API server has its engine core.
+TREE = """
+import subprocess, sys, time
+code = "import time; time.sleep(600)"
+child = subprocess.Popen([sys.executable, "-c", code], start_new_session={apart})
+print(child.pid, flush=True)
+time.sleep(600)
+"""
+STUBBORN = """
+import signal, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+print("ready", flush=True)
+time.sleep(600)
+"""
+
+
+def has_line(log: Path) -> bool:
+    return log.exists() and log.read_text().endswith("\n")
+
+
+async def first_line(log: Path) -> str:
+    await eventually(lambda: has_line(log))
+    return await asyncio.to_thread(lambda: log.read_text().splitlines()[0])
+
+
+def gone(pid: int) -> bool:
+    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+
+
+async def spawn_tree(tmp_path: Path, *, apart: bool = False) -> tuple[ManagedProcess, int]:
+    log = tmp_path / "tree.log"
+    script = TREE.format(apart=apart)
+    process = ManagedProcess.spawn([sys.executable, "-c", script], {}, log, new_token())
+    return process, int(await first_line(log))
+
+
+async def test_a_child_has_its_own_session_and_a_private_log(tmp_path: Path) -> None:
+    process, _ = await spawn_tree(tmp_path)
+    assert process.pid is not None
+    assert os.getsid(process.pid) == process.pid
+    assert stat.S_IMODE((tmp_path / "tree.log").stat().st_mode) == 0o600
+    await process.stop(5)
+
+
+async def test_stopping_ends_the_whole_tree_gently(tmp_path: Path) -> None:
+    process, child = await spawn_tree(tmp_path)
+    assert await process.stop(10) is True
+    assert process.pid is not None
+    assert gone(process.pid) and gone(child)
+    assert process.exited.is_set()
+
+
+async def test_what_ignores_term_is_killed(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    process = ManagedProcess.spawn([sys.executable, "-c", STUBBORN], {}, log, new_token())
+    await first_line(log)
+    assert await process.stop(0.2) is False
+    assert process.pid is not None and gone(process.pid)
+    assert process.exit_text() == "was killed by SIGKILL"
+
+
+SHARED_MEMORY = """
+import signal, time
+from multiprocessing.shared_memory import SharedMemory
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+print(SharedMemory(create=True, size=64).name, flush=True)
+time.sleep(600)
+"""
+
+
+async def test_shared_memory_of_a_killed_process_is_removed(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    process = ManagedProcess.spawn([sys.executable, "-c", SHARED_MEMORY], {}, log, new_token())
+    segment = Path("/dev/shm") / await first_line(log)
+    assert segment.exists()
+    await process.stop(0.2)
+    assert not segment.exists()
+
+
+@pytest.mark.parametrize("apart", [False, True])
+async def test_the_orphans_of_a_killed_leader_are_found_and_stopped(
+    tmp_path: Path, apart: bool
+) -> None:
+    process, child = await spawn_tree(tmp_path, apart=apart)
+    assert process.pid is not None
+    os.kill(process.pid, signal.SIGKILL)
+    await asyncio.wait_for(process.exited.wait(), 10)
+    assert not gone(child)
+    await process.stop(5)
+    assert gone(child)
+
+
+async def test_a_recorded_descendant_is_stopped_though_nothing_else_ties_it(
+    tmp_path: Path,
+) -> None:
+    process, child = await spawn_tree(tmp_path, apart=True)
+    assert process.record_descendants() is True
+    assert process.record_descendants() is False
+    assert [d.pid for d in process.descendants] == [child]
+    assert process.identity is not None
+    os.kill(process.identity.pid, signal.SIGKILL)
+    later = ManagedProcess(process.identity, "no such token", descendants=process.descendants)
+    await later.stop(5)
+    assert gone(child)
+    await process.stop(5)
+
+
+async def test_a_spawn_that_was_never_recorded_is_found_by_its_token(tmp_path: Path) -> None:
+    process, child = await spawn_tree(tmp_path)
+    unrecorded = ManagedProcess(None, process.token)
+    assert {p.pid for p in unrecorded.members()} == {process.pid, child}
+    await unrecorded.stop(5)
+    assert gone(child)
+
+
+@pytest.fixture
+def stranger() -> Iterator[subprocess.Popen[bytes]]:
+    process = subprocess.Popen(
+        [sys.executable, "-c", "input()"], stdin=subprocess.PIPE, start_new_session=True
+    )
+    yield process
+    process.kill()
+    process.communicate()
+
+
+async def test_a_process_with_our_pid_but_another_identity_is_never_signalled(
+    stranger: subprocess.Popen[bytes],
+) -> None:
+    real = identify(stranger.pid)
+    assert real is not None
+    for imposter in (
+        ProcessIdentity(real.pid, real.create_time - 60, real.boot_id),
+        ProcessIdentity(real.pid, real.create_time, "an earlier boot"),
+    ):
+        process = ManagedProcess(imposter, "token", descendants=[imposter])
+        assert not process.alive() and process.exited.is_set()
+        assert process.members() == []
+        await process.stop(0.1)
+    assert stranger.poll() is None
+
+
+async def test_a_program_that_does_not_exist_is_a_clear_error(tmp_path: Path) -> None:
+    with pytest.raises(SkyctlError, match="cannot start /no/such/python"):
+        ManagedProcess.spawn(["/no/such/python"], {}, tmp_path / "log", "t")
+
+
+async def test_a_huge_log_is_rotated_at_the_next_spawn(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    with log.open("wb") as file:
+        file.truncate(65 * 1024 * 1024)
+    process = ManagedProcess.spawn([sys.executable, "-c", "print(1)"], {}, log, "t")
+    await asyncio.wait_for(process.exited.wait(), 20)
+    assert log.read_text() == "1\n"
+    assert (tmp_path / "log.1").exists()
+    await process.stop(1)

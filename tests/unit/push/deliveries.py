@@ -1,0 +1,70 @@
+"""What a delivery works with in tests: a sender that is always ready, and sites without servers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from skyctl.engines.vllm.dialects import dialect_for
+from skyctl.http.target import ServerTarget
+from skyctl.push.request import PushServer
+from skyctl.push.sites import Site
+from skyctl.transfer.sender_client import Opened, SenderFailed
+from skyctl.transfer.transports.base import Filled
+from skyctl.transfer.transports.ipc import IpcTransport
+
+
+class ReadySender:
+    """Has every chunk at once; remembers what it was told to leave free, and counts its groups."""
+
+    healthy = True
+    failure: SenderFailed | None = None
+
+    def __init__(self) -> None:
+        self.reserves: list[int] = []
+        self.joins = 0
+
+    async def open(self, *, reserve_bytes: int, **_: Any) -> None:
+        self.reserves.append(reserve_bytes)
+
+    async def opened(self, **_: Any) -> Opened:
+        return Opened({"host": "127.0.0.1", "port": 1}, staged_whole=True)
+
+    async def filled(self, chunk: int, **_: Any) -> Filled:
+        return Filled(chunk, chunk, ())
+
+    async def join(self, **_: Any) -> None:
+        self.joins += 1
+
+    async def send(self, *_: Any, **__: Any) -> None: ...
+
+    async def release(self, chunk: int) -> None: ...
+
+    async def rest(self, **_: Any) -> None: ...
+
+    async def close(self) -> None: ...
+
+
+class Ipc(IpcTransport):
+    """CUDA IPC, but for the handles."""
+
+    def update_info(self, *_: Any, **__: Any) -> dict[str, Any]:
+        return {}
+
+
+def site(
+    vllm: Any,
+    *,
+    name: str = "demo-0",
+    gpus: tuple[int, ...] = (0,),
+    instance: str = "",
+    version: str = "0.32.0",
+) -> Site:
+    """One server of one worker, with these calls."""
+    return Site(
+        server=PushServer(ServerTarget(name, "http://127.0.0.1:1"), gpus=gpus, instance=instance),
+        vllm=vllm,
+        dialect=dialect_for(version),
+        world_size=1,
+        was_paused=False,
+        old_version=None,
+    )

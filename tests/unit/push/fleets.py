@@ -1,0 +1,128 @@
+"""Stub servers on loopback addresses without sockets, and a push's observer that remembers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from skyctl.errors import SkyctlError
+from skyctl.http.client import ControlClient
+from skyctl.http.target import ServerTarget
+from skyctl.push.transaction import PushFleet, PushServer
+from tests.stub.app import StubServer
+from tests.stub.state import EngineRefused, StubEngine
+from tests.stub.through_httpx import ThroughHttpx
+from tests.unit.push.checkpoints import tiny_tensors, write_checkpoint
+
+
+class LoopbackTransport(httpx.AsyncBaseTransport):
+    """Routes `http://127.0.0.1:<9000 + n>` to stub number n."""
+
+    def __init__(self, stubs: Sequence[StubServer]) -> None:
+        self._apps = [httpx.ASGITransport(stub.asgi) for stub in stubs]  # type: ignore[arg-type]
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        return await self._apps[(request.url.port or 0) - 9000].handle_async_request(request)
+
+
+def content(updates: list[dict[str, Any]]) -> str:
+    """What the stub's weights come to: the tensors received, whatever chunks they came in."""
+    received: dict[str, int] = {}
+    for update in updates:
+        received.update(zip(update["names"], update["crc32"], strict=True))
+    return f"content {hash(tuple(sorted(received.items())))}"
+
+
+class Stubs:
+    """A fleet of stubs that run the checkpoint `base`; `new` is one to push."""
+
+    def __init__(self, directory: Path, count: int = 2) -> None:
+        self.base = write_checkpoint(directory / "base")
+        self.new = write_checkpoint(directory / "new", tiny_tensors(50), shards=2)
+        self.servers = [
+            StubServer(StubEngine(model=str(self.base), weigh=content)) for _ in range(count)
+        ]
+        for server in self.servers:
+            server.engine.digest = "base"
+        self.fleet = PushFleet(
+            "demo",
+            tuple(
+                PushServer(ServerTarget(f"demo-{i}", f"http://127.0.0.1:{9000 + i}"), "skyctl")
+                for i in range(count)
+            ),
+            model_path=str(self.base),
+            chunk_size=600,
+            control_timeout_s=5.0,
+            update_timeout_s=5.0,
+        )
+
+    @property
+    def engines(self) -> list[StubEngine]:
+        return [server.engine for server in self.servers]
+
+    def client(self) -> ControlClient:
+        return ControlClient(transport=ThroughHttpx(LoopbackTransport(self.servers)))
+
+    def fail_update(self, number: int, *, calls: Sequence[int]) -> None:
+        """Make a worker of server `number` raise on these calls of /update_weights, from 1."""
+        engine = self.engines[number]
+        carry_out, made = engine.update, 0
+
+        def update(info: dict[str, Any]) -> None:
+            nonlocal made
+            made += 1
+            if made in calls:
+                engine.fail_update()
+                raise EngineRefused("Worker failed with error 'no room'")
+            carry_out(info)
+
+        engine.update = update  # type: ignore[method-assign]
+
+
+class Recorder:
+    """An observer that keeps what it is told; `on_stage` and `on_progress` may act."""
+
+    def __init__(self) -> None:
+        self.stages: list[str] = []
+        self.servers: list[tuple[str, str, str]] = []
+        self.notes: list[str] = []
+        self.done: list[int] = []
+        self.on_stage: Callable[[str], None] = lambda name: None
+        self.on_progress: Callable[[int], None] = lambda done: None
+
+    def stage(self, name: str) -> None:
+        self.stages.append(name)
+        self.on_stage(name)
+
+    def progress(self, done_bytes: int, total_bytes: int) -> None:
+        self.done.append(done_bytes)
+        self.on_progress(done_bytes)
+
+    def server(self, name: str, state: str, detail: str = "") -> None:
+        self.servers.append((name, state, detail))
+
+    def note(self, message: str) -> None:
+        self.notes.append(message)
+
+
+class Rotation:
+    """A router of which it is known who is in it; `problem` keeps everybody in."""
+
+    def __init__(self, stubs: Stubs) -> None:
+        self.routed = {server.name for server in stubs.fleet.servers}
+        self.problem = ""
+        self.log: list[str] = []
+
+    async def leave(self, names: Collection[str], *, others_serve: bool) -> None:
+        self.log.append(f"leave {' '.join(sorted(names))}")
+        if self.problem:
+            raise SkyctlError(self.problem)
+        self.routed -= set(names)
+        assert self.routed or not others_serve
+
+    async def rejoin(self, names: Collection[str]) -> None:
+        self.log.append(f"rejoin {' '.join(sorted(names))}")
+        self.routed |= set(names)

@@ -1,0 +1,84 @@
+"""A frozen server is given back only with the weights it had."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from skyctl.engines.vllm.server import VLLMServer
+from skyctl.errors import ServerError
+from skyctl.push.give_back import give_back
+from skyctl.push.verify import weights_digest
+from tests.unit.push.fleets import Stubs
+
+
+@pytest.fixture
+def stubs(tmp_path: Path) -> Stubs:
+    return Stubs(tmp_path, count=1)
+
+
+async def given_back(
+    stubs: Stubs, stage: str, *, digest: str | None = None, thaw: bool = True, slept: int = 0
+) -> None:
+    async with stubs.client() as client:
+        server = VLLMServer(client, stubs.fleet.servers[0].target)
+        await give_back(server, stage=stage, thaw=thaw, digest=digest, timeout_s=5.0, slept=slept)
+
+
+async def digest_of(stubs: Stubs) -> str:
+    async with stubs.client() as client:
+        server = VLLMServer(client, stubs.fleet.servers[0].target)
+        return (await weights_digest(server, timeout_s=5.0))[0]
+
+
+@pytest.mark.parametrize("stage", ["pause", "init", "start"])
+async def test_one_without_a_session_is_resumed(stubs: Stubs, stage: str) -> None:
+    [engine] = stubs.engines
+    await engine.pause("keep")
+    await given_back(stubs, stage, digest=await digest_of(stubs))
+    assert not engine.paused
+    assert ("finish" in engine.log) is False
+
+
+@pytest.mark.parametrize("woken", [True, False], ids=["awake", "not yet"])
+async def test_one_that_slept_sleeps_again(stubs: Stubs, woken: bool) -> None:
+    [engine] = stubs.engines
+    digest = await digest_of(stubs)
+    await engine.sleep(1, "abort")
+    if woken:
+        await engine.wake(["weights"])
+    await given_back(stubs, "wake", digest=digest, slept=1)
+    assert engine.asleep == {"weights", "kv_cache"} and engine.served == []
+
+
+async def test_weights_that_a_sleep_discarded_stay_awake_and_serve_nobody(stubs: Stubs) -> None:
+    [engine] = stubs.engines
+    await engine.sleep(2, "abort")
+    await given_back(stubs, "pause", digest="what it had", slept=2)
+    assert engine.asleep == {"kv_cache"} and engine.paused and engine.served == []
+
+
+async def test_an_open_session_is_closed_first(stubs: Stubs) -> None:
+    [engine] = stubs.engines
+    await engine.pause("keep")
+    engine.start_update()
+    await given_back(stubs, "start")
+    assert engine.log[-2:] == ["finish", "resume"] and not engine.update_open
+
+
+async def test_one_that_was_paused_before_stays_so(stubs: Stubs) -> None:
+    [engine] = stubs.engines
+    await engine.pause("keep")
+    await given_back(stubs, "start", thaw=False)
+    assert engine.paused
+
+
+async def test_one_that_holds_something_else_is_not_resumed(stubs: Stubs) -> None:
+    [engine] = stubs.engines
+    before = await digest_of(stubs)
+    await engine.pause("keep")
+    engine.digest = "something else"
+    with pytest.raises(ServerError, match="not what they were"):
+        await given_back(stubs, "start", digest=before)
+    assert engine.paused

@@ -1,0 +1,220 @@
+"""The fleet's own copies: they outlive what the trainer does to its directory."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections import namedtuple
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from skyctl.checkpoints import keeping
+from skyctl.checkpoints.checkpoint import read_checkpoint
+from skyctl.checkpoints.keeping import delete_copy, keep_copy
+from skyctl.core import jobs
+from skyctl.errors import PreflightError, SkyctlError
+from skyctl.push.request import PushRequest
+from skyctl.push.rollback import rollback
+from skyctl.store.kept_weights import KeptWeights, forget, kept_weights, remember
+from skyctl.store.state import FleetState
+from tests.unit.push.checkpoints import tiny_tensors, write_checkpoint
+from tests.unit.push.fleets import Stubs
+
+
+@pytest.fixture
+def state(tmp_path: Path) -> Iterator[FleetState]:
+    with FleetState(tmp_path / "fleet" / "state.sqlite") as state:
+        yield state
+
+
+async def pushed(state: FleetState, stubs: Stubs, kept: Path, **changes: Any) -> Any:
+    asked: dict[str, Any] = {"checkpoint": str(stubs.new), "keep": True, **changes}
+    request = PushRequest(**asked)
+    job = jobs.open_push(state.journal, state.locks, request)
+    async with stubs.client() as client:
+        await jobs.run_push(job, request, stubs.fleet, client=client, state=state, kept=kept)
+    return state.journal.job(job.id)
+
+
+async def test_what_is_kept_is_pushed_and_outlives_its_source(
+    tmp_path: Path, state: FleetState
+) -> None:
+    stubs = Stubs(tmp_path)
+    (stubs.new / "optimizer.pt").write_bytes(b"state of the trainer")
+    job = await pushed(state, stubs, tmp_path / "kept", weight_version="step-1")
+    assert job.state == "succeeded", job.error
+    [one] = kept_weights(state)
+    copy = Path(one.checkpoint)
+    assert (one.version, one.source, copy.name) == ("step-1", str(stubs.new), "new")
+    assert state.weights().checkpoint == one.checkpoint
+    assert state.weights().checkpoint_digest == one.checkpoint_digest
+    assert one.content_digest and one.bytes == read_checkpoint(one.checkpoint).total_bytes
+    assert "optimizer.pt" not in files_of(copy)
+    assert modes_of(copy) == {0o600}
+    shutil.rmtree(stubs.new)
+    assert read_checkpoint(one.checkpoint).identity_digest == one.checkpoint_digest
+    request = rollback(PushRequest(""), state.journal.pushes(), kept_weights(state), "step-1")
+    assert (request.checkpoint, request.expected_digest) == (one.checkpoint, one.checkpoint_digest)
+    again = await pushed(state, stubs, tmp_path / "kept", **_plain(request))
+    assert again.state == "succeeded", again.error
+
+
+def files_of(directory: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in directory.iterdir()}
+
+
+def modes_of(directory: Path) -> set[int]:
+    return {path.stat().st_mode & 0o777 for path in directory.iterdir()}
+
+
+def _plain(request: PushRequest) -> dict[str, Any]:
+    names = ("checkpoint", "weight_version", "expected_digest")
+    return {name: getattr(request, name) for name in names}
+
+
+async def test_a_source_that_is_overwritten_in_place_leaves_the_copy_as_it_was(
+    tmp_path: Path, state: FleetState
+) -> None:
+    stubs = Stubs(tmp_path)
+    await pushed(state, stubs, tmp_path / "kept")
+    [one] = kept_weights(state)
+    copied = files_of(Path(one.checkpoint))
+    for shard in stubs.new.glob("*.safetensors"):
+        with shard.open("r+b") as file:  # the same inode, as safetensors' save_file does
+            file.truncate(0)
+    assert files_of(Path(one.checkpoint)) == copied
+
+
+async def test_the_same_files_are_copied_once(tmp_path: Path, state: FleetState) -> None:
+    stubs = Stubs(tmp_path)
+    for version in ("step-1", "again"):
+        job = await pushed(state, stubs, tmp_path / "kept", weight_version=version)
+        assert job.state == "succeeded"
+    assert len(list((tmp_path / "kept").iterdir())) == 1
+    assert [one.version for one in kept_weights(state)] == ["again", "step-1"]
+    assert forget(state, "step-1") == []  # `again` needs the copy
+    assert [one.version for one in forget(state, "again")] == ["again"]
+
+
+async def test_a_push_that_fails_keeps_nothing(tmp_path: Path, state: FleetState) -> None:
+    stubs = Stubs(tmp_path)
+    stubs.fail_update(1, calls=range(1, 100))
+    stubs.fail_update(0, calls=range(1, 100))
+    job = await pushed(state, stubs, tmp_path / "kept")
+    assert job.state == "failed"
+    assert kept_weights(state) == []
+    assert list((tmp_path / "kept").iterdir()) == []
+
+
+async def test_without_keep_and_in_a_dry_run_nothing_is_copied(
+    tmp_path: Path, state: FleetState
+) -> None:
+    stubs = Stubs(tmp_path)
+    assert (await pushed(state, stubs, tmp_path / "kept", dry_run=True)).state == "succeeded"
+    assert (await pushed(state, stubs, tmp_path / "kept", keep=False)).state == "succeeded"
+    assert not (tmp_path / "kept").exists()
+    assert state.weights().checkpoint == str(stubs.new)
+
+
+async def test_without_room_it_is_refused_before_anything_is_touched(
+    tmp_path: Path, state: FleetState, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(
+        "skyctl.checkpoints.keeping.shutil.disk_usage", lambda path: usage(10, 10, 10)
+    )
+    stubs = Stubs(tmp_path)
+    job = await pushed(state, stubs, tmp_path / "kept")
+    assert job.error is not None and job.error["kind"] == "PreflightError"
+    assert "do not fit" in job.error["message"] and "10 B are free" in job.error["message"]
+    assert all(engine.log == [] for engine in stubs.engines)
+
+
+def test_a_disk_that_fills_up_leaves_no_part_of_a_copy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = read_checkpoint(str(write_checkpoint(tmp_path / "new", tiny_tensors(5), shards=2)))
+
+    def full(*arguments: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("skyctl.checkpoints.keeping.os.copy_file_range", full)
+    monkeypatch.setattr("skyctl.checkpoints.keeping.shutil.copyfileobj", full)
+    with pytest.raises(SkyctlError, match="cannot be kept: No space left"):
+        keep_copy(source, tmp_path / "kept", ())
+    assert list((tmp_path / "kept").iterdir()) == []
+
+
+def test_a_kernel_that_cannot_copy_between_file_systems_is_done_without(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = read_checkpoint(str(write_checkpoint(tmp_path / "new", tiny_tensors(5))))
+
+    def cannot(*arguments: object) -> None:
+        raise OSError(18, "Invalid cross-device link")
+
+    monkeypatch.setattr("skyctl.checkpoints.keeping.os.copy_file_range", cannot)
+    copy = keep_copy(source, tmp_path / "kept", ())
+    assert read_checkpoint(str(copy)).layout_digest == source.layout_digest
+    for path in source.path.glob("*.safetensors"):
+        assert (copy / path.name).read_bytes() == path.read_bytes()
+
+
+def test_a_source_that_changes_while_it_is_copied_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = read_checkpoint(str(write_checkpoint(tmp_path / "new", tiny_tensors(5))))
+    flush = keeping._flush
+
+    def touch(directory: Path) -> None:
+        for shard in source.path.glob("*.safetensors"):
+            os.utime(shard, ns=(1, 1))
+        flush(directory)
+
+    monkeypatch.setattr(keeping, "_flush", touch)
+    with pytest.raises(PreflightError, match="changed while it was copied"):
+        keep_copy(source, tmp_path / "kept", ())
+    assert list((tmp_path / "kept").iterdir()) == []
+
+
+def test_what_a_dead_push_copied_is_swept_by_the_next(tmp_path: Path) -> None:
+    source = read_checkpoint(str(write_checkpoint(tmp_path / "new", tiny_tensors(5))))
+    first = keep_copy(source, tmp_path / "kept", ())
+    second = keep_copy(source, tmp_path / "kept", {str(first)})
+    third = keep_copy(source, tmp_path / "kept", {str(first)})
+    assert first.exists() and third.exists() and not second.exists()
+    delete_copy(first, tmp_path / "kept")
+    delete_copy(source.path, tmp_path / "kept")
+    assert not first.parent.exists() and source.path.exists()
+
+
+def test_shards_that_are_links_are_copied_by_their_names(tmp_path: Path) -> None:
+    real = write_checkpoint(tmp_path / "blobs", tiny_tensors(5))
+    snapshot = tmp_path / "snapshot"
+    snapshot.mkdir()
+    for path in real.iterdir():
+        (snapshot / path.name).symlink_to(path)
+    copy = keep_copy(read_checkpoint(str(snapshot)), tmp_path / "kept", ())
+    assert not any(path.is_symlink() for path in copy.iterdir())
+    assert {path.name for path in copy.iterdir()} == {path.name for path in real.iterdir()}
+
+
+def test_a_kept_copy_goes_before_the_directory_of_then(state: FleetState) -> None:
+    kept = KeptWeights("v1", "/kept/1/a", "/runs/a", "copy", "source", "content", 5, 1.0)
+    remember(state, kept)
+    state.journal.record_push(
+        "push-1", ok=True, version="v1", checkpoint="/runs/a", checkpoint_digest="s", result={}
+    )
+    state.journal.record_push(
+        "push-2", ok=True, version="v2", checkpoint="/runs/b", checkpoint_digest="t", result={}
+    )
+    request = rollback(PushRequest(""), state.journal.pushes(), kept_weights(state))
+    assert (request.checkpoint, request.expected_digest) == ("/kept/1/a", "copy")
+    by_name = rollback(PushRequest(""), state.journal.pushes(), [], "v1")
+    assert (by_name.checkpoint, by_name.expected_digest) == ("/runs/a", "s")
+    with pytest.raises(SkyctlError, match="no version v9") as caught:
+        rollback(PushRequest(""), state.journal.pushes(), kept_weights(state), "v9")
+    assert caught.value.hint == "its versions: v2, v1"

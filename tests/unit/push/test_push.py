@@ -1,0 +1,394 @@
+"""The transaction: whatever fails, every server ends at one version, or paused and reported."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from skyctl.errors import PreflightError, PushError, SkyctlError
+from skyctl.push.request import STAGES
+from skyctl.push.transaction import PushRequest, PushResult, push
+from tests.stub.faults import Fault
+from tests.stub.state import StubEngine, digest_of_updates
+from tests.unit.push.checkpoints import filled, tiny_tensors, write_checkpoint
+from tests.unit.push.fleets import Recorder, Stubs
+
+
+@pytest.fixture
+def stubs(tmp_path: Path) -> Stubs:
+    return Stubs(tmp_path)
+
+
+async def push_new(stubs: Stubs, observer: Recorder | None = None, **changes: Any) -> PushResult:
+    request = PushRequest(**{"checkpoint": str(stubs.new), **changes})
+    async with stubs.client() as client:
+        return await push(request, stubs.fleet, client=client, observer=observer or Recorder())
+
+
+async def failing_push(stubs: Stubs, **changes: Any) -> PushError:
+    with pytest.raises(PushError) as caught:
+        await push_new(stubs, **changes)
+    return caught.value
+
+
+def states(error: PushError) -> list[str]:
+    return [server["state"] for server in error.details["servers"]]
+
+
+def check_invariant(stubs: Stubs) -> None:
+    """No server runs with anything but the old or the completely loaded new weights."""
+    for engine in stubs.engines:
+        if not engine.paused:
+            assert engine.digest == "base" or engine.digest.startswith("content")
+            assert not engine.half_loaded
+            assert not engine.update_open
+
+
+async def test_a_push_brings_every_server_to_one_version(stubs: Stubs) -> None:
+    observer = Recorder()
+    result = await push_new(stubs, observer)
+    assert observer.stages == list(STAGES)
+    assert {engine.digest for engine in stubs.engines} == {stubs.engines[0].digest} != {"base"}
+    assert [engine.weight_version for engine in stubs.engines] == [result.version] * 2
+    assert not any(engine.paused for engine in stubs.engines)
+    assert result.version.startswith("new@")
+    assert observer.done[-1] == result.total_bytes
+    assert 0 < result.freeze_window_s <= result.seconds
+    assert [(s.ok, s.state, s.version) for s in result.servers] == [
+        (True, "ready", result.version)
+    ] * 2
+    received = {name for update in stubs.engines[0].update_infos for name in update["names"]}
+    assert received == set(tiny_tensors())
+    assert stubs.engines[0].log[-1] == "resume"
+    check_invariant(stubs)
+
+
+async def test_the_version_depends_on_the_content_not_on_chunks_or_shards(stubs: Stubs) -> None:
+    first = await push_new(stubs, chunk_size=300)
+    write_checkpoint(stubs.new / "again" / "new", tiny_tensors(50))
+    second = await push_new(stubs, checkpoint=str(stubs.new / "again" / "new"))
+    third = await push_new(stubs, checkpoint=str(stubs.base))
+    assert first.version == second.version
+    assert third.version.split("@")[1] != first.version.split("@")[1]
+
+
+async def test_a_users_version_is_taken_as_it_is(stubs: Stubs) -> None:
+    result = await push_new(stubs, weight_version="step-7")
+    assert stubs.engines[0].weight_version == result.version == "step-7"
+
+
+async def test_a_server_paused_before_stays_paused(stubs: Stubs) -> None:
+    await stubs.engines[1].pause("keep")
+    result = await push_new(stubs)
+    assert [engine.paused for engine in stubs.engines] == [False, True]
+    assert [server.state for server in result.servers] == ["ready", "paused"]
+
+
+async def test_a_dry_run_touches_nothing(stubs: Stubs) -> None:
+    result = await push_new(stubs, dry_run=True)
+    assert result.plan is not None
+    assert result.plan["transport"] == "shm"
+    assert result.plan["chunks"] > 1
+    assert all(engine.log == [] for engine in stubs.engines)
+
+
+async def refused(stubs: Stubs, words: str, **changes: Any) -> SkyctlError:
+    with pytest.raises(SkyctlError, match=words) as caught:
+        await push_new(stubs, **changes)
+    assert not isinstance(caught.value, PushError)
+    assert all("pause keep" not in engine.log for engine in stubs.engines)
+    return caught.value
+
+
+async def test_a_checkpoint_of_another_shape_is_refused_untouched(stubs: Stubs) -> None:
+    tensors = {**tiny_tensors(), "model.norm.weight": filled([9], 1)}
+    other = write_checkpoint(stubs.new / "other", tensors)
+    await refused(stubs, r"model.norm.weight is \[9\] here", checkpoint=str(other))
+
+
+async def test_a_sleeping_server_is_refused_with_the_command_that_wakes_it(stubs: Stubs) -> None:
+    await stubs.engines[1].sleep(1, "keep")
+    stubs.engines[1].log.clear()
+    error = await refused(stubs, "demo-1 is asleep")
+    assert "wake" in error.hint
+
+
+async def test_servers_of_different_versions_are_refused(stubs: Stubs) -> None:
+    stubs.engines[1].version = "0.31.0"
+    await refused(stubs, "different versions of vLLM .*demo-1: 0.31.0")
+
+
+async def test_a_server_that_does_not_answer_is_refused_before_anything(stubs: Stubs) -> None:
+    stubs.servers[1].asgi.faults["/is_paused"] = Fault("status")
+    await refused(stubs, "1 of 2 servers failed")
+
+
+async def test_a_checkpoint_that_changes_while_staged_is_refused(stubs: Stubs) -> None:
+    observer = Recorder()
+
+    def touch(stage: str) -> None:
+        if stage == "stage":
+            for shard in stubs.new.glob("*.safetensors"):
+                os.utime(shard, ns=(1, 1))
+
+    observer.on_stage = touch
+    with pytest.raises(PreflightError, match="changed"):
+        await push_new(stubs, observer)
+    assert all("pause keep" not in engine.log for engine in stubs.engines)
+
+
+@pytest.mark.parametrize(
+    "route", ["/pause", "/init_weight_transfer_engine", "/start_weight_update"]
+)
+@pytest.mark.parametrize("kind", ["status", "reset", "reset-after"])
+async def test_a_failure_before_the_first_byte_is_undone(
+    stubs: Stubs, route: str, kind: str
+) -> None:
+    stubs.servers[1].asgi.faults[route] = Fault(kind)
+    error = await failing_push(stubs)
+    assert [engine.digest for engine in stubs.engines] == ["base", "base"]
+    assert not stubs.engines[0].paused
+    assert not stubs.engines[0].update_open
+    assert states(error)[0] == "ready"
+    assert error.details["servers"][0]["version"] == "default"
+    check_invariant(stubs)
+
+
+async def test_an_engine_that_is_stuck_is_not_waited_for_while_the_push_is_undone(
+    stubs: Stubs,
+) -> None:
+    stubs.fleet = replace(stubs.fleet, control_timeout_s=0.5, rendezvous_timeout_s=0.1)
+    for route in ("/init_weight_transfer_engine", "/is_paused", "/resume"):
+        calls = (2,) if route == "/is_paused" else ()  # the first is the preflight's
+        stubs.servers[1].asgi.faults[route] = Fault("hang", calls=calls)
+    error = await failing_push(stubs)
+    assert states(error) == ["ready", "paused"]
+    assert not stubs.engines[0].paused
+    assert stubs.servers[1].asgi.calls["/resume"] == 0
+
+
+async def test_a_failed_chunk_is_scrubbed_and_pushed_again_with_a_fresh_sender(
+    stubs: Stubs,
+) -> None:
+    stubs.fail_update(1, calls=[2])
+    observer = Recorder()
+    result = await push_new(stubs, observer)
+    assert "recover" in observer.stages
+    assert len({engine.digest for engine in stubs.engines}) == 1
+    assert stubs.engines[1].digest != "garbage"
+    assert stubs.engines[1].log.count("init") == 2
+    # the scrub: a session that loads nothing, between the broken one and the full one
+    broken = stubs.engines[1].log.index("update failed")
+    assert stubs.engines[1].log[broken + 1 : broken + 5] == ["init", "start", "finish", "start"]
+    assert stubs.engines[0].log.count("init") == 1
+    assert all(server.ok for server in result.servers)
+    check_invariant(stubs)
+
+
+async def test_a_server_that_fails_twice_is_quarantined_and_the_others_go_on(stubs: Stubs) -> None:
+    stubs.fail_update(1, calls=range(2, 100))
+    error = await failing_push(stubs)
+    assert states(error) == ["ready", "quarantined"]
+    assert [engine.paused for engine in stubs.engines] == [False, True]
+    assert error.details["servers"][0]["version"] == stubs.engines[0].weight_version
+    assert error.details["servers"][1]["version"] is None
+    assert "no room" in error.details["servers"][1]["detail"]
+    check_invariant(stubs)
+
+
+async def test_a_server_that_hangs_is_quarantined_without_a_second_try(stubs: Stubs) -> None:
+    stubs.servers[1].asgi.faults = {
+        "/update_weights": Fault("reset"),
+        "/is_paused": Fault("reset", calls=(2, 3, 4, 5)),
+    }
+    error = await failing_push(stubs)
+    assert states(error) == ["ready", "quarantined"]
+    assert stubs.engines[1].log.count("init") == 1
+    check_invariant(stubs)
+
+
+async def test_a_failed_finish_is_repaired(stubs: Stubs) -> None:
+    stubs.servers[0].asgi.faults["/finish_weight_update"] = Fault("status", calls=(1,))
+    result = await push_new(stubs)
+    assert all(server.ok for server in result.servers)
+    assert len({engine.digest for engine in stubs.engines}) == 1
+    check_invariant(stubs)
+
+
+async def test_a_session_that_a_dead_pusher_left_open_is_closed_first(stubs: Stubs) -> None:
+    stubs.engines[0].start_update()
+    result = await push_new(stubs)
+    assert all(server.ok for server in result.servers)
+    assert stubs.engines[0].digest == stubs.engines[1].digest
+    check_invariant(stubs)
+
+
+async def test_a_leftover_session_and_a_failure_before_bytes_leave_the_server_quarantined(
+    stubs: Stubs,
+) -> None:
+    stubs.engines[0].start_update()
+    stubs.servers[1].asgi.faults["/start_weight_update"] = Fault("status")
+    error = await failing_push(stubs)
+    assert states(error) == ["quarantined", "ready"]
+    assert [engine.paused for engine in stubs.engines] == [True, False]
+
+
+async def test_a_server_whose_weights_differ_is_outvoted(tmp_path: Path) -> None:
+    stubs = Stubs(tmp_path, count=3)
+    stubs.engines[2].weigh = lambda updates: "content of something else"
+    error = await failing_push(stubs)
+    assert states(error) == ["ready", "ready", "quarantined"]
+    assert [engine.paused for engine in stubs.engines] == [False, False, True]
+    assert stubs.engines[2].weight_version == "default"
+
+
+def arrange(engine: StubEngine, world_size: int) -> None:
+    """As a server with so many tensor-parallel ranks: each holds a part of every tensor."""
+    engine.world_size, engine.arrangement = world_size, f"tp{world_size}"
+    engine.weigh = lambda updates: f"a {world_size}th of {digest_of_updates(updates)}"
+
+
+async def test_servers_of_different_world_sizes_take_the_same_checkpoint(tmp_path: Path) -> None:
+    stubs = Stubs(tmp_path, count=3)
+    for engine in stubs.engines[1:]:
+        arrange(engine, 2)
+    result = await push_new(stubs)
+    assert all(server.ok for server in result.servers)
+    digests = [server.weights_digest for server in result.servers]
+    assert digests[0] != digests[1] == digests[2]
+    assert digests[1].endswith(":tp2")
+
+
+async def test_a_server_is_compared_with_those_that_are_arranged_like_it(tmp_path: Path) -> None:
+    stubs = Stubs(tmp_path, count=4)
+    for engine in stubs.engines[1:]:
+        arrange(engine, 2)
+    stubs.engines[3].weigh = lambda updates: "content of something else"
+    error = await failing_push(stubs)
+    assert states(error) == ["ready", "ready", "ready", "quarantined"]
+
+
+async def test_two_servers_that_disagree_are_both_quarantined(stubs: Stubs) -> None:
+    stubs.engines[1].weigh = lambda updates: "content of something else"
+    error = await failing_push(stubs)
+    assert states(error) == ["quarantined", "quarantined"]
+    assert all(engine.paused for engine in stubs.engines)
+
+
+async def test_a_resume_that_is_lost_once_is_repeated(stubs: Stubs) -> None:
+    stubs.servers[1].asgi.faults["/resume"] = Fault("reset", calls=(1,))
+    result = await push_new(stubs)
+    assert all(server.ok for server in result.servers)
+    assert not stubs.engines[1].paused
+
+
+async def test_a_server_that_cannot_be_resumed_is_reported_paused_at_the_new_version(
+    stubs: Stubs,
+) -> None:
+    stubs.servers[1].asgi.faults["/resume"] = Fault("status")
+    error = await failing_push(stubs)
+    assert states(error) == ["ready", "paused"]
+    assert error.details["servers"][1]["version"] == stubs.engines[1].weight_version
+
+
+async def test_a_checkpoint_rewritten_while_it_is_sent_is_not_sent_again(stubs: Stubs) -> None:
+    observer = Recorder()
+
+    def touch(done: int) -> None:
+        if done:
+            for shard in stubs.new.glob("*.safetensors"):
+                os.utime(shard, ns=(1, 1))
+
+    observer.on_progress = touch
+    with pytest.raises(PushError, match="changed during the push") as caught:
+        await push_new(stubs, observer, chunk_size=300)
+    assert states(caught.value) == ["quarantined", "quarantined"]
+    assert all(engine.paused for engine in stubs.engines)
+    assert stubs.engines[0].log.count("init") == 1
+
+
+async def test_an_observer_that_fails_does_not_stop_a_push(stubs: Stubs) -> None:
+    observer = Recorder()
+
+    def disk_full(done: int) -> None:
+        raise OSError("no space left on device")
+
+    observer.on_progress = disk_full
+    result = await push_new(stubs, observer)
+    assert all(server.ok for server in result.servers)
+    assert any("no space left" in note for note in result.notes)
+
+
+async def test_cancelled_before_bytes_it_is_undone(stubs: Stubs) -> None:
+    observer = Recorder()
+    task = asyncio.ensure_future(push_new(stubs, observer))
+    observer.on_stage = lambda name: task.cancel() if name == "start" else None  # type: ignore[func-returns-value]
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert [engine.digest for engine in stubs.engines] == ["base", "base"]
+    assert not any(engine.paused or engine.update_open for engine in stubs.engines)
+
+
+async def test_cancelled_after_bytes_it_completes(stubs: Stubs) -> None:
+    observer = Recorder()
+    task = asyncio.ensure_future(push_new(stubs, observer))
+
+    def cancel(done: int) -> None:
+        if done and not task.cancelling():
+            task.cancel()
+
+    observer.on_progress = cancel
+    result = await task
+    assert all(server.ok for server in result.servers)
+    check_invariant(stubs)
+
+
+async def test_cancelled_twice_it_stops_and_leaves_the_servers_paused(stubs: Stubs) -> None:
+    observer = Recorder()
+    task = asyncio.ensure_future(push_new(stubs, observer))
+    loop = asyncio.get_running_loop()
+
+    def cancel(done: int) -> None:
+        if done and not task.cancelling():
+            task.cancel()
+            loop.call_soon(task.cancel)
+
+    observer.on_progress = cancel
+    stubs.servers[0].asgi.faults["/update_weights"] = Fault("hang", calls=(2,))
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert all(engine.paused for engine in stubs.engines)
+    assert {(name, state) for name, state, _ in observer.servers[-2:]} == {
+        ("demo-0", "quarantined"),
+        ("demo-1", "quarantined"),
+    }
+
+
+async def test_disk_makes_every_server_read_by_itself(stubs: Stubs) -> None:
+    result = await push_new(stubs, transport="disk")
+    assert [engine.log.count("reload") for engine in stubs.engines] == [1, 1]
+    assert result.chunks == 0
+    assert [engine.weight_version for engine in stubs.engines] == [result.version] * 2
+    assert stubs.engines[0].digest == stubs.engines[1].digest != "base"
+    assert not any(engine.paused for engine in stubs.engines)
+
+
+async def test_a_failed_reload_quarantines_that_server(stubs: Stubs) -> None:
+    stubs.servers[1].asgi.faults["/collective_rpc"] = Fault("status", calls=(1,))
+    error = await failing_push(stubs, transport="disk")
+    assert states(error) == ["ready", "quarantined"]
+
+
+async def test_a_server_with_dummy_weights_refuses_disk_and_keeps_its_weights(stubs: Stubs) -> None:
+    stubs.servers[1].asgi.faults["/collective_rpc"] = Fault(
+        "status", text="Model reloading with `dummy` format", calls=(1,)
+    )
+    error = await failing_push(stubs, transport="disk")
+    assert states(error) == ["ready", "ready"]
+    assert error.details["servers"][1]["version"] == "default"
+    assert "--load-format dummy" in error.message

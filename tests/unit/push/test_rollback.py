@@ -1,0 +1,52 @@
+"""Back to the version before."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from skyctl.checkpoints.checkpoint import read_checkpoint
+from skyctl.errors import NotFoundError, PreflightError
+from skyctl.push.rollback import rollback
+from skyctl.push.transaction import PushRequest, SilentObserver, push
+from skyctl.store.journal import PushRecord
+from tests.unit.push.fleets import Stubs
+
+
+def pushed(version: str, *, ok: bool = True) -> PushRecord:
+    return PushRecord("push-1", 0.0, ok, version, f"runs/{version}", f"digest {version}", {})
+
+
+def test_the_version_before_the_current_one_is_taken_and_failed_pushes_are_passed_over() -> None:
+    pushes = [pushed("3", ok=False), pushed("2"), pushed("2"), pushed("1")]
+    request = rollback(PushRequest("", pause_mode="wait"), pushes)
+    assert (request.checkpoint, request.weight_version) == ("runs/1", "1")
+    assert (request.expected_digest, request.pause_mode) == ("digest 1", "wait")
+
+
+def test_rolled_back_twice_it_is_where_it_was() -> None:
+    assert rollback(PushRequest(""), [pushed("1"), pushed("2"), pushed("1")]).weight_version == "2"
+
+
+@pytest.mark.parametrize("pushes", [[], [pushed("1")], [pushed("2", ok=False), pushed("1")]])
+def test_without_another_version_it_says_so(pushes: list[PushRecord]) -> None:
+    with pytest.raises(NotFoundError, match="nothing to roll back to"):
+        rollback(PushRequest(""), pushes)
+
+
+async def test_a_checkpoint_that_was_written_anew_is_refused_before_anything_is_paused(
+    tmp_path: Path,
+) -> None:
+    stubs = Stubs(tmp_path)
+    digest = read_checkpoint(str(stubs.new)).identity_digest
+    request = PushRequest(str(stubs.new), weight_version="1", expected_digest=digest)
+    async with stubs.client() as client:
+        result = await push(request, stubs.fleet, client=client, observer=SilentObserver())
+        assert all(server.ok for server in result.servers)
+        shard = next(stubs.new.glob("*.safetensors"))
+        os.utime(shard, ns=(1, 1))
+        with pytest.raises(PreflightError, match="written anew since it was pushed as 1"):
+            await push(request, stubs.fleet, client=client, observer=SilentObserver())
+    assert not any(engine.paused for engine in stubs.engines)

@@ -1,0 +1,218 @@
+"""Pushes into a sleeping fleet, and pushes that end asleep."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from skyctl.core import jobs
+from skyctl.errors import PreflightError, PushError
+from skyctl.push.transaction import PushRequest, PushResult, push
+from skyctl.store.in_doubt import in_doubt
+from skyctl.store.journal import Job
+from skyctl.store.state import FleetState
+from tests.stub.faults import Fault
+from tests.stub.state import EngineRefused
+from tests.unit.push.fleets import Recorder, Stubs
+
+
+@pytest.fixture
+def stubs(tmp_path: Path) -> Stubs:
+    return Stubs(tmp_path)
+
+
+@pytest.fixture
+def state(tmp_path: Path) -> Iterator[FleetState]:
+    with FleetState(tmp_path / "fleet" / "state.sqlite") as state:
+        yield state
+
+
+async def asleep(stubs: Stubs, level: int = 1, *, paused: bool = False) -> None:
+    """Every server sleeps, and that is on record."""
+    for engine in stubs.engines:
+        await engine.sleep(level, "abort")
+        engine.log.clear()
+    servers = tuple(
+        replace(server, sleep_level=level, paused=paused) for server in stubs.fleet.servers
+    )
+    stubs.fleet = replace(stubs.fleet, servers=servers)
+
+
+async def push_colocated(stubs: Stubs, **changes: Any) -> PushResult:
+    asked: dict[str, Any] = {"colocated": True, "weight_version": "step-2", **changes}
+    request = PushRequest(str(stubs.new), **asked)
+    async with stubs.client() as client:
+        return await push(request, stubs.fleet, client=client, observer=Recorder())
+
+
+async def recorded(state: FleetState, stubs: Stubs, **changes: Any) -> Job:
+    asked: dict[str, Any] = {"colocated": True, "weight_version": "step-2", **changes}
+    request = PushRequest(str(stubs.new), **asked)
+    for server in stubs.fleet.servers:
+        state.update_server(server.name, sleep_level=server.sleep_level)
+    job = jobs.open_push(state.journal, state.locks, request)
+    async with stubs.client() as client:
+        await jobs.run_push(
+            job, request, stubs.fleet, client=client, state=state, kept=Path("/nowhere")
+        )
+    return state.journal.job(job.id)
+
+
+async def failing(stubs: Stubs, **changes: Any) -> list[tuple[str, bool, int | None, bool]]:
+    with pytest.raises(PushError) as caught:
+        await push_colocated(stubs, **changes)
+    rows = caught.value.details["servers"]
+    return [(r["state"], r["ok"], r["sleep_level"], r["weights_awake"]) for r in rows]
+
+
+@pytest.mark.parametrize("level", [1, 2])
+async def test_a_sleeping_fleet_is_woken_in_the_order_that_memory_allows(
+    stubs: Stubs, level: int
+) -> None:
+    await asleep(stubs, level)
+    result = await push_colocated(stubs)
+    for engine in stubs.engines:
+        order = [entry for entry in engine.log if entry.startswith(("wake", "init", "finish"))]
+        assert order == ["wake weights", "init", "finish", "wake kv_cache"]
+        assert engine.asleep == set() and not engine.paused
+        assert engine.weight_version == "step-2" and engine.digest.startswith("content")
+    assert [(s.state, s.ok, s.sleep_level) for s in result.servers] == [("ready", True, 0)] * 2
+
+
+async def test_a_server_that_was_paused_before_it_slept_is_paused_when_it_is_awake(
+    stubs: Stubs,
+) -> None:
+    await asleep(stubs, paused=True)
+    result = await push_colocated(stubs)
+    assert all(engine.paused and not engine.asleep for engine in stubs.engines)
+    assert [(s.state, s.sleep_level) for s in result.servers] == [("paused", 0)] * 2
+
+
+async def test_weights_that_somebody_woke_are_left_awake_when_a_push_fails(stubs: Stubs) -> None:
+    await asleep(stubs)
+    for engine in stubs.engines:
+        await engine.wake(["weights"])
+    servers = tuple(replace(server, weights_awake=True) for server in stubs.fleet.servers)
+    stubs.fleet = replace(stubs.fleet, servers=servers)
+    stubs.servers[1].asgi.faults["/init_weight_transfer_engine"] = Fault("status", calls=(1,))
+    rows = await failing(stubs)
+    assert rows == [("asleep", True, None, False), ("asleep", False, None, False)]
+    assert [engine.asleep for engine in stubs.engines] == [{"kv_cache"}] * 2
+    result = await push_colocated(stubs)
+    assert all(server.ok and server.sleep_level == 0 for server in result.servers)
+
+
+async def test_a_record_that_they_are_awake_may_be_wrong(stubs: Stubs) -> None:
+    await asleep(stubs)
+    servers = tuple(replace(server, weights_awake=True) for server in stubs.fleet.servers)
+    stubs.fleet = replace(stubs.fleet, servers=servers)
+    result = await push_colocated(stubs)
+    assert all(server.ok and server.sleep_level == 0 for server in result.servers)
+
+
+@pytest.mark.parametrize("route", ["/init_weight_transfer_engine", "/start_weight_update"])
+async def test_a_failure_before_the_first_byte_puts_them_to_sleep_again(
+    stubs: Stubs, route: str
+) -> None:
+    await asleep(stubs)
+    stubs.servers[1].asgi.faults[route] = Fault("status")
+    rows = await failing(stubs)
+    assert rows == [("asleep", True, 1, False), ("asleep", False, 1, False)]
+    assert all(engine.asleep == {"weights", "kv_cache"} for engine in stubs.engines)
+    assert all(engine.digest == "base" for engine in stubs.engines)
+
+
+async def test_weights_that_cannot_be_woken_undo_it(stubs: Stubs) -> None:
+    await asleep(stubs)
+    stubs.servers[1].asgi.faults["/wake_up"] = Fault("status", calls=(1,))
+    rows = await failing(stubs)
+    assert [row[0] for row in rows] == ["asleep", "asleep"]
+    assert stubs.engines[0].asleep == {"weights", "kv_cache"}
+    assert "init" not in stubs.engines[0].log
+
+
+async def test_a_server_whose_weights_were_discarded_is_never_woken_without_new_ones(
+    stubs: Stubs,
+) -> None:
+    await asleep(stubs, level=2)
+    stubs.servers[1].asgi.faults["/init_weight_transfer_engine"] = Fault("status")
+    rows = await failing(stubs)
+    assert rows == [("asleep", False, None, True)] * 2
+    for engine in stubs.engines:
+        assert engine.asleep == {"kv_cache"} and engine.paused
+        assert engine.served == []
+
+
+async def test_a_failure_in_the_middle_is_quarantined_asleep(stubs: Stubs) -> None:
+    await asleep(stubs)
+    stubs.fail_update(1, calls=range(1, 100))
+    rows = await failing(stubs)
+    assert rows == [("ready", True, 0, False), ("quarantined", False, None, True)]
+    assert stubs.engines[1].asleep == {"kv_cache"} and stubs.engines[1].paused
+
+
+async def test_without_room_for_the_cache_the_new_weights_stay_and_it_sleeps_on(
+    stubs: Stubs, state: FleetState
+) -> None:
+    await asleep(stubs)
+    wake = stubs.engines[1].wake
+
+    async def full(tags: list[str]) -> bool:
+        if "kv_cache" in tags:
+            raise EngineRefused("CUDA Error: out of memory")
+        return await wake(tags)
+
+    stubs.engines[1].wake = full  # type: ignore[method-assign]
+    job = await recorded(state, stubs)
+    assert job.error is not None and "out of memory" in job.error["message"]
+    rows = job.error["details"]["servers"]
+    assert [(row["state"], row["version"]) for row in rows] == [
+        ("ready", "step-2"),
+        ("asleep", "step-2"),
+    ]
+    assert state.server("demo-0").sleep_level == 0
+    assert state.server("demo-1").sleep_level == 1
+    assert state.server("demo-1").weight_version == "step-2"
+    assert state.weights_awake() == {"demo-1"}
+    assert in_doubt(state) == {}
+
+
+async def test_what_is_awake_afterwards_is_on_record(stubs: Stubs, state: FleetState) -> None:
+    await asleep(stubs, level=2)
+    assert (await recorded(state, stubs)).state == "succeeded"
+    assert [row.sleep_level for row in state.servers()] == [0, 0]
+    assert state.weights_awake() == set()
+
+
+@pytest.mark.parametrize("before", ["awake", "asleep"])
+async def test_a_push_may_end_asleep(stubs: Stubs, state: FleetState, before: str) -> None:
+    if before == "asleep":
+        await asleep(stubs)
+    job = await recorded(state, stubs, colocated=before == "asleep", sleep_after=1)
+    assert job.state == "succeeded" and job.result is not None
+    assert [row["state"] for row in job.result["servers"]] == ["asleep", "asleep"]
+    assert [row.sleep_level for row in state.servers()] == [1, 1]
+    assert all(engine.asleep == {"weights", "kv_cache"} for engine in stubs.engines)
+    assert {engine.weight_version for engine in stubs.engines} == {"step-2"}
+
+
+async def test_an_awake_fleet_is_pushed_to_as_ever_and_it_is_said(stubs: Stubs) -> None:
+    result = await push_colocated(stubs)
+    assert [(server.state, server.sleep_level) for server in result.servers] == [
+        ("ready", None)
+    ] * 2
+    assert any("no server was asleep" in note for note in result.notes)
+
+
+@pytest.mark.parametrize("other", [{"rolling": 1}, {"canary": {"prompts": [{"prompt": "a"}]}}])
+@pytest.mark.parametrize("mine", [{"colocated": True}, {"colocated": False, "sleep_after": 1}])
+async def test_it_excludes_pushes_into_fleets_that_serve(
+    stubs: Stubs, mine: dict[str, Any], other: dict[str, Any]
+) -> None:
+    with pytest.raises(PreflightError, match="are for fleets that serve nobody meanwhile"):
+        await push_colocated(stubs, pause_mode="wait", **mine, **other)
+    assert all(engine.log == [] for engine in stubs.engines)

@@ -1,0 +1,71 @@
+"""Memory that workers take while they load: the arithmetic beside what was measured."""
+
+from __future__ import annotations
+
+from math import prod
+
+import pytest
+
+from benchmarks.checkpoints import SHAPES, tensor_shapes
+from skyctl.checkpoints.header import Tensor
+from skyctl.push.worker_memory import MIB, NCCL_GROUP_BYTES, bytes_beside, worker_bytes
+from skyctl.transfer.plan import ChunkPlan, module_of, plan_chunks
+
+GIB = 1 << 30
+
+
+def plan_of(shape: str, chunk_size: int, transport: str) -> ChunkPlan:
+    tensors = [
+        Tensor(name, "BF16", size, 0, 0, 2 * prod(size))
+        for name, size in tensor_shapes(SHAPES[shape])
+    ]
+    packing = "overflow" if transport == "nccl" else "fit"
+    return plan_chunks(tensors, chunk_size, packing=packing, alignment=1)
+
+
+@pytest.mark.parametrize(
+    ("transport", "chunk_size", "measured_mib"),
+    # what a first push took from an H200 (benchmarks/memory.py), the sender's own left out
+    [
+        ("ipc", 4 * GIB, 5301),
+        ("ipc", 1 * GIB, 2375),
+        ("nccl", 1 * GIB, 9202),
+        ("nccl", 256 * MIB, 6770),
+    ],
+)
+def test_it_is_within_a_tenth_of_what_was_measured(
+    transport: str, chunk_size: int, measured_mib: int
+) -> None:
+    told = worker_bytes(transport, plan_of("qwen3-8b", chunk_size, transport)) / MIB
+    assert 0.9 < measured_mib / told < 1.1
+
+
+def test_nothing_is_taken_from_a_gpu_without_one() -> None:
+    assert worker_bytes("shm", plan_of("qwen3-0.5b", GIB, "shm")) == 0
+
+
+def test_one_small_chunk_takes_a_buffer_and_the_module_that_is_put_together() -> None:
+    tensors = [Tensor("norm.weight", "BF16", (4 * MIB,), 0, 0, 8 * MIB)]
+    plan = plan_chunks(tensors, GIB, packing="overflow", alignment=1)
+    assert worker_bytes("nccl", plan) == NCCL_GROUP_BYTES + 16 * MIB
+    assert worker_bytes("ipc", plan) == 16 * MIB
+
+
+@pytest.mark.parametrize(
+    ("name", "module"),
+    [
+        ("model.layers.3.self_attn.q_proj.weight", "model.layers.3.self_attn.qkv"),
+        ("model.layers.3.self_attn.v_proj.bias", "model.layers.3.self_attn.qkv"),
+        ("model.layers.3.mlp.up_proj.weight", "model.layers.3.mlp.gate_up"),
+        ("model.layers.3.mlp.experts.11.down_proj.weight", "model.layers.3.mlp.experts"),
+        ("model.embed_tokens.weight", "model.embed_tokens"),
+    ],
+)
+def test_a_module_is_what_vllm_loads_at_once(name: str, module: str) -> None:
+    assert module_of(name) == module
+
+
+@pytest.mark.parametrize(("gpus", "workers"), [([[0], [0, 1], [1]], 2), ([], 1), ([[]], 1)])
+def test_the_fullest_gpu_counts_beside_a_sender(gpus: list[list[int]], workers: int) -> None:
+    plan = plan_of("qwen3-0.5b", GIB, "ipc")
+    assert bytes_beside("ipc", plan, gpus) == workers * worker_bytes("ipc", plan)

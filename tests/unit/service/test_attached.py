@@ -1,0 +1,113 @@
+"""A fleet that skyctl did not start: the same verbs, straight to its servers."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from skyctl.core.registry import FleetRef
+from skyctl.errors import ConflictError, NotFoundError, UsageError
+from skyctl.fleetfile.schema import FleetConfig
+from skyctl.http.client import ControlClient
+from skyctl.push.request import PushRequest, PushResult, ServerPush
+from skyctl.service.attached import AttachedFleet
+from skyctl.store.paths import fleet_paths
+from skyctl.store.state import FleetState
+from tests.stub.app import StubServer
+from tests.stub.inprocess import StubTransport
+
+
+@asynccontextmanager
+async def attached(tmp_path: Path, monkeypatch: Any, *stubs: StubServer) -> AsyncIterator[Any]:
+    monkeypatch.setenv("SKYCTL_HOME", str(tmp_path))
+    transport = StubTransport(stubs)
+    config = FleetConfig.model_validate(
+        {"name": "far", "servers": [target.url for target in transport.targets]}
+    )
+    ref = FleetRef("far", fleet_paths("far"), config, tmp_path, None)
+    async with AttachedFleet(ref, client=ControlClient(transport=transport)) as fleet:
+        yield fleet
+
+
+async def test_verbs_change_the_servers_and_status_sees_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with attached(tmp_path, monkeypatch, StubServer(), StubServer()) as fleet:
+        assert (await fleet.status()).health == "healthy"
+        outcomes = await fleet.pause("keep", False)
+        assert [outcome["status"] for outcome in outcomes] == ["ok", "ok"]
+        assert [r.state for r in (await fleet.status()).replicas] == ["paused", "paused"]
+        await fleet.resume(servers=["far-1"])
+        assert [r.state for r in (await fleet.status()).replicas] == ["paused", "ready"]
+
+
+async def test_a_paused_server_that_slept_is_paused_again_when_it_wakes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with attached(tmp_path, monkeypatch, StubServer()) as fleet:
+        await fleet.pause("keep", False)
+        await fleet.sleep(1)
+        assert (await fleet.status()).replicas[0].state == "asleep"
+        [skipped] = await fleet.resume()
+        assert skipped["status"] == "skipped" and "skyctl wake" in skipped["detail"]
+        await fleet.wake()
+        assert (await fleet.status()).replicas[0].state == "paused"
+
+
+async def test_waking_discarded_weights_is_refused_until_they_are_pushed_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with attached(tmp_path, monkeypatch, StubServer()) as fleet:
+        await fleet.sleep(2)
+        with pytest.raises(ConflictError) as caught:
+            await fleet.wake()
+        assert "skyctl wake --tags weights" in caught.value.hint
+        [partly] = await fleet.wake(["weights"])
+        assert partly["status"] == "ok"
+        with pytest.raises(ConflictError):
+            await fleet.wake(["kv_cache"])
+        fleet._state.update_server("far-0", sleep_level=1)  # as a push does
+        await fleet.wake(["kv_cache"])
+        assert (await fleet.status()).replicas[0].state == "ready"
+
+
+async def test_what_only_a_supervisor_can_do_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with attached(tmp_path, monkeypatch, StubServer()) as fleet:
+        with pytest.raises(UsageError, match="did not start"):
+            await fleet.restart()
+        with pytest.raises(UsageError, match="did not start"):
+            await fleet.scale(3)
+        with pytest.raises(NotFoundError, match="far-9"):
+            await fleet.pause(servers=["far-9"])
+
+
+async def test_a_push_runs_here_with_the_same_journal_and_lock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def push(request: PushRequest, fleet: Any, *, observer: Any, **_: Any) -> PushResult:
+        observer.stage("update")
+        observer.progress(10, 10)
+        servers = [ServerPush(s.name, True, "ready", "v7", "digest") for s in fleet.servers]
+        return PushResult("v7", "/c", "d", "shm", 10, 1, 0.1, 0.1, 0.1, {}, servers)
+
+    monkeypatch.setattr("skyctl.push.transaction.push", push)
+    async with attached(tmp_path, monkeypatch, StubServer(), StubServer()) as fleet:
+        with FleetState(fleet.ref.paths.database) as other:
+            other.locks.acquire("push", "job push-0")
+            with pytest.raises(ConflictError, match="push-0"):
+                await fleet.start_push(PushRequest("/c"))
+            other.locks.release("push")
+        heard: list[str] = []
+        job_id = await fleet.start_push(PushRequest("/c"))
+        job = await fleet.wait_job(job_id, lambda event: heard.append(event.kind), timeout_s=10)
+        assert job.state == "succeeded" and job.result is not None
+        assert heard == ["stage", "progress", "end"]
+        rows, pushes = await fleet.weights()
+        assert {row.weight_version for row in rows} == {"v7"}
+        assert [record.version for record in pushes] == ["v7"]

@@ -1,0 +1,224 @@
+"""What `urls --format` prints is read as its reader reads it, key by key.
+
+The keys and types below were read in the projects' sources, at the commits the formats cite. Where
+a project is installed, its own schema takes the output as well.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import tomllib
+import typing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typing_extensions
+import yaml
+
+from skyctl.errors import UsageError
+from skyctl.service.formats import FORMATS, notes
+from skyctl.service.prometheus import target_groups, write_targets
+from skyctl.service.urls import Access, FleetUrls
+
+URLS = FleetUrls(
+    name="demo",
+    model="org/model-7b",
+    router="http://127.0.0.1:8000",
+    servers={"demo-0": "http://127.0.0.1:8001", "demo-1": "http://[::1]:8002"},
+    router_metrics="http://127.0.0.1:9000",
+    access=Access(api_key_env="DEMO_KEY"),
+)
+BARE = FleetUrls("bare", None, None, {"bare-0": "https://gpu7:8001"})
+
+# SkyRL: InferenceEngineConfig and PlacementConfig, skyrl/train/config/config.py
+SKYRL = {
+    "generator.inference_engine.run_engines_locally": bool,
+    "generator.inference_engine.external_proxy_url": str,
+    "generator.inference_engine.external_server_urls": list,
+    "generator.inference_engine.served_model_name": str,
+    "trainer.placement.colocate_all": bool,
+}
+# prime-rl: ClientConfig (extras forbidden), prime_rl/configs/shared.py
+PRIME_RL_CLIENT = {"base_url": str, "admin_base_url": list, "api_key_var": str}
+
+
+def overrides(text: str) -> dict[str, Any]:
+    """`key=value` lines as OmegaConf's and Hydra's command lines take them: values are YAML."""
+    lines = text.split()  # as a shell cuts what it substitutes
+    assert lines == text.splitlines()
+    return {key: yaml.safe_load(value) for key, _, value in (x.partition("=") for x in lines)}
+
+
+def test_skyrl_gets_its_data_and_control_planes() -> None:
+    found = overrides(FORMATS["skyrl"](URLS))
+    assert {key: type(value) for key, value in found.items()} == SKYRL
+    engine = "generator.inference_engine"
+    assert found[f"{engine}.external_proxy_url"] == URLS.router
+    assert found[f"{engine}.external_server_urls"] == list(URLS.servers.values())
+    assert found[f"{engine}.run_engines_locally"] is False
+    assert found["trainer.placement.colocate_all"] is False
+
+
+def test_skyrl_makes_its_own_router_for_a_fleet_without_one() -> None:
+    found = overrides(FORMATS["skyrl"](BARE))
+    assert "generator.inference_engine.external_proxy_url" not in found
+    assert found["generator.inference_engine.external_server_urls"] == ["https://gpu7:8001"]
+
+
+def test_skyrls_own_schema_takes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    # it is written for Python 3.12; before that, Pydantic wants this one
+    monkeypatch.setattr(typing, "TypedDict", typing_extensions.TypedDict)
+    config = pytest.importorskip("skyrl.train.config.config", reason="SkyRL is not installed")
+    omegaconf = pytest.importorskip("omegaconf")
+    # as SkyRLTrainConfig.from_cli_overrides does, part by part: the whole wants Ray
+    found = omegaconf.OmegaConf.from_cli(FORMATS["skyrl"](URLS).split())
+    build, engine = config.build_nested_dataclass, found.generator.inference_engine
+    taken = build(config.InferenceEngineConfig, engine)
+    assert taken.external_proxy_url == URLS.router
+    assert list(taken.external_server_urls) == list(URLS.servers.values())
+    assert taken.run_engines_locally is False
+    assert build(config.PlacementConfig, found.trainer.placement).colocate_all is False
+    with pytest.raises(ValueError, match=r"external_server_url\b"):
+        build(config.InferenceEngineConfig, {"external_server_url": "http://127.0.0.1:8001"})
+
+
+def test_verl_gets_arguments_of_a_reward_function_and_is_told_why() -> None:
+    found = overrides(FORMATS["verl"](URLS))
+    prefix = "+reward.custom_reward_function.reward_kwargs"  # not in reward.yaml: added with +
+    assert found == {
+        f"{prefix}.base_url": f"{URLS.router}/v1",
+        f"{prefix}.model": URLS.model,
+        f"{prefix}.api_key_env": "DEMO_KEY",
+    }
+    assert "did not start" in notes("verl", URLS)[0]
+
+
+def test_prime_rl_gets_its_clients_and_the_models_name() -> None:
+    found = tomllib.loads(FORMATS["prime-rl"](URLS))
+    client = found["orchestrator"]["model"]["client"]
+    assert {key: type(value) for key, value in client.items()} == PRIME_RL_CLIENT
+    assert client["base_url"] == f"{URLS.router}/v1"
+    assert client["admin_base_url"] == [f"{url}/v1" for url in URLS.servers.values()]
+    assert client["api_key_var"] == "DEMO_KEY"
+    assert found["model"] == {"name": URLS.model}
+
+
+def test_prime_rls_own_schema_takes_it() -> None:
+    shared = pytest.importorskip("prime_rl.configs.shared", reason="prime-rl is not installed")
+    client = tomllib.loads(FORMATS["prime-rl"](URLS))["orchestrator"]["model"]["client"]
+    assert shared.ClientConfig(**client).base_url == client["base_url"]
+
+
+@pytest.mark.parametrize("urls", [URLS, BARE])
+def test_env_is_understood_by_a_shell_and_never_holds_the_key(urls: FleetUrls) -> None:
+    script = f"DEMO_KEY=s3cret; {FORMATS['env'](urls)}\nprintenv OPENAI_BASE_URL OPENAI_API_KEY"
+    done = subprocess.run(["sh", "-c", script], capture_output=True, text=True, check=True)
+    key = "s3cret" if urls.access.api_key_env else "EMPTY"
+    assert done.stdout.split() == [f"{urls.entry}/v1", key]
+
+
+def test_env_quotes_what_a_shell_would_expand() -> None:
+    odd = FleetUrls("odd", "m", None, {"odd-0": "http://h:1/$x"})
+    assert FORMATS["env"](odd).splitlines() == [
+        "export OPENAI_BASE_URL='http://h:1/$x/v1'",
+        "export SKYCTL_SERVER_URLS='http://h:1/$x'",
+        "export SKYCTL_MODEL=m",
+        "export OPENAI_API_KEY=EMPTY",
+    ]
+
+
+def test_a_key_that_skyctl_made_is_named_in_every_format_and_printed_in_none(
+    tmp_path: Path,
+) -> None:
+    file = tmp_path / "it's" / "api.key"
+    file.parent.mkdir()
+    file.write_text("s3cret\n")
+    own = replace(URLS, access=Access(api_key_file=str(file)))
+    texts = {name: form(own) + "\n".join(notes(name, own)) for name, form in FORMATS.items()}
+    assert not any("s3cret" in text for text in texts.values())
+    script = f"{FORMATS['env'](own)}\nprintenv OPENAI_API_KEY"
+    done = subprocess.run(["sh", "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout == "s3cret\n"
+    assert f"api_key_file={file}" in texts["verl"]
+    assert "OPENAI_API_KEY=${SKYCTL_API_KEY}" in texts["openai"]
+    assert 'api_key_var = "SKYCTL_API_KEY"' in texts["prime-rl"]
+    export = next(line for line in notes("openai", own) if "export" in line)
+    command = export[export.index("export") :]
+    done = subprocess.run(
+        ["sh", "-c", f"{command}; printenv SKYCTL_API_KEY"], capture_output=True, text=True
+    )
+    assert done.stdout == "s3cret\n"
+    assert "auth: none" in notes("skyrl", own)[0]
+
+
+def test_openai_clients_find_their_variables() -> None:
+    found = dict(line.split("=", 1) for line in FORMATS["openai"](URLS).splitlines())
+    assert found == {
+        "OPENAI_BASE_URL": "http://127.0.0.1:8000/v1",
+        "OPENAI_API_KEY": "${DEMO_KEY}",
+        "OPENAI_MODEL": "org/model-7b",
+    }
+    assert "OPENAI_API_KEY=EMPTY" in FORMATS["openai"](BARE)
+
+
+def test_the_openai_client_takes_its_variables_from_the_environment(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    openai = pytest.importorskip("openai", reason="openai is not installed")
+    for line in FORMATS["openai"](BARE).splitlines():
+        monkeypatch.setenv(*line.split("=", 1))
+    client = openai.OpenAI()
+    assert str(client.base_url) == "https://gpu7:8001/v1/" and client.api_key == "EMPTY"
+
+
+@pytest.mark.parametrize("name", sorted(FORMATS))
+def test_a_fleet_without_router_or_model_has_every_format(name: str) -> None:
+    assert "gpu7:8001" in FORMATS[name](BARE) and "None" not in FORMATS[name](BARE)
+
+
+def test_a_fleet_without_servers_is_refused() -> None:
+    with pytest.raises(UsageError, match="neither a router nor a server"):
+        FORMATS["env"](FleetUrls("none", None, None, {}))
+
+
+def test_prometheus_gets_every_server_and_the_routers_metrics(tmp_path: Path) -> None:
+    path = tmp_path / "targets.json"
+    assert write_targets(URLS, path) == 3
+    groups = json.loads(path.read_text())
+    assert groups == target_groups(URLS)
+    assert [g["targets"] for g in groups] == [
+        ["127.0.0.1:8001"],
+        ["[::1]:8002"],
+        ["127.0.0.1:9000"],
+    ]
+    assert groups[2]["labels"] == {
+        "fleet": "demo",
+        "server": "router",
+        "role": "router",
+        "model": "org/model-7b",
+    }
+    # Prometheus: labels are strings
+    assert all(isinstance(v, str) for group in groups for v in group["labels"].values())
+    assert target_groups(BARE)[0]["labels"]["__scheme__"] == "https"
+
+
+def test_the_file_is_replaced_whole_and_may_be_read_by_prometheus(tmp_path: Path) -> None:
+    path = tmp_path / "targets.json"
+    write_targets(URLS, path)
+    with path.open() as before:
+        write_targets(BARE, path)
+        assert len(json.load(before)) == 3, "changed under a reader"
+    assert len(json.loads(path.read_text())) == 1
+    assert [p.name for p in tmp_path.iterdir()] == ["targets.json"]
+    assert path.stat().st_mode & 0o777 == 0o644
+
+
+def test_a_file_prometheus_would_not_read_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="only when they end in") as caught:
+        write_targets(URLS, tmp_path / "targets.txt")
+    assert "targets.json" in caught.value.hint
+    with pytest.raises(UsageError, match="No such file or directory"):
+        write_targets(URLS, tmp_path / "absent" / "targets.json")

@@ -1,0 +1,100 @@
+"""What `wait` waits for, and when it stops waiting."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from skyctl.core.status import FleetStatus, ReplicaStatus, RouterStatus
+from skyctl.errors import DeadlineExceeded, NotFoundError, SkyctlError, UsageError
+from skyctl.service import waiting
+from skyctl.service.waiting import Condition, wait_for
+
+
+def replica(name: str, **fields: Any) -> ReplicaStatus:
+    return ReplicaStatus(**{"name": name, "state": "ready", "url": "http://h:1", **fields})
+
+
+def status(*replicas: ReplicaStatus, router: str = "ready") -> FleetStatus:
+    made = RouterStatus(router, "http://h:2") if replicas else None
+    return FleetStatus("tiny", "healthy" if replicas else "down", replicas, made)
+
+
+class Fleet:
+    def __init__(self, *statuses: FleetStatus) -> None:
+        self.statuses = list(statuses)
+
+    async def status(self) -> FleetStatus:
+        return self.statuses.pop(0) if len(self.statuses) > 1 else self.statuses[0]
+
+
+async def wait(fleet: Fleet, text: str, timeout_s: float = 5.0, **options: Any) -> FleetStatus:
+    condition = Condition.parse(text)
+    return await wait_for(fleet, condition, timeout_s=timeout_s, **options)  # type: ignore[arg-type]
+
+
+@pytest.fixture(autouse=True)
+def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(waiting, "POLL_S", 0.0)
+
+
+@pytest.mark.parametrize("text", ["", "up", "version", "version=", "ready=1", "Ready"])
+def test_what_cannot_be_waited_for_is_refused(text: str) -> None:
+    with pytest.raises(UsageError, match="nothing to wait for"):
+        Condition.parse(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "met", "unmet"),
+    [
+        ("ready", {"state": "ready"}, {"state": "paused"}),
+        ("ready", {"state": "ready", "routed": True}, {"state": "ready", "routed": False}),
+        ("paused", {"state": "paused"}, {"state": "ready"}),
+        ("awake", {"state": "paused"}, {"state": "asleep"}),
+        ("awake", {"state": "ready"}, {"state": "starting"}),
+        ("version=v2", {"weight_version": "v2"}, {"weight_version": "v1"}),
+        ("version=v2", {"weight_version": "v2@1f"}, {"weight_version": "v2-1@1f"}),
+        ("version=base", {}, {"weight_version": "v1"}),
+    ],
+)
+def test_each_condition_is_met_by_what_it_says(
+    text: str, met: dict[str, Any], unmet: dict[str, Any]
+) -> None:
+    condition = Condition.parse(text)
+    assert condition.met_by(replica("a", **met))
+    assert not condition.met_by(replica("a", **unmet))
+
+
+async def test_it_ends_when_the_last_server_and_the_router_are_there() -> None:
+    fleet = Fleet(
+        status(),
+        status(replica("a", state="starting"), replica("b")),
+        status(replica("a"), replica("b"), router="starting"),
+        status(replica("a"), replica("b")),
+    )
+    heard: list[str] = []
+    await wait(fleet, "ready", on_pending=lambda pending: heard.append("; ".join(pending)))
+    assert heard == ["fleet tiny is down", "a is starting", "router is starting"]
+
+
+async def test_only_the_named_servers_are_waited_for() -> None:
+    fleet = Fleet(status(replica("a", state="paused"), replica("b"), router="starting"))
+    await wait(fleet, "paused", names=["a"])
+    await wait(fleet, "ready", names=["b"])
+    with pytest.raises(NotFoundError, match="'c'"):
+        await wait(fleet, "ready", names=["c"])
+
+
+async def test_the_deadline_says_what_is_missing() -> None:
+    fleet = Fleet(status(replica("a", state="starting")))
+    with pytest.raises(DeadlineExceeded, match="not ready after 0 s: a is starting"):
+        await wait(fleet, "ready", timeout_s=0)
+
+
+async def test_a_server_that_was_given_up_ends_the_wait_at_once() -> None:
+    fleet = Fleet(status(replica("a", state="failed", reason="exited with code 3"), replica("b")))
+    with pytest.raises(SkyctlError, match="a is failed and will not be ready: exited") as raised:
+        await wait(fleet, "ready", timeout_s=1e9)
+    assert "skyctl restart a" in raised.value.hint
+    assert await wait(fleet, "ready", names=["b"]) is fleet.statuses[0]

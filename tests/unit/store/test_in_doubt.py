@@ -1,0 +1,143 @@
+"""What a dead push left of each server, read from its journal."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from skyctl.store.in_doubt import (
+    InDoubt,
+    close_orphans,
+    doubt,
+    in_doubt,
+    left_behind,
+    touch,
+    trust,
+)
+from skyctl.store.journal import Job
+from skyctl.store.state import FleetState
+
+DEAD = json.dumps({"pid": 1, "create_time": 1.0, "boot_id": "another boot"})
+
+
+@pytest.fixture
+def state(tmp_path: Path) -> Iterator[FleetState]:
+    with FleetState(tmp_path / "fleet" / "state.sqlite") as state:
+        yield state
+
+
+def journaled(state: FleetState, *events: str, dead: bool = False) -> Job:
+    """A push with these events: a word is a stage, `a:paused` a server's state."""
+    job = state.journal.begin("push", {"checkpoint": "c"})
+    for event in events:
+        server, _, reached = event.partition(":")
+        if reached:
+            state.journal.server(job.id, server, *reached.split("="))
+        else:
+            state.journal.stage(job.id, event)
+    if dead:
+        state._database.write("UPDATE jobs SET owner = ?", DEAD)
+    return state.journal.job(job.id)
+
+
+def left(state: FleetState, *events: str) -> dict[str, tuple[bool, bool]]:
+    """Per server: half updated, to be thawed."""
+    job = journaled(state, *events)
+    found = left_behind(job, state.journal.events(job.id))
+    return {name: (one.half_updated, one.thaw) for name, one in found.items()}
+
+
+def test_before_the_pause_nothing_was_touched(state: FleetState) -> None:
+    assert left(state, "preflight", "stage") == {}
+
+
+@pytest.mark.parametrize("last", ["a:pausing", "a:paused"])
+def test_a_server_that_was_only_frozen_has_its_old_weights(state: FleetState, last: str) -> None:
+    assert left(state, "pause", "a:pausing", last, "init") == {"a": (False, True)}
+
+
+@pytest.mark.parametrize("last", ["a:paused", "a:updating", "a:updated=v2", "a:quarantined=broken"])
+def test_once_the_update_began_nobody_knows_what_it_holds(state: FleetState, last: str) -> None:
+    assert left(state, "pause", "start", "update", last) == {"a": (True, True)}
+
+
+def test_a_server_that_was_given_back_is_in_no_doubt(state: FleetState) -> None:
+    found = left(
+        state,
+        "pause",
+        "update",
+        "a:updating",
+        "b:updating",
+        "resume",
+        "a:ready",
+        "c:held",
+        "c:kept",
+    )
+    assert found == {"b": (True, True)}
+
+
+def test_a_server_that_was_paused_before_stays_so(state: FleetState) -> None:
+    assert left(state, "pause", "a:held", "b:pausing") == {"b": (False, True)}
+    assert left(state, "pause", "a:held", "start") == {"a": (False, False)}
+    assert left(state, "pause", "a:held", "update", "a:updating") == {"a": (True, False)}
+
+
+def woken(state: FleetState, *events: str) -> dict[str, tuple[bool, bool]]:
+    """Per server: half updated, its weights were woken."""
+    job = journaled(state, *events)
+    found = left_behind(job, state.journal.events(job.id))
+    return {name: (one.half_updated, one.woken) for name, one in found.items()}
+
+
+def test_weights_that_were_woken_are_in_doubt_until_they_sleep_again(state: FleetState) -> None:
+    assert woken(state, "wake", "a:waking") == {"a": (False, True)}
+    assert woken(state, "wake", "a:waking", "pause", "a:held", "b:held") == {"a": (False, True)}
+    undone = ("wake", "a:waking", "pause", "a:held", "init", "recover", "a:kept")
+    assert woken(state, *undone) == {"a": (False, True)}
+    assert woken(state, *undone, "a:asleep") == {}
+
+
+def test_a_push_that_woke_weights_and_sent_them_is_judged_by_its_end(state: FleetState) -> None:
+    sent = ("wake", "a:waking", "pause", "a:held", "update", "a:updating")
+    assert woken(state, *sent) == {"a": (True, True)}
+    assert woken(state, *sent, "resume", "a:ready") == {}
+
+
+def test_weights_that_may_be_awake_are_on_record(state: FleetState) -> None:
+    journaled(state, "wake", "a:waking", dead=True)
+    close_orphans(state)
+    assert state.weights_awake() == {"a"}
+    assert state.server("a").quarantine == "push-1 broke off in stage wake"
+
+
+def test_a_dead_push_quarantines_what_it_left_and_is_closed_once(state: FleetState) -> None:
+    job = journaled(state, "pause", "a:pausing", "b:pausing", "update", "b:updated=v2", dead=True)
+    assert [closed.id for closed in close_orphans(state)] == [job.id]
+    assert state.journal.job(job.id).state == "interrupted"
+    assert set(in_doubt(state)) == {"a", "b"}
+    assert state.server("a").quarantine == f"{job.id} broke off in stage update"
+    assert state.server("b").weight_version == "v2"
+    assert close_orphans(state) == []
+
+
+def test_what_is_half_updated_stays_so_until_it_was_put_right(state: FleetState) -> None:
+    doubt(state, {"a": InDoubt("a", "push-1", "update", True, True)})
+    doubt(state, {"a": InDoubt("a", "push-2", "pause", False, True)})
+    assert in_doubt(state)["a"] == InDoubt("a", "push-2", "pause", True, True)
+    trust(state, "a")
+    assert in_doubt(state) == {}
+
+
+def test_a_push_of_its_own_is_remembered_without_a_quarantine(state: FleetState) -> None:
+    touch(state, "a", "a push of its own")
+    assert in_doubt(state)["a"].half_updated and in_doubt(state)["a"].thaw
+    assert state.server("a").quarantine is None
+
+
+def test_nothing_is_in_doubt_after_down(state: FleetState) -> None:
+    touch(state, "a", "a push of its own")
+    state.forget_run()
+    assert in_doubt(state) == {}

@@ -1,0 +1,88 @@
+"""Nobody else can read, redirect or stand in for a fleet's directory."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+import pytest
+
+from skyctl.errors import SkyctlError
+from skyctl.store.paths import FleetPaths, create_private_file, private_directory
+from skyctl.supervisor.client import SupervisorClient
+
+
+def test_every_directory_of_a_fleet_is_ours_alone_whatever_the_umask(tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        paths = FleetPaths(tmp_path / "home", "demo").prepare()
+    finally:
+        os.umask(before)
+    for path in (paths.root, paths.root / "fleets", paths.directory, paths.logs):
+        assert stat.S_IMODE(path.stat().st_mode) == 0o700, path
+
+
+def test_a_directory_that_others_could_read_is_closed_to_them(tmp_path: Path) -> None:
+    (tmp_path / "open").mkdir(mode=0o755)
+    (tmp_path / "open").chmod(0o777)
+    private_directory(tmp_path / "open")
+    assert stat.S_IMODE((tmp_path / "open").stat().st_mode) == 0o700
+
+
+@pytest.mark.parametrize(
+    "level", ["home", "home/fleets", "home/fleets/demo", "home/fleets/demo/logs"]
+)
+def test_a_symlink_anywhere_in_it_is_refused(tmp_path: Path, level: str) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    link = tmp_path / level
+    link.parent.mkdir(parents=True, exist_ok=True)
+    link.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(SkyctlError, match="not a plain directory"):
+        FleetPaths(tmp_path / "home", "demo").prepare()
+    assert not list((tmp_path / "elsewhere").iterdir())
+
+
+def test_a_directory_of_another_user_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paths = FleetPaths(tmp_path / "home", "demo").prepare()
+    own = os.getuid()
+    monkeypatch.setattr("skyctl.store.paths.os.getuid", lambda: own + 1)
+    with pytest.raises(SkyctlError, match=f"belongs to uid {own}, not to you"):
+        paths.prepare()
+    with pytest.raises(SkyctlError, match="not to you"):
+        SupervisorClient(paths)
+
+
+async def test_a_socket_in_somebody_elses_directory_is_not_talked_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The path is too long for a socket: it lies in the temporary directory, open to all."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "tmp"))
+    (tmp_path / "tmp").mkdir()
+    paths = FleetPaths(tmp_path / ("long" * 30), "demo")
+    assert paths.socket.is_relative_to(tmp_path / "tmp")
+    await SupervisorClient(paths).close()  # nothing there: the fleet is down
+    (tmp_path / "theirs").mkdir()
+    paths.socket.parent.symlink_to(tmp_path / "theirs")
+    with pytest.raises(SkyctlError, match="not a plain directory"):
+        SupervisorClient(paths)
+
+
+def test_a_private_file_is_neither_shared_nor_redirected(tmp_path: Path) -> None:
+    os.close(create_private_file(tmp_path / "file"))
+    assert stat.S_IMODE((tmp_path / "file").stat().st_mode) == 0o600
+    (tmp_path / "link").symlink_to(tmp_path / "file")
+    with pytest.raises(SkyctlError, match="cannot open"):
+        create_private_file(tmp_path / "link")
+
+
+@pytest.mark.parametrize("depth", [1, 12])
+def test_a_socket_with_a_long_name_fits_into_the_scratch_directory(
+    depth: int,
+) -> None:
+    root = Path("/var").joinpath(*["directory"] * depth)
+    paths = FleetPaths(root, "demo")
+    assert len(os.fsencode(paths.scratch / ("x" * 36))) <= 107  # what a Unix socket may be named
+    assert paths.scratch != FleetPaths(root, "other").scratch

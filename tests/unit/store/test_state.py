@@ -1,0 +1,296 @@
+"""The state file: kill-safe, versioned, private, and shared by racing processes."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import sqlite3
+import stat
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from skyctl.errors import ConflictError, NotFoundError, SkyctlError
+from skyctl.store.database import SCHEMA_VERSION
+from skyctl.store.identity import ProcessIdentity, boot_id, identify, own_identity
+from skyctl.store.state import FleetState, FleetWeights, ProcessRow
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "fleet" / "state.sqlite"
+
+
+def row(name: str = "a-0", **changes: object) -> ProcessRow:
+    fields: dict[str, object] = {
+        "name": name,
+        "role": "server",
+        "phase": "intended",
+        "token": "t",
+        "identity": None,
+        "spec_hash": "h",
+        "host": "127.0.0.1",
+        "port": 8000,
+    }
+    return ProcessRow(**{**fields, **changes})  # type: ignore[arg-type]
+
+
+def test_what_was_written_is_read_back_by_another_connection(path: Path) -> None:
+    own = own_identity()
+    with FleetState(path) as state:
+        state.save_process(row(identity=own, gpus=(1, 2), descendants=(own,), phase="running"))
+        state.update_server("a-0", paused=True, weight_version="v1")
+        state.set_weights(FleetWeights("v1", "/ckpt", "digest"))
+    with FleetState(path) as state:
+        found = state.process("a-0")
+        assert found is not None
+        assert (found.identity, found.gpus, found.descendants) == (own, (1, 2), (own,))
+        assert state.server("a-0").intended == "paused"
+        assert state.weights() == FleetWeights("v1", "/ckpt", "digest")
+
+
+def test_the_directory_and_the_files_are_private(path: Path) -> None:
+    with FleetState(path) as state:
+        state.set("key", "value")
+        modes = {p.name: stat.S_IMODE(p.stat().st_mode) for p in path.parent.iterdir()}
+    assert set(modes.values()) == {0o600}, modes
+    assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+
+
+def test_a_symlinked_directory_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    with pytest.raises(SkyctlError, match="not a plain directory"):
+        FleetState(tmp_path / "link" / "state.sqlite")
+
+
+def test_a_symlinked_file_is_refused(path: Path, tmp_path: Path) -> None:
+    path.parent.mkdir()
+    path.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(SkyctlError, match="cannot open"):
+        FleetState(path)
+    assert not (tmp_path / "elsewhere").exists()
+
+
+def test_a_newer_file_is_refused_and_left_alone(path: Path) -> None:
+    FleetState(path).close()
+    with sqlite3.connect(path) as connection:
+        connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION + 1}")
+    with pytest.raises(SkyctlError, match="newer skyctl"):
+        FleetState(path)
+    assert [p.name for p in path.parent.iterdir() if "corrupt" in p.name] == []
+
+
+def test_an_older_file_is_refused_and_left_alone(path: Path) -> None:
+    FleetState(path).close()
+    with sqlite3.connect(path) as connection:
+        connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION - 1}")
+    with pytest.raises(SkyctlError, match="older skyctl") as refused:
+        FleetState(path)
+    assert "end that fleet with the skyctl that started it" in (refused.value.hint or "")
+    assert [p.name for p in path.parent.iterdir() if "corrupt" in p.name] == []
+
+
+def test_a_corrupt_file_is_kept_aside_and_begun_anew(path: Path) -> None:
+    FleetState(path).close()
+    path.write_bytes(b"this is no database" * 100)
+    warnings: list[str] = []
+    with FleetState(path, warn=warnings.append) as state:
+        assert state.processes() == []
+    kept = [p for p in path.parent.iterdir() if ".corrupt-" in p.name]
+    assert len(kept) == 1 and kept[0].read_bytes().startswith(b"this is no database")
+    assert len(warnings) == 1 and kept[0].name in warnings[0]
+
+
+_WRITER = """
+import sys
+from pathlib import Path
+from skyctl.store.state import FleetState
+state = FleetState(Path(sys.argv[1]))
+print("ready", flush=True)
+number = 0
+while True:
+    number += 1
+    state.update_server(f"s-{number % 7}", weight_version=str(number))
+    state.journal.server(state.journal.begin("push", {}).id, "s", "paused")
+"""
+
+
+def test_a_writer_killed_at_any_moment_leaves_a_readable_file(path: Path) -> None:
+    for _ in range(3):
+        writer = subprocess.Popen(
+            [sys.executable, "-c", _WRITER, str(path)], stdout=subprocess.PIPE
+        )
+        assert writer.stdout is not None
+        writer.stdout.readline()
+        deadline = time.monotonic() + 5
+        with FleetState(path) as reader:
+            before = len(reader.journal.jobs(10_000))
+            while len(reader.journal.jobs(10_000)) < before + 5:
+                assert time.monotonic() < deadline
+        writer.kill()
+        writer.communicate()
+        warnings: list[str] = []
+        with FleetState(path, warn=warnings.append) as state:
+            assert len(state.journal.jobs(10_000)) >= before + 5
+        assert warnings == []
+
+
+def _contend(path: Path, barrier: object, wins: object) -> None:
+    with FleetState(path) as state:
+        barrier.wait()  # type: ignore[attr-defined]
+        try:
+            state.locks.acquire("push", f"process {os.getpid()}")
+            wins.put("won")  # type: ignore[attr-defined]
+        except ConflictError:
+            wins.put("lost")  # type: ignore[attr-defined]
+        barrier.wait()  # type: ignore[attr-defined]
+
+
+def test_of_processes_racing_for_a_lock_exactly_one_wins(path: Path) -> None:
+    context = multiprocessing.get_context("fork")
+    barrier, wins = context.Barrier(6), context.Queue()
+    racers = [context.Process(target=_contend, args=(path, barrier, wins)) for _ in range(6)]
+    for racer in racers:
+        racer.start()
+    results = sorted(wins.get(timeout=20) for _ in racers)
+    for racer in racers:
+        racer.join(20)
+    assert results == ["lost"] * 5 + ["won"]
+
+
+def test_what_is_written_beside_a_second_connection_of_one_process_is_not_lost(path: Path) -> None:
+    """A raw descriptor of the file, closed, would drop the first one's locks: see `_create`."""
+    look = (
+        "import sys; from pathlib import Path; from skyctl.store.state import FleetState\n"
+        "with FleetState(Path(sys.argv[1])) as state: print(state.get('key'))\n"
+    )
+
+    def seen_by_another() -> str:
+        done = subprocess.run(
+            [sys.executable, "-c", look, path], capture_output=True, text=True, check=True
+        )
+        return done.stdout.strip()
+
+    with FleetState(path) as state:
+        FleetState(path).close()
+        assert seen_by_another() == "None"
+        state.set("key", "value")
+        assert seen_by_another() == "value"
+
+
+def test_a_held_lock_names_its_holder(path: Path) -> None:
+    holder = rf"job push-3 \(pid {os.getpid()}\)"
+    with (
+        FleetState(path) as state,
+        state.locks.hold("push", "job push-3"),
+        pytest.raises(ConflictError, match=holder),
+    ):
+        state.locks.acquire("push", "another")
+    with FleetState(path) as state:
+        assert state.locks.holder("push") is None
+
+
+def test_a_lock_of_a_dead_process_is_free(path: Path) -> None:
+    holder = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    identity = identify(holder.pid)
+    assert identity is not None
+    with FleetState(path) as state:
+        state._database.write(
+            "INSERT INTO locks VALUES ('push', ?, ?, ?, 'job push-1', 0)",
+            identity.pid,
+            identity.create_time,
+            identity.boot_id,
+        )
+        assert state.locks.holder("push") is not None
+        holder.kill()
+        holder.communicate()
+        state.locks.acquire("push", "the next")
+
+
+def test_an_identity_does_not_match_another_process_with_its_pid() -> None:
+    own = own_identity()
+    assert own.alive()
+    assert not ProcessIdentity(own.pid, own.create_time - 5, own.boot_id).alive()
+    assert not ProcessIdentity(own.pid, own.create_time, "another boot").alive()
+    assert boot_id() == own.boot_id
+
+
+def test_an_identity_outlives_a_clock_that_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    """psutil adds a boot time that moves with the clock: then everything would seem dead."""
+    identity = own_identity()
+    said = psutil.Process.create_time
+
+    def after_the_clock_was_set(process: psutil.Process) -> float:
+        return said(process) - 1.0
+
+    monkeypatch.setattr(psutil.Process, "create_time", after_the_clock_was_set)
+    assert identity.alive()
+    assert own_identity() == identity
+
+
+def test_a_process_with_any_name_has_a_create_time(tmp_path: Path) -> None:
+    program = tmp_path / ") 1 2 (x"
+    program.symlink_to(Path("/bin/sleep").resolve())
+    process = subprocess.Popen([program, "60"])
+    try:
+        own, found = own_identity(), identify(process.pid)
+        assert found is not None and found.alive()
+        assert found.create_time >= own.create_time
+    finally:
+        process.kill()
+        process.wait()
+    assert identify(process.pid) is None
+
+
+def test_a_job_of_a_dead_process_is_closed_as_interrupted(path: Path) -> None:
+    script = (
+        "import sys; from pathlib import Path; from skyctl.store.state import FleetState\n"
+        "s = FleetState(Path(sys.argv[1])); j = s.journal.begin('push', {'checkpoint': 'c'})\n"
+        "s.journal.stage(j.id, 'update'); s.journal.server(j.id, 'a-0', 'updating')"
+    )
+    subprocess.run([sys.executable, "-c", script, str(path)], check=True)
+    with FleetState(path) as state:
+        [orphan] = state.journal.interrupt_orphans()
+        assert orphan.stage == "update" and orphan.servers["a-0"]["state"] == "updating"
+        job = state.journal.job("push-1")
+        assert job.state == "interrupted" and job.error is not None
+        assert "stage update" in job.error["message"]
+        assert state.journal.interrupt_orphans() == []
+
+
+def test_events_of_a_job_are_read_from_where_one_left_off(path: Path) -> None:
+    with FleetState(path) as state:
+        job = state.journal.begin("push", {})
+        state.journal.stage(job.id, "pause")
+        first = state.journal.events(job.id)
+        state.journal.note(job.id, "hello")
+        state.journal.end(job.id, "succeeded", result={"version": "v"})
+        later = state.journal.events(job.id, after=first[-1].sequence)
+        assert [event.kind for event in first + later] == ["stage", "note", "end"]
+        assert state.journal.job(job.id).result == {"version": "v"}
+
+
+@pytest.mark.parametrize("job_id", ["push-9", "9", "", "other-1"])
+def test_an_unknown_job_is_not_found(path: Path, job_id: str) -> None:
+    with FleetState(path) as state:
+        state.journal.begin("push", {})
+        with pytest.raises(NotFoundError, match="no job"):
+            state.journal.job(job_id)
+
+
+def test_forgetting_a_run_keeps_the_history(path: Path) -> None:
+    with FleetState(path) as state:
+        state.save_process(row())
+        state.update_server("a-0", weight_version="v")
+        state.set_weights(FleetWeights("v", "c"))
+        state.journal.record_push(
+            "push-1", ok=True, version="v", checkpoint="c", checkpoint_digest=None, result={}
+        )
+        state.forget_run()
+        assert (state.processes(), state.servers(), state.weights()) == ([], [], FleetWeights())
+        assert [push.version for push in state.journal.pushes()] == ["v"]

@@ -1,0 +1,58 @@
+"""Which transport carries a push, and which wishes are refused."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+
+from skyctl.errors import PreflightError
+from skyctl.transfer.transports.choose import choose, load_transport
+
+
+@dataclass(frozen=True)
+class Server:
+    backend: str
+    url: str = "http://127.0.0.1:8000"
+    name: str = "demo-0"
+
+
+@pytest.mark.parametrize(
+    ("backend", "transport"), [("skyctl", "shm"), ("ipc", "ipc"), ("nccl", "nccl"), ("", "disk")]
+)
+def test_auto_follows_the_servers_backend_and_says_why(backend: str, transport: str) -> None:
+    choice = choose("auto", "auto", [Server(backend), Server(backend)])
+    assert choice.name == transport
+    assert choice.reason
+
+
+def test_the_command_line_wins_over_the_fleet_file() -> None:
+    servers = [Server("skyctl")]
+    assert choose("gloo", "disk", servers).name == "gloo"
+    assert choose("auto", "disk", servers).name == "disk"
+
+
+def test_servers_with_different_backends_are_named() -> None:
+    with pytest.raises(PreflightError, match="a: skyctl, b: none"):
+        choose("auto", "auto", [Server("skyctl", name="a"), Server("", name="b")])
+
+
+@pytest.mark.parametrize("transport", ["shm", "gloo", "nccl", "ipc"])
+def test_a_transport_the_servers_were_not_started_for_is_refused(transport: str) -> None:
+    with pytest.raises(PreflightError, match="demo-0 has none") as caught:
+        choose(transport, "auto", [Server("")])
+    assert f"transport: {transport}" in caught.value.hint
+
+
+def test_a_server_on_another_machine_is_refused_for_shared_memory() -> None:
+    with pytest.raises(PreflightError, match="works on one machine"):
+        choose("shm", "auto", [Server("skyctl", url="http://10.0.0.7:8000")])
+
+
+def test_disk_goes_anywhere() -> None:
+    assert choose("disk", "auto", [Server("", url="http://10.0.0.7:8000")]).name == "disk"
+
+
+def test_a_transport_without_a_sender_is_refused() -> None:
+    with pytest.raises(PreflightError, match="GPU sender"):
+        load_transport("no_such_transport")

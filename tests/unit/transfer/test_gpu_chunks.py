@@ -1,0 +1,111 @@
+"""The reader that fills a GPU's slots, over a reader that fills ordinary memory."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from threading import Event, Thread
+from typing import Any
+
+import pytest
+
+from skyctl.checkpoints.checkpoint import read_checkpoint
+from skyctl.transfer.gpu.chunks import DeviceChunkReader, merged
+from skyctl.transfer.gpu.reader import Span
+from skyctl.transfer.plan import ChunkPlan, plan_chunks
+from skyctl.transfer.reader import FilledSlot, Piece, ShardFiles
+from tests.unit.push.checkpoints import tiny_tensors, write_checkpoint
+
+
+class MemoryReader:
+    """Stands for the GPU: addresses are offsets into `memory`, and reads are done at once."""
+
+    def __init__(self, size: int) -> None:
+        self.memory = bytearray(size)
+
+    def submit(self, spans: Sequence[Span]) -> None:
+        for span in spans:
+            data = os.pread(span.fd, span.size, span.file_offset)
+            self.memory[span.device_address : span.device_address + span.size] = data
+
+    def wait(self, batch: Any, timeout_s: float) -> None:
+        """Nothing is ever under way."""
+
+
+def prepared(directory: Path, chunk_size: int) -> tuple[ChunkPlan, ShardFiles, list[list[Piece]]]:
+    checkpoint = read_checkpoint(str(write_checkpoint(directory, shards=2)))
+    plan = plan_chunks(checkpoint.tensors, chunk_size, alignment=1)
+    chunks = [
+        [Piece(p.tensor.shard, p.tensor.begin, p.tensor.nbytes, p.offset) for p in chunk.placed]
+        for chunk in plan.chunks
+    ]
+    return plan, ShardFiles(checkpoint.shards), chunks
+
+
+@pytest.mark.parametrize("slots", [1, 2, 100])
+def test_every_chunk_is_whole_in_its_slot_when_it_is_announced(tmp_path: Path, slots: int) -> None:
+    plan, files, chunks = prepared(tmp_path / "c", 600)
+    slots = min(slots, len(chunks))
+    size = plan.slot_bytes
+    device = MemoryReader(slots * size)
+    mirrored: list[int] = []
+    reader = DeviceChunkReader(
+        files,
+        chunks,
+        [slot * size for slot in range(slots)],
+        device,  # type: ignore[arg-type]
+        after_fill=mirrored.append,
+    )
+    expected = tiny_tensors()
+    seen: list[int] = []
+
+    def check(filled: FilledSlot) -> None:
+        base = filled.slot * size
+        for placed in plan.chunks[filled.chunk].placed:
+            begin = base + placed.offset
+            data = bytes(device.memory[begin : begin + placed.tensor.nbytes])
+            assert data == expected[placed.tensor.name][2]
+        seen.append(filled.chunk)
+        reader.release(filled.chunk)
+
+    reader.run(check)
+    assert seen == list(range(len(chunks)))
+    assert mirrored == [chunk % slots for chunk in seen]
+
+
+def test_a_slot_waits_for_its_release_and_a_stopped_reader_ends(tmp_path: Path) -> None:
+    plan, files, chunks = prepared(tmp_path / "c", 300)
+    device = MemoryReader(2 * plan.slot_bytes)
+    reader = DeviceChunkReader(
+        files,
+        chunks,
+        [0, plan.slot_bytes],
+        device,  # type: ignore[arg-type]
+        after_fill=lambda slot: None,
+    )
+    seen: list[int] = []
+    both = Event()
+
+    def filled(slot: FilledSlot) -> None:
+        seen.append(slot.chunk)
+        if len(seen) == 2:
+            both.set()
+
+    thread = Thread(target=reader.run, args=(filled,))
+    thread.start()
+    assert both.wait(10)
+    reader.stop()
+    thread.join(10)
+    assert not thread.is_alive()
+    assert seen == [0, 1]
+
+
+def test_pieces_that_follow_each_other_on_disk_and_in_the_chunk_are_read_as_one() -> None:
+    pieces = [
+        Piece(0, 100, 10, 0),
+        Piece(0, 110, 5, 10),
+        Piece(0, 200, 5, 15),
+        Piece(1, 205, 5, 20),
+    ]
+    assert merged(pieces) == [(0, 100, 15, 0), (0, 200, 5, 15), (1, 205, 5, 20)]

@@ -1,0 +1,98 @@
+"""Ranks of an NCCL group need the same settings: the sender takes over those of the servers."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+import psutil
+import pytest
+
+from skyctl.engines.vllm.dialects import dialect_for
+from skyctl.errors import PreflightError
+from skyctl.push.server_facts import ServerFacts
+from skyctl.transfer.nccl_settings import applied, common_settings, pace_notes
+from skyctl.transfer.sender_client import SenderProcess
+
+
+def fact(name: str, settings: Mapping[str, str] | None) -> ServerFacts:
+    return ServerFacts(
+        name=name,
+        url="http://127.0.0.1:1",
+        backend="nccl",
+        vllm_version="0.32.0",
+        dialect=dialect_for("0.32.0"),
+        world_size=1,
+        paused=False,
+        asleep=False,
+        weight_version=None,
+        nccl_settings=settings,
+    )
+
+
+def test_what_servers_share_is_taken_and_what_is_their_own_is_not() -> None:
+    one = {"NCCL_PROTO": "Simple", "NCCL_DEBUG": "INFO", "NCCL_NO_CACHE": "NCCL_PROTO"}
+    other = {"NCCL_PROTO": "Simple", "NCCL_DEBUG_FILE": "/tmp/x", "NCCL_LAUNCH_MODE": "GROUP"}
+    found = common_settings([fact("a", one), fact("silent", None), fact("b", other)])
+    assert found == {"NCCL_PROTO": "Simple"}
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["NCCL_NET_PLUGIN", "NCCL_TUNER_PLUGIN", "NCCL_TOPO_DUMP_FILE", "NCCL_CONF_FILE", "NCCL_NET"],
+)
+def test_no_server_makes_the_sender_load_or_write_a_file(name: str) -> None:
+    assert common_settings([fact("a", {name: "/tmp/theirs.so", "LD_PRELOAD": "x"})]) == {}
+    assert common_settings([fact("a", {"NCCL_A=B": "x", "NCCL_ALGO": "a\0b"})]) == {}
+    assert applied({"NCCL_NET_PLUGIN": "ours"}, {}) == {"NCCL_NET_PLUGIN": "ours"}
+
+
+def test_servers_without_any_ask_for_none() -> None:
+    assert common_settings([fact("a", {}), fact("b", {})]) == {}
+
+
+def test_nothing_is_known_of_servers_that_do_not_tell() -> None:
+    assert common_settings([fact("a", None)]) is None
+
+
+def test_servers_that_differ_are_refused_with_where() -> None:
+    facts = [fact("a", {"NCCL_PROTO": "Simple"}), fact("b", {})]
+    with pytest.raises(PreflightError, match=r"a and b differ in NCCL_PROTO \(Simple, not set\)"):
+        common_settings(facts)
+
+
+def test_an_environment_gets_these_settings_and_no_others() -> None:
+    before = {"PATH": "/bin", "NCCL_ALGO": "tree", "NCCL_DEBUG": "WARN"}
+    now = applied(before, {"NCCL_PROTO": "Simple"})
+    assert now == {"PATH": "/bin", "NCCL_DEBUG": "WARN", "NCCL_PROTO": "Simple"}
+
+
+@pytest.mark.parametrize(
+    ("settings", "algo", "proto"),
+    [({"NCCL_PROTO": "Simple"}, None, "Simple"), ({}, None, None), (None, "tree", None)],
+    ids=["the servers' own", "none", "not known"],
+)
+async def test_the_sender_starts_with_them_and_counts_gpus_as_we_do(
+    monkeypatch: pytest.MonkeyPatch,
+    settings: Mapping[str, str] | None,
+    algo: str | None,
+    proto: str | None,
+) -> None:
+    monkeypatch.setenv("NCCL_ALGO", "tree")
+    monkeypatch.delenv("NCCL_PROTO", raising=False)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
+    sender = await SenderProcess.spawn("", settings)
+    try:
+        told = psutil.Process(sender.pid).environ()
+    finally:
+        await sender.close()
+    assert (told.get("NCCL_ALGO"), told.get("NCCL_PROTO")) == (algo, proto)
+    assert told["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID" and "CUDA_VISIBLE_DEVICES" not in told
+    assert told["PATH"] == os.environ["PATH"]
+
+
+def test_a_push_says_when_servers_hold_nccl_to_few_channels() -> None:
+    (said,) = pace_notes({"NCCL_MAX_NCHANNELS": "1", "NCCL_PROTO": "Simple"})
+    assert said.startswith("servers hold NCCL to 1 channel (")
+    for settings in ({}, {"NCCL_MAX_NCHANNELS": "32"}, {"NCCL_MAX_NCHANNELS": "many"}):
+        assert pace_notes(settings) == []

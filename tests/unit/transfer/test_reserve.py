@@ -1,0 +1,85 @@
+"""A sender leaves free what the servers on its GPUs take the first time, and only then."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from skyctl.checkpoints.checkpoint import read_checkpoint
+from skyctl.push.delivery import ChunkDelivery
+from skyctl.push.request import PushFleet
+from skyctl.push.worker_memory import worker_bytes
+from skyctl.transfer.plan import plan_chunks
+from skyctl.transfer.sender_pool import Lease
+from skyctl.transfer.transports.nccl import NcclTransport
+from tests.unit.push.checkpoints import write_checkpoint
+from tests.unit.push.deliveries import Ipc, ReadySender, site
+
+CHUNK = 1024
+
+
+class Senders:
+    """The pool: always this one."""
+
+    def __init__(self) -> None:
+        self.lease = Lease(ReadySender(), "", "s")  # type: ignore[arg-type]
+
+    async def take(self, *_: Any, **__: Any) -> Lease:
+        return self.lease
+
+
+class Server:
+    async def update_weights(self, info: Mapping[str, Any], **_: Any) -> None: ...
+
+
+async def pushed(
+    senders: Senders, directory: Path, instances: tuple[str, str], chunk_size: int = CHUNK
+) -> int:
+    """Push into two servers on one GPU; what was left free for each of them."""
+    checkpoint = read_checkpoint(str(directory))
+    plan = plan_chunks(checkpoint.tensors, chunk_size)
+    sites = [
+        site(Server(), name=f"demo-{n}", instance=instance) for n, instance in enumerate(instances)
+    ]
+    fleet = PushFleet("demo", tuple(one.server for one in sites))
+    delivery = ChunkDelivery(Ipc(), checkpoint, plan, fleet, senders=senders)  # type: ignore[arg-type]
+    await delivery.open(sites)
+    await delivery.update(sites, lambda done: None)
+    assert not any(one.failure for one in sites)
+    told = senders.lease.sender.reserves[-1]  # type: ignore[attr-defined]
+    assert told in (0, 2 * worker_bytes("ipc", plan))
+    return int(told // 2)
+
+
+async def test_processes_that_took_such_a_push_take_nothing_more(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "a")
+    senders = Senders()
+    assert await pushed(senders, tmp_path / "a", ("1@1", "2@1")) > 0
+    assert await pushed(senders, tmp_path / "a", ("1@1", "2@1")) == 0
+    assert await pushed(senders, tmp_path / "a", ("1@1", "3@9")) > 0  # a new process
+    assert await pushed(senders, tmp_path / "a", ("1@1", "3@9"), 2 * CHUNK) > 0  # larger chunks
+
+
+async def test_processes_of_which_nobody_knows_whether_they_are_the_same_may_take_it_again(
+    tmp_path: Path,
+) -> None:
+    write_checkpoint(tmp_path / "a")
+    senders = Senders()
+    for _ in range(2):
+        assert await pushed(senders, tmp_path / "a", ("1@1", "")) > 0
+
+
+async def test_a_sender_with_a_gpu_of_its_own_leaves_nothing(tmp_path: Path) -> None:
+    checkpoint = read_checkpoint(str(write_checkpoint(tmp_path / "a")))
+    sites = [site(Server(), instance="1@1")]
+    senders = Senders()
+    delivery = ChunkDelivery(
+        NcclTransport(),
+        checkpoint,
+        plan_chunks(checkpoint.tensors, CHUNK),
+        PushFleet("demo", tuple(one.server for one in sites)),
+        senders=senders,  # type: ignore[arg-type]
+    )
+    await delivery.open(sites)
+    assert senders.lease.sender.reserves == [0]  # type: ignore[attr-defined]
