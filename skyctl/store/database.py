@@ -12,7 +12,7 @@ from functools import wraps
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
-from skyctl.errors import SkyctlError
+from skyctl.errors import SkyctlError, StateUnwritable
 from skyctl.store.paths import create_private_file, place_private_file, private_directory
 
 SCHEMA_VERSION = 2
@@ -132,6 +132,20 @@ class Database:
             yield
         except (TypeError, ValueError, LookupError, AttributeError, RecursionError) as error:
             raise damaged(self.path, error) from error
+
+    @contextmanager
+    def durable(self) -> Iterator[None]:
+        """What is written inside is on the disk when the block ends.
+
+        Raises:
+            StateUnwritable: it is not; nothing of it is kept.
+        """
+        try:
+            yield
+        except SkyctlError as error:
+            raise StateUnwritable(
+                error.message, hint=f"free space, or make {self.path.parent} writable"
+            ) from error
 
     @contextmanager
     def transaction(self) -> Iterator[None]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import sqlite3
 import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -54,7 +56,8 @@ class JobEvent:
     """One thing that happened in a job. Kinds and their data:
 
     stage {"stage"} · progress {"done_bytes", "total_bytes"} (not journaled) · note {"message"} ·
-    server {"server", "state", "detail"} · end {"state"}
+    server {"server", "state", "detail"} · prepared and verified (`push.request.FACTS`) · end
+    {"state"}
     """
 
     sequence: int
@@ -95,16 +98,18 @@ class Journal:
     def begin(self, kind: str, request: dict[str, Any]) -> Job:
         """A new running job, owned by this process."""
         owner = own_identity()
-        cursor = self._database.write(
-            "INSERT INTO jobs (kind, state, stage, done_bytes, total_bytes, request, servers, "
-            "created_at, owner) VALUES (?, 'running', 'queued', 0, 0, ?, '{}', ?, ?)",
-            kind, json.dumps(request), time.time(), json.dumps(owner.__dict__),
-        )  # fmt: skip
+        with self._database.durable():
+            cursor = self._database.write(
+                "INSERT INTO jobs (kind, state, stage, done_bytes, total_bytes, request, servers, "
+                "created_at, owner) VALUES (?, 'running', 'queued', 0, 0, ?, '{}', ?, ?)",
+                kind, json.dumps(request), time.time(), json.dumps(owner.__dict__),
+            )  # fmt: skip
         return self.job(f"{kind}-{cursor.lastrowid}")
 
-    def stage(self, job_id: str, stage: str) -> None:
+    def stage(self, job_id: str, stage: str, *, durable: bool = False) -> None:
+        """A stage begins; `durable` for what must be on record before it does."""
         number = _number(job_id)
-        with self._database.transaction():
+        with self._writing(durable):
             self._database.write("UPDATE jobs SET stage = ? WHERE number = ?", stage, number)
             self._event(number, "stage", {"stage": stage})
 
@@ -114,9 +119,12 @@ class Journal:
             done_bytes, total_bytes, _number(job_id),
         )  # fmt: skip
 
-    def server(self, job_id: str, server: str, state: str, detail: str = "") -> None:
+    def server(
+        self, job_id: str, server: str, state: str, detail: str = "", *, durable: bool = False
+    ) -> None:
+        """A server's state; `durable` for what must be on record before it is made so."""
         number = _number(job_id)
-        with self._database.transaction():
+        with self._writing(durable):
             servers = self.job(job_id).servers
             servers[server] = {"state": state, "detail": detail}
             self._database.write(
@@ -126,6 +134,15 @@ class Journal:
 
     def note(self, job_id: str, message: str) -> None:
         self._event(_number(job_id), "note", {"message": message})
+
+    def fact(self, job_id: str, kind: str, data: Mapping[str, Any]) -> None:
+        """What recovery may need to know of a push."""
+        self._event(_number(job_id), kind, dict(data))
+
+    @contextmanager
+    def _writing(self, durable: bool) -> Iterator[None]:
+        with self._database.durable() if durable else nullcontext(), self._database.transaction():
+            yield
 
     def end(
         self,

@@ -95,7 +95,7 @@ class FleetState:
     def __init__(self, path: Path, *, warn: Callable[[str], None] = lambda line: None) -> None:
         self._database = Database(path, warn=warn)
         self.journal = Journal(self._database)
-        self.locks = Locks(self._database)
+        self.locks = Locks(path.parent)
         if self._database.begun_anew and (found := remember_live_processes(self, path.parent)):
             warn(f"found alive: {', '.join(found)}")
 
