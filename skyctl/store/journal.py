@@ -93,13 +93,18 @@ class Journal:
         self._database = database
 
     def begin(self, kind: str, request: dict[str, Any]) -> Job:
-        """A new running job, owned by this process."""
+        """A new running job, owned by this process.
+
+        Raises:
+            StateUnwritable: it cannot be put on record.
+        """
         owner = own_identity()
-        cursor = self._database.write(
-            "INSERT INTO jobs (kind, state, stage, done_bytes, total_bytes, request, servers, "
-            "created_at, owner) VALUES (?, 'running', 'queued', 0, 0, ?, '{}', ?, ?)",
-            kind, json.dumps(request), time.time(), json.dumps(owner.__dict__),
-        )  # fmt: skip
+        with self._database.transaction(durable=True):
+            cursor = self._database.write(
+                "INSERT INTO jobs (kind, state, stage, done_bytes, total_bytes, request, servers, "
+                "created_at, owner) VALUES (?, 'running', 'queued', 0, 0, ?, '{}', ?, ?)",
+                kind, json.dumps(request), time.time(), json.dumps(owner.__dict__),
+            )  # fmt: skip
         return self.job(f"{kind}-{cursor.lastrowid}")
 
     def stage(self, job_id: str, stage: str) -> None:
