@@ -12,7 +12,7 @@ SkyctlError                     1   something failed; the message says what, whe
 ├── ConflictError               1   somebody else holds the lock, the port or the name
 │   └── VersionMismatch         1   the fleet's supervisor is of another skyctl
 ├── WeightsGone                 1   the files of a version are not what they were
-├── StateUnwritable             1   what must be on record first cannot be written
+├── StateUnwritable             1   what must be on record first cannot be: the disk is full …
 ├── PreflightError              1   a push was refused before anything was paused
 ├── Interrupted               130   Ctrl-C
 ├── InternalError               1   a bug of skyctl's
@@ -137,7 +137,8 @@ class WeightsGone(SkyctlError):
 
 
 class StateUnwritable(SkyctlError):
-    """What must be on record before it is acted upon cannot be written."""
+    """The fleet's state cannot be written (full, read-only or failing disk), and has to be before
+    anything is touched."""
 
 
 class PreflightError(SkyctlError):

@@ -12,13 +12,14 @@ from skyctl.core import verbs
 from skyctl.core.arbiter import Act, Arbiter, Turn
 from skyctl.core.registry import FleetRef, remember
 from skyctl.core.status import FleetStatus
-from skyctl.errors import NotFoundError, UsageError
+from skyctl.errors import NotFoundError, StateUnwritable, UsageError
 from skyctl.http.client import ControlClient
 from skyctl.http.target import ServerTarget
 from skyctl.service.urls import FleetUrls, access
 from skyctl.store.in_doubt import close_orphans
 from skyctl.store.journal import Job, JobEvent, PushRecord
 from skyctl.store.state import Event, FleetState, ServerRow
+from skyctl.store.unrecorded import LOST, Unrecorded
 
 if TYPE_CHECKING:
     from skyctl.core.diagnosis import Finding
@@ -47,9 +48,13 @@ class AttachedFleet:
         )
 
     async def __aenter__(self) -> Self:
-        remember(self.ref)
-        self._state = FleetState(self.ref.paths.database)
+        # a disk that fails must not take away what thaws a fleet
+        self._state = FleetState(self.ref.paths.database, or_memory=True)
         self._arbiter = Arbiter(self._state.locks)
+        try:
+            remember(self.ref, self._state)
+        except StateUnwritable as error:
+            LOST.append(Unrecorded(self.ref.paths.database, 1, error.message))
         close_orphans(self._state)
         if self.ref.paths.staging.exists():
             await self._sweep()

@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import sqlite3
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -96,9 +95,13 @@ class Journal:
         self._database = database
 
     def begin(self, kind: str, request: dict[str, Any]) -> Job:
-        """A new running job, owned by this process."""
+        """A new running job, owned by this process.
+
+        Raises:
+            StateUnwritable: it cannot be put on record.
+        """
         owner = own_identity()
-        with self._database.durable():
+        with self._database.transaction(durable=True):
             cursor = self._database.write(
                 "INSERT INTO jobs (kind, state, stage, done_bytes, total_bytes, request, servers, "
                 "created_at, owner) VALUES (?, 'running', 'queued', 0, 0, ?, '{}', ?, ?)",
@@ -109,7 +112,7 @@ class Journal:
     def stage(self, job_id: str, stage: str, *, durable: bool = False) -> None:
         """A stage begins; `durable` for what must be on record before it does."""
         number = _number(job_id)
-        with self._writing(durable):
+        with self._database.transaction(durable=durable):
             self._database.write("UPDATE jobs SET stage = ? WHERE number = ?", stage, number)
             self._event(number, "stage", {"stage": stage})
 
@@ -124,7 +127,7 @@ class Journal:
     ) -> None:
         """A server's state; `durable` for what must be on record before it is made so."""
         number = _number(job_id)
-        with self._writing(durable):
+        with self._database.transaction(durable=durable):
             servers = self.job(job_id).servers
             servers[server] = {"state": state, "detail": detail}
             self._database.write(
@@ -138,11 +141,6 @@ class Journal:
     def fact(self, job_id: str, kind: str, data: Mapping[str, Any]) -> None:
         """What recovery may need to know of a push."""
         self._event(_number(job_id), kind, dict(data))
-
-    @contextmanager
-    def _writing(self, durable: bool) -> Iterator[None]:
-        with self._database.durable() if durable else nullcontext(), self._database.transaction():
-            yield
 
     def end(
         self,

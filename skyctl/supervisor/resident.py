@@ -92,7 +92,8 @@ class Supervisor:
             self._take(plan)
             return 0, False
         first = self.plan is None
-        self.state.set("going_down", "")
+        with self.state.durable():  # no process is started that could not be put on record
+            self.state.set("going_down", "")
         detail = "" if first else str(self.changes(plan))
         work = adoption.adopt_and_apply if first else rollout.apply_plan
         self._take(plan)

@@ -15,9 +15,9 @@ import psutil
 import pytest
 
 from skyctl.errors import ConflictError, NotFoundError, SkyctlError
-from skyctl.store.database import SCHEMA_VERSION
 from skyctl.store.identity import ProcessIdentity, boot_id, identify, own_identity
 from skyctl.store.locks import Locks
+from skyctl.store.schema import SCHEMA_VERSION
 from skyctl.store.state import FleetState, FleetWeights, ProcessRow
 
 
