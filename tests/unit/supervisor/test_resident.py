@@ -468,7 +468,7 @@ async def test_a_replica_is_quarantined_when_the_checkpoint_changed(
         os.kill(pid_of(supervisor, "a"), signal.SIGKILL)
         await eventually(lambda: states(supervisor)["a"] == "quarantined")
         assert routed(supervisor) == {"b"}
-        assert "/ckpt changed since" in (supervisor.replicas["a"].row.quarantine or "")
+        assert "/ckpt was overwritten since" in (supervisor.replicas["a"].row.quarantine or "")
         outcomes = await supervisor.verb("resume", {}, [], 5.0)
         assert [o["status"] for o in outcomes] == ["skipped", "ok"]
 
