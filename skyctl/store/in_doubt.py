@@ -6,17 +6,15 @@ here until a push, a restart or `skyctl recover` has put them right.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from skyctl.store.journal import Job, JobEvent
 
 if TYPE_CHECKING:
     from skyctl.store.state import FleetState
 
-KEY = "in_doubt"
 HELD = "held"
 """State of a server that was paused before the push: it stays paused after it."""
 _GIVEN_BACK = ("ready", "kept", "resumed", "draining")
@@ -85,8 +83,14 @@ def left_behind(job: Job, events: Iterable[JobEvent]) -> dict[str, InDoubt]:
 def in_doubt(state: FleetState) -> dict[str, InDoubt]:
     """Every server in doubt, by name."""
     with state.understanding():
-        rows = json.loads(state.get(KEY) or "[]")
-        return {row["server"]: InDoubt(**row) for row in rows}
+        found = [
+            InDoubt(
+                row["server"], row["job"], row["stage"],
+                bool(row["half_updated"]), bool(row["thaw"]), bool(row["woken"]),
+            )
+            for row in state.database.rows("SELECT * FROM in_doubt ORDER BY server")
+        ]  # fmt: skip
+    return {one.server: one for one in found}
 
 
 def doubt(state: FleetState, found: Mapping[str, InDoubt]) -> None:
@@ -98,26 +102,22 @@ def doubt(state: FleetState, found: Mapping[str, InDoubt]) -> None:
             # an earlier push may have sent what this one did not get to clean up
             half = one.half_updated or (before is not None and before.half_updated)
             woken = one.woken or (before is not None and before.woken)
-            known[name] = InDoubt(name, one.job, one.stage, half, one.thaw, woken)
-            if woken:
-                state.set_weights_awake(name, True)
+            _save(state, InDoubt(name, one.job, one.stage, half, one.thaw, woken))
+            changes: dict[str, Any] = {"weights_awake": True} if woken else {}
             if not state.server(name).quarantine:
-                state.update_server(name, quarantine=f"{one.job} broke off in stage {one.stage}")
-        _save(state, known)
+                changes["quarantine"] = f"{one.job} broke off in stage {one.stage}"
+            state.update_server(name, **changes)
 
 
 def touch(state: FleetState, name: str, why: str) -> None:
     """A server is about to be pushed to by its own admission, which no journal tells of."""
-    with state.transaction():
-        _save(state, {**in_doubt(state), name: InDoubt(name, why, "update", True, True)})
+    _save(state, InDoubt(name, why, "update", True, True))
 
 
 def trust(state: FleetState, *names: str) -> None:
     """These servers were put right, or run in a new process."""
-    with state.transaction():
-        known = in_doubt(state)
-        if known.keys() & set(names):
-            _save(state, {name: one for name, one in known.items() if name not in names})
+    marks = ", ".join("?" * len(names))
+    state.database.write(f"DELETE FROM in_doubt WHERE server IN ({marks})", *names)
 
 
 def close_orphans(state: FleetState) -> list[Job]:
@@ -139,5 +139,9 @@ def close_orphans(state: FleetState) -> list[Job]:
     return orphans
 
 
-def _save(state: FleetState, known: Mapping[str, InDoubt]) -> None:
-    state.set(KEY, json.dumps([asdict(one) for one in known.values()]))
+def _save(state: FleetState, one: InDoubt) -> None:
+    state.database.write(
+        "INSERT OR REPLACE INTO in_doubt (server, job, stage, half_updated, thaw, woken) "
+        "VALUES (?, ?, ?, ?, ?, ?)",
+        one.server, one.job, one.stage, one.half_updated, one.thaw, one.woken,
+    )  # fmt: skip
