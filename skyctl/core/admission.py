@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Collection, Mapping, Sequence
 
+from skyctl.core.expectations import informed, remember
 from skyctl.core.health import probe_alive
 from skyctl.core.plan import FleetPlan
 from skyctl.errors import ServerError, SkyctlError
@@ -109,10 +110,15 @@ async def push_alone(
 
     weights = state.weights()
     request = published(weights, verify=plan.config.weight_transfer.verify)
-    fleet = push_fleet(plan, [replica], plan.model_path, in_doubt(state))
+    fleet = informed(push_fleet(plan, [replica], plan.model_path, in_doubt(state)), state)
     touch(state, replica.name, "a push of its own")  # before it: this process may die meanwhile
     with held(request.checkpoint):
-        result = await push(request, fleet, client=client, observer=SilentObserver())
+        try:
+            result = await push(request, fleet, client=client, observer=SilentObserver())
+        except SkyctlError as error:
+            remember(state, error.details)
+            raise
+    remember(state, {"learned": result.learned})
     trust(state, replica.name)
     digest = next((s.weights_digest for s in result.servers), "")
     replica.update_row(
