@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Collection, Mapping, Sequence
 
-from skyctl.core.expectations import informed, remember
+from skyctl.core.expectations import arguments_of, informed, remember
 from skyctl.core.health import probe_alive
 from skyctl.core.plan import FleetPlan
 from skyctl.errors import ServerError, SkyctlError
@@ -44,6 +44,7 @@ def push_fleet(
                 weights_awake=replica.weights_awake,
                 sleep_level=replica.row.sleep_level,
                 paused=replica.row.paused,
+                arguments=arguments_of(replica.spec),
             )
             for replica in replicas
         ),

@@ -29,10 +29,10 @@ async def verify(run: Run, prepared: Prepared, content_digest: str) -> None:
             _require_comparison(site)
 
     await each(loaded, digest, timeout_s=timeout_s * 2, what="verify")
-    _enforce(run, prepared, alive(loaded), names_of(prepared.checkpoint, content_digest))
-    _outvote(alive(loaded))
     names = names_of(prepared.checkpoint, content_digest)
-    run.learned.digests += agreed(loaded, names, prepared.engine)
+    _enforce(run, prepared, alive(loaded), names)
+    _outvote(alive(loaded))
+    run.learned.digests += agreed(loaded, names)
     reached("push.verify.done")
 
 
@@ -52,7 +52,7 @@ def _require_comparison(site: Site) -> None:
 def _enforce(run: Run, prepared: Prepared, sites: Sequence[Site], names: Sequence[str]) -> None:
     """Weights that came to certain digests before come to the same again."""
     known = (*run.learned.digests, *run.fleet.expected.digests)
-    for site, one in unexpected(sites, known, names, prepared.engine):
+    for site, one in unexpected(sites, known, names):
         by_launch = one.origin == "launch"
         when = "when vLLM loaded it" if by_launch else "when it was pushed before"
         said = (

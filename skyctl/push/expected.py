@@ -9,21 +9,16 @@ from skyctl.errors import PreflightError
 from skyctl.push.alike import arrangement_of, comparable
 from skyctl.push.request import PushFleet, PushRequest
 from skyctl.push.sites import Site
-from skyctl.store.expected import ExpectedDigest
+from skyctl.store.expected import ExpectedDigest, by_files
 
 UNLABELLED = (None, "default")
 """What servers say of their weights' version as long as nobody pushed to them."""
 
 
-def named_by_files(checkpoint: Checkpoint) -> str:
-    """Names a checkpoint's bytes as long as nobody writes its files."""
-    return f"files:{checkpoint.identity_digest}"
-
-
 def names_of(checkpoint: Checkpoint, content_digest: str) -> tuple[str, ...]:
     """What a checkpoint's bytes are known by; `content_digest` is "" where nobody computed it."""
     by_bytes = (f"bytes:{content_digest}",) if content_digest else ()
-    return (*by_bytes, named_by_files(checkpoint))
+    return (*by_bytes, by_files(checkpoint.identity_digest))
 
 
 def refuse_broken(
@@ -41,7 +36,7 @@ def refuse_broken(
             )
 
 
-def launch_digests(sites: Sequence[Site], engine: str) -> list[ExpectedDigest]:
+def launch_digests(sites: Sequence[Site]) -> list[ExpectedDigest]:
     """What servers that nobody pushed to came to when vLLM loaded them; nothing where they differ
     among themselves."""
     launched = [
@@ -50,35 +45,33 @@ def launch_digests(sites: Sequence[Site], engine: str) -> list[ExpectedDigest]:
         if site.server.launched_with and site.digest_before and site.old_version in UNLABELLED
     ]
     return [
-        ExpectedDigest(group[0].server.launched_with, engine, group[0].digest_before, "launch")
+        ExpectedDigest(one.server.launched_with, one.engine, one.digest_before, "launch")
         for group in comparable(launched, lambda site: site.digest_before)
         if len({(site.server.launched_with, site.digest_before) for site in group}) == 1
+        for one in group
     ]
 
 
 def expected_of(
-    known: Sequence[ExpectedDigest], names: Sequence[str], engine: str, digest: str
+    site: Site, known: Sequence[ExpectedDigest], names: Sequence[str]
 ) -> ExpectedDigest | None:
-    """What a server with this digest should have come to, if that is known. Pushes count first."""
+    """What a server should have come to, if that is known. Pushes count first."""
+    alike = (site.engine, arrangement_of(site.digest))
     found = [
-        one
-        for one in known
-        if one.content in names
-        and one.engine == engine
-        and one.arrangement == arrangement_of(digest)
+        one for one in known if one.content in names and (one.engine, one.arrangement) == alike
     ]
     return next((one for one in found if one.origin == "push"), next(iter(found), None))
 
 
 def unexpected(
-    sites: Sequence[Site], known: Sequence[ExpectedDigest], names: Sequence[str], engine: str
+    sites: Sequence[Site], known: Sequence[ExpectedDigest], names: Sequence[str]
 ) -> list[tuple[Site, ExpectedDigest]]:
     """Servers that came to something else, and what they should have come to."""
-    found = [(site, expected_of(known, names, engine, site.digest)) for site in sites]
+    found = [(site, expected_of(site, known, names)) for site in sites]
     return [(site, one) for site, one in found if one is not None and one.digest != site.digest]
 
 
-def agreed(sites: Sequence[Site], names: Sequence[str], engine: str) -> list[ExpectedDigest]:
+def agreed(sites: Sequence[Site], names: Sequence[str]) -> list[ExpectedDigest]:
     """What can be expected from now on: where all servers that are alike hold the same, and what
     the checkpoint holds."""
     return [
@@ -86,5 +79,6 @@ def agreed(sites: Sequence[Site], names: Sequence[str], engine: str) -> list[Exp
         for group in comparable(sites, lambda site: site.digest)
         if len({site.digest for site in group}) == 1
         and all(not site.failure and site.compared and site.compared.tensors for site in group)
+        for engine in sorted({site.engine for site in group})
         for name in names
     ]

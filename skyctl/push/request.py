@@ -96,7 +96,8 @@ class PushServer:
     how deep it sleeps, as far as is on record; `paused`: somebody wants it paused when it wakes.
     `weights_digest` is what its weights are on record to come to, "" where nothing is;
     `launched_with` names the content it was started with (`push/expected.py`), "" when that is not
-    certain, or something was pushed since."""
+    certain, or something was pushed since; `arguments` names those it was started with, "" where
+    they are not known."""
 
     target: ServerTarget
     backend: str = ""
@@ -111,6 +112,7 @@ class PushServer:
     paused: bool = False
     weights_digest: str = ""
     launched_with: str = ""
+    arguments: str = ""
 
     @property
     def name(self) -> str:

@@ -36,6 +36,7 @@ class Holds(IntEnum):
 @dataclass
 class Site:
     """One server in a push. `was_paused` is how it was found; `paused` whether we froze it.
+    `engine` is the version of its engine and, where they are known, its arguments.
 
     `digest_before` is what its weights came to before the push, "" where nobody looked; `digest`
     what they come to after it, `compared` how much of the checkpoint they were seen to hold.
@@ -50,6 +51,7 @@ class Site:
     world_size: int
     was_paused: bool
     old_version: str | None
+    engine: str = ""
     frozen: bool = False
     open: bool = False
     holds: Holds = Holds.OLD

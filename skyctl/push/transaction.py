@@ -107,7 +107,7 @@ async def _transaction(run: Run) -> PushResult:
         for note in prepared.notes:
             run.note(note)
         refuse_paused(run.request, prepared.sites)
-        run.learned.digests += launch_digests(prepared.sites, prepared.engine)
+        run.learned.digests += launch_digests(prepared.sites)
         for site in prepared.sites:
             if site.digest_before:
                 run.observer.server(site.name, "weighed", site.digest_before)

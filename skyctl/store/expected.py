@@ -32,9 +32,10 @@ CREATE TABLE IF NOT EXISTS launches (
 
 @dataclass(frozen=True)
 class ExpectedDigest:
-    """What a content comes to in an engine of that version.
+    """What a content comes to in an engine.
 
-    `content` names the bytes (`push/expected.py`). `digest` ends in its arrangement. `origin`: a
+    `content` names the bytes (`push/expected.py`), `engine` its version and, where they are known,
+    its arguments. `digest` ends in its arrangement. `origin`: a
     push whose servers agreed and held what the checkpoint holds, or vLLM's own loading at a launch.
     """
 
@@ -83,6 +84,11 @@ class Learned:
             "digests": [asdict(one) for one in self.digests],
             "broken": self.broken and asdict(self.broken),
         }
+
+
+def by_files(identity_digest: str) -> str:
+    """Names the bytes of a checkpoint's files as long as nobody writes them."""
+    return f"files:{identity_digest}"
 
 
 class ExpectedDigests:
