@@ -96,7 +96,6 @@ class ExpectedDigests:
 
     def __init__(self, database: Database) -> None:
         self._database = database
-        self._ready = False
 
     @understood
     def known(self) -> Expectations:
@@ -149,8 +148,7 @@ class ExpectedDigests:
         return {row["server"]: row["content"] for row in rows}
 
     def _prepare(self) -> None:
-        if self._ready:
-            return
+        """Make the tables where there are none; each time, as that may be undone with a
+        transaction."""
         for statement in SCHEMA.split(";\n"):
             self._database.write(statement)
-        self._ready = True
