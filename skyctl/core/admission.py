@@ -117,9 +117,9 @@ async def push_alone(
         try:
             result = await push(request, fleet, client=client, observer=SilentObserver())
         except SkyctlError as error:
-            remember(state, error.details)
+            remember(state, error.details.pop("learned", None))
             raise
-    remember(state, {"learned": result.learned})
+    remember(state, result.learned)
     trust(state, replica.name)
     digest = next((s.weights_digest for s in result.servers), "")
     replica.update_row(

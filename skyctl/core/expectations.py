@@ -36,9 +36,9 @@ def informed(fleet: PushFleet, state: FleetState) -> PushFleet:
     return replace(fleet, servers=tuple(servers), expected=state.expected.known())
 
 
-def remember(state: FleetState, outcome: Mapping[str, Any]) -> None:
-    """Keep what a push learned; `outcome` is its result's JSON, or its error's details."""
-    if learned := outcome.get("learned"):
+def remember(state: FleetState, learned: Mapping[str, Any] | None) -> None:
+    """Keep what a push learned: `learned` of its result, or of its error's details."""
+    if learned:
         state.expected.learn(learned)
 
 

@@ -177,7 +177,7 @@ def record_part(state: FleetState, result: PushResult) -> None:
 
 
 def _record_servers(state: FleetState, result: PushResult) -> None:
-    remember(state, {"learned": result.learned})
+    remember(state, result.learned)
     trust(state, *(server.server for server in result.servers))
     for server in result.servers:
         row = state.server(server.server)
@@ -240,7 +240,7 @@ def record_failure(
             state.set_weights_awake(server["server"], True)
         if changes:
             state.update_server(server["server"], **changes)
-    remember(state, error.details)
+    remember(state, error.details.pop("learned", None))
     _publish_in_part(state, error.details)
     doubt_left(state, job_id)
     state.journal.record_push(

@@ -51,6 +51,7 @@ class Prepared:
     sender_gpu: int = -1
     nccl_settings: Mapping[str, str] | None = None
     stage: str = "auto"
+    scan: bool = True
     forecasts: tuple[Forecast, ...] = ()
     assumptions: tuple[str, ...] = ()
 
@@ -67,6 +68,7 @@ class Prepared:
             sender_gpu=self.sender_gpu,
             nccl_settings=self.nccl_settings,
             stage=self.stage,
+            scan=self.scan,
         )
 
     @property
@@ -138,6 +140,9 @@ async def preflight(
         notes += pace_notes(nccl_settings or {})
     if transport is None:
         refuse_dummy(facts)
+    # without a sender nobody else looks at the bytes
+    if request.scan_nan or (transport is None and request.scan_nan is None and not request.dry_run):
+        await asyncio.to_thread(refuse_not_finite, checkpoint)
     model_path = fleet.model_path or next((fact.model for fact in facts if fact.model), None)
     notes += await asyncio.to_thread(check_compatible, checkpoint, model_path)
     chunk_size = request.chunk_size or fleet.chunk_size
@@ -179,6 +184,7 @@ async def preflight(
         sender_gpu=free_gpu(fleet.servers) if choice.name == "nccl" else -1,
         nccl_settings=nccl_settings,
         stage=request.stage,
+        scan=request.scan_nan is None,
         forecasts=forecasts,
         assumptions=said,
     )
@@ -187,8 +193,6 @@ async def preflight(
 def _read(request: PushRequest) -> tuple[Checkpoint, tuple[KnownRows, ...]]:
     checkpoint = read_checkpoint(request.checkpoint)
     refuse_changed(request, checkpoint)
-    if request.scan_nan:
-        refuse_not_finite(checkpoint)
     try:
         return checkpoint, read_rows(checkpoint) if request.verify else ()
     except OSError as error:

@@ -249,7 +249,8 @@ class PushResult:
     dry run). `freeze_window_s` runs from the first pause sent to the last resume answered. `canary`
     has one CanaryResult mapping per server and prompt. `compared` says how much of the checkpoint
     every server was seen to hold: {"tensors", "of_tensors", "bytes", "of_bytes"}, None where nobody
-    looked. `learned` is what was found out for later pushes. `plan` is filled by a dry run only.
+    looked. `learned` is what was found out for later pushes, and no part of the JSON. `plan` is
+    filled by a dry run only.
     """
 
     version: str
@@ -272,7 +273,7 @@ class PushResult:
 
     def to_json(self) -> dict[str, Any]:
         """JSON mapping with one key per field; servers become mappings."""
-        return asdict(self)
+        return {key: value for key, value in asdict(self).items() if key != "learned"}
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> PushResult:

@@ -191,7 +191,7 @@ async def _stage(delivery: Delivery, sites: Sequence[Site]) -> None:
     try:
         await delivery.open(sites)
     except SenderFailed as error:
-        raise PreflightError(error.message, details=error.details) from error
+        raise PreflightError(error.message, hint=error.hint, details=error.details) from error
 
 
 def _progress(run: Run, prepared: Prepared) -> Callable[[int], None]:
