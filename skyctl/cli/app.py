@@ -15,6 +15,7 @@ from skyctl import __version__
 from skyctl.cli.command_line import command_name, explain, given, options_first
 from skyctl.cli.help_text import flowing
 from skyctl.errors import ExitCode, InternalError, Interrupted, SkyctlError, UsageError
+from skyctl.sanitize import sanitized
 
 
 class Verb(NamedTuple):
@@ -152,11 +153,19 @@ def main() -> None:
     except (KeyboardInterrupt, typer.Abort):
         _fail(Interrupted("interrupted"))
     except BrokenPipeError:
-        # whoever read our output has seen enough: nothing is left to say, also not at exit
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(int(ExitCode.OK))
+        _reader_is_gone()
+    except SystemExit as ended:
+        if isinstance(ended.__context__, BrokenPipeError):  # Click makes an exit with 1 of it
+            _reader_is_gone()
+        raise
     except Exception as error:
         _fail_unexpectedly(error)
+
+
+def _reader_is_gone() -> NoReturn:
+    """Whoever read our output has seen enough: nothing is left to say, also not at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.__stdout__.fileno() if sys.__stdout__ else 1)
+    sys.exit(int(ExitCode.OK))
 
 
 def _fail(error: SkyctlError) -> NoReturn:
@@ -174,7 +183,7 @@ def _fail_unexpectedly(error: Exception) -> NoReturn:
 
     show = getattr(error, "show", None)
     if show is None:
-        traceback.print_exc()
+        sys.stderr.write(sanitized(traceback.format_exc()))
         _fail(InternalError(f"a bug in skyctl: {error!r}", hint="report it with the lines above"))
     command = output.mode.command
     known = command.split()[0] in {verb.name for verb in VERBS}
