@@ -16,7 +16,7 @@ from skyctl.http.target import ServerTarget
 from skyctl.kill_points import reached
 from skyctl.push.request import PushFleet, PushRequest, PushResult
 from skyctl.store.in_doubt import doubt, in_doubt, left_behind, trust
-from skyctl.store.journal import Job, JobEvent, Journal
+from skyctl.store.journal import DRY_RUN, Job, JobEvent, Journal
 from skyctl.store.locks import Locks
 from skyctl.store.state import FleetState, FleetWeights
 from skyctl.transfer.sender_pool import SenderPool
@@ -70,7 +70,7 @@ def open_push(journal: Journal, locks: Locks, request: PushRequest) -> Job:
     """
     locks.acquire(PUSH_LOCK, "a push that is just starting")
     try:
-        job = journal.begin("push", request.to_json())
+        job = journal.begin(DRY_RUN if request.dry_run else "push", request.to_json())
         locks.rename(PUSH_LOCK, _held_by(job))
     except BaseException:
         locks.release(PUSH_LOCK)

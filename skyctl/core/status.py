@@ -79,6 +79,11 @@ class Operation:
     error: str = ""
 
 
+INTERRUPTED = "interrupted: what it started was stopped"
+BY_DOWN = "stopped by `skyctl down`"
+"""How the error of an operation reads that somebody ended; it did not fail."""
+
+
 @dataclass(frozen=True)
 class Reason:
     """Why a fleet is not healthy, and what to type about it."""

@@ -13,11 +13,13 @@ from skyctl.store.database import Database, understood
 from skyctl.store.identity import ProcessIdentity, own_identity
 
 ENDED = ("succeeded", "failed", "interrupted")
+DRY_RUN = "dry-run"
+"""Kind of a push that only checks and plans."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """One long operation. `id` is like `push-3`; times are seconds since the epoch.
+    """One long operation. `id` is like `push-3` or `dry-run-1`; times are seconds since the epoch.
 
     `state` is running, succeeded, failed or interrupted (its process died). `servers` maps a
     server's name to its last {"state", "detail"}. `error` is {"kind", "message", "hint",
@@ -95,12 +97,15 @@ class Journal:
     def begin(self, kind: str, request: dict[str, Any]) -> Job:
         """A new running job, owned by this process."""
         owner = own_identity()
+        # dry runs count downwards from -1, so that they use up no number of a push
+        number = "(SELECT MIN(0, COALESCE(MIN(number), 0)) - 1 FROM jobs)"
         cursor = self._database.write(
-            "INSERT INTO jobs (kind, state, stage, done_bytes, total_bytes, request, servers, "
-            "created_at, owner) VALUES (?, 'running', 'queued', 0, 0, ?, '{}', ?, ?)",
+            "INSERT INTO jobs (number, kind, state, stage, done_bytes, total_bytes, request, "
+            f"servers, created_at, owner) VALUES ({number if kind == DRY_RUN else 'NULL'}, "
+            "?, 'running', 'queued', 0, 0, ?, '{}', ?, ?)",
             kind, json.dumps(request), time.time(), json.dumps(owner.__dict__),
         )  # fmt: skip
-        return self.job(f"{kind}-{cursor.lastrowid}")
+        return self.job(f"{kind}-{abs(cursor.lastrowid or 0)}")
 
     def stage(self, job_id: str, stage: str) -> None:
         number = _number(job_id)
@@ -154,7 +159,7 @@ class Journal:
             NotFoundError: there is none.
         """
         row = self._database.row("SELECT * FROM jobs WHERE number = ?", _number(job_id))
-        if row is None or f"{row['kind']}-{row['number']}" != job_id:
+        if row is None or _id(row) != job_id:
             raise NotFoundError(f"there is no job {job_id!r}", hint="list them: skyctl jobs")
         return _job(row)
 
@@ -163,7 +168,9 @@ class Journal:
         """The latest jobs, newest first."""
         return [
             _job(row)
-            for row in self._database.rows("SELECT * FROM jobs ORDER BY number DESC LIMIT ?", limit)
+            for row in self._database.rows(
+                "SELECT * FROM jobs ORDER BY created_at DESC LIMIT ?", limit
+            )
         ]
 
     @understood
@@ -238,13 +245,19 @@ class Journal:
 
 
 def _number(job_id: str) -> int:
-    tail = job_id.rpartition("-")[2]
-    return int(tail) if tail.isdigit() else -1
+    """The row's number; 0, which no row has, for what is no id."""
+    kind, _, tail = job_id.rpartition("-")
+    number = int(tail) if tail.isdecimal() else 0
+    return -number if kind == DRY_RUN else number
+
+
+def _id(row: sqlite3.Row) -> str:
+    return f"{row['kind']}-{abs(row['number'])}"
 
 
 def _job(row: sqlite3.Row) -> Job:
     return Job(
-        id=f"{row['kind']}-{row['number']}",
+        id=_id(row),
         kind=row["kind"],
         state=row["state"],
         stage=row["stage"],

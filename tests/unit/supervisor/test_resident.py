@@ -23,6 +23,7 @@ from skyctl.http.client import ControlClient
 from skyctl.http.target import ServerTarget
 from skyctl.launch.local.ports import port_holder
 from skyctl.push.request import PushRequest, PushResult, ServerPush
+from skyctl.service.ended import operation_error
 from skyctl.store.paths import FleetPaths
 from skyctl.store.state import FleetState, FleetWeights
 from skyctl.supervisor.report import report
@@ -242,6 +243,19 @@ async def test_undo_stops_what_the_operation_started_and_nothing_else(tmp_path: 
         await supervisor.undo()
         assert states(supervisor) == {"a": "ready"}
         assert not supervisor.finished.is_set()
+
+
+async def test_an_up_that_down_ended_did_not_fail(tmp_path: Path) -> None:
+    async with supervising(tmp_path) as supervisor:
+        plan = fleet_plan([command_server("a", "import time; time.sleep(600)")])
+        number, _ = supervisor.reconcile(plan)
+        await eventually(lambda: "a" in supervisor.replicas)
+        status = await report(supervisor)
+        await supervisor.down(drain_timeout_s=0.0)
+        operation = supervisor.ended_operation(number)
+        error = operation_error(supervisor.paths, replace(status, operation=operation))
+        assert error is not None and error.message == "up was stopped by `skyctl down`"
+        assert error.hint == "start it again: skyctl up"
 
 
 async def test_undo_of_a_first_up_ends_the_supervisor(tmp_path: Path) -> None:
