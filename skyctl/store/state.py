@@ -233,7 +233,7 @@ class FleetState:
                 self._database.write(f"DELETE FROM {table}")
             self._database.write(
                 "DELETE FROM meta WHERE key IN ('weights', 'ports', 'in_doubt', "
-                "'going_down', 'weights_awake')"
+                "'going_down', 'weights_awake', 'restarts')"
             )
 
     def add_event(self, subject: str, message: str) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 import psutil
 
 from skyctl.core.admission import refresh_all
-from skyctl.core.status import FleetStatus, ReplicaStatus, RouterStatus, assess
+from skyctl.core.status import INTENDED_STATES, FleetStatus, ReplicaStatus, RouterStatus, assess
 from skyctl.engines.vllm.metrics import ServerMetrics
 from skyctl.engines.vllm.server import VLLMServer
 from skyctl.errors import SkyctlError
@@ -32,12 +32,12 @@ async def report(supervisor: Supervisor, *, fresh: bool = True) -> FleetStatus:
     replicas = list(supervisor.replicas.values())
     up = [replica for replica in replicas if replica.phase == "up"]
     looked_at = [replica for replica in up if fresh and not replica.update_state]
-    *metrics, _ = await asyncio.gather(
-        *(_load(supervisor, replica) for replica in replicas),
+    metrics, failed = await asyncio.gather(
+        asyncio.gather(*(_load(supervisor, replica) for replica in replicas)),
         refresh_all(looked_at, supervisor.client, ASK_TIMEOUT_S),
     )
     rows = tuple(
-        _replica_row(supervisor, replica, found)
+        _replica_row(supervisor, replica, found, failed.get(replica.name, ""))
         for replica, found in zip(replicas, metrics, strict=True)
     )
     router = _router_row(supervisor)
@@ -82,17 +82,19 @@ async def _load(supervisor: Supervisor, replica: Replica) -> ServerMetrics | Non
 
 
 def _replica_row(
-    supervisor: Supervisor, replica: Replica, metrics: ServerMetrics | None
+    supervisor: Supervisor, replica: Replica, metrics: ServerMetrics | None, failed: str
 ) -> ReplicaStatus:
     router = supervisor.router
     starting = replica.phase in ("waiting", "starting")
     lines = tail(supervisor.paths.log(replica.name), _LOG_LINES) if starting else []
-    reason = replica.row.quarantine or replica.reason
+    state, reason = replica.state, replica.row.quarantine or replica.reason
+    if failed and state in INTENDED_STATES:
+        state, reason = "unreachable", failed  # the probes have not counted enough of it yet
     if replica.phase == "waiting":
         reason = "waits for its GPU"
     return ReplicaStatus(
         name=replica.name,
-        state=replica.state,
+        state=state,
         url=replica.spec.url,
         reason=reason,
         routed=None if router is None else replica.spec.url in router.workers,
@@ -105,6 +107,7 @@ def _replica_row(
         state_s=_since(replica.state_since),
         rss_bytes=_rss(replica.process),
         restarts=len(replica.restarts),
+        restart_reason=replica.restart_reason,
         log_line=latest_message(lines),
     )
 
@@ -124,6 +127,7 @@ def _router_row(supervisor: Supervisor) -> RouterStatus | None:
         uptime_s=_since(router.started_at),
         rss_bytes=_rss(router.process),
         restarts=len(router.restarts),
+        restart_reason=router.restart_reason,
     )
 
 
