@@ -140,8 +140,9 @@ def refused_rollouts(servers: Sequence[str]) -> str:
     if not servers:
         return ""
     wanted = ", ".join(f"{name}: true" for name in SKYRL_ARGS)
+    refuse = "refuse" if len(servers) > 1 else "refuses"
     return (
-        f"SkyRL's rollouts will fail: {', '.join(servers)} {'refuse' if servers[1:] else 'refuses'} "
+        f"SkyRL's rollouts will fail: {', '.join(servers)} {refuse} "
         f"/inference/v1/generate; write `{wanted}` under `args:` of the fleet file, then: skyctl up"
     )
 
