@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 from skyctl.core.expectations import arguments_of, informed, remember
 from skyctl.core.health import probe_alive
 from skyctl.core.plan import FleetPlan
-from skyctl.errors import ServerError, SkyctlError, WeightsGone
+from skyctl.errors import DeadlineExceeded, ServerError, SkyctlError, WeightsGone
 from skyctl.http.client import ControlClient
 from skyctl.push.request import Committed, PushFleet, PushRequest, PushServer, SilentObserver
 from skyctl.store.in_doubt import NO_DOUBT, InDoubt, in_doubt, touch, trust
@@ -156,19 +156,25 @@ async def apply_intent(replica: Replica, client: ControlClient, timeout_s: float
 
 async def refresh_all(
     replicas: Collection[Replica], client: ControlClient, timeout_s: float
-) -> None:
-    """Look whether servers are paused; one that does not answer is the health probe's case.
+) -> dict[str, str]:
+    """Look whether servers are paused; what those said that refused or have failed, by name.
+
+    One that does not answer in time is left to the health probes: it may only be busy.
 
     All change at once: between the first that is seen paused and the last, the router would send
     everything to those that are not yet.
     """
     asked = (probe_alive(client, replica.target, timeout_s) for replica in replicas)
     answers = await asyncio.gather(*asked, return_exceptions=True)
+    failed = {}
     for replica, paused in zip(replicas, answers, strict=True):
         if isinstance(paused, bool):
             replica.observe(paused=paused)
         elif not isinstance(paused, ServerError):
             raise paused
+        elif not isinstance(paused, DeadlineExceeded):
+            failed[replica.name] = paused.message
+    return failed
 
 
 def is_current(state: FleetState, replica: Replica) -> bool:

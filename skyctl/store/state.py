@@ -274,7 +274,9 @@ class FleetState:
         with self._database.transaction():
             for table in ("processes", "servers", "in_doubt"):
                 self._database.write(f"DELETE FROM {table}")
-            self._database.write("DELETE FROM meta WHERE key IN ('weights', 'ports', 'going_down')")
+            self._database.write(
+                "DELETE FROM meta WHERE key IN ('weights', 'ports', 'going_down', 'restarts')"
+            )
 
     def add_event(self, subject: str, message: str) -> None:
         """One line of history about a server, the router or the fleet."""
