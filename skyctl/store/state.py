@@ -11,13 +11,13 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from skyctl.launch.local.rebuild import remember_live_processes
 from skyctl.store.database import Database, understood
 from skyctl.store.expected import ExpectedDigests
 from skyctl.store.identity import ProcessIdentity
 from skyctl.store.journal import Journal
 from skyctl.store.locks import Locks
 from skyctl.store.opening import Connect, connect
+from skyctl.store.rebuild import remember_live_processes
 from skyctl.store.unrecorded import Unrecorded
 
 Phase = Literal["intended", "running", "stale"]

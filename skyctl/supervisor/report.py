@@ -9,7 +9,6 @@ from collections.abc import Iterable
 
 import psutil
 
-from skyctl.core.admission import refresh_all
 from skyctl.core.status import INTENDED_STATES, FleetStatus, ReplicaStatus, RouterStatus, assess
 from skyctl.engines.vllm.metrics import ServerMetrics
 from skyctl.engines.vllm.server import VLLMServer
@@ -17,6 +16,7 @@ from skyctl.errors import SkyctlError
 from skyctl.launch.local.logtail import latest_message, tail
 from skyctl.launch.local.process import ManagedProcess
 from skyctl.store.identity import ProcessIdentity
+from skyctl.supervisor.admission import refresh_all
 from skyctl.supervisor.replica import Replica
 from skyctl.supervisor.resident import Supervisor
 

@@ -21,9 +21,9 @@ import psutil
 
 from skyctl.errors import SkyctlError
 from skyctl.launch.local import segments
-from skyctl.launch.local.rebuild import LOG_VARIABLE, TOKEN_VARIABLE
 from skyctl.store.identity import ProcessIdentity, boot_id, create_time, identify, own_processes
 from skyctl.store.paths import create_private_file
+from skyctl.store.rebuild import LOG_VARIABLE, TOKEN_VARIABLE
 
 KILL_TIMEOUT_S = 10.0
 ROTATE_AT_BYTES = 64 * 1024 * 1024

@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
-from skyctl.core import admission, arbiter
+from skyctl.core import arbiter
 from skyctl.core.plan import FleetPlan
 from skyctl.engines.vllm.router import RouterClient
 from skyctl.engines.vllm.server import VLLMServer
@@ -26,6 +26,7 @@ from skyctl.push.request import PushRequest, PushResult, ServerPush
 from skyctl.service.ended import operation_error
 from skyctl.store.paths import FleetPaths
 from skyctl.store.state import FleetState, FleetWeights
+from skyctl.supervisor import admission
 from skyctl.supervisor.report import report
 from skyctl.supervisor.resident import Supervisor
 from tests.unit.supervisor.fleets import (

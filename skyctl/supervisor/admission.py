@@ -8,12 +8,13 @@ from collections.abc import Collection, Mapping, Sequence
 from skyctl.core.expectations import arguments_of, informed, remember
 from skyctl.core.health import probe_alive
 from skyctl.core.plan import FleetPlan
-from skyctl.errors import DeadlineExceeded, ServerError, SkyctlError, WeightsGone
+from skyctl.core.recovery import published
+from skyctl.errors import DeadlineExceeded, ServerError, SkyctlError
 from skyctl.http.client import ControlClient
-from skyctl.push.request import Committed, PushFleet, PushRequest, PushServer, SilentObserver
+from skyctl.push.request import Committed, PushFleet, PushServer, SilentObserver
 from skyctl.store.in_doubt import NO_DOUBT, InDoubt, in_doubt, touch, trust
 from skyctl.store.journal import PushRecord
-from skyctl.store.state import FleetState, FleetWeights
+from skyctl.store.state import FleetState
 from skyctl.supervisor.replica import Replica
 
 
@@ -78,34 +79,6 @@ async def bring_to_weights(
         replica.update_row(
             quarantine=f"not brought to weight version {weights.version}: {error.message}; {hint}"
         )
-
-
-def published(weights: FleetWeights, *, verify: bool) -> PushRequest:
-    """A request for the weights that the fleet has.
-
-    Raises:
-        SkyctlError: it has none but those it was started with.
-        WeightsGone: their files are gone, or hold something else now.
-    """
-    from skyctl.checkpoints.checkpoint import read_checkpoint
-
-    if weights.checkpoint is None:
-        raise SkyctlError("nothing was pushed into this fleet yet")
-    try:
-        found = read_checkpoint(weights.checkpoint)
-    except SkyctlError as error:
-        raise WeightsGone(f"{weights.version} is gone: {error.message}") from error
-    digests = (found.identity_digest, found.layout_digest)
-    if weights.checkpoint_digest and weights.checkpoint_digest not in digests:
-        raise WeightsGone(
-            f"{weights.checkpoint} was overwritten since it was pushed as {weights.version}"
-        )
-    return PushRequest(
-        checkpoint=weights.checkpoint,
-        transport=weights.transport,
-        weight_version=weights.version,
-        verify=verify,
-    )
 
 
 async def push_alone(
