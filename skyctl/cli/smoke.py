@@ -39,10 +39,10 @@ def smoke(
         ),
     ] = None,
     reuse: Annotated[
-        bool, typer.Option("--reuse", help="Test the fleet that runs, and leave it up.")
+        bool, typer.Option("--reuse", help="Test the running fleet, and leave it up.")
     ] = False,
     timeout: Annotated[
-        float, typer.Option(min=1, metavar="SECONDS", help="For all steps together, but for down.")
+        float, typer.Option(min=1, metavar="SECONDS", help="For all steps together, without down.")
     ] = 900.0,
     junit: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write JUnit XML.", show_default=False)
