@@ -1,4 +1,4 @@
-"""`skyctl doctor`: what is wrong with the machine, the fleet file and the fleet, and its fix."""
+"""`skyctl doctor`: what is wrong with the machine, the fleet file and the fleet, and the fix."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`skyctl generate`: prompts through the router, streamed; none is lost to a cut."""
+"""`skyctl generate`: prompts through the router, streamed; requests that are cut continue."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`skyctl help`: short texts on what the commands' own help has no room for."""
+"""`skyctl help`: short texts for what the help of a single command has no room for."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`skyctl logs`: what the servers, the router and the supervisor wrote."""
+"""`skyctl logs`: the logs of servers, router and supervisor."""
 
 from __future__ import annotations
 

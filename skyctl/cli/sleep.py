@@ -1,4 +1,4 @@
-"""`skyctl sleep` and `skyctl wake`: give GPU memory back and take it again."""
+"""`skyctl sleep` and `skyctl wake`: release GPU memory and take it back."""
 
 from __future__ import annotations
 

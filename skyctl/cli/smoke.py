@@ -1,4 +1,4 @@
-"""`skyctl smoke`: does this fleet do everything a fleet is for? For CI."""
+"""`skyctl smoke`: test everything a fleet is for, in CI."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`skyctl up`: start a fleet, or make a running one what its file says."""
+"""`skyctl up`: start a fleet, or update a running one to its file."""
 
 from __future__ import annotations
 

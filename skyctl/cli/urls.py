@@ -1,4 +1,4 @@
-"""`skyctl urls`: where to send requests, as people, shells, trainers and Prometheus read it."""
+"""`skyctl urls`: where to send requests, in the formats of shells, trainers and Prometheus."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`skyctl wait`: block until the fleet is in a state that a script goes on from."""
+"""`skyctl wait`: block until the fleet reaches a state."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a check found."""
+"""The result of one check."""
 
 from __future__ import annotations
 

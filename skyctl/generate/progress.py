@@ -1,4 +1,4 @@
-"""What a generation request has so far, over all its attempts, and what it came to."""
+"""The state of one generation request over all its attempts, and its result."""
 
 from __future__ import annotations
 

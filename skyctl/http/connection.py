@@ -1,10 +1,10 @@
-"""One HTTP/1.1 connection: the bytes of a request out, one whole answer in, one at a time.
+"""One HTTP/1.1 connection: one request out, one whole response in, one exchange at a time.
 
     idle ── exchange() ──► waiting ── whole answer ──► idle, if it may be used again
                               └─ end, reset, not HTTP, too much, cancelled ──► closed
 
-httptools (llhttp) reads the answers. asyncio's own transports carry the bytes, so TLS and unix
-sockets are theirs to know.
+httptools (llhttp) parses responses. asyncio's transports carry the bytes and handle TLS and unix
+sockets.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""The connections under control calls: one is opened where none can be used again.
+"""The connection pool of control calls: opens a connection when no kept one can be reused.
 
-A kept connection is used only while it certainly lives: idle for less than `KEEP_IDLE_S` (vLLM's
-servers close theirs after 5 s), after an answer of success (vLLM closes one after each 500), in the
-event loop that opened it, and with nothing to read on its socket, not even an end. So a server that
-was restarted meanwhile costs a new connection and not a request: none is ever sent twice.
+A kept connection is reused only while it is certainly alive: idle for less than `KEEP_IDLE_S` (vLLM
+closes its own after 5 s), after a successful response (vLLM closes after a 500), in the event loop
+that opened it, and with nothing to read on its socket, not even EOF. A server that restarted
+therefore costs a new connection, not a request; no request is ever sent twice.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Many deadlines under one timer of the event loop: one each would be a tenth of a fan-out."""
+"""Many deadlines on one event-loop timer: a timer each would cost a tenth of a fan-out."""
 
 from __future__ import annotations
 

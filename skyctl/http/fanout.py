@@ -1,4 +1,4 @@
-"""Run one call against every server at once, and keep one outcome per server."""
+"""Run one call against every server at once and return one outcome per server."""
 
 from __future__ import annotations
 

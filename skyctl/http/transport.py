@@ -1,10 +1,10 @@
-"""What control calls need of HTTP: one request, one whole answer, and how it can fail.
+"""The HTTP that control calls need: one request, one whole response, and the ways it fails.
 
 TransportError
 ├── CannotConnect      nothing was sent
-├── ConnectionBroke    it may have been carried out: closed, reset, or not HTTP
-├── NoAnswer           not in time; it may have been carried out
-└── Unusable           the request cannot be written, or the answer is beyond all bounds
+├── ConnectionBroke    the request may have been carried out: closed, reset, or not HTTP
+├── NoAnswer           no response in time; the request may have been carried out
+└── Unusable           the request cannot be written, or the response exceeds a limit
 """
 
 from __future__ import annotations
