@@ -61,20 +61,20 @@ class Transport(Protocol):
 
 
 class TransportError(Exception):
-    """No answer that could be used. The message says why, without server or token."""
+    """There is no usable response. The message says why, without server or token."""
 
 
 class CannotConnect(TransportError):
-    """There was no connection: nothing was sent."""
+    """The connection failed: nothing was sent."""
 
 
 class ConnectionBroke(TransportError):
-    """It broke before a whole answer, or HTTP was not spoken on it."""
+    """The connection broke before a whole response, or the peer does not speak HTTP."""
 
 
 class NoAnswer(TransportError):
-    """The time was up before the whole answer was there."""
+    """The deadline passed before the whole response arrived."""
 
 
 class Unusable(TransportError):
-    """The request cannot be written as HTTP, or the answer is larger than any."""
+    """The request cannot be written as HTTP, or the response exceeds the limits."""

@@ -62,10 +62,10 @@ class Sampler:
         await self._client.aclose()
 
     async def sample(self) -> FleetSample:
-        """One look at everything; rates are since the look before.
+        """Sample everything; rates are since the previous sample.
 
         Raises:
-            SkyctlError: the fleet's status cannot be had.
+            SkyctlError: the fleet's status is unavailable.
         """
         began = self._clock()
         status = await self._fleet.status(fresh=self._last is None)
