@@ -25,7 +25,7 @@ def help_(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Explain pause modes, sleep levels, transports, states or exit codes.
+    """Explain pause modes, sleep levels, transports, states, recovery or exit codes.
 
     \b
     Examples:

@@ -31,7 +31,7 @@ def restart(
 ) -> None:
     """Restart replicas one after the other, so that the rest keep serving.
 
-    Each leaves the router, finishes its requests, starts anew, takes the fleet's current weights,
+    Each leaves the router, finishes its requests, starts again, takes the fleet's current weights,
     and joins the router again. A replica that was quarantined or given up gets a fresh start.
 
     \b
