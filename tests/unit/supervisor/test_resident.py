@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
-from skyctl.core import admission
+from skyctl.core import admission, arbiter
 from skyctl.core.plan import FleetPlan
 from skyctl.engines.vllm.router import RouterClient
 from skyctl.engines.vllm.server import VLLMServer
@@ -401,19 +401,23 @@ async def test_a_second_push_is_refused_and_told_of_the_first(
     async with supervising(tmp_path) as supervisor:
         await bring_up(supervisor, fleet_plan([stub_server("a")]))
         push.gate.clear()
-        job = supervisor.start_push(PushRequest("/ckpt", weight_version="v1"))
+        job = await supervisor.start_push(PushRequest("/ckpt", weight_version="v1"))
         await eventually(lambda: states(supervisor)["a"] == "updating")
-        for refused in (lambda: supervisor.start_push(PushRequest("/b")),
-                        lambda: supervisor.restart([])):  # fmt: skip
+        with pytest.raises(ConflictError, match=job.id):
+            await supervisor.start_push(PushRequest("/b"))
+        for refused in (supervisor.recover, lambda: supervisor.restart([])):
             with pytest.raises(ConflictError, match=job.id):
                 refused()
+        for verb in ("resume", "pause", "sleep", "wake"):
+            with pytest.raises(ConflictError, match=job.id):
+                await supervisor.verb(verb, {}, (), 5.0)
         push.gate.set()
         await eventually(lambda: supervisor.job is None)
         assert supervisor.state.journal.job(job.id).state == "succeeded"
         assert supervisor.state.weights() == FleetWeights("v1", "/ckpt", "same", "shm")
         assert states(supervisor)["a"] == "ready"
         assert supervisor.replicas["a"].row.weights_digest == "digest-v1"
-        assert supervisor.state.locks.holder("push") is None
+        assert supervisor.state.locks.holders("turn") == []
 
 
 async def test_a_fleet_that_was_taken_over_can_be_pushed_to_while_a_dead_server_starts(
@@ -425,7 +429,7 @@ async def test_a_fleet_that_was_taken_over_can_be_pushed_to_while_a_dead_server_
         await eventually(lambda: states(supervisor).get("a") == "ready")
         with pytest.raises(ConflictError, match="busy: adopt"):
             supervisor.restart([])
-        supervisor.start_push(PushRequest("/ckpt", weight_version="v1"))
+        await supervisor.start_push(PushRequest("/ckpt", weight_version="v1"))
         await eventually(lambda: supervisor.job is None)
         assert push.calls == [("/ckpt", ["a"])]
         assert supervisor.operation is not None and supervisor.operation.ended_at is None
@@ -436,7 +440,7 @@ async def test_a_replica_that_dies_takes_the_fleets_weights_before_it_is_routed(
 ) -> None:
     async with supervising(tmp_path) as supervisor:
         await bring_up(supervisor, fleet_plan([stub_server("a"), stub_server("b")], stub_router()))
-        supervisor.start_push(PushRequest("/ckpt", weight_version="v1"))
+        await supervisor.start_push(PushRequest("/ckpt", weight_version="v1"))
         await eventually(lambda: supervisor.job is None)
         push.gate.clear()
         os.kill(pid_of(supervisor, "a"), signal.SIGKILL)
@@ -457,14 +461,14 @@ async def test_a_replica_is_quarantined_when_the_checkpoint_changed(
 ) -> None:
     async with supervising(tmp_path) as supervisor:
         await bring_up(supervisor, fleet_plan([stub_server("a"), stub_server("b")], stub_router()))
-        supervisor.start_push(PushRequest("/ckpt", weight_version="v1"))
+        await supervisor.start_push(PushRequest("/ckpt", weight_version="v1"))
         await eventually(lambda: supervisor.job is None)
         monkeypatch.setattr(checkpoint, "identity_digest", "other")
         monkeypatch.setattr(checkpoint, "layout_digest", "other")
         os.kill(pid_of(supervisor, "a"), signal.SIGKILL)
         await eventually(lambda: states(supervisor)["a"] == "quarantined")
         assert routed(supervisor) == {"b"}
-        assert "/ckpt changed since" in (supervisor.replicas["a"].row.quarantine or "")
+        assert "/ckpt was overwritten since" in (supervisor.replicas["a"].row.quarantine or "")
         outcomes = await supervisor.verb("resume", {}, [], 5.0)
         assert [o["status"] for o in outcomes] == ["skipped", "ok"]
 
@@ -479,7 +483,7 @@ async def test_a_failed_push_quarantines_what_it_left_in_doubt(
             ServerPush("b", False, "quarantined", None, detail="half updated"),
         ]
         push.error = PushError("b failed", details={"servers": [s.to_json() for s in left]})
-        job = supervisor.start_push(PushRequest("/ckpt", weight_version="v1"))
+        job = await supervisor.start_push(PushRequest("/ckpt", weight_version="v1"))
         await eventually(lambda: supervisor.job is None)
         assert supervisor.state.journal.job(job.id).state == "failed"
         assert states(supervisor) == {"a": "ready", "b": "quarantined"}
@@ -496,7 +500,7 @@ async def test_a_replica_that_dies_in_a_push_is_not_blamed_for_what_its_process_
         push.gate.clear()
         left = [ServerPush("b", False, "quarantined", None, detail="connection lost")]
         push.error = PushError("b died", details={"servers": [s.to_json() for s in left]})
-        supervisor.start_push(PushRequest("/ckpt", weight_version="v1"))
+        await supervisor.start_push(PushRequest("/ckpt", weight_version="v1"))
         await eventually(lambda: len(push.calls) == 1)
         pid = pid_of(supervisor, "b")
         os.kill(pid, signal.SIGKILL)
@@ -528,11 +532,95 @@ async def test_a_push_that_cannot_even_begin_is_a_failed_job_and_frees_the_lock(
         await bring_up(supervisor, fleet_plan([stub_server("stubs-0")]))
         with monkeypatch.context() as broken:
             broken.delattr(admission, "push_fleet")
-            job = supervisor.start_push(PushRequest("nowhere"))
+            job = await supervisor.start_push(PushRequest("nowhere"))
             await eventually(lambda: supervisor.job is None)
         found = supervisor.state.journal.job(job.id)
         assert found.state == "failed"
         assert found.error is not None and "never began" in found.error["message"]
-        again = supervisor.start_push(PushRequest("nowhere"))  # the lock is free
+        again = await supervisor.start_push(PushRequest("nowhere"))  # the lock is free
         await eventually(lambda: supervisor.job is None)
         assert supervisor.state.journal.job(again.id).ended
+
+
+async def test_a_push_is_refused_while_a_verb_is_under_way_and_told_of_it(
+    tmp_path: Path, push: FakePush, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The verb's rollback would thaw servers in the middle of the update."""
+    monkeypatch.setattr(arbiter, "PATIENCE_S", 0.1)
+    slow = stub_server("a", faults={"/pause": {"kind": "delay", "seconds": 1.0}})
+    async with supervising(tmp_path) as supervisor:
+        await bring_up(supervisor, fleet_plan([slow]))
+        verb = asyncio.create_task(supervisor.verb("pause", {"mode": "wait"}, (), 5.0))
+        await eventually(lambda: supervisor.arbiter.holders() != [])
+        with pytest.raises(ConflictError, match="busy: skyctl pause"):
+            await supervisor.start_push(PushRequest("/ckpt"))
+        assert (await verb)[0]["status"] == "ok"
+        await supervisor.start_push(PushRequest("/ckpt"))
+        await eventually(lambda: supervisor.job is None)
+        assert push.calls == [("/ckpt", ["a"])]
+
+
+async def test_a_label_that_meant_other_files_does_not_make_a_server_current(
+    tmp_path: Path, push: FakePush, checkpoint: type[FakeCheckpoint]
+) -> None:
+    async with supervising(tmp_path) as supervisor:
+        await bring_up(supervisor, fleet_plan([stub_server("a")]))
+        await supervisor.start_push(PushRequest("/ckpt", weight_version="latest"))
+        await eventually(lambda: supervisor.job is None)
+        replica = supervisor.replicas["a"]
+        assert admission.is_current(supervisor.state, replica)
+        replica.update_row(checkpoint_digest="of the latest before")
+        assert not admission.is_current(supervisor.state, replica)
+
+
+async def test_a_server_that_waits_for_weights_takes_the_next_push(
+    tmp_path: Path, push: FakePush, checkpoint: type[FakeCheckpoint], monkeypatch: Any
+) -> None:
+    """A directory that is overwritten at every step: who restarted between two has none to take."""
+    async with supervising(tmp_path) as supervisor:
+        await bring_up(supervisor, fleet_plan([stub_server("a"), stub_server("b")], stub_router()))
+        await supervisor.start_push(PushRequest("/ckpt", weight_version="v1"))
+        await eventually(lambda: supervisor.job is None)
+        monkeypatch.setattr(checkpoint, "identity_digest", "other")
+        monkeypatch.setattr(checkpoint, "layout_digest", "other")
+        os.kill(pid_of(supervisor, "a"), signal.SIGKILL)
+        await eventually(lambda: states(supervisor)["a"] == "quarantined")
+        await supervisor.start_push(PushRequest("/ckpt", weight_version="v2"))
+        await eventually(lambda: states(supervisor) == {"a": "ready", "b": "ready"})
+        assert push.calls[-1] == ("/ckpt", ["a", "b"])
+        await eventually(lambda: routed(supervisor) == {"a", "b"})
+
+
+KNOWS_ALL = {"/never": {"kind": "hang"}}  # the full stub: the light one has no labels
+
+
+async def test_status_names_a_server_that_somebody_else_pushed_to(
+    tmp_path: Path, push: FakePush
+) -> None:
+    async with supervising(tmp_path) as supervisor:
+        await bring_up(supervisor, fleet_plan([stub_server("a", faults=KNOWS_ALL)]))
+        server = VLLMServer(supervisor.client, supervisor.replicas["a"].target)
+        assert (await report(supervisor)).health == "healthy"
+        await server.set_weight_version("b1")
+        found = await report(supervisor)
+        assert found.health == "degraded" and found.replicas[0].reported_version == "b1"
+        assert "b1" in found.reasons[0].message and "somebody else" in found.reasons[0].message
+
+
+async def test_an_error_as_a_push_ends_leaves_none_in_progress(
+    tmp_path: Path, push: FakePush, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with supervising(tmp_path) as supervisor:
+        await bring_up(supervisor, fleet_plan([stub_server("a")]))
+
+        def broken(self: object) -> None:
+            raise RuntimeError("a bug")
+
+        with monkeypatch.context() as patched:
+            patched.setattr("skyctl.supervisor.replica.Replica.reload_row", broken)
+            await supervisor.start_push(PushRequest("/ckpt"))
+            await eventually(lambda: supervisor.job is None)
+        assert supervisor.arbiter.holders() == []
+        await supervisor.start_push(PushRequest("/ckpt"))
+        await eventually(lambda: supervisor.job is None)
+        assert len(push.calls) == 2
