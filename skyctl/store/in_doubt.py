@@ -6,19 +6,19 @@ here until a push, a restart or `skyctl recover` has put them right.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from skyctl.store.journal import Job, JobEvent
 from skyctl.store.state import FleetState, FleetWeights
 
-KEY = "in_doubt"
 HELD = "held"
 """State of a server that was paused before the push: it stays paused after it."""
 _GIVEN_BACK = ("ready", "kept", "resumed", "draining")
 """States in which a push leaves a server as it should be; one that drains was not touched yet."""
+_WEIGHED = "weighed"
+"""The push has looked at its weights, and touched nothing yet."""
 _WAKING, _ASLEEP = "waking", "asleep"
 """Of one that slept: its weights are woken; the push was undone, and it sleeps again."""
 
@@ -30,7 +30,8 @@ class InDoubt:
     `half_updated`: bytes may have been sent, so that it holds parts of several checkpoints; else it
     has whole weights, maybe behind an open session: those on record. `thaw`: the push froze it, and
     nobody else wanted that. `woken`: it slept, and the push woke its weights. `job` is the push,
-    `stage` where it ended. `version` is the label that verified weights get before it is thawed.
+    `stage` where it ended. `digest` is what whole weights come to, "" where the push did not look.
+    `version` is the label that verified weights get before it is thawed.
     """
 
     server: str
@@ -39,6 +40,7 @@ class InDoubt:
     half_updated: bool
     thaw: bool
     woken: bool = False
+    digest: str = ""
     version: str = ""
 
 
@@ -50,8 +52,8 @@ def left_behind(job: Job, events: Sequence[JobEvent]) -> dict[str, InDoubt]:
 
     Stages, `waking` and `pausing` are journaled before they are acted upon, the rest after.
     """
-    versions = {
-        name: one["version"]
+    new = {
+        name: (digest, one["version"])
         for one in verified(events)
         for name, digest in one["servers"].items()
         if digest
@@ -60,11 +62,15 @@ def left_behind(job: Job, events: Sequence[JobEvent]) -> dict[str, InDoubt]:
     held: set[str] = set()
     woken: set[str] = set()
     last: dict[str, str] = {}
+    digests: dict[str, str] = {}
     for event in events:
         if event.kind == "stage":
             stages.add(event.data["stage"])
         elif event.kind == "server":
             name, state = event.data["server"], event.data["state"]
+            if state == _WEIGHED:
+                digests[name] = event.data["detail"]
+                continue
             last[name] = state
             if state == HELD:
                 held.add(name)
@@ -85,10 +91,11 @@ def left_behind(job: Job, events: Sequence[JobEvent]) -> dict[str, InDoubt]:
             name,
             job.id,
             job.stage,
-            half_updated=sent and name not in versions,
+            half_updated=sent and name not in new,
             thaw=name not in held,
             woken=name in woken,
-            version=versions.get(name, ""),
+            digest=new[name][0] if name in new else digests.get(name, ""),
+            version=new[name][1] if name in new else "",
         )
         for name, state in last.items()
         if not given_back(name, state)
@@ -103,8 +110,15 @@ def verified(events: Iterable[JobEvent]) -> list[dict[str, Any]]:
 def in_doubt(state: FleetState) -> dict[str, InDoubt]:
     """Every server in doubt, by name."""
     with state.understanding():
-        rows = json.loads(state.get(KEY) or "[]")
-        return {row["server"]: InDoubt(**row) for row in rows}
+        found = [
+            InDoubt(
+                row["server"], row["job"], row["stage"],
+                bool(row["half_updated"]), bool(row["thaw"]), bool(row["woken"]),
+                row["digest"], row["version"],
+            )
+            for row in state.database.rows("SELECT * FROM in_doubt ORDER BY server")
+        ]  # fmt: skip
+    return {one.server: one for one in found}
 
 
 def doubt(state: FleetState, found: Mapping[str, InDoubt]) -> None:
@@ -118,26 +132,30 @@ def doubt(state: FleetState, found: Mapping[str, InDoubt]) -> None:
                 before is not None and before.half_updated and not one.version
             )
             woken = one.woken or (before is not None and before.woken)
-            known[name] = replace(one, half_updated=half, woken=woken)
-            if woken:
-                state.set_weights_awake(name, True)
+            digest = one.digest
+            if before is not None and not one.version:
+                digest = before.digest or one.digest
+            _save(state, replace(one, half_updated=half, woken=woken, digest=digest))
+            changes: dict[str, Any] = {"weights_awake": True} if woken else {}
             if not state.server(name).quarantine:
-                state.update_server(name, quarantine=f"{one.job} broke off in stage {one.stage}")
-        _save(state, known)
+                changes["quarantine"] = f"{one.job} broke off in stage {one.stage}"
+            state.update_server(name, **changes)
 
 
 def touch(state: FleetState, name: str, why: str) -> None:
-    """A server is about to be pushed to by its own admission, which no journal tells of."""
-    with state.transaction():
-        _save(state, {**in_doubt(state), name: InDoubt(name, why, "update", True, True)})
+    """A server is about to be pushed to by its own admission, which no journal tells of.
+
+    Raises:
+        StateUnwritable: it cannot be put on record.
+    """
+    with state.durable():
+        _save(state, InDoubt(name, why, "update", True, True))
 
 
 def trust(state: FleetState, *names: str) -> None:
     """These servers were put right, or run in a new process."""
-    with state.transaction():
-        known = in_doubt(state)
-        if known.keys() & set(names):
-            _save(state, {name: one for name, one in known.items() if name not in names})
+    marks = ", ".join("?" * len(names))
+    state.database.write(f"DELETE FROM in_doubt WHERE server IN ({marks})", *names)
 
 
 def close_orphans(state: FleetState) -> list[Job]:
@@ -174,5 +192,11 @@ def _roll_forward(state: FleetState, job: Job, done: Sequence[Mapping[str, Any]]
             )
 
 
-def _save(state: FleetState, known: Mapping[str, InDoubt]) -> None:
-    state.set(KEY, json.dumps([asdict(one) for one in known.values()]))
+def _save(state: FleetState, one: InDoubt) -> None:
+    state.database.write(
+        "INSERT OR REPLACE INTO in_doubt "
+        "(server, job, stage, half_updated, thaw, woken, digest, version) "
+        "VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+        one.server, one.job, one.stage, one.half_updated, one.thaw, one.woken,
+        one.digest, one.version,
+    )  # fmt: skip
