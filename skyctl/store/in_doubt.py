@@ -110,8 +110,13 @@ def doubt(state: FleetState, found: Mapping[str, InDoubt]) -> None:
 
 
 def touch(state: FleetState, name: str, why: str) -> None:
-    """A server is about to be pushed to by its own admission, which no journal tells of."""
-    _save(state, InDoubt(name, why, "update", True, True))
+    """A server is about to be pushed to by its own admission, which no journal tells of.
+
+    Raises:
+        StateUnwritable: that cannot be put on record.
+    """
+    with state.durable():
+        _save(state, InDoubt(name, why, "update", True, True))
 
 
 def trust(state: FleetState, *names: str) -> None:

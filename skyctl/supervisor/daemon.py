@@ -92,7 +92,7 @@ async def serve(paths: FleetPaths) -> None:
     await _lock(paths)
     become_subreaper()
     async with ControlClient() as client:
-        with FleetState(paths.database, warn=_log) as state:
+        with FleetState(paths.database, warn=_log, owner=True) as state:
             supervisor = Supervisor(paths, state, client)
             sweep(paths.staging, state.checkpoints() | needed(state))
             with _socket(paths) as listener:

@@ -20,7 +20,7 @@ import asyncio
 import contextlib
 import os
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
 
@@ -114,7 +114,7 @@ class Replica(KeptRunning):
     @property
     def weights_awake(self) -> bool:
         """Whether it sleeps but for its weights, which were woken."""
-        return self.name in self._context.state.weights_awake()
+        return self._context.state.server(self.name).weights_awake
 
     @property
     def row(self) -> ServerRow:
@@ -161,17 +161,17 @@ class Replica(KeptRunning):
             checkpoint_digest=None,
             weights_digest=None,
             quarantine=None,
+            weights_awake=False,
         )
         trust(self._context.state, self.name)
-        self._context.state.set_weights_awake(self.name, False)
 
     def hold(self) -> None:
         """Until it is up, and not quarantined, let it answer nobody but us (`inside/guard.py`)."""
         os.close(create_private_file(self._context.paths.held(self.name)))
 
-    def reload_row(self) -> None:
-        """Take over what somebody else wrote to the state file."""
-        self._row_is(self._context.state.server(self.name))
+    def reload_row(self, row: ServerRow | None = None) -> None:
+        """Take over what somebody else wrote to the state file (`row`, where it was read)."""
+        self._row_is(row or self._context.state.server(self.name))
 
     def _row_is(self, row: ServerRow) -> None:
         self._row = row
@@ -313,6 +313,13 @@ class Replica(KeptRunning):
         if process.record_descendants():
             self._record = replace(self._record, descendants=process.descendants)
             self._context.state.save_process(self._record)
+
+
+def reload_rows(replicas: Sequence[Replica], state: FleetState) -> None:
+    """Take over what somebody else wrote of several servers."""
+    rows = {row.name: row for row in state.servers()}
+    for replica in replicas:
+        replica.reload_row(rows.get(replica.name))
 
 
 async def _wait(event: asyncio.Event, timeout_s: float) -> bool:
