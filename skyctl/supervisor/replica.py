@@ -216,7 +216,7 @@ class Replica(KeptRunning):
         if not self._row.quarantine:
             self._release()
         self._proven = True
-        self._context.state.add_event(self.name, "ready")
+        self._event("ready")
         self._to("up")
         return await self._watch(self.process)
 
@@ -236,7 +236,9 @@ class Replica(KeptRunning):
             self._release()
 
     def _release(self) -> None:
-        self._context.paths.held(self.name).unlink(missing_ok=True)
+        held = self._context.paths.held(self.name)
+        if held.exists():  # on a read-only disk it cannot even be asked to remove nothing
+            held.unlink(missing_ok=True)
 
     def _after_end(self) -> None:
         self.observed_paused, self.update_state = None, ""
@@ -311,8 +313,9 @@ class Replica(KeptRunning):
 
     def _record_descendants(self, process: ManagedProcess) -> None:
         if process.record_descendants():
-            self._record = replace(self._record, descendants=process.descendants)
-            self._context.state.save_process(self._record)
+            self._save(replace(self._record, descendants=process.descendants))
+        else:
+            self._save_again()
 
 
 def reload_rows(replicas: Sequence[Replica], state: FleetState) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 import psutil
 
 from skyctl.core.admission import refresh_all
-from skyctl.core.status import FleetStatus, ReplicaStatus, RouterStatus, assess
+from skyctl.core.status import FleetStatus, Reason, ReplicaStatus, RouterStatus, assess
 from skyctl.engines.vllm.metrics import ServerMetrics
 from skyctl.engines.vllm.server import VLLMServer
 from skyctl.errors import SkyctlError
@@ -43,6 +43,8 @@ async def report(supervisor: Supervisor, *, fresh: bool = True) -> FleetStatus:
     router = _router_row(supervisor)
     rollout = _rollout(supervisor)
     health, reasons = assess(rows, router, rolling=rollout is not None)
+    if (lost := supervisor.state.unrecorded) is not None:
+        reasons += (Reason(f"{lost.path} cannot be written: {lost.why}", lost.hint),)
     return FleetStatus(
         name=supervisor.paths.name,
         health=health,
