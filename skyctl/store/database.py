@@ -21,6 +21,7 @@ from skyctl.errors import SkyctlError, StateUnwritable
 from skyctl.store import opening
 from skyctl.store.opening import Connect, disk_failed
 from skyctl.store.paths import private_directory
+from skyctl.store.retention import Retention
 from skyctl.store.schema import roll_back, upgrade
 from skyctl.store.unrecorded import LOST, Unrecorded, advice
 
@@ -69,6 +70,7 @@ class Database:
     ) -> None:
         self.path = path
         self.begun_anew = False
+        self.retention = Retention()
         self.unread = False
         self._warn = warn
         self._connect = connect

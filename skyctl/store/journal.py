@@ -11,9 +11,11 @@ from typing import Any
 from skyctl.errors import NotFoundError
 from skyctl.store.database import Database, understood
 from skyctl.store.identity import ProcessIdentity, own_identity
+from skyctl.store.retention import prune
 
 _QUEUED = "queued"
 """The stage of a job that has not entered one."""
+_PRUNE_EVERY_JOBS = 20
 ENDED = ("succeeded", "failed", "interrupted")
 
 
@@ -143,6 +145,8 @@ class Journal:
                 number,
             )  # fmt: skip
             self._event(number, "end", {"state": state})
+        if number % _PRUNE_EVERY_JOBS == 0:
+            prune(self._database, self._database.retention)
 
     @understood
     def job(self, job_id: str) -> Job:

@@ -31,6 +31,7 @@ from skyctl.store.credentials import ensure_credentials
 from skyctl.store.in_doubt import close_orphans
 from skyctl.store.journal import Job
 from skyctl.store.paths import FleetPaths
+from skyctl.store.retention import Retention
 from skyctl.store.state import FleetState
 from skyctl.supervisor import adoption, healing, rollout
 from skyctl.supervisor.pushes import Pushes
@@ -311,6 +312,7 @@ class Supervisor:
                 changed=self.changed,
             )
         self._context.config = plan.config
+        self.state.retention = Retention.of(plan.config.history)
         # at once, before anything is spawned: another `up` plans with the same ports
         self.state.set("ports", json.dumps(_ports(plan)))
 

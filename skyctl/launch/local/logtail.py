@@ -6,6 +6,8 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
+from skyctl.launch.local.rotation import earlier
+
 # `ValueError: …`, `vllm.exceptions.EngineDeadError: …`, also behind vLLM's `(EngineCore pid=7)`
 # and log prefixes.
 _ERROR_LINE = re.compile(
@@ -24,10 +26,16 @@ _PROBE = re.compile(r'"GET /(?:is_paused|metrics|metrics/\?\S+|health|v1/models)
 
 
 def tail(path: Path, lines: int, *, probes: bool = False) -> list[str]:
-    """The last `lines` lines without terminal escapes; [] when there is no file.
+    """The last `lines` lines without terminal escapes, also from before the last rotation; [] when
+    there is no file.
 
     Access-log lines of answered probes are left out unless `probes`.
     """
+    found = _tail(path, lines, probes=probes)
+    return _tail(earlier(path), lines - len(found), probes=probes) + found
+
+
+def _tail(path: Path, lines: int, *, probes: bool) -> list[str]:
     if lines <= 0:
         return []
     try:
