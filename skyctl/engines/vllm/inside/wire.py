@@ -163,7 +163,7 @@ class RowAnswer:
             values survive the way there and back, else the one that the worker holds.
         pieces: (row, first column, column after the last, number) in the checkpoint's coordinates,
             where number is `row_number` of the values. Tensor-parallel workers hold parts of the
-            rows or of the columns. A row can occur twice: a tied output layer's copy is a piece too.
+            rows or of the columns. A row can occur twice: also in a tied output layer's copy.
         elsewhere: none of the parts asked for is this worker's, but other workers hold them.
         reason: why the worker cannot compare the tensor.
     """
