@@ -5,6 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from skyctl.engines.vllm.inside.experts import pack_after_updates
+
+pack_after_updates()  # vLLM imports this module in its workers, before they have a model
+
 
 class SkyctlWorkerExtension:
     """Mixed into vLLM's worker class by `--worker-extension-cls`.
@@ -37,6 +41,12 @@ class SkyctlWorkerExtension:
         from skyctl.engines.vllm.inside.tied import repack_tied_layers
 
         repack_tied_layers(self.model_runner.get_model())
+
+    def skyctl_update_problem(self) -> str:
+        """Why this worker must not be pushed to; "" when it may. See `experts.py`."""
+        from skyctl.engines.vllm.inside.experts import update_problem
+
+        return update_problem(self.model_runner.get_model())
 
     def skyctl_nccl(self) -> dict[str, Any]:
         """What a sender must know of this worker's NCCL; see `nccl.py`."""
