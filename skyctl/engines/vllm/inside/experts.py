@@ -1,7 +1,7 @@
 """Experts of MoE models on CPU, whose packing vLLM leaves out of every update.
 
-vLLM computes with a packed copy of the experts, which it makes when it builds the layer's kernel. An
-update finds the kernel there and copies what arrived, unpacked, to where the packed copy lies
+vLLM computes with a packed copy of the experts, which it makes when it builds the layer's kernel.
+An update finds the kernel there and copies what arrived, unpacked, to where the packed copy lies
 (vLLM 0.32, `unquantized_fused_moe_method.py`, `_setup_kernel`): tokens are wrong from then on, and
 no error is raised. That holds for every update, vLLM's own `reload_weights` included.
 """
