@@ -48,6 +48,30 @@ class SkyctlWorkerExtension:
             "rows": [asdict(row) for row in answer_rows(model, [RowQuestion(**q) for q in rows])],
         }
 
+    def skyctl_leave_answer(self, nonce: str, method: str, kwargs: dict[str, Any]) -> None:
+        """Call another of these methods and keep its answer for `skyctl_answers` (`ranks.py`).
+
+        Raises:
+            RuntimeError: the method failed; the message names this worker's rank.
+        """
+        from skyctl.engines.vllm.inside.ranks import leave
+
+        parallel = self.vllm_config.parallel_config
+        rank = (parallel.data_parallel_index, parallel.rank)
+        if not method.startswith("skyctl_"):
+            raise ValueError(f"{method!r} is no method of skyctl's")
+        try:
+            answer = getattr(self, method)(**kwargs)
+        except Exception as error:
+            raise RuntimeError(f"data-parallel rank {rank[0]}: {method}: {error}") from error
+        leave(nonce, rank, answer)
+
+    def skyctl_answers(self, nonce: str) -> list[dict[str, Any]]:
+        """What the workers of all data-parallel ranks left under `nonce`."""
+        from skyctl.engines.vllm.inside.ranks import collect
+
+        return collect(nonce)
+
     def skyctl_repack_tied(self) -> None:
         """Complete a `reload_weights`; see `tied.py`."""
         from skyctl.engines.vllm.inside.tied import repack_tied_layers
