@@ -18,7 +18,7 @@ async def verify(run: Run, sites: Sequence[Site], samples: Mapping[str, Sample])
     loaded = alive([site for site in sites if site.holds is Holds.NEW])
 
     async def digest(site: Site) -> None:
-        await _reset_cache(site)
+        await site.vllm.reset_caches()
         if run.request.verify:
             site.digest, how = await weights_digest(site.vllm, timeout_s=timeout_s, samples=samples)
             if not site.digest:
@@ -41,13 +41,6 @@ async def publish(run: Run, sites: Sequence[Site], label: str) -> None:
     loaded = alive([site for site in sites if site.holds is Holds.NEW])
     await each(loaded, call, timeout_s=run.fleet.control_timeout_s, what="publish the version")
     reached("push.published")
-
-
-async def _reset_cache(site: Site) -> None:
-    """vLLM keeps KV blocks of the old weights for new requests unless it is told to drop them."""
-    if not await site.vllm.reset_prefix_cache():
-        # frozen requests hold blocks: they go back to the queue with the tokens they have
-        await site.vllm.reset_prefix_cache(reset_running=True)
 
 
 def _outvote(sites: Sequence[Site]) -> None:

@@ -112,16 +112,45 @@ class VLLMServer:
             return bool(answer["status"] == "awake")
         return not tags
 
+    async def reset_caches(self) -> None:
+        """Drop all that was computed with other weights: KV blocks, here and in what a KV connector
+        keeps elsewhere, and the outputs of encoders (of images, for example).
+
+        Raises:
+            ServerError: some of it is still there.
+        """
+        done = await self.reset_prefix_cache()
+        if not done:
+            # frozen requests hold blocks: they go back to the queue with the tokens they have
+            done = await self.reset_prefix_cache(reset_running=True)
+        if not done:
+            raise ServerError(
+                f"{self.target.name}: KV blocks of other weights are still cached: "
+                f"{self.target.url}/reset_prefix_cache answered success: false"
+            )
+        await self._reset_encoder_cache()
+
     async def reset_prefix_cache(self, *, reset_running: bool = False) -> bool:
-        """Drop cached KV blocks. False while requests hold blocks; may be repeated.
+        """Drop cached KV blocks, also those that a KV connector keeps elsewhere. False while
+        requests hold blocks, or where the connector did not do it; may be repeated.
 
         With `reset_running` the requests that hold blocks are put back in the queue: they keep
         their tokens and compute their KV anew when they are scheduled next.
         """
-        params = {"reset_running_requests": "true"} if reset_running else None
+        params = {"reset_external": "true"}
+        if reset_running:
+            params["reset_running_requests"] = "true"
         answer = await self._call("POST", "/reset_prefix_cache", params=params)
         # versions before 0.32 answer with an empty body
         return bool(answer.get("success", True)) if isinstance(answer, dict) else True
+
+    async def _reset_encoder_cache(self) -> None:
+        """Nothing happens in a version without this route."""
+        try:
+            await self._call("POST", "/reset_encoder_cache")
+        except ServerError as error:
+            if error.status != 404:
+                raise
 
     async def collective_rpc(
         self,
