@@ -38,6 +38,8 @@ def _answer(tracer: Tracer, question: RowQuestion) -> RowAnswer:
         found = [row for placement in placements for row in _read(placement, question)]
     except NotComparable as why:
         return RowAnswer(question.name, reason=str(why))
+    except Exception as error:  # a version of vLLM that lacks what is looked at
+        return RowAnswer(question.name, reason=f"it cannot be read: {error!r}")
     if not found:
         return RowAnswer(question.name, elsewhere=True)
     wanted = getattr(torch, question.dtype)

@@ -73,10 +73,18 @@ class SkyctlWorkerExtension:
         return collect(nonce)
 
     def skyctl_repack_tied(self) -> None:
-        """Complete a `reload_weights`; see `tied.py`."""
+        """Complete a `reload_weights`; see `tied.py`.
+
+        Raises:
+            RuntimeError: the reload has left a part of the model wrong (`experts.py`).
+        """
+        from skyctl.engines.vllm.inside.experts import update_problem
         from skyctl.engines.vllm.inside.tied import repack_tied_layers
 
-        repack_tied_layers(self.model_runner.get_model())
+        model = self.model_runner.get_model()
+        if problem := update_problem(model):
+            raise RuntimeError(problem)
+        repack_tied_layers(model)
 
     def skyctl_update_problem(self) -> str:
         """Why this worker must not be pushed to; "" when it may. See `experts.py`."""
