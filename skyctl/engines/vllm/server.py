@@ -140,9 +140,7 @@ class VLLMServer:
         params = {"reset_external": "true"}
         if reset_running:
             params["reset_running_requests"] = "true"
-        answer = await self._call("POST", "/reset_prefix_cache", params=params)
-        # versions before 0.32 answer with an empty body
-        return bool(answer.get("success", True)) if isinstance(answer, dict) else True
+        return bool(await self._field("POST", "/reset_prefix_cache", "success", params=params))
 
     async def _reset_encoder_cache(self) -> None:
         """Nothing happens in a version without this route."""
