@@ -104,7 +104,7 @@ class RouterSection(_Section):
         5, description="Seconds between the router's own health checks (its default is 60)."
     )
     request_timeout_s: Size = Field(
-        1800, description="Seconds after which the router gives a request up."
+        1800, description="Seconds after which the router gives up on a request."
     )
     args: dict[str, ArgValue] = Field(
         default_factory=dict,
@@ -199,6 +199,9 @@ class FleetConfig(_Section):
         default_factory=dict,
         description="Any vLLM server argument, e.g. `max-model-len: 4096`; true adds a bare flag.",
     )
+    check_args: bool = Field(
+        True, description="Refuse names in `args` that the installed vLLM does not take."
+    )
     env: dict[str, EnvValue] = Field(
         default_factory=dict, description="Environment of every server."
     )
@@ -228,8 +231,8 @@ class FleetConfig(_Section):
     )
     auth: Literal["all", "control", "none"] = Field(
         "all",
-        description="What the servers ask a token for: every route but health, all but inference, "
-        "or nothing.",
+        description="Which routes ask for a token: every one but health, all but inference, "
+        "or none.",
     )
     api_key_env: VariableName | None = Field(
         None,
@@ -325,5 +328,6 @@ def json_schema() -> dict[str, Any]:
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         **FleetConfig.model_json_schema(mode="validation"),
+        "patternProperties": {"^x-": {"description": "For the file's own use; ignored."}},
         "title": "skyctl fleet file",
     }

@@ -24,6 +24,7 @@ from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
 
+from skyctl.core.expectations import model_on_disk
 from skyctl.core.health import FailureCount, probe_alive, probe_ready
 from skyctl.core.plan import ServerSpec
 from skyctl.engines.vllm.inside.guard import HELD_VARIABLE
@@ -85,7 +86,9 @@ class Replica(KeptRunning):
         self.update_state = ""  # what a push job says of this server while it runs
         self.state_since = time.time()  # epoch seconds
         self._context = context
+        self._closed = False
         self._proven = False  # was up once with this spec: worth restarting
+        self._launched_with = ""
         self._row = context.state.server(spec.name)
         self._shown = self.state
 
@@ -169,13 +172,23 @@ class Replica(KeptRunning):
         """Until it is up, and not quarantined, let it answer nobody but us (`inside/guard.py`)."""
         os.close(create_private_file(self._context.paths.held(self.name)))
 
+    def close(self) -> None:
+        """Answer nobody but us until `open_again`, whatever becomes of the row."""
+        self._closed = True
+        self.hold()
+
+    def open_again(self) -> None:
+        """Answer users again, unless it is quarantined."""
+        self._closed = False
+        self.reload_row()
+
     def reload_row(self) -> None:
         """Take over what somebody else wrote to the state file."""
         self._row_is(self._context.state.server(self.name))
 
     def _row_is(self, row: ServerRow) -> None:
         self._row = row
-        if self.phase == "up" and not row.quarantine:
+        if self.phase == "up" and not row.quarantine and not self._closed:
             self._release()
         self._context.changed()
 
@@ -206,7 +219,10 @@ class Replica(KeptRunning):
             self._to("starting", self.reason)
             if reason := await self._until_ready(self.process):
                 return reason
+        self.process.record_segments()  # its ranks have met: a crash may leave nobody to ask
         reached("server.ready")
+        if not adopted:
+            self._note_launch()
         self._to("admitting")
         admitted = False
         while not admitted:
@@ -226,8 +242,15 @@ class Replica(KeptRunning):
             self.spec.argv, {**self._context.credentials.fill(self.spec.env), **held}
         )
 
+    def _note_launch(self) -> None:
+        """Remember what vLLM has loaded, if nobody wrote to it while it did."""
+        same = self._launched_with == model_on_disk(self.spec)
+        self._context.state.expected.launched(self.name, self._launched_with if same else "")
+
     def _before_spawn(self) -> None:
         self.forget_weights()
+        self._launched_with = model_on_disk(self.spec)
+        self._context.state.expected.launched(self.name, "")
         self._after_end()
         moved_on = self._context.state.weights().checkpoint is not None
         if moved_on or self._row.paused or self._row.sleep_level:

@@ -43,6 +43,20 @@ class VLLMServer:
         data = await self._field("GET", "/v1/models", "data")
         return self._understood("/v1/models", lambda: [str(model["id"]) for model in data])
 
+    async def generates_from_tokens(self) -> bool:
+        """Whether `/inference/v1/generate` is served: token ids in, token ids out.
+
+        vLLM 0.32 answers 403 there without `--enable-scale-out`; what is sent here is no request
+        that any version takes.
+        """
+        try:
+            await self._call("POST", "/inference/v1/generate", json={})
+        except ServerError as error:
+            if not error.status:
+                raise
+            return error.status not in (403, 404)
+        return True
+
     async def world_size(self, *, include_dp: bool = True) -> int:
         """Workers of this deployment: TP x PP, times DP with `include_dp`."""
         params = {"include_dp": _flag(include_dp)}
@@ -77,13 +91,19 @@ class VLLMServer:
         """Whether the scheduler is paused. Round-trips the engine core: the real liveness probe."""
         return bool(await self._field("GET", "/is_paused", "is_paused"))
 
-    async def pause(self, mode: PauseMode = "abort", *, clear_cache: bool = True) -> None:
+    async def pause(
+        self,
+        mode: PauseMode = "abort",
+        *,
+        clear_cache: bool = True,
+        timeout_s: float | None = None,
+    ) -> None:
         """Stop scheduling. abort ends running requests, wait drains them, keep freezes them.
 
         vLLM ignores `clear_cache` with mode keep.
         """
         params = {"mode": mode, "clear_cache": _flag(clear_cache)}
-        await self._call("POST", "/pause", params=params)
+        await self._call("POST", "/pause", params=params, timeout_s=timeout_s)
 
     async def resume(self) -> None:
         """Schedule again."""
@@ -262,7 +282,7 @@ class VLLMServer:
         try:
             await self.collective_rpc(method, timeout_s=timeout_s)
         except ServerError as error:
-            if method not in error.message:
+            if not lacks_method(error, method):
                 raise
 
     async def weight_checksums(self, *, timeout_s: float | None = None) -> dict[str, str] | None:
@@ -322,6 +342,12 @@ class VLLMServer:
                 "not a JSON object"
             )
         return answer
+
+
+def lacks_method(error: ServerError, method: str) -> bool:
+    """Whether workers answered a `collective_rpc` that they have no such method. Any other error,
+    one raised by the method itself above all, says nothing of the kind."""
+    return f"Method '{method}' is not implemented" in error.message
 
 
 def _flag(value: bool) -> str:
