@@ -15,7 +15,7 @@ on the number of threads (seen with 1 to 4).
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -48,19 +48,6 @@ def digest_model(model: torch.nn.Module) -> dict[str, Any]:
                 total.update(name.encode() + b"\0" + _digest_packed(layer))
                 probed += 1
     return {"digest": total.hexdigest(), "tensors": tensors, "probed": probed}
-
-
-def sample_tensors(model: torch.nn.Module, names: Sequence[str]) -> dict[str, list[Any]]:
-    """[dtype, shape, number] of the tensors of these names that the model has and that hold
-    something; numbers as in `engines/vllm/inside/device_digest.py`."""
-    tensors = model.state_dict(keep_vars=True)
-    found = [name for name in names if name in tensors and tensors[name].numel()]
-    with torch.inference_mode():
-        numbers = digest_on_device([tensors[name] for name in found])
-    return {
-        name: [str(tensors[name].dtype).removeprefix("torch."), list(tensors[name].shape), number]
-        for name, number in zip(found, numbers, strict=True)
-    }
 
 
 def _named_tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

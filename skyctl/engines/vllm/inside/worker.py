@@ -22,18 +22,15 @@ class SkyctlWorkerExtension:
     vllm_config: Any
     weight_transfer_engine: Any
 
-    def skyctl_weight_digest(
-        self, names: Sequence[str] = (), rows: Sequence[dict[str, Any]] = ()
-    ) -> dict[str, Any]:
+    def skyctl_weight_digest(self, rows: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
         """Digest of the weights this worker computes with; see `digest.py`.
 
         `arrangement` tells with which servers' it can be compared (`arrangement.py`), if they have
-        the same `digest_version`. `names` adds `samples`: dtype, shape and number of those
-        tensors, where the model has them. `rows` are `RowQuestion`s, whose `RowAnswer`s come
-        back in order (`rows.py`).
+        the same `digest_version`. `rows` are `RowQuestion`s, whose `RowAnswer`s come back in order
+        (`rows.py`).
         """
         from skyctl.engines.vllm.inside.arrangement import arrangement
-        from skyctl.engines.vllm.inside.digest import digest_model, sample_tensors
+        from skyctl.engines.vllm.inside.digest import digest_model
         from skyctl.engines.vllm.inside.rows import answer_rows
 
         model = self.model_runner.get_model()
@@ -44,7 +41,6 @@ class SkyctlWorkerExtension:
             "arrangement": arrangement(self.vllm_config),
             "data_parallel_rank": parallel.data_parallel_index,
             "rank": parallel.rank,
-            "samples": sample_tensors(model, names),
             "rows": [asdict(row) for row in answer_rows(model, [RowQuestion(**q) for q in rows])],
         }
 
