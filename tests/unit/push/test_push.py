@@ -68,6 +68,19 @@ async def test_a_push_brings_every_server_to_one_version(stubs: Stubs) -> None:
     check_invariant(stubs)
 
 
+async def test_nothing_that_was_computed_with_the_old_weights_stays_cached(stubs: Stubs) -> None:
+    await push_new(stubs)
+    assert [engine.cached for engine in stubs.engines] == [set(), set()]
+
+
+async def test_a_server_whose_connector_keeps_old_kv_blocks_has_failed(stubs: Stubs) -> None:
+    stubs.engines[1].connector_fails = True
+    error = await failing_push(stubs)
+    assert "KV blocks of other weights are still cached" in str(error.details)
+    assert states(error) != ["ready", "ready"]
+    check_invariant(stubs)
+
+
 async def test_the_version_depends_on_the_content_not_on_chunks_or_shards(stubs: Stubs) -> None:
     first = await push_new(stubs, chunk_size=300)
     write_checkpoint(stubs.new / "again" / "new", tiny_tensors(50))
