@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import secrets
+from asyncio import gather
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
@@ -135,6 +137,47 @@ class VLLMServer:
         if not isinstance(answer, dict):
             return []
         return self._understood("/collective_rpc", lambda: list(answer.get("results") or []))
+
+    async def ask_workers(
+        self,
+        method: str,
+        kwargs: Mapping[str, Any] | None = None,
+        *,
+        timeout_s: float | None = None,
+    ) -> list[Any]:
+        """Call a method of skyctl's worker extension on every worker of every data-parallel rank.
+
+        Returns what each answered, by data-parallel rank, then by rank within it. Through
+        /collective_rpc alone only the first data-parallel rank would be heard
+        (`engines/vllm/inside/ranks.py`).
+
+        Raises:
+            ServerError: an answer is missing, or the method failed on one of the workers.
+        """
+        everywhere, within = await gather(
+            self.world_size(include_dp=True), self.world_size(include_dp=False)
+        )
+        if everywhere == within:
+            answers = await self.collective_rpc(method, kwargs=kwargs, timeout_s=timeout_s)
+            found = {(0, rank): answer for rank, answer in enumerate(answers)}
+        else:
+            nonce = secrets.token_hex(16)
+            question = {"nonce": nonce, "method": method, "kwargs": dict(kwargs or {})}
+            await self.collective_rpc("skyctl_leave_answer", kwargs=question, timeout_s=timeout_s)
+            left = await self.collective_rpc("skyctl_answers", kwargs={"nonce": nonce})
+            found = self._understood(
+                "/collective_rpc",
+                lambda: {tuple(each["rank"]): each["answer"] for each in left[0]},
+            )
+        wanted = [(copy, rank) for copy in range(everywhere // within) for rank in range(within)]
+        for copy, rank in wanted:
+            if (copy, rank) not in found:
+                raise ServerError(
+                    f"{self.target.name}: could not look at rank {copy}: no answer of its worker "
+                    f"{rank} (data-parallel ranks on other machines, or behind servers of their "
+                    "own, are not supported)"
+                )
+        return [found[place] for place in wanted]
 
     async def complete(
         self, body: Mapping[str, Any], *, chat: bool = False, timeout_s: float | None = None
