@@ -15,6 +15,9 @@ from skyctl.http.target import ServerTarget
 PauseMode = Literal["abort", "wait", "keep"]
 Read = TypeVar("Read")
 
+ASK_METHOD = "skyctl_leave_answer"
+"""Of skyctl's worker extension: call another one where there are several data-parallel ranks."""
+
 
 class VLLMServer:
     """The control routes of one server. `timeout_s` is each call's deadline unless it says other.
@@ -163,7 +166,7 @@ class VLLMServer:
         else:
             nonce = secrets.token_hex(16)
             question = {"nonce": nonce, "method": method, "kwargs": dict(kwargs or {})}
-            await self.collective_rpc("skyctl_leave_answer", kwargs=question, timeout_s=timeout_s)
+            await self.collective_rpc(ASK_METHOD, kwargs=question, timeout_s=timeout_s)
             left = await self.collective_rpc("skyctl_answers", kwargs={"nonce": nonce})
             found = self._understood(
                 "/collective_rpc",

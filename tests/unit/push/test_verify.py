@@ -35,7 +35,7 @@ class Answering(VLLMServer):
         self.target = ServerTarget("demo-0", "http://127.0.0.1:1")
         self._answers = answers
 
-    async def collective_rpc(self, method: str, *_: Any, **__: Any) -> list[Any]:
+    async def ask_workers(self, method: str, *_: Any, **__: Any) -> list[Any]:
         return list(self._answers)
 
 
