@@ -123,7 +123,9 @@ async def test_nan_that_is_met_in_the_middle_quarantines_and_is_not_sent_again(
         with pytest.raises(PushError, match=r"lm_head\.weight holds NaN") as caught:
             await push(request, stubs.fleet, client=client, observer=Recorder())
     assert [row["state"] for row in caught.value.details["servers"]] == ["quarantined"] * 2
-    assert all(engine.paused and engine.log.count("init") == 1 for engine in stubs.engines)
+    assert [(engine.paused, engine.log.count("init")) for engine in stubs.engines] == [
+        (True, 1)
+    ] * 2
 
 
 async def test_a_dry_run_reads_no_values_unless_asked(tmp_path: Path) -> None:
