@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from skyctl.engines.vllm.server import ASK_METHOD, VLLMServer, lacks_method
+from skyctl.engines.vllm.server import VLLMServer, lacks_method
 from skyctl.errors import ServerError
 from skyctl.http.client import ControlClient
 from skyctl.http.fanout import fan_out
@@ -155,8 +155,7 @@ async def weights_digest(
     try:
         answers = await server.ask_workers(DIGEST_METHOD, {"rows": questions}, timeout_s=timeout_s)
     except ServerError as error:
-        # workers of several data-parallel ranks are asked by another method
-        if not any(lacks_method(error, method) for method in (DIGEST_METHOD, ASK_METHOD)):
+        if not lacks_method(error, DIGEST_METHOD):
             raise
         return await _by_checksums(server, timeout_s=timeout_s)
     try:
