@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from skyctl.checkpoints.staging import held
 from skyctl.core.arbiter import Arbiter, Turn
-from skyctl.core.expectations import informed, remember
+from skyctl.core.expectations import informed, records_of, remember, rows_of
 from skyctl.errors import DeadlineExceeded, FleetDownError, SkyctlError
 from skyctl.http.client import ControlClient
 from skyctl.http.target import ServerTarget
@@ -328,12 +328,20 @@ async def follow(
 
 
 async def verify_servers(
-    targets: Sequence[ServerTarget], client: ControlClient, *, timeout_s: float = 120.0
+    targets: Sequence[ServerTarget],
+    client: ControlClient,
+    state: FleetState,
+    *,
+    timeout_s: float = 120.0,
 ) -> dict[str, Any]:
-    """Compare what the servers hold now: {"servers": […], "agree": bool or None}."""
+    """Compare what the servers hold now with each other, with what is on record and with the
+    fleet's checkpoint: {"servers": […], "agree": bool or None}."""
     from skyctl.push.verify import verify
 
-    return (await verify(targets, client=client, timeout_s=timeout_s)).to_json()
+    rows = await asyncio.to_thread(rows_of, state.weights())
+    records = records_of(state, rows)
+    found = await verify(targets, client=client, timeout_s=timeout_s, records=records)
+    return found.to_json()
 
 
 def _error_json(error: SkyctlError) -> dict[str, Any]:

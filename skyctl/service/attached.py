@@ -196,7 +196,7 @@ class AttachedFleet:
         """Compare the servers' weights now: {"servers": […], "agree": bool}."""
         from skyctl.core.jobs import verify_servers
 
-        return await verify_servers(self.targets, self._client)
+        return await verify_servers(self.targets, self._client, self._state)
 
     async def findings(self) -> tuple[Finding, ...]:
         """What is the matter with each server, asked now."""

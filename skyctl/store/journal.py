@@ -119,8 +119,7 @@ class Journal:
 
     def stage(self, job_id: str, stage: str, *, durable: bool = False) -> None:
         """A stage begins; `durable` for what must be on record before it does."""
-        with self._database.transaction(durable=durable):
-            self._event(_number(job_id), "stage", {"stage": stage})
+        self._event(_number(job_id), "stage", {"stage": stage}, durable=durable)
 
     def progress(self, job_id: str, done_bytes: int, total_bytes: int) -> None:
         self._database.write(
@@ -133,8 +132,7 @@ class Journal:
     ) -> None:
         """A server's state; `durable` for what must be on record before it is made so."""
         data = {"server": server, "state": state, "detail": detail}
-        with self._database.transaction(durable=durable):
-            self._event(_number(job_id), "server", data, server)
+        self._event(_number(job_id), "server", data, server, durable=durable)
 
     def note(self, job_id: str, message: str) -> None:
         self._event(_number(job_id), "note", {"message": message})
@@ -179,7 +177,7 @@ class Journal:
     @understood
     def jobs(self, limit: int = 50) -> list[Job]:
         """The latest jobs, newest first."""
-        return self._jobs("ORDER BY created_at DESC LIMIT ?", limit)
+        return self._jobs("ORDER BY created_at DESC, number DESC LIMIT ?", limit)
 
     @understood
     def events(self, job_id: str, after: int = 0) -> list[JobEvent]:
@@ -268,11 +266,17 @@ class Journal:
         return [_job(row, stages[row["number"]], servers[row["number"]]) for row in rows]
 
     def _event(
-        self, number: int, kind: str, data: dict[str, Any], server: str | None = None
+        self,
+        number: int,
+        kind: str,
+        data: dict[str, Any],
+        server: str | None = None,
+        *,
+        durable: bool = False,
     ) -> None:
         self._database.write(
             "INSERT INTO job_events (job, at, kind, data, server) VALUES (?, ?, ?, ?, ?)",
-            number, time.time(), kind, json.dumps(data), server,
+            number, time.time(), kind, json.dumps(data), server, durable=durable,
         )  # fmt: skip
 
 

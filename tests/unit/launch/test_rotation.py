@@ -46,7 +46,8 @@ def test_a_log_is_rotated_while_its_writer_goes_on(tmp_path: Path) -> None:
     assert "\0" not in paths[2].read_text()  # the writer appends: no hole where it was
     found = numbers(*paths)
     assert found == sorted(found) and found[-1] == 19_999
-    assert found[-1] - found[0] + 1 - len(found) < 100  # what fell between copy and truncation
+    # lines may fall between copy and truncation; none is there twice
+    assert len(set(found)) == len(found)
     assert all(path.stat().st_mode & 0o077 == 0 for path in tmp_path.glob("*.log.*"))
 
 
