@@ -8,6 +8,7 @@ bin=${VENV:-.venv}/bin
 "$bin/ruff" check .
 "$bin/ruff" format --check .
 "$bin/mypy"
+"$bin/lint-imports"
 site=$(mktemp -d)
 trap 'rm -rf "$site"' EXIT
 # without --quiet, which hides warnings from --strict
