@@ -186,6 +186,8 @@ class StubServer:
         if method in ("skyctl_repack_tied", "skyctl_leave_group", "skyctl_free_cached"):
             self.engine.log.append(method)
             return JSONResponse({"results": [None] * workers})
+        if method == "skyctl_update_problem":
+            return JSONResponse({"results": [self.engine.update_problem] * workers})
         if method == "skyctl_nccl":
             answer = {"problem": self.engine.nccl_problem, "settings": self.engine.nccl_settings}
             return JSONResponse({"results": [answer] * workers})

@@ -15,6 +15,9 @@ from skyctl.http.target import ServerTarget
 PauseMode = Literal["abort", "wait", "keep"]
 Read = TypeVar("Read")
 
+_ASK_METHOD = "skyctl_leave_answer"
+"""Of skyctl's worker extension: call another one where there are several data-parallel ranks."""
+
 
 class VLLMServer:
     """The control routes of one server. `timeout_s` is each call's deadline unless it says other.
@@ -210,7 +213,7 @@ class VLLMServer:
         else:
             nonce = secrets.token_hex(16)
             question = {"nonce": nonce, "method": method, "kwargs": dict(kwargs or {})}
-            await self.collective_rpc("skyctl_leave_answer", kwargs=question, timeout_s=timeout_s)
+            await self.collective_rpc(_ASK_METHOD, kwargs=question, timeout_s=timeout_s)
             left = await self.collective_rpc("skyctl_answers", kwargs={"nonce": nonce})
             found = self._understood(
                 "/collective_rpc",
@@ -347,7 +350,8 @@ class VLLMServer:
 def lacks_method(error: ServerError, method: str) -> bool:
     """Whether workers answered a `collective_rpc` that they have no such method. Any other error,
     one raised by the method itself above all, says nothing of the kind."""
-    return f"Method '{method}' is not implemented" in error.message
+    missing = (f"Method '{name}' is not implemented" for name in (method, _ASK_METHOD))
+    return any(words in error.message for words in missing)
 
 
 def _flag(value: bool) -> str:
