@@ -100,8 +100,9 @@ class Journal:
         """A new running job, owned by this process.
 
         Raises:
-            StateUnwritable: it cannot be put on record.
+            StateUnwritable: it cannot be put on record, or there is no room for what follows.
         """
+        self._database.reserve()
         owner, created_at = own_identity(), time.time()
         cursor = self._database.write(
             "INSERT INTO jobs (kind, state, done_bytes, total_bytes, request, created_at, "
