@@ -104,8 +104,9 @@ class Journal:
         """A new running job, owned by this process.
 
         Raises:
-            StateUnwritable: it cannot be put on record.
+            StateUnwritable: it cannot be put on record, or there is no room for what follows.
         """
+        self._database.reserve()
         owner, created_at = own_identity(), time.time()
         # dry runs count downwards from -1, so that they use up no number of a push
         number = "(SELECT MIN(0, COALESCE(MIN(number), 0)) - 1 FROM jobs)"
