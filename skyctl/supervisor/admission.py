@@ -81,32 +81,6 @@ async def bring_to_weights(
         )
 
 
-<<<<<<< HEAD:skyctl/supervisor/admission.py
-=======
-def published(weights: FleetWeights, *, verify: bool) -> PushRequest:
-    """A request for the weights that the fleet has.
-
-    Raises:
-        SkyctlError: it has none but those it was started with, or they changed on disk.
-    """
-    from skyctl.checkpoints.checkpoint import read_checkpoint
-
-    if weights.checkpoint is None:
-        raise SkyctlError("nothing was pushed into this fleet yet")
-    found = read_checkpoint(weights.checkpoint)
-    digests = (found.identity_digest, found.layout_digest)
-    if weights.checkpoint_digest and weights.checkpoint_digest not in digests:
-        raise SkyctlError(f"{weights.checkpoint} changed since it was pushed")
-    return PushRequest(
-        checkpoint=weights.checkpoint,
-        transport=weights.transport,
-        weight_version=weights.version,
-        verify=verify,
-        scan_nan=False,  # they were accepted when they were pushed
-    )
-
-
->>>>>>> h/verify:skyctl/core/admission.py
 async def push_alone(
     replica: Replica, state: FleetState, plan: FleetPlan, client: ControlClient
 ) -> None:
