@@ -1,15 +1,16 @@
 """Who may act on a fleet now: the one rule for verbs, pushes and recovery.
 
-               verb   push   recover
-    verb       yes    no     no        pause, resume, sleep, wake
-    push       no     no     no
-    recover    no     no     no        its own pushes are part of it
+               verb   sleep   push   recover
+    verb       yes    no      no     no        pause, resume
+    sleep      no     no      no     no        sleep, wake
+    push       no     no      no     no
+    recover    no     no      no     no        its own pushes are part of it
 
-Verbs share the fleet; a push and a recovery have it to themselves, so that nobody else thaws what a
-push has paused. Changes of processes (up, restart, scale) happen in the supervisor alone, which
-does one at a time, none beside a push or a recovery, and lets verbs pass. The admission of a
-restarted server is outside the rule: nobody else acts on a server that is not up yet. `down` ends
-whatever goes on.
+Pauses and resumes share the fleet. Whatever else acts has it to itself, so that nobody thaws what a
+push has paused, and the record of a sleep is in the order in which servers slept. Changes of
+processes (up, restart, scale) happen in the supervisor alone, which does one at a time, none beside
+a push or a recovery, and lets verbs pass. The admission of a restarted server is outside the rule:
+nobody else acts on a server that is not up yet. `down` ends whatever goes on.
 
 The rule is the same for attached and supervised fleets: one kernel lock in the fleet's directory
 (`store/locks.py`), taken by the process that acts. Two machines that attach the same servers do not
@@ -42,6 +43,7 @@ class Act(Enum):
     """What somebody wants to do."""
 
     VERB = "verb"
+    SLEEP = "sleep"
     PUSH = "push"
     RECOVER = "recover"
 
@@ -49,6 +51,11 @@ class Act(Enum):
     def shared(self) -> bool:
         """Whether others may do the same at the same time."""
         return self is Act.VERB
+
+    @classmethod
+    def of_verb(cls, verb: str) -> Act:
+        """What pause, resume, sleep and wake are."""
+        return cls.SLEEP if verb in ("sleep", "wake") else cls.VERB
 
 
 class Turn:
@@ -93,7 +100,7 @@ class Arbiter:
         except SkyctlError:
             # The lock's file is made before the first push. Where it cannot be made no push is
             # under way, and what thaws must not need a disk.
-            if act is not Act.VERB:
+            if act not in (Act.VERB, Act.SLEEP):
                 raise
             return Turn(None)
 

@@ -253,7 +253,7 @@ class AttachedFleet:
         timeout_s: float | None,
     ) -> list[dict[str, Any]]:
         targets = self._named(servers)
-        with await self._turn(Act.VERB, f"skyctl {verb}"):
+        with await self._turn(Act.of_verb(verb), f"skyctl {verb}"):
             outcomes = await verbs.run(
                 verb,
                 arguments,

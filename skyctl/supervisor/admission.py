@@ -110,20 +110,23 @@ async def push_alone(
 
 
 async def apply_intent(replica: Replica, client: ControlClient, timeout_s: float) -> None:
-    """Pause or put to sleep a fresh server whose predecessor was, so that it is as intended."""
-    from skyctl.core import actions as verbs
+    """Make a fresh server what is intended: paused or asleep as its predecessor was, or running."""
+    from skyctl.core import actions
 
     row = replica.row
     if row.sleep_level:
-        outcomes = await verbs.sleep(
+        outcomes = await actions.sleep(
             client, [replica.target], level=row.sleep_level, timeout_s=timeout_s
         )
     elif row.paused:
-        outcomes = await verbs.pause(client, [replica.target], mode="keep", timeout_s=timeout_s)
+        outcomes = await actions.pause(client, [replica.target], mode="keep", timeout_s=timeout_s)
+    elif await probe_alive(client, replica.target, timeout_s):
+        # a push that was under way as it started took it for the process before
+        outcomes = await actions.resume(client, [replica.target], timeout_s=timeout_s)
     else:
         return
     if not outcomes[0].ok:
-        raise ServerError(f"{replica.name} could not be frozen again: {outcomes[0].detail}")
+        raise ServerError(f"{replica.name} could not be made as intended: {outcomes[0].detail}")
     await refresh_all([replica], client, timeout_s)
 
 

@@ -189,7 +189,7 @@ class Supervisor:
         timeout_s: float,
     ) -> list[dict[str, Any]]:
         """pause, resume, sleep or wake on these servers (all when empty); one outcome each."""
-        with await self.arbiter.turn(Act.VERB, f"skyctl {verb}"):
+        with await self.arbiter.turn(Act.of_verb(verb), f"skyctl {verb}"):
             return await self._verb_in_turn(verb, arguments, names, timeout_s)
 
     async def _verb_in_turn(

@@ -496,6 +496,7 @@ async def test_a_replica_whose_fleets_checkpoint_was_deleted_is_quarantined(
         (new / "model.safetensors").unlink()
         os.kill(pid_of(supervisor, "a"), signal.SIGKILL)
         await eventually(lambda: states(supervisor)["a"] == "quarantined")
+        await eventually(lambda: supervisor.replicas["a"].phase == "up")
         assert routed(supervisor) == {"b"}
         assert "skyctl sync-weights" in (supervisor.replicas["a"].row.quarantine or "")
         held = supervisor.paths.held("a")

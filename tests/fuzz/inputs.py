@@ -438,6 +438,7 @@ class _Unmoved:
 
     client = None
     recovered = ()
+    state = SimpleNamespace(weights=FleetWeights, servers=list)
 
     def reconcile(self, plan: Any, kind: str) -> tuple[int, bool]:
         assert isinstance(kind, str)
