@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from skyctl.engines.vllm.inside.layout_load import LayoutLoader
 
 
 class SkyctlWorkerExtension:
@@ -55,3 +58,57 @@ class SkyctlWorkerExtension:
         import torch
 
         torch.cuda.empty_cache()
+
+    def skyctl_layout(self) -> dict[str, Any]:
+        """How this worker's parameters are made of checkpoint tensors; see `layout.py`."""
+        return self._skyctl_loader().report().to_wire()
+
+    def skyctl_layout_open(
+        self,
+        programs: Sequence[Mapping[str, Any]],
+        payloads: Mapping[str, str] = {},
+        buffer_bytes: int = 0,
+    ) -> None:
+        """Get ready for the program of this worker's rank; see `layout_load.py`."""
+        from skyctl.engines.vllm.inside.layout_wire import Program
+
+        loader = self._skyctl_loader()
+        chunks = {int(chunk): payload for chunk, payload in payloads.items()}
+        loader.open(Program.from_wire(programs[loader.rank]), chunks, buffer_bytes)
+
+    def skyctl_layout_load(
+        self, chunks: Sequence[int], payloads: Mapping[str, str] = {}, last: bool = True
+    ) -> None:
+        """Copy chunks from the sender's memory on this GPU into the parameters."""
+        loader = self._skyctl_loader()
+        loader.load(chunks, {int(chunk): payload for chunk, payload in payloads.items()})
+        if last:
+            loader.after()
+
+    def skyctl_layout_receive(self, sizes: Sequence[int]) -> None:
+        """Copy chunks of these sizes out of the sender's broadcasts into the parameters."""
+        loader = self._skyctl_loader()
+        loader.receive(sizes)
+        loader.after()
+
+    def skyctl_layout_numbers(self, names: Sequence[Sequence[str]]) -> dict[str, Any]:
+        """Numbers of the parameters named for this worker's rank, and the rank."""
+        loader = self._skyctl_loader()
+        return {"rank": loader.rank, "numbers": loader.numbers(names[loader.rank])}
+
+    def skyctl_layout_trust(self, layouts: Sequence[str]) -> None:
+        """The layout of this worker's rank was compared with what vLLM's loader made."""
+        loader = self._skyctl_loader()
+        loader.trust(layouts[loader.rank])
+
+    def skyctl_layout_close(self) -> None:
+        """Let go of the sender's memory."""
+        self._skyctl_loader().close()
+
+    def _skyctl_loader(self) -> LayoutLoader:
+        from skyctl.engines.vllm.inside.layout_load import LayoutLoader
+
+        loader: LayoutLoader | None = getattr(self, "_skyctl_layout_loader", None)
+        if loader is None:
+            loader = self._skyctl_layout_loader = LayoutLoader(self)
+        return loader
