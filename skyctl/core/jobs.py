@@ -10,6 +10,7 @@ from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from skyctl.core.expectations import informed, remember
 from skyctl.errors import DeadlineExceeded, FleetDownError, SkyctlError
 from skyctl.http.client import ControlClient
 from skyctl.http.target import ServerTarget
@@ -124,7 +125,7 @@ async def run_push(
                 roll = functools.partial(push_rolling, on_part=part_over)
                 result = await (roll if request.rolling else push)(
                     own.request,
-                    fleet,
+                    informed(fleet, state),
                     client=client,
                     observer=observer,
                     senders=senders,
@@ -176,6 +177,7 @@ def record_part(state: FleetState, result: PushResult) -> None:
 
 
 def _record_servers(state: FleetState, result: PushResult) -> None:
+    remember(state, {"learned": result.learned})
     trust(state, *(server.server for server in result.servers))
     for server in result.servers:
         row = state.server(server.server)
@@ -238,6 +240,7 @@ def record_failure(
             state.set_weights_awake(server["server"], True)
         if changes:
             state.update_server(server["server"], **changes)
+    remember(state, error.details)
     _publish_in_part(state, error.details)
     doubt_left(state, job_id)
     state.journal.record_push(

@@ -132,7 +132,7 @@ async def _give_back(case: _Case, hands: Hands) -> None:
             server,
             stage=found.stage,
             thaw=found.thaw and not row.paused,
-            digest=row.weights_digest,
+            digest=found.digest or row.weights_digest,
             timeout_s=hands.control_timeout_s,
             slept=slept,
         )

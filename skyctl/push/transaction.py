@@ -26,6 +26,7 @@ from skyctl.push.canary_stage import refuse_commit, try_canary
 from skyctl.push.cancellation import Shelter
 from skyctl.push.commit import publish, verify
 from skyctl.push.delivery import Delivery
+from skyctl.push.expected import launch_digests
 from skyctl.push.freeze import NotYet, pause, require_all, resume, roll_back
 from skyctl.push.outcome import cut_short, result_of, settle
 from skyctl.push.preflight import Prepared, preflight
@@ -106,6 +107,10 @@ async def _transaction(run: Run) -> PushResult:
         for note in prepared.notes:
             run.note(note)
         refuse_paused(run.request, prepared.sites)
+        run.learned.digests += launch_digests(prepared.sites)
+        for site in prepared.sites:
+            if site.digest_before:
+                run.observer.server(site.name, "weighed", site.digest_before)
     if run.request.dry_run:
         return result_of(run, prepared, run.request.weight_version or "", "")
     try:
@@ -138,7 +143,7 @@ async def _carry_out(run: Run, prepared: Prepared) -> PushResult:
         delivery = await _push_again(run, prepared, delivery)
     label = label_of(run, prepared, delivery)
     with run.stage("verify"):
-        await verify(run, sites, prepared.samples)
+        await verify(run, prepared, delivery.content_digest)
     if run.request.canary is not None:
         with run.stage("canary"):
             run.canary = await try_canary(run, sites)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING
 
 from skyctl.store.journal import Job, JobEvent
@@ -21,6 +21,8 @@ HELD = "held"
 """State of a server that was paused before the push: it stays paused after it."""
 _GIVEN_BACK = ("ready", "kept", "resumed", "draining")
 """States in which a push leaves a server as it should be; one that drains was not touched yet."""
+_WEIGHED = "weighed"
+"""The push has looked at its weights, and touched nothing yet."""
 _WAKING, _ASLEEP = "waking", "asleep"
 """Of one that slept: its weights are woken; the push was undone, and it sleeps again."""
 
@@ -32,7 +34,7 @@ class InDoubt:
     `half_updated`: bytes may have been sent, so that it holds parts of several checkpoints; else it
     has its old weights, maybe behind an open session. `thaw`: the push froze it, and nobody else
     wanted that. `woken`: it slept, and the push woke its weights. `job` is the push, `stage` where
-    it ended.
+    it ended. `digest` is what its weights came to before it, "" where the push did not look.
     """
 
     server: str
@@ -41,6 +43,7 @@ class InDoubt:
     half_updated: bool
     thaw: bool
     woken: bool = False
+    digest: str = ""
 
 
 NO_DOUBT = InDoubt("", "", "", half_updated=False, thaw=False)
@@ -55,11 +58,15 @@ def left_behind(job: Job, events: Iterable[JobEvent]) -> dict[str, InDoubt]:
     held: set[str] = set()
     woken: set[str] = set()
     last: dict[str, str] = {}
+    digests: dict[str, str] = {}
     for event in events:
         if event.kind == "stage":
             stages.add(event.data["stage"])
         elif event.kind == "server":
             name, state = event.data["server"], event.data["state"]
+            if state == _WEIGHED:
+                digests[name] = event.data["detail"]
+                continue
             last[name] = state
             if state == HELD:
                 held.add(name)
@@ -76,7 +83,9 @@ def left_behind(job: Job, events: Iterable[JobEvent]) -> dict[str, InDoubt]:
     if not stages & {"wake", "pause"}:
         return {}
     return {
-        name: InDoubt(name, job.id, job.stage, sent, name not in held, name in woken)
+        name: InDoubt(
+            name, job.id, job.stage, sent, name not in held, name in woken, digests.get(name, "")
+        )
         for name, state in last.items()
         if not given_back(name, state)
     }
@@ -98,7 +107,8 @@ def doubt(state: FleetState, found: Mapping[str, InDoubt]) -> None:
             # an earlier push may have sent what this one did not get to clean up
             half = one.half_updated or (before is not None and before.half_updated)
             woken = one.woken or (before is not None and before.woken)
-            known[name] = InDoubt(name, one.job, one.stage, half, one.thaw, woken)
+            digest = (before.digest if before is not None else "") or one.digest
+            known[name] = replace(one, half_updated=half, woken=woken, digest=digest)
             if woken:
                 state.set_weights_awake(name, True)
             if not state.server(name).quarantine:
