@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
+
+from skyctl.engines.vllm.inside.experts import pack_after_updates
+from skyctl.engines.vllm.inside.wire import DIGEST_VERSION, RowQuestion
 
 if TYPE_CHECKING:
     from skyctl.engines.vllm.inside.layout_load import LayoutLoader
+
+pack_after_updates()  # vLLM imports this module in its workers, before they have a model
 
 
 class SkyctlWorkerExtension:
@@ -19,20 +25,30 @@ class SkyctlWorkerExtension:
     vllm_config: Any
     weight_transfer_engine: Any
 
-    def skyctl_weight_digest(self, names: Sequence[str] = ()) -> dict[str, Any]:
+    def skyctl_weight_digest(
+        self, names: Sequence[str] = (), rows: Sequence[dict[str, Any]] = ()
+    ) -> dict[str, Any]:
         """Digest of the weights this worker computes with; see `digest.py`.
 
-        `arrangement` tells with which servers' it can be compared (`arrangement.py`).
-        `names` adds `samples`: dtype, shape and number of those tensors, where the model has them.
+        `arrangement` tells with which servers' it can be compared (`arrangement.py`), if they have
+        the same `digest_version`. `names` adds `samples`: dtype, shape and number of those
+        tensors, where the model has them. `rows` are `RowQuestion`s, whose `RowAnswer`s come
+        back in order (`rows.py`).
         """
         from skyctl.engines.vllm.inside.arrangement import arrangement
         from skyctl.engines.vllm.inside.digest import digest_model, sample_tensors
+        from skyctl.engines.vllm.inside.rows import answer_rows
 
         model = self.model_runner.get_model()
+        parallel = self.vllm_config.parallel_config
         return {
             **digest_model(model),
+            "digest_version": DIGEST_VERSION,
             "arrangement": arrangement(self.vllm_config),
+            "data_parallel_rank": parallel.data_parallel_index,
+            "rank": parallel.rank,
             "samples": sample_tensors(model, names),
+            "rows": [asdict(row) for row in answer_rows(model, [RowQuestion(**q) for q in rows])],
         }
 
     def skyctl_repack_tied(self) -> None:
@@ -40,6 +56,12 @@ class SkyctlWorkerExtension:
         from skyctl.engines.vllm.inside.tied import repack_tied_layers
 
         repack_tied_layers(self.model_runner.get_model())
+
+    def skyctl_update_problem(self) -> str:
+        """Why this worker must not be pushed to; "" when it may. See `experts.py`."""
+        from skyctl.engines.vllm.inside.experts import update_problem
+
+        return update_problem(self.model_runner.get_model())
 
     def skyctl_nccl(self) -> dict[str, Any]:
         """What a sender must know of this worker's NCCL; see `nccl.py`."""
