@@ -60,10 +60,13 @@ def engine(checkpoint: Path, options: argparse.Namespace) -> Any:
 def answers(llm: Any) -> list[list[int]]:
     from vllm import SamplingParams
 
-    prompts = [{"prompt_token_ids": [40 + n, 41, 42, 43 + n]} for n in range(3)]
     sampling = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
-    outputs = llm.generate(prompts, sampling, use_tqdm=False)
-    return [list(output.outputs[0].token_ids) for output in outputs]
+    found = []
+    for number in range(3):  # one by one: the sums of a batch depend on its size
+        prompt = {"prompt_token_ids": [40 + number, 41, 42, 43 + number]}
+        outputs = llm.generate([prompt], sampling, use_tqdm=False)
+        found.append(list(outputs[0].outputs[0].token_ids))
+    return found
 
 
 def stage(checkpoint: Path, plan: ChunkPlan, programs: list[Program], clock: Clock) -> Any:
@@ -219,6 +222,7 @@ def main() -> None:
     for shape in options.shape:
         try:
             rows.append(try_shape(shape, options))
+            print("ROW", json.dumps(rows[-1]), flush=True)
         except BaseException as error:
             rows.append({"shape": shape, "error": repr(error)[-1500:]})
             if isinstance(error, KeyboardInterrupt):

@@ -209,7 +209,7 @@ async def _push_again(run: Run, prepared: Prepared, first: Delivery) -> Delivery
     failed, cannot be scrubbed: only a restart helps them.
     """
     failed = [site for site in prepared.sites if site.failure]
-    delivery = prepared.delivery(run.fleet, run.senders)
+    delivery = prepared.delivery(run.fleet, run.senders, by_loader=True)
     with run.stage("recover"):
         run.note(
             f"{', '.join(site.name for site in failed)}: {failed[0].failure}; "
@@ -220,7 +220,7 @@ async def _push_again(run: Run, prepared: Prepared, first: Delivery) -> Delivery
         if not candidates:
             return first
         for site in candidates:
-            site.failure = ""
+            site.failure, site.copied = "", False
         try:
             await delivery.open(candidates)
             await delivery.init(candidates)

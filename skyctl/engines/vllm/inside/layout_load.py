@@ -54,16 +54,19 @@ class LayoutLoader:
         parallel = self._worker.vllm_config.parallel_config
         return int(parallel.data_parallel_index * parallel.world_size + parallel.rank)
 
-    def report(self) -> LayoutReport:
-        """How the model is made, as it is now."""
+    def report(self, known: Sequence[str] = ()) -> LayoutReport:
+        """How the model is made, as it is now; layouts of `known` digests are not spelt out."""
         model = self._model
         if self._device.type != "cuda":
-            return LayoutReport(self.rank, (), reason="its model is not on a GPU")
+            return LayoutReport(self.rank, reason="its model is not on a GPU")
         if half_open(model):
-            return LayoutReport(self.rank, (), reason="an earlier update broke off half-way")
+            return LayoutReport(self.rank, reason="an earlier update broke off half-way")
+        parameters = tuple(describe(model))
+        layout = layout_digest(parameters)
         return LayoutReport(
             self.rank,
-            tuple(describe(model)),
+            layout,
+            () if layout in known else parameters,
             tuple(sorted(self._proven)),
             tuple(ignored_tensors(model)),
             whole_problem(model),
@@ -94,14 +97,16 @@ class LayoutLoader:
                 for _ in range(_NUM_BUFFERS)
             ]
 
-    def load(self, chunks: Sequence[int], payloads: Mapping[int, str]) -> None:
-        """Copy chunks out of the sender's memory on this GPU."""
+    def load(self, chunks: Sequence[int], payloads: Mapping[int, str], *, last: bool) -> None:
+        """Copy chunks out of the sender's memory on this GPU; after the last ones, let go of it."""
         targets = self._targets()
         for chunk in chunks:
             mapped = self._mapped.get(chunk)
             source = self._map(payloads[chunk]) if mapped is None else mapped
             copy_runs(self._copies.get(chunk, ()), source, targets)
         torch.cuda.synchronize(self._device)
+        if last:
+            self._finish()
 
     def receive(self, sizes: Sequence[int]) -> None:
         """Copy chunks of these sizes out of broadcasts, in their order: one is received while the
@@ -122,6 +127,7 @@ class LayoutLoader:
             copy_runs(self._copies.get(chunk, ()), buffer, targets)
             free[turn] = copying.record_event()
         torch.cuda.synchronize(self._device)
+        self._finish()
 
     def numbers(self, names: Sequence[str]) -> dict[str, int]:
         """The numbers (`device_digest.py`) of parameters as they are now."""
@@ -141,8 +147,9 @@ class LayoutLoader:
         self._program = None
         self._copies, self._mapped, self._buffers = {}, {}, []
 
-    def after(self) -> None:
-        """What vLLM's own update does at its end."""
+    def _finish(self) -> None:
+        """Let go of the sender, and do what vLLM's own update does at its end."""
+        self.close()
         if reset := getattr(self._worker.model_runner, "reset_lora_state", None):
             reset()
 

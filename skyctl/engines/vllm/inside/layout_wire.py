@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, astuple, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 LAYOUT_VERSION = 1
@@ -40,6 +40,10 @@ class Part:
     target: int
     target_pitch: int
 
+    def to_wire(self) -> list[Any]:
+        runs = (self.rows, self.row, self.source, self.source_pitch, self.target, self.target_pitch)
+        return [self.tensor, list(self.shape), *runs]
+
 
 @dataclass(frozen=True)
 class ParameterLayout:
@@ -57,7 +61,7 @@ class ParameterLayout:
     reason: str = ""
 
     def to_wire(self) -> list[Any]:
-        parts = [list(astuple(part)) for part in self.parts]
+        parts = [part.to_wire() for part in self.parts]
         return [self.name, self.dtype, list(self.shape), parts, self.zeros, self.reason]
 
     @classmethod
@@ -93,6 +97,10 @@ class Copy:
     target: int
     target_pitch: int
 
+    def to_wire(self) -> list[int]:
+        runs = (self.rows, self.row, self.source, self.source_pitch, self.target, self.target_pitch)
+        return [self.chunk, self.parameter, *runs]
+
 
 @dataclass(frozen=True)
 class Program:
@@ -110,7 +118,7 @@ class Program:
         return {
             "layout": self.layout,
             "parameters": [[name, dtype, list(shape)] for name, dtype, shape in self.parameters],
-            "copies": [list(astuple(copy)) for copy in self.copies],
+            "copies": [copy.to_wire() for copy in self.copies],
         }
 
     @classmethod
@@ -125,21 +133,34 @@ class Program:
 
 @dataclass(frozen=True)
 class LayoutReport:
-    """What one worker says of its model. `proven` are digests of layouts that were compared with
-    what vLLM's loader made in this very process, every byte; `reason` says why there can be none.
+    """What one worker says of its model.
+
+    Attributes:
+        rank: counts this server's workers from 0.
+        layout: `layout_digest` of the parameters.
+        parameters: empty where the asker knows them by their digest.
+        proven: digests of layouts that were compared with what vLLM's loader made in this very
+            process, every byte.
+        ignored: checkpoint tensors that the loader skips.
+        reason: why there is no layout.
     """
 
     rank: int
-    parameters: tuple[ParameterLayout, ...]
+    layout: str = ""
+    parameters: tuple[ParameterLayout, ...] = ()
     proven: tuple[str, ...] = ()
     ignored: tuple[str, ...] = ()
     reason: str = ""
 
     def to_wire(self) -> dict[str, Any]:
-        fields = asdict(self)
-        return fields | {
+        return {
             "version": LAYOUT_VERSION,
+            "rank": self.rank,
+            "layout": self.layout,
             "parameters": [parameter.to_wire() for parameter in self.parameters],
+            "proven": list(self.proven),
+            "ignored": list(self.ignored),
+            "reason": self.reason,
         }
 
     @classmethod
@@ -147,11 +168,12 @@ class LayoutReport:
         """Inverse of `to_wire`; another version comes back as a report with a `reason`."""
         if data["version"] != LAYOUT_VERSION:
             why = f"it speaks version {data['version']} of layouts, not {LAYOUT_VERSION}"
-            return cls(int(data["rank"]), (), reason=why)
+            return cls(int(data["rank"]), reason=why)
         return cls(
             int(data["rank"]),
+            str(data["layout"]),
             tuple(ParameterLayout.from_wire(row) for row in data["parameters"]),
-            tuple(data["proven"]),
-            tuple(data["ignored"]),
+            tuple(map(str, data["proven"])),
+            tuple(map(str, data["ignored"])),
             str(data["reason"]),
         )

@@ -81,9 +81,10 @@ class SkyctlWorkerExtension:
 
         torch.cuda.empty_cache()
 
-    def skyctl_layout(self) -> dict[str, Any]:
-        """How this worker's parameters are made of checkpoint tensors; see `layout.py`."""
-        return self._skyctl_loader().report().to_wire()
+    def skyctl_layout(self, known: Sequence[str] = ()) -> dict[str, Any]:
+        """How this worker's parameters are made of checkpoint tensors; see `layout.py`. Layouts
+        of `known` digests are not spelt out."""
+        return self._skyctl_loader().report(known).to_wire()
 
     def skyctl_layout_open(
         self,
@@ -102,16 +103,12 @@ class SkyctlWorkerExtension:
         self, chunks: Sequence[int], payloads: Mapping[str, str] = {}, last: bool = True
     ) -> None:
         """Copy chunks from the sender's memory on this GPU into the parameters."""
-        loader = self._skyctl_loader()
-        loader.load(chunks, {int(chunk): payload for chunk, payload in payloads.items()})
-        if last:
-            loader.after()
+        by_number = {int(chunk): payload for chunk, payload in payloads.items()}
+        self._skyctl_loader().load(chunks, by_number, last=last)
 
     def skyctl_layout_receive(self, sizes: Sequence[int]) -> None:
         """Copy chunks of these sizes out of the sender's broadcasts into the parameters."""
-        loader = self._skyctl_loader()
-        loader.receive(sizes)
-        loader.after()
+        self._skyctl_loader().receive(sizes)
 
     def skyctl_layout_numbers(self, names: Sequence[Sequence[str]]) -> dict[str, Any]:
         """Numbers of the parameters named for this worker's rank, and the rank."""

@@ -1,0 +1,131 @@
+"""Carry a plan's chunks into servers in the layout that their parameters have.
+
+Chunks and sender are those of `push/delivery.py`; servers copy what they get into the running
+parameters instead of giving it to vLLM's loader. There is no update session to open or to close:
+what breaks off half-way is scrubbed and pushed again by vLLM's loader.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from skyctl.errors import PreflightError
+from skyctl.kill_points import reached
+from skyctl.push.delivery import ChunkDelivery
+from skyctl.push.sites import Holds, Site, alive, each
+from skyctl.transfer.plan import Chunk
+from skyctl.transfer.sender_pool import Lease
+from skyctl.transfer.transports.base import Filled
+
+OPEN_METHOD = "skyctl_layout_open"
+LOAD_METHOD = "skyctl_layout_load"
+RECEIVE_METHOD = "skyctl_layout_receive"
+
+
+class RuntimeDelivery(ChunkDelivery):
+    """Chunks copied into parameters, by servers whose processes have seen the layout proven."""
+
+    _filled: dict[int, Filled]
+    _whole = False
+
+    async def open(self, sites: Sequence[Site]) -> None:
+        """Also shows each server what it will copy: mapping the sender's memory takes longer than
+        copying out of it, and is done before servers are frozen."""
+        self._filled = {}
+        await super().open(sites)
+        timeout_s = self._fleet.control_timeout_s
+        collective = self._transport.collective
+
+        async def show(site: Site) -> None:
+            await site.vllm.collective_rpc(
+                OPEN_METHOD,
+                kwargs={
+                    "programs": [program.to_wire() for program in self._programs[site.name]],
+                    "payloads": self._payloads(site, list(self._filled)),
+                    "buffer_bytes": self._plan.slot_bytes if collective else 0,
+                },
+                timeout_s=timeout_s,
+            )
+
+        await each(sites, show, timeout_s=timeout_s, what="layout")
+        if failed := [site for site in sites if site.failure]:
+            raise PreflightError(
+                f"{failed[0].name}: {failed[0].failure}", hint="push with --layout checkpoint"
+            )
+
+    async def _read_ahead(self, lease: Lease, chunks: int) -> None:
+        """All of it that has a slot: servers copy faster than files are read."""
+        for chunk in self._plan.chunks[:chunks]:
+            filled = await lease.sender.filled(chunk.index, timeout_s=self._fleet.update_timeout_s)
+            if not self._transport.collective:
+                self._filled[chunk.index] = filled
+        self._whole = chunks == len(self._plan.chunks)
+        if not self._whole:
+            self._filled = {}  # slots are reused: each chunk is mapped when its turn comes
+
+    def _payloads(self, site: Site, chunks: Sequence[int]) -> dict[str, str]:
+        """IPC handles of chunks, as the carrier made them for this server."""
+        number = self._numbers[site.name]
+        return {str(chunk): self._filled[chunk].extra["handles"][number] for chunk in chunks}
+
+    async def start(self, sites: Sequence[Site], *, scrubbing: bool = False) -> None:
+        """Nothing to open."""
+
+    async def update(self, sites: Sequence[Site], on_progress: Callable[[int], None]) -> None:
+        for site in sites:
+            site.copied = True
+        await super().update(sites, on_progress)
+
+    async def _update_by_chunk(
+        self, sites: Sequence[Site], on_progress: Callable[[int], None]
+    ) -> None:
+        if not self._whole:
+            await super()._update_by_chunk(sites, on_progress)
+            return
+        chunks = [chunk.index for chunk in self._plan.chunks]
+
+        async def load(site: Site) -> None:
+            await self._load(site, {"chunks": chunks})
+
+        timeout_s = self._fleet.update_timeout_s
+        await each(alive(sites), load, timeout_s=timeout_s, what="update")
+        done = 0
+        for chunk in self._plan.chunks:
+            done += await self._sent(chunk, self._filled[chunk.index])
+            on_progress(done)
+
+    async def _call_load(self, site: Site, chunk: Chunk, filled: Filled) -> None:
+        if self._transport.one_update:
+            sizes = [chunk.size for chunk in self._plan.chunks]
+            await self._rpc(site, RECEIVE_METHOD, {"sizes": sizes})
+            return
+        self._filled[chunk.index] = filled
+        await self._load(
+            site,
+            {
+                "chunks": [chunk.index],
+                "payloads": self._payloads(site, [chunk.index]),
+                "last": chunk.index == len(self._plan.chunks) - 1,
+            },
+        )
+
+    async def _load(self, site: Site, arguments: Mapping[str, Any]) -> None:
+        await self._rpc(site, LOAD_METHOD, arguments)
+
+    async def _rpc(self, site: Site, method: str, arguments: Mapping[str, Any]) -> None:
+        site.holds = Holds.UNKNOWN
+        reached("push.update.call")
+        with site.spans.loading():
+            await site.vllm.collective_rpc(
+                method, kwargs=arguments, timeout_s=self._fleet.update_timeout_s
+            )
+        reached("push.update.sent")
+
+    async def finish(self, sites: Sequence[Site], version: Callable[[], str]) -> None:
+        """Nothing to close: the calls that copied have ended."""
+        for site in alive(sites):
+            site.holds = Holds.NEW
+
+    def _worker_bytes(self, sites: Sequence[Site]) -> int:
+        return 0  # chunks are copied out of the sender's memory, not beside it
