@@ -154,7 +154,7 @@ def try_shape(shape: str, options: argparse.Namespace) -> dict[str, Any]:
     names = [[name for name, _, _ in program.parameters]]
     digest_a = clock.time("digest1", rpc, llm, "skyctl_weight_digest")["digest"]
     digest_a = clock.time("digest", rpc, llm, "skyctl_weight_digest")["digest"]
-    numbers = clock.time("numbers", rpc, llm, "skyctl_layout_numbers", names=names)["numbers"]
+    numbers = clock.time("numbers", rpc, llm, "skyctl_weight_digest", numbered=names)["numbers"]
     carrier, expected = stage(a, plan, [program], clock)
     wrong = [name for name in numbers if expected[0].get(name) != numbers[name]]
     row["a: as vLLM's loader"] = wrong[:3] or True
@@ -169,19 +169,19 @@ def try_shape(shape: str, options: argparse.Namespace) -> dict[str, Any]:
     carrier.rest()
     carrier, expected_b = stage(b, plan, [program], clock)
     push(llm, carrier, plan, program, clock)
-    got = rpc(llm, "skyctl_layout_numbers", names=names)["numbers"]
+    got = rpc(llm, "skyctl_weight_digest", numbered=names)["numbers"]
     row["b: numbers"] = got == expected_b[0]
     of_b = answers(llm)
     digest_b = rpc(llm, "skyctl_weight_digest")["digest"]
     slot = carrier.slots.view(0, len(plan.chunks) // 2)
     slot[slot.numel() // 3] ^= 1
     push(llm, carrier, plan, program, clock)
-    bad = rpc(llm, "skyctl_layout_numbers", names=names)["numbers"]
+    bad = rpc(llm, "skyctl_weight_digest", numbered=names)["numbers"]
     row["flipped bit seen"] = [n for n in bad if bad[n] != expected_b[0][n]]
     carrier.rest()
     carrier, expected_a = stage(a, plan, [program], clock)
     push(llm, carrier, plan, program, clock)
-    back = rpc(llm, "skyctl_layout_numbers", names=names)["numbers"]
+    back = rpc(llm, "skyctl_weight_digest", numbered=names)["numbers"]
     row["a again: numbers"] = back == expected_a[0]
     row["a again: answers"] = answers(llm) == of_a
     row["a again: digest"] = rpc(llm, "skyctl_weight_digest")["digest"] == digest_a

@@ -42,6 +42,8 @@ class Delivery(Protocol):
     """
 
     can_retry: bool
+    frees_late: bool
+    """What it holds on the servers' devices may stay there until they have been resumed."""
 
     @property
     def content_digest(self) -> str:
@@ -58,7 +60,8 @@ class Delivery(Protocol):
 
     async def finish(self, sites: Sequence[Site], version: Callable[[], str]) -> None: ...
 
-    async def close(self) -> None: ...
+    async def close(self) -> None:
+        """Let go of everything; may be called twice."""
 
 
 def group_of(sites: Sequence[Site]) -> str:
@@ -70,6 +73,8 @@ def group_of(sites: Sequence[Site]) -> str:
 
 class ChunkDelivery:
     """Chunks read by a sender process and moved by a transport."""
+
+    frees_late = False
 
     def __init__(
         self,

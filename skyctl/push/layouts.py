@@ -14,7 +14,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from skyctl.checkpoints.checkpoint import Checkpoint
 from skyctl.checkpoints.header import Tensor
@@ -28,7 +27,6 @@ from skyctl.transfer.layout import NotInLayout, check_layouts, order_for_runtime
 from skyctl.transfer.plan import ChunkPlan
 
 LAYOUT_METHOD = "skyctl_layout"
-NUMBERS_METHOD = "skyctl_layout_numbers"
 TRUST_METHOD = "skyctl_layout_trust"
 
 _TRANSPORTS = ("ipc", "nccl")
@@ -153,11 +151,25 @@ def _spelled(report: LayoutReport) -> LayoutReport:
     return replace(report, parameters=_spelt_out[report.layout])
 
 
-async def compare_parameters(site: Site, checkpoint: Checkpoint, *, timeout_s: float) -> str:
+def numbered(site: Site) -> list[list[str]]:
+    """Names of the parameters whose numbers are expected, by rank; [] where none are."""
+    return [[name for name, _, _ in program.parameters] for program, _ in site.expected]
+
+
+async def settle_parameters(
+    site: Site,
+    answered: Mapping[int, Mapping[str, int]],
+    checkpoint: Checkpoint,
+    *,
+    timeout_s: float,
+) -> str:
     """Compare every byte of a server's parameters with what the sender read.
 
     Where vLLM's loader has filled them and they are what the layout says, the layout counts as
     proven from here on.
+
+    Args:
+        answered: numbers of the parameters, by rank.
 
     Returns:
         A line for the operator where the layout turned out not to hold; "" otherwise.
@@ -165,38 +177,25 @@ async def compare_parameters(site: Site, checkpoint: Checkpoint, *, timeout_s: f
     Raises:
         ServerError: they were filled in the runtime's layout, and hold something else.
     """
-    names = [[name for name, _, _ in program.parameters] for program, _ in site.expected]
-    answers = await site.vllm.collective_rpc(
-        NUMBERS_METHOD, kwargs={"names": names}, timeout_s=timeout_s
-    )
-    wrong = _wrong(site, answers)
-    if not wrong and not site.copied:
+    wrong = [
+        name
+        for rank, (program, expected) in enumerate(site.expected)
+        for name, _, _ in program.parameters
+        if name not in expected or answered.get(rank, {}).get(name) != expected[name]
+    ]
+    if wrong and site.copied:
+        raise ServerError(
+            f"{site.name}: {wrong[0]} is not what was sent ({len(wrong)} parameters differ)"
+        )
+    if wrong:
+        return (
+            f"{site.name}: vLLM's loader fills {wrong[0]} in a way that is not known "
+            f"({len(wrong)} such parameters); pushes go on by it"
+        )
+    if not site.copied:
         layouts = [program.layout for program, _ in site.expected]
         await site.vllm.collective_rpc(
             TRUST_METHOD, kwargs={"layouts": layouts}, timeout_s=timeout_s
         )
-    if not wrong:
-        site.compared = Compared(len(checkpoint.tensors), checkpoint.total_bytes)
-        return ""
-    if site.copied:
-        raise ServerError(
-            f"{site.name} does not hold what was sent: {wrong[0]} and {len(wrong) - 1} more"
-        )
-    return (
-        f"{site.name}: vLLM's loader fills {wrong[0]} in a way that is not known "
-        f"({len(wrong)} such parameters); pushes go on by it"
-    )
-
-
-def _wrong(site: Site, answers: Sequence[Any]) -> list[str]:
-    """Parameters that do not come to what is expected, or of which nobody knows."""
-    try:
-        by_rank = {int(answer["rank"]): dict(answer["numbers"]) for answer in answers}
-        return [
-            name
-            for rank, (program, expected) in enumerate(site.expected)
-            for name, _, _ in program.parameters
-            if name not in expected or by_rank[rank][name] != expected[name]
-        ]
-    except (TypeError, ValueError, LookupError) as error:
-        raise ServerError(f"{site.name} numbers its parameters in an unknown way") from error
+    site.compared = Compared(len(checkpoint.tensors), checkpoint.total_bytes)
+    return ""

@@ -137,7 +137,19 @@ async def _carry_out(run: Run, prepared: Prepared) -> PushResult:
             reached("push.finish.call")
             await delivery.finish(sites, lambda: label_of(run, prepared, delivery))
             reached("push.finish.done")
+    except BaseException:
+        await delivery.close()
+        raise
+    try:
+        return await _commit(run, prepared, delivery)
     finally:
+        await delivery.close()
+
+
+async def _commit(run: Run, prepared: Prepared, delivery: Delivery) -> PushResult:
+    """Verify what was brought, and resume; servers that failed get a second attempt before."""
+    sites = prepared.sites
+    if len(alive(sites)) < len(sites) or run.request.canary is not None or not delivery.frees_late:
         await delivery.close()
     if delivery.can_retry and len(alive(sites)) < len(sites):
         delivery = await _push_again(run, prepared, delivery)

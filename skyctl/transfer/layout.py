@@ -9,7 +9,7 @@ each parameter.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from skyctl.checkpoints.dtypes import torch_name
 from skyctl.checkpoints.header import Tensor
@@ -19,7 +19,6 @@ from skyctl.engines.vllm.inside.layout_wire import (
     ParameterLayout,
     Part,
     Program,
-    layout_digest,
 )
 from skyctl.transfer.plan import ChunkPlan
 
@@ -123,7 +122,7 @@ def program_for(worker: LayoutReport, plan: ChunkPlan) -> Program:
         copies += merged(sorted(found, key=lambda copy: (copy.chunk, copy.target)))
     copies.sort(key=lambda copy: copy.chunk)  # stable: of one chunk in the model's order
     return Program(
-        layout_digest(worker.parameters),
+        worker.layout,
         tuple((p.name, p.dtype, p.shape) for p in worker.parameters),
         tuple(copies),
     )
@@ -160,19 +159,20 @@ def merged(copies: Iterable[Copy]) -> list[Copy]:
 
 def _joined(a: Copy, b: Copy) -> Copy | None:
     """One copy instead of two that follow each other, or None."""
+    source, target = b.source - a.source, b.target - a.target
     if a.chunk != b.chunk:
         return None
-    source, target = b.source - a.source, b.target - a.target
     if a.rows == b.rows == 1 and source == target == a.row:
-        return replace(a, row=a.row + b.row, source_pitch=a.row + b.row, target_pitch=a.row + b.row)
-    if a.row != b.row:
-        return None
-    source_pitch = a.source_pitch if a.rows > 1 else source
-    target_pitch = a.target_pitch if a.rows > 1 else target
-    if source_pitch < a.row or target_pitch < a.row:
+        row = a.row + b.row
+        return Copy(a.chunk, a.parameter, 1, row, a.source, row, a.target, row)
+    source_pitch, target_pitch = (
+        (a.source_pitch, a.target_pitch) if a.rows > 1 else (source, target)
+    )
+    if a.row != b.row or source_pitch < a.row or target_pitch < a.row:
         return None
     follows = source == a.rows * source_pitch and target == a.rows * target_pitch
     alike = b.rows == 1 or (b.source_pitch, b.target_pitch) == (source_pitch, target_pitch)
     if not (follows and alike):
         return None
-    return replace(a, rows=a.rows + b.rows, source_pitch=source_pitch, target_pitch=target_pitch)
+    rows = a.rows + b.rows
+    return Copy(a.chunk, a.parameter, rows, a.row, a.source, source_pitch, a.target, target_pitch)

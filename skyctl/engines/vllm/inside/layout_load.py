@@ -1,6 +1,6 @@
 """Copy chunks into a running model's parameters, in place: pointers stay, CUDA graphs hold.
 
-Per push:  open ─► load | receive ─► numbers
+Per push:  open ─► load | receive
 Nothing is loaded by a program that this process has not seen proven (`trust`): a description of
 the model that was compared with what vLLM's loader made of a checkpoint, every byte.
 """
@@ -15,12 +15,12 @@ from typing import Any
 import torch
 
 from skyctl.engines.vllm.inside.completeness import half_open
-from skyctl.engines.vllm.inside.device_digest import digest_on_device
 from skyctl.engines.vllm.inside.layout import describe, ignored_tensors, whole_problem
 from skyctl.engines.vllm.inside.layout_copy import copy_runs, octets_of
 from skyctl.engines.vllm.inside.layout_wire import (
     Copy,
     LayoutReport,
+    ParameterLayout,
     Program,
     layout_digest,
 )
@@ -34,6 +34,7 @@ class LayoutLoader:
     def __init__(self, worker: Any) -> None:
         self._worker = worker
         self._proven: set[str] = set()
+        self._description: tuple[Any, str, tuple[ParameterLayout, ...]] | None = None
         self._program: Program | None = None
         self._copies: dict[int, list[Copy]] = {}
         self._mapped: dict[int, torch.Tensor] = {}
@@ -61,8 +62,7 @@ class LayoutLoader:
             return LayoutReport(self.rank, reason="its model is not on a GPU")
         if half_open(model):
             return LayoutReport(self.rank, reason="an earlier update broke off half-way")
-        parameters = tuple(describe(model))
-        layout = layout_digest(parameters)
+        layout, parameters = self._described()
         return LayoutReport(
             self.rank,
             layout,
@@ -84,7 +84,7 @@ class LayoutLoader:
             RuntimeError: the model is not the one that the program was planned for.
         """
         self.close()
-        if layout_digest(describe(self._model)) != program.layout or half_open(self._model):
+        if self._described()[0] != program.layout or half_open(self._model):
             raise RuntimeError("the model's parameters are not what the program was planned for")
         self._program = program
         for copy in program.copies:
@@ -129,17 +129,10 @@ class LayoutLoader:
         torch.cuda.synchronize(self._device)
         self._finish()
 
-    def numbers(self, names: Sequence[str]) -> dict[str, int]:
-        """The numbers (`device_digest.py`) of parameters as they are now."""
-        parameters = dict(self._model.named_parameters())
-        with torch.inference_mode():
-            found = digest_on_device([parameters[name] for name in names])
-        return dict(zip(names, found, strict=True))
-
     def trust(self, layout: str) -> None:
         """A push by vLLM's loader left in every parameter what this layout says. It holds as long
         as the model is still described like this."""
-        if layout_digest(describe(self._model)) == layout:
+        if self._described()[0] == layout:
             self._proven.add(layout)
 
     def close(self) -> None:
@@ -152,6 +145,15 @@ class LayoutLoader:
         self.close()
         if reset := getattr(self._worker.model_runner, "reset_lora_state", None):
             reset()
+
+    def _described(self) -> tuple[str, tuple[ParameterLayout, ...]]:
+        """The model's layout and its digest; made anew when parameters are others, or elsewhere."""
+        model = self._model
+        parameters = [(name, id(p), p.data_ptr()) for name, p in model.named_parameters()]
+        if self._description is None or self._description[0] != parameters:
+            described = tuple(describe(model))
+            self._description = (parameters, layout_digest(described), described)
+        return self._description[1:]
 
     def _targets(self) -> dict[int, torch.Tensor]:
         program = self._program

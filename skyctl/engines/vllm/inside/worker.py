@@ -26,14 +26,17 @@ class SkyctlWorkerExtension:
     weight_transfer_engine: Any
 
     def skyctl_weight_digest(
-        self, names: Sequence[str] = (), rows: Sequence[dict[str, Any]] = ()
+        self,
+        names: Sequence[str] = (),
+        rows: Sequence[dict[str, Any]] = (),
+        numbered: Sequence[Sequence[str]] = (),
     ) -> dict[str, Any]:
         """Digest of the weights this worker computes with; see `digest.py`.
 
         `arrangement` tells with which servers' it can be compared (`arrangement.py`), if they have
         the same `digest_version`. `names` adds `samples`: dtype, shape and number of those
         tensors, where the model has them. `rows` are `RowQuestion`s, whose `RowAnswer`s come
-        back in order (`rows.py`).
+        back in order (`rows.py`). `numbered` names parameters by rank, whose `numbers` are told.
         """
         from skyctl.engines.vllm.inside.arrangement import arrangement
         from skyctl.engines.vllm.inside.digest import digest_model, sample_tensors
@@ -41,8 +44,10 @@ class SkyctlWorkerExtension:
 
         model = self.model_runner.get_model()
         parallel = self.vllm_config.parallel_config
+        place = self._skyctl_loader().rank
         return {
-            **digest_model(model),
+            **digest_model(model, numbered[place] if numbered else ()),
+            "place": place,
             "digest_version": DIGEST_VERSION,
             "arrangement": arrangement(self.vllm_config),
             "data_parallel_rank": parallel.data_parallel_index,
@@ -109,11 +114,6 @@ class SkyctlWorkerExtension:
     def skyctl_layout_receive(self, sizes: Sequence[int]) -> None:
         """Copy chunks of these sizes out of the sender's broadcasts into the parameters."""
         self._skyctl_loader().receive(sizes)
-
-    def skyctl_layout_numbers(self, names: Sequence[Sequence[str]]) -> dict[str, Any]:
-        """Numbers of the parameters named for this worker's rank, and the rank."""
-        loader = self._skyctl_loader()
-        return {"rank": loader.rank, "numbers": loader.numbers(names[loader.rank])}
 
     def skyctl_layout_trust(self, layouts: Sequence[str]) -> None:
         """The layout of this worker's rank was compared with what vLLM's loader made."""
