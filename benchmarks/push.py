@@ -85,9 +85,13 @@ def skyctl_pushes(
     urls, token = list(fleet.data("urls")["servers"].values()), control_token(fleet)
     answers: dict[str, list[int]] = {str(checkpoints[0]): answer(urls[0], token)}
     print(f"  started with: {answers}", flush=True)
-    for run in range(options.warmups + options.runs):
+    counted = options.warmups + options.runs
+    # what was copied must answer as what vLLM's loader brings
+    by_loader = 0 if options.layout == "checkpoint" else len(checkpoints)
+    for run in range(counted + by_loader):
         checkpoint = str(checkpoints[run % len(checkpoints)])
-        arguments = ["--layout", options.layout, *options.push_options.split()]
+        layout = options.layout if run < counted else "checkpoint"
+        arguments = ["--layout", layout, *options.push_options.split()]
         result = fleet.data("sync-weights", checkpoint, *arguments)["job"]["result"]
         stages = " ".join(f"{name} {value:.3f}" for name, value in result["stages"].items())
         print(
@@ -103,7 +107,7 @@ def skyctl_pushes(
             print(f"  {checkpoint[-1]}: {tokens}", flush=True)
             if answers.setdefault(checkpoint, tokens) != tokens:
                 raise SystemExit(f"{url} answers {tokens} with {checkpoint}, not {answers}")
-        if run >= options.warmups:
+        if options.warmups <= run < counted:
             results.append({**result, "gpu_memory_mib": gpu_memory()})
     if len({tuple(tokens) for tokens in answers.values()}) != len(answers):
         print(f"WARNING: the checkpoints answer alike: {answers}")

@@ -24,7 +24,7 @@ class Numbering:
     are not all there yet.
     """
 
-    def __init__(self, programs: Sequence[Program], device: int) -> None:
+    def __init__(self, programs: Sequence[Program], device: int | str) -> None:
         self._device = device
         self._programs = [_Unfinished(program) for program in programs]
 
@@ -72,7 +72,7 @@ class _Unfinished:
     def copies_of(self, chunk: int) -> list[tuple[int, list[Copy]]]:
         return list(self._copies.get(chunk, {}).items())
 
-    def built(self, parameter: int, device: int) -> Any:
+    def built(self, parameter: int, device: int | str) -> Any:
         """The parameter's bytes so far; padding, and what is to come, are zero."""
         import torch
 
