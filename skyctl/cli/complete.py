@@ -1,7 +1,7 @@
 """Shell completion of values: fleets, replicas, jobs, weight versions and checkpoints.
 
 Completers must be fast and silent: they read the state directory and the fleet file, start
-nothing, and answer nothing rather than raise.
+nothing, and return nothing rather than raise.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ def fleets(incomplete: str) -> Iterable[str]:
 @_silent
 def replicas(ctx: typer.Context, incomplete: str) -> Iterable[str]:
     """Names of the chosen fleet's replicas, from its file and its state."""
+    from skyctl.core.placement import expand_replicas
     from skyctl.core.registry import select
-    from skyctl.fleetfile.placement import expand_replicas
 
     ref = select(*_chosen(ctx))
     if ref.config.servers is not None:

@@ -1,4 +1,4 @@
-"""`skyctl init`: a first fleet file."""
+"""`skyctl init`: write a first fleet file."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def init(
     from rich.text import Text
 
     from skyctl import output
-    from skyctl.fleetfile.scaffold import ScaffoldRequest, scaffold
+    from skyctl.core.scaffold import ScaffoldRequest, scaffold
 
     urls = tuple(url.strip() for url in (servers or "").split(",") if url.strip())
     request = ScaffoldRequest(directory, name, model, replicas, urls, tiny, force)

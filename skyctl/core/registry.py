@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
-import fcntl
-import os
 import secrets
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from skyctl.errors import ConflictError, FleetFileError, NotFoundError, UsageError
-from skyctl.store.paths import FleetPaths, create_private_file, fleet_paths, state_root
+from skyctl.errors import ConflictError, FleetFileError, NotFoundError, SkyctlError, UsageError
+from skyctl.store.paths import FleetPaths, fleet_paths, flocked, place_private_file, state_root
 
 if TYPE_CHECKING:
     from skyctl.fleetfile.schema import FleetConfig
+    from skyctl.store.state import FleetState
 
 DEFAULT_FILE = "fleet.yaml"
 
@@ -41,18 +42,7 @@ def known_fleets() -> list[str]:
 
 def supervisor_running(paths: FleetPaths) -> bool:
     """True when a live supervisor holds the fleet's lock file."""
-    try:
-        descriptor = os.open(paths.supervisor_lock, os.O_RDWR | os.O_NOFOLLOW)
-    except OSError:
-        return False
-    try:
-        # shared: two who ask at once must not take each other for a supervisor
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        return False
-    except BlockingIOError:
-        return True
-    finally:
-        os.close(descriptor)
+    return flocked(paths.supervisor_lock)
 
 
 def select(file: Path | None, name: str | None) -> FleetRef:
@@ -75,25 +65,30 @@ def select_paths(file: Path | None, name: str | None) -> FleetPaths:
     return _from_file(chosen).paths if isinstance(chosen, Path) else fleet_paths(chosen)
 
 
-def remember(ref: FleetRef) -> None:
-    """Keep a copy of the fleet file and where it came from, so the name finds the fleet."""
-    from skyctl.store.state import FleetState
+def remember(ref: FleetRef, state: FleetState) -> None:
+    """Keep a copy of the fleet file and where it came from, so the name finds the fleet.
 
+    Raises:
+        StateUnwritable: the copy cannot be written; the fleet is found by its file as before.
+    """
+    known = {"base_dir": str(ref.base_dir)}
+    if ref.file is not None:
+        known["file"] = str(ref.file.absolute())
+    for key, value in known.items():
+        if state.get(key) != value:
+            state.set(key, value)
     ref.paths.prepare()
     if ref.file is not None:
-        text = ref.file.read_bytes()
-        # a name of its own: several processes and threads may do this at once
-        temporary = ref.paths.fleet_file.with_suffix(f".{secrets.token_hex(4)}.tmp")
-        descriptor = create_private_file(temporary, os.O_TRUNC)
-        with os.fdopen(descriptor, "wb") as copy:
-            copy.write(text)
-            copy.flush()
-            os.fsync(copy.fileno())
-        temporary.replace(ref.paths.fleet_file)
-    with FleetState(ref.paths.database) as state:
-        state.set("base_dir", str(ref.base_dir))
-        if ref.file is not None:
-            state.set("file", str(ref.file.absolute()))
+        _copy(ref.file.read_bytes(), ref.paths.fleet_file)
+
+
+def _copy(text: bytes, path: Path) -> None:
+    if path.exists() and path.read_bytes() == text:
+        return
+    # a name of its own: several processes and threads may do this at once
+    temporary = path.with_suffix(f".{secrets.token_hex(4)}.tmp")
+    place_private_file(temporary, text)
+    temporary.replace(path)
 
 
 def refuse_another_file(ref: FleetRef) -> None:
@@ -142,8 +137,20 @@ def _choose(file: Path | None, name: str | None) -> Path | str:
 def _advice() -> str:
     known = known_fleets()
     if known:
-        return f"name one with --fleet: {', '.join(known)}; or give its file with -f"
+        return f"name one with --fleet: {_listed(known)}; or give its file with -f"
     return "write a first fleet file with: skyctl init   (or give one with -f)"
+
+
+def _listed(names: Sequence[str]) -> str:
+    """`a, b; attached: c; down: d, e`: those that run come first."""
+    states: dict[str, list[str]] = {"": [], "attached: ": [], "down: ": []}
+    for name in names:
+        state = "" if supervisor_running(fleet_paths(name)) else "down: "
+        if state:
+            with contextlib.suppress(SkyctlError, OSError):
+                state = "attached: " if _from_name(name).config.attached else state
+        states[state].append(name)
+    return "; ".join(state + ", ".join(found) for state, found in states.items() if found)
 
 
 def _named_advice(name: str, here: Path) -> str:
@@ -152,7 +159,7 @@ def _named_advice(name: str, here: Path) -> str:
     if near := difflib.get_close_matches(name, known, n=1):
         return f"did you mean --fleet {near[0]}"
     if known:
-        return f"this user's fleets: {', '.join(known)}"
+        return f"this user's fleets: {_listed(known)}"
     if here.exists():
         return f"leave --fleet out: {here} is the fleet here"
     return "no fleet was started yet: go to the directory of its fleet file and type skyctl up"
@@ -171,7 +178,7 @@ def _from_name(name: str) -> FleetRef:
     from skyctl.store.state import FleetState
 
     paths = fleet_paths(name)
-    with FleetState(paths.database) as state:
+    with FleetState(paths.database, or_memory=True) as state:
         original, base_dir = state.get("file"), state.get("base_dir")
     if original is not None and Path(original).exists():
         try:

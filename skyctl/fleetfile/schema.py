@@ -92,6 +92,23 @@ class RestartPolicy(_Section):
     backoff_max_s: Seconds = Field(30.0, description="Longest wait before a restart.")
 
 
+class LogsSection(_Section):
+    """How large the logs of servers, router and supervisor get."""
+
+    max_size: ByteSize = Field(
+        32 * 1024 * 1024, description="A log that is larger is copied aside and emptied."
+    )
+    keep: Count = Field(3, description="Copies of each log that are kept.")
+
+
+class HistorySection(_Section):
+    """How much of what happened the state file keeps."""
+
+    pushes: Size = Field(500, description="Pushes and their jobs that are kept, at least 50.")
+    events: Size = Field(10_000, description="Lines of the fleet's history that are kept.")
+    days: Seconds = Field(90.0, description="Days after which they are forgotten.")
+
+
 class RouterSection(_Section):
     """The vllm-router in front of the servers."""
 
@@ -104,7 +121,7 @@ class RouterSection(_Section):
         5, description="Seconds between the router's own health checks (its default is 60)."
     )
     request_timeout_s: Size = Field(
-        1800, description="Seconds after which the router gives a request up."
+        1800, description="Seconds after which the router gives up on a request."
     )
     args: dict[str, ArgValue] = Field(
         default_factory=dict,
@@ -199,6 +216,9 @@ class FleetConfig(_Section):
         default_factory=dict,
         description="Any vLLM server argument, e.g. `max-model-len: 4096`; true adds a bare flag.",
     )
+    check_args: bool = Field(
+        True, description="Refuse names in `args` that the installed vLLM does not take."
+    )
     env: dict[str, EnvValue] = Field(
         default_factory=dict, description="Environment of every server."
     )
@@ -217,6 +237,8 @@ class FleetConfig(_Section):
     weight_transfer: WeightTransferSection = Field(default_factory=WeightTransferSection)
     health: HealthPolicy = Field(default_factory=HealthPolicy)
     restart: RestartPolicy = Field(default_factory=RestartPolicy)
+    logs: LogsSection = Field(default_factory=LogsSection)
+    history: HistorySection = Field(default_factory=HistorySection)
     control_timeout_s: Seconds = Field(
         30.0, description="Deadline of one control call (pause, resume, wake …) in seconds."
     )
@@ -228,8 +250,8 @@ class FleetConfig(_Section):
     )
     auth: Literal["all", "control", "none"] = Field(
         "all",
-        description="What the servers ask a token for: every route but health, all but inference, "
-        "or nothing.",
+        description="Which routes ask for a token: every one but health, all but inference, "
+        "or none.",
     )
     api_key_env: VariableName | None = Field(
         None,
@@ -325,5 +347,6 @@ def json_schema() -> dict[str, Any]:
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         **FleetConfig.model_json_schema(mode="validation"),
+        "patternProperties": {"^x-": {"description": "For the file's own use; ignored."}},
         "title": "skyctl fleet file",
     }

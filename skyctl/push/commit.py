@@ -8,6 +8,7 @@ from skyctl.errors import ServerError
 from skyctl.kill_points import reached
 from skyctl.push.alike import comparable
 from skyctl.push.expected import agreed, names_of, unexpected
+from skyctl.push.freeze import require_paused
 from skyctl.push.layouts import numbered, settle_parameters
 from skyctl.push.preflight import Prepared
 from skyctl.push.run import Run
@@ -23,7 +24,8 @@ async def verify(run: Run, prepared: Prepared, content_digest: str) -> None:
     loaded = alive([site for site in prepared.sites if site.holds is Holds.NEW])
 
     async def digest(site: Site) -> None:
-        await _reset_cache(site)
+        await _refuse_thawed(site)
+        await site.vllm.reset_caches()
         if not (run.request.verify or site.copied):
             return
         found = await weights_digest(
@@ -47,6 +49,15 @@ async def verify(run: Run, prepared: Prepared, content_digest: str) -> None:
     _outvote(alive(loaded))
     run.learned.digests += agreed(loaded, names)
     reached("push.verify.done")
+
+
+async def _refuse_thawed(site: Site) -> None:
+    """Freeze a server again that was thawed while it was loaded; what it answered is not known."""
+    try:
+        await require_paused(site)
+    except ServerError:
+        await site.vllm.pause("abort", clear_cache=False)
+        raise
 
 
 def _require_comparison(site: Site) -> None:
@@ -88,6 +99,7 @@ async def publish(run: Run, sites: Sequence[Site], label: str) -> None:
     """Label those that hold the new weights with their version; from here on they may serve."""
 
     async def call(site: Site) -> None:
+        await require_paused(site)  # a process that was started meanwhile holds something else
         await site.vllm.set_weight_version(label)
         site.version = label
         site.holds = Holds.VERIFIED
@@ -96,13 +108,6 @@ async def publish(run: Run, sites: Sequence[Site], label: str) -> None:
     loaded = alive([site for site in sites if site.holds is Holds.NEW])
     await each(loaded, call, timeout_s=run.fleet.control_timeout_s, what="publish the version")
     reached("push.published")
-
-
-async def _reset_cache(site: Site) -> None:
-    """vLLM keeps KV blocks of the old weights for new requests unless it is told to drop them."""
-    if not await site.vllm.reset_prefix_cache():
-        # frozen requests hold blocks: they go back to the queue with the tokens they have
-        await site.vllm.reset_prefix_cache(reset_running=True)
 
 
 def _outvote(sites: Sequence[Site]) -> None:

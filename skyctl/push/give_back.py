@@ -20,14 +20,16 @@ async def give_back(
     thaw: bool,
     digest: str | None,
     timeout_s: float,
+    label: str = "",
     slept: int = 0,
 ) -> None:
     """Close the session that a push left open at `stage`, and resume the server if `thaw`.
 
     `digest` is what its weights must come to, None where that is not known: then only a server to
-    which nothing can have been sent is given back. `slept` is the level at which it slept before
-    the push woke its weights, 0 when that did not happen: it sleeps again afterwards, unless that
-    sleep had discarded its weights, which stay awake, and empty.
+    which nothing can have been sent is given back. `label` is the version they get, if they have
+    not got it yet. `slept` is the level at which it slept before the push woke its weights, 0 when
+    that did not happen: it sleeps again afterwards, unless that sleep had discarded its weights,
+    which stay awake, and empty.
 
     Raises:
         ServerError: it does not answer, or is not known to hold what it held before: do not resume
@@ -50,6 +52,8 @@ async def give_back(
             raise ServerError(
                 f"{name}: its weights are not what they were (digest {found}, before {digest})"
             )
+    if label:
+        await server.set_weight_version(label)
     if slept:
         if slept != DISCARDED:
             await back_to_sleep(server, slept)

@@ -122,8 +122,8 @@ async def _ask(
 
 async def _ask_one(site: Site, *, timeout_s: float) -> tuple[LayoutReport, ...]:
     try:
-        answers = await site.vllm.collective_rpc(
-            LAYOUT_METHOD, kwargs={"known": list(_spelt_out)}, timeout_s=timeout_s
+        answers = await site.vllm.ask_workers(
+            LAYOUT_METHOD, {"known": list(_spelt_out)}, timeout_s=timeout_s
         )
         reports = tuple(_spelled(LayoutReport.from_wire(answer)) for answer in answers)
     except ServerError as error:
@@ -194,8 +194,6 @@ async def settle_parameters(
         )
     if not site.copied:
         layouts = [program.layout for program, _ in site.expected]
-        await site.vllm.collective_rpc(
-            TRUST_METHOD, kwargs={"layouts": layouts}, timeout_s=timeout_s
-        )
+        await site.vllm.ask_workers(TRUST_METHOD, {"layouts": layouts}, timeout_s=timeout_s)
     site.compared = Compared(len(checkpoint.tensors), checkpoint.total_bytes)
     return ""

@@ -48,7 +48,7 @@ def settle(run: Run, prepared: Prepared, label: str, content_digest: str) -> Pus
         f"the push failed on {len(failed)} of {len(result.servers)} servers: {done}{stay} "
         f"({failed[0].detail})",
         hint=f"skyctl restart {failed[0].server}",
-        details={**result.to_json()},
+        details={**result.to_json(), "learned": result.learned},
     )
 
 

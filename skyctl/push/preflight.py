@@ -15,24 +15,24 @@ from skyctl.engines.vllm.server import VLLMServer
 from skyctl.errors import PreflightError
 from skyctl.http.client import ControlClient
 from skyctl.push.delivery import ChunkDelivery, Delivery
+from skyctl.push.disk import DiskDelivery
 from skyctl.push.expected import refuse_broken
 from skyctl.push.forecast import Forecast, refusal, slots_of
 from skyctl.push.foretelling import foretell, subject_of
 from skyctl.push.layouts import LayoutChoice, choose_layout
+from skyctl.push.nccl_agreement import common_settings, pace_notes, refuse_without_nccl
 from skyctl.push.request import PushFleet, PushRequest, PushServer
 from skyctl.push.rollback import refuse_changed
 from skyctl.push.rows import KnownRows, read_rows
 from skyctl.push.runtime_delivery import RuntimeDelivery
+from skyctl.push.sender_gpu import free_gpu
 from skyctl.push.server_facts import ServerFacts, ask_servers
 from skyctl.push.sites import Holds, Site
 from skyctl.push.weighing import weigh
-from skyctl.transfer.nccl_settings import common_settings, pace_notes, refuse_without_nccl
 from skyctl.transfer.plan import ChunkPlan, order_tensors, plan_chunks
-from skyctl.transfer.sender_gpu import free_gpu
 from skyctl.transfer.sender_pool import Lease, SenderPool
 from skyctl.transfer.transports.base import Transport
 from skyctl.transfer.transports.choose import Choice, choose, load_transport
-from skyctl.transfer.transports.disk import DiskDelivery
 from skyctl.units import format_bytes
 
 
@@ -54,6 +54,7 @@ class Prepared:
     nccl_settings: Mapping[str, str] | None = None
     stage: str = "auto"
     layout: LayoutChoice = field(default_factory=LayoutChoice)
+    scan: bool = True
     forecasts: tuple[Forecast, ...] = ()
     assumptions: tuple[str, ...] = ()
 
@@ -75,6 +76,7 @@ class Prepared:
             nccl_settings=self.nccl_settings,
             stage=self.stage,
             programs=self.layout.programs,
+            scan=self.scan,
         )
 
     @property
@@ -133,6 +135,7 @@ async def preflight(
     may_sleep = {s.name for s in fleet.servers if s.weights_awake or request.colocated}
     notes = check_servers(facts, may_sleep)
     refuse_broken(request, fleet, checkpoint, facts[0].vllm_version)
+    refuse_update_problems(facts)
     choice = choose(request.transport, fleet.transport, facts)
     if problem := refusal(request.stage, choice.name):
         raise PreflightError(
@@ -146,6 +149,9 @@ async def preflight(
         notes += pace_notes(nccl_settings or {})
     if transport is None:
         refuse_dummy(facts)
+    # without a sender nobody else looks at the bytes
+    if request.scan_nan or (transport is None and request.scan_nan is None and not request.dry_run):
+        await asyncio.to_thread(refuse_not_finite, checkpoint)
     model_path = fleet.model_path or next((fact.model for fact in facts if fact.model), None)
     notes += await asyncio.to_thread(check_compatible, checkpoint, model_path)
     chunk_size = request.chunk_size or fleet.chunk_size
@@ -194,6 +200,7 @@ async def preflight(
         nccl_settings=nccl_settings,
         stage=request.stage,
         layout=layout,
+        scan=request.scan_nan is None,
         forecasts=forecasts,
         assumptions=said,
     )
@@ -202,8 +209,6 @@ async def preflight(
 def _read(request: PushRequest) -> tuple[Checkpoint, tuple[KnownRows, ...]]:
     checkpoint = read_checkpoint(request.checkpoint)
     refuse_changed(request, checkpoint)
-    if request.scan_nan:
-        refuse_not_finite(checkpoint)
     try:
         return checkpoint, read_rows(checkpoint) if request.verify else ()
     except OSError as error:
@@ -251,6 +256,16 @@ def check_servers(facts: Sequence[ServerFacts], weights_awake: Collection[str] =
             f"the servers run different versions of vLLM ({listing})", hint="restart them alike"
         )
     return sorted({fact.dialect.note for fact in facts if fact.dialect.note})
+
+
+def refuse_update_problems(facts: Sequence[ServerFacts]) -> None:
+    """Raise PreflightError, naming the server, where an update would leave wrong weights."""
+    for fact in facts:
+        if fact.update_problem:
+            raise PreflightError(
+                f"{fact.name}: {fact.update_problem}",
+                hint="restart the servers on the checkpoint instead",
+            )
 
 
 def refuse_dummy(facts: Sequence[ServerFacts]) -> None:

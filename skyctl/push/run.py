@@ -41,9 +41,14 @@ class Run:
     learned: Learned = field(default_factory=Learned)
 
     @contextmanager
-    def stage(self, name: str) -> Iterator[None]:
-        """Time a stage, and tell the observer that it begins."""
-        self.observer.stage(name)
+    def stage(self, name: str, *, announced: bool = False) -> Iterator[None]:
+        """Time a stage, and tell the observer that it begins unless that was `announced`.
+
+        Raises:
+            StateUnwritable: the stage must be on record before it begins, and cannot be.
+        """
+        if not announced:
+            self.observer.stage(name)
         began = self.clock()
         try:
             yield

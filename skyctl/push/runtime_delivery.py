@@ -39,9 +39,9 @@ class RuntimeDelivery(ChunkDelivery):
         collective = self._transport.collective
 
         async def show(site: Site) -> None:
-            await site.vllm.collective_rpc(
+            await site.vllm.ask_workers(
                 OPEN_METHOD,
-                kwargs={
+                {
                     "programs": [program.to_wire() for program in self._programs[site.name]],
                     "payloads": self._payloads(site, list(self._filled)),
                     "buffer_bytes": self._plan.slot_bytes if collective else 0,

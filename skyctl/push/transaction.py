@@ -17,7 +17,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
-from skyctl.errors import PreflightError, SkyctlError
+from skyctl.errors import PreflightError, SkyctlError, StateUnwritable
 from skyctl.http.client import ControlClient
 from skyctl.kill_points import reached
 from skyctl.push import sleeping
@@ -27,7 +27,7 @@ from skyctl.push.cancellation import Shelter
 from skyctl.push.commit import publish, verify
 from skyctl.push.delivery import Delivery
 from skyctl.push.expected import launch_digests
-from skyctl.push.freeze import NotYet, pause, require_all, resume, roll_back
+from skyctl.push.freeze import NotYet, pause, require_all, require_frozen, resume, roll_back
 from skyctl.push.outcome import cut_short, result_of, settle
 from skyctl.push.preflight import Prepared, preflight
 from skyctl.push.request import (
@@ -107,6 +107,11 @@ async def _transaction(run: Run) -> PushResult:
         for note in prepared.notes:
             run.note(note)
         refuse_paused(run.request, prepared.sites)
+        checkpoint = prepared.checkpoint
+        run.observer.fact(
+            "prepared",
+            {"checkpoint": str(checkpoint.path), "checkpoint_digest": checkpoint.identity_digest},
+        )
         run.learned.digests += launch_digests(prepared.sites)
         for site in prepared.sites:
             if site.digest_before:
@@ -130,8 +135,7 @@ async def _carry_out(run: Run, prepared: Prepared) -> PushResult:
             reached("push.staged")
         run.shelter.enter()  # from here on a cancellation must not leave servers frozen
         await _until_started(run, delivery, sites)
-        run.shelter.commit()
-        with run.stage("update"):
+        with run.stage("update", announced=True):
             await delivery.update(sites, _progress(run, prepared))
         with run.stage("finish"):
             reached("push.finish.call")
@@ -162,6 +166,7 @@ async def _commit(run: Run, prepared: Prepared, delivery: Delivery) -> PushResul
         if failed(run.canary):
             raise await refuse_commit(run, sites, run.canary, _transaction)
     with run.stage("resume"):
+        _tell_verified(run, prepared, label, delivery.content_digest)
         await publish(run, sites, label)
         reached("push.resume.call")
         await sleeping.wake_all(run, sites)
@@ -192,10 +197,30 @@ async def _until_started(run: Run, delivery: Delivery, sites: Sequence[Site]) ->
             await delivery.start(sites)
             reached("push.start.done")
             require_all(run, sites)
-    except NotYet as stop:
+            await require_frozen(run, sites)
+        run.observer.stage("update")  # on record before the first byte, or nothing is sent
+        run.shelter.commit()
+    except (NotYet, StateUnwritable) as stop:
         await roll_back(run, sites)
         await sleeping.sleep_again(run, sites)
-        raise stop.reason(sites) from None
+        raise (stop if isinstance(stop, NotYet) else NotYet(stop)).reason(sites) from None
+
+
+def _tell_verified(run: Run, prepared: Prepared, label: str, content_digest: str) -> None:
+    """From here on whoever finds this push dead commits it: nothing is left but to thaw."""
+    loaded = alive([site for site in prepared.sites if site.holds is Holds.NEW])
+    run.observer.fact(
+        "verified",
+        {
+            "version": label,
+            "checkpoint": str(prepared.checkpoint.path),
+            "checkpoint_digest": prepared.checkpoint.identity_digest,
+            "content_digest": content_digest,
+            "transport": prepared.choice.name,
+            "whole": not run.request.rolling,
+            "servers": {site.name: site.digest for site in loaded},
+        },
+    )
 
 
 async def _stage(delivery: Delivery, sites: Sequence[Site]) -> None:
@@ -203,7 +228,7 @@ async def _stage(delivery: Delivery, sites: Sequence[Site]) -> None:
     try:
         await delivery.open(sites)
     except SenderFailed as error:
-        raise PreflightError(error.message, details=error.details) from error
+        raise PreflightError(error.message, hint=error.hint, details=error.details) from error
 
 
 def _progress(run: Run, prepared: Prepared) -> Callable[[int], None]:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from skyctl.checkpoints.checkpoint import locate
 from skyctl.core import jobs
+from skyctl.core.arbiter import Turn
 from skyctl.core.guardian import guarded
 from skyctl.core.registry import FleetRef
 from skyctl.engines.vllm.server import VLLMServer
@@ -16,7 +17,7 @@ from skyctl.http.target import ServerTarget
 from skyctl.push.request import PushFleet, PushRequest, PushServer
 from skyctl.store.in_doubt import NO_DOUBT, in_doubt
 from skyctl.store.journal import Job
-from skyctl.store.state import FleetState
+from skyctl.store.state import FleetState, ServerRow
 
 
 def begin(
@@ -25,13 +26,16 @@ def begin(
     request: PushRequest,
     client: ControlClient,
     state: FleetState,
+    turn: Turn,
 ) -> tuple[Job, asyncio.Task[None]]:
-    """Open a push job and start its task.
+    """Open a push job and start its task, which releases the turn.
 
     Raises:
-        ConflictError: another process pushes into this fleet; the message names its job.
+        StateUnwritable: it cannot be put on record; nothing was touched.
     """
     transfer, doubts = ref.config.weight_transfer, in_doubt(state)
+    known = {row.name: row for row in state.servers()}
+    rows = {target.name: known.get(target.name, ServerRow(target.name)) for target in targets}
     fleet = PushFleet(
         name=ref.name,
         # backend, device and world size are found out by the push's preflight
@@ -40,11 +44,10 @@ def begin(
                 target,
                 device="cuda" if ref.config.device == "cuda" else "cpu",
                 half_updated=doubts.get(target.name, NO_DOUBT).half_updated,
-                thaw=doubts.get(target.name, NO_DOUBT).thaw
-                and not state.server(target.name).paused,
-                weights_awake=target.name in state.weights_awake(),
-                sleep_level=state.server(target.name).sleep_level,
-                paused=state.server(target.name).paused,
+                thaw=doubts.get(target.name, NO_DOUBT).thaw and not rows[target.name].paused,
+                weights_awake=rows[target.name].weights_awake,
+                sleep_level=rows[target.name].sleep_level,
+                paused=rows[target.name].paused,
             )
             for target in targets
         ),
@@ -58,17 +61,21 @@ def begin(
         transport=transfer.transport,
         pushes=tuple(state.journal.pushes()) if request.dry_run else (),
     )
-    job = jobs.open_push(state.journal, state.locks, request)
-    running = jobs.run_push(
-        job,
-        request,
-        fleet,
-        client=client,
-        state=state,
-        guardian=guarded(ref.paths),
-        kept=ref.paths.kept,
-    )
-    return job, asyncio.create_task(running, name=job.id)
+    job = jobs.open_push(state.journal, turn, request)
+
+    async def run() -> None:
+        with turn:
+            await jobs.run_push(
+                job,
+                request,
+                fleet,
+                client=client,
+                state=state,
+                guardian=guarded(ref.paths),
+                kept=ref.paths.kept,
+            )
+
+    return job, asyncio.create_task(run(), name=job.id)
 
 
 async def model_path(

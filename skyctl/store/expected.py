@@ -17,18 +17,6 @@ from skyctl.store.database import Database, understood
 MOST = 512
 """Digests that are kept; the ones not seen for longest go first."""
 
-SCHEMA = """
-CREATE TABLE IF NOT EXISTS expected_digests (
-    content TEXT NOT NULL, engine TEXT NOT NULL, arrangement TEXT NOT NULL, origin TEXT NOT NULL,
-    digest TEXT NOT NULL, at REAL NOT NULL,
-    PRIMARY KEY (content, engine, arrangement, origin));
-CREATE TABLE IF NOT EXISTS broken_reloads (
-    layout TEXT NOT NULL, engine TEXT NOT NULL, model TEXT NOT NULL, at REAL NOT NULL,
-    PRIMARY KEY (layout, engine));
-CREATE TABLE IF NOT EXISTS launches (
-    server TEXT PRIMARY KEY, content TEXT NOT NULL);
-"""
-
 
 @dataclass(frozen=True)
 class ExpectedDigest:
@@ -100,7 +88,6 @@ class ExpectedDigests:
     @understood
     def known(self) -> Expectations:
         """Everything that is remembered, newest first."""
-        self._prepare()
         digests = self._database.rows("SELECT * FROM expected_digests ORDER BY at DESC")
         broken = self._database.rows("SELECT * FROM broken_reloads ORDER BY at DESC")
         return Expectations(
@@ -113,7 +100,6 @@ class ExpectedDigests:
 
     def learn(self, learned: Mapping[str, Any]) -> None:
         """Remember what a push found out (`Learned`, as JSON)."""
-        self._prepare()
         now = time.time()
         with self._database.transaction():
             for one in (ExpectedDigest(**row) for row in learned.get("digests", ())):
@@ -137,18 +123,10 @@ class ExpectedDigests:
 
     def launched(self, server: str, content: str) -> None:
         """A server was launched with this content; "" when that is not certain."""
-        self._prepare()
         self._database.write("INSERT OR REPLACE INTO launches VALUES (?, ?)", server, content)
 
     @understood
     def launches(self) -> dict[str, str]:
         """What each server was launched with, by name."""
-        self._prepare()
         rows = self._database.rows("SELECT * FROM launches")
         return {row["server"]: row["content"] for row in rows}
-
-    def _prepare(self) -> None:
-        """Make the tables where there are none; each time, as that may be undone with a
-        transaction."""
-        for statement in SCHEMA.split(";\n"):
-            self._database.write(statement)

@@ -6,17 +6,13 @@ here until a push, a restart or `skyctl recover` has put them right.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 from skyctl.store.journal import Job, JobEvent
+from skyctl.store.state import FleetState, FleetWeights
 
-if TYPE_CHECKING:
-    from skyctl.store.state import FleetState
-
-KEY = "in_doubt"
 HELD = "held"
 """State of a server that was paused before the push: it stays paused after it."""
 _GIVEN_BACK = ("ready", "kept", "resumed", "draining")
@@ -32,9 +28,10 @@ class InDoubt:
     """What a push left of one server.
 
     `half_updated`: bytes may have been sent, so that it holds parts of several checkpoints; else it
-    has its old weights, maybe behind an open session. `thaw`: the push froze it, and nobody else
-    wanted that. `woken`: it slept, and the push woke its weights. `job` is the push, `stage` where
-    it ended. `digest` is what its weights came to before it, "" where the push did not look.
+    has whole weights, maybe behind an open session: those on record. `thaw`: the push froze it, and
+    nobody else wanted that. `woken`: it slept, and the push woke its weights. `job` is the push,
+    `stage` where it ended. `digest` is what whole weights come to, "" where the push did not look.
+    `version` is the label that verified weights get before it is thawed.
     """
 
     server: str
@@ -44,16 +41,23 @@ class InDoubt:
     thaw: bool
     woken: bool = False
     digest: str = ""
+    version: str = ""
 
 
 NO_DOUBT = InDoubt("", "", "", half_updated=False, thaw=False)
 
 
-def left_behind(job: Job, events: Iterable[JobEvent]) -> dict[str, InDoubt]:
+def left_behind(job: Job, events: Sequence[JobEvent]) -> dict[str, InDoubt]:
     """The servers that a push, by its journal, touched and did not give back. Pure.
 
     Stages, `waking` and `pausing` are journaled before they are acted upon, the rest after.
     """
+    new = {
+        name: (digest, one["version"])
+        for one in verified(events)
+        for name, digest in one["servers"].items()
+        if digest
+    }
     stages: set[str] = set()
     held: set[str] = set()
     woken: set[str] = set()
@@ -84,18 +88,37 @@ def left_behind(job: Job, events: Iterable[JobEvent]) -> dict[str, InDoubt]:
         return {}
     return {
         name: InDoubt(
-            name, job.id, job.stage, sent, name not in held, name in woken, digests.get(name, "")
+            name,
+            job.id,
+            job.stage,
+            half_updated=sent and name not in new,
+            thaw=name not in held,
+            woken=name in woken,
+            digest=new[name][0] if name in new else digests.get(name, ""),
+            version=new[name][1] if name in new else "",
         )
         for name, state in last.items()
         if not given_back(name, state)
     }
 
 
+def verified(events: Iterable[JobEvent]) -> list[dict[str, Any]]:
+    """What a push had verified when its events end, in order (`push.request.FACTS`)."""
+    return [event.data for event in events if event.kind == "verified"]
+
+
 def in_doubt(state: FleetState) -> dict[str, InDoubt]:
     """Every server in doubt, by name."""
     with state.understanding():
-        rows = json.loads(state.get(KEY) or "[]")
-        return {row["server"]: InDoubt(**row) for row in rows}
+        found = [
+            InDoubt(
+                row["server"], row["job"], row["stage"],
+                bool(row["half_updated"]), bool(row["thaw"]), bool(row["woken"]),
+                row["digest"], row["version"],
+            )
+            for row in state.database.rows("SELECT * FROM in_doubt ORDER BY server")
+        ]  # fmt: skip
+    return {one.server: one for one in found}
 
 
 def doubt(state: FleetState, found: Mapping[str, InDoubt]) -> None:
@@ -105,33 +128,39 @@ def doubt(state: FleetState, found: Mapping[str, InDoubt]) -> None:
         for name, one in found.items():
             before = known.get(name)
             # an earlier push may have sent what this one did not get to clean up
-            half = one.half_updated or (before is not None and before.half_updated)
+            half = one.half_updated or (
+                before is not None and before.half_updated and not one.version
+            )
             woken = one.woken or (before is not None and before.woken)
-            digest = (before.digest if before is not None else "") or one.digest
-            known[name] = replace(one, half_updated=half, woken=woken, digest=digest)
-            if woken:
-                state.set_weights_awake(name, True)
+            digest = one.digest
+            if before is not None and not one.version:
+                digest = before.digest or one.digest
+            _save(state, replace(one, half_updated=half, woken=woken, digest=digest))
+            changes: dict[str, Any] = {"weights_awake": True} if woken else {}
             if not state.server(name).quarantine:
-                state.update_server(name, quarantine=f"{one.job} broke off in stage {one.stage}")
-        _save(state, known)
+                changes["quarantine"] = f"{one.job} broke off in stage {one.stage}"
+            state.update_server(name, **changes)
 
 
 def touch(state: FleetState, name: str, why: str) -> None:
-    """A server is about to be pushed to by its own admission, which no journal tells of."""
-    with state.transaction():
-        _save(state, {**in_doubt(state), name: InDoubt(name, why, "update", True, True)})
+    """A server is about to be pushed to by its own admission, which no journal tells of.
+
+    Raises:
+        StateUnwritable: it cannot be put on record.
+    """
+    with state.durable():
+        _save(state, InDoubt(name, why, "update", True, True))
 
 
 def trust(state: FleetState, *names: str) -> None:
     """These servers were put right, or run in a new process."""
-    with state.transaction():
-        known = in_doubt(state)
-        if known.keys() & set(names):
-            _save(state, {name: one for name, one in known.items() if name not in names})
+    marks = ", ".join("?" * len(names))
+    state.database.write(f"DELETE FROM in_doubt WHERE server IN ({marks})", *names)
 
 
 def close_orphans(state: FleetState) -> list[Job]:
-    """Close running jobs whose process is dead, and doubt the servers they left; those jobs."""
+    """Close running jobs whose process is dead, commit what they had verified, and doubt the
+    servers they left; those jobs."""
     if not state.journal.orphans():
         return []
     orphans = []
@@ -140,14 +169,34 @@ def close_orphans(state: FleetState) -> list[Job]:
             orphans.append(job)
             events = state.journal.events(job.id)
             doubt(state, left_behind(job, events))
-            for event in events:
-                if event.kind == "server" and event.data["state"] == "updated":
-                    # verified and labelled: this is what it holds, whatever the fleet's version
-                    state.update_server(
-                        event.data["server"], weight_version=event.data["detail"] or None
-                    )
+            _roll_forward(state, job, verified(events))
     return orphans
 
 
-def _save(state: FleetState, known: Mapping[str, InDoubt]) -> None:
-    state.set(KEY, json.dumps([asdict(one) for one in known.values()]))
+def _roll_forward(state: FleetState, job: Job, done: Sequence[Mapping[str, Any]]) -> None:
+    """Every byte was sent and verified: the weights are the servers', and the fleet's if the push
+    was for all of it. A server that was not to be verified has them if the push gave it back."""
+    doubted = in_doubt(state)
+    for one in done:
+        what = {key: one[key] for key in ("checkpoint", "checkpoint_digest")}
+        holding = {n: digest for n, digest in one["servers"].items() if digest or n not in doubted}
+        for name, digest in holding.items():
+            state.update_server(
+                name, weight_version=one["version"], weights_digest=digest or None, **what
+            )
+        if one["whole"] and holding:
+            state.set_weights(FleetWeights(one["version"], **what, transport=one["transport"]))
+            state.add_event("fleet", f"{job.id} died; weights {one['version']} were verified")
+            state.journal.record_push(
+                job.id, ok=True, version=one["version"], result=dict(one), **what
+            )
+
+
+def _save(state: FleetState, one: InDoubt) -> None:
+    state.database.write(
+        "INSERT OR REPLACE INTO in_doubt "
+        "(server, job, stage, half_updated, thaw, woken, digest, version) "
+        "VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+        one.server, one.job, one.stage, one.half_updated, one.thaw, one.woken,
+        one.digest, one.version,
+    )  # fmt: skip

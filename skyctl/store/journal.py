@@ -5,19 +5,26 @@ from __future__ import annotations
 import json
 import sqlite3
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from skyctl.errors import NotFoundError
 from skyctl.store.database import Database, understood
 from skyctl.store.identity import ProcessIdentity, own_identity
+from skyctl.store.retention import prune
 
+_QUEUED = "queued"
+"""The stage of a job that has not entered one."""
+_PRUNE_EVERY_JOBS = 20
 ENDED = ("succeeded", "failed", "interrupted")
+DRY_RUN = "dry-run"
+"""Kind of a push that only checks and plans."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """One long operation. `id` is like `push-3`; times are seconds since the epoch.
+    """One long operation. `id` is like `push-3` or `dry-run-1`; times are seconds since the epoch.
 
     `state` is running, succeeded, failed or interrupted (its process died). `servers` maps a
     server's name to its last {"state", "detail"}. `error` is {"kind", "message", "hint",
@@ -54,7 +61,8 @@ class JobEvent:
     """One thing that happened in a job. Kinds and their data:
 
     stage {"stage"} · progress {"done_bytes", "total_bytes"} (not journaled) · note {"message"} ·
-    server {"server", "state", "detail"} · end {"state"}
+    server {"server", "state", "detail"} · prepared and verified (`push.request.FACTS`) · end
+    {"state"}
     """
 
     sequence: int
@@ -93,20 +101,25 @@ class Journal:
         self._database = database
 
     def begin(self, kind: str, request: dict[str, Any]) -> Job:
-        """A new running job, owned by this process."""
-        owner = own_identity()
-        cursor = self._database.write(
-            "INSERT INTO jobs (kind, state, stage, done_bytes, total_bytes, request, servers, "
-            "created_at, owner) VALUES (?, 'running', 'queued', 0, 0, ?, '{}', ?, ?)",
-            kind, json.dumps(request), time.time(), json.dumps(owner.__dict__),
-        )  # fmt: skip
-        return self.job(f"{kind}-{cursor.lastrowid}")
+        """A new running job, owned by this process.
 
-    def stage(self, job_id: str, stage: str) -> None:
-        number = _number(job_id)
-        with self._database.transaction():
-            self._database.write("UPDATE jobs SET stage = ? WHERE number = ?", stage, number)
-            self._event(number, "stage", {"stage": stage})
+        Raises:
+            StateUnwritable: it cannot be put on record.
+        """
+        owner, created_at = own_identity(), time.time()
+        # dry runs count downwards from -1, so that they use up no number of a push
+        number = "(SELECT MIN(0, COALESCE(MIN(number), 0)) - 1 FROM jobs)"
+        cursor = self._database.write(
+            "INSERT INTO jobs (number, kind, state, done_bytes, total_bytes, request, created_at, "
+            f"owner) VALUES ({number if kind == DRY_RUN else 'NULL'}, ?, 'running', 0, 0, ?, ?, ?)",
+            kind, json.dumps(request), created_at, json.dumps(owner.__dict__), durable=True,
+        )  # fmt: skip
+        name = f"{kind}-{abs(cursor.lastrowid or 0)}"
+        return Job(name, kind, "running", _QUEUED, 0, 0, request, {}, created_at)
+
+    def stage(self, job_id: str, stage: str, *, durable: bool = False) -> None:
+        """A stage begins; `durable` for what must be on record before it does."""
+        self._event(_number(job_id), "stage", {"stage": stage}, durable=durable)
 
     def progress(self, job_id: str, done_bytes: int, total_bytes: int) -> None:
         self._database.write(
@@ -114,18 +127,19 @@ class Journal:
             done_bytes, total_bytes, _number(job_id),
         )  # fmt: skip
 
-    def server(self, job_id: str, server: str, state: str, detail: str = "") -> None:
-        number = _number(job_id)
-        with self._database.transaction():
-            servers = self.job(job_id).servers
-            servers[server] = {"state": state, "detail": detail}
-            self._database.write(
-                "UPDATE jobs SET servers = ? WHERE number = ?", json.dumps(servers), number
-            )
-            self._event(number, "server", {"server": server, "state": state, "detail": detail})
+    def server(
+        self, job_id: str, server: str, state: str, detail: str = "", *, durable: bool = False
+    ) -> None:
+        """A server's state; `durable` for what must be on record before it is made so."""
+        data = {"server": server, "state": state, "detail": detail}
+        self._event(_number(job_id), "server", data, server, durable=durable)
 
     def note(self, job_id: str, message: str) -> None:
         self._event(_number(job_id), "note", {"message": message})
+
+    def fact(self, job_id: str, kind: str, data: Mapping[str, Any]) -> None:
+        """What recovery may need to know of a push."""
+        self._event(_number(job_id), kind, dict(data))
 
     def end(
         self,
@@ -145,6 +159,8 @@ class Journal:
                 number,
             )  # fmt: skip
             self._event(number, "end", {"state": state})
+        if number % _PRUNE_EVERY_JOBS == 0:
+            prune(self._database, self._database.retention)
 
     @understood
     def job(self, job_id: str) -> Job:
@@ -153,18 +169,15 @@ class Journal:
         Raises:
             NotFoundError: there is none.
         """
-        row = self._database.row("SELECT * FROM jobs WHERE number = ?", _number(job_id))
-        if row is None or f"{row['kind']}-{row['number']}" != job_id:
+        found = self._jobs("WHERE number = ?", _number(job_id))
+        if not found or found[0].id != job_id:
             raise NotFoundError(f"there is no job {job_id!r}", hint="list them: skyctl jobs")
-        return _job(row)
+        return found[0]
 
     @understood
     def jobs(self, limit: int = 50) -> list[Job]:
         """The latest jobs, newest first."""
-        return [
-            _job(row)
-            for row in self._database.rows("SELECT * FROM jobs ORDER BY number DESC LIMIT ?", limit)
-        ]
+        return self._jobs("ORDER BY created_at DESC, number DESC LIMIT ?", limit)
 
     @understood
     def events(self, job_id: str, after: int = 0) -> list[JobEvent]:
@@ -194,11 +207,13 @@ class Journal:
     @understood
     def orphans(self) -> list[Job]:
         """Running jobs whose process is dead."""
-        return [
-            _job(row)
-            for row in self._database.rows("SELECT * FROM jobs WHERE state = 'running'")
-            if not ProcessIdentity(**json.loads(row["owner"])).alive()
+        rows = self._database.rows("SELECT number, owner FROM jobs WHERE state = 'running'")
+        dead = [
+            row["number"] for row in rows if not ProcessIdentity(**json.loads(row["owner"])).alive()
         ]
+        if not dead:
+            return []
+        return self._jobs(f"WHERE number IN ({_marks(len(dead))})", *dead)
 
     def record_push(
         self,
@@ -230,28 +245,67 @@ class Journal:
             for r in found
         ]  # fmt: skip
 
-    def _event(self, number: int, kind: str, data: dict[str, Any]) -> None:
+    def _jobs(self, where: str, *parameters: Any) -> list[Job]:
+        """Jobs `WHERE …`, with the last that their events say of the job and of each server."""
+        rows = self._database.rows(f"SELECT * FROM jobs {where}", *parameters)
+        stages = {row["number"]: _QUEUED for row in rows}
+        servers: dict[int, dict[str, dict[str, str]]] = {row["number"]: {} for row in rows}
+        for row in self._database.rows(
+            "SELECT job, kind, data FROM job_events JOIN (SELECT min(sequence) AS first, "
+            f"max(sequence) AS last FROM job_events WHERE job IN ({_marks(len(rows))}) "
+            "AND kind IN ('stage', 'server') GROUP BY job, server) ON sequence = last "
+            "ORDER BY first",
+            *servers,
+        ):
+            data = json.loads(row["data"])
+            if row["kind"] == "stage":
+                stages[row["job"]] = data["stage"]
+            else:
+                said = {"state": data["state"], "detail": data["detail"]}
+                servers[row["job"]][data["server"]] = said
+        return [_job(row, stages[row["number"]], servers[row["number"]]) for row in rows]
+
+    def _event(
+        self,
+        number: int,
+        kind: str,
+        data: dict[str, Any],
+        server: str | None = None,
+        *,
+        durable: bool = False,
+    ) -> None:
         self._database.write(
-            "INSERT INTO job_events (job, at, kind, data) VALUES (?, ?, ?, ?)",
-            number, time.time(), kind, json.dumps(data),
+            "INSERT INTO job_events (job, at, kind, data, server) VALUES (?, ?, ?, ?, ?)",
+            number, time.time(), kind, json.dumps(data), server, durable=durable,
         )  # fmt: skip
 
 
 def _number(job_id: str) -> int:
-    tail = job_id.rpartition("-")[2]
-    return int(tail) if tail.isdigit() else -1
+    """The row's number; 0, which no row has, for what is no id."""
+    kind, _, tail = job_id.rpartition("-")
+    number = int(tail) if tail.isdecimal() else 0
+    return -number if kind == DRY_RUN else number
 
 
-def _job(row: sqlite3.Row) -> Job:
+def _id(row: sqlite3.Row) -> str:
+    return f"{row['kind']}-{abs(row['number'])}"
+
+
+def _marks(count: int) -> str:
+    """That many parameters of a statement."""
+    return ", ".join("?" * count)
+
+
+def _job(row: sqlite3.Row, stage: str, servers: dict[str, dict[str, str]]) -> Job:
     return Job(
-        id=f"{row['kind']}-{row['number']}",
+        id=_id(row),
         kind=row["kind"],
         state=row["state"],
-        stage=row["stage"],
+        stage=stage,
         done_bytes=row["done_bytes"],
         total_bytes=row["total_bytes"],
         request=json.loads(row["request"]),
-        servers=json.loads(row["servers"]),
+        servers=servers,
         created_at=row["created_at"],
         finished_at=row["finished_at"],
         error=row["error"] and json.loads(row["error"]),

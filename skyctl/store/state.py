@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import json
+import sqlite3
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from skyctl.launch.local.rebuild import remember_live_processes
 from skyctl.store.database import Database, understood
 from skyctl.store.expected import ExpectedDigests
 from skyctl.store.identity import ProcessIdentity
 from skyctl.store.journal import Journal
 from skyctl.store.locks import Locks
+from skyctl.store.opening import Connect, connect
+from skyctl.store.rebuild import remember_live_processes
+from skyctl.store.retention import Retention, prune, prune_events
+from skyctl.store.unrecorded import Unrecorded
+
+_PRUNE_EVERY_EVENTS = 500
 
 Phase = Literal["intended", "running", "stale"]
 
@@ -51,7 +57,9 @@ class ServerRow:
 
     `sleep_level` is 0 while awake; 1 while asleep with its weights (or once a push restored
     them), 2 while they are discarded. A server that slept while `paused` is paused again on waking.
-    `quarantine` is the reason it is kept out of the router, None when it is not.
+    `quarantine` is the reason it is kept out of the router, None when it is not. `weights_awake`:
+    it sleeps, but its weights were woken, so that they can take a push; vLLM does not tell: to it
+    a server is asleep until all of it is awake.
     """
 
     name: str
@@ -62,6 +70,7 @@ class ServerRow:
     checkpoint_digest: str | None = None
     weights_digest: str | None = None
     quarantine: str | None = None
+    weights_awake: bool = False
 
     @property
     def intended(self) -> Literal["running", "paused", "asleep"]:
@@ -91,12 +100,25 @@ class Event:
 
 
 class FleetState:
-    """A fleet's state file, for one thread of one process; close it, or use it in a `with`."""
+    """A fleet's state file, for one thread of one process; close it, or use it in a `with`.
 
-    def __init__(self, path: Path, *, warn: Callable[[str], None] = lambda line: None) -> None:
-        self._database = Database(path, warn=warn)
+    Its parameters are those of `Database`, which goes on in memory when the disk fails.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        warn: Callable[[str], None] = lambda line: None,
+        owner: bool = False,
+        or_memory: bool = False,
+        connect: Connect = connect,
+    ) -> None:
+        self._database = Database(
+            path, warn=warn, owner=owner, or_memory=or_memory, connect=connect
+        )
         self.journal = Journal(self._database)
-        self.locks = Locks(self._database)
+        self.locks = Locks(path.parent)
         self.expected = ExpectedDigests(self._database)
         if self._database.begun_anew and (found := remember_live_processes(self, path.parent)):
             warn(f"found alive: {', '.join(found)}")
@@ -114,6 +136,33 @@ class FleetState:
         """Everything written inside is committed together or not at all."""
         return self._database.transaction()
 
+    @property
+    def database(self) -> Database:
+        """Its tables, for the modules of this package that have one of their own."""
+        return self._database
+
+    def durable(self) -> AbstractContextManager[None]:
+        """A transaction whose end means that it is in the file: for what must be on record before
+        it is acted upon.
+
+        Raises:
+            StateUnwritable: it cannot be written, and was not.
+        """
+        return self._database.transaction(durable=True)
+
+    @property
+    def unrecorded(self) -> Unrecorded | None:
+        """What only the memory has, because the disk fails; None when the file is complete."""
+        return self._database.unrecorded
+
+    def require_read(self) -> None:
+        """Raise StateUnwritable when there may be a state file that cannot be read (`unread`)."""
+        self._database.require_read()
+
+    def complete(self) -> bool:
+        """Write to the file what only the memory has; False while the disk fails."""
+        return self._database.complete()
+
     def understanding(self) -> AbstractContextManager[None]:
         """Around code that makes something of what was remembered (see Database)."""
         return self._database.understanding()
@@ -123,24 +172,14 @@ class FleetState:
     @understood
     def processes(self) -> list[ProcessRow]:
         """Every recorded child, alive or not."""
-        rows = []
-        for row in self._database.rows("SELECT * FROM processes ORDER BY name"):
-            identity = None
-            if row["pid"] is not None:
-                identity = ProcessIdentity(row["pid"], row["create_time"], row["boot_id"])
-            rows.append(
-                ProcessRow(
-                    row["name"], row["role"], row["phase"], row["token"], identity,
-                    row["spec_hash"], row["host"], row["port"], tuple(json.loads(row["gpus"])),
-                    row["started_at"],
-                    tuple(ProcessIdentity(**d) for d in json.loads(row["descendants"])),
-                )
-            )  # fmt: skip
-        return rows
+        rows = self._database.rows("SELECT * FROM processes ORDER BY name")
+        return [_process(row) for row in rows]
 
+    @understood
     def process(self, name: str) -> ProcessRow | None:
         """The recorded child of this name."""
-        return next((row for row in self.processes() if row.name == name), None)
+        row = self._database.row("SELECT * FROM processes WHERE name = ?", name)
+        return None if row is None else _process(row)
 
     def save_process(self, row: ProcessRow) -> None:
         """Write one child's row, replacing what was known."""
@@ -168,42 +207,47 @@ class FleetState:
     @understood
     def servers(self) -> list[ServerRow]:
         """What is meant to be true of each server of the fleet."""
-        return [
-            ServerRow(**{**dict(row), "paused": bool(row["paused"])})
-            for row in self._database.rows("SELECT * FROM servers ORDER BY name")
-        ]
+        return [_server(row) for row in self._database.rows("SELECT * FROM servers ORDER BY name")]
 
+    @understood
     def server(self, name: str) -> ServerRow:
         """One server's row; a server never heard of is meant to run the base model."""
-        return next((row for row in self.servers() if row.name == name), ServerRow(name))
+        row = self._database.row("SELECT * FROM servers WHERE name = ?", name)
+        return ServerRow(name) if row is None else _server(row)
 
     def update_server(self, name: str, **changes: Any) -> ServerRow:
         """Change fields of one server's row and return it."""
         with self._database.transaction():
-            row = replace(self.server(name), **changes)
-            self._database.write(
-                "INSERT OR REPLACE INTO servers (name, paused, sleep_level, weight_version, "
-                "checkpoint, checkpoint_digest, weights_digest, quarantine) "
-                "VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
-                row.name, int(row.paused), row.sleep_level, row.weight_version, row.checkpoint,
-                row.checkpoint_digest, row.weights_digest, row.quarantine,
-            )  # fmt: skip
-        return row
+            self.update_servers({name: changes})
+            return self.server(name)
+
+    def update_servers(self, changes: Mapping[str, Mapping[str, Any]]) -> None:
+        """Change fields of several servers' rows, named as in `ServerRow`, in one transaction.
+
+        Fields that are not named stay as they are, also where somebody else changes them.
+        """
+        with self._database.transaction():
+            for name, fields in changes.items():
+                replace(ServerRow(name), **fields)  # no such field: TypeError
+                inserted = {"name": name, "paused": 0, "sleep_level": 0, **fields}
+                columns, values = ", ".join(inserted), ", ".join("?" * len(inserted))
+                changed = ", ".join(f"{field} = excluded.{field}" for field in fields)
+                self._database.write(
+                    f"INSERT INTO servers ({columns}) VALUES ({values}) ON CONFLICT (name) "
+                    f"DO {f'UPDATE SET {changed}' if changed else 'NOTHING'}",
+                    *inserted.values(),
+                )
 
     def forget_server(self, name: str) -> None:
         self._database.write("DELETE FROM servers WHERE name = ?", name)
 
-    @understood
     def weights_awake(self) -> set[str]:
-        """Sleeping servers whose weights were woken, so that they can take a push. vLLM does not
-        tell: to it a server is asleep until all of it is awake."""
-        return set(json.loads(self.get("weights_awake") or "[]"))
+        """Sleeping servers whose weights were woken (see ServerRow)."""
+        rows = self._database.rows("SELECT name FROM servers WHERE weights_awake")
+        return {row["name"] for row in rows}
 
     def set_weights_awake(self, name: str, awake: bool) -> None:
-        with self.transaction():
-            found = self.weights_awake()
-            if (name in found) != awake:
-                self.set("weights_awake", json.dumps(sorted(found ^ {name})))
+        self.update_server(name, weights_awake=awake)
 
     # --- the fleet ---------------------------------------------------------------------------
 
@@ -228,22 +272,36 @@ class FleetState:
     def set(self, key: str, value: str) -> None:
         self._database.write("INSERT OR REPLACE INTO meta VALUES (?, ?)", key, value)
 
+    @property
+    def retention(self) -> Retention:
+        """How much of the history stays; older lines go as new ones come."""
+        return self._database.retention
+
+    @retention.setter
+    def retention(self, retention: Retention) -> None:
+        self._database.retention = retention
+
+    def prune(self) -> None:
+        """Forget now what is older than that."""
+        prune(self._database, self.retention)
+
     def forget_run(self) -> None:
         """After `down`: no processes, no intended states, base weights. History stays."""
         with self._database.transaction():
-            for table in ("processes", "servers"):
+            for table in ("processes", "servers", "in_doubt"):
                 self._database.write(f"DELETE FROM {table}")
             self._database.write(
-                "DELETE FROM meta WHERE key IN ('weights', 'ports', 'in_doubt', "
-                "'going_down', 'weights_awake')"
+                "DELETE FROM meta WHERE key IN ('weights', 'ports', 'going_down', 'restarts')"
             )
 
     def add_event(self, subject: str, message: str) -> None:
         """One line of history about a server, the router or the fleet."""
-        self._database.write(
+        written = self._database.write(
             "INSERT INTO events (at, subject, message) VALUES (?, ?, ?)",
             time.time(), subject, message,
         )  # fmt: skip
+        if written.lastrowid and written.lastrowid % _PRUNE_EVERY_EVENTS == 0:
+            prune_events(self._database, self.retention)
 
     def events(self, limit: int = 100) -> list[Event]:
         """The latest events, oldest first."""
@@ -251,3 +309,20 @@ class FleetState:
             "SELECT at, subject, message FROM events ORDER BY sequence DESC LIMIT ?", limit
         )
         return [Event(r["at"], r["subject"], r["message"]) for r in reversed(found)]
+
+
+def _process(row: sqlite3.Row) -> ProcessRow:
+    identity = None
+    if row["pid"] is not None:
+        identity = ProcessIdentity(row["pid"], row["create_time"], row["boot_id"])
+    return ProcessRow(
+        row["name"], row["role"], row["phase"], row["token"], identity,
+        row["spec_hash"], row["host"], row["port"], tuple(json.loads(row["gpus"])),
+        row["started_at"],
+        tuple(ProcessIdentity(**one) for one in json.loads(row["descendants"])),
+    )  # fmt: skip
+
+
+def _server(row: sqlite3.Row) -> ServerRow:
+    flags = {name: bool(row[name]) for name in ("paused", "weights_awake")}
+    return ServerRow(**{**dict(row), **flags})

@@ -147,12 +147,14 @@ def make_app(supervisor: Supervisor) -> Starlette:
         with _refusing(request):
             PushRequest.from_json(body.request)  # which knows every key
             asked = TypeAdapter(PushRequest).validate_python(body.request)
-        return {"id": supervisor.start_push(asked).id}
+        return {"id": (await supervisor.start_push(asked)).id}
 
     async def verify(request: Request) -> Answer:
         body = await _parsed(request, VerifyBody)
         targets = [r.target for r in supervisor.named(()) if r.phase == "up"]
-        return await verify_servers(targets, supervisor.client, timeout_s=body.timeout_s)
+        return await verify_servers(
+            targets, supervisor.client, supervisor.state, timeout_s=body.timeout_s
+        )
 
     posts: dict[str, Callable[[Request], Awaitable[Answer]]] = {
         "/v1/reconcile": reconcile,

@@ -9,14 +9,21 @@ from collections.abc import Iterable
 
 import psutil
 
-from skyctl.core.admission import refresh_all
-from skyctl.core.status import FleetStatus, ReplicaStatus, RouterStatus, assess
+from skyctl.core.status import (
+    INTENDED_STATES,
+    FleetStatus,
+    Reason,
+    ReplicaStatus,
+    RouterStatus,
+    assess,
+)
 from skyctl.engines.vllm.metrics import ServerMetrics
 from skyctl.engines.vllm.server import VLLMServer
 from skyctl.errors import SkyctlError
 from skyctl.launch.local.logtail import latest_message, tail
 from skyctl.launch.local.process import ManagedProcess
 from skyctl.store.identity import ProcessIdentity
+from skyctl.supervisor.admission import refresh_all
 from skyctl.supervisor.replica import Replica
 from skyctl.supervisor.resident import Supervisor
 
@@ -32,17 +39,20 @@ async def report(supervisor: Supervisor, *, fresh: bool = True) -> FleetStatus:
     replicas = list(supervisor.replicas.values())
     up = [replica for replica in replicas if replica.phase == "up"]
     looked_at = [replica for replica in up if fresh and not replica.update_state]
-    *metrics, _ = await asyncio.gather(
-        *(_load(supervisor, replica) for replica in replicas),
+    metrics, versions, failed = await asyncio.gather(
+        asyncio.gather(*(_load(supervisor, replica) for replica in replicas)),
+        asyncio.gather(*(_version(supervisor, r, ask=r in looked_at) for r in replicas)),
         refresh_all(looked_at, supervisor.client, ASK_TIMEOUT_S),
     )
     rows = tuple(
-        _replica_row(supervisor, replica, found)
-        for replica, found in zip(replicas, metrics, strict=True)
+        _replica_row(supervisor, replica, found, version, failed.get(replica.name, ""))
+        for replica, found, version in zip(replicas, metrics, versions, strict=True)
     )
     router = _router_row(supervisor)
     rollout = _rollout(supervisor)
     health, reasons = assess(rows, router, rolling=rollout is not None)
+    if (lost := supervisor.state.unrecorded) is not None:
+        reasons += (Reason(f"{lost.path} cannot be written: {lost.why}", lost.hint),)
     return FleetStatus(
         name=supervisor.paths.name,
         health=health,
@@ -81,18 +91,35 @@ async def _load(supervisor: Supervisor, replica: Replica) -> ServerMetrics | Non
         return None
 
 
+async def _version(supervisor: Supervisor, replica: Replica, *, ask: bool) -> str | None:
+    """The label that a server carries, None where it does not say or is not to be asked."""
+    if not ask:
+        return None
+    server = VLLMServer(supervisor.client, replica.target, timeout_s=ASK_TIMEOUT_S)
+    try:
+        return await server.weight_version()
+    except SkyctlError:
+        return None
+
+
 def _replica_row(
-    supervisor: Supervisor, replica: Replica, metrics: ServerMetrics | None
+    supervisor: Supervisor,
+    replica: Replica,
+    metrics: ServerMetrics | None,
+    version: str | None,
+    failed: str,
 ) -> ReplicaStatus:
     router = supervisor.router
     starting = replica.phase in ("waiting", "starting")
     lines = tail(supervisor.paths.log(replica.name), _LOG_LINES) if starting else []
-    reason = replica.row.quarantine or replica.reason
+    state, reason = replica.state, replica.row.quarantine or replica.reason
+    if failed and state in INTENDED_STATES:
+        state, reason = "unreachable", failed  # the probes have not counted enough of it yet
     if replica.phase == "waiting":
         reason = "waits for its GPU"
     return ReplicaStatus(
         name=replica.name,
-        state=replica.state,
+        state=state,
         url=replica.spec.url,
         reason=reason,
         routed=None if router is None else replica.spec.url in router.workers,
@@ -101,10 +128,12 @@ def _replica_row(
         gpus=replica.spec.gpus,
         **(metrics.load() if metrics else {}),
         weight_version=replica.row.weight_version,
+        reported_version=version,
         uptime_s=_since(replica.started_at),
         state_s=_since(replica.state_since),
         rss_bytes=_rss(replica.process),
         restarts=len(replica.restarts),
+        restart_reason=replica.restart_reason,
         log_line=latest_message(lines),
     )
 
@@ -124,6 +153,7 @@ def _router_row(supervisor: Supervisor) -> RouterStatus | None:
         uptime_s=_since(router.started_at),
         rss_bytes=_rss(router.process),
         restarts=len(router.restarts),
+        restart_reason=router.restart_reason,
     )
 
 

@@ -16,26 +16,28 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
-from skyctl.core import admission, verbs
+from skyctl.core import verbs
+from skyctl.core.arbiter import Act, Arbiter, Turn
 from skyctl.core.diagnosis import Finding
 from skyctl.core.membership import routable
 from skyctl.core.plan import FleetPlan, ServerSpec
 from skyctl.core.recovery import Recovered
-from skyctl.core.status import Operation
+from skyctl.core.status import BY_DOWN, INTERRUPTED, Operation
 from skyctl.errors import ConflictError, FleetDownError, NotFoundError, SkyctlError
 from skyctl.http.client import ControlClient
 from skyctl.http.fanout import Outcome, OutcomeStatus
 from skyctl.kill_points import reached
 from skyctl.push.request import PushRequest
 from skyctl.store.credentials import ensure_credentials
-from skyctl.store.in_doubt import close_orphans
+from skyctl.store.in_doubt import close_orphans, in_doubt
 from skyctl.store.journal import Job
 from skyctl.store.paths import FleetPaths
+from skyctl.store.retention import Retention
 from skyctl.store.state import FleetState
-from skyctl.supervisor import adoption, healing, rollout
+from skyctl.supervisor import admission, adoption, healing, rollout
 from skyctl.supervisor.pushes import Pushes
 from skyctl.supervisor.reconcile import Changes, Running, compare
-from skyctl.supervisor.replica import Replica, ReplicaContext
+from skyctl.supervisor.replica import Replica, ReplicaContext, reload_rows
 from skyctl.supervisor.router import RouterChild
 from skyctl.supervisor.wire import spec_hash
 
@@ -59,11 +61,14 @@ class Supervisor:
         self.recovered: tuple[Recovered, ...] = ()  # by the last recovery
         self.taken_over = False  # what lived is adopted and put right; the rest may still start
         close_orphans(state)  # of a dead supervisor, before anybody asks
+        self._looking = False
         self._context: ReplicaContext | None = None
         self._numbers = itertools.count(1)
         self._ended_operations: deque[Operation] = deque(maxlen=20)
         self._operation_task: asyncio.Task[None] | None = None
+        self._stopped_by = INTERRUPTED
         self._gpu_locks: dict[int, asyncio.Lock] = {}
+        self.arbiter = Arbiter(state.locks)
         self.pushes = Pushes(self)
         self.started_by_operation: list[str] = []
 
@@ -90,7 +95,8 @@ class Supervisor:
             self._take(plan)
             return 0, False
         first = self.plan is None
-        self.state.set("going_down", "")
+        with self.state.durable():  # no process is started that could not be put on record
+            self.state.set("going_down", "")
         detail = "" if first else str(self.changes(plan))
         work = adoption.adopt_and_apply if first else rollout.apply_plan
         self._take(plan)
@@ -112,7 +118,8 @@ class Supervisor:
         return await healing.find(self)
 
     def recover(self) -> int:
-        """Begin to put right what is wrong; the operation's number. A second call joins the first.
+        """Begin to put right what is wrong, once verbs under way have ended; the operation's
+        number. A second call joins the first.
 
         Raises:
             ConflictError: something else is being done.
@@ -122,13 +129,21 @@ class Supervisor:
         if busy and self.operation is not None and self.operation.kind in ("recover", "adopt"):
             return self.operation.id
         self._refuse_while_busy()
-        return self._begin("recover", "", healing.heal(self))
+        return self._begin("recover", "", healing.heal_in_turn(self))
 
-    def heal_after(self, job: Job) -> None:
-        """Put right by itself what a push of ours left in doubt, unless something else is done."""
+    def heal_after(self, job: Job, turn: Turn) -> bool:
+        """Put right by itself what a push of ours left in doubt, and release its turn then.
+
+        False: there is nothing to do, or something else is done.
+        """
         idle = self.operation is None or self.operation.ended_at is not None
-        if idle and not self.pushes.job and not self.draining:
-            self._begin("recover", f"after {job.id}", healing.heal(self))
+        if not idle or self.pushes.job or self.draining or not in_doubt(self.state):
+            return False
+        turn.rename(f"recovery after {job.id}")
+        self._begin("recover", f"after {job.id}", healing.heal(self))
+        assert self._operation_task is not None  # just begun
+        self._operation_task.add_done_callback(lambda task: turn.release())
+        return True
 
     def ended_operation(self, number: int) -> Operation | None:
         """One of the latest operations that have ended."""
@@ -147,7 +162,7 @@ class Supervisor:
 
     async def undo(self) -> None:
         """Stop the operation in progress and what it started; the whole fleet if that is all."""
-        await self._stop_operation()
+        await self._stop_operation(INTERRUPTED)
         for name in [n for n in self.started_by_operation if n in self.replicas]:
             await rollout.remove(self, self.replicas[name])
         if not self.replicas:
@@ -155,7 +170,7 @@ class Supervisor:
 
     async def down(self, *, drain_timeout_s: float) -> None:
         """Drain, stop the router and then every server, and end the supervisor. Idempotent."""
-        await self._stop_operation()
+        await self._stop_operation(BY_DOWN)
         await self.pushes.stop()
         self.operation = Operation(next(self._numbers), "down", "", time.time())
         self.state.set("going_down", "1")  # whoever comes after a death in the middle goes on
@@ -174,7 +189,16 @@ class Supervisor:
         timeout_s: float,
     ) -> list[dict[str, Any]]:
         """pause, resume, sleep or wake on these servers (all when empty); one outcome each."""
-        self.pushes.refuse_while_busy()
+        with await self.arbiter.turn(Act.VERB, f"skyctl {verb}"):
+            return await self._verb_in_turn(verb, arguments, names, timeout_s)
+
+    async def _verb_in_turn(
+        self,
+        verb: str,
+        arguments: Mapping[str, Any],
+        names: Sequence[str],
+        timeout_s: float,
+    ) -> list[dict[str, Any]]:
         plan = self.require_plan()
         everyone = self.named(names)
         chosen = [replica for replica in everyone if replica.phase == "up"]
@@ -193,8 +217,7 @@ class Supervisor:
                 timeout_s=timeout_s,
                 device=plan.device,
             )
-            for replica in chosen:
-                replica.reload_row()
+            reload_rows(chosen, self.state)
             await self._see(verb, chosen, outcomes)
         finally:
             self.held_out -= {replica.name for replica in chosen}
@@ -214,19 +237,22 @@ class Supervisor:
             if replica.name in told:
                 replica.observe(paused=verb == "pause")
 
-    def start_push(self, request: PushRequest) -> Job:
+    async def start_push(self, request: PushRequest) -> Job:
         """Begin a push into every server that is up; the job.
 
         Raises:
-            ConflictError: another push or an operation is in progress, or no server can take it.
+            ConflictError: somebody else acts on the fleet, or no server can take it.
+            StateUnwritable: it cannot be put on record; nothing was touched.
         """
         self.require_plan()
-        adopting = self.operation is not None and self.operation.kind == "adopt"
-        if adopting and self.taken_over:  # who still starts takes the fleet's weights when ready
-            self.pushes.refuse_while_busy()
-        else:
-            self._refuse_while_busy()
-        return self.pushes.start(request)
+        self._refuse_beside_operation()
+        turn = await self.arbiter.turn(Act.PUSH, "a push that is just starting")
+        try:
+            self._refuse_beside_operation()
+            return self.pushes.start(request, turn)
+        except BaseException:
+            turn.release()
+            raise
 
     # --- what its parts share ------------------------------------------------------------------
 
@@ -280,7 +306,13 @@ class Supervisor:
         return {name: self.replicas[name].spec.url for name in sorted(routable(states))}
 
     def changed(self) -> None:
-        """Some replica's state changed."""
+        """Some replica's state changed: all are looked at soon, once however many did."""
+        if not self._looking:
+            self._looking = True
+            asyncio.get_running_loop().call_soon(self._look)
+
+    def _look(self) -> None:
+        self._looking = False
         for replica in self.replicas.values():
             replica.note_state()
         if self.router is not None:
@@ -304,6 +336,7 @@ class Supervisor:
                 changed=self.changed,
             )
         self._context.config = plan.config
+        self.state.retention = Retention.of(plan.config.history)
         # at once, before anything is spawned: another `up` plans with the same ports
         self.state.set("ports", json.dumps(_ports(plan)))
 
@@ -319,7 +352,7 @@ class Supervisor:
         try:
             await work
         except asyncio.CancelledError:
-            error = "stopped"
+            error = self._stopped_by
             raise
         except SkyctlError as failure:
             error = failure.message
@@ -331,7 +364,8 @@ class Supervisor:
             self._ended_operations.append(self.operation)
             self.state.add_event("fleet", f"{operation.kind}: {error or 'done'}")
 
-    async def _stop_operation(self) -> None:
+    async def _stop_operation(self, by: str) -> None:
+        self._stopped_by = by
         if self._operation_task is not None:
             self._operation_task.cancel()
             await asyncio.gather(self._operation_task, return_exceptions=True)
@@ -346,7 +380,17 @@ class Supervisor:
         return Outcome(replica.name, OutcomeStatus.SKIPPED, 0.0, detail)
 
     def _refuse_while_busy(self) -> None:
-        self.pushes.refuse_while_busy()
+        self._refuse_operation()
+        self.arbiter.take(Act.VERB, "a look").release()
+
+    def _refuse_beside_operation(self) -> None:
+        """Raise ConflictError where an operation excludes a push."""
+        adopting = self.operation is not None and self.operation.kind == "adopt"
+        # who still starts takes the fleet's weights when ready
+        if not (adopting and self.taken_over):
+            self._refuse_operation()
+
+    def _refuse_operation(self) -> None:
         operation = self.operation
         if operation is not None and operation.ended_at is None:
             what = f"{operation.kind} {operation.detail}".strip()

@@ -8,6 +8,7 @@ import pytest
 
 from skyctl.checkpoints.tiny import make_tiny_checkpoint
 from tests.integration.fleet_cli import UP_TIMEOUT_S, FleetCli
+from tests.integration.inside import assert_holds
 from tests.integration.test_unlike_servers import TRANSPORTS, WHOLE, answers, write_fleet
 
 pytestmark = pytest.mark.real
@@ -42,5 +43,6 @@ def test_a_push_of_experts_leaves_a_server_as_one_started_on_them(tmp_path: Path
             for name in ("b", "a"):
                 fleet.run("sync-weights", "--transport", transport, str(made[name]))
                 assert held(fleet) == started[name], (transport, name)
+        assert_holds(fleet, "whole-0", made["a"])
     finally:
         fleet.run("down", expect=None)

@@ -6,6 +6,9 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
+from skyctl.launch.local.rotation import earlier
+from skyctl.sanitize import sanitized
+
 # `ValueError: …`, `vllm.exceptions.EngineDeadError: …`, also behind vLLM's `(EngineCore pid=7)`
 # and log prefixes.
 _ERROR_LINE = re.compile(
@@ -14,7 +17,6 @@ _ERROR_LINE = re.compile(
 _PREFIXES = re.compile(
     r"^(?:\([\w ]+ pid=\d+\)\s*)?(?:(?:INFO|WARNING|ERROR|DEBUG)\s+\S+\s+\S+\s+\[[^\]]*\]\s*)?"
 )
-_ESCAPES = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 _CHUNK_BYTES = 64 * 1024
 _LONGEST_TAIL_BYTES = 16 * 1024 * 1024
 
@@ -24,10 +26,16 @@ _PROBE = re.compile(r'"GET /(?:is_paused|metrics|metrics/\?\S+|health|v1/models)
 
 
 def tail(path: Path, lines: int, *, probes: bool = False) -> list[str]:
-    """The last `lines` lines without terminal escapes; [] when there is no file.
+    """The last `lines` lines without terminal escapes, also from before the last rotation; [] when
+    there is no file.
 
     Access-log lines of answered probes are left out unless `probes`.
     """
+    found = _tail(path, lines, probes=probes)
+    return _tail(earlier(path), lines - len(found), probes=probes) + found
+
+
+def _tail(path: Path, lines: int, *, probes: bool) -> list[str]:
     if lines <= 0:
         return []
     try:
@@ -58,8 +66,8 @@ def _lines(data: bytes, *, probes: bool) -> list[str]:
 
 
 def plain(line: str) -> str:
-    """One line without terminal escapes and carriage returns."""
-    return _ESCAPES.sub("", line).rpartition("\r")[2].rstrip()
+    """One line as a terminal would leave it: what a progress bar drew last, no escapes."""
+    return sanitized(line.rstrip().rpartition("\r")[2]).rstrip()
 
 
 def message(line: str) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +104,8 @@ class Recorder:
     def server(self, name: str, state: str, detail: str = "") -> None:
         self.servers.append((name, state, detail))
 
+    def fact(self, kind: str, data: Mapping[str, Any]) -> None: ...
+
     def note(self, message: str) -> None:
         self.notes.append(message)
 
@@ -115,8 +117,12 @@ class Rotation:
         self.routed = {server.name for server in stubs.fleet.servers}
         self.problem = ""
         self.log: list[str] = []
+        self.closed = False
 
-    async def leave(self, names: Collection[str], *, others_serve: bool) -> None:
+    async def leave(
+        self, names: Collection[str], *, others_serve: bool, closed: bool = False
+    ) -> None:
+        self.closed = closed
         self.log.append(f"leave {' '.join(sorted(names))}")
         if self.problem:
             raise SkyctlError(self.problem)

@@ -15,6 +15,7 @@ from skyctl.checkpoints import keeping
 from skyctl.checkpoints.checkpoint import read_checkpoint
 from skyctl.checkpoints.keeping import delete_copy, keep_copy
 from skyctl.core import jobs
+from skyctl.core.arbiter import Turn
 from skyctl.errors import PreflightError, SkyctlError
 from skyctl.push.request import PushRequest
 from skyctl.push.rollback import rollback
@@ -33,7 +34,7 @@ def state(tmp_path: Path) -> Iterator[FleetState]:
 async def pushed(state: FleetState, stubs: Stubs, kept: Path, **changes: Any) -> Any:
     asked: dict[str, Any] = {"checkpoint": str(stubs.new), "keep": True, **changes}
     request = PushRequest(**asked)
-    job = jobs.open_push(state.journal, state.locks, request)
+    job = jobs.open_push(state.journal, Turn(None), request)
     async with stubs.client() as client:
         await jobs.run_push(job, request, stubs.fleet, client=client, state=state, kept=kept)
     return state.journal.job(job.id)
@@ -107,6 +108,17 @@ async def test_a_push_that_fails_keeps_nothing(tmp_path: Path, state: FleetState
     assert job.state == "failed"
     assert kept_weights(state) == []
     assert list((tmp_path / "kept").iterdir()) == []
+
+
+async def test_a_copy_that_some_servers_run_stays(tmp_path: Path, state: FleetState) -> None:
+    """The fleet is pointed at it: those that failed join it when they are restarted."""
+    stubs = Stubs(tmp_path)
+    stubs.fail_update(1, calls=range(1, 100))
+    job = await pushed(state, stubs, tmp_path / "kept", weight_version="step-1")
+    assert job.state == "failed"
+    [one] = kept_weights(state)
+    assert (one.version, one.checkpoint) == ("step-1", state.weights().checkpoint)
+    assert read_checkpoint(one.checkpoint).identity_digest == one.checkpoint_digest
 
 
 async def test_without_keep_and_in_a_dry_run_nothing_is_copied(

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from skyctl.errors import PreflightError, PushError, SkyctlError
+from skyctl.errors import PreflightError, PushError, SkyctlError, StateUnwritable
 from skyctl.push.request import STAGES
 from skyctl.push.transaction import PushRequest, PushResult, push
 from tests.stub.faults import Fault
-from tests.stub.state import StubEngine, digest_of_updates
+from tests.stub.state import Scheduler, StubEngine, digest_of_updates
 from tests.unit.push.checkpoints import filled, tiny_tensors, write_checkpoint
 from tests.unit.push.fleets import Recorder, Stubs
 
@@ -65,6 +65,19 @@ async def test_a_push_brings_every_server_to_one_version(stubs: Stubs) -> None:
     received = {name for update in stubs.engines[0].update_infos for name in update["names"]}
     assert received == set(tiny_tensors())
     assert stubs.engines[0].log[-1] == "resume"
+    check_invariant(stubs)
+
+
+async def test_nothing_that_was_computed_with_the_old_weights_stays_cached(stubs: Stubs) -> None:
+    await push_new(stubs)
+    assert [engine.cached for engine in stubs.engines] == [set(), set()]
+
+
+async def test_a_server_whose_connector_keeps_old_kv_blocks_has_failed(stubs: Stubs) -> None:
+    stubs.engines[1].connector_fails = True
+    error = await failing_push(stubs)
+    assert "KV blocks of other weights are still cached" in str(error.details)
+    assert states(error) != ["ready", "ready"]
     check_invariant(stubs)
 
 
@@ -164,7 +177,8 @@ async def test_an_engine_that_is_stuck_is_not_waited_for_while_the_push_is_undon
 ) -> None:
     stubs.fleet = replace(stubs.fleet, control_timeout_s=0.5, rendezvous_timeout_s=0.1)
     for route in ("/init_weight_transfer_engine", "/is_paused", "/resume"):
-        calls = (2,) if route == "/is_paused" else ()  # the first is the preflight's
+        # the first two are the preflight's and the pause's own
+        calls = (3,) if route == "/is_paused" else ()
         stubs.servers[1].asgi.faults[route] = Fault("hang", calls=calls)
     error = await failing_push(stubs)
     assert states(error) == ["ready", "paused"]
@@ -204,7 +218,7 @@ async def test_a_server_that_fails_twice_is_quarantined_and_the_others_go_on(stu
 async def test_a_server_that_hangs_is_quarantined_without_a_second_try(stubs: Stubs) -> None:
     stubs.servers[1].asgi.faults = {
         "/update_weights": Fault("reset"),
-        "/is_paused": Fault("reset", calls=(2, 3, 4, 5)),
+        "/is_paused": Fault("reset", calls=(3, 4, 5, 6)),
     }
     error = await failing_push(stubs)
     assert states(error) == ["ready", "quarantined"]
@@ -379,16 +393,78 @@ async def test_disk_makes_every_server_read_by_itself(stubs: Stubs) -> None:
 
 
 async def test_a_failed_reload_quarantines_that_server(stubs: Stubs) -> None:
-    stubs.servers[1].asgi.faults["/collective_rpc"] = Fault("status", calls=(2,))
+    stubs.servers[1].asgi.faults["/collective_rpc"] = Fault("status", calls=(3,))
     error = await failing_push(stubs, transport="disk")
     assert states(error) == ["ready", "quarantined"]
 
 
 async def test_a_server_with_dummy_weights_refuses_disk_and_keeps_its_weights(stubs: Stubs) -> None:
     stubs.servers[1].asgi.faults["/collective_rpc"] = Fault(
-        "status", text="Model reloading with `dummy` format", calls=(2,)
+        "status", text="Model reloading with `dummy` format", calls=(3,)
     )
     error = await failing_push(stubs, transport="disk")
     assert states(error) == ["ready", "ready"]
     assert error.details["servers"][1]["version"] == "default"
     assert "--load-format dummy" in error.message
+
+
+# --- nobody else thaws what is being loaded, and intents come first -----------------------------
+
+
+@pytest.mark.parametrize("stage", ["pause", "start", "update"])
+async def test_an_intent_that_cannot_be_put_on_record_undoes_the_push(
+    stubs: Stubs, stage: str
+) -> None:
+    observer = Recorder()
+
+    def full(name: str) -> None:
+        if name == stage:
+            raise StateUnwritable("cannot write state.sqlite: no space", hint="free space")
+
+    observer.on_stage = full
+    with pytest.raises(SkyctlError, match="no space") as caught:
+        await push_new(stubs, observer)
+    assert caught.value.hint == "free space"
+    for engine in stubs.engines:
+        assert engine.digest == "base" and not engine.paused and not engine.update_open
+        assert "update" not in engine.log
+
+
+async def test_a_server_that_was_paused_and_is_thawed_by_somebody_else_is_paused_by_the_push(
+    stubs: Stubs,
+) -> None:
+    held, observer = stubs.engines[0], Recorder()
+    await held.pause("keep")
+
+    def thaw(stage: str) -> None:
+        if stage == "pause":
+            held.scheduler = Scheduler.RUNNING
+
+    observer.on_stage = thaw
+    await push_new(stubs, observer)
+    assert held.paused and held.log.count("pause keep") == 2
+    assert "unpaused" not in "".join(held.served)
+
+
+async def test_nothing_is_sent_to_a_server_that_was_not_seen_paused(stubs: Stubs) -> None:
+    async def pause(mode: str) -> None:
+        """It answers, and goes on."""
+
+    stubs.engines[1].pause = pause  # type: ignore[method-assign]
+    error = await failing_push(stubs)
+    assert "is not paused" in error.message
+    assert all("start" not in engine.log for engine in stubs.engines)
+    check_invariant(stubs)
+
+
+async def test_a_server_that_was_thawed_while_it_was_loaded_is_no_success(stubs: Stubs) -> None:
+    thawed, observer = stubs.engines[1], Recorder()
+
+    def thaw(done: int) -> None:
+        thawed.scheduler = Scheduler.RUNNING
+
+    observer.on_progress = thaw
+    with pytest.raises(PushError, match="somebody else resumed it") as caught:
+        await push_new(stubs, observer)
+    assert states(caught.value) == ["ready", "quarantined"]
+    assert thawed.paused

@@ -9,12 +9,14 @@ from typing import Any
 
 import pytest
 
+from skyctl.core.arbiter import Act, Arbiter
 from skyctl.core.registry import FleetRef
 from skyctl.errors import ConflictError, NotFoundError, UsageError
 from skyctl.fleetfile.schema import FleetConfig
 from skyctl.http.client import ControlClient
 from skyctl.push.request import PushRequest, PushResult, ServerPush
 from skyctl.service.attached import AttachedFleet
+from skyctl.store.in_doubt import touch
 from skyctl.store.paths import fleet_paths
 from skyctl.store.state import FleetState
 from tests.stub.app import StubServer
@@ -98,11 +100,16 @@ async def test_a_push_runs_here_with_the_same_journal_and_lock(
 
     monkeypatch.setattr("skyctl.push.transaction.push", push)
     async with attached(tmp_path, monkeypatch, StubServer(), StubServer()) as fleet:
-        with FleetState(fleet.ref.paths.database) as other:
-            other.locks.acquire("push", "job push-0")
-            with pytest.raises(ConflictError, match="push-0"):
+        with (
+            FleetState(fleet.ref.paths.database) as other,
+            Arbiter(other.locks).take(Act.PUSH, "push-0"),
+        ):
+            for verb in (fleet.pause, fleet.resume, fleet.wake):
+                with pytest.raises(ConflictError, match=r"busy: push-0 \(pid"):
+                    await verb()
+            with pytest.raises(ConflictError, match="push-0") as caught:
                 await fleet.start_push(PushRequest("/c"))
-            other.locks.release("push")
+            assert caught.value.hint == "wait for it: skyctl jobs wait push-0"
         heard: list[str] = []
         job_id = await fleet.start_push(PushRequest("/c"))
         job = await fleet.wait_job(job_id, lambda event: heard.append(event.kind), timeout_s=10)
@@ -111,3 +118,18 @@ async def test_a_push_runs_here_with_the_same_journal_and_lock(
         rows, pushes = await fleet.weights()
         assert {row.weight_version for row in rows} == {"v7"}
         assert [record.version for record in pushes] == ["v7"]
+
+
+@pytest.mark.parametrize("verb", ["resume", "wake"])
+@pytest.mark.parametrize("quarantined", [True, False])
+async def test_what_a_dead_push_left_is_not_thawed_by_hand(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verb: str, quarantined: bool
+) -> None:
+    async with attached(tmp_path, monkeypatch, StubServer(), StubServer()) as fleet:
+        await fleet.pause("keep", False)
+        touch(fleet._state, "far-0", "a push")
+        if quarantined:
+            fleet._state.update_server("far-0", quarantine="push-1 broke off")
+        skipped, done = await getattr(fleet, verb)()
+        assert (skipped["status"], done["status"]) == ("skipped", "ok")
+        assert "skyctl recover" in skipped["detail"]

@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
-from skyctl.core import admission
+from skyctl.core import arbiter
 from skyctl.core.plan import FleetPlan
 from skyctl.engines.vllm.router import RouterClient
 from skyctl.engines.vllm.server import VLLMServer
@@ -23,8 +23,10 @@ from skyctl.http.client import ControlClient
 from skyctl.http.target import ServerTarget
 from skyctl.launch.local.ports import port_holder
 from skyctl.push.request import PushRequest, PushResult, ServerPush
+from skyctl.service.ended import operation_error
 from skyctl.store.paths import FleetPaths
 from skyctl.store.state import FleetState, FleetWeights
+from skyctl.supervisor import admission
 from skyctl.supervisor.report import report
 from skyctl.supervisor.resident import Supervisor
 from tests.unit.supervisor.fleets import (
@@ -206,7 +208,49 @@ async def test_a_server_that_stops_answering_is_killed_and_restarted(tmp_path: P
         os.kill(pid, signal.SIGSTOP)
         await eventually(lambda: not psutil.pid_exists(pid))
         await eventually(lambda: states(supervisor)["a"] == "ready")
-        assert any("probes in a row" in event.message for event in supervisor.state.events())
+        why = "stopped by skyctl after 2 missed health probes: "
+        assert any(event.message.startswith(why) for event in supervisor.state.events())
+        (row,) = (await report(supervisor)).replicas
+        assert row.restarts == 1 and row.restart_reason.startswith(why)
+
+
+async def test_restarts_are_counted_on_by_the_next_supervisor(tmp_path: Path) -> None:
+    async with supervising(tmp_path) as supervisor:
+        a, b = stub_server("a"), stub_server("b")
+        await bring_up(supervisor, fleet_plan([a, b]))
+        pid = pid_of(supervisor, "a")
+        os.kill(pid, signal.SIGKILL)
+        await eventually(lambda: states(supervisor)["a"] == "restarting")
+        await eventually(lambda: states(supervisor)["a"] == "ready")
+        # what another supervisor of this fleet would begin with
+        later = Supervisor(supervisor.paths, supervisor.state, supervisor.client)
+        later._take(fleet_plan([a, b]))
+        counted = {spec.name: later.new_replica(spec) for spec in (a, b)}
+        assert [len(counted[name].restarts) for name in "ab"] == [1, 0]
+        assert "SIGKILL" in counted["a"].restart_reason
+        assert abs(counted["a"].restarts[0] - supervisor.replicas["a"].restarts[0]) < 1.0
+        await supervisor.down(drain_timeout_s=0.0)
+        assert later.new_replica(a).restarts == []
+
+
+@pytest.mark.parametrize(
+    ("fault", "state"),
+    [({"kind": "status", "status": 500}, "unreachable"), ({"kind": "hang"}, "ready")],
+)
+async def test_a_status_sees_an_engine_that_died_before_the_next_probe(
+    tmp_path: Path, fault: dict[str, Any], state: str
+) -> None:
+    """One that does not answer in time may only be busy: that is for the probes to count."""
+    async with supervising(tmp_path) as supervisor:
+        # the first call is that of the start
+        server = stub_server("a", faults={"/is_paused": {**fault, "calls": list(range(2, 99))}})
+        health = {"interval_s": 60, "startup_timeout_s": 15}
+        await bring_up(supervisor, fleet_plan([server], health=health))
+        found = await report(supervisor)
+        assert found.replicas[0].state == state
+        assert (found.health == "degraded") == (state == "unreachable")
+        if found.reasons:
+            assert found.reasons[0].message.startswith("a is unreachable: ")
 
 
 async def test_one_that_exits_at_start_fails_the_up_and_the_others_run_on(tmp_path: Path) -> None:
@@ -242,6 +286,19 @@ async def test_undo_stops_what_the_operation_started_and_nothing_else(tmp_path: 
         await supervisor.undo()
         assert states(supervisor) == {"a": "ready"}
         assert not supervisor.finished.is_set()
+
+
+async def test_an_up_that_down_ended_did_not_fail(tmp_path: Path) -> None:
+    async with supervising(tmp_path) as supervisor:
+        plan = fleet_plan([command_server("a", "import time; time.sleep(600)")])
+        number, _ = supervisor.reconcile(plan)
+        await eventually(lambda: "a" in supervisor.replicas)
+        status = await report(supervisor)
+        await supervisor.down(drain_timeout_s=0.0)
+        operation = supervisor.ended_operation(number)
+        error = operation_error(supervisor.paths, replace(status, operation=operation))
+        assert error is not None and error.message == "up was stopped by `skyctl down`"
+        assert error.hint == "start it again: skyctl up"
 
 
 async def test_undo_of_a_first_up_ends_the_supervisor(tmp_path: Path) -> None:
@@ -401,19 +458,23 @@ async def test_a_second_push_is_refused_and_told_of_the_first(
     async with supervising(tmp_path) as supervisor:
         await bring_up(supervisor, fleet_plan([stub_server("a")]))
         push.gate.clear()
-        job = supervisor.start_push(PushRequest("/ckpt", weight_version="v1"))
+        job = await supervisor.start_push(PushRequest("/ckpt", weight_version="v1"))
         await eventually(lambda: states(supervisor)["a"] == "updating")
-        for refused in (lambda: supervisor.start_push(PushRequest("/b")),
-                        lambda: supervisor.restart([])):  # fmt: skip
+        with pytest.raises(ConflictError, match=job.id):
+            await supervisor.start_push(PushRequest("/b"))
+        for refused in (supervisor.recover, lambda: supervisor.restart([])):
             with pytest.raises(ConflictError, match=job.id):
                 refused()
+        for verb in ("resume", "pause", "sleep", "wake"):
+            with pytest.raises(ConflictError, match=job.id):
+                await supervisor.verb(verb, {}, (), 5.0)
         push.gate.set()
         await eventually(lambda: supervisor.job is None)
         assert supervisor.state.journal.job(job.id).state == "succeeded"
         assert supervisor.state.weights() == FleetWeights("v1", "/ckpt", "same", "shm")
         assert states(supervisor)["a"] == "ready"
         assert supervisor.replicas["a"].row.weights_digest == "digest-v1"
-        assert supervisor.state.locks.holder("push") is None
+        assert supervisor.state.locks.holders("turn") == []
 
 
 async def test_a_fleet_that_was_taken_over_can_be_pushed_to_while_a_dead_server_starts(
@@ -425,7 +486,7 @@ async def test_a_fleet_that_was_taken_over_can_be_pushed_to_while_a_dead_server_
         await eventually(lambda: states(supervisor).get("a") == "ready")
         with pytest.raises(ConflictError, match="busy: adopt"):
             supervisor.restart([])
-        supervisor.start_push(PushRequest("/ckpt", weight_version="v1"))
+        await supervisor.start_push(PushRequest("/ckpt", weight_version="v1"))
         await eventually(lambda: supervisor.job is None)
         assert push.calls == [("/ckpt", ["a"])]
         assert supervisor.operation is not None and supervisor.operation.ended_at is None
@@ -436,7 +497,7 @@ async def test_a_replica_that_dies_takes_the_fleets_weights_before_it_is_routed(
 ) -> None:
     async with supervising(tmp_path) as supervisor:
         await bring_up(supervisor, fleet_plan([stub_server("a"), stub_server("b")], stub_router()))
-        supervisor.start_push(PushRequest("/ckpt", weight_version="v1"))
+        await supervisor.start_push(PushRequest("/ckpt", weight_version="v1"))
         await eventually(lambda: supervisor.job is None)
         push.gate.clear()
         os.kill(pid_of(supervisor, "a"), signal.SIGKILL)
@@ -457,14 +518,14 @@ async def test_a_replica_is_quarantined_when_the_checkpoint_changed(
 ) -> None:
     async with supervising(tmp_path) as supervisor:
         await bring_up(supervisor, fleet_plan([stub_server("a"), stub_server("b")], stub_router()))
-        supervisor.start_push(PushRequest("/ckpt", weight_version="v1"))
+        await supervisor.start_push(PushRequest("/ckpt", weight_version="v1"))
         await eventually(lambda: supervisor.job is None)
         monkeypatch.setattr(checkpoint, "identity_digest", "other")
         monkeypatch.setattr(checkpoint, "layout_digest", "other")
         os.kill(pid_of(supervisor, "a"), signal.SIGKILL)
         await eventually(lambda: states(supervisor)["a"] == "quarantined")
         assert routed(supervisor) == {"b"}
-        assert "/ckpt changed since" in (supervisor.replicas["a"].row.quarantine or "")
+        assert "/ckpt was overwritten since" in (supervisor.replicas["a"].row.quarantine or "")
         outcomes = await supervisor.verb("resume", {}, [], 5.0)
         assert [o["status"] for o in outcomes] == ["skipped", "ok"]
 
@@ -479,7 +540,7 @@ async def test_a_failed_push_quarantines_what_it_left_in_doubt(
             ServerPush("b", False, "quarantined", None, detail="half updated"),
         ]
         push.error = PushError("b failed", details={"servers": [s.to_json() for s in left]})
-        job = supervisor.start_push(PushRequest("/ckpt", weight_version="v1"))
+        job = await supervisor.start_push(PushRequest("/ckpt", weight_version="v1"))
         await eventually(lambda: supervisor.job is None)
         assert supervisor.state.journal.job(job.id).state == "failed"
         assert states(supervisor) == {"a": "ready", "b": "quarantined"}
@@ -496,7 +557,7 @@ async def test_a_replica_that_dies_in_a_push_is_not_blamed_for_what_its_process_
         push.gate.clear()
         left = [ServerPush("b", False, "quarantined", None, detail="connection lost")]
         push.error = PushError("b died", details={"servers": [s.to_json() for s in left]})
-        supervisor.start_push(PushRequest("/ckpt", weight_version="v1"))
+        await supervisor.start_push(PushRequest("/ckpt", weight_version="v1"))
         await eventually(lambda: len(push.calls) == 1)
         pid = pid_of(supervisor, "b")
         os.kill(pid, signal.SIGKILL)
@@ -528,11 +589,96 @@ async def test_a_push_that_cannot_even_begin_is_a_failed_job_and_frees_the_lock(
         await bring_up(supervisor, fleet_plan([stub_server("stubs-0")]))
         with monkeypatch.context() as broken:
             broken.delattr(admission, "push_fleet")
-            job = supervisor.start_push(PushRequest("nowhere"))
+            job = await supervisor.start_push(PushRequest("nowhere"))
             await eventually(lambda: supervisor.job is None)
         found = supervisor.state.journal.job(job.id)
         assert found.state == "failed"
         assert found.error is not None and "never began" in found.error["message"]
-        again = supervisor.start_push(PushRequest("nowhere"))  # the lock is free
+        again = await supervisor.start_push(PushRequest("nowhere"))  # the lock is free
         await eventually(lambda: supervisor.job is None)
         assert supervisor.state.journal.job(again.id).ended
+
+
+async def test_a_push_is_refused_while_a_verb_is_under_way_and_told_of_it(
+    tmp_path: Path, push: FakePush, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The verb's rollback would thaw servers in the middle of the update."""
+    monkeypatch.setattr(arbiter, "PATIENCE_S", 0.1)
+    slow = stub_server("a", faults={"/pause": {"kind": "delay", "seconds": 1.0}})
+    async with supervising(tmp_path) as supervisor:
+        await bring_up(supervisor, fleet_plan([slow]))
+        verb = asyncio.create_task(supervisor.verb("pause", {"mode": "wait"}, (), 5.0))
+        await eventually(lambda: supervisor.arbiter.holders() != [])
+        with pytest.raises(ConflictError, match="busy: skyctl pause"):
+            await supervisor.start_push(PushRequest("/ckpt"))
+        assert (await verb)[0]["status"] == "ok"
+        await supervisor.start_push(PushRequest("/ckpt"))
+        await eventually(lambda: supervisor.job is None)
+        assert push.calls == [("/ckpt", ["a"])]
+
+
+async def test_a_label_that_meant_other_files_does_not_make_a_server_current(
+    tmp_path: Path, push: FakePush, checkpoint: type[FakeCheckpoint]
+) -> None:
+    async with supervising(tmp_path) as supervisor:
+        await bring_up(supervisor, fleet_plan([stub_server("a")]))
+        await supervisor.start_push(PushRequest("/ckpt", weight_version="latest"))
+        await eventually(lambda: supervisor.job is None)
+        replica = supervisor.replicas["a"]
+        assert admission.is_current(supervisor.state, replica)
+        replica.update_row(checkpoint_digest="of the latest before")
+        assert not admission.is_current(supervisor.state, replica)
+
+
+async def test_a_server_that_waits_for_weights_takes_the_next_push(
+    tmp_path: Path, push: FakePush, checkpoint: type[FakeCheckpoint], monkeypatch: Any
+) -> None:
+    """A directory that is overwritten at every step: who restarted between two has none to take."""
+    async with supervising(tmp_path) as supervisor:
+        await bring_up(supervisor, fleet_plan([stub_server("a"), stub_server("b")], stub_router()))
+        await supervisor.start_push(PushRequest("/ckpt", weight_version="v1"))
+        await eventually(lambda: supervisor.job is None)
+        monkeypatch.setattr(checkpoint, "identity_digest", "other")
+        monkeypatch.setattr(checkpoint, "layout_digest", "other")
+        os.kill(pid_of(supervisor, "a"), signal.SIGKILL)
+        await eventually(lambda: states(supervisor)["a"] == "quarantined")
+        await eventually(lambda: supervisor.replicas["a"].phase == "up")
+        await supervisor.start_push(PushRequest("/ckpt", weight_version="v2"))
+        await eventually(lambda: states(supervisor) == {"a": "ready", "b": "ready"})
+        assert push.calls[-1] == ("/ckpt", ["a", "b"])
+        await eventually(lambda: routed(supervisor) == {"a", "b"})
+
+
+KNOWS_ALL = {"/never": {"kind": "hang"}}  # the full stub: the light one has no labels
+
+
+async def test_status_names_a_server_that_somebody_else_pushed_to(
+    tmp_path: Path, push: FakePush
+) -> None:
+    async with supervising(tmp_path) as supervisor:
+        await bring_up(supervisor, fleet_plan([stub_server("a", faults=KNOWS_ALL)]))
+        server = VLLMServer(supervisor.client, supervisor.replicas["a"].target)
+        assert (await report(supervisor)).health == "healthy"
+        await server.set_weight_version("b1")
+        found = await report(supervisor)
+        assert found.health == "degraded" and found.replicas[0].reported_version == "b1"
+        assert "b1" in found.reasons[0].message and "somebody else" in found.reasons[0].message
+
+
+async def test_an_error_as_a_push_ends_leaves_none_in_progress(
+    tmp_path: Path, push: FakePush, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with supervising(tmp_path) as supervisor:
+        await bring_up(supervisor, fleet_plan([stub_server("a")]))
+
+        def broken(self: object) -> None:
+            raise RuntimeError("a bug")
+
+        with monkeypatch.context() as patched:
+            patched.setattr("skyctl.supervisor.replica.Replica.reload_row", broken)
+            await supervisor.start_push(PushRequest("/ckpt"))
+            await eventually(lambda: supervisor.job is None)
+        assert supervisor.arbiter.holders() == []
+        await supervisor.start_push(PushRequest("/ckpt"))
+        await eventually(lambda: supervisor.job is None)
+        assert len(push.calls) == 2

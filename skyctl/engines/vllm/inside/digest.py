@@ -59,19 +59,6 @@ def digest_model(model: torch.nn.Module, numbered: Sequence[str] = ()) -> dict[s
     }
 
 
-def sample_tensors(model: torch.nn.Module, names: Sequence[str]) -> dict[str, list[Any]]:
-    """[dtype, shape, number] of the tensors of these names that the model has and that hold
-    something; numbers as in `engines/vllm/inside/device_digest.py`."""
-    tensors = model.state_dict(keep_vars=True)
-    found = [name for name in names if name in tensors and tensors[name].numel()]
-    with torch.inference_mode():
-        numbers = digest_on_device([tensors[name] for name in found])
-    return {
-        name: [str(tensors[name].dtype).removeprefix("torch."), list(tensors[name].shape), number]
-        for name, number in zip(found, numbers, strict=True)
-    }
-
-
 def _named_tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Parameters and persistent buffers that hold something, shared ones once."""
     seen: set[int] = set()

@@ -9,7 +9,7 @@ by the rules of the layer that owns it; everything else cannot be compared.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -110,26 +110,40 @@ class Tracer:
         return found
 
     def _load(self, name: str, tensor: Any) -> None:
-        from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
-
-        with disable_mtp_completeness_check():
+        with _partial_loads():
             self.model.load_weights([(name, tensor)])
 
 
 @contextmanager
 def tracing(model: Any) -> Iterator[Tracer]:
     """A tracer for as long as the context is open; the parameters' own loaders are back then."""
-    own = {parameter: getattr(parameter, "weight_loader", None) for parameter in model.parameters()}
-    tracer = Tracer(model, {id(parameter): loader for parameter, loader in own.items()})
+    own = [
+        (parameter, getattr(parameter, "weight_loader", None)) for parameter in model.parameters()
+    ]
+    tracer = Tracer(model, {id(parameter): loader for parameter, loader in own})
+    replaced = []
     try:
-        for parameter in own:
-            parameter.weight_loader = tracer.note
+        for parameter, loader in own:
+            # one that cannot be given another loader refuses data on the meta device
+            with suppress(AttributeError):
+                parameter.weight_loader = tracer.note
+                replaced.append((parameter, loader))
         yield tracer
     finally:
-        for parameter, loader in own.items():
+        for parameter, loader in replaced:
             del parameter.weight_loader
             if loader is not None:
                 parameter.weight_loader = loader
+
+
+def _partial_loads() -> AbstractContextManager[Any]:
+    """In which draft models do not insist on all their tensors; they do so since 0.27."""
+    try:
+        from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
+    except ImportError:
+        return nullcontext()
+    context: AbstractContextManager[Any] = disable_mtp_completeness_check()
+    return context
 
 
 def _of_other_stage(name: str, model: Any) -> bool:

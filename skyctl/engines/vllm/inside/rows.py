@@ -9,6 +9,7 @@ learned by packing numbers.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -24,8 +25,11 @@ def answer_rows(model: Any, questions: Sequence[RowQuestion]) -> list[RowAnswer]
     """One answer per question, in order. The model must not be in the middle of an update."""
     if not questions:
         return []
-    with torch.inference_mode(), tracing(model) as tracer:
-        return [_answer(tracer, question) for question in questions]
+    try:
+        with torch.inference_mode(), tracing(model) as tracer:
+            return [_answer(tracer, question) for question in questions]
+    finally:
+        _places.cache_clear()  # 8 bytes for each weight of an expert
 
 
 def _answer(tracer: Tracer, question: RowQuestion) -> RowAnswer:
@@ -34,11 +38,13 @@ def _answer(tracer: Tracer, question: RowQuestion) -> RowAnswer:
         found = [row for placement in placements for row in _read(placement, question)]
     except NotComparable as why:
         return RowAnswer(question.name, reason=str(why))
+    except Exception as error:  # a version of vLLM that lacks what is looked at
+        return RowAnswer(question.name, reason=f"it cannot be read: {error!r}")
     if not found:
         return RowAnswer(question.name, elsewhere=True)
     wanted = getattr(torch, question.dtype)
     held = found[0][3].dtype
-    dtype = wanted if all(_survives(values, wanted) for *_, values in found) else held
+    dtype = wanted if all(_holds_exactly(values, wanted) for *_, values in found) else held
     name = str(dtype).removeprefix("torch.")
     pieces = [
         (row, begin, end, row_number(_octets(values.to(dtype)), name))
@@ -47,9 +53,12 @@ def _answer(tracer: Tracer, question: RowQuestion) -> RowAnswer:
     return RowAnswer(question.name, name, pieces)
 
 
-def _survives(values: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Whether `values` are the same after a conversion to `dtype` and back."""
-    return values.dtype == dtype or bool(torch.equal(values.to(dtype).to(values.dtype), values))
+def _holds_exactly(values: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Whether `values` can be said in `dtype`, none of whose numbers was rounded when it was
+    loaded."""
+    if torch.promote_types(dtype, values.dtype) != values.dtype:
+        return False
+    return bool(torch.equal(values.to(dtype).to(values.dtype), values))
 
 
 def _octets(values: torch.Tensor) -> bytes:
@@ -107,11 +116,12 @@ def _expert_values(
         return weights[rows, begin:end]
     if getattr(kernel, "_use_zentorch", False):
         return weights[rows, begin:end]
-    places = _places(weights.shape, weights.dtype, kernel.isa)
+    places = _places(tuple(weights.shape), weights.dtype, kernel.isa)
     return weights.reshape(-1)[places[rows, begin:end]]
 
 
-def _places(shape: Sequence[int], dtype: torch.dtype, isa: str) -> torch.Tensor:
+@cache
+def _places(shape: tuple[int, int], dtype: torch.dtype, isa: str) -> torch.Tensor:
     """Where the packing of an expert of this shape puts each element: shape [rows, columns]."""
     from vllm._custom_ops import cpu_prepack_moe_weight
 

@@ -1,4 +1,4 @@
-"""A first fleet file, and with it tiny checkpoints to try it on."""
+"""Writes a first fleet file, and tiny checkpoints to try it with."""
 
 from __future__ import annotations
 
@@ -153,6 +153,7 @@ device: auto        # cuda where there is a GPU, else cpu
 # Any vLLM argument: dashes or underscores; true is a bare flag, false is --no-flag.
 args:
   max-model-len: 4096
+  # enable-scale-out: true    # for trainers that roll out by token ids, such as SkyRL
 
 # Environment of every server. ${{VAR:-default}} is expanded anywhere in this file.
 env: {{}}

@@ -8,12 +8,13 @@ from collections.abc import Collection, Mapping, Sequence
 from skyctl.core.expectations import arguments_of, informed, remember
 from skyctl.core.health import probe_alive
 from skyctl.core.plan import FleetPlan
-from skyctl.errors import ServerError, SkyctlError
+from skyctl.core.recovery import published
+from skyctl.errors import DeadlineExceeded, ServerError, SkyctlError
 from skyctl.http.client import ControlClient
-from skyctl.push.request import Committed, PushFleet, PushRequest, PushServer, SilentObserver
+from skyctl.push.request import Committed, PushFleet, PushServer, SilentObserver
 from skyctl.store.in_doubt import NO_DOUBT, InDoubt, in_doubt, touch, trust
 from skyctl.store.journal import PushRecord
-from skyctl.store.state import FleetState, FleetWeights
+from skyctl.store.state import FleetState
 from skyctl.supervisor.replica import Replica
 
 
@@ -80,28 +81,6 @@ async def bring_to_weights(
         )
 
 
-def published(weights: FleetWeights, *, verify: bool) -> PushRequest:
-    """A request for the weights that the fleet has.
-
-    Raises:
-        SkyctlError: it has none but those it was started with, or they changed on disk.
-    """
-    from skyctl.checkpoints.checkpoint import read_checkpoint
-
-    if weights.checkpoint is None:
-        raise SkyctlError("nothing was pushed into this fleet yet")
-    found = read_checkpoint(weights.checkpoint)
-    digests = (found.identity_digest, found.layout_digest)
-    if weights.checkpoint_digest and weights.checkpoint_digest not in digests:
-        raise SkyctlError(f"{weights.checkpoint} changed since it was pushed")
-    return PushRequest(
-        checkpoint=weights.checkpoint,
-        transport=weights.transport,
-        weight_version=weights.version,
-        verify=verify,
-    )
-
-
 async def push_alone(
     replica: Replica, state: FleetState, plan: FleetPlan, client: ControlClient
 ) -> None:
@@ -117,9 +96,9 @@ async def push_alone(
         try:
             result = await push(request, fleet, client=client, observer=SilentObserver())
         except SkyctlError as error:
-            remember(state, error.details)
+            remember(state, error.details.pop("learned", None))
             raise
-    remember(state, {"learned": result.learned})
+    remember(state, result.learned)
     trust(state, replica.name)
     digest = next((s.weights_digest for s in result.servers), "")
     replica.update_row(
@@ -150,22 +129,34 @@ async def apply_intent(replica: Replica, client: ControlClient, timeout_s: float
 
 async def refresh_all(
     replicas: Collection[Replica], client: ControlClient, timeout_s: float
-) -> None:
-    """Look whether servers are paused; one that does not answer is the health probe's case.
+) -> dict[str, str]:
+    """Look whether servers are paused; what those said that refused or have failed, by name.
+
+    One that does not answer in time is left to the health probes: it may only be busy.
 
     All change at once: between the first that is seen paused and the last, the router would send
     everything to those that are not yet.
     """
     asked = (probe_alive(client, replica.target, timeout_s) for replica in replicas)
     answers = await asyncio.gather(*asked, return_exceptions=True)
+    failed = {}
     for replica, paused in zip(replicas, answers, strict=True):
         if isinstance(paused, bool):
             replica.observe(paused=paused)
         elif not isinstance(paused, ServerError):
             raise paused
+        elif not isinstance(paused, DeadlineExceeded):
+            failed[replica.name] = paused.message
+    return failed
 
 
 def is_current(state: FleetState, replica: Replica) -> bool:
     """Whether the server has the weights every routed server must have."""
-    weights = state.weights()
-    return weights.checkpoint is None or replica.row.weight_version == weights.version
+    weights, row = state.weights(), replica.row
+    if weights.checkpoint is None:
+        return True
+    # a label alone says little: "latest" may have meant other bytes
+    return (row.weight_version, row.checkpoint_digest) == (
+        weights.version,
+        weights.checkpoint_digest,
+    )
