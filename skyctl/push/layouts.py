@@ -82,7 +82,7 @@ async def choose_layout(
     Raises:
         PreflightError: `wanted` is "runtime", and it cannot be.
     """
-    if wanted == "checkpoint":
+    if wanted == "checkpoint" or (wanted == "auto" and transport not in _TRANSPORTS):
         return LayoutChoice()
     try:
         workers = await _ask(transport, sites, timeout_s=timeout_s)
