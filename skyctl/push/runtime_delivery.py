@@ -7,6 +7,7 @@ what breaks off half-way is scrubbed and pushed again by vLLM's loader.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -64,6 +65,7 @@ class RuntimeDelivery(ChunkDelivery):
         self._whole = chunks == len(self._plan.chunks)
         if not self._whole:
             self._filled = {}  # slots are reused: each chunk is mapped when its turn comes
+        self._read_ahead_until = asyncio.get_running_loop().time()
 
     def _payloads(self, site: Site, chunks: Sequence[int]) -> dict[str, str]:
         """IPC handles of chunks, as the carrier made them for this server."""
