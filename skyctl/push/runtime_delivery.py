@@ -12,6 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from skyctl.errors import PreflightError
+from skyctl.http.fanout import fan_out
+from skyctl.http.target import ServerTarget
 from skyctl.kill_points import reached
 from skyctl.push.delivery import ChunkDelivery
 from skyctl.push.sites import Holds, Site, alive, each
@@ -22,24 +24,35 @@ from skyctl.transfer.transports.base import Filled
 OPEN_METHOD = "skyctl_layout_open"
 LOAD_METHOD = "skyctl_layout_load"
 RECEIVE_METHOD = "skyctl_layout_receive"
+CLOSE_METHOD = "skyctl_layout_close"
+
+_CLOSE_TIMEOUT_S = 5.0
+
+
+class CannotCopy(PreflightError):
+    """A server cannot get ready to copy: it lacks memory for buffers, say. Nothing was touched."""
 
 
 class RuntimeDelivery(ChunkDelivery):
     """Chunks copied into parameters, by servers whose processes have seen the layout proven."""
 
     frees_late = True  # freeing a model's size takes a tenth of the freeze
-    _filled: dict[int, Filled]
-    _whole = False
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        self._filled: dict[int, Filled] = {}
+        self._shown: dict[str, Site] = {}  # servers that may have mapped the sender's memory
+        self._whole = False
 
     async def open(self, sites: Sequence[Site]) -> None:
         """Also shows each server what it will copy: mapping the sender's memory takes longer than
         copying out of it, and is done before servers are frozen."""
-        self._filled = {}
         await super().open(sites)
         timeout_s = self._fleet.control_timeout_s
         collective = self._transport.collective
 
         async def show(site: Site) -> None:
+            self._shown[site.name] = site
             await site.vllm.ask_workers(
                 OPEN_METHOD,
                 {
@@ -52,9 +65,10 @@ class RuntimeDelivery(ChunkDelivery):
 
         await each(sites, show, timeout_s=timeout_s, what="layout")
         if failed := [site for site in sites if site.failure]:
-            raise PreflightError(
-                f"{failed[0].name}: {failed[0].failure}", hint="push with --layout checkpoint"
-            )
+            reason = f"{failed[0].name}: {failed[0].failure}"
+            for site in sites:
+                site.failure = ""  # nothing has happened to it
+            raise CannotCopy(reason, hint="push with --layout checkpoint")
 
     async def _read_ahead(self, lease: Lease, chunks: int) -> None:
         """All of it that has a slot: servers copy faster than files are read."""
@@ -129,6 +143,17 @@ class RuntimeDelivery(ChunkDelivery):
         """Nothing to close: the calls that copied have ended."""
         for site in alive(sites):
             site.holds = Holds.NEW
+
+    async def close(self) -> None:
+        """Also has servers let go that were shown what to copy and have not copied it all."""
+        shown, self._shown = self._shown, {}
+        left = [site for site in shown.values() if site.holds < Holds.NEW]
+
+        async def let_go(target: ServerTarget) -> None:
+            await shown[target.name].vllm.collective_rpc(CLOSE_METHOD, timeout_s=_CLOSE_TIMEOUT_S)
+
+        await fan_out([site.target for site in left], let_go, timeout_s=_CLOSE_TIMEOUT_S)
+        await super().close()
 
     def _worker_bytes(self, sites: Sequence[Site]) -> int:
         return 0  # chunks are copied out of the sender's memory, not beside it

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,8 +20,9 @@ from skyctl.errors import PreflightError, ServerError
 from skyctl.push import layouts
 from skyctl.push.layouts import LayoutChoice, choose_layout, numbered, settle_parameters
 from skyctl.push.request import PushFleet
-from skyctl.push.runtime_delivery import RuntimeDelivery
+from skyctl.push.runtime_delivery import CannotCopy, RuntimeDelivery
 from skyctl.push.sites import Holds, Site
+from skyctl.push.transaction import _stage
 from skyctl.transfer.plan import plan_chunks
 from skyctl.transfer.sender_client import Opened, SenderProcess
 from skyctl.transfer.sender_pool import SenderPool
@@ -58,8 +60,10 @@ class Workers:
             raise ServerError(self.failing, status=500)
         return list(self.reports)
 
-    async def collective_rpc(self, method: str, *, kwargs: dict[str, Any], **_: Any) -> list[Any]:
-        return await self.ask_workers(method, kwargs)
+    async def collective_rpc(
+        self, method: str, *, kwargs: dict[str, Any] | None = None, **_: Any
+    ) -> list[Any]:
+        return await self.ask_workers(method, kwargs or {})
 
     @property
     def asked(self) -> list[str]:
@@ -262,11 +266,13 @@ async def copied_by(
         programs=choice.planned(plan).programs,
     )
     workers.init_weight_transfer = workers.collective_rpc  # type: ignore[attr-defined]
-    await delivery.open([one])
-    await delivery.start([one])
-    await delivery.update([one], lambda done: None)
-    await delivery.finish([one], lambda: "v1")
-    await delivery.close()
+    try:
+        await delivery.open([one])
+        await delivery.start([one])
+        await delivery.update([one], lambda done: None)
+        await delivery.finish([one], lambda: "v1")
+    finally:
+        await delivery.close()
     return one, sender
 
 
@@ -316,12 +322,63 @@ async def test_broadcast_chunks_are_copied_in_one_call(
     assert sender.sent == [0, 1, 2] and one.holds is Holds.NEW
 
 
-async def test_a_server_that_cannot_map_refuses_the_push(
+class Refusing(Workers):
+    """Has no room for the sender's chunks."""
+
+    async def ask_workers(self, method: str, kwargs: dict[str, Any], **rest: Any) -> list[Any]:
+        answers = await super().ask_workers(method, kwargs, **rest)
+        if method == "skyctl_layout_open":
+            raise ServerError("no room", status=500)
+        return answers
+
+
+async def test_a_server_that_cannot_map_lets_go_and_can_be_loaded(
     checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(PreflightError, match="no room") as caught:
-        await copied_by(IPC, Workers(failing="no room"), checkpoint, monkeypatch)
+    workers = Refusing()
+    with pytest.raises(CannotCopy, match="no room") as caught:
+        await copied_by(IPC, workers, checkpoint, monkeypatch)
     assert "--layout checkpoint" in caught.value.hint
+    assert workers.asked == ["skyctl_layout_open", "skyctl_layout_close"]
+
+
+class Opening:
+    """A delivery of which only `open` matters here."""
+
+    def __init__(self, failure: Exception | None = None) -> None:
+        self.failure, self.closed = failure, False
+
+    async def open(self, sites: Any) -> None:
+        if self.failure is not None:
+            raise self.failure
+
+    async def close(self) -> None:
+        self.closed = True
+
+
+@pytest.mark.parametrize(
+    ("wanted", "second", "ends"),
+    [
+        ("auto", Opening(), "by loader"),
+        ("auto", Opening(PreflightError("no GPU")), "no GPU"),
+        ("runtime", Opening(), "no room"),
+    ],
+)
+async def test_a_push_goes_on_by_the_loader_unless_copying_was_asked_for(
+    wanted: str, second: Opening, ends: str
+) -> None:
+    first, notes = Opening(CannotCopy("demo-0: no room")), []
+    run: Any = SimpleNamespace(
+        request=SimpleNamespace(layout=wanted), fleet=None, senders=None, note=notes.append
+    )
+    prepared: Any = SimpleNamespace(sites=(), delivery=lambda *_, by_loader: second)
+    if ends == "by loader":
+        assert await _stage(run, prepared, first) is second  # type: ignore[arg-type,comparison-overlap]
+        assert first.closed and not second.closed and "no room" in notes[0]
+        return
+    with pytest.raises(PreflightError, match=ends):
+        await _stage(run, prepared, first)  # type: ignore[arg-type]
+    assert second.closed is (wanted == "auto")
 
 
 class Breaking(Workers):
@@ -336,6 +393,8 @@ class Breaking(Workers):
 async def test_a_copy_that_breaks_off_leaves_the_server_in_doubt(
     checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    one, _ = await copied_by(IPC, Breaking(), checkpoint, monkeypatch)
+    workers = Breaking()
+    one, _ = await copied_by(IPC, workers, checkpoint, monkeypatch)
     assert one.holds is Holds.UNKNOWN
     assert one.failure == "update: an illegal memory access"
+    assert workers.asked[-1] == "skyctl_layout_close"

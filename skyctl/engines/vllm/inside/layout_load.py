@@ -89,13 +89,17 @@ class LayoutLoader:
         self._program = program
         for copy in program.copies:
             self._copies.setdefault(copy.chunk, []).append(copy)
-        for chunk, payload in payloads.items():
-            self._mapped[chunk] = self._map(payload)
-        if buffer_bytes:
-            self._buffers = [
-                torch.empty(buffer_bytes, dtype=torch.uint8, device=self._device)
-                for _ in range(_NUM_BUFFERS)
-            ]
+        try:
+            for chunk, payload in payloads.items():
+                self._mapped[chunk] = self._map(payload)
+            if buffer_bytes:
+                self._buffers = [
+                    torch.empty(buffer_bytes, dtype=torch.uint8, device=self._device)
+                    for _ in range(_NUM_BUFFERS)
+                ]
+        except BaseException:
+            self.close()
+            raise
 
     def load(self, chunks: Sequence[int], payloads: Mapping[int, str], *, last: bool) -> None:
         """Copy chunks out of the sender's memory on this GPU; after the last ones, let go of it."""
