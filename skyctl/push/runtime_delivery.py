@@ -48,6 +48,8 @@ class RuntimeDelivery(ChunkDelivery):
         """Also shows each server what it will copy: mapping the sender's memory takes longer than
         copying out of it, and is done before servers are frozen."""
         await super().open(sites)
+        if not self._whole:
+            raise CannotCopy("the checkpoint does not fit on the sender's GPU as a whole")
         timeout_s = self._fleet.control_timeout_s
         collective = self._transport.collective
 
@@ -57,7 +59,7 @@ class RuntimeDelivery(ChunkDelivery):
                 OPEN_METHOD,
                 {
                     "programs": [program.to_wire() for program in self._programs[site.name]],
-                    "payloads": self._payloads(site, list(self._filled)),
+                    "payloads": self._payloads(site),
                     "buffer_bytes": self._plan.slot_bytes if collective else 0,
                 },
                 timeout_s=timeout_s,
@@ -71,20 +73,20 @@ class RuntimeDelivery(ChunkDelivery):
             raise CannotCopy(reason, hint="push with --layout checkpoint")
 
     async def _read_ahead(self, lease: Lease, chunks: int) -> None:
-        """All of it that has a slot: servers copy faster than files are read."""
-        for chunk in self._plan.chunks[:chunks]:
+        """All of it: servers copy faster than files are read."""
+        self._whole = chunks == len(self._plan.chunks)
+        for chunk in self._plan.chunks if self._whole else ():
             filled = await lease.sender.filled(chunk.index, timeout_s=self._fleet.update_timeout_s)
             if not self._transport.collective:
                 self._filled[chunk.index] = filled
-        self._whole = chunks == len(self._plan.chunks)
-        if not self._whole:
-            self._filled = {}  # slots are reused: each chunk is mapped when its turn comes
         self._read_ahead_until = asyncio.get_running_loop().time()
 
-    def _payloads(self, site: Site, chunks: Sequence[int]) -> dict[str, str]:
-        """IPC handles of chunks, as the carrier made them for this server."""
+    def _payloads(self, site: Site) -> dict[str, str]:
+        """IPC handles of all chunks, as the carrier made them for this server."""
         number = self._numbers[site.name]
-        return {str(chunk): self._filled[chunk].extra["handles"][number] for chunk in chunks}
+        return {
+            str(chunk): filled.extra["handles"][number] for chunk, filled in self._filled.items()
+        }
 
     async def start(self, sites: Sequence[Site], *, scrubbing: bool = False) -> None:
         """Nothing to open."""
@@ -97,13 +99,11 @@ class RuntimeDelivery(ChunkDelivery):
     async def _update_by_chunk(
         self, sites: Sequence[Site], on_progress: Callable[[int], None]
     ) -> None:
-        if not self._whole:
-            await super()._update_by_chunk(sites, on_progress)
-            return
+        """All chunks in one call."""
         chunks = [chunk.index for chunk in self._plan.chunks]
 
         async def load(site: Site) -> None:
-            await self._load(site, {"chunks": chunks})
+            await self._rpc(site, LOAD_METHOD, {"chunks": chunks})
 
         timeout_s = self._fleet.update_timeout_s
         await each(alive(sites), load, timeout_s=timeout_s, what="update")
@@ -113,22 +113,8 @@ class RuntimeDelivery(ChunkDelivery):
             on_progress(done)
 
     async def _call_load(self, site: Site, chunk: Chunk, filled: Filled) -> None:
-        if self._transport.one_update:
-            sizes = [chunk.size for chunk in self._plan.chunks]
-            await self._rpc(site, RECEIVE_METHOD, {"sizes": sizes})
-            return
-        self._filled[chunk.index] = filled
-        await self._load(
-            site,
-            {
-                "chunks": [chunk.index],
-                "payloads": self._payloads(site, [chunk.index]),
-                "last": chunk.index == len(self._plan.chunks) - 1,
-            },
-        )
-
-    async def _load(self, site: Site, arguments: Mapping[str, Any]) -> None:
-        await self._rpc(site, LOAD_METHOD, arguments)
+        sizes = [chunk.size for chunk in self._plan.chunks]
+        await self._rpc(site, RECEIVE_METHOD, {"sizes": sizes})
 
     async def _rpc(self, site: Site, method: str, arguments: Mapping[str, Any]) -> None:
         site.holds = Holds.UNKNOWN

@@ -66,8 +66,8 @@ def test_the_second_push_is_copied_where_every_layer_can_be(
 ) -> None:
     """The first one proves the layout; one server that quantizes sends all through the loader."""
     a, b = case.checkpoints
-    special_fleet.push(b)
-    result = special_fleet.push(a)
+    special_fleet.push(b, layout="auto")
+    result = special_fleet.push(a, layout="auto")
     processed = any("quantization" in group.get("args", {}) for group in case.groups)
     assert result["layout_share"] == (0.0 if processed else 1.0), result["notes"]
     assert special_fleet.answers() == special_fleet.started

@@ -299,16 +299,14 @@ async def test_the_next_push_reads_ahead_as_far_as_after_any_other(
     assert pool.idle is not None and 0 < pool.idle.lead_s < 10
 
 
-async def test_chunks_of_a_ring_are_mapped_when_their_turn_comes(
-    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("transport", [IPC, NCCL], ids=lambda transport: transport.name)
+async def test_what_does_not_fit_as_a_whole_is_not_copied(
+    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch, transport: Transport
 ) -> None:
     workers = Workers()
-    one, _ = await copied_by(IPC, workers, checkpoint, monkeypatch, whole=False)
-    assert workers.calls[0][1]["payloads"] == {}
-    assert [call for _, call in workers.calls[1:]] == [
-        {"chunks": [n], "payloads": {str(n): f"handle-{n}"}, "last": n == 2} for n in range(3)
-    ]
-    assert one.holds is Holds.NEW
+    with pytest.raises(CannotCopy, match="does not fit on the sender's GPU"):
+        await copied_by(transport, workers, checkpoint, monkeypatch, whole=False)
+    assert workers.asked == []
 
 
 async def test_broadcast_chunks_are_copied_in_one_call(

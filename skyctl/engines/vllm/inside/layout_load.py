@@ -60,6 +60,9 @@ class LayoutLoader:
         model = self._model
         if self._device.type != "cuda":
             return LayoutReport(self.rank, reason="its model is not on a GPU")
+        if self._worker.vllm_config.parallel_config.data_parallel_size > 1:
+            # of calls to all ranks only the first rank's failure would be heard
+            return LayoutReport(self.rank, reason="it has data-parallel ranks")
         if half_open(model):
             return LayoutReport(self.rank, reason="an earlier update broke off half-way")
         layout, parameters = self._described()
@@ -77,7 +80,7 @@ class LayoutLoader:
 
         Args:
             program: all that will be copied.
-            payloads: IPC handles of the chunks that can be mapped now, by their number.
+            payloads: IPC handles of the chunks, by their number.
             buffer_bytes: size of the buffers that chunks are broadcast into, 0 for none.
 
         Raises:
@@ -101,16 +104,13 @@ class LayoutLoader:
             self.close()
             raise
 
-    def load(self, chunks: Sequence[int], payloads: Mapping[int, str], *, last: bool) -> None:
-        """Copy chunks out of the sender's memory on this GPU; after the last ones, let go of it."""
+    def load(self, chunks: Sequence[int]) -> None:
+        """Copy mapped chunks out of the sender's memory on this GPU, and let go of it."""
         targets = self._targets()
         for chunk in chunks:
-            mapped = self._mapped.get(chunk)
-            source = self._map(payloads[chunk]) if mapped is None else mapped
-            copy_runs(self._copies.get(chunk, ()), source, targets)
+            copy_runs(self._copies.get(chunk, ()), self._mapped[chunk], targets)
         torch.cuda.synchronize(self._device)
-        if last:
-            self._finish()
+        self._finish()
 
     def receive(self, sizes: Sequence[int]) -> None:
         """Copy chunks of these sizes out of broadcasts, in their order: one is received while the

@@ -131,12 +131,9 @@ class SkyctlWorkerExtension:
         chunks = {int(chunk): payload for chunk, payload in payloads.items()}
         loader.open(Program.from_wire(programs[loader.rank]), chunks, buffer_bytes)
 
-    def skyctl_layout_load(
-        self, chunks: Sequence[int], payloads: Mapping[str, str] = {}, last: bool = True
-    ) -> None:
+    def skyctl_layout_load(self, chunks: Sequence[int]) -> None:
         """Copy chunks from the sender's memory on this GPU into the parameters."""
-        by_number = {int(chunk): payload for chunk, payload in payloads.items()}
-        self._skyctl_loader().load(chunks, by_number, last=last)
+        self._skyctl_loader().load(chunks)
 
     def skyctl_layout_receive(self, sizes: Sequence[int]) -> None:
         """Copy chunks of these sizes out of the sender's broadcasts into the parameters."""
