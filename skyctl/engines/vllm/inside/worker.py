@@ -40,7 +40,7 @@ class SkyctlWorkerExtension:
 
         model = self.model_runner.get_model()
         parallel = self.vllm_config.parallel_config
-        place = self._skyctl_loader().rank
+        place = parallel.data_parallel_index * parallel.world_size + parallel.rank
         return {
             **digest_model(model, numbered[place] if numbered else ()),
             "place": place,
