@@ -331,3 +331,10 @@ async def test_a_way_back_that_fails_before_its_first_byte_does_not_serve_what_f
     assert all(engine.paused for engine in stubs.engines)
     assert "could not be pushed back" in error.message
     assert error.hint == "skyctl recover"
+
+
+async def test_servers_answer_nobody_else_while_their_canary_runs(stubs: Stubs) -> None:
+    """Asked directly, past the router, they would answer from weights that nobody accepted."""
+    rotation = Rotation(stubs)
+    await push_with(stubs, canary(contains=""), rotation=rotation)
+    assert rotation.closed

@@ -29,6 +29,7 @@ from skyctl.store.state import FleetState, FleetWeights
 from skyctl.supervisor import admission
 from skyctl.supervisor.report import report
 from skyctl.supervisor.resident import Supervisor
+from skyctl.supervisor.rotation import RouterRotation
 from tests.unit.supervisor.fleets import (
     command_server,
     eventually,
@@ -682,3 +683,15 @@ async def test_an_error_as_a_push_ends_leaves_none_in_progress(
         await supervisor.start_push(PushRequest("/ckpt"))
         await eventually(lambda: supervisor.job is None)
         assert len(push.calls) == 2
+
+
+async def test_a_server_with_a_canary_is_closed_until_it_rejoins(tmp_path: Path) -> None:
+    async with supervising(tmp_path) as supervisor:
+        servers = [stub_server("a"), stub_server("b")]
+        await bring_up(supervisor, fleet_plan(servers, stub_router()))
+        rotation, held = RouterRotation(supervisor), supervisor.paths.held("a")
+        await rotation.leave(["a"], others_serve=True, closed=True)
+        supervisor.replicas["a"].reload_row()
+        assert held.exists() and not supervisor.paths.held("b").exists()
+        await rotation.rejoin(["a"])
+        assert not held.exists()
