@@ -69,7 +69,7 @@ def settings(options: argparse.Namespace, model: Path) -> dict[str, Any]:
         "tensor_parallel_size": options.tensor_parallel_size,
         "args": {
             "max-model-len": 2048,
-            "enforce-eager": True,
+            "enforce-eager": not options.cuda_graphs,
             "gpu-memory-utilization": options.memory,
         },
         "weight_transfer": {"transport": options.transport, "chunk_size": options.chunk_size},
@@ -85,23 +85,29 @@ def skyctl_pushes(
     urls, token = list(fleet.data("urls")["servers"].values()), control_token(fleet)
     answers: dict[str, list[int]] = {str(checkpoints[0]): answer(urls[0], token)}
     print(f"  started with: {answers}", flush=True)
-    for run in range(options.warmups + options.runs):
+    counted = options.warmups + options.runs
+    # what was copied must answer as what vLLM's loader brings
+    by_loader = 0 if options.layout == "checkpoint" else len(checkpoints)
+    for run in range(counted + by_loader):
         checkpoint = str(checkpoints[run % len(checkpoints)])
-        result = fleet.data("sync-weights", checkpoint, *options.push_options.split())["job"][
-            "result"
-        ]
+        layout = options.layout if run < counted else "checkpoint"
+        arguments = ["--layout", layout, *options.push_options.split()]
+        result = fleet.data("sync-weights", checkpoint, *arguments)["job"]["result"]
         stages = " ".join(f"{name} {value:.3f}" for name, value in result["stages"].items())
         print(
             f"skyctl push {run}: {result['seconds']:.3f} s, "
-            f"frozen {result['freeze_window_s']:.3f} s; {stages}",
+            f"frozen {result['freeze_window_s']:.3f} s, copied {result['layout_share']:.0%}; "
+            f"{stages}",
             flush=True,
         )
+        for note in result["notes"]:
+            print(f"  {note}", flush=True)
         for url in urls:
             tokens = answer(url, token)
             print(f"  {checkpoint[-1]}: {tokens}", flush=True)
             if answers.setdefault(checkpoint, tokens) != tokens:
                 raise SystemExit(f"{url} answers {tokens} with {checkpoint}, not {answers}")
-        if run >= options.warmups:
+        if options.warmups <= run < counted:
             results.append({**result, "gpu_memory_mib": gpu_memory()})
     if len({tuple(tokens) for tokens in answers.values()}) != len(answers):
         print(f"WARNING: the checkpoints answer alike: {answers}")
@@ -193,9 +199,10 @@ def record(
             "first": pushes[0]["gpu_memory_mib"],
             "last": pushes[-1]["gpu_memory_mib"],
         },
+        "layout_share": statistics.median(push["layout_share"] for push in pushes),
         "options": (
-            f"{options.shape} chunk {options.chunk_size}, {options.warmups} warm-ups "
-            f"{options.push_options}"
+            f"{options.shape} chunk {options.chunk_size}, layout {options.layout}, "
+            f"{options.warmups} warm-ups {options.push_options}"
         ).strip(),
     }
 
@@ -217,6 +224,8 @@ def main() -> None:
     parser.add_argument("--memory", type=float, default=0.3, help="gpu-memory-utilization")
     parser.add_argument("--shape", choices=sorted(SHAPES), default="qwen3-8b")
     parser.add_argument("--chunk-size", default="1GiB")
+    parser.add_argument("--layout", choices=["auto", "runtime", "checkpoint"], default="auto")
+    parser.add_argument("--cuda-graphs", action="store_true")
     parser.add_argument("--push-options", default="", help="more options of sync-weights")
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--warmups", type=int, default=1)

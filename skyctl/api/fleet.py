@@ -19,7 +19,7 @@ from skyctl.engines.vllm.server import PauseMode
 from skyctl.http.fanout import Outcome
 from skyctl.push.canary import parse_canary, read_canary
 from skyctl.push.forecast import Stage
-from skyctl.push.request import PushRequest, PushResult, usual_mode
+from skyctl.push.request import Layout, PushRequest, PushResult, usual_mode
 from skyctl.push.verify import Verification
 from skyctl.service import bring_up
 from skyctl.service.ended import job_error, operation_error
@@ -212,6 +212,7 @@ class Fleet(GeneratingFleet):
         transport: str = "auto",
         chunk_size: int | None = None,
         stage: Stage = "auto",
+        layout: Layout = "checkpoint",
         pause_mode: PauseMode | None = None,
         verify: bool = True,
         dry_run: bool = False,
@@ -248,6 +249,8 @@ class Fleet(GeneratingFleet):
                 floating-point tensors; "as-is" leaves it to the servers to cast.
             chunk_size: bytes per chunk; None takes the fleet's.
             stage: where the checkpoint lies before servers are frozen: "gpu", "host" or "stream".
+            layout: "runtime" copies tensors straight into parameters, "checkpoint" gives them to
+                vLLM's loader; "auto" copies where a server has seen it proven.
             pause_mode: what becomes of running requests; "keep" when None, "wait" with a canary.
             scan_nan: refuse NaN and infinity: True reads the whole checkpoint first, False looks
                 at nothing, None at what passes.
@@ -273,6 +276,7 @@ class Fleet(GeneratingFleet):
             transport=transport,
             chunk_size=chunk_size,
             stage=stage,
+            layout=layout,
             weight_version=weight_version,
             pause_mode=pause_mode or usual_mode(leaves_router=canary is not None or rolling > 0),
             verify=verify,

@@ -8,6 +8,7 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -43,12 +44,12 @@ class Checkpoint:
     def total_bytes(self) -> int:
         return sum(tensor.nbytes for tensor in self.tensors)
 
-    @property
+    @cached_property  # asked for while servers are frozen, and has a line for each tensor
     def layout_digest(self) -> str:
         layout = sorted((t.name, t.dtype, t.shape, t.nbytes) for t in self.tensors)
         return _digest(layout)
 
-    @property
+    @cached_property
     def identity_digest(self) -> str:
         files = sorted((s.name, s.device, s.inode, s.size, s.mtime_ns) for s in self.shards)
         return _digest([self.layout_digest, files])

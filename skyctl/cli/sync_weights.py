@@ -25,6 +25,14 @@ class StageOption(StrEnum):
     STREAM = "stream"
 
 
+class LayoutOption(StrEnum):
+    """How tensors get into a server's parameters."""
+
+    AUTO = "auto"
+    RUNTIME = "runtime"
+    CHECKPOINT = "checkpoint"
+
+
 class TransportOption(StrEnum):
     """Mechanisms that carry tensors."""
 
@@ -58,6 +66,13 @@ def sync_weights(
             "host memory, or only a ring of chunks (auto: the GPU when it fits, else the ring)."
         ),
     ] = StageOption.AUTO,
+    layout: Annotated[
+        LayoutOption,
+        typer.Option(
+            help="Copy tensors straight into the parameters (GPU servers that have seen it proven) "
+            "or give them to vLLM's loader (auto: copy where it can be)."
+        ),
+    ] = LayoutOption.CHECKPOINT,
     chunk_size: Annotated[
         str | None,
         typer.Option(
@@ -218,6 +233,7 @@ def sync_weights(
         transport=transport.value,
         chunk_size=size,
         stage=stage.value,
+        layout=layout.value,
         weight_version=weight_version,
         pause_mode=mode.value if mode else usual_mode(leaves_router=bool(canary or rolling)),
         verify=verify,

@@ -9,6 +9,7 @@ from skyctl.kill_points import reached
 from skyctl.push.alike import comparable
 from skyctl.push.expected import agreed, names_of, unexpected
 from skyctl.push.freeze import require_paused
+from skyctl.push.layouts import numbered, settle_parameters
 from skyctl.push.preflight import Prepared
 from skyctl.push.run import Run
 from skyctl.push.sites import Holds, Site, alive, each
@@ -25,10 +26,22 @@ async def verify(run: Run, prepared: Prepared, content_digest: str) -> None:
     async def digest(site: Site) -> None:
         await _refuse_thawed(site)
         await site.vllm.reset_caches()
-        if run.request.verify:
-            found = await weights_digest(site.vllm, timeout_s=timeout_s, rows=prepared.rows)
-            site.digest, site.compared = found.digest, found.compared
-            _require_comparison(site)
+        if not (run.request.verify or site.copied):
+            return
+        found = await weights_digest(
+            site.vllm,
+            timeout_s=timeout_s,
+            rows=() if site.copied else prepared.rows,  # every byte is compared then
+            numbered=numbered(site),
+        )
+        site.digest, site.compared = found.digest, found.compared
+        if site.expected:
+            said = await settle_parameters(
+                site, found.numbers, prepared.checkpoint, timeout_s=timeout_s
+            )
+            if said:
+                run.note(said)
+        _require_comparison(site)
 
     await each(loaded, digest, timeout_s=timeout_s * 2, what="verify")
     names = names_of(prepared.checkpoint, content_digest)

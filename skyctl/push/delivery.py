@@ -11,6 +11,7 @@ from typing import Protocol
 
 from skyctl.checkpoints.checkpoint import Checkpoint
 from skyctl.engines.vllm.dialects import rank_offsets
+from skyctl.engines.vllm.inside.layout_wire import Program
 from skyctl.errors import ServerUnreachable
 from skyctl.kill_points import reached
 from skyctl.push.forecast import slots_of
@@ -41,6 +42,8 @@ class Delivery(Protocol):
     """
 
     can_retry: bool
+    frees_late: bool
+    """What it holds on the servers' devices may stay there until they have been resumed."""
 
     @property
     def content_digest(self) -> str:
@@ -57,7 +60,8 @@ class Delivery(Protocol):
 
     async def finish(self, sites: Sequence[Site], version: Callable[[], str]) -> None: ...
 
-    async def close(self) -> None: ...
+    async def close(self) -> None:
+        """Let go of everything; may be called twice."""
 
 
 def group_of(sites: Sequence[Site]) -> str:
@@ -70,6 +74,8 @@ def group_of(sites: Sequence[Site]) -> str:
 class ChunkDelivery:
     """Chunks read by a sender process and moved by a transport."""
 
+    frees_late = False
+
     def __init__(
         self,
         transport: Transport,
@@ -81,6 +87,7 @@ class ChunkDelivery:
         sender_gpu: int = -1,
         nccl_settings: Mapping[str, str] | None = None,
         stage: str = "auto",
+        programs: Mapping[str, Sequence[Program]] | None = None,
         scan: bool = True,
     ) -> None:
         self._transport = transport
@@ -92,6 +99,9 @@ class ChunkDelivery:
         self._sender_gpu = sender_gpu
         self._nccl_settings = nccl_settings
         self._stage = stage
+        self._programs = dict(programs or {})
+        self._distinct = list(dict.fromkeys(p for of in self._programs.values() for p in of))
+        self._parameters: list[dict[str, int]] = [{} for _ in self._distinct]
         self._lease: Lease | None = None
         self._delivered = False
         self._read_ahead_until = 0.0
@@ -144,6 +154,7 @@ class ChunkDelivery:
             reserve_bytes=self._reserve_bytes(sites, lease),
             scan=self._scan,
             carrier=options if lease.fresh else None,
+            programs=self._distinct,
         )
         opened = await lease.sender.opened(timeout_s=_STARTUP_TIMEOUT_S)
         self._session = Session(lease.session, self._plan, world_size, opened.endpoint)
@@ -159,8 +170,20 @@ class ChunkDelivery:
         filling = self._filling(sites)
         if not self._transport.shares_gpus or (filling and lease.filled == filling):
             return 0
+        return self._worker_bytes(sites) + self._numbering_bytes()
+
+    def _worker_bytes(self, sites: Sequence[Site]) -> int:
         gpus = [site.server.gpus for site in sites]
         return bytes_beside(self._transport.name, self._plan, gpus)
+
+    def _numbering_bytes(self) -> int:
+        """What the sender takes beside its slots to number parameters."""
+        sizes = [
+            copy.target + (copy.rows - 1) * copy.target_pitch + copy.row
+            for program in self._distinct
+            for copy in program.copies
+        ]
+        return 2 * max(sizes, default=0)
 
     def _filling(self, sites: Sequence[Site]) -> str:
         group = group_of(sites)
@@ -240,6 +263,7 @@ class ChunkDelivery:
                 await self._update_by_chunk(sites, on_progress)
         except SenderFailed as error:
             self._all_failed(sites, error)
+        self._tell_numbers(alive(sites))
         self._delivered = bool(alive(sites))
         lease.filled = self._filling(sites)
 
@@ -306,7 +330,16 @@ class ChunkDelivery:
         await self._opened()[0].sender.release(chunk.index)
         for placed, checksum in zip(chunk.placed, filled.crc32, strict=False):
             self._checksums[placed.tensor.name] = checksum
+        for known, more in zip(self._parameters, filled.extra.get("numbers", ()), strict=False):
+            known.update(more)
         return chunk.payload_bytes
+
+    def _tell_numbers(self, sites: Sequence[Site]) -> None:
+        """What each worker must come to, for `push/layouts.py` to compare."""
+        by_program = dict(zip(self._distinct, self._parameters, strict=True))
+        for site in sites:
+            if programs := self._programs.get(site.name):
+                site.expected = [(program, by_program[program]) for program in programs]
 
     async def _call_update(
         self,
@@ -317,20 +350,24 @@ class ChunkDelivery:
         *,
         what: str,
     ) -> None:
-        _, session = self._opened()
         timeout_s = self._fleet.update_timeout_s + _GRACE_S
 
         async def call(site: Site) -> None:
-            info = self._transport.update_info(
-                session, chunk, filled, server=self._numbers[site.name], dialect=site.dialect
-            )
-            site.holds = Holds.UNKNOWN
-            reached("push.update.call")
-            with site.spans.loading():
-                await site.vllm.update_weights(info, timeout_s=timeout_s)
-            reached("push.update.sent")
+            await self._call_load(site, chunk, filled)
 
         await self._all_at_once(sites, call, sending, timeout_s=timeout_s, what=what)
+
+    async def _call_load(self, site: Site, chunk: Chunk, filled: Filled) -> None:
+        """Have one server load one chunk (all of them, in a single update)."""
+        session = self._opened()[1]
+        info = self._transport.update_info(
+            session, chunk, filled, server=self._numbers[site.name], dialect=site.dialect
+        )
+        site.holds = Holds.UNKNOWN
+        reached("push.update.call")
+        with site.spans.loading():
+            await site.vllm.update_weights(info, timeout_s=self._fleet.update_timeout_s + _GRACE_S)
+        reached("push.update.sent")
 
     async def finish(self, sites: Sequence[Site], version: Callable[[], str]) -> None:
         timeout_s = self._fleet.update_timeout_s

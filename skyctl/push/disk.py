@@ -17,6 +17,7 @@ _REFUSED = "Model reloading with"  # vLLM refuses before it reads: `--load-forma
 class DiskDelivery:
     """One reload_weights call per server."""
 
+    frees_late = False
     can_retry = False  # vLLM has no call that scrubs a reload which broke off
 
     def __init__(self, checkpoint: Checkpoint, fleet: PushFleet) -> None:

@@ -73,6 +73,7 @@ def result_of(run: Run, prepared: Prepared, label: str, content_digest: str) -> 
         canary=[result.to_json() for result in run.canary],
         notes=list(run.notes),
         compared=_compared(prepared),
+        layout_share=sum(site.copied for site in prepared.sites) / len(prepared.sites),
         learned=run.learned.to_json(),
         plan=prepared.to_json() if dry else None,
     )

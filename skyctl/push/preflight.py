@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +19,17 @@ from skyctl.push.disk import DiskDelivery
 from skyctl.push.expected import refuse_broken
 from skyctl.push.forecast import Forecast, refusal, slots_of
 from skyctl.push.foretelling import foretell, subject_of
+from skyctl.push.layouts import LayoutChoice, choose_layout
 from skyctl.push.nccl_agreement import common_settings, pace_notes, refuse_without_nccl
 from skyctl.push.request import PushFleet, PushRequest, PushServer
 from skyctl.push.rollback import refuse_changed
 from skyctl.push.rows import KnownRows, read_rows
+from skyctl.push.runtime_delivery import RuntimeDelivery
 from skyctl.push.sender_gpu import free_gpu
 from skyctl.push.server_facts import ServerFacts, ask_servers
 from skyctl.push.sites import Holds, Site
 from skyctl.push.weighing import weigh
-from skyctl.transfer.plan import ChunkPlan, plan_chunks
+from skyctl.transfer.plan import ChunkPlan, order_tensors, plan_chunks
 from skyctl.transfer.sender_pool import Lease, SenderPool
 from skyctl.transfer.transports.base import Transport
 from skyctl.transfer.transports.choose import Choice, choose, load_transport
@@ -51,15 +53,20 @@ class Prepared:
     sender_gpu: int = -1
     nccl_settings: Mapping[str, str] | None = None
     stage: str = "auto"
+    layout: LayoutChoice = field(default_factory=LayoutChoice)
     scan: bool = True
     forecasts: tuple[Forecast, ...] = ()
     assumptions: tuple[str, ...] = ()
 
-    def delivery(self, fleet: PushFleet, senders: SenderPool) -> Delivery:
-        """A fresh attempt, with a sender from the pool."""
+    def delivery(
+        self, fleet: PushFleet, senders: SenderPool, *, by_loader: bool = False
+    ) -> Delivery:
+        """A fresh attempt, with a sender from the pool; by vLLM's loader if that is asked for."""
         if self.transport is None:
             return DiskDelivery(self.checkpoint, fleet)
-        return ChunkDelivery(
+        copied = self.layout.name == "runtime" and not by_loader
+        kind = RuntimeDelivery if copied else ChunkDelivery
+        return kind(
             self.transport,
             self.checkpoint,
             self.plan,
@@ -68,6 +75,7 @@ class Prepared:
             sender_gpu=self.sender_gpu,
             nccl_settings=self.nccl_settings,
             stage=self.stage,
+            programs=self.layout.programs,
             scan=self.scan,
         )
 
@@ -148,6 +156,14 @@ async def preflight(
     notes += await asyncio.to_thread(check_compatible, checkpoint, model_path)
     chunk_size = request.chunk_size or fleet.chunk_size
     workers = sum(fact.world_size for fact in facts)
+    sites = tuple(
+        _site(server, fact, client, fleet, colocated=request.colocated)
+        for server, fact in zip(fleet.servers, facts, strict=True)
+    )
+    layout = await choose_layout(
+        request.layout, choice.name, sites, checkpoint, timeout_s=fleet.control_timeout_s
+    )
+    notes += [layout.note] if layout.note else []
     if transport is None:
         plan, memory_bytes = plan_chunks(checkpoint.tensors, chunk_size), 0
     else:
@@ -156,7 +172,9 @@ async def preflight(
             chunk_size,
             packing=transport.packing,
             alignment=transport.alignment,
+            order=layout.ordered if layout.workers else order_tensors,
         )
+        layout = layout.planned(plan)
         notes += grown_notes(plan)
         memory_bytes = (slots_of(request.stage, len(plan.chunks)) + workers) * plan.slot_bytes
         if all(server.device == "cpu" for server in fleet.servers):
@@ -166,10 +184,6 @@ async def preflight(
     if request.dry_run and transport is not None:
         subject = await subject_of(fleet, plan, choice.name, workers=workers, idle=idle)
         forecasts, said = await foretell(request, fleet, checkpoint, subject)
-    sites = tuple(
-        _site(server, fact, client, fleet, colocated=request.colocated)
-        for server, fact in zip(fleet.servers, facts, strict=True)
-    )
     if request.verify and not request.dry_run:
         notes += await weigh(sites, facts, timeout_s=fleet.update_timeout_s)
     return Prepared(
@@ -185,6 +199,7 @@ async def preflight(
         sender_gpu=free_gpu(fleet.servers) if choice.name == "nccl" else -1,
         nccl_settings=nccl_settings,
         stage=request.stage,
+        layout=layout,
         scan=request.scan_nan is None,
         forecasts=forecasts,
         assumptions=said,

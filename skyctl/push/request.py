@@ -30,6 +30,7 @@ after `verify`; `recover` is a second attempt, or an undoing."""
 
 
 PauseMode = Literal["keep", "wait", "abort"]
+Layout = Literal["auto", "runtime", "checkpoint"]
 
 
 def usual_mode(*, leaves_router: bool) -> PauseMode:
@@ -50,7 +51,8 @@ class PushRequest:
     file. `keep`: the fleet makes a copy of its own, and keeps it. `rolling`
     is how many servers are updated at a time while the others serve, 0 for all. `colocated`:
     servers that sleep are woken for it. `sleep_after` is the level to sleep at afterwards, 0: none.
-    `stage` is where the checkpoint lies before servers are frozen (`push/forecast.py`).
+    `stage` is where the checkpoint lies before servers are frozen (`push/forecast.py`), `layout`
+    how it gets into their parameters (`push/layouts.py`).
     """
 
     checkpoint: str
@@ -70,6 +72,7 @@ class PushRequest:
     colocated: bool = False
     sleep_after: int = 0
     stage: Literal["auto", "gpu", "host", "stream"] = "auto"
+    layout: Layout = "checkpoint"
 
     @property
     def leaves_router(self) -> bool:
@@ -273,8 +276,9 @@ class PushResult:
     dry run). `freeze_window_s` runs from the first pause sent to the last resume answered. `canary`
     has one CanaryResult mapping per server and prompt. `compared` says how much of the checkpoint
     every server was seen to hold: {"tensors", "of_tensors", "bytes", "of_bytes"}, None where nobody
-    looked. `learned` is what was found out for later pushes, and no part of the JSON. `plan` is
-    filled by a dry run only.
+    looked. `layout_share` is the share of what servers got, 0 to 1, that they copied into their
+    parameters; vLLM's loader had the rest. `learned` is what was found out for later pushes, and no
+    part of the JSON. `plan` is filled by a dry run only.
     """
 
     version: str
@@ -292,6 +296,7 @@ class PushResult:
     canary: list[dict[str, Any]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     compared: dict[str, int] | None = None
+    layout_share: float = 0.0
     learned: dict[str, Any] | None = None
     plan: dict[str, Any] | None = None
 

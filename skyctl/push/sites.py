@@ -8,6 +8,7 @@ from enum import IntEnum
 from typing import Any, TypeVar
 
 from skyctl.engines.vllm.dialects import Dialect
+from skyctl.engines.vllm.inside.layout_wire import Program
 from skyctl.engines.vllm.server import VLLMServer
 from skyctl.errors import ServerError, SkyctlError
 from skyctl.http.fanout import Outcome, fan_out
@@ -40,6 +41,8 @@ class Site:
 
     `digest_before` is what its weights came to before the push, "" where nobody looked; `digest`
     what they come to after it, `compared` how much of the checkpoint they were seen to hold.
+    `expected` has, by rank, what its parameters must come to (`push/layouts.py`), [] where nobody
+    knows; `copied`: they were filled in the runtime's layout, and not by vLLM's loader.
     `open` is true while an update session is open in the server. `failure` is "" as long as the
     server takes part. `asleep` is how it was found, too; `woken`: we woke its weights, and not the
     rest; `slept` is the level at which we left it, 0 for awake, None where nothing was changed.
@@ -60,6 +63,8 @@ class Site:
     digest_before: str = ""
     digest: str = ""
     compared: Compared | None = None
+    expected: list[tuple[Program, dict[str, int]]] = field(default_factory=list)
+    copied: bool = False
     resumed: bool = False
     asleep: bool = False
     woken: bool = False

@@ -42,6 +42,7 @@ from skyctl.push.request import (
 )
 from skyctl.push.rotation import Rotation, leave, refuse_impossible, refuse_paused, rejoin
 from skyctl.push.run import Run, label_of
+from skyctl.push.runtime_delivery import CannotCopy
 from skyctl.push.sites import Holds, Site, alive, responsive
 from skyctl.push.tracing import traced
 from skyctl.transfer.sender_client import SenderFailed
@@ -131,7 +132,7 @@ async def _carry_out(run: Run, prepared: Prepared) -> PushResult:
     delivery = prepared.delivery(run.fleet, run.senders)
     try:
         with run.stage("stage"):
-            await _stage(delivery, sites)
+            delivery = await _stage(run, prepared, delivery)
             reached("push.staged")
         run.shelter.enter()  # from here on a cancellation must not leave servers frozen
         await _until_started(run, delivery, sites)
@@ -141,7 +142,19 @@ async def _carry_out(run: Run, prepared: Prepared) -> PushResult:
             reached("push.finish.call")
             await delivery.finish(sites, lambda: label_of(run, prepared, delivery))
             reached("push.finish.done")
+    except BaseException:
+        await delivery.close()
+        raise
+    try:
+        return await _commit(run, prepared, delivery)
     finally:
+        await delivery.close()
+
+
+async def _commit(run: Run, prepared: Prepared, delivery: Delivery) -> PushResult:
+    """Verify what was brought, and resume; servers that failed get a second attempt before."""
+    sites = prepared.sites
+    if len(alive(sites)) < len(sites) or run.request.canary is not None or not delivery.frees_late:
         await delivery.close()
     if delivery.can_retry and len(alive(sites)) < len(sites):
         delivery = await _push_again(run, prepared, delivery)
@@ -211,10 +224,27 @@ def _tell_verified(run: Run, prepared: Prepared, label: str, content_digest: str
     )
 
 
-async def _stage(delivery: Delivery, sites: Sequence[Site]) -> None:
-    """Do ahead what can be done ahead. Its failures are refusals: nothing was touched."""
+async def _stage(run: Run, prepared: Prepared, delivery: Delivery) -> Delivery:
+    """Do ahead what can be done ahead. Its failures are refusals: nothing was touched.
+
+    Returns what the push goes on with: vLLM's loader, where a server cannot get ready to copy.
+    """
     try:
-        await delivery.open(sites)
+        try:
+            await delivery.open(prepared.sites)
+            return delivery
+        except CannotCopy as why:
+            if run.request.layout == "runtime":
+                raise
+            run.note(f"by vLLM's loader, not in the runtime's layout: {why.message}")
+        await delivery.close()
+        second = prepared.delivery(run.fleet, run.senders, by_loader=True)
+        try:
+            await second.open(prepared.sites)
+        except BaseException:
+            await second.close()
+            raise
+        return second
     except SenderFailed as error:
         raise PreflightError(error.message, hint=error.hint, details=error.details) from error
 
@@ -234,7 +264,7 @@ async def _push_again(run: Run, prepared: Prepared, first: Delivery) -> Delivery
     failed, cannot be scrubbed: only a restart helps them. One that is not paused was started anew.
     """
     failed = [site for site in prepared.sites if site.failure]
-    delivery = prepared.delivery(run.fleet, run.senders)
+    delivery = prepared.delivery(run.fleet, run.senders, by_loader=True)
     with run.stage("recover"):
         run.note(
             f"{', '.join(site.name for site in failed)}: {failed[0].failure}; "
@@ -247,7 +277,7 @@ async def _push_again(run: Run, prepared: Prepared, first: Delivery) -> Delivery
         if not candidates:
             return first
         for site in candidates:
-            site.failure = ""
+            site.failure, site.copied = "", False
         try:
             await delivery.open(candidates)
             await delivery.init(candidates)

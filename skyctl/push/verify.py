@@ -6,7 +6,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from skyctl.engines.vllm.server import VLLMServer, lacks_method
@@ -132,28 +132,36 @@ class WeightsDigest:
     """Digest over all workers of a server, with their arrangement (`push/alike.py`).
 
     `compared` is None where the workers cannot be asked for rows; `how` then says how else the
-    digest was made.
+    digest was made. `numbers` are those of the parameters that were asked for, by rank.
     """
 
     digest: str
     compared: Compared | None = None
     how: str = ""
+    numbers: Mapping[int, Mapping[str, int]] = field(default_factory=dict)
 
 
 async def weights_digest(
-    server: VLLMServer, *, timeout_s: float, rows: Sequence[KnownRows] = ()
+    server: VLLMServer,
+    *,
+    timeout_s: float,
+    rows: Sequence[KnownRows] = (),
+    numbered: Sequence[Sequence[str]] = (),
 ) -> WeightsDigest:
     """Digest a server's weights by skyctl's own method, or by vLLM's checksums where its workers
-    say that they have no such method. `rows` are what they must hold of the checkpoint.
+    say that they have no such method. `rows` are what they must hold of the checkpoint; `numbered`
+    are the parameters, by rank, whose numbers are wanted.
 
     Raises:
         CannotDigest: the server has no way to digest its weights.
         ServerError: it does not answer, answers something else, or does not hold the rows.
     """
     name = server.target.name
-    questions = [asdict(one.question) for one in rows]
+    arguments: dict[str, Any] = {"rows": [asdict(one.question) for one in rows]}
+    if numbered:
+        arguments["numbered"] = [list(names) for names in numbered]
     try:
-        answers = await server.ask_workers(DIGEST_METHOD, {"rows": questions}, timeout_s=timeout_s)
+        answers = await server.ask_workers(DIGEST_METHOD, arguments, timeout_s=timeout_s)
     except ServerError as error:
         if not lacks_method(error, DIGEST_METHOD):
             raise
@@ -197,6 +205,9 @@ def _digest_of(answers: Sequence[Mapping[str, Any]], rows: Sequence[KnownRows]) 
     return WeightsDigest(
         arranged(digests[first], str(arrangement), int(version)),
         min(compared, key=lambda one: one.tensors),
+        numbers={
+            int(answer["place"]): answer["numbers"] for answer in answers if answer.get("numbers")
+        },
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -128,6 +128,7 @@ def plan_chunks(
     *,
     packing: Packing = "fit",
     alignment: int = ALIGNMENT,
+    order: Callable[[Sequence[Tensor]], list[Tensor]] = order_tensors,
 ) -> ChunkPlan:
     """Cut the ordered tensors into chunks of `chunk_size` bytes.
 
@@ -151,7 +152,7 @@ def plan_chunks(
             chunks.append(Chunk(len(chunks), tuple(placed), size))
         placed, size = [], 0
 
-    ordered = order_tensors(tensors)
+    ordered = order(tensors)
     for tensor in ordered:
         offset = -(-size // alignment) * alignment
         if packing == "fit" and placed and offset + tensor.nbytes > chunk_size:

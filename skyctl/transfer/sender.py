@@ -29,6 +29,7 @@ from importlib import import_module
 from typing import Any, TextIO
 
 from skyctl.checkpoints.header import Shard
+from skyctl.engines.vllm.inside.layout_wire import Program
 from skyctl.errors import PreflightError, SkyctlError
 from skyctl.kill_points import reached
 from skyctl.transfer.reader import FilledSlot, Piece, ShardFiles
@@ -80,6 +81,7 @@ class Sender:
         self._carrier: Carrier | None = None
         self._reader: Reader | None = None
         self._files: ShardFiles | None = None
+        self._programs: list[Program] = []
 
     def open(self, message: dict[str, Any]) -> None:
         """Begin a push. The carrier of the last one goes on when `message["carrier"]` is None."""
@@ -99,6 +101,9 @@ class Sender:
             slot_bytes=message["slot_bytes"],
             threads=max(1, min(_MAX_THREADS, len(os.sched_getaffinity(0)))),
         )
+        self._programs = [Program.from_wire(program) for program in message["programs"]]
+        if self._programs:
+            carrier.number(self._programs)  # type: ignore[attr-defined]  # those on GPUs have it
         self._channel.tell("opened", endpoint=carrier.endpoint(), staged_whole=carrier.staged_whole)
         reached("sender.opened")
         threading.Thread(target=self._read, name="reader", daemon=True).start()
@@ -113,12 +118,11 @@ class Sender:
         assert reader is not None
 
         def filled(slot: FilledSlot) -> None:
+            extra = carrier.extra(slot.slot)
+            if self._programs:
+                extra["numbers"] = carrier.numbers(slot.chunk, slot.slot)  # type: ignore[attr-defined]
             self._channel.tell(
-                "filled",
-                chunk=slot.chunk,
-                slot=slot.slot,
-                crc32=slot.crc32,
-                extra=carrier.extra(slot.slot),
+                "filled", chunk=slot.chunk, slot=slot.slot, crc32=slot.crc32, extra=extra
             )
             reached("sender.filled")
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from skyctl.checkpoints.checkpoint import Checkpoint
 from skyctl.checkpoints.finite import may_be_not_finite
+from skyctl.engines.vllm.inside.layout_wire import Program
 from skyctl.errors import SkyctlError
 from skyctl.startup import inherited
 from skyctl.transfer.nccl_settings import applied
@@ -98,10 +99,12 @@ class SenderProcess:
         ring_only: bool = False,
         reserve_bytes: int = 0,
         scan: bool = True,
+        programs: Sequence[Program] = (),
     ) -> None:
         """Tell it what to read; it starts filling its slots at once. `ring_only`: it takes no more
         slots than these, though it could; `reserve_bytes`: what it leaves free for that. `scan`: it
-        refuses NaN and infinity.
+        refuses NaN and infinity. `programs`: each filled chunk comes with the numbers of the
+        parameters it completes.
 
         `carrier` has the options of a new carrier; None goes on with the one there is.
         """
@@ -119,6 +122,7 @@ class SenderProcess:
             reserve_bytes=reserve_bytes,
             slot_bytes=plan.slot_bytes,
             carrier=None if carrier is None else dict(carrier),
+            programs=[program.to_wire() for program in programs],
         )
 
     @property

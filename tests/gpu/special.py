@@ -104,11 +104,11 @@ class SpecialFleet(FleetCli):
         self.run("up", timeout_s=UP_TIMEOUT_S)
         self.started = self.answers()
 
-    def push(self, name: str) -> dict[str, Any]:
+    def push(self, name: str, *, layout: str = "checkpoint") -> dict[str, Any]:
         """Push a checkpoint, labelled with its name; the job's result."""
         result: dict[str, Any] = self.data(
             *("sync-weights", str(self.checkpoints[name]), "--weight-version", name),
-            *("--mode", "keep"),
+            *("--mode", "keep", "--layout", layout),
         )["job"]["result"]
         return result
 

@@ -59,3 +59,16 @@ def test_streams_in_flight_go_on_as_if_nobody_had_pushed(
             if pair[0] != pair[1]
         }
         assert not broken, f"{name}: streams that differ, and from which token on: {broken}"
+
+
+def test_the_second_push_is_copied_where_every_layer_can_be(
+    case: Case, special_fleet: SpecialFleet
+) -> None:
+    """The first one proves the layout; one server that quantizes sends all through the loader."""
+    a, b = case.checkpoints
+    special_fleet.push(b, layout="auto")
+    result = special_fleet.push(a, layout="auto")
+    processed = any("quantization" in group.get("args", {}) for group in case.groups)
+    assert result["layout_share"] == (0.0 if processed else 1.0), result["notes"]
+    assert special_fleet.answers() == special_fleet.started
+    assert all(server["weights_digest"] for server in result["servers"])

@@ -9,8 +9,10 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
+from skyctl.engines.vllm.inside.layout_wire import Program
 from skyctl.transfer.gpu.chunks import DeviceChunkReader
 from skyctl.transfer.gpu.devices import MirroredSlots, stage_slots
+from skyctl.transfer.gpu.numbering import Numbering
 from skyctl.transfer.gpu.reader import THREADS, DeviceReader
 from skyctl.transfer.reader import Piece, ShardFiles
 
@@ -27,6 +29,7 @@ class GpuCarrier:
         threads = max(2, min(THREADS, len(os.sched_getaffinity(0)) - 2))
         self._reader = DeviceReader(self.devices[0], threads=threads)
         self._slots: MirroredSlots | None = None
+        self._numbering: Numbering | None = None
         self.staged_whole = False
 
     @property
@@ -61,8 +64,22 @@ class GpuCarrier:
             bytes_of=lambda slot: mirrored.view(self.devices[0], slot),
         )
 
+    def number(self, programs: Sequence[Program]) -> None:
+        """From here on, `numbers` says what workers with these programs must come to."""
+        self._numbering = Numbering(programs, self.devices[0])
+
+    def numbers(self, chunk: int, slot: int) -> list[dict[str, int]]:
+        """Of the parameters that this chunk, which lies in `slot`, completes; per program."""
+        import torch
+
+        if self._numbering is None:
+            return []
+        with torch.cuda.device(self.devices[0]):  # the reader's thread has a current device too
+            return self._numbering.add(chunk, self.slots.view(self.devices[0], slot))
+
     def rest(self) -> None:
         """Give the slots' memory back between pushes."""
+        self._numbering = None
         slots, self._slots = self._slots, None
         if slots is not None:
             slots.free()

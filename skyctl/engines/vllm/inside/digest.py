@@ -15,7 +15,7 @@ on the number of threads (seen with 1 to 4).
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -28,26 +28,35 @@ _PROBE_ROWS = 64
 _MULTIPLIERS = (173, 397)  # odd: each sends the places of a span to different factors
 
 
-def digest_model(model: torch.nn.Module) -> dict[str, Any]:
+def digest_model(model: torch.nn.Module, numbered: Sequence[str] = ()) -> dict[str, Any]:
     """Digest over all parameters, persistent buffers and packed linears.
 
     Returns:
         `digest` (32 hex digits), `tensors` (how many were hashed from memory) and `probed` (how
         many packed layers were hashed by their output). Equal for equal weights on one machine
-        with one version of vLLM; not comparable between kinds of processors.
+        with one version of vLLM; not comparable between kinds of processors. `numbers` has those
+        of the parameters `numbered` (`device_digest.py`), on an accelerator.
     """
     total = hashlib.blake2b(digest_size=16)
     probed = 0
+    numbers: dict[int, int] = {}
     with torch.inference_mode():
         named = list(_named_tensors(model))
         tensors = len(named)
-        for (name, _), digest in zip(named, _digest_tensors([t for _, t in named]), strict=True):
+        digests = _digest_tensors([tensor for _, tensor in named], numbers)
+        for (name, _), digest in zip(named, digests, strict=True):
             total.update(name.encode() + b"\0" + digest)
         for name, layer in model.named_modules():
             if is_packed(layer):
                 total.update(name.encode() + b"\0" + _digest_packed(layer))
                 probed += 1
-    return {"digest": total.hexdigest(), "tensors": tensors, "probed": probed}
+    parameters = dict(model.named_parameters()) if numbered else {}
+    return {
+        "digest": total.hexdigest(),
+        "tensors": tensors,
+        "probed": probed,
+        "numbers": {name: numbers[id(parameters[name])] for name in numbered},
+    }
 
 
 def _named_tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -59,14 +68,15 @@ def _named_tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]
             yield name, tensor
 
 
-def _digest_tensors(tensors: list[torch.Tensor]) -> list[bytes]:
-    """A digest of each; tensors on an accelerator are not copied out for it."""
+def _digest_tensors(tensors: list[torch.Tensor], numbers: dict[int, int]) -> list[bytes]:
+    """A digest of each; tensors on an accelerator are not copied out for it. `numbers` gets
+    theirs, by `id`."""
     on_device = [tensor for tensor in tensors if tensor.device.type != "cpu"]
-    numbers = iter(digest_on_device(on_device))
+    numbers.update(zip(map(id, on_device), digest_on_device(on_device), strict=True))
     return [
         _digest_tensor(tensor)
         if tensor.device.type == "cpu"
-        else f"{tensor.dtype}{tuple(tensor.shape)}{next(numbers)}".encode()
+        else f"{tensor.dtype}{tuple(tensor.shape)}{numbers[id(tensor)]}".encode()
         for tensor in tensors
     ]
 

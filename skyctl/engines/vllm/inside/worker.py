@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from skyctl.engines.vllm.inside.experts import pack_after_updates
 from skyctl.engines.vllm.inside.wire import DIGEST_VERSION, RowQuestion
+
+if TYPE_CHECKING:
+    from skyctl.engines.vllm.inside.layout_load import LayoutLoader
 
 pack_after_updates()  # vLLM imports this module in its workers, before they have a model
 
@@ -22,12 +25,14 @@ class SkyctlWorkerExtension:
     vllm_config: Any
     weight_transfer_engine: Any
 
-    def skyctl_weight_digest(self, rows: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
+    def skyctl_weight_digest(
+        self, rows: Sequence[dict[str, Any]] = (), numbered: Sequence[Sequence[str]] = ()
+    ) -> dict[str, Any]:
         """Digest of the weights this worker computes with; see `digest.py`.
 
         `arrangement` tells with which servers' it can be compared (`arrangement.py`), if they have
         the same `digest_version`. `rows` are `RowQuestion`s, whose `RowAnswer`s come back in order
-        (`rows.py`).
+        (`rows.py`). `numbered` names parameters by rank, whose `numbers` are told.
         """
         from skyctl.engines.vllm.inside.arrangement import arrangement
         from skyctl.engines.vllm.inside.digest import digest_model
@@ -35,8 +40,10 @@ class SkyctlWorkerExtension:
 
         model = self.model_runner.get_model()
         parallel = self.vllm_config.parallel_config
+        place = parallel.data_parallel_index * parallel.world_size + parallel.rank
         return {
-            **digest_model(model),
+            **digest_model(model, numbered[place] if numbered else ()),
+            "place": place,
             "digest_version": DIGEST_VERSION,
             "arrangement": arrangement(self.vllm_config),
             "data_parallel_rank": parallel.data_parallel_index,
@@ -105,3 +112,46 @@ class SkyctlWorkerExtension:
         import torch
 
         torch.cuda.empty_cache()
+
+    def skyctl_layout(self, known: Sequence[str] = ()) -> dict[str, Any]:
+        """How this worker's parameters are made of checkpoint tensors; see `layout.py`. Layouts
+        of `known` digests are not spelt out."""
+        return self._skyctl_loader().report(known).to_wire()
+
+    def skyctl_layout_open(
+        self,
+        programs: Sequence[Mapping[str, Any]],
+        payloads: Mapping[str, str] = {},
+        buffer_bytes: int = 0,
+    ) -> None:
+        """Get ready for the program of this worker's rank; see `layout_load.py`."""
+        from skyctl.engines.vllm.inside.layout_wire import Program
+
+        loader = self._skyctl_loader()
+        chunks = {int(chunk): payload for chunk, payload in payloads.items()}
+        loader.open(Program.from_wire(programs[loader.rank]), chunks, buffer_bytes)
+
+    def skyctl_layout_load(self, chunks: Sequence[int]) -> None:
+        """Copy chunks from the sender's memory on this GPU into the parameters."""
+        self._skyctl_loader().load(chunks)
+
+    def skyctl_layout_receive(self, sizes: Sequence[int]) -> None:
+        """Copy chunks of these sizes out of the sender's broadcasts into the parameters."""
+        self._skyctl_loader().receive(sizes)
+
+    def skyctl_layout_trust(self, layouts: Sequence[str]) -> None:
+        """The layout of this worker's rank was compared with what vLLM's loader made."""
+        loader = self._skyctl_loader()
+        loader.trust(layouts[loader.rank])
+
+    def skyctl_layout_close(self) -> None:
+        """Let go of the sender's memory."""
+        self._skyctl_loader().close()
+
+    def _skyctl_loader(self) -> LayoutLoader:
+        from skyctl.engines.vllm.inside.layout_load import LayoutLoader
+
+        loader: LayoutLoader | None = getattr(self, "_skyctl_layout_loader", None)
+        if loader is None:
+            loader = self._skyctl_layout_loader = LayoutLoader(self)
+        return loader

@@ -1,0 +1,253 @@
+"""Which checkpoint tensors a running model's parameters are made of.
+
+Only kinds of layers are described whose parameters are pieces of the checkpoint's tensors, bit by
+bit; of any other parameter it is said why not, and vLLM's loader fills it. That a description is
+right is not taken on trust: a push compares it with what vLLM's loader made before it uses it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from math import prod
+from typing import Any
+
+from skyctl.engines.vllm.inside.layout_wire import ParameterLayout, Part
+
+_PLAIN_METHODS = {
+    "NoneType",
+    "UnquantizedLinearMethod",
+    "UnquantizedEmbeddingMethod",
+    "UnquantizedFusedMoEMethod",
+    "_GateLinearMethod",
+}
+_EXPERT_BACKENDS = {"TRITON", "BATCHED_TRITON"}
+_ATTENTION = {"Attention", "MMEncoderAttention"}
+
+
+def describe(model: Any) -> list[ParameterLayout]:
+    """One layout per parameter, shared ones once, in the model's order."""
+    packed: dict[str, list[str]] = dict(getattr(model, "packed_modules_mapping", {}))
+    seen: set[int] = set()
+    found = []
+    for path, module in model.named_modules():
+        for name, parameter in module._parameters.items():
+            if parameter is None or id(parameter) in seen:
+                continue
+            seen.add(id(parameter))
+            found.append(_describe(path, module, name, parameter, packed))
+    return found
+
+
+def ignored_tensors(model: Any) -> list[str]:
+    """Names of checkpoint tensors that the loader skips: an output layer that is tied."""
+    config = getattr(model, "config", None)
+    tied = bool(getattr(config, "tie_word_embeddings", False))
+    return ["lm_head.weight"] if tied else []
+
+
+def whole_problem(model: Any) -> str:
+    """Why no parameter of the model may be copied: something is derived from them at load time."""
+    for path, module in model.named_modules():
+        kind = type(module).__name__
+        if not hasattr(module, "process_weights_after_loading") or kind in _PLAIN_METHODS:
+            continue
+        if kind not in _ATTENTION:
+            return f"{path} ({kind}) derives other tensors from its weights"
+        if getattr(getattr(module, "impl", None), "sinks", None) is not None:
+            return f"{path} keeps sinks of its own"
+    return ""
+
+
+class _Unknown(Exception):
+    """A parameter that only vLLM's loader can fill; says why."""
+
+
+def _describe(
+    path: str, module: Any, name: str, parameter: Any, packed: dict[str, list[str]]
+) -> ParameterLayout:
+    full = f"{path}.{name}" if path else name
+    dtype = str(parameter.dtype).removeprefix("torch.")
+    shape = tuple(parameter.shape)
+    try:
+        if parameter.device.type == "meta" or not parameter.is_contiguous():
+            raise _Unknown(f"it is {'empty' if parameter.is_meta else 'not contiguous'}")
+        parts = tuple(_parts(path, module, name, parameter, packed))
+    except _Unknown as why:
+        return ParameterLayout(full, dtype, shape, reason=str(why))
+    zeros = parameter.numel() - sum(part.rows * part.row for part in parts)
+    return ParameterLayout(full, dtype, shape, parts, zeros)
+
+
+def _parts(
+    path: str, module: Any, name: str, parameter: Any, packed: dict[str, list[str]]
+) -> Iterator[Part]:
+    method = type(getattr(module, "quant_method", None)).__name__
+    if method not in _PLAIN_METHODS:
+        raise _Unknown(f"{method} processes it")
+    kind = type(module).__name__
+    if hasattr(module, "w13_weight") and hasattr(module, "w2_weight"):
+        return _experts(path, module, name)
+    describe_kind = _KINDS.get(kind)
+    if describe_kind is not None:
+        return describe_kind(path, module, name, parameter, packed)
+    loader = getattr(parameter, "weight_loader", None)
+    if loader is not None and getattr(loader, "__name__", "") != "default_weight_loader":
+        raise _Unknown(f"{kind} loads it in a way of its own")
+    return iter([_whole(f"{path}.{name}" if path else name, parameter.shape)])
+
+
+def _whole(tensor: str, shape: Sequence[int]) -> Part:
+    count = prod(shape)
+    return Part(tensor, tuple(shape), 1, count, 0, count, 0, count)
+
+
+def _rows(tensor: str, shape: Sequence[int], begin: int, count: int, target: int) -> Part:
+    """`count` slices of the first dimension, from `begin` on."""
+    width = prod(shape[1:])
+    size = count * width
+    return Part(tensor, tuple(shape), 1, size, begin * width, size, target, size)
+
+
+def _columns(tensor: str, shape: Sequence[int], begin: int, count: int, target: int) -> Part:
+    """`count` columns of a matrix, from `begin` on, side by side."""
+    height, width = shape
+    return Part(tensor, tuple(shape), height, count, begin, width, target, count)
+
+
+def _replicated(
+    path: str, module: Any, name: str, parameter: Any, packed: dict[str, list[str]]
+) -> Iterator[Part]:
+    if path.rpartition(".")[2] in packed:
+        raise _Unknown("it is fused, and not split among ranks")
+    yield _whole(f"{path}.{name}", parameter.shape)
+
+
+def _column(
+    path: str, module: Any, name: str, parameter: Any, packed: dict[str, list[str]]
+) -> Iterator[Part]:
+    if path.rpartition(".")[2] in packed:
+        raise _Unknown("it is fused in an unknown way")
+    rows = parameter.shape[0]
+    shape = (rows * module.tp_size, *parameter.shape[1:])
+    yield _rows(f"{path}.{name}", shape, rows * module.tp_rank, rows, 0)
+
+
+def _row(
+    path: str, module: Any, name: str, parameter: Any, packed: dict[str, list[str]]
+) -> Iterator[Part]:
+    if name != "weight":
+        yield _whole(f"{path}.{name}", parameter.shape)
+        return
+    height, width = parameter.shape
+    shape = (height, width * module.tp_size)
+    yield _columns(f"{path}.{name}", shape, width * module.tp_rank, width, 0)
+
+
+def _merged(
+    path: str, module: Any, name: str, parameter: Any, packed: dict[str, list[str]]
+) -> Iterator[Part]:
+    blocks = [(size, module.tp_rank, module.tp_size) for size in module.output_sizes]
+    return _fused(path, name, parameter, packed, blocks)
+
+
+def _qkv(
+    path: str, module: Any, name: str, parameter: Any, packed: dict[str, list[str]]
+) -> Iterator[Part]:
+    head, value_head = module.head_size, getattr(module, "v_head_size", module.head_size)
+    key_rank = module.tp_rank // module.num_kv_head_replicas
+    key_ranks = max(1, module.tp_size // module.num_kv_head_replicas)
+    blocks = [
+        (module.total_num_heads * head, module.tp_rank, module.tp_size),
+        (module.total_num_kv_heads * head, key_rank, key_ranks),
+        (module.total_num_kv_heads * value_head, key_rank, key_ranks),
+    ]
+    return _fused(path, name, parameter, packed, blocks)
+
+
+def _fused(
+    path: str,
+    name: str,
+    parameter: Any,
+    packed: dict[str, list[str]],
+    blocks: Sequence[tuple[int, int, int]],
+) -> Iterator[Part]:
+    """Projections below each other; of each (rows in all, rank, ranks)."""
+    parent, _, last = path.rpartition(".")
+    names = packed.get(last, _USUAL.get(last, []))
+    if len(names) != len(blocks):
+        raise _Unknown(f"it is made of {len(blocks)} projections whose names are not known")
+    width, target = prod(parameter.shape[1:]), 0
+    for projection, (size, rank, ranks) in zip(names, blocks, strict=True):
+        rows = size // ranks
+        shape = (size, *parameter.shape[1:])
+        tensor = ".".join(filter(None, (parent, projection, name)))
+        yield _rows(tensor, shape, rows * rank, rows, target)
+        target += rows * width
+    if target != parameter.numel():
+        raise _Unknown("its projections do not fill it")
+
+
+_USUAL = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
+
+
+def _vocabulary(
+    path: str, module: Any, name: str, parameter: Any, packed: dict[str, list[str]]
+) -> Iterator[Part]:
+    if name != "weight" or module.num_added_embeddings:
+        raise _Unknown("it holds more than the vocabulary")
+    indices = module.shard_indices
+    begin, end = indices.org_vocab_start_index, indices.org_vocab_end_index
+    shape = (module.org_vocab_size, parameter.shape[1])
+    yield _rows(f"{path}.{name}", shape, begin, end - begin, 0)  # the rest is padding
+
+
+def _experts(path: str, module: Any, name: str) -> Iterator[Part]:
+    """w13 has gate and up of one expert after another, w2 their down projections."""
+    config = module.moe_config
+    parallel = config.moe_parallel_config
+    backend = getattr(getattr(module.quant_method, "unquantized_backend", None), "name", "unknown")
+    if backend not in _EXPERT_BACKENDS:
+        raise _Unknown(f"its backend {backend} may rearrange experts")
+    manager = module.expert_map_manager
+    if parallel.enable_eplb or config.num_experts != config.num_logical_experts:
+        raise _Unknown("experts are moved between ranks")
+    if manager.num_fused_shared_experts or not config.is_act_and_mul:
+        raise _Unknown("its experts are not gate, up and down projections")
+    if name not in ("w13_weight", "w2_weight"):
+        raise _Unknown(f"{name} of experts is not known")
+    count, hidden, inner = module.w2_weight.shape
+    if tuple(module.w13_weight.shape) != (count, 2 * inner, hidden):
+        raise _Unknown("w13 and w2 do not fit each other")
+    padded = (config.hidden_dim_unpadded, config.intermediate_size_per_partition_unpadded)
+    if padded != (hidden, inner):
+        raise _Unknown("its experts are padded")
+    base = path.removesuffix(".routed_experts")
+    whole, begin = inner * parallel.tp_size, inner * parallel.tp_rank
+    gate, down, up = (
+        module.ckpt_gate_proj_name,
+        module.ckpt_down_proj_name,
+        module.ckpt_up_proj_name,
+    )
+    for expert in sorted(manager.get_local_expert_ids(), key=manager.map_global_to_local):
+        local = manager.map_global_to_local(expert)
+        at = f"{base}.{expert}."
+        if name == "w2_weight":
+            target = local * hidden * inner
+            yield _columns(f"{at}{down}.weight", (hidden, whole), begin, inner, target)
+            continue
+        for number, projection in enumerate((gate, up)):
+            target = (local * 2 + number) * inner * hidden
+            yield _rows(f"{at}{projection}.weight", (whole, hidden), begin, inner, target)
+
+
+_Describe = Callable[[str, Any, str, Any, dict[str, list[str]]], Iterator[Part]]
+_KINDS: dict[str, _Describe] = {
+    "ReplicatedLinear": _replicated,
+    "GateLinear": _replicated,
+    "ColumnParallelLinear": _column,
+    "RowParallelLinear": _row,
+    "MergedColumnParallelLinear": _merged,
+    "QKVParallelLinear": _qkv,
+    "VocabParallelEmbedding": _vocabulary,
+    "ParallelLMHead": _vocabulary,
+}

@@ -1,0 +1,179 @@
+"""How a running model's parameters are made of checkpoint tensors: JSON both ways, no torch.
+
+A worker reports one `ParameterLayout` per parameter. The push plans from these which bytes of a
+chunk go where, and sends each worker a `Program`: what to copy into its parameters.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+LAYOUT_VERSION = 1
+"""Version of this format. A worker that speaks another one is pushed to by vLLM's loader."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """A block of one checkpoint tensor inside a parameter. Counted in elements, both row-major.
+
+    Attributes:
+        tensor: checkpoint name.
+        shape: the shape it must have in the checkpoint.
+        rows: how many runs of elements the block is made of.
+        row: elements of each run.
+        source: first element in the tensor.
+        source_pitch: from one run to the next in the tensor.
+        target: first element in the parameter.
+        target_pitch: from one run to the next in the parameter.
+    """
+
+    tensor: str
+    shape: tuple[int, ...]
+    rows: int
+    row: int
+    source: int
+    source_pitch: int
+    target: int
+    target_pitch: int
+
+    def to_wire(self) -> list[Any]:
+        runs = (self.rows, self.row, self.source, self.source_pitch, self.target, self.target_pitch)
+        return [self.tensor, list(self.shape), *runs]
+
+
+@dataclass(frozen=True)
+class ParameterLayout:
+    """One parameter of a worker's model.
+
+    `parts` cover it once, but for `zeros` elements of padding that are zero. `reason` says why
+    only vLLM's loader can fill it; there are no parts then.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    parts: tuple[Part, ...] = ()
+    zeros: int = 0
+    reason: str = ""
+
+    def to_wire(self) -> list[Any]:
+        parts = [part.to_wire() for part in self.parts]
+        return [self.name, self.dtype, list(self.shape), parts, self.zeros, self.reason]
+
+    @classmethod
+    def from_wire(cls, row: Sequence[Any]) -> ParameterLayout:
+        """Inverse of `to_wire`; a row of another form raises TypeError or ValueError."""
+        name, dtype, shape, parts, zeros, reason = row
+        read = tuple(
+            Part(str(tensor), tuple(map(int, of)), *map(int, numbers))
+            for tensor, of, *numbers in parts
+        )
+        return cls(str(name), str(dtype), tuple(map(int, shape)), read, int(zeros), str(reason))
+
+
+def layout_digest(parameters: Iterable[ParameterLayout]) -> str:
+    """Names a layout: equal for workers whose parameters are made of the same tensors alike."""
+    text = json.dumps([LAYOUT_VERSION, [parameter.to_wire() for parameter in parameters]])
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+@dataclass(frozen=True)
+class Copy:
+    """Bytes of one chunk that go into one parameter, as `rows` runs of `row` bytes.
+
+    `parameter` is its place in `Program.parameters`. Pitches mean nothing for a single run.
+    """
+
+    chunk: int
+    parameter: int
+    rows: int
+    row: int
+    source: int
+    source_pitch: int
+    target: int
+    target_pitch: int
+
+    def to_wire(self) -> list[int]:
+        runs = (self.rows, self.row, self.source, self.source_pitch, self.target, self.target_pitch)
+        return [self.chunk, self.parameter, *runs]
+
+
+@dataclass(frozen=True)
+class Program:
+    """All that one worker copies in a push.
+
+    `layout` is the digest of the worker's report that it was planned from; `parameters` are
+    (name, dtype, shape). Together the copies fill every parameter, but for padding.
+    """
+
+    layout: str
+    parameters: tuple[tuple[str, str, tuple[int, ...]], ...]
+    copies: tuple[Copy, ...]
+
+    def to_wire(self) -> dict[str, Any]:
+        return {
+            "layout": self.layout,
+            "parameters": [[name, dtype, list(shape)] for name, dtype, shape in self.parameters],
+            "copies": [copy.to_wire() for copy in self.copies],
+        }
+
+    @classmethod
+    def from_wire(cls, data: Mapping[str, Any]) -> Program:
+        """Inverse of `to_wire`."""
+        return cls(
+            data["layout"],
+            tuple((name, dtype, tuple(shape)) for name, dtype, shape in data["parameters"]),
+            tuple(Copy(*row) for row in data["copies"]),
+        )
+
+
+@dataclass(frozen=True)
+class LayoutReport:
+    """What one worker says of its model.
+
+    Attributes:
+        rank: counts this server's workers from 0.
+        layout: `layout_digest` of the parameters.
+        parameters: empty where the asker knows them by their digest.
+        proven: digests of layouts that were compared with what vLLM's loader made in this very
+            process, every byte.
+        ignored: checkpoint tensors that the loader skips.
+        reason: why there is no layout.
+    """
+
+    rank: int
+    layout: str = ""
+    parameters: tuple[ParameterLayout, ...] = ()
+    proven: tuple[str, ...] = ()
+    ignored: tuple[str, ...] = ()
+    reason: str = ""
+
+    def to_wire(self) -> dict[str, Any]:
+        return {
+            "version": LAYOUT_VERSION,
+            "rank": self.rank,
+            "layout": self.layout,
+            "parameters": [parameter.to_wire() for parameter in self.parameters],
+            "proven": list(self.proven),
+            "ignored": list(self.ignored),
+            "reason": self.reason,
+        }
+
+    @classmethod
+    def from_wire(cls, data: Mapping[str, Any]) -> LayoutReport:
+        """Inverse of `to_wire`; another version comes back as a report with a `reason`."""
+        if data["version"] != LAYOUT_VERSION:
+            why = f"it speaks version {data['version']} of layouts, not {LAYOUT_VERSION}"
+            return cls(int(data["rank"]), reason=why)
+        return cls(
+            int(data["rank"]),
+            str(data["layout"]),
+            tuple(ParameterLayout.from_wire(row) for row in data["parameters"]),
+            tuple(map(str, data["proven"])),
+            tuple(map(str, data["ignored"])),
+            str(data["reason"]),
+        )

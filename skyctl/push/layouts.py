@@ -1,0 +1,199 @@
+"""In which layout a push goes into servers, and whether they hold what that layout says.
+
+    checkpoint  vLLM's loader takes checkpoint tensors one by one: any model, slow for many tensors
+    runtime     chunks are copied into the running parameters: fast, for parameters that are pieces
+                of checkpoint tensors, and only after the servers' processes have seen it proven
+
+A layout is proven in a process when a push by vLLM's loader left in every parameter, byte for byte,
+what the layout says. The numbers that every byte is compared by come from the sender, which
+computes them from what it read.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from skyctl.checkpoints.checkpoint import Checkpoint
+from skyctl.checkpoints.header import Tensor
+from skyctl.engines.vllm.inside.layout_wire import LayoutReport, ParameterLayout, Program
+from skyctl.engines.vllm.server import lacks_method
+from skyctl.errors import PreflightError, ServerError
+from skyctl.push.request import Layout
+from skyctl.push.rows import Compared
+from skyctl.push.sites import Holds, Site
+from skyctl.transfer.layout import NotInLayout, check_layouts, order_for_runtime, program_for
+from skyctl.transfer.plan import ChunkPlan
+
+LAYOUT_METHOD = "skyctl_layout"
+TRUST_METHOD = "skyctl_layout_trust"
+
+_TRANSPORTS = ("ipc", "nccl")
+_KEPT = 16
+
+_spelt_out: dict[str, tuple[ParameterLayout, ...]] = {}
+"""Layouts that workers of this process's pushes have told, by digest; the latest few."""
+
+
+@dataclass(frozen=True)
+class LayoutChoice:
+    """`name` is "runtime" or "checkpoint". `workers` are the servers' reports by rank, empty where
+    nothing can be numbered; `programs` follow from them and the plan. `note` is one line on why it
+    is not the runtime's layout, "" where nobody asked."""
+
+    name: str = "checkpoint"
+    workers: Mapping[str, tuple[LayoutReport, ...]] = field(default_factory=dict)
+    programs: Mapping[str, tuple[Program, ...]] = field(default_factory=dict)
+    note: str = ""
+
+    @property
+    def reports(self) -> list[LayoutReport]:
+        """Of all servers."""
+        return [report for reports in self.workers.values() for report in reports]
+
+    def ordered(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """The checkpoint's tensors in the order in which parameters hold them."""
+        return order_for_runtime(self.reports, tensors)
+
+    def planned(self, plan: ChunkPlan) -> LayoutChoice:
+        """With the programs for a plan of tensors in that order."""
+        made: dict[str, Program] = {}  # servers that are alike share a program
+        for report in self.reports:
+            if report.layout not in made:
+                made[report.layout] = program_for(report, plan)
+        programs = {
+            name: tuple(made[report.layout] for report in reports)
+            for name, reports in self.workers.items()
+        }
+        return replace(self, programs=programs)
+
+
+async def choose_layout(
+    wanted: Layout,
+    transport: str,
+    sites: Sequence[Site],
+    checkpoint: Checkpoint,
+    *,
+    timeout_s: float,
+) -> LayoutChoice:
+    """Settle the layout of a push.
+
+    Raises:
+        PreflightError: `wanted` is "runtime", and it cannot be.
+    """
+    if wanted == "checkpoint" or (wanted == "auto" and transport not in _TRANSPORTS):
+        return LayoutChoice()
+    try:
+        workers = await _ask(transport, sites, timeout_s=timeout_s)
+        reports = [report for of_server in workers.values() for report in of_server]
+        await asyncio.to_thread(check_layouts, reports, checkpoint.tensors)
+    except NotInLayout as why:
+        return _refused(wanted, LayoutChoice(), why.reason)
+    unproven = [name for name, of in workers.items() if any(r.layout not in r.proven for r in of)]
+    if unproven:
+        reason = f"not proven yet on {', '.join(unproven)}; this push proves it, if it holds"
+        return _refused(wanted, LayoutChoice(workers=workers), reason)
+    return LayoutChoice("runtime", workers)
+
+
+def _refused(wanted: Layout, choice: LayoutChoice, why: str) -> LayoutChoice:
+    if wanted == "runtime":
+        raise PreflightError(
+            f"--layout runtime: {why}", hint="push with --layout auto: it is used where it can be"
+        )
+    return replace(choice, note=f"by vLLM's loader, not in the runtime's layout: {why}")
+
+
+async def _ask(
+    transport: str, sites: Sequence[Site], *, timeout_s: float
+) -> dict[str, tuple[LayoutReport, ...]]:
+    """Every worker's report, by server and rank."""
+    if transport not in _TRANSPORTS:
+        raise NotInLayout(f"transport {transport} has no such way")
+    for site in sites:
+        if site.asleep or site.server.weights_awake:
+            raise NotInLayout(f"{site.name} sleeps")
+        if site.holds is not Holds.OLD:
+            raise NotInLayout(f"an earlier push broke off in {site.name}")
+    found = await asyncio.gather(*(_ask_one(site, timeout_s=timeout_s) for site in sites))
+    return dict(zip([site.name for site in sites], found, strict=True))
+
+
+async def _ask_one(site: Site, *, timeout_s: float) -> tuple[LayoutReport, ...]:
+    try:
+        answers = await site.vllm.ask_workers(
+            LAYOUT_METHOD, {"known": list(_spelt_out)}, timeout_s=timeout_s
+        )
+        reports = tuple(_spelled(LayoutReport.from_wire(answer)) for answer in answers)
+    except ServerError as error:
+        if lacks_method(error, LAYOUT_METHOD):
+            raise NotInLayout(f"the workers of {site.name} do not know layouts") from error
+        raise NotInLayout(f"{site.name} does not tell its layout: {error.message}") from error
+    except (TypeError, ValueError, LookupError) as error:
+        raise NotInLayout(f"{site.name} tells a layout that is not understood") from error
+    if [report.rank for report in reports] != list(range(site.world_size)):
+        raise NotInLayout(
+            f"{len(reports)} of {site.world_size} workers of {site.name} tell their layout"
+        )
+    return reports
+
+
+def _spelled(report: LayoutReport) -> LayoutReport:
+    if report.parameters:
+        _spelt_out.pop(report.layout, None)
+        _spelt_out[report.layout] = report.parameters
+        while len(_spelt_out) > _KEPT:
+            del _spelt_out[next(iter(_spelt_out))]
+        return report
+    if report.reason:
+        return report
+    return replace(report, parameters=_spelt_out[report.layout])
+
+
+def numbered(site: Site) -> list[list[str]]:
+    """Names of the parameters whose numbers are expected, by rank; [] where none are."""
+    return [[name for name, _, _ in program.parameters] for program, _ in site.expected]
+
+
+async def settle_parameters(
+    site: Site,
+    answered: Mapping[int, Mapping[str, int]],
+    checkpoint: Checkpoint,
+    *,
+    timeout_s: float,
+) -> str:
+    """Compare every byte of a server's parameters with what the sender read.
+
+    Where vLLM's loader has filled them and they are what the layout says, the layout counts as
+    proven from here on.
+
+    Args:
+        answered: numbers of the parameters, by rank.
+
+    Returns:
+        A line for the operator where the layout turned out not to hold; "" otherwise.
+
+    Raises:
+        ServerError: they were filled in the runtime's layout, and hold something else.
+    """
+    wrong = [
+        name
+        for rank, (program, expected) in enumerate(site.expected)
+        for name, _, _ in program.parameters
+        if name not in expected or answered.get(rank, {}).get(name) != expected[name]
+    ]
+    if wrong and site.copied:
+        raise ServerError(
+            f"{site.name}: {wrong[0]} is not what was sent ({len(wrong)} parameters differ)"
+        )
+    if wrong:
+        return (
+            f"{site.name}: vLLM's loader fills {wrong[0]} in a way that is not known "
+            f"({len(wrong)} such parameters); pushes go on by it"
+        )
+    if not site.copied:
+        layouts = [program.layout for program, _ in site.expected]
+        await site.vllm.ask_workers(TRUST_METHOD, {"layouts": layouts}, timeout_s=timeout_s)
+    site.compared = Compared(len(checkpoint.tensors), checkpoint.total_bytes)
+    return ""

@@ -1,0 +1,100 @@
+"""What servers must hold after a push, from the bytes that were read: a number per parameter.
+
+Each parameter is built once from the sender's own chunks, as a worker's program says, and numbered
+where it lies. A worker that holds the same numbers (`engines/vllm/inside/device_digest.py`) holds
+the checkpoint, every byte of it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from math import prod
+from typing import Any
+
+from skyctl.engines.vllm.inside.layout_wire import Copy, Program
+
+_BATCH_BYTES = 256 * 1024 * 1024
+
+
+class Numbering:
+    """Numbers of the parameters of several programs. Chunks are added once each, in any order.
+
+    Extra memory on the GPU: a batch of parameters, at least the largest one, and those whose bytes
+    are not all there yet.
+    """
+
+    def __init__(self, programs: Sequence[Program], device: int | str) -> None:
+        self._device = device
+        self._programs = [_Unfinished(program) for program in programs]
+
+    def add(self, chunk: int, octets: Any) -> list[dict[str, int]]:
+        """Numbers of the parameters that this chunk completes, per program. Returns when the
+        chunk is no longer needed.
+
+        Args:
+            chunk: its number in the plan.
+            octets: its bytes, a flat uint8 tensor on the GPU.
+        """
+        return [self._add(program, chunk, octets) for program in self._programs]
+
+    def _add(self, program: _Unfinished, chunk: int, octets: Any) -> dict[str, int]:
+        from skyctl.engines.vllm.inside.layout_copy import copy_runs
+
+        numbers: dict[str, int] = {}
+        batch: dict[str, Any] = {}
+        for parameter, copies in program.copies_of(chunk):
+            built = program.built(parameter, self._device)
+            copy_runs(copies, octets, {parameter: built})
+            if program.complete(parameter, copies):
+                batch[program.name(parameter)] = built
+                if sum(tensor.numel() for tensor in batch.values()) >= _BATCH_BYTES:
+                    numbers |= _numbered(batch)
+        return numbers | _numbered(batch)
+
+
+class _Unfinished:
+    """One program as its chunks come in."""
+
+    def __init__(self, program: Program) -> None:
+        self._program = program
+        self._copies: dict[int, dict[int, list[Copy]]] = {}
+        self._left: Counter[int] = Counter()
+        self._building: dict[int, Any] = {}
+        for copy in program.copies:
+            of_chunk = self._copies.setdefault(copy.chunk, {})
+            of_chunk.setdefault(copy.parameter, []).append(copy)
+            self._left[copy.parameter] += copy.rows * copy.row
+
+    def name(self, parameter: int) -> str:
+        return self._program.parameters[parameter][0]
+
+    def copies_of(self, chunk: int) -> list[tuple[int, list[Copy]]]:
+        return list(self._copies.get(chunk, {}).items())
+
+    def built(self, parameter: int, device: int | str) -> Any:
+        """The parameter's bytes so far; padding, and what is to come, are zero."""
+        import torch
+
+        if parameter not in self._building:
+            _, dtype, shape = self._program.parameters[parameter]
+            size = prod(shape) * getattr(torch, dtype).itemsize
+            self._building[parameter] = torch.zeros(size, dtype=torch.uint8, device=device)
+        return self._building[parameter]
+
+    def complete(self, parameter: int, copies: Sequence[Copy]) -> bool:
+        """Count what was copied; once all is there, it is let go of."""
+        self._left[parameter] -= sum(copy.rows * copy.row for copy in copies)
+        if self._left[parameter]:
+            return False
+        del self._building[parameter]
+        return True
+
+
+def _numbered(batch: dict[str, Any]) -> dict[str, int]:
+    """Numbers of what is in the batch, which is empty afterwards."""
+    from skyctl.engines.vllm.inside.device_digest import digest_on_device
+
+    numbers = dict(zip(batch, digest_on_device(list(batch.values())), strict=True))
+    batch.clear()
+    return numbers

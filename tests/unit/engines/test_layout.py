@@ -1,0 +1,205 @@
+"""What workers say of their parameters, held against what vLLM's own loader made of them."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from skyctl.checkpoints.checkpoint import Checkpoint, read_checkpoint
+from skyctl.checkpoints.tiny import make_tiny_checkpoint
+from skyctl.engines.vllm.inside.layout_wire import LayoutReport, Program, layout_digest
+from skyctl.transfer.layout import check_layouts, order_for_runtime, program_for
+from skyctl.transfer.plan import ChunkPlan, Packing, plan_chunks
+from tests.unit.engines.vllm_models import vllm_model
+
+pytest.importorskip("vllm")
+
+KINDS: dict[str, dict[str, Any]] = {
+    "dense": {},
+    "tied": {"tie_word_embeddings": True},
+    "experts": {"experts": 4},
+}
+CASES = [
+    (kind, rank, ranks, False) for kind in KINDS for rank, ranks in ((0, 1), (0, 2), (1, 2), (3, 4))
+] + [("experts", rank, 2, True) for rank in (0, 1)]
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("layouts")
+    return {
+        kind: make_tiny_checkpoint(root / kind, seed=3, dtype="bfloat16", **arguments)
+        for kind, arguments in KINDS.items()
+    }
+
+
+def report_of(model: Any, rank: int = 0) -> LayoutReport:
+    """As `LayoutLoader.report` makes it; experts as a GPU's backend has them."""
+    from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
+
+    from skyctl.engines.vllm.inside.layout import describe, ignored_tensors, whole_problem
+
+    for module in model.modules():
+        if hasattr(getattr(module, "quant_method", None), "unquantized_backend"):
+            module.quant_method.unquantized_backend = UnquantizedMoeBackend.TRITON
+    parameters = tuple(describe(model))
+    return LayoutReport(
+        rank,
+        layout_digest(parameters),
+        parameters,
+        ignored=tuple(ignored_tensors(model)),
+        reason=whole_problem(model),
+    )
+
+
+def planned(
+    reports: list[LayoutReport], checkpoint: Checkpoint, size: int, packing: Packing = "fit"
+) -> ChunkPlan:
+    check_layouts(reports, checkpoint.tensors)
+    return plan_chunks(
+        checkpoint.tensors,
+        size,
+        packing=packing,
+        alignment=1,
+        order=lambda tensors: order_for_runtime(reports, tensors),
+    )
+
+
+def chunks_of(checkpoint: Checkpoint, plan: ChunkPlan) -> list[Any]:
+    """The bytes of every chunk, as flat uint8 tensors."""
+    import torch
+
+    files = [Path(shard.path).read_bytes() for shard in checkpoint.shards]
+    chunks = []
+    for chunk in plan.chunks:
+        octets = torch.zeros(chunk.size, dtype=torch.uint8)
+        for placed in chunk.placed:
+            tensor = placed.tensor
+            data = files[tensor.shard][tensor.begin : tensor.begin + tensor.nbytes]
+            octets[placed.offset : placed.offset + tensor.nbytes] = torch.frombuffer(
+                bytearray(data), dtype=torch.uint8
+            )
+        chunks.append(octets)
+    return chunks
+
+
+@pytest.mark.parametrize(("kind", "rank", "ranks", "expert_parallel"), CASES)
+def test_copied_parameters_are_what_vllms_loader_makes(
+    checkpoints: dict[str, Path],
+    kind: str,
+    rank: int,
+    ranks: int,
+    expert_parallel: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from skyctl.engines.vllm.inside import device_digest
+
+    # 4 million factors that every call makes anew take longer than all the rest
+    monkeypatch.setattr(device_digest, "_factors", cache(device_digest._factors))
+    checkpoint = read_checkpoint(str(checkpoints[kind]))
+    with vllm_model(
+        checkpoints[kind], rank=rank, ranks=ranks, expert_parallel=expert_parallel
+    ) as model:
+        report = report_of(model)
+        made = dict(model.named_parameters())
+        assert len(report.parameters) == len({p.data_ptr() for p in model.parameters()})
+        for size, packing in ((1 << 30, "fit"), (70_000, "overflow")):
+            plan = plan_chunks(
+                checkpoint.tensors,
+                size,
+                packing=packing,  # type: ignore[arg-type]
+                alignment=1,
+                order=lambda tensors: order_for_runtime([report], tensors),
+            )
+            _assert_carried_over(program_for(report, plan), chunks_of(checkpoint, plan), made)
+
+
+def _assert_carried_over(program: Program, chunks: list[Any], made: dict[str, Any]) -> None:
+    """The program fills each parameter as it is, and the sender's numbers are theirs."""
+    import torch
+
+    from skyctl.engines.vllm.inside.device_digest import digest_on_device
+    from skyctl.engines.vllm.inside.layout_copy import copy_runs, octets_of
+    from skyctl.transfer.gpu.numbering import Numbering
+
+    names = [name for name, _, _ in program.parameters]
+    targets = {place: torch.zeros_like(octets_of(made[name])) for place, name in enumerate(names)}
+    numbering, numbers = Numbering([program], "cpu"), {}
+    for number, octets in enumerate(chunks):
+        copy_runs([c for c in program.copies if c.chunk == number], octets, targets)
+        numbers |= numbering.add(number, octets)[0]
+    for place, name in enumerate(names):
+        assert torch.equal(targets[place], octets_of(made[name])), name
+    held = digest_on_device([made[name] for name in names])
+    assert numbers == dict(zip(names, held, strict=True))
+
+
+def test_fused_parameters_of_one_rank_are_one_copy_each(checkpoints: dict[str, Path]) -> None:
+    """What lies side by side in a chunk is not copied piece by piece: 9,400 tensors of a large
+    mixture become some 220 copies."""
+    for kind, path in checkpoints.items():
+        checkpoint = read_checkpoint(str(path))
+        with vllm_model(path) as model:
+            report = report_of(model)
+        program = program_for(report, planned([report], checkpoint, 1 << 30))
+        assert len(program.copies) == len(program.parameters), kind
+
+
+def test_experts_of_tensor_parallel_ranks_are_one_copy_each(checkpoints: dict[str, Path]) -> None:
+    path = checkpoints["experts"]
+    checkpoint = read_checkpoint(str(path))
+    with vllm_model(path, rank=1, ranks=2) as model:
+        report = report_of(model)
+    plan = plan_chunks(
+        checkpoint.tensors,
+        1 << 30,
+        alignment=1,
+        order=lambda tensors: order_for_runtime([report], tensors),
+    )
+    program = program_for(report, plan)
+    experts = [place for place, p in enumerate(program.parameters) if "experts" in p[0]]
+    assert experts
+    assert all(sum(c.parameter == place for c in program.copies) == 1 for place in experts)
+
+
+def test_a_report_survives_the_wire(checkpoints: dict[str, Path]) -> None:
+    import json
+
+    with vllm_model(checkpoints["experts"]) as model:
+        report = report_of(model)
+    again = LayoutReport.from_wire(json.loads(json.dumps(report.to_wire())))
+    assert again == report
+    assert layout_digest(again.parameters) == report.layout
+
+
+def test_layers_that_are_not_known_are_left_to_the_loader(checkpoints: dict[str, Path]) -> None:
+    from skyctl.engines.vllm.inside.layout import describe, whole_problem
+
+    class Fp8LinearMethod:
+        pass
+
+    with vllm_model(checkpoints["dense"]) as model:
+        layer = model.model.layers[0]
+        layer.mlp.down_proj.quant_method = Fp8LinearMethod()
+        reasons = {p.name: p.reason for p in describe(model) if p.reason}
+        assert reasons == {
+            "model.layers.0.mlp.down_proj.weight": "Fp8LinearMethod processes it",
+        }
+        assert whole_problem(model) == ""
+        attention = layer.self_attn.attn
+        attention.__class__ = type("MLAAttention", (type(attention),), {})
+        assert "MLAAttention" in whole_problem(model)
+
+
+def test_experts_of_a_backend_that_rearranges_them_are_left_to_the_loader(
+    checkpoints: dict[str, Path],
+) -> None:
+    from skyctl.engines.vllm.inside.layout import describe
+
+    with vllm_model(checkpoints["experts"]) as model:  # the backend of CPUs packs them
+        reasons = {p.name: p.reason for p in describe(model) if p.reason}
+    assert {name.rpartition(".")[2] for name in reasons} == {"w13_weight", "w2_weight"}
+    assert set(reasons.values()) == {"its backend CPU may rearrange experts"}

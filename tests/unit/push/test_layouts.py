@@ -1,0 +1,398 @@
+"""Which way a push goes into servers, what makes a layout count as proven, and how it is copied."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from skyctl.checkpoints.checkpoint import Checkpoint, read_checkpoint
+from skyctl.engines.vllm.inside.layout_wire import (
+    LayoutReport,
+    ParameterLayout,
+    Part,
+    Program,
+    layout_digest,
+)
+from skyctl.errors import PreflightError, ServerError
+from skyctl.push import layouts
+from skyctl.push.layouts import LayoutChoice, choose_layout, numbered, settle_parameters
+from skyctl.push.request import PushFleet
+from skyctl.push.runtime_delivery import CannotCopy, RuntimeDelivery
+from skyctl.push.sites import Holds, Site
+from skyctl.push.transaction import _stage
+from skyctl.transfer.plan import plan_chunks
+from skyctl.transfer.sender_client import Opened, SenderProcess
+from skyctl.transfer.sender_pool import SenderPool
+from skyctl.transfer.transports.base import Filled, Transport
+from skyctl.transfer.transports.ipc import TRANSPORT as IPC
+from skyctl.transfer.transports.nccl import TRANSPORT as NCCL
+from tests.unit.push.checkpoints import filled, write_checkpoint
+from tests.unit.push.deliveries import ReadySender, site
+
+TENSORS = {name: filled([4, 8], seed, "BF16") for seed, name in enumerate(("g", "u", "d"))}
+
+
+def part(name: str, at: int = 0) -> Part:
+    return Part(name, (4, 8), 1, 32, 0, 32, at, 32)
+
+
+PARAMETERS = (
+    ParameterLayout("gate_up", "bfloat16", (8, 8), (part("g"), part("u", 32))),
+    ParameterLayout("down", "bfloat16", (4, 8), (part("d"),)),
+)
+LAYOUT = layout_digest(PARAMETERS)
+NUMBERS = {"gate_up": 17, "down": 4}
+
+
+class Workers:
+    """The workers of one server: what they answer to layouts, and what they were asked."""
+
+    def __init__(self, *reports: Any, failing: str = "") -> None:
+        self.reports, self.failing = reports, failing
+        self.calls: list[tuple[str, dict[str, Any]]] = []
+
+    async def ask_workers(self, method: str, kwargs: dict[str, Any], **_: Any) -> list[Any]:
+        self.calls.append((method, kwargs))
+        if self.failing:
+            raise ServerError(self.failing, status=500)
+        return list(self.reports)
+
+    async def collective_rpc(
+        self, method: str, *, kwargs: dict[str, Any] | None = None, **_: Any
+    ) -> list[Any]:
+        return await self.ask_workers(method, kwargs or {})
+
+    @property
+    def asked(self) -> list[str]:
+        return [method for method, _ in self.calls]
+
+
+def report(rank: int = 0, *, proven: bool = True, **changes: Any) -> dict[str, Any]:
+    fields = {
+        "rank": rank,
+        "layout": LAYOUT,
+        "parameters": PARAMETERS,
+        "proven": (LAYOUT,) if proven else (),
+        **changes,
+    }
+    return LayoutReport(**fields).to_wire()
+
+
+@pytest.fixture(autouse=True)
+def forget_layouts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layouts, "_spelt_out", {})
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Checkpoint:
+    return read_checkpoint(str(write_checkpoint(tmp_path / "a", TENSORS)))
+
+
+async def chosen(
+    checkpoint: Checkpoint, *sites: Site, wanted: Any = "auto", transport: str = "ipc"
+) -> LayoutChoice:
+    return await choose_layout(wanted, transport, sites, checkpoint, timeout_s=1.0)
+
+
+async def test_servers_that_have_seen_it_proven_copy(checkpoint: Checkpoint) -> None:
+    choice = await chosen(checkpoint, site(Workers(report())), wanted="runtime")
+    assert (choice.name, choice.note) == ("runtime", "")
+    plan = plan_chunks(checkpoint.tensors, 1 << 20, alignment=1, order=choice.ordered)
+    assert [tensor.name for tensor in plan.tensors] == ["g", "u", "d"]
+    [program] = choice.planned(plan).programs["demo-0"]
+    assert [name for name, _, _ in program.parameters] == ["gate_up", "down"]
+
+
+async def test_a_layout_that_is_known_by_its_digest_is_not_asked_for_again(
+    checkpoint: Checkpoint,
+) -> None:
+    await chosen(checkpoint, site(Workers(report())))
+    workers = Workers(report(parameters=()))
+    assert (await chosen(checkpoint, site(workers))).name == "runtime"
+    assert workers.calls == [("skyctl_layout", {"known": [LAYOUT]})]
+
+
+async def test_servers_that_have_not_are_numbered_and_loaded_by_the_loader(
+    checkpoint: Checkpoint,
+) -> None:
+    sites = [site(Workers(report())), site(Workers(report(proven=False)), name="demo-1")]
+    choice = await chosen(checkpoint, *sites)
+    assert choice.name == "checkpoint"
+    assert "not proven yet on demo-1; this push proves it" in choice.note
+    assert set(choice.workers) == {"demo-0", "demo-1"}
+    with pytest.raises(PreflightError, match="--layout runtime: not proven yet on demo-1"):
+        await chosen(checkpoint, *sites, wanted="runtime")
+
+
+def asleep(one: Site) -> Site:
+    one.asleep = True
+    return one
+
+
+def half_updated(one: Site) -> Site:
+    one.holds = Holds.UNKNOWN
+    return one
+
+
+@pytest.mark.parametrize(
+    ("one", "reason"),
+    [
+        (asleep(site(Workers(report()))), "demo-0 sleeps"),
+        (half_updated(site(Workers(report()))), "an earlier push broke off in demo-0"),
+        (site(Workers(failing="Method 'skyctl_layout' is not implemented")), "do not know layouts"),
+        (site(Workers(failing="CUDA out of memory")), "does not tell its layout: CUDA out of"),
+        (site(Workers("None")), "a layout that is not understood"),
+        (site(Workers({})), "a layout that is not understood"),
+        (site(Workers(report(parameters=()))), "a layout that is not understood"),
+        (site(Workers()), "0 of 1 workers of demo-0 tell their layout"),
+        (site(Workers(report(), report(1))), "2 of 1 workers of demo-0 tell their layout"),
+        (site(Workers(report(reason="mla derives tensors"))), "mla derives tensors"),
+        (site(Workers(report() | {"version": 9})), "speaks version 9 of layouts"),
+        (
+            site(Workers(report(parameters=PARAMETERS[:1]))),
+            "no parameter is made of d",
+        ),
+    ],
+)
+async def test_everything_else_is_left_to_the_loader_with_a_line_why(
+    checkpoint: Checkpoint, one: Site, reason: str
+) -> None:
+    choice = await chosen(checkpoint, one)
+    assert (choice.name, choice.workers, choice.programs) == ("checkpoint", {}, {})
+    assert choice.note.startswith("by vLLM's loader") and reason in choice.note
+    with pytest.raises(PreflightError, match="--layout runtime"):
+        await chosen(checkpoint, one, wanted="runtime")
+
+
+async def test_nobody_is_asked_where_it_makes_no_difference(checkpoint: Checkpoint) -> None:
+    workers = Workers(report())
+    assert await chosen(checkpoint, site(workers), wanted="checkpoint") == LayoutChoice()
+    assert await chosen(checkpoint, site(workers), transport="shm") == LayoutChoice()
+    assert workers.calls == []
+
+
+def expecting(workers: Workers, *, copied: bool, numbers: dict[str, int] = NUMBERS) -> Site:
+    one = site(workers)
+    program = Program(LAYOUT, tuple((p.name, p.dtype, p.shape) for p in PARAMETERS), ())
+    one.expected, one.copied = [(program, numbers)], copied
+    return one
+
+
+async def test_a_layout_is_proven_by_what_the_loader_made(checkpoint: Checkpoint) -> None:
+    workers = Workers()
+    one = expecting(workers, copied=False)
+    assert numbered(one) == [["gate_up", "down"]]
+    assert await settle_parameters(one, {0: NUMBERS}, checkpoint, timeout_s=1.0) == ""
+    assert workers.calls == [("skyctl_layout_trust", {"layouts": [LAYOUT]})]
+    assert one.compared is not None and one.compared.bytes == checkpoint.total_bytes
+
+
+@pytest.mark.parametrize(
+    ("answered", "expected"),
+    [
+        ({0: {**NUMBERS, "down": 5}}, NUMBERS),
+        ({0: {"gate_up": 17}}, NUMBERS),
+        ({1: NUMBERS}, NUMBERS),
+        ({}, NUMBERS),
+        ({0: NUMBERS}, {"gate_up": 17}),  # the sender did not number all of them
+    ],
+)
+async def test_other_bytes_prove_nothing_and_fail_what_was_copied(
+    checkpoint: Checkpoint, answered: dict[int, dict[str, int]], expected: dict[str, int]
+) -> None:
+    workers = Workers()
+    one = expecting(workers, copied=False, numbers=expected)
+    said = await settle_parameters(one, answered, checkpoint, timeout_s=1.0)
+    assert "in a way that is not known" in said and workers.calls == [] and one.compared is None
+    one = expecting(workers, copied=True, numbers=expected)
+    with pytest.raises(ServerError, match="is not what was sent"):
+        await settle_parameters(one, answered, checkpoint, timeout_s=1.0)
+    assert one.compared is None
+
+
+class NumberingSender(ReadySender):
+    """Also numbers parameters: all of them come with the last chunk."""
+
+    def __init__(self, *, whole: bool, chunks: int) -> None:
+        super().__init__()
+        self.whole, self.chunks = whole, chunks
+        self.programs: list[Program] = []
+        self.sent: list[int] = []
+
+    async def open(self, *, programs: list[Program], **arguments: Any) -> None:
+        await super().open(**arguments)
+        self.programs = programs
+
+    async def opened(self, **_: Any) -> Opened:
+        return Opened({"host": "127.0.0.1", "port": 1}, staged_whole=self.whole)
+
+    async def filled(self, chunk: int, **_: Any) -> Filled:
+        last = chunk == self.chunks - 1
+        extra = {"handles": [f"handle-{chunk}"], "numbers": [NUMBERS if last else {}]}
+        return Filled(chunk, chunk, (), extra)
+
+    async def send(self, filled: Filled, *_: Any, **__: Any) -> None:
+        self.sent.append(filled.chunk)
+
+
+async def copied_by(
+    transport: Transport,
+    workers: Workers,
+    checkpoint: Checkpoint,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    whole: bool = True,
+    pool: SenderPool | None = None,
+) -> tuple[Site, NumberingSender]:
+    """One server into which three chunks were copied."""
+    one = site(workers, instance="1@1")
+    choice = await chosen(checkpoint, site(Workers(report())))
+    plan = plan_chunks(checkpoint.tensors, 64, alignment=1, order=choice.ordered)
+    sender = NumberingSender(whole=whole, chunks=len(plan.chunks))
+
+    async def spawn(*_: Any) -> NumberingSender:
+        return sender
+
+    monkeypatch.setattr(SenderProcess, "spawn", spawn)
+    delivery = RuntimeDelivery(
+        transport,
+        checkpoint,
+        plan,
+        PushFleet("demo", (one.server,)),
+        senders=pool or SenderPool(),
+        programs=choice.planned(plan).programs,
+    )
+    workers.init_weight_transfer = workers.collective_rpc  # type: ignore[attr-defined]
+    try:
+        await delivery.open([one])
+        await delivery.start([one])
+        await delivery.update([one], lambda done: None)
+        await delivery.finish([one], lambda: "v1")
+    finally:
+        await delivery.close()
+    return one, sender
+
+
+async def test_servers_map_all_chunks_before_and_copy_them_in_one_call(
+    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    workers = Workers()
+    one, sender = await copied_by(IPC, workers, checkpoint, monkeypatch)
+    assert workers.asked == ["skyctl_layout_open", "skyctl_layout_load"]
+    shown = workers.calls[0][1]
+    assert shown["payloads"] == {str(n): f"handle-{n}" for n in range(3)}
+    assert [Program.from_wire(program) for program in shown["programs"]] == sender.programs
+    assert workers.calls[1][1] == {"chunks": [0, 1, 2]}
+    assert (one.holds, one.copied, one.failure) == (Holds.NEW, True, "")
+    assert one.expected == [(sender.programs[0], NUMBERS)]
+
+
+async def test_the_next_push_reads_ahead_as_far_as_after_any_other(
+    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The sender learns how long a push took from reading to the first update."""
+    pool = SenderPool()
+    await copied_by(IPC, Workers(), checkpoint, monkeypatch, pool=pool)
+    assert pool.idle is not None and 0 < pool.idle.lead_s < 10
+
+
+@pytest.mark.parametrize("transport", [IPC, NCCL], ids=lambda transport: transport.name)
+async def test_what_does_not_fit_as_a_whole_is_not_copied(
+    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch, transport: Transport
+) -> None:
+    workers = Workers()
+    with pytest.raises(CannotCopy, match="does not fit on the sender's GPU"):
+        await copied_by(transport, workers, checkpoint, monkeypatch, whole=False)
+    assert workers.asked == []
+
+
+async def test_broadcast_chunks_are_copied_in_one_call(
+    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    workers = Workers()
+    one, sender = await copied_by(NCCL, workers, checkpoint, monkeypatch)
+    assert workers.asked == ["skyctl_layout_open", "skyctl_layout_receive"]
+    assert workers.calls[0][1]["buffer_bytes"] == 64
+    assert workers.calls[1][1] == {"sizes": [64, 64, 64]}
+    assert sender.sent == [0, 1, 2] and one.holds is Holds.NEW
+
+
+class Refusing(Workers):
+    """Has no room for the sender's chunks."""
+
+    async def ask_workers(self, method: str, kwargs: dict[str, Any], **rest: Any) -> list[Any]:
+        answers = await super().ask_workers(method, kwargs, **rest)
+        if method == "skyctl_layout_open":
+            raise ServerError("no room", status=500)
+        return answers
+
+
+async def test_a_server_that_cannot_map_lets_go_and_can_be_loaded(
+    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    workers = Refusing()
+    with pytest.raises(CannotCopy, match="no room") as caught:
+        await copied_by(IPC, workers, checkpoint, monkeypatch)
+    assert "--layout checkpoint" in caught.value.hint
+    assert workers.asked == ["skyctl_layout_open", "skyctl_layout_close"]
+
+
+class Opening:
+    """A delivery of which only `open` matters here."""
+
+    def __init__(self, failure: Exception | None = None) -> None:
+        self.failure, self.closed = failure, False
+
+    async def open(self, sites: Any) -> None:
+        if self.failure is not None:
+            raise self.failure
+
+    async def close(self) -> None:
+        self.closed = True
+
+
+@pytest.mark.parametrize(
+    ("wanted", "second", "ends"),
+    [
+        ("auto", Opening(), "by loader"),
+        ("auto", Opening(PreflightError("no GPU")), "no GPU"),
+        ("runtime", Opening(), "no room"),
+    ],
+)
+async def test_a_push_goes_on_by_the_loader_unless_copying_was_asked_for(
+    wanted: str, second: Opening, ends: str
+) -> None:
+    first, notes = Opening(CannotCopy("demo-0: no room")), []
+    run: Any = SimpleNamespace(
+        request=SimpleNamespace(layout=wanted), fleet=None, senders=None, note=notes.append
+    )
+    prepared: Any = SimpleNamespace(sites=(), delivery=lambda *_, by_loader: second)
+    if ends == "by loader":
+        assert await _stage(run, prepared, first) is second  # type: ignore[arg-type,comparison-overlap]
+        assert first.closed and not second.closed and "no room" in notes[0]
+        return
+    with pytest.raises(PreflightError, match=ends):
+        await _stage(run, prepared, first)  # type: ignore[arg-type]
+    assert second.closed is (wanted == "auto")
+
+
+class Breaking(Workers):
+    """Dies as it copies."""
+
+    async def ask_workers(self, method: str, kwargs: dict[str, Any], **rest: Any) -> list[Any]:
+        if method == "skyctl_layout_load":
+            self.failing = "an illegal memory access"
+        return await super().ask_workers(method, kwargs, **rest)
+
+
+async def test_a_copy_that_breaks_off_leaves_the_server_in_doubt(
+    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    workers = Breaking()
+    one, _ = await copied_by(IPC, workers, checkpoint, monkeypatch)
+    assert one.holds is Holds.UNKNOWN
+    assert one.failure == "update: an illegal memory access"
+    assert workers.asked[-1] == "skyctl_layout_close"
