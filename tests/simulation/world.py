@@ -27,6 +27,7 @@ from tests.simulation.loop import VirtualLoop
 from tests.simulation.network import Network, Weather
 from tests.simulation.sender import Memory
 
+KINDS = ("attached",)
 FAULTS = (
     "kill-point",
     "kill-write",
