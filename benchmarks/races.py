@@ -32,7 +32,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from skyctl.store.locks import LockHolder
+from skyctl.store.locks import Holder
 from skyctl.store.paths import FleetPaths
 from skyctl.store.state import FleetState
 from tests.faults.attached_fleet import free_port
@@ -148,13 +148,13 @@ def state(raced: StubFleet) -> dict[str, Any]:
     }
 
 
-def jobs(raced: StubFleet) -> tuple[int, LockHolder | None]:
+def jobs(raced: StubFleet) -> tuple[int, Holder | None]:
     """How many jobs the state file has, and who holds the lock of pushes."""
     paths = FleetPaths(raced.directory / "home", "stubs")
     if not paths.database.exists():
         return 0, None
     with FleetState(paths.database) as found:
-        return len(found.journal.jobs(100_000)), found.locks.holder("push")
+        return len(found.journal.jobs(100_000)), next(iter(found.locks.holders("turn")), None)
 
 
 def run(rounds: int, seed: int = 0, kinds: Sequence[str] = tuple(PAIRS)) -> dict[str, Any]:

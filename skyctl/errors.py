@@ -11,6 +11,8 @@ SkyctlError                     1   something failed; the message says what, whe
 │   └── DeadlineExceeded      124   no answer within the deadline
 ├── ConflictError               1   somebody else holds the lock, the port or the name
 │   └── VersionMismatch         1   the fleet's supervisor is of another skyctl
+├── WeightsGone                 1   the files of a version are not what they were
+├── StateUnwritable             1   what must be on record first cannot be: the disk is full …
 ├── PreflightError              1   a push was refused before anything was paused
 ├── Interrupted               130   Ctrl-C
 ├── InternalError               1   a bug of skyctl's
@@ -128,6 +130,15 @@ class ConflictError(SkyctlError):
 
 class VersionMismatch(ConflictError):
     """The fleet's supervisor was started by another version of skyctl."""
+
+
+class WeightsGone(SkyctlError):
+    """The files that a version was pushed from are gone, or hold something else now."""
+
+
+class StateUnwritable(SkyctlError):
+    """The fleet's state cannot be written (full, read-only or failing disk), and has to be before
+    anything is touched."""
 
 
 class PreflightError(SkyctlError):

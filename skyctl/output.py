@@ -177,7 +177,12 @@ def note(message: str | Text) -> None:
 def warn(message: str) -> None:
     """One warning line on stderr; never silent outside --json."""
     if not mode.json:
-        err.print(_labelled("warning: ", "yellow", message))
+        print_warning(message)
+
+
+def print_warning(message: str) -> None:
+    """The same, with --json too (on stderr)."""
+    err.print(_labelled("warning: ", "yellow", message))
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[Any]], *, title: str = "") -> Table:

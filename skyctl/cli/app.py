@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import importlib
 import os
 import sys
@@ -15,6 +17,7 @@ from skyctl import __version__
 from skyctl.cli.command_line import command_name, explain, given, options_first
 from skyctl.cli.help_text import flowing
 from skyctl.errors import ExitCode, InternalError, Interrupted, SkyctlError, UsageError
+from skyctl.store.unrecorded import LOST
 
 
 class Verb(NamedTuple):
@@ -140,6 +143,22 @@ def main() -> None:
         color=not given("--no-color", arguments),
     )
     try:
+        _run(arguments)
+    except BrokenPipeError:
+        # whoever read our output has seen enough: nothing is left to say
+        _let_stdout_go()
+        sys.exit(int(ExitCode.OK))
+    except OSError as error:
+        _fail_on_disk(error)
+    finally:
+        with contextlib.suppress(OSError):
+            for path in {lost.path for lost in LOST}:
+                of_it = [lost for lost in LOST if lost.path == path]
+                output.print_warning(str(of_it[-1].with_all(of_it)))
+
+
+def _run(arguments: Sequence[str]) -> NoReturn:
+    try:
         code = app(args=options_first(arguments), standalone_mode=False)
         if code == ExitCode.INTERRUPTED:  # Typer's own answer to Ctrl-C
             _fail(Interrupted("interrupted"))
@@ -151,12 +170,39 @@ def main() -> None:
         _fail(error)
     except (KeyboardInterrupt, typer.Abort):
         _fail(Interrupted("interrupted"))
-    except BrokenPipeError:
-        # whoever read our output has seen enough: nothing is left to say, also not at exit
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(int(ExitCode.OK))
+    except OSError as error:
+        if given("--debug", arguments) or not _of_the_disk(error):
+            _fail_unexpectedly(error)
+        raise
     except Exception as error:
         _fail_unexpectedly(error)
+
+
+def _of_the_disk(error: OSError) -> bool:
+    """Whether a file or a disk is at fault, ours or the one that stdout is; not a bug."""
+    full = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
+    return error.filename is not None or error.errno in full
+
+
+def _fail_on_disk(error: OSError) -> NoReturn:
+    """A file that cannot be used, or a stdout that takes no more."""
+    from skyctl import output
+
+    what = f"{error.filename}" if error.filename is not None else "cannot write"
+    known = SkyctlError(f"{what}: {error.strerror or error}")
+    try:
+        sys.stdout.flush()
+        _fail(known)
+    except OSError:
+        _let_stdout_go()
+        with contextlib.suppress(OSError):  # stderr may be full, too
+            output.print_error(known)
+        sys.exit(int(known.exit_code))
+
+
+def _let_stdout_go() -> None:
+    """What is left in its buffer must not fail once more when the interpreter ends."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _fail(error: SkyctlError) -> NoReturn:

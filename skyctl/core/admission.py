@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 from skyctl.core.health import probe_alive
 from skyctl.core.plan import FleetPlan
-from skyctl.errors import ServerError, SkyctlError
+from skyctl.errors import ServerError, SkyctlError, WeightsGone
 from skyctl.http.client import ControlClient
 from skyctl.push.request import Committed, PushFleet, PushRequest, PushServer, SilentObserver
 from skyctl.store.in_doubt import NO_DOUBT, InDoubt, in_doubt, touch, trust
@@ -82,16 +82,22 @@ def published(weights: FleetWeights, *, verify: bool) -> PushRequest:
     """A request for the weights that the fleet has.
 
     Raises:
-        SkyctlError: it has none but those it was started with, or they changed on disk.
+        SkyctlError: it has none but those it was started with.
+        WeightsGone: their files are gone, or hold something else now.
     """
     from skyctl.checkpoints.checkpoint import read_checkpoint
 
     if weights.checkpoint is None:
         raise SkyctlError("nothing was pushed into this fleet yet")
-    found = read_checkpoint(weights.checkpoint)
+    try:
+        found = read_checkpoint(weights.checkpoint)
+    except SkyctlError as error:
+        raise WeightsGone(f"{weights.version} is gone: {error.message}") from error
     digests = (found.identity_digest, found.layout_digest)
     if weights.checkpoint_digest and weights.checkpoint_digest not in digests:
-        raise SkyctlError(f"{weights.checkpoint} changed since it was pushed")
+        raise WeightsGone(
+            f"{weights.checkpoint} was overwritten since it was pushed as {weights.version}"
+        )
     return PushRequest(
         checkpoint=weights.checkpoint,
         transport=weights.transport,
@@ -160,5 +166,11 @@ async def refresh_all(
 
 def is_current(state: FleetState, replica: Replica) -> bool:
     """Whether the server has the weights every routed server must have."""
-    weights = state.weights()
-    return weights.checkpoint is None or replica.row.weight_version == weights.version
+    weights, row = state.weights(), replica.row
+    if weights.checkpoint is None:
+        return True
+    # a label alone says little: "latest" may have meant other bytes
+    return (row.weight_version, row.checkpoint_digest) == (
+        weights.version,
+        weights.checkpoint_digest,
+    )

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import functools
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from skyctl.checkpoints.staging import held
+from skyctl.core.arbiter import Arbiter, Turn
 from skyctl.errors import DeadlineExceeded, FleetDownError, SkyctlError
 from skyctl.http.client import ControlClient
 from skyctl.http.target import ServerTarget
@@ -17,7 +19,6 @@ from skyctl.kill_points import reached
 from skyctl.push.request import PushFleet, PushRequest, PushResult
 from skyctl.store.in_doubt import doubt, in_doubt, left_behind, trust
 from skyctl.store.journal import Job, JobEvent, Journal
-from skyctl.store.locks import Locks
 from skyctl.store.state import FleetState, FleetWeights
 from skyctl.transfer.sender_pool import SenderPool
 from skyctl.units import format_seconds
@@ -25,14 +26,21 @@ from skyctl.units import format_seconds
 if TYPE_CHECKING:
     from skyctl.push.rotation import Rotation
 
-PUSH_LOCK = "push"
 FOLLOW_POLL_S = 0.2
 _RELEASE_POLL_S = 0.01
 _PROGRESS_S = 0.15
 
 
+INTENT_STAGES = ("wake", "pause", "start", "update")
+INTENT_STATES = ("waking", "pausing", "held")
+"""What recovery depends on: on record before it is acted upon, or the push undoes itself."""
+
+
 class JournalObserver:
-    """A PushObserver that writes everything to the journal; `on_server` hears server states."""
+    """A PushObserver that writes everything to the journal; `on_server` hears server states.
+
+    Raises StateUnwritable for an intent that cannot be put on record.
+    """
 
     def __init__(
         self,
@@ -46,7 +54,7 @@ class JournalObserver:
         self._wrote_progress = 0.0
 
     def stage(self, name: str) -> None:
-        self._journal.stage(self._job_id, name)
+        self._journal.stage(self._job_id, name, durable=name in INTENT_STAGES)
 
     def progress(self, done_bytes: int, total_bytes: int) -> None:
         now = time.monotonic()
@@ -55,26 +63,25 @@ class JournalObserver:
             self._journal.progress(self._job_id, done_bytes, total_bytes)
 
     def server(self, name: str, state: str, detail: str = "") -> None:
-        self._journal.server(self._job_id, name, state, detail)
+        durable = state in INTENT_STATES
+        self._journal.server(self._job_id, name, state, detail, durable=durable)
         self._on_server(name, state, detail)
 
     def note(self, message: str) -> None:
         self._journal.note(self._job_id, message)
 
+    def fact(self, kind: str, data: Mapping[str, Any]) -> None:
+        self._journal.fact(self._job_id, kind, data)
 
-def open_push(journal: Journal, locks: Locks, request: PushRequest) -> Job:
-    """A new push job that holds the fleet's push lock.
+
+def open_push(journal: Journal, turn: Turn, request: PushRequest) -> Job:
+    """A new push job, which has the fleet's turn from now on.
 
     Raises:
-        ConflictError: another push holds it; the message names its job.
+        StateUnwritable: its intent cannot be put on record.
     """
-    locks.acquire(PUSH_LOCK, "a push that is just starting")
-    try:
-        job = journal.begin("push", request.to_json())
-        locks.rename(PUSH_LOCK, _held_by(job))
-    except BaseException:
-        locks.release(PUSH_LOCK)
-        raise
+    job = journal.begin("push", request.to_json())
+    turn.rename(job.id)
     return job
 
 
@@ -92,19 +99,17 @@ async def run_push(
     guardian: AbstractAsyncContextManager[None] | None = None,
     kept: Path,
 ) -> None:
-    """Run an opened push to its end, record what became of each server, and free the lock.
+    """Run an opened push to its end, and record what became of each server.
 
     Never raises for a failed push: the journal says how it ended. `guardian` watches over it.
     `on_part` is told when another part of a roll is on record. The fleet's own copies of
     checkpoints lie in `kept`.
     """
-    from skyctl.checkpoints.staging import held
     from skyctl.core.keeping import keeping
     from skyctl.push.rolling import push_rolling
     from skyctl.push.transaction import push
 
-    journal = state.journal
-    observer = JournalObserver(journal, job.id, on_server)
+    observer = JournalObserver(state.journal, job.id, on_server)
 
     def part_over(result: PushResult) -> None:
         record_part(state, result)
@@ -112,42 +117,54 @@ async def run_push(
         on_part()
 
     reached("push.begun")
+    async with AsyncExitStack() as watch:
+        if guardian is not None and not request.dry_run:
+            await watch.enter_async_context(guardian)
+            reached("push.guarded")
+        with _recorded(state, job.id, request) as record:
+            watch.enter_context(held(request.checkpoint))
+            if request.keep and not request.dry_run:
+                observer.stage("keep")
+            own = await watch.enter_async_context(keeping(request, kept, state))
+            roll = functools.partial(push_rolling, on_part=part_over)
+            result = await (roll if request.rolling else push)(
+                own.request,
+                fleet,
+                client=client,
+                observer=observer,
+                senders=senders,
+                rotation=rotation,
+            )
+            reached("push.record")
+            own.record(result)
+            record(result)
+
+
+@contextmanager
+def _recorded(
+    state: FleetState, job_id: str, request: PushRequest
+) -> Iterator[Callable[[PushResult], None]]:
+    """End the job as the block ends. What it yields records a push that went well."""
+
+    def succeeded(result: PushResult) -> None:
+        if not request.dry_run:
+            record_result(state, job_id, result)
+        reached("push.recorded")
+        state.journal.end(job_id, "succeeded", result=result.to_json())
+        reached("push.ended")
+
     try:
-        async with AsyncExitStack() as watch:
-            if guardian is not None and not request.dry_run:
-                await watch.enter_async_context(guardian)
-                reached("push.guarded")
-            with held(request.checkpoint):
-                if request.keep and not request.dry_run:
-                    observer.stage("keep")
-                own = await watch.enter_async_context(keeping(request, kept, state))
-                roll = functools.partial(push_rolling, on_part=part_over)
-                result = await (roll if request.rolling else push)(
-                    own.request,
-                    fleet,
-                    client=client,
-                    observer=observer,
-                    senders=senders,
-                    rotation=rotation,
-                )
-                reached("push.record")
-                if not request.dry_run:
-                    record_result(state, job.id, result)
-                    own.record(state, result)
-            reached("push.recorded")
-            journal.end(job.id, "succeeded", result=result.to_json())
-            reached("push.ended")
+        yield succeeded
     except asyncio.CancelledError:
-        doubt_left(state, job.id)
-        journal.end(job.id, "interrupted", error=_error_json(SkyctlError("the push was stopped")))
+        doubt_left(state, job_id)
+        stopped = SkyctlError("the push was stopped")
+        state.journal.end(job_id, "interrupted", error=_error_json(stopped))
         raise
     except Exception as error:
         known = error if isinstance(error, SkyctlError) else SkyctlError(f"push failed: {error!r}")
         if not request.dry_run:
-            record_failure(state, job.id, request, known)
-        journal.end(job.id, "failed", error=_error_json(known))
-    finally:
-        state.locks.release(PUSH_LOCK)
+            record_failure(state, job_id, request, known)
+        state.journal.end(job_id, "failed", error=_error_json(known))
 
 
 def doubt_left(state: FleetState, job_id: str) -> None:
@@ -156,11 +173,10 @@ def doubt_left(state: FleetState, job_id: str) -> None:
 
 
 def abandon(state: FleetState, job_id: str, error: Exception) -> None:
-    """Close a job that an error of ours kept from beginning, and free the lock."""
+    """Close a job that an error of ours kept from beginning."""
     if not state.journal.job(job_id).ended:
         shown = SkyctlError(f"the push never began: {error!r}", hint="skyctl logs supervisor")
         state.journal.end(job_id, "failed", error=_error_json(shown))
-        state.locks.release(PUSH_LOCK)
 
 
 def record_result(state: FleetState, job_id: str, result: PushResult) -> None:
@@ -292,7 +308,7 @@ async def follow(
         for event in events:
             seen = max(seen, event.sequence)
             on_event(event)
-        if job.ended and not _holds_the_fleet(state, job):
+        if job.ended and not Arbiter(state.locks).holds(job.id):
             return job
         if not job.ended and not alive:
             raise FleetDownError(
@@ -305,15 +321,6 @@ async def follow(
                 hint=f"wait again: skyctl jobs wait {job_id}",
             )
         await asyncio.sleep(_RELEASE_POLL_S if job.ended else FOLLOW_POLL_S)
-
-
-def _holds_the_fleet(state: FleetState, job: Job) -> bool:
-    holder = state.locks.holder(PUSH_LOCK)  # a dead one holds nothing
-    return holder is not None and holder.holder == _held_by(job)
-
-
-def _held_by(job: Job) -> str:
-    return f"job {job.id}"
 
 
 async def verify_servers(

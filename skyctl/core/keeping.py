@@ -22,38 +22,53 @@ class Keeping:
     """`request` is what is to be pushed: from the copy, once there is one."""
 
     request: PushRequest
+    state: FleetState
     source: Checkpoint | None = None
-    copied: bool = False
+    copy: Checkpoint | None = None
 
-    def record(self, state: FleetState, result: PushResult) -> None:
+    def record(self, result: PushResult) -> None:
         """The push went well: what was pushed stays."""
-        if self.source is None:
+        self._remember(result.version, result.content_digest)
+
+    def record_used(self) -> bool:
+        """The push went well on some servers only: they run the copy, so that it stays too."""
+        used = self.copy is not None and str(self.copy.path) in self.state.checkpoints()
+        if used and not any(one.checkpoint == self.request.checkpoint for one in self._known()):
+            self._remember(self.state.weights().version or self.request.checkpoint, "")
+        return used
+
+    def _known(self) -> list[KeptWeights]:
+        return kept_weights(self.state)
+
+    def _remember(self, version: str, content_digest: str) -> None:
+        if self.source is None or self.copy is None:
             return
         kept = KeptWeights(
-            version=result.version,
-            checkpoint=result.checkpoint,
+            version=version,
+            checkpoint=str(self.copy.path),
             source=str(self.source.path),
-            checkpoint_digest=result.checkpoint_digest,
+            checkpoint_digest=self.copy.identity_digest,
             source_digest=self.source.identity_digest,
-            content_digest=result.content_digest,
-            bytes=result.total_bytes,
+            content_digest=content_digest,
+            bytes=self.copy.total_bytes,
             at=time.time(),
         )
-        remember(state, kept)
-        self.copied = False  # it is on record: not ours to remove
+        remember(self.state, kept)
 
 
 @asynccontextmanager
 async def keeping(
     request: PushRequest, directory: Path, state: FleetState
 ) -> AsyncIterator[Keeping]:
-    """What to push instead of the request; a copy whose push failed is removed at the end.
+    """What to push instead of the request; a copy that no server runs afterwards is removed.
+
+    The push must be on record, however it went, before the block ends.
 
     Raises:
         PreflightError, SkyctlError: it cannot be kept; nothing was touched.
     """
     if not request.keep or request.dry_run:
-        yield Keeping(request)
+        yield Keeping(request, state)
         return
     source = await asyncio.to_thread(read_checkpoint, request.checkpoint)
     refuse_changed(request, source)
@@ -64,16 +79,15 @@ async def keeping(
     else:
         copies = {one.checkpoint for one in known}
         copy = await asyncio.to_thread(keep_copy, source, directory, copies)
+    copied = await asyncio.to_thread(read_checkpoint, str(copy))
+    # the copy has an identity of its own; that of the source was looked at
     own = Keeping(
-        # the copy has an identity of its own; that of the source was looked at
-        replace(request, checkpoint=str(copy), expected_digest=None),
-        source,
-        copied=found is None,
+        replace(request, checkpoint=str(copy), expected_digest=None), state, source, copied
     )
     try:
         yield own
     finally:
-        if own.copied:
+        if found is None and not own.record_used():
             await asyncio.to_thread(delete_copy, copy, directory)
 
 

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 from skyctl.core.diagnosis import Action, Finding
 from skyctl.engines.vllm.server import VLLMServer
-from skyctl.errors import SkyctlError
+from skyctl.errors import SkyctlError, WeightsGone
 from skyctl.http.client import ControlClient
 from skyctl.http.target import ServerTarget
 from skyctl.kill_points import reached
@@ -71,6 +71,9 @@ class Hands(Protocol):
     async def replace(self, name: str, why: str) -> str:
         """Restart a server, or quarantine one whose process is not ours; why it is not back."""
 
+    def waits(self, name: str, why: str) -> str:
+        """Leave a server quarantined, with the reason, until the next push; what to type."""
+
 
 class _Case:
     """One server on its way through recovery."""
@@ -104,7 +107,8 @@ async def recover(findings: Sequence[Finding], hands: Hands) -> list[Recovered]:
     chosen = [case for case in cases if case.action in ("resume", "sleep")]
     await asyncio.gather(*(_give_back(case, hands) for case in chosen))
     await _push([case for case in cases if case.action == "push"], hands)
-    await _replace([case for case in cases if case.action in ("restart", "quarantine")], hands)
+    left = [case for case in cases if case.ended is None]
+    await _replace([case for case in left if case.action in ("restart", "quarantine")], hands)
     return [case.report() for case in cases]
 
 
@@ -133,6 +137,7 @@ async def _give_back(case: _Case, hands: Hands) -> None:
             stage=found.stage,
             thaw=found.thaw and not row.paused,
             digest=row.weights_digest,
+            label=found.version,
             timeout_s=hands.control_timeout_s,
             slept=slept,
         )
@@ -159,6 +164,10 @@ async def _push(cases: Sequence[_Case], hands: Hands) -> None:
             await hands.bring(case.name)
             settle(hands.state, case.name)
             case.done()
+        except WeightsGone as error:
+            # a directory that is overwritten at every step: a restarted server could not have its
+            # fleet's weights either, and the next push scrubs this one
+            case.done(hands.waits(case.name, error.message))
         except SkyctlError as error:
             case.action = "restart"
             case.problem = case.problem or error.message
@@ -177,8 +186,8 @@ def _still_open(cases: Sequence[_Case], hands: Hands, problem: str) -> list[_Cas
 
 
 def interrupted_request(state: FleetState) -> PushRequest | None:
-    """What the latest push asked for that left servers half updated; None without one, and where
-    it is not to be made again."""
+    """What the latest push asked for that left servers half updated, of the very files it pushed;
+    None without one, and where it is not to be made again."""
     doubted = {one.job for one in in_doubt(state).values() if one.half_updated}
     # newest first; an admission that broke off is not among the jobs
     latest = next((job for job in state.journal.jobs() if job.id in doubted), None)
@@ -188,6 +197,16 @@ def interrupted_request(state: FleetState) -> PushRequest | None:
         request = PushRequest.from_json(latest.request)
     except (SkyctlError, TypeError):  # forgotten, or written by another skyctl
         return None
+    prepared = [e.data for e in state.journal.events(latest.id) if e.kind == "prepared"]
+    if not prepared:
+        return None  # it never looked at its files: nothing says which they were
+    request = replace(
+        request,
+        checkpoint=prepared[-1]["checkpoint"],  # the fleet's own copy, if it made one
+        expected_digest=prepared[-1]["checkpoint_digest"],
+        keep=False,
+        scan_nan=False,
+    )
     # nobody has accepted what a canary had not tried to the end, and a roll is not the fleet's
     # version before its end: the fleet's weights go back
     return None if request.leaves_router else request

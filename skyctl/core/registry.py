@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from skyctl.errors import ConflictError, FleetFileError, NotFoundError, UsageError
-from skyctl.store.paths import FleetPaths, create_private_file, fleet_paths, state_root
+from skyctl.store.paths import FleetPaths, fleet_paths, place_private_file, state_root
 
 if TYPE_CHECKING:
     from skyctl.fleetfile.schema import FleetConfig
+    from skyctl.store.state import FleetState
 
 DEFAULT_FILE = "fleet.yaml"
 
@@ -75,25 +76,30 @@ def select_paths(file: Path | None, name: str | None) -> FleetPaths:
     return _from_file(chosen).paths if isinstance(chosen, Path) else fleet_paths(chosen)
 
 
-def remember(ref: FleetRef) -> None:
-    """Keep a copy of the fleet file and where it came from, so the name finds the fleet."""
-    from skyctl.store.state import FleetState
+def remember(ref: FleetRef, state: FleetState) -> None:
+    """Keep a copy of the fleet file and where it came from, so the name finds the fleet.
 
+    Raises:
+        StateUnwritable: the copy cannot be written; the fleet is found by its file as before.
+    """
+    known = {"base_dir": str(ref.base_dir)}
+    if ref.file is not None:
+        known["file"] = str(ref.file.absolute())
+    for key, value in known.items():
+        if state.get(key) != value:
+            state.set(key, value)
     ref.paths.prepare()
     if ref.file is not None:
-        text = ref.file.read_bytes()
-        # a name of its own: several processes and threads may do this at once
-        temporary = ref.paths.fleet_file.with_suffix(f".{secrets.token_hex(4)}.tmp")
-        descriptor = create_private_file(temporary, os.O_TRUNC)
-        with os.fdopen(descriptor, "wb") as copy:
-            copy.write(text)
-            copy.flush()
-            os.fsync(copy.fileno())
-        temporary.replace(ref.paths.fleet_file)
-    with FleetState(ref.paths.database) as state:
-        state.set("base_dir", str(ref.base_dir))
-        if ref.file is not None:
-            state.set("file", str(ref.file.absolute()))
+        _copy(ref.file.read_bytes(), ref.paths.fleet_file)
+
+
+def _copy(text: bytes, path: Path) -> None:
+    if path.exists() and path.read_bytes() == text:
+        return
+    # a name of its own: several processes and threads may do this at once
+    temporary = path.with_suffix(f".{secrets.token_hex(4)}.tmp")
+    place_private_file(temporary, text)
+    temporary.replace(path)
 
 
 def refuse_another_file(ref: FleetRef) -> None:
@@ -171,7 +177,7 @@ def _from_name(name: str) -> FleetRef:
     from skyctl.store.state import FleetState
 
     paths = fleet_paths(name)
-    with FleetState(paths.database) as state:
+    with FleetState(paths.database, or_memory=True) as state:
         original, base_dir = state.get("file"), state.get("base_dir")
     if original is not None and Path(original).exists():
         try:

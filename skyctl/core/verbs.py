@@ -37,8 +37,12 @@ async def run(
 
     Raises:
         ConflictError: waking would serve weights that a level-2 sleep discarded.
+        StateUnwritable: resuming or waking, where the state that tells of quarantines cannot be
+            read.
         UsageError: no such verb.
     """
+    if verb in ("resume", "wake"):
+        state.require_read()
     rows = {target.name: state.server(target.name) for target in targets}
     if verb == "wake":
         _refuse_discarded(rows.values(), arguments.get("tags") or (), device)

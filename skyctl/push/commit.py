@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from skyctl.errors import ServerError
 from skyctl.kill_points import reached
 from skyctl.push.alike import comparable
+from skyctl.push.freeze import require_paused
 from skyctl.push.run import Run
 from skyctl.push.samples import Sample
 from skyctl.push.sites import Holds, Site, alive, each
@@ -18,6 +20,7 @@ async def verify(run: Run, sites: Sequence[Site], samples: Mapping[str, Sample])
     loaded = alive([site for site in sites if site.holds is Holds.NEW])
 
     async def digest(site: Site) -> None:
+        await _refuse_thawed(site)
         await _reset_cache(site)
         if run.request.verify:
             site.digest, how = await weights_digest(site.vllm, timeout_s=timeout_s, samples=samples)
@@ -27,6 +30,15 @@ async def verify(run: Run, sites: Sequence[Site], samples: Mapping[str, Sample])
     await each(loaded, digest, timeout_s=timeout_s * 2, what="verify")
     _outvote(alive(loaded))
     reached("push.verify.done")
+
+
+async def _refuse_thawed(site: Site) -> None:
+    """Freeze a server again that was thawed while it was loaded; what it answered is not known."""
+    try:
+        await require_paused(site)
+    except ServerError:
+        await site.vllm.pause("abort", clear_cache=False)
+        raise
 
 
 async def publish(run: Run, sites: Sequence[Site], label: str) -> None:

@@ -4,23 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from skyctl.errors import PushError, SkyctlError
+from skyctl.errors import PushError, ServerError, SkyctlError, StateUnwritable
 from skyctl.kill_points import reached
 from skyctl.push.cancellation import Abandoned
 from skyctl.push.run import Run
 from skyctl.push.sites import Holds, Site, alive, close_session, each, responsive
+from skyctl.store.in_doubt import HELD
 
 
 class NotYet(Exception):
-    """A stage before the first byte failed or was abandoned: everything can be undone."""
+    """A stage before the first byte failed, was abandoned, or could not be put on record
+    (`unwritable`): everything can be undone."""
 
-    def __init__(self, abandoned: bool) -> None:
+    def __init__(
+        self, unwritable: StateUnwritable | None = None, *, abandoned: bool = False
+    ) -> None:
         self.abandoned = abandoned
+        self.unwritable = unwritable
 
     def reason(self, sites: Sequence[Site]) -> BaseException:
         if self.abandoned:
             return Abandoned()
-        failed = [site for site in sites if site.failure]
+        failed = [f"{site.name}: {site.failure}" for site in sites if site.failure]
+        hint = "`skyctl restart` the server if it does not answer, then push again"
+        if self.unwritable is not None:
+            failed, hint = [self.unwritable.message], self.unwritable.hint
         left = [site.report().to_json() for site in sites]
         in_doubt = [row["server"] for row in left if row["state"] == "quarantined"]
         after = (
@@ -29,8 +37,8 @@ class NotYet(Exception):
             else "the servers keep their old weights"
         )
         return PushError(
-            f"the push was undone, {after} ({failed[0].name}: {failed[0].failure})",
-            hint="`skyctl restart` the server if it does not answer, then push again",
+            f"the push was undone, {after} ({failed[0]})",
+            hint=hint,
             details={"servers": left},
         )
 
@@ -39,29 +47,41 @@ def require_all(run: Run, sites: Sequence[Site]) -> None:
     if run.shelter.cancelled:
         raise NotYet(abandoned=True)
     if len(alive(sites)) < len(sites):
-        raise NotYet(abandoned=False)
+        raise NotYet
 
 
 async def pause(run: Run, sites: Sequence[Site]) -> None:
-    """Freeze every server that is not paused already; the freeze window begins."""
+    """Freeze every server, and see that it is; the freeze window begins.
+
+    One that was paused is paused as well: whoever froze it may thaw it between our look and now.
+    """
     run.froze_at = run.clock()
-    running = [site for site in sites if not site.was_paused]
     for site in sites:
         # before it is done: whoever reads the journal of a push that died must know whom to thaw
-        run.observer.server(site.name, "held" if site.was_paused else "pausing")
+        run.observer.server(site.name, HELD if site.was_paused else "pausing")
     reached("push.pause.call")
     mode = run.request.pause_mode
 
     async def call(site: Site) -> None:
-        site.frozen = True  # before the call: when its answer is lost, it may be paused
-        await site.vllm.pause(mode, clear_cache=False)
+        if not site.was_paused:
+            site.frozen = True  # before the call: when its answer is lost, it may be paused
+        await site.vllm.pause("keep" if site.was_paused else mode, clear_cache=False)
+        await require_paused(site)
         site.spans.frozen_at = site.spans.clock()
-        run.observer.server(site.name, "paused")
+        if site.frozen:
+            run.observer.server(site.name, "paused")
 
     # mode "wait" lets running requests end first
     timeout_s = run.fleet.control_timeout_s if mode != "wait" else run.fleet.update_timeout_s
-    await each(running, call, timeout_s=timeout_s, what="pause")
+    await each([site for site in sites if not site.asleep], call, timeout_s=timeout_s, what="pause")
     require_all(run, sites)
+
+
+async def require_paused(site: Site) -> None:
+    """Raise ServerError when a server that must be frozen is not: it would answer from a half
+    loaded model."""
+    if not await site.vllm.is_paused():
+        raise ServerError(f"{site.name} is not paused: somebody else resumed it")
 
 
 async def roll_back(run: Run, sites: Sequence[Site]) -> None:

@@ -19,11 +19,13 @@ async def give_back(
     thaw: bool,
     digest: str | None,
     timeout_s: float,
+    label: str = "",
     slept: int = 0,
 ) -> None:
     """Close the session that a push left open at `stage`, and resume the server if `thaw`.
 
-    `digest` is what its weights must come to, None where that is not known. `slept` is the level at
+    `digest` is what its weights must come to, None where that is not known. `label` is the version
+    they get, if they have not got it yet. `slept` is the level at
     which it slept before the push woke its weights, 0 when that did not happen: it sleeps again
     afterwards, unless that sleep had discarded its weights, which stay awake, and empty.
 
@@ -43,6 +45,8 @@ async def give_back(
         if found and found != digest:
             name = server.target.name
             raise ServerError(f"{name}: its weights are not what they were (digest {found})")
+    if label:
+        await server.set_weight_version(label)
     if slept:
         if slept != DISCARDED:
             await back_to_sleep(server, slept)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
+from skyctl.errors import StateUnwritable
 from skyctl.http.target import ServerTarget
 
 if TYPE_CHECKING:
@@ -143,8 +144,21 @@ class PushFleet:
     committed: Committed | None = None
 
 
+FACTS = ("prepared", "verified")
+"""What a push tells of itself for whoever finds it dead:
+
+prepared  {checkpoint, checkpoint_digest}: which files it pushes
+verified  {version, checkpoint, checkpoint_digest, content_digest, transport, whole, servers}: these
+          servers (name → weights digest, "" where it was not asked for) hold all of it, paused;
+          `whole`: it is the fleet's version
+"""
+
+
 class PushObserver(Protocol):
-    """Told of a push's progress as it happens. Calls must return at once."""
+    """Told of a push's progress as it happens. Calls must return at once.
+
+    A call that raises StateUnwritable says that an intent is not on record: the push undoes itself.
+    """
 
     def stage(self, name: str) -> None:
         """A stage (one of `STAGES`, or "recover") begins."""
@@ -160,6 +174,9 @@ class PushObserver(Protocol):
     def note(self, message: str) -> None:
         """One line the operator should read."""
 
+    def fact(self, kind: str, data: Mapping[str, Any]) -> None:
+        """One of `FACTS`."""
+
 
 class SilentObserver:
     """An observer that keeps nothing."""
@@ -172,10 +189,12 @@ class SilentObserver:
 
     def note(self, message: str) -> None: ...
 
+    def fact(self, kind: str, data: Mapping[str, Any]) -> None: ...
+
 
 class CarefulObserver:
-    """Passes calls on; an observer that fails (a full disk under a journal, say) must not stop a
-    push that has servers frozen. `failures` keeps what was raised."""
+    """Passes calls on. Of what an observer raises only a lost intent stops the push: servers are
+    frozen, and who draws a progress bar may fail. `failures` keeps the rest."""
 
     def __init__(self, observer: PushObserver) -> None:
         self._observer = observer
@@ -193,9 +212,14 @@ class CarefulObserver:
     def note(self, message: str) -> None:
         self._tell(lambda: self._observer.note(message))
 
+    def fact(self, kind: str, data: Mapping[str, Any]) -> None:
+        self._tell(lambda: self._observer.fact(kind, data))
+
     def _tell(self, call: Callable[[], None]) -> None:
         try:
             call()
+        except StateUnwritable:
+            raise
         except Exception as error:
             self.failures.append(error)
 

@@ -68,7 +68,9 @@ def refuse_changed(request: PushRequest, checkpoint: Checkpoint) -> None:
         PreflightError: the files are not those that were pushed under this version.
     """
     if request.expected_digest and request.expected_digest != checkpoint.identity_digest:
+        version = request.weight_version
+        pushed = f"pushed as {version}" if version else "last looked at"
         raise PreflightError(
-            f"{checkpoint.path} was written anew since it was pushed as {request.weight_version}",
+            f"{checkpoint.path} was written anew since it was {pushed}",
             hint="push it as what it is now: skyctl sync-weights " + str(checkpoint.path),
         )

@@ -39,9 +39,14 @@ class Run:
     canary: list[CanaryResult] = field(default_factory=list)
 
     @contextmanager
-    def stage(self, name: str) -> Iterator[None]:
-        """Time a stage, and tell the observer that it begins."""
-        self.observer.stage(name)
+    def stage(self, name: str, *, announced: bool = False) -> Iterator[None]:
+        """Time a stage, and tell the observer that it begins unless that was `announced`.
+
+        Raises:
+            StateUnwritable: the stage must be on record before it begins, and cannot be.
+        """
+        if not announced:
+            self.observer.stage(name)
         began = self.clock()
         try:
             yield

@@ -80,6 +80,9 @@ class TracedPush:
         if self._push is not None:
             self._push.add_event("note", {"skyctl.message": message})
 
+    def fact(self, kind: str, data: Mapping[str, Any]) -> None:
+        self._observer.fact(kind, data)
+
     def finish(self, result: PushResult) -> None:
         """The push went well."""
         if self._push is not None:

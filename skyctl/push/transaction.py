@@ -17,7 +17,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
-from skyctl.errors import PreflightError, SkyctlError
+from skyctl.errors import PreflightError, SkyctlError, StateUnwritable
 from skyctl.http.client import ControlClient
 from skyctl.kill_points import reached
 from skyctl.push import sleeping
@@ -106,6 +106,11 @@ async def _transaction(run: Run) -> PushResult:
         for note in prepared.notes:
             run.note(note)
         refuse_paused(run.request, prepared.sites)
+        checkpoint = prepared.checkpoint
+        run.observer.fact(
+            "prepared",
+            {"checkpoint": str(checkpoint.path), "checkpoint_digest": checkpoint.identity_digest},
+        )
     if run.request.dry_run:
         return result_of(run, prepared, run.request.weight_version or "", "")
     try:
@@ -125,8 +130,7 @@ async def _carry_out(run: Run, prepared: Prepared) -> PushResult:
             reached("push.staged")
         run.shelter.enter()  # from here on a cancellation must not leave servers frozen
         await _until_started(run, delivery, sites)
-        run.shelter.commit()
-        with run.stage("update"):
+        with run.stage("update", announced=True):
             await delivery.update(sites, _progress(run, prepared))
         with run.stage("finish"):
             reached("push.finish.call")
@@ -145,6 +149,7 @@ async def _carry_out(run: Run, prepared: Prepared) -> PushResult:
         if failed(run.canary):
             raise await refuse_commit(run, sites, run.canary, _transaction)
     with run.stage("resume"):
+        _tell_verified(run, prepared, label, delivery.content_digest)
         await publish(run, sites, label)
         reached("push.resume.call")
         await sleeping.wake_all(run, sites)
@@ -175,10 +180,29 @@ async def _until_started(run: Run, delivery: Delivery, sites: Sequence[Site]) ->
             await delivery.start(sites)
             reached("push.start.done")
             require_all(run, sites)
-    except NotYet as stop:
+        run.observer.stage("update")  # on record before the first byte, or nothing is sent
+        run.shelter.commit()
+    except (NotYet, StateUnwritable) as stop:
         await roll_back(run, sites)
         await sleeping.sleep_again(run, sites)
-        raise stop.reason(sites) from None
+        raise (stop if isinstance(stop, NotYet) else NotYet(stop)).reason(sites) from None
+
+
+def _tell_verified(run: Run, prepared: Prepared, label: str, content_digest: str) -> None:
+    """From here on whoever finds this push dead commits it: nothing is left but to thaw."""
+    loaded = alive([site for site in prepared.sites if site.holds is Holds.NEW])
+    run.observer.fact(
+        "verified",
+        {
+            "version": label,
+            "checkpoint": str(prepared.checkpoint.path),
+            "checkpoint_digest": prepared.checkpoint.identity_digest,
+            "content_digest": content_digest,
+            "transport": prepared.choice.name,
+            "whole": not run.request.rolling,
+            "servers": {site.name: site.digest for site in loaded},
+        },
+    )
 
 
 async def _stage(delivery: Delivery, sites: Sequence[Site]) -> None:

@@ -9,15 +9,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from skyctl.core import verbs
+from skyctl.core.arbiter import Act, Arbiter, Turn
 from skyctl.core.registry import FleetRef, remember
 from skyctl.core.status import FleetStatus
-from skyctl.errors import NotFoundError, UsageError
+from skyctl.errors import NotFoundError, StateUnwritable, UsageError
 from skyctl.http.client import ControlClient
 from skyctl.http.target import ServerTarget
 from skyctl.service.urls import FleetUrls, access
 from skyctl.store.in_doubt import close_orphans
 from skyctl.store.journal import Job, JobEvent, PushRecord
 from skyctl.store.state import Event, FleetState, ServerRow
+from skyctl.store.unrecorded import LOST, Unrecorded
 
 if TYPE_CHECKING:
     from skyctl.core.diagnosis import Finding
@@ -46,8 +48,13 @@ class AttachedFleet:
         )
 
     async def __aenter__(self) -> Self:
-        remember(self.ref)
-        self._state = FleetState(self.ref.paths.database)
+        # a disk that fails must not take away what thaws a fleet
+        self._state = FleetState(self.ref.paths.database, or_memory=True)
+        self._arbiter = Arbiter(self._state.locks)
+        try:
+            remember(self.ref, self._state)
+        except StateUnwritable as error:
+            LOST.append(Unrecorded(self.ref.paths.database, 1, error.message))
         close_orphans(self._state)
         if self.ref.paths.staging.exists():
             await self._sweep()
@@ -124,13 +131,19 @@ class AttachedFleet:
         """Begin a push in this process and return its job id.
 
         Raises:
-            ConflictError: another push holds the fleet's lock; the message names it.
+            ConflictError: somebody else acts on the fleet; the message says who.
+            StateUnwritable: the push cannot be put on record; nothing was touched.
         """
         from skyctl.push.tracing import current_traceparent
         from skyctl.service.attached_push import begin
 
         request = replace(request, traceparent=current_traceparent())
-        job, task = begin(self.ref, self.targets, request, self._client, self._state)
+        turn = await self._turn(Act.PUSH, "a push that is just starting")
+        try:
+            job, task = begin(self.ref, self.targets, request, self._client, self._state, turn)
+        except BaseException:
+            turn.release()
+            raise
         self._pushes[job.id] = task
         return job.id
 
@@ -237,15 +250,27 @@ class AttachedFleet:
         servers: Sequence[str] | None,
         timeout_s: float | None,
     ) -> list[dict[str, Any]]:
-        outcomes = await verbs.run(
-            verb,
-            arguments,
-            self._named(servers),
-            client=self._client,
-            state=self._state,
-            timeout_s=timeout_s or self.ref.config.control_timeout_s,
-        )
+        targets = self._named(servers)
+        with await self._turn(Act.VERB, f"skyctl {verb}"):
+            outcomes = await verbs.run(
+                verb,
+                arguments,
+                targets,
+                client=self._client,
+                state=self._state,
+                timeout_s=timeout_s or self.ref.config.control_timeout_s,
+            )
         return [outcome.to_json() for outcome in outcomes]
+
+    async def _turn(self, act: Act, what: str) -> Turn:
+        """The right to act on a fleet in which no dead push is left unnoticed."""
+        turn = await self._arbiter.turn(act, what)
+        try:
+            close_orphans(self._state)
+        except BaseException:
+            turn.release()
+            raise
+        return turn
 
     def _named(self, servers: Sequence[str] | None) -> tuple[ServerTarget, ...]:
         if not servers:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from skyctl.checkpoints.checkpoint import locate
 from skyctl.core import jobs
+from skyctl.core.arbiter import Turn
 from skyctl.core.guardian import guarded
 from skyctl.core.registry import FleetRef
 from skyctl.engines.vllm.server import VLLMServer
@@ -25,11 +26,12 @@ def begin(
     request: PushRequest,
     client: ControlClient,
     state: FleetState,
+    turn: Turn,
 ) -> tuple[Job, asyncio.Task[None]]:
-    """Open a push job and start its task.
+    """Open a push job and start its task, which releases the turn.
 
     Raises:
-        ConflictError: another process pushes into this fleet; the message names its job.
+        StateUnwritable: it cannot be put on record; nothing was touched.
     """
     transfer, doubts = ref.config.weight_transfer, in_doubt(state)
     fleet = PushFleet(
@@ -58,17 +60,21 @@ def begin(
         transport=transfer.transport,
         pushes=tuple(state.journal.pushes()) if request.dry_run else (),
     )
-    job = jobs.open_push(state.journal, state.locks, request)
-    running = jobs.run_push(
-        job,
-        request,
-        fleet,
-        client=client,
-        state=state,
-        guardian=guarded(ref.paths),
-        kept=ref.paths.kept,
-    )
-    return job, asyncio.create_task(running, name=job.id)
+    job = jobs.open_push(state.journal, turn, request)
+
+    async def run() -> None:
+        with turn:
+            await jobs.run_push(
+                job,
+                request,
+                fleet,
+                client=client,
+                state=state,
+                guardian=guarded(ref.paths),
+                kept=ref.paths.kept,
+            )
+
+    return job, asyncio.create_task(run(), name=job.id)
 
 
 async def model_path(

@@ -2,30 +2,27 @@
 
 from __future__ import annotations
 
-import asyncio
-import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
 from skyctl.core.admission import published
+from skyctl.core.arbiter import Act, Arbiter, Turn
 from skyctl.core.diagnosis import Finding, judge, observe
-from skyctl.core.jobs import PUSH_LOCK
 from skyctl.core.recovery import Recovered, interrupted_request
 from skyctl.core.recovery import recover as carry_out
 from skyctl.core.registry import FleetRef
 from skyctl.engines.vllm.router import RouterClient
 from skyctl.engines.vllm.server import VLLMServer
-from skyctl.errors import ConflictError, SkyctlError
+from skyctl.errors import SkyctlError
 from skyctl.http.client import ControlClient
 from skyctl.http.target import ServerTarget
 from skyctl.push.request import PushRequest
 from skyctl.service import attached_push
-from skyctl.store.in_doubt import in_doubt
+from skyctl.store.in_doubt import close_orphans, in_doubt
 from skyctl.store.journal import Job
 from skyctl.store.state import FleetState, FleetWeights
 
-RECOVER_LOCK = "recover"
-_LOCK_WAIT_S = 120.0
+_TURN_WAIT_S = 120.0
 _ROUTER_TIMEOUT_S = 5.0
 
 
@@ -51,13 +48,14 @@ async def recover(
 ) -> tuple[Recovered, ...]:
     """Find what is wrong and put it right; one report per server.
 
-    One recovery at a time: another is waited for, `wait_s` seconds at most.
+    A push, or another recovery, is waited for, `wait_s` seconds at most.
 
     Raises:
         ConflictError: another recovery, or a push, has not ended by then.
     """
-    await _take_turn(state, _LOCK_WAIT_S if wait_s is None else wait_s)
-    try:
+    wait_s = _TURN_WAIT_S if wait_s is None else wait_s
+    with await Arbiter(state.locks).turn(Act.RECOVER, "skyctl recover", wait_s=wait_s):
+        close_orphans(state)  # the turn is ours: whoever held it may have died
         hands = _Hands(ref, targets, client, state)
         recovered = await carry_out(await find(targets, client, state), hands)
         for one in recovered:
@@ -65,27 +63,6 @@ async def recover(
                 end = one.detail if not one.ok else f"done: {one.action}"
                 state.add_event(one.server, f"recover: was {one.found}; {end}")
         return tuple(recovered)
-    finally:
-        state.locks.release(RECOVER_LOCK)
-
-
-async def _take_turn(state: FleetState, wait_s: float) -> None:
-    """Take the lock of recoveries, once no push is under way either."""
-    deadline = time.monotonic() + wait_s
-    while True:
-        try:
-            state.locks.acquire(RECOVER_LOCK, "skyctl recover")
-        except ConflictError:
-            if time.monotonic() > deadline:
-                raise
-        else:
-            pushing = state.locks.holder(PUSH_LOCK)
-            if pushing is None:
-                return
-            state.locks.release(RECOVER_LOCK)
-            if time.monotonic() > deadline:
-                raise ConflictError(f"{pushing.holder} is in progress", hint="wait for it to end")
-        await asyncio.sleep(0.1)
 
 
 class _Hands:
@@ -125,6 +102,11 @@ class _Hands:
                 await client.remove_worker(target.url)
         return f"{why}; quarantined: restart it where it was started, then: skyctl recover"
 
+    def waits(self, name: str, why: str) -> str:
+        reason = f"{why}; push again: skyctl sync-weights CKPT"
+        self.state.update_server(name, quarantine=reason)
+        return reason
+
     async def _fleets(self, target: ServerTarget) -> PushRequest:
         """The fleet's weights; before a first push, the checkpoint the server was started with."""
         from skyctl.push.server_facts import configured_model
@@ -140,6 +122,9 @@ class _Hands:
         return PushRequest(checkpoint=model, weight_version="default", transport=transport)
 
     async def _push(self, targets: Sequence[ServerTarget], request: PushRequest) -> Job:
-        job, task = attached_push.begin(self._ref, targets, request, self.client, self.state)
+        # the turn is the recovery's
+        job, task = attached_push.begin(
+            self._ref, targets, request, self.client, self.state, Turn(None)
+        )
         await task
         return self.state.journal.job(job.id)

@@ -81,7 +81,7 @@ async def _hand_over(ref: FleetRef, router: bool) -> Begun:
         state.locks.hold(UP_LOCK, "skyctl up", wait_s=UP_LOCK_WAIT_S),
     ):
         plan = usable(ref, planned(ref, router=router))
-        remember(ref)
+        remember(ref, state)
         fresh = await daemon.ensure_running(ref.paths)
         reached("up.supervised")
         client = SupervisorClient(ref.paths)

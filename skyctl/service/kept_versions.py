@@ -45,7 +45,7 @@ def forget_version(ref: FleetRef, version: str) -> int:
         UsageError: `version` may be any of several.
     """
     from skyctl.checkpoints.keeping import delete_copy
-    from skyctl.core.jobs import PUSH_LOCK
+    from skyctl.core.arbiter import Act, Arbiter
     from skyctl.push.labels import meant
 
     versions = kept_versions(ref)
@@ -56,17 +56,16 @@ def forget_version(ref: FleetRef, version: str) -> int:
         raise NotFoundError(
             f"version {version} is not kept by fleet {ref.name}", hint=f"kept versions: {names}"
         )
-    with FleetState(ref.paths.database) as state:
-        state.locks.acquire(PUSH_LOCK, "skyctl weights forget")
-        try:
-            if any(one.kept.checkpoint in state.checkpoints() for one in found):
-                raise ConflictError(
-                    f"fleet {ref.name} runs {version}: a replica that restarts needs it",
-                    hint="push another version first",
-                )
-            gone = forget(state, version)
-            for one in gone:
-                delete_copy(Path(one.checkpoint), ref.paths.kept)
-        finally:
-            state.locks.release(PUSH_LOCK)
+    with (
+        FleetState(ref.paths.database) as state,
+        Arbiter(state.locks).take(Act.PUSH, "skyctl weights forget"),
+    ):
+        if any(one.kept.checkpoint in state.checkpoints() for one in found):
+            raise ConflictError(
+                f"fleet {ref.name} runs {version}: a replica that restarts needs it",
+                hint="push another version first",
+            )
+        gone = forget(state, version)
+        for one in gone:
+            delete_copy(Path(one.checkpoint), ref.paths.kept)
     return sum(one.bytes for one in gone)

@@ -12,9 +12,10 @@ import time
 from contextlib import suppress
 from dataclasses import replace
 
+from skyctl.core.arbiter import Act, Arbiter
 from skyctl.core.plan import FleetPlan
 from skyctl.core.registry import FleetRef
-from skyctl.errors import ConflictError, SkyctlError, VersionMismatch
+from skyctl.errors import SkyctlError, VersionMismatch
 from skyctl.service.left_alone import left_alone
 from skyctl.store.paths import FleetPaths
 from skyctl.store.state import FleetState
@@ -87,9 +88,7 @@ async def replace_other(ref: FleetRef) -> None:
     finally:
         await client.close()
     with FleetState(ref.paths.database) as state:
-        pushing = state.locks.holder("push")
-        if pushing is not None:
-            raise ConflictError(f"{pushing.holder} is in progress", hint="wait for it to end")
+        Arbiter(state.locks).take(Act.RECOVER, "replacing the supervisor").release()
     from skyctl.supervisor import daemon
 
     # KILL: on TERM it would bring the fleet down

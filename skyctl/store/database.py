@@ -1,9 +1,14 @@
-"""The SQLite file behind a fleet's state: schema, versions, and what happens when it is broken."""
+"""The SQLite file behind a fleet's state, and the copy in memory that stands in for it.
+
+When the file cannot be written (the disk is full, read-only, or fails) its connection goes on with
+a copy in memory. What is written from then on is kept, and written to the file once there is room:
+now and then, before a `durable` transaction, and at the end. Statements are repeated in
+their order, in one transaction: where another process wrote the same field meanwhile, the
+last writer wins; what is added to a history comes after what others added.
+"""
 
 from __future__ import annotations
 
-import fcntl
-import os
 import sqlite3
 import time
 from collections.abc import Callable, Iterator
@@ -12,47 +17,19 @@ from functools import wraps
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
-from skyctl.errors import SkyctlError
-from skyctl.store.paths import create_private_file, place_private_file, private_directory
+from skyctl.errors import SkyctlError, StateUnwritable
+from skyctl.store import opening
+from skyctl.store.opening import Connect, disk_failed, unwritable
+from skyctl.store.paths import private_directory
+from skyctl.store.schema import migrate, roll_back
+from skyctl.store.unrecorded import LOST, Unrecorded, advice
 
-SCHEMA_VERSION = 2
-BUSY_TIMEOUT_S = 10.0
-
-_SCHEMA = """
-CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL);
-CREATE TABLE processes (
-    name TEXT PRIMARY KEY, role TEXT NOT NULL, phase TEXT NOT NULL, token TEXT NOT NULL,
-    pid INTEGER, create_time REAL, boot_id TEXT, spec_hash TEXT NOT NULL,
-    host TEXT NOT NULL, port INTEGER NOT NULL, gpus TEXT NOT NULL, started_at REAL NOT NULL,
-    descendants TEXT NOT NULL DEFAULT '[]');
-CREATE TABLE servers (
-    name TEXT PRIMARY KEY, paused INTEGER NOT NULL, sleep_level INTEGER NOT NULL,
-    weight_version TEXT, checkpoint TEXT, checkpoint_digest TEXT, weights_digest TEXT,
-    quarantine TEXT);
-CREATE TABLE jobs (
-    number INTEGER PRIMARY KEY AUTOINCREMENT, kind TEXT NOT NULL, state TEXT NOT NULL,
-    stage TEXT NOT NULL, done_bytes INTEGER NOT NULL, total_bytes INTEGER NOT NULL,
-    request TEXT NOT NULL, servers TEXT NOT NULL, created_at REAL NOT NULL, finished_at REAL,
-    error TEXT, result TEXT, owner TEXT NOT NULL);
-CREATE TABLE job_events (
-    sequence INTEGER PRIMARY KEY AUTOINCREMENT, job INTEGER NOT NULL, at REAL NOT NULL,
-    kind TEXT NOT NULL, data TEXT NOT NULL);
-CREATE INDEX job_events_of ON job_events (job, sequence);
-CREATE TABLE pushes (
-    number INTEGER PRIMARY KEY AUTOINCREMENT, job TEXT NOT NULL, at REAL NOT NULL,
-    ok INTEGER NOT NULL, version TEXT, checkpoint TEXT NOT NULL, checkpoint_digest TEXT,
-    result TEXT NOT NULL);
-CREATE TABLE events (
-    sequence INTEGER PRIMARY KEY AUTOINCREMENT, at REAL NOT NULL, subject TEXT NOT NULL,
-    message TEXT NOT NULL);
-CREATE TABLE locks (
-    name TEXT PRIMARY KEY, pid INTEGER NOT NULL, create_time REAL NOT NULL,
-    boot_id TEXT NOT NULL, holder TEXT NOT NULL, since REAL NOT NULL);
-"""
-
+RETRY_S = 2.0
+"""How often a write looks whether the file can be written again."""
 
 P = ParamSpec("P")
 R = TypeVar("R")
+Statement = tuple[str, tuple[Any, ...]]
 
 
 def understood(read: Callable[P, R]) -> Callable[P, R]:
@@ -71,49 +48,175 @@ def understood(read: Callable[P, R]) -> Callable[P, R]:
 class Database:
     """One connection to a fleet's state file, for one thread. Every write is a transaction.
 
-    `warn` hears one line when a broken file was kept aside and a new one `begun_anew`.
+    `warn` hears one line when a corrupt file was kept aside and a new one `begun_anew`, and when
+    the file cannot be written. `check` reads the whole file for corruption. A file that cannot be
+    read is an error, or with `or_memory` an empty state that is `unread`.
 
     Raises:
         SkyctlError: the file was written by a newer skyctl, or cannot be opened.
+        StateUnwritable: it cannot even be read, and not `or_memory`.
     """
 
-    def __init__(self, path: Path, *, warn: Callable[[str], None] = lambda line: None) -> None:
+    def __init__(
+        self,
+        path: Path,
+        *,
+        warn: Callable[[str], None] = lambda line: None,
+        check: bool = False,
+        or_memory: bool = False,
+        connect: Connect = opening.connect,
+    ) -> None:
         self.path = path
         self.begun_anew = False
-        private_directory(path.parent)
+        self.unread = False
+        self._warn = warn
+        self._connect = connect
+        self._file: sqlite3.Connection | None = None
+        self._memory: sqlite3.Connection | None = None  # stands in for the file
+        self._why = ""  # it does
+        self._kept: list[Statement] = []  # committed in memory only
+        self._transaction: list[Statement] | None = None  # the one that is open
+        self._durable = False  # must it be in the file?
+        self._tried = 0.0
         try:
-            self._connection = _open(path)
-        except sqlite3.OperationalError as error:
-            raise SkyctlError(f"cannot open {path}: {error}") from error
-        except (sqlite3.DatabaseError, UnicodeDecodeError) as error:
-            kept = _keep_aside(path)
-            if kept is not None:
-                self.begun_anew = True
-                warn(f"{path} was corrupt ({error}); kept as {kept.name} and begun anew")
-            self._connection = _open(path)
+            private_directory(path.parent)
+            self._file = self._open_or_begin_anew(check)
+        except (sqlite3.Error, OSError, SkyctlError) as error:
+            if not disk_failed(error):
+                if isinstance(error, SkyctlError):
+                    raise
+                raise SkyctlError(f"cannot open {path}: {error}") from error
+            self._begin_in_memory(error, or_memory)
+
+    @property
+    def unrecorded(self) -> Unrecorded | None:
+        """What the file does not have, None when it has everything."""
+        if self._memory is None or not self._kept:
+            return None
+        return Unrecorded(self.path, len(self._kept), self._why)
 
     def close(self) -> None:
-        self._connection.close()
+        """Complete the file, or remember in `unrecorded.LOST` that it could not be done."""
+        if self._kept and not self.complete() and (lost := self.unrecorded):
+            LOST.append(lost)
+            self._kept.clear()
+        for connection in (self._file, self._memory):
+            if connection is not None:
+                connection.close()
 
     def rows(self, sql: str, *parameters: Any) -> list[sqlite3.Row]:
         """Every row of a query."""
         with self._readable():
-            return self.write(sql, *parameters).fetchall()
+            return self._run(sql, parameters).fetchall()
 
     def row(self, sql: str, *parameters: Any) -> sqlite3.Row | None:
         """The first row of a query, None when there is none."""
         with self._readable():
-            found: sqlite3.Row | None = self.write(sql, *parameters).fetchone()
+            found: sqlite3.Row | None = self._run(sql, parameters).fetchone()
         return found
 
     def write(self, sql: str, *parameters: Any) -> sqlite3.Cursor:
         """One statement, committed when it returns (unless in a `transaction`).
 
         Raises:
-            SkyctlError: the file cannot be read or written (disk full, locked for too long …).
+            SkyctlError: the file cannot be used (locked for too long, damaged).
+            StateUnwritable: it cannot be written, in a `durable` transaction.
         """
+        self._complete_now_and_then()
         with self._readable():
-            return self._connection.execute(sql, parameters)
+            cursor = self._run(sql, parameters)
+        if self._transaction is not None:
+            self._transaction.append((sql, parameters))
+        elif self._memory is not None:
+            self._kept.append((sql, parameters))
+        return cursor
+
+    @contextmanager
+    def transaction(self, *, durable: bool = False) -> Iterator[None]:
+        """Everything inside is committed together or not at all; other writers wait.
+
+        One inside another is part of it. What is written in a `durable` one survives the death of
+        this process once the (outermost) block has ended.
+
+        Raises:
+            StateUnwritable: `durable`, and the file cannot be written; nothing is.
+        """
+        if self._transaction is not None:
+            if durable and self._memory is not None:
+                raise unwritable(self.path, self._why)
+            self._durable = self._durable or durable
+            yield
+            return
+        if durable and not self.complete():
+            raise unwritable(self.path, self._why)
+        self._complete_now_and_then()
+        self._durable = durable
+        try:
+            with self._readable():
+                self._run("BEGIN IMMEDIATE")
+                self._transaction = []
+            yield
+            with self._readable():
+                self._run("COMMIT")
+            if self._memory is not None:
+                self._kept += self._transaction
+        except BaseException:
+            for connection in (self._file, self._memory):
+                if connection is not None:
+                    roll_back(connection)
+            raise
+        finally:
+            self._transaction = None
+            self._durable = False
+
+    def complete(self) -> bool:
+        """Write to the file what only the memory has; False while it cannot be written."""
+        if self._memory is None:
+            return True
+        if self._transaction is not None:
+            return False
+        self._tried = time.monotonic()
+        if self._file is not None:  # what was opened on a read-only disk stays read-only
+            self._file.close()
+            self._file = None
+        try:
+            private_directory(self.path.parent)
+            file = opening.open_file(self.path, self._connect)
+        except (sqlite3.Error, OSError, SkyctlError) as error:
+            self._why = _reason(error)
+            return False
+        try:
+            file.execute("BEGIN IMMEDIATE")
+            for sql, parameters in self._kept:
+                file.execute(sql, parameters)
+            file.execute("COMMIT")
+        except sqlite3.Error as error:
+            self._why = _reason(error)
+            roll_back(file)
+            file.close()
+            return False
+        self._memory.close()
+        self._file, self._memory = file, None
+        self._kept.clear()
+        self.unread = False
+        self._warn(f"{self.path} can be written again, and is complete")
+        return True
+
+    def require_read(self) -> None:
+        """Raise StateUnwritable while this is an empty state because the file cannot be read."""
+        if self.unread and not self.complete():
+            raise StateUnwritable(
+                f"cannot read {self.path}: {self._why}; what is quarantined is not known",
+                hint=advice(self.path, self._why),
+            )
+
+    @contextmanager
+    def understanding(self) -> Iterator[None]:
+        """Around code that makes something of rows: what skyctl did not write is a SkyctlError."""
+        try:
+            yield
+        except (TypeError, ValueError, LookupError, AttributeError, RecursionError) as error:
+            raise damaged(self.path, error) from error
 
     @contextmanager
     def _readable(self) -> Iterator[None]:
@@ -125,30 +228,65 @@ class Database:
         except (sqlite3.DatabaseError, OverflowError) as error:
             raise damaged(self.path, error) from error
 
-    @contextmanager
-    def understanding(self) -> Iterator[None]:
-        """Around code that makes something of rows: what skyctl did not write is a SkyctlError."""
-        try:
-            yield
-        except (TypeError, ValueError, LookupError, AttributeError, RecursionError) as error:
-            raise damaged(self.path, error) from error
+    def _run(self, sql: str, parameters: tuple[Any, ...] = ()) -> sqlite3.Cursor:
+        """One statement in the file, or in memory when the file fails."""
+        if self._memory is None:
+            assert self._file is not None  # opened, or there is a memory
+            try:
+                return self._file.execute(sql, parameters)
+            except sqlite3.OperationalError as error:
+                if not disk_failed(error):
+                    raise
+                self._memory = self._stand_in(error)
+        return self._memory.execute(sql, parameters)
 
-    @contextmanager
-    def transaction(self) -> Iterator[None]:
-        """Everything inside is committed together or not at all; other writers wait.
+    def _stand_in(self, error: sqlite3.Error) -> sqlite3.Connection:
+        """A copy of the file in memory, as it is within the open transaction."""
+        assert self._file is not None  # it is what failed
+        roll_back(self._file)
+        self._fails(error)
+        if self._durable:
+            raise unwritable(self.path, self._why) from error
+        memory = opening.in_memory(self._file)
+        if self._transaction is not None:
+            memory.execute("BEGIN IMMEDIATE")
+            for statement in self._transaction:
+                memory.execute(*statement)
+        self._warn(f"cannot write {self.path}: {self._why}; going on in memory")
+        return memory
 
-        One inside another is part of it.
-        """
-        if self._connection.in_transaction:
-            yield
-            return
-        self.write("BEGIN IMMEDIATE")
+    def _begin_in_memory(self, error: Exception, or_memory: bool) -> None:
+        """The file cannot be opened for writing; what it holds is read, if that can be done."""
+        self._fails(error)
         try:
-            yield
-        except BaseException:
-            self._connection.rollback()
+            self._memory = opening.read_into_memory(self.path)
+        except (sqlite3.Error, OSError) as unreadable:
+            if not or_memory:
+                raise unwritable(self.path, self._why) from unreadable
+            self.unread = True
+            self._memory = opening.in_memory()
+            migrate(self._memory, self.path)
+        self._warn(f"cannot write {self.path}: {self._why}; going on in memory")
+
+    def _open_or_begin_anew(self, check: bool) -> sqlite3.Connection:
+        try:
+            return opening.open_file(self.path, self._connect, check=check)
+        except sqlite3.OperationalError:
             raise
-        self.write("COMMIT")
+        except (sqlite3.DatabaseError, UnicodeDecodeError) as error:
+            kept = opening.keep_aside(self.path, self._connect)
+            if kept is not None:
+                self.begun_anew = True
+                self._warn(f"{self.path} was corrupt ({error}); kept as {kept.name} and begun anew")
+            return opening.open_file(self.path, self._connect)
+
+    def _complete_now_and_then(self) -> None:
+        if self._memory is not None and time.monotonic() - self._tried > RETRY_S:
+            self.complete()
+
+    def _fails(self, error: Exception) -> None:
+        self._why = _reason(error)
+        self._tried = time.monotonic()
 
 
 def damaged(path: Path, error: Exception) -> SkyctlError:
@@ -159,89 +297,8 @@ def damaged(path: Path, error: Exception) -> SkyctlError:
     )
 
 
-def _create(path: Path) -> None:
-    """An empty file, mode 0600, unless there is one.
-
-    Never opened beside SQLite's own connections: a process that closes any descriptor of
-    a database loses the locks that its connections have on it, and the next other process to close
-    one removes the WAL that they go on writing to (sqlite.org/howtocorrupt.html, section 2.2).
-    """
-    if path.is_symlink():
-        raise SkyctlError(f"cannot open {path}: it is a symlink")
-    if not path.exists():
-        place_private_file(path)
-
-
-def _open(path: Path) -> sqlite3.Connection:
-    _create(path)
-    connection = sqlite3.connect(path, timeout=BUSY_TIMEOUT_S, isolation_level=None)
-    connection.row_factory = sqlite3.Row
-    try:
-        _enable_wal(connection)
-        connection.execute("PRAGMA synchronous = NORMAL")
-        if connection.execute("PRAGMA quick_check(1)").fetchone()[0] != "ok":
-            raise sqlite3.DatabaseError("integrity check failed")
-        _migrate(connection, path)
-    except BaseException:
-        connection.close()
-        raise
-    return connection
-
-
-def _enable_wal(connection: sqlite3.Connection) -> None:
-    # Switching to WAL does not honour the busy timeout while another process does the same.
-    deadline = time.monotonic() + BUSY_TIMEOUT_S
-    while True:
-        try:
-            connection.execute("PRAGMA journal_mode = WAL")
-            return
-        except sqlite3.OperationalError as error:
-            if "locked" not in str(error) or time.monotonic() > deadline:
-                raise
-            time.sleep(0.02)
-
-
-def _migrate(connection: sqlite3.Connection, path: Path) -> None:
-    version = connection.execute("PRAGMA user_version").fetchone()[0]
-    if version > SCHEMA_VERSION:
-        raise SkyctlError(
-            f"{path} was written by a newer skyctl (state version {version}, "
-            f"this one knows {SCHEMA_VERSION})",
-            hint="upgrade skyctl, or point SKYCTL_HOME at another directory",
-        )
-    if version == SCHEMA_VERSION:
-        return
-    if version > 0:
-        raise SkyctlError(
-            f"{path} was written by an older skyctl (state version {version}, "
-            f"this one writes {SCHEMA_VERSION})",
-            hint=f"end that fleet with the skyctl that started it, then: rm {path}",
-        )
-    connection.execute("BEGIN IMMEDIATE")
-    try:
-        if connection.execute("PRAGMA user_version").fetchone()[0] == 0:
-            for statement in _SCHEMA.split(";\n"):
-                connection.execute(statement)
-            connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
-        connection.execute("COMMIT")
-    except BaseException:
-        connection.execute("ROLLBACK")
-        raise
-
-
-def _keep_aside(path: Path) -> Path | None:
-    """Move a corrupt file (and its WAL) away; None when another process already did."""
-    lock = create_private_file(path.with_suffix(".lock"))
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        try:
-            _open(path).close()
-            return None
-        except (sqlite3.DatabaseError, UnicodeDecodeError):
-            kept = path.with_name(f"{path.name}.corrupt-{time.strftime('%Y%m%dT%H%M%S')}")
-            path.rename(kept)
-            for suffix in ("-wal", "-shm"):
-                path.with_name(path.name + suffix).unlink(missing_ok=True)
-            return kept
-    finally:
-        os.close(lock)
+def _reason(error: Exception) -> str:
+    """Without the path, which is said beside it."""
+    if isinstance(error, OSError):
+        return error.strerror or str(error)
+    return error.message.rpartition(": ")[2] if isinstance(error, SkyctlError) else str(error)

@@ -7,14 +7,12 @@ here until a push, a restart or `skyctl recover` has put them right.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 from skyctl.store.journal import Job, JobEvent
-
-if TYPE_CHECKING:
-    from skyctl.store.state import FleetState
+from skyctl.store.state import FleetState, FleetWeights
 
 KEY = "in_doubt"
 HELD = "held"
@@ -30,9 +28,9 @@ class InDoubt:
     """What a push left of one server.
 
     `half_updated`: bytes may have been sent, so that it holds parts of several checkpoints; else it
-    has its old weights, maybe behind an open session. `thaw`: the push froze it, and nobody else
-    wanted that. `woken`: it slept, and the push woke its weights. `job` is the push, `stage` where
-    it ended.
+    has whole weights, maybe behind an open session: those on record. `thaw`: the push froze it, and
+    nobody else wanted that. `woken`: it slept, and the push woke its weights. `job` is the push,
+    `stage` where it ended. `version` is the label that verified weights get before it is thawed.
     """
 
     server: str
@@ -41,16 +39,23 @@ class InDoubt:
     half_updated: bool
     thaw: bool
     woken: bool = False
+    version: str = ""
 
 
 NO_DOUBT = InDoubt("", "", "", half_updated=False, thaw=False)
 
 
-def left_behind(job: Job, events: Iterable[JobEvent]) -> dict[str, InDoubt]:
+def left_behind(job: Job, events: Sequence[JobEvent]) -> dict[str, InDoubt]:
     """The servers that a push, by its journal, touched and did not give back. Pure.
 
     Stages, `waking` and `pausing` are journaled before they are acted upon, the rest after.
     """
+    versions = {
+        name: one["version"]
+        for one in verified(events)
+        for name, digest in one["servers"].items()
+        if digest
+    }
     stages: set[str] = set()
     held: set[str] = set()
     woken: set[str] = set()
@@ -76,10 +81,23 @@ def left_behind(job: Job, events: Iterable[JobEvent]) -> dict[str, InDoubt]:
     if not stages & {"wake", "pause"}:
         return {}
     return {
-        name: InDoubt(name, job.id, job.stage, sent, name not in held, name in woken)
+        name: InDoubt(
+            name,
+            job.id,
+            job.stage,
+            half_updated=sent and name not in versions,
+            thaw=name not in held,
+            woken=name in woken,
+            version=versions.get(name, ""),
+        )
         for name, state in last.items()
         if not given_back(name, state)
     }
+
+
+def verified(events: Iterable[JobEvent]) -> list[dict[str, Any]]:
+    """What a push had verified when its events end, in order (`push.request.FACTS`)."""
+    return [event.data for event in events if event.kind == "verified"]
 
 
 def in_doubt(state: FleetState) -> dict[str, InDoubt]:
@@ -96,9 +114,11 @@ def doubt(state: FleetState, found: Mapping[str, InDoubt]) -> None:
         for name, one in found.items():
             before = known.get(name)
             # an earlier push may have sent what this one did not get to clean up
-            half = one.half_updated or (before is not None and before.half_updated)
+            half = one.half_updated or (
+                before is not None and before.half_updated and not one.version
+            )
             woken = one.woken or (before is not None and before.woken)
-            known[name] = InDoubt(name, one.job, one.stage, half, one.thaw, woken)
+            known[name] = replace(one, half_updated=half, woken=woken)
             if woken:
                 state.set_weights_awake(name, True)
             if not state.server(name).quarantine:
@@ -121,7 +141,8 @@ def trust(state: FleetState, *names: str) -> None:
 
 
 def close_orphans(state: FleetState) -> list[Job]:
-    """Close running jobs whose process is dead, and doubt the servers they left; those jobs."""
+    """Close running jobs whose process is dead, commit what they had verified, and doubt the
+    servers they left; those jobs."""
     if not state.journal.orphans():
         return []
     orphans = []
@@ -130,13 +151,27 @@ def close_orphans(state: FleetState) -> list[Job]:
             orphans.append(job)
             events = state.journal.events(job.id)
             doubt(state, left_behind(job, events))
-            for event in events:
-                if event.kind == "server" and event.data["state"] == "updated":
-                    # verified and labelled: this is what it holds, whatever the fleet's version
-                    state.update_server(
-                        event.data["server"], weight_version=event.data["detail"] or None
-                    )
+            _roll_forward(state, job, verified(events))
     return orphans
+
+
+def _roll_forward(state: FleetState, job: Job, done: Sequence[Mapping[str, Any]]) -> None:
+    """Every byte was sent and verified: the weights are the servers', and the fleet's if the push
+    was for all of it. A server that was not to be verified has them if the push gave it back."""
+    doubted = in_doubt(state)
+    for one in done:
+        what = {key: one[key] for key in ("checkpoint", "checkpoint_digest")}
+        holding = {n: digest for n, digest in one["servers"].items() if digest or n not in doubted}
+        for name, digest in holding.items():
+            state.update_server(
+                name, weight_version=one["version"], weights_digest=digest or None, **what
+            )
+        if one["whole"] and holding:
+            state.set_weights(FleetWeights(one["version"], **what, transport=one["transport"]))
+            state.add_event("fleet", f"{job.id} died; weights {one['version']} were verified")
+            state.journal.record_push(
+                job.id, ok=True, version=one["version"], result=dict(one), **what
+            )
 
 
 def _save(state: FleetState, known: Mapping[str, InDoubt]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sqlite3
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -54,7 +55,8 @@ class JobEvent:
     """One thing that happened in a job. Kinds and their data:
 
     stage {"stage"} · progress {"done_bytes", "total_bytes"} (not journaled) · note {"message"} ·
-    server {"server", "state", "detail"} · end {"state"}
+    server {"server", "state", "detail"} · prepared and verified (`push.request.FACTS`) · end
+    {"state"}
     """
 
     sequence: int
@@ -93,18 +95,24 @@ class Journal:
         self._database = database
 
     def begin(self, kind: str, request: dict[str, Any]) -> Job:
-        """A new running job, owned by this process."""
+        """A new running job, owned by this process.
+
+        Raises:
+            StateUnwritable: it cannot be put on record.
+        """
         owner = own_identity()
-        cursor = self._database.write(
-            "INSERT INTO jobs (kind, state, stage, done_bytes, total_bytes, request, servers, "
-            "created_at, owner) VALUES (?, 'running', 'queued', 0, 0, ?, '{}', ?, ?)",
-            kind, json.dumps(request), time.time(), json.dumps(owner.__dict__),
-        )  # fmt: skip
+        with self._database.transaction(durable=True):
+            cursor = self._database.write(
+                "INSERT INTO jobs (kind, state, stage, done_bytes, total_bytes, request, servers, "
+                "created_at, owner) VALUES (?, 'running', 'queued', 0, 0, ?, '{}', ?, ?)",
+                kind, json.dumps(request), time.time(), json.dumps(owner.__dict__),
+            )  # fmt: skip
         return self.job(f"{kind}-{cursor.lastrowid}")
 
-    def stage(self, job_id: str, stage: str) -> None:
+    def stage(self, job_id: str, stage: str, *, durable: bool = False) -> None:
+        """A stage begins; `durable` for what must be on record before it does."""
         number = _number(job_id)
-        with self._database.transaction():
+        with self._database.transaction(durable=durable):
             self._database.write("UPDATE jobs SET stage = ? WHERE number = ?", stage, number)
             self._event(number, "stage", {"stage": stage})
 
@@ -114,9 +122,12 @@ class Journal:
             done_bytes, total_bytes, _number(job_id),
         )  # fmt: skip
 
-    def server(self, job_id: str, server: str, state: str, detail: str = "") -> None:
+    def server(
+        self, job_id: str, server: str, state: str, detail: str = "", *, durable: bool = False
+    ) -> None:
+        """A server's state; `durable` for what must be on record before it is made so."""
         number = _number(job_id)
-        with self._database.transaction():
+        with self._database.transaction(durable=durable):
             servers = self.job(job_id).servers
             servers[server] = {"state": state, "detail": detail}
             self._database.write(
@@ -126,6 +137,10 @@ class Journal:
 
     def note(self, job_id: str, message: str) -> None:
         self._event(_number(job_id), "note", {"message": message})
+
+    def fact(self, job_id: str, kind: str, data: Mapping[str, Any]) -> None:
+        """What recovery may need to know of a push."""
+        self._event(_number(job_id), kind, dict(data))
 
     def end(
         self,

@@ -1,102 +1,205 @@
-"""Named exclusive locks of a fleet: they say who holds them and die with their holder."""
+"""Named locks of a fleet, kept by the kernel: they need no room on the disk and die with their
+holder.
+
+A lock is an flock on a file in the fleet's directory. Who holds it is read from /proc/locks, so
+that it can be told even where nothing can be written; what the holder is doing stands in the file
+when there was room for it.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
+import json
+import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
 
-from skyctl.errors import ConflictError
-from skyctl.store.database import Database, understood
-from skyctl.store.identity import ProcessIdentity, own_identity
+import psutil
+
+from skyctl.errors import ConflictError, SkyctlError
+from skyctl.store.paths import create_private_file
 from skyctl.units import format_seconds
+
+_POLL_S = 0.05
+_MAX_RECORD_BYTES = 4096
 
 
 @dataclass(frozen=True)
-class LockHolder:
-    """Who holds a lock. `holder` is a command or a job, `since` in seconds since the epoch."""
+class Holder:
+    """Who holds a lock: what it does (a command or a job), its process, and since when (epoch
+    seconds)."""
 
-    name: str
-    identity: ProcessIdentity
-    holder: str
+    what: str
+    pid: int
     since: float
+
+    def __str__(self) -> str:
+        held = format_seconds(max(0.0, time.time() - self.since))
+        return f"{self.what} (pid {self.pid}, for {held})"
+
+
+class Lock:
+    """One taken lock. Shared locks of one name coexist; an exclusive one excludes all others."""
+
+    def __init__(self, locks: Locks, name: str, descriptor: int, shared: bool, what: str) -> None:
+        self.name = name
+        self.shared = shared
+        self.holder = Holder(what, os.getpid(), time.time())
+        self._locks = locks
+        self._descriptor: int | None = descriptor
+        self._record()
+
+    def rename(self, what: str) -> None:
+        """Say more about what the lock is held for."""
+        self.holder = Holder(what, self.holder.pid, self.holder.since)
+        self._record()
+
+    def release(self) -> None:
+        """Let go. A second call does nothing."""
+        if self._descriptor is None:
+            return
+        self._locks.own.discard(self)
+        if not self.shared:
+            with contextlib.suppress(OSError):
+                os.ftruncate(self._descriptor, 0)
+        os.close(self._descriptor)
+        self._descriptor = None
+
+    def _record(self) -> None:
+        self._locks.own.add(self)
+        if self.shared or self._descriptor is None:
+            return
+        text = json.dumps(asdict(self.holder)).encode()
+        with contextlib.suppress(OSError):  # a full disk: the kernel still knows the process
+            os.pwrite(self._descriptor, text, 0)
+            os.ftruncate(self._descriptor, len(text))
 
 
 class Locks:
-    """The lock table of one fleet. A lock whose holder is dead counts as free."""
+    """The locks of one fleet's directory."""
 
-    def __init__(self, database: Database) -> None:
-        self._database = database
+    own_of_directory: dict[Path, set[Lock]] = {}  # noqa: RUF012 - shared by all of this process
 
-    @understood
-    def holder(self, name: str) -> LockHolder | None:
-        """The live holder of a lock, None when it is free."""
-        row = self._database.row("SELECT * FROM locks WHERE name = ?", name)
-        if row is None:
-            return None
-        identity = ProcessIdentity(row["pid"], row["create_time"], row["boot_id"])
-        if not identity.alive():
-            return None
-        return LockHolder(name, identity, row["holder"], row["since"])
+    def __init__(self, directory: Path) -> None:
+        self.fleet = directory.name
+        self._directory = directory
+        self.own = self.own_of_directory.setdefault(directory, set())
 
-    def acquire(self, name: str, holder: str) -> None:
-        """Take the lock for this process.
+    def take(self, name: str, what: str, *, shared: bool = False) -> Lock:
+        """Take a lock for this process, now.
 
         Raises:
-            ConflictError: a live process holds it; `details["holder"]` names it.
+            ConflictError: somebody holds it; the message names them.
+            SkyctlError: the lock's file cannot be opened.
         """
-        own = own_identity()
-        with self._database.transaction():
-            found = self.holder(name)
-            if found is not None:
-                held = format_seconds(max(0.0, time.time() - found.since))
-                raise ConflictError(
-                    f"{found.holder} (pid {found.identity.pid}) holds the {name} lock of this "
-                    f"fleet, for {held}",
-                    hint=_patience(found.holder),
-                    details={"holder": found.holder, "pid": found.identity.pid},
-                )
-            self._database.write(
-                "INSERT OR REPLACE INTO locks VALUES (?, ?, ?, ?, ?, ?)",
-                name, own.pid, own.create_time, own.boot_id, holder, time.time(),
-            )  # fmt: skip
+        descriptor = self._open(name)
+        kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
+        try:
+            fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(descriptor)
+            raise self._conflict(name) from None
+        return Lock(self, name, descriptor, shared, what)
 
-    def rename(self, name: str, holder: str) -> None:
-        """Say more about why this process holds the lock."""
-        self._database.write(
-            "UPDATE locks SET holder = ? WHERE name = ? AND pid = ?",
-            holder, name, own_identity().pid,
-        )  # fmt: skip
+    def holders(self, name: str) -> list[Holder]:
+        """Everybody who holds this lock now, in this process or another."""
+        here = [lock.holder for lock in self.own if lock.name == name]
+        path = self._path(name)
+        try:
+            pids = _locking_pids(path.stat()) - {os.getpid()}
+            recorded = _recorded(path) if pids else None
+        except OSError:
+            return here
+        return here + [
+            recorded if recorded and recorded.pid == pid else _by_process(pid)
+            for pid in sorted(pids)
+        ]
 
-    def release(self, name: str) -> None:
-        """Give the lock back, if this process holds it."""
-        own = own_identity()
-        self._database.write(
-            "DELETE FROM locks WHERE name = ? AND pid = ? AND create_time = ?",
-            name, own.pid, own.create_time,
-        )  # fmt: skip
+    def taken(self, name: str) -> bool:
+        """Whether somebody holds this lock exclusively."""
+        try:
+            descriptor = os.open(self._path(name), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except OSError:
+            return False
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            return False
+        except BlockingIOError:
+            return True
+        finally:
+            os.close(descriptor)
 
     @contextmanager
-    def hold(self, name: str, holder: str, *, wait_s: float = 0.0) -> Iterator[None]:
-        """Hold the lock while the block runs; waits up to `wait_s` seconds for a live holder."""
+    def hold(self, name: str, what: str, *, wait_s: float = 0.0) -> Iterator[Lock]:
+        """Hold a lock exclusively while the block runs; wait up to `wait_s` seconds for it."""
         deadline = time.monotonic() + wait_s
         while True:
             try:
-                self.acquire(name, holder)
+                lock = self.take(name, what)
                 break
             except ConflictError:
                 if time.monotonic() >= deadline:
                     raise
-                time.sleep(0.1)
+                time.sleep(_POLL_S)
         try:
-            yield
+            yield lock
         finally:
-            self.release(name)
+            lock.release()
+
+    def _path(self, name: str) -> Path:
+        return self._directory / f"{name}.lock"
+
+    def _open(self, name: str) -> int:
+        path = self._path(name)
+        try:
+            return create_private_file(path)
+        except SkyctlError:
+            # a file system that became read-only: the file is there since the fleet began
+            with contextlib.suppress(OSError):
+                return os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            raise
+
+    def _conflict(self, name: str) -> ConflictError:
+        found = self.holders(name)
+        if not found:  # let go of meanwhile
+            return ConflictError("another command acted on this fleet just now", hint="try again")
+        first = found[0]
+        return ConflictError(
+            f"{' and '.join(map(str, found))} holds this fleet",
+            hint="wait for it to end",
+            details={"holder": first.what, "pid": first.pid, "since": first.since},
+        )
 
 
-def _patience(holder: str) -> str:
-    """How to wait for who holds a lock."""
-    if holder.startswith("job "):
-        return f"wait for it to end: skyctl jobs wait {holder.removeprefix('job ')}"
-    return "wait for it to end"
+def _locking_pids(found: os.stat_result) -> set[int]:
+    """The processes that have an flock on this file (proc_locks(5))."""
+    wanted = f"{os.major(found.st_dev):02x}:{os.minor(found.st_dev):02x}:{found.st_ino}"
+    pids = set()
+    for line in Path("/proc/locks").read_text().splitlines():
+        words = line.split()
+        if len(words) >= 6 and words[1] == "FLOCK" and words[5] == wanted:
+            pids.add(int(words[4]))
+    return pids
+
+
+def _recorded(path: Path) -> Holder | None:
+    try:
+        with path.open("rb") as file:
+            return Holder(**json.loads(file.read(_MAX_RECORD_BYTES)))
+    except (ValueError, TypeError):  # no room for it, or half written
+        return None
+
+
+def _by_process(pid: int) -> Holder:
+    """What can be told of a holder that left no record: its command line."""
+    try:
+        process = psutil.Process(pid)
+        words = process.cmdline()
+        names = [Path(words[0]).name, *words[1:]] if words else [process.name()]
+        return Holder(" ".join(names)[:200], pid, process.create_time())
+    except psutil.Error:
+        return Holder("another process", pid, time.time())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import hashlib
 import os
 import stat
@@ -10,8 +12,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from skyctl.errors import SkyctlError
+from skyctl.errors import SkyctlError, StateUnwritable
+from skyctl.store.unrecorded import advice
 
+# a disk that is full, read-only, failing or not ours; no disk at all
+_DISK = (
+    errno.ENOSPC,
+    errno.EDQUOT,
+    errno.EROFS,
+    errno.EIO,
+    errno.EACCES,
+    errno.EPERM,
+    errno.ENOTDIR,
+    errno.ENOENT,
+)
 # sun_path holds 108 bytes on Linux and 104 elsewhere, with the terminating zero.
 LONGEST_SOCKET_PATH_BYTES = 100
 # a server names its sockets <directory>/<36 characters>
@@ -33,9 +47,13 @@ def private_directory(path: Path) -> Path:
 
     Raises:
         SkyctlError: it is a symlink, no directory, or belongs to another user.
+        StateUnwritable: it cannot be made or looked at.
     """
-    path.mkdir(mode=0o700, parents=True, exist_ok=True)
-    return owned_directory(path)
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        return owned_directory(path)
+    except OSError as error:
+        raise _failed("make", path, error) from error
 
 
 def owned_directory(path: Path) -> Path:
@@ -66,6 +84,13 @@ def place_private_file(path: Path, content: bytes = b"") -> None:
     Raises:
         SkyctlError: it cannot be written.
     """
+    try:
+        _place(path, content)
+    except OSError as error:
+        raise _failed("write", path, error) from error
+
+
+def _place(path: Path, content: bytes) -> None:
     temporary = path.with_name(f".{path.name}.{os.urandom(4).hex()}.tmp")
     descriptor = create_private_file(temporary, os.O_EXCL)
     try:
@@ -73,12 +98,8 @@ def place_private_file(path: Path, content: bytes = b"") -> None:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
-        try:
+        with contextlib.suppress(FileExistsError):
             os.link(temporary, path)
-        except FileExistsError:
-            pass
-        except OSError as error:
-            raise SkyctlError(f"cannot write {path}: {error.strerror}") from error
     finally:
         temporary.unlink(missing_ok=True)
 
@@ -92,7 +113,16 @@ def create_private_file(path: Path, flags: int = 0) -> int:
     try:
         return os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | flags, 0o600)
     except OSError as error:
-        raise SkyctlError(f"cannot open {path}: {error.strerror}") from error
+        raise _failed("open", path, error) from error
+
+
+def _failed(verb: str, path: Path, error: OSError) -> SkyctlError:
+    """The error of a file that we cannot make: StateUnwritable where that is the disk's doing."""
+    why = error.strerror or str(error)
+    message = f"cannot {verb} {path}: {why}"
+    if error.errno in _DISK:
+        return StateUnwritable(message, hint=advice(path, why))
+    return SkyctlError(message, hint="remove it, or point SKYCTL_HOME elsewhere")
 
 
 @dataclass(frozen=True)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import sqlite3
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -15,6 +16,8 @@ from skyctl.store.database import Database, understood
 from skyctl.store.identity import ProcessIdentity
 from skyctl.store.journal import Journal
 from skyctl.store.locks import Locks
+from skyctl.store.opening import Connect, connect
+from skyctl.store.unrecorded import Unrecorded
 
 Phase = Literal["intended", "running", "stale"]
 
@@ -90,12 +93,25 @@ class Event:
 
 
 class FleetState:
-    """A fleet's state file, for one thread of one process; close it, or use it in a `with`."""
+    """A fleet's state file, for one thread of one process; close it, or use it in a `with`.
 
-    def __init__(self, path: Path, *, warn: Callable[[str], None] = lambda line: None) -> None:
-        self._database = Database(path, warn=warn)
+    Its parameters are those of `Database`, which goes on in memory when the disk fails.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        warn: Callable[[str], None] = lambda line: None,
+        check: bool = False,
+        or_memory: bool = False,
+        connect: Connect = connect,
+    ) -> None:
+        self._database = Database(
+            path, warn=warn, check=check, or_memory=or_memory, connect=connect
+        )
         self.journal = Journal(self._database)
-        self.locks = Locks(self._database)
+        self.locks = Locks(path.parent)
         if self._database.begun_anew and (found := remember_live_processes(self, path.parent)):
             warn(f"found alive: {', '.join(found)}")
 
@@ -112,6 +128,28 @@ class FleetState:
         """Everything written inside is committed together or not at all."""
         return self._database.transaction()
 
+    def durable(self) -> AbstractContextManager[None]:
+        """A transaction whose end means that it is in the file: for what must be on record before
+        it is acted upon.
+
+        Raises:
+            StateUnwritable: it cannot be written, and was not.
+        """
+        return self._database.transaction(durable=True)
+
+    @property
+    def unrecorded(self) -> Unrecorded | None:
+        """What only the memory has, because the disk fails; None when the file is complete."""
+        return self._database.unrecorded
+
+    def require_read(self) -> None:
+        """Raise StateUnwritable when there may be a state file that cannot be read (`unread`)."""
+        self._database.require_read()
+
+    def complete(self) -> bool:
+        """Write to the file what only the memory has; False while the disk fails."""
+        return self._database.complete()
+
     def understanding(self) -> AbstractContextManager[None]:
         """Around code that makes something of what was remembered (see Database)."""
         return self._database.understanding()
@@ -121,24 +159,14 @@ class FleetState:
     @understood
     def processes(self) -> list[ProcessRow]:
         """Every recorded child, alive or not."""
-        rows = []
-        for row in self._database.rows("SELECT * FROM processes ORDER BY name"):
-            identity = None
-            if row["pid"] is not None:
-                identity = ProcessIdentity(row["pid"], row["create_time"], row["boot_id"])
-            rows.append(
-                ProcessRow(
-                    row["name"], row["role"], row["phase"], row["token"], identity,
-                    row["spec_hash"], row["host"], row["port"], tuple(json.loads(row["gpus"])),
-                    row["started_at"],
-                    tuple(ProcessIdentity(**d) for d in json.loads(row["descendants"])),
-                )
-            )  # fmt: skip
-        return rows
+        rows = self._database.rows("SELECT * FROM processes ORDER BY name")
+        return [_process(row) for row in rows]
 
+    @understood
     def process(self, name: str) -> ProcessRow | None:
         """The recorded child of this name."""
-        return next((row for row in self.processes() if row.name == name), None)
+        row = self._database.row("SELECT * FROM processes WHERE name = ?", name)
+        return None if row is None else _process(row)
 
     def save_process(self, row: ProcessRow) -> None:
         """Write one child's row, replacing what was known."""
@@ -166,27 +194,36 @@ class FleetState:
     @understood
     def servers(self) -> list[ServerRow]:
         """What is meant to be true of each server of the fleet."""
-        return [
-            ServerRow(**{**dict(row), "paused": bool(row["paused"])})
-            for row in self._database.rows("SELECT * FROM servers ORDER BY name")
-        ]
+        return [_server(row) for row in self._database.rows("SELECT * FROM servers ORDER BY name")]
 
+    @understood
     def server(self, name: str) -> ServerRow:
         """One server's row; a server never heard of is meant to run the base model."""
-        return next((row for row in self.servers() if row.name == name), ServerRow(name))
+        row = self._database.row("SELECT * FROM servers WHERE name = ?", name)
+        return ServerRow(name) if row is None else _server(row)
 
     def update_server(self, name: str, **changes: Any) -> ServerRow:
         """Change fields of one server's row and return it."""
         with self._database.transaction():
-            row = replace(self.server(name), **changes)
-            self._database.write(
-                "INSERT OR REPLACE INTO servers (name, paused, sleep_level, weight_version, "
-                "checkpoint, checkpoint_digest, weights_digest, quarantine) "
-                "VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
-                row.name, int(row.paused), row.sleep_level, row.weight_version, row.checkpoint,
-                row.checkpoint_digest, row.weights_digest, row.quarantine,
-            )  # fmt: skip
-        return row
+            self.update_servers({name: changes})
+            return self.server(name)
+
+    def update_servers(self, changes: Mapping[str, Mapping[str, Any]]) -> None:
+        """Change fields of several servers' rows, named as in `ServerRow`, in one transaction.
+
+        Fields that are not named stay as they are, also where somebody else changes them.
+        """
+        with self._database.transaction():
+            for name, fields in changes.items():
+                replace(ServerRow(name), **fields)  # no such field: TypeError
+                inserted = {"name": name, "paused": 0, "sleep_level": 0, **fields}
+                columns, values = ", ".join(inserted), ", ".join("?" * len(inserted))
+                changed = ", ".join(f"{field} = excluded.{field}" for field in fields)
+                self._database.write(
+                    f"INSERT INTO servers ({columns}) VALUES ({values}) ON CONFLICT (name) "
+                    f"DO {f'UPDATE SET {changed}' if changed else 'NOTHING'}",
+                    *inserted.values(),
+                )
 
     def forget_server(self, name: str) -> None:
         self._database.write("DELETE FROM servers WHERE name = ?", name)
@@ -249,3 +286,19 @@ class FleetState:
             "SELECT at, subject, message FROM events ORDER BY sequence DESC LIMIT ?", limit
         )
         return [Event(r["at"], r["subject"], r["message"]) for r in reversed(found)]
+
+
+def _process(row: sqlite3.Row) -> ProcessRow:
+    identity = None
+    if row["pid"] is not None:
+        identity = ProcessIdentity(row["pid"], row["create_time"], row["boot_id"])
+    return ProcessRow(
+        row["name"], row["role"], row["phase"], row["token"], identity,
+        row["spec_hash"], row["host"], row["port"], tuple(json.loads(row["gpus"])),
+        row["started_at"],
+        tuple(ProcessIdentity(**one) for one in json.loads(row["descendants"])),
+    )  # fmt: skip
+
+
+def _server(row: sqlite3.Row) -> ServerRow:
+    return ServerRow(**{**dict(row), "paused": bool(row["paused"])})

@@ -53,7 +53,7 @@ async def _heal(supervisor: Supervisor) -> None:
     adopted = [replica for replica in supervisor.replicas.values() if replica.adopted]
     await asyncio.gather(*(replica.settled.wait() for replica in adopted))
     if in_doubt(supervisor.state):
-        await healing.heal(supervisor)
+        await healing.heal_in_turn(supervisor)
 
 
 async def _adopt(supervisor: Supervisor, plan: FleetPlan) -> None:

@@ -147,7 +147,7 @@ def make_app(supervisor: Supervisor) -> Starlette:
         with _refusing(request):
             PushRequest.from_json(body.request)  # which knows every key
             asked = TypeAdapter(PushRequest).validate_python(body.request)
-        return {"id": supervisor.start_push(asked).id}
+        return {"id": (await supervisor.start_push(asked)).id}
 
     async def verify(request: Request) -> Answer:
         body = await _parsed(request, VerifyBody)

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from skyctl.core import admission
+from skyctl.core.arbiter import Act
 from skyctl.core.diagnosis import Finding, Observed, judge, observe
 from skyctl.core.recovery import recover
 from skyctl.errors import SkyctlError
@@ -17,6 +18,9 @@ from skyctl.supervisor import rollout
 
 if TYPE_CHECKING:
     from skyctl.supervisor.resident import Supervisor
+
+
+_TURN_WAIT_S = 120.0
 
 
 async def find(supervisor: Supervisor) -> list[Finding]:
@@ -34,6 +38,12 @@ async def find(supervisor: Supervisor) -> list[Finding]:
         doubted = doubts.get(replica.name)
         findings.append(judge(found, state.server(replica.name), doubted, weights, ours=True))
     return findings
+
+
+async def heal_in_turn(supervisor: Supervisor) -> None:
+    """`heal`, once whoever acts on the fleet has ended."""
+    with await supervisor.arbiter.turn(Act.RECOVER, "recovery", wait_s=_TURN_WAIT_S):
+        await heal(supervisor)
 
 
 async def heal(supervisor: Supervisor) -> None:
@@ -88,4 +98,12 @@ class _Hands:
             await rollout.restart(self._supervisor, replica, self._supervisor.require_plan())
         except SkyctlError as error:
             return error.message
-        return "" if replica.phase == "up" else f"did not come back: {replica.reason}"
+        if replica.phase != "up":
+            return f"did not come back: {replica.reason}"
+        # it runs, and serves nobody: that is not what recovery is for
+        return replica.row.quarantine or ""
+
+    def waits(self, name: str, why: str) -> str:
+        reason = f"{why}; push again: skyctl sync-weights CKPT"
+        self._supervisor.replicas[name].update_row(quarantine=reason)
+        return reason

@@ -10,6 +10,7 @@ from skyctl.checkpoints.checkpoint import locate
 from skyctl.checkpoints.compat import reference
 from skyctl.checkpoints.staging import sweep
 from skyctl.core import admission, jobs
+from skyctl.core.arbiter import Turn
 from skyctl.core.guardian import guarded
 from skyctl.core.plan import FleetPlan
 from skyctl.core.recovery import needed
@@ -57,41 +58,45 @@ class Pushes:
         self._task: asyncio.Task[None] | None = None
         self._senders = SenderPool()
 
-    def refuse_while_busy(self) -> None:
-        """Raise ConflictError, naming the job, while one is under way."""
-        if self.job is not None:
-            raise ConflictError(
-                f"push {self.job.id} is in progress in fleet {self._supervisor.paths.name}",
-                hint=f"wait for it: skyctl jobs wait {self.job.id}",
-                details={"job": self.job.id},
-            )
+    def start(self, request: PushRequest, turn: Turn) -> Job:
+        """Begin a push into every server that is up; the job, which releases the turn at its end.
 
-    def start(self, request: PushRequest) -> Job:
-        """Begin a push into every server that is up and not quarantined; the job.
+        Of those that are quarantined only the ones that wait for weights take part: what they hold
+        is not known, or is not the fleet's, and a push is what helps them.
 
         Raises:
-            ConflictError: another push is in progress, or no server can take one.
+            ConflictError: no server can take one.
+            StateUnwritable: it cannot be put on record; nothing was touched.
         """
         supervisor = self._supervisor
-        plan = supervisor.require_plan()
-        up = [r for r in supervisor.replicas.values() if r.phase == "up" and not r.row.quarantine]
+        plan, doubts = supervisor.require_plan(), in_doubt(supervisor.state)
+        up = [
+            replica
+            for replica in supervisor.replicas.values()
+            if replica.phase == "up"
+            and (
+                not replica.row.quarantine
+                or replica.name in doubts
+                or replica.row.weight_version is None
+            )
+        ]
         if not up:
             raise ConflictError(
                 f"no server of fleet {plan.name} can take a push", hint="look: skyctl status"
             )
-        return self._open(request, plan, up, heals=True)
+        return self._open(request, plan, up, turn, heals=True)
 
     async def again(self, request: PushRequest) -> Job:
-        """A push as a part of recovery: into servers in doubt too. The ended job.
+        """A push as a part of recovery, under its turn: into servers in doubt too. The ended job.
 
         Raises:
-            ConflictError: another process pushes.
+            StateUnwritable: it cannot be put on record.
         """
         supervisor = self._supervisor
         doubts = in_doubt(supervisor.state)
         up = [r for r in supervisor.replicas.values() if r.phase == "up"]
         up = [r for r in up if r.name in doubts or not r.row.quarantine]
-        job = self._open(request, supervisor.require_plan(), up)
+        job = self._open(request, supervisor.require_plan(), up, Turn(None))
         await self.over.wait()
         return supervisor.state.journal.job(job.id)
 
@@ -109,11 +114,17 @@ class Pushes:
         await self._senders.close()
 
     def _open(
-        self, request: PushRequest, plan: FleetPlan, up: Sequence[Replica], *, heals: bool = False
+        self,
+        request: PushRequest,
+        plan: FleetPlan,
+        up: Sequence[Replica],
+        turn: Turn,
+        *,
+        heals: bool = False,
     ) -> Job:
         supervisor = self._supervisor
         journal = supervisor.state.journal
-        job = jobs.open_push(journal, supervisor.state.locks, request)
+        job = jobs.open_push(journal, turn, request)
         left = [r for r in supervisor.replicas.values() if r not in up]
         if left:
             names = ", ".join(replica.name for replica in left)
@@ -123,15 +134,37 @@ class Pushes:
                 replica.hold()
         self.job = job
         self.over.clear()
-        self._task = asyncio.create_task(self._run(job, request, plan, up, heals), name=job.id)
+        running = self._run(job, request, plan, up, turn, heals)
+        self._task = asyncio.create_task(running, name=job.id)
         return job
 
     async def _run(
-        self, job: Job, request: PushRequest, plan: FleetPlan, up: Sequence[Replica], heals: bool
+        self,
+        job: Job,
+        request: PushRequest,
+        plan: FleetPlan,
+        up: Sequence[Replica],
+        turn: Turn,
+        heals: bool,
+    ) -> None:
+        supervisor = self._supervisor
+        state = supervisor.state
+        try:
+            await self._push(job, request, plan, up)
+            await admission.refresh_all(up, supervisor.client, 5.0)
+        finally:
+            self.job = None
+            self.over.set()
+            if not (heals and supervisor.heal_after(job, turn)):
+                turn.release()
+        keep = state.checkpoints() | needed(state)
+        await asyncio.to_thread(sweep, supervisor.paths.staging, keep)
+
+    async def _push(
+        self, job: Job, request: PushRequest, plan: FleetPlan, up: Sequence[Replica]
     ) -> None:
         supervisor = self._supervisor
         state, client = supervisor.state, supervisor.client
-        model_path = reference(plan.model_path, state.weights().checkpoint)
         pids = {replica.name: replica.process and replica.process.pid for replica in up}
         try:
             await jobs.run_push(
@@ -140,7 +173,7 @@ class Pushes:
                 admission.push_fleet(
                     plan,
                     up,
-                    model_path,
+                    reference(plan.model_path, state.weights().checkpoint),
                     in_doubt(state),
                     committed(plan, state.weights()),
                     state.journal.pushes() if request.dry_run else (),
@@ -165,13 +198,6 @@ class Pushes:
                 if pids[replica.name] != (replica.process and replica.process.pid):
                     # it died meanwhile: what the push says of it is about a process that is gone
                     replica.forget_weights()
-            self.job = None
-            self.over.set()
-        await admission.refresh_all(up, client, 5.0)
-        keep = state.checkpoints() | needed(state)
-        await asyncio.to_thread(sweep, supervisor.paths.staging, keep)
-        if heals and in_doubt(state):
-            supervisor.heal_after(job)
 
     def _on_server(self, name: str, state: str, detail: str) -> None:
         replica = self._supervisor.replicas.get(name)

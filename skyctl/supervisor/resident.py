@@ -17,6 +17,7 @@ from dataclasses import replace
 from typing import Any
 
 from skyctl.core import admission, verbs
+from skyctl.core.arbiter import Act, Arbiter, Turn
 from skyctl.core.diagnosis import Finding
 from skyctl.core.membership import routable
 from skyctl.core.plan import FleetPlan, ServerSpec
@@ -28,7 +29,7 @@ from skyctl.http.fanout import Outcome, OutcomeStatus
 from skyctl.kill_points import reached
 from skyctl.push.request import PushRequest
 from skyctl.store.credentials import ensure_credentials
-from skyctl.store.in_doubt import close_orphans
+from skyctl.store.in_doubt import close_orphans, in_doubt
 from skyctl.store.journal import Job
 from skyctl.store.paths import FleetPaths
 from skyctl.store.state import FleetState
@@ -64,6 +65,7 @@ class Supervisor:
         self._ended_operations: deque[Operation] = deque(maxlen=20)
         self._operation_task: asyncio.Task[None] | None = None
         self._gpu_locks: dict[int, asyncio.Lock] = {}
+        self.arbiter = Arbiter(state.locks)
         self.pushes = Pushes(self)
         self.started_by_operation: list[str] = []
 
@@ -90,7 +92,8 @@ class Supervisor:
             self._take(plan)
             return 0, False
         first = self.plan is None
-        self.state.set("going_down", "")
+        with self.state.durable():  # no process is started that could not be put on record
+            self.state.set("going_down", "")
         detail = "" if first else str(self.changes(plan))
         work = adoption.adopt_and_apply if first else rollout.apply_plan
         self._take(plan)
@@ -112,7 +115,8 @@ class Supervisor:
         return await healing.find(self)
 
     def recover(self) -> int:
-        """Begin to put right what is wrong; the operation's number. A second call joins the first.
+        """Begin to put right what is wrong, once verbs under way have ended; the operation's
+        number. A second call joins the first.
 
         Raises:
             ConflictError: something else is being done.
@@ -122,13 +126,21 @@ class Supervisor:
         if busy and self.operation is not None and self.operation.kind in ("recover", "adopt"):
             return self.operation.id
         self._refuse_while_busy()
-        return self._begin("recover", "", healing.heal(self))
+        return self._begin("recover", "", healing.heal_in_turn(self))
 
-    def heal_after(self, job: Job) -> None:
-        """Put right by itself what a push of ours left in doubt, unless something else is done."""
+    def heal_after(self, job: Job, turn: Turn) -> bool:
+        """Put right by itself what a push of ours left in doubt, and release its turn then.
+
+        False: there is nothing to do, or something else is done.
+        """
         idle = self.operation is None or self.operation.ended_at is not None
-        if idle and not self.pushes.job and not self.draining:
-            self._begin("recover", f"after {job.id}", healing.heal(self))
+        if not idle or self.pushes.job or self.draining or not in_doubt(self.state):
+            return False
+        turn.rename(f"recovery after {job.id}")
+        self._begin("recover", f"after {job.id}", healing.heal(self))
+        assert self._operation_task is not None  # just begun
+        self._operation_task.add_done_callback(lambda task: turn.release())
+        return True
 
     def ended_operation(self, number: int) -> Operation | None:
         """One of the latest operations that have ended."""
@@ -174,7 +186,16 @@ class Supervisor:
         timeout_s: float,
     ) -> list[dict[str, Any]]:
         """pause, resume, sleep or wake on these servers (all when empty); one outcome each."""
-        self.pushes.refuse_while_busy()
+        with await self.arbiter.turn(Act.VERB, f"skyctl {verb}"):
+            return await self._verb_in_turn(verb, arguments, names, timeout_s)
+
+    async def _verb_in_turn(
+        self,
+        verb: str,
+        arguments: Mapping[str, Any],
+        names: Sequence[str],
+        timeout_s: float,
+    ) -> list[dict[str, Any]]:
         plan = self.require_plan()
         everyone = self.named(names)
         chosen = [replica for replica in everyone if replica.phase == "up"]
@@ -214,19 +235,22 @@ class Supervisor:
             if replica.name in told:
                 replica.observe(paused=verb == "pause")
 
-    def start_push(self, request: PushRequest) -> Job:
+    async def start_push(self, request: PushRequest) -> Job:
         """Begin a push into every server that is up; the job.
 
         Raises:
-            ConflictError: another push or an operation is in progress, or no server can take it.
+            ConflictError: somebody else acts on the fleet, or no server can take it.
+            StateUnwritable: it cannot be put on record; nothing was touched.
         """
         self.require_plan()
-        adopting = self.operation is not None and self.operation.kind == "adopt"
-        if adopting and self.taken_over:  # who still starts takes the fleet's weights when ready
-            self.pushes.refuse_while_busy()
-        else:
-            self._refuse_while_busy()
-        return self.pushes.start(request)
+        self._refuse_beside_operation()
+        turn = await self.arbiter.turn(Act.PUSH, "a push that is just starting")
+        try:
+            self._refuse_beside_operation()
+            return self.pushes.start(request, turn)
+        except BaseException:
+            turn.release()
+            raise
 
     # --- what its parts share ------------------------------------------------------------------
 
@@ -346,7 +370,17 @@ class Supervisor:
         return Outcome(replica.name, OutcomeStatus.SKIPPED, 0.0, detail)
 
     def _refuse_while_busy(self) -> None:
-        self.pushes.refuse_while_busy()
+        self._refuse_operation()
+        self.arbiter.take(Act.VERB, "a look").release()
+
+    def _refuse_beside_operation(self) -> None:
+        """Raise ConflictError where an operation excludes a push."""
+        adopting = self.operation is not None and self.operation.kind == "adopt"
+        # who still starts takes the fleet's weights when ready
+        if not (adopting and self.taken_over):
+            self._refuse_operation()
+
+    def _refuse_operation(self) -> None:
         operation = self.operation
         if operation is not None and operation.ended_at is None:
             what = f"{operation.kind} {operation.detail}".strip()

@@ -19,8 +19,8 @@ import psutil
 import pytest
 
 from skyctl.service.revive import listening
-from skyctl.store.database import SCHEMA_VERSION
 from skyctl.store.paths import FleetPaths
+from skyctl.store.schema import SCHEMA_VERSION
 from skyctl.store.state import FleetState
 from tests.faults.stub_fleet import ROOT, StubFleet
 from tests.unit.push.checkpoints import tiny_tensors, write_checkpoint

@@ -245,13 +245,13 @@ async def test_a_down_in_the_middle_of_a_push_leaves_no_sender_and_no_server(
         await bring_up(supervisor, fleet_plan([pushable("a", base)]))
         pid = pid_of(supervisor, "a")
         await set_faults(supervisor, "a", {"/update_weights": {"kind": "hang"}})
-        job = supervisor.start_push(PushRequest(str(new)))
+        job = await supervisor.start_push(PushRequest(str(new)))
         await eventually(lambda: states(supervisor)["a"] == "updating")
         async with asyncio.timeout(30):
             await supervisor.down(drain_timeout_s=0.0)
         assert gone(pid)
         assert supervisor.state.journal.job(job.id).ended
-        assert supervisor.state.locks.holder("push") is None
+        assert supervisor.state.locks.holders("turn") == []
         children = psutil.Process().children(recursive=True)
         assert not [c for c in children if any("weights.sender" in word for word in c.cmdline())]
 
@@ -337,7 +337,7 @@ async def test_a_verb_while_a_push_runs_is_refused_with_the_jobs_name(tmp_path: 
     async with supervising(tmp_path) as supervisor:
         await bring_up(supervisor, fleet_plan([pushable("a", base)]))
         await set_faults(supervisor, "a", {"/update_weights": {"kind": "hang"}})
-        job = supervisor.start_push(PushRequest(str(new)))
+        job = await supervisor.start_push(PushRequest(str(new)))
         for verb in ("pause", "resume", "sleep", "wake"):
             with pytest.raises(Exception, match=job.id):
                 await supervisor.verb(verb, {}, [], 1.0)
@@ -443,7 +443,7 @@ async def test_a_router_killed_while_the_fleet_is_paused_comes_back_with_every_s
 
 
 async def pushed(supervisor: Supervisor, checkpoint: Path) -> None:
-    job = supervisor.start_push(PushRequest(str(checkpoint)))
+    job = await supervisor.start_push(PushRequest(str(checkpoint)))
     await eventually(lambda: supervisor.job is None)
     assert supervisor.state.journal.job(job.id).state == "succeeded"
 
@@ -516,7 +516,7 @@ async def test_what_a_push_left_in_doubt_is_put_right_without_being_asked(
         await bring_up(supervisor, plan)
         for name in bad:  # every update, again and again, as long as this process lives
             await set_faults(supervisor, name, {"/update_weights": {"kind": "status"}})
-        job = supervisor.start_push(PushRequest(str(new)))
+        job = await supervisor.start_push(PushRequest(str(new)))
         await eventually(lambda: supervisor.state.journal.job(job.id).state == "failed")
         # nobody types anything
         await eventually(lambda: states(supervisor) == {"a": "ready", "b": "ready"})
@@ -539,7 +539,7 @@ async def test_a_server_killed_in_a_push_is_replaced_at_the_version_of_the_other
         # held in its update until it is killed
         await set_faults(supervisor, "a", {"/update_weights": {"kind": "hang"}})
         pid = pid_of(supervisor, "a")
-        supervisor.start_push(PushRequest(str(new)))
+        await supervisor.start_push(PushRequest(str(new)))
         await eventually(lambda: states(supervisor).get("a") == "updating")
         os.kill(pid, signal.SIGKILL)
         await eventually(lambda: supervisor.job is None)

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pytest
 
-from skyctl.core.jobs import PUSH_LOCK
+from skyctl.core.arbiter import LOCK
 from skyctl.store.paths import fleet_paths
 from skyctl.store.state import FleetState
 from tests.faults.stub_fleet import StubFleet
@@ -232,7 +232,7 @@ def a_push_that_waits(fleet: StubFleet) -> Iterator[None]:
         FleetState(
             fleet_paths("demo", {"SKYCTL_HOME": str(fleet.directory / "home")}).database
         ) as state,
-        state.locks.hold(PUSH_LOCK, "job push-99"),
+        state.locks.hold(LOCK, "push-99"),
     ):
         yield
 

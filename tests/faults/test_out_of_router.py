@@ -57,7 +57,7 @@ async def fleet_at(tmp_path: Path, *, replicas: int = 2) -> AsyncIterator[Superv
 
 
 async def pushed(supervisor: Supervisor, request: PushRequest) -> Job:
-    job = supervisor.start_push(request)
+    job = await supervisor.start_push(request)
     await eventually(lambda: supervisor.job is None)
     return supervisor.state.journal.job(job.id)
 
@@ -183,7 +183,7 @@ async def test_no_request_fails_while_a_push_rolls(tmp_path: Path) -> None:
         )
         seen: set[tuple[str, str | None]] = set()
         async with asking(supervisor) as client:
-            job = supervisor.start_push(request)
+            job = await supervisor.start_push(request)
             while supervisor.job is not None:
                 status = await report(supervisor, fresh=False)
                 seen.add((status.health, status.rollout))

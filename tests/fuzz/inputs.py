@@ -197,7 +197,6 @@ _TEXT_COLUMNS = (
     ("jobs", "request"), ("jobs", "servers"), ("jobs", "error"), ("jobs", "result"),
     ("jobs", "owner"), ("jobs", "kind"), ("jobs", "state"), ("jobs", "created_at"),
     ("job_events", "data"), ("job_events", "kind"), ("pushes", "result"), ("pushes", "ok"),
-    ("locks", "pid"), ("locks", "create_time"), ("locks", "since"),
 )  # fmt: skip
 
 
@@ -248,7 +247,6 @@ def _write_state(path: Path, directory: Path) -> None:
             state.journal.record_push(
                 job.id, ok=True, version="v", checkpoint="/c", checkpoint_digest="d", result={}
             )
-            state.locks.acquire("push", "a push")
             state.add_event("fleet", "up")
         shutil.copy(path, template)
     shutil.copy(template, path)
@@ -289,7 +287,6 @@ def _state_reads(state: FleetState) -> list[Callable[[], object]]:
         lambda: [one.to_json() for one in journal.pushes()],
         journal.orphans,
         lambda: close_orphans(state),
-        lambda: state.locks.holder("push"),
         lambda: state.update_server("f-0", paused=False),
         lambda: state.set_weights_awake("f-0", False),
     ]

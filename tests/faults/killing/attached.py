@@ -118,7 +118,7 @@ class AttachedFleet:
         deadline = time.monotonic() + BOUND_S
         while time.monotonic() < deadline:
             with FleetState(self.paths.database) as state:
-                free = state.locks.holder("push") is None and state.locks.holder("recover") is None
+                free = not state.locks.holders("turn")
                 jobs = state.journal.jobs(1)
                 open_jobs = [job for job in jobs if not job.ended]
                 healed = free and not open_jobs and not in_doubt(state)

@@ -43,9 +43,9 @@ def state_is_whole(database: Path, version: str | None) -> list[str]:
         running = [job.id for job in state.journal.jobs() if not job.ended]
         if running:
             found.append(f"I6: {', '.join(running)} is still running in the journal")
-        for name in ("push", "recover", "up"):
-            if state.locks.holder(name) is not None:
-                found.append(f"I6: the {name} lock is held")
+        for name in ("turn", "up"):
+            if held := state.locks.holders(name):
+                found.append(f"I6: the {name} lock is held: {held[0]}")
         if in_doubt(state):
             found.append(f"I6: still in doubt: {', '.join(in_doubt(state))}")
         for row in state.servers():

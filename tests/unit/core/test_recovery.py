@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from skyctl.core.diagnosis import Finding
-from skyctl.core.recovery import Recovered, needed, recover, settle
-from skyctl.errors import SkyctlError
+from skyctl.core.recovery import Recovered, interrupted_request, needed, recover, settle
+from skyctl.errors import SkyctlError, WeightsGone
 from skyctl.http.client import ControlClient
 from skyctl.http.target import ServerTarget
 from skyctl.push.request import PushRequest
@@ -34,6 +34,7 @@ class Hands:
         self.done: list[str] = []
         self.push_error = self.bring_error = self.restart_error = ""
         self.replacing = self.most_at_once = 0
+        self.gone = False
 
     async def push(self, request: PushRequest) -> Job:
         self.done.append(f"push {request.checkpoint}")
@@ -48,6 +49,8 @@ class Hands:
 
     async def bring(self, name: str) -> None:
         self.done.append(f"bring {name}")
+        if self.gone:
+            raise WeightsGone("/fleet was overwritten since it was pushed as v1")
         if self.bring_error:
             raise SkyctlError(self.bring_error)
 
@@ -58,6 +61,10 @@ class Hands:
         await asyncio.sleep(0)
         self.replacing -= 1
         return self.restart_error
+
+    def waits(self, name: str, why: str) -> str:
+        self.done.append(f"wait {name}")
+        return why
 
 
 @pytest.fixture
@@ -71,6 +78,8 @@ async def hands(tmp_path: Path) -> AsyncIterator[Hands]:
 def leave(hands: Hands, *names: str, half: bool, checkpoint: str = "/new") -> list[Finding]:
     """Findings of servers that a push to `checkpoint` left."""
     job = hands.state.journal.begin("push", PushRequest(checkpoint).to_json())
+    pushed = {"checkpoint": checkpoint, "checkpoint_digest": "of these files"}
+    hands.state.journal.fact(job.id, "prepared", pushed)
     hands.state.journal.end(job.id, "interrupted")
     stage = "update" if half else "pause"
     doubt(hands.state, {name: InDoubt(name, job.id, stage, half, True) for name in names})
@@ -171,3 +180,18 @@ async def test_a_request_that_nobody_can_read_any_more_is_no_request(hands: Hand
     hands.state._database.write('UPDATE jobs SET request = \'{"from": "the future"}\'')
     assert outcomes(await recover(findings, hands)) == [("push", True)]
     assert hands.done == ["bring stub-0"]
+
+
+async def test_servers_whose_weights_are_gone_wait_for_the_next_push(hands: Hands) -> None:
+    """A directory that is overwritten at every step: a restarted server could not have them."""
+    findings = leave(hands, "stub-0", half=True)
+    hands.push_error, hands.gone = "/new was written anew", True
+    [report] = await recover(findings, hands)
+    assert not report.ok and "written anew" not in report.detail
+    assert hands.done == ["push /new", "bring stub-0", "wait stub-0"]
+
+
+async def test_what_is_pushed_again_are_the_files_that_the_dead_push_had(hands: Hands) -> None:
+    leave(hands, "stub-0", half=True)
+    request = interrupted_request(hands.state)
+    assert request is not None and request.expected_digest == "of these files"

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from skyctl.core.registry import known_fleets, remember, select, select_paths
+from skyctl.core.registry import FleetRef, known_fleets, remember, select, select_paths
 from skyctl.errors import FleetFileError, NotFoundError, UsageError
 from skyctl.store.paths import LONGEST_SOCKET_PATH_BYTES, FleetPaths, state_root
 from skyctl.store.state import FleetState
@@ -27,6 +27,11 @@ def write(directory: Path, name: str, extra: str = "") -> Path:
     file = directory / "fleet.yaml"
     file.write_text(f"name: {name}\nservers: [http://127.0.0.1:1]\n{extra}")
     return file
+
+
+def keep(ref: FleetRef) -> None:
+    with FleetState(ref.paths.database) as state:
+        remember(ref, state)
 
 
 def test_the_state_root_follows_the_environment() -> None:
@@ -58,7 +63,7 @@ def test_a_remembered_fleet_is_found_by_name_and_when_it_is_the_only_one(
     here: Path, tmp_path: Path
 ) -> None:
     file = write(tmp_path / "project", "known")
-    remember(select(file, None))
+    keep(select(file, None))
     assert known_fleets() == ["known"]
     assert select(None, "known").file == file
     assert select(None, None).name == "known"
@@ -78,7 +83,7 @@ def test_a_fleet_whose_first_up_was_refused_is_not_known(here: Path, tmp_path: P
 
 def test_several_known_fleets_are_listed(here: Path, tmp_path: Path) -> None:
     for name in ("one", "two"):
-        remember(select(write(tmp_path / name, name), None))
+        keep(select(write(tmp_path / name, name), None))
     with pytest.raises(UsageError) as caught:
         select(None, None)
     assert "one, two" in caught.value.hint
@@ -89,7 +94,7 @@ def test_several_known_fleets_are_listed(here: Path, tmp_path: Path) -> None:
 
 def test_a_fleet_whose_file_is_gone_is_known_by_its_copy(here: Path, tmp_path: Path) -> None:
     file = write(tmp_path / "project", "known")
-    remember(select(file, None))
+    keep(select(file, None))
     file.unlink()
     found = select(None, "known")
     assert found.file is None
@@ -99,7 +104,7 @@ def test_a_fleet_whose_file_is_gone_is_known_by_its_copy(here: Path, tmp_path: P
 
 def test_a_fleet_whose_file_broke_is_known_by_its_copy(here: Path, tmp_path: Path) -> None:
     file = write(tmp_path / "project", "known")
-    remember(select(file, None))
+    keep(select(file, None))
     file.write_text("name: [")
     assert select(None, "known").name == "known"
     assert select_paths(None, "known").name == "known"
@@ -116,5 +121,5 @@ def test_variables_are_not_expanded_in_the_copy(
     file.write_text("name: known\nservers: ['http://127.0.0.1:${SECRET_PORT}']\n")
     ref = select(file, None)
     assert ref.config.servers == ["http://127.0.0.1:4242"]
-    remember(ref)
+    keep(ref)
     assert "4242" not in ref.paths.fleet_file.read_text()

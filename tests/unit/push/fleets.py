@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +103,8 @@ class Recorder:
 
     def server(self, name: str, state: str, detail: str = "") -> None:
         self.servers.append((name, state, detail))
+
+    def fact(self, kind: str, data: Mapping[str, Any]) -> None: ...
 
     def note(self, message: str) -> None:
         self.notes.append(message)

@@ -15,6 +15,7 @@ from skyctl.checkpoints import keeping
 from skyctl.checkpoints.checkpoint import read_checkpoint
 from skyctl.checkpoints.keeping import delete_copy, keep_copy
 from skyctl.core import jobs
+from skyctl.core.arbiter import Turn
 from skyctl.errors import PreflightError, SkyctlError
 from skyctl.push.request import PushRequest
 from skyctl.push.rollback import rollback
@@ -33,7 +34,7 @@ def state(tmp_path: Path) -> Iterator[FleetState]:
 async def pushed(state: FleetState, stubs: Stubs, kept: Path, **changes: Any) -> Any:
     asked: dict[str, Any] = {"checkpoint": str(stubs.new), "keep": True, **changes}
     request = PushRequest(**asked)
-    job = jobs.open_push(state.journal, state.locks, request)
+    job = jobs.open_push(state.journal, Turn(None), request)
     async with stubs.client() as client:
         await jobs.run_push(job, request, stubs.fleet, client=client, state=state, kept=kept)
     return state.journal.job(job.id)

@@ -164,7 +164,8 @@ async def test_an_engine_that_is_stuck_is_not_waited_for_while_the_push_is_undon
 ) -> None:
     stubs.fleet = replace(stubs.fleet, control_timeout_s=0.5, rendezvous_timeout_s=0.1)
     for route in ("/init_weight_transfer_engine", "/is_paused", "/resume"):
-        calls = (2,) if route == "/is_paused" else ()  # the first is the preflight's
+        # the first two are the preflight's and the pause's own
+        calls = (3,) if route == "/is_paused" else ()
         stubs.servers[1].asgi.faults[route] = Fault("hang", calls=calls)
     error = await failing_push(stubs)
     assert states(error) == ["ready", "paused"]
@@ -204,7 +205,7 @@ async def test_a_server_that_fails_twice_is_quarantined_and_the_others_go_on(stu
 async def test_a_server_that_hangs_is_quarantined_without_a_second_try(stubs: Stubs) -> None:
     stubs.servers[1].asgi.faults = {
         "/update_weights": Fault("reset"),
-        "/is_paused": Fault("reset", calls=(2, 3, 4, 5)),
+        "/is_paused": Fault("reset", calls=(3, 4, 5, 6)),
     }
     error = await failing_push(stubs)
     assert states(error) == ["ready", "quarantined"]

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from skyctl.core import jobs
+from skyctl.core.arbiter import Turn
 from skyctl.errors import PreflightError, PushError
 from skyctl.push.transaction import PushRequest, PushResult, push
 from skyctl.store.in_doubt import in_doubt
@@ -54,7 +55,7 @@ async def recorded(state: FleetState, stubs: Stubs, **changes: Any) -> Job:
     request = PushRequest(str(stubs.new), **asked)
     for server in stubs.fleet.servers:
         state.update_server(server.name, sleep_level=server.sleep_level)
-    job = jobs.open_push(state.journal, state.locks, request)
+    job = jobs.open_push(state.journal, Turn(None), request)
     async with stubs.client() as client:
         await jobs.run_push(
             job, request, stubs.fleet, client=client, state=state, kept=Path("/nowhere")

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from skyctl.core.arbiter import Act, Arbiter
 from skyctl.core.registry import FleetRef
 from skyctl.errors import ConflictError, NotFoundError, UsageError
 from skyctl.fleetfile.schema import FleetConfig
@@ -98,11 +99,16 @@ async def test_a_push_runs_here_with_the_same_journal_and_lock(
 
     monkeypatch.setattr("skyctl.push.transaction.push", push)
     async with attached(tmp_path, monkeypatch, StubServer(), StubServer()) as fleet:
-        with FleetState(fleet.ref.paths.database) as other:
-            other.locks.acquire("push", "job push-0")
-            with pytest.raises(ConflictError, match="push-0"):
+        with (
+            FleetState(fleet.ref.paths.database) as other,
+            Arbiter(other.locks).take(Act.PUSH, "push-0"),
+        ):
+            for verb in (fleet.pause, fleet.resume, fleet.wake):
+                with pytest.raises(ConflictError, match=r"busy: push-0 \(pid"):
+                    await verb()
+            with pytest.raises(ConflictError, match="push-0") as caught:
                 await fleet.start_push(PushRequest("/c"))
-            other.locks.release("push")
+            assert caught.value.hint == "wait for it: skyctl jobs wait push-0"
         heard: list[str] = []
         job_id = await fleet.start_push(PushRequest("/c"))
         job = await fleet.wait_job(job_id, lambda event: heard.append(event.kind), timeout_s=10)

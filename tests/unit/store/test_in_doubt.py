@@ -119,8 +119,49 @@ def test_a_dead_push_quarantines_what_it_left_and_is_closed_once(state: FleetSta
     assert state.journal.job(job.id).state == "interrupted"
     assert set(in_doubt(state)) == {"a", "b"}
     assert state.server("a").quarantine == f"{job.id} broke off in stage update"
-    assert state.server("b").weight_version == "v2"
     assert close_orphans(state) == []
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_what_a_dead_push_had_verified_is_committed(state: FleetState, whole: bool) -> None:
+    """Of a part of a roll only the servers are: the fleet's version is the one before."""
+    job = journaled(
+        state, "pause", "a:pausing", "b:pausing", "c:pausing", "update", "resume", dead=True
+    )
+    fact = {
+        "version": "v2",
+        "checkpoint": "/new",
+        "checkpoint_digest": "files",
+        "content_digest": "bytes",
+        "transport": "shm",
+        "whole": whole,
+        "servers": {"a": "weights", "b": "weights"},
+    }
+    state.journal.fact(job.id, "verified", fact)
+    state.journal.server(job.id, "b", "ready")
+    close_orphans(state)
+    doubts = in_doubt(state)
+    assert set(doubts) == {"a", "c"} and doubts["c"].half_updated
+    assert (doubts["a"].half_updated, doubts["a"].thaw, doubts["a"].version) == (False, True, "v2")
+    for name in ("a", "b"):
+        row = state.server(name)
+        assert (row.weight_version, row.weights_digest) == ("v2", "weights")
+    assert state.weights().version == ("v2" if whole else None)
+    assert [push.ok for push in state.journal.pushes()] == ([True] if whole else [])
+
+
+@pytest.mark.parametrize("thawed", [True, False])
+def test_weights_that_nobody_verified_are_those_of_a_server_that_was_given_back(
+    state: FleetState, thawed: bool
+) -> None:
+    job = journaled(state, "pause", "a:pausing", "update", "resume", dead=True)
+    fact = {"version": "v2", "checkpoint": "/new", "checkpoint_digest": "files", "whole": True}
+    state.journal.fact(job.id, "verified", {**fact, "transport": "shm", "servers": {"a": ""}})
+    if thawed:
+        state.journal.server(job.id, "a", "ready")
+    close_orphans(state)
+    assert state.server("a").weight_version == ("v2" if thawed else None)
+    assert set(in_doubt(state)) == (set() if thawed else {"a"})
 
 
 def test_what_is_half_updated_stays_so_until_it_was_put_right(state: FleetState) -> None:

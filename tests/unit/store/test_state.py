@@ -15,8 +15,9 @@ import psutil
 import pytest
 
 from skyctl.errors import ConflictError, NotFoundError, SkyctlError
-from skyctl.store.database import SCHEMA_VERSION
 from skyctl.store.identity import ProcessIdentity, boot_id, identify, own_identity
+from skyctl.store.locks import Locks
+from skyctl.store.schema import SCHEMA_VERSION
 from skyctl.store.state import FleetState, FleetWeights, ProcessRow
 
 
@@ -144,11 +145,13 @@ def _contend(path: Path, barrier: object, wins: object) -> None:
     with FleetState(path) as state:
         barrier.wait()  # type: ignore[attr-defined]
         try:
-            state.locks.acquire("push", f"process {os.getpid()}")
+            lock = state.locks.take("turn", f"process {os.getpid()}")
             wins.put("won")  # type: ignore[attr-defined]
+            barrier.wait()  # type: ignore[attr-defined]
+            lock.release()
         except ConflictError:
             wins.put("lost")  # type: ignore[attr-defined]
-        barrier.wait()  # type: ignore[attr-defined]
+            barrier.wait()  # type: ignore[attr-defined]
 
 
 def test_of_processes_racing_for_a_lock_exactly_one_wins(path: Path) -> None:
@@ -184,32 +187,47 @@ def test_what_is_written_beside_a_second_connection_of_one_process_is_not_lost(p
 
 
 def test_a_held_lock_names_its_holder(path: Path) -> None:
-    holder = rf"job push-3 \(pid {os.getpid()}\)"
+    holder = rf"push-3 \(pid {os.getpid()}, for "
     with (
         FleetState(path) as state,
-        state.locks.hold("push", "job push-3"),
+        state.locks.hold("turn", "push-3"),
         pytest.raises(ConflictError, match=holder),
     ):
-        state.locks.acquire("push", "another")
+        state.locks.take("turn", "another")
     with FleetState(path) as state:
-        assert state.locks.holder("push") is None
+        assert state.locks.holders("turn") == []
 
 
-def test_a_lock_of_a_dead_process_is_free(path: Path) -> None:
-    holder = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    identity = identify(holder.pid)
-    assert identity is not None
-    with FleetState(path) as state:
-        state._database.write(
-            "INSERT INTO locks VALUES ('push', ?, ?, ?, 'job push-1', 0)",
-            identity.pid,
-            identity.create_time,
-            identity.boot_id,
-        )
-        assert state.locks.holder("push") is not None
-        holder.kill()
-        holder.communicate()
-        state.locks.acquire("push", "the next")
+_HOLD = """
+import sys; from pathlib import Path; from skyctl.store.locks import Locks
+lock = Locks(Path(sys.argv[1])).take("turn", "push-1", shared=sys.argv[2] == "shared")
+print("held", flush=True); input()
+"""
+
+
+@pytest.mark.parametrize(("how", "named"), [("exclusive", "push-1"), ("shared", "python")])
+def test_a_lock_of_another_process_names_it_and_dies_with_it(
+    path: Path, how: str, named: str
+) -> None:
+    path.parent.mkdir(exist_ok=True)
+    holder = subprocess.Popen(
+        [sys.executable, "-c", _HOLD, path.parent, how],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    assert holder.stdout is not None
+    holder.stdout.readline()
+    locks = Locks(path.parent)
+    [found] = locks.holders("turn")
+    assert found.pid == holder.pid and found.what.startswith(named)
+    with pytest.raises(ConflictError, match=rf"\(pid {holder.pid}, for "):
+        locks.take("turn", "another")
+    if how == "shared":
+        locks.take("turn", "beside it", shared=True).release()
+    holder.kill()
+    holder.communicate()
+    locks.take("turn", "the next").release()
+    assert locks.holders("turn") == []
 
 
 def test_an_identity_does_not_match_another_process_with_its_pid() -> None:

@@ -401,19 +401,23 @@ async def test_a_second_push_is_refused_and_told_of_the_first(
     async with supervising(tmp_path) as supervisor:
         await bring_up(supervisor, fleet_plan([stub_server("a")]))
         push.gate.clear()
-        job = supervisor.start_push(PushRequest("/ckpt", weight_version="v1"))
+        job = await supervisor.start_push(PushRequest("/ckpt", weight_version="v1"))
         await eventually(lambda: states(supervisor)["a"] == "updating")
-        for refused in (lambda: supervisor.start_push(PushRequest("/b")),
-                        lambda: supervisor.restart([])):  # fmt: skip
+        with pytest.raises(ConflictError, match=job.id):
+            await supervisor.start_push(PushRequest("/b"))
+        for refused in (supervisor.recover, lambda: supervisor.restart([])):
             with pytest.raises(ConflictError, match=job.id):
                 refused()
+        for verb in ("resume", "pause", "sleep", "wake"):
+            with pytest.raises(ConflictError, match=job.id):
+                await supervisor.verb(verb, {}, (), 5.0)
         push.gate.set()
         await eventually(lambda: supervisor.job is None)
         assert supervisor.state.journal.job(job.id).state == "succeeded"
         assert supervisor.state.weights() == FleetWeights("v1", "/ckpt", "same", "shm")
         assert states(supervisor)["a"] == "ready"
         assert supervisor.replicas["a"].row.weights_digest == "digest-v1"
-        assert supervisor.state.locks.holder("push") is None
+        assert supervisor.state.locks.holders("turn") == []
 
 
 async def test_a_fleet_that_was_taken_over_can_be_pushed_to_while_a_dead_server_starts(
@@ -425,7 +429,7 @@ async def test_a_fleet_that_was_taken_over_can_be_pushed_to_while_a_dead_server_
         await eventually(lambda: states(supervisor).get("a") == "ready")
         with pytest.raises(ConflictError, match="busy: adopt"):
             supervisor.restart([])
-        supervisor.start_push(PushRequest("/ckpt", weight_version="v1"))
+        await supervisor.start_push(PushRequest("/ckpt", weight_version="v1"))
         await eventually(lambda: supervisor.job is None)
         assert push.calls == [("/ckpt", ["a"])]
         assert supervisor.operation is not None and supervisor.operation.ended_at is None
@@ -436,7 +440,7 @@ async def test_a_replica_that_dies_takes_the_fleets_weights_before_it_is_routed(
 ) -> None:
     async with supervising(tmp_path) as supervisor:
         await bring_up(supervisor, fleet_plan([stub_server("a"), stub_server("b")], stub_router()))
-        supervisor.start_push(PushRequest("/ckpt", weight_version="v1"))
+        await supervisor.start_push(PushRequest("/ckpt", weight_version="v1"))
         await eventually(lambda: supervisor.job is None)
         push.gate.clear()
         os.kill(pid_of(supervisor, "a"), signal.SIGKILL)
@@ -457,7 +461,7 @@ async def test_a_replica_is_quarantined_when_the_checkpoint_changed(
 ) -> None:
     async with supervising(tmp_path) as supervisor:
         await bring_up(supervisor, fleet_plan([stub_server("a"), stub_server("b")], stub_router()))
-        supervisor.start_push(PushRequest("/ckpt", weight_version="v1"))
+        await supervisor.start_push(PushRequest("/ckpt", weight_version="v1"))
         await eventually(lambda: supervisor.job is None)
         monkeypatch.setattr(checkpoint, "identity_digest", "other")
         monkeypatch.setattr(checkpoint, "layout_digest", "other")
@@ -479,7 +483,7 @@ async def test_a_failed_push_quarantines_what_it_left_in_doubt(
             ServerPush("b", False, "quarantined", None, detail="half updated"),
         ]
         push.error = PushError("b failed", details={"servers": [s.to_json() for s in left]})
-        job = supervisor.start_push(PushRequest("/ckpt", weight_version="v1"))
+        job = await supervisor.start_push(PushRequest("/ckpt", weight_version="v1"))
         await eventually(lambda: supervisor.job is None)
         assert supervisor.state.journal.job(job.id).state == "failed"
         assert states(supervisor) == {"a": "ready", "b": "quarantined"}
@@ -496,7 +500,7 @@ async def test_a_replica_that_dies_in_a_push_is_not_blamed_for_what_its_process_
         push.gate.clear()
         left = [ServerPush("b", False, "quarantined", None, detail="connection lost")]
         push.error = PushError("b died", details={"servers": [s.to_json() for s in left]})
-        supervisor.start_push(PushRequest("/ckpt", weight_version="v1"))
+        await supervisor.start_push(PushRequest("/ckpt", weight_version="v1"))
         await eventually(lambda: len(push.calls) == 1)
         pid = pid_of(supervisor, "b")
         os.kill(pid, signal.SIGKILL)
@@ -528,11 +532,11 @@ async def test_a_push_that_cannot_even_begin_is_a_failed_job_and_frees_the_lock(
         await bring_up(supervisor, fleet_plan([stub_server("stubs-0")]))
         with monkeypatch.context() as broken:
             broken.delattr(admission, "push_fleet")
-            job = supervisor.start_push(PushRequest("nowhere"))
+            job = await supervisor.start_push(PushRequest("nowhere"))
             await eventually(lambda: supervisor.job is None)
         found = supervisor.state.journal.job(job.id)
         assert found.state == "failed"
         assert found.error is not None and "never began" in found.error["message"]
-        again = supervisor.start_push(PushRequest("nowhere"))  # the lock is free
+        again = await supervisor.start_push(PushRequest("nowhere"))  # the lock is free
         await eventually(lambda: supervisor.job is None)
         assert supervisor.state.journal.job(again.id).ended

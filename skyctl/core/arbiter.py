@@ -1,0 +1,156 @@
+"""Who may act on a fleet now: the one rule for verbs, pushes and recovery.
+
+               verb   push   recover
+    verb       yes    no     no        pause, resume, sleep, wake
+    push       no     no     no
+    recover    no     no     no        its own pushes are part of it
+
+Verbs share the fleet; a push and a recovery have it to themselves, so that nobody else thaws what a
+push has paused. Changes of processes (up, restart, scale) happen in the supervisor alone, which
+does one at a time, none beside a push or a recovery, and lets verbs pass. The admission of a
+restarted server is outside the rule: nobody else acts on a server that is not up yet. `down` ends
+whatever goes on.
+
+The rule is the same for attached and supervised fleets: one kernel lock in the fleet's directory
+(`store/locks.py`), taken by the process that acts. Two machines that attach the same servers do not
+share it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shlex
+import sys
+import time
+from contextvars import ContextVar
+from enum import Enum
+from pathlib import Path
+
+from skyctl.errors import ConflictError, SkyctlError
+from skyctl.store.locks import Holder, Lock, Locks
+
+LOCK = "turn"
+PATIENCE_S = 2.0
+_POLL_S = 0.02
+
+caller: ContextVar[str] = ContextVar("caller", default="")
+"""The command that asked for what is being done, where another process carries it out."""
+
+
+class Act(Enum):
+    """What somebody wants to do."""
+
+    VERB = "verb"
+    PUSH = "push"
+    RECOVER = "recover"
+
+    @property
+    def shared(self) -> bool:
+        """Whether others may do the same at the same time."""
+        return self is Act.VERB
+
+
+class Turn:
+    """The right to act, until it is released."""
+
+    def __init__(self, lock: Lock | None) -> None:
+        self._lock = lock
+
+    def rename(self, what: str) -> None:
+        """Say more about what is being done."""
+        if self._lock is not None:
+            self._lock.rename(_asked(what))
+
+    def release(self) -> None:
+        """Let others act. A second call does nothing."""
+        if self._lock is not None:
+            self._lock.release()
+
+    def __enter__(self) -> Turn:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.release()
+
+
+class Arbiter:
+    """The rule, for one process that acts on one fleet."""
+
+    def __init__(self, locks: Locks) -> None:
+        self._locks = locks
+
+    def take(self, act: Act, what: str) -> Turn:
+        """The turn, now.
+
+        Raises:
+            ConflictError: somebody else acts; the message says who, and the hint what to type.
+        """
+        try:
+            return Turn(self._locks.take(LOCK, _asked(what), shared=act.shared))
+        except ConflictError as error:
+            raise self._refusal() from error
+        except SkyctlError:
+            # The lock's file is made before the first push. Where it cannot be made no push is
+            # under way, and what thaws must not need a disk.
+            if act is not Act.VERB:
+                raise
+            return Turn(None)
+
+    async def turn(self, act: Act, what: str, *, wait_s: float = PATIENCE_S) -> Turn:
+        """The turn, once whoever excludes it has ended. Only a recovery waits for a push: verbs and
+        other pushes are told of it.
+
+        Raises:
+            ConflictError: a push or a recovery goes on, or somebody still acts after `wait_s`.
+        """
+        deadline = time.monotonic() + wait_s
+        while True:
+            try:
+                return self.take(act, what)
+            except ConflictError:
+                refused = act is not Act.RECOVER and self._locks.taken(LOCK)
+                if refused or time.monotonic() >= deadline:
+                    raise
+            await asyncio.sleep(_POLL_S)
+
+    def holders(self) -> list[Holder]:
+        """Everybody who acts on the fleet now."""
+        return self._locks.holders(LOCK)
+
+    def holds(self, what: str) -> bool:
+        """Whether what goes on is this job."""
+        return any(_subject(holder) == what for holder in self.holders())
+
+    def _refusal(self) -> ConflictError:
+        holders = self.holders()
+        if not holders:  # gone since
+            return ConflictError("another command acted on this fleet just now", hint="try again")
+        first = holders[0]
+        job = _subject(first)
+        is_job = job.startswith("push-")
+        return ConflictError(
+            f"fleet {self._locks.fleet} is busy: {' and '.join(map(str, holders))}",
+            hint=f"wait for it: skyctl jobs wait {job}" if is_job else "wait for it to end",
+            details={
+                **({"job": job} if is_job else {}),
+                "holder": first.what,
+                "pid": first.pid,
+                "since": first.since,
+            },
+        )
+
+
+def own_command() -> str:
+    """This process's command and pid, as others should name it."""
+    words = [Path(sys.argv[0]).name or "python", *sys.argv[1:]]
+    return f"`{shlex.join(words)[:120]}` (pid {os.getpid()})"
+
+
+def _asked(what: str) -> str:
+    asked = caller.get()
+    return f"{what}, asked for by {asked}" if asked else what
+
+
+def _subject(holder: Holder) -> str:
+    return holder.what.partition(",")[0]

@@ -1,0 +1,169 @@
+"""How a state file is opened: as it should be, or, when its disk fails, as a copy in memory."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+import sqlite3
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from skyctl.errors import SkyctlError, StateUnwritable
+from skyctl.store.paths import create_private_file, place_private_file
+from skyctl.store.schema import migrate
+from skyctl.store.unrecorded import advice
+
+BUSY_TIMEOUT_S = 10.0
+
+Connect = Callable[[Path], sqlite3.Connection]
+
+_DISK = (
+    sqlite3.SQLITE_FULL,
+    sqlite3.SQLITE_IOERR,
+    sqlite3.SQLITE_READONLY,
+    sqlite3.SQLITE_CANTOPEN,
+    sqlite3.SQLITE_PERM,
+)
+
+
+def connect(path: Path) -> sqlite3.Connection:
+    """SQLite's own connection; every statement outside a transaction commits by itself."""
+    return sqlite3.connect(path, timeout=BUSY_TIMEOUT_S, isolation_level=None)
+
+
+def disk_failed(error: BaseException) -> bool:
+    """Whether it is the disk that fails (full, read-only, I/O error), not what was asked of it."""
+    code = getattr(error, "sqlite_errorcode", None)
+    if isinstance(error, sqlite3.Error):
+        return code is not None and code & 0xFF in _DISK
+    return isinstance(error, OSError | StateUnwritable)
+
+
+def unwritable(path: Path, why: str) -> StateUnwritable:
+    """The error of a state file whose disk fails."""
+    return StateUnwritable(f"cannot write {path}: {why}", hint=advice(path, why))
+
+
+def open_file(path: Path, connect: Connect = connect, *, check: bool = False) -> sqlite3.Connection:
+    """A connection to the state file, which is made, or brought to this version, if need be.
+
+    `check` reads all of it and raises DatabaseError when it is corrupt.
+    """
+    _create(path)
+    connection = connect(path)
+    connection.row_factory = sqlite3.Row
+    try:
+        _enable_wal(connection)
+        connection.execute("PRAGMA synchronous = NORMAL")
+        if check and connection.execute("PRAGMA quick_check(1)").fetchone()[0] != "ok":
+            raise sqlite3.DatabaseError("integrity check failed")
+        migrate(connection, path)
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def in_memory(source: sqlite3.Connection | None = None) -> sqlite3.Connection:
+    """A connection to a database in memory: a copy of `source`, or an empty one."""
+    memory = sqlite3.connect(":memory:", isolation_level=None)
+    memory.row_factory = sqlite3.Row
+    try:
+        if source is not None:
+            source.backup(memory)
+    except BaseException:
+        memory.close()
+        raise
+    return memory
+
+
+def read_into_memory(path: Path) -> sqlite3.Connection:
+    """What a file holds that cannot be opened for writing.
+
+    Raises:
+        sqlite3.Error, OSError: it cannot be read either.
+    """
+    try:
+        path.lstat()
+    except (FileNotFoundError, NotADirectoryError):
+        memory = in_memory()
+    else:
+        memory = _copy_of(path)
+    migrate(memory, path)
+    return memory
+
+
+def keep_aside(path: Path, connect: Connect) -> Path | None:
+    """Move a corrupt file (and its WAL) away; None when another process already did."""
+    lock = create_private_file(path.with_suffix(".lock"))
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        try:
+            open_file(path, connect, check=True).close()
+            return None
+        except (sqlite3.DatabaseError, UnicodeDecodeError):
+            kept = path.with_name(f"{path.name}.corrupt-{time.strftime('%Y%m%dT%H%M%S')}")
+            path.rename(kept)
+            for suffix in ("-wal", "-shm"):
+                path.with_name(path.name + suffix).unlink(missing_ok=True)
+            return kept
+    finally:
+        os.close(lock)
+
+
+def _create(path: Path) -> None:
+    """An empty file, mode 0600, unless there is one.
+
+    Never opened beside SQLite's own connections: a process that closes any descriptor of
+    a database loses the locks that its connections have on it, and the next other process to close
+    one removes the WAL that they go on writing to (sqlite.org/howtocorrupt.html, section 2.2).
+    """
+    if path.is_symlink():
+        raise SkyctlError(f"cannot open {path}: it is a symlink")
+    if not path.exists():
+        place_private_file(path)
+
+
+def _enable_wal(connection: sqlite3.Connection) -> None:
+    # Switching to WAL does not honour the busy timeout while another process does the same.
+    deadline = time.monotonic() + BUSY_TIMEOUT_S
+    while True:
+        try:
+            connection.execute("PRAGMA journal_mode = WAL")
+            return
+        except sqlite3.OperationalError as error:
+            if "locked" not in str(error) or time.monotonic() > deadline:
+                raise
+            time.sleep(0.02)
+
+
+def _copy_of(path: Path) -> sqlite3.Connection:
+    """A copy in memory of a file without room for the index of its WAL beside it."""
+    try:
+        with contextlib.closing(_alone(path)) as source:
+            return in_memory(source)
+    except sqlite3.OperationalError:
+        with _elsewhere(path) as copy, contextlib.closing(connect(copy)) as source:
+            return in_memory(source)
+
+
+def _alone(path: Path) -> sqlite3.Connection:
+    """With the index of the WAL in memory, which only one connection can have."""
+    source = connect(path)
+    source.execute("PRAGMA locking_mode = EXCLUSIVE")
+    return source
+
+
+@contextlib.contextmanager
+def _elsewhere(path: Path) -> Iterator[Path]:
+    """A copy of the file and its WAL in the temporary directory, for a file system that is
+    read-only: nobody writes to them."""
+    with tempfile.TemporaryDirectory(prefix="skyctl-") as directory:
+        for suffix in ("", "-wal"):
+            with contextlib.suppress(FileNotFoundError):
+                shutil.copyfile(f"{path}{suffix}", Path(directory, f"{path.name}{suffix}"))
+        yield Path(directory, path.name)

@@ -1,0 +1,35 @@
+"""What could not be written to a state file: said once, when a command ends."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Unrecorded:
+    """`writes` changes of `path` exist in memory only, because of `why`."""
+
+    path: Path
+    writes: int
+    why: str
+
+    def with_all(self, others: Iterable[Unrecorded]) -> Unrecorded:
+        """One of the same path, with the writes of all of them."""
+        return replace(self, writes=sum(other.writes for other in others))
+
+    def __str__(self) -> str:
+        changes = "one change is" if self.writes == 1 else f"{self.writes} changes are"
+        return f"{changes} not recorded in {self.path}: {self.why}; {advice(self.path, self.why)}"
+
+
+LOST: list[Unrecorded] = []
+"""What this process gave up when it closed its state files."""
+
+
+def advice(path: Path, why: str) -> str:
+    """What to do about a state file that cannot be written because of `why`."""
+    if "full" in why or "No space" in why or "quota" in why:
+        return f"free space at {path.parent}"
+    return f"make {path.parent} writable, or point SKYCTL_HOME elsewhere"

@@ -1,0 +1,108 @@
+"""Verbs on a fleet whose state disk is full, read-only or not there, as typed."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import nullcontext
+from pathlib import Path
+
+import pytest
+
+from skyctl.store.paths import FleetPaths
+from skyctl.store.state import FleetState
+from tests.faults.command import attached, skyctl
+from tests.stub.app import StubServer
+from tests.stub.running import running
+from tests.stub.state import Scheduler
+from tests.unit.push.checkpoints import tiny_tensors, write_checkpoint
+from tests.unit.store.disks import fill, mounted, remount
+
+
+@pytest.fixture(params=["full", "full from the start", "read-only", "no directory"])
+def home(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Path, str]]:
+    nowhere = Path("/dev/null/home")
+    needs = mounted(tmp_path / "home") if "no" not in request.param else nullcontext(nowhere)
+    with needs as directory:
+        yield directory, request.param
+
+
+async def test_a_fleet_can_be_looked_at_frozen_and_thawed_and_is_not_pushed_to(
+    home: tuple[Path, str], tmp_path: Path
+) -> None:
+    directory, fault = home
+    stubs = [StubServer(), StubServer()]
+    checkpoint = write_checkpoint(tmp_path / "ckpt", tiny_tensors())
+    async with running(stubs) as targets:
+        file = attached(tmp_path, targets)
+
+        async def run(*arguments: str, expect: int = 0) -> dict[str, object]:
+            code, envelope = await skyctl(*arguments, home=directory, file=file)
+            assert code == expect, envelope
+            assert "bug" not in str(envelope["error"])
+            return envelope
+
+        if fault in ("full", "read-only"):
+            await run("status")
+        filler = None
+        if fault.startswith("full"):
+            filler = fill(directory)
+        elif fault == "read-only":
+            remount(directory, "ro")
+
+        status = await run("status")
+        assert status["data"]["health"] == "healthy"  # type: ignore[index]
+        await run("pause", "--mode", "keep")
+        assert [stub.engine.scheduler is not Scheduler.RUNNING for stub in stubs] == [True, True]
+        await run("resume")
+        assert [stub.engine.scheduler is not Scheduler.RUNNING for stub in stubs] == [False, False]
+        await run("recover", "--yes")
+        before = [len(stub.engine.log) for stub in stubs]
+        refused = await run("sync-weights", str(checkpoint), expect=1)
+        assert refused["error"]["kind"] == "StateUnwritable"  # type: ignore[index]
+        assert refused["error"]["hint"]  # type: ignore[index]
+        assert [stub.engine.log[n:] for stub, n in zip(stubs, before, strict=True)] == [[], []]
+
+        if filler is not None:
+            filler.unlink()
+        elif fault == "read-only":
+            remount(directory, "rw")
+        else:
+            return
+        await run("pause", "--mode", "keep")
+        with FleetState(FleetPaths(directory, "eight").database) as state:
+            assert [row.paused for row in state.servers()] == [True, True]
+
+
+async def test_what_could_not_be_recorded_is_said_once(tmp_path: Path) -> None:
+    async with running([StubServer()]) as targets:
+        file = attached(tmp_path, targets)
+        done = await asyncio.to_thread(
+            subprocess.run,
+            [sys.executable, "-m", "skyctl", "pause", "-f", str(file)],
+            env={"SKYCTL_HOME": "/dev/null/home", "PATH": "", "HOME": str(tmp_path)},
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        assert done.returncode == 0, done.stderr
+        warnings = [line for line in done.stderr.splitlines() if line.startswith("warning: ")]
+        assert len(warnings) == 1 and "changes are not recorded in" in warnings[0]
+        assert "Not a directory; make " in warnings[0]
+
+
+@pytest.mark.parametrize("arguments", [["--version"], ["help"], ["help", "--json"]])
+def test_a_full_stdout_is_one_line(arguments: list[str], tmp_path: Path) -> None:
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "skyctl", *arguments],
+            env={"SKYCTL_HOME": str(tmp_path), "PATH": "", "HOME": str(tmp_path)},
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=60,
+        )
+    assert done.returncode == 1
+    assert done.stderr == "error: cannot write: No space left on device\n"

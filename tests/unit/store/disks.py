@@ -1,0 +1,91 @@
+"""A disk under state files that fails when it is told to, by SQLite's own means."""
+
+from __future__ import annotations
+
+import sqlite3
+import subprocess
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+FAULTS = ("read-only", "full", "commit")
+BIG = "x" * 100_000
+"""More than what is left in any page: a full disk has no room for it."""
+
+
+class FailingDisk:
+    """`connect` is for `FleetState(…, connect=…)`. `fail` and `mend` reach every open connection.
+
+    read-only: no statement may write. full: the file must not grow (write something `BIG`).
+    commit: every COMMIT finds the disk full.
+    """
+
+    def __init__(self) -> None:
+        self.fault = ""
+        self._connections: list[_Connection] = []
+
+    def connect(self, path: Path) -> sqlite3.Connection:
+        connection = sqlite3.connect(path, isolation_level=None, factory=_Connection)
+        connection.disk = self
+        self._connections.append(connection)
+        self._tell([connection])
+        return connection
+
+    def fail(self, fault: str) -> None:
+        self.fault = fault
+        self._tell(self._connections)
+
+    def mend(self) -> None:
+        self.fail("")
+
+    def _tell(self, connections: Iterable[_Connection]) -> None:
+        for connection in connections:
+            try:
+                connection.execute(f"PRAGMA query_only = {int(self.fault == 'read-only')}")
+                pages = 1 if self.fault == "full" else 1_000_000  # 1: as many as there are
+                connection.execute(f"PRAGMA max_page_count = {pages}")
+            except sqlite3.ProgrammingError:
+                pass  # closed
+
+
+class _Connection(sqlite3.Connection):
+    disk: FailingDisk
+
+    def execute(self, sql: str, *parameters: object) -> sqlite3.Cursor:  # type: ignore[override]
+        if sql == "COMMIT" and self.disk.fault == "commit":
+            error = sqlite3.OperationalError("database or disk is full")
+            error.sqlite_errorcode = sqlite3.SQLITE_FULL
+            raise error
+        return super().execute(sql, *parameters)  # type: ignore[arg-type]
+
+
+@contextmanager
+def mounted(directory: Path) -> Iterator[Path]:
+    """A file system of 256 KiB that nobody else uses; the test is skipped where it cannot be."""
+    directory.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=256k,mode=700", "tmpfs", str(directory)]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True)
+    except FileNotFoundError:
+        pytest.skip("there is no mount command")
+    if done.returncode != 0:
+        pytest.skip(f"cannot mount a tmpfs: {done.stderr.strip()}")
+    try:
+        yield directory
+    finally:
+        subprocess.run(["umount", "-l", str(directory)], check=True)
+
+
+def fill(directory: Path) -> Path:
+    """Leave not one page of its disk; what to remove to have room again."""
+    filler = directory / "filler"
+    with filler.open("wb", buffering=0) as file, pytest.raises(OSError, match="No space"):
+        while True:
+            file.write(b"x" * 4096)
+    return filler
+
+
+def remount(directory: Path, option: str) -> None:
+    subprocess.run(["mount", "-o", f"remount,{option}", str(directory)], check=True)
