@@ -16,7 +16,8 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from skyctl.store import database
+from skyctl.store import opening
+from skyctl.store.schema import migrate
 from tests.simulation.kernel import Kernel, Process, current
 from tests.simulation.loop import PROCESS
 
@@ -39,19 +40,24 @@ class Disk:
         self.closed = False
 
     def open(self, path: Path) -> Connection:
-        """What `database._open` does."""
+        """What `opening.open_file` does."""
         process = current()
         found = self.files.get(str(path))
-        if found is None:
+        # without room beside it for its WAL, a file may open or not
+        if found is None or (self.full and self._dice.random() < 0.5):
             self.write_or_fail()
-            found = sqlite3.connect(":memory:", isolation_level=None)
-            found.row_factory = sqlite3.Row
-            found.executescript(
-                "PRAGMA synchronous = OFF; PRAGMA journal_mode = MEMORY;" + database._SCHEMA
-            )
-            found.execute(f"PRAGMA user_version = {database.SCHEMA_VERSION}")
+        if found is None:
+            found = opening.in_memory()
+            migrate(found, path)
             self.files[str(path)] = found
         return Connection(self, found, process)
+
+    def read(self, path: Path) -> sqlite3.Connection:
+        """What `opening.read_into_memory` does."""
+        current()
+        memory = opening.in_memory(self.files.get(str(path)))
+        migrate(memory, path)
+        return memory
 
     def write_or_fail(self) -> None:
         """Raise what a write raises while the disk is not well; die where that was decided."""
@@ -62,9 +68,9 @@ class Disk:
             if process.doomed["writes"] < 0:
                 self.kernel.die("is killed at a write")
         if self.full:
-            raise sqlite3.OperationalError("database or disk is full")
+            raise _error("database or disk is full", sqlite3.SQLITE_FULL)
         if self.failing and self._dice.random() < self.failing:
-            raise sqlite3.OperationalError("disk I/O error")
+            raise _error("disk I/O error", sqlite3.SQLITE_IOERR)
 
     def close(self) -> None:
         self.closed = True
@@ -112,6 +118,10 @@ class Connection:
             disk.owner = None
         return cursor
 
+    def backup(self, target: sqlite3.Connection) -> None:
+        current()
+        self._file.backup(target)
+
     def rollback(self) -> None:
         current()
         self._undo()
@@ -125,6 +135,12 @@ class Connection:
     def close(self) -> None:
         self._open = False
         self._undo()
+
+
+def _error(text: str, code: int) -> sqlite3.OperationalError:
+    error = sqlite3.OperationalError(text)
+    error.sqlite_errorcode = code
+    return error
 
 
 class Checkpoints:

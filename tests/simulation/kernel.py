@@ -29,6 +29,7 @@ class Process:
         self.code: int | None = None
         self.tasks: list[asyncio.Task[Any]] = []
         self.descriptors: set[int] = set()
+        self.own_locks: dict[Any, set[Any]] = {}
         self.dies_with_parent = False
         self.doomed: dict[str, Any] = {}
         self.context = copy_context()

@@ -5,15 +5,20 @@
 
 from __future__ import annotations
 
+import fcntl
 import gc
 import importlib
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+from skyctl.errors import SkyctlError
 from skyctl.store.identity import ProcessIdentity
+from skyctl.store.locks import Holder
 from skyctl.store.paths import FleetPaths
 from tests.simulation.kernel import current
 from tests.simulation.network import SimTransport
@@ -108,16 +113,87 @@ def _spawn_guardian(paths: FleetPaths) -> Spawned:
     return Spawned(here(), paths)
 
 
+class _Os:
+    """`os`, for whoever locks files: descriptors belong to a process, and are closed with it."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(os, name)
+
+    def getpid(self) -> int:
+        process = current()
+        return 1 if process is None else process.pid
+
+    def open(self, path: Any, flags: int, mode: int = 0o777) -> int:
+        process = current()
+        descriptor = os.open(path, flags, mode)
+        if process is not None:
+            process.descriptors.add(descriptor)
+        return descriptor
+
+    def close(self, descriptor: int) -> None:
+        process = current()
+        if process is not None and descriptor in process.descriptors:
+            process.descriptors.discard(descriptor)
+            here().flocks.pop(descriptor, None)
+            os.close(descriptor)
+
+
+class _Fcntl:
+    """`fcntl`, which remembers whose lock it is."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(fcntl, name)
+
+    def flock(self, descriptor: int, operation: int) -> None:
+        process = current()
+        fcntl.flock(descriptor, operation)
+        if process is not None:
+            here().flocks[descriptor] = (os.fstat(descriptor).st_ino, process)
+
+
+class _OwnLocks:
+    """What a class attribute is to a real process."""
+
+    def setdefault(self, directory: Path, default: set[Any]) -> set[Any]:
+        process = current()
+        return default if process is None else process.own_locks.setdefault(directory, default)
+
+
+_OS, _FCNTL = _Os(), _Fcntl()
+
+
+def _locking_pids(found: os.stat_result) -> set[int]:
+    flocks = here().flocks.values()
+    return {process.pid for inode, process in flocks if inode == found.st_ino and not process.dead}
+
+
+def _by_process(pid: int) -> Holder:
+    return Holder("a process", pid, EPOCH + _now())
+
+
+def _create_private_file(path: Path, flags: int = 0) -> int:
+    if here().disk.full and not path.exists():
+        raise SkyctlError(f"cannot open {path}: No space left on device")
+    return _OS.open(path, os.O_RDWR | os.O_CREAT | flags, 0o600)
+
+
 SEAMS: dict[str, Any] = {
     "time.time": lambda: EPOCH + _now(),
     "time.monotonic": lambda: UPTIME + _now(),
     "time.perf_counter": lambda: UPTIME + _now(),
     "time.sleep": _sleep,
     "skyctl.store.journal.own_identity": _own_identity,
-    "skyctl.store.locks.own_identity": _own_identity,
+    "skyctl.store.locks.os": _OS,
+    "skyctl.store.locks.fcntl": _FCNTL,
+    "skyctl.store.locks._locking_pids": _locking_pids,
+    "skyctl.store.locks._by_process": _by_process,
+    "skyctl.store.locks.create_private_file": _create_private_file,
+    "skyctl.store.locks.Locks.own_of_directory": _OwnLocks(),
+    "skyctl.core.arbiter.own_command": lambda: "a command",
     "skyctl.store.identity.ProcessIdentity.process": _process,
     "skyctl.store.identity.ProcessIdentity.alive": _alive,
-    "skyctl.store.database._open": lambda path: here().disk.open(path),
+    "skyctl.store.opening.open_file": lambda path, connect=None, check=False: here().disk.open(path),
+    "skyctl.store.opening.read_into_memory": lambda path: here().disk.read(path),
     "skyctl.store.database.private_directory": lambda path: path,
     "skyctl.store.paths.FleetPaths.prepare": lambda self: self,
     "skyctl.http.client.KeptConnections": SimTransport,

@@ -109,10 +109,12 @@ class World:
         self.disk = Disk(self.kernel, self.dice)
         self.frailty = Frailty()
         self.memories: dict[int, Memory] = {}
+        self.flocks: dict[int, tuple[int, Process]] = {}
         self.home = home
         self.checkpoints = Checkpoints(home)
         self.labels: dict[str, int] = {"default": 0}
         self.chaos = True
+        self.verbs_open = 0  # that nobody has on record: they died, or their disk failed
         self.pushes = self.succeeded = 0
         self.commands: list[Process] = []
         dice = self.dice
@@ -142,6 +144,7 @@ class World:
             self.network.serve(engine.url, engine)
             engine.start(self.kernel.spawn(f"server {engine.name}", None))
         self.ref = FleetRef("sim", FleetPaths(home, "sim"), _config(count), home, None)
+        self.ref.paths.logs.mkdir(parents=True, exist_ok=True)
         server_facts._makes.clear()
 
     def _choose_faults(self) -> frozenset[str]:
@@ -236,7 +239,10 @@ class World:
 
     async def _verb(self, verb: str, *arguments: Any) -> Any:
         async def use(fleet: AttachedFleet) -> Any:
+            self.verbs_open += 1
             outcomes = await getattr(fleet, verb)(*arguments)
+            if fleet._state.unrecorded is None:  # else it says so, and nobody remembers
+                self.verbs_open -= 1
             self.tell(f"{verb}: {[(o['server'], o['status']) for o in outcomes]}")
             return outcomes
 
@@ -453,6 +459,8 @@ class World:
 
     def close(self) -> None:
         """Let go of everything; what dead processes left unfinished unwinds into nothing."""
+        for process in self.kernel.processes.values():
+            self.kernel.kill(process, "is over")
         self.disk.close()
         self.kernel.processes.clear()
 
