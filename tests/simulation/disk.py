@@ -166,6 +166,10 @@ class Checkpoints:
         self.digests[number] = blake2b(json.dumps(content).encode(), digest_size=16).hexdigest()
         return found
 
+    def next_number(self) -> int:
+        """Of a version that nobody has written yet."""
+        return max(self.digests) + 1
+
     def write(self, name: str, number: int) -> str:
         """Overwrite a directory with a version; its path."""
         self.values(number)

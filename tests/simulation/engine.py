@@ -83,11 +83,16 @@ class Engine:
         self._lone = lone
         self.served_model = "sim"
         self.ready_at = 0.0
+        self._reset()
 
     def start(self, process: Process, ready_in_s: float = 0.0) -> None:
         """A fresh process: base weights, running."""
         self.process = process
         self.ready_at = self._loop.now + ready_in_s
+        self._reset()
+        self._watch(self, "starts")
+
+    def _reset(self) -> None:
         self.weights: list[Weights] = [dict(self._base) for _ in range(self.ranks)]
         self.label = "default"
         self.paused = False
@@ -103,7 +108,7 @@ class Engine:
         self.requests = 0  # frozen in it, holding blocks
         self.cached: frozenset[int] = frozenset()  # values of which weights its KV blocks are
         self.busy_until = self._loop.now
-        self._watch(self, "starts")
+        self.seen_serving = False
 
     # --- what may be seen -----------------------------------------------------------------------
 
@@ -117,12 +122,13 @@ class Engine:
             and not self.paused
             and not self.asleep
             and self._loop.now >= self.ready_at
+            and not self.held()
         )
 
     @property
     def content(self) -> tuple[int, ...] | None:
         """The values of all tensors; None when ranks differ or layers are empty."""
-        if self.half_open or (self.open and True):
+        if self.half_open or self.open:
             return None
         first = self.weights[0]
         if any(other != first for other in self.weights[1:]):

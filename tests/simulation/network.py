@@ -41,6 +41,7 @@ class Network:
         self.hosts: dict[str, Host] = {}
         self.weather = Weather()
         self.calls = 0
+        self.on_arrival: Callable[[], None] = lambda: None
         self._loop = loop
         self._kernel = kernel
         self._dice = dice
@@ -81,6 +82,7 @@ class Network:
                 fail(ConnectionBroke("Connection reset by peer"))
                 return
             self._watch(process, future)
+            self.on_arrival()
 
             def reply(status: int, body: bytes) -> None:
                 if lost or future.done():

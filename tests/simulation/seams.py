@@ -8,6 +8,7 @@ from __future__ import annotations
 import fcntl
 import gc
 import importlib
+import logging
 import os
 import sys
 from collections.abc import Iterator
@@ -204,6 +205,16 @@ SEAMS: dict[str, Any] = {
 }
 
 
+_LATER = {
+    "skyctl.supervisor.client.KeptConnections": SimTransport,
+    "skyctl.supervisor.daemon.create_private_file": _create_private_file,
+    "skyctl.supervisor.daemon.fcntl": _FCNTL,
+    "skyctl.supervisor.daemon.os": _OS,
+    "skyctl.supervisor.replica.create_private_file": _create_private_file,
+    "skyctl.supervisor.replica.os": _OS,
+}
+
+
 def _place(name: str) -> tuple[Any, str]:
     parts = name.split(".")
     for length in range(len(parts) - 1, 0, -1):
@@ -218,12 +229,16 @@ def _place(name: str) -> tuple[Any, str]:
 @contextmanager
 def installed(seams: dict[str, Any] | None = None) -> Iterator[None]:
     """Inside the block, the product runs in whatever world was entered."""
+    from tests.simulation import supervised
+
+    everything = {**SEAMS, **_LATER, **supervised.SEAMS}
     before = []
     gc.collect()
     gc.freeze()
+    logging.disable(logging.CRITICAL)
     # what dead processes left open is unwound between schedules, into closed files
     hook, sys.unraisablehook = sys.unraisablehook, lambda unraisable: None
-    for name, simulated in (SEAMS if seams is None else seams).items():
+    for name, simulated in (everything if seams is None else seams).items():
         holder, attribute = _place(name)
         before.append((holder, attribute, getattr(holder, attribute)))
         setattr(holder, attribute, simulated)
@@ -232,6 +247,7 @@ def installed(seams: dict[str, Any] | None = None) -> Iterator[None]:
     finally:
         for holder, attribute, real in reversed(before):
             setattr(holder, attribute, real)
+        logging.disable(logging.NOTSET)
         sys.unraisablehook = hook
         gc.unfreeze()
         gc.enable()

@@ -1,0 +1,364 @@
+"""A fleet whose servers skyctl starts: its supervisor, their processes and the router."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from urllib.parse import parse_qs
+
+from skyctl.core.plan import FleetPlan, RouterSpec, ServerSpec
+from skyctl.engines.vllm.inside.guard import HELD_VARIABLE
+from skyctl.fleetfile.schema import FleetConfig
+from skyctl.http.transport import Request
+from skyctl.service import bring_up
+from skyctl.store.identity import ProcessIdentity
+from skyctl.store.paths import FleetPaths
+from skyctl.supervisor import daemon
+from skyctl.supervisor.api import make_app
+from skyctl.supervisor.resident import Supervisor
+from tests.simulation import people
+from tests.simulation.engine import Engine
+from tests.simulation.kernel import BOOT, Process, current
+from tests.simulation.loop import PROCESS
+from tests.simulation.network import _NOBODY, Reply, body
+from tests.simulation.world import World, configured
+
+SERVER, ROUTER = "a server", "a router"
+ROUTER_URL = "http://127.0.0.1:8000"
+
+
+class SimManaged:
+    """Stands in for `ManagedProcess`: one simulated process, and nothing below it."""
+
+    world: SupervisedWorld
+
+    def __init__(
+        self,
+        identity: ProcessIdentity | None,
+        token: str,
+        *,
+        descendants: Iterable[ProcessIdentity] = (),
+    ) -> None:
+        self.identity = identity
+        self.token = token
+        self.descendants: tuple[ProcessIdentity, ...] = ()
+        self.exited = asyncio.Event()
+        process, owner = self._process(), PROCESS.get()
+        if process is None:
+            self.exited.set()
+            return
+        loop = self.world.loop
+        process.on_death.append(
+            lambda: loop.call_later(0.001, self.exited.set, context=owner.context)
+        )
+
+    @classmethod
+    def spawn(
+        cls, argv: Sequence[str], env: Mapping[str, str], log: Path, token: str
+    ) -> SimManaged:
+        process = cls.world.launch(argv, env)
+        cls.world.tokens[token] = process
+        return cls(process.identity, token)
+
+    def _process(self) -> Process | None:
+        """By its identity, or, when that was never recorded, by its token."""
+        if self.identity is not None:
+            return self.world.kernel.find(self.identity)
+        found = self.world.tokens.get(self.token)
+        return None if found is None or found.dead else found
+
+    @property
+    def pid(self) -> int | None:
+        return self.identity.pid if self.identity else None
+
+    def alive(self) -> bool:
+        return self.identity is not None and self.world.kernel.find(self.identity) is not None
+
+    def exit_text(self) -> str:
+        return "exited"
+
+    def record_descendants(self) -> bool:
+        return False
+
+    def listens_at(self, port: int) -> bool:
+        return any(
+            engine.process is self._process() and engine.url.endswith(f":{port}")
+            for engine in self.world.engines
+        )
+
+    def members(self) -> list[Any]:
+        process = self._process()
+        return [] if process is None else [process]
+
+    async def stop(self, timeout_s: float) -> bool:
+        current()
+        process = self._process()
+        if process is not None:
+            await asyncio.sleep(self.world.dice.random() * 0.3)
+            self.world.kernel.kill(process, "is stopped")
+        return True
+
+
+class SimRouter:
+    """A vllm-router: a list of workers that can be changed while it runs."""
+
+    def __init__(self, world: SupervisedWorld) -> None:
+        self.world = world
+        self.process: Process | None = None
+        self.ready_at = 0.0
+        self.workers: list[str] = []
+
+    def start(self, process: Process, workers: Sequence[str]) -> None:
+        self.process = process
+        self.workers = list(workers)
+        self.ready_at = self.world.loop.now + self.world.dice.random()
+
+    def receive(self, request: Request, caller: Process | None, reply: Reply) -> None:
+        path, _, query = request.path.partition("?")
+        url = parse_qs(query).get("url", [""])[0]
+        if self.world.loop.now < self.ready_at:
+            reply(503, b"")
+        elif path == "/add_worker":
+            engine = self.world.engine_at(url)
+            if engine is None or engine.process is None or engine.process.dead:
+                return  # it probes a server that does not answer, and blocks
+            if url not in self.workers:
+                self.workers.append(url)
+            reply(200, b"")
+        elif path == "/remove_worker":
+            if url in self.workers:
+                self.workers.remove(url)
+            reply(200, b"")
+        elif path == "/list_workers":
+            reply(200, body({"urls": self.workers}))
+        else:
+            reply(200, b"")
+
+
+class Api:
+    """The supervisor's socket: requests become calls of its ASGI app, in its process."""
+
+    def __init__(self, world: SupervisedWorld, process: Process) -> None:
+        self.world = world
+        self.process: Process | None = process
+        self.app: Any = None
+        self.waiting: list[tuple[Request, Process | None, Reply]] = []
+
+    def serve(self, app: Any) -> None:
+        """Answer from now on, first what has waited."""
+        self.app = app
+        for request, caller, reply in self.waiting:
+            self.receive(request, caller, reply)
+
+    def receive(self, request: Request, caller: Process | None, reply: Reply) -> None:
+        process = self.process
+        assert process is not None
+        if self.app is None:  # it listens, and does not answer yet
+            self.waiting.append((request, caller, reply))
+            return
+        self.world.loop.create_task(self._answer(request, reply), context=process.context)
+
+    async def _answer(self, request: Request, reply: Reply) -> None:
+        path, _, query = request.path.partition("?")
+        scope = {
+            "type": "http",
+            "method": request.method,
+            "path": f"/v1{path}",
+            "raw_path": f"/v1{path}".encode(),
+            "root_path": "",
+            "scheme": "http",
+            "query_string": query.encode(),
+            "headers": [(k.encode(), v.encode()) for k, v in request.headers.items()],
+            "server": ("supervisor", 80),
+            "client": None,
+            "http_version": "1.1",
+        }
+        status, parts = 500, []
+
+        async def receive() -> Any:
+            return {"type": "http.request", "body": request.body or b"", "more_body": False}
+
+        async def send(message: Any) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            else:
+                parts.append(message.get("body", b""))
+
+        try:
+            await self.app(scope, receive, send)
+        except Exception as error:
+            self.world.violate(f"supervisor: a request raised {type(error).__name__}: {error}")
+            reply(500, b"Internal Server Error")
+            return
+        reply(status, b"".join(parts))
+
+
+class SupervisedWorld(World):
+    """See World."""
+
+    supervised = True
+    faults_known = (*people.FAULTS, *people.SUPERVISED_FAULTS)
+
+    def _begin(self) -> None:
+        SimManaged.world = self
+        self.tokens: dict[str, Process] = {}
+        self.supervisor: Supervisor | None = None
+        self.router = SimRouter(self)
+        self.network.serve(ROUTER_URL, self.router)
+        self.network.on_arrival = self._look
+        for engine in self.engines:
+            held = self.ref.paths.held(engine.name)
+            held.unlink(missing_ok=True)
+            engine.held = held.exists
+        self.ref.paths.database.touch()
+        self.plan = self._plan()
+        up = self._command("up", self._up)
+        self.loop.run_until(60.0, lambda: up.dead)
+        if up.error is not None:
+            self.violate(f"up fails: {up.error}")
+
+    def _config(self, servers: int) -> FleetConfig:
+        return configured(
+            model=self.base,
+            replicas=servers,
+            stop_timeout_s=5.0,
+            drain_timeout_s=3.0,
+            health={"interval_s": 2.0, "timeout_s": 2.0, "failures": 3, "startup_timeout_s": 30.0},
+            restart={"backoff_s": 0.5, "max_restarts": 5},
+        )
+
+    def _plan(self) -> FleetPlan:
+        servers = tuple(
+            ServerSpec(
+                engine.name,
+                (SERVER, engine.name),
+                {},
+                "127.0.0.1",
+                9000 + number,
+                world_size=engine.ranks,
+                backend="skyctl",
+            )
+            for number, engine in enumerate(self.engines)
+        )
+        router = RouterSpec((ROUTER,), {}, "127.0.0.1", 8000, 8001)
+        return FleetPlan(
+            "sim", "cpu", self.base, "sim", servers, router, self.ref.config, base_dir=self.home
+        )
+
+    # --- processes that skyctl starts -----------------------------------------------------------
+
+    def launch(self, argv: Sequence[str], env: Mapping[str, str]) -> Process:
+        """A server or the router."""
+        current()
+        if argv[0] == ROUTER:
+            process = self.kernel.spawn("router", None)
+            self.router.start(process, argv[argv.index("--worker-urls") + 1 :])
+            return process
+        engine = next(one for one in self.engines if one.name == argv[1])
+        process = self.kernel.spawn(f"server {engine.name}", None)
+        if engine.process is not None and not engine.process.dead:
+            # the port is taken
+            self.loop.call_later(0.5, self.kernel.kill, process, "cannot bind", context=_NOBODY)
+            return process
+        held = Path(env[HELD_VARIABLE])
+        engine.held = held.exists
+        engine.start(process, self.dice.uniform(0.5, 2.0))
+        return process
+
+    def engine_at(self, url: str) -> Engine | None:
+        return next((engine for engine in self.engines if engine.url == url), None)
+
+    def _look(self) -> None:
+        """A server may begin to answer because time passed, or a file is gone."""
+        for engine in self.engines:
+            if engine.serving and not engine.seen_serving:
+                self._watch(engine, "answers")
+            engine.seen_serving = engine.serving
+
+    def _restart_servers(self) -> None:
+        """Whoever supervises them does."""
+
+    def _on_record(self, fleet: Any) -> bool:
+        return not (self.disk.full or self.disk.failing)
+
+    # --- commands -------------------------------------------------------------------------------
+
+    def _operations(self) -> dict[str, Callable[[], Coroutine[Any, Any, Any]]]:
+        return {"up": self._up, "restart": self._restart}
+
+    async def _up(self) -> Any:
+        begun = await bring_up.begin_up(self.ref)
+        return await self._follow(begun.operation)
+
+    async def _restart(self) -> Any:
+        async def use(fleet: Any) -> Any:
+            return await fleet.restart([self.dice.choice(self.engines).name])
+
+        return await self._follow(await self._fleet(use))
+
+    async def _follow(self, operation: int) -> Any:
+        if not operation:
+            return None
+        status = await bring_up.follow_operation(
+            self.ref.paths, operation, lambda status: None, timeout_s=200.0
+        )
+        self.tell(f"{status.operation} {status.health} {status.reasons}")
+        return status
+
+
+# --- seams ------------------------------------------------------------------------------------
+
+
+def _spawn_supervisor(paths: FleetPaths) -> Any:
+    world = SimManaged.world
+    process = world.kernel.spawn("supervisor", lambda: daemon.serve(paths))
+    process.on_death.append(lambda: world.tell("the fleet has no supervisor"))
+    return SimpleNamespace(poll=lambda: 0 if process.dead else None)
+
+
+@contextlib.contextmanager
+def _socket(paths: FleetPaths) -> Iterator[Api]:
+    process = current()
+    assert process is not None
+    api = Api(SimManaged.world, process)
+    SimManaged.world.network.serve(str(paths.socket), api)
+    yield api
+
+
+async def _serve_until_finished(supervisor: Supervisor, listener: Any) -> None:
+    await asyncio.sleep(SimManaged.world.dice.random() * 0.05)
+    SimManaged.world.supervisor = supervisor
+    listener.serve(make_app(supervisor))
+    await supervisor.finished.wait()
+
+
+SEAMS: dict[str, Any] = {
+    "skyctl.supervisor.daemon._spawn": _spawn_supervisor,
+    "skyctl.supervisor.daemon._socket": _socket,
+    "skyctl.supervisor.daemon._serve_until_finished": _serve_until_finished,
+    "skyctl.supervisor.daemon.become_subreaper": lambda: None,
+    "skyctl.supervisor.daemon._log": lambda line: SimManaged.world.tell(f"supervisor: {line}"),
+    "skyctl.supervisor.kept.ManagedProcess": SimManaged,
+    "skyctl.supervisor.adoption.ManagedProcess": SimManaged,
+    "skyctl.supervisor.rollout.ManagedProcess": SimManaged,
+    "skyctl.supervisor.kept.scratch_environment": lambda paths: {},
+    "skyctl.supervisor.rollout.sweep_scratch": lambda paths: None,
+    "skyctl.service.bring_up.sweep_scratch": lambda paths: None,
+    "skyctl.supervisor.replica.port_holder": lambda host, port: None,
+    "skyctl.supervisor.report._rss": lambda process: None,
+    "skyctl.service.planning.plan_here": lambda *_, **__: SimManaged.world.plan,
+    "skyctl.service.planning.check_plan": lambda *_, **__: (),
+    "skyctl.service.left_alone.boot_id": lambda: BOOT,
+    "skyctl.service.unsupervised.boot_id": lambda: BOOT,
+    "skyctl.store.paths.FleetPaths.refuse_foreign": lambda self: None,
+    # a blocking wait would stop everybody here: who finds it taken is refused at once
+    "skyctl.service.bring_up.UP_LOCK_WAIT_S": 0.0,
+    "skyctl.service.revive.UP_LOCK_WAIT_S": 0.0,
+    "skyctl.service.supervised_recovery.UP_LOCK_WAIT_S": 0.0,
+}
+
