@@ -97,14 +97,14 @@ class Arbiter:
                 raise
             return Turn(None)
 
-    async def turn(self, act: Act, what: str, *, wait_s: float = PATIENCE_S) -> Turn:
+    async def turn(self, act: Act, what: str, *, wait_s: float | None = None) -> Turn:
         """The turn, once whoever excludes it has ended. Only a recovery waits for a push: verbs and
         other pushes are told of it.
 
         Raises:
             ConflictError: a push or a recovery goes on, or somebody still acts after `wait_s`.
         """
-        deadline = time.monotonic() + wait_s
+        deadline = time.monotonic() + (PATIENCE_S if wait_s is None else wait_s)
         while True:
             try:
                 return self.take(act, what)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
+from skyctl.core.status import foreign_version
 from skyctl.engines.vllm.server import VLLMServer
 from skyctl.errors import ServerError
 from skyctl.http.client import ControlClient
@@ -138,14 +139,19 @@ def judge(
         return Finding(name, "frozen", said, "resume")
     if row.quarantine:
         return Finding(name, "quarantined", row.quarantine, "restart" if ours else "push")
-    version = row.weight_version if seen.version is None or ours else seen.version
+    back: Action = "restart" if ours and weights.checkpoint is None else "push"
+    foreign = foreign_version(row.weight_version, seen.version)
+    if foreign and row.weight_version is not None:
+        return Finding(name, "wrong-version", foreign, back)
+    version = row.weight_version
     if row.weight_version is not None and version != weights.version:
         said = f"holds {version or 'the base weights'}, the fleet {weights.version or 'its base'}"
-        back: Action = "restart" if ours and weights.checkpoint is None else "push"
         return Finding(name, "wrong-version", said, back)
     if ours and row.weight_version is None and weights.checkpoint is not None:
         said = f"holds the base weights, the fleet {weights.version}"
         return Finding(name, "wrong-version", said, "push")
+    if foreign and ours:  # a trainer that pushes by itself, maybe: nothing of ours to put right
+        return Finding(name, "healthy", foreign)
     if seen.paused and row.intended == "running":
         return Finding(name, "healthy", "paused, and not by skyctl; type: skyctl resume")
     return Finding(name, "healthy", row.intended if row.intended != "running" else "")

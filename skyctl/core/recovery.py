@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Protocol
 
@@ -156,9 +156,10 @@ async def _push(cases: Sequence[_Case], hands: Hands) -> None:
     open_cases = list(cases)
     request = interrupted_request(hands.state)
     if request is not None and any(case.name in in_doubt(hands.state) for case in open_cases):
+        doubted = set(in_doubt(hands.state))
         job = await hands.push(request)
         problem = "" if job.error is None else str(job.error["message"])
-        open_cases = _still_open(open_cases, hands, problem)
+        open_cases = _still_open(open_cases, hands, problem, doubted)
     for case in open_cases:
         try:
             await hands.bring(case.name)
@@ -173,11 +174,15 @@ async def _push(cases: Sequence[_Case], hands: Hands) -> None:
             case.problem = case.problem or error.message
 
 
-def _still_open(cases: Sequence[_Case], hands: Hands, problem: str) -> list[_Case]:
-    left = []
+def _still_open(
+    cases: Sequence[_Case], hands: Hands, problem: str, doubted: Collection[str]
+) -> list[_Case]:
+    """Those that the push did not put right. It takes off the list what was `doubted`; what was in
+    no doubt it put right only if it went well."""
+    left, listed = [], in_doubt(hands.state)
     for case in cases:
-        # a push that went well has taken it off the list
-        if case.name in in_doubt(hands.state) or hands.state.server(case.name).quarantine:
+        failed = bool(problem) and case.name not in doubted
+        if failed or case.name in listed or hands.state.server(case.name).quarantine:
             case.problem = problem
             left.append(case)
         else:

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import difflib
-import fcntl
-import os
 import secrets
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from skyctl.errors import ConflictError, FleetFileError, NotFoundError, UsageError
-from skyctl.store.paths import FleetPaths, fleet_paths, place_private_file, state_root
+from skyctl.store.paths import FleetPaths, fleet_paths, flocked, place_private_file, state_root
 
 if TYPE_CHECKING:
     from skyctl.fleetfile.schema import FleetConfig
@@ -42,18 +40,7 @@ def known_fleets() -> list[str]:
 
 def supervisor_running(paths: FleetPaths) -> bool:
     """True when a live supervisor holds the fleet's lock file."""
-    try:
-        descriptor = os.open(paths.supervisor_lock, os.O_RDWR | os.O_NOFOLLOW)
-    except OSError:
-        return False
-    try:
-        # shared: two who ask at once must not take each other for a supervisor
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        return False
-    except BlockingIOError:
-        return True
-    finally:
-        os.close(descriptor)
+    return flocked(paths.supervisor_lock)
 
 
 def select(file: Path | None, name: str | None) -> FleetRef:

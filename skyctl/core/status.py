@@ -19,6 +19,8 @@ class ReplicaStatus:
     `state` is starting, ready, paused, asleep, updating, restarting, stopping, stopped, dead,
     failed, quarantined or (attached servers only) unreachable; `reason` says why. `state_s` is the
     seconds spent in it. The token and cache fields are counters since the server started.
+    `weight_version` is what this fleet gave it, `reported_version` the label that the server itself
+    carries now.
     """
 
     name: str
@@ -37,6 +39,7 @@ class ReplicaStatus:
     prefix_cache_queries: int | None = None
     prefix_cache_hits: int | None = None
     weight_version: str | None = None
+    reported_version: str | None = None
     uptime_s: float | None = None
     state_s: float | None = None
     rss_bytes: int | None = None
@@ -149,8 +152,23 @@ def assess(
     return ("degraded" if found else "healthy"), found
 
 
+UNLABELLED = "default"
+"""What a server reports that was never given a version."""
+
+
+def foreign_version(recorded: str | None, reported: str | None) -> str:
+    """What a server says it holds, where that is not what this fleet gave it; else ""."""
+    if reported is None or reported == (recorded or UNLABELLED):
+        return ""
+    return f"says that it holds {reported}, and this fleet gave it {recorded or 'nothing'}"
+
+
 def _replica_reason(replica: ReplicaStatus) -> Reason | None:
     if replica.state in INTENDED_STATES:
+        foreign = foreign_version(replica.weight_version, replica.reported_version)
+        if foreign and replica.state != "updating":
+            said = f"{replica.name} {foreign}: somebody else pushed to it"
+            return Reason(said, "compare: skyctl weights verify; or put it right: skyctl recover")
         return None
     detail = f": {replica.reason}" if replica.reason else ""
     hint = ""

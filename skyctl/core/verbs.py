@@ -15,6 +15,7 @@ from skyctl.errors import ConflictError, UsageError
 from skyctl.http.client import ControlClient
 from skyctl.http.fanout import Outcome, OutcomeStatus
 from skyctl.http.target import ServerTarget
+from skyctl.store.in_doubt import in_doubt
 from skyctl.store.state import FleetState, ServerRow
 
 VERBS = ("pause", "resume", "sleep", "wake")
@@ -46,7 +47,12 @@ async def run(
     rows = {target.name: state.server(target.name) for target in targets}
     if verb == "wake":
         _refuse_discarded(rows.values(), arguments.get("tags") or (), device)
-    skipped = {name: why for name, row in rows.items() if (why := _pointless(verb, row))}
+    doubted = in_doubt(state)
+    skipped = {
+        name: why
+        for name, row in rows.items()
+        if (why := _pointless(verb, arguments, row, in_doubt=name in doubted))
+    }
     asked = [target for target in targets if target.name not in skipped]
     outcomes: list[Outcome[Any]]
     if verb == "pause":
@@ -88,10 +94,15 @@ def _event(
     return "fleet", f"{said}: {ok} of {len(outcomes)} servers"
 
 
-def _pointless(verb: str, row: ServerRow) -> str:
-    """Why this server is not asked, or ""."""
-    if verb == "resume" and row.quarantine:
-        return f"quarantined: {row.quarantine}; type: skyctl recover"
+def _pointless(verb: str, arguments: Mapping[str, Any], row: ServerRow, *, in_doubt: bool) -> str:
+    """Why this server is not asked, or "". What a dead push left is not thawed by hand: waking
+    thaws too, but for waking the weights alone."""
+    thaws = verb == "resume" or (
+        verb == "wake" and list(arguments.get("tags") or ()) != ["weights"]
+    )
+    if thaws and (row.quarantine or in_doubt):
+        why = row.quarantine or "it may hold parts of two checkpoints"
+        return f"quarantined: {why}; type: skyctl recover"
     if verb in ("pause", "resume") and row.sleep_level:
         return "asleep; type: skyctl wake"
     return ""

@@ -45,6 +45,7 @@ async def publish(run: Run, sites: Sequence[Site], label: str) -> None:
     """Label those that hold the new weights with their version; from here on they may serve."""
 
     async def call(site: Site) -> None:
+        await require_paused(site)  # a process that was started meanwhile holds something else
         await site.vllm.set_weight_version(label)
         site.version = label
         site.holds = Holds.VERIFIED

@@ -62,26 +62,38 @@ async def pause(run: Run, sites: Sequence[Site]) -> None:
     reached("push.pause.call")
     mode = run.request.pause_mode
 
+    # mode "wait" lets running requests end first
+    timeout_s = run.fleet.control_timeout_s if mode != "wait" else run.fleet.update_timeout_s
+
     async def call(site: Site) -> None:
         if not site.was_paused:
             site.frozen = True  # before the call: when its answer is lost, it may be paused
-        await site.vllm.pause("keep" if site.was_paused else mode, clear_cache=False)
+        await site.vllm.pause(
+            "keep" if site.was_paused else mode, clear_cache=False, timeout_s=timeout_s
+        )
         await require_paused(site)
         site.spans.frozen_at = site.spans.clock()
         if site.frozen:
             run.observer.server(site.name, "paused")
 
-    # mode "wait" lets running requests end first
-    timeout_s = run.fleet.control_timeout_s if mode != "wait" else run.fleet.update_timeout_s
     await each([site for site in sites if not site.asleep], call, timeout_s=timeout_s, what="pause")
+    require_all(run, sites)
+
+
+async def require_frozen(run: Run, sites: Sequence[Site]) -> None:
+    """Nothing is sent to a server that runs: somebody resumed it, or its process is another one."""
+    timeout_s = run.fleet.control_timeout_s
+    await each(alive(sites), require_paused, timeout_s=timeout_s, what="freeze")
     require_all(run, sites)
 
 
 async def require_paused(site: Site) -> None:
     """Raise ServerError when a server that must be frozen is not: it would answer from a half
-    loaded model."""
-    if not await site.vllm.is_paused():
-        raise ServerError(f"{site.name} is not paused: somebody else resumed it")
+    loaded model. One that sleeps answers nobody."""
+    if not site.asleep and not await site.vllm.is_paused():
+        raise ServerError(
+            f"{site.name} is not paused: somebody else resumed it, or started it anew"
+        )
 
 
 async def roll_back(run: Run, sites: Sequence[Site]) -> None:

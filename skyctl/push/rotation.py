@@ -22,9 +22,12 @@ _EMPTY_POLLS = 2
 class Rotation(Protocol):
     """Who receives users' requests, for whoever pushes."""
 
-    async def leave(self, names: Collection[str], *, others_serve: bool) -> None:
-        """Returns once the router sends these servers nothing. Raises SkyctlError, also when
-        `others_serve` is asked for and nobody else would be left."""
+    async def leave(
+        self, names: Collection[str], *, others_serve: bool, closed: bool = False
+    ) -> None:
+        """Returns once the router sends these servers nothing. `closed`: they refuse users who ask
+        them directly, too. Raises SkyctlError, also when `others_serve` is asked for and nobody
+        else would be left."""
 
     async def rejoin(self, names: Collection[str]) -> None:
         """They may be routed to again, if their state allows it. Never raises."""
@@ -66,7 +69,11 @@ async def leave(run: Run, sites: Sequence[Site]) -> None:
     reached("push.drain.call")
     try:
         names = [site.name for site in sites]
-        await run.rotation.leave(names, others_serve=run.request.rolling > 0)
+        await run.rotation.leave(
+            names,
+            others_serve=run.request.rolling > 0,
+            closed=run.request.canary is not None,  # nobody has accepted what they will hold
+        )
         for site in sites:
             run.observer.server(site.name, "draining")
     except SkyctlError as error:

@@ -26,7 +26,7 @@ from skyctl.push.canary_stage import refuse_commit, try_canary
 from skyctl.push.cancellation import Shelter
 from skyctl.push.commit import publish, verify
 from skyctl.push.delivery import Delivery
-from skyctl.push.freeze import NotYet, pause, require_all, resume, roll_back
+from skyctl.push.freeze import NotYet, pause, require_all, require_frozen, resume, roll_back
 from skyctl.push.outcome import cut_short, result_of, settle
 from skyctl.push.preflight import Prepared, preflight
 from skyctl.push.request import (
@@ -180,6 +180,7 @@ async def _until_started(run: Run, delivery: Delivery, sites: Sequence[Site]) ->
             await delivery.start(sites)
             reached("push.start.done")
             require_all(run, sites)
+            await require_frozen(run, sites)
         run.observer.stage("update")  # on record before the first byte, or nothing is sent
         run.shelter.commit()
     except (NotYet, StateUnwritable) as stop:

@@ -54,7 +54,7 @@ class AttachedFleet:
         try:
             remember(self.ref, self._state)
         except StateUnwritable as error:
-            LOST.append(Unrecorded(self.ref.paths.database, 1, error.message))
+            LOST.append(Unrecorded(self.ref.paths.database, 1, error.message, error.hint))
         close_orphans(self._state)
         if self.ref.paths.staging.exists():
             await self._sweep()

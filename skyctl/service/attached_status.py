@@ -78,6 +78,7 @@ async def _server(
         state = "asleep"
     else:
         state = "paused" if paused else "ready"
+    label = version if isinstance(version, str) else None
     load = metrics if isinstance(metrics, ServerMetrics) else None
     return ReplicaStatus(
         name=target.name,
@@ -87,5 +88,7 @@ async def _server(
         routed=target.url in workers if isinstance(workers, frozenset) else None,
         port=urlsplit(target.url).port,
         **(load.load() if load else {}),
-        weight_version=row.weight_version or (version if isinstance(version, str) else None),
+        # a fleet that nothing was pushed into from here has its weights from somebody else
+        weight_version=row.weight_version or label,
+        reported_version=label,
     )

@@ -19,9 +19,9 @@ from typing import Any, ParamSpec, TypeVar
 
 from skyctl.errors import SkyctlError, StateUnwritable
 from skyctl.store import opening
-from skyctl.store.opening import Connect, disk_failed, unwritable
+from skyctl.store.opening import Connect, disk_failed
 from skyctl.store.paths import private_directory
-from skyctl.store.schema import migrate, roll_back
+from skyctl.store.schema import roll_back, upgrade
 from skyctl.store.unrecorded import LOST, Unrecorded, advice
 
 RETRY_S = 2.0
@@ -49,8 +49,9 @@ class Database:
     """One connection to a fleet's state file, for one thread. Every write is a transaction.
 
     `warn` hears one line when a corrupt file was kept aside and a new one `begun_anew`, and when
-    the file cannot be written. `check` reads the whole file for corruption. A file that cannot be
-    read is an error, or with `or_memory` an empty state that is `unread`.
+    the file cannot be written. The `owner` (the process that holds the lock of the fleet's
+    supervisor) reads the whole file for corruption. A file that cannot be read is an error, or with
+    `or_memory` an empty state that is `unread`.
 
     Raises:
         SkyctlError: the file was written by a newer skyctl, or cannot be opened.
@@ -62,7 +63,7 @@ class Database:
         path: Path,
         *,
         warn: Callable[[str], None] = lambda line: None,
-        check: bool = False,
+        owner: bool = False,
         or_memory: bool = False,
         connect: Connect = opening.connect,
     ) -> None:
@@ -71,16 +72,17 @@ class Database:
         self.unread = False
         self._warn = warn
         self._connect = connect
+        self._owner = owner
         self._file: sqlite3.Connection | None = None
         self._memory: sqlite3.Connection | None = None  # stands in for the file
-        self._why = ""  # it does
+        self._why = self._hint = ""  # why it does, and what to do about it
         self._kept: list[Statement] = []  # committed in memory only
         self._transaction: list[Statement] | None = None  # the one that is open
         self._durable = False  # must it be in the file?
         self._tried = 0.0
         try:
             private_directory(path.parent)
-            self._file = self._open_or_begin_anew(check)
+            self._file = self._open_or_begin_anew()
         except (sqlite3.Error, OSError, SkyctlError) as error:
             if not disk_failed(error):
                 if isinstance(error, SkyctlError):
@@ -93,7 +95,7 @@ class Database:
         """What the file does not have, None when it has everything."""
         if self._memory is None or not self._kept:
             return None
-        return Unrecorded(self.path, len(self._kept), self._why)
+        return Unrecorded(self.path, len(self._kept), self._why, self._hint)
 
     def close(self) -> None:
         """Complete the file, or remember in `unrecorded.LOST` that it could not be done."""
@@ -143,12 +145,12 @@ class Database:
         """
         if self._transaction is not None:
             if durable and self._memory is not None:
-                raise unwritable(self.path, self._why)
+                raise self._unwritable()
             self._durable = self._durable or durable
             yield
             return
         if durable and not self.complete():
-            raise unwritable(self.path, self._why)
+            raise self._unwritable()
         self._complete_now_and_then()
         self._durable = durable
         try:
@@ -181,9 +183,9 @@ class Database:
             self._file = None
         try:
             private_directory(self.path.parent)
-            file = opening.open_file(self.path, self._connect)
+            file = opening.open_file(self.path, self._connect, owner=self._owner)
         except (sqlite3.Error, OSError, SkyctlError) as error:
-            self._why = _reason(error)
+            self._fails(error)
             return False
         try:
             file.execute("BEGIN IMMEDIATE")
@@ -191,7 +193,7 @@ class Database:
                 file.execute(sql, parameters)
             file.execute("COMMIT")
         except sqlite3.Error as error:
-            self._why = _reason(error)
+            self._fails(error)
             roll_back(file)
             file.close()
             return False
@@ -207,7 +209,7 @@ class Database:
         if self.unread and not self.complete():
             raise StateUnwritable(
                 f"cannot read {self.path}: {self._why}; what is quarantined is not known",
-                hint=advice(self.path, self._why),
+                hint=self._hint,
             )
 
     @contextmanager
@@ -246,7 +248,7 @@ class Database:
         roll_back(self._file)
         self._fails(error)
         if self._durable:
-            raise unwritable(self.path, self._why) from error
+            raise self._unwritable() from error
         memory = opening.in_memory(self._file)
         if self._transaction is not None:
             memory.execute("BEGIN IMMEDIATE")
@@ -262,15 +264,15 @@ class Database:
             self._memory = opening.read_into_memory(self.path)
         except (sqlite3.Error, OSError) as unreadable:
             if not or_memory:
-                raise unwritable(self.path, self._why) from unreadable
+                raise self._unwritable() from unreadable
             self.unread = True
             self._memory = opening.in_memory()
-            migrate(self._memory, self.path)
+            upgrade(self._memory, self.path)
         self._warn(f"cannot write {self.path}: {self._why}; going on in memory")
 
-    def _open_or_begin_anew(self, check: bool) -> sqlite3.Connection:
+    def _open_or_begin_anew(self) -> sqlite3.Connection:
         try:
-            return opening.open_file(self.path, self._connect, check=check)
+            return opening.open_file(self.path, self._connect, owner=self._owner)
         except sqlite3.OperationalError:
             raise
         except (sqlite3.DatabaseError, UnicodeDecodeError) as error:
@@ -278,7 +280,7 @@ class Database:
             if kept is not None:
                 self.begun_anew = True
                 self._warn(f"{self.path} was corrupt ({error}); kept as {kept.name} and begun anew")
-            return opening.open_file(self.path, self._connect)
+            return opening.open_file(self.path, self._connect, owner=self._owner)
 
     def _complete_now_and_then(self) -> None:
         if self._memory is not None and time.monotonic() - self._tried > RETRY_S:
@@ -286,7 +288,12 @@ class Database:
 
     def _fails(self, error: Exception) -> None:
         self._why = _reason(error)
+        hint = error.hint if isinstance(error, SkyctlError) else ""
+        self._hint = hint or advice(self.path, self._why)
         self._tried = time.monotonic()
+
+    def _unwritable(self) -> StateUnwritable:
+        return StateUnwritable(f"cannot write {self.path}: {self._why}", hint=self._hint)
 
 
 def damaged(path: Path, error: Exception) -> SkyctlError:

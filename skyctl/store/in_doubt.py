@@ -6,15 +6,13 @@ here until a push, a restart or `skyctl recover` has put them right.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from skyctl.store.journal import Job, JobEvent
 from skyctl.store.state import FleetState, FleetWeights
 
-KEY = "in_doubt"
 HELD = "held"
 """State of a server that was paused before the push: it stays paused after it."""
 _GIVEN_BACK = ("ready", "kept", "resumed", "draining")
@@ -103,8 +101,14 @@ def verified(events: Iterable[JobEvent]) -> list[dict[str, Any]]:
 def in_doubt(state: FleetState) -> dict[str, InDoubt]:
     """Every server in doubt, by name."""
     with state.understanding():
-        rows = json.loads(state.get(KEY) or "[]")
-        return {row["server"]: InDoubt(**row) for row in rows}
+        found = [
+            InDoubt(
+                row["server"], row["job"], row["stage"],
+                bool(row["half_updated"]), bool(row["thaw"]), bool(row["woken"]), row["version"],
+            )
+            for row in state.database.rows("SELECT * FROM in_doubt ORDER BY server")
+        ]  # fmt: skip
+    return {one.server: one for one in found}
 
 
 def doubt(state: FleetState, found: Mapping[str, InDoubt]) -> None:
@@ -118,26 +122,27 @@ def doubt(state: FleetState, found: Mapping[str, InDoubt]) -> None:
                 before is not None and before.half_updated and not one.version
             )
             woken = one.woken or (before is not None and before.woken)
-            known[name] = replace(one, half_updated=half, woken=woken)
-            if woken:
-                state.set_weights_awake(name, True)
+            _save(state, replace(one, half_updated=half, woken=woken))
+            changes: dict[str, Any] = {"weights_awake": True} if woken else {}
             if not state.server(name).quarantine:
-                state.update_server(name, quarantine=f"{one.job} broke off in stage {one.stage}")
-        _save(state, known)
+                changes["quarantine"] = f"{one.job} broke off in stage {one.stage}"
+            state.update_server(name, **changes)
 
 
 def touch(state: FleetState, name: str, why: str) -> None:
-    """A server is about to be pushed to by its own admission, which no journal tells of."""
-    with state.transaction():
-        _save(state, {**in_doubt(state), name: InDoubt(name, why, "update", True, True)})
+    """A server is about to be pushed to by its own admission, which no journal tells of.
+
+    Raises:
+        StateUnwritable: it cannot be put on record.
+    """
+    with state.durable():
+        _save(state, InDoubt(name, why, "update", True, True))
 
 
 def trust(state: FleetState, *names: str) -> None:
     """These servers were put right, or run in a new process."""
-    with state.transaction():
-        known = in_doubt(state)
-        if known.keys() & set(names):
-            _save(state, {name: one for name, one in known.items() if name not in names})
+    marks = ", ".join("?" * len(names))
+    state.database.write(f"DELETE FROM in_doubt WHERE server IN ({marks})", *names)
 
 
 def close_orphans(state: FleetState) -> list[Job]:
@@ -174,5 +179,9 @@ def _roll_forward(state: FleetState, job: Job, done: Sequence[Mapping[str, Any]]
             )
 
 
-def _save(state: FleetState, known: Mapping[str, InDoubt]) -> None:
-    state.set(KEY, json.dumps([asdict(one) for one in known.values()]))
+def _save(state: FleetState, one: InDoubt) -> None:
+    state.database.write(
+        "INSERT OR REPLACE INTO in_doubt (server, job, stage, half_updated, thaw, woken, version) "
+        "VALUES (?, ?, ?, ?, ?, ?, ?)",
+        one.server, one.job, one.stage, one.half_updated, one.thaw, one.woken, one.version,
+    )  # fmt: skip

@@ -103,8 +103,8 @@ class Journal:
         owner = own_identity()
         with self._database.transaction(durable=True):
             cursor = self._database.write(
-                "INSERT INTO jobs (kind, state, stage, done_bytes, total_bytes, request, servers, "
-                "created_at, owner) VALUES (?, 'running', 'queued', 0, 0, ?, '{}', ?, ?)",
+                "INSERT INTO jobs (kind, state, stage, done_bytes, total_bytes, request, "
+                "created_at, owner) VALUES (?, 'running', 'queued', 0, 0, ?, ?, ?)",
                 kind, json.dumps(request), time.time(), json.dumps(owner.__dict__),
             )  # fmt: skip
         return self.job(f"{kind}-{cursor.lastrowid}")
@@ -126,14 +126,9 @@ class Journal:
         self, job_id: str, server: str, state: str, detail: str = "", *, durable: bool = False
     ) -> None:
         """A server's state; `durable` for what must be on record before it is made so."""
-        number = _number(job_id)
+        data = {"server": server, "state": state, "detail": detail}
         with self._database.transaction(durable=durable):
-            servers = self.job(job_id).servers
-            servers[server] = {"state": state, "detail": detail}
-            self._database.write(
-                "UPDATE jobs SET servers = ? WHERE number = ?", json.dumps(servers), number
-            )
-            self._event(number, "server", {"server": server, "state": state, "detail": detail})
+            self._event(_number(job_id), "server", data, server)
 
     def note(self, job_id: str, message: str) -> None:
         self._event(_number(job_id), "note", {"message": message})
@@ -168,18 +163,15 @@ class Journal:
         Raises:
             NotFoundError: there is none.
         """
-        row = self._database.row("SELECT * FROM jobs WHERE number = ?", _number(job_id))
-        if row is None or f"{row['kind']}-{row['number']}" != job_id:
+        found = self._jobs("WHERE number = ?", _number(job_id))
+        if not found or found[0].id != job_id:
             raise NotFoundError(f"there is no job {job_id!r}", hint="list them: skyctl jobs")
-        return _job(row)
+        return found[0]
 
     @understood
     def jobs(self, limit: int = 50) -> list[Job]:
         """The latest jobs, newest first."""
-        return [
-            _job(row)
-            for row in self._database.rows("SELECT * FROM jobs ORDER BY number DESC LIMIT ?", limit)
-        ]
+        return self._jobs("ORDER BY number DESC LIMIT ?", limit)
 
     @understood
     def events(self, job_id: str, after: int = 0) -> list[JobEvent]:
@@ -209,11 +201,13 @@ class Journal:
     @understood
     def orphans(self) -> list[Job]:
         """Running jobs whose process is dead."""
-        return [
-            _job(row)
-            for row in self._database.rows("SELECT * FROM jobs WHERE state = 'running'")
-            if not ProcessIdentity(**json.loads(row["owner"])).alive()
+        rows = self._database.rows("SELECT number, owner FROM jobs WHERE state = 'running'")
+        dead = [
+            row["number"] for row in rows if not ProcessIdentity(**json.loads(row["owner"])).alive()
         ]
+        if not dead:
+            return []
+        return self._jobs(f"WHERE number IN ({', '.join('?' * len(dead))})", *dead)
 
     def record_push(
         self,
@@ -245,10 +239,27 @@ class Journal:
             for r in found
         ]  # fmt: skip
 
-    def _event(self, number: int, kind: str, data: dict[str, Any]) -> None:
+    def _jobs(self, where: str, *parameters: Any) -> list[Job]:
+        """Jobs `WHERE …`, each with the last that its events say of every server."""
+        rows = self._database.rows(f"SELECT * FROM jobs {where}", *parameters)
+        servers: dict[int, dict[str, dict[str, str]]] = {row["number"]: {} for row in rows}
+        marks = ", ".join("?" * len(rows))
+        for row in self._database.rows(
+            "SELECT job, data FROM job_events JOIN (SELECT min(sequence) AS first, "
+            f"max(sequence) AS last FROM job_events WHERE job IN ({marks}) AND server IS NOT NULL "
+            "GROUP BY job, server) ON sequence = last ORDER BY first",
+            *servers,
+        ):
+            data = json.loads(row["data"])
+            servers[row["job"]][data["server"]] = {k: data[k] for k in ("state", "detail")}
+        return [_job(row, servers[row["number"]]) for row in rows]
+
+    def _event(
+        self, number: int, kind: str, data: dict[str, Any], server: str | None = None
+    ) -> None:
         self._database.write(
-            "INSERT INTO job_events (job, at, kind, data) VALUES (?, ?, ?, ?)",
-            number, time.time(), kind, json.dumps(data),
+            "INSERT INTO job_events (job, at, kind, data, server) VALUES (?, ?, ?, ?, ?)",
+            number, time.time(), kind, json.dumps(data), server,
         )  # fmt: skip
 
 
@@ -257,7 +268,7 @@ def _number(job_id: str) -> int:
     return int(tail) if tail.isdigit() else -1
 
 
-def _job(row: sqlite3.Row) -> Job:
+def _job(row: sqlite3.Row, servers: dict[str, dict[str, str]]) -> Job:
     return Job(
         id=f"{row['kind']}-{row['number']}",
         kind=row["kind"],
@@ -266,7 +277,7 @@ def _job(row: sqlite3.Row) -> Job:
         done_bytes=row["done_bytes"],
         total_bytes=row["total_bytes"],
         request=json.loads(row["request"]),
-        servers=json.loads(row["servers"]),
+        servers=servers,
         created_at=row["created_at"],
         finished_at=row["finished_at"],
         error=row["error"] and json.loads(row["error"]),

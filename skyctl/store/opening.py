@@ -14,10 +14,10 @@ from pathlib import Path
 
 from skyctl.errors import SkyctlError, StateUnwritable
 from skyctl.store.paths import create_private_file, place_private_file
-from skyctl.store.schema import migrate
-from skyctl.store.unrecorded import advice
+from skyctl.store.schema import migrate, upgrade
 
 BUSY_TIMEOUT_S = 10.0
+WAL_LIMIT_BYTES = 4 * 1024 * 1024
 
 Connect = Callable[[Path], sqlite3.Connection]
 
@@ -43,15 +43,10 @@ def disk_failed(error: BaseException) -> bool:
     return isinstance(error, OSError | StateUnwritable)
 
 
-def unwritable(path: Path, why: str) -> StateUnwritable:
-    """The error of a state file whose disk fails."""
-    return StateUnwritable(f"cannot write {path}: {why}", hint=advice(path, why))
-
-
-def open_file(path: Path, connect: Connect = connect, *, check: bool = False) -> sqlite3.Connection:
+def open_file(path: Path, connect: Connect = connect, *, owner: bool = False) -> sqlite3.Connection:
     """A connection to the state file, which is made, or brought to this version, if need be.
 
-    `check` reads all of it and raises DatabaseError when it is corrupt.
+    The `owner` reads all of it, and raises DatabaseError when it is corrupt.
     """
     _create(path)
     connection = connect(path)
@@ -59,9 +54,10 @@ def open_file(path: Path, connect: Connect = connect, *, check: bool = False) ->
     try:
         _enable_wal(connection)
         connection.execute("PRAGMA synchronous = NORMAL")
-        if check and connection.execute("PRAGMA quick_check(1)").fetchone()[0] != "ok":
+        connection.execute(f"PRAGMA journal_size_limit = {WAL_LIMIT_BYTES}")
+        if owner and connection.execute("PRAGMA quick_check(1)").fetchone()[0] != "ok":
             raise sqlite3.DatabaseError("integrity check failed")
-        migrate(connection, path)
+        migrate(connection, path, owner=owner)
     except BaseException:
         connection.close()
         raise
@@ -93,7 +89,7 @@ def read_into_memory(path: Path) -> sqlite3.Connection:
         memory = in_memory()
     else:
         memory = _copy_of(path)
-    migrate(memory, path)
+    upgrade(memory, path)
     return memory
 
 
@@ -103,7 +99,7 @@ def keep_aside(path: Path, connect: Connect) -> Path | None:
     try:
         fcntl.flock(lock, fcntl.LOCK_EX)
         try:
-            open_file(path, connect, check=True).close()
+            open_file(path, connect, owner=True).close()
             return None
         except (sqlite3.DatabaseError, UnicodeDecodeError):
             kept = path.with_name(f"{path.name}.corrupt-{time.strftime('%Y%m%dT%H%M%S')}")
@@ -142,13 +138,15 @@ def _enable_wal(connection: sqlite3.Connection) -> None:
 
 
 def _copy_of(path: Path) -> sqlite3.Connection:
-    """A copy in memory of a file without room for the index of its WAL beside it."""
-    try:
-        with contextlib.closing(_alone(path)) as source:
+    """A copy in memory of a file, also of one without room for the index of its WAL beside it."""
+    for opened in (connect, _alone):
+        with (
+            contextlib.suppress(sqlite3.OperationalError),
+            contextlib.closing(opened(path)) as source,
+        ):
             return in_memory(source)
-    except sqlite3.OperationalError:
-        with _elsewhere(path) as copy, contextlib.closing(connect(copy)) as source:
-            return in_memory(source)
+    with _elsewhere(path) as copy, contextlib.closing(connect(copy)) as source:
+        return in_memory(source)
 
 
 def _alone(path: Path) -> sqlite3.Connection:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import hashlib
 import os
 import stat
@@ -114,6 +115,22 @@ def create_private_file(path: Path, flags: int = 0) -> int:
         return os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | flags, 0o600)
     except OSError as error:
         raise _failed("open", path, error) from error
+
+
+def flocked(path: Path) -> bool:
+    """True when a live process holds the lock of this file."""
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
+    except OSError:
+        return False
+    try:
+        # shared: two who ask at once must not take each other for the holder
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        return False
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(descriptor)
 
 
 def _failed(verb: str, path: Path, error: OSError) -> SkyctlError:

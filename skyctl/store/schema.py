@@ -1,15 +1,20 @@
-"""The tables of a state file, and how an older file gets them."""
+"""The tables of a state file, version by version, and how an older file gets them."""
 
 from __future__ import annotations
 
+import fcntl
+import json
+import os
 import sqlite3
+from contextlib import closing
 from pathlib import Path
 
-from skyctl.errors import SkyctlError
+from skyctl.errors import SkyctlError, StateUnwritable
+from skyctl.store.identity import ProcessIdentity
+from skyctl.store.paths import create_private_file, flocked
 
-SCHEMA_VERSION = 2
-
-_SCHEMA = """
+VERSIONS: dict[int, str] = {
+    2: """
 CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL);
 CREATE TABLE processes (
     name TEXT PRIMARY KEY, role TEXT NOT NULL, phase TEXT NOT NULL, token TEXT NOT NULL,
@@ -39,40 +44,102 @@ CREATE TABLE events (
 CREATE TABLE locks (
     name TEXT PRIMARY KEY, pid INTEGER NOT NULL, create_time REAL NOT NULL,
     boot_id TEXT NOT NULL, holder TEXT NOT NULL, since REAL NOT NULL);
-"""
+""",
+    # one row per server instead of JSON in `meta` and `jobs`: written without reading the others
+    3: """
+ALTER TABLE servers ADD COLUMN weights_awake INTEGER NOT NULL DEFAULT 0;
+INSERT OR IGNORE INTO servers (name, paused, sleep_level)
+    SELECT value, 0, 0 FROM json_each((SELECT value FROM meta WHERE key = 'weights_awake'));
+UPDATE servers SET weights_awake = 1 WHERE name IN (
+    SELECT value FROM json_each((SELECT value FROM meta WHERE key = 'weights_awake')));
+CREATE TABLE in_doubt (
+    server TEXT PRIMARY KEY, job TEXT NOT NULL, stage TEXT NOT NULL,
+    half_updated INTEGER NOT NULL, thaw INTEGER NOT NULL, woken INTEGER NOT NULL,
+    version TEXT NOT NULL);
+INSERT INTO in_doubt
+    SELECT json_extract(value, '$.server'), json_extract(value, '$.job'),
+        json_extract(value, '$.stage'), json_extract(value, '$.half_updated'),
+        json_extract(value, '$.thaw'), coalesce(json_extract(value, '$.woken'), 0), ''
+    FROM json_each((SELECT value FROM meta WHERE key = 'in_doubt'));
+DELETE FROM meta WHERE key IN ('weights_awake', 'in_doubt');
+ALTER TABLE job_events ADD COLUMN server TEXT;
+UPDATE job_events SET server = json_extract(data, '$.server') WHERE kind = 'server';
+CREATE INDEX job_events_of_servers ON job_events (job, server, sequence);
+ALTER TABLE jobs RENAME TO jobs_2;
+CREATE TABLE jobs (
+    number INTEGER PRIMARY KEY AUTOINCREMENT, kind TEXT NOT NULL, state TEXT NOT NULL,
+    stage TEXT NOT NULL, done_bytes INTEGER NOT NULL, total_bytes INTEGER NOT NULL,
+    request TEXT NOT NULL, created_at REAL NOT NULL, finished_at REAL,
+    error TEXT, result TEXT, owner TEXT NOT NULL);
+INSERT INTO jobs SELECT number, kind, state, stage, done_bytes, total_bytes, request, created_at,
+    finished_at, error, result, owner FROM jobs_2;
+DROP TABLE jobs_2;
+DROP TABLE locks;
+""",
+}
+"""The statements that make a file of each version from one of the version before."""
+
+SCHEMA_VERSION = max(VERSIONS)
 
 
-def migrate(connection: sqlite3.Connection, path: Path) -> None:
-    """Bring the tables of `connection`, which are those of `path`, to this version.
+def migrate(connection: sqlite3.Connection, path: Path, *, owner: bool = False) -> None:
+    """Bring the file at `path` to this version; an older one is copied aside first.
+
+    `owner`: this process holds the lock of the fleet's supervisor.
 
     Raises:
-        SkyctlError: the file is of another version.
+        SkyctlError: the file is of a newer version.
+        StateUnwritable: it is older, and a process of that skyctl uses it.
     """
-    version = connection.execute("PRAGMA user_version").fetchone()[0]
+    version = version_of(connection, path)
+    if version == SCHEMA_VERSION:
+        return
+    lock = create_private_file(path.with_suffix(".lock"))
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # two at once: the second finds it done
+        if 0 < version == version_of(connection, path):
+            _refuse_while_used(connection, path, owner)
+            _copy_aside(connection, path.with_name(f"{path.name}.version-{version}"))
+        upgrade(connection, path)
+    finally:
+        os.close(lock)
+
+
+def upgrade(connection: sqlite3.Connection, path: Path) -> None:
+    """Run the statements that the database, which is (a copy of) `path`, lacks, or none of them."""
+    connection.execute("BEGIN IMMEDIATE")
+    try:
+        version = version_of(connection, path)
+        for missing in sorted(one for one in VERSIONS if one > version):
+            for statement in VERSIONS[missing].split(";\n"):
+                connection.execute(statement)
+        connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
+        connection.execute("COMMIT")
+    except BaseException:
+        roll_back(connection)
+        raise
+
+
+def version_of(connection: sqlite3.Connection, path: Path) -> int:
+    """The version of the file, 0 of a new one.
+
+    Raises:
+        SkyctlError: one that this skyctl cannot use.
+    """
+    version = int(connection.execute("PRAGMA user_version").fetchone()[0])
     if version > SCHEMA_VERSION:
         raise SkyctlError(
             f"{path} was written by a newer skyctl (state version {version}, "
             f"this one knows {SCHEMA_VERSION})",
             hint="upgrade skyctl, or point SKYCTL_HOME at another directory",
         )
-    if version == SCHEMA_VERSION:
-        return
-    if version > 0:
+    if 0 < version < min(VERSIONS):
         raise SkyctlError(
-            f"{path} was written by an older skyctl (state version {version}, "
-            f"this one writes {SCHEMA_VERSION})",
+            f"{path} was written by a much older skyctl (state version {version}, "
+            f"this one reads {min(VERSIONS)} and later)",
             hint=f"end that fleet with the skyctl that started it, then: rm {path}",
         )
-    connection.execute("BEGIN IMMEDIATE")
-    try:
-        if connection.execute("PRAGMA user_version").fetchone()[0] == 0:
-            for statement in _SCHEMA.split(";\n"):
-                connection.execute(statement)
-            connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
-        connection.execute("COMMIT")
-    except BaseException:
-        roll_back(connection)
-        raise
+    return version
 
 
 def roll_back(connection: sqlite3.Connection) -> None:
@@ -80,3 +147,28 @@ def roll_back(connection: sqlite3.Connection) -> None:
     a second error would hide the first."""
     if connection.in_transaction:
         connection.rollback()
+
+
+def _refuse_while_used(connection: sqlite3.Connection, path: Path, owner: bool) -> None:
+    """A program that runs must not have its tables changed: until it ends, others read a copy."""
+    if not owner and flocked(path.with_name("supervisor.lock")):
+        raise StateUnwritable(
+            f"{path}: the supervisor of this fleet is of an older skyctl",
+            hint="put one of this version in its place, the servers go on: skyctl recover",
+        )
+    for number, owner_json in connection.execute(
+        "SELECT number, owner FROM jobs WHERE state = 'running'"
+    ):
+        if ProcessIdentity(**json.loads(owner_json)).alive():
+            raise StateUnwritable(
+                f"{path}: an older skyctl runs push-{number}", hint="wait for it to end"
+            )
+
+
+def _copy_aside(connection: sqlite3.Connection, copy: Path) -> None:
+    """Whole or not at all; one that is there is of an earlier attempt."""
+    temporary = copy.with_name(f"{copy.name}.tmp")
+    os.close(create_private_file(temporary, os.O_TRUNC))
+    with closing(sqlite3.connect(temporary)) as target:
+        connection.backup(target)
+    temporary.replace(copy)

@@ -53,7 +53,9 @@ class ServerRow:
 
     `sleep_level` is 0 while awake; 1 while asleep with its weights (or once a push restored
     them), 2 while they are discarded. A server that slept while `paused` is paused again on waking.
-    `quarantine` is the reason it is kept out of the router, None when it is not.
+    `quarantine` is the reason it is kept out of the router, None when it is not. `weights_awake`:
+    it sleeps, but its weights were woken, so that they can take a push; vLLM does not tell: to it
+    a server is asleep until all of it is awake.
     """
 
     name: str
@@ -64,6 +66,7 @@ class ServerRow:
     checkpoint_digest: str | None = None
     weights_digest: str | None = None
     quarantine: str | None = None
+    weights_awake: bool = False
 
     @property
     def intended(self) -> Literal["running", "paused", "asleep"]:
@@ -103,12 +106,12 @@ class FleetState:
         path: Path,
         *,
         warn: Callable[[str], None] = lambda line: None,
-        check: bool = False,
+        owner: bool = False,
         or_memory: bool = False,
         connect: Connect = connect,
     ) -> None:
         self._database = Database(
-            path, warn=warn, check=check, or_memory=or_memory, connect=connect
+            path, warn=warn, owner=owner, or_memory=or_memory, connect=connect
         )
         self.journal = Journal(self._database)
         self.locks = Locks(path.parent)
@@ -127,6 +130,11 @@ class FleetState:
     def transaction(self) -> AbstractContextManager[None]:
         """Everything written inside is committed together or not at all."""
         return self._database.transaction()
+
+    @property
+    def database(self) -> Database:
+        """Its tables, for the modules of this package that have one of their own."""
+        return self._database
 
     def durable(self) -> AbstractContextManager[None]:
         """A transaction whose end means that it is in the file: for what must be on record before
@@ -228,17 +236,13 @@ class FleetState:
     def forget_server(self, name: str) -> None:
         self._database.write("DELETE FROM servers WHERE name = ?", name)
 
-    @understood
     def weights_awake(self) -> set[str]:
-        """Sleeping servers whose weights were woken, so that they can take a push. vLLM does not
-        tell: to it a server is asleep until all of it is awake."""
-        return set(json.loads(self.get("weights_awake") or "[]"))
+        """Sleeping servers whose weights were woken (see ServerRow)."""
+        rows = self._database.rows("SELECT name FROM servers WHERE weights_awake")
+        return {row["name"] for row in rows}
 
     def set_weights_awake(self, name: str, awake: bool) -> None:
-        with self.transaction():
-            found = self.weights_awake()
-            if (name in found) != awake:
-                self.set("weights_awake", json.dumps(sorted(found ^ {name})))
+        self.update_server(name, weights_awake=awake)
 
     # --- the fleet ---------------------------------------------------------------------------
 
@@ -266,12 +270,9 @@ class FleetState:
     def forget_run(self) -> None:
         """After `down`: no processes, no intended states, base weights. History stays."""
         with self._database.transaction():
-            for table in ("processes", "servers"):
+            for table in ("processes", "servers", "in_doubt"):
                 self._database.write(f"DELETE FROM {table}")
-            self._database.write(
-                "DELETE FROM meta WHERE key IN ('weights', 'ports', 'in_doubt', "
-                "'going_down', 'weights_awake')"
-            )
+            self._database.write("DELETE FROM meta WHERE key IN ('weights', 'ports', 'going_down')")
 
     def add_event(self, subject: str, message: str) -> None:
         """One line of history about a server, the router or the fleet."""
@@ -301,4 +302,5 @@ def _process(row: sqlite3.Row) -> ProcessRow:
 
 
 def _server(row: sqlite3.Row) -> ServerRow:
-    return ServerRow(**{**dict(row), "paused": bool(row["paused"])})
+    flags = {name: bool(row[name]) for name in ("paused", "weights_awake")}
+    return ServerRow(**{**dict(row), **flags})

@@ -9,11 +9,12 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Unrecorded:
-    """`writes` changes of `path` exist in memory only, because of `why`."""
+    """`writes` changes of `path` exist in memory only, because of `why`. `hint`: what to do."""
 
     path: Path
     writes: int
     why: str
+    hint: str
 
     def with_all(self, others: Iterable[Unrecorded]) -> Unrecorded:
         """One of the same path, with the writes of all of them."""
@@ -21,7 +22,7 @@ class Unrecorded:
 
     def __str__(self) -> str:
         changes = "one change is" if self.writes == 1 else f"{self.writes} changes are"
-        return f"{changes} not recorded in {self.path}: {self.why}; {advice(self.path, self.why)}"
+        return f"{changes} not recorded in {self.path}: {self.why}; {self.hint}"
 
 
 LOST: list[Unrecorded] = []

@@ -85,6 +85,7 @@ class Replica(KeptRunning):
         self.update_state = ""  # what a push job says of this server while it runs
         self.state_since = time.time()  # epoch seconds
         self._context = context
+        self._closed = False
         self._proven = False  # was up once with this spec: worth restarting
         self._row = context.state.server(spec.name)
         self._shown = self.state
@@ -169,13 +170,23 @@ class Replica(KeptRunning):
         """Until it is up, and not quarantined, let it answer nobody but us (`inside/guard.py`)."""
         os.close(create_private_file(self._context.paths.held(self.name)))
 
+    def close(self) -> None:
+        """Answer nobody but us until `open_again`, whatever becomes of the row."""
+        self._closed = True
+        self.hold()
+
+    def open_again(self) -> None:
+        """Answer users again, unless it is quarantined."""
+        self._closed = False
+        self.reload_row()
+
     def reload_row(self) -> None:
         """Take over what somebody else wrote to the state file."""
         self._row_is(self._context.state.server(self.name))
 
     def _row_is(self, row: ServerRow) -> None:
         self._row = row
-        if self.phase == "up" and not row.quarantine:
+        if self.phase == "up" and not row.quarantine and not self._closed:
             self._release()
         self._context.changed()
 

@@ -32,13 +32,14 @@ async def report(supervisor: Supervisor, *, fresh: bool = True) -> FleetStatus:
     replicas = list(supervisor.replicas.values())
     up = [replica for replica in replicas if replica.phase == "up"]
     looked_at = [replica for replica in up if fresh and not replica.update_state]
-    *metrics, _ = await asyncio.gather(
-        *(_load(supervisor, replica) for replica in replicas),
+    metrics, versions, _ = await asyncio.gather(
+        asyncio.gather(*(_load(supervisor, replica) for replica in replicas)),
+        asyncio.gather(*(_version(supervisor, r, ask=r in looked_at) for r in replicas)),
         refresh_all(looked_at, supervisor.client, ASK_TIMEOUT_S),
     )
     rows = tuple(
-        _replica_row(supervisor, replica, found)
-        for replica, found in zip(replicas, metrics, strict=True)
+        _replica_row(supervisor, replica, found, version)
+        for replica, found, version in zip(replicas, metrics, versions, strict=True)
     )
     router = _router_row(supervisor)
     rollout = _rollout(supervisor)
@@ -81,8 +82,22 @@ async def _load(supervisor: Supervisor, replica: Replica) -> ServerMetrics | Non
         return None
 
 
+async def _version(supervisor: Supervisor, replica: Replica, *, ask: bool) -> str | None:
+    """The label that a server carries, None where it does not say or is not to be asked."""
+    if not ask:
+        return None
+    server = VLLMServer(supervisor.client, replica.target, timeout_s=ASK_TIMEOUT_S)
+    try:
+        return await server.weight_version()
+    except SkyctlError:
+        return None
+
+
 def _replica_row(
-    supervisor: Supervisor, replica: Replica, metrics: ServerMetrics | None
+    supervisor: Supervisor,
+    replica: Replica,
+    metrics: ServerMetrics | None,
+    version: str | None,
 ) -> ReplicaStatus:
     router = supervisor.router
     starting = replica.phase in ("waiting", "starting")
@@ -101,6 +116,7 @@ def _replica_row(
         gpus=replica.spec.gpus,
         **(metrics.load() if metrics else {}),
         weight_version=replica.row.weight_version,
+        reported_version=version,
         uptime_s=_since(replica.started_at),
         state_s=_since(replica.state_since),
         rss_bytes=_rss(replica.process),

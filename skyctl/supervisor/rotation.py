@@ -21,8 +21,11 @@ class RouterRotation:
     def __init__(self, supervisor: Supervisor) -> None:
         self._supervisor = supervisor
 
-    async def leave(self, names: Collection[str], *, others_serve: bool) -> None:
-        """Take these servers out; returns once the router lists none of them.
+    async def leave(
+        self, names: Collection[str], *, others_serve: bool, closed: bool = False
+    ) -> None:
+        """Take these servers out; returns once the router lists none of them. `closed`: their
+        guards refuse whoever asks them directly.
 
         Raises:
             SkyctlError: the router does not answer, or is not there; or nobody else would serve
@@ -43,12 +46,17 @@ class RouterRotation:
         urls = {supervisor.replicas[name].spec.url for name in names}
         if left := urls & router.workers:
             raise SkyctlError(f"the router still sends requests to {', '.join(sorted(left))}")
+        if closed:
+            for name in names:
+                supervisor.replicas[name].close()
 
     async def rejoin(self, names: Collection[str]) -> None:
         """Route to these servers again, as far as their states allow, which are asked now: what
         the last probe saw of a server may be its pause."""
         supervisor = self._supervisor
         replicas = [supervisor.replicas[name] for name in names if name in supervisor.replicas]
+        for replica in replicas:
+            replica.open_again()
         await refresh_all(replicas, supervisor.client, _ASK_TIMEOUT_S)
         supervisor.held_out -= set(names)
         await sync_router(supervisor)

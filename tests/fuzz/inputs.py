@@ -30,7 +30,7 @@ from skyctl.fleetfile.load import parse_fleet
 from skyctl.http.client import ControlClient, error_text
 from skyctl.http.target import ServerTarget
 from skyctl.store.identity import own_identity
-from skyctl.store.in_doubt import close_orphans, in_doubt
+from skyctl.store.in_doubt import close_orphans, in_doubt, touch
 from skyctl.store.paths import FleetPaths
 from skyctl.store.state import FleetState, FleetWeights, ProcessRow
 from skyctl.supervisor.client import SupervisorClient
@@ -194,7 +194,7 @@ _TEXT_COLUMNS = (
     ("processes", "gpus"), ("processes", "descendants"), ("processes", "pid"),
     ("processes", "create_time"), ("processes", "port"), ("processes", "phase"),
     ("servers", "sleep_level"), ("servers", "paused"), ("servers", "weight_version"),
-    ("jobs", "request"), ("jobs", "servers"), ("jobs", "error"), ("jobs", "result"),
+    ("jobs", "request"), ("in_doubt", "half_updated"), ("jobs", "error"), ("jobs", "result"),
     ("jobs", "owner"), ("jobs", "kind"), ("jobs", "state"), ("jobs", "created_at"),
     ("job_events", "data"), ("job_events", "kind"), ("pushes", "result"), ("pushes", "ok"),
 )  # fmt: skip
@@ -239,8 +239,8 @@ def _write_state(path: Path, directory: Path) -> None:
             )
             state.update_server("f-0", paused=True, weight_version="v")
             state.set_weights(FleetWeights("v", "/c", "d"))
-            state.set("in_doubt", "[]")
-            state.set("weights_awake", '["f-0"]')
+            touch(state, "f-0", "its admission")
+            state.set_weights_awake("f-0", True)
             job = state.journal.begin("push", {"checkpoint": "/c"})
             state.journal.stage(job.id, "pause")
             state.journal.server(job.id, "f-0", "pausing")
@@ -257,7 +257,7 @@ def _spoil_rows(dice: random.Random, path: Path) -> None:
     try:
         for _ in range(dice.randint(1, 3)):
             if dice.random() < 0.25:
-                key = dice.choice(("weights", "in_doubt", "weights_awake", "ports"))
+                key = dice.choice(("weights", "kept_weights", "ports"))
                 value = as_json(dice, nasty(dice)).decode("utf-8", "replace")
                 connection.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", (key, value))
                 continue
@@ -464,7 +464,7 @@ class _Unmoved:
         assert isinstance(timeout_s, float)
         return []
 
-    def start_push(self, request: Any) -> Any:
+    async def start_push(self, request: Any) -> Any:
         assert isinstance(request.checkpoint, str)
         return SimpleNamespace(id="push-1")
 

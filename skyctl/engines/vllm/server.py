@@ -75,13 +75,19 @@ class VLLMServer:
         """Whether the scheduler is paused. Round-trips the engine core: the real liveness probe."""
         return bool(await self._field("GET", "/is_paused", "is_paused"))
 
-    async def pause(self, mode: PauseMode = "abort", *, clear_cache: bool = True) -> None:
+    async def pause(
+        self,
+        mode: PauseMode = "abort",
+        *,
+        clear_cache: bool = True,
+        timeout_s: float | None = None,
+    ) -> None:
         """Stop scheduling. abort ends running requests, wait drains them, keep freezes them.
 
         vLLM ignores `clear_cache` with mode keep.
         """
         params = {"mode": mode, "clear_cache": _flag(clear_cache)}
-        await self._call("POST", "/pause", params=params)
+        await self._call("POST", "/pause", params=params, timeout_s=timeout_s)
 
     async def resume(self) -> None:
         """Schedule again."""

@@ -86,6 +86,27 @@ def test_a_pause_of_somebody_elses_is_no_fault() -> None:
     assert "skyctl resume" in finding.detail
 
 
+@pytest.mark.parametrize(
+    ("recorded", "reported", "ours", "expected"),
+    [
+        ("v1", "v1", True, ("healthy", "nothing")),
+        ("v1", "b1", True, ("wrong-version", "push")),
+        ("v1", "b1", False, ("wrong-version", "push")),
+        ("v1", "default", True, ("wrong-version", "push")),
+        (None, "b1", True, ("healthy", "nothing")),  # a trainer that pushes by itself
+        (None, "b1", False, ("healthy", "nothing")),
+    ],
+)
+def test_what_a_server_says_it_holds_is_compared_with_the_record(
+    recorded: str | None, reported: str, ours: bool, expected: tuple[str, str]
+) -> None:
+    row = ServerRow("a", weight_version=recorded)
+    weights = V1 if recorded else BASE
+    assert found(Observed("a", version=reported), row, weights=weights, ours=ours) == expected
+    said = judge(Observed("a", version=reported), row, None, weights, ours=ours).detail
+    assert ("b1" in said) is (reported == "b1" and (ours or recorded is not None))
+
+
 async def test_servers_are_asked_front_end_and_engine_apart() -> None:
     stuck = StubServer(faults={"/is_paused": Fault("hang")})
     dead_engine = StubServer()

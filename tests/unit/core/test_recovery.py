@@ -195,3 +195,11 @@ async def test_what_is_pushed_again_are_the_files_that_the_dead_push_had(hands: 
     leave(hands, "stub-0", half=True)
     request = interrupted_request(hands.state)
     assert request is not None and request.expected_digest == "of these files"
+
+
+async def test_a_push_that_failed_puts_right_nobody_who_was_in_no_doubt(hands: Hands) -> None:
+    findings = leave(hands, "stub-0", half=True)
+    findings.append(Finding("stub-1", "wrong-version", "", "push"))
+    hands.push_error = "/new is gone"
+    await recover(findings, hands)
+    assert hands.done == ["push /new", "bring stub-0", "bring stub-1"]

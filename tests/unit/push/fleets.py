@@ -117,8 +117,12 @@ class Rotation:
         self.routed = {server.name for server in stubs.fleet.servers}
         self.problem = ""
         self.log: list[str] = []
+        self.closed = False
 
-    async def leave(self, names: Collection[str], *, others_serve: bool) -> None:
+    async def leave(
+        self, names: Collection[str], *, others_serve: bool, closed: bool = False
+    ) -> None:
+        self.closed = closed
         self.log.append(f"leave {' '.join(sorted(names))}")
         if self.problem:
             raise SkyctlError(self.problem)

@@ -110,6 +110,17 @@ async def test_a_push_that_fails_keeps_nothing(tmp_path: Path, state: FleetState
     assert list((tmp_path / "kept").iterdir()) == []
 
 
+async def test_a_copy_that_some_servers_run_stays(tmp_path: Path, state: FleetState) -> None:
+    """The fleet is pointed at it: those that failed join it when they are restarted."""
+    stubs = Stubs(tmp_path)
+    stubs.fail_update(1, calls=range(1, 100))
+    job = await pushed(state, stubs, tmp_path / "kept", weight_version="step-1")
+    assert job.state == "failed"
+    [one] = kept_weights(state)
+    assert (one.version, one.checkpoint) == ("step-1", state.weights().checkpoint)
+    assert read_checkpoint(one.checkpoint).identity_digest == one.checkpoint_digest
+
+
 async def test_without_keep_and_in_a_dry_run_nothing_is_copied(
     tmp_path: Path, state: FleetState
 ) -> None:

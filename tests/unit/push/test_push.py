@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from skyctl.errors import PreflightError, PushError, SkyctlError
+from skyctl.errors import PreflightError, PushError, SkyctlError, StateUnwritable
 from skyctl.push.request import STAGES
 from skyctl.push.transaction import PushRequest, PushResult, push
 from tests.stub.faults import Fault
-from tests.stub.state import StubEngine, digest_of_updates
+from tests.stub.state import Scheduler, StubEngine, digest_of_updates
 from tests.unit.push.checkpoints import filled, tiny_tensors, write_checkpoint
 from tests.unit.push.fleets import Recorder, Stubs
 
@@ -393,3 +393,65 @@ async def test_a_server_with_dummy_weights_refuses_disk_and_keeps_its_weights(st
     assert states(error) == ["ready", "ready"]
     assert error.details["servers"][1]["version"] == "default"
     assert "--load-format dummy" in error.message
+
+
+# --- nobody else thaws what is being loaded, and intents come first -----------------------------
+
+
+@pytest.mark.parametrize("stage", ["pause", "start", "update"])
+async def test_an_intent_that_cannot_be_put_on_record_undoes_the_push(
+    stubs: Stubs, stage: str
+) -> None:
+    observer = Recorder()
+
+    def full(name: str) -> None:
+        if name == stage:
+            raise StateUnwritable("cannot write state.sqlite: no space", hint="free space")
+
+    observer.on_stage = full
+    with pytest.raises(SkyctlError, match="no space") as caught:
+        await push_new(stubs, observer)
+    assert caught.value.hint == "free space"
+    for engine in stubs.engines:
+        assert engine.digest == "base" and not engine.paused and not engine.update_open
+        assert "update" not in engine.log
+
+
+async def test_a_server_that_was_paused_and_is_thawed_by_somebody_else_is_paused_by_the_push(
+    stubs: Stubs,
+) -> None:
+    held, observer = stubs.engines[0], Recorder()
+    await held.pause("keep")
+
+    def thaw(stage: str) -> None:
+        if stage == "pause":
+            held.scheduler = Scheduler.RUNNING
+
+    observer.on_stage = thaw
+    await push_new(stubs, observer)
+    assert held.paused and held.log.count("pause keep") == 2
+    assert "unpaused" not in "".join(held.served)
+
+
+async def test_nothing_is_sent_to_a_server_that_was_not_seen_paused(stubs: Stubs) -> None:
+    async def pause(mode: str) -> None:
+        """It answers, and goes on."""
+
+    stubs.engines[1].pause = pause  # type: ignore[method-assign]
+    error = await failing_push(stubs)
+    assert "is not paused" in error.message
+    assert all("start" not in engine.log for engine in stubs.engines)
+    check_invariant(stubs)
+
+
+async def test_a_server_that_was_thawed_while_it_was_loaded_is_no_success(stubs: Stubs) -> None:
+    thawed, observer = stubs.engines[1], Recorder()
+
+    def thaw(done: int) -> None:
+        thawed.scheduler = Scheduler.RUNNING
+
+    observer.on_progress = thaw
+    with pytest.raises(PushError, match="somebody else resumed it") as caught:
+        await push_new(stubs, observer)
+    assert states(caught.value) == ["ready", "quarantined"]
+    assert thawed.paused

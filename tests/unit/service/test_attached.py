@@ -16,6 +16,7 @@ from skyctl.fleetfile.schema import FleetConfig
 from skyctl.http.client import ControlClient
 from skyctl.push.request import PushRequest, PushResult, ServerPush
 from skyctl.service.attached import AttachedFleet
+from skyctl.store.in_doubt import touch
 from skyctl.store.paths import fleet_paths
 from skyctl.store.state import FleetState
 from tests.stub.app import StubServer
@@ -117,3 +118,18 @@ async def test_a_push_runs_here_with_the_same_journal_and_lock(
         rows, pushes = await fleet.weights()
         assert {row.weight_version for row in rows} == {"v7"}
         assert [record.version for record in pushes] == ["v7"]
+
+
+@pytest.mark.parametrize("verb", ["resume", "wake"])
+@pytest.mark.parametrize("quarantined", [True, False])
+async def test_what_a_dead_push_left_is_not_thawed_by_hand(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verb: str, quarantined: bool
+) -> None:
+    async with attached(tmp_path, monkeypatch, StubServer(), StubServer()) as fleet:
+        await fleet.pause("keep", False)
+        touch(fleet._state, "far-0", "a push")
+        if quarantined:
+            fleet._state.update_server("far-0", quarantine="push-1 broke off")
+        skipped, done = await getattr(fleet, verb)()
+        assert (skipped["status"], done["status"]) == ("skipped", "ok")
+        assert "skyctl recover" in skipped["detail"]

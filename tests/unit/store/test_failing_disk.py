@@ -176,8 +176,10 @@ def test_what_others_wrote_meanwhile_stays(path: Path, disk: FailingDisk) -> Non
         disk.fail("read-only")
         state.add_event("fleet", "ours")
         state.update_server("a-0", paused=True)
+        state.set_weights_awake("a-1", True)
         state.set("key", "ours")
         other.update_server("a-0", quarantine="theirs")
+        other.set_weights_awake("a-2", True)
         other.add_event("fleet", "theirs")
         other.set("key", "theirs")
         doubt(other, {"a-1": InDoubt("a-1", "push-1", "update", True, True)})
@@ -187,6 +189,7 @@ def test_what_others_wrote_meanwhile_stays(path: Path, disk: FailingDisk) -> Non
         assert other.get("key") == "ours"  # the last writer
         row = other.server("a-0")
         assert (row.paused, row.quarantine, row.weight_version) == (True, "theirs", "v1")
+        assert other.weights_awake() == {"a-1", "a-2"}
         assert set(in_doubt(other)) == {"a-1"}
 
 

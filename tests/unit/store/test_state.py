@@ -86,10 +86,10 @@ def test_a_newer_file_is_refused_and_left_alone(path: Path) -> None:
     assert [p.name for p in path.parent.iterdir() if "corrupt" in p.name] == []
 
 
-def test_an_older_file_is_refused_and_left_alone(path: Path) -> None:
+def test_a_file_of_before_the_first_release_is_refused_and_left_alone(path: Path) -> None:
     FleetState(path).close()
     with sqlite3.connect(path) as connection:
-        connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION - 1}")
+        connection.execute("PRAGMA user_version = 1")
     with pytest.raises(SkyctlError, match="older skyctl") as refused:
         FleetState(path)
     assert "end that fleet with the skyctl that started it" in (refused.value.hint or "")

@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
-from skyctl.core import admission
+from skyctl.core import admission, arbiter
 from skyctl.core.plan import FleetPlan
 from skyctl.engines.vllm.router import RouterClient
 from skyctl.engines.vllm.server import VLLMServer
@@ -468,7 +468,7 @@ async def test_a_replica_is_quarantined_when_the_checkpoint_changed(
         os.kill(pid_of(supervisor, "a"), signal.SIGKILL)
         await eventually(lambda: states(supervisor)["a"] == "quarantined")
         assert routed(supervisor) == {"b"}
-        assert "/ckpt changed since" in (supervisor.replicas["a"].row.quarantine or "")
+        assert "/ckpt was overwritten since" in (supervisor.replicas["a"].row.quarantine or "")
         outcomes = await supervisor.verb("resume", {}, [], 5.0)
         assert [o["status"] for o in outcomes] == ["skipped", "ok"]
 
@@ -540,3 +540,87 @@ async def test_a_push_that_cannot_even_begin_is_a_failed_job_and_frees_the_lock(
         again = await supervisor.start_push(PushRequest("nowhere"))  # the lock is free
         await eventually(lambda: supervisor.job is None)
         assert supervisor.state.journal.job(again.id).ended
+
+
+async def test_a_push_is_refused_while_a_verb_is_under_way_and_told_of_it(
+    tmp_path: Path, push: FakePush, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The verb's rollback would thaw servers in the middle of the update."""
+    monkeypatch.setattr(arbiter, "PATIENCE_S", 0.1)
+    slow = stub_server("a", faults={"/pause": {"kind": "delay", "seconds": 1.0}})
+    async with supervising(tmp_path) as supervisor:
+        await bring_up(supervisor, fleet_plan([slow]))
+        verb = asyncio.create_task(supervisor.verb("pause", {"mode": "wait"}, (), 5.0))
+        await eventually(lambda: supervisor.arbiter.holders() != [])
+        with pytest.raises(ConflictError, match="busy: skyctl pause"):
+            await supervisor.start_push(PushRequest("/ckpt"))
+        assert (await verb)[0]["status"] == "ok"
+        await supervisor.start_push(PushRequest("/ckpt"))
+        await eventually(lambda: supervisor.job is None)
+        assert push.calls == [("/ckpt", ["a"])]
+
+
+async def test_a_label_that_meant_other_files_does_not_make_a_server_current(
+    tmp_path: Path, push: FakePush, checkpoint: type[FakeCheckpoint]
+) -> None:
+    async with supervising(tmp_path) as supervisor:
+        await bring_up(supervisor, fleet_plan([stub_server("a")]))
+        await supervisor.start_push(PushRequest("/ckpt", weight_version="latest"))
+        await eventually(lambda: supervisor.job is None)
+        replica = supervisor.replicas["a"]
+        assert admission.is_current(supervisor.state, replica)
+        replica.update_row(checkpoint_digest="of the latest before")
+        assert not admission.is_current(supervisor.state, replica)
+
+
+async def test_a_server_that_waits_for_weights_takes_the_next_push(
+    tmp_path: Path, push: FakePush, checkpoint: type[FakeCheckpoint], monkeypatch: Any
+) -> None:
+    """A directory that is overwritten at every step: who restarted between two has none to take."""
+    async with supervising(tmp_path) as supervisor:
+        await bring_up(supervisor, fleet_plan([stub_server("a"), stub_server("b")], stub_router()))
+        await supervisor.start_push(PushRequest("/ckpt", weight_version="v1"))
+        await eventually(lambda: supervisor.job is None)
+        monkeypatch.setattr(checkpoint, "identity_digest", "other")
+        monkeypatch.setattr(checkpoint, "layout_digest", "other")
+        os.kill(pid_of(supervisor, "a"), signal.SIGKILL)
+        await eventually(lambda: states(supervisor)["a"] == "quarantined")
+        await supervisor.start_push(PushRequest("/ckpt", weight_version="v2"))
+        await eventually(lambda: states(supervisor) == {"a": "ready", "b": "ready"})
+        assert push.calls[-1] == ("/ckpt", ["a", "b"])
+        await eventually(lambda: routed(supervisor) == {"a", "b"})
+
+
+KNOWS_ALL = {"/never": {"kind": "hang"}}  # the full stub: the light one has no labels
+
+
+async def test_status_names_a_server_that_somebody_else_pushed_to(
+    tmp_path: Path, push: FakePush
+) -> None:
+    async with supervising(tmp_path) as supervisor:
+        await bring_up(supervisor, fleet_plan([stub_server("a", faults=KNOWS_ALL)]))
+        server = VLLMServer(supervisor.client, supervisor.replicas["a"].target)
+        assert (await report(supervisor)).health == "healthy"
+        await server.set_weight_version("b1")
+        found = await report(supervisor)
+        assert found.health == "degraded" and found.replicas[0].reported_version == "b1"
+        assert "b1" in found.reasons[0].message and "somebody else" in found.reasons[0].message
+
+
+async def test_an_error_as_a_push_ends_leaves_none_in_progress(
+    tmp_path: Path, push: FakePush, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with supervising(tmp_path) as supervisor:
+        await bring_up(supervisor, fleet_plan([stub_server("a")]))
+
+        def broken(self: object) -> None:
+            raise RuntimeError("a bug")
+
+        with monkeypatch.context() as patched:
+            patched.setattr("skyctl.supervisor.replica.Replica.reload_row", broken)
+            await supervisor.start_push(PushRequest("/ckpt"))
+            await eventually(lambda: supervisor.job is None)
+        assert supervisor.arbiter.holders() == []
+        await supervisor.start_push(PushRequest("/ckpt"))
+        await eventually(lambda: supervisor.job is None)
+        assert len(push.calls) == 2
