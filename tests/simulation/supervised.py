@@ -283,6 +283,19 @@ class SupervisedWorld(World):
     def _restart_servers(self) -> None:
         """Whoever supervises them does."""
 
+    def _at_work(self) -> bool:
+        supervisor = self.supervisor
+        if supervisor is None or not self._supervised_now():
+            return False
+        operation = supervisor.operation
+        return supervisor.job is not None or (operation is not None and operation.ended_at is None)
+
+    def _supervised_now(self) -> bool:
+        return any(
+            process.label == "supervisor" and not process.dead
+            for process in self.kernel.processes.values()
+        )
+
     def _on_record(self, fleet: Any) -> bool:
         return not (self.disk.full or self.disk.failing)
 

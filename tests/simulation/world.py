@@ -303,13 +303,19 @@ class World:
 
     def _until_quiet(self, what: str) -> None:
         def quiet() -> bool:
-            return all(process.dead for process in self.commands)
+            return all(process.dead for process in self.commands) and not self._at_work()
 
         self.loop.run_until(self.loop.now + _PATIENCE_S, quiet)
+        if self._at_work():
+            self.violate(f"hangs: the supervisor is at work for ever ({what})")
         for process in self.commands:
             if not process.dead:
                 self.violate(f"hangs: {plain(process.label)} does not end ({what})")
                 self.kernel.kill(process, "is killed: nobody waits that long")
+
+    def _at_work(self) -> bool:
+        """Whether something goes on that nobody waits for."""
+        return False
 
     def close(self) -> None:
         """Let go of everything; what dead processes left unfinished unwinds into nothing."""
