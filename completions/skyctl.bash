@@ -175,12 +175,13 @@ _skyctl() {
                 --chunk-size) true; return ;;
                 --weight-version) true; return ;;
                 --mode) _skyctl_words "abort wait keep"; return ;;
+                --scan-nan|--no-scan) true; return ;;
                 --canary) _skyctl_files; return ;;
                 --rolling) true; return ;;
                 --sleep-after) true; return ;;
                 --timeout) true; return ;;
             esac
-            if [[ $cur == -* ]]; then _skyctl_words "-f --file --fleet --transport --stage --chunk-size --weight-version --mode --verify --no-verify --dry-run --scan-nan --canary --keep --rolling --colocated --sleep-after --rollback --detach --timeout --json -h --help -q --quiet --no-color --debug"; else
+            if [[ $cur == -* ]]; then _skyctl_words "-f --file --fleet --transport --stage --chunk-size --weight-version --mode --verify --no-verify --dry-run --scan-nan --no-scan --allow-unproven-reload --canary --keep --rolling --colocated --sleep-after --rollback --detach --timeout --json -h --help -q --quiet --no-color --debug"; else
                 _skyctl_ask
             fi ;;
         "jobs")

@@ -215,7 +215,8 @@ class Fleet(GeneratingFleet):
         pause_mode: PauseMode | None = None,
         verify: bool = True,
         dry_run: bool = False,
-        scan_nan: bool = False,
+        scan_nan: bool | None = None,
+        allow_unproven_reload: bool = False,
         canary: Mapping[str, Any] | str | PathLike[str] | None = None,
         keep: bool = False,
         rolling: int = 0,
@@ -248,7 +249,9 @@ class Fleet(GeneratingFleet):
             chunk_size: bytes per chunk; None takes the fleet's.
             stage: where the checkpoint lies before servers are frozen: "gpu", "host" or "stream".
             pause_mode: what becomes of running requests; "keep" when None, "wait" with a canary.
-            scan_nan: read the whole checkpoint first, and refuse NaN and infinity.
+            scan_nan: refuse NaN and infinity: True reads the whole checkpoint first, False looks
+                at nothing, None at what passes.
+            allow_unproven_reload: accept weights that come to another digest than expected.
             canary: prompts that the new weights must answer as expected before users get them, as
                 a file's path or as what such a file holds (docs/how-to/careful-pushes.md).
             rolling: update that many servers at a time, out of the router, while the others serve.
@@ -275,6 +278,7 @@ class Fleet(GeneratingFleet):
             verify=verify,
             dry_run=dry_run,
             scan_nan=scan_nan,
+            allow_unproven_reload=allow_unproven_reload,
             canary=_canary(canary),
             keep=keep,
             rolling=rolling,

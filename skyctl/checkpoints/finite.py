@@ -1,4 +1,4 @@
-"""Look through a checkpoint for NaN and infinity, without torch.
+"""Look for NaN and infinity in a checkpoint's bytes, without torch.
 
 A float that is not finite has an exponent of ones. For the wide types that is looked for in the
 byte of each element that carries the sign and most of the exponent: what is not there needs no
@@ -15,7 +15,22 @@ from skyctl.checkpoints.checkpoint import Checkpoint
 from skyctl.checkpoints.header import Tensor
 from skyctl.errors import PreflightError
 
-_PIECE_BYTES = 8 * 1024 * 1024  # a multiple of every element's size
+_READ_BYTES = 8 * 1024 * 1024  # both are multiples of every element's size
+_LOOK_BYTES = 256 * 1024  # stays in the processor's cache
+
+
+class NotFinite(PreflightError):
+    """A checkpoint holds NaN or infinity; names the file, the tensor and the element."""
+
+    def __init__(self, path: str, tensor: str, element: int) -> None:
+        super().__init__(
+            f"{path}: {tensor} holds NaN or infinity (element {element})",
+            hint="push an earlier checkpoint, or --no-scan to push it all the same",
+        )
+
+    @property
+    def kind(self) -> str:
+        return PreflightError.__name__
 
 
 @dataclass(frozen=True)
@@ -44,6 +59,24 @@ _FORMS = {
 }
 
 
+def may_be_not_finite(dtype: str) -> bool:
+    """Whether the type (its safetensors name) has NaN or infinity that can be looked for."""
+    return dtype in _FORMS
+
+
+def first_not_finite(data: memoryview, dtype: str) -> int | None:
+    """The number of the first element that is not finite; None when all are. `data` is whole
+    elements; types without NaN and infinity are passed over."""
+    form = _FORMS.get(dtype)
+    if form is None:
+        return None
+    for begin in range(0, data.nbytes, _LOOK_BYTES):
+        found = _search(bytes(data[begin : begin + _LOOK_BYTES]), form)
+        if found is not None:
+            return begin // form.size + found
+    return None
+
+
 def refuse_not_finite(checkpoint: Checkpoint) -> None:
     """Read every floating-point tensor and stop at the first that holds NaN or infinity.
 
@@ -51,34 +84,31 @@ def refuse_not_finite(checkpoint: Checkpoint) -> None:
     time.
 
     Raises:
-        PreflightError: names the file, the tensor and the element, or what could not be read.
+        NotFinite: names the file, the tensor and the element.
+        PreflightError: a file could not be read.
     """
     for tensor in checkpoint.tensors:
-        form = _FORMS.get(tensor.dtype)
-        if form is None:
-            continue
-        path = checkpoint.shards[tensor.shard].path
-        element = _first_not_finite(path, tensor, form)
-        if element is not None:
-            raise PreflightError(
-                f"{path}: {tensor.name} holds NaN or infinity (element {element})",
-                hint="push an earlier checkpoint, or leave out --scan-nan to push it all the same",
-            )
+        if may_be_not_finite(tensor.dtype):
+            path = checkpoint.shards[tensor.shard].path
+            element = _first_in_file(path, tensor)
+            if element is not None:
+                raise NotFinite(path, tensor.name, element)
 
 
-def _first_not_finite(path: str, tensor: Tensor, form: _Form) -> int | None:
+def _first_in_file(path: str, tensor: Tensor) -> int | None:
     """The number of the first element that is not finite, in storage order; None when all are."""
+    size = _FORMS[tensor.dtype].size
     descriptor = -1
     try:
         descriptor = os.open(path, os.O_RDONLY)
-        for done in range(0, tensor.nbytes, _PIECE_BYTES):
-            wanted = min(_PIECE_BYTES, tensor.nbytes - done)
+        for done in range(0, tensor.nbytes, _READ_BYTES):
+            wanted = min(_READ_BYTES, tensor.nbytes - done)
             piece = os.pread(descriptor, wanted, tensor.begin + done)
             if len(piece) != wanted:
                 raise PreflightError(f"{path} ends within {tensor.name}: it is being written")
-            found = _search(piece, form)
+            found = first_not_finite(memoryview(piece), tensor.dtype)
             if found is not None:
-                return done // form.size + found
+                return done // size + found
     except OSError as error:
         raise PreflightError(f"{path} cannot be read: {error}") from error
     finally:

@@ -111,7 +111,21 @@ def job_views(job: Job) -> list[RenderableType]:
             f"{result['transport']}, {format_rate(result['gb_per_s'])}; frozen for "
             f"{format_seconds(result['freeze_window_s'])} of {format_seconds(result['seconds'])}"
         )
+        views.append(_compared(result.get("compared")))
     return views
+
+
+def _compared(compared: dict[str, int] | None) -> str:
+    """How much of the checkpoint was looked for in the servers."""
+    from skyctl.units import format_bytes
+
+    if compared is None:
+        return "not verified: nothing was compared with the checkpoint"
+    return (
+        f"verified: rows of {compared['tensors']} of {compared['of_tensors']} tensors "
+        f"({format_bytes(compared['bytes'])} of {format_bytes(compared['of_bytes'])}) are the "
+        "checkpoint's"
+    )
 
 
 def canary_view(rows: list[dict[str, Any]]) -> RenderableType:

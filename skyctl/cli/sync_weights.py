@@ -88,9 +88,20 @@ def sync_weights(
         bool, typer.Option("--dry-run", help="Check and plan only; nothing is paused.")
     ] = False,
     scan_nan: Annotated[
+        bool | None,
+        typer.Option(
+            "--scan-nan/--no-scan",
+            help="Refuse NaN and infinity: look through all of it first, or not at all (default: "
+            "look at what passes, before the freeze where all of it is staged).",
+            show_default=False,
+        ),
+    ] = None,
+    allow_unproven_reload: Annotated[
         bool,
         typer.Option(
-            "--scan-nan", help="Read all of it first, and refuse it when it holds NaN or infinity."
+            "--allow-unproven-reload",
+            help="Accept weights that come to another digest than the same checkpoint did before, "
+            "or than vLLM's own loading of it.",
         ),
     ] = False,
     canary: Annotated[
@@ -212,6 +223,7 @@ def sync_weights(
         verify=verify,
         dry_run=dry_run,
         scan_nan=scan_nan,
+        allow_unproven_reload=allow_unproven_reload,
         canary=read_canary(canary) if canary else None,
         keep=keep,
         rolling=rolling or 0,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Collection, Mapping, Sequence
 
+from skyctl.core.expectations import arguments_of, informed, remember
 from skyctl.core.health import probe_alive
 from skyctl.core.plan import FleetPlan
 from skyctl.errors import ServerError, SkyctlError, WeightsGone
@@ -43,6 +44,7 @@ def push_fleet(
                 weights_awake=replica.weights_awake,
                 sleep_level=replica.row.sleep_level,
                 paused=replica.row.paused,
+                arguments=arguments_of(replica.spec),
             )
             for replica in replicas
         ),
@@ -115,10 +117,15 @@ async def push_alone(
 
     weights = state.weights()
     request = published(weights, verify=plan.config.weight_transfer.verify)
-    fleet = push_fleet(plan, [replica], plan.model_path, in_doubt(state))
+    fleet = informed(push_fleet(plan, [replica], plan.model_path, in_doubt(state)), state)
     touch(state, replica.name, "a push of its own")  # before it: this process may die meanwhile
     with held(request.checkpoint):
-        result = await push(request, fleet, client=client, observer=SilentObserver())
+        try:
+            result = await push(request, fleet, client=client, observer=SilentObserver())
+        except SkyctlError as error:
+            remember(state, error.details.pop("learned", None))
+            raise
+    remember(state, result.learned)
     trust(state, replica.name)
     digest = next((s.weights_digest for s in result.servers), "")
     replica.update_row(

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from skyctl.checkpoints.staging import held
 from skyctl.core.arbiter import Arbiter, Turn
+from skyctl.core.expectations import informed, remember
 from skyctl.errors import DeadlineExceeded, FleetDownError, SkyctlError
 from skyctl.http.client import ControlClient
 from skyctl.http.target import ServerTarget
@@ -129,7 +130,7 @@ async def run_push(
             roll = functools.partial(push_rolling, on_part=part_over)
             result = await (roll if request.rolling else push)(
                 own.request,
-                fleet,
+                informed(fleet, state),
                 client=client,
                 observer=observer,
                 senders=senders,
@@ -192,6 +193,7 @@ def record_part(state: FleetState, result: PushResult) -> None:
 
 
 def _record_servers(state: FleetState, result: PushResult) -> None:
+    remember(state, result.learned)
     trust(state, *(server.server for server in result.servers))
     for server in result.servers:
         row = state.server(server.server)
@@ -254,6 +256,7 @@ def record_failure(
             state.set_weights_awake(server["server"], True)
         if changes:
             state.update_server(server["server"], **changes)
+    remember(state, error.details.pop("learned", None))
     _publish_in_part(state, error.details)
     doubt_left(state, job_id)
     state.journal.record_push(

@@ -136,7 +136,7 @@ async def _give_back(case: _Case, hands: Hands) -> None:
             server,
             stage=found.stage,
             thaw=found.thaw and not row.paused,
-            digest=row.weights_digest,
+            digest=found.digest or row.weights_digest,
             label=found.version,
             timeout_s=hands.control_timeout_s,
             slept=slept,
@@ -210,7 +210,6 @@ def interrupted_request(state: FleetState) -> PushRequest | None:
         checkpoint=prepared[-1]["checkpoint"],  # the fleet's own copy, if it made one
         expected_digest=prepared[-1]["checkpoint_digest"],
         keep=False,
-        scan_nan=False,
     )
     # nobody has accepted what a canary had not tried to the end, and a roll is not the fleet's
     # version before its end: the fleet's weights go back

@@ -2,33 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from skyctl.errors import ServerError
 from skyctl.kill_points import reached
 from skyctl.push.alike import comparable
+from skyctl.push.expected import agreed, names_of, unexpected
 from skyctl.push.freeze import require_paused
+from skyctl.push.preflight import Prepared
 from skyctl.push.run import Run
-from skyctl.push.samples import Sample
 from skyctl.push.sites import Holds, Site, alive, each
-from skyctl.push.verify import weights_digest
+from skyctl.push.verify import HOW_TO_DIGEST, weights_digest
+from skyctl.store.expected import BrokenReload
 
 
-async def verify(run: Run, sites: Sequence[Site], samples: Mapping[str, Sample]) -> None:
-    """Drop caches of the old weights, and compare what the servers hold."""
+async def verify(run: Run, prepared: Prepared, content_digest: str) -> None:
+    """Drop caches of the old weights, and compare what the servers hold: with the checkpoint, with
+    what it came to before, and with each other."""
     timeout_s = run.fleet.update_timeout_s
-    loaded = alive([site for site in sites if site.holds is Holds.NEW])
+    loaded = alive([site for site in prepared.sites if site.holds is Holds.NEW])
 
     async def digest(site: Site) -> None:
         await _refuse_thawed(site)
         await _reset_cache(site)
         if run.request.verify:
-            site.digest, how = await weights_digest(site.vllm, timeout_s=timeout_s, samples=samples)
-            if not site.digest:
-                run.note(f"{site.name} was not verified: {how}")
+            found = await weights_digest(site.vllm, timeout_s=timeout_s, rows=prepared.rows)
+            site.digest, site.compared = found.digest, found.compared
+            _require_comparison(site)
 
     await each(loaded, digest, timeout_s=timeout_s * 2, what="verify")
+    names = names_of(prepared.checkpoint, content_digest)
+    _enforce(run, prepared, alive(loaded), names)
     _outvote(alive(loaded))
+    run.learned.digests += agreed(loaded, names)
     reached("push.verify.done")
 
 
@@ -39,6 +45,41 @@ async def _refuse_thawed(site: Site) -> None:
     except ServerError:
         await site.vllm.pause("abort", clear_cache=False)
         raise
+
+
+def _require_comparison(site: Site) -> None:
+    if site.compared is None:
+        raise ServerError(
+            f"{site.name} cannot be compared with the checkpoint, its workers lack skyctl's "
+            f"extension; {HOW_TO_DIGEST}"
+        )
+    if not site.compared.tensors:
+        raise ServerError(
+            f"{site.name}: no tensor could be compared with the checkpoint "
+            f"({site.compared.why_not or 'nothing was asked for'}); to do without: --no-verify"
+        )
+
+
+def _enforce(run: Run, prepared: Prepared, sites: Sequence[Site], names: Sequence[str]) -> None:
+    """Weights that came to certain digests before come to the same again."""
+    known = (*run.learned.digests, *run.fleet.expected.digests)
+    for site, one in unexpected(sites, known, names):
+        by_launch = one.origin == "launch"
+        when = "when vLLM loaded it" if by_launch else "when it was pushed before"
+        said = (
+            f"its weights are not what this checkpoint came to {when} (digest {site.digest}, "
+            f"expected {one.digest})"
+        )
+        if run.request.allow_unproven_reload:
+            run.note(f"{site.name}: {said}")
+            continue
+        site.failure = f"verify: {said}"
+        if by_launch:
+            site.failure += f": vLLM {prepared.engine} does not reload this model as it loads it"
+            checkpoint = prepared.checkpoint
+            run.learned.broken = BrokenReload(
+                checkpoint.layout_digest, prepared.engine, checkpoint.name
+            )
 
 
 async def publish(run: Run, sites: Sequence[Site], label: str) -> None:

@@ -81,8 +81,10 @@ class ChunkDelivery:
         sender_gpu: int = -1,
         nccl_settings: Mapping[str, str] | None = None,
         stage: str = "auto",
+        scan: bool = True,
     ) -> None:
         self._transport = transport
+        self._scan = scan
         self._senders = senders
         self._checkpoint = checkpoint
         self._plan = plan
@@ -140,6 +142,7 @@ class ChunkDelivery:
             slots=slots,
             ring_only=self._stage == "stream",
             reserve_bytes=self._reserve_bytes(sites, lease),
+            scan=self._scan,
             carrier=options if lease.fresh else None,
         )
         opened = await lease.sender.opened(timeout_s=_STARTUP_TIMEOUT_S)
@@ -210,6 +213,9 @@ class ChunkDelivery:
         lease.group = group
 
     async def start(self, sites: Sequence[Site], *, scrubbing: bool = False) -> None:
+        failure = self._opened()[0].sender.failure
+        if failure is not None and not scrubbing:
+            self._all_failed(sites, failure)  # nothing was sent yet: it can still be undone
         # a scrub is up to five calls
         timeout_s = self._fleet.control_timeout_s
 
@@ -409,7 +415,6 @@ class ChunkDelivery:
             self._all_failed(sites, error)
 
     def _all_failed(self, sites: Sequence[Site], error: SenderFailed) -> None:
-        # a checkpoint that changes while it is pushed will not be whole the second time either
-        self.can_retry = self.can_retry and not error.changed
+        self.can_retry = self.can_retry and not error.final
         for site in alive(sites):
             site.failure = error.message

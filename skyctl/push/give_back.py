@@ -9,6 +9,7 @@ from skyctl.push.sleeping import DISCARDED, back_to_sleep
 from skyctl.push.verify import weights_digest
 
 _BEFORE_SESSIONS = ("wake", "pause", "init")
+_NOTHING_SENT = (*_BEFORE_SESSIONS, "start")
 _NO_TRANSFER = "not configured"
 
 
@@ -24,14 +25,19 @@ async def give_back(
 ) -> None:
     """Close the session that a push left open at `stage`, and resume the server if `thaw`.
 
-    `digest` is what its weights must come to, None where that is not known. `label` is the version
-    they get, if they have not got it yet. `slept` is the level at
-    which it slept before the push woke its weights, 0 when that did not happen: it sleeps again
-    afterwards, unless that sleep had discarded its weights, which stay awake, and empty.
+    `digest` is what its weights must come to, None where that is not known: then only a server to
+    which nothing can have been sent is given back. `label` is the version they get, if they have
+    not got it yet. `slept` is the level at which it slept before the push woke its weights, 0 when
+    that did not happen: it sleeps again afterwards, unless that sleep had discarded its weights,
+    which stay awake, and empty.
 
     Raises:
-        ServerError: it does not answer, or does not hold what it held before: do not resume it.
+        ServerError: it does not answer, or is not known to hold what it held before: do not resume
+            it.
     """
+    name = server.target.name
+    if not digest and stage not in _NOTHING_SENT:
+        raise ServerError(f"{name}: nobody knows what its weights were before the push")
     if slept:  # the push may have died before it was done
         await server.wake(["weights"])
     if stage not in _BEFORE_SESSIONS:
@@ -41,10 +47,11 @@ async def give_back(
             if NO_SESSION not in error.message and _NO_TRANSFER not in error.message:
                 raise
     if digest and slept != DISCARDED:
-        found, _ = await weights_digest(server, timeout_s=timeout_s)
-        if found and found != digest:
-            name = server.target.name
-            raise ServerError(f"{name}: its weights are not what they were (digest {found})")
+        found = (await weights_digest(server, timeout_s=timeout_s)).digest
+        if found != digest:
+            raise ServerError(
+                f"{name}: its weights are not what they were (digest {found}, before {digest})"
+            )
     if label:
         await server.set_weight_version(label)
     if slept:

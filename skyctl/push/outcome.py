@@ -48,7 +48,7 @@ def settle(run: Run, prepared: Prepared, label: str, content_digest: str) -> Pus
         f"the push failed on {len(failed)} of {len(result.servers)} servers: {done}{stay} "
         f"({failed[0].detail})",
         hint=f"skyctl restart {failed[0].server}",
-        details={**result.to_json()},
+        details={**result.to_json(), "learned": result.learned},
     )
 
 
@@ -72,5 +72,22 @@ def result_of(run: Run, prepared: Prepared, label: str, content_digest: str) -> 
         content_digest=content_digest,
         canary=[result.to_json() for result in run.canary],
         notes=list(run.notes),
+        compared=_compared(prepared),
+        learned=run.learned.to_json(),
         plan=prepared.to_json() if dry else None,
     )
+
+
+def _compared(prepared: Prepared) -> dict[str, int] | None:
+    """How much of the checkpoint each verified server was seen to hold: that of the one of which
+    the least was seen."""
+    seen = [s.compared for s in prepared.sites if s.compared and s.holds is Holds.VERIFIED]
+    if not seen:
+        return None
+    least = min(seen, key=lambda one: one.bytes)
+    return {
+        "tensors": least.tensors,
+        "of_tensors": len(prepared.checkpoint.tensors),
+        "bytes": least.bytes,
+        "of_bytes": prepared.checkpoint.total_bytes,
+    }

@@ -15,13 +15,15 @@ from skyctl.engines.vllm.server import VLLMServer
 from skyctl.errors import PreflightError
 from skyctl.http.client import ControlClient
 from skyctl.push.delivery import ChunkDelivery, Delivery
+from skyctl.push.expected import refuse_broken
 from skyctl.push.forecast import Forecast, refusal, slots_of
 from skyctl.push.foretelling import foretell, subject_of
 from skyctl.push.request import PushFleet, PushRequest, PushServer
 from skyctl.push.rollback import refuse_changed
-from skyctl.push.samples import Sample, read_samples
+from skyctl.push.rows import KnownRows, read_rows
 from skyctl.push.server_facts import ServerFacts, ask_servers
 from skyctl.push.sites import Holds, Site
+from skyctl.push.weighing import weigh
 from skyctl.transfer.nccl_settings import common_settings, pace_notes, refuse_without_nccl
 from skyctl.transfer.plan import ChunkPlan, plan_chunks
 from skyctl.transfer.sender_gpu import free_gpu
@@ -34,8 +36,8 @@ from skyctl.units import format_bytes
 
 @dataclass(frozen=True)
 class Prepared:
-    """A push that may begin. `memory_bytes` is what this machine needs for it at most; `samples`
-    are tensors that servers must hold to the last bit afterwards."""
+    """A push that may begin. `memory_bytes` is what this machine needs for it at most; `rows`
+    are parts of it that servers must hold afterwards."""
 
     checkpoint: Checkpoint
     plan: ChunkPlan
@@ -45,10 +47,11 @@ class Prepared:
     sites: tuple[Site, ...]
     memory_bytes: int
     notes: tuple[str, ...]
-    samples: Mapping[str, Sample]
+    rows: tuple[KnownRows, ...]
     sender_gpu: int = -1
     nccl_settings: Mapping[str, str] | None = None
     stage: str = "auto"
+    scan: bool = True
     forecasts: tuple[Forecast, ...] = ()
     assumptions: tuple[str, ...] = ()
 
@@ -65,7 +68,13 @@ class Prepared:
             sender_gpu=self.sender_gpu,
             nccl_settings=self.nccl_settings,
             stage=self.stage,
+            scan=self.scan,
         )
+
+    @property
+    def engine(self) -> str:
+        """The servers' version of vLLM: one, or there is no push."""
+        return self.facts[0].vllm_version
 
     @property
     def chunks(self) -> int:
@@ -111,12 +120,13 @@ async def preflight(
         raise PreflightError("the fleet has no servers")
     asked = asyncio.create_task(ask_servers(fleet, client=client))
     try:
-        checkpoint, samples = await asyncio.to_thread(_read, request)
+        checkpoint, rows = await asyncio.to_thread(_read, request)
         facts = await asked
     finally:
         asked.cancel()
     may_sleep = {s.name for s in fleet.servers if s.weights_awake or request.colocated}
     notes = check_servers(facts, may_sleep)
+    refuse_broken(request, fleet, checkpoint, facts[0].vllm_version)
     choice = choose(request.transport, fleet.transport, facts)
     if problem := refusal(request.stage, choice.name):
         raise PreflightError(
@@ -130,6 +140,9 @@ async def preflight(
         notes += pace_notes(nccl_settings or {})
     if transport is None:
         refuse_dummy(facts)
+    # without a sender nobody else looks at the bytes
+    if request.scan_nan or (transport is None and request.scan_nan is None and not request.dry_run):
+        await asyncio.to_thread(refuse_not_finite, checkpoint)
     model_path = fleet.model_path or next((fact.model for fact in facts if fact.model), None)
     notes += await asyncio.to_thread(check_compatible, checkpoint, model_path)
     chunk_size = request.chunk_size or fleet.chunk_size
@@ -152,33 +165,38 @@ async def preflight(
     if request.dry_run and transport is not None:
         subject = await subject_of(fleet, plan, choice.name, workers=workers, idle=idle)
         forecasts, said = await foretell(request, fleet, checkpoint, subject)
+    sites = tuple(
+        _site(server, fact, client, fleet, colocated=request.colocated)
+        for server, fact in zip(fleet.servers, facts, strict=True)
+    )
+    if request.verify and not request.dry_run:
+        notes += await weigh(sites, facts, timeout_s=fleet.update_timeout_s)
     return Prepared(
         checkpoint=checkpoint,
         plan=plan,
         choice=choice,
         transport=transport,
         facts=facts,
-        sites=tuple(
-            _site(server, fact, client, fleet, colocated=request.colocated)
-            for server, fact in zip(fleet.servers, facts, strict=True)
-        ),
+        sites=sites,
         memory_bytes=memory_bytes,
         notes=tuple(notes),
-        samples=samples,
+        rows=rows,
         sender_gpu=free_gpu(fleet.servers) if choice.name == "nccl" else -1,
         nccl_settings=nccl_settings,
         stage=request.stage,
+        scan=request.scan_nan is None,
         forecasts=forecasts,
         assumptions=said,
     )
 
 
-def _read(request: PushRequest) -> tuple[Checkpoint, dict[str, Sample]]:
+def _read(request: PushRequest) -> tuple[Checkpoint, tuple[KnownRows, ...]]:
     checkpoint = read_checkpoint(request.checkpoint)
     refuse_changed(request, checkpoint)
-    if request.scan_nan:
-        refuse_not_finite(checkpoint)
-    return checkpoint, read_samples(checkpoint) if request.verify else {}
+    try:
+        return checkpoint, read_rows(checkpoint) if request.verify else ()
+    except OSError as error:
+        raise PreflightError(f"{checkpoint.path} cannot be read: {error}") from error
 
 
 def _site(
@@ -196,6 +214,7 @@ def _site(
         world_size=facts.world_size,
         was_paused=facts.paused and not server.thaw,
         old_version=facts.weight_version,
+        engine="+".join(part for part in (facts.vllm_version, server.arguments) if part),
         holds=Holds.UNKNOWN if server.half_updated else Holds.OLD,
         # is_sleeping and the metric of a CPU server say nothing: what was typed is on record
         asleep=colocated and (facts.asleep or server.sleep_level > 0),

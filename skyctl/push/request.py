@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from skyctl.errors import StateUnwritable
 from skyctl.http.target import ServerTarget
+from skyctl.store.expected import Expectations
 
 if TYPE_CHECKING:
     from skyctl.store.journal import PushRecord
@@ -41,9 +42,11 @@ class PushRequest:
     """What the user asked for. `chunk_size` is in bytes; None takes the fleet's.
 
     `weight_version` None makes one up from the checkpoint's digest. `traceparent` is the W3C trace
-    context of whoever asked. `scan_nan` reads the whole checkpoint first and refuses NaN and
-    infinity. `expected_digest` is the checkpoint's identity_digest when it was pushed before: one
-    that has changed since is refused. `canary` is what `push/canary.py` reads from a canary
+    context of whoever asked. NaN and infinity are refused: those that the sender meets on its way,
+    with `scan_nan` True all of them before a server is touched, with False none.
+    `allow_unproven_reload` takes weights digests that are not those expected. `expected_digest` is
+    the checkpoint's identity_digest when it was pushed before: one that has changed since is
+    refused. `canary` is what `push/canary.py` reads from a canary
     file. `keep`: the fleet makes a copy of its own, and keeps it. `rolling`
     is how many servers are updated at a time while the others serve, 0 for all. `colocated`:
     servers that sleep are woken for it. `sleep_after` is the level to sleep at afterwards, 0: none.
@@ -57,7 +60,8 @@ class PushRequest:
     pause_mode: PauseMode = "keep"
     verify: bool = True
     dry_run: bool = False
-    scan_nan: bool = False
+    scan_nan: bool | None = None
+    allow_unproven_reload: bool = False
     expected_digest: str | None = None
     traceparent: str | None = None
     canary: dict[str, Any] | None = None
@@ -90,7 +94,11 @@ class PushServer:
     the server joined still stands ("" when unknown: never assumed). `half_updated`: an earlier push
     broke off there, so that it is scrubbed first; `thaw`: that push froze it, so that this one
     resumes it. `weights_awake`: it sleeps, but for its weights, which were woken. `sleep_level` is
-    how deep it sleeps, as far as is on record; `paused`: somebody wants it paused when it wakes."""
+    how deep it sleeps, as far as is on record; `paused`: somebody wants it paused when it wakes.
+    `weights_digest` is what its weights are on record to come to, "" where nothing is;
+    `launched_with` names the content it was started with (`push/expected.py`), "" when that is not
+    certain, or something was pushed since; `arguments` names those it was started with, "" where
+    they are not known."""
 
     target: ServerTarget
     backend: str = ""
@@ -103,6 +111,9 @@ class PushServer:
     weights_awake: bool = False
     sleep_level: int = 0
     paused: bool = False
+    weights_digest: str = ""
+    launched_with: str = ""
+    arguments: str = ""
 
     @property
     def name(self) -> str:
@@ -127,7 +138,8 @@ class PushFleet:
     `model_path` is the directory or hub id of the checkpoint the servers run now, None when
     unknown. `transport` is what the fleet file says, used when the request says "auto". `python`
     is the interpreter that runs the sender process (it needs torch); "" is this one. `committed`
-    is None where it is not known. `pushes` are the fleet's latest, newest first.
+    is None where it is not known. `pushes` are the fleet's latest, newest first. `expected` is
+    what servers must come to.
     """
 
     name: str
@@ -142,6 +154,7 @@ class PushFleet:
     drain_timeout_s: float = 30.0
     pushes: tuple[PushRecord, ...] = ()
     committed: Committed | None = None
+    expected: Expectations = field(default_factory=Expectations)
 
 
 FACTS = ("prepared", "verified")
@@ -167,9 +180,9 @@ class PushObserver(Protocol):
         """`done_bytes` of the checkpoint are loaded by every server still in the push."""
 
     def server(self, name: str, state: str, detail: str = "") -> None:
-        """A server's state: draining, waking (its weights), held (was paused before), pausing,
-        paused, updating, trying (its canary), updated, resumed; at its end ready, kept (stays
-        paused), asleep (again) or quarantined."""
+        """A server's state: weighed (`detail` is the digest it had before), draining, waking (its
+        weights), held (was paused before), pausing, paused, updating, trying (its canary), updated,
+        resumed; at its end ready, kept (stays paused), asleep (again) or quarantined."""
 
     def note(self, message: str) -> None:
         """One line the operator should read."""
@@ -258,7 +271,10 @@ class PushResult:
     `checkpoint_digest` is the cheap identity of the checkpoint (headers and sizes);
     `content_digest` covers every byte that was sent ("" for transports that send none, and for a
     dry run). `freeze_window_s` runs from the first pause sent to the last resume answered. `canary`
-    has one CanaryResult mapping per server and prompt. `plan` is filled by a dry run only.
+    has one CanaryResult mapping per server and prompt. `compared` says how much of the checkpoint
+    every server was seen to hold: {"tensors", "of_tensors", "bytes", "of_bytes"}, None where nobody
+    looked. `learned` is what was found out for later pushes, and no part of the JSON. `plan` is
+    filled by a dry run only.
     """
 
     version: str
@@ -275,11 +291,13 @@ class PushResult:
     content_digest: str = ""
     canary: list[dict[str, Any]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    compared: dict[str, int] | None = None
+    learned: dict[str, Any] | None = None
     plan: dict[str, Any] | None = None
 
     def to_json(self) -> dict[str, Any]:
         """JSON mapping with one key per field; servers become mappings."""
-        return asdict(self)
+        return {key: value for key, value in asdict(self).items() if key != "learned"}
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> PushResult:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -62,13 +62,14 @@ async def push_rolling(
     if request.dry_run:
         return checked
     # what was checked is what every part gets
-    asked = replace(request, scan_nan=False, expected_digest=checked.checkpoint_digest)
+    asked = replace(request, expected_digest=checked.checkpoint_digest)
+    expected = fleet.expected
     parts: list[PushResult] = []
     for servers in _parts(fleet.servers, request.rolling):
         try:
             result = await push(
                 asked,
-                replace(fleet, servers=servers),
+                replace(fleet, servers=servers, expected=expected),
                 client=client,
                 observer=observer,
                 senders=senders,
@@ -78,6 +79,7 @@ async def push_rolling(
             raise _stopped(error, parts, servers, checked) from error
         parts.append(result)
         on_part(result)
+        expected = expected.with_learned((result.learned or {}).get("digests", ()))
         asked = replace(asked, weight_version=result.version)
         task = asyncio.current_task()
         if (
@@ -147,4 +149,9 @@ def _sum(parts: Sequence[PushResult], seconds: float) -> PushResult:
         servers=[row for part in parts for row in part.servers],
         canary=[row for part in parts for row in part.canary],
         notes=list(dict.fromkeys(note for part in parts for note in part.notes)),
+        compared=min((p.compared for p in parts if p.compared), key=_bytes_of, default=None),
     )
+
+
+def _bytes_of(compared: Mapping[str, int]) -> int:
+    return compared["bytes"]

@@ -13,6 +13,7 @@ from skyctl.push.cancellation import Shelter
 from skyctl.push.delivery import Delivery
 from skyctl.push.preflight import Prepared
 from skyctl.push.request import CarefulObserver, PushFleet, PushRequest
+from skyctl.store.expected import Learned
 from skyctl.transfer.sender_pool import SenderPool
 
 if TYPE_CHECKING:
@@ -37,6 +38,7 @@ class Run:
     stages: dict[str, float] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     canary: list[CanaryResult] = field(default_factory=list)
+    learned: Learned = field(default_factory=Learned)
 
     @contextmanager
     def stage(self, name: str, *, announced: bool = False) -> Iterator[None]:

@@ -13,6 +13,7 @@ from skyctl.errors import ServerError, SkyctlError
 from skyctl.http.fanout import Outcome, fan_out
 from skyctl.http.target import ServerTarget
 from skyctl.push.request import PushServer, ServerPush
+from skyctl.push.rows import Compared
 from skyctl.push.spans import Spans
 
 T = TypeVar("T")
@@ -35,7 +36,10 @@ class Holds(IntEnum):
 @dataclass
 class Site:
     """One server in a push. `was_paused` is how it was found; `paused` whether we froze it.
+    `engine` is the version of its engine and, where they are known, its arguments.
 
+    `digest_before` is what its weights came to before the push, "" where nobody looked; `digest`
+    what they come to after it, `compared` how much of the checkpoint they were seen to hold.
     `open` is true while an update session is open in the server. `failure` is "" as long as the
     server takes part. `asleep` is how it was found, too; `woken`: we woke its weights, and not the
     rest; `slept` is the level at which we left it, 0 for awake, None where nothing was changed.
@@ -47,12 +51,15 @@ class Site:
     world_size: int
     was_paused: bool
     old_version: str | None
+    engine: str = ""
     frozen: bool = False
     open: bool = False
     holds: Holds = Holds.OLD
     failure: str = ""
     version: str | None = None
+    digest_before: str = ""
     digest: str = ""
+    compared: Compared | None = None
     resumed: bool = False
     asleep: bool = False
     woken: bool = False

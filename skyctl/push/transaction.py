@@ -26,6 +26,7 @@ from skyctl.push.canary_stage import refuse_commit, try_canary
 from skyctl.push.cancellation import Shelter
 from skyctl.push.commit import publish, verify
 from skyctl.push.delivery import Delivery
+from skyctl.push.expected import launch_digests
 from skyctl.push.freeze import NotYet, pause, require_all, require_frozen, resume, roll_back
 from skyctl.push.outcome import cut_short, result_of, settle
 from skyctl.push.preflight import Prepared, preflight
@@ -111,6 +112,10 @@ async def _transaction(run: Run) -> PushResult:
             "prepared",
             {"checkpoint": str(checkpoint.path), "checkpoint_digest": checkpoint.identity_digest},
         )
+        run.learned.digests += launch_digests(prepared.sites)
+        for site in prepared.sites:
+            if site.digest_before:
+                run.observer.server(site.name, "weighed", site.digest_before)
     if run.request.dry_run:
         return result_of(run, prepared, run.request.weight_version or "", "")
     try:
@@ -142,7 +147,7 @@ async def _carry_out(run: Run, prepared: Prepared) -> PushResult:
         delivery = await _push_again(run, prepared, delivery)
     label = label_of(run, prepared, delivery)
     with run.stage("verify"):
-        await verify(run, sites, prepared.samples)
+        await verify(run, prepared, delivery.content_digest)
     if run.request.canary is not None:
         with run.stage("canary"):
             run.canary = await try_canary(run, sites)
@@ -211,7 +216,7 @@ async def _stage(delivery: Delivery, sites: Sequence[Site]) -> None:
     try:
         await delivery.open(sites)
     except SenderFailed as error:
-        raise PreflightError(error.message, details=error.details) from error
+        raise PreflightError(error.message, hint=error.hint, details=error.details) from error
 
 
 def _progress(run: Run, prepared: Prepared) -> Callable[[int], None]:

@@ -1,4 +1,5 @@
-"""What do the servers really hold? Digests and versions side by side."""
+"""What do the servers really hold? Digests and versions side by side; a check that could not be
+made has failed."""
 
 from __future__ import annotations
 
@@ -8,15 +9,21 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from skyctl.engines.vllm.server import VLLMServer
+from skyctl.engines.vllm.server import VLLMServer, lacks_method
 from skyctl.errors import ServerError
 from skyctl.http.client import ControlClient
 from skyctl.http.fanout import fan_out
 from skyctl.http.target import ServerTarget
 from skyctl.push.alike import arranged, comparable
-from skyctl.push.samples import Sample, differing
+from skyctl.push.rows import Compared, KnownRows, Mismatch, compare
 
 DIGEST_METHOD = "skyctl_weight_digest"
+EXTENSION = "skyctl.engines.vllm.inside.worker.SkyctlWorkerExtension"
+HOW_TO_DIGEST = f"start it with --worker-extension-cls {EXTENSION}, or push with --no-verify"
+
+
+class CannotDigest(ServerError):
+    """A server has neither skyctl's worker extension nor vLLM's checksums."""
 
 
 @dataclass(frozen=True)
@@ -58,8 +65,9 @@ async def verify(
 
     async def ask(target: ServerTarget) -> WeightsReport:
         server = VLLMServer(client, target, timeout_s=timeout_s)
-        digest, detail = await weights_digest(server, timeout_s=timeout_s)
-        return WeightsReport(target.name, True, digest, await server.weight_version(), detail)
+        found = await weights_digest(server, timeout_s=timeout_s)
+        version = await server.weight_version()
+        return WeightsReport(target.name, True, found.digest, version, found.how)
 
     outcomes = await fan_out(servers, ask, timeout_s=timeout_s * 2)
     reports = tuple(
@@ -72,56 +80,79 @@ async def verify(
     return Verification(reports, agree)
 
 
-async def weights_digest(
-    server: VLLMServer, *, timeout_s: float, samples: Mapping[str, Sample] | None = None
-) -> tuple[str, str]:
-    """Digest over all workers of a server, with their arrangement, and a word on how it was made.
+@dataclass(frozen=True)
+class WeightsDigest:
+    """Digest over all workers of a server, with their arrangement (`push/alike.py`).
 
-    skyctl's own method where the server has it, else vLLM's checksums, else "". `samples` are
-    tensors whose bytes are known: a worker that holds others fails the verification.
+    `compared` is None where the workers cannot be asked for rows; `how` then says how else the
+    digest was made.
+    """
+
+    digest: str
+    compared: Compared | None = None
+    how: str = ""
+
+
+async def weights_digest(
+    server: VLLMServer, *, timeout_s: float, rows: Sequence[KnownRows] = ()
+) -> WeightsDigest:
+    """Digest a server's weights by skyctl's own method, or by vLLM's checksums where its workers
+    say that they have no such method. `rows` are what they must hold of the checkpoint.
 
     Raises:
-        ServerError: the server does not answer, or holds other bytes than the samples.
+        CannotDigest: the server has no way to digest its weights.
+        ServerError: it does not answer, answers something else, or does not hold the rows.
     """
+    name = server.target.name
+    questions = [asdict(one.question) for one in rows]
     try:
-        results = await server.collective_rpc(
-            DIGEST_METHOD, kwargs={"names": list(samples or ())}, timeout_s=timeout_s
+        answers = await server.collective_rpc(
+            DIGEST_METHOD, kwargs={"rows": questions}, timeout_s=timeout_s
         )
-        if results:
-            _check_samples(server.target.name, samples or {}, results)
-            digest = _combined([_digest_of(result) for result in results])
-            return arranged(digest, _arrangement_of(results[0])), ""
     except ServerError as error:
-        if not error.status:
+        if not lacks_method(error, DIGEST_METHOD):
             raise
+        return await _by_checksums(server, timeout_s=timeout_s)
     try:
-        checksums = await server.weight_checksums(timeout_s=timeout_s)
-    except ServerError as error:
-        if not error.status:
-            raise
-        checksums = None
+        return _digest_of(answers, rows)
+    except Mismatch as error:
+        raise ServerError(f"{name} does not hold what was sent: {error}") from error
+    except (TypeError, LookupError, ValueError, AttributeError) as error:
+        raise ServerError(
+            f"{name} digested its weights in a way that is not understood ({error!r})",
+            hint="it may run another skyctl: restart it",
+        ) from error
+
+
+async def _by_checksums(server: VLLMServer, *, timeout_s: float) -> WeightsDigest:
+    checksums = await server.weight_checksums(timeout_s=timeout_s)
     if not checksums:
-        return "", "the server has no way to digest its weights"
-    return _combined(sorted(checksums.items())), "by vLLM's checksums"
+        raise CannotDigest(
+            f"{server.target.name} has no way to digest its weights", hint=HOW_TO_DIGEST
+        )
+    return WeightsDigest(_combined(sorted(checksums.items())), how="by vLLM's checksums")
 
 
-def _check_samples(name: str, samples: Mapping[str, Sample], results: Sequence[Any]) -> None:
-    for result in results:
-        answered = result.get("samples", {}) if isinstance(result, dict) else {}
-        if wrong := differing(samples, answered):
-            raise ServerError(
-                f"{name}: {wrong[0]} is not what was sent ({len(wrong)} of {len(samples)} sampled "
-                "tensors differ)"
-            )
-
-
-def _digest_of(result: Any) -> str:
-    """One worker's answer: a mapping, or what /collective_rpc made of something else."""
-    return str(result["digest"] if isinstance(result, dict) else result)
-
-
-def _arrangement_of(result: Any) -> str:
-    return str(result.get("arrangement", "")) if isinstance(result, dict) else ""
+def _digest_of(answers: Sequence[Mapping[str, Any]], rows: Sequence[KnownRows]) -> WeightsDigest:
+    if not answers:
+        raise ValueError("no worker answered")
+    replicas: dict[int, list[Mapping[str, Any]]] = {}
+    for answer in answers:
+        replicas.setdefault(int(answer.get("data_parallel_rank", 0)), []).append(answer)
+    digests = {
+        number: _combined([str(answer["digest"]) for answer in workers])
+        for number, workers in replicas.items()
+    }
+    first, *others = sorted(replicas)
+    for number in others:
+        if digests[number] != digests[first]:
+            raise Mismatch(f"data-parallel rank {number} holds other weights than rank {first}")
+    compared = [compare(rows, replicas[number]) for number in sorted(replicas)]
+    arrangement, version = answers[0].get("arrangement", ""), answers[0].get("digest_version", 0)
+    return WeightsDigest(
+        arranged(digests[first], str(arrangement), int(version)),
+        min(compared, key=lambda one: one.tensors),
+    )
 
 
 def _combined(parts: Sequence[Any]) -> str:

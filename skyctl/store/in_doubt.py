@@ -17,6 +17,8 @@ HELD = "held"
 """State of a server that was paused before the push: it stays paused after it."""
 _GIVEN_BACK = ("ready", "kept", "resumed", "draining")
 """States in which a push leaves a server as it should be; one that drains was not touched yet."""
+_WEIGHED = "weighed"
+"""The push has looked at its weights, and touched nothing yet."""
 _WAKING, _ASLEEP = "waking", "asleep"
 """Of one that slept: its weights are woken; the push was undone, and it sleeps again."""
 
@@ -28,7 +30,8 @@ class InDoubt:
     `half_updated`: bytes may have been sent, so that it holds parts of several checkpoints; else it
     has whole weights, maybe behind an open session: those on record. `thaw`: the push froze it, and
     nobody else wanted that. `woken`: it slept, and the push woke its weights. `job` is the push,
-    `stage` where it ended. `version` is the label that verified weights get before it is thawed.
+    `stage` where it ended. `digest` is what whole weights come to, "" where the push did not look.
+    `version` is the label that verified weights get before it is thawed.
     """
 
     server: str
@@ -37,6 +40,7 @@ class InDoubt:
     half_updated: bool
     thaw: bool
     woken: bool = False
+    digest: str = ""
     version: str = ""
 
 
@@ -48,8 +52,8 @@ def left_behind(job: Job, events: Sequence[JobEvent]) -> dict[str, InDoubt]:
 
     Stages, `waking` and `pausing` are journaled before they are acted upon, the rest after.
     """
-    versions = {
-        name: one["version"]
+    new = {
+        name: (digest, one["version"])
         for one in verified(events)
         for name, digest in one["servers"].items()
         if digest
@@ -58,11 +62,15 @@ def left_behind(job: Job, events: Sequence[JobEvent]) -> dict[str, InDoubt]:
     held: set[str] = set()
     woken: set[str] = set()
     last: dict[str, str] = {}
+    digests: dict[str, str] = {}
     for event in events:
         if event.kind == "stage":
             stages.add(event.data["stage"])
         elif event.kind == "server":
             name, state = event.data["server"], event.data["state"]
+            if state == _WEIGHED:
+                digests[name] = event.data["detail"]
+                continue
             last[name] = state
             if state == HELD:
                 held.add(name)
@@ -83,10 +91,11 @@ def left_behind(job: Job, events: Sequence[JobEvent]) -> dict[str, InDoubt]:
             name,
             job.id,
             job.stage,
-            half_updated=sent and name not in versions,
+            half_updated=sent and name not in new,
             thaw=name not in held,
             woken=name in woken,
-            version=versions.get(name, ""),
+            digest=new[name][0] if name in new else digests.get(name, ""),
+            version=new[name][1] if name in new else "",
         )
         for name, state in last.items()
         if not given_back(name, state)
@@ -104,7 +113,8 @@ def in_doubt(state: FleetState) -> dict[str, InDoubt]:
         found = [
             InDoubt(
                 row["server"], row["job"], row["stage"],
-                bool(row["half_updated"]), bool(row["thaw"]), bool(row["woken"]), row["version"],
+                bool(row["half_updated"]), bool(row["thaw"]), bool(row["woken"]),
+                row["digest"], row["version"],
             )
             for row in state.database.rows("SELECT * FROM in_doubt ORDER BY server")
         ]  # fmt: skip
@@ -122,7 +132,10 @@ def doubt(state: FleetState, found: Mapping[str, InDoubt]) -> None:
                 before is not None and before.half_updated and not one.version
             )
             woken = one.woken or (before is not None and before.woken)
-            _save(state, replace(one, half_updated=half, woken=woken))
+            digest = one.digest
+            if before is not None and not one.version:
+                digest = before.digest or one.digest
+            _save(state, replace(one, half_updated=half, woken=woken, digest=digest))
             changes: dict[str, Any] = {"weights_awake": True} if woken else {}
             if not state.server(name).quarantine:
                 changes["quarantine"] = f"{one.job} broke off in stage {one.stage}"
@@ -181,7 +194,9 @@ def _roll_forward(state: FleetState, job: Job, done: Sequence[Mapping[str, Any]]
 
 def _save(state: FleetState, one: InDoubt) -> None:
     state.database.write(
-        "INSERT OR REPLACE INTO in_doubt (server, job, stage, half_updated, thaw, woken, version) "
-        "VALUES (?, ?, ?, ?, ?, ?, ?)",
-        one.server, one.job, one.stage, one.half_updated, one.thaw, one.woken, one.version,
+        "INSERT OR REPLACE INTO in_doubt "
+        "(server, job, stage, half_updated, thaw, woken, digest, version) "
+        "VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+        one.server, one.job, one.stage, one.half_updated, one.thaw, one.woken,
+        one.digest, one.version,
     )  # fmt: skip

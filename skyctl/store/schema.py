@@ -55,11 +55,11 @@ UPDATE servers SET weights_awake = 1 WHERE name IN (
 CREATE TABLE in_doubt (
     server TEXT PRIMARY KEY, job TEXT NOT NULL, stage TEXT NOT NULL,
     half_updated INTEGER NOT NULL, thaw INTEGER NOT NULL, woken INTEGER NOT NULL,
-    version TEXT NOT NULL);
+    digest TEXT NOT NULL, version TEXT NOT NULL);
 INSERT INTO in_doubt
     SELECT json_extract(value, '$.server'), json_extract(value, '$.job'),
         json_extract(value, '$.stage'), json_extract(value, '$.half_updated'),
-        json_extract(value, '$.thaw'), coalesce(json_extract(value, '$.woken'), 0), ''
+        json_extract(value, '$.thaw'), coalesce(json_extract(value, '$.woken'), 0), '', ''
     FROM json_each((SELECT value FROM meta WHERE key = 'in_doubt'));
 DELETE FROM meta WHERE key IN ('weights_awake', 'in_doubt');
 ALTER TABLE job_events ADD COLUMN server TEXT;
@@ -75,6 +75,15 @@ INSERT INTO jobs SELECT number, kind, state, stage, done_bytes, total_bytes, req
     finished_at, error, result, owner FROM jobs_2;
 DROP TABLE jobs_2;
 DROP TABLE locks;
+CREATE TABLE expected_digests (
+    content TEXT NOT NULL, engine TEXT NOT NULL, arrangement TEXT NOT NULL, origin TEXT NOT NULL,
+    digest TEXT NOT NULL, at REAL NOT NULL,
+    PRIMARY KEY (content, engine, arrangement, origin));
+CREATE TABLE broken_reloads (
+    layout TEXT NOT NULL, engine TEXT NOT NULL, model TEXT NOT NULL, at REAL NOT NULL,
+    PRIMARY KEY (layout, engine));
+CREATE TABLE launches (
+    server TEXT PRIMARY KEY, content TEXT NOT NULL);
 """,
 }
 """The statements that make a file of each version from one of the version before."""

@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from skyctl.launch.local.rebuild import remember_live_processes
 from skyctl.store.database import Database, understood
+from skyctl.store.expected import ExpectedDigests
 from skyctl.store.identity import ProcessIdentity
 from skyctl.store.journal import Journal
 from skyctl.store.locks import Locks
@@ -115,6 +116,7 @@ class FleetState:
         )
         self.journal = Journal(self._database)
         self.locks = Locks(path.parent)
+        self.expected = ExpectedDigests(self._database)
         if self._database.begun_anew and (found := remember_live_processes(self, path.parent)):
             warn(f"found alive: {', '.join(found)}")
 

@@ -24,6 +24,7 @@ from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
 
+from skyctl.core.expectations import model_on_disk
 from skyctl.core.health import FailureCount, probe_alive, probe_ready
 from skyctl.core.plan import ServerSpec
 from skyctl.engines.vllm.inside.guard import HELD_VARIABLE
@@ -87,6 +88,7 @@ class Replica(KeptRunning):
         self._context = context
         self._closed = False
         self._proven = False  # was up once with this spec: worth restarting
+        self._launched_with = ""
         self._row = context.state.server(spec.name)
         self._shown = self.state
 
@@ -218,6 +220,8 @@ class Replica(KeptRunning):
             if reason := await self._until_ready(self.process):
                 return reason
         reached("server.ready")
+        if not adopted:
+            self._note_launch()
         self._to("admitting")
         admitted = False
         while not admitted:
@@ -237,8 +241,15 @@ class Replica(KeptRunning):
             self.spec.argv, {**self._context.credentials.fill(self.spec.env), **held}
         )
 
+    def _note_launch(self) -> None:
+        """Remember what vLLM has loaded, if nobody wrote to it while it did."""
+        same = self._launched_with == model_on_disk(self.spec)
+        self._context.state.expected.launched(self.name, self._launched_with if same else "")
+
     def _before_spawn(self) -> None:
         self.forget_weights()
+        self._launched_with = model_on_disk(self.spec)
+        self._context.state.expected.launched(self.name, "")
         self._after_end()
         moved_on = self._context.state.weights().checkpoint is not None
         if moved_on or self._row.paused or self._row.sleep_level:

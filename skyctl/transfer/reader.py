@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from threading import Condition
 
-from skyctl.checkpoints.header import Shard, digest_header, read_raw_header
+from skyctl.checkpoints.finite import NotFinite, first_not_finite
+from skyctl.checkpoints.header import Shard, digest_header, read_header, read_raw_header
 from skyctl.errors import PreflightError
 
 _RUN_BYTES = 16 * 1024 * 1024
@@ -23,12 +24,14 @@ class CheckpointChanged(PreflightError):
 
 @dataclass(frozen=True)
 class Piece:
-    """One tensor's bytes: where they are on disk, and where in the chunk they go."""
+    """One tensor's bytes: where they are on disk, and where in the chunk they go. `dtype` (its
+    safetensors name) is given where NaN and infinity are to be refused."""
 
     shard: int
     begin: int
     nbytes: int
     offset: int
+    dtype: str = ""
 
 
 @dataclass(frozen=True)
@@ -84,6 +87,13 @@ class ShardFiles:
                 count -= remaining.pop(0).nbytes
             if count:
                 remaining[0] = remaining[0][count:]
+
+    def not_finite(self, piece: Piece, element: int) -> NotFinite:
+        """The error for a tensor that holds NaN or infinity."""
+        path = self._shards[piece.shard].path
+        _, tensors = read_header(Path(path))
+        name = next((t.name for t in tensors if t.begin == piece.begin and t.nbytes), "a tensor")
+        return NotFinite(path, name, element)
 
     def close(self) -> None:
         for descriptor in self._descriptors:
@@ -152,6 +162,7 @@ class ChunkReader:
 
         Raises:
             CheckpointChanged: a file is not what it was.
+            NotFinite: a tensor holds NaN or infinity.
             OSError: a file cannot be read.
         """
         try:
@@ -179,6 +190,9 @@ class ChunkReader:
             self._files.read(pieces[run[0]].shard, pieces[run[0]].begin, views)
             for i, view in zip(run, views, strict=True):
                 checksums[i] = zlib.crc32(view)
+                element = first_not_finite(view, pieces[i].dtype)
+                if element is not None:
+                    raise self._files.not_finite(pieces[i], element)
 
         list(self._pool.map(read, consecutive_runs(pieces)))
         # after the bytes: what was read before a change was seen must not be sent

@@ -11,7 +11,7 @@
     {"op": "open", …}                   the next push, with the same carrier or another
     end of input       ───────────────► the process ends
 
-Anything that goes wrong is {"event": "error", "kind", "message", "traceback"}, and the end.
+Anything that goes wrong is {"event": "error", "kind", "message", "hint", "traceback"}, and the end.
 The process may be killed at any time: all it holds is memory. It never outlives its parent.
 """
 
@@ -57,6 +57,7 @@ class Channel:
             "error",
             kind=type(error).__name__,
             message=message,
+            hint=error.hint if isinstance(error, SkyctlError) else "",
             traceback="".join(traceback.format_exception(error)),
         )
         # not sys.exit: another thread may sit in a collective that never returns

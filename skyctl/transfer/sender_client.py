@@ -11,21 +11,24 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from skyctl.checkpoints.checkpoint import Checkpoint
+from skyctl.checkpoints.finite import may_be_not_finite
 from skyctl.errors import SkyctlError
 from skyctl.startup import inherited
 from skyctl.transfer.nccl_settings import applied
-from skyctl.transfer.plan import ChunkPlan
+from skyctl.transfer.plan import ChunkPlan, Placed
 from skyctl.transfer.transports.base import Filled
 
 _LINE_LIMIT = 256 * 1024 * 1024  # a header of a very large model is a few megabytes of JSON
 _STDERR_KEPT = 64 * 1024
 _CLOSE_TIMEOUT_S = 2.0
+_FINAL = ("CheckpointChanged", "NotFinite")
 
 
 class SenderFailed(SkyctlError):
-    """The sender ended, or did not answer in time. `changed`: the checkpoint changed on disk."""
+    """The sender ended, or did not answer in time. `final`: it is the checkpoint's fault, which
+    changed on disk or holds NaN: another sender would fail as well."""
 
-    changed = False
+    final = False
 
 
 @dataclass(frozen=True)
@@ -41,6 +44,13 @@ def _environment(nccl_settings: Mapping[str, str] | None) -> dict[str, str]:
     # it is told of GPUs by nvidia-smi's numbers, of which this would make others
     environment.pop("CUDA_VISIBLE_DEVICES", None)
     return environment if nccl_settings is None else applied(environment, nccl_settings)
+
+
+def _piece(placed: Placed, *, scan: bool) -> tuple[int, int, int, int, str]:
+    """What the sender makes a `transfer.reader.Piece` of."""
+    tensor = placed.tensor
+    dtype = tensor.dtype if scan and may_be_not_finite(tensor.dtype) else ""
+    return tensor.shard, tensor.begin, tensor.nbytes, placed.offset, dtype
 
 
 class SenderProcess:
@@ -87,9 +97,11 @@ class SenderProcess:
         carrier: Mapping[str, Any] | None,
         ring_only: bool = False,
         reserve_bytes: int = 0,
+        scan: bool = True,
     ) -> None:
         """Tell it what to read; it starts filling its slots at once. `ring_only`: it takes no more
-        slots than these, though it could; `reserve_bytes`: what it leaves free for that.
+        slots than these, though it could; `reserve_bytes`: what it leaves free for that. `scan`: it
+        refuses NaN and infinity.
 
         `carrier` has the options of a new carrier; None goes on with the one there is.
         """
@@ -100,8 +112,7 @@ class SenderProcess:
             session=session,
             shards=[asdict(shard) for shard in checkpoint.shards],
             chunks=[
-                [(p.tensor.shard, p.tensor.begin, p.tensor.nbytes, p.offset) for p in chunk.placed]
-                for chunk in plan.chunks
+                [_piece(placed, scan=scan) for placed in chunk.placed] for chunk in plan.chunks
             ],
             slots=slots,
             ring_only=ring_only,
@@ -203,9 +214,10 @@ class SenderProcess:
             if message["event"] == "error":
                 failure = SenderFailed(
                     f"the sender failed: {message['message']}",
+                    hint=message["hint"],
                     details={"kind": message["kind"], "traceback": message["traceback"]},
                 )
-                failure.changed = message["kind"] == "CheckpointChanged"
+                failure.final = message["kind"] in _FINAL
                 continue
             async with self._changed:
                 self._events[message["event"], message.get("chunk", 0)] = message

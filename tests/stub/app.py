@@ -13,6 +13,7 @@ from starlette.routing import Route
 
 from tests.stub.faults import Fault, FaultLayer
 from tests.stub.generation import Token, TokenGate, generate, prompt_ids
+from tests.stub.rows import answers
 from tests.stub.state import EngineRefused, StubEngine
 
 Handler = Callable[[Request], Awaitable[Response]]
@@ -164,8 +165,15 @@ class StubServer:
         if method == "reload_weights":
             self.engine.reload(body["kwargs"]["weights_path"])
             return JSONResponse({"results": [None] * workers})
+        if not self.engine.extension:
+            raise EngineRefused(f"Call to collective_rpc method failed: {_missing(method)}")
         if method == "skyctl_weight_digest":
-            answer = {"digest": self.engine.digest, "arrangement": self.engine.arrangement}
+            asked = body["kwargs"].get("rows", [])
+            answer = {
+                "digest": self.engine.digest,
+                "arrangement": self.engine.arrangement,
+                "rows": answers(self.engine.contents, asked),
+            }
             return JSONResponse({"results": [answer] * workers})
         if method in ("skyctl_repack_tied", "skyctl_leave_group", "skyctl_free_cached"):
             self.engine.log.append(method)
@@ -173,7 +181,7 @@ class StubServer:
         if method == "skyctl_nccl":
             answer = {"problem": self.engine.nccl_problem, "settings": self.engine.nccl_settings}
             return JSONResponse({"results": [answer] * workers})
-        raise EngineRefused(f"Worker failed with error 'no attribute {method!r}'")
+        raise EngineRefused(f"Worker failed with error '{_missing(method)}'")
 
     async def _init_transfer(self, request: Request) -> Response:
         self.engine.init_transfer((await self._body(request))["init_info"])
@@ -298,6 +306,10 @@ async def _events(
         yield _event({"choices": [choice]})
         first = {}
     yield "data: [DONE]\n\n"
+
+
+def _missing(method: Any) -> str:
+    return f"Method {method!r} is not implemented."
 
 
 def _event(data: dict[str, Any]) -> str:

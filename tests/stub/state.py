@@ -14,11 +14,14 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
+
+from tests.stub import rows
 
 MEMORY = frozenset({"weights", "kv_cache"})
 
@@ -36,7 +39,11 @@ class Scheduler(StrEnum):
 
 
 def digest_of_checkpoint(model: str) -> str:
-    """Digest of the weight files in a directory, or of the name where there is none."""
+    """Digest of the weights in a directory, the same that pushing them gives; of the files, or of
+    the name, where it is no checkpoint."""
+    if tensors := rows.of_checkpoint(model):
+        checksums = [zlib.crc32(data) for _, data in tensors.values()]
+        return digest_of_updates([{"names": list(tensors), "crc32": checksums}])
     files = sorted(Path(model).glob("*.safetensors")) if Path(model).is_dir() else []
     if not files:
         return hashlib.sha256(model.encode()).hexdigest()
@@ -64,7 +71,8 @@ class StubEngine:
     """State of one stub server. `digest` stands for the loaded weights: tokens derive from it.
 
     `log` lists what was carried out, in order. `weigh` turns received update_infos into the new
-    digest. Without `transfer_backend` the push routes fail, as vLLM's do.
+    digest. Without `transfer_backend` the push routes fail, as vLLM's do; without `extension` its
+    workers have none of skyctl's methods.
     """
 
     model: str = "stub-model"
@@ -72,6 +80,7 @@ class StubEngine:
     world_size: int = 1
     arrangement: str = ""
     transfer_backend: str = "skyctl"
+    extension: bool = True
     weigh: Callable[[list[dict[str, Any]]], str] = digest_of_updates
     digest: str = ""
     nccl_problem: str = ""
@@ -93,9 +102,11 @@ class StubEngine:
     update_infos: list[dict[str, Any]] = field(default_factory=list)
     log: list[str] = field(default_factory=list)
     served: list[str] = field(default_factory=list)  # what it held at each resume
+    contents: rows.Contents = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.digest = self.digest or digest_of_checkpoint(self.model)
+        self.contents = rows.of_checkpoint(self.model)
         self.changed = asyncio.Condition()
         self.abort_count = 0
         self._chunks: list[dict[str, Any]] = []
@@ -131,7 +142,8 @@ class StubEngine:
         if level >= 1 and not self.asleep:  # vLLM's executor ignores it while a part is asleep
             self.asleep = set(MEMORY)
             self.sleep_level = level
-            self.digest = "discarded" if level == 2 else self.digest
+            if level == 2:
+                self.digest, self.contents = "discarded", {}
         self.log.append(f"sleep {level}")
 
     async def wake(self, tags: list[str]) -> bool:
@@ -172,6 +184,9 @@ class StubEngine:
             # nothing of it was loaded: the session is closed, the weights are the old ones
             self.update_open, self.broke_off = False, True
             raise EngineRefused("Worker failed with error 'unexpected keyword argument'")
+        if not self._chunks:
+            self.contents = {}
+        self.contents |= rows.of_update(self.init_infos[-1], update_info)
         self._chunks.append(update_info)
         self.update_infos.append(update_info)
         self.log.append("update")
@@ -204,6 +219,7 @@ class StubEngine:
         if not Path(path).is_dir():
             raise EngineRefused(f"Worker failed with error 'no model at {path}'")
         self.digest = digest_of_checkpoint(path)
+        self.contents = rows.of_checkpoint(path)
         self.log.append("reload")
 
     async def until_logged(self, entry: str) -> None:

@@ -198,7 +198,7 @@ class VLLMServer:
         try:
             await self.collective_rpc(method, timeout_s=timeout_s)
         except ServerError as error:
-            if method not in error.message:
+            if not lacks_method(error, method):
                 raise
 
     async def weight_checksums(self, *, timeout_s: float | None = None) -> dict[str, str] | None:
@@ -258,6 +258,12 @@ class VLLMServer:
                 "not a JSON object"
             )
         return answer
+
+
+def lacks_method(error: ServerError, method: str) -> bool:
+    """Whether workers answered a `collective_rpc` that they have no such method. Any other error,
+    one raised by the method itself above all, says nothing of the kind."""
+    return f"Method '{method}' is not implemented" in error.message
 
 
 def _flag(value: bool) -> str:

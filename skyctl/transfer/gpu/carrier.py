@@ -48,15 +48,17 @@ class GpuCarrier:
     ) -> DeviceChunkReader:
         """A slot for each chunk when all of them fit on the GPUs, else a ring of `slots`."""
         sizes = [max(piece.offset + piece.nbytes for piece in chunk) for chunk in chunks]
-        self._slots, self.staged_whole = stage_slots(
+        mirrored, self.staged_whole = stage_slots(
             self.devices, sizes, slots, ring_only=ring_only, reserve_bytes=reserve_bytes
         )
+        self._slots = mirrored
         return DeviceChunkReader(
             files,
             chunks,
-            self._slots.addresses(),
+            mirrored.addresses(),
             self._reader,
-            after_fill=self._slots.mirror,
+            after_fill=mirrored.mirror,
+            bytes_of=lambda slot: mirrored.view(self.devices[0], slot),
         )
 
     def rest(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from skyctl.transfer.gpu.reader import DeviceReader, ReadBatch, Span
 from skyctl.transfer.reader import FilledSlot, Piece, ShardFiles, SlotTurns
@@ -15,7 +16,8 @@ class DeviceChunkReader:
 
     Reads of the following chunks are queued before the current one is waited for, so the copy
     engine never idles between chunks while there are free slots. `after_fill` runs when a chunk's
-    bytes are on the device (a copy to other GPUs, say). Checksums are left out: the bytes never
+    bytes are on the device (a copy to other GPUs, say); `bytes_of` gives a slot as a uint8 tensor,
+    which is looked through for NaN and infinity. Checksums are left out: the bytes never
     touch the CPU's registers, and vLLM's own engines take none.
     """
 
@@ -27,12 +29,14 @@ class DeviceChunkReader:
         reader: DeviceReader,
         *,
         after_fill: Callable[[int], None],
+        bytes_of: Callable[[int], Any],
     ) -> None:
         self._files = files
         self._chunks = chunks
         self._addresses = addresses
         self._reader = reader
         self._after_fill = after_fill
+        self._bytes_of = bytes_of
         self._turns = SlotTurns(len(addresses))
 
     def run(self, on_filled: Callable[[FilledSlot], None]) -> None:
@@ -40,6 +44,7 @@ class DeviceChunkReader:
 
         Raises:
             CheckpointChanged: a file is not what it was.
+            NotFinite: a tensor holds NaN or infinity.
             ReadFailed: a file cannot be read to the end.
         """
         queued: list[ReadBatch] = []
@@ -55,6 +60,7 @@ class DeviceChunkReader:
             for shard in {piece.shard for piece in self._chunks[chunk]}:
                 self._files.check(shard)
             slot = self._turns.slot(chunk)
+            self._refuse_not_finite(chunk, slot)
             self._after_fill(slot)
             on_filled(FilledSlot(chunk, slot, []))
 
@@ -65,6 +71,14 @@ class DeviceChunkReader:
     def stop(self) -> None:
         """Make `run` return after the chunk it is at."""
         self._turns.stop()
+
+    def _refuse_not_finite(self, chunk: int, slot: int) -> None:
+        if any(piece.dtype for piece in self._chunks[chunk]):
+            from skyctl.transfer.gpu.finite import first_not_finite
+
+            found = first_not_finite(self._bytes_of(slot), self._chunks[chunk])
+            if found is not None:
+                raise self._files.not_finite(*found)
 
     def _submit(self, chunk: int) -> ReadBatch:
         base = self._addresses[self._turns.slot(chunk)]

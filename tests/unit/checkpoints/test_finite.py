@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import struct
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from skyctl.checkpoints import finite
 from skyctl.checkpoints.checkpoint import read_checkpoint
-from skyctl.checkpoints.finite import refuse_not_finite
-from skyctl.errors import PreflightError
+from skyctl.checkpoints.finite import first_not_finite, refuse_not_finite
+from skyctl.errors import PreflightError, PushError
 from skyctl.push.transaction import PushRequest, push
 from tests.unit.push.checkpoints import tiny_tensors, write_checkpoint
 from tests.unit.push.fleets import Recorder, Stubs
@@ -61,25 +62,73 @@ def test_file_tensor_and_element_are_named(tmp_path: Path, dtype: str, bad: byte
 def test_an_element_beyond_the_first_piece_is_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(finite, "_PIECE_BYTES", 16)
+    monkeypatch.setattr(finite, "_READ_BYTES", 16)
     with pytest.raises(PreflightError, match="element 9"):
         scan(tmp_path, "F32", *[LARGEST["F32"]] * 9, NAN["F32"])
+
+
+@pytest.mark.parametrize("place", [0, 1, 131071, 131072, 199999])
+def test_every_place_of_a_large_tensor_is_looked_at(place: int) -> None:
+    data = bytearray(LARGEST["BF16"] * 200000)
+    assert first_not_finite(memoryview(data), "BF16") is None
+    data[place * 2 : place * 2 + 2] = NAN["BF16"]
+    assert first_not_finite(memoryview(data), "BF16") == place
 
 
 def test_integers_of_the_same_bits_are_passed_over(tmp_path: Path) -> None:
     scan(tmp_path, "I32", NAN["F32"])
 
 
-@pytest.mark.parametrize("asked", [True, False])
-async def test_a_push_looks_for_nan_only_when_asked(tmp_path: Path, asked: bool) -> None:
+def spoiled(tmp_path: Path, name: str) -> Path:
+    tensors = tiny_tensors()
+    _, shape, data = tensors[name]
+    tensors[name] = ("F32", shape, data[:-4] + NAN["F32"])
+    return write_checkpoint(tmp_path / "bad", tensors)
+
+
+@pytest.mark.parametrize(
+    ("asked", "transport"),
+    [(None, "shm"), (True, "shm"), (None, "disk"), (False, "shm"), (False, "disk")],
+)
+async def test_a_push_refuses_nan_unless_told_not_to(
+    tmp_path: Path, asked: bool | None, transport: str
+) -> None:
     stubs = Stubs(tmp_path)
-    tensors = {**tiny_tensors(), "model.norm.weight": ("F32", [8], NAN["F32"] * 8)}
-    bad = write_checkpoint(tmp_path / "bad", tensors)
-    request = PushRequest(str(bad), scan_nan=asked)
+    request = PushRequest(
+        str(spoiled(tmp_path, "model.norm.weight")),
+        transport=transport,
+        scan_nan=asked,
+        stage="host" if transport == "shm" else "auto",
+    )
     async with stubs.client() as client:
-        if asked:
-            with pytest.raises(PreflightError, match=r"model\.norm\.weight holds NaN"):
+        if asked is not False:
+            with pytest.raises(PreflightError, match=r"model\.norm\.weight holds NaN") as caught:
                 await push(request, stubs.fleet, client=client, observer=Recorder())
+            assert "safetensors" in caught.value.message and "--no-scan" in caught.value.hint
+            assert caught.value.kind == "PreflightError"
             assert all("pause keep" not in engine.log for engine in stubs.engines)
         else:
             await push(request, stubs.fleet, client=client, observer=Recorder())
+
+
+async def test_nan_that_is_met_in_the_middle_quarantines_and_is_not_sent_again(
+    tmp_path: Path,
+) -> None:
+    stubs = Stubs(tmp_path)
+    request = PushRequest(str(spoiled(tmp_path, "lm_head.weight")), chunk_size=300, stage="stream")
+    async with stubs.client() as client:
+        with pytest.raises(PushError, match=r"lm_head\.weight holds NaN") as caught:
+            await push(request, stubs.fleet, client=client, observer=Recorder())
+    assert [row["state"] for row in caught.value.details["servers"]] == ["quarantined"] * 2
+    assert all(engine.paused and engine.log.count("init") == 1 for engine in stubs.engines)
+
+
+async def test_a_dry_run_reads_no_values_unless_asked(tmp_path: Path) -> None:
+    stubs = Stubs(tmp_path)
+    request = PushRequest(str(spoiled(tmp_path, "lm_head.weight")), dry_run=True)
+    async with stubs.client() as client:
+        await push(request, stubs.fleet, client=client, observer=Recorder())
+        with pytest.raises(PreflightError, match="holds NaN"):
+            await push(
+                replace(request, scan_nan=True), stubs.fleet, client=client, observer=Recorder()
+            )

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from skyctl.core.diagnosis import Finding
 from skyctl.core.recovery import Recovered, interrupted_request, needed, recover, settle
+from skyctl.engines.vllm.server import VLLMServer
 from skyctl.errors import SkyctlError, WeightsGone
 from skyctl.http.client import ControlClient
 from skyctl.http.target import ServerTarget
 from skyctl.push.request import PushRequest
+from skyctl.push.verify import weights_digest
 from skyctl.store.in_doubt import InDoubt, doubt, in_doubt
 from skyctl.store.journal import Job
 from skyctl.store.state import FleetState
@@ -140,6 +143,24 @@ async def test_a_frozen_server_that_holds_something_else_is_pushed_to(hands: Han
     await hands.stubs[0].engine.pause("keep")
     assert outcomes(await recover(findings, hands)) == [("push", True)]
     assert hands.done == ["push /new"]
+
+
+@pytest.mark.parametrize("held", ["the same", "something else"])
+async def test_what_the_push_saw_before_it_froze_a_server_is_compared(
+    hands: Hands, held: str
+) -> None:
+    server = VLLMServer(hands.client, hands.targets["stub-0"])
+    before = (await weights_digest(server, timeout_s=5)).digest
+    findings = leave(hands, "stub-0", half=False)
+    doubt(hands.state, {"stub-0": replace(in_doubt(hands.state)["stub-0"], digest=before)})
+    engine = hands.stubs[0].engine
+    await engine.pause("keep")
+    if held == "something else":
+        engine.digest = held
+    assert outcomes(await recover(findings, hands)) == [
+        ("resume" if held == "the same" else "push", True)
+    ]
+    assert engine.paused == (held == "something else")  # the push of these hands thaws nobody
 
 
 async def test_half_updated_servers_get_the_push_that_was_on_its_way(hands: Hands) -> None:

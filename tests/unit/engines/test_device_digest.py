@@ -6,7 +6,6 @@ import torch
 
 from skyctl.engines.vllm.inside import device_digest
 from skyctl.engines.vllm.inside.device_digest import digest_on_device
-from skyctl.push.samples import number_of
 
 
 def test_equal_bytes_give_equal_numbers_and_any_changed_element_another() -> None:
@@ -42,9 +41,3 @@ def test_each_of_several_tensors_gets_its_own_number() -> None:
     one, other = torch.ones(8), torch.zeros(8)
     assert digest_on_device([one, other]) == digest_on_device([one]) + digest_on_device([other])
     assert digest_on_device([]) == []
-
-
-def test_a_sender_without_torch_computes_the_same_numbers() -> None:
-    for size in (1, 7, 8, 100, 4096 * 2):
-        octets = torch.randint(0, 256, (size,), dtype=torch.uint8)
-        assert digest_on_device([octets]) == [number_of(octets.numpy().tobytes())]

@@ -10,6 +10,7 @@ from skyctl.engines.vllm.server import VLLMServer
 from skyctl.errors import ServerError
 from skyctl.push.give_back import give_back
 from skyctl.push.verify import weights_digest
+from tests.stub.faults import Fault
 from tests.unit.push.fleets import Stubs
 
 
@@ -29,7 +30,7 @@ async def given_back(
 async def digest_of(stubs: Stubs) -> str:
     async with stubs.client() as client:
         server = VLLMServer(client, stubs.fleet.servers[0].target)
-        return (await weights_digest(server, timeout_s=5.0))[0]
+        return (await weights_digest(server, timeout_s=5.0)).digest
 
 
 @pytest.mark.parametrize("stage", ["pause", "init", "start"])
@@ -82,3 +83,24 @@ async def test_one_that_holds_something_else_is_not_resumed(stubs: Stubs) -> Non
     with pytest.raises(ServerError, match="not what they were"):
         await given_back(stubs, "start", digest=before)
     assert engine.paused
+
+
+async def test_one_that_cannot_digest_its_weights_stays_paused(stubs: Stubs) -> None:
+    [engine] = stubs.engines
+    before = await digest_of(stubs)
+    await engine.pause("keep")
+    stubs.servers[0].asgi.faults["/collective_rpc"] = Fault("status", text="out of memory")
+    with pytest.raises(ServerError, match="out of memory"):
+        await given_back(stubs, "start", digest=before)
+    assert engine.paused
+
+
+@pytest.mark.parametrize("stage", ["update", "finish", "verify", "a stage of tomorrow"])
+async def test_one_that_may_have_got_bytes_is_not_resumed_without_a_digest(
+    stubs: Stubs, stage: str
+) -> None:
+    [engine] = stubs.engines
+    await engine.pause("keep")
+    with pytest.raises(ServerError, match="nobody knows what its weights were"):
+        await given_back(stubs, stage)
+    assert engine.paused and engine.log == ["pause keep"]

@@ -380,14 +380,14 @@ async def test_disk_makes_every_server_read_by_itself(stubs: Stubs) -> None:
 
 
 async def test_a_failed_reload_quarantines_that_server(stubs: Stubs) -> None:
-    stubs.servers[1].asgi.faults["/collective_rpc"] = Fault("status", calls=(1,))
+    stubs.servers[1].asgi.faults["/collective_rpc"] = Fault("status", calls=(2,))
     error = await failing_push(stubs, transport="disk")
     assert states(error) == ["ready", "quarantined"]
 
 
 async def test_a_server_with_dummy_weights_refuses_disk_and_keeps_its_weights(stubs: Stubs) -> None:
     stubs.servers[1].asgi.faults["/collective_rpc"] = Fault(
-        "status", text="Model reloading with `dummy` format", calls=(1,)
+        "status", text="Model reloading with `dummy` format", calls=(2,)
     )
     error = await failing_push(stubs, transport="disk")
     assert states(error) == ["ready", "ready"]

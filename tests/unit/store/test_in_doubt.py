@@ -182,3 +182,15 @@ def test_nothing_is_in_doubt_after_down(state: FleetState) -> None:
     touch(state, "a", "a push of its own")
     state.forget_run()
     assert in_doubt(state) == {}
+
+
+def test_a_look_at_the_weights_touches_nothing_and_is_remembered(state: FleetState) -> None:
+    looked = ["a:weighed=5f0c:tp2", "b:weighed=5f0c:tp2"]
+    assert left(state, "preflight", *looked, "stage") == {}
+    job = journaled(state, *looked, "pause", "a:pausing", dead=True)
+    assert left_behind(job, state.journal.events(job.id)).keys() == {"a"}
+    close_orphans(state)
+    assert {name: one.digest for name, one in in_doubt(state).items()} == {"a": "5f0c:tp2"}
+    later = InDoubt("a", "push-9", "pause", False, True, digest="of what the first one left")
+    doubt(state, {"a": later})
+    assert in_doubt(state)["a"].digest == "5f0c:tp2"

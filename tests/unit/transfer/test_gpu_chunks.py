@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from threading import Event, Thread
 from typing import Any
 
 import pytest
+import torch
 
 from skyctl.checkpoints.checkpoint import read_checkpoint
+from skyctl.checkpoints.finite import NotFinite
 from skyctl.transfer.gpu.chunks import DeviceChunkReader, merged
 from skyctl.transfer.gpu.reader import Span
 from skyctl.transfer.plan import ChunkPlan, plan_chunks
 from skyctl.transfer.reader import FilledSlot, Piece, ShardFiles
+from tests.unit.checkpoints.test_finite import BAD, LARGEST
 from tests.unit.push.checkpoints import tiny_tensors, write_checkpoint
 
 
@@ -32,12 +35,22 @@ class MemoryReader:
     def wait(self, batch: Any, timeout_s: float) -> None:
         """Nothing is ever under way."""
 
+    def slot_of(self, size: int) -> Callable[[int], torch.Tensor]:
+        """Slots of `size` bytes, as the sender looks at them."""
+        whole = torch.frombuffer(self.memory, dtype=torch.uint8)
+        return lambda slot: whole[slot * size : (slot + 1) * size]
 
-def prepared(directory: Path, chunk_size: int) -> tuple[ChunkPlan, ShardFiles, list[list[Piece]]]:
-    checkpoint = read_checkpoint(str(write_checkpoint(directory, shards=2)))
+
+def prepared(
+    directory: Path, chunk_size: int, tensors: Any = None
+) -> tuple[ChunkPlan, ShardFiles, list[list[Piece]]]:
+    checkpoint = read_checkpoint(str(write_checkpoint(directory, tensors, shards=2)))
     plan = plan_chunks(checkpoint.tensors, chunk_size, alignment=1)
     chunks = [
-        [Piece(p.tensor.shard, p.tensor.begin, p.tensor.nbytes, p.offset) for p in chunk.placed]
+        [
+            Piece(p.tensor.shard, p.tensor.begin, p.tensor.nbytes, p.offset, p.tensor.dtype)
+            for p in chunk.placed
+        ]
         for chunk in plan.chunks
     ]
     return plan, ShardFiles(checkpoint.shards), chunks
@@ -56,6 +69,7 @@ def test_every_chunk_is_whole_in_its_slot_when_it_is_announced(tmp_path: Path, s
         [slot * size for slot in range(slots)],
         device,  # type: ignore[arg-type]
         after_fill=mirrored.append,
+        bytes_of=device.slot_of(size),
     )
     expected = tiny_tensors()
     seen: list[int] = []
@@ -83,6 +97,7 @@ def test_a_slot_waits_for_its_release_and_a_stopped_reader_ends(tmp_path: Path) 
         [0, plan.slot_bytes],
         device,  # type: ignore[arg-type]
         after_fill=lambda slot: None,
+        bytes_of=device.slot_of(plan.slot_bytes),
     )
     seen: list[int] = []
     both = Event()
@@ -109,3 +124,38 @@ def test_pieces_that_follow_each_other_on_disk_and_in_the_chunk_are_read_as_one(
         Piece(1, 205, 5, 20),
     ]
     assert merged(pieces) == [(0, 100, 15, 0), (0, 200, 5, 15), (1, 205, 5, 20)]
+
+
+def read_all(tmp_path: Path, tensors: Any) -> list[int]:
+    """The chunks that a reader of these tensors announces."""
+    plan, files, chunks = prepared(tmp_path / "c", 100, tensors)
+    device = MemoryReader(len(chunks) * plan.slot_bytes)
+    reader = DeviceChunkReader(
+        files,
+        chunks,
+        [slot * plan.slot_bytes for slot in range(len(chunks))],
+        device,  # type: ignore[arg-type]
+        after_fill=lambda slot: None,
+        bytes_of=device.slot_of(plan.slot_bytes),
+    )
+    seen: list[int] = []
+    reader.run(lambda filled: seen.append(filled.chunk))
+    return seen
+
+
+@pytest.mark.parametrize("before", [0, 1, 3], ids=["aligned", "at an odd byte", "at a third"])
+@pytest.mark.parametrize(("dtype", "bad"), BAD)
+def test_nan_and_infinity_stop_the_reader_before_the_chunk_is_announced(
+    tmp_path: Path, dtype: str, bad: bytes, before: int
+) -> None:
+    good = LARGEST[dtype]
+    tensors = {
+        "a": ("U8", [before], b"\xff" * before),
+        "b": (dtype, [5], good * 5),
+        "c": (dtype, [5], good * 5),
+        "d": ("I16", [2], b"\xff\x7f" * 2),
+    }
+    assert read_all(tmp_path, tensors)
+    tensors["c"] = (dtype, [5], good * 3 + bad + good)
+    with pytest.raises(NotFinite, match=r"safetensors: c holds NaN or infinity \(element 3\)"):
+        read_all(tmp_path, tensors)

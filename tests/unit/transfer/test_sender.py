@@ -85,7 +85,7 @@ async def test_a_checkpoint_rewritten_in_the_middle_stops_the_sender(
         await sender.release(0)
         with pytest.raises(SenderFailed, match="changed during the push") as caught:
             await sender.filled(2, timeout_s=TIMEOUT_S)
-        assert caught.value.changed
+        assert caught.value.final
         assert "Traceback" in caught.value.details["traceback"]
     finally:
         await sender.close()

@@ -2,13 +2,17 @@
 
 `ReceiverInit` travels as init_info of /init_weight_transfer_engine, once per push and server;
 `ChunkUpdate` as update_info of /update_weights, once per chunk, the same for every server.
+`RowQuestion` and `RowAnswer` are arguments and results of /collective_rpc.
 """
 
 from __future__ import annotations
 
 import re
+from array import array
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any
+from zlib import crc32
 
 SPIN_VARIABLE = "SKYCTL_SPIN_S"
 """Seconds that processes of a CPU server wait for each other before they sleep; read by
@@ -98,3 +102,90 @@ class ChunkUpdate:
         }
         if len(counts) != 1:
             raise ValueError("names, dtype_names, shapes, offsets and crc32 differ in length")
+
+
+DIGEST_VERSION = 2
+"""How digests are computed. Raised with every change of the algorithm: digests of two versions
+say nothing about each other. Workers of the first version do not name one."""
+
+ROW_WIDTH = 64
+"""Most columns of a tensor that one question covers."""
+
+
+@dataclass
+class RowQuestion:
+    """Asks for parts of one checkpoint tensor, as the running model holds them.
+
+    A tensor is looked at as a matrix in row-major order: its first dimension counts rows, all
+    others together columns. A tensor of one dimension is one row.
+
+    Attributes:
+        name: checkpoint name.
+        dtype: torch's name of the checkpoint's dtype, such as `bfloat16`.
+        shape: the checkpoint's shape.
+        rows: row numbers, each once.
+        begin: first column.
+        end: column after the last; at most ROW_WIDTH after the first.
+    """
+
+    name: str
+    dtype: str
+    shape: list[int]
+    rows: list[int]
+    begin: int
+    end: int
+
+    def __post_init__(self) -> None:
+        height, width = self.matrix
+        if not all(0 <= row < height for row in self.rows):
+            raise ValueError(f"{self.name} has {height} rows; asked for {self.rows}")
+        if not 0 <= self.begin < self.end <= min(width, self.begin + ROW_WIDTH):
+            raise ValueError(
+                f"{self.name} has {width} columns; asked for {self.begin} to {self.end}"
+            )
+
+    @property
+    def matrix(self) -> tuple[int, int]:
+        """Rows and columns."""
+        if len(self.shape) < 2:
+            return 1, prod(self.shape)
+        return self.shape[0], prod(self.shape[1:])
+
+
+@dataclass
+class RowAnswer:
+    """What one worker holds of one `RowQuestion`. Exactly one of `pieces`, `elsewhere` and `reason`
+    is set.
+
+    Attributes:
+        name: checkpoint name.
+        dtype: torch's name of the dtype that the pieces' numbers are of: the question's, where the
+            values survive the way there and back, else the one that the worker holds.
+        pieces: (row, first column, column after the last, number) in the checkpoint's coordinates,
+            where number is `row_number` of the values. Tensor-parallel workers hold parts of the
+            rows or of the columns. A row can occur twice: also in a tied output layer's copy.
+        elsewhere: none of the parts asked for is this worker's, but other workers hold them.
+        reason: why the worker cannot compare the tensor.
+    """
+
+    name: str
+    dtype: str = ""
+    pieces: list[tuple[int, int, int, int]] = field(default_factory=list)
+    elsewhere: bool = False
+    reason: str = ""
+
+
+_EXPONENTS = {"bfloat16": ("H", 0x7F80), "float32": ("I", 0x7F80_0000), "float16": ("H", 0x7FFF)}
+
+
+def row_number(data: bytes, dtype: str) -> int:
+    """CRC-32 of consecutive values of `dtype`, after what a processor may lose is set to zero.
+
+    Packed weights are read by multiplication, which loses the sign of zero, and in bfloat16 and
+    float32 what is smaller than the smallest normal number.
+    """
+    if dtype in _EXPONENTS:
+        code, mask = _EXPONENTS[dtype]
+        words = array(code, data)
+        data = array(code, [word if word & mask else 0 for word in words]).tobytes()
+    return crc32(data)

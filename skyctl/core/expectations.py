@@ -1,0 +1,63 @@
+"""Between a fleet's state and its pushes: the digests that weights must come to."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from skyctl.checkpoints.checkpoint import read_checkpoint
+from skyctl.core.plan import ServerSpec
+from skyctl.errors import SkyctlError
+from skyctl.push.request import PushFleet
+from skyctl.store.expected import by_files
+from skyctl.store.state import FleetState
+
+_NOT_THE_MODEL = ("--port", "--host", "--served-model-name")
+
+
+def informed(fleet: PushFleet, state: FleetState) -> PushFleet:
+    """`fleet` with what is on record of its servers' weights, and of what was pushed before."""
+    rows = {row.name: row for row in state.servers()}
+    launches = state.expected.launches()
+    servers = []
+    for server in fleet.servers:
+        row = rows.get(server.name)
+        pushed_to = row is not None and row.weight_version is not None
+        servers.append(
+            replace(
+                server,
+                weights_digest=(row and row.weights_digest) or "",
+                launched_with="" if pushed_to else launches.get(server.name, ""),
+            )
+        )
+    return replace(fleet, servers=tuple(servers), expected=state.expected.known())
+
+
+def remember(state: FleetState, learned: Mapping[str, Any] | None) -> None:
+    """Keep what a push learned: `learned` of its result, or of its error's details."""
+    if learned:
+        state.expected.learn(learned)
+
+
+def model_on_disk(spec: ServerSpec) -> str:
+    """Names what the directory holds that a server is started with; "" where nobody can tell."""
+    if "--model" not in spec.argv:
+        return ""
+    try:
+        checkpoint = read_checkpoint(spec.argv[spec.argv.index("--model") + 1])
+    except SkyctlError:
+        return ""  # a hub id that vLLM fetches itself, or weights in another format
+    return by_files(checkpoint.identity_digest)
+
+
+def arguments_of(spec: ServerSpec) -> str:
+    """Names the arguments that shape a server's model: other arguments may give other digests."""
+    told = list(spec.argv)
+    for option in _NOT_THE_MODEL:
+        if option in told:
+            at = told.index(option)
+            del told[at : at + 2]
+    return hashlib.blake2b(json.dumps(told).encode(), digest_size=4).hexdigest()

@@ -1,0 +1,84 @@
+"""What servers must come to: digests that the same content had before, in this engine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from skyctl.checkpoints.checkpoint import Checkpoint
+from skyctl.errors import PreflightError
+from skyctl.push.alike import arrangement_of, comparable
+from skyctl.push.request import PushFleet, PushRequest
+from skyctl.push.sites import Site
+from skyctl.store.expected import ExpectedDigest, by_files
+
+UNLABELLED = (None, "default")
+"""What servers say of their weights' version as long as nobody pushed to them."""
+
+
+def names_of(checkpoint: Checkpoint, content_digest: str) -> tuple[str, ...]:
+    """What a checkpoint's bytes are known by; `content_digest` is "" where nobody computed it."""
+    by_bytes = (f"bytes:{content_digest}",) if content_digest else ()
+    return (*by_bytes, by_files(checkpoint.identity_digest))
+
+
+def refuse_broken(
+    request: PushRequest, fleet: PushFleet, checkpoint: Checkpoint, engine: str
+) -> None:
+    """Raise PreflightError for a model whose reload is on record as broken in this engine."""
+    if request.allow_unproven_reload:
+        return
+    for known in fleet.expected.broken:
+        if (known.layout, known.engine) == (checkpoint.layout_digest, engine):
+            raise PreflightError(
+                f"vLLM {engine} does not reload this model as it loads it: a push of "
+                f"{known.model} left other weights than its launch",
+                hint="restart the servers on the checkpoint; or --allow-unproven-reload",
+            )
+
+
+def launch_digests(sites: Sequence[Site]) -> list[ExpectedDigest]:
+    """What servers that nobody pushed to came to when vLLM loaded them; nothing where they differ
+    among themselves."""
+    launched = [
+        site
+        for site in sites
+        if site.server.launched_with and site.digest_before and site.old_version in UNLABELLED
+    ]
+    return [
+        ExpectedDigest(one.server.launched_with, one.engine, one.digest_before, "launch")
+        for group in comparable(launched, lambda site: site.digest_before)
+        if len({(site.server.launched_with, site.digest_before) for site in group}) == 1
+        for one in group
+    ]
+
+
+def expected_of(
+    site: Site, known: Sequence[ExpectedDigest], names: Sequence[str]
+) -> ExpectedDigest | None:
+    """What a server should have come to, if that is known. Pushes count first."""
+    alike = (site.engine, arrangement_of(site.digest))
+    found = [
+        one for one in known if one.content in names and (one.engine, one.arrangement) == alike
+    ]
+    return next((one for one in found if one.origin == "push"), next(iter(found), None))
+
+
+def unexpected(
+    sites: Sequence[Site], known: Sequence[ExpectedDigest], names: Sequence[str]
+) -> list[tuple[Site, ExpectedDigest]]:
+    """Servers that came to something else, and what they should have come to."""
+    found = [(site, expected_of(site, known, names)) for site in sites]
+    return [(site, one) for site, one in found if one is not None and one.digest != site.digest]
+
+
+def agreed(sites: Sequence[Site], names: Sequence[str]) -> list[ExpectedDigest]:
+    """What can be expected from now on: where all servers that are alike hold the same, and what
+    the checkpoint holds."""
+    return [
+        ExpectedDigest(name, engine, group[0].digest)
+        for group in comparable(sites, lambda site: site.digest)
+        if len({site.digest for site in group}) == 1
+        and all(not site.failure and site.compared and site.compared.tensors for site in group)
+        for engine in sorted({site.engine for site in group})
+        for name in names
+    ]

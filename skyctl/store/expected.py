@@ -1,0 +1,132 @@
+"""Which digest which weights come to: learned from pushes and launches, enforced from then on.
+
+A version's label is only a name. That a server holds certain weights is known when its digest is
+the one that the same content came to before, in servers that hold the model in the same way
+(`push/alike.py`) and run the same engine.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+from skyctl.store.database import Database, understood
+
+MOST = 512
+"""Digests that are kept; the ones not seen for longest go first."""
+
+
+@dataclass(frozen=True)
+class ExpectedDigest:
+    """What a content comes to in an engine.
+
+    `content` names the bytes (`push/expected.py`), `engine` its version and, where they are known,
+    its arguments. `digest` ends in its arrangement. `origin`: a
+    push whose servers agreed and held what the checkpoint holds, or vLLM's own loading at a launch.
+    """
+
+    content: str
+    engine: str
+    digest: str
+    origin: Literal["push", "launch"] = "push"
+
+    @property
+    def arrangement(self) -> str:
+        return self.digest.partition(":")[2]
+
+
+@dataclass(frozen=True)
+class BrokenReload:
+    """A model (the layout digest of its checkpoints) whose weights come to something else when they
+    are pushed than when vLLM loads them; `model` is what it was called then."""
+
+    layout: str
+    engine: str
+    model: str
+
+
+@dataclass(frozen=True)
+class Expectations:
+    """All that a fleet remembers of it."""
+
+    digests: tuple[ExpectedDigest, ...] = ()
+    broken: tuple[BrokenReload, ...] = ()
+
+    def with_learned(self, rows: Iterable[Mapping[str, Any]]) -> Expectations:
+        """These and what a push has learned; newer ones come first."""
+        learned = tuple(ExpectedDigest(**row) for row in rows)
+        return Expectations((*learned, *self.digests), self.broken)
+
+
+@dataclass
+class Learned:
+    """What one push found out. Its JSON is a part of the push's result and of its error."""
+
+    digests: list[ExpectedDigest] = field(default_factory=list)
+    broken: BrokenReload | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "digests": [asdict(one) for one in self.digests],
+            "broken": self.broken and asdict(self.broken),
+        }
+
+
+def by_files(identity_digest: str) -> str:
+    """Names the bytes of a checkpoint's files as long as nobody writes them."""
+    return f"files:{identity_digest}"
+
+
+class ExpectedDigests:
+    """The tables behind it, in a fleet's state file."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    @understood
+    def known(self) -> Expectations:
+        """Everything that is remembered, newest first."""
+        digests = self._database.rows("SELECT * FROM expected_digests ORDER BY at DESC")
+        broken = self._database.rows("SELECT * FROM broken_reloads ORDER BY at DESC")
+        return Expectations(
+            tuple(
+                ExpectedDigest(row["content"], row["engine"], row["digest"], row["origin"])
+                for row in digests
+            ),
+            tuple(BrokenReload(row["layout"], row["engine"], row["model"]) for row in broken),
+        )
+
+    def learn(self, learned: Mapping[str, Any]) -> None:
+        """Remember what a push found out (`Learned`, as JSON)."""
+        now = time.time()
+        with self._database.transaction():
+            for one in (ExpectedDigest(**row) for row in learned.get("digests", ())):
+                self._database.write(
+                    "INSERT OR REPLACE INTO expected_digests "
+                    "(content, engine, arrangement, origin, digest, at) VALUES (?, ?, ?, ?, ?, ?)",
+                    one.content, one.engine, one.arrangement, one.origin, one.digest, now,
+                )  # fmt: skip
+            if learned.get("broken"):
+                found = BrokenReload(**learned["broken"])
+                self._database.write(
+                    "INSERT OR REPLACE INTO broken_reloads (layout, engine, model, at) "
+                    "VALUES (?, ?, ?, ?)",
+                    found.layout, found.engine, found.model, now,
+                )  # fmt: skip
+            for table in ("expected_digests", "broken_reloads"):
+                self._database.write(
+                    f"DELETE FROM {table} WHERE rowid NOT IN "
+                    f"(SELECT rowid FROM {table} ORDER BY at DESC LIMIT {MOST})"
+                )
+
+    def launched(self, server: str, content: str) -> None:
+        """A server was launched with this content; "" when that is not certain."""
+        self._database.write("INSERT OR REPLACE INTO launches VALUES (?, ?)", server, content)
+
+    @understood
+    def launches(self) -> dict[str, str]:
+        """What each server was launched with, by name."""
+        rows = self._database.rows("SELECT * FROM launches")
+        return {row["server"]: row["content"] for row in rows}

@@ -1,0 +1,82 @@
+"""What a push is told of its servers' weights, and what is kept of what it learned."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from skyctl.checkpoints.checkpoint import read_checkpoint
+from skyctl.core.expectations import arguments_of, informed, model_on_disk
+from skyctl.core.jobs import record_failure, record_result
+from skyctl.core.plan import ServerSpec
+from skyctl.errors import PushError
+from skyctl.http.target import ServerTarget
+from skyctl.push.request import PushFleet, PushRequest, PushResult, PushServer, ServerPush
+from skyctl.store.expected import BrokenReload, ExpectedDigest, Learned, by_files
+from skyctl.store.state import FleetState
+from tests.unit.push.checkpoints import write_checkpoint
+
+DIGEST = ExpectedDigest("bytes:1", "0.32.0", "ab:tp2")
+
+
+@pytest.fixture
+def state(tmp_path: Path) -> Iterator[FleetState]:
+    with FleetState(tmp_path / "fleet" / "state.sqlite") as state:
+        yield state
+
+
+def fleet(*names: str) -> PushFleet:
+    targets = [ServerTarget(name, "http://127.0.0.1:1") for name in names]
+    return PushFleet("demo", tuple(PushServer(target) for target in targets))
+
+
+def result() -> PushResult:
+    servers = [ServerPush("a", True, "ready", "v1", "ab:tp2")]
+    learned = Learned([DIGEST]).to_json()
+    return PushResult("v1", "/c", "id", "shm", 1, 1, 0.1, 0.1, 0.1, {}, servers, learned=learned)
+
+
+def test_the_next_push_knows_what_the_last_one_learned(state: FleetState) -> None:
+    job = state.journal.begin("push", PushRequest("/c").to_json())
+    record_result(state, job.id, result())
+    told = informed(fleet("a", "b"), state)
+    assert told.expected.digests == (DIGEST,)
+    assert [server.weights_digest for server in told.servers] == ["ab:tp2", ""]
+
+
+def test_a_push_that_failed_has_learned_too(state: FleetState) -> None:
+    job = state.journal.begin("push", PushRequest("/c").to_json())
+    broken = BrokenReload("layout", "0.32.0", "moe")
+    details = {"servers": [], "learned": Learned([DIGEST], broken).to_json()}
+    record_failure(state, job.id, PushRequest("/c"), PushError("no", details=details))
+    known = informed(fleet("a"), state).expected
+    assert (known.digests, known.broken) == ((DIGEST,), (broken,))
+
+
+def test_a_launch_counts_until_something_is_pushed(state: FleetState) -> None:
+    state.expected.launched("a", "files:1")
+    assert informed(fleet("a"), state).servers[0].launched_with == "files:1"
+    state.update_server("a", weight_version="v1")
+    assert informed(fleet("a"), state).servers[0].launched_with == ""
+
+
+def spec(*argv: str) -> ServerSpec:
+    return ServerSpec("a", ("python", "-m", "vllm", *argv), {}, "127.0.0.1", 8000)
+
+
+def test_the_model_on_disk_is_named_by_its_files(tmp_path: Path) -> None:
+    path = write_checkpoint(tmp_path / "c")
+    name = model_on_disk(spec("--model", str(path)))
+    assert name == by_files(read_checkpoint(str(path)).identity_digest)
+    assert model_on_disk(spec("--model", "org/not-here")) == "" == model_on_disk(spec())
+    write_checkpoint(tmp_path / "c", {})
+    assert model_on_disk(spec("--model", str(path))) != name
+
+
+def test_servers_that_differ_in_their_port_alone_have_the_same_arguments() -> None:
+    one = spec("--model", "m", "--host", "127.0.0.1", "--port", "1")
+    other = spec("--model", "m", "--host", "127.0.0.1", "--port", "2")
+    assert arguments_of(one) == arguments_of(other)
+    assert arguments_of(one) != arguments_of(spec("--model", "m", "--enable-lora"))
