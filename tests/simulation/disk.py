@@ -150,6 +150,7 @@ class Checkpoints:
         self.directory = directory
         self.of_content: dict[tuple[int, ...], int] = {}
         self.digests: dict[int, str] = {}
+        self.bytes_of: dict[int, bytes] = {}  # by value
         self.at: dict[str, int] = {}  # what lies at a path now
         self._moments = 0
 
@@ -158,9 +159,11 @@ class Checkpoints:
 
     def values(self, number: int) -> dict[str, int]:
         """Tensor → value of one version, and remember it."""
-        found = {
-            name: zlib.crc32(_bytes(number, place)) for place, name in enumerate(TENSORS)
-        }
+        found = {}
+        for place, name in enumerate(TENSORS):
+            data = _bytes(number, place)
+            found[name] = zlib.crc32(data)
+            self.bytes_of[found[name]] = data
         self.of_content[tuple(found.values())] = number
         content = sorted((name, "F32", tuple(_SHAPE), crc) for name, crc in found.items())
         self.digests[number] = blake2b(json.dumps(content).encode(), digest_size=16).hexdigest()

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from random import Random
@@ -26,6 +26,7 @@ from tests.simulation.kernel import Kernel, Process
 from tests.simulation.loop import VirtualLoop
 from tests.simulation.network import _NOBODY, Reply, body
 from tests.simulation.sender import Memory
+from tests.stub import rows
 
 MEMORY = frozenset({"weights", "kv_cache"})
 GARBAGE = -1
@@ -69,6 +70,7 @@ class Engine:
         dice: Random,
         frailty: Frailty,
         memories: Mapping[int, Memory],
+        contents: Mapping[int, bytes],
         watch: Callable[[Engine, str], None],
         lone: Callable[[Engine, str, Process | None], None],
     ) -> None:
@@ -79,6 +81,7 @@ class Engine:
         self._loop, self._kernel, self._dice = loop, kernel, dice
         self._frailty = frailty
         self._memories = memories
+        self._contents = contents  # value → bytes
         self._watch = watch
         self._lone = lone
         self.served_model = "sim"
@@ -362,12 +365,20 @@ class Engine:
         if method == "skyctl_weight_digest":
             if self._dice.random() < self._frailty.digest_fails:
                 raise Refused("Worker failed with error 'CUDA error: out of memory'")
-            return {
-                "results": [
-                    {"digest": self._digest(rank), "arrangement": ""} for rank in range(self.ranks)
-                ]
-            }
-        raise Refused(f"Worker failed with error 'no attribute {method!r}'")
+            asked = sent.get("kwargs", {}).get("rows", ())
+            return {"results": [self._answer(rank, asked) for rank in range(self.ranks)]}
+        raise Refused(f"Worker failed with error 'Method {method!r} is not implemented.'")
+
+    def _answer(self, rank: int, asked: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        contents = {
+            name: ("float32", self._contents.get(value, b"?" * 64))
+            for name, value in self.weights[rank].items()
+        }
+        return {
+            "digest": self._digest(rank),
+            "arrangement": "",
+            "rows": rows.answers(contents, asked),
+        }
 
     def _digest(self, rank: int) -> str:
         state = [sorted(self.weights[rank].items()), self.open or self.half_open]

@@ -111,7 +111,7 @@ class SimSender:
                 seen = (found.st_ino, found.st_size, found.st_mtime_ns)
                 if seen != (shard.inode, shard.size, shard.mtime_ns):
                     self.failure = SenderFailed(f"{shard.path} changed during the push")
-                    self.failure.changed = True
+                    self.failure.final = True
                     await self._tell()
                     self.world.kernel.die("ends: the checkpoint changed")
             self._filled[chunk.index] = Filled(chunk.index, slot, tuple(crcs))

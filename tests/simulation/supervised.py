@@ -208,6 +208,7 @@ class SupervisedWorld(World):
         SimManaged.world = self
         self.tokens: dict[str, Process] = {}
         self.supervisor: Supervisor | None = None
+        self.supervising: Process | None = None
         self.router = SimRouter(self)
         self.network.serve(ROUTER_URL, self.router)
         self.network.on_arrival = self._look
@@ -285,16 +286,10 @@ class SupervisedWorld(World):
 
     def _at_work(self) -> bool:
         supervisor = self.supervisor
-        if supervisor is None or not self._supervised_now():
+        if supervisor is None or self.supervising is None or self.supervising.dead:
             return False
         operation = supervisor.operation
         return supervisor.job is not None or (operation is not None and operation.ended_at is None)
-
-    def _supervised_now(self) -> bool:
-        return any(
-            process.label == "supervisor" and not process.dead
-            for process in self.kernel.processes.values()
-        )
 
     def _on_record(self, fleet: Any) -> bool:
         return not (self.disk.full or self.disk.failing)
@@ -345,7 +340,7 @@ def _socket(paths: FleetPaths) -> Iterator[Api]:
 
 async def _serve_until_finished(supervisor: Supervisor, listener: Any) -> None:
     await asyncio.sleep(SimManaged.world.dice.random() * 0.05)
-    SimManaged.world.supervisor = supervisor
+    SimManaged.world.supervisor, SimManaged.world.supervising = supervisor, current()
     listener.serve(make_app(supervisor))
     await supervisor.finished.wait()
 

@@ -118,6 +118,7 @@ class World:
                 dice=self.dice,
                 frailty=self.frailty,
                 memories=self.memories,
+                contents=self.checkpoints.bytes_of,
                 watch=self._watch,
                 lone=self._lone,
             )
