@@ -294,7 +294,8 @@ def _shared_memory() -> set[str]:
     directory = Path("/dev/shm")
     if not directory.is_dir():
         return set()
-    return {path.name for path in directory.iterdir() if path.name.startswith("skyctl")}
+    found = (path.name for path in directory.iterdir())
+    return {name for name in found if name.startswith("skyctl") or "-cpushm_" in name}
 
 
 def main() -> int:

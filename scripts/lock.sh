@@ -14,7 +14,7 @@ broken=(torchvision torchaudio torchcodec)
 
 "${pip[@]}" install --quiet "torch==2.13.0+cpu"
 "${pip[@]}" install --quiet ".[cpu]"
-"${pip[@]}" uninstall --quiet --yes "${broken[@]}" skyctl
+"${pip[@]}" uninstall --quiet --yes "${broken[@]}" skyctl-fleet
 {
   echo "# The CPU environment, pinned. Written by scripts/lock.sh; install with --no-deps."
   echo "# Left out on purpose: ${broken[*]} (see scripts/lock.sh)."
@@ -24,7 +24,7 @@ broken=(torchvision torchaudio torchcodec)
 # SkyRL's config schema, which takes what `urls --format skyrl` prints; without what trains
 "${pip[@]}" install --quiet --no-deps "skyrl==0.3.0" "skyrl-gym==0.4.0"
 "${pip[@]}" install --quiet omegaconf pandas
-"${pip[@]}" uninstall --quiet --yes skyctl
+"${pip[@]}" uninstall --quiet --yes skyctl-fleet
 {
   echo "# What tests and checks need on top of cpu.lock. Written by scripts/lock.sh."
   "${pip[@]}" freeze --all | grep -vxFf requirements/cpu.lock | grep -v '^pip=='

@@ -43,6 +43,8 @@ fi
 
 # --no-deps: the locks are complete, and leave out three packages whose CUDA builds break a CPU machine.
 "${pip[@]}" -r <(grep -v '^torch==' requirements/cpu.lock) -r requirements/dev.lock
+# under the name it had before, its entry points would be there twice
+"$venv/bin/python" -m pip uninstall --quiet --yes --disable-pip-version-check skyctl 2>/dev/null || true
 "${pip[@]}" --no-build-isolation --editable .
 printf '%s' "$wanted" >"$stamp"
 echo "==> ready: $("$venv/bin/skyctl" --version)"

@@ -8,4 +8,5 @@ bin=${VENV:-.venv}/bin
 "$bin/ruff" check .
 "$bin/ruff" format --check .
 "$bin/mypy"
+"$bin/lint-imports"
 exec "$bin/python" -m pytest "$@"

@@ -12,20 +12,22 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from io import StringIO
 from typing import Any
 
-from rich.console import Console, RenderableType
+from rich.console import Console, ConsoleOptions, RenderableType
 from rich.live import Live
 from rich.progress_bar import ProgressBar
+from rich.segment import Segment
 from rich.table import Table
 from rich.terminal_theme import TerminalTheme
 from rich.text import Text
 
 from skyctl.errors import ExitCode, SkyctlError
+from skyctl.sanitize import sanitized
 
 ENVELOPE_VERSION = 1
 
@@ -66,10 +68,29 @@ class Mode:
 WIDTH_WITHOUT_TERMINAL = 200
 
 
+class SafeConsole(Console):
+    """Prints no escape sequence but Rich's own: messages and log lines are written by others."""
+
+    def render(
+        self, renderable: RenderableType, options: ConsoleOptions | None = None
+    ) -> Iterable[Segment]:
+        for segment in super().render(renderable, options):
+            yield segment if segment.control else segment._replace(text=sanitized(segment.text))
+
+    def on_broken_pipe(self) -> None:
+        """Leave a reader that has seen enough (`| head`) to the entry point; Rich exits with 1."""
+        raise
+
+
 def _console(*, stderr: bool = False, no_color: bool | None = None) -> Console:
-    # :name: in a log line or a path is no picture
-    console = Console(
-        stderr=stderr, highlight=False, soft_wrap=True, no_color=no_color, emoji=False
+    # :name: and [name] in a log line or a path mean nothing
+    console = SafeConsole(
+        stderr=stderr,
+        highlight=False,
+        soft_wrap=True,
+        no_color=no_color,
+        emoji=False,
+        markup=False,
     )
     if not console.is_terminal and "COLUMNS" not in os.environ:
         console.width = WIDTH_WITHOUT_TERMINAL
@@ -162,9 +183,12 @@ def _print_envelope(data: dict[str, Any], exit_code: ExitCode, error: SkyctlErro
 
 
 def raw(text: str) -> None:
-    """Write `text` to stdout as it is, at once (generated text, JSON lines); not with --json."""
+    """Write `text` to stdout at once (generated text, JSON lines); not with --json.
+
+    A file or a pipe gets it as it is, a terminal without its escape sequences.
+    """
     if not mode.json:
-        sys.stdout.write(text)
+        sys.stdout.write(sanitized(text) if sys.stdout.isatty() else text)
         sys.stdout.flush()
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from skyctl.checkpoints.header import Shard, Tensor, read_header
+from skyctl.checkpoints.mistaken import mistaken_for
 from skyctl.errors import NotFoundError, PreflightError
 
 INDEX_NAME = "model.safetensors.index.json"
@@ -90,14 +91,6 @@ def absolute(path: str) -> str:
     return str(found) if Path(path).expanduser().exists() else path
 
 
-def _checkpoints_below(directory: Path) -> str:
-    """What to give instead of a directory that is no checkpoint: of those in it, the newest."""
-    configs = sorted(directory.glob("*/config.json"), key=lambda found: found.stat().st_mtime)
-    if configs:
-        return f"there is a checkpoint in it: {configs[-1].parent}"
-    return "give a Hugging Face directory: config.json and *.safetensors"
-
-
 def _not_here(path: str) -> NotFoundError:
     hint = f"give a local directory; this name means {Path(path).expanduser().absolute()}"
     if _HUB_ID.match(path) and "/" in path and not Path(path).parent.exists():
@@ -155,10 +148,8 @@ def read_config(directory: Path) -> dict[str, Any]:
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
-        raise PreflightError(
-            f"{directory} is not a checkpoint: it has no config.json",
-            hint=_checkpoints_below(directory),
-        ) from error
+        message, hint = mistaken_for(directory)
+        raise PreflightError(message, hint=hint) from error
     except (OSError, ValueError, RecursionError) as error:
         raise PreflightError(f"{path} cannot be read: {error}") from error
     if not isinstance(config, dict):
@@ -189,19 +180,9 @@ def _shard_names(directory: Path) -> list[str]:
     names = sorted(entry.name for entry in directory.glob("*.safetensors"))
     # Mistral ships the same weights twice: once more under its own names
     ours = [name for name in names if not name.startswith("consolidated")] or names
-    if ours == ["adapter_model.safetensors"]:
-        raise PreflightError(
-            f"{directory} is a LoRA adapter, not a checkpoint of the whole model",
-            hint="merge it into its model (peft: merge_and_unload) and push what that saves",
-        )
-    if not ours:
-        others = any(directory.glob("*.bin")) or any(directory.glob("*.pt"))
-        raise PreflightError(
-            f"checkpoint {directory} has no *.safetensors file",
-            hint="save it again with safe_serialization=True"
-            if others
-            else "is it complete? give a Hugging Face directory: config.json and *.safetensors",
-        )
+    if not ours or ours == ["adapter_model.safetensors"]:
+        message, hint = mistaken_for(directory)
+        raise PreflightError(message, hint=hint)
     for name in ours:
         match = _NUMBERED.match(name)
         if match is None:

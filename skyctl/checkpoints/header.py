@@ -21,6 +21,7 @@ from skyctl.errors import NotFoundError, PreflightError
 MAX_HEADER_BYTES = 100_000_000  # the limit of the reference implementation
 _MAX_DIMENSIONS = 64
 _LENGTH_BYTES = 8
+_LFS_POINTER = b"version https://git-lfs"
 
 
 @dataclass(frozen=True)
@@ -101,6 +102,11 @@ def _read_raw_header(descriptor: int, size: int, path: Path) -> bytes:
     if size < _LENGTH_BYTES + 2:
         raise _truncated(path, f"{size} bytes are too few for a safetensors file")
     (length,) = struct.unpack("<Q", os.pread(descriptor, _LENGTH_BYTES, 0))
+    if os.pread(descriptor, len(_LFS_POINTER), 0) == _LFS_POINTER:
+        raise PreflightError(
+            f"{path} is a Git LFS pointer, not the file it points to",
+            hint="fetch the files: git lfs pull (or hf download)",
+        )
     if length > MAX_HEADER_BYTES:
         raise PreflightError(
             f"{path} is not a safetensors file: its header would be {length} bytes long"

@@ -17,6 +17,7 @@ from skyctl import __version__
 from skyctl.cli.command_line import command_name, explain, given, options_first
 from skyctl.cli.help_text import flowing
 from skyctl.errors import ExitCode, InternalError, Interrupted, SkyctlError, UsageError
+from skyctl.sanitize import sanitized
 from skyctl.store.unrecorded import LOST
 
 
@@ -174,6 +175,10 @@ def _run(arguments: Sequence[str]) -> NoReturn:
         if given("--debug", arguments) or not _of_the_disk(error):
             _fail_unexpectedly(error)
         raise
+    except SystemExit as ended:
+        if isinstance(ended.__context__, BrokenPipeError):  # Click makes an exit with 1 of it
+            raise ended.__context__ from None
+        raise
     except Exception as error:
         _fail_unexpectedly(error)
 
@@ -220,7 +225,7 @@ def _fail_unexpectedly(error: Exception) -> NoReturn:
 
     show = getattr(error, "show", None)
     if show is None:
-        traceback.print_exc()
+        sys.stderr.write(sanitized(traceback.format_exc()))
         _fail(InternalError(f"a bug in skyctl: {error!r}", hint="report it with the lines above"))
     command = output.mode.command
     known = command.split()[0] in {verb.name for verb in VERBS}

@@ -49,8 +49,8 @@ def fleets(incomplete: str) -> Iterable[str]:
 @_silent
 def replicas(ctx: typer.Context, incomplete: str) -> Iterable[str]:
     """Names of the chosen fleet's replicas, from its file and its state."""
+    from skyctl.core.placement import expand_replicas
     from skyctl.core.registry import select
-    from skyctl.fleetfile.placement import expand_replicas
 
     ref = select(*_chosen(ctx))
     if ref.config.servers is not None:

@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from skyctl import output
+from skyctl.core.status import INTENDED_STATES
 from skyctl.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -29,7 +30,16 @@ def status_view(status: FleetStatus) -> RenderableType:
         parts += [Text(), _table(status)]
     if status.reasons:
         parts.append(Text())
-    return Group(*parts, *reason_lines(status))
+    return Group(*parts, *reason_lines(status), *restart_lines(status))
+
+
+def restart_lines(status: FleetStatus) -> list[Text]:
+    """Why replicas that run again were started again, a line each."""
+    return [
+        Text(f"{replica.name} was started again: {replica.restart_reason}", "dim")
+        for replica in status.replicas
+        if replica.restart_reason and replica.state in INTENDED_STATES
+    ]
 
 
 def reason_lines(status: FleetStatus) -> list[Text]:

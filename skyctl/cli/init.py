@@ -57,7 +57,7 @@ def init(
     from rich.text import Text
 
     from skyctl import output
-    from skyctl.fleetfile.scaffold import ScaffoldRequest, scaffold
+    from skyctl.core.scaffold import ScaffoldRequest, scaffold
 
     urls = tuple(url.strip() for url in (servers or "").split(",") if url.strip())
     request = ScaffoldRequest(directory, name, model, replicas, urls, tiny, force)

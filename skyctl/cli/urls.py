@@ -75,7 +75,7 @@ def urls(
     from skyctl import output
     from skyctl.core.registry import select
     from skyctl.errors import UsageError
-    from skyctl.service.formats import FORMATS, notes
+    from skyctl.service.formats import FORMATS, notes, refused_rollouts
 
     if export and format not in (None, FormatOption.ENV):
         raise UsageError("--export is short for --format env: give one of them")
@@ -87,7 +87,7 @@ def urls(
         key = _key(ref)
         output.emit({"api_key": key}, Text(key))
         return
-    found = asyncio.run(_urls(ref))
+    found, refused = asyncio.run(_urls(ref, rollouts=chosen is FormatOption.SKYRL))
     data = found.to_json()
     if prometheus_sd is not None:
         data["prometheus_sd"] = _write(found, prometheus_sd)
@@ -100,16 +100,24 @@ def urls(
             output.note(line)
         return
     text = FORMATS[chosen.value](found)
+    if warning := refused_rollouts(refused):
+        output.warn(warning)
     for advice in notes(chosen.value, found):
         output.note(advice)
     output.emit({**data, "format": chosen.value, "text": text}, Text(text))
 
 
-async def _urls(ref: FleetRef) -> FleetUrls:
+async def _urls(ref: FleetRef, *, rollouts: bool) -> tuple[FleetUrls, list[str]]:
+    """Where the fleet is, and with `rollouts` the servers that would refuse SkyRL's."""
+    from skyctl.http.client import ControlClient
     from skyctl.service.connect import connect
+    from skyctl.service.endpoint import without_token_route
 
     async with connect(ref) as fleet:
-        return await fleet.urls()
+        if not rollouts:
+            return await fleet.urls(), []
+        async with ControlClient() as client:
+            return await fleet.urls(), await without_token_route(fleet, client)
 
 
 def _key(ref: FleetRef) -> str:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib.util
+import os
 import shutil
 import subprocess
 import sys
@@ -11,7 +13,11 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from skyctl.checkpoints.mistaken import mistaken_for
 from skyctl.core.plan import CPU_BACKEND, FleetPlan
+from skyctl.engines.vllm.argument_names import accepts, known_arguments
+from skyctl.fleetfile.arguments import flag_name, server_arguments
+from skyctl.fleetfile.yaml_source import YamlSource, read_yaml
 from skyctl.launch.local.devices import Gpu, discover_gpus
 from skyctl.launch.local.ports import bind_error, port_holder
 
@@ -57,14 +63,20 @@ def check_plan(
     plan: FleetPlan,
     *,
     own_ports: Collection[int] = (),
+    file: Path | None = None,
     discover: Callable[[], Sequence[Gpu]] = discover_gpus,
+    arguments: Callable[[str], Collection[str]] = known_arguments,
 ) -> list[Problem]:
-    """All problems, not only the first. Ports in `own_ports` may be taken: by our own processes."""
+    """All problems, not only the first. Ports in `own_ports` may be taken: by our own processes.
+
+    With the fleet's `file` a problem with a key names its line.
+    """
     return [
         *_check_model(plan),
         *_check_ports(plan, own_ports),
         *(_check_gpus(plan, discover()) if plan.device == "cuda" else ()),
         *_check_interpreter(plan),
+        *_check_arguments(plan, file, arguments),
     ]
 
 
@@ -81,7 +93,46 @@ def _check_model(plan: FleetPlan) -> Iterator[Problem]:
     elif not path.is_dir():
         yield Problem(f"model {written!r}: {path} is a file, not a checkpoint directory", hint)
     elif not (path / "config.json").is_file():
-        yield Problem(f"model {written!r}: {path} has no config.json: not a checkpoint", hint)
+        message, instead = mistaken_for(path)
+        yield Problem(f"model {written!r}: {message}", instead)
+
+
+def _check_arguments(
+    plan: FleetPlan, file: Path | None, arguments: Callable[[str], Collection[str]]
+) -> Iterator[Problem]:
+    """Names in `args` that the interpreter's vLLM would refuse, after minutes of loading."""
+    written = list(server_arguments(plan.config))
+    if not plan.config.check_args or not written:
+        return
+    known = arguments(plan.python)
+    if not known:
+        return
+    source = None
+    for location, value in written:
+        key = flag_name(str(location[-1]))
+        name = f"no-{key}" if value is False else key
+        if value is None or accepts(name, known):
+            continue
+        source = source or _source(file)
+        where = f"{file}:{source.line(location)}: " if source else ""
+        section = ".".join(str(part) for part in location[:-1])
+        if value is False and accepts(key, known):
+            why = f"{key!r} cannot be false: vLLM has no --no-{key}"
+            near = None
+        else:
+            why = f"vLLM has no argument {key!r}"
+            near = next(iter(difflib.get_close_matches(key, known, n=1)), None)
+        yield Problem(
+            f"{where}{section}: {why}" + (f"; did you mean {near!r}?" if near else ""),
+            "correct it, or leave it out; `check_args: false` passes every name on unchecked",
+        )
+
+
+def _source(file: Path | None) -> YamlSource | None:
+    try:
+        return None if file is None else read_yaml(file.read_text("utf-8-sig"), os.environ)
+    except (OSError, UnicodeDecodeError):
+        return None
 
 
 def _looks_like_path(model: str, base_dir: Path) -> bool:

@@ -45,4 +45,4 @@ class FailureCount:
         self.count += 1
         if self.count < self.policy.failures:
             return ""
-        return f"{self.count} health probes in a row failed: {error.message}"
+        return f"stopped by skyctl after {self.count} missed health probes: {error.message}"

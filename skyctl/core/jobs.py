@@ -19,7 +19,7 @@ from skyctl.http.target import ServerTarget
 from skyctl.kill_points import reached
 from skyctl.push.request import PushFleet, PushRequest, PushResult
 from skyctl.store.in_doubt import doubt, in_doubt, left_behind, trust
-from skyctl.store.journal import Job, JobEvent, Journal
+from skyctl.store.journal import DRY_RUN, Job, JobEvent, Journal
 from skyctl.store.state import FleetState, FleetWeights
 from skyctl.transfer.sender_pool import SenderPool
 from skyctl.units import format_seconds
@@ -81,7 +81,7 @@ def open_push(journal: Journal, turn: Turn, request: PushRequest) -> Job:
     Raises:
         StateUnwritable: its intent cannot be put on record.
     """
-    job = journal.begin("push", request.to_json())
+    job = journal.begin(DRY_RUN if request.dry_run else "push", request.to_json())
     turn.rename(job.id)
     return job
 

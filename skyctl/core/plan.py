@@ -10,12 +10,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from skyctl.core.placement import Replica, bind_to_cores, expand_replicas, place_on_gpus
 from skyctl.core.plan_warnings import PlanWarning, plan_warnings
-from skyctl.engines.vllm.arguments import merge_arguments, refusals, router_flags, server_flags
+from skyctl.engines.vllm.arguments import router_flags, server_flags
 from skyctl.engines.vllm.guarding import guard_env, guard_flags
 from skyctl.engines.vllm.inside.wire import SPIN_VARIABLE
 from skyctl.errors import FleetFileError, UsageError
-from skyctl.fleetfile.placement import Replica, bind_to_cores, expand_replicas, place_on_gpus
+from skyctl.fleetfile.arguments import merge_arguments, refusals
 from skyctl.fleetfile.schema import FleetConfig, RouterSection, resolve_relative
 from skyctl.launch.local.devices import Cpu, Gpu, visible_gpus
 

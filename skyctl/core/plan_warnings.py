@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from skyctl.fleetfile.placement import Replica
+from skyctl.core.placement import Replica
 from skyctl.fleetfile.schema import FleetConfig, RouterSection, is_loopback
 
 _SHORT_REQUEST_S = 300

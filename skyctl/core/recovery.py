@@ -28,7 +28,7 @@ from skyctl.push.request import PushRequest
 from skyctl.push.sleeping import DISCARDED
 from skyctl.store.in_doubt import doubt, in_doubt, trust
 from skyctl.store.journal import Job
-from skyctl.store.state import FleetState
+from skyctl.store.state import FleetState, FleetWeights
 
 
 @dataclass(frozen=True)
@@ -214,6 +214,34 @@ def interrupted_request(state: FleetState) -> PushRequest | None:
     # nobody has accepted what a canary had not tried to the end, and a roll is not the fleet's
     # version before its end: the fleet's weights go back
     return None if request.leaves_router else request
+
+
+def published(weights: FleetWeights, *, verify: bool) -> PushRequest:
+    """A request for the weights that the fleet has.
+
+    Raises:
+        SkyctlError: it has none but those it was started with.
+        WeightsGone: their files are gone, or hold something else now.
+    """
+    from skyctl.checkpoints.checkpoint import read_checkpoint
+
+    if weights.checkpoint is None:
+        raise SkyctlError("nothing was pushed into this fleet yet")
+    try:
+        found = read_checkpoint(weights.checkpoint)
+    except SkyctlError as error:
+        raise WeightsGone(f"{weights.version} is gone: {error.message}") from error
+    digests = (found.identity_digest, found.layout_digest)
+    if weights.checkpoint_digest and weights.checkpoint_digest not in digests:
+        raise WeightsGone(
+            f"{weights.checkpoint} was overwritten since it was pushed as {weights.version}"
+        )
+    return PushRequest(
+        checkpoint=weights.checkpoint,
+        transport=weights.transport,
+        weight_version=weights.version,
+        verify=verify,
+    )
 
 
 def needed(state: FleetState) -> set[str | None]:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import secrets
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from skyctl.errors import ConflictError, FleetFileError, NotFoundError, UsageError
+from skyctl.errors import ConflictError, FleetFileError, NotFoundError, SkyctlError, UsageError
 from skyctl.store.paths import FleetPaths, fleet_paths, flocked, place_private_file, state_root
 
 if TYPE_CHECKING:
@@ -135,8 +137,20 @@ def _choose(file: Path | None, name: str | None) -> Path | str:
 def _advice() -> str:
     known = known_fleets()
     if known:
-        return f"name one with --fleet: {', '.join(known)}; or give its file with -f"
+        return f"name one with --fleet: {_listed(known)}; or give its file with -f"
     return "write a first fleet file with: skyctl init   (or give one with -f)"
+
+
+def _listed(names: Sequence[str]) -> str:
+    """`a, b; attached: c; down: d, e`: those that run come first."""
+    states: dict[str, list[str]] = {"": [], "attached: ": [], "down: ": []}
+    for name in names:
+        state = "" if supervisor_running(fleet_paths(name)) else "down: "
+        if state:
+            with contextlib.suppress(SkyctlError, OSError):
+                state = "attached: " if _from_name(name).config.attached else state
+        states[state].append(name)
+    return "; ".join(state + ", ".join(found) for state, found in states.items() if found)
 
 
 def _named_advice(name: str, here: Path) -> str:
@@ -145,7 +159,7 @@ def _named_advice(name: str, here: Path) -> str:
     if near := difflib.get_close_matches(name, known, n=1):
         return f"did you mean --fleet {near[0]}"
     if known:
-        return f"this user's fleets: {', '.join(known)}"
+        return f"this user's fleets: {_listed(known)}"
     if here.exists():
         return f"leave --fleet out: {here} is the fleet here"
     return "no fleet was started yet: go to the directory of its fleet file and type skyctl up"

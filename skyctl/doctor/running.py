@@ -78,7 +78,8 @@ def replicas(facts: RunningFacts) -> Iterator[Finding]:
         if replica.restarts:
             yield _warning(
                 "restarts",
-                f"{replica.name} died and was started again {replica.restarts} times",
+                f"{replica.name} was started again {replica.restarts} times"
+                + (f", last: {replica.restart_reason}" if replica.restart_reason else ""),
                 f"see why: skyctl logs {replica.name}",
             )
 

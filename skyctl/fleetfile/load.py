@@ -10,9 +10,15 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from skyctl.engines.vllm.arguments import refusals
 from skyctl.errors import FleetFileError
-from skyctl.fleetfile.problems import FileProblem, Location, known_keys, problems_of
+from skyctl.fleetfile.arguments import refusals
+from skyctl.fleetfile.problems import (
+    FileProblem,
+    Location,
+    another_kind_of_file,
+    known_keys,
+    problems_of,
+)
 from skyctl.fleetfile.schema import FleetConfig
 from skyctl.fleetfile.yaml_source import YamlSource, read_yaml
 
@@ -82,8 +88,12 @@ def _read(path: Path) -> str:
 
 def _validate(source: YamlSource) -> tuple[FleetConfig | None, list[FileProblem]]:
     """The configuration, or None and what is wrong with it."""
+    if (another := another_kind_of_file(source)) is not None:
+        return None, [another]
+    # `x-…` is for the file's own use, mostly as a place of anchors, as in Compose files
+    value = {key: v for key, v in source.value.items() if not str(key).startswith("x-")}
     try:
-        config = FleetConfig.model_validate(_without_empty(source.value, ()))
+        config = FleetConfig.model_validate(_without_empty(value, ()))
     except ValidationError as error:
         details: list[Any] = error.errors(include_url=False)
         return None, problems_of(details, source)

@@ -46,7 +46,15 @@ _PATTERNS = {
     "api_key_env": "the name of an environment variable",
     "control_token_env": "the name of an environment variable",
 }
+# Keys that only another kind of file has at its top, and what that file is.
+_OTHER_FILES = (
+    ({"services"}, "a Docker Compose file"),
+    ({"apiVersion", "kind"}, "a Kubernetes manifest"),
+    ({"architectures"}, "a model's config.json"),
+    ({"model_type"}, "a model's config.json"),
+)
 _SCHEMA_HINT = "`skyctl schema` prints every key"
+INIT_HINT = "write a first fleet file with: skyctl init"
 _LONGEST_VALUE = 60
 
 
@@ -56,6 +64,19 @@ class FileProblem(NamedTuple):
     line: int
     message: str
     hint: str = ""
+
+
+def another_kind_of_file(source: YamlSource) -> FileProblem | None:
+    """What the file is instead of a fleet file, where its first keys tell."""
+    keys = set(source.value)
+    if keys & {"model", "servers", "replicas"}:
+        return None
+    for signature, what in _OTHER_FILES:
+        if signature <= keys:
+            names = " and ".join(f"`{key}:`" for key in sorted(signature))
+            line = min(source.line((key,)) for key in signature)
+            return FileProblem(line, f"this is {what} ({names}), not a fleet file", INIT_HINT)
+    return None
 
 
 def shown(value: Any) -> str:

@@ -199,6 +199,9 @@ class FleetConfig(_Section):
         default_factory=dict,
         description="Any vLLM server argument, e.g. `max-model-len: 4096`; true adds a bare flag.",
     )
+    check_args: bool = Field(
+        True, description="Refuse names in `args` that the installed vLLM does not take."
+    )
     env: dict[str, EnvValue] = Field(
         default_factory=dict, description="Environment of every server."
     )
@@ -325,5 +328,6 @@ def json_schema() -> dict[str, Any]:
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         **FleetConfig.model_json_schema(mode="validation"),
+        "patternProperties": {"^x-": {"description": "For the file's own use; ignored."}},
         "title": "skyctl fleet file",
     }

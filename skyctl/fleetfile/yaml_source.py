@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from skyctl.fleetfile.problems import FileProblem, Location, shown
+from skyctl.fleetfile.problems import INIT_HINT, FileProblem, Location, shown
 from skyctl.fleetfile.yaml_mistakes import explained
 
 # Aliases can make a small file mean an enormous one; a fleet file has a few hundred nodes.
@@ -45,10 +45,10 @@ def read_yaml(text: str, environ: Mapping[str, str]) -> YamlSource:
         loader = _Loader(text)
         node = loader.get_single_node()
         if node is None:
-            source.problems.append(FileProblem(1, "the file is empty", _INIT_HINT))
+            source.problems.append(FileProblem(1, "the file is empty", INIT_HINT))
         elif not isinstance(node, yaml.MappingNode):
             source.problems.append(
-                FileProblem(_line(node), "expected a mapping of keys to values", _INIT_HINT)
+                FileProblem(_line(node), "expected a mapping of keys to values", INIT_HINT)
             )
         else:
             source.value = _Reader(loader, environ, source).read(node, ())
@@ -65,9 +65,6 @@ def read_yaml(text: str, environ: Mapping[str, str]) -> YamlSource:
         if loader is not None:
             loader.dispose()
     return source
-
-
-_INIT_HINT = "write a first fleet file with: skyctl init"
 
 
 class _TooLarge(yaml.MarkedYAMLError):

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
+from skyctl.transfer.gpu.devices import fits_whole
 from skyctl.units import format_bytes, format_rate
 
 Stage = Literal["auto", "gpu", "host", "stream"]
@@ -24,8 +25,6 @@ RING = 2
 """Slots of a ring: one is filled while servers load the other."""
 PINNED_BYTES = 12 * 2 * 4 * 1024 * 1024
 """The GPU reader's ring of pinned memory: threads x buffers x piece (weights/gpu/reader.py)."""
-SHARE_OF_FREE = 0.9
-"""Of a GPU's free memory, what a sender may take."""
 _MIB = 1024 * 1024
 _SENDER_CONTEXT = {"ipc": 596 * _MIB, "nccl": 1466 * _MIB}
 """GPU memory of a sender that holds no slots: CUDA context, and with NCCL its library and group.
@@ -90,12 +89,6 @@ class Subject:
     reserve_bytes: int = 0
     gpus: int = 0
     has_context: bool = False
-
-
-def fits_whole(whole: int, free: int, reserve: int) -> bool:
-    """Whether a checkpoint may lie on a GPU where `free` bytes are, of which servers that load it
-    there take `reserve`."""
-    return whole <= (free - reserve) * SHARE_OF_FREE
 
 
 def slots_of(stage: str, chunks: int) -> int:

@@ -10,9 +10,9 @@ from skyctl.launch.local.devices import free_gpu_memory
 from skyctl.push.forecast import GPU_TRANSPORTS, Forecast, Subject, assumptions, forecast
 from skyctl.push.measuring import measure_reading, measured_before
 from skyctl.push.request import PushFleet, PushRequest
+from skyctl.push.sender_gpu import free_for_sender
 from skyctl.push.worker_memory import bytes_beside, worker_bytes
 from skyctl.transfer.plan import ChunkPlan
-from skyctl.transfer.sender_gpu import free_for_sender
 from skyctl.transfer.sender_pool import Lease
 from skyctl.transfer.transports.choose import load_transport
 

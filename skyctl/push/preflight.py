@@ -15,22 +15,22 @@ from skyctl.engines.vllm.server import VLLMServer
 from skyctl.errors import PreflightError
 from skyctl.http.client import ControlClient
 from skyctl.push.delivery import ChunkDelivery, Delivery
+from skyctl.push.disk import DiskDelivery
 from skyctl.push.expected import refuse_broken
 from skyctl.push.forecast import Forecast, refusal, slots_of
 from skyctl.push.foretelling import foretell, subject_of
+from skyctl.push.nccl_agreement import common_settings, pace_notes, refuse_without_nccl
 from skyctl.push.request import PushFleet, PushRequest, PushServer
 from skyctl.push.rollback import refuse_changed
 from skyctl.push.rows import KnownRows, read_rows
+from skyctl.push.sender_gpu import free_gpu
 from skyctl.push.server_facts import ServerFacts, ask_servers
 from skyctl.push.sites import Holds, Site
 from skyctl.push.weighing import weigh
-from skyctl.transfer.nccl_settings import common_settings, pace_notes, refuse_without_nccl
 from skyctl.transfer.plan import ChunkPlan, plan_chunks
-from skyctl.transfer.sender_gpu import free_gpu
 from skyctl.transfer.sender_pool import Lease, SenderPool
 from skyctl.transfer.transports.base import Transport
 from skyctl.transfer.transports.choose import Choice, choose, load_transport
-from skyctl.transfer.transports.disk import DiskDelivery
 from skyctl.units import format_bytes
 
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
-from skyctl.core.admission import published
 from skyctl.core.arbiter import Act, Arbiter, Turn
 from skyctl.core.diagnosis import Finding, judge, observe
-from skyctl.core.recovery import Recovered, interrupted_request
+from skyctl.core.recovery import Recovered, interrupted_request, published
 from skyctl.core.recovery import recover as carry_out
 from skyctl.core.registry import FleetRef
 from skyctl.engines.vllm.router import RouterClient

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from skyctl.checkpoints.staging import sweep
 from skyctl.core.plan import FleetPlan
 from skyctl.core.registry import FleetRef, remember
-from skyctl.core.status import FleetStatus
+from skyctl.core.status import BY_DOWN, FleetStatus
 from skyctl.errors import (
     ConflictError,
     DeadlineExceeded,
@@ -20,6 +20,7 @@ from skyctl.errors import (
 )
 from skyctl.kill_points import reached
 from skyctl.launch.local.scratch import sweep_scratch
+from skyctl.service.ended import ended_by_others
 from skyctl.service.planning import planned, usable
 from skyctl.service.revive import UP_LOCK, UP_LOCK_WAIT_S
 from skyctl.store.in_doubt import close_orphans
@@ -145,8 +146,10 @@ async def follow_operation(
     Raises:
         DeadlineExceeded: it has not ended after `timeout_s` seconds; it goes on.
         FleetDownError: the supervisor went away.
+        SkyctlError: `down` ended it, and the supervisor with it, between two looks.
         Superseded: another operation took its place.
     """
+    began_at = time.time()
     deadline = None if timeout_s is None else time.monotonic() + timeout_s
     client = SupervisorClient(paths)
     try:
@@ -168,8 +171,21 @@ async def follow_operation(
                     hint="follow it: skyctl status --watch; or end it: skyctl down",
                 )
             await asyncio.sleep(FOLLOW_POLL_S)
+    except FleetDownError as error:
+        raise _ended_by_down(paths, began_at) or error from error
     finally:
         await client.close()
+
+
+def _ended_by_down(paths: FleetPaths, since: float) -> SkyctlError | None:
+    """What the supervisor recorded of an operation that `down` ended since then."""
+    with FleetState(paths.database) as state:
+        events = [e for e in state.events() if e.subject == "fleet" and e.at >= since]
+    for event in reversed(events):
+        kind, _, how = event.message.partition(": ")
+        if how == BY_DOWN:
+            return ended_by_others(kind, how)
+    return None
 
 
 async def undo(paths: FleetPaths) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from skyctl.core.status import FleetStatus
+from skyctl.core.status import BY_DOWN, INTERRUPTED, FleetStatus
 from skyctl.errors import ExitCode, SkyctlError, error_named
 from skyctl.launch.local.logtail import tail
 from skyctl.store.journal import Job
@@ -27,6 +27,11 @@ def job_error(job: Job) -> SkyctlError | None:
     return error
 
 
+def ended_by_others(kind: str, how: str) -> SkyctlError:
+    """The error of an operation that somebody else ended: nothing went wrong, no log says more."""
+    return SkyctlError(f"{kind} was {how}", hint="start it again: skyctl up", details={"logs": {}})
+
+
 def operation_error(paths: FleetPaths, status: FleetStatus) -> SkyctlError | None:
     """The error of an operation that failed; None when it went well.
 
@@ -34,6 +39,8 @@ def operation_error(paths: FleetPaths, status: FleetStatus) -> SkyctlError | Non
     """
     if status.operation is None or not status.operation.error:
         return None
+    if status.operation.error in (BY_DOWN, INTERRUPTED):
+        return ended_by_others(status.operation.kind, status.operation.error)
     failing = [r for r in status.replicas if r.state in ("failed", "dead", "quarantined")]
     names = [replica.name for replica in failing]
     if status.router is not None and status.router.state in ("failed", "dead"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import TYPE_CHECKING
 
 from skyctl.engines.vllm.server import VLLMServer
@@ -12,6 +13,25 @@ from skyctl.http.target import ServerTarget
 
 if TYPE_CHECKING:
     from skyctl.service.connect import Fleet
+
+
+async def without_token_route(fleet: Fleet, client: ControlClient) -> list[str]:
+    """Servers that refuse `/inference/v1/generate`, SkyRL's rollouts. Those that do not answer
+    are left out.
+
+    Raises:
+        FleetDownError: the fleet is not running.
+    """
+    urls, key = await fleet.urls(), fleet.control_token()
+    servers = [ServerTarget(name, url, key) for name, url in urls.servers.items()]
+    asked = (
+        VLLMServer(client, server, timeout_s=5.0).generates_from_tokens() for server in servers
+    )
+    answers = await asyncio.gather(*asked, return_exceptions=True)
+    for answer in answers:
+        if isinstance(answer, BaseException) and not isinstance(answer, ServerError):
+            raise answer
+    return [s.name for s, answer in zip(servers, answers, strict=True) if answer is False]
 
 
 async def find_endpoint(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from skyctl.errors import UsageError
 from skyctl.service.urls import FleetUrls
@@ -122,6 +122,9 @@ FORMATS: Mapping[str, Callable[[FleetUrls], str]] = {
     "env": as_env,
 }
 
+SKYRL_ARGS = ("enable-scale-out",)
+"""vLLM arguments without which SkyRL's rollouts (`/inference/v1/generate`) have no route."""
+
 _NOTES = {
     "skyrl": "SkyRL syncs weights by itself: its worker extension must be in the servers "
     "(args: worker-extension-cls), or push with skyctl. It sends no key: set `auth: none`",
@@ -130,6 +133,18 @@ _NOTES = {
     "prime-rl": "prime-rl's own server takes its weight updates, vLLM's does not: roll out and "
     "evaluate here, push with skyctl",
 }
+
+
+def refused_rollouts(servers: Sequence[str]) -> str:
+    """The warning for SkyRL about servers that were started without its route; "" for none."""
+    if not servers:
+        return ""
+    wanted = ", ".join(f"{name}: true" for name in SKYRL_ARGS)
+    refuse = "refuse" if len(servers) > 1 else "refuses"
+    return (
+        f"SkyRL's rollouts will fail: {', '.join(servers)} {refuse} "
+        f"/inference/v1/generate; write `{wanted}` under `args:` of the fleet file, then: skyctl up"
+    )
 
 
 def notes(name: str, urls: FleetUrls) -> list[str]:

@@ -45,7 +45,7 @@ def usable(ref: FleetRef, plan: FleetPlan) -> FleetPlan:
     Raises:
         UsageError: what is wrong, all of it; ports held by this fleet's own processes are not.
     """
-    found = check_plan(plan, own_ports=_known_ports(ref).values())
+    found = check_plan(plan, own_ports=_known_ports(ref).values(), file=ref.file)
     if found:
         raise UsageError(
             "; ".join(problem.message for problem in found),

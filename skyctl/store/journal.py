@@ -14,11 +14,13 @@ from skyctl.store.database import Database, understood
 from skyctl.store.identity import ProcessIdentity, own_identity
 
 ENDED = ("succeeded", "failed", "interrupted")
+DRY_RUN = "dry-run"
+"""Kind of a push that only checks and plans."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """One long operation. `id` is like `push-3`; times are seconds since the epoch.
+    """One long operation. `id` is like `push-3` or `dry-run-1`; times are seconds since the epoch.
 
     `state` is running, succeeded, failed or interrupted (its process died). `servers` maps a
     server's name to its last {"state", "detail"}. `error` is {"kind", "message", "hint",
@@ -101,13 +103,16 @@ class Journal:
             StateUnwritable: it cannot be put on record.
         """
         owner = own_identity()
+        # dry runs count downwards from -1, so that they use up no number of a push
+        number = "(SELECT MIN(0, COALESCE(MIN(number), 0)) - 1 FROM jobs)"
         with self._database.transaction(durable=True):
             cursor = self._database.write(
-                "INSERT INTO jobs (kind, state, stage, done_bytes, total_bytes, request, "
-                "created_at, owner) VALUES (?, 'running', 'queued', 0, 0, ?, ?, ?)",
+                "INSERT INTO jobs (number, kind, state, stage, done_bytes, total_bytes, request, "
+                f"created_at, owner) VALUES ({number if kind == DRY_RUN else 'NULL'}, "
+                "?, 'running', 'queued', 0, 0, ?, ?, ?)",
                 kind, json.dumps(request), time.time(), json.dumps(owner.__dict__),
             )  # fmt: skip
-        return self.job(f"{kind}-{cursor.lastrowid}")
+        return self.job(f"{kind}-{abs(cursor.lastrowid or 0)}")
 
     def stage(self, job_id: str, stage: str, *, durable: bool = False) -> None:
         """A stage begins; `durable` for what must be on record before it does."""
@@ -171,7 +176,7 @@ class Journal:
     @understood
     def jobs(self, limit: int = 50) -> list[Job]:
         """The latest jobs, newest first."""
-        return self._jobs("ORDER BY number DESC LIMIT ?", limit)
+        return self._jobs("ORDER BY created_at DESC LIMIT ?", limit)
 
     @understood
     def events(self, job_id: str, after: int = 0) -> list[JobEvent]:
@@ -264,13 +269,19 @@ class Journal:
 
 
 def _number(job_id: str) -> int:
-    tail = job_id.rpartition("-")[2]
-    return int(tail) if tail.isdigit() else -1
+    """The row's number; 0, which no row has, for what is no id."""
+    kind, _, tail = job_id.rpartition("-")
+    number = int(tail) if tail.isdecimal() else 0
+    return -number if kind == DRY_RUN else number
+
+
+def _id(row: sqlite3.Row) -> str:
+    return f"{row['kind']}-{abs(row['number'])}"
 
 
 def _job(row: sqlite3.Row, servers: dict[str, dict[str, str]]) -> Job:
     return Job(
-        id=f"{row['kind']}-{row['number']}",
+        id=_id(row),
         kind=row["kind"],
         state=row["state"],
         stage=row["stage"],

@@ -11,13 +11,13 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from skyctl.launch.local.rebuild import remember_live_processes
 from skyctl.store.database import Database, understood
 from skyctl.store.expected import ExpectedDigests
 from skyctl.store.identity import ProcessIdentity
 from skyctl.store.journal import Journal
 from skyctl.store.locks import Locks
 from skyctl.store.opening import Connect, connect
+from skyctl.store.rebuild import remember_live_processes
 from skyctl.store.unrecorded import Unrecorded
 
 Phase = Literal["intended", "running", "stale"]
@@ -274,7 +274,9 @@ class FleetState:
         with self._database.transaction():
             for table in ("processes", "servers", "in_doubt"):
                 self._database.write(f"DELETE FROM {table}")
-            self._database.write("DELETE FROM meta WHERE key IN ('weights', 'ports', 'going_down')")
+            self._database.write(
+                "DELETE FROM meta WHERE key IN ('weights', 'ports', 'going_down', 'restarts')"
+            )
 
     def add_event(self, subject: str, message: str) -> None:
         """One line of history about a server, the router or the fleet."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from skyctl.core import admission
 from skyctl.core.arbiter import Act
 from skyctl.core.diagnosis import Finding, Observed, judge, observe
 from skyctl.core.recovery import recover
@@ -14,7 +13,7 @@ from skyctl.http.target import ServerTarget
 from skyctl.push.request import PushRequest
 from skyctl.store.in_doubt import in_doubt
 from skyctl.store.journal import Job
-from skyctl.supervisor import rollout
+from skyctl.supervisor import admission, rollout
 
 if TYPE_CHECKING:
     from skyctl.supervisor.resident import Supervisor

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from abc import ABC, abstractmethod
@@ -18,7 +19,7 @@ from skyctl.launch.local.process import ManagedProcess, new_token
 from skyctl.launch.local.scratch import scratch_environment
 from skyctl.store.paths import FleetPaths
 from skyctl.store.state import FleetState, ProcessRow
-from skyctl.supervisor.restarts import decide
+from skyctl.supervisor.restarts import decide, forget, remember, remembered
 from skyctl.supervisor.wire import spec_hash
 from skyctl.units import format_seconds
 
@@ -50,7 +51,8 @@ class KeptRunning(ABC):
         self.reason = ""
         self.process: ManagedProcess | None = None
         self.started_at: float | None = None  # epoch seconds
-        self.restarts: list[float] = []  # on the clock
+        # those under an earlier supervisor count as well
+        self.restarts, self.restart_reason = remembered(state, name, clock())  # on the clock
         self.settled = asyncio.Event()
         self.adopted = False  # its process was started by an earlier supervisor
         self._store = state
@@ -106,6 +108,9 @@ class KeptRunning(ABC):
         self._to("stopping")
         await self._end_process()
         self.restarts.clear()
+        self.restart_reason = ""
+        with contextlib.suppress(SkyctlError):
+            forget(self._store, self.name)
         self._to("stopped")
 
     async def _run(self, adopted: ManagedProcess | None) -> None:
@@ -129,6 +134,9 @@ class KeptRunning(ABC):
                 await self._give_up(given_up, f"{reason}; {decision.why}")
                 return
             self.restarts.append(now)
+            self.restart_reason = reason
+            with contextlib.suppress(SkyctlError):  # a number to look at is not worth a server
+                remember(self._store, self.name, reason)
             wait = format_seconds(decision.wait_s)
             # out of the router at once, while the rest of its tree is still being stopped
             self._to("restarting", f"{reason}; starting again in {wait}")

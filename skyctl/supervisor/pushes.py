@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from skyctl.checkpoints.checkpoint import locate
 from skyctl.checkpoints.compat import reference
 from skyctl.checkpoints.staging import sweep
-from skyctl.core import admission, jobs
+from skyctl.core import jobs
 from skyctl.core.arbiter import Turn
 from skyctl.core.guardian import guarded
 from skyctl.core.plan import FleetPlan
@@ -19,6 +19,7 @@ from skyctl.push.request import Committed, PushRequest
 from skyctl.store.in_doubt import in_doubt
 from skyctl.store.journal import Job
 from skyctl.store.state import FleetWeights
+from skyctl.supervisor import admission
 from skyctl.supervisor.replica import Replica
 from skyctl.supervisor.rotation import RouterRotation
 from skyctl.transfer.sender_pool import SenderPool

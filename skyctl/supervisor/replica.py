@@ -219,6 +219,7 @@ class Replica(KeptRunning):
             self._to("starting", self.reason)
             if reason := await self._until_ready(self.process):
                 return reason
+        self.process.record_segments()  # its ranks have met: a crash may leave nobody to ask
         reached("server.ready")
         if not adopted:
             self._note_launch()

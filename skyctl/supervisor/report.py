@@ -9,14 +9,14 @@ from collections.abc import Iterable
 
 import psutil
 
-from skyctl.core.admission import refresh_all
-from skyctl.core.status import FleetStatus, ReplicaStatus, RouterStatus, assess
+from skyctl.core.status import INTENDED_STATES, FleetStatus, ReplicaStatus, RouterStatus, assess
 from skyctl.engines.vllm.metrics import ServerMetrics
 from skyctl.engines.vllm.server import VLLMServer
 from skyctl.errors import SkyctlError
 from skyctl.launch.local.logtail import latest_message, tail
 from skyctl.launch.local.process import ManagedProcess
 from skyctl.store.identity import ProcessIdentity
+from skyctl.supervisor.admission import refresh_all
 from skyctl.supervisor.replica import Replica
 from skyctl.supervisor.resident import Supervisor
 
@@ -32,13 +32,13 @@ async def report(supervisor: Supervisor, *, fresh: bool = True) -> FleetStatus:
     replicas = list(supervisor.replicas.values())
     up = [replica for replica in replicas if replica.phase == "up"]
     looked_at = [replica for replica in up if fresh and not replica.update_state]
-    metrics, versions, _ = await asyncio.gather(
+    metrics, versions, failed = await asyncio.gather(
         asyncio.gather(*(_load(supervisor, replica) for replica in replicas)),
         asyncio.gather(*(_version(supervisor, r, ask=r in looked_at) for r in replicas)),
         refresh_all(looked_at, supervisor.client, ASK_TIMEOUT_S),
     )
     rows = tuple(
-        _replica_row(supervisor, replica, found, version)
+        _replica_row(supervisor, replica, found, version, failed.get(replica.name, ""))
         for replica, found, version in zip(replicas, metrics, versions, strict=True)
     )
     router = _router_row(supervisor)
@@ -98,16 +98,19 @@ def _replica_row(
     replica: Replica,
     metrics: ServerMetrics | None,
     version: str | None,
+    failed: str,
 ) -> ReplicaStatus:
     router = supervisor.router
     starting = replica.phase in ("waiting", "starting")
     lines = tail(supervisor.paths.log(replica.name), _LOG_LINES) if starting else []
-    reason = replica.row.quarantine or replica.reason
+    state, reason = replica.state, replica.row.quarantine or replica.reason
+    if failed and state in INTENDED_STATES:
+        state, reason = "unreachable", failed  # the probes have not counted enough of it yet
     if replica.phase == "waiting":
         reason = "waits for its GPU"
     return ReplicaStatus(
         name=replica.name,
-        state=replica.state,
+        state=state,
         url=replica.spec.url,
         reason=reason,
         routed=None if router is None else replica.spec.url in router.workers,
@@ -121,6 +124,7 @@ def _replica_row(
         state_s=_since(replica.state_since),
         rss_bytes=_rss(replica.process),
         restarts=len(replica.restarts),
+        restart_reason=replica.restart_reason,
         log_line=latest_message(lines),
     )
 
@@ -140,6 +144,7 @@ def _router_row(supervisor: Supervisor) -> RouterStatus | None:
         uptime_s=_since(router.started_at),
         rss_bytes=_rss(router.process),
         restarts=len(router.restarts),
+        restart_reason=router.restart_reason,
     )
 
 

@@ -16,13 +16,13 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
-from skyctl.core import admission, verbs
+from skyctl.core import verbs
 from skyctl.core.arbiter import Act, Arbiter, Turn
 from skyctl.core.diagnosis import Finding
 from skyctl.core.membership import routable
 from skyctl.core.plan import FleetPlan, ServerSpec
 from skyctl.core.recovery import Recovered
-from skyctl.core.status import Operation
+from skyctl.core.status import BY_DOWN, INTERRUPTED, Operation
 from skyctl.errors import ConflictError, FleetDownError, NotFoundError, SkyctlError
 from skyctl.http.client import ControlClient
 from skyctl.http.fanout import Outcome, OutcomeStatus
@@ -33,7 +33,7 @@ from skyctl.store.in_doubt import close_orphans, in_doubt
 from skyctl.store.journal import Job
 from skyctl.store.paths import FleetPaths
 from skyctl.store.state import FleetState
-from skyctl.supervisor import adoption, healing, rollout
+from skyctl.supervisor import admission, adoption, healing, rollout
 from skyctl.supervisor.pushes import Pushes
 from skyctl.supervisor.reconcile import Changes, Running, compare
 from skyctl.supervisor.replica import Replica, ReplicaContext
@@ -64,6 +64,7 @@ class Supervisor:
         self._numbers = itertools.count(1)
         self._ended_operations: deque[Operation] = deque(maxlen=20)
         self._operation_task: asyncio.Task[None] | None = None
+        self._stopped_by = INTERRUPTED
         self._gpu_locks: dict[int, asyncio.Lock] = {}
         self.arbiter = Arbiter(state.locks)
         self.pushes = Pushes(self)
@@ -159,7 +160,7 @@ class Supervisor:
 
     async def undo(self) -> None:
         """Stop the operation in progress and what it started; the whole fleet if that is all."""
-        await self._stop_operation()
+        await self._stop_operation(INTERRUPTED)
         for name in [n for n in self.started_by_operation if n in self.replicas]:
             await rollout.remove(self, self.replicas[name])
         if not self.replicas:
@@ -167,7 +168,7 @@ class Supervisor:
 
     async def down(self, *, drain_timeout_s: float) -> None:
         """Drain, stop the router and then every server, and end the supervisor. Idempotent."""
-        await self._stop_operation()
+        await self._stop_operation(BY_DOWN)
         await self.pushes.stop()
         self.operation = Operation(next(self._numbers), "down", "", time.time())
         self.state.set("going_down", "1")  # whoever comes after a death in the middle goes on
@@ -343,7 +344,7 @@ class Supervisor:
         try:
             await work
         except asyncio.CancelledError:
-            error = "stopped"
+            error = self._stopped_by
             raise
         except SkyctlError as failure:
             error = failure.message
@@ -355,7 +356,8 @@ class Supervisor:
             self._ended_operations.append(self.operation)
             self.state.add_event("fleet", f"{operation.kind}: {error or 'done'}")
 
-    async def _stop_operation(self) -> None:
+    async def _stop_operation(self, by: str) -> None:
+        self._stopped_by = by
         if self._operation_task is not None:
             self._operation_task.cancel()
             await asyncio.gather(self._operation_task, return_exceptions=True)

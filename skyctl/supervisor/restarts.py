@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from skyctl.fleetfile.schema import RestartPolicy
+from skyctl.store.state import FleetState
 from skyctl.units import format_seconds
 
 
@@ -31,3 +35,35 @@ def decide(policy: RestartPolicy, restarts: Sequence[float], now: float) -> Deci
     # min() first: 2.0 ** 2000 overflows
     doublings = min(len(recent), 60)
     return Decision(True, min(policy.backoff_s * 2.0**doublings, policy.backoff_max_s))
+
+
+_KEY = "restarts"
+
+
+def remembered(state: FleetState, name: str, now: float) -> tuple[list[float], str]:
+    """When a child was started again, on the clock that reads `now`, and why the last time."""
+    with state.understanding():
+        found = _all(state).get(name, {"at": [], "why": ""})
+        passed = time.time() - now
+        return [at - passed for at in found["at"]], found["why"]
+
+
+def remember(state: FleetState, name: str, why: str) -> None:
+    """Put one restart, of now, on record."""
+    with state.understanding(), state.transaction():
+        known = _all(state)
+        at = known.get(name, {"at": []})["at"]
+        state.set(_KEY, json.dumps({**known, name: {"at": [*at, time.time()], "why": why}}))
+
+
+def forget(state: FleetState, name: str) -> None:
+    """Begin at 0 again: somebody stopped it on purpose."""
+    with state.understanding(), state.transaction():
+        known = _all(state)
+        if known.pop(name, None) is not None:
+            state.set(_KEY, json.dumps(known))
+
+
+def _all(state: FleetState) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(state.get(_KEY) or "{}")
+    return found

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import TYPE_CHECKING
 
-from skyctl.core.admission import refresh_all
 from skyctl.errors import SkyctlError
+from skyctl.supervisor.admission import refresh_all
 from skyctl.supervisor.rollout import sync_router
 
 if TYPE_CHECKING:

@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -77,6 +78,19 @@ def test_a_taken_port_is_refused_before_anything_starts(fleet: StubFleet) -> Non
         assert f"pid {os.getpid()}" in refused["error"]["message"]
         assert fleet.json("status")["data"]["health"] == "down"
         assert not list((fleet.directory / "home").rglob("*.log"))
+
+
+def test_an_up_that_down_ends_says_so(fleet: StubFleet) -> None:
+    fleet.write(replicas=1, faults='{"startup_delay_s": 600}')
+    up = fleet.start("up")
+    deadline = time.monotonic() + 30
+    while fleet.json("status")["data"]["health"] == "down":
+        assert time.monotonic() < deadline
+    fleet.run("down", "--drain-timeout", "0")
+    _, said = up.communicate(timeout=60)
+    assert up.returncode == 1
+    assert "error: up was stopped by `skyctl down`\nhint: start it again: skyctl up\n" in said
+    assert "failed" not in said
 
 
 def test_a_replica_that_exits_at_start_fails_up_with_the_end_of_its_log(fleet: StubFleet) -> None:

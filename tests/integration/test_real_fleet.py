@@ -309,6 +309,23 @@ def test_a_killed_replica_returns_at_the_current_version_and_is_routed_again(
     assert endpoints.one_answer() == answer_b
 
 
+def test_a_dead_engine_core_is_seen_by_who_asks_at_once(real_fleet: FleetCli) -> None:
+    name, row = next(iter(replicas(real_fleet).items()))
+    (core,) = (
+        child
+        for child in psutil.Process(row["pid"]).children(recursive=True)
+        if "EngineCore" in "".join(child.cmdline()) + child.name()
+    )
+    core.kill()
+    time.sleep(1.0)
+    told = real_fleet.json("status", "--exit-code", expect=1)["data"]
+    assert {r["name"]: r["state"] for r in told["replicas"]}[name] != "ready"
+    assert any(reason["message"].startswith(name) for reason in told["reasons"])
+    real_fleet.run("wait", "--for", "ready", "--timeout", "240", timeout_s=300)
+    again = replicas(real_fleet)[name]
+    assert again["restarts"] >= 1 and again["restart_reason"]
+
+
 def test_another_directory_finds_the_fleet_by_name(real_fleet: FleetCli, tmp_path: Path) -> None:
     elsewhere = FleetCli(tmp_path, real_fleet.home)
     assert elsewhere.data("status", "--fleet", "tiny")["name"] == "tiny"

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from skyctl.checkpoints.tiny import make_tiny_checkpoint
+from skyctl.launch.local.segments import SHARED_MEMORY
 from tests.integration.fleet_cli import UP_TIMEOUT_S, FleetCli, greedy
 
 pytestmark = pytest.mark.real
@@ -17,6 +20,18 @@ COPIES = {"name": "copies", "data_parallel_size": 2}
 # vLLM on CPU makes the buffers between pipeline ranks as it warms up, which eager servers do not
 LAYERS = {"name": "layers", "pipeline_parallel_size": 2, "args": {"enforce-eager": False}}
 TRANSPORTS = ("shm", "gloo", "disk")
+
+
+@pytest.fixture(autouse=True)
+def nothing_left() -> Iterator[None]:
+    """Ranks on CPU share memory by files that vLLM leaves: whoever ends them removes those."""
+
+    def segments() -> set[str]:
+        return {path.name for path in SHARED_MEMORY.glob("*-cpushm_*")}
+
+    before = segments()
+    yield
+    assert segments() <= before
 
 
 def write_fleet(fleet: FleetCli, model: Path, *groups: dict[str, object]) -> None:
@@ -67,6 +82,12 @@ def test_a_push_brings_what_a_server_started_on_it_answers(tmp_path: Path) -> No
             assert answers(fleet) == {"whole-0": of_b, "split-0": of_b}, transport
             fleet.run(*push, str(made["a"]))
             assert answers(fleet) == of_a, transport
+        segments = set(SHARED_MEMORY.glob("vllm_dist_*-tp:*-cpushm_*"))
+        assert segments  # of the split server; one that is killed leaves none either
+        pids = {row["name"]: row["pid"] for row in fleet.data("status")["replicas"]}
+        psutil.Process(pids["split-0"]).kill()
+        fleet.run("wait", "--for", "ready", "--timeout", "200", timeout_s=UP_TIMEOUT_S)
+        assert not segments & set(SHARED_MEMORY.glob("*"))
         digests = {row["weights_digest"] for row in fleet.data("weights")["servers"]}
         assert len(digests) == 2
         assert any(":tp2-" in digest for digest in digests)

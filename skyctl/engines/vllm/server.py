@@ -41,6 +41,20 @@ class VLLMServer:
         data = await self._field("GET", "/v1/models", "data")
         return self._understood("/v1/models", lambda: [str(model["id"]) for model in data])
 
+    async def generates_from_tokens(self) -> bool:
+        """Whether `/inference/v1/generate` is served: token ids in, token ids out.
+
+        vLLM 0.32 answers 403 there without `--enable-scale-out`; what is sent here is no request
+        that any version takes.
+        """
+        try:
+            await self._call("POST", "/inference/v1/generate", json={})
+        except ServerError as error:
+            if not error.status:
+                raise
+            return error.status not in (403, 404)
+        return True
+
     async def world_size(self, *, include_dp: bool = True) -> int:
         """Workers of this deployment: TP x PP, times DP with `include_dp`."""
         params = {"include_dp": _flag(include_dp)}

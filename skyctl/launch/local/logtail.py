@@ -6,6 +6,8 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
+from skyctl.sanitize import sanitized
+
 # `ValueError: …`, `vllm.exceptions.EngineDeadError: …`, also behind vLLM's `(EngineCore pid=7)`
 # and log prefixes.
 _ERROR_LINE = re.compile(
@@ -14,7 +16,6 @@ _ERROR_LINE = re.compile(
 _PREFIXES = re.compile(
     r"^(?:\([\w ]+ pid=\d+\)\s*)?(?:(?:INFO|WARNING|ERROR|DEBUG)\s+\S+\s+\S+\s+\[[^\]]*\]\s*)?"
 )
-_ESCAPES = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 _CHUNK_BYTES = 64 * 1024
 _LONGEST_TAIL_BYTES = 16 * 1024 * 1024
 
@@ -58,8 +59,8 @@ def _lines(data: bytes, *, probes: bool) -> list[str]:
 
 
 def plain(line: str) -> str:
-    """One line without terminal escapes and carriage returns."""
-    return _ESCAPES.sub("", line).rpartition("\r")[2].rstrip()
+    """One line as a terminal would leave it: what a progress bar drew last, no escapes."""
+    return sanitized(line.rstrip().rpartition("\r")[2]).rstrip()
 
 
 def message(line: str) -> str:

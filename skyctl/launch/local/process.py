@@ -20,9 +20,10 @@ from pathlib import Path
 import psutil
 
 from skyctl.errors import SkyctlError
-from skyctl.launch.local.rebuild import LOG_VARIABLE, TOKEN_VARIABLE
+from skyctl.launch.local import segments
 from skyctl.store.identity import ProcessIdentity, boot_id, create_time, identify, own_processes
 from skyctl.store.paths import create_private_file
+from skyctl.store.rebuild import LOG_VARIABLE, TOKEN_VARIABLE
 
 KILL_TIMEOUT_S = 10.0
 ROTATE_AT_BYTES = 64 * 1024 * 1024
@@ -52,6 +53,7 @@ class ManagedProcess:
         self.identity = identity
         self.token = token
         self.descendants = tuple(descendants)
+        self.segments: frozenset[segments.Segment] = frozenset()
         self.exited = asyncio.Event()
         self._popen = popen
         self._watch()
@@ -110,6 +112,10 @@ class ManagedProcess:
         self.descendants = tuple(sorted(seen | known, key=lambda d: d.pid))
         return True
 
+    def record_segments(self) -> None:
+        """Remember the shared memory that this tree would leave: once it is gone, nobody tells."""
+        self.segments |= segments.mapped_by(process.pid for process in self.members())
+
     def listens_at(self, port: int) -> bool:
         """False when it is somebody else who answers there; true where the kernel does not tell."""
         known = [one.process() for one in (self.identity, *self.descendants) if one]
@@ -142,6 +148,7 @@ class ManagedProcess:
             SkyctlError: a process outlived KILL (it hangs in the kernel).
         """
         members = self.members()
+        self.segments |= segments.mapped_by(process.pid for process in members)
         _signal(members, signal.SIGTERM)
         left = await self._gone(members, timeout_s)
         # somebody may have been born meanwhile, or hidden from the first look
@@ -159,7 +166,8 @@ class ManagedProcess:
                 pids = ", ".join(str(p.pid) for p in left)
                 raise SkyctlError(f"processes {pids} outlived SIGKILL; they hang in the kernel")
         self._reap(members)
-        self.descendants = ()
+        segments.remove(self.segments)
+        self.descendants, self.segments = (), frozenset()
         await self.exited.wait()
         return gently
 

@@ -1,6 +1,7 @@
 """The temporary directory of a fleet's processes, removed with the last of them.
 
-A vLLM server that is killed leaves its sockets and rendezvous files where it made them.
+A vLLM server that is killed leaves its sockets and rendezvous files where it made them. The latter
+name the shared memory that its ranks left.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import os
 import shutil
 
+from skyctl.launch.local.segments import remove_left
 from skyctl.store.paths import FleetPaths, private_directory
 
 
@@ -28,4 +30,5 @@ def scratch_environment(paths: FleetPaths) -> dict[str, str]:
 def sweep_scratch(paths: FleetPaths) -> None:
     """Remove the directory. Only when no process of the fleet is left."""
     if not paths.scratch.is_symlink():
+        remove_left(paths.scratch)
         shutil.rmtree(paths.scratch, ignore_errors=True)

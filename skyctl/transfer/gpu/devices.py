@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from skyctl.push.forecast import SHARE_OF_FREE, fits_whole
+SHARE_OF_FREE = 0.9
+"""Of a GPU's free memory, what a sender may take."""
 
 
 def uuid_of(device: int) -> str:
@@ -80,6 +81,12 @@ class MirroredSlots:
         self._streams.clear()
         torch.cuda.ipc_collect()
         torch.cuda.empty_cache()
+
+
+def fits_whole(whole: int, free: int, reserve: int) -> bool:
+    """Whether a checkpoint may lie on a GPU where `free` bytes are, of which servers that load it
+    there take `reserve`."""
+    return whole <= (free - reserve) * SHARE_OF_FREE
 
 
 def stage_slots(

@@ -120,6 +120,6 @@ def load_transport(name: str) -> Transport:
     if find_spec(module) is None:
         raise PreflightError(
             f"transport {name} needs a GPU sender, which this installation does not have",
-            hint="install skyctl[gpu], or push with --transport disk",
+            hint="install skyctl-fleet[gpu], or push with --transport disk",
         )
     return cast(Transport, import_module(module).TRANSPORT)

@@ -117,10 +117,46 @@ def test_a_checkpoint_of_pickles_gets_advice(tmp_path: Path) -> None:
     assert "safe_serialization" in caught.value.hint
 
 
+@pytest.mark.parametrize(
+    ("files", "message", "hint"),
+    [
+        (["adapter_config.json", "adapter_model.bin"], "PEFT adapter (LoRA) of Q/Q, not", "merge"),
+        ([".gitattributes", "README.md"], "hub repository without its weights", "hf download"),
+        (["refs/main", "snapshots/abc/config.json"], "hub cache entry", "snapshots/abc"),
+        (["x-Q4_K_M.gguf", ".gitattributes"], "GGUF", "safetensors"),
+        (["original/consolidated.00.pth"], "own format", "safetensors"),
+        (["consolidated.safetensors", "params.json"], "own format", "safetensors"),
+        (["step-5/config.json"], "no config.json", "there is a checkpoint in it: "),
+        (["__0_0.distcp", ".metadata"], "sharded checkpoint", "save_pretrained"),
+        (["pytorch_model.bin"], "pickled", "safe_serialization"),
+        (["model.safetensors"], "no config.json", "config.json and *.safetensors"),
+    ],
+)
+def test_a_directory_that_is_something_else_is_told_what_it_is(
+    tmp_path: Path, files: list[str], message: str, hint: str
+) -> None:
+    for name in files:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text('{"base_model_name_or_path": "Q/Q"}')
+    with pytest.raises(PreflightError) as caught:
+        read_checkpoint(str(tmp_path))
+    assert message in caught.value.message and hint in caught.value.hint
+
+
+def test_a_pointer_of_git_lfs_is_told(tmp_path: Path) -> None:
+    directory = write_checkpoint(tmp_path / "c")
+    (directory / "model.safetensors").write_text(
+        f"version https://git-lfs.github.com/spec/v1\noid sha256:{'0' * 64}\nsize 12345\n"
+    )
+    with pytest.raises(PreflightError, match="Git LFS pointer") as caught:
+        read_checkpoint(str(directory))
+    assert "git lfs pull" in caught.value.hint
+
+
 def test_an_adapter_is_not_a_checkpoint(tmp_path: Path) -> None:
     directory = write_checkpoint(tmp_path / "c")
     (directory / "model.safetensors").rename(directory / "adapter_model.safetensors")
-    with pytest.raises(PreflightError, match="LoRA adapter"):
+    with pytest.raises(PreflightError, match=r"PEFT adapter \(LoRA\)"):
         read_checkpoint(str(directory))
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from skyctl.core.check import check_plan
 from skyctl.core.plan import FleetPlan, plan_fleet
@@ -75,6 +76,15 @@ def test_a_directory_without_config_is_no_checkpoint(base_dir: Path, interpreter
     assert "no config.json" in message
     (message,) = problems(plan(base_dir, interpreter, model="./checkpoints/a/config.json"))
     assert "is a file" in message
+
+
+def test_a_model_that_is_an_adapter_is_told_so(base_dir: Path, interpreter: str) -> None:
+    adapter = base_dir / "adapter"
+    adapter.mkdir()
+    (adapter / "adapter_config.json").write_text("{}")
+    (message,) = problems(plan(base_dir, interpreter, model="./adapter"))
+    told = f"model './adapter': {adapter} is a PEFT adapter (LoRA), not a checkpoint of the whole"
+    assert message == f"{told} model"
 
 
 @pytest.fixture
@@ -195,3 +205,47 @@ def test_packages_missing_from_our_own_interpreter_are_reported(
 def test_all_problems_are_reported_together(base_dir: Path) -> None:
     kinds = problems(plan(base_dir, "./no-python", model="./x", device="cuda"))
     assert len(kinds) == 3
+
+
+NAMES = ("max-model-len", "enforce-eager", "no-enforce-eager", "compilation-config", "headless")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "complaint"),
+    [
+        ("max-modle-len", 8, "vLLM has no argument 'max-modle-len'; did you mean 'max-model-len'?"),
+        ("Max_Modle_Len", 8, "vLLM has no argument 'Max-Modle-Len'"),
+        ("zzz", None, None),
+        ("zzz", True, "vLLM has no argument 'zzz'"),
+        ("headless", False, "'headless' cannot be false: vLLM has no --no-headless"),
+        ("enforce-eager", False, None),
+        ("--max_model_len", 8, None),
+        ("max-mod", 8, None),
+        ("compilation-config.mode", 0, None),
+        ("no-enforce-eager", True, None),
+    ],
+)
+def test_arguments_that_vllm_does_not_know_are_told_with_their_line(
+    base_dir: Path, interpreter: str, name: str, value: Any, complaint: str | None
+) -> None:
+    def found(**config: Any) -> list[str]:
+        file = base_dir / "fleet.yaml"
+        document = {"name": "f", "model": "./checkpoints/a", "python": interpreter, **config}
+        file.write_text("# a comment\n" + yaml.safe_dump(document, sort_keys=False))
+        planned = plan(base_dir, interpreter, **config)
+        asked = check_plan(planned, file=file, arguments=lambda python: NAMES)
+        return [problem.message.removeprefix(str(file)) for problem in asked]
+
+    expected = [] if complaint is None else [complaint]
+    for config, where in (
+        ({"args": {name: value}}, ":6: args: "),
+        ({"replicas": [{"count": 1, "args": {name: value}}]}, ":8: replicas.0.args: "),
+    ):
+        messages = found(**config)
+        assert len(messages) == len(expected)
+        assert all(m.startswith(where + e) for m, e in zip(messages, expected, strict=True))
+        assert found(**config, check_args=False) == []
+
+
+def test_a_vllm_that_does_not_say_its_names_refuses_none(base_dir: Path, interpreter: str) -> None:
+    assert problems(plan(base_dir, interpreter, args={"max-modle-len": 8})) == []

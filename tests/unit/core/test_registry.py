@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 from pathlib import Path
 
 import pytest
 
 from skyctl.core.registry import FleetRef, known_fleets, remember, select, select_paths
 from skyctl.errors import FleetFileError, NotFoundError, UsageError
-from skyctl.store.paths import LONGEST_SOCKET_PATH_BYTES, FleetPaths, state_root
+from skyctl.store.paths import LONGEST_SOCKET_PATH_BYTES, FleetPaths, fleet_paths, state_root
 from skyctl.store.state import FleetState
 
 
@@ -90,6 +92,26 @@ def test_several_known_fleets_are_listed(here: Path, tmp_path: Path) -> None:
     with pytest.raises(NotFoundError) as missing:
         select(None, "three")
     assert "one, two" in missing.value.hint
+
+
+def test_fleets_that_run_are_listed_first_and_those_that_are_down_as_such(
+    here: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "model").mkdir()
+    for name in ("a-down", "b-up", "c-up"):
+        file = write(tmp_path / name, name)
+        file.write_text(f"name: {name}\nmodel: {tmp_path / 'model'}\n")
+        ref = select(file, None)
+        with FleetState(ref.paths.database) as state:
+            remember(ref, state)
+    remember(select(write(tmp_path / "attached", "attached"), None))
+    with contextlib.ExitStack() as held:
+        for name in ("b-up", "c-up"):
+            lock = held.enter_context(fleet_paths(name).supervisor_lock.open("w"))
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(UsageError) as caught:
+            select(None, None)
+    assert "--fleet: b-up, c-up; attached: attached; down: a-down;" in caught.value.hint
 
 
 def test_a_fleet_whose_file_is_gone_is_known_by_its_copy(here: Path, tmp_path: Path) -> None:

@@ -385,3 +385,36 @@ def test_an_attached_fleets_token_is_a_variables_name_and_never_repeated() -> No
     assert "s3cret" not in line and "the name of an environment variable" in line
     (line,) = refused(ATTACHED + "auth: all\n")
     assert "is for servers that skyctl starts" in line
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            "services:\n  vllm:\n    image: vllm/vllm-openai\nvolumes: {}\n",
+            "fleet.yaml:1: this is a Docker Compose file (`services:`), not a fleet file",
+        ),
+        (
+            "name: demo\nversion: '3'\nservices: {}\n",
+            "fleet.yaml:3: this is a Docker Compose file (`services:`), not a fleet file",
+        ),
+        (
+            "apiVersion: v1\nkind: Pod\n",
+            "fleet.yaml:1: this is a Kubernetes manifest (`apiVersion:` and `kind:`), "
+            "not a fleet file",
+        ),
+        ('{"model_type": "qwen3"}', "fleet.yaml:1: this is a model's config.json (`model_type:`)"),
+    ],
+)
+def test_another_kind_of_file_is_told_what_it_is(text: str, message: str) -> None:
+    with pytest.raises(FleetFileError) as caught:
+        parse(text)
+    assert caught.value.message.startswith(message)
+    assert "skyctl init" in caught.value.hint
+
+
+def test_keys_for_the_files_own_use_are_ignored_at_its_top() -> None:
+    loaded = parse("x-common: &args {seed: 1}\nname: demo\nmodel: m\nargs: *args\nx-note: hi\n")
+    assert loaded.args == {"seed": 1}
+    with pytest.raises(FleetFileError, match="unknown key 'x-note'"):
+        parse("name: demo\nmodel: m\nhealth: {x-note: 1}\n")

@@ -9,8 +9,8 @@ import pytest
 
 from skyctl.errors import PreflightError
 from skyctl.push import server_facts
+from skyctl.push.nccl_agreement import refuse_without_nccl
 from skyctl.push.server_facts import ask_servers
-from skyctl.transfer.nccl_settings import refuse_without_nccl
 from tests.unit.push.fleets import Stubs
 
 

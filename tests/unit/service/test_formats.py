@@ -14,14 +14,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import typing_extensions
 import yaml
 
 from skyctl.errors import UsageError
-from skyctl.service.formats import FORMATS, notes
+from skyctl.http.client import ControlClient
+from skyctl.service.endpoint import without_token_route
+from skyctl.service.formats import FORMATS, notes, refused_rollouts
 from skyctl.service.prometheus import target_groups, write_targets
 from skyctl.service.urls import Access, FleetUrls
+from tests.stub.through_httpx import ThroughHttpx
 
 URLS = FleetUrls(
     name="demo",
@@ -222,3 +226,37 @@ def test_a_file_prometheus_would_not_read_is_refused(tmp_path: Path) -> None:
     assert "targets.json" in caught.value.hint
     with pytest.raises(UsageError, match="No such file or directory"):
         write_targets(URLS, tmp_path / "absent" / "targets.json")
+
+
+@pytest.mark.parametrize(
+    ("statuses", "warned"),
+    [
+        ((400, 422), ""),
+        ((403, 422), "SkyRL's rollouts will fail: demo-0 refuses /inference/v1/generate"),
+        ((403, 404), "SkyRL's rollouts will fail: demo-0, demo-1 refuse /inference/v1/generate"),
+        ((0, 403), "SkyRL's rollouts will fail: demo-1 refuses"),
+    ],
+)
+async def test_servers_that_would_refuse_skyrls_rollouts_are_named(
+    statuses: tuple[int, int], warned: str
+) -> None:
+    def answer(request: httpx.Request) -> httpx.Response:
+        assert (request.method, request.url.path) == ("POST", "/inference/v1/generate")
+        assert request.headers["authorization"] == "Bearer t0ken"
+        status = statuses[request.url.port == 8002]
+        if not status:
+            raise httpx.ConnectError("refused")
+        return httpx.Response(status, json={"error": {"message": "Scale-out is disabled"}})
+
+    class Fleet:
+        async def urls(self) -> FleetUrls:
+            return URLS
+
+        def control_token(self) -> str:
+            return "t0ken"
+
+    fleet: Any = Fleet()
+    async with ControlClient(transport=ThroughHttpx(httpx.MockTransport(answer))) as client:
+        warning = refused_rollouts(await without_token_route(fleet, client))
+    assert warning.startswith(warned) and bool(warning) == bool(warned)
+    assert not warning or "`enable-scale-out: true` under `args:`" in warning

@@ -5,8 +5,11 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-from skyctl.core.arbiter import Act, Arbiter
+import pytest
+
+from skyctl.core.arbiter import Act, Arbiter, Turn
 from skyctl.core.jobs import follow, open_push
+from skyctl.errors import NotFoundError
 from skyctl.push.request import PushRequest
 from skyctl.store.state import FleetState
 
@@ -24,3 +27,20 @@ async def test_who_hears_that_a_push_is_over_may_start_the_next(tmp_path: Path) 
     assert (await asyncio.wait_for(heard, 10)).ended
     arbiter.take(Act.PUSH, "the next").release()
     state.close()
+
+
+def test_dry_runs_take_no_numbers_of_pushes(tmp_path: Path) -> None:
+    ids = []
+    with FleetState(tmp_path / "stubs" / "state.db") as state:
+        for dry in (True, True, False, True, False):
+            job = open_push(state.journal, Turn(None), PushRequest("ckpt", dry_run=dry))
+            state.journal.stage(job.id, "plan")
+            state.journal.end(job.id, "succeeded")
+            ids.append(job.id)
+            assert state.journal.job(job.id).stage == "plan"
+            assert [event.kind for event in state.journal.events(job.id)] == ["stage", "end"]
+        assert ids == ["dry-run-1", "dry-run-2", "push-1", "dry-run-3", "push-2"]
+        assert [job.id for job in state.journal.jobs()] == ids[::-1]
+        for wrong in ("push-3", "dry-run-9", "push--1", "push-0", "x", "dry-run-"):
+            with pytest.raises(NotFoundError):
+                state.journal.job(wrong)

@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
-from skyctl.core import admission, arbiter
+from skyctl.core import arbiter
 from skyctl.core.plan import FleetPlan
 from skyctl.engines.vllm.router import RouterClient
 from skyctl.engines.vllm.server import VLLMServer
@@ -23,8 +23,10 @@ from skyctl.http.client import ControlClient
 from skyctl.http.target import ServerTarget
 from skyctl.launch.local.ports import port_holder
 from skyctl.push.request import PushRequest, PushResult, ServerPush
+from skyctl.service.ended import operation_error
 from skyctl.store.paths import FleetPaths
 from skyctl.store.state import FleetState, FleetWeights
+from skyctl.supervisor import admission
 from skyctl.supervisor.report import report
 from skyctl.supervisor.resident import Supervisor
 from tests.unit.supervisor.fleets import (
@@ -206,7 +208,49 @@ async def test_a_server_that_stops_answering_is_killed_and_restarted(tmp_path: P
         os.kill(pid, signal.SIGSTOP)
         await eventually(lambda: not psutil.pid_exists(pid))
         await eventually(lambda: states(supervisor)["a"] == "ready")
-        assert any("probes in a row" in event.message for event in supervisor.state.events())
+        why = "stopped by skyctl after 2 missed health probes: "
+        assert any(event.message.startswith(why) for event in supervisor.state.events())
+        (row,) = (await report(supervisor)).replicas
+        assert row.restarts == 1 and row.restart_reason.startswith(why)
+
+
+async def test_restarts_are_counted_on_by_the_next_supervisor(tmp_path: Path) -> None:
+    async with supervising(tmp_path) as supervisor:
+        a, b = stub_server("a"), stub_server("b")
+        await bring_up(supervisor, fleet_plan([a, b]))
+        pid = pid_of(supervisor, "a")
+        os.kill(pid, signal.SIGKILL)
+        await eventually(lambda: states(supervisor)["a"] == "restarting")
+        await eventually(lambda: states(supervisor)["a"] == "ready")
+        # what another supervisor of this fleet would begin with
+        later = Supervisor(supervisor.paths, supervisor.state, supervisor.client)
+        later._take(fleet_plan([a, b]))
+        counted = {spec.name: later.new_replica(spec) for spec in (a, b)}
+        assert [len(counted[name].restarts) for name in "ab"] == [1, 0]
+        assert "SIGKILL" in counted["a"].restart_reason
+        assert abs(counted["a"].restarts[0] - supervisor.replicas["a"].restarts[0]) < 1.0
+        await supervisor.down(drain_timeout_s=0.0)
+        assert later.new_replica(a).restarts == []
+
+
+@pytest.mark.parametrize(
+    ("fault", "state"),
+    [({"kind": "status", "status": 500}, "unreachable"), ({"kind": "hang"}, "ready")],
+)
+async def test_a_status_sees_an_engine_that_died_before_the_next_probe(
+    tmp_path: Path, fault: dict[str, Any], state: str
+) -> None:
+    """One that does not answer in time may only be busy: that is for the probes to count."""
+    async with supervising(tmp_path) as supervisor:
+        # the first call is that of the start
+        server = stub_server("a", faults={"/is_paused": {**fault, "calls": list(range(2, 99))}})
+        health = {"interval_s": 60, "startup_timeout_s": 15}
+        await bring_up(supervisor, fleet_plan([server], health=health))
+        found = await report(supervisor)
+        assert found.replicas[0].state == state
+        assert (found.health == "degraded") == (state == "unreachable")
+        if found.reasons:
+            assert found.reasons[0].message.startswith("a is unreachable: ")
 
 
 async def test_one_that_exits_at_start_fails_the_up_and_the_others_run_on(tmp_path: Path) -> None:
@@ -242,6 +286,19 @@ async def test_undo_stops_what_the_operation_started_and_nothing_else(tmp_path: 
         await supervisor.undo()
         assert states(supervisor) == {"a": "ready"}
         assert not supervisor.finished.is_set()
+
+
+async def test_an_up_that_down_ended_did_not_fail(tmp_path: Path) -> None:
+    async with supervising(tmp_path) as supervisor:
+        plan = fleet_plan([command_server("a", "import time; time.sleep(600)")])
+        number, _ = supervisor.reconcile(plan)
+        await eventually(lambda: "a" in supervisor.replicas)
+        status = await report(supervisor)
+        await supervisor.down(drain_timeout_s=0.0)
+        operation = supervisor.ended_operation(number)
+        error = operation_error(supervisor.paths, replace(status, operation=operation))
+        assert error is not None and error.message == "up was stopped by `skyctl down`"
+        assert error.hint == "start it again: skyctl up"
 
 
 async def test_undo_of_a_first_up_ends_the_supervisor(tmp_path: Path) -> None:
@@ -585,6 +642,7 @@ async def test_a_server_that_waits_for_weights_takes_the_next_push(
         monkeypatch.setattr(checkpoint, "layout_digest", "other")
         os.kill(pid_of(supervisor, "a"), signal.SIGKILL)
         await eventually(lambda: states(supervisor)["a"] == "quarantined")
+        await eventually(lambda: supervisor.replicas["a"].phase == "up")
         await supervisor.start_push(PushRequest("/ckpt", weight_version="v2"))
         await eventually(lambda: states(supervisor) == {"a": "ready", "b": "ready"})
         assert push.calls[-1] == ("/ckpt", ["a", "b"])

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from skyctl.engines.vllm.arguments import merge_arguments
+from skyctl.fleetfile.arguments import merge_arguments
 from skyctl.fleetfile.schema import FleetConfig, ReplicaGroup
 from skyctl.launch.local.devices import Cpu
 

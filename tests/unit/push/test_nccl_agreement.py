@@ -10,8 +10,9 @@ import pytest
 
 from skyctl.engines.vllm.dialects import dialect_for
 from skyctl.errors import PreflightError
+from skyctl.push.nccl_agreement import common_settings, pace_notes
 from skyctl.push.server_facts import ServerFacts
-from skyctl.transfer.nccl_settings import applied, common_settings, pace_notes
+from skyctl.transfer.nccl_settings import applied
 from skyctl.transfer.sender_client import SenderProcess
 
 

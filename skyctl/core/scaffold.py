@@ -153,6 +153,7 @@ device: auto        # cuda where there is a GPU, else cpu
 # Any vLLM argument: dashes or underscores; true is a bare flag, false is --no-flag.
 args:
   max-model-len: 4096
+  # enable-scale-out: true    # for trainers that roll out by token ids, such as SkyRL
 
 # Environment of every server. ${{VAR:-default}} is expanded anywhere in this file.
 env: {{}}

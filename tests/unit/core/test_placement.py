@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from skyctl.fleetfile.placement import bind_to_cores, expand_replicas, place_on_gpus
+from skyctl.core.placement import bind_to_cores, expand_replicas, place_on_gpus
 from skyctl.fleetfile.schema import FleetConfig
 from skyctl.launch.local.devices import Cpu
 

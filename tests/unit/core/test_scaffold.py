@@ -12,10 +12,10 @@ import pytest
 import yaml
 from pydantic import BaseModel
 
+from skyctl.core import scaffold as scaffold_module
+from skyctl.core.scaffold import ScaffoldRequest, fleet_file_text, name_for, scaffold
 from skyctl.errors import ConflictError, FleetFileError, UsageError
-from skyctl.fleetfile import scaffold as scaffold_module
 from skyctl.fleetfile.load import load_fleet, parse_fleet
-from skyctl.fleetfile.scaffold import ScaffoldRequest, fleet_file_text, name_for, scaffold
 from skyctl.fleetfile.schema import (
     FleetConfig,
     HealthPolicy,

@@ -8,12 +8,13 @@ from collections.abc import Collection, Mapping, Sequence
 from skyctl.core.expectations import arguments_of, informed, remember
 from skyctl.core.health import probe_alive
 from skyctl.core.plan import FleetPlan
-from skyctl.errors import ServerError, SkyctlError, WeightsGone
+from skyctl.core.recovery import published
+from skyctl.errors import DeadlineExceeded, ServerError, SkyctlError
 from skyctl.http.client import ControlClient
-from skyctl.push.request import Committed, PushFleet, PushRequest, PushServer, SilentObserver
+from skyctl.push.request import Committed, PushFleet, PushServer, SilentObserver
 from skyctl.store.in_doubt import NO_DOUBT, InDoubt, in_doubt, touch, trust
 from skyctl.store.journal import PushRecord
-from skyctl.store.state import FleetState, FleetWeights
+from skyctl.store.state import FleetState
 from skyctl.supervisor.replica import Replica
 
 
@@ -80,34 +81,6 @@ async def bring_to_weights(
         )
 
 
-def published(weights: FleetWeights, *, verify: bool) -> PushRequest:
-    """A request for the weights that the fleet has.
-
-    Raises:
-        SkyctlError: it has none but those it was started with.
-        WeightsGone: their files are gone, or hold something else now.
-    """
-    from skyctl.checkpoints.checkpoint import read_checkpoint
-
-    if weights.checkpoint is None:
-        raise SkyctlError("nothing was pushed into this fleet yet")
-    try:
-        found = read_checkpoint(weights.checkpoint)
-    except SkyctlError as error:
-        raise WeightsGone(f"{weights.version} is gone: {error.message}") from error
-    digests = (found.identity_digest, found.layout_digest)
-    if weights.checkpoint_digest and weights.checkpoint_digest not in digests:
-        raise WeightsGone(
-            f"{weights.checkpoint} was overwritten since it was pushed as {weights.version}"
-        )
-    return PushRequest(
-        checkpoint=weights.checkpoint,
-        transport=weights.transport,
-        weight_version=weights.version,
-        verify=verify,
-    )
-
-
 async def push_alone(
     replica: Replica, state: FleetState, plan: FleetPlan, client: ControlClient
 ) -> None:
@@ -156,19 +129,25 @@ async def apply_intent(replica: Replica, client: ControlClient, timeout_s: float
 
 async def refresh_all(
     replicas: Collection[Replica], client: ControlClient, timeout_s: float
-) -> None:
-    """Look whether servers are paused; one that does not answer is the health probe's case.
+) -> dict[str, str]:
+    """Look whether servers are paused; what those said that refused or have failed, by name.
+
+    One that does not answer in time is left to the health probes: it may only be busy.
 
     All change at once: between the first that is seen paused and the last, the router would send
     everything to those that are not yet.
     """
     asked = (probe_alive(client, replica.target, timeout_s) for replica in replicas)
     answers = await asyncio.gather(*asked, return_exceptions=True)
+    failed = {}
     for replica, paused in zip(replicas, answers, strict=True):
         if isinstance(paused, bool):
             replica.observe(paused=paused)
         elif not isinstance(paused, ServerError):
             raise paused
+        elif not isinstance(paused, DeadlineExceeded):
+            failed[replica.name] = paused.message
+    return failed
 
 
 def is_current(state: FleetState, replica: Replica) -> bool:

@@ -1,0 +1,86 @@
+"""The argument names that an installed vLLM takes: asked of its own parser, once."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import subprocess
+from collections.abc import Collection
+from pathlib import Path
+
+from skyctl.errors import SkyctlError
+from skyctl.store.paths import place_private_file, private_directory, state_root
+
+_FIND_TIMEOUT_S = 20.0
+_ASK_TIMEOUT_S = 120.0  # importing vLLM from a cold disk
+# Which vLLM it is, without importing it: names change only when it is installed anew.
+_FIND = """
+import importlib.util, os
+spec = importlib.util.find_spec("vllm")
+if spec and spec.origin:
+    beside = os.path.join(os.path.dirname(spec.origin), "_version.py")
+    found = os.stat(beside if os.path.exists(beside) else spec.origin)
+    print(spec.origin, found.st_mtime_ns, found.st_size)
+"""
+_ASK = """
+import json
+try:
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+except ImportError:  # before 0.32
+    from vllm.entrypoints.openai.cli_args import make_arg_parser
+try:
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+except ImportError:
+    from vllm.utils import FlexibleArgumentParser
+actions = make_arg_parser(FlexibleArgumentParser())._actions
+print(json.dumps([n[2:] for a in actions for n in a.option_strings if n.startswith("--")]))
+"""
+
+
+def known_arguments(python: str, cache: Path | None = None) -> frozenset[str]:
+    """Names without dashes, `no-x` of switches too; empty where that vLLM does not say.
+
+    The first question takes as long as importing vLLM does; the answer is kept in `cache`
+    (default: the state directory).
+    """
+    installation = _run(python, _FIND, _FIND_TIMEOUT_S)
+    if not installation:
+        return frozenset()
+    key = hashlib.sha256(f"{python}\n{installation}".encode()).hexdigest()[:16]
+    kept = (cache or state_root() / "arguments") / f"{key}.json"
+    with contextlib.suppress(OSError, ValueError):
+        return frozenset(json.loads(kept.read_text(encoding="utf-8")))
+    lines = _run(python, _ASK, _ASK_TIMEOUT_S).splitlines()
+    try:
+        names = frozenset(map(str, json.loads(lines[-1] if lines else "[]")))
+    except (ValueError, TypeError):
+        return frozenset()
+    if names:
+        with contextlib.suppress(OSError, SkyctlError):
+            private_directory(kept.parent)
+            place_private_file(kept, json.dumps(sorted(names)).encode())
+    return names
+
+
+def accepts(name: str, known: Collection[str]) -> bool:
+    """Whether the parser takes `--name`: a name, a field of one (`x.y`), or a unique beginning."""
+    head = name.partition(".")[0]
+    return head in known or sum(each.startswith(head) for each in known) == 1
+
+
+def _run(python: str, script: str, timeout_s: float) -> str:
+    """What the script printed; "" when it failed. vLLM refuses wrong names itself, only later."""
+    try:
+        result = subprocess.run(
+            [python, "-P", "-c", script],
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+            check=True,
+            env={**os.environ, "VLLM_LOGGING_LEVEL": "ERROR"},
+        )
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return result.stdout.strip()

@@ -1,0 +1,51 @@
+"""Shared memory that vLLM's CPU workers leave behind: found while they live, removed after them.
+
+Ranks of a CPU server exchange tensors through `/dev/shm/<rendezvous>-<group>-cpushm_<rank>`, 4 MiB
+each (`cpu_communicator.py`, `csrc/cpu/shm.cpp`), and unlink them in no case. Two things tell whose
+one is: a process of the server had it mapped, or its name begins with that of a rendezvous file in
+the fleet's own temporary directory (`file://$TMPDIR/vllm_dist_<uuid>`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+SHARED_MEMORY = Path("/dev/shm")
+_RENDEZVOUS = "vllm_dist_"
+# address, permissions, offset, device, inode, path
+_MAPPED = re.compile(
+    r"^\S+ \S+ \S+ \S+ (?P<inode>\d+) +/dev/shm/(?P<name>[^/\n]+-cpushm_\d+)$", re.MULTILINE
+)
+
+Segment = tuple[str, int]
+"""File name and inode: a name that was given to another file since is not ours any more."""
+
+
+def mapped_by(pids: Iterable[int], proc: Path = Path("/proc")) -> frozenset[Segment]:
+    """Segments of CPU ranks that these processes have mapped; [] where /proc does not tell."""
+    found: set[Segment] = set()
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            maps = (proc / str(pid) / "maps").read_text(errors="replace")
+            found.update((m["name"], int(m["inode"])) for m in _MAPPED.finditer(maps))
+    return frozenset(found)
+
+
+def remove(segments: Iterable[Segment], root: Path = SHARED_MEMORY) -> None:
+    """Unlink segments whose processes have ended."""
+    for name, inode in segments:
+        path = root / name
+        with contextlib.suppress(OSError):
+            if path.lstat().st_ino == inode:
+                path.unlink()
+
+
+def remove_left(scratch: Path, root: Path = SHARED_MEMORY) -> None:
+    """Unlink the segments of every rendezvous in `scratch`, where none of its users is left."""
+    for rendezvous in scratch.glob(f"{_RENDEZVOUS}*"):
+        for segment in root.glob(f"{rendezvous.name}-*-cpushm_*"):
+            with contextlib.suppress(OSError):
+                segment.unlink()

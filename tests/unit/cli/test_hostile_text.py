@@ -1,0 +1,108 @@
+"""What servers and logs say cannot command the terminal that shows it."""
+
+from __future__ import annotations
+
+import io
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from rich.text import Text
+
+from skyctl import output
+from skyctl.errors import SkyctlError
+from skyctl.launch.local.logtail import tail, telling_line
+from skyctl.sanitize import sanitized
+
+CLIPBOARD = "\x1b]52;c;ZXZpbA==\x07"
+HOSTILE = [
+    (CLIPBOARD, ""),
+    ("\x1b]0;title\x1b\\", ""),
+    ("\x1b]8;;https://evil\x1b\\link\x1b]8;;\x1b\\", "link"),
+    ("\x1bP+q544e\x1b\\", ""),
+    ("\x1b_apc\x1b\\", ""),
+    ("\x1b^pm\x1b\\", ""),
+    ("\x1bXsos\x1b\\", ""),
+    ("\x9d52;c;ZXZpbA==\x9c", ""),
+    ("\x90+q544e\x9c", ""),
+    ("\x9b2J", ""),
+    ("\x1b[31mred\x1b[0m", "red"),
+    ("\x1b[?1049h\x1b[6n\x1b[38:2::1:2:3m", ""),
+    ("\x1bc\x1b(0\x1b7", ""),
+    ("\x07\x08\x0b\x0c\x0e\x7f\x00", ""),
+    ("\x1b]52;c;never ended\n", "\n"),
+    ("\x1b\x1b]52;c;x\x07", ""),
+]
+DANGEROUS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+
+
+@pytest.mark.parametrize(("text", "left"), HOSTILE)
+def test_no_sequence_survives(text: str, left: str) -> None:
+    assert sanitized(f"a{text}b") == f"a{left}b"
+    assert not DANGEROUS.search(sanitized(text[:-1]))
+
+
+@pytest.mark.parametrize("text", ["plain", "tab\there\nand\n", "Grüße, 你好 🙂", "a [bold] word"])
+def test_ordinary_text_stays(text: str) -> None:
+    assert sanitized(text) == text
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_nothing_that_is_printed_reaches_the_terminal_raw(monkeypatch: pytest.MonkeyPatch) -> None:
+    written = Terminal()
+    monkeypatch.setattr(sys, "stdout", written)
+    monkeypatch.setattr(sys, "stderr", written)
+    monkeypatch.setenv("TERM", "xterm-256color")
+    output.configure(command="test", json=False, color=False)
+    hostile = "[/nomarkup]" + "".join(text for text, _ in HOSTILE)
+    output.print_error(SkyctlError(hostile, hint=hostile))
+    output.warn(hostile)
+    output.note(hostile)
+    output.raw(hostile)
+    output.out.print(Text.assemble(("name │ ", "cyan"), hostile))
+    output.out.print(output.table(["A"], [[hostile], [Text(hostile)]], title=hostile))
+    shown = re.sub(r"\x1b\[[0-9;]*m", "", written.getvalue())  # Rich's own bold
+    assert not DANGEROUS.search(shown)
+    assert shown.count("[/nomarkup]") == 9
+
+
+def test_generated_text_goes_into_a_pipe_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    output.configure(command="generate", json=False)
+    output.raw(CLIPBOARD)
+    assert capsys.readouterr().out == CLIPBOARD
+
+
+def test_the_end_of_a_log_and_its_telling_line_are_clean(tmp_path: Path) -> None:
+    log = tmp_path / "server.log"
+    log.write_text(f"50%\r100%\r\n{CLIPBOARD}one\x9b2J\nValueError: {CLIPBOARD}bad\x7f\n")
+    assert tail(log, 3) == ["100%", "one", "ValueError: bad"]
+    assert telling_line(tail(log, 3)) == "ValueError: bad"
+
+
+@pytest.mark.parametrize("stream", ["out", "raw"])
+def test_a_reader_that_has_seen_enough_is_no_failure(stream: str) -> None:
+    """As `skyctl logs -f | head -1`."""
+    script = (
+        "import sys; from skyctl.cli import app\n"
+        "def endless(**_):\n"
+        "    from skyctl import output\n"
+        f"    while True: output.{'out.print' if stream == 'out' else 'raw'}('line\\n')\n"
+        "app.asked_for = lambda arguments: []\n"
+        "app.app.command('endless')(lambda: endless())\n"
+        "app.app.command('other')(lambda: None)\n"
+        "sys.argv = ['skyctl', 'endless']; app.main()\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None and process.stderr is not None
+        assert process.stdout.readline() == "line\n"
+        process.stdout.close()
+        assert process.wait(timeout=30) in (0, 141)
+        assert process.stderr.read() == ""
