@@ -89,3 +89,4 @@ def _at_the_end(world: World, last: Process) -> None:
                 world.violate("records: a server's version is not what it serves")
             if engine.serving and engine.label != (weights.version or "default"):
                 world.violate("versions: it serves another version than the fleet's")
+    world.check_routing()

@@ -25,7 +25,7 @@ from tests.simulation.engine import Engine
 from tests.simulation.kernel import BOOT, Process, current
 from tests.simulation.loop import PROCESS
 from tests.simulation.network import _NOBODY, Reply, body
-from tests.simulation.world import World, configured
+from tests.simulation.world import World, configured, plain
 
 SERVER, ROUTER = "a server", "a router"
 ROUTER_URL = "http://127.0.0.1:8000"
@@ -42,10 +42,12 @@ class SimManaged:
         token: str,
         *,
         descendants: Iterable[ProcessIdentity] = (),
+        segments: Iterable[str] = (),
     ) -> None:
         self.identity = identity
         self.token = token
         self.descendants: tuple[ProcessIdentity, ...] = ()
+        self.segments: tuple[str, ...] = ()
         self.exited = asyncio.Event()
         process, owner = self._process(), PROCESS.get()
         if process is None:
@@ -83,6 +85,8 @@ class SimManaged:
 
     def record_descendants(self) -> bool:
         return False
+
+    record_segments = record_descendants
 
     def listens_at(self, port: int) -> bool:
         return any(
@@ -283,6 +287,34 @@ class SupervisedWorld(World):
 
     def _restart_servers(self) -> None:
         """Whoever supervises them does."""
+
+    def check_routing(self) -> None:
+        supervisor, supervising = self.supervisor, self.supervising
+        if supervisor is None or supervising is None or supervising.dead:
+            self.violate("supervisor: none is left")
+            return
+        for event in supervisor.state.events(1000):
+            if "the supervisor failed" in event.message:
+                self.violate(f"bug: {plain(event.message)[:160]}")
+        for engine in self.engines:
+            replica = supervisor.replicas.get(engine.name)
+            if replica is None or replica.state != "ready":
+                continue
+            if engine.process is None or engine.process.dead:
+                self.violate("gone: a server is shown as ready, and its process is dead")
+            elif not engine.serving:
+                self.violate("gone: a server is shown as ready, and answers nobody")
+            elif engine.url not in self.router.workers:
+                self.violate("router: a server is ready, and not routed")
+        if self.router.process is None or self.router.process.dead:
+            if supervisor.router is not None and supervisor.router.state == "ready":
+                self.violate("gone: the router is shown as ready, and its process is dead")
+            return
+        for url in self.router.workers:
+            engine = self.engine_at(url)
+            assert engine is not None
+            if not engine.serving and engine.asleep:
+                self.violate("router: a server that sleeps is routed")
 
     def _at_work(self) -> bool:
         supervisor = self.supervisor

@@ -193,6 +193,9 @@ class World:
             except SkyctlError as error:
                 self.tell(f"{type(error).__name__}: {error.message}")
                 raise
+            except Exception as error:
+                self.violate(f"bug: {label.split()[0]}: {type(error).__name__} {plain(str(error))[:120]}")
+                raise
 
         process = self.kernel.spawn(label, run)
         self.commands.append(process)
@@ -313,6 +316,9 @@ class World:
             if not process.dead:
                 self.violate(f"hangs: {plain(process.label)} does not end ({what})")
                 self.kernel.kill(process, "is killed: nobody waits that long")
+
+    def check_routing(self) -> None:
+        """At the end: whoever is routed serves, and whoever serves is routed."""
 
     def _at_work(self) -> bool:
         """Whether something goes on that nobody waits for."""
