@@ -20,13 +20,13 @@ broken=(torchvision torchaudio torchcodec)
   echo "# Left out on purpose: ${broken[*]} (see scripts/lock.sh)."
   "${pip[@]}" freeze
 } >requirements/cpu.lock
-"${pip[@]}" install --quiet ".[dev]" "setuptools>=77"
+"${pip[@]}" install --quiet ".[dev,docs]" "setuptools>=77"
 # SkyRL's config schema, which takes what `urls --format skyrl` prints; without what trains
 "${pip[@]}" install --quiet --no-deps "skyrl==0.3.0" "skyrl-gym==0.4.0"
 "${pip[@]}" install --quiet omegaconf pandas
 "${pip[@]}" uninstall --quiet --yes skyctl-fleet
 {
-  echo "# What tests and checks need on top of cpu.lock. Written by scripts/lock.sh."
+  echo "# What tests, checks and the documentation need on top of cpu.lock. Written by scripts/lock.sh."
   "${pip[@]}" freeze --all | grep -vxFf requirements/cpu.lock | grep -v '^pip=='
 } >requirements/dev.lock
 wc -l requirements/*.lock

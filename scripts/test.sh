@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Set everything up, then check and test the whole project. Arguments go to pytest:
+# Set everything up, then check the code, build the documentation and run every test. Arguments go to pytest:
 #   bash scripts/test.sh -m "not real"      without the real servers (under a minute)
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -9,4 +9,9 @@ bin=${VENV:-.venv}/bin
 "$bin/ruff" format --check .
 "$bin/mypy"
 "$bin/lint-imports"
+site=$(mktemp -d)
+trap 'rm -rf "$site"' EXIT
+# without --quiet, which hides warnings from --strict
+NO_MKDOCS_2_WARNING=1 "$bin/mkdocs" build --strict --site-dir "$site"
+rm -rf "$site"
 exec "$bin/python" -m pytest "$@"

@@ -28,7 +28,7 @@ from typing import Any
 
 
 class ExitCode(IntEnum):
-    """Exit codes of every skyctl command (documented in the README)."""
+    """Exit codes of every skyctl command (docs/reference/exit-codes.md)."""
 
     OK = 0
     FAILED = 1

@@ -1,4 +1,4 @@
-"""The `skyctl` command: the table of all verbs, and the one place where errors end."""
+"""The `skyctl` command: the table of all verbs, and the one place where errors are printed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One question to one fleet: what the commands that only read have in common."""
+"""What read-only commands share: one question to one fleet."""
 
 from __future__ import annotations
 

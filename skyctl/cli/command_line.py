@@ -1,4 +1,4 @@
-"""What can be told from the arguments before any command runs. Pure."""
+"""Facts that follow from the arguments alone, before any command runs. Pure."""
 
 from __future__ import annotations
 

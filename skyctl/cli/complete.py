@@ -1,7 +1,7 @@
 """Shell completion of values: fleets, replicas, jobs, weight versions and checkpoints.
 
 Completers must be fast and silent: they read the state directory and the fleet file, start
-nothing, and answer nothing rather than raise.
+nothing, and return nothing rather than raise.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`skyctl doctor`: what is wrong with the machine, the fleet file and the fleet, and its fix."""
+"""`skyctl doctor`: what is wrong with the machine, the fleet file and the fleet, and the fix."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def doctor(
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Examine this machine, the fleet file and the running fleet; every finding comes with its fix.
+    """Examine this machine, the fleet file and the running fleet; each finding has its fix.
 
     Changes nothing. Exit code 1 when it finds an error. With -q only errors and warnings are
     printed. Without a fleet file it examines the machine alone.

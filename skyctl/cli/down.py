@@ -1,4 +1,4 @@
-"""`skyctl down`: bring a fleet down and leave nothing of it running."""
+"""`skyctl down`: stop a fleet and everything it started."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `validate` and `plan` share: the fleet they mean, and the ports it holds already."""
+"""What `validate` and `plan` share: the fleet they mean, and the ports it already holds."""
 
 from __future__ import annotations
 

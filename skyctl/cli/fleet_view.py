@@ -1,4 +1,4 @@
-"""How a fleet looks in a terminal: the status table, and the progress of up, restart and scale."""
+"""Renders a fleet: the status table, and the progress of up, restart and scale."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `skyctl --help` prints: a page made ahead, so that it costs no more than starting Python.
+"""The page that `skyctl --help` prints, generated ahead so that it costs no imports.
 
 It is written from the table of commands by scripts/generate-reference.
 """

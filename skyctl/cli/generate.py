@@ -1,4 +1,4 @@
-"""`skyctl generate`: prompts through the router, streamed; none is lost to a cut."""
+"""`skyctl generate`: prompts through the router, streamed; requests that are cut continue."""
 
 from __future__ import annotations
 
@@ -35,15 +35,15 @@ def generate(
     ] = None,
     chat: Annotated[bool, typer.Option("--chat", help="Send text prompts as chats.")] = False,
     max_tokens: Annotated[
-        int, typer.Option(min=1, help="Tokens per answer, where a line does not say.")
+        int, typer.Option(min=1, help="Tokens per answer, unless a line sets it.")
     ] = 128,
     temperature: Annotated[
         float | None,
-        typer.Option(min=0.0, help="Sampling temperature, where a line does not say; 0 is greedy."),
+        typer.Option(min=0.0, help="Sampling temperature, unless a line sets it; 0 is greedy."),
     ] = None,
     ignore_eos: Annotated[
         bool,
-        typer.Option("--ignore-eos", help="Go on to --max-tokens past the end-of-text token."),
+        typer.Option("--ignore-eos", help="Continue to --max-tokens past the end-of-text token."),
     ] = False,
     session_id: Annotated[
         str | None,
@@ -53,7 +53,7 @@ def generate(
         str | None,
         typer.Option(
             metavar="NAME",
-            help="Straight to this server, not the router.",
+            help="Ask this server directly, not the router.",
             autocompletion=complete.replicas,
         ),
     ] = None,
@@ -76,7 +76,7 @@ def generate(
 
     A line has "prompt", "messages" or "prompt_token_ids"; "id" and "session_id" are optional and
     every other key is a sampling parameter. Requests frozen by `pause --mode keep` just wait;
-    those that an abort or a dead server cut go on with the tokens they already have.
+    those that an abort or a dead server cut continue with their tokens.
 
     \b
     skyctl generate "Once upon a time" --temperature 0

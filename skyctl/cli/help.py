@@ -1,4 +1,4 @@
-"""`skyctl help`: short texts on what the commands' own help has no room for."""
+"""`skyctl help`: short texts for what the help of a single command has no room for."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def help_(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Explain pause modes, sleep levels, transports, states or exit codes.
+    """Explain pause modes, sleep levels, transports, states, recovery or exit codes.
 
     \b
     Examples:

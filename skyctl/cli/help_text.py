@@ -1,4 +1,4 @@
-"""Docstrings as help texts: their lines are joined, so that a terminal can wrap them anew."""
+"""Docstrings as help texts: joins their lines so that a terminal can wrap them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The pushes of a fleet as bars: how long servers were frozen, and how fast bytes moved."""
+"""Renders a fleet's pushes as bars: how long servers were frozen, and the transfer rate."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`skyctl init`: a first fleet file."""
+"""`skyctl init`: write a first fleet file."""
 
 from __future__ import annotations
 

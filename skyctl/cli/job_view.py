@@ -1,4 +1,4 @@
-"""How a push looks: while it runs, and when it has ended. Shared by sync-weights and jobs."""
+"""Renders a push, running or finished. Shared by sync-weights and jobs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`skyctl jobs`: the pushes that run, or ran, in a fleet's supervisor."""
+"""`skyctl jobs`: pushes of a fleet's supervisor, running and finished."""
 
 from __future__ import annotations
 

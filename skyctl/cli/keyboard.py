@@ -1,4 +1,4 @@
-"""Single keys from a terminal, without Enter, for full-screen views."""
+"""Reads single keys from a terminal, without Enter, for full-screen views."""
 
 from __future__ import annotations
 

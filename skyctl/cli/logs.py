@@ -1,4 +1,4 @@
-"""`skyctl logs`: what the servers, the router and the supervisor wrote."""
+"""`skyctl logs`: the logs of servers, router and supervisor."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def logs(
     ] = None,
     file: LongFileOption = None,
     fleet: FleetOption = None,
-    follow: Annotated[bool, typer.Option("-f", "--follow", help="Go on until Ctrl-C.")] = False,
+    follow: Annotated[bool, typer.Option("-f", "--follow", help="Follow until Ctrl-C.")] = False,
     lines: Annotated[
         int, typer.Option("-n", "--lines", min=0, help="Last lines of each log.")
     ] = 50,

@@ -1,4 +1,4 @@
-"""What up, restart and scale share: follow an operation, and say how it ended."""
+"""What up, restart and scale share: follow an operation, and report how it ended."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from skyctl.cli.verbs import ServerOption, run_verb
 
 
 class PauseModeOption(StrEnum):
-    """What becomes of running requests."""
+    """What happens to running requests."""
 
     ABORT = "abort"
     WAIT = "wait"
@@ -72,7 +72,7 @@ def resume(
     timeout: TimeoutOption = None,
     json: JsonOption = False,
 ) -> None:
-    """Let every server generate again; frozen requests go on where they were.
+    """Let every server generate again; frozen requests continue where they were.
 
     \b
     skyctl resume

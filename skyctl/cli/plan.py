@@ -1,4 +1,4 @@
-"""`skyctl plan`: what `up` would start, to the last argument."""
+"""`skyctl plan`: every process that `up` would start, to the last argument."""
 
 from __future__ import annotations
 

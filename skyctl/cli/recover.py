@@ -1,4 +1,4 @@
-"""`skyctl recover`: find what a dead push, server or supervisor left, and put it right."""
+"""`skyctl recover`: find what a dead push, server or supervisor left, and repair it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def recover(
     file: FileOption = None,
     fleet: FleetOption = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Say what is wrong and what would be done; no more.")
+        bool, typer.Option("--dry-run", help="Only report what is wrong and what would be done.")
     ] = False,
     yes: Annotated[bool, typer.Option("-y", "--yes", help="Do not ask.")] = False,
     timeout: Annotated[
@@ -30,12 +30,12 @@ def recover(
     ] = 900.0,
     as_json: JsonOption = False,
 ) -> None:
-    """Look at every server and at the journal, say what is wrong, and put it right.
+    """Examine every server and the journal, report what is wrong, and repair it.
 
-    What a dead push only froze is resumed. What it left half updated is scrubbed and pushed again,
-    to the version that was on its way, else to the fleet's. What is stuck, dead or beyond that is
-    restarted, or quarantined where skyctl did not start it. A supervisor that is gone is replaced;
-    the servers go on meanwhile. Nothing that holds unknown weights is resumed.
+    Servers that a dead push only froze are resumed. Those it left half updated are scrubbed and
+    pushed to again: the version that was on its way, else the fleet's. A server that is stuck or
+    dead is restarted, or quarantined where skyctl did not start it. A supervisor that is gone is
+    replaced; the servers keep running. A server with unknown weights is never resumed.
 
     \b
     Examples:

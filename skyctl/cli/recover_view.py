@@ -1,4 +1,4 @@
-"""How recovery looks in a terminal: what was found, what was done, and the error it comes to."""
+"""Renders recovery: what was found, what was done, and the resulting error."""
 
 from __future__ import annotations
 

@@ -29,9 +29,9 @@ def restart(
     fleet: FleetOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Restart replicas one after the other, so that the rest go on serving.
+    """Restart replicas one after the other, so that the rest keep serving.
 
-    Each leaves the router, finishes its requests, starts anew, takes the fleet's current weights,
+    Each leaves the router, finishes its requests, starts again, takes the fleet's current weights,
     and joins the router again. A replica that was quarantined or given up gets a fresh start.
 
     \b

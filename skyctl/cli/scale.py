@@ -15,14 +15,14 @@ if TYPE_CHECKING:
 
 
 def scale(
-    replicas: Annotated[int, typer.Argument(metavar="N", min=1, help="How many replicas to run.")],
+    replicas: Annotated[int, typer.Argument(metavar="N", min=1, help="Number of replicas.")],
     file: FileOption = None,
     fleet: FleetOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Run N replicas. New ones take the fleet's weights before they are routed.
 
-    Fewer: the last ones leave the router, finish their requests and stop. The next `skyctl up`
+    To shrink, the last ones leave the router, finish their requests and stop. The next `skyctl up`
     goes back to the number in the fleet file.
 
     \b

@@ -1,4 +1,4 @@
-"""`skyctl sleep` and `skyctl wake`: give GPU memory back and take it again."""
+"""`skyctl sleep` and `skyctl wake`: release GPU memory and take it back."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def sleep(
     timeout: TimeoutOption = None,
     json: JsonOption = False,
 ) -> None:
-    """Free the servers' GPU memory; they answer nothing until they are woken.
+    """Free the servers' GPU memory; they answer nothing until they wake.
 
     After level 2 the weights are gone: `skyctl wake --tags weights`, then `skyctl sync-weights`,
     then `skyctl wake --tags kv_cache`. On CPU only the state changes and no memory is freed.
@@ -57,7 +57,7 @@ def wake(
     timeout: TimeoutOption = None,
     json: JsonOption = False,
 ) -> None:
-    """Take the memory back that sleep gave up, and serve again.
+    """Take back the memory that sleep released, and serve again.
 
     Refused when it would serve weights that `sleep --level 2` discarded.
 

@@ -1,4 +1,4 @@
-"""`skyctl smoke`: does this fleet do everything a fleet is for? For CI."""
+"""`skyctl smoke`: test everything a fleet is for, in CI."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ def smoke(
         ),
     ] = None,
     reuse: Annotated[
-        bool, typer.Option("--reuse", help="Test the fleet that runs, and leave it up.")
+        bool, typer.Option("--reuse", help="Test the running fleet, and leave it up.")
     ] = False,
     timeout: Annotated[
-        float, typer.Option(min=1, metavar="SECONDS", help="For all steps together, but for down.")
+        float, typer.Option(min=1, metavar="SECONDS", help="For all steps together, without down.")
     ] = 900.0,
     junit: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write JUnit XML.", show_default=False)

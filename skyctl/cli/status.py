@@ -1,4 +1,4 @@
-"""`skyctl status`: every replica and the router, and what is wrong."""
+"""`skyctl status`: every replica and the router, and what is wrong with them."""
 
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ def sync_weights(
     mode: Annotated[
         PauseModeOption | None,
         typer.Option(
-            help="What becomes of running requests meanwhile (default: keep; wait where servers "
+            help="What happens to running requests (default: keep; wait where servers "
             "leave the router).",
             show_default=False,
         ),
@@ -118,7 +118,7 @@ def sync_weights(
         typer.Option(
             "--keep",
             help="Make a copy of the fleet's own first, and push that: it stays when the trainer "
-            "deletes or overwrites the directory. Costs its size on disk, but where blocks are "
+            "deletes or overwrites the directory. Costs its size on disk, unless blocks are "
             "shared (XFS, Btrfs).",
         ),
     ] = False,
@@ -153,7 +153,7 @@ def sync_weights(
         bool,
         typer.Option(
             "--rollback",
-            help="Push the version before the current one; or the one that stands in CKPT's place.",
+            help="Push the previous version, or the one given in CKPT's place.",
         ),
     ] = False,
     detach: Annotated[
@@ -182,14 +182,14 @@ def sync_weights(
     skyctl sync-weights runs/step-200 --rolling 1 --canary canary.yaml
     skyctl sync-weights runs/step-200 --keep
     skyctl sync-weights runs/step-200 --colocated     a trainer shares the GPUs: skyctl sleep first
-    skyctl sync-weights --rollback               to the version before
+    skyctl sync-weights --rollback               to the previous version
     skyctl sync-weights --rollback step-100      see: skyctl weights history, weights kept
 
     --canary takes the servers out of the router and drains them first (--mode wait lets requests
-    end, abort ends them): while it lasts, the router has no server and answers 503. When an answer
-    is not as expected, the weights from before are pushed back, and the exit code is 1.
-    With --rolling the others serve meanwhile, and no request fails; two versions answer until it
-    is over. A failure stops it.
+    finish, abort ends them). Meanwhile the router has no server and answers 503. When an answer is
+    not as expected, the previous weights are pushed back, and the exit code is 1.
+    With --rolling the other servers keep serving, and no request fails. Two versions answer until
+    the roll ends. A failure stops it.
     """
     from skyctl import output
     from skyctl.checkpoints.checkpoint import absolute

@@ -1,7 +1,7 @@
-"""A push drawn over time: a bar per stage, and for each server how long it was frozen.
+"""Renders a push over time: a bar per stage, and when each server was frozen.
 
-All bars are cut by the same rule, so what follows on something begins where that ended; a stage too
-short to be seen is a thin line where it began.
+All bars are rounded alike, so a stage begins where the one before it ended. A stage too short to
+see is a thin line.
 """
 
 from __future__ import annotations

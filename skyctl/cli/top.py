@@ -18,17 +18,17 @@ def top(
     file: FileOption = None,
     fleet: FleetOption = None,
     interval: Annotated[
-        float, typer.Option(min=0.2, metavar="SECONDS", help="Between two looks at the fleet.")
+        float, typer.Option(min=0.2, metavar="SECONDS", help="Between two samples.")
     ] = 1.0,
     once: Annotated[
-        bool, typer.Option("--once", help="Print one look (over one interval) and end.")
+        bool, typer.Option("--once", help="Print one sample (over one interval) and exit.")
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Watch the fleet at work: tokens per second, load, memory, weights, the push in progress.
 
     Keys: up and down select a replica, p pauses and r resumes it (without a selection, the whole
-    fleet), l follows its log, q quits. Without a terminal, and with --json, it prints one look.
+    fleet), l follows its log, q quits. Without a terminal, and with --json, it prints one sample.
 
     \b
     Examples:

@@ -1,4 +1,4 @@
-"""The full-screen `skyctl top`: looks at the fleet at every tick, listens to keys in between."""
+"""The full-screen `skyctl top`: samples the fleet at every tick and reads keys in between."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `skyctl top` is showing, and what each key makes of it. Pure: it calls nothing.
+"""The state of `skyctl top`, and what each key does to it. Pure.
 
 table ── l ──► log of the selected replica ── l, Esc ──► table
   └── p ──► asks ── y ──► pause

@@ -1,4 +1,4 @@
-"""How a fleet's sample looks: once, or as a full screen that fits the terminal."""
+"""Renders a fleet's sample: once, or as a full screen that fits the terminal."""
 
 from __future__ import annotations
 

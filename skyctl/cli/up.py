@@ -1,4 +1,4 @@
-"""`skyctl up`: start a fleet, or make a running one what its file says."""
+"""`skyctl up`: start a fleet, or update a running one to its file."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def up(
         typer.Option(
             "--wait-timeout",
             metavar="SECONDS",
-            help="Wait this long for the fleet to be ready (it goes on starting after that).",
+            help="Wait this long for the fleet to be ready (it keeps starting after that).",
             show_default=False,
         ),
     ] = None,
@@ -39,9 +39,9 @@ def up(
 ) -> None:
     """Start the fleet and return when every replica and the router are ready.
 
-    The fleet goes on in the background. Run it again after a change of the fleet file: replicas
-    that differ are restarted, new ones started, others left alone. Ctrl-C while it starts stops
-    what this call started.
+    The fleet keeps running in the background. After a change of the fleet file, run it again:
+    replicas that differ are restarted, new ones started, others left alone. Ctrl-C while it starts
+    stops what this call started.
 
     \b
     Examples:

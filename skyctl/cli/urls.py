@@ -1,4 +1,4 @@
-"""`skyctl urls`: where to send requests, as people, shells, trainers and Prometheus read it."""
+"""`skyctl urls`: where to send requests, in the formats of shells, trainers and Prometheus."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def urls(
 ) -> None:
     """Print the router's URL and every server's, and where the keys are that they ask for.
 
-    Keys are named, not printed, but by --show-key.
+    Keys are named; only --show-key prints one.
 
     \b
     Examples:

@@ -1,4 +1,4 @@
-"""`skyctl validate`: is the fleet file right, and does this machine have what it needs?"""
+"""`skyctl validate`: check the fleet file, and whether this machine has what it needs."""
 
 from __future__ import annotations
 

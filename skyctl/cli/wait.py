@@ -1,4 +1,4 @@
-"""`skyctl wait`: block until the fleet is in a state that a script goes on from."""
+"""`skyctl wait`: block until the fleet reaches a state."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def wait(
 ) -> None:
     """Wait until every replica is ready, paused, awake, or at a weight version.
 
-    Ends with 0 once it is so, with 124 when the time is over, and with 1 at once when a replica
-    was given up and will not get there. A fleet that is still down is waited for.
+    Exits with 0 once it is, with 124 when the time is over, and with 1 at once when a replica
+    was given up and will not get there. Also waits for a fleet that is still down.
 
     \b
     Examples:

@@ -1,4 +1,4 @@
-"""`skyctl weights`: which weights each server carries, and how they came there."""
+"""`skyctl weights`: the weights on each server, and the pushes that brought them there."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which replicas a fleet has, and which GPUs or CPU cores each of them gets."""
+"""Assigns replicas to GPUs or CPU cores."""
 
 from __future__ import annotations
 

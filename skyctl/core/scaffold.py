@@ -1,4 +1,4 @@
-"""A first fleet file, and with it tiny checkpoints to try it on."""
+"""Writes a first fleet file, and tiny checkpoints to try it with."""
 
 from __future__ import annotations
 

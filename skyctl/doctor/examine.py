@@ -1,4 +1,4 @@
-"""The whole examination: gather facts, run every check. Takes seconds, changes nothing."""
+"""Gathers facts and runs every check. Takes seconds and changes nothing."""
 
 from __future__ import annotations
 

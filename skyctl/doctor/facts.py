@@ -1,4 +1,4 @@
-"""What this machine is like: looked up once, judged by the checks."""
+"""Facts about this machine, gathered once for all checks."""
 
 from __future__ import annotations
 

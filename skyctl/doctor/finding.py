@@ -1,4 +1,4 @@
-"""What a check found."""
+"""The result of one check."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Severity(StrEnum):
 
 @dataclass(frozen=True)
 class Finding:
-    """One line about one thing, and what to do about it. `check` is a stable name."""
+    """One line about one subject, and how to fix it. `check` is a stable name."""
 
     section: Section
     check: str

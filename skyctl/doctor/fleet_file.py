@@ -1,4 +1,4 @@
-"""Checks of a fleet file's plan against the machine and its model. Pure."""
+"""Checks a fleet file's plan against the machine and the model. Pure."""
 
 from __future__ import annotations
 

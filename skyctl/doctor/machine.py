@@ -1,4 +1,4 @@
-"""Checks of the machine. Each takes the facts and what the fleet needs, and yields findings."""
+"""Checks the machine: each check takes the facts and what the fleet needs, and yields findings."""
 
 from __future__ import annotations
 

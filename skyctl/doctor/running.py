@@ -1,4 +1,4 @@
-"""Checks of a running fleet: what it is, against what was asked of it. Pure."""
+"""Checks a running fleet against what was asked of it. Pure."""
 
 from __future__ import annotations
 

@@ -1,0 +1,1 @@
+"""Inference engines: everything that is specific to one of them."""

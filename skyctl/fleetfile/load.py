@@ -1,4 +1,4 @@
-"""A fleet file on disk becomes a FleetConfig, or an error a person can act on."""
+"""Loads a fleet file into a FleetConfig, or raises an error a person can act on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is wrong with a fleet file, in words: pydantic's errors with the file's own lines."""
+"""Turns pydantic's errors into sentences with line numbers of the fleet file."""
 
 from __future__ import annotations
 

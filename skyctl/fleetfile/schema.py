@@ -104,7 +104,7 @@ class RouterSection(_Section):
         5, description="Seconds between the router's own health checks (its default is 60)."
     )
     request_timeout_s: Size = Field(
-        1800, description="Seconds after which the router gives a request up."
+        1800, description="Seconds after which the router gives up on a request."
     )
     args: dict[str, ArgValue] = Field(
         default_factory=dict,
@@ -231,8 +231,8 @@ class FleetConfig(_Section):
     )
     auth: Literal["all", "control", "none"] = Field(
         "all",
-        description="What the servers ask a token for: every route but health, all but inference, "
-        "or nothing.",
+        description="Which routes ask for a token: every one but health, all but inference, "
+        "or none.",
     )
     api_key_env: VariableName | None = Field(
         None,

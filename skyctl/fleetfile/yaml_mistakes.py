@@ -1,4 +1,4 @@
-"""What the YAML parser complains of, as a line to look at and what to change there."""
+"""Turns errors of the YAML parser into a line to look at and what to change there."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""YAML text becomes plain values that remember their lines; `${VAR}` is expanded on the way."""
+"""Parses YAML into plain values that remember their lines, and expands `${VAR}`."""
 
 from __future__ import annotations
 

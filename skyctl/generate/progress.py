@@ -1,4 +1,4 @@
-"""What a generation request has so far, over all its attempts, and what it came to."""
+"""The state of one generation request over all its attempts, and its result."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from skyctl.engines.vllm.stream import Piece
 
 @dataclass(frozen=True)
 class GenerationResult:
-    """What one request came to. `error` is empty unless it was given up; then tokens are partial.
+    """The result of one request. `error` is set when it was given up; then tokens are partial.
 
     `seconds` is wall time from the first attempt, waits and freezes included. `prompt_token_ids`
     are the prompt's as the server saw them, None when it never answered. `logprobs` has one natural
@@ -42,7 +42,7 @@ class GenerationResult:
 
 @dataclass
 class Progress:
-    """What one request has so far, over all its attempts.
+    """The state of one request over all its attempts.
 
     A token that ends inside a character brings no text until the character is whole. `textless`
     counts such tokens at the end; of those before them, up to `unclear` may be such as well.

@@ -1,4 +1,4 @@
-"""Prompts from a JSONL file: checked line by line before anything is sent."""
+"""Reads prompts from a JSONL file; every line is checked before anything is sent."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""The data plane: many requests through the router's URL, and none lost to a cut.
+"""Sends many requests through the router's URL and continues those that are cut.
 
-A request that is cut (aborted by a pause, its server died, its stream broke) goes on from the
-prompt and the tokens it already has, with max_tokens reduced by them, so that greedy decoding
-gives the tokens of one undisturbed request. A request frozen by `pause --mode keep` just waits.
+A request that is cut (aborted by a pause, its server died, its stream broke) continues from the
+prompt and the tokens it already has, with max_tokens reduced by their number, so that greedy
+decoding yields the tokens of one undisturbed request. Requests frozen by `pause --mode keep` wait.
 
     send ── tokens … ── finished ───────────────────► result
       ▲        └─ cut (abort, 5xx, broken stream) ─┐

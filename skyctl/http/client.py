@@ -1,4 +1,4 @@
-"""HTTP calls to servers: one client, a deadline per call, a transport's errors mapped to ours."""
+"""HTTP calls to servers: one client, a deadline per call, errors mapped to SkyctlError."""
 
 from __future__ import annotations
 

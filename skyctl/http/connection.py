@@ -1,10 +1,10 @@
-"""One HTTP/1.1 connection: the bytes of a request out, one whole answer in, one at a time.
+"""One HTTP/1.1 connection: one request out, one whole response in, one exchange at a time.
 
     idle ── exchange() ──► waiting ── whole answer ──► idle, if it may be used again
                               └─ end, reset, not HTTP, too much, cancelled ──► closed
 
-httptools (llhttp) reads the answers. asyncio's own transports carry the bytes, so TLS and unix
-sockets are theirs to know.
+httptools (llhttp) parses responses. asyncio's transports carry the bytes and handle TLS and unix
+sockets.
 """
 
 from __future__ import annotations
@@ -74,16 +74,16 @@ class Connection(asyncio.BufferedProtocol):
             self._waiter = None
 
     def late(self) -> None:
-        """The time of the answer is up."""
+        """The deadline of the response has passed."""
         self._fail(NoAnswer("no answer in time"))
 
     def may_be_kept(self) -> bool:
-        """Whether nothing said so far ends it."""
+        """Whether neither side has announced the end of the connection."""
         open_ = self._transport is not None and not self._transport.is_closing()
         return self._reusable and open_
 
     def is_fresh(self) -> bool:
-        """Whether the next request can go over it: the server kept it, and still does.
+        """Whether the next request can use it: the server keeps it open.
 
         Looks at the socket itself: an end that the event loop has not come to yet counts as well,
         and so does anything else that arrived unasked.
@@ -96,7 +96,7 @@ class Connection(asyncio.BufferedProtocol):
         return not self._poll.poll(0)
 
     def close(self) -> None:
-        """Close it at once, whatever is under way on it."""
+        """Close at once, even during an exchange."""
         self._reusable = False
         if self._transport is not None:
             self._transport.abort()
@@ -171,7 +171,7 @@ class Connection(asyncio.BufferedProtocol):
         self._waiter.set_result(Answer(status, reason, self._headers, b"".join(self._body)))
 
     def _framed(self) -> bool:
-        """Whether the answer says by itself where it ends."""
+        """Whether the response declares its own length."""
         coding = self._headers.get("transfer-encoding", "")
         return (
             "chunked" in coding.lower()

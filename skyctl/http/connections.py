@@ -1,9 +1,9 @@
-"""The connections under control calls: one is opened where none can be used again.
+"""The connection pool of control calls: opens a connection when no kept one can be reused.
 
-A kept connection is used only while it certainly lives: idle for less than `KEEP_IDLE_S` (vLLM's
-servers close theirs after 5 s), after an answer of success (vLLM closes one after each 500), in the
-event loop that opened it, and with nothing to read on its socket, not even an end. So a server that
-was restarted meanwhile costs a new connection and not a request: none is ever sent twice.
+A kept connection is reused only while it is certainly alive: idle for less than `KEEP_IDLE_S` (vLLM
+closes its own after 5 s), after a successful response (vLLM closes after a 500), in the event loop
+that opened it, and with nothing to read on its socket, not even EOF. A server that restarted
+therefore costs a new connection, not a request; no request is ever sent twice.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Origin(NamedTuple):
 
 
 class _Server:
-    """One server's address, and the connections to it that wait for a request."""
+    """One server's address and its idle connections."""
 
     def __init__(self, url: str) -> None:
         self.origin = _origin(url)
@@ -61,7 +61,7 @@ class KeptConnections:
 
     At most `max_connections` are open at once (by default what the limit of open files allows);
     further requests wait. With `unix_socket` all go there, whatever their URL says. `keep_idle_s`
-    is how long one is kept without a request; `tls` says whom https:// is believed.
+    is how long an idle one is kept; `tls` replaces the TLS trust.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class KeptConnections:
         self._deadlines: Deadlines[Connection] | None = None
 
     async def send(self, request: Request, *, timeout_s: float) -> Answer:
-        """The answer to `request`, which is sent once. See `Transport`."""
+        """Send `request` once and return the response. See `Transport`."""
         until = asyncio.get_running_loop().time() + timeout_s
         server = self._servers.get(request.url)
         if server is None:
@@ -115,13 +115,13 @@ class KeptConnections:
             deadlines.take_back(connection)
 
     async def aclose(self) -> None:
-        """Close every connection that is kept."""
+        """Close every kept connection."""
         while self._kept:
             self._close_oldest()
         await asyncio.sleep(0)  # they are gone with the next turn of the event loop
 
     def _take(self, server: _Server) -> Connection | None:
-        """A kept connection that certainly lives, or None."""
+        """A kept connection that is certainly alive, or None."""
         loop = asyncio.get_running_loop()
         while server.idle:
             connection = server.idle.pop()
@@ -142,7 +142,7 @@ class KeptConnections:
         self._kept += 1
 
     def _forget(self, server: _Server, connection: Connection) -> None:
-        """It was closed, by whomever."""
+        """Drop a connection that was closed, by either side."""
         if connection in server.idle:
             server.idle.remove(connection)
             self._kept -= 1
@@ -173,7 +173,7 @@ class KeptConnections:
             raise CannotConnect(str(error)) from error
 
     def _trusted(self) -> ssl.SSLContext:
-        """Whom https:// is believed: the machine's own authorities, and those of certifi."""
+        """TLS trust: the system's CA store plus certifi."""
         if self._tls is None:
             import certifi
 
@@ -183,7 +183,7 @@ class KeptConnections:
 
 
 async def _in_time(until: float, work: Awaitable[T]) -> T:
-    """Raises NoAnswer when `until` comes first, on the event loop's clock."""
+    """Await, or raise NoAnswer when `until` comes first on the event loop's clock."""
     try:
         async with asyncio.timeout_at(until):
             return await work
@@ -224,7 +224,7 @@ def _origin(url: str) -> Origin:
 
 
 def _written(origin: Origin, request: Request) -> bytes:
-    """The request as HTTP has it. Raises Unusable for what would break out of its line."""
+    """The request's bytes. Raises Unusable for text that would break out of its line."""
     if not _PATH.fullmatch(request.path):
         raise Unusable("its path has characters that HTTP cannot carry")
     lines = [f"{request.method} {origin.path}{request.path} HTTP/1.1\r\n{origin.headers}"]

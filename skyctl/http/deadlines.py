@@ -1,4 +1,4 @@
-"""Many deadlines under one timer of the event loop: one each would be a tenth of a fan-out."""
+"""Many deadlines on one event-loop timer: a timer each would cost a tenth of a fan-out."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ T = TypeVar("T")
 
 
 class Deadlines(Generic[T]):
-    """Calls `late` with each one that is not taken back by its time, on the loop's clock.
+    """Calls `late` with each item that is not withdrawn in time, on the loop's clock.
 
     Belongs to the event loop it is made in.
     """
@@ -22,13 +22,13 @@ class Deadlines(Generic[T]):
         self._timer: asyncio.TimerHandle | None = None
 
     def put(self, one: T, until: float) -> None:
-        """`one` is late at `until`."""
+        """Call `late` with `one` at `until`."""
         self._waiting[one] = until
         if self._timer is None or until < self._timer.when():
             self._arm(until)
 
     def take_back(self, one: T) -> None:
-        """`one` is not late any more, or was."""
+        """Withdraw `one`, whether or not its time has passed."""
         self._waiting.pop(one, None)
 
     def _arm(self, at: float) -> None:

@@ -1,4 +1,4 @@
-"""Run one call against every server at once, and keep one outcome per server."""
+"""Run one call against every server at once and return one outcome per server."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _NOT_FAILED = (OutcomeStatus.OK, OutcomeStatus.SKIPPED, OutcomeStatus.ROLLED_BAC
 
 @dataclass(frozen=True)
 class Outcome(Generic[T]):
-    """What one server's call came to. `elapsed_ms` is wall time in milliseconds."""
+    """The result of one server's call. `elapsed_ms` is wall time in milliseconds."""
 
     server: str
     status: OutcomeStatus
@@ -124,7 +124,7 @@ async def _settled(tasks: Sequence[asyncio.Task[Any]], timeout_s: float) -> set[
 
 
 def require_all(outcomes: Sequence[Outcome[T]], verb: str) -> None:
-    """Raise unless every server did it (or was skipped).
+    """Raise unless the call succeeded on every server (or was skipped).
 
     Raises:
         PartialFailure: some servers succeeded and some did not.
@@ -136,7 +136,7 @@ def require_all(outcomes: Sequence[Outcome[T]], verb: str) -> None:
 
 
 def failure(outcomes: Sequence[Outcome[T]], verb: str) -> SkyctlError | None:
-    """The error that these outcomes come to, as `require_all` raises it; None without failures."""
+    """The error that `require_all` raises for these outcomes; None without failures."""
     failed = [o for o in outcomes if o.status not in _NOT_FAILED]
     if not failed:
         return None

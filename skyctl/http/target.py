@@ -1,4 +1,4 @@
-"""Where one server is, and the key it wants: all that the control core knows of a server."""
+"""A server's URL and key: all that the HTTP core knows of a server."""
 
 from __future__ import annotations
 

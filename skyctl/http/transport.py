@@ -1,10 +1,10 @@
-"""What control calls need of HTTP: one request, one whole answer, and how it can fail.
+"""The HTTP that control calls need: one request, one whole response, and the ways it fails.
 
 TransportError
 ├── CannotConnect      nothing was sent
-├── ConnectionBroke    it may have been carried out: closed, reset, or not HTTP
-├── NoAnswer           not in time; it may have been carried out
-└── Unusable           the request cannot be written, or the answer is beyond all bounds
+├── ConnectionBroke    the request may have been carried out: closed, reset, or not HTTP
+├── NoAnswer           no response in time; the request may have been carried out
+└── Unusable           the request cannot be written, or the response exceeds a limit
 """
 
 from __future__ import annotations
@@ -61,20 +61,20 @@ class Transport(Protocol):
 
 
 class TransportError(Exception):
-    """No answer that could be used. The message says why, without server or token."""
+    """There is no usable response. The message says why, without server or token."""
 
 
 class CannotConnect(TransportError):
-    """There was no connection: nothing was sent."""
+    """The connection failed: nothing was sent."""
 
 
 class ConnectionBroke(TransportError):
-    """It broke before a whole answer, or HTTP was not spoken on it."""
+    """The connection broke before a whole response, or the peer does not speak HTTP."""
 
 
 class NoAnswer(TransportError):
-    """The time was up before the whole answer was there."""
+    """The deadline passed before the whole response arrived."""
 
 
 class Unusable(TransportError):
-    """The request cannot be written as HTTP, or the answer is larger than any."""
+    """The request cannot be written as HTTP, or the response exceeds the limits."""

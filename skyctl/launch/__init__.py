@@ -1,0 +1,1 @@
+"""Where a fleet's processes run: spawn, watch, stop."""

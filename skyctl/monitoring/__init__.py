@@ -1,0 +1,1 @@
+"""What `top` samples: rates, process trees, GPUs, and the router's counters."""

@@ -1,4 +1,4 @@
-"""How busy this machine's GPUs are: through NVML where its Python package is, else nvidia-smi."""
+"""GPU load of this machine: from NVML if its Python package is installed, else from nvidia-smi."""
 
 from __future__ import annotations
 

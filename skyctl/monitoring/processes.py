@@ -14,7 +14,7 @@ TREES_EVERY_S = 5.0
 
 @dataclass(frozen=True)
 class TreeUsage:
-    """What one tree takes. `cpu_percent` is 100 per busy core, None at the first look.
+    """What one tree takes. `cpu_percent` is 100 per busy core, None in the first sample.
 
     `rss_bytes` counts memory that its processes share in each of them.
     """

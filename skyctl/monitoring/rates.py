@@ -1,4 +1,4 @@
-"""From counters to rates: what two looks at a counter say about the time between them."""
+"""Rates from two samples of a counter."""
 
 from __future__ import annotations
 

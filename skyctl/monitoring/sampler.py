@@ -1,7 +1,7 @@
-"""Looks at a fleet again and again, at a bounded cost.
+"""Samples a fleet repeatedly, at a bounded cost.
 
-One look is one status (the supervisor asks each server for a few metrics, once), the router's
-metrics page, one read of the state file, and the CPU times of processes that are known already.
+One sample is one status (the supervisor asks each server for a few metrics, once), the router's
+metrics page, one read of the state file, and the CPU times of processes that are already known.
 """
 
 from __future__ import annotations
@@ -62,10 +62,10 @@ class Sampler:
         await self._client.aclose()
 
     async def sample(self) -> FleetSample:
-        """One look at everything; rates are since the look before.
+        """Sample everything; rates are since the previous sample.
 
         Raises:
-            SkyctlError: the fleet's status cannot be had.
+            SkyctlError: the fleet's status is unavailable.
         """
         began = self._clock()
         status = await self._fleet.status(fresh=self._last is None)

@@ -1,0 +1,1 @@
+"""The push transaction, from preflight to resume; canary, rolling and colocated pushes."""

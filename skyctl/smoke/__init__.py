@@ -1,1 +1,1 @@
-"""One pass through everything a fleet is for, as a test that a CI job can run."""
+"""The CI test of a whole fleet: one pass through everything a fleet is for."""

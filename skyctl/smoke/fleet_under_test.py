@@ -1,4 +1,4 @@
-"""What the steps of a smoke test know of their fleet, and how they ask it for tokens."""
+"""The fleet that a smoke test runs against, and how its steps generate tokens."""
 
 from __future__ import annotations
 

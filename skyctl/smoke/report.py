@@ -1,4 +1,4 @@
-"""What a smoke test came to, as JSON, as JUnit XML and as a page for a CI job's summary."""
+"""The result of a smoke test as JSON, JUnit XML, and a Markdown summary."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs the steps of a smoke test within their time, always takes the fleet down, keeps the logs."""
+"""Runs a smoke test's steps within their deadline, keeps logs, always takes the fleet down."""
 
 from __future__ import annotations
 

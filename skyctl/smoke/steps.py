@@ -1,4 +1,4 @@
-"""The steps of a smoke test. Each returns a line of what it found, and raises when it failed."""
+"""The steps of a smoke test: each returns a line about what it found, or raises."""
 
 from __future__ import annotations
 

@@ -1,0 +1,1 @@
+"""Moves a checkpoint's bytes: chunk plan, sender process, readers, and one file per transport."""

@@ -1,0 +1,1 @@
+"""One module per transport: the parent's half shapes payloads, the sender's half moves bytes."""

@@ -98,13 +98,14 @@ def test_fleets_that_run_are_listed_first_and_those_that_are_down_as_such(
     here: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "model").mkdir()
+    files = []
     for name in ("a-down", "b-up", "c-up"):
-        file = write(tmp_path / name, name)
-        file.write_text(f"name: {name}\nmodel: {tmp_path / 'model'}\n")
+        files.append(write(tmp_path / name, name))
+        files[-1].write_text(f"name: {name}\nmodel: {tmp_path / 'model'}\n")
+    for file in (*files, write(tmp_path / "attached", "attached")):
         ref = select(file, None)
         with FleetState(ref.paths.database) as state:
             remember(ref, state)
-    remember(select(write(tmp_path / "attached", "attached"), None))
     with contextlib.ExitStack() as held:
         for name in ("b-up", "c-up"):
             lock = held.enter_context(fleet_paths(name).supervisor_lock.open("w"))

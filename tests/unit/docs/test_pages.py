@@ -1,0 +1,78 @@
+"""Pages name what exists: paths, benchmarks, packages, commands. The README stays one screen."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+from skyctl.cli import app as app_module
+
+ROOT = Path(__file__).parents[3]
+TOP = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md")]
+PAGES = [*TOP, ROOT / "fleet.yaml.example", *sorted((ROOT / "docs").rglob("*.md"))]
+PACKAGES = sorted(found.parent for found in (ROOT / "skyctl").rglob("__init__.py"))
+README_WORDS = 1000
+# in backticks: a module, or a file or folder below a folder; `<name>` and `*` stand for any name
+PATH = re.compile(r"`([\w<>*-]+\.py|[\w.<>*-]+(?:/[\w.<>*-]+)*(?:/|/[\w.<>*-]+\.[a-z]+))`")
+LINK = re.compile(r"\]\((?!https?:)([^)#]+)")
+BENCHMARK = re.compile(r"python -m (benchmarks\.\w+)")
+
+
+def missing_paths(text: str) -> list[str]:
+    """Paths of the repository, or of the package, that nothing matches."""
+    absent = []
+    for path in PATH.findall(text):
+        top = path.partition("/")[0]
+        if "/" in path and not any((base / top).is_dir() for base in (ROOT, ROOT / "skyctl")):
+            continue  # somebody else's: a checkpoint, a state directory
+        pattern = re.sub(r"<\w+>", "*", path).rstrip("/")
+        if not any(next(base.glob(pattern), None) for base in (ROOT, ROOT / "skyctl")):
+            absent.append(path)
+    return absent
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_what_a_page_names_exists(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    assert missing_paths(text) == []
+    modules = [module.replace(".", "/") for module in BENCHMARK.findall(text)]
+    assert [m for m in modules if not any((ROOT / m).parent.glob(f"{Path(m).name}*"))] == []
+
+
+@pytest.mark.parametrize("page", TOP, ids=lambda page: page.name)
+def test_links_of_pages_outside_the_site_lead_somewhere(page: Path) -> None:
+    links = LINK.findall(page.read_text(encoding="utf-8"))
+    assert [link for link in links if not (page.parent / link).exists()] == []
+
+
+def test_a_path_that_is_gone_is_found() -> None:
+    text = "`skyctl/no/such.py`, `push/nothing.py`, `gone.py`, `docs/none.md`, `tests/nowhere/`"
+    assert len(missing_paths(text)) == 5
+    text = "`skyctl/output.py`, `output.py`, `cli/<verb>.py`, `tests/unit/`, `runs/step-1/`"
+    assert missing_paths(text) == []
+
+
+def test_the_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").split()) <= README_WORDS
+
+
+def test_the_readme_names_every_command() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    table = text.partition("## Commands")[2].partition("\n## ")[0]
+    named = {word for cell in re.findall(r"^\| (.+?) \|", table, re.M) for word in cell.split("`")}
+    named = {word.split()[0] for word in named if word.strip(" ,")}
+    assert {verb.name for verb in app_module.VERBS} <= named
+
+
+def test_the_design_lists_every_package() -> None:
+    table = (ROOT / "docs" / "design.md").read_text(encoding="utf-8").partition("## Packages")[2]
+    listed = set(re.findall(r"`(\w+)/", table.partition("\n**")[0]))
+    assert {p.name for p in PACKAGES if p.parent == ROOT / "skyctl"} <= listed
+
+
+@pytest.mark.parametrize("package", PACKAGES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_a_package_says_what_it_is_for(package: Path) -> None:
+    assert ast.get_docstring(ast.parse((package / "__init__.py").read_text(encoding="utf-8")))
