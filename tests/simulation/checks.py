@@ -34,7 +34,7 @@ def serves(world: World, engine: Engine) -> str:
 def labelled(world: World, label: str, number: int) -> bool:
     """Whether this label means this version."""
     if label in world.labels:
-        return world.labels[label] == number
+        return number in world.labels[label]
     return label.partition("@")[2] == world.checkpoints.digests[number][:8]
 
 
@@ -42,7 +42,7 @@ def push_succeeded(world: World, job: Job, number: int) -> None:
     """As it says so, every server it names holds what its version means."""
     assert job.result is not None
     version = job.result["version"]
-    if version in world.labels and world.labels[version] != number:
+    if number not in world.labels.get(version, {number}):
         return
     for row in job.result["servers"]:
         engine = next(one for one in world.engines if one.name == row["server"])
@@ -70,6 +70,7 @@ def _at_the_end(world: World, last: Process) -> None:
             if state.locks.taken(lock):
                 world.violate(f"records: the {lock} lock is held")
         doubts, weights = in_doubt(state), state.weights()
+        held: set[int | None] = set()
         for engine in world.engines:
             row = state.server(engine.name)
             content = engine.content
@@ -89,4 +90,8 @@ def _at_the_end(world: World, last: Process) -> None:
                 world.violate("records: a server's version is not what it serves")
             if engine.serving and engine.label != (weights.version or "default"):
                 world.violate("versions: it serves another version than the fleet's")
+            if engine.serving:
+                held.add(found)
+    if len(held) > 1:
+        world.violate("versions: servers hold different weights under one label")
     world.check_routing()

@@ -358,7 +358,8 @@ class Engine:
         return {"success": True}
 
     def _checker(self, *_: Any) -> Any:
-        return {"checksums": {"weights": self._digest(0)}}
+        """On CPU it hashes nothing for linear layers."""
+        return {"checksums": {"model.norm.weight": str(self.weights[0]["model.norm.weight"])}}
 
     def _rpc(self, _: Any, sent: dict[str, Any], caller: Process | None) -> Any:
         method = sent["method"]

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from skyctl.http.transport import Answer, CannotConnect, ConnectionBroke, NoAnswer, Request
 from tests.simulation.kernel import Kernel, Process, current
-from tests.simulation.loop import VirtualLoop
+from tests.simulation.loop import Killed, VirtualLoop
 
 Reply = Callable[[int, bytes], None]
 
@@ -144,7 +144,7 @@ _NOBODY = nobody()
 class SimTransport:
     """Stands in for `KeptConnections`."""
 
-    network: Network
+    network: Network | None
 
     def __init__(self, *, unix_socket: str = "", **_: Any) -> None:
         self._socket = unix_socket
@@ -152,6 +152,8 @@ class SimTransport:
     async def send(self, request: Request, *, timeout_s: float) -> Answer:
         if self._socket:
             request = request._replace(url=self._socket)
+        if self.network is None:
+            raise Killed  # the schedule is over
         return await self.network.call(request, timeout_s)
 
     async def aclose(self) -> None:

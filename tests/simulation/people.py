@@ -33,6 +33,7 @@ FAULTS = (
     "second-pusher",
     "recover-early",
     "overwrite",
+    "same-label",
 )
 SUPERVISED_FAULTS = ("kill-supervisor", "kill-router", "restarts")
 
@@ -121,8 +122,10 @@ async def _train(world: World, name: str) -> None:
         label = f"v{number}" if dice.random() < 0.6 else None
         if "overwrite" in world.faults:
             label = None  # who overwrites what he is about to push cannot say what it is
+        elif "same-label" in world.faults:
+            label = "latest"  # which means the last that was pushed as such
         if label is not None:
-            world.labels[label] = number
+            world.labels.setdefault(label, set()).add(number)
         request = PushRequest(
             checkpoint=path,
             weight_version=label,

@@ -11,7 +11,8 @@ import importlib
 import logging
 import os
 import sys
-from collections.abc import Iterator
+import warnings
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -38,9 +39,8 @@ def enter(world: World | None) -> None:
     """The world that runs now."""
     global _world
     _world = world
-    if world is not None:
-        SimTransport.network = world.network
-        SimSender.world = world
+    SimTransport.network = None if world is None else world.network
+    SimSender.world = world
 
 
 def here() -> World:
@@ -227,18 +227,10 @@ def _place(name: str) -> tuple[Any, str]:
 
 
 @contextmanager
-def installed(seams: dict[str, Any] | None = None) -> Iterator[None]:
-    """Inside the block, the product runs in whatever world was entered."""
-    from tests.simulation import supervised
-
-    everything = {**SEAMS, **_LATER, **supervised.SEAMS}
+def replaced(seams: Mapping[str, Any]) -> Iterator[None]:
+    """Inside the block, these names mean these things."""
     before = []
-    gc.collect()
-    gc.freeze()
-    logging.disable(logging.CRITICAL)
-    # what dead processes left open is unwound between schedules, into closed files
-    hook, sys.unraisablehook = sys.unraisablehook, lambda unraisable: None
-    for name, simulated in (everything if seams is None else seams).items():
+    for name, simulated in seams.items():
         holder, attribute = _place(name)
         before.append((holder, attribute, getattr(holder, attribute)))
         setattr(holder, attribute, simulated)
@@ -247,10 +239,28 @@ def installed(seams: dict[str, Any] | None = None) -> Iterator[None]:
     finally:
         for holder, attribute, real in reversed(before):
             setattr(holder, attribute, real)
-        logging.disable(logging.NOTSET)
+
+
+@contextmanager
+def installed() -> Iterator[None]:
+    """Inside the block, the product runs in whatever world was entered."""
+    from tests.simulation import supervised
+
+    gc.collect()
+    gc.freeze()
+    logging.disable(logging.CRITICAL)
+    # what dead processes left open is unwound between schedules, into closed files
+    hook, sys.unraisablehook = sys.unraisablehook, lambda unraisable: None
+    try:
+        with replaced({**SEAMS, **_LATER, **supervised.SEAMS}), warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)  # coroutines that were never awaited
+            try:
+                yield
+            finally:
+                enter(None)
+                gc.collect()
+    finally:
         sys.unraisablehook = hook
+        logging.disable(logging.NOTSET)
         gc.unfreeze()
         gc.enable()
-        if seams is None:
-            enter(None)
-

@@ -33,7 +33,7 @@ class Memory:
 class SimSender:
     """See `sender_client.SenderProcess`."""
 
-    world: World
+    world: Any
 
     def __init__(self, process: Process) -> None:
         self.process = process

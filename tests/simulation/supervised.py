@@ -34,7 +34,7 @@ ROUTER_URL = "http://127.0.0.1:8000"
 class SimManaged:
     """Stands in for `ManagedProcess`: one simulated process, and nothing below it."""
 
-    world: SupervisedWorld
+    world: Any
 
     def __init__(
         self,
@@ -84,9 +84,10 @@ class SimManaged:
         return "exited"
 
     def record_descendants(self) -> bool:
-        return False
+        """Now and then a process below it is seen for the first time."""
+        return self.world.dice.random() < 0.1
 
-    record_segments = record_descendants
+    def record_segments(self) -> None: ...
 
     def listens_at(self, port: int) -> bool:
         return any(
@@ -288,6 +289,10 @@ class SupervisedWorld(World):
     def _restart_servers(self) -> None:
         """Whoever supervises them does."""
 
+    def close(self) -> None:
+        super().close()
+        SimManaged.world = None
+
     def check_routing(self) -> None:
         supervisor, supervising = self.supervisor, self.supervising
         if supervisor is None or supervising is None or supervising.dead:
@@ -296,6 +301,8 @@ class SupervisedWorld(World):
         for event in supervisor.state.events(1000):
             if "the supervisor failed" in event.message:
                 self.violate(f"bug: {plain(event.message)[:160]}")
+            if event.subject != "fleet" and event.message.startswith("cannot write"):
+                self.violate("ended: a server was ended because something could not be written")
         for engine in self.engines:
             replica = supervisor.replicas.get(engine.name)
             if replica is None or replica.state != "ready":

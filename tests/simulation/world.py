@@ -83,7 +83,7 @@ class World:
         self.flocks: dict[int, tuple[int, Process]] = {}
         self.home = home
         self.checkpoints = Checkpoints(home)
-        self.labels: dict[str, int] = {"default": 0}
+        self.labels: dict[str, set[int]] = {"default": {0}}
         self.chaos = True
         self.verbs_open = 0  # that nobody has on record: they died, or their disk failed
         self.pushes = self.succeeded = 0
@@ -268,7 +268,7 @@ class World:
         self._settle()
         return Ended(
             self.schedule.seed,
-            self.violations,
+            list(self.violations),
             self.digest,
             self.loop.steps,
             tuple(sorted(self.faults)),
