@@ -7,6 +7,7 @@ second look, and weights so large that they reach it are rare.
 
 from __future__ import annotations
 
+import mmap
 import os
 import re
 from dataclasses import dataclass
@@ -17,6 +18,10 @@ from skyctl.errors import PreflightError
 
 _READ_BYTES = 8 * 1024 * 1024  # both are multiples of every element's size
 _LOOK_BYTES = 256 * 1024  # stays in the processor's cache
+
+
+Buffer = bytes | mmap.mmap
+"""What Python slices with a step at gigabytes a second; a memoryview is ten times slower."""
 
 
 class NotFinite(PreflightError):
@@ -64,16 +69,17 @@ def may_be_not_finite(dtype: str) -> bool:
     return dtype in _FORMS
 
 
-def first_not_finite(data: memoryview, dtype: str) -> int | None:
-    """The number of the first element that is not finite; None when all are. `data` is whole
-    elements; types without NaN and infinity are passed over."""
+def first_not_finite(data: Buffer, dtype: str, begin: int, nbytes: int) -> int | None:
+    """The number of the first element that is not finite; None when all are. `nbytes` of `data`
+    from `begin` are whole elements; types without NaN and infinity are passed over."""
     form = _FORMS.get(dtype)
     if form is None:
         return None
-    for begin in range(0, data.nbytes, _LOOK_BYTES):
-        found = _search(bytes(data[begin : begin + _LOOK_BYTES]), form)
+    end = begin + nbytes
+    for at in range(begin, end, _LOOK_BYTES):
+        found = _search(data, at, min(at + _LOOK_BYTES, end), form)
         if found is not None:
-            return begin // form.size + found
+            return (at - begin) // form.size + found
     return None
 
 
@@ -106,7 +112,7 @@ def _first_in_file(path: str, tensor: Tensor) -> int | None:
             piece = os.pread(descriptor, wanted, tensor.begin + done)
             if len(piece) != wanted:
                 raise PreflightError(f"{path} ends within {tensor.name}: it is being written")
-            found = first_not_finite(memoryview(piece), tensor.dtype)
+            found = first_not_finite(piece, tensor.dtype, 0, wanted)
             if found is not None:
                 return done // size + found
     except OSError as error:
@@ -117,13 +123,13 @@ def _first_in_file(path: str, tensor: Tensor) -> int | None:
     return None
 
 
-def _search(piece: bytes, form: _Form) -> int | None:
-    high = piece[form.size - 1 :: form.size]
+def _search(data: Buffer, begin: int, end: int, form: _Form) -> int | None:
+    high = data[begin + form.size - 1 : end : form.size]
     if not any(value in high for value in form.values):  # far cheaper than the pattern
         return None
     for match in form.high.finditer(high):
         element = match.start()
-        below = piece[element * form.size + form.size - 2] if form.below else 0
+        below = data[begin + element * form.size + form.size - 2] if form.below else 0
         if below & form.below == form.below:
             return element
     return None

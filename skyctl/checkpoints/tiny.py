@@ -36,12 +36,14 @@ def make_tiny_checkpoint(
     shard_bytes: int | None = None,
     tie_word_embeddings: bool = False,
     layers: int = 2,
+    experts: int = 0,
 ) -> Path:
     """Write a randomly initialised Qwen3 and its tokenizer: about 2 MB, in a few seconds.
 
     The same arguments give the same bytes; different seeds give different greedy answers, with
     the same tokenizer. `shard_bytes` cuts the weights into shards of at most that size (but one
-    tensor each), with an index.
+    tensor each), with an index. `experts` makes it a mixture (Qwen3-MoE) of that many, two of
+    which compute each token.
 
     Raises:
         ConflictError: there is something else at `directory`.
@@ -59,7 +61,14 @@ def make_tiny_checkpoint(
         ) from error
 
     tokenizer = _tokenizer(transformers)
-    config = transformers.Qwen3Config(
+    mixture = {
+        "num_experts": experts,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": _HIDDEN // 2,
+        "norm_topk_prob": True,
+    }
+    config = (transformers.Qwen3MoeConfig if experts else transformers.Qwen3Config)(
+        **(mixture if experts else {}),
         vocab_size=len(tokenizer),
         hidden_size=_HIDDEN,
         intermediate_size=_HIDDEN * 2,
@@ -75,7 +84,7 @@ def make_tiny_checkpoint(
     )
     with torch.random.fork_rng(devices=[]):  # the caller's random numbers are left alone
         torch.manual_seed(seed)
-        model = transformers.Qwen3ForCausalLM(config)
+        model = transformers.AutoModelForCausalLM.from_config(config)
         _make_lively(model)
     options = {} if shard_bytes is None else {"max_shard_size": shard_bytes}
     with _without_progress_bars(transformers):
@@ -108,9 +117,9 @@ def _make_lively(model: Any) -> None:
     tied = model.config.tie_word_embeddings
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if parameter.dim() == 2:
+            if parameter.dim() >= 2:  # experts are stacked
                 loud = "embed" in name and not tied
-                parameter.normal_(std=1.0 if loud else parameter.shape[1] ** -0.5)
+                parameter.normal_(std=1.0 if loud else parameter.shape[-1] ** -0.5)
         model.get_output_embeddings().weight[:_BYTE_TOKENS] *= 0.1
 
 

@@ -110,11 +110,15 @@ class LinePrinter:
 def _print_new(printer: LinePrinter, name: str, path: Path, position: int, probes: bool) -> int:
     """Print whole lines written since `position`; the position after them."""
     from skyctl.launch.local.logtail import is_probe, plain
+    from skyctl.launch.local.rotation import earlier
 
     try:
+        if position > path.stat().st_size:  # it was rotated: the copy has what came before
+            copy = earlier(path)
+            if copy.exists() and copy.stat().st_size >= position:
+                _print_new(printer, name, copy, position, probes)
+            position = 0
         with path.open("rb") as log:
-            if position > log.seek(0, 2):
-                position = 0  # it was rotated
             log.seek(position)
             data = log.read()
     except OSError:

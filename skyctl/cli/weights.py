@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
 import typer
@@ -108,7 +108,8 @@ def verify(
     fleet: FleetOption = None,
     json: JsonOption = False,
 ) -> None:
-    """Ask every server for a digest of the weights it computes with, and compare them.
+    """Ask every server for a digest of the weights it computes with, and compare them: with each
+    other, with what is on record, and with the checkpoint while it is as it was pushed.
 
     \b
     skyctl weights verify
@@ -121,8 +122,17 @@ def verify(
     silent = [row["server"] for row in servers if not row["ok"]]
     versions = {row["version"] for row in servers if row["ok"]}
     error: SkyctlError | None = None
+    unlike = [row for row in servers if row["as_recorded"] is False]
     if silent:
-        error = PartialFailure(f"no answer from {', '.join(silent)}", hint="skyctl status")
+        why = next(row["detail"] for row in servers if not row["ok"])
+        error = PartialFailure(
+            f"{', '.join(silent)} could not be verified: {why}", hint="skyctl status"
+        )
+    elif unlike:
+        error = SkyctlError(
+            f"{unlike[0]['server']}: {unlike[0]['detail']}",
+            hint="somebody else may push to it; push once more: skyctl sync-weights CKPT",
+        )
     elif report["agree"] is False:
         error = SkyctlError("the servers hold different weights", hint="push once more")
     elif len(versions) > 1:
@@ -136,7 +146,7 @@ def verify(
     output.emit(
         report,
         output.table(["SERVER", "VERSION", "WEIGHTS", "DETAIL"], rows),
-        None if error else _agreement([row["digest"] for row in servers]),
+        None if error else _agreement(servers),
         error=error,
     )
 
@@ -229,13 +239,21 @@ def _history(pushes: Any) -> Any:
     return output.table(columns, rows)
 
 
-def _agreement(digests: Sequence[str]) -> str:
-    """What equal digests tell."""
+def _agreement(servers: Sequence[Mapping[str, Any]]) -> str:
+    """What equal digests, records and rows tell."""
     from skyctl.push.alike import comparable
 
-    if len(digests) == 1:
-        return "there is one server, and none to compare it with"
-    groups = comparable(digests, str)
-    if len(groups) == 1:
-        return f"{len(digests)} servers hold the same weights"
-    return f"each of {len(digests)} servers agrees with those that hold the model in the same way"
+    groups = comparable([row["digest"] for row in servers], str)
+    if len(servers) == 1:
+        same = "there is one server, and none to compare it with"
+    elif len(groups) == 1:
+        same = f"{len(servers)} servers hold the same weights"
+    else:
+        same = f"each of {len(servers)} servers agrees with those that hold the model the same way"
+    if all(row["as_recorded"] for row in servers):
+        same += "; all is as on record"
+    compared = [row["compared"] for row in servers]
+    if all(compared):
+        least = min(one["tensors"] for one in compared)
+        return f"{same}; rows of {least} tensors are the checkpoint's"
+    return f"{same}; not compared with the checkpoint, which is gone or not the pushed one"

@@ -12,8 +12,10 @@ from skyctl.checkpoints.checkpoint import read_checkpoint
 from skyctl.core.plan import ServerSpec
 from skyctl.errors import SkyctlError
 from skyctl.push.request import PushFleet
+from skyctl.push.rows import KnownRows, read_rows
+from skyctl.push.verify import Record
 from skyctl.store.expected import by_files
-from skyctl.store.state import FleetState
+from skyctl.store.state import FleetState, FleetWeights
 
 _NOT_THE_MODEL = ("--port", "--host", "--served-model-name")
 
@@ -40,6 +42,31 @@ def remember(state: FleetState, learned: Mapping[str, Any] | None) -> None:
     """Keep what a push learned: `learned` of its result, or of its error's details."""
     if learned:
         state.expected.learn(learned)
+
+
+def rows_of(weights: FleetWeights) -> tuple[KnownRows, ...]:
+    """Rows of the checkpoint that a fleet has; none when it is gone, or was written anew."""
+    if weights.checkpoint is None:
+        return ()
+    try:
+        checkpoint = read_checkpoint(weights.checkpoint)
+        same = checkpoint.identity_digest == weights.checkpoint_digest
+        return read_rows(checkpoint) if same else ()
+    except (SkyctlError, OSError):
+        return ()
+
+
+def records_of(state: FleetState, rows: tuple[KnownRows, ...]) -> dict[str, Record]:
+    """What servers are on record to hold; `rows` are those of the fleet's weights."""
+    version = state.weights().version
+    return {
+        row.name: Record(
+            row.weight_version,
+            row.weights_digest or "",
+            rows if row.weight_version is not None and row.weight_version == version else (),
+        )
+        for row in state.servers()
+    }
 
 
 def model_on_disk(spec: ServerSpec) -> str:

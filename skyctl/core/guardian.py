@@ -15,11 +15,14 @@ import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+from skyctl.errors import StateUnwritable
+from skyctl.launch.local.rotation import rotate
 from skyctl.startup import inherited
 from skyctl.store.paths import FleetPaths, create_private_file
 
 LOG = "guardian"
 _SCRIPT = Path(__file__).with_name("guard_process.py")
+_LOG_BYTES = 1024 * 1024
 _END_TIMEOUT_S = 2.0
 
 
@@ -31,7 +34,7 @@ async def guarded(paths: FleetPaths) -> AsyncIterator[None]:
     """
     try:
         guardian = _spawn(paths)
-    except OSError:
+    except (OSError, StateUnwritable):
         yield
         return
     try:
@@ -42,6 +45,7 @@ async def guarded(paths: FleetPaths) -> AsyncIterator[None]:
 
 def _spawn(paths: FleetPaths) -> subprocess.Popen[bytes]:
     recover = [sys.executable, "-m", "skyctl", "recover", "--fleet", paths.name, "--yes", "--json"]
+    rotate(paths.log(LOG), _LOG_BYTES, keep=1)
     log = create_private_file(paths.log(LOG), os.O_APPEND)
     try:
         return subprocess.Popen(

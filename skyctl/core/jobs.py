@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from skyctl.checkpoints.staging import held
 from skyctl.core.arbiter import Arbiter, Turn
-from skyctl.core.expectations import informed, remember
+from skyctl.core.expectations import informed, records_of, remember, rows_of
 from skyctl.errors import DeadlineExceeded, FleetDownError, SkyctlError
 from skyctl.http.client import ControlClient
 from skyctl.http.target import ServerTarget
@@ -59,6 +59,8 @@ class JournalObserver:
 
     def progress(self, done_bytes: int, total_bytes: int) -> None:
         now = time.monotonic()
+        if not done_bytes:
+            return  # as a job begins
         if done_bytes >= total_bytes or now - self._wrote_progress >= _PROGRESS_S:
             self._wrote_progress = now
             self._journal.progress(self._job_id, done_bytes, total_bytes)
@@ -195,22 +197,21 @@ def record_part(state: FleetState, result: PushResult) -> None:
 def _record_servers(state: FleetState, result: PushResult) -> None:
     remember(state, result.learned)
     trust(state, *(server.server for server in result.servers))
+    levels = {row.name: row.sleep_level for row in state.servers()}
+    changes: dict[str, dict[str, Any]] = {}
     for server in result.servers:
-        row = state.server(server.server)
-        state.update_server(
-            server.server,
-            weight_version=server.version or result.version,
-            checkpoint=result.checkpoint,
-            checkpoint_digest=result.checkpoint_digest,
-            weights_digest=server.weights_digest or None,
-            quarantine=None,
+        changes[server.server] = {
+            "weight_version": server.version or result.version,
+            "checkpoint": result.checkpoint,
+            "checkpoint_digest": result.checkpoint_digest,
+            "weights_digest": server.weights_digest or None,
+            "quarantine": None,
             # what a level-2 sleep discarded is there again
-            sleep_level=(
-                min(row.sleep_level, 1) if server.sleep_level is None else server.sleep_level
-            ),
-        )
+            "sleep_level": min(levels.get(server.server, 0), 1),
+        }
         if server.sleep_level is not None:
-            state.set_weights_awake(server.server, False)
+            changes[server.server] |= {"sleep_level": server.sleep_level, "weights_awake": False}
+    state.update_servers(changes)
 
 
 def _record_result(state: FleetState, job_id: str, result: PushResult) -> None:
@@ -251,9 +252,9 @@ def record_failure(
             trust(state, server["server"])
         if server.get("sleep_level") is not None:
             changes["sleep_level"] = server["sleep_level"]
-            state.set_weights_awake(server["server"], False)
+            changes["weights_awake"] = False
         if server.get("weights_awake"):
-            state.set_weights_awake(server["server"], True)
+            changes["weights_awake"] = True
         if changes:
             state.update_server(server["server"], **changes)
     remember(state, error.details.pop("learned", None))
@@ -327,12 +328,20 @@ async def follow(
 
 
 async def verify_servers(
-    targets: Sequence[ServerTarget], client: ControlClient, *, timeout_s: float = 120.0
+    targets: Sequence[ServerTarget],
+    client: ControlClient,
+    state: FleetState,
+    *,
+    timeout_s: float = 120.0,
 ) -> dict[str, Any]:
-    """Compare what the servers hold now: {"servers": […], "agree": bool or None}."""
+    """Compare what the servers hold now with each other, with what is on record and with the
+    fleet's checkpoint: {"servers": […], "agree": bool or None}."""
     from skyctl.push.verify import verify
 
-    return (await verify(targets, client=client, timeout_s=timeout_s)).to_json()
+    rows = await asyncio.to_thread(rows_of, state.weights())
+    records = records_of(state, rows)
+    found = await verify(targets, client=client, timeout_s=timeout_s, records=records)
+    return found.to_json()
 
 
 def _error_json(error: SkyctlError) -> dict[str, Any]:

@@ -44,7 +44,8 @@ async def run(
     """
     if verb in ("resume", "wake"):
         state.require_read()
-    rows = {target.name: state.server(target.name) for target in targets}
+    known = {row.name: row for row in state.servers()}
+    rows = {target.name: known.get(target.name, ServerRow(target.name)) for target in targets}
     if verb == "wake":
         _refuse_discarded(rows.values(), arguments.get("tags") or (), device)
     doubted = in_doubt(state)
@@ -67,13 +68,12 @@ async def run(
         outcomes = [*await verbs.wake(client, asked, timeout_s=timeout_s, **arguments)]
     else:
         raise UsageError(f"there is no verb {verb!r}")
-    for outcome in outcomes:
-        if outcome.ok:
-            _record(verb, arguments, outcome, state)
+    with state.transaction():
+        state.update_servers({o.server: _changes(verb, arguments, o) for o in outcomes if o.ok})
+        if asked:
+            state.add_event(*_event(verb, arguments, outcomes))
     if verb == "wake":
         await _pause_again(outcomes, rows, asked, client, timeout_s)
-    if asked:
-        state.add_event(*_event(verb, arguments, outcomes))
     found = {o.server: _with_context(verb, o, rows[o.server]) for o in outcomes}
     return [
         found.get(t.name) or Outcome(t.name, OutcomeStatus.SKIPPED, 0.0, skipped[t.name])
@@ -133,19 +133,15 @@ def _refuse_discarded(rows: Any, tags: Sequence[str], device: str) -> None:
     )
 
 
-def _record(
-    verb: str, arguments: Mapping[str, Any], outcome: Outcome[Any], state: FleetState
-) -> None:
+def _changes(verb: str, arguments: Mapping[str, Any], outcome: Outcome[Any]) -> dict[str, Any]:
+    """What is meant to be true of a server from now on, as fields of its row."""
     if verb in ("pause", "resume"):
-        state.update_server(outcome.server, paused=verb == "pause")
-    elif verb == "sleep":
-        state.update_server(outcome.server, sleep_level=arguments.get("level", 1))
-        state.set_weights_awake(outcome.server, False)
-    elif outcome.value is not False:  # False: awake in part only
-        state.update_server(outcome.server, sleep_level=0)
-        state.set_weights_awake(outcome.server, False)
-    elif "weights" in arguments.get("tags", ()):
-        state.set_weights_awake(outcome.server, True)
+        return {"paused": verb == "pause"}
+    if verb == "sleep":
+        return {"sleep_level": arguments.get("level", 1), "weights_awake": False}
+    if outcome.value is not False:  # False: awake in part only
+        return {"sleep_level": 0, "weights_awake": False}
+    return {"weights_awake": True} if "weights" in arguments.get("tags", ()) else {}
 
 
 async def _pause_again(

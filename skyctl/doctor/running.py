@@ -237,6 +237,13 @@ CHECKS: tuple[Callable[[RunningFacts], Iterator[Finding]], ...] = (
 
 def _verified(report: Mapping[str, Any]) -> Iterator[Finding]:
     servers = report["servers"]
+    for row in servers:
+        if row["as_recorded"] is False:
+            yield _error(
+                "weight-digests",
+                f"{row['server']}: {row['detail']}",
+                "somebody else may push to it; push once more: skyctl sync-weights CKPT",
+            )
     if report["agree"]:
         yield _ok("weight-digests", f"{len(servers)} servers hold the same weights (verified now)")
     elif report["agree"] is False:

@@ -1,1 +1,1 @@
-"""The fleet file: its schema, loading with line numbers, GPU placement, and a first file."""
+"""The fleet file: its schema, the arguments it may set, and loading with line numbers."""

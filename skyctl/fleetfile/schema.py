@@ -92,6 +92,23 @@ class RestartPolicy(_Section):
     backoff_max_s: Seconds = Field(30.0, description="Longest wait before a restart.")
 
 
+class LogsSection(_Section):
+    """How large the logs of servers, router and supervisor get."""
+
+    max_size: ByteSize = Field(
+        32 * 1024 * 1024, description="A log that is larger is copied aside and emptied."
+    )
+    keep: Count = Field(3, description="Copies of each log that are kept.")
+
+
+class HistorySection(_Section):
+    """How much of what happened the state file keeps."""
+
+    pushes: Size = Field(500, description="Pushes and their jobs that are kept, at least 50.")
+    events: Size = Field(10_000, description="Lines of the fleet's history that are kept.")
+    days: Seconds = Field(90.0, description="Days after which they are forgotten.")
+
+
 class RouterSection(_Section):
     """The vllm-router in front of the servers."""
 
@@ -220,6 +237,8 @@ class FleetConfig(_Section):
     weight_transfer: WeightTransferSection = Field(default_factory=WeightTransferSection)
     health: HealthPolicy = Field(default_factory=HealthPolicy)
     restart: RestartPolicy = Field(default_factory=RestartPolicy)
+    logs: LogsSection = Field(default_factory=LogsSection)
+    history: HistorySection = Field(default_factory=HistorySection)
     control_timeout_s: Seconds = Field(
         30.0, description="Deadline of one control call (pause, resume, wake …) in seconds."
     )

@@ -24,7 +24,7 @@ async def verify(run: Run, prepared: Prepared, content_digest: str) -> None:
 
     async def digest(site: Site) -> None:
         await _refuse_thawed(site)
-        await _reset_cache(site)
+        await site.vllm.reset_caches()
         if run.request.verify:
             found = await weights_digest(site.vllm, timeout_s=timeout_s, rows=prepared.rows)
             site.digest, site.compared = found.digest, found.compared
@@ -95,13 +95,6 @@ async def publish(run: Run, sites: Sequence[Site], label: str) -> None:
     loaded = alive([site for site in sites if site.holds is Holds.NEW])
     await each(loaded, call, timeout_s=run.fleet.control_timeout_s, what="publish the version")
     reached("push.published")
-
-
-async def _reset_cache(site: Site) -> None:
-    """vLLM keeps KV blocks of the old weights for new requests unless it is told to drop them."""
-    if not await site.vllm.reset_prefix_cache():
-        # frozen requests hold blocks: they go back to the queue with the tokens they have
-        await site.vllm.reset_prefix_cache(reset_running=True)
 
 
 def _outvote(sites: Sequence[Site]) -> None:

@@ -9,10 +9,8 @@ from skyctl.errors import PreflightError
 from skyctl.push.alike import arrangement_of, comparable
 from skyctl.push.request import PushFleet, PushRequest
 from skyctl.push.sites import Site
+from skyctl.push.verify import UNLABELLED
 from skyctl.store.expected import ExpectedDigest, by_files
-
-UNLABELLED = (None, "default")
-"""What servers say of their weights' version as long as nobody pushed to them."""
 
 
 def names_of(checkpoint: Checkpoint, content_digest: str) -> tuple[str, ...]:
@@ -42,7 +40,9 @@ def launch_digests(sites: Sequence[Site]) -> list[ExpectedDigest]:
     launched = [
         site
         for site in sites
-        if site.server.launched_with and site.digest_before and site.old_version in UNLABELLED
+        if site.server.launched_with
+        and site.digest_before
+        and site.old_version in (None, UNLABELLED)
     ]
     return [
         ExpectedDigest(one.server.launched_with, one.engine, one.digest_before, "launch")

@@ -127,6 +127,7 @@ async def preflight(
     may_sleep = {s.name for s in fleet.servers if s.weights_awake or request.colocated}
     notes = check_servers(facts, may_sleep)
     refuse_broken(request, fleet, checkpoint, facts[0].vllm_version)
+    refuse_update_problems(facts)
     choice = choose(request.transport, fleet.transport, facts)
     if problem := refusal(request.stage, choice.name):
         raise PreflightError(
@@ -240,6 +241,16 @@ def check_servers(facts: Sequence[ServerFacts], weights_awake: Collection[str] =
             f"the servers run different versions of vLLM ({listing})", hint="restart them alike"
         )
     return sorted({fact.dialect.note for fact in facts if fact.dialect.note})
+
+
+def refuse_update_problems(facts: Sequence[ServerFacts]) -> None:
+    """Raise PreflightError, naming the server, where an update would leave wrong weights."""
+    for fact in facts:
+        if fact.update_problem:
+            raise PreflightError(
+                f"{fact.name}: {fact.update_problem}",
+                hint="restart the servers on the checkpoint instead",
+            )
 
 
 def refuse_dummy(facts: Sequence[ServerFacts]) -> None:

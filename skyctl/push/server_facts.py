@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from skyctl.engines.vllm.dialects import Dialect, dialect_for
-from skyctl.engines.vllm.server import VLLMServer
+from skyctl.engines.vllm.server import VLLMServer, lacks_method
 from skyctl.errors import ServerError
 from skyctl.http.client import ControlClient
 from skyctl.http.fanout import fan_out, require_all
@@ -16,6 +16,7 @@ from skyctl.http.target import ServerTarget
 from skyctl.push.request import PushFleet, PushServer
 
 NCCL_METHOD = "skyctl_nccl"
+_PROBLEM_METHOD = "skyctl_update_problem"
 _NCCL_TIMEOUT_S = 30.0
 
 
@@ -24,6 +25,7 @@ class ServerFacts:
     """What one server said of itself. Empty strings where it does not tell.
 
     `nccl_settings` are NCCL's variables in its workers, None where it does not tell.
+    `update_problem` is why its model must not be updated.
     """
 
     name: str
@@ -39,6 +41,7 @@ class ServerFacts:
     load_format: str = ""
     nccl_problem: str = ""
     nccl_settings: Mapping[str, str] | None = None
+    update_problem: str = ""
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -83,6 +86,7 @@ async def ask_servers(fleet: PushFleet, *, client: ControlClient) -> tuple[Serve
             load_format=made.load_format,
             nccl_problem=made.nccl_problem,
             nccl_settings=made.nccl_settings,
+            update_problem=made.update_problem,
         )
 
     targets = [server.target for server in fleet.servers]
@@ -102,6 +106,7 @@ class _Make:
     load_format: str
     nccl_problem: str
     nccl_settings: Mapping[str, str] | None
+    update_problem: str
 
 
 _makes: dict[str, _Make] = {}
@@ -114,8 +119,11 @@ async def _make(server: VLLMServer, pushed: PushServer) -> _Make:
     known = _makes.get(pushed.instance)
     if known is not None:
         return known
-    version, world_size, info = await gather(
-        server.version(), server.world_size(include_dp=True), _configuration(server)
+    version, world_size, info, update_problem = await gather(
+        server.version(),
+        server.world_size(include_dp=True),
+        _configuration(server),
+        _update_problem(server),
     )
     backend = _backend(info, pushed)
     problem, settings = await _nccl(server) if backend == "nccl" else ("", None)
@@ -127,12 +135,25 @@ async def _make(server: VLLMServer, pushed: PushServer) -> _Make:
         load_format=str(_section(info, "load_config").get("load_format", "")),
         nccl_problem=problem,
         nccl_settings=settings,
+        update_problem=update_problem,
     )
     if pushed.instance:
         if len(_makes) >= _MOST:
             _makes.clear()
         _makes[pushed.instance] = made
     return made
+
+
+async def _update_problem(server: VLLMServer) -> str:
+    """Why updates would leave wrong weights in its workers; "" where they would not, or where it
+    was started without skyctl's worker extension."""
+    try:
+        answers = await server.ask_workers(_PROBLEM_METHOD, timeout_s=_NCCL_TIMEOUT_S)
+    except ServerError as error:
+        if not lacks_method(error, _PROBLEM_METHOD):
+            raise
+        return ""
+    return next((str(answer) for answer in answers if answer), "")
 
 
 async def _nccl(server: VLLMServer) -> tuple[str, Mapping[str, str] | None]:

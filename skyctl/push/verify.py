@@ -14,7 +14,7 @@ from skyctl.errors import ServerError
 from skyctl.http.client import ControlClient
 from skyctl.http.fanout import fan_out
 from skyctl.http.target import ServerTarget
-from skyctl.push.alike import arranged, comparable
+from skyctl.push.alike import arranged, arrangement_of, comparable
 from skyctl.push.rows import Compared, KnownRows, Mismatch, compare
 
 DIGEST_METHOD = "skyctl_weight_digest"
@@ -22,20 +22,38 @@ EXTENSION = "skyctl.engines.vllm.inside.worker.SkyctlWorkerExtension"
 HOW_TO_DIGEST = f"start it with --worker-extension-cls {EXTENSION}, or push with --no-verify"
 
 
+UNLABELLED = "default"
+"""What servers say of their weights' version as long as nobody pushed to them."""
+
+
 class CannotDigest(ServerError):
     """A server has neither skyctl's worker extension nor vLLM's checksums."""
 
 
 @dataclass(frozen=True)
+class Record:
+    """What a server is on record to hold: its version's label (None: nothing was pushed), its
+    digest ("": not known), and what the checkpoint says of it."""
+
+    version: str | None = None
+    digest: str = ""
+    rows: tuple[KnownRows, ...] = ()
+
+
+@dataclass(frozen=True)
 class WeightsReport:
     """One server's weights. `digest` and `version` are "" and None when it cannot say; `detail`
-    tells why, or how the digest was made."""
+    tells why, how the digest was made, or what is not as it is on record. `compared` is how much of
+    the checkpoint on record it was seen to hold. `as_recorded` is None where nothing is on record.
+    """
 
     server: str
     ok: bool
     digest: str = ""
     version: str | None = None
     detail: str = ""
+    compared: dict[str, Any] | None = None
+    as_recorded: bool | None = None
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -59,15 +77,34 @@ class Verification:
 
 
 async def verify(
-    servers: Sequence[ServerTarget], *, client: ControlClient, timeout_s: float
+    servers: Sequence[ServerTarget],
+    *,
+    client: ControlClient,
+    timeout_s: float,
+    records: Mapping[str, Record] | None = None,
 ) -> Verification:
-    """Ask every server for the digest and the version of its weights. Never raises for a server."""
+    """Ask every server for the digest and the version of its weights, and compare them with each
+    other and with what is on record of it. Never raises for a server."""
 
     async def ask(target: ServerTarget) -> WeightsReport:
         server = VLLMServer(client, target, timeout_s=timeout_s)
-        found = await weights_digest(server, timeout_s=timeout_s)
+        if (await server.metrics()).sleep_level:  # its memory may be unmapped
+            raise ServerError(f"{target.name} is asleep: its weights cannot be looked at")
+        record = (records or {}).get(target.name)
+        found = await weights_digest(
+            server, timeout_s=timeout_s, rows=record.rows if record is not None else ()
+        )
         version = await server.weight_version()
-        return WeightsReport(target.name, True, found.digest, version, found.how)
+        problem = _unlike(record, found.digest, version) if record is not None else ""
+        return WeightsReport(
+            target.name,
+            True,
+            found.digest,
+            version,
+            problem or found.how,
+            found.compared.to_json() if found.compared and found.compared.tensors else None,
+            None if record is None else not problem,
+        )
 
     outcomes = await fan_out(servers, ask, timeout_s=timeout_s * 2)
     reports = tuple(
@@ -78,6 +115,16 @@ async def verify(
     same = all(len(set(group)) == 1 for group in comparable(known, str))
     agree = (True if len(known) == len(reports) else None) if same else False
     return Verification(reports, agree)
+
+
+def _unlike(record: Record, digest: str, version: str | None) -> str:
+    """What is not as it is on record; "" when all is, as far as it can be compared."""
+    if version is not None and version != (record.version or UNLABELLED):
+        return f"labelled {version}, on record is {record.version or 'what it was started with'}"
+    alike = arrangement_of(record.digest) == arrangement_of(digest)
+    if record.digest and alike and record.digest != digest:
+        return f"it holds other weights than those on record (digest {digest}, {record.digest})"
+    return ""
 
 
 @dataclass(frozen=True)
@@ -106,9 +153,7 @@ async def weights_digest(
     name = server.target.name
     questions = [asdict(one.question) for one in rows]
     try:
-        answers = await server.collective_rpc(
-            DIGEST_METHOD, kwargs={"rows": questions}, timeout_s=timeout_s
-        )
+        answers = await server.ask_workers(DIGEST_METHOD, {"rows": questions}, timeout_s=timeout_s)
     except ServerError as error:
         if not lacks_method(error, DIGEST_METHOD):
             raise

@@ -18,6 +18,7 @@ from skyctl.http.target import ServerTarget
 from skyctl.service.urls import FleetUrls, access
 from skyctl.store.in_doubt import close_orphans
 from skyctl.store.journal import Job, JobEvent, PushRecord
+from skyctl.store.retention import Retention
 from skyctl.store.state import Event, FleetState, ServerRow
 from skyctl.store.unrecorded import LOST, Unrecorded
 
@@ -51,6 +52,7 @@ class AttachedFleet:
         # a disk that fails must not take away what thaws a fleet
         self._state = FleetState(self.ref.paths.database, or_memory=True)
         self._arbiter = Arbiter(self._state.locks)
+        self._state.retention = Retention.of(self.ref.config.history)
         try:
             remember(self.ref, self._state)
         except StateUnwritable as error:
@@ -194,7 +196,7 @@ class AttachedFleet:
         """Compare the servers' weights now: {"servers": […], "agree": bool}."""
         from skyctl.core.jobs import verify_servers
 
-        return await verify_servers(self.targets, self._client)
+        return await verify_servers(self.targets, self._client, self._state)
 
     async def findings(self) -> tuple[Finding, ...]:
         """What is the matter with each server, asked now."""

@@ -17,7 +17,7 @@ from skyctl.http.target import ServerTarget
 from skyctl.push.request import PushFleet, PushRequest, PushServer
 from skyctl.store.in_doubt import NO_DOUBT, in_doubt
 from skyctl.store.journal import Job
-from skyctl.store.state import FleetState
+from skyctl.store.state import FleetState, ServerRow
 
 
 def begin(
@@ -34,6 +34,8 @@ def begin(
         StateUnwritable: it cannot be put on record; nothing was touched.
     """
     transfer, doubts = ref.config.weight_transfer, in_doubt(state)
+    known = {row.name: row for row in state.servers()}
+    rows = {target.name: known.get(target.name, ServerRow(target.name)) for target in targets}
     fleet = PushFleet(
         name=ref.name,
         # backend, device and world size are found out by the push's preflight
@@ -42,11 +44,10 @@ def begin(
                 target,
                 device="cuda" if ref.config.device == "cuda" else "cpu",
                 half_updated=doubts.get(target.name, NO_DOUBT).half_updated,
-                thaw=doubts.get(target.name, NO_DOUBT).thaw
-                and not state.server(target.name).paused,
-                weights_awake=target.name in state.weights_awake(),
-                sleep_level=state.server(target.name).sleep_level,
-                paused=state.server(target.name).paused,
+                thaw=doubts.get(target.name, NO_DOUBT).thaw and not rows[target.name].paused,
+                weights_awake=rows[target.name].weights_awake,
+                sleep_level=rows[target.name].sleep_level,
+                paused=rows[target.name].paused,
             )
             for target in targets
         ),

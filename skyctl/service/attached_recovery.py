@@ -19,7 +19,7 @@ from skyctl.push.request import PushRequest
 from skyctl.service import attached_push
 from skyctl.store.in_doubt import close_orphans, in_doubt
 from skyctl.store.journal import Job
-from skyctl.store.state import FleetState, FleetWeights
+from skyctl.store.state import FleetState, FleetWeights, ServerRow
 
 _TURN_WAIT_S = 120.0
 _ROUTER_TIMEOUT_S = 5.0
@@ -31,8 +31,15 @@ async def find(
     """What is the matter with each server, asked now."""
     seen = await observe(client, targets)
     doubts, weights = in_doubt(state), state.weights()
+    rows = {row.name: row for row in state.servers()}
     return tuple(
-        judge(one, state.server(one.server), doubts.get(one.server), weights, ours=False)
+        judge(
+            one,
+            rows.get(one.server, ServerRow(one.server)),
+            doubts.get(one.server),
+            weights,
+            ours=False,
+        )
         for one in seen
     )
 

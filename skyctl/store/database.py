@@ -21,6 +21,7 @@ from skyctl.errors import SkyctlError, StateUnwritable
 from skyctl.store import opening
 from skyctl.store.opening import Connect, disk_failed
 from skyctl.store.paths import private_directory
+from skyctl.store.retention import Retention
 from skyctl.store.schema import roll_back, upgrade
 from skyctl.store.unrecorded import LOST, Unrecorded, advice
 
@@ -69,6 +70,7 @@ class Database:
     ) -> None:
         self.path = path
         self.begun_anew = False
+        self.retention = Retention()
         self.unread = False
         self._warn = warn
         self._connect = connect
@@ -117,16 +119,26 @@ class Database:
             found: sqlite3.Row | None = self._run(sql, parameters).fetchone()
         return found
 
-    def write(self, sql: str, *parameters: Any) -> sqlite3.Cursor:
+    def write(self, sql: str, *parameters: Any, durable: bool = False) -> sqlite3.Cursor:
         """One statement, committed when it returns (unless in a `transaction`).
+
+        `durable` as in `transaction`.
 
         Raises:
             SkyctlError: the file cannot be used (locked for too long, damaged).
-            StateUnwritable: it cannot be written, in a `durable` transaction.
+            StateUnwritable: it cannot be written, though it has to be.
         """
-        self._complete_now_and_then()
-        with self._readable():
-            cursor = self._run(sql, parameters)
+        if durable:
+            self._need_file()
+        else:
+            self._complete_now_and_then()
+        before, self._durable = self._durable, self._durable or durable
+        try:
+            with self._readable():
+                cursor = self._run(sql, parameters)
+        finally:
+            if self._transaction is None:
+                self._durable = before
         if self._transaction is not None:
             self._transaction.append((sql, parameters))
         elif self._memory is not None:
@@ -144,13 +156,13 @@ class Database:
             StateUnwritable: `durable`, and the file cannot be written; nothing is.
         """
         if self._transaction is not None:
-            if durable and self._memory is not None:
-                raise self._unwritable()
+            if durable:
+                self._need_file()
             self._durable = self._durable or durable
             yield
             return
-        if durable and not self.complete():
-            raise self._unwritable()
+        if durable:
+            self._need_file()
         self._complete_now_and_then()
         self._durable = durable
         try:
@@ -281,6 +293,10 @@ class Database:
                 self.begun_anew = True
                 self._warn(f"{self.path} was corrupt ({error}); kept as {kept.name} and begun anew")
             return opening.open_file(self.path, self._connect, owner=self._owner)
+
+    def _need_file(self) -> None:
+        if not self.complete():
+            raise self._unwritable()
 
     def _complete_now_and_then(self) -> None:
         if self._memory is not None and time.monotonic() - self._tried > RETRY_S:

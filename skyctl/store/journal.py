@@ -12,7 +12,11 @@ from typing import Any
 from skyctl.errors import NotFoundError
 from skyctl.store.database import Database, understood
 from skyctl.store.identity import ProcessIdentity, own_identity
+from skyctl.store.retention import prune
 
+_QUEUED = "queued"
+"""The stage of a job that has not entered one."""
+_PRUNE_EVERY_JOBS = 20
 ENDED = ("succeeded", "failed", "interrupted")
 DRY_RUN = "dry-run"
 """Kind of a push that only checks and plans."""
@@ -102,24 +106,20 @@ class Journal:
         Raises:
             StateUnwritable: it cannot be put on record.
         """
-        owner = own_identity()
+        owner, created_at = own_identity(), time.time()
         # dry runs count downwards from -1, so that they use up no number of a push
         number = "(SELECT MIN(0, COALESCE(MIN(number), 0)) - 1 FROM jobs)"
-        with self._database.transaction(durable=True):
-            cursor = self._database.write(
-                "INSERT INTO jobs (number, kind, state, stage, done_bytes, total_bytes, request, "
-                f"created_at, owner) VALUES ({number if kind == DRY_RUN else 'NULL'}, "
-                "?, 'running', 'queued', 0, 0, ?, ?, ?)",
-                kind, json.dumps(request), time.time(), json.dumps(owner.__dict__),
-            )  # fmt: skip
-        return self.job(f"{kind}-{abs(cursor.lastrowid or 0)}")
+        cursor = self._database.write(
+            "INSERT INTO jobs (number, kind, state, done_bytes, total_bytes, request, created_at, "
+            f"owner) VALUES ({number if kind == DRY_RUN else 'NULL'}, ?, 'running', 0, 0, ?, ?, ?)",
+            kind, json.dumps(request), created_at, json.dumps(owner.__dict__), durable=True,
+        )  # fmt: skip
+        name = f"{kind}-{abs(cursor.lastrowid or 0)}"
+        return Job(name, kind, "running", _QUEUED, 0, 0, request, {}, created_at)
 
     def stage(self, job_id: str, stage: str, *, durable: bool = False) -> None:
         """A stage begins; `durable` for what must be on record before it does."""
-        number = _number(job_id)
-        with self._database.transaction(durable=durable):
-            self._database.write("UPDATE jobs SET stage = ? WHERE number = ?", stage, number)
-            self._event(number, "stage", {"stage": stage})
+        self._event(_number(job_id), "stage", {"stage": stage}, durable=durable)
 
     def progress(self, job_id: str, done_bytes: int, total_bytes: int) -> None:
         self._database.write(
@@ -132,8 +132,7 @@ class Journal:
     ) -> None:
         """A server's state; `durable` for what must be on record before it is made so."""
         data = {"server": server, "state": state, "detail": detail}
-        with self._database.transaction(durable=durable):
-            self._event(_number(job_id), "server", data, server)
+        self._event(_number(job_id), "server", data, server, durable=durable)
 
     def note(self, job_id: str, message: str) -> None:
         self._event(_number(job_id), "note", {"message": message})
@@ -160,6 +159,8 @@ class Journal:
                 number,
             )  # fmt: skip
             self._event(number, "end", {"state": state})
+        if number % _PRUNE_EVERY_JOBS == 0:
+            prune(self._database, self._database.retention)
 
     @understood
     def job(self, job_id: str) -> Job:
@@ -176,7 +177,7 @@ class Journal:
     @understood
     def jobs(self, limit: int = 50) -> list[Job]:
         """The latest jobs, newest first."""
-        return self._jobs("ORDER BY created_at DESC LIMIT ?", limit)
+        return self._jobs("ORDER BY created_at DESC, number DESC LIMIT ?", limit)
 
     @understood
     def events(self, job_id: str, after: int = 0) -> list[JobEvent]:
@@ -212,7 +213,7 @@ class Journal:
         ]
         if not dead:
             return []
-        return self._jobs(f"WHERE number IN ({', '.join('?' * len(dead))})", *dead)
+        return self._jobs(f"WHERE number IN ({_marks(len(dead))})", *dead)
 
     def record_push(
         self,
@@ -245,26 +246,37 @@ class Journal:
         ]  # fmt: skip
 
     def _jobs(self, where: str, *parameters: Any) -> list[Job]:
-        """Jobs `WHERE …`, each with the last that its events say of every server."""
+        """Jobs `WHERE …`, with the last that their events say of the job and of each server."""
         rows = self._database.rows(f"SELECT * FROM jobs {where}", *parameters)
+        stages = {row["number"]: _QUEUED for row in rows}
         servers: dict[int, dict[str, dict[str, str]]] = {row["number"]: {} for row in rows}
-        marks = ", ".join("?" * len(rows))
         for row in self._database.rows(
-            "SELECT job, data FROM job_events JOIN (SELECT min(sequence) AS first, "
-            f"max(sequence) AS last FROM job_events WHERE job IN ({marks}) AND server IS NOT NULL "
-            "GROUP BY job, server) ON sequence = last ORDER BY first",
+            "SELECT job, kind, data FROM job_events JOIN (SELECT min(sequence) AS first, "
+            f"max(sequence) AS last FROM job_events WHERE job IN ({_marks(len(rows))}) "
+            "AND kind IN ('stage', 'server') GROUP BY job, server) ON sequence = last "
+            "ORDER BY first",
             *servers,
         ):
             data = json.loads(row["data"])
-            servers[row["job"]][data["server"]] = {k: data[k] for k in ("state", "detail")}
-        return [_job(row, servers[row["number"]]) for row in rows]
+            if row["kind"] == "stage":
+                stages[row["job"]] = data["stage"]
+            else:
+                said = {"state": data["state"], "detail": data["detail"]}
+                servers[row["job"]][data["server"]] = said
+        return [_job(row, stages[row["number"]], servers[row["number"]]) for row in rows]
 
     def _event(
-        self, number: int, kind: str, data: dict[str, Any], server: str | None = None
+        self,
+        number: int,
+        kind: str,
+        data: dict[str, Any],
+        server: str | None = None,
+        *,
+        durable: bool = False,
     ) -> None:
         self._database.write(
             "INSERT INTO job_events (job, at, kind, data, server) VALUES (?, ?, ?, ?, ?)",
-            number, time.time(), kind, json.dumps(data), server,
+            number, time.time(), kind, json.dumps(data), server, durable=durable,
         )  # fmt: skip
 
 
@@ -279,12 +291,17 @@ def _id(row: sqlite3.Row) -> str:
     return f"{row['kind']}-{abs(row['number'])}"
 
 
-def _job(row: sqlite3.Row, servers: dict[str, dict[str, str]]) -> Job:
+def _marks(count: int) -> str:
+    """That many parameters of a statement."""
+    return ", ".join("?" * count)
+
+
+def _job(row: sqlite3.Row, stage: str, servers: dict[str, dict[str, str]]) -> Job:
     return Job(
         id=_id(row),
         kind=row["kind"],
         state=row["state"],
-        stage=row["stage"],
+        stage=stage,
         done_bytes=row["done_bytes"],
         total_bytes=row["total_bytes"],
         request=json.loads(row["request"]),

@@ -20,6 +20,7 @@ from skyctl.store.unrecorded import advice
 _DISK = (
     errno.ENOSPC,
     errno.EDQUOT,
+    errno.EFBIG,
     errno.EROFS,
     errno.EIO,
     errno.EACCES,

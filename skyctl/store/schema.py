@@ -45,7 +45,8 @@ CREATE TABLE locks (
     name TEXT PRIMARY KEY, pid INTEGER NOT NULL, create_time REAL NOT NULL,
     boot_id TEXT NOT NULL, holder TEXT NOT NULL, since REAL NOT NULL);
 """,
-    # one row per server instead of JSON in `meta` and `jobs`: written without reading the others
+    # one row per server instead of JSON in `meta` and `jobs`: written without reading the others;
+    # the stage of a job, and of its servers, is what its last event says
     3: """
 ALTER TABLE servers ADD COLUMN weights_awake INTEGER NOT NULL DEFAULT 0;
 INSERT OR IGNORE INTO servers (name, paused, sleep_level)
@@ -68,10 +69,9 @@ CREATE INDEX job_events_of_servers ON job_events (job, server, sequence);
 ALTER TABLE jobs RENAME TO jobs_2;
 CREATE TABLE jobs (
     number INTEGER PRIMARY KEY AUTOINCREMENT, kind TEXT NOT NULL, state TEXT NOT NULL,
-    stage TEXT NOT NULL, done_bytes INTEGER NOT NULL, total_bytes INTEGER NOT NULL,
-    request TEXT NOT NULL, created_at REAL NOT NULL, finished_at REAL,
-    error TEXT, result TEXT, owner TEXT NOT NULL);
-INSERT INTO jobs SELECT number, kind, state, stage, done_bytes, total_bytes, request, created_at,
+    done_bytes INTEGER NOT NULL, total_bytes INTEGER NOT NULL, request TEXT NOT NULL,
+    created_at REAL NOT NULL, finished_at REAL, error TEXT, result TEXT, owner TEXT NOT NULL);
+INSERT INTO jobs SELECT number, kind, state, done_bytes, total_bytes, request, created_at,
     finished_at, error, result, owner FROM jobs_2;
 DROP TABLE jobs_2;
 DROP TABLE locks;

@@ -18,7 +18,10 @@ from skyctl.store.journal import Journal
 from skyctl.store.locks import Locks
 from skyctl.store.opening import Connect, connect
 from skyctl.store.rebuild import remember_live_processes
+from skyctl.store.retention import Retention, prune, prune_events
 from skyctl.store.unrecorded import Unrecorded
+
+_PRUNE_EVERY_EVENTS = 500
 
 Phase = Literal["intended", "running", "stale"]
 
@@ -269,6 +272,19 @@ class FleetState:
     def set(self, key: str, value: str) -> None:
         self._database.write("INSERT OR REPLACE INTO meta VALUES (?, ?)", key, value)
 
+    @property
+    def retention(self) -> Retention:
+        """How much of the history stays; older lines go as new ones come."""
+        return self._database.retention
+
+    @retention.setter
+    def retention(self, retention: Retention) -> None:
+        self._database.retention = retention
+
+    def prune(self) -> None:
+        """Forget now what is older than that."""
+        prune(self._database, self.retention)
+
     def forget_run(self) -> None:
         """After `down`: no processes, no intended states, base weights. History stays."""
         with self._database.transaction():
@@ -280,10 +296,12 @@ class FleetState:
 
     def add_event(self, subject: str, message: str) -> None:
         """One line of history about a server, the router or the fleet."""
-        self._database.write(
+        written = self._database.write(
             "INSERT INTO events (at, subject, message) VALUES (?, ?, ?)",
             time.time(), subject, message,
         )  # fmt: skip
+        if written.lastrowid and written.lastrowid % _PRUNE_EVERY_EVENTS == 0:
+            prune_events(self._database, self.retention)
 
     def events(self, limit: int = 100) -> list[Event]:
         """The latest events, oldest first."""

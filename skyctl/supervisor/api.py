@@ -159,7 +159,9 @@ def make_app(supervisor: Supervisor) -> Starlette:
     async def verify(request: Request) -> Answer:
         body = await _parsed(request, VerifyBody)
         targets = [r.target for r in supervisor.named(()) if r.phase == "up"]
-        return await verify_servers(targets, supervisor.client, timeout_s=body.timeout_s)
+        return await verify_servers(
+            targets, supervisor.client, supervisor.state, timeout_s=body.timeout_s
+        )
 
     posts: dict[str, Callable[[Request], Awaitable[Answer]]] = {
         "/v1/reconcile": reconcile,

@@ -27,6 +27,7 @@ from skyctl.store.paths import FleetPaths, create_private_file
 from skyctl.store.state import FleetState
 from skyctl.supervisor.api import make_app
 from skyctl.supervisor.client import SupervisorClient
+from skyctl.supervisor.housekeeping import keep_house
 from skyctl.supervisor.resident import Supervisor
 
 START_TIMEOUT_S = 20.0
@@ -92,7 +93,7 @@ async def serve(paths: FleetPaths) -> None:
     await _lock(paths)
     become_subreaper()
     async with ControlClient() as client:
-        with FleetState(paths.database, warn=_log) as state:
+        with FleetState(paths.database, warn=_log, owner=True) as state:
             supervisor = Supervisor(paths, state, client)
             sweep(paths.staging, state.checkpoints() | needed(state))
             with _socket(paths) as listener:
@@ -145,8 +146,10 @@ async def _serve_until_finished(supervisor: Supervisor, listener: socket.socket)
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, go_down)
     serving = asyncio.create_task(server.serve(sockets=[listener]))
+    housekeeping = asyncio.create_task(keep_house(supervisor))
     _log(f"supervisor of fleet {supervisor.paths.name} is up (pid {os.getpid()})")
     await supervisor.finished.wait()
+    housekeeping.cancel()
     server.should_exit = True
     await serving
     for result in await asyncio.gather(*downs, return_exceptions=True):

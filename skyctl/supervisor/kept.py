@@ -7,7 +7,7 @@ import contextlib
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Literal
 
@@ -26,6 +26,14 @@ from skyctl.units import format_seconds
 _LOG = logging.getLogger(__name__)
 
 SETTLED = ("up", "ready", "dead", "failed", "stopped")
+
+
+@contextlib.contextmanager
+def _logged(name: str) -> Iterator[None]:
+    try:
+        yield
+    except Exception:
+        _LOG.exception("%s: not put on record", name)
 
 
 class KeptRunning(ABC):
@@ -61,6 +69,7 @@ class KeptRunning(ABC):
         self._clock = clock
         self._task: asyncio.Task[None] | None = None
         self._ending: ManagedProcess | None = None  # is being stopped
+        self._unsaved = False  # what is known of its process is not on record
 
     @property
     @abstractmethod
@@ -123,7 +132,7 @@ class KeptRunning(ABC):
                 _LOG.exception("%s", self.name)
                 reason = f"the supervisor failed: {error!r} (see: skyctl logs supervisor)"
             adopted = None
-            self._store.add_event(self.name, reason)
+            self._event(reason)
             if not self._worth_restarting():
                 await self._give_up("failed", reason)
                 return
@@ -140,16 +149,28 @@ class KeptRunning(ABC):
             wait = format_seconds(decision.wait_s)
             # out of the router at once, while the rest of its tree is still being stopped
             self._to("restarting", f"{reason}; starting again in {wait}")
-            await self._end_process()
+            try:
+                await self._end_process()
+            except SkyctlError as error:  # what cannot be ended has its port and its GPU still
+                await self._give_up("failed", f"{reason}; {error.message}")
+                return
             await asyncio.sleep(decision.wait_s)
 
     async def _give_up(self, phase: str, reason: str) -> None:
         self._to("stopping", reason)
-        await self._end_process()
+        try:
+            await self._end_process()
+        except SkyctlError as error:
+            if error.message not in reason:
+                reason = f"{reason}; {error.message}"
         self._to(phase, reason)
 
     def _spawn(self, argv: Sequence[str], env: Mapping[str, str]) -> ManagedProcess:
-        """Intent is on disk before the process is, its identity right after."""
+        """Intent is on record before the process is, its identity right after.
+
+        Raises:
+            SkyctlError: the intent cannot be put on record, or the process cannot be started.
+        """
         spec = self.running_spec
         intent = ProcessRow(
             name=self.name,
@@ -164,14 +185,13 @@ class KeptRunning(ABC):
             started_at=time.time(),
         )
         self._store.save_process(intent)
-        self._store.add_event(self.name, "starting")
+        self._event("starting")
         reached(f"{self.role}.intended")
         self._before_spawn()
         env = {**scratch_environment(self._paths), **env}
         process = ManagedProcess.spawn(argv, env, self._paths.log(self.name), intent.token)
         reached(f"{self.role}.spawned")
-        self._record = replace(intent, phase="running", identity=process.identity)
-        self._store.save_process(self._record)
+        self._save(replace(intent, phase="running", identity=process.identity))
         reached(f"{self.role}.recorded")
         self.started_at = intent.started_at
         return process
@@ -182,8 +202,25 @@ class KeptRunning(ABC):
         assert found is not None  # adopted processes come from the state file
         self._record = found
         self.started_at = found.started_at
-        self._store.add_event(self.name, f"adopted (pid {process.pid})")
+        self._event(f"adopted (pid {process.pid})")
         return process
+
+    def _event(self, message: str) -> None:
+        """One line of history. What cannot be put on record says nothing about a process: neither
+        a live one is ended for it, nor a dead one kept."""
+        with _logged(self.name):
+            self._store.add_event(self.name, message)
+
+    def _save(self, record: ProcessRow) -> None:
+        """What is known of its process; written again with the next change, or probe, if need be"""
+        self._record, self._unsaved = record, True
+        self._save_again()
+
+    def _save_again(self) -> None:
+        if self._unsaved:
+            with _logged(self.name):
+                self._store.save_process(self._record)
+                self._unsaved = False
 
     async def _end_process(self) -> None:
         """Stop whatever is left of the tree; also after the leader was killed.
@@ -197,7 +234,8 @@ class KeptRunning(ABC):
             await self._ending.stop(self.config.stop_timeout_s)
             self._ending = None
             reached(f"{self.role}.stopped")
-            self._store.mark_stale(self.name)
+            with _logged(self.name):
+                self._store.mark_stale(self.name)
         self.started_at = None
         self._after_end()
 

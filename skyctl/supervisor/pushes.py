@@ -20,7 +20,7 @@ from skyctl.store.in_doubt import in_doubt
 from skyctl.store.journal import Job
 from skyctl.store.state import FleetWeights
 from skyctl.supervisor import admission
-from skyctl.supervisor.replica import Replica
+from skyctl.supervisor.replica import Replica, reload_rows
 from skyctl.supervisor.rotation import RouterRotation
 from skyctl.transfer.sender_pool import SenderPool
 
@@ -41,11 +41,6 @@ def committed(plan: FleetPlan, weights: FleetWeights) -> Committed | None:
     directory = locate(plan.model_path)
     started_with_files = directory is not None and any(directory.glob("*.safetensors"))
     return Committed(plan.model_path) if started_with_files else None
-
-
-def _reload(replicas: Sequence[Replica]) -> None:
-    for replica in replicas:
-        replica.reload_row()
 
 
 class Pushes:
@@ -184,7 +179,7 @@ class Pushes:
                 senders=self._senders,
                 rotation=RouterRotation(supervisor) if supervisor.router else None,
                 on_server=self._on_server,
-                on_part=lambda: _reload(up),
+                on_part=lambda: reload_rows(up, supervisor.state),
                 guardian=guarded(supervisor.paths),
                 kept=supervisor.paths.kept,
             )

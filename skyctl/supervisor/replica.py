@@ -20,7 +20,7 @@ import asyncio
 import contextlib
 import os
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
 
@@ -117,7 +117,7 @@ class Replica(KeptRunning):
     @property
     def weights_awake(self) -> bool:
         """Whether it sleeps but for its weights, which were woken."""
-        return self.name in self._context.state.weights_awake()
+        return self._context.state.server(self.name).weights_awake
 
     @property
     def row(self) -> ServerRow:
@@ -164,9 +164,9 @@ class Replica(KeptRunning):
             checkpoint_digest=None,
             weights_digest=None,
             quarantine=None,
+            weights_awake=False,
         )
         trust(self._context.state, self.name)
-        self._context.state.set_weights_awake(self.name, False)
 
     def hold(self) -> None:
         """Until it is up, and not quarantined, let it answer nobody but us (`inside/guard.py`)."""
@@ -182,9 +182,9 @@ class Replica(KeptRunning):
         self._closed = False
         self.reload_row()
 
-    def reload_row(self) -> None:
-        """Take over what somebody else wrote to the state file."""
-        self._row_is(self._context.state.server(self.name))
+    def reload_row(self, row: ServerRow | None = None) -> None:
+        """Take over what somebody else wrote to the state file (`row`, where it was read)."""
+        self._row_is(row or self._context.state.server(self.name))
 
     def _row_is(self, row: ServerRow) -> None:
         self._row = row
@@ -232,7 +232,7 @@ class Replica(KeptRunning):
         if not self._row.quarantine:
             self._release()
         self._proven = True
-        self._context.state.add_event(self.name, "ready")
+        self._event("ready")
         self._to("up")
         return await self._watch(self.process)
 
@@ -259,7 +259,9 @@ class Replica(KeptRunning):
             self._release()
 
     def _release(self) -> None:
-        self._context.paths.held(self.name).unlink(missing_ok=True)
+        held = self._context.paths.held(self.name)
+        if held.exists():  # on a read-only disk it cannot even be asked to remove nothing
+            held.unlink(missing_ok=True)
 
     def _after_end(self) -> None:
         self.observed_paused, self.update_state = None, ""
@@ -334,8 +336,16 @@ class Replica(KeptRunning):
 
     def _record_descendants(self, process: ManagedProcess) -> None:
         if process.record_descendants():
-            self._record = replace(self._record, descendants=process.descendants)
-            self._context.state.save_process(self._record)
+            self._save(replace(self._record, descendants=process.descendants))
+        else:
+            self._save_again()
+
+
+def reload_rows(replicas: Sequence[Replica], state: FleetState) -> None:
+    """Take over what somebody else wrote of several servers."""
+    rows = {row.name: row for row in state.servers()}
+    for replica in replicas:
+        replica.reload_row(rows.get(replica.name))
 
 
 async def _wait(event: asyncio.Event, timeout_s: float) -> bool:

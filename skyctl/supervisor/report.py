@@ -9,7 +9,14 @@ from collections.abc import Iterable
 
 import psutil
 
-from skyctl.core.status import INTENDED_STATES, FleetStatus, ReplicaStatus, RouterStatus, assess
+from skyctl.core.status import (
+    INTENDED_STATES,
+    FleetStatus,
+    Reason,
+    ReplicaStatus,
+    RouterStatus,
+    assess,
+)
 from skyctl.engines.vllm.metrics import ServerMetrics
 from skyctl.engines.vllm.server import VLLMServer
 from skyctl.errors import SkyctlError
@@ -44,6 +51,8 @@ async def report(supervisor: Supervisor, *, fresh: bool = True) -> FleetStatus:
     router = _router_row(supervisor)
     rollout = _rollout(supervisor)
     health, reasons = assess(rows, router, rolling=rollout is not None)
+    if (lost := supervisor.state.unrecorded) is not None:
+        reasons += (Reason(f"{lost.path} cannot be written: {lost.why}", lost.hint),)
     return FleetStatus(
         name=supervisor.paths.name,
         health=health,

@@ -32,11 +32,12 @@ from skyctl.store.credentials import ensure_credentials
 from skyctl.store.in_doubt import close_orphans, in_doubt
 from skyctl.store.journal import Job
 from skyctl.store.paths import FleetPaths
+from skyctl.store.retention import Retention
 from skyctl.store.state import FleetState
 from skyctl.supervisor import admission, adoption, healing, rollout
 from skyctl.supervisor.pushes import Pushes
 from skyctl.supervisor.reconcile import Changes, Running, compare
-from skyctl.supervisor.replica import Replica, ReplicaContext
+from skyctl.supervisor.replica import Replica, ReplicaContext, reload_rows
 from skyctl.supervisor.router import RouterChild
 from skyctl.supervisor.wire import spec_hash
 
@@ -60,6 +61,7 @@ class Supervisor:
         self.recovered: tuple[Recovered, ...] = ()  # by the last recovery
         self.taken_over = False  # what lived is adopted and put right; the rest may still start
         close_orphans(state)  # of a dead supervisor, before anybody asks
+        self._looking = False
         self._context: ReplicaContext | None = None
         self._numbers = itertools.count(1)
         self._ended_operations: deque[Operation] = deque(maxlen=20)
@@ -215,8 +217,7 @@ class Supervisor:
                 timeout_s=timeout_s,
                 device=plan.device,
             )
-            for replica in chosen:
-                replica.reload_row()
+            reload_rows(chosen, self.state)
             await self._see(verb, chosen, outcomes)
         finally:
             self.held_out -= {replica.name for replica in chosen}
@@ -305,7 +306,13 @@ class Supervisor:
         return {name: self.replicas[name].spec.url for name in sorted(routable(states))}
 
     def changed(self) -> None:
-        """Some replica's state changed."""
+        """Some replica's state changed: all are looked at soon, once however many did."""
+        if not self._looking:
+            self._looking = True
+            asyncio.get_running_loop().call_soon(self._look)
+
+    def _look(self) -> None:
+        self._looking = False
         for replica in self.replicas.values():
             replica.note_state()
         if self.router is not None:
@@ -329,6 +336,7 @@ class Supervisor:
                 changed=self.changed,
             )
         self._context.config = plan.config
+        self.state.retention = Retention.of(plan.config.history)
         # at once, before anything is spawned: another `up` plans with the same ports
         self.state.set("ports", json.dumps(_ports(plan)))
 

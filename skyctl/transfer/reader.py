@@ -7,6 +7,7 @@ import zlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from mmap import mmap
 from pathlib import Path
 from threading import Condition
 
@@ -184,13 +185,18 @@ class ChunkReader:
 
     def _fill(self, pieces: Sequence[Piece], slot: memoryview) -> list[int]:
         checksums = [0] * len(pieces)
+        owner = slot.obj
+        whole = owner if isinstance(owner, mmap) and len(owner) == slot.nbytes else None
 
         def read(run: list[int]) -> None:
             views = [slot[pieces[i].offset : pieces[i].offset + pieces[i].nbytes] for i in run]
             self._files.read(pieces[run[0]].shard, pieces[run[0]].begin, views)
             for i, view in zip(run, views, strict=True):
                 checksums[i] = zlib.crc32(view)
-                element = first_not_finite(view, pieces[i].dtype)
+                if not pieces[i].dtype:
+                    continue
+                buffer, begin = (whole, pieces[i].offset) if whole else (bytes(view), 0)
+                element = first_not_finite(buffer, pieces[i].dtype, begin, view.nbytes)
                 if element is not None:
                     raise self._files.not_finite(pieces[i], element)
 

@@ -11,7 +11,8 @@
     {"op": "open", …}                   the next push, with the same carrier or another
     end of input       ───────────────► the process ends
 
-Anything that goes wrong is {"event": "error", "kind", "message", "hint", "traceback"}, and the end.
+Anything that goes wrong is {"event": "error", "kind", "message", "hint", "traceback"}, and the end;
+where a reader finds fault with the checkpoint, what was filled stays until the end of input.
 The process may be killed at any time: all it holds is memory. It never outlives its parent.
 """
 
@@ -28,7 +29,7 @@ from importlib import import_module
 from typing import Any, TextIO
 
 from skyctl.checkpoints.header import Shard
-from skyctl.errors import SkyctlError
+from skyctl.errors import PreflightError, SkyctlError
 from skyctl.kill_points import reached
 from skyctl.transfer.reader import FilledSlot, Piece, ShardFiles
 from skyctl.transfer.transports.base import Carrier, Reader
@@ -50,8 +51,8 @@ class Channel:
             self._stream.write(line + "\n")
             self._stream.flush()
 
-    def fail(self, error: BaseException) -> None:
-        """Tell the parent of an error, with its traceback, and end the process."""
+    def report(self, error: BaseException) -> None:
+        """Tell the parent of an error, with its traceback."""
         message = error.message if isinstance(error, SkyctlError) else f"{error}" or repr(error)
         self.tell(
             "error",
@@ -60,6 +61,10 @@ class Channel:
             hint=error.hint if isinstance(error, SkyctlError) else "",
             traceback="".join(traceback.format_exception(error)),
         )
+
+    def fail(self, error: BaseException) -> None:
+        """Tell the parent of an error and end the process."""
+        self.report(error)
         # not sys.exit: another thread may sit in a collective that never returns
         os._exit(1)
 
@@ -119,6 +124,9 @@ class Sender:
 
         try:
             reader.run(filled)
+        except PreflightError as error:
+            # it is the checkpoint's fault: servers may still be reading what was filled before
+            self._channel.report(error)
         except BaseException as error:
             self._channel.fail(error)
 

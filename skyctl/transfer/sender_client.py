@@ -208,7 +208,6 @@ class SenderProcess:
 
     async def _pump_events(self) -> None:
         assert self._process.stdout is not None
-        failure: SenderFailed | None = None
         async for line in self._process.stdout:
             message = json.loads(line)
             if message["event"] == "error":
@@ -218,16 +217,18 @@ class SenderProcess:
                     details={"kind": message["kind"], "traceback": message["traceback"]},
                 )
                 failure.final = message["kind"] in _FINAL
+                await self._fail(failure)
                 continue
             async with self._changed:
                 self._events[message["event"], message.get("chunk", 0)] = message
                 self._changed.notify_all()
         code = await self._process.wait()
+        await self._fail(SenderFailed(f"the sender ended with code {code}{self._last_words()}"))
+
+    async def _fail(self, failure: SenderFailed) -> None:
+        """Every wait raises this, unless it raises something else already."""
         async with self._changed:
-            if self._failure is None:
-                self._failure = failure or SenderFailed(
-                    f"the sender ended with code {code}{self._last_words()}"
-                )
+            self._failure = self._failure or failure
             self._changed.notify_all()
 
     async def _pump_stderr(self) -> None:

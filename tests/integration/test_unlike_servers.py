@@ -12,11 +12,12 @@ import pytest
 from skyctl.checkpoints.tiny import make_tiny_checkpoint
 from skyctl.launch.local.segments import SHARED_MEMORY
 from tests.integration.fleet_cli import UP_TIMEOUT_S, FleetCli, greedy
+from tests.integration.inside import CORRUPTIBLE, ask, assert_holds
 
 pytestmark = pytest.mark.real
 
 WHOLE, SPLIT = {"name": "whole"}, {"name": "split", "tensor_parallel_size": 2}
-COPIES = {"name": "copies", "data_parallel_size": 2}
+COPIES = {"name": "copies", "data_parallel_size": 2, **CORRUPTIBLE}
 # vLLM on CPU makes the buffers between pipeline ranks as it warms up, which eager servers do not
 LAYERS = {"name": "layers", "pipeline_parallel_size": 2, "args": {"enforce-eager": False}}
 TRANSPORTS = ("shm", "gloo", "disk")
@@ -54,6 +55,13 @@ def answers(fleet: FleetCli) -> dict[str, list[int]]:
     return {name: greedy(url, "unlike", "the kettle", key=key) for name, url in urls.items()}
 
 
+def digests(fleet: FleetCli, server: str) -> list[str]:
+    """Of each data-parallel rank, in their order."""
+    workers = ask(fleet, server, "skyctl_weight_digest")
+    assert [worker["data_parallel_rank"] for worker in workers] == [0, 1]
+    return [worker["digest"] for worker in workers]
+
+
 def make_checkpoints(directory: Path) -> dict[str, Path]:
     pytest.importorskip("vllm")
     return {
@@ -80,6 +88,8 @@ def test_a_push_brings_what_a_server_started_on_it_answers(tmp_path: Path) -> No
             push = ("sync-weights", "--transport", transport)
             fleet.run(*push, str(made["b"]))
             assert answers(fleet) == {"whole-0": of_b, "split-0": of_b}, transport
+            assert_holds(fleet, "whole-0", made["b"])
+            assert_holds(fleet, "split-0", made["b"])
             fleet.run(*push, str(made["a"]))
             assert answers(fleet) == of_a, transport
         segments = set(SHARED_MEMORY.glob("vllm_dist_*-tp:*-cpushm_*"))
@@ -121,5 +131,11 @@ def test_pipeline_and_data_parallel_ranks_take_the_same_push(tmp_path: Path) -> 
             assert answer() == of_b != of_a, transport
             fleet.run("sync-weights", "--transport", transport, str(made["a"]))
             assert answer() == of_a, transport
+        assert_holds(fleet, "layers-0", made["a"])
+        assert_holds(fleet, "copies-0", made["a"])
+        first, second = digests(fleet, "copies-0")
+        assert first == second
+        ask(fleet, "copies-0", "skyctl_corrupt", rank=1)
+        assert digests(fleet, "copies-0")[0] == first != digests(fleet, "copies-0")[1]
     finally:
         fleet.run("down", expect=None)

@@ -59,6 +59,7 @@ class StubServer:
             ("/sleep", self._sleep),
             ("/wake_up", self._wake),
             ("/reset_prefix_cache", self._reset_prefix_cache),
+            ("/reset_encoder_cache", self._reset_encoder_cache),
             ("/collective_rpc", self._collective_rpc),
             ("/init_weight_transfer_engine", self._init_transfer),
             ("/start_weight_update", self._start_update),
@@ -156,8 +157,15 @@ class StubServer:
         status = "awake" if awake else "sleeping"
         return JSONResponse({"status": status, "tags": tags or None})
 
-    async def _reset_prefix_cache(self, _: Request) -> Response:
-        return JSONResponse({"success": self.engine.requests == 0})
+    async def _reset_prefix_cache(self, request: Request) -> Response:
+        asked = request.query_params
+        external = asked.get("reset_external") == "true"
+        requeue = asked.get("reset_running_requests") == "true"
+        return JSONResponse({"success": self.engine.reset_kv(external=external, requeue=requeue)})
+
+    async def _reset_encoder_cache(self, _: Request) -> Response:
+        self.engine.cached.discard("encoder")
+        return Response()
 
     async def _collective_rpc(self, request: Request) -> Response:
         body = await self._body(request)
@@ -178,6 +186,8 @@ class StubServer:
         if method in ("skyctl_repack_tied", "skyctl_leave_group", "skyctl_free_cached"):
             self.engine.log.append(method)
             return JSONResponse({"results": [None] * workers})
+        if method == "skyctl_update_problem":
+            return JSONResponse({"results": [self.engine.update_problem] * workers})
         if method == "skyctl_nccl":
             answer = {"problem": self.engine.nccl_problem, "settings": self.engine.nccl_settings}
             return JSONResponse({"results": [answer] * workers})

@@ -24,6 +24,7 @@ from typing import Any
 from tests.stub import rows
 
 MEMORY = frozenset({"weights", "kv_cache"})
+CACHES = frozenset({"prefix", "external", "encoder"})
 
 
 class EngineRefused(Exception):
@@ -84,6 +85,7 @@ class StubEngine:
     weigh: Callable[[list[dict[str, Any]]], str] = digest_of_updates
     digest: str = ""
     nccl_problem: str = ""
+    update_problem: str = ""
     nccl_settings: dict[str, str] = field(default_factory=dict)
     weight_version: str = "default"
     scheduler: Scheduler = Scheduler.RUNNING
@@ -95,6 +97,8 @@ class StubEngine:
     dead: bool = False
     requests: int = 0
     queued: int = 0
+    cached: set[str] = field(default_factory=lambda: set(CACHES))  # of CACHES, in use at first
+    connector_fails: bool = False  # to drop what it keeps elsewhere
     logprob: float = -0.5  # of every token it generates
     prompt_tokens: int = 0
     generation_tokens: int = 0
@@ -221,6 +225,14 @@ class StubEngine:
         self.digest = digest_of_checkpoint(path)
         self.contents = rows.of_checkpoint(path)
         self.log.append("reload")
+
+    def reset_kv(self, *, external: bool, requeue: bool) -> bool:
+        if self.requests and not requeue:
+            return False
+        self.cached.discard("prefix")
+        if external and not self.connector_fails:
+            self.cached.discard("external")
+        return not (external and self.connector_fails)
 
     async def until_logged(self, entry: str) -> None:
         """Wait until `entry` was carried out: what tests wait for instead of sleeping."""

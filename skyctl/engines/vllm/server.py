@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import secrets
+from asyncio import gather
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
@@ -12,6 +14,9 @@ from skyctl.http.target import ServerTarget
 
 PauseMode = Literal["abort", "wait", "keep"]
 Read = TypeVar("Read")
+
+_ASK_METHOD = "skyctl_leave_answer"
+"""Of skyctl's worker extension: call another one where there are several data-parallel ranks."""
 
 
 class VLLMServer:
@@ -130,16 +135,43 @@ class VLLMServer:
             return bool(answer["status"] == "awake")
         return not tags
 
+    async def reset_caches(self) -> None:
+        """Drop all that was computed with other weights: KV blocks, here and in what a KV connector
+        keeps elsewhere, and the outputs of encoders (of images, for example).
+
+        Raises:
+            ServerError: some of it is still there.
+        """
+        done = await self.reset_prefix_cache()
+        if not done:
+            # frozen requests hold blocks: they go back to the queue with the tokens they have
+            done = await self.reset_prefix_cache(reset_running=True)
+        if not done:
+            raise ServerError(
+                f"{self.target.name}: KV blocks of other weights are still cached: "
+                f"{self.target.url}/reset_prefix_cache answered success: false"
+            )
+        await self._reset_encoder_cache()
+
     async def reset_prefix_cache(self, *, reset_running: bool = False) -> bool:
-        """Drop cached KV blocks. False while requests hold blocks; may be repeated.
+        """Drop cached KV blocks, also those that a KV connector keeps elsewhere. False while
+        requests hold blocks, or where the connector did not do it; may be repeated.
 
         With `reset_running` the requests that hold blocks are put back in the queue: they keep
         their tokens and compute their KV anew when they are scheduled next.
         """
-        params = {"reset_running_requests": "true"} if reset_running else None
-        answer = await self._call("POST", "/reset_prefix_cache", params=params)
-        # versions before 0.32 answer with an empty body
-        return bool(answer.get("success", True)) if isinstance(answer, dict) else True
+        params = {"reset_external": "true"}
+        if reset_running:
+            params["reset_running_requests"] = "true"
+        return bool(await self._field("POST", "/reset_prefix_cache", "success", params=params))
+
+    async def _reset_encoder_cache(self) -> None:
+        """Nothing happens in a version without this route."""
+        try:
+            await self._call("POST", "/reset_encoder_cache")
+        except ServerError as error:
+            if error.status != 404:
+                raise
 
     async def collective_rpc(
         self,
@@ -155,6 +187,47 @@ class VLLMServer:
         if not isinstance(answer, dict):
             return []
         return self._understood("/collective_rpc", lambda: list(answer.get("results") or []))
+
+    async def ask_workers(
+        self,
+        method: str,
+        kwargs: Mapping[str, Any] | None = None,
+        *,
+        timeout_s: float | None = None,
+    ) -> list[Any]:
+        """Call a method of skyctl's worker extension on every worker of every data-parallel rank.
+
+        Returns what each answered, by data-parallel rank, then by rank within it. Through
+        /collective_rpc alone only the first data-parallel rank would be heard
+        (`engines/vllm/inside/ranks.py`).
+
+        Raises:
+            ServerError: an answer is missing, or the method failed on one of the workers.
+        """
+        everywhere, within = await gather(
+            self.world_size(include_dp=True), self.world_size(include_dp=False)
+        )
+        if everywhere == within:
+            answers = await self.collective_rpc(method, kwargs=kwargs, timeout_s=timeout_s)
+            found = {(0, rank): answer for rank, answer in enumerate(answers)}
+        else:
+            nonce = secrets.token_hex(16)
+            question = {"nonce": nonce, "method": method, "kwargs": dict(kwargs or {})}
+            await self.collective_rpc(_ASK_METHOD, kwargs=question, timeout_s=timeout_s)
+            left = await self.collective_rpc("skyctl_answers", kwargs={"nonce": nonce})
+            found = self._understood(
+                "/collective_rpc",
+                lambda: {tuple(each["rank"]): each["answer"] for each in left[0]},
+            )
+        wanted = [(copy, rank) for copy in range(everywhere // within) for rank in range(within)]
+        for copy, rank in wanted:
+            if (copy, rank) not in found:
+                raise ServerError(
+                    f"{self.target.name}: could not look at rank {copy}: no answer of its worker "
+                    f"{rank} (data-parallel ranks on other machines, or behind servers of their "
+                    "own, are not supported)"
+                )
+        return [found[place] for place in wanted]
 
     async def complete(
         self, body: Mapping[str, Any], *, chat: bool = False, timeout_s: float | None = None
@@ -277,7 +350,8 @@ class VLLMServer:
 def lacks_method(error: ServerError, method: str) -> bool:
     """Whether workers answered a `collective_rpc` that they have no such method. Any other error,
     one raised by the method itself above all, says nothing of the kind."""
-    return f"Method '{method}' is not implemented" in error.message
+    missing = (f"Method '{name}' is not implemented" for name in (method, _ASK_METHOD))
+    return any(words in error.message for words in missing)
 
 
 def _flag(value: bool) -> str:

@@ -6,6 +6,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
+from skyctl.launch.local.rotation import earlier
 from skyctl.sanitize import sanitized
 
 # `ValueError: …`, `vllm.exceptions.EngineDeadError: …`, also behind vLLM's `(EngineCore pid=7)`
@@ -25,10 +26,16 @@ _PROBE = re.compile(r'"GET /(?:is_paused|metrics|metrics/\?\S+|health|v1/models)
 
 
 def tail(path: Path, lines: int, *, probes: bool = False) -> list[str]:
-    """The last `lines` lines without terminal escapes; [] when there is no file.
+    """The last `lines` lines without terminal escapes, also from before the last rotation; [] when
+    there is no file.
 
     Access-log lines of answered probes are left out unless `probes`.
     """
+    found = _tail(path, lines, probes=probes)
+    return _tail(earlier(path), lines - len(found), probes=probes) + found
+
+
+def _tail(path: Path, lines: int, *, probes: bool) -> list[str]:
     if lines <= 0:
         return []
     try:

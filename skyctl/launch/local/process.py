@@ -19,14 +19,13 @@ from pathlib import Path
 
 import psutil
 
-from skyctl.errors import SkyctlError
+from skyctl.errors import SkyctlError, StateUnwritable
 from skyctl.launch.local import segments
 from skyctl.store.identity import ProcessIdentity, boot_id, create_time, identify, own_processes
 from skyctl.store.paths import create_private_file
 from skyctl.store.rebuild import LOG_VARIABLE, TOKEN_VARIABLE
 
 KILL_TIMEOUT_S = 10.0
-ROTATE_AT_BYTES = 64 * 1024 * 1024
 _POLL_S = 0.05
 
 
@@ -67,8 +66,7 @@ class ManagedProcess:
         Raises:
             SkyctlError: the program does not exist or cannot be started.
         """
-        _rotate(log)
-        descriptor = create_private_file(log, os.O_APPEND)
+        descriptor = _open_log(log)
         try:
             popen = subprocess.Popen(
                 list(argv),
@@ -275,7 +273,9 @@ def _signal(members: Iterable[psutil.Process], number: signal.Signals) -> None:
             process.send_signal(number)
 
 
-def _rotate(log: Path) -> None:
-    with contextlib.suppress(FileNotFoundError):
-        if log.stat().st_size > ROTATE_AT_BYTES:
-            log.replace(log.with_name(log.name + ".1"))
+def _open_log(log: Path) -> int:
+    """A server without a log is better than none."""
+    try:
+        return create_private_file(log, os.O_APPEND)
+    except StateUnwritable:  # a read-only or full disk
+        return os.open(os.devnull, os.O_WRONLY)

@@ -69,10 +69,13 @@ def test_an_element_beyond_the_first_piece_is_found(
 
 @pytest.mark.parametrize("place", [0, 1, 131071, 131072, 199999])
 def test_every_place_of_a_large_tensor_is_looked_at(place: int) -> None:
-    data = bytearray(LARGEST["BF16"] * 200000)
-    assert first_not_finite(memoryview(data), "BF16") is None
-    data[place * 2 : place * 2 + 2] = NAN["BF16"]
-    assert first_not_finite(memoryview(data), "BF16") == place
+    good, bad = LARGEST["BF16"], NAN["BF16"]
+    assert first_not_finite(good * 200000, "BF16", 0, 400000) is None
+    data = good * place + bad + good * (199999 - place)
+    assert first_not_finite(data, "BF16", 0, 400000) == place
+    around = bad + data + bad
+    assert first_not_finite(around, "BF16", 2, 400000) == place
+    assert first_not_finite(around, "BF16", 2, place * 2) is None
 
 
 def test_integers_of_the_same_bits_are_passed_over(tmp_path: Path) -> None:
@@ -120,7 +123,9 @@ async def test_nan_that_is_met_in_the_middle_quarantines_and_is_not_sent_again(
         with pytest.raises(PushError, match=r"lm_head\.weight holds NaN") as caught:
             await push(request, stubs.fleet, client=client, observer=Recorder())
     assert [row["state"] for row in caught.value.details["servers"]] == ["quarantined"] * 2
-    assert all(engine.paused and engine.log.count("init") == 1 for engine in stubs.engines)
+    assert [(engine.paused, engine.log.count("init")) for engine in stubs.engines] == [
+        (True, 1)
+    ] * 2
 
 
 async def test_a_dry_run_reads_no_values_unless_asked(tmp_path: Path) -> None:

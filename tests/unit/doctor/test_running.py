@@ -125,13 +125,20 @@ def test_digests_recorded_by_pushes_must_agree_within_a_version() -> None:
 
 
 @pytest.mark.parametrize(
-    ("agree", "expected"), [(True, []), (False, ["error"]), (None, ["warning"])]
+    ("agree", "as_recorded", "expected"),
+    [
+        (True, True, []),
+        (True, False, ["error"]),
+        (False, None, ["error"]),
+        (None, None, ["warning"]),
+    ],
 )
 def test_a_verification_made_now_counts_more_than_the_records(
-    agree: bool | None, expected: list[str]
+    agree: bool | None, as_recorded: bool | None, expected: list[str]
 ) -> None:
     rows = [ServerRow("f-0", False, 0, "v1", None, None, digest) for digest in ("aa", "bb")]
-    report = {"servers": [{"server": "f-0", "digest": "aa"}], "agree": agree}
+    server = {"server": "f-0", "digest": "aa", "detail": "labelled x", "as_recorded": as_recorded}
+    report = {"servers": [server], "agree": agree}
     found = wrong(facts(rows=rows, verification=report))
     assert [f.severity.value for f in found] == expected
 

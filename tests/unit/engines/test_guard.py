@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
+import logging
 import re
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -12,8 +14,10 @@ from typing import Any
 
 import httpx
 import pytest
+import uvicorn
 
 from skyctl.engines.vllm.inside.guard import Guard, is_data, route_path
+from tests.unit.supervisor.fleets import eventually
 
 TOKEN, KEY = "t" * 64, "k" * 64
 CONTROL = ("/pause", "/collective_rpc", "/update_weights", "/openapi.json", "/docs", "/", "/new")
@@ -251,3 +255,36 @@ def test_no_route_that_vllm_has_for_control_is_taken_for_inference() -> None:
     }
     assert {"/pause", "/collective_rpc", "/sleep", "/update_weights"} <= found
     assert [route for route in sorted(found) if is_data(route)] == []
+
+
+async def test_refused_requests_are_not_in_the_access_log_and_long_ones_are_cut(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    listener = socket.socket()
+    listener.bind(("127.0.0.1", 0))
+    config = uvicorn.Config(guard(), log_level="info", lifespan="off")
+    server = uvicorn.Server(config)
+    access = logging.getLogger("uvicorn.access")
+    access.addHandler(caplog.handler)  # uvicorn's do not propagate
+    serving = asyncio.create_task(server.serve(sockets=[listener]))
+    url, long = f"http://127.0.0.1:{listener.getsockname()[1]}", "x" * 20_000
+    try:
+        async with httpx.AsyncClient(base_url=url) as client:
+            await eventually(lambda: server.started)
+            for path in ("/pause", "/v1/completions", f"/pause?{long}", f"/{long}"):
+                assert (await client.get(path)).status_code == 401
+            assert (await client.get("/health")).status_code == 200
+            assert (await client.get(f"/health?{long}")).status_code == 200
+            own = {"Authorization": f"Bearer {TOKEN}"}
+            assert (await client.get("/pause", headers=own)).status_code == 200
+    finally:
+        server.should_exit = True
+        await serving
+        access.removeHandler(caplog.handler)
+    lines = [r.getMessage() for r in caplog.records if r.name == "uvicorn.access"]
+    assert [line.split('"')[1].split("?")[0] for line in lines] == [
+        "GET /health HTTP/1.1", "GET /health", "GET /pause HTTP/1.1"
+    ]  # fmt: skip
+    assert max(map(len, lines)) < 600
+    [counted] = [r.getMessage() for r in caplog.records if r.name == "skyctl.guard"]
+    assert counted == "requests without the right token that were refused: 1"

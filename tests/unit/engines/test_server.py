@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import httpx
 import pytest
 
@@ -125,3 +127,84 @@ async def test_a_server_that_does_not_answer_is_not_asked_twice_for_metrics() ->
         with pytest.raises(ServerUnreachable):
             await VLLMServer(client, ServerTarget("s", "http://s")).metrics()
     assert asked == ["/metrics/"]
+
+
+@pytest.mark.parametrize("requests", [0, 1])
+async def test_all_that_was_computed_with_other_weights_is_dropped(requests: int) -> None:
+    stub = StubServer(StubEngine(requests=requests))
+    client, server = connect(stub)
+    async with client:
+        await server.reset_caches()
+    assert stub.engine.cached == set()
+
+
+async def test_kv_blocks_that_a_connector_keeps_are_an_error() -> None:
+    client, server = connect(StubServer(StubEngine(connector_fails=True)))
+    async with client:
+        with pytest.raises(ServerError, match="KV blocks of other weights are still cached"):
+            await server.reset_caches()
+
+
+async def test_a_version_without_encoder_caches_has_none_to_drop() -> None:
+    stub = StubServer(faults={"/reset_encoder_cache": Fault("status", status=404)})
+    client, server = connect(stub)
+    async with client:
+        await server.reset_caches()
+
+
+async def test_an_encoder_cache_that_is_not_dropped_is_an_error() -> None:
+    stub = StubServer(faults={"/reset_encoder_cache": Fault("status")})
+    client, server = connect(stub)
+    async with client:
+        with pytest.raises(ServerError, match="injected fault"):
+            await server.reset_caches()
+
+
+def data_parallel(*ranks: int) -> httpx.MockTransport:
+    """A server of two data-parallel ranks with one worker each, of which these leave answers."""
+    nonces: list[str] = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        if request.url.path == "/get_world_size":
+            everywhere = request.url.params["include_dp"] == "true"
+            return httpx.Response(200, json={"world_size": 2 if everywhere else 1})
+        body = json.loads(request.content)
+        nonces.append(body["kwargs"]["nonce"])
+        if body["method"] == "skyctl_leave_answer":
+            assert body["kwargs"]["method"] == "skyctl_weight_digest"
+            assert body["kwargs"]["kwargs"] == {"rows": []}
+            return httpx.Response(200, json={"results": [None]})
+        assert len(set(nonces)) == 1
+        left = [{"rank": [rank, 0], "answer": {"digest": f"of {rank}"}} for rank in ranks]
+        return httpx.Response(200, json={"results": [left]})
+
+    return httpx.MockTransport(answer)
+
+
+async def test_workers_of_every_data_parallel_rank_answer() -> None:
+    async with ControlClient(transport=ThroughHttpx(data_parallel(1, 0))) as client:
+        server = VLLMServer(client, ServerTarget("demo-0", "http://demo-0"))
+        answers = await server.ask_workers("skyctl_weight_digest", {"rows": []})
+    assert [answer["digest"] for answer in answers] == ["of 0", "of 1"]
+
+
+@pytest.mark.parametrize(("ranks", "missing"), [((0,), 1), ((1,), 0), ((), 0)])
+async def test_a_data_parallel_rank_without_an_answer_is_named(
+    ranks: tuple[int, ...], missing: int
+) -> None:
+    async with ControlClient(transport=ThroughHttpx(data_parallel(*ranks))) as client:
+        server = VLLMServer(client, ServerTarget("demo-0", "http://demo-0"))
+        with pytest.raises(ServerError, match=f"demo-0: could not look at rank {missing}"):
+            await server.ask_workers("skyctl_weight_digest", {"rows": []})
+
+
+async def test_a_worker_of_a_single_rank_without_an_answer_is_an_error() -> None:
+    def answer(_: httpx.Request) -> httpx.Response:
+        return httpx.Response(200, json={"world_size": 2, "results": [{"digest": "aa"}]})
+
+    async with ControlClient(transport=ThroughHttpx(httpx.MockTransport(answer))) as client:
+        server = VLLMServer(client, ServerTarget("demo-0", "http://demo-0"))
+        with pytest.raises(
+            ServerError, match="could not look at rank 0: no answer of its worker 1"
+        ):
+            await server.ask_workers("skyctl_weight_digest")

@@ -6,7 +6,12 @@ from typing import Any
 
 import pytest
 
-from skyctl.engines.vllm.inside.wire import ChunkUpdate, ReceiverInit
+from skyctl.engines.vllm.inside.wire import (
+    ChunkUpdate,
+    ReceiverInit,
+    RowQuestion,
+    row_number,
+)
 
 INIT: dict[str, Any] = {
     "transport": "shm",
@@ -51,3 +56,63 @@ def test_a_bad_init_is_refused(change: dict[str, Any]) -> None:
 def test_columns_of_different_length_are_refused(key: str) -> None:
     with pytest.raises(ValueError, match="differ in length"):
         ChunkUpdate(**{**UPDATE, key: []})
+
+
+QUESTION: dict[str, Any] = {
+    "name": "w",
+    "dtype": "bfloat16",
+    "shape": [4, 2, 50],
+    "rows": [0, 3],
+    "begin": 36,
+    "end": 100,
+}
+
+
+def test_a_question_sees_a_tensor_as_a_matrix() -> None:
+    assert RowQuestion(**QUESTION).matrix == (4, 100)
+    assert RowQuestion(**{**QUESTION, "shape": [100], "rows": [0]}).matrix == (1, 100)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"rows": [4]},
+        {"rows": [-1]},
+        {"shape": [100]},
+        {"end": 101, "begin": 90},
+        {"begin": 35},
+        {"begin": 100},
+        {"begin": -1, "end": 5},
+    ],
+)
+def test_a_question_about_what_is_not_there_is_refused(change: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="w has"):
+        RowQuestion(**{**QUESTION, **change})
+
+
+@pytest.mark.parametrize(
+    ("dtype", "values", "same"),
+    [
+        ("float32", "00000080", "00000000"),  # -0
+        ("float32", "ffff7f80", "00000000"),  # subnormal
+        ("bfloat16", "0080", "0000"),
+        ("bfloat16", "7f00", "0000"),
+        ("float16", "0080", "0000"),
+    ],
+)
+def test_what_a_multiplication_may_lose_does_not_count(dtype: str, values: str, same: str) -> None:
+    assert row_number(bytes.fromhex(values), dtype) == row_number(bytes.fromhex(same), dtype)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "first", "second"),
+    [
+        ("float32", "0000803f", "0100803f"),
+        ("bfloat16", "803f", "813f"),
+        ("bfloat16", "803f", "80bf"),
+        ("float16", "0100", "0000"),  # a subnormal of float16 is a normal number to a processor
+        ("int8", "80", "00"),
+    ],
+)
+def test_every_other_bit_counts(dtype: str, first: str, second: str) -> None:
+    assert row_number(bytes.fromhex(first), dtype) != row_number(bytes.fromhex(second), dtype)

@@ -68,6 +68,19 @@ async def test_a_push_brings_every_server_to_one_version(stubs: Stubs) -> None:
     check_invariant(stubs)
 
 
+async def test_nothing_that_was_computed_with_the_old_weights_stays_cached(stubs: Stubs) -> None:
+    await push_new(stubs)
+    assert [engine.cached for engine in stubs.engines] == [set(), set()]
+
+
+async def test_a_server_whose_connector_keeps_old_kv_blocks_has_failed(stubs: Stubs) -> None:
+    stubs.engines[1].connector_fails = True
+    error = await failing_push(stubs)
+    assert "KV blocks of other weights are still cached" in str(error.details)
+    assert states(error) != ["ready", "ready"]
+    check_invariant(stubs)
+
+
 async def test_the_version_depends_on_the_content_not_on_chunks_or_shards(stubs: Stubs) -> None:
     first = await push_new(stubs, chunk_size=300)
     write_checkpoint(stubs.new / "again" / "new", tiny_tensors(50))
@@ -380,14 +393,14 @@ async def test_disk_makes_every_server_read_by_itself(stubs: Stubs) -> None:
 
 
 async def test_a_failed_reload_quarantines_that_server(stubs: Stubs) -> None:
-    stubs.servers[1].asgi.faults["/collective_rpc"] = Fault("status", calls=(2,))
+    stubs.servers[1].asgi.faults["/collective_rpc"] = Fault("status", calls=(3,))
     error = await failing_push(stubs, transport="disk")
     assert states(error) == ["ready", "quarantined"]
 
 
 async def test_a_server_with_dummy_weights_refuses_disk_and_keeps_its_weights(stubs: Stubs) -> None:
     stubs.servers[1].asgi.faults["/collective_rpc"] = Fault(
-        "status", text="Model reloading with `dummy` format", calls=(2,)
+        "status", text="Model reloading with `dummy` format", calls=(3,)
     )
     error = await failing_push(stubs, transport="disk")
     assert states(error) == ["ready", "ready"]

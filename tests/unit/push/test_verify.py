@@ -35,7 +35,7 @@ class Answering(VLLMServer):
         self.target = ServerTarget("demo-0", "http://127.0.0.1:1")
         self._answers = answers
 
-    async def collective_rpc(self, method: str, *_: Any, **__: Any) -> list[Any]:
+    async def ask_workers(self, method: str, *_: Any, **__: Any) -> list[Any]:
         return list(self._answers)
 
 
@@ -49,7 +49,7 @@ class Answering(VLLMServer):
     ],
 )
 async def test_a_digest_that_fails_quarantines_the_server(stubs: Stubs, text: str) -> None:
-    fault = Fault("status", text=text, calls=(2,))  # the first is before the freeze
+    fault = Fault("status", text=text, calls=(3,))  # two are made before the freeze
     stubs.servers[1].asgi.faults["/collective_rpc"] = fault
     with pytest.raises(PushError) as caught:
         await pushed(stubs)
@@ -148,3 +148,10 @@ async def test_garbage_that_all_servers_agree_on_is_not_what_was_sent(stubs: Stu
     with pytest.raises(PushError, match=r"does not hold what was sent: .*q_proj\.weight: row"):
         await pushed(stubs)
     assert all(engine.paused for engine in stubs.engines)
+
+
+async def test_a_model_whose_updates_go_wrong_is_refused_untouched(stubs: Stubs) -> None:
+    stubs.engines[1].update_problem = "experts: an update would leave them unpacked"
+    with pytest.raises(PreflightError, match="demo-1: experts: an update would leave"):
+        await pushed(stubs, transport="disk")
+    assert all(engine.log == [] for engine in stubs.engines)

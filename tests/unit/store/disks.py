@@ -15,11 +15,14 @@ BIG = "x" * 100_000
 """More than what is left in any page: a full disk has no room for it."""
 
 
+_WRITES = ("INSERT", "UPDATE", "DELETE")
+
+
 class FailingDisk:
     """`connect` is for `FleetState(…, connect=…)`. `fail` and `mend` reach every open connection.
 
     read-only: no statement may write. full: the file must not grow (write something `BIG`).
-    commit: every COMMIT finds the disk full.
+    commit: every COMMIT, also of a single statement, finds the disk full.
     """
 
     def __init__(self) -> None:
@@ -54,7 +57,8 @@ class _Connection(sqlite3.Connection):
     disk: FailingDisk
 
     def execute(self, sql: str, *parameters: object) -> sqlite3.Cursor:  # type: ignore[override]
-        if sql == "COMMIT" and self.disk.fault == "commit":
+        commits = sql == "COMMIT" or (sql.startswith(_WRITES) and not self.in_transaction)
+        if commits and self.disk.fault == "commit":
             error = sqlite3.OperationalError("database or disk is full")
             error.sqlite_errorcode = sqlite3.SQLITE_FULL
             raise error

@@ -63,7 +63,8 @@ def write_version_2(path: Path, *, owner: str = DEAD) -> None:
                 "INSERT INTO job_events (job, at, kind, data) VALUES (7, 1.0, 'server', ?)", [data]
             )
         connection.execute(
-            "INSERT INTO job_events (job, at, kind, data) VALUES (7, 1.0, 'stage', '{}')"
+            "INSERT INTO job_events (job, at, kind, data) "
+            """VALUES (7, 1.0, 'stage', '{"stage": "update"}')"""
         )
 
 
@@ -78,6 +79,7 @@ def check_what_it_says(state: FleetState) -> None:
     assert state.weights_awake() == {"a-1", "a-2"}
     assert in_doubt(state) == {"a-0": InDoubt("a-0", "push-7", "update", True, False, False)}
     job = state.journal.job("push-7")
+    assert job.stage == "update"
     assert job.servers == {"a-0": {"state": "updating", "detail": ""}}
     assert [event.kind for event in state.journal.events(job.id)] == ["server", "server", "stage"]
     assert state.get("base_dir") == "/here" and state.get("in_doubt") is None

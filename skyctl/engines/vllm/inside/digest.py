@@ -1,16 +1,21 @@
 """A digest of what a model really computes with, for comparing replicas.
 
 On CPU, vLLM packs the weight of a linear layer into an opaque kernel and empties the parameter, so
-hashing parameters alone proves nothing. There the layer's output for fixed probe inputs is hashed:
-for narrow layers the products with every unit vector, which are the weights themselves, to the
-last bit; for wide ones a few products with fixed mixed vectors, which costs as much as a prompt of
-that many tokens and sees any change that is not lost in the rounding of a sum.
+hashing parameters alone proves nothing. There the layer's output for fixed probe inputs is hashed.
+For narrow layers these are the products with every unit vector, which are the weights themselves,
+to the last bit.
+
+For wide layers each span of columns is multiplied by two vectors whose factors all differ. In
+bfloat16 and float16 an output says only 8 or 11 bits of such a sum, so a second product, with the
+first one subtracted before it is rounded, says the next ones. Unseen is a weight that changes by
+less than about 2^-16 (float32: 2^-23) of its span's sum. Outputs of oneDNN's kernels do not depend
+on the number of threads (seen with 1 to 4).
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -18,7 +23,9 @@ import torch
 from skyctl.engines.vllm.inside.device_digest import digest_on_device
 
 _EXACT_WIDTH = 512
+_SPAN = 512
 _PROBE_ROWS = 64
+_MULTIPLIERS = (173, 397)  # odd: each sends the places of a span to different factors
 
 
 def digest_model(model: torch.nn.Module) -> dict[str, Any]:
@@ -37,23 +44,10 @@ def digest_model(model: torch.nn.Module) -> dict[str, Any]:
         for (name, _), digest in zip(named, _digest_tensors([t for _, t in named]), strict=True):
             total.update(name.encode() + b"\0" + digest)
         for name, layer in model.named_modules():
-            if _is_packed(layer):
+            if is_packed(layer):
                 total.update(name.encode() + b"\0" + _digest_packed(layer))
                 probed += 1
     return {"digest": total.hexdigest(), "tensors": tensors, "probed": probed}
-
-
-def sample_tensors(model: torch.nn.Module, names: Sequence[str]) -> dict[str, list[Any]]:
-    """[dtype, shape, number] of the tensors of these names that the model has and that hold
-    something; numbers as in `engines/vllm/inside/device_digest.py`."""
-    tensors = model.state_dict(keep_vars=True)
-    found = [name for name in names if name in tensors and tensors[name].numel()]
-    with torch.inference_mode():
-        numbers = digest_on_device([tensors[name] for name in found])
-    return {
-        name: [str(tensors[name].dtype).removeprefix("torch."), list(tensors[name].shape), number]
-        for name, number in zip(found, numbers, strict=True)
-    }
 
 
 def _named_tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -85,7 +79,7 @@ def _digest_tensor(tensor: torch.Tensor) -> bytes:
     return digest.digest()
 
 
-def _is_packed(layer: torch.nn.Module) -> bool:
+def is_packed(layer: torch.nn.Module) -> bool:
     """A linear layer whose weight went into `cpu_linear` (vLLM's dispatch_cpu_unquantized_gemm).
 
     An output layer (the one that can be tied) keeps its weight beside it, and computes with the
@@ -99,36 +93,65 @@ def _is_packed(layer: torch.nn.Module) -> bool:
     )
 
 
-def _digest_packed(layer: Any) -> bytes:
-    """Digest of a packed layer's weight, read out through its own kernel."""
-    width = _input_size(layer)
-    dtype = layer.weight.dtype
-    digest = hashlib.blake2b(f"{dtype}{width}".encode(), digest_size=16)
-    for probe in _probes(width, dtype):
-        digest.update(_digest_tensor(layer.cpu_linear(probe, layer.weight, None)))
-    return digest.digest()
-
-
-def _probes(width: int, dtype: torch.dtype) -> Iterator[torch.Tensor]:
-    """Batches of inputs, shape [at most _PROBE_ROWS, width]; together they reach every weight."""
-    if width <= _EXACT_WIDTH:
-        for begin in range(0, width, _PROBE_ROWS):
-            rows = torch.arange(min(_PROBE_ROWS, width - begin))
-            probe = torch.zeros(len(rows), width, dtype=dtype)
-            probe[rows, rows + begin] = 1
-            yield probe
-        return
-    columns = torch.arange(width)
-    # different factors, so that exchanged columns do not cancel out; exact in any float type
-    factors = 1 + (columns * 37 % 64) / 64
-    probe = torch.zeros(_PROBE_ROWS, width, dtype=dtype)
-    probe[columns % _PROBE_ROWS, columns] = factors.to(dtype)
-    yield probe
-
-
-def _input_size(layer: Any) -> int:
+def input_size(layer: Any) -> int:
+    """Columns of a packed layer's weight."""
     for attribute in ("input_size_per_partition", "input_size", "embedding_dim"):
         size = getattr(layer, attribute, None)
         if isinstance(size, int):
             return size
     raise RuntimeError(f"{type(layer).__name__} does not say its input size")
+
+
+def _digest_packed(layer: Any) -> bytes:
+    """Digest of a packed layer's weight: of the tensor that its kernel keeps, where that is one,
+    else read out through the kernel."""
+    width = input_size(layer)
+    dtype = layer.weight.dtype
+    digest = hashlib.blake2b(f"{dtype}{width}".encode(), digest_size=16)
+    if kept := _kept_tensors(layer.cpu_linear):
+        outputs: Iterator[torch.Tensor] = iter(kept)
+    elif width <= _EXACT_WIDTH:
+        outputs = (layer.cpu_linear(probe, layer.weight, None) for probe in _units(width, dtype))
+    else:
+        outputs = _products(layer, width, dtype)
+    for output in outputs:
+        digest.update(_digest_tensor(output))
+    return digest.digest()
+
+
+def _kept_tensors(kernel: Any) -> list[torch.Tensor]:
+    """Packed weights in the closure of a kernel that is a function over tensors (vLLM's kernels
+    for AMX and zentorch). oneDNN's has a handle to memory that only it can read."""
+    kept = [cell.cell_contents for cell in getattr(kernel, "__closure__", None) or ()]
+    return [tensor for tensor in kept if isinstance(tensor, torch.Tensor)]
+
+
+def _units(width: int, dtype: torch.dtype) -> Iterator[torch.Tensor]:
+    """Every unit vector, in batches of shape [at most _PROBE_ROWS, width]."""
+    for begin in range(0, width, _PROBE_ROWS):
+        rows = torch.arange(min(_PROBE_ROWS, width - begin))
+        probe = torch.zeros(len(rows), width, dtype=dtype)
+        probe[rows, rows + begin] = 1
+        yield probe
+
+
+def _products(layer: Any, width: int, dtype: torch.dtype) -> Iterator[torch.Tensor]:
+    """What spans of a wide layer sum up to, each in one or two parts of shape [1, height]."""
+    for begin in range(0, width, _SPAN):
+        size = min(_SPAN, width - begin)
+        for multiplier in _MULTIPLIERS:
+            probe = torch.zeros(1, width, dtype=dtype)
+            probe[0, begin : begin + size] = _factors(size, multiplier).to(dtype)
+            product = layer.cpu_linear(probe, layer.weight, None)
+            yield product
+            if dtype.itemsize < 4:
+                yield layer.cpu_linear(probe, layer.weight, -product[0])
+
+
+def _factors(size: int, multiplier: int) -> torch.Tensor:
+    """Different numbers of either sign from 1/2 up to 2, exact in every floating type of 16 bits:
+    weights that change places change the sum."""
+    code = torch.arange(size) * multiplier % _SPAN
+    sign = 1 - 2 * (code & 1)
+    scale = 1 - (code >> 1 & 1) * 0.5
+    return sign * scale * (1 + (code >> 2) / 128)

@@ -20,11 +20,13 @@ from vllm.model_executor.model_loader.reload import (
 )
 
 from skyctl.engines.vllm.inside.completeness import half_open, missing_parameters
+from skyctl.engines.vllm.inside.experts import pack_after_updates, update_problem
 from skyctl.engines.vllm.inside.receivers import Receiver, open_receiver
 from skyctl.engines.vllm.inside.tied import repack_tied_layers, tied_layers
 from skyctl.engines.vllm.inside.wire import ChunkUpdate, ReceiverInit
 
 _SHOWN = 3
+pack_after_updates()  # a server can have this engine without the worker extension
 
 
 class SkyctlWeightTransferEngine(WeightTransferEngine[Any, Any]):  # type: ignore[misc]
@@ -43,8 +45,14 @@ class SkyctlWeightTransferEngine(WeightTransferEngine[Any, Any]):  # type: ignor
 
     def init_transfer_engine(self, init_info: ReceiverInit) -> None:
         """Connect to the sender. A sender of an earlier push is let go, and its session forgotten:
-        finishing what it left open is then no complaint about what it never sent."""
+        finishing what it left open is then no complaint about what it never sent.
+
+        Raises:
+            RuntimeError: an update of this model would not load all of it.
+        """
         self.shutdown()
+        if problem := update_problem(self.model):
+            raise RuntimeError(problem)
         self._received = set()
         parallel = self.parallel_config
         rank = parallel.data_parallel_index * parallel.world_size + parallel.rank

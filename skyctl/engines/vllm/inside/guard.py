@@ -9,6 +9,9 @@ interpreter has vLLM (`alone/` is for those without skyctl). Its secrets come in
     the same, when no key is set                    open      open      open
     everything else: whatever vLLM has or will get  401       401       yes
 
+What it refuses is not in the access log, where its URL would fill the disk: at most once a minute
+a line says how many there were.
+
 A server that starts again in a fleet that moved on to other weights answers 503 to whoever asks it
 for inference without the control token, until it has those: a file tells, as long as it is there.
 """
@@ -17,8 +20,11 @@ from __future__ import annotations
 
 import hmac
 import json
+import logging
 import os
+import time
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +72,32 @@ _ASK = {
 }
 
 
+_LOG = logging.getLogger("skyctl.guard")
+_REFUSING: ContextVar[bool] = ContextVar("refusing", default=False)
+_REPORT_INTERVAL_S = 60.0
+_LONGEST_LOGGED_PATH = 500
+
+
+class _AccessLog(logging.Filter):
+    """Keeps refused requests out of uvicorn's access log, and cuts what others make too long.
+
+    uvicorn writes the line where the response begins: within our own `send`.
+    """
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if isinstance(record.args, tuple):
+            record.args = tuple(
+                f"{one[:_LONGEST_LOGGED_PATH]}…"
+                if isinstance(one, str) and len(one) > _LONGEST_LOGGED_PATH
+                else one
+                for one in record.args
+            )
+        return not _REFUSING.get()
+
+
+_ACCESS_LOG = _AccessLog()
+
+
 class Guard:
     """Passes on requests that carry the right token. Raises ValueError when it has no token.
 
@@ -83,6 +115,8 @@ class Guard:
         self._key = key.encode()
         held = environ.get(HELD_VARIABLE)
         self._held_while = Path(held) if held else None
+        self._refused, self._reported_at = 0, -_REPORT_INTERVAL_S
+        logging.getLogger("uvicorn.access").addFilter(_ACCESS_LOG)  # once, however often
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -90,9 +124,21 @@ class Guard:
         elif scope["type"] not in ("http", "websocket"):
             return
         elif refusal := self._refusal(scope):
-            await _refuse(scope, send, refusal)
+            self._count()
+            refusing = _REFUSING.set(True)
+            try:
+                await _refuse(scope, send, refusal)
+            finally:
+                _REFUSING.reset(refusing)
         else:
             await self._app(scope, receive, send)
+
+    def _count(self) -> None:
+        self._refused += 1
+        now = time.monotonic()
+        if now - self._reported_at > _REPORT_INTERVAL_S:
+            _LOG.warning("requests without the right token that were refused: %d", self._refused)
+            self._refused, self._reported_at = 0, now
 
     def _refusal(self, scope: Scope) -> str:
         """ "" for a request that may pass, else what it lacks: "control" or "data"; "held"."""

@@ -1,0 +1,87 @@
+"""Experts of MoE models on CPU, whose packing vLLM leaves out of every update.
+
+vLLM computes with a packed copy of the experts, which it makes when it builds the layer's kernel.
+An update finds the kernel there and copies what arrived, unpacked, to where the packed copy lies
+(vLLM 0.32, `unquantized_fused_moe_method.py`, `_setup_kernel`): tokens are wrong from then on, and
+no error is raised. That holds for every update, vLLM's own `reload_weights` included.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+_PACKING = "process_weights_after_loading"
+_MARK = "packs_after_updates"
+
+
+def pack_after_updates() -> None:
+    """Make vLLM pack experts in updates too, in this process. May be called more than once; must
+    come before the first update. Nothing happens where this vLLM has no such method."""
+    try:
+        from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
+            UnquantizedFusedMoEMethod,
+        )
+    except ImportError:
+        return
+    complete_packing(UnquantizedFusedMoEMethod)
+
+
+def complete_packing(method: Any) -> None:
+    """Let `method`, a class of vLLM's, pack after every load: the kernel's own way to pack is
+    called where an update ends without it."""
+    process = getattr(method, _PACKING)
+    if getattr(process, _MARK, False):
+        return
+
+    @wraps(process)
+    def process_and_pack(self: Any, layer: Any) -> None:
+        kernel = getattr(self, "moe_kernel", None)
+        experts = getattr(kernel, "fused_experts", None)
+        if not hasattr(experts, _PACKING):
+            process(self, layer)
+            return
+        packed = _watched(experts)
+        try:
+            process(self, layer)
+        finally:
+            delattr(experts, _PACKING)
+        # a new kernel was made for weights that are packed, or has packed them
+        if self.moe_kernel is kernel and not packed():
+            getattr(experts, _PACKING)(layer)
+
+    setattr(process_and_pack, _MARK, True)
+    setattr(method, _PACKING, process_and_pack)
+
+
+def _watched(experts: Any) -> Callable[[], bool]:
+    """Whether `experts` were asked to pack since; until the attribute is deleted."""
+    pack, called = getattr(experts, _PACKING), []
+
+    def watch(layer: Any) -> None:
+        called.append(layer)
+        pack(layer)
+
+    setattr(experts, _PACKING, watch)
+    return lambda: bool(called)
+
+
+def update_problem(model: Any) -> str:
+    """Why an update would leave this model with wrong experts; "" when it would not.
+
+    On accelerators vLLM keeps experts in a form that its updates restore.
+    """
+    for name, layer in model.named_modules():
+        weight = layer._parameters.get("w13_weight")
+        if weight is None or weight.device.type != "cpu":
+            continue
+        method = layer.quant_method
+        if not getattr(getattr(type(method), _PACKING), _MARK, False):
+            return (
+                f"{name}: an update would leave its experts unpacked ({type(method).__name__} on "
+                "CPU, which skyctl cannot complete)"
+            )
+        if not hasattr(getattr(method.moe_kernel, "fused_experts", None), _PACKING):
+            return f"{name}: this vLLM packs experts on CPU in a way that skyctl does not know"
+    return ""

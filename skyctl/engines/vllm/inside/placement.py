@@ -1,0 +1,323 @@
+"""Where vLLM's own loader puts a checkpoint tensor: found by letting it load one without data.
+
+`load_weights` renames tensors, fuses and splits them as its model wants it. Here each parameter
+gets a loader that only notes what would be loaded into it, and the model is given a tensor on
+torch's meta device under the checkpoint's name. What reaches a parameter unchanged is then located
+by the rules of the layer that owns it; everything else cannot be compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from skyctl.engines.vllm.inside.wire import RowQuestion
+
+_UNQUANTIZED = (
+    "NoneType",
+    "UnquantizedLinearMethod",
+    "UnquantizedEmbeddingMethod",
+    "UnquantizedFusedMoEMethod",
+)
+
+
+class NotComparable(Exception):
+    """Why a checkpoint tensor cannot be found in the model."""
+
+
+@dataclass(frozen=True)
+class Placement:
+    """This worker's part of a checkpoint tensor, which begins at (row, column) of the checkpoint's
+    matrix, and at (held_row, held_column) of a layer's parameter, or of one of its experts."""
+
+    layer: Any
+    attribute: str
+    row: int
+    column: int
+    height: int
+    width: int
+    held_row: int = 0
+    held_column: int = 0
+    expert: int | None = None
+
+
+@dataclass(frozen=True)
+class _Load:
+    """One call of a parameter's loader."""
+
+    parameter: Any
+    tensor: Any
+    shard: Any
+    expert: Any
+
+
+class Tracer:
+    """Asks `model` where it would load tensors to. Open as long as `tracing` is."""
+
+    def __init__(self, model: Any, own_loaders: dict[int, Any]) -> None:
+        self.model = model
+        self.loads: list[_Load] = []
+        self._own_loaders = own_loaders
+        self._owners: dict[int, list[tuple[Any, str]]] = {}
+        for layer in model.modules():
+            for attribute, parameter in layer._parameters.items():
+                if parameter is not None:
+                    self._owners.setdefault(id(parameter), []).append((layer, attribute))
+
+    def note(
+        self,
+        param: Any,
+        loaded_weight: Any,
+        *arguments: Any,
+        shard_id: Any = None,
+        expert_id: Any = None,
+        **_: Any,
+    ) -> bool:
+        """Takes the place of every parameter's loader; the signature is that of vLLM's."""
+        shard = next((a for a in arguments if isinstance(a, int | tuple)), shard_id)
+        if shard is None:
+            shard = next((a for a in arguments if a in ("q", "k", "v", "w1", "w2", "w3")), None)
+        self.loads.append(_Load(param, loaded_weight, shard, expert_id))
+        return True
+
+    def placements(self, question: RowQuestion) -> list[Placement]:
+        """Every place of this worker's that holds a part of the tensor; [] when other workers do.
+
+        Raises:
+            NotComparable: the model does not hold the tensor as the checkpoint does.
+        """
+        sent = torch.empty(question.shape, dtype=getattr(torch, question.dtype), device="meta")
+        self.loads.clear()
+        try:
+            self._load(question.name, sent)
+        except Exception as error:  # whatever a model's loader makes of an unknown name
+            raise NotComparable(f"vLLM's loader refuses it: {error}") from error
+        if not self.loads:
+            if _of_other_stage(question.name, self.model):
+                return []
+            raise NotComparable("vLLM loads nothing under this name")
+        found = []
+        for load in self.loads:
+            if not _unchanged(load.tensor, sent):
+                raise NotComparable("vLLM rearranges it when it is loaded")
+            for layer, attribute in self._owners.get(id(load.parameter), ()):
+                own = self._own_loaders.get(id(load.parameter))
+                found += _located(layer, attribute, load, own, question)
+        return found
+
+    def _load(self, name: str, tensor: Any) -> None:
+        with _partial_loads():
+            self.model.load_weights([(name, tensor)])
+
+
+@contextmanager
+def tracing(model: Any) -> Iterator[Tracer]:
+    """A tracer for as long as the context is open; the parameters' own loaders are back then."""
+    own = [
+        (parameter, getattr(parameter, "weight_loader", None)) for parameter in model.parameters()
+    ]
+    tracer = Tracer(model, {id(parameter): loader for parameter, loader in own})
+    replaced = []
+    try:
+        for parameter, loader in own:
+            # one that cannot be given another loader refuses data on the meta device
+            with suppress(AttributeError):
+                parameter.weight_loader = tracer.note
+                replaced.append((parameter, loader))
+        yield tracer
+    finally:
+        for parameter, loader in replaced:
+            del parameter.weight_loader
+            if loader is not None:
+                parameter.weight_loader = loader
+
+
+def _partial_loads() -> AbstractContextManager[Any]:
+    """In which draft models do not insist on all their tensors; they do so since 0.27."""
+    try:
+        from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
+    except ImportError:
+        return nullcontext()
+    context: AbstractContextManager[Any] = disable_mtp_completeness_check()
+    return context
+
+
+def _of_other_stage(name: str, model: Any) -> bool:
+    """Whether another pipeline stage has this tensor."""
+    from vllm.model_executor.models.utils import is_pp_missing_parameter
+
+    return bool(is_pp_missing_parameter(name, model))
+
+
+def _unchanged(tensor: Any, sent: Any) -> bool:
+    return tensor is sent or (
+        tensor.untyped_storage()._cdata == sent.untyped_storage()._cdata
+        and tensor.storage_offset() == 0
+        and (tensor.dtype, tensor.shape, tensor.stride()) == (sent.dtype, sent.shape, sent.stride())
+    )
+
+
+def _located(
+    layer: Any, attribute: str, load: _Load, own_loader: Any, question: RowQuestion
+) -> list[Placement]:
+    """Where in a parameter of this layer a load ends up, by the layer's kind."""
+    from vllm.model_executor.layers import linear, vocab_parallel_embedding
+    from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+
+    method = type(getattr(layer, "quant_method", None)).__name__
+    if method not in _UNQUANTIZED:
+        raise NotComparable(f"the layer is quantized ({method})")
+    if isinstance(layer, RoutedExperts):
+        _kind(layer, RoutedExperts)
+        return _of_expert(layer, attribute, load, question)
+    if isinstance(layer, linear.LinearBase):
+        kind = _kind(
+            layer,
+            linear.QKVParallelLinear,
+            linear.MergedColumnParallelLinear,
+            linear.ColumnParallelLinear,
+            linear.RowParallelLinear,
+            linear.ReplicatedLinear,
+        )
+        return _LINEAR[kind.__name__](layer, attribute, load, question)
+    if isinstance(layer, vocab_parallel_embedding.VocabParallelEmbedding):
+        _kind(layer, vocab_parallel_embedding.VocabParallelEmbedding)
+        first = layer.shard_indices.org_vocab_start_index
+        last = layer.shard_indices.org_vocab_end_index
+        return [_rows(layer, attribute, question, first, last - first)]
+    loader = getattr(own_loader, "__name__", "default_weight_loader")
+    if loader != "default_weight_loader":
+        raise NotComparable(f"{type(layer).__name__} loads it by {loader}")
+    return [_whole(layer, attribute, question)]
+
+
+def _kind(layer: Any, *kinds: Any) -> Any:
+    """The first of `kinds` that the layer is, if it loads as that kind does."""
+    for kind in kinds:
+        if isinstance(layer, kind):
+            for name in ("weight_loader", "weight_loader_v2"):
+                if getattr(type(layer), name, None) is not getattr(kind, name, None):
+                    break
+            else:
+                return kind
+            break
+    raise NotComparable(f"{type(layer).__name__} loads in a way of its own")
+
+
+def _whole(layer: Any, attribute: str, question: RowQuestion) -> Placement:
+    height, width = question.matrix
+    return Placement(layer, attribute, 0, 0, height, width)
+
+
+def _rows(
+    layer: Any, attribute: str, question: RowQuestion, first: int, count: int, held: int = 0
+) -> Placement:
+    """`count` of the checkpoint's rows from `first` on, which the layer has from `held` on. Of a
+    tensor of one dimension: values."""
+    if len(question.shape) == 1:
+        return Placement(layer, attribute, 0, first, 1, count, held_column=held)
+    return Placement(layer, attribute, first, 0, count, question.matrix[1], held_row=held)
+
+
+def _columns(
+    layer: Any, attribute: str, question: RowQuestion, first: int, count: int
+) -> Placement:
+    return Placement(layer, attribute, 0, first, question.matrix[0], count)
+
+
+def _of_replicated(
+    layer: Any, attribute: str, load: _Load, question: RowQuestion
+) -> list[Placement]:
+    return [_whole(layer, attribute, question)]
+
+
+def _of_row_parallel(
+    layer: Any, attribute: str, load: _Load, question: RowQuestion
+) -> list[Placement]:
+    if len(question.shape) == 1:  # every rank has the whole bias
+        return [_whole(layer, attribute, question)]
+    size = layer.input_size_per_partition
+    _expect(question.shape[1], layer.input_size)
+    return [_columns(layer, attribute, question, layer.tp_rank * size, size)]
+
+
+def _of_column_parallel(
+    layer: Any, attribute: str, load: _Load, question: RowQuestion
+) -> list[Placement]:
+    size = layer.output_size_per_partition
+    _expect(question.shape[0], layer.output_size)
+    return [_rows(layer, attribute, question, layer.tp_rank * size, size)]
+
+
+def _of_merged(layer: Any, attribute: str, load: _Load, question: RowQuestion) -> list[Placement]:
+    sizes = layer.output_sizes
+    shards = range(len(sizes)) if load.shard is None else load.shard
+    shards = [shards] if isinstance(shards, int) else list(shards)
+    _expect(question.shape[0], sum(sizes[shard] for shard in shards))
+    found, before = [], 0
+    for shard in shards:
+        size = sizes[shard] // layer.tp_size
+        held = sum(sizes[:shard]) // layer.tp_size
+        found.append(_rows(layer, attribute, question, before + layer.tp_rank * size, size, held))
+        before += sizes[shard]
+    return found
+
+
+def _of_qkv(layer: Any, attribute: str, load: _Load, question: RowQuestion) -> list[Placement]:
+    heads, kv_heads = layer.total_num_heads, layer.total_num_kv_heads
+    kv_rank = layer.tp_rank // layer.num_kv_head_replicas
+    parts = (
+        ("q", heads * layer.head_size, layer.num_heads * layer.head_size, layer.tp_rank),
+        ("k", kv_heads * layer.head_size, layer.num_kv_heads * layer.head_size, kv_rank),
+        ("v", kv_heads * layer.v_head_size, layer.num_kv_heads * layer.v_head_size, kv_rank),
+    )
+    wanted = [part for part in parts if load.shard in (None, part[0])]
+    _expect(question.shape[0], sum(total for _, total, _, _ in wanted))
+    found, before, held = [], 0, 0
+    for part in parts:
+        _, total, size, rank = part
+        if part in wanted:
+            found.append(_rows(layer, attribute, question, before + rank * size, size, held))
+            before += total
+        held += size
+    return found
+
+
+def _of_expert(layer: Any, attribute: str, load: _Load, question: RowQuestion) -> list[Placement]:
+    """w1 and w3 are halves of w13; ranks share an expert's intermediate size."""
+    if len(question.shape) != 2 or attribute not in ("w13_weight", "w2_weight"):
+        raise NotComparable("experts are compared one by one, and without biases")
+    expert = layer._map_global_expert_id_to_local_expert_id(load.expert)
+    if expert < 0:
+        return []
+    parallel = layer.moe_config.moe_parallel_config
+    height, width = question.matrix
+    if load.shard == "w2":
+        size = width // parallel.tp_size
+        return [
+            Placement(layer, attribute, 0, parallel.tp_rank * size, height, size, expert=expert)
+        ]
+    size = height // parallel.tp_size
+    half = getattr(layer, attribute).shape[1] // 2
+    held = half if load.shard == "w3" else 0
+    return [
+        Placement(layer, attribute, parallel.tp_rank * size, 0, size, width, held, expert=expert)
+    ]
+
+
+def _expect(size: int, expected: int) -> None:
+    if size != expected:
+        raise NotComparable(f"the layer is made of {expected} rows or columns, not {size}")
+
+
+_LINEAR = {
+    "QKVParallelLinear": _of_qkv,
+    "MergedColumnParallelLinear": _of_merged,
+    "ColumnParallelLinear": _of_column_parallel,
+    "RowParallelLinear": _of_row_parallel,
+    "ReplicatedLinear": _of_replicated,
+}

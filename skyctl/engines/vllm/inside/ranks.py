@@ -1,0 +1,48 @@
+"""Answers of every data-parallel rank, although vLLM passes on the first rank's only.
+
+`/collective_rpc` calls a method on all ranks, waits for all of them, and answers with the results
+of the first (vLLM 0.32, `v1/engine/core_client.py`, `DPLBAsyncMPClient.call_utility_async`). So a
+question takes two calls: in the first, each worker leaves its answer in anonymous memory that is
+named by the caller's nonce; in the second, the first rank collects what all others left, as
+/proc/<pid>/fd/<n>. Nothing lies in a file system, and nothing outlives the workers. Ranks on other
+machines are not seen.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+_PREFIX = "skyctl-answer-"
+_held: list[int] = []  # the descriptor of this worker's last answer
+
+
+def leave(nonce: str, rank: tuple[int, int], answer: Any) -> None:
+    """Keep this worker's answer until the next one. `rank`: of data parallelism, then within."""
+    while _held:
+        os.close(_held.pop())
+    descriptor = os.memfd_create(f"{_PREFIX}{nonce}", os.MFD_CLOEXEC)
+    _held.append(descriptor)
+    os.write(descriptor, json.dumps({"rank": rank, "answer": answer}).encode())
+
+
+def collect(nonce: str) -> list[dict[str, Any]]:
+    """What this server's workers left under `nonce`: `rank` and `answer` of each, in any order."""
+    return [json.loads(path.read_bytes()) for path in _memories(f"/memfd:{_PREFIX}{nonce} ")]
+
+
+def _memories(name: str) -> Iterator[Path]:
+    """Memory of this name that processes of this session hold; vLLM's are all in one."""
+    session = os.getsid(0)
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            if os.getsid(int(process.name)) != session:
+                continue
+            for descriptor in (process / "fd").iterdir():
+                if str(descriptor.readlink()).startswith(name):
+                    yield descriptor
+        except OSError:  # it has ended, or is another user's
+            continue

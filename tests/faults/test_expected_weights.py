@@ -1,0 +1,129 @@
+"""A fleet's record of its weights, from one push to the next and when it is looked at."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from skyctl.push.request import PushRequest
+from skyctl.service.attached import AttachedFleet
+from skyctl.store.journal import Job
+from tests.faults.attached_fleet import attached_fleet
+from tests.stub.app import StubServer
+from tests.stub.state import StubEngine
+from tests.unit.push.checkpoints import tiny_tensors, write_checkpoint
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    return write_checkpoint(tmp_path / "base")
+
+
+@pytest.fixture
+def new(tmp_path: Path) -> Path:
+    return write_checkpoint(tmp_path / "new", tiny_tensors(50))
+
+
+@pytest.fixture
+def stub(base: Path) -> StubServer:
+    return StubServer(StubEngine(model=str(base)))
+
+
+@pytest.fixture
+async def fleet(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stub: StubServer
+) -> AsyncIterator[AttachedFleet]:
+    async with attached_fleet(tmp_path / "home", monkeypatch, [stub]) as fleet:
+        yield fleet
+
+
+async def pushed(fleet: AttachedFleet, checkpoint: Path, **changes: Any) -> Job:
+    return await fleet.wait_job(await fleet.start_push(PushRequest(str(checkpoint), **changes)))
+
+
+async def test_a_single_server_that_comes_to_something_else_is_quarantined(
+    fleet: AttachedFleet, stub: StubServer, new: Path
+) -> None:
+    first = await pushed(fleet, new)
+    assert first.state == "succeeded" and first.result is not None
+    assert "learned" not in first.result and first.result["compared"]["tensors"]
+    stub.engine.weigh = lambda updates: "something else"
+    second = await pushed(fleet, new)
+    assert second.state == "failed" and second.error is not None
+    assert "when it was pushed before" in second.error["message"]
+    assert "learned" not in second.error["details"]
+    assert stub.engine.paused
+    [row], _ = await fleet.weights()
+    assert first.result["servers"][0]["weights_digest"] in (row.quarantine or "")
+
+
+async def test_what_was_allowed_is_expected_from_then_on(
+    fleet: AttachedFleet, stub: StubServer, new: Path
+) -> None:
+    await pushed(fleet, new)
+    stub.engine.weigh = lambda updates: "something else"
+    assert (await pushed(fleet, new, allow_unproven_reload=True)).state == "succeeded"
+    assert (await pushed(fleet, new)).state == "succeeded"
+
+
+async def one_report(fleet: AttachedFleet) -> dict[str, Any]:
+    report = await fleet.verify_weights()
+    [row] = report["servers"]
+    return dict(row)
+
+
+async def test_a_server_is_compared_with_the_record_and_with_the_checkpoint(
+    fleet: AttachedFleet, stub: StubServer, new: Path
+) -> None:
+    row = await one_report(fleet)
+    assert (row["ok"], row["as_recorded"], row["compared"]) == (True, None, None)
+    await pushed(fleet, new, weight_version="v1")
+    row = await one_report(fleet)
+    assert (row["ok"], row["as_recorded"]) == (True, True) and row["compared"]["tensors"]
+
+
+@pytest.mark.parametrize("what", ["digest", "label", "bytes", "nothing left to compare"])
+async def test_weights_that_are_not_those_on_record_are_named(
+    fleet: AttachedFleet, stub: StubServer, base: Path, new: Path, what: str
+) -> None:
+    await pushed(fleet, new, weight_version="v1")
+    if what == "digest":
+        stub.engine.digest = "something else"
+    elif what == "label":
+        stub.engine.weight_version = "theirs"
+    elif what == "bytes":
+        stub.engine.contents = {
+            name: (dtype, data[::-1]) for name, (dtype, data) in stub.engine.contents.items()
+        }
+    else:
+        write_checkpoint(new, tiny_tensors(51))
+    row = await one_report(fleet)
+    if what == "bytes":
+        assert not row["ok"] and "does not hold what was sent" in row["detail"]
+    elif what == "nothing left to compare":
+        assert row["as_recorded"] is True and row["compared"] is None
+    else:
+        assert row["ok"] and row["as_recorded"] is False
+        said = "labelled theirs" if what == "label" else "other weights than those on record"
+        assert said in row["detail"]
+
+
+async def test_one_that_sleeps_is_not_looked_into(fleet: AttachedFleet, stub: StubServer) -> None:
+    await stub.engine.sleep(1, "abort")
+    row = await one_report(fleet)
+    assert not row["ok"] and "is asleep" in row["detail"]
+    assert stub.asgi.calls["/collective_rpc"] == 0
+
+
+async def test_the_digest_before_a_first_push_is_in_its_journal(
+    fleet: AttachedFleet, new: Path
+) -> None:
+    job = await pushed(fleet, new)
+    seen = [e.data for e in await fleet.job_events(job.id) if e.kind == "server"]
+    assert seen[0]["state"] == "weighed" and seen[0]["detail"]
+    again = await pushed(fleet, new)
+    seen = [e.data for e in await fleet.job_events(again.id) if e.kind == "server"]
+    assert "weighed" not in {event["state"] for event in seen}  # it is on record now

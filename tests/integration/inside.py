@@ -1,0 +1,87 @@
+"""What the workers of a real server say of their weights."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from skyctl.engines.vllm.inside.wire import ROW_WIDTH, RowQuestion, row_number
+from skyctl.engines.vllm.inside.worker import SkyctlWorkerExtension
+from skyctl.engines.vllm.server import VLLMServer
+from skyctl.http.client import ControlClient
+from skyctl.http.target import ServerTarget
+from tests.integration.fleet_cli import FleetCli
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+class CorruptibleExtension(SkyctlWorkerExtension):
+    """Also damages a weight of one data-parallel rank."""
+
+    def skyctl_corrupt(self, rank: int) -> None:
+        if self.vllm_config.parallel_config.data_parallel_index == rank:
+            model = self.model_runner.get_model()
+            norm = next(p for name, p in model.named_parameters() if "norm" in name)
+            norm.data[0] += 1
+
+
+CORRUPTIBLE = {
+    "args": {"worker-extension-cls": f"{__name__}.{CorruptibleExtension.__name__}"},
+    "env": {"PYTHONPATH": str(REPOSITORY)},
+}
+"""Keys of a group of replicas in the fleet file."""
+
+
+def ask(fleet: FleetCli, server: str, method: str, **kwargs: Any) -> list[Any]:
+    """Answers of all workers of all data-parallel ranks."""
+    target = ServerTarget(server, fleet.data("urls")["servers"][server], fleet.control_token)
+
+    async def asking() -> list[Any]:
+        async with ControlClient() as client:
+            return await VLLMServer(client, target).ask_workers(method, kwargs)
+
+    return asyncio.run(asking())
+
+
+def questions_of(checkpoint: Path) -> dict[str, tuple[RowQuestion, dict[tuple[int, int], bytes]]]:
+    """For every tensor of a tiny checkpoint a question, and the bytes by row and column."""
+    from safetensors import safe_open
+    from torch import uint8
+
+    found = {}
+    with safe_open(checkpoint / "model.safetensors", "pt") as file:
+        for name in file.keys():  # noqa: SIM118 (a file, no mapping)
+            tensor = file.get_tensor(name)
+            matrix = tensor.reshape(1, -1) if tensor.dim() == 1 else tensor
+            height, width = matrix.shape
+            rows, begin = sorted({0, height // 2, height - 1}), max(0, (width - ROW_WIDTH) // 2)
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            end = min(width, begin + ROW_WIDTH)
+            question = RowQuestion(name, dtype, list(tensor.shape), rows, begin, end)
+            values = {
+                (row, column): bytes(matrix[row, column : column + 1].view(uint8).numpy())
+                for row in rows
+                for column in range(begin, end)
+            }
+            found[name] = (question, values)
+    return found
+
+
+def assert_holds(fleet: FleetCli, server: str, checkpoint: Path) -> None:
+    """Every asked row of every tensor of the checkpoint is what the server's workers hold."""
+    questions = questions_of(checkpoint)
+    rows = [asdict(question) for question, _ in questions.values()]
+    workers = ask(fleet, server, "skyctl_weight_digest", rows=rows)
+    for number, (question, values) in enumerate(questions.values()):
+        seen = set()
+        for worker in workers:
+            answer = worker["rows"][number]
+            assert answer["name"] == question.name
+            assert not answer["reason"], answer
+            for row, begin, end, found in answer["pieces"]:
+                data = b"".join(values[row, column] for column in range(begin, end))
+                assert found == row_number(data, question.dtype), (server, question)
+                seen |= {(row, column) for column in range(begin, end)}
+        assert seen == set(values), (server, question)

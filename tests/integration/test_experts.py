@@ -1,0 +1,48 @@
+"""A mixture of experts on CPU, where vLLM itself forgets to pack what an update brings."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from skyctl.checkpoints.tiny import make_tiny_checkpoint
+from tests.integration.fleet_cli import UP_TIMEOUT_S, FleetCli
+from tests.integration.inside import assert_holds
+from tests.integration.test_unlike_servers import TRANSPORTS, WHOLE, answers, write_fleet
+
+pytestmark = pytest.mark.real
+
+
+def held(fleet: FleetCli) -> tuple[list[int], str]:
+    """What the server answers, and the digest of what it holds."""
+    (report,) = fleet.data("weights", "verify")["servers"]
+    assert report["digest"]
+    return answers(fleet)["whole-0"], report["digest"]
+
+
+def test_a_push_of_experts_leaves_a_server_as_one_started_on_them(tmp_path: Path) -> None:
+    pytest.importorskip("vllm")
+    made = {
+        name: make_tiny_checkpoint(tmp_path / name, seed=seed, experts=4)
+        for name, seed in (("a", 1), ("b", 2))
+    }
+    fleet = FleetCli(tmp_path / "fleet", tmp_path / "home")
+    fleet.directory.mkdir()
+    started = {}
+    try:
+        for name in ("b", "a"):
+            write_fleet(fleet, made[name], WHOLE)
+            fleet.run("up", timeout_s=UP_TIMEOUT_S)
+            started[name] = held(fleet)
+            if name == "b":
+                fleet.run("down")
+        assert started["a"][0] != started["b"][0]
+        assert started["a"][1] != started["b"][1]
+        for transport in TRANSPORTS:
+            for name in ("b", "a"):
+                fleet.run("sync-weights", "--transport", transport, str(made[name]))
+                assert held(fleet) == started[name], (transport, name)
+        assert_holds(fleet, "whole-0", made["a"])
+    finally:
+        fleet.run("down", expect=None)

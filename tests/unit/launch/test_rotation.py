@@ -1,0 +1,120 @@
+"""Logs are rotated while their writers go on, and read across a rotation."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from skyctl.cli import logs as logs_command
+from skyctl.fleetfile.schema import FleetConfig
+from skyctl.launch.local import rotation
+from skyctl.launch.local.logtail import tail
+from skyctl.launch.local.rotation import rotate
+from skyctl.store.paths import FleetPaths
+from skyctl.supervisor.housekeeping import look_after_logs
+from tests.unit.store.disks import fill, mounted
+
+_WRITER = """
+import sys
+for number in range(20_000):
+    print("line", number, flush=True)
+"""
+
+
+def numbers(*paths: Path) -> list[int]:
+    """Of whole lines: a copy may end in the middle of one."""
+    text = "".join(path.read_text() for path in paths)
+    return [int(number) for number in re.findall(r"^line (\d+)$", text, re.MULTILINE)]
+
+
+def test_a_log_is_rotated_while_its_writer_goes_on(tmp_path: Path) -> None:
+    log = tmp_path / "a.log"
+    with log.open("ab") as opened:
+        writer = subprocess.Popen([sys.executable, "-c", _WRITER], stdout=opened)
+    rotations = 0
+    while writer.poll() is None:
+        rotations += rotate(log, 20_000, keep=2)
+        time.sleep(0.001)
+    assert rotations > 2
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.log", "a.log.1", "a.log.2"]
+    paths = [tmp_path / name for name in ("a.log.2", "a.log.1", "a.log")]
+    assert "\0" not in paths[2].read_text()  # the writer appends: no hole where it was
+    found = numbers(*paths)
+    assert found == sorted(found) and found[-1] == 19_999
+    # lines may fall between copy and truncation; none is there twice
+    assert len(set(found)) == len(found)
+    assert all(path.stat().st_mode & 0o077 == 0 for path in tmp_path.glob("*.log.*"))
+
+
+@pytest.mark.parametrize("keep", [0, 1, 3])
+def test_as_many_copies_are_kept_as_asked_for(tmp_path: Path, keep: int) -> None:
+    log = tmp_path / "a.log"
+    for number in range(6):
+        log.write_text(f"line {number}\n" * 10)
+        assert rotate(log, 10, keep)
+        assert log.read_text() == ""
+    kept = sorted(path.name for path in tmp_path.glob("*.log.*"))
+    assert kept == [f"a.log.{number}" for number in range(1, keep + 1)]
+    for number in range(1, keep + 1):
+        assert numbers(rotation.earlier(log, number))[0] == 6 - number
+    log.write_text("small")
+    assert not rotate(log, 10, keep) and not rotate(tmp_path / "none.log", 10, keep)
+
+
+def test_a_log_on_a_full_disk_is_emptied_without_a_copy(tmp_path: Path) -> None:
+    with mounted(tmp_path / "small") as directory:
+        log = directory / "a.log"
+        log.write_bytes(b"x" * 100_000)
+        fill(directory)
+        assert rotate(log, 50_000, keep=2)
+        assert log.stat().st_size == 0
+        assert [path.name for path in directory.glob("a.log.*")] == []
+
+
+def test_the_end_of_a_log_is_read_across_a_rotation(tmp_path: Path) -> None:
+    log = tmp_path / "a.log"
+    log.write_text("one\ntwo\n")
+    rotate(log, 1, keep=1)
+    log.write_text("three\n")
+    assert tail(log, 2) == ["two", "three"]
+    assert tail(log, 1) == ["three"] and tail(log, 0) == []
+    assert tail(log, 9) == ["one", "two", "three"]
+
+
+def test_who_follows_a_log_misses_nothing_when_it_is_rotated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Printer(logs_command.LinePrinter):
+        def print(self, name: str, line: str) -> None:
+            seen.append(line)
+
+    seen: list[str] = []
+    log, printer = tmp_path / "a.log", Printer([])
+    log.write_text("one\n")
+    position = logs_command._print_new(printer, "a", log, 0, False)
+    with log.open("a") as more:
+        more.write("two\n")
+    rotate(log, 1, keep=1)
+    position = logs_command._print_new(printer, "a", log, position, False)
+    with log.open("a") as more:
+        more.write("three\n")
+    logs_command._print_new(printer, "a", log, position, False)
+    assert seen == ["one", "two", "three"]
+
+
+async def test_each_log_of_a_fleet_is_looked_after_as_its_file_says(tmp_path: Path) -> None:
+    paths = FleetPaths(tmp_path, "a").prepare()
+    for name in ("a-0", "router", "supervisor", "guardian"):
+        paths.log(name).write_bytes(b"x" * 2000)
+    paths.log("a-1").write_bytes(b"x" * 1000)
+    config = FleetConfig.model_validate(
+        {"name": "a", "model": "m", "logs": {"max_size": "1500B", "keep": 1}}
+    )
+    await look_after_logs(paths, config)
+    left = {path.name: path.stat().st_size for path in paths.logs.glob("*.log")}
+    assert left.pop("a-1.log") == 1000 and set(left.values()) == {0}
