@@ -2,7 +2,7 @@
 
     python -m benchmarks.simulation --schedules 200000 --processes 2
     python -m benchmarks.simulation --replay 4711                 # one schedule, every step of it
-    python -m benchmarks.simulation --reinserted                  # defects of the past, found again?
+    python -m benchmarks.simulation --reinserted                  # are defects of the past found?
 
 A schedule is decided by its seed: servers, pushes, verbs, deaths, a disk that fills, a network that
 loses answers (tests/simulation). A seed that fails is shrunk (faults it fails without are left out)

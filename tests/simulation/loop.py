@@ -21,7 +21,7 @@ class Killed(BaseException):
 class Handle:
     """A callback, skipped when its process is dead by the time it is due."""
 
-    __slots__ = ("args", "callback", "context", "off", "number", "process", "when")
+    __slots__ = ("args", "callback", "context", "number", "off", "process", "when")
 
     def __init__(
         self, callback: Callable[..., Any], args: tuple[Any, ...], context: Context | None
@@ -141,6 +141,9 @@ class VirtualLoop(asyncio.AbstractEventLoop):
 
         self.call_later(self._delay(), run)
         return future
+
+    def add_signal_handler(self, number: int, callback: Any, *args: Any) -> None:
+        """Nobody sends signals here."""
 
     def __getattr__(self, name: str) -> NoReturn:
         raise AttributeError(f"the simulated loop has no {name}")

@@ -1,6 +1,7 @@
 """Where the product asks the time, opens its state, calls servers and starts processes.
 
-`installed()` puts the simulated ones in their place while its block runs; `enter(world)` says whose.
+`installed()` puts the simulated ones in their place while its block runs; `enter(world)` says
+whose.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from skyctl.transfer.transports.base import Filled
 from tests.simulation.kernel import Process, current
 
 if TYPE_CHECKING:
-    from tests.simulation.world import World
+    pass
 
 
 @dataclass
@@ -54,7 +54,7 @@ class SimSender:
         def told() -> None:
             if self.failure is None:
                 self.failure = SenderFailed("the sender ended with code -9")
-            asyncio.ensure_future(self._tell())
+            self._telling = asyncio.ensure_future(self._tell())
 
         def hear() -> None:
             self.world.loop.call_later(0.001, told, context=parent.context)
@@ -62,9 +62,7 @@ class SimSender:
         process.on_death.append(hear)
 
     @classmethod
-    async def spawn(
-        cls, python: str, nccl_settings: Mapping[str, str] | None = None
-    ) -> SimSender:
+    async def spawn(cls, python: str, nccl_settings: Mapping[str, str] | None = None) -> SimSender:
         parent = current()
         await asyncio.sleep(cls.world.dice.random() * 0.02)
         process = cls.world.kernel.spawn("sender", None, parent=parent, dies_with_parent=True)
@@ -102,12 +100,12 @@ class SimSender:
             crcs = []
             for placed in chunk.placed:
                 shard = checkpoint.shards[placed.tensor.shard]
-                data = Path(shard.path).read_bytes()
+                data = Path(shard.path).read_bytes()  # noqa: ASYNC240 - at one instant
                 begin = placed.tensor.begin
                 crcs.append(zlib.crc32(data[begin : begin + placed.tensor.nbytes]))
                 self._memory.slots[slot][placed.tensor.name] = crcs[-1]
             for shard in checkpoint.shards:
-                found = Path(shard.path).stat()
+                found = Path(shard.path).stat()  # noqa: ASYNC240
                 seen = (found.st_ino, found.st_size, found.st_mtime_ns)
                 if seen != (shard.inode, shard.size, shard.mtime_ns):
                     self.failure = SenderFailed(f"{shard.path} changed during the push")

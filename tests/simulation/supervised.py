@@ -18,7 +18,6 @@ from skyctl.service import bring_up
 from skyctl.store.identity import ProcessIdentity
 from skyctl.store.paths import FleetPaths
 from skyctl.supervisor import daemon
-from skyctl.supervisor.api import make_app
 from skyctl.supervisor.resident import Supervisor
 from tests.simulation import people
 from tests.simulation.engine import Engine
@@ -377,17 +376,34 @@ def _socket(paths: FleetPaths) -> Iterator[Api]:
     yield api
 
 
-async def _serve_until_finished(supervisor: Supervisor, listener: Any) -> None:
-    await asyncio.sleep(SimManaged.world.dice.random() * 0.05)
-    SimManaged.world.supervisor, SimManaged.world.supervising = supervisor, current()
-    listener.serve(make_app(supervisor))
-    await supervisor.finished.wait()
+class _Uvicorn:
+    """Serves an app at the fleet's socket until `should_exit`."""
+
+    def __init__(self, app: Any) -> None:
+        self.app = app
+        self.should_exit = False
+
+    async def serve(self, sockets: list[Api]) -> None:
+        await asyncio.sleep(SimManaged.world.dice.random() * 0.05)
+        sockets[0].serve(self.app)
+        while not self.should_exit:  # noqa: ASYNC110 - as uvicorn does
+            await asyncio.sleep(0.1)
+
+
+class _Supervisor(Supervisor):
+    """The world looks at it from outside."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        SimManaged.world.supervisor, SimManaged.world.supervising = self, current()
 
 
 SEAMS: dict[str, Any] = {
     "skyctl.supervisor.daemon._spawn": _spawn_supervisor,
     "skyctl.supervisor.daemon._socket": _socket,
-    "skyctl.supervisor.daemon._serve_until_finished": _serve_until_finished,
+    "skyctl.supervisor.daemon._Server": _Uvicorn,
+    "skyctl.supervisor.daemon.uvicorn.Config": lambda app, **_: app,
+    "skyctl.supervisor.daemon.Supervisor": _Supervisor,
     "skyctl.supervisor.daemon.become_subreaper": lambda: None,
     "skyctl.supervisor.daemon._log": lambda line: SimManaged.world.tell(f"supervisor: {line}"),
     "skyctl.supervisor.kept.ManagedProcess": SimManaged,
@@ -408,4 +424,3 @@ SEAMS: dict[str, Any] = {
     "skyctl.service.revive.UP_LOCK_WAIT_S": 0.0,
     "skyctl.service.supervised_recovery.UP_LOCK_WAIT_S": 0.0,
 }
-

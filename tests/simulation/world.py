@@ -194,7 +194,9 @@ class World:
                 self.tell(f"{type(error).__name__}: {error.message}")
                 raise
             except Exception as error:
-                self.violate(f"bug: {label.split()[0]}: {type(error).__name__} {plain(str(error))[:120]}")
+                self.violate(
+                    f"bug: {label.split()[0]}: {type(error).__name__} {plain(str(error))[:120]}"
+                )
                 raise
 
         process = self.kernel.spawn(label, run)
