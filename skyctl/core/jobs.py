@@ -171,8 +171,12 @@ def _recorded(
 
 
 def doubt_left(state: FleetState, job_id: str) -> None:
-    """Remember the servers that a push which ends now has touched and not given back."""
-    doubt(state, left_behind(state.journal.job(job_id), state.journal.events(job_id)))
+    """Remember the servers that a push which ends now has touched and not given back.
+
+    What it had verified is of no use then: it could not give them back itself.
+    """
+    events = [one for one in state.journal.events(job_id) if one.kind != "verified"]
+    doubt(state, left_behind(state.journal.job(job_id), events))
 
 
 def abandon(state: FleetState, job_id: str, error: Exception) -> None:

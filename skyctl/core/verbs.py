@@ -96,10 +96,9 @@ def _event(
 
 def _pointless(verb: str, arguments: Mapping[str, Any], row: ServerRow, *, in_doubt: bool) -> str:
     """Why this server is not asked, or "". What a dead push left is not thawed by hand: waking
-    thaws too, but for waking the weights alone."""
-    thaws = verb == "resume" or (
-        verb == "wake" and list(arguments.get("tags") or ()) != ["weights"]
-    )
+    thaws too, but for waking the weights alone of one that sleeps."""
+    weights_alone = bool(row.sleep_level) and list(arguments.get("tags") or ()) == ["weights"]
+    thaws = verb == "resume" or (verb == "wake" and not weights_alone)
     if thaws and (row.quarantine or in_doubt):
         why = row.quarantine or "it may hold parts of two checkpoints"
         return f"quarantined: {why}; type: skyctl recover"

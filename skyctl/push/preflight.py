@@ -217,6 +217,7 @@ def _site(
         old_version=facts.weight_version,
         engine="+".join(part for part in (facts.vllm_version, server.arguments) if part),
         holds=Holds.UNKNOWN if server.half_updated else Holds.OLD,
+        open=server.thaw,  # a push broke off there: its session may be open
         # is_sleeping and the metric of a CPU server say nothing: what was typed is on record
         asleep=colocated and (facts.asleep or server.sleep_level > 0),
     )

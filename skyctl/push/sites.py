@@ -201,8 +201,11 @@ async def scrub(site: Site, *, timeout_s: float) -> None:
     site.open = True
 
 
-async def responsive(sites: Sequence[Site], *, control_timeout_s: float) -> list[Site]:
-    """Those whose engine answers. The others are stuck or dead: only a restart helps them."""
+async def responsive(
+    sites: Sequence[Site], *, control_timeout_s: float, paused: bool = False
+) -> list[Site]:
+    """Those whose engine answers, and is `paused` if it must be. The others are stuck or dead: only
+    a restart helps them."""
     timeout_s = min(control_timeout_s, ENGINE_TIMEOUT_S)
 
     async def ask(site: Site) -> Any:
@@ -213,4 +216,8 @@ async def responsive(sites: Sequence[Site], *, control_timeout_s: float) -> list
         lambda target: ask(next(site for site in sites if site.target is target)),
         timeout_s=timeout_s,
     )
-    return [site for site, outcome in zip(sites, outcomes, strict=True) if outcome.ok]
+    return [
+        site
+        for site, outcome in zip(sites, outcomes, strict=True)
+        if outcome.ok and (outcome.value or not paused)
+    ]

@@ -181,11 +181,11 @@ async def _until_started(run: Run, delivery: Delivery, sites: Sequence[Site]) ->
             reached("push.init.done")
             require_all(run, sites)
         with run.stage("start"):
+            await require_frozen(run, sites)  # a start empties layers
             reached("push.start.call")
             await delivery.start(sites)
             reached("push.start.done")
             require_all(run, sites)
-            await require_frozen(run, sites)
         run.observer.stage("update")  # on record before the first byte, or nothing is sent
         run.shelter.commit()
     except (NotYet, StateUnwritable) as stop:
@@ -231,7 +231,7 @@ async def _push_again(run: Run, prepared: Prepared, first: Delivery) -> Delivery
     """Scrub the servers that failed and push to them once more, with a fresh sender.
 
     They stay paused meanwhile. Those that do not answer, or have several workers of which one
-    failed, cannot be scrubbed: only a restart helps them.
+    failed, cannot be scrubbed: only a restart helps them. One that is not paused was started anew.
     """
     failed = [site for site in prepared.sites if site.failure]
     delivery = prepared.delivery(run.fleet, run.senders)
@@ -240,7 +240,9 @@ async def _push_again(run: Run, prepared: Prepared, first: Delivery) -> Delivery
             f"{', '.join(site.name for site in failed)}: {failed[0].failure}; "
             "scrubbing and pushing again"
         )
-        candidates = await responsive(failed, control_timeout_s=run.fleet.control_timeout_s)
+        candidates = await responsive(
+            failed, control_timeout_s=run.fleet.control_timeout_s, paused=True
+        )
         candidates = [site for site in candidates if site.world_size == 1]
         if not candidates:
             return first

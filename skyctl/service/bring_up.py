@@ -25,6 +25,7 @@ from skyctl.service.planning import planned, usable
 from skyctl.service.revive import UP_LOCK, UP_LOCK_WAIT_S
 from skyctl.store.in_doubt import close_orphans
 from skyctl.store.paths import FleetPaths
+from skyctl.store.rebuild import unrecorded_processes
 from skyctl.store.state import FleetState
 from skyctl.supervisor import daemon
 from skyctl.supervisor.client import SupervisorClient
@@ -238,7 +239,7 @@ async def _stop_leftovers(
 ) -> tuple[str, ...]:
     """Stop every recorded tree that is still there; names that `known` does not have."""
     with FleetState(paths.database) as state:
-        rows = state.processes()
+        rows = state.processes() + unrecorded_processes(state, paths.directory)
         stopped = await asyncio.gather(*(stop_recorded(row, timeout_s) for row in rows))
         close_orphans(state)
         state.forget_run()

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from skyctl.store.identity import ProcessIdentity, identify, own_processes
 
 if TYPE_CHECKING:
-    from skyctl.store.state import FleetState
+    from skyctl.store.state import FleetState, ProcessRow
 
 TOKEN_VARIABLE = "SKYCTL_TOKEN"
 """Names one spawn; everything below it inherits it."""
@@ -26,6 +26,21 @@ _UNKNOWN = "unknown"
 
 def remember_live_processes(state: FleetState, directory: Path) -> list[str]:
     """Record every process tree that runs for the fleet in `directory`; their names."""
+    found = live_processes(directory)
+    for row in found:
+        state.save_process(row)
+    return sorted({row.name for row in found})
+
+
+def unrecorded_processes(state: FleetState, directory: Path) -> list[ProcessRow]:
+    """Trees that run for the fleet and are not on record: their supervisor died while its disk
+    failed."""
+    known = {row.token for row in state.processes()}
+    return [row for row in live_processes(directory) if row.token not in known]
+
+
+def live_processes(directory: Path) -> list[ProcessRow]:
+    """Every process tree that runs for the fleet in `directory`."""
     import psutil
 
     from skyctl.store.state import ProcessRow
@@ -41,10 +56,11 @@ def remember_live_processes(state: FleetState, directory: Path) -> list[str]:
         if ours and (identity := identify(process.pid)) is not None and identity.alive():
             key = (log.stem, environ[TOKEN_VARIABLE])
             trees.setdefault(key, []).append(identity)
+    found = []
     for (name, token), members in trees.items():
         # the leader was there first
         leader, *others = sorted(members, key=lambda one: one.create_time)
-        state.save_process(
+        found.append(
             ProcessRow(
                 name=name,
                 role="router" if name == "router" else "server",
@@ -58,4 +74,4 @@ def remember_live_processes(state: FleetState, directory: Path) -> list[str]:
                 descendants=tuple(others),
             )
         )
-    return sorted({name for name, _ in trees})
+    return found

@@ -24,6 +24,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
 from typing import Any, TypeVar
+from urllib.parse import unquote
 
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 from starlette.applications import Starlette
@@ -31,6 +32,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 
+from skyctl.core.arbiter import caller
 from skyctl.core.jobs import verify_servers
 from skyctl.core.plan import FleetPlan
 from skyctl.errors import NotFoundError, SkyctlError, UsageError
@@ -38,6 +40,7 @@ from skyctl.push.request import PushRequest
 from skyctl.supervisor.report import report
 from skyctl.supervisor.resident import Supervisor
 from skyctl.supervisor.wire import (
+    CALLER_HEADER,
     PROTOCOL,
     VERSION_HEADER,
     plan_from_json,
@@ -47,6 +50,7 @@ from skyctl.supervisor.wire import (
 )
 
 Answer = dict[str, Any]
+_CALLER_LENGTH = 200
 
 
 class _Body(BaseModel):
@@ -188,6 +192,7 @@ def _answering(
     headers = {VERSION_HEADER: f"{spoken()}/{stamp()}"}
 
     async def endpoint(request: Request) -> JSONResponse:
+        caller.set(unquote(request.headers.get(CALLER_HEADER, ""))[:_CALLER_LENGTH])
         try:
             _refuse_others(request)
             return JSONResponse(await call(request), headers=headers)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 from typing import Any
+from urllib.parse import quote
 
+from skyctl.core.arbiter import own_command
 from skyctl.errors import (
     DeadlineExceeded,
     FleetDownError,
@@ -16,7 +18,7 @@ from skyctl.http.client import json_body
 from skyctl.http.connections import KeptConnections
 from skyctl.http.transport import Answer, NoAnswer, Request, Transport, TransportError
 from skyctl.store.paths import FleetPaths
-from skyctl.supervisor.wire import VERSION_HEADER, spoken, stamp, version_mismatch
+from skyctl.supervisor.wire import CALLER_HEADER, VERSION_HEADER, spoken, stamp, version_mismatch
 
 CALL_TIMEOUT_S = 15.0
 
@@ -45,7 +47,7 @@ class SupervisorClient:
     async def _call(
         self, method: str, path: str, body: dict[str, Any] | None, timeout_s: float
     ) -> dict[str, Any]:
-        headers = {VERSION_HEADER: spoken()}
+        headers = {VERSION_HEADER: spoken(), CALLER_HEADER: quote(own_command())}
         if body is not None:
             headers["content-type"] = "application/json"
         sent = None if body is None else json_body(body)

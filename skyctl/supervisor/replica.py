@@ -52,8 +52,8 @@ class ReplicaContext:
     """What every replica of a fleet shares.
 
     `admit` brings a fresh server to the fleet's weights, `admitted` says whether it has them, with
-    no push under way that it would miss; `gate` is entered from spawn to ready; `changed` is called
-    after every change of state.
+    no push under way that it would miss; `pushing` says whether one is; `gate` is entered from
+    spawn to ready; `changed` is called after every change of state.
     """
 
     state: FleetState
@@ -65,6 +65,7 @@ class ReplicaContext:
     admitted: Callable[[Replica], bool]
     gate: Callable[[ServerSpec], AbstractAsyncContextManager[object]]
     changed: Callable[[], None]
+    pushing: Callable[[], bool] = lambda: False
     clock: Callable[[], float] = time.monotonic
 
 
@@ -253,7 +254,7 @@ class Replica(KeptRunning):
         self._context.state.expected.launched(self.name, "")
         self._after_end()
         moved_on = self._context.state.weights().checkpoint is not None
-        if moved_on or self._row.paused or self._row.sleep_level:
+        if self._context.pushing() or moved_on or self._row.paused or self._row.sleep_level:
             self.hold()
         else:
             self._release()

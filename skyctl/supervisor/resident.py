@@ -334,6 +334,7 @@ class Supervisor:
                 admitted=self._admitted,
                 gate=self._gate,
                 changed=self.changed,
+                pushing=lambda: not self.pushes.over.is_set(),
             )
         self._context.config = plan.config
         self.state.retention = Retention.of(plan.config.history)

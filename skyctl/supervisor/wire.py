@@ -22,6 +22,8 @@ PROTOCOL = 4
 
 VERSION_HEADER = "x-skyctl"
 """On every request and answer: `version/protocol`, and on answers `/stamp` after it."""
+CALLER_HEADER = "x-skyctl-caller"
+"""Which command asks, percent-encoded: others are told of it."""
 
 
 def spoken() -> str:

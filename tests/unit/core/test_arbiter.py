@@ -53,11 +53,12 @@ async def test_a_push_waits_for_verbs_that_end_and_is_told_of_another_push(
 
 def test_who_asked_is_named(two: tuple[Arbiter, Arbiter]) -> None:
     one, other = two
-    caller.set("`skyctl sync-weights b` (pid 7)")
+    asked = caller.set("`skyctl sync-weights b` (pid 7)")
     with one.take(Act.PUSH, "push-3"):
         assert other.holds("push-3") and not other.holds("push-30")
         with pytest.raises(ConflictError, match=r"push-3, asked for by `skyctl sync-weights b`"):
             other.take(Act.VERB, "skyctl pause")
+    caller.reset(asked)
     assert other.holders() == []
 
 

@@ -218,7 +218,7 @@ async def test_a_server_that_fails_twice_is_quarantined_and_the_others_go_on(stu
 async def test_a_server_that_hangs_is_quarantined_without_a_second_try(stubs: Stubs) -> None:
     stubs.servers[1].asgi.faults = {
         "/update_weights": Fault("reset"),
-        "/is_paused": Fault("reset", calls=(3, 4, 5, 6)),
+        "/is_paused": Fault("reset", calls=(4, 5, 6, 7)),
     }
     error = await failing_push(stubs)
     assert states(error) == ["ready", "quarantined"]
