@@ -134,6 +134,7 @@ def _note(found: Found, kind: str, ended: Ended) -> None:
     one["count"] += 1
     if len(one["seeds"]) < 5:
         one["seeds"].append(ended.seed)
+    print(f"seed {ended.seed}  {first}", flush=True)
 
 
 def _report(counts: dict[str, dict[str, int]], found: Found, began: float) -> None:

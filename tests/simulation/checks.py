@@ -48,7 +48,11 @@ def push_succeeded(world: World, job: Job, number: int) -> None:
         engine = next(one for one in world.engines if one.name == row["server"])
         content = engine.content
         found = None if content is None else world.checkpoints.of_content.get(content)
-        if engine.label == version and (found is None or not labelled(world, version, found)):
+        if (
+            engine.serving
+            and engine.label == version
+            and (found is None or not labelled(world, version, found))
+        ):
             world.violate("success: a push succeeded, and a server holds something else")
 
 
@@ -84,7 +88,8 @@ def _at_the_end(world: World, last: Process) -> None:
                 continue
             if engine.name in doubts:
                 world.violate("records: in doubt and not quarantined")
-            if not engine.serving and row.intended == "running" and not world.verbs_open:
+            down = world.is_down()
+            if not engine.serving and row.intended == "running" and not (world.verbs_open or down):
                 world.violate("frozen: it does not serve, and nobody says why")
             if engine.serving and row.weight_version not in (None, engine.label):
                 world.violate("records: a server's version is not what it serves")

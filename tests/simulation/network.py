@@ -13,6 +13,9 @@ from skyctl.http.transport import Answer, CannotConnect, ConnectionBroke, NoAnsw
 from tests.simulation.kernel import Kernel, Process, current
 from tests.simulation.loop import Killed, VirtualLoop
 
+_LINGERS_S = 0.05
+"""How long after the death of its sender a request may still arrive."""
+
 Reply = Callable[[int, bytes], None]
 
 
@@ -75,6 +78,8 @@ class Network:
         def arrive() -> None:
             host = self.hosts.get(request.url)
             process = host.process if host is not None else None
+            if caller is not None and caller.dead and loop.now - caller.died_at > _LINGERS_S:
+                return  # it was never sent
             if host is None or process is None or process.dead or refused:
                 fail(CannotConnect("Connection refused"))
                 return

@@ -292,10 +292,15 @@ class SupervisedWorld(World):
         super().close()
         SimManaged.world = None
 
+    def is_down(self) -> bool:
+        nobody = self.supervising is None or self.supervising.dead
+        return nobody and all(one.process is None or one.process.dead for one in self.engines)
+
     def check_routing(self) -> None:
         supervisor, supervising = self.supervisor, self.supervising
         if supervisor is None or supervising is None or supervising.dead:
-            self.violate("supervisor: none is left")
+            if not self.is_down():
+                self.violate("supervisor: none is left")
             return
         for event in supervisor.state.events(1000):
             if "the supervisor failed" in event.message:

@@ -319,6 +319,10 @@ class World:
                 self.violate(f"hangs: {plain(process.label)} does not end ({what})")
                 self.kernel.kill(process, "is killed: nobody waits that long")
 
+    def is_down(self) -> bool:
+        """Whether nothing of the fleet lives, so that nothing is to be put right."""
+        return False
+
     def check_routing(self) -> None:
         """At the end: whoever is routed serves, and whoever serves is routed."""
 
