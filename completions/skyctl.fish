@@ -253,7 +253,7 @@ complete -c skyctl -n '__fish_seen_subcommand_from jobs; and __fish_seen_subcomm
 complete -c skyctl -n '__fish_seen_subcommand_from jobs; and __fish_seen_subcommand_from wait' -l debug -d 'Show a traceback with an error.'
 complete -c skyctl -n '__fish_seen_subcommand_from jobs; and __fish_seen_subcommand_from wait' -a '(__skyctl_ask)'
 complete -c skyctl -n '__fish_seen_subcommand_from weights; and not __fish_seen_subcommand_from history verify kept forget' -a history -d 'Every push of the fleet, newest first.'
-complete -c skyctl -n '__fish_seen_subcommand_from weights; and not __fish_seen_subcommand_from history verify kept forget' -a verify -d 'Ask every server for a digest of the weights it computes with, and compare them.'
+complete -c skyctl -n '__fish_seen_subcommand_from weights; and not __fish_seen_subcommand_from history verify kept forget' -a verify -d 'Ask every server for a digest of the weights it computes with, and compare them: with each other, with what is on record, and with the checkpoint while it is as it was pushed.'
 complete -c skyctl -n '__fish_seen_subcommand_from weights; and not __fish_seen_subcommand_from history verify kept forget' -a kept -d 'Versions of which the fleet keeps a copy of its own (`sync-weights --keep`).'
 complete -c skyctl -n '__fish_seen_subcommand_from weights; and not __fish_seen_subcommand_from history verify kept forget' -a forget -d 'Delete the fleet\'s own copy of a version. The one that the fleet runs is refused.'
 complete -c skyctl -n '__fish_seen_subcommand_from weights; and not __fish_seen_subcommand_from history verify kept forget' -s f -l file -r -F -d 'Fleet file (default: ./fleet.yaml, else the one running fleet).'

@@ -79,7 +79,7 @@ def _bring_up(
 
     async def work() -> tuple[FleetStatus, str]:
         nonlocal mine
-        begun = await begin_up(ref, router=router)
+        begun = await begin_up(ref, router=router, note=output.note)
         for warning in begun.plan.warnings:
             output.warn(warning)
         mine = not begun.joined

@@ -67,8 +67,9 @@ def validate(
 
 def _findings(ref: FleetRef, *, offline: bool) -> tuple[list[str], list[Problem], str]:
     """Warnings, problems, and one phrase that says what the fleet is."""
+    from skyctl import output
     from skyctl.cli.fleet_file import held_ports
-    from skyctl.core.check import check_plan
+    from skyctl.core.check import check_plan, learn_arguments
     from skyctl.core.machine import plan_here, plan_offline
 
     servers = ref.config.servers
@@ -77,6 +78,7 @@ def _findings(ref: FleetRef, *, offline: bool) -> tuple[list[str], list[Problem]
     if offline:
         plan = plan_offline(ref.config, ref.base_dir)
         return list(plan.warnings), [], f"{_summary(plan)} (this machine was not looked at)"
+    learn_arguments(ref.config, ref.base_dir, output.note)
     held = held_ports(ref)
     plan = plan_here(ref.config, ref.base_dir, known_ports=held)
     own = set(held.values())

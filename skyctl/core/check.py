@@ -14,9 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from skyctl.checkpoints.mistaken import mistaken_for
-from skyctl.core.plan import CPU_BACKEND, FleetPlan
+from skyctl.core.plan import CPU_BACKEND, FleetPlan, interpreter
 from skyctl.engines.vllm.argument_names import accepts, known_arguments
 from skyctl.fleetfile.arguments import flag_name, server_arguments
+from skyctl.fleetfile.schema import FleetConfig
 from skyctl.fleetfile.yaml_source import YamlSource, read_yaml
 from skyctl.launch.local.devices import Gpu, discover_gpus
 from skyctl.launch.local.ports import bind_error, port_holder
@@ -95,6 +96,15 @@ def _check_model(plan: FleetPlan) -> Iterator[Problem]:
     elif not (path / "config.json").is_file():
         message, instead = mistaken_for(path)
         yield Problem(f"model {written!r}: {message}", instead)
+
+
+def learn_arguments(
+    config: FleetConfig, base_dir: Path, note: Callable[[str], None] = lambda line: None
+) -> None:
+    """Ask the fleet's vLLM for what `check_plan` needs to know: the first time it takes seconds."""
+    if config.check_args and any(server_arguments(config)):
+        python = interpreter(config.python, base_dir) if config.python else sys.executable
+        known_arguments(python, note=note)
 
 
 def _check_arguments(

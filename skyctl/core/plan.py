@@ -200,7 +200,7 @@ class _Planner:
         self.environ = environ
         self.cpus = cpus
         self.known_ports = known_ports
-        self.python = _interpreter(config.python, base_dir) if config.python else python
+        self.python = interpreter(config.python, base_dir) if config.python else python
         self.replicas = expand_replicas(config)
         visible = [gpu.index for gpu in visible_gpus(gpus, environ)]
         self.allowed_gpus = visible if config.gpus is None else list(config.gpus)
@@ -350,7 +350,7 @@ class _Planner:
         raise UsageError(f"no free port for {owner}")
 
 
-def _interpreter(python: str, base_dir: Path) -> str:
+def interpreter(python: str, base_dir: Path) -> str:
     """The interpreter's path. Links are kept: a virtual environment's python is one."""
     path = str(Path(python).expanduser())
     return os.path.normpath(base_dir / path) if os.sep in python else path

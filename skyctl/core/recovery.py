@@ -241,6 +241,7 @@ def published(weights: FleetWeights, *, verify: bool) -> PushRequest:
         transport=weights.transport,
         weight_version=weights.version,
         verify=verify,
+        scan_nan=False,  # they were accepted when they were pushed
     )
 
 

@@ -131,6 +131,8 @@ async def _push_back(
         weight_version=committed.version or loaded[0].old_version or "default",
         pause_mode="abort",
         verify=run.request.verify,
+        scan_nan=False,  # they were accepted when they were pushed
+        allow_unproven_reload=run.request.allow_unproven_reload,
         expected_digest=committed.digest,
     )
     # half updated: what they hold was never accepted, so that nothing but a whole push frees them

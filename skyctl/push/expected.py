@@ -22,8 +22,10 @@ def names_of(checkpoint: Checkpoint, content_digest: str) -> tuple[str, ...]:
 def refuse_broken(
     request: PushRequest, fleet: PushFleet, checkpoint: Checkpoint, engine: str
 ) -> None:
-    """Raise PreflightError for a model whose reload is on record as broken in this engine."""
-    if request.allow_unproven_reload:
+    """Raise PreflightError for a model whose reload is on record as broken in this engine, unless
+    the very checkpoint was pushed and accepted in spite of it."""
+    accepted = {one.content for one in fleet.expected.digests if one.origin == "push"}
+    if request.allow_unproven_reload or accepted.intersection(names_of(checkpoint, "")):
         return
     for known in fleet.expected.broken:
         if (known.layout, known.engine) == (checkpoint.layout_digest, engine):

@@ -268,7 +268,7 @@ class AttachedFleet:
         """The right to act on a fleet in which no dead push is left unnoticed."""
         turn = await self._arbiter.turn(act, what)
         try:
-            close_orphans(self._state)
+            close_orphans(self._state, in_turn=True)
         except BaseException:
             turn.release()
             raise

@@ -61,7 +61,7 @@ async def recover(
     """
     wait_s = _TURN_WAIT_S if wait_s is None else wait_s
     with await Arbiter(state.locks).turn(Act.RECOVER, "skyctl recover", wait_s=wait_s):
-        close_orphans(state)  # the turn is ours: whoever held it may have died
+        close_orphans(state, in_turn=True)
         hands = _Hands(ref, targets, client, state)
         recovered = await carry_out(await find(targets, client, state), hands)
         for one in recovered:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from skyctl.checkpoints.staging import sweep
+from skyctl.core.check import learn_arguments
 from skyctl.core.plan import FleetPlan
 from skyctl.core.registry import FleetRef, remember
 from skyctl.core.status import BY_DOWN, FleetStatus
@@ -54,8 +55,11 @@ def refuse_attached(ref: FleetRef) -> None:
         )
 
 
-async def begin_up(ref: FleetRef, *, router: bool = True) -> Begun:
-    """Check the plan, start the supervisor unless it runs, and hand it the plan.
+async def begin_up(
+    ref: FleetRef, *, router: bool = True, note: Callable[[str], None] = lambda line: None
+) -> Begun:
+    """Check the plan, start the supervisor unless it runs, and hand it the plan. `note` hears what
+    takes a while.
 
     Raises:
         UsageError: the fleet is attached, or the plan has problems; nothing was started.
@@ -66,6 +70,8 @@ async def begin_up(ref: FleetRef, *, router: bool = True) -> Begun:
     ref.paths.prepare()
     reached("up.begin")
     await _after_down(ref)
+    # not within the lock that the next `up` waits for
+    await asyncio.to_thread(learn_arguments, ref.config, ref.base_dir, note)
     try:
         return await _hand_over(ref, router)
     except (ConflictError, FleetDownError) as error:

@@ -9,6 +9,7 @@ from skyctl.core.status import FleetStatus, Reason, ReplicaStatus, RouterStatus
 from skyctl.store.identity import ProcessIdentity, boot_id
 from skyctl.store.paths import FleetPaths
 from skyctl.store.state import FleetState, ProcessRow
+from skyctl.supervisor.restarts import remembered
 
 
 def unsupervised_status(paths: FleetPaths, *, why: str = "") -> FleetStatus:
@@ -23,7 +24,10 @@ def unsupervised_status(paths: FleetPaths, *, why: str = "") -> FleetStatus:
         versions = {row.name: row.weight_version for row in state.servers()}
         version = state.weights().version
         going_down = bool(state.get("going_down"))
-    replicas = tuple(_replica(row, versions) for row in processes if row.role == "server")
+        restarts = {row.name: remembered(state, row.name, time.time()) for row in processes}
+    replicas = tuple(
+        _replica(row, versions, *restarts[row.name]) for row in processes if row.role == "server"
+    )
     routers = [_router(row) for row in processes if row.role == "router"]
     left = [row.name for row in processes if _alive(row)]
     reasons: tuple[Reason, ...] = ()
@@ -48,7 +52,9 @@ def unsupervised_status(paths: FleetPaths, *, why: str = "") -> FleetStatus:
     )
 
 
-def _replica(row: ProcessRow, versions: dict[str, str | None]) -> ReplicaStatus:
+def _replica(
+    row: ProcessRow, versions: dict[str, str | None], restarts: list[float], why: str
+) -> ReplicaStatus:
     identity = _alive(row)
     return ReplicaStatus(
         name=row.name,
@@ -59,6 +65,8 @@ def _replica(row: ProcessRow, versions: dict[str, str | None]) -> ReplicaStatus:
         gpus=row.gpus,
         weight_version=versions.get(row.name),
         uptime_s=time.time() - row.started_at if identity else None,
+        restarts=len(restarts),
+        restart_reason=why,
     )
 
 

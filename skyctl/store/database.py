@@ -12,7 +12,7 @@ from __future__ import annotations
 import sqlite3
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import wraps
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
@@ -20,13 +20,16 @@ from typing import Any, ParamSpec, TypeVar
 from skyctl.errors import SkyctlError, StateUnwritable
 from skyctl.store import opening
 from skyctl.store.opening import Connect, disk_failed
-from skyctl.store.paths import private_directory
+from skyctl.store.paths import place_private_file, private_directory
 from skyctl.store.retention import Retention
 from skyctl.store.schema import roll_back, upgrade
 from skyctl.store.unrecorded import LOST, Unrecorded, advice
 
 RETRY_S = 2.0
 """How often a write looks whether the file can be written again."""
+
+RESERVE_BYTES = 4 * 1024 * 1024
+"""Room for the records of a push that has begun when the disk fills up."""
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -82,6 +85,7 @@ class Database:
         self._transaction: list[Statement] | None = None  # the one that is open
         self._durable = False  # must it be in the file?
         self._tried = 0.0
+        self._reserve = path.with_suffix(".reserve")
         try:
             private_directory(path.parent)
             self._file = self._open_or_begin_anew()
@@ -183,6 +187,15 @@ class Database:
             self._transaction = None
             self._durable = False
 
+    def reserve(self) -> None:
+        """Keep room on the disk for the records of something long that is about to begin.
+
+        Raises:
+            StateUnwritable: there is not enough.
+        """
+        if not self._reserve.exists():
+            place_private_file(self._reserve, bytes(RESERVE_BYTES))
+
     def complete(self) -> bool:
         """Write to the file what only the memory has; False while it cannot be written."""
         if self._memory is None:
@@ -251,6 +264,10 @@ class Database:
             except sqlite3.OperationalError as error:
                 if not disk_failed(error):
                     raise
+                if self._give_up_reserve():
+                    with suppress(sqlite3.OperationalError):
+                        self._repeat_transaction(self._file)
+                        return self._file.execute(sql, parameters)
                 self._memory = self._stand_in(error)
         return self._memory.execute(sql, parameters)
 
@@ -262,12 +279,25 @@ class Database:
         if self._durable:
             raise self._unwritable() from error
         memory = opening.in_memory(self._file)
-        if self._transaction is not None:
-            memory.execute("BEGIN IMMEDIATE")
-            for statement in self._transaction:
-                memory.execute(*statement)
+        self._repeat_transaction(memory)
         self._warn(f"cannot write {self.path}: {self._why}; going on in memory")
         return memory
+
+    def _repeat_transaction(self, connection: sqlite3.Connection) -> None:
+        """What the open transaction did so far: SQLite may have undone it."""
+        roll_back(connection)
+        if self._transaction is not None:
+            connection.execute("BEGIN IMMEDIATE")
+            for statement in self._transaction:
+                connection.execute(*statement)
+
+    def _give_up_reserve(self) -> bool:
+        """Make room for what was begun to be brought to its end; False when there is none."""
+        try:
+            self._reserve.unlink()
+        except OSError:
+            return False
+        return True
 
     def _begin_in_memory(self, error: Exception, or_memory: bool) -> None:
         """The file cannot be opened for writing; what it holds is read, if that can be done."""

@@ -158,14 +158,18 @@ def trust(state: FleetState, *names: str) -> None:
     state.database.write(f"DELETE FROM in_doubt WHERE server IN ({marks})", *names)
 
 
-def close_orphans(state: FleetState) -> list[Job]:
+def close_orphans(state: FleetState, *, in_turn: bool = False) -> list[Job]:
     """Close running jobs whose process is dead, commit what they had verified, and doubt the
-    servers they left; those jobs."""
-    if not state.journal.orphans():
+    servers they left; those jobs.
+
+    `in_turn`: this process has the fleet's turn, so that no push is under way. One that is said to
+    run has ended, even if its process lives and could not put its end on record.
+    """
+    if not state.journal.orphans(living=in_turn):
         return []
     orphans = []
     with state.understanding(), state.transaction():  # once: somebody else may be doing the same
-        for job in state.journal.interrupt_orphans():
+        for job in state.journal.interrupt_orphans(living=in_turn):
             orphans.append(job)
             events = state.journal.events(job.id)
             doubt(state, left_behind(job, events))

@@ -104,8 +104,9 @@ class Journal:
         """A new running job, owned by this process.
 
         Raises:
-            StateUnwritable: it cannot be put on record.
+            StateUnwritable: it cannot be put on record, or there is no room for what follows.
         """
+        self._database.reserve()
         owner, created_at = own_identity(), time.time()
         # dry runs count downwards from -1, so that they use up no number of a push
         number = "(SELECT MIN(0, COALESCE(MIN(number), 0)) - 1 FROM jobs)"
@@ -194,9 +195,10 @@ class Journal:
         row = self._database.row("SELECT owner FROM jobs WHERE number = ?", _number(job_id))
         return row is not None and ProcessIdentity(**json.loads(row["owner"])).alive()
 
-    def interrupt_orphans(self) -> list[Job]:
-        """Close running jobs whose process is dead; returns them as they were found."""
-        orphans = self.orphans()
+    def interrupt_orphans(self, *, living: bool = False) -> list[Job]:
+        """Close running jobs whose process is dead; returns them as they were found. `living`:
+        those of living processes as well, none of which has the fleet's turn."""
+        orphans = self.orphans(living=living)
         for job in orphans:
             message = f"the process that ran {job.id} died in stage {job.stage}"
             hint = "put right what it left: skyctl recover"
@@ -205,11 +207,13 @@ class Journal:
         return orphans
 
     @understood
-    def orphans(self) -> list[Job]:
-        """Running jobs whose process is dead."""
+    def orphans(self, *, living: bool = False) -> list[Job]:
+        """Running jobs whose process is dead, or of any process."""
         rows = self._database.rows("SELECT number, owner FROM jobs WHERE state = 'running'")
         dead = [
-            row["number"] for row in rows if not ProcessIdentity(**json.loads(row["owner"])).alive()
+            row["number"]
+            for row in rows
+            if living or not ProcessIdentity(**json.loads(row["owner"])).alive()
         ]
         if not dead:
             return []

@@ -202,7 +202,7 @@ class Supervisor:
         plan = self.require_plan()
         everyone = self.named(names)
         chosen = [replica for replica in everyone if replica.phase == "up"]
-        absent = {r.name: self._meant_for(verb, r) for r in everyone if r not in chosen}
+        absent = {r.name: self._meant_for(verb, r) for r in everyone if r.phase != "up"}
         if verb in ("pause", "sleep") and len(chosen) < len(self.replicas):
             # out of rotation before it freezes, so that no request waits behind it
             self.held_out |= {replica.name for replica in chosen}

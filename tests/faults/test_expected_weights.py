@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from skyctl.checkpoints.checkpoint import read_checkpoint
 from skyctl.push.request import PushRequest
 from skyctl.service.attached import AttachedFleet
+from skyctl.store.expected import by_files
 from skyctl.store.journal import Job
 from tests.faults.attached_fleet import attached_fleet
+from tests.faults.test_matrix_supervisor import pushable
+from tests.faults.test_matrix_supervisor import pushed as push_by
 from tests.stub.app import StubServer
 from tests.stub.state import StubEngine
 from tests.unit.push.checkpoints import tiny_tensors, write_checkpoint
+from tests.unit.supervisor.fleets import eventually, fleet_plan, stub_router
+from tests.unit.supervisor.test_resident import bring_up, pid_of, routed, states, supervising
 
 
 @pytest.fixture
@@ -127,3 +136,53 @@ async def test_the_digest_before_a_first_push_is_in_its_journal(
     again = await pushed(fleet, new)
     seen = [e.data for e in await fleet.job_events(again.id) if e.kind == "server"]
     assert "weighed" not in {event["state"] for event in seen}  # it is on record now
+
+
+# --- under a supervisor --------------------------------------------------------------------------
+
+
+async def test_a_restarted_replica_that_comes_to_something_else_is_not_routed(
+    tmp_path: Path, base: Path, new: Path
+) -> None:
+    async with supervising(tmp_path) as supervisor:
+        plan = fleet_plan([pushable("a", base), pushable("b", base)], stub_router())
+        await bring_up(supervisor, plan)
+        await push_by(supervisor, new)
+        # as if the same content had come to something else before
+        database = supervisor.state._database
+        database.write("UPDATE expected_digests SET digest = 'something else'")
+        os.kill(pid_of(supervisor, "a"), signal.SIGKILL)
+        await eventually(lambda: states(supervisor)["a"] == "quarantined")
+        reason = supervisor.replicas["a"].row.quarantine or ""
+        assert "when it was pushed before" in reason and "expected something else" in reason
+        assert routed(supervisor) == {"b"}
+
+
+@pytest.mark.parametrize("rewritten", [False, True])
+async def test_what_a_server_was_launched_with_is_held_against_its_first_push(
+    tmp_path: Path, base: Path, rewritten: bool
+) -> None:
+    async with supervising(tmp_path) as supervisor:
+        await bring_up(supervisor, fleet_plan([pushable("a", base)], stub_router()))
+        identity = read_checkpoint(str(base)).identity_digest
+        assert supervisor.state.expected.launches() == {"a": by_files(identity)}
+        if rewritten:  # the servers hold what the directory held before
+            write_checkpoint(base, tiny_tensors(9))
+        await push_by(supervisor, base)
+        known = supervisor.state.expected.known()
+        assert {one.origin for one in known.digests} == {"launch", "push"} and not known.broken
+        assert len({one.digest for one in known.digests}) == (2 if rewritten else 1)
+
+
+async def test_a_directory_that_is_written_while_servers_load_it_is_nobodys_launch(
+    tmp_path: Path, base: Path
+) -> None:
+    async with supervising(tmp_path) as supervisor:
+        slow = pushable("a", base)
+        slow = replace(slow, argv=(*slow.argv, "--faults", '{"startup_delay_s": 1.5}'))
+        supervisor.reconcile(fleet_plan([slow], stub_router()))
+        await eventually(lambda: "a" in supervisor.replicas)
+        await eventually(lambda: supervisor.replicas["a"].phase == "starting")
+        write_checkpoint(base, tiny_tensors(9))
+        await eventually(lambda: states(supervisor)["a"] == "ready")
+        assert supervisor.state.expected.launches() == {"a": ""}

@@ -5,15 +5,18 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
 
+import psutil
 import pytest
 
 from skyctl.store.paths import FleetPaths
 from skyctl.store.state import FleetState
 from tests.faults.command import attached, skyctl
+from tests.faults.stub_fleet import StubFleet
 from tests.stub.app import StubServer
 from tests.stub.running import running
 from tests.stub.state import Scheduler
@@ -74,6 +77,55 @@ async def test_a_fleet_can_be_looked_at_frozen_and_thawed_and_is_not_pushed_to(
         await run("pause", "--mode", "keep")
         with FleetState(FleetPaths(directory, "eight").database) as state:
             assert [row.paused for row in state.servers()] == [True, True]
+
+
+def test_a_fleet_on_a_disk_that_fills_up_is_paused_resumed_healed_and_ended(
+    tmp_path: Path,
+) -> None:
+    with mounted(tmp_path / "home", "16m") as directory:
+        fleet = StubFleet(tmp_path)
+        fleet.write()
+        checkpoint = write_checkpoint(tmp_path / "ckpt", tiny_tensors())
+        fleet.run("up")
+        try:
+            filler = fill(directory)
+            before = {name: row["pid"] for name, row in fleet.replicas().items()}
+            for _ in range(30):  # until what was free in the state file is used up
+                fleet.run("pause", "--mode", "keep")
+                assert {row["state"] for row in fleet.replicas().values()} == {"paused"}
+                fleet.run("resume")
+                status = fleet.json("status")["data"]
+                if "cannot be written" in str(status["reasons"]):
+                    break
+            assert "cannot be written" in str(status["reasons"])
+            assert {name: row["pid"] for name, row in fleet.replicas().items()} == before
+            refused = fleet.json("sync-weights", str(checkpoint), expect=1)
+            assert refused["error"]["kind"] == "StateUnwritable"
+            psutil.Process(before["stubs-0"]).kill()
+            wait_until(
+                lambda: (
+                    (row := fleet.replicas()["stubs-0"])["state"] == "ready"
+                    and row["pid"] != before["stubs-0"]
+                )
+            )
+            filler.unlink()
+            wait_until(lambda: "cannot be written" not in str(fleet.json("status")["data"]))
+            with FleetState(FleetPaths(directory, "stubs").database) as state:
+                record = state.process("stubs-0")
+            assert record is not None and record.identity is not None
+            assert record.identity.pid == fleet.replicas()["stubs-0"]["pid"]
+            fleet.run("sync-weights", str(checkpoint))
+            fill(directory)
+        finally:
+            fleet.run("down", "--drain-timeout", "0")
+        assert not psutil.pid_exists(before["stubs-1"])
+
+
+def wait_until(holds: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
 
 
 async def test_what_could_not_be_recorded_is_said_once(tmp_path: Path) -> None:

@@ -28,6 +28,12 @@ from tests.unit.push.checkpoints import CONFIG, tiny_tensors, write_checkpoint
 PAGE = Path(__file__).parents[2] / "docs" / "mistakes.md"
 AT_LEAST = 20
 NO_VLLM = "#!/bin/sh\necho vllm\n"
+KNOWS_ITS_ARGUMENTS = """#!/bin/sh
+case "$3" in
+*_version.py*) echo installed ;;
+*make_arg_parser*) echo '["max-model-len", "seed"]' ;;
+esac
+"""
 NO_GPU = "#!/bin/sh\nexit 9\n"
 Situation = Callable[[StubFleet], AbstractContextManager[None]]
 
@@ -110,6 +116,15 @@ def no_vllm(fleet: StubFleet) -> Iterator[None]:
 
 
 @contextmanager
+def a_vllm_that_says_its_arguments(fleet: StubFleet) -> Iterator[None]:
+    fleet.write(name="demo")
+    (fleet.directory / "python").write_text(KNOWS_ITS_ARGUMENTS)
+    text = "name: demo\nmodel: ./model\npython: ./python\ndevice: cpu\nargs: {max-modle-len: 8}\n"
+    (fleet.directory / "fleet.yaml").write_text(text)
+    yield
+
+
+@contextmanager
 def no_gpu(fleet: StubFleet) -> Iterator[None]:
     fleet.write(name="demo")
     file = fleet.directory / "fleet.yaml"
@@ -171,6 +186,8 @@ ALONE: dict[str, Situation] = {
     "a pause mode that there is not": nothing,
     "a list that is not closed": a_file("name: demo\nmodel: ./model\nreplicas: [\n"),
     "a key that there is not": a_file("name: demo\nmodel: ./model\nreplica: 2\n"),
+    "a file of another tool": a_file("services: {vllm: {image: vllm/vllm-openai}}\n"),
+    "an argument of vLLM with a typing error": a_vllm_that_says_its_arguments,
     "a device that there is not": a_file("name: demo\nmodel: ./model\n\ndevice: gpu\n"),
     "no GPU in the machine": no_gpu,
     "a model that is not there": a_file("name: demo\nmodel: ./nope\npython: ./python\n"),
@@ -201,6 +218,8 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StubFleet]:
     write_checkpoint(here / "model", tiny_tensors(1))
     for name in ("next", "runs/step-1"):
         write_checkpoint(here / name, tiny_tensors(2))
+    (here / "lora").mkdir()
+    (here / "lora" / "adapter_config.json").write_text("{}")
     write_checkpoint(here / "wide", tiny_tensors(2), config={**CONFIG, "num_hidden_layers": 9})
     fleet.run("up")
     yield fleet
@@ -247,6 +266,7 @@ UP: dict[str, Situation] = {
     "a model of the hub as a checkpoint": as_it_is,
     "a file as a checkpoint": as_it_is,
     "the directory above the checkpoints": as_it_is,
+    "an adapter as a checkpoint": as_it_is,
     "a checkpoint of another shape": as_it_is,
     "a transport for GPUs on a CPU": as_it_is,
     "a label that stands for other weights": a_label_in_use,

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import inspect
 import json
 import os
 import subprocess
-from collections.abc import Collection
+import sys
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 from skyctl.errors import SkyctlError
@@ -15,15 +17,6 @@ from skyctl.store.paths import place_private_file, private_directory, state_root
 
 _FIND_TIMEOUT_S = 20.0
 _ASK_TIMEOUT_S = 120.0  # importing vLLM from a cold disk
-# Which vLLM it is, without importing it: names change only when it is installed anew.
-_FIND = """
-import importlib.util, os
-spec = importlib.util.find_spec("vllm")
-if spec and spec.origin:
-    beside = os.path.join(os.path.dirname(spec.origin), "_version.py")
-    found = os.stat(beside if os.path.exists(beside) else spec.origin)
-    print(spec.origin, found.st_mtime_ns, found.st_size)
-"""
 _ASK = """
 import json
 try:
@@ -39,19 +32,22 @@ print(json.dumps([n[2:] for a in actions for n in a.option_strings if n.startswi
 """
 
 
-def known_arguments(python: str, cache: Path | None = None) -> frozenset[str]:
+def known_arguments(
+    python: str, cache: Path | None = None, *, note: Callable[[str], None] = lambda line: None
+) -> frozenset[str]:
     """Names without dashes, `no-x` of switches too; empty where that vLLM does not say.
 
-    The first question takes as long as importing vLLM does; the answer is kept in `cache`
-    (default: the state directory).
+    The first question takes as long as importing vLLM does, and `note` hears of it; the answer is
+    kept in `cache` (default: the state directory).
     """
-    installation = _run(python, _FIND, _FIND_TIMEOUT_S)
+    installation = _installed() if python == sys.executable else _installed_in(python)
     if not installation:
         return frozenset()
     key = hashlib.sha256(f"{python}\n{installation}".encode()).hexdigest()[:16]
     kept = (cache or state_root() / "arguments") / f"{key}.json"
     with contextlib.suppress(OSError, ValueError):
         return frozenset(json.loads(kept.read_text(encoding="utf-8")))
+    note("asking vLLM for the names of its arguments (once per installation) …")
     lines = _run(python, _ASK, _ASK_TIMEOUT_S).splitlines()
     try:
         names = frozenset(map(str, json.loads(lines[-1] if lines else "[]")))
@@ -62,6 +58,26 @@ def known_arguments(python: str, cache: Path | None = None) -> frozenset[str]:
             private_directory(kept.parent)
             place_private_file(kept, json.dumps(sorted(names)).encode())
     return names
+
+
+def _installed() -> str:
+    """Which vLLM this interpreter has, without importing it; "" for none.
+
+    Names change only when it is installed anew. Runs in other interpreters as well: see below.
+    """
+    import importlib.util
+    import os
+
+    spec = importlib.util.find_spec("vllm")
+    if spec is None or not spec.origin:
+        return ""
+    beside = os.path.join(os.path.dirname(spec.origin), "_version.py")  # noqa: PTH118, PTH120
+    found = os.stat(beside if os.path.exists(beside) else spec.origin)  # noqa: PTH110, PTH116
+    return f"{spec.origin} {found.st_mtime_ns} {found.st_size}"
+
+
+def _installed_in(python: str) -> str:
+    return _run(python, f"{inspect.getsource(_installed)}\nprint(_installed())", _FIND_TIMEOUT_S)
 
 
 def accepts(name: str, known: Collection[str]) -> bool:

@@ -11,9 +11,11 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("vllm")
 
+import vllm.model_executor.parameter as vllm_parameter  # noqa: E402
 from vllm._custom_ops import cpu_prepack_moe_weight  # noqa: E402
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts  # noqa: E402
 from vllm.model_executor.layers.linear import (  # noqa: E402
+    LinearBase,
     MergedColumnParallelLinear,
     QKVParallelLinear,
     RowParallelLinear,
@@ -22,6 +24,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (  # noqa: E402
     VocabParallelEmbedding,
 )
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader  # noqa: E402
+from vllm.model_executor.parameter import ModelWeightParameter  # noqa: E402
 
 from skyctl.engines.vllm.inside.rows import answer_rows  # noqa: E402
 from skyctl.engines.vllm.inside.wire import RowAnswer, RowQuestion, row_number  # noqa: E402
@@ -68,11 +71,27 @@ def layer_of(
     for name, value in {"tp_rank": rank, "tp_size": size, **has}.items():
         setattr(layer, name, value)
     for name, shape in shapes.items():
-        parameter = torch.nn.Parameter(torch.zeros(shape), requires_grad=False)
-        parameter.output_dim, parameter.input_dim = 0, 1
-        parameter.weight_loader = layer.weight_loader
+        if issubclass(kind, LinearBase) and name == "weight":
+            parameter = ModelWeightParameter(
+                data=torch.zeros(shape),
+                input_dim=1,
+                output_dim=0,
+                weight_loader=layer.weight_loader_v2,
+            )
+            parameter.tp_rank, parameter.tp_size = rank, size
+        else:
+            parameter = torch.nn.Parameter(torch.zeros(shape), requires_grad=False)
+            parameter.output_dim, parameter.input_dim = 0, 1
+            parameter.weight_loader = layer.weight_loader
         layer.register_parameter(name, parameter)
     return layer
+
+
+@pytest.fixture(autouse=True)
+def _without_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parameters ask for their rank as they are made; `layer_of` tells them another."""
+    for name in ("rank", "world_size"):
+        monkeypatch.setattr(vllm_parameter, f"get_tensor_model_parallel_{name}", lambda: 0)
 
 
 class Model(torch.nn.Module):  # type: ignore[misc,name-defined]

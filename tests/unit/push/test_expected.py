@@ -154,7 +154,12 @@ async def test_a_reload_that_is_broken_is_named_remembered_and_refused(
     with pytest.raises(PreflightError, match="does not reload this model") as refused:
         await pushed(stubs)
     assert "--allow-unproven-reload" in refused.value.hint and stubs.engines[0].log == []
-    assert (await pushed(stubs, allow_unproven_reload=True)).servers[0].ok
+    allowed = await pushed(stubs, allow_unproven_reload=True)
+    assert allowed.servers[0].ok
+    learn(stubs, allowed.learned)  # a replica that is restarted gets it as well
+    assert (await pushed(stubs)).servers[0].ok
+    with pytest.raises(PreflightError, match="does not reload this model"):
+        await pushed(stubs, checkpoint=str(stubs.base))
 
 
 async def test_a_launch_is_held_against_the_push_that_goes_back_to_it(stubs: Stubs) -> None:

@@ -133,3 +133,17 @@ async def test_what_a_dead_push_left_is_not_thawed_by_hand(
         skipped, done = await getattr(fleet, verb)()
         assert (skipped["status"], done["status"]) == ("skipped", "ok")
         assert "skyctl recover" in skipped["detail"]
+
+
+async def test_with_the_turn_in_hand_a_push_that_is_said_to_run_has_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its process lives, and could not put on record that it left a server half loaded."""
+    async with attached(tmp_path, monkeypatch, StubServer()) as fleet:
+        job = fleet._state.journal.begin("push", PushRequest("/c").to_json())
+        for stage in ("pause", "update"):
+            fleet._state.journal.stage(job.id, stage)
+        fleet._state.journal.server(job.id, "far-0", "updating")
+        [outcome] = await fleet.resume()
+        assert outcome["status"] == "skipped" and "skyctl recover" in outcome["detail"]
+        assert (await fleet.job(job.id)).state == "interrupted"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -233,6 +234,29 @@ def test_a_file_that_cannot_be_read_is_an_error_or_a_state_of_which_nothing_is_k
         state.require_read()
     with FleetState(path) as state:
         assert state.server("a-0").paused
+
+
+@pytest.mark.parametrize("before", ["", "in a transaction"])
+def test_what_was_begun_has_room_to_end_on_a_disk_that_fills_up(
+    tmp_path: Path, disk: FailingDisk, before: str
+) -> None:
+    with mounted(tmp_path / "small", "8m") as directory:
+        path = directory / "fleet" / "state.sqlite"
+        with FleetState(path) as state, FleetState(path) as other:
+            job = state.journal.begin("push", {})
+            filler = fill(directory)
+            for number in range(20):  # as long as what is free in files suffices, and longer
+                with state.transaction() if before else nullcontext():
+                    state.journal.stage(job.id, f"stage {number}")
+                    state.journal.note(job.id, BIG[:20_000])
+            state.journal.end(job.id, "succeeded")
+            assert state.unrecorded is None
+            assert other.journal.job(job.id).state == "succeeded"
+            assert len(other.journal.events(job.id)) == 41
+            with pytest.raises(StateUnwritable, match="No space"):
+                state.journal.begin("push", {})
+            filler.unlink()
+            state.journal.begin("push", {})
 
 
 # --- real file systems ---------------------------------------------------------------------------

@@ -25,6 +25,7 @@ from skyctl.store.paths import FleetPaths, fleet_paths
 from skyctl.store.state import FleetState, ProcessRow
 from skyctl.supervisor import daemon
 from skyctl.supervisor.client import SupervisorClient
+from skyctl.supervisor.restarts import remember
 from skyctl.supervisor.wire import plan_to_json
 from tests.unit.supervisor.fleets import (
     command_server,
@@ -77,12 +78,19 @@ async def test_servers_outlive_a_killed_supervisor_and_the_next_adopts_them(
     plan = fleet_plan([stub_server("a"), stub_server("b")], stub_router())
     before = await up(paths, plan)
     await kill_supervisor(paths)
+    with FleetState(paths.database) as state:
+        remember(state, "b", "was killed by SIGKILL")
     left = unsupervised_status(paths)
     assert left.health == "degraded" and left.supervised is False
+    assert [r.restarts for r in left.replicas] == [0, 1]
     assert {r.state for r in left.replicas} == {"unsupervised"}
     assert "skyctl recover" in left.reasons[0].hint
 
     after = await up(paths, plan)
+    assert [(r.restarts, r.restart_reason) for r in after.replicas] == [
+        (0, ""),
+        (1, "was killed by SIGKILL"),
+    ]
     assert after.supervisor_pid != before.supervisor_pid
     assert [r.pid for r in after.replicas] == [r.pid for r in before.replicas]
     assert after.router is not None and before.router is not None

@@ -72,7 +72,8 @@ _ASK = {
 }
 
 
-_LOG = logging.getLogger("skyctl.guard")
+_LOG = logging.getLogger("uvicorn.error")
+"""Where uvicorn says what is not about one request: vLLM shows it."""
 _REFUSING: ContextVar[bool] = ContextVar("refusing", default=False)
 _REPORT_INTERVAL_S = 60.0
 _LONGEST_LOGGED_PATH = 500

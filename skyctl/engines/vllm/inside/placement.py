@@ -8,7 +8,7 @@ by the rules of the layer that owns it; everything else cannot be compared.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -55,13 +55,22 @@ class _Load:
     expert: Any
 
 
+@dataclass(frozen=True)
+class Trace:
+    """What vLLM's loader did with a tensor that was sent through it, or why it did nothing."""
+
+    sent: Any
+    loads: list[_Load]
+    refusal: str
+
+
 class Tracer:
-    """Asks `model` where it would load tensors to. Open as long as `tracing` is."""
+    """Where `model` would load tensors to. Made by `tracing`."""
 
     def __init__(self, model: Any, own_loaders: dict[int, Any]) -> None:
-        self.model = model
-        self.loads: list[_Load] = []
+        self._model = model
         self._own_loaders = own_loaders
+        self._loads: list[_Load] = []
         self._owners: dict[int, list[tuple[Any, str]]] = {}
         for layer in model.modules():
             for attribute, parameter in layer._parameters.items():
@@ -81,37 +90,62 @@ class Tracer:
         shard = next((a for a in arguments if isinstance(a, int | tuple)), shard_id)
         if shard is None:
             shard = next((a for a in arguments if a in ("q", "k", "v", "w1", "w2", "w3")), None)
-        self.loads.append(_Load(param, loaded_weight, shard, expert_id))
+        self._loads.append(_Load(param, loaded_weight, shard, expert_id))
         return True
 
-    def placements(self, question: RowQuestion) -> list[Placement]:
+    def trace(self, questions: Sequence[RowQuestion]) -> list[Trace]:
+        """What vLLM's loader does with each tensor, in order.
+
+        All go through it in one call, which takes as long as one tensor alone: a loader looks
+        through the whole model first. Where it refuses one of them, each goes alone.
+        """
+        sent = [
+            torch.empty(question.shape, dtype=getattr(torch, question.dtype), device="meta")
+            for question in questions
+        ]
+        named = [(question.name, tensor) for question, tensor in zip(questions, sent, strict=True)]
+        refusals = {}
+        try:
+            self._load(named)
+        except Exception:
+            self._loads.clear()
+            for number, one in enumerate(named):
+                try:
+                    self._load([one])
+                except Exception as error:  # whatever a model makes of an unknown name
+                    refusals[number] = f"vLLM's loader refuses it: {error}"
+        by_storage: dict[int, list[_Load]] = {}
+        for load in self._loads:
+            by_storage.setdefault(_storage(load.tensor), []).append(load)
+        return [
+            Trace(tensor, by_storage.get(_storage(tensor), []), refusals.get(number, ""))
+            for number, tensor in enumerate(sent)
+        ]
+
+    def _load(self, named: list[tuple[str, Any]]) -> None:
+        with _partial_loads():
+            self._model.load_weights(named)
+
+    def placements(self, question: RowQuestion, trace: Trace) -> list[Placement]:
         """Every place of this worker's that holds a part of the tensor; [] when other workers do.
 
         Raises:
             NotComparable: the model does not hold the tensor as the checkpoint does.
         """
-        sent = torch.empty(question.shape, dtype=getattr(torch, question.dtype), device="meta")
-        self.loads.clear()
-        try:
-            self._load(question.name, sent)
-        except Exception as error:  # whatever a model's loader makes of an unknown name
-            raise NotComparable(f"vLLM's loader refuses it: {error}") from error
-        if not self.loads:
-            if _of_other_stage(question.name, self.model):
+        if trace.refusal:
+            raise NotComparable(trace.refusal)
+        if not trace.loads:
+            if _of_other_stage(question.name, self._model):
                 return []
-            raise NotComparable("vLLM loads nothing under this name")
+            raise NotComparable("vLLM loads nothing of it, or not as it is")
         found = []
-        for load in self.loads:
-            if not _unchanged(load.tensor, sent):
+        for load in trace.loads:
+            if not _unchanged(load.tensor, trace.sent):
                 raise NotComparable("vLLM rearranges it when it is loaded")
             for layer, attribute in self._owners.get(id(load.parameter), ()):
                 own = self._own_loaders.get(id(load.parameter))
                 found += _located(layer, attribute, load, own, question)
         return found
-
-    def _load(self, name: str, tensor: Any) -> None:
-        with _partial_loads():
-            self.model.load_weights([(name, tensor)])
 
 
 @contextmanager
@@ -153,12 +187,14 @@ def _of_other_stage(name: str, model: Any) -> bool:
     return bool(is_pp_missing_parameter(name, model))
 
 
-def _unchanged(tensor: Any, sent: Any) -> bool:
-    return tensor is sent or (
-        tensor.untyped_storage()._cdata == sent.untyped_storage()._cdata
-        and tensor.storage_offset() == 0
-        and (tensor.dtype, tensor.shape, tensor.stride()) == (sent.dtype, sent.shape, sent.stride())
-    )
+def _storage(tensor: Any) -> int:
+    """The same for a tensor and its views."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _unchanged(view: Any, sent: Any) -> bool:
+    seen, whole = ((t.dtype, t.shape, t.stride()) for t in (view, sent))
+    return bool(view.storage_offset() == 0 and seen == whole)
 
 
 def _located(

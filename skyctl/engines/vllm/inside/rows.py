@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from skyctl.engines.vllm.inside.digest import input_size, is_packed
-from skyctl.engines.vllm.inside.placement import NotComparable, Placement, Tracer, tracing
+from skyctl.engines.vllm.inside.placement import NotComparable, Placement, Trace, Tracer, tracing
 from skyctl.engines.vllm.inside.wire import RowAnswer, RowQuestion, row_number
 
 _DIGIT = 256  # counts up to here are exact in every floating type a model is held in
@@ -27,14 +27,15 @@ def answer_rows(model: Any, questions: Sequence[RowQuestion]) -> list[RowAnswer]
         return []
     try:
         with torch.inference_mode(), tracing(model) as tracer:
-            return [_answer(tracer, question) for question in questions]
+            traces = tracer.trace(questions)
+            return [_answer(tracer, *each) for each in zip(questions, traces, strict=True)]
     finally:
         _places.cache_clear()  # 8 bytes for each weight of an expert
 
 
-def _answer(tracer: Tracer, question: RowQuestion) -> RowAnswer:
+def _answer(tracer: Tracer, question: RowQuestion, trace: Trace) -> RowAnswer:
     try:
-        placements = tracer.placements(question)
+        placements = tracer.placements(question, trace)
         found = [row for placement in placements for row in _read(placement, question)]
     except NotComparable as why:
         return RowAnswer(question.name, reason=str(why))
