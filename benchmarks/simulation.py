@@ -96,8 +96,10 @@ def _orders(kinds: list[str], first: int, schedules: int) -> Iterator[tuple[str,
             yield kind, range(begin, min(begin + _BATCH, first + schedules))
 
 
-def soak(kinds: list[str], first: int, schedules: int, processes: int) -> dict[str, Any]:
-    """Play `schedules` of each kind."""
+def soak(
+    kinds: list[str], first: int, schedules: int, processes: int, minutes: float
+) -> dict[str, Any]:
+    """Play `schedules` of each kind, or as many as can be played in so many minutes."""
     began = time.monotonic()
     counts = {
         kind: {"schedules": 0, "pushes": 0, "succeeded": 0, "steps": 0, "violating": 0}
@@ -115,7 +117,9 @@ def soak(kinds: list[str], first: int, schedules: int, processes: int) -> dict[s
                 if ended.violations:
                     count["violating"] += 1
                     _note(found, kind, ended)
-            _report(counts, found, began)
+            _report(counts, began)
+            if time.monotonic() - began > minutes * 60:
+                break
     return {
         "schedules": sum(count["schedules"] for count in counts.values()),
         "violations": sum(count["violating"] for count in counts.values()),
@@ -137,7 +141,7 @@ def _note(found: Found, kind: str, ended: Ended) -> None:
     print(f"seed {ended.seed}  {first}", flush=True)
 
 
-def _report(counts: dict[str, dict[str, int]], found: Found, began: float) -> None:
+def _report(counts: dict[str, dict[str, int]], began: float) -> None:
     done = sum(count["schedules"] for count in counts.values())
     rate = done / max(0.1, time.monotonic() - began) * 60
     bad = sum(count["violating"] for count in counts.values())
@@ -175,6 +179,7 @@ def _until_found(name: str, most: int, home: Path) -> int | None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--schedules", type=int, default=2000, help="of each kind of fleet")
+    parser.add_argument("--minutes", type=float, default=1e9, help="stop after so long")
     parser.add_argument("--seed", type=int, default=0, help="the first seed")
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--kind", choices=KINDS, action="append")
@@ -199,7 +204,8 @@ def main() -> int:
         results = {**before, "reinserted": {**before.get("reinserted", {}), **came}}
         bad = any(found is None for found in came.values())
     else:
-        results = soak(chosen.kind or list(KINDS), chosen.seed, chosen.schedules, chosen.processes)
+        kinds = chosen.kind or list(KINDS)
+        results = soak(kinds, chosen.seed, chosen.schedules, chosen.processes, chosen.minutes)
         results["reinserted"] = before.get("reinserted", {})
         bad = bool(results["violations"])
         for what, one in sorted(results["found"].items(), key=lambda item: -item[1]["count"]):
