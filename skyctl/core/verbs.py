@@ -73,7 +73,7 @@ async def run(
         if asked:
             state.add_event(*_event(verb, arguments, outcomes))
     if verb == "wake":
-        await _pause_again(outcomes, rows, asked, client, timeout_s)
+        await _pause_again(outcomes, state, asked, client, timeout_s)
     found = {o.server: _with_context(verb, o, rows[o.server]) for o in outcomes}
     return [
         found.get(t.name) or Outcome(t.name, OutcomeStatus.SKIPPED, 0.0, skipped[t.name])
@@ -145,12 +145,14 @@ def _changes(verb: str, arguments: Mapping[str, Any], outcome: Outcome[Any]) -> 
 
 async def _pause_again(
     outcomes: Sequence[Outcome[Any]],
-    before: Mapping[str, ServerRow],
+    state: FleetState,
     targets: Sequence[ServerTarget],
     client: ControlClient,
     timeout_s: float,
 ) -> None:
+    # read anew: another terminal may have resumed it meanwhile
+    meant = {row.name for row in state.servers() if row.paused}
     awake = {o.server for o in outcomes if o.ok and o.value is not False}
-    paused = [t for t in targets if t.name in awake and before[t.name].paused]
+    paused = [t for t in targets if t.name in awake & meant]
     if paused:
         await verbs.pause(client, paused, mode="keep", timeout_s=timeout_s)

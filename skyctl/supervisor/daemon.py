@@ -6,7 +6,9 @@ import asyncio
 import contextlib
 import ctypes
 import fcntl
+import importlib
 import os
+import pkgutil
 import signal
 import socket
 import subprocess
@@ -33,6 +35,23 @@ from skyctl.supervisor.resident import Supervisor
 START_TIMEOUT_S = 20.0
 _LOCK_TIMEOUT_S = 1.0
 _PR_SET_CHILD_SUBREAPER = 36
+_PACKAGES = tuple(
+    f"skyctl.{name}"
+    for name in (
+        "supervisor",
+        "core",
+        "push",
+        "transfer",
+        "checkpoints",
+        "engines",
+        "launch",
+        "http",
+        "store",
+        "fleetfile",
+    )
+)
+_ELSEWHERE = ("skyctl.engines.vllm.inside.", "skyctl.transfer.gpu", "skyctl.transfer.sender")
+"""What runs in vLLM's processes and in the sender, some of it beside torch."""
 
 
 async def ensure_running(paths: FleetPaths) -> bool:
@@ -90,6 +109,7 @@ async def serve(paths: FleetPaths) -> None:
         ConflictError: another supervisor holds the fleet.
     """
     paths.prepare()
+    load_everything()
     await _lock(paths)
     become_subreaper()
     async with ControlClient() as client:
@@ -98,6 +118,16 @@ async def serve(paths: FleetPaths) -> None:
             sweep(paths.staging, state.checkpoints() | needed(state))
             with _socket(paths) as listener:
                 await _serve_until_finished(supervisor, listener)
+
+
+def load_everything() -> None:
+    """Import all that this process may ever need: an upgrade replaces the files while it lives, and
+    half of one version with half of another is neither."""
+    for package in _PACKAGES:
+        path = importlib.import_module(package).__path__
+        for found in pkgutil.walk_packages(path, f"{package}."):
+            if not found.name.startswith(_ELSEWHERE) and not found.name.endswith("__main__"):
+                importlib.import_module(found.name)
 
 
 async def wait_gone(paths: FleetPaths, timeout_s: float = 10.0) -> None:

@@ -7,6 +7,8 @@ import fcntl
 import os
 import signal
 import stat
+import subprocess
+import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -151,7 +153,7 @@ async def test_down_never_signals_a_process_that_only_has_the_recorded_pid(
     paths: FleetPaths,
 ) -> None:
     bystander = ManagedProcess.spawn(
-        ["sleep", "600"], {}, paths.log("bystander"), token="not recorded"
+        ["sleep", "600"], {}, paths.root / "bystander.log", token="not recorded"
     )
     assert bystander.identity is not None
     stale = bystander.identity.__class__(
@@ -279,3 +281,26 @@ async def test_what_a_killed_server_leaves_in_its_temporary_directory_leaves_wit
 
 def _is_zombie(pid: int) -> bool:
     return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+
+
+def test_a_supervisor_has_loaded_all_it_needs_before_it_owns_anything() -> None:
+    """An upgrade replaces the files below a process that lives for months."""
+    look = (
+        "import sys; from skyctl.supervisor import daemon; daemon.load_everything();"
+        "before = set(sys.modules);"
+        "import skyctl.push.transaction, skyctl.push.rolling, skyctl.core.keeping,"
+        " skyctl.supervisor.api, skyctl.transfer.transports.shm, skyctl.checkpoints.live;"
+        "print(sorted(set(sys.modules) - before), 'torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", look], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["[]", "False"]
+
+
+async def test_down_ends_a_process_of_the_fleet_that_its_supervisor_could_not_put_on_record(
+    paths: FleetPaths,
+) -> None:
+    """Spawned while the state's disk failed; then the supervisor, which alone knew it, died."""
+    FleetState(paths.database).close()
+    forgotten = ManagedProcess.spawn(["sleep", "600"], {}, paths.log("a"), token="not recorded")
+    assert (await take_down(paths, drain_timeout_s=0.0)).stopped == ("a",)
+    assert not forgotten.alive()
