@@ -26,6 +26,7 @@ from tests.simulation.loop import PROCESS
 from tests.simulation.network import _NOBODY, Reply, body
 from tests.simulation.world import World, configured, plain
 
+_ON_THE_WAY = ("waiting", "starting", "admitting", "restarting", "stopping")
 SERVER, ROUTER = "a server", "a router"
 ROUTER_URL = "http://127.0.0.1:8000"
 
@@ -309,7 +310,7 @@ class SupervisedWorld(World):
                 self.violate("ended: a server was ended because something could not be written")
         for engine in self.engines:
             replica = supervisor.replicas.get(engine.name)
-            if replica is None or replica.state != "ready":
+            if replica is None or replica.state != "ready" or self.verbs_open:
                 continue
             if engine.process is None or engine.process.dead:
                 self.violate("gone: a server is shown as ready, and its process is dead")
@@ -324,7 +325,7 @@ class SupervisedWorld(World):
         for url in self.router.workers:
             engine = self.engine_at(url)
             assert engine is not None
-            if not engine.serving and engine.asleep:
+            if not engine.serving and engine.asleep and not self.verbs_open:
                 self.violate("router: a server that sleeps is routed")
 
     def _at_work(self) -> bool:
@@ -332,6 +333,8 @@ class SupervisedWorld(World):
         if supervisor is None or self.supervising is None or self.supervising.dead:
             return False
         operation = supervisor.operation
+        if any(replica.phase in _ON_THE_WAY for replica in supervisor.replicas.values()):
+            return True
         return supervisor.job is not None or (operation is not None and operation.ended_at is None)
 
     def _on_record(self, fleet: Any) -> bool:

@@ -150,9 +150,10 @@ class World:
             self.violate(f"{found} after {plain(what)}")
 
     def _lone(self, engine: Engine, path: str, caller: Process | None) -> None:
-        """While a session is open, only its owner acts on the server."""
+        """While a session is open, and its owner has the turn, nobody else acts on the server."""
         owner = engine.owner
-        if engine.open and owner is not None and not owner.dead and owner is not caller:
+        holds = any(process is owner for _, process in self.flocks.values())
+        if engine.open and holds and owner is not None and owner is not caller:
             who = plain(caller.label) if caller else "?"
             self.violate(f"one holder: {path} of {who} into {plain(owner.label)}'s session")
 
