@@ -19,7 +19,7 @@ import platform
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -148,8 +148,10 @@ def _report(counts: dict[str, dict[str, int]], began: float) -> None:
     print(f"{done} schedules, {rate:.0f} a minute, {bad} with violations", file=sys.stderr)
 
 
-def reinsert(names: list[str], most: int) -> dict[str, int | None]:
-    """Defect → schedules until it was found; None: not within `most`."""
+def reinsert(
+    names: list[str], most: int, tell: Callable[[dict[str, int | None]], None]
+) -> dict[str, int | None]:
+    """Defect → schedules until it was found; None: not within `most`. `tell` hears each."""
     home = _home()
     came: dict[str, int | None] = {}
     try:
@@ -158,6 +160,7 @@ def reinsert(names: list[str], most: int) -> dict[str, int | None]:
                 continue
             came[name] = _until_found(name, most, home)
             print(f"{name}: {came[name]}", flush=True)
+            tell(came)
     finally:
         _remove(home)
     return came
@@ -200,7 +203,13 @@ def main() -> int:
         return replay(Schedule(chosen.replay, kind, without))
     before = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     if chosen.reinserted is not None:
-        came = reinsert(chosen.reinserted, 10_000)
+
+        def write(came: dict[str, int | None]) -> None:
+            results = {**before, "reinserted": {**before.get("reinserted", {}), **came}}
+            if chosen.write:
+                RESULTS.write_text(json.dumps(results, indent=2) + "\n")
+
+        came = reinsert(chosen.reinserted, 10_000, write)
         results = {**before, "reinserted": {**before.get("reinserted", {}), **came}}
         bad = any(found is None for found in came.values())
     else:

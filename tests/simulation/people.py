@@ -57,7 +57,7 @@ def all_of(world: World) -> list[Coroutine[Any, Any, None]]:
     faults = world.faults
     found = [_train(world, "latest")]
     if "second-pusher" in faults:
-        found.append(_train(world, "latest" if world.dice.random() < 0.3 else "other"))
+        found.append(_train(world, "other"))
     if faults & {"verbs", "recover-early"}:
         found.append(_type(world))
     if "kill-server" in faults:
