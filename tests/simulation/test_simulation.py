@@ -9,7 +9,7 @@ import pytest
 from tests.simulation import reinserted, seams
 from tests.simulation.world import KINDS, Schedule, play
 
-FIRST, SCHEDULES = 5_000, 150
+FIRST, SCHEDULES = 5_000, 100
 FOUND_BY = {
     "02 a verb is carried out during a push": 54,
     "07 weights of one server are compared with nothing": 34,
