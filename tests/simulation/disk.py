@@ -1,0 +1,210 @@
+"""The state file of a simulated machine, and the checkpoints on its disk.
+
+SQLite runs for real, in memory. What one process committed survives its death, what it had open
+does not. While the disk is full or failing, writes raise what SQLite raises.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sqlite3
+import struct
+import zlib
+from hashlib import blake2b
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from skyctl.store import opening
+from skyctl.store.schema import migrate
+from tests.simulation.kernel import Kernel, Process, current
+from tests.simulation.loop import PROCESS
+
+TENSORS = ("lm_head.weight", "model.norm.weight", "model.layers.0.weight", "model.layers.1.weight")
+_SHAPE = [16]
+_BYTES = 64
+
+
+class Disk:
+    """`full`: no write succeeds; `failing`: the probability that one does not."""
+
+    def __init__(self, kernel: Kernel, dice: Random) -> None:
+        self.full = False
+        self.failing = 0.0
+        self.writes = 0
+        self.kernel = kernel
+        self._dice = dice
+        self.files: dict[str, sqlite3.Connection] = {}
+        self.owner: Connection | None = None
+        self.closed = False
+
+    def open(self, path: Path) -> Connection:
+        """What `opening.open_file` does."""
+        process = current()
+        found = self.files.get(str(path))
+        # without room beside it for its WAL, a file may open or not
+        if found is None or (self.full and self._dice.random() < 0.5):
+            self.write_or_fail()
+        if found is None:
+            found = opening.in_memory()
+            migrate(found, path)
+            self.files[str(path)] = found
+        return Connection(self, found, process)
+
+    def read(self, path: Path) -> sqlite3.Connection:
+        """What `opening.read_into_memory` does."""
+        current()
+        memory = opening.in_memory(self.files.get(str(path)))
+        migrate(memory, path)
+        return memory
+
+    def write_or_fail(self) -> None:
+        """Raise what a write raises while the disk is not well; die where that was decided."""
+        self.writes += 1
+        process: Process | None = PROCESS.get()
+        if process is not None and "writes" in process.doomed:
+            process.doomed["writes"] -= 1
+            if process.doomed["writes"] < 0:
+                self.kernel.die("is killed at a write")
+        if self.full:
+            raise _error("database or disk is full", sqlite3.SQLITE_FULL)
+        if self.failing and self._dice.random() < self.failing:
+            raise _error("disk I/O error", sqlite3.SQLITE_IOERR)
+
+    def close(self) -> None:
+        self.closed = True
+        for file in self.files.values():
+            file.close()
+
+
+class Connection:
+    """One process's connection. Stands in for `sqlite3.Connection`."""
+
+    def __init__(self, disk: Disk, file: sqlite3.Connection, process: Process | None) -> None:
+        self._disk = disk
+        self._file = file
+        self._process = process
+        self._open = True
+
+    @property
+    def in_transaction(self) -> bool:
+        return self._disk.owner is self
+
+    def execute(self, sql: str, parameters: Any = ()) -> sqlite3.Cursor:
+        disk = self._disk
+        current()
+        if disk.closed or not self._open:
+            raise sqlite3.ProgrammingError("Cannot operate on a closed database.")
+        owner = disk.owner
+        if owner is not None and owner is not self:
+            if owner._process is not None and owner._process.dead:
+                owner._undo()
+            else:
+                raise sqlite3.OperationalError("database is locked")
+        verb = sql[:6].upper()
+        if verb == "SELECT" or verb == "PRAGMA":
+            return self._file.execute(sql, parameters)
+        if verb == "BEGIN ":
+            disk.owner = self
+            return self._file.execute("BEGIN")
+        try:
+            disk.write_or_fail()
+        except sqlite3.OperationalError:
+            self._undo()  # as SQLite does when the disk is full
+            raise
+        cursor = self._file.execute(sql, parameters)
+        if verb == "COMMIT":
+            disk.owner = None
+        return cursor
+
+    def backup(self, target: sqlite3.Connection) -> None:
+        current()
+        self._file.backup(target)
+
+    def rollback(self) -> None:
+        current()
+        self._undo()
+
+    def _undo(self) -> None:
+        if self._disk.owner is self:
+            self._disk.owner = None
+            if not self._disk.closed:
+                self._file.execute("ROLLBACK")
+
+    def close(self) -> None:
+        self._open = False
+        self._undo()
+
+
+def _error(text: str, code: int) -> sqlite3.OperationalError:
+    error = sqlite3.OperationalError(text)
+    error.sqlite_errorcode = code
+    return error
+
+
+class Checkpoints:
+    """Directories of tiny checkpoints. A version's number says what all of its bytes are."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.of_content: dict[tuple[int, ...], int] = {}
+        self.digests: dict[int, str] = {}
+        self.bytes_of: dict[int, bytes] = {}  # by value
+        self.at: dict[str, int] = {}  # what lies at a path now
+        self._moments = 0
+
+    def path(self, name: str) -> str:
+        return str(self.directory / name)
+
+    def values(self, number: int) -> dict[str, int]:
+        """Tensor → value of one version, and remember it."""
+        found = {}
+        for place, name in enumerate(TENSORS):
+            data = _bytes(number, place)
+            found[name] = zlib.crc32(data)
+            self.bytes_of[found[name]] = data
+        self.of_content[tuple(found.values())] = number
+        content = sorted((name, "F32", tuple(_SHAPE), crc) for name, crc in found.items())
+        self.digests[number] = blake2b(json.dumps(content).encode(), digest_size=16).hexdigest()
+        return found
+
+    def next_number(self) -> int:
+        """Of a version that nobody has written yet."""
+        return max(self.digests) + 1
+
+    def write(self, name: str, number: int) -> str:
+        """Overwrite a directory with a version; its path."""
+        self.values(number)
+        self._moments += 1
+        path = self.directory / name
+        path.mkdir(exist_ok=True)
+        file = path / "model.safetensors"
+        data = b"".join(_bytes(number, place) for place in range(len(TENSORS)))
+        if not (path / "config.json").exists():
+            (path / "config.json").write_text('{"architectures": ["Sim"]}')
+        file.write_bytes(_HEADER + data)
+        moment = 1_700_000_000_000_000_000 + self._moments * 1_000_000_000
+        os.utime(file, ns=(moment, moment))
+        self.at[str(path)] = number
+        return str(path)
+
+
+def _bytes(number: int, place: int) -> bytes:
+    return blake2b(f"{number} {place}".encode(), digest_size=_BYTES).digest()
+
+
+def _header() -> bytes:
+    header = {
+        name: {
+            "dtype": "F32",
+            "shape": _SHAPE,
+            "data_offsets": [place * _BYTES, (place + 1) * _BYTES],
+        }
+        for place, name in enumerate(TENSORS)
+    }
+    raw = json.dumps(header).encode()
+    return struct.pack("<Q", len(raw)) + raw
+
+
+_HEADER = _header()

@@ -1,0 +1,419 @@
+"""A vLLM server as skyctl sees it: its routes, scheduler, memory and update sessions.
+
+What the real one does was read in vLLM 0.32 and in `engines/vllm/inside/engine.py`, and is held
+against it, as tests/stub is, by tests/integration/test_contract_stub.py.
+
+    scheduler   running ⇄ paused          memory   awake → asleep {weights, kv_cache} → awake
+    session     closed → open → closed; while it is open, layers without all of their tensors are
+                empty, and after an update that failed the next start scrubs them and says so once
+    weights     per rank: tensor → value; a version is whole when all values are one snapshot's
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from random import Random
+from typing import Any
+from urllib.parse import parse_qs
+
+from skyctl.engines.vllm.metrics import METRICS
+from skyctl.http.transport import Request
+from tests.simulation.kernel import Kernel, Process
+from tests.simulation.loop import VirtualLoop
+from tests.simulation.network import _NOBODY, Reply, body
+from tests.simulation.sender import Memory
+from tests.stub import rows
+
+MEMORY = frozenset({"weights", "kv_cache"})
+GARBAGE = -1
+
+Weights = dict[str, int]
+
+
+class Refused(Exception):
+    """vLLM would raise here; the answer is 500 with this text."""
+
+
+@dataclass
+class Frailty:
+    """What may go wrong inside an engine: probabilities per call."""
+
+    update_fails: float = 0.0
+    corrupts: float = 0.0
+    digest_fails: float = 0.0
+    sticks: float = 0.0
+    slow: float = 0.02
+
+
+@cache
+def _query(text: str) -> Mapping[str, list[str]]:
+    return parse_qs(text)
+
+
+class Engine:
+    """One server. `watch(engine, what)` is called after every change of its state."""
+
+    def __init__(
+        self,
+        name: str,
+        url: str,
+        model: str,
+        base: Weights,
+        *,
+        ranks: int,
+        loop: VirtualLoop,
+        kernel: Kernel,
+        dice: Random,
+        frailty: Frailty,
+        memories: Mapping[int, Memory],
+        contents: Mapping[int, bytes],
+        watch: Callable[[Engine, str], None],
+        lone: Callable[[Engine, str, Process | None], None],
+    ) -> None:
+        self.name, self.url, self.model, self.ranks = name, url, model, ranks
+        self.process: Process | None = None
+        self.held: Callable[[], bool] = lambda: False
+        self._base = base
+        self._loop, self._kernel, self._dice = loop, kernel, dice
+        self._frailty = frailty
+        self._memories = memories
+        self._contents = contents  # value → bytes
+        self._watch = watch
+        self._lone = lone
+        self.served_model = "sim"
+        self.ready_at = 0.0
+        self._reset()
+
+    def start(self, process: Process, ready_in_s: float = 0.0) -> None:
+        """A fresh process: base weights, running."""
+        self.process = process
+        self.ready_at = self._loop.now + ready_in_s
+        self._reset()
+        self._watch(self, "starts")
+
+    def _reset(self) -> None:
+        self.weights: list[Weights] = [dict(self._base) for _ in range(self.ranks)]
+        self.label = "default"
+        self.paused = False
+        self.asleep: set[str] = set()
+        self.sleep_level = 0
+        self.open = False
+        self.half_open = False
+        self.received: set[str] = set()
+        self.announced: set[str] = set()
+        self.next_chunk = 0
+        self.sender = 0
+        self.owner: Process | None = None  # of the session
+        self.requests = 0  # frozen in it, holding blocks
+        self.cached: frozenset[int] = frozenset()  # values of which weights its KV blocks are
+        self.busy_until = self._loop.now
+        self.seen_serving = False
+
+    # --- what may be seen -----------------------------------------------------------------------
+
+    @property
+    def serving(self) -> bool:
+        """Whether it would answer a user now."""
+        process = self.process
+        return (
+            process is not None
+            and not process.dead
+            and not self.paused
+            and not self.asleep
+            and self._loop.now >= self.ready_at
+            and not self.held()
+        )
+
+    @property
+    def content(self) -> tuple[int, ...] | None:
+        """The values of all tensors; None when ranks differ or layers are empty."""
+        if self.half_open or self.open:
+            return None
+        first = self.weights[0]
+        if any(other != first for other in self.weights[1:]):
+            return None
+        return tuple(first.values())
+
+    # --- the front end --------------------------------------------------------------------------
+
+    def receive(self, request: Request, caller: Process | None, reply: Reply) -> None:
+        path, _, query = request.path.partition("?")
+        if self._loop.now < self.ready_at:
+            reply(503, b"")
+            return
+        if path == "/health":
+            reply(200, b"")
+            return
+        if path in ("/version", "/v1/models", "/server_info", "/metrics", "/metrics/"):
+            reply(200, self._fact(path))
+            return
+        dice, loop, frailty = self._dice, self._loop, self._frailty
+        takes_s = dice.random() * (1.5 if dice.random() < frailty.slow else 0.004)
+        if dice.random() < frailty.sticks:
+            takes_s += dice.uniform(5.0, 90.0)
+        parameters = _query(query) if query else {}
+        sent = json.loads(request.body) if request.body else {}
+        if path == "/collective_rpc":
+            takes_s += 0.05
+        self.busy_until = begins = max(loop.now, self.busy_until)
+        self.busy_until = begins + takes_s
+        process = self.process
+
+        def carry_out() -> None:
+            if process is None or process.dead:
+                return
+            try:
+                answer = self._carry_out(path, parameters, sent, caller)
+            except Refused as error:
+                reply(500, body({"error": {"message": str(error), "code": 500}}))
+                return
+            if path == "/pause" and parameters.get("mode") == ["wait"] and self.requests:
+                loop.call_later(dice.uniform(0, 20.0), drained, context=_NOBODY)
+                return
+            if answer is None:
+                reply(404, b'{"detail": "Not Found"}')
+            else:
+                reply(200, body(answer))
+
+        def drained() -> None:
+            if process is not None and not process.dead:
+                self.requests = 0
+                reply(200, b'{"status": "paused"}')
+
+        loop.call_at(self.busy_until, carry_out, context=_NOBODY)
+
+    def _fact(self, path: str) -> bytes:
+        if path == "/version":
+            return b'{"version": "0.32.0"}'
+        if path == "/v1/models":
+            return body({"data": [{"id": self.served_model}]})
+        if path == "/server_info":
+            config = {
+                "model_config": {"model": self.model, "dtype": "torch.float32"},
+                "weight_transfer_config": {"backend": "skyctl"},
+            }
+            return body({"vllm_config": config})
+        level = self.sleep_level
+        return (
+            f"{METRICS[0]} {self.requests if not self.asleep else 0}\n"
+            f'vllm:engine_sleep_state{{sleep_state="awake"}} {float(level == 0)}\n'
+            f'vllm:engine_sleep_state{{sleep_state="weights_offloaded"}} {float(level == 1)}\n'
+            f'vllm:engine_sleep_state{{sleep_state="discard_all"}} {float(level == 2)}\n'
+        ).encode()
+
+    # --- the engine core ------------------------------------------------------------------------
+
+    def _carry_out(
+        self,
+        path: str,
+        parameters: Mapping[str, list[str]],
+        sent: dict[str, Any],
+        caller: Process | None,
+    ) -> Any:
+        call = self._ROUTES.get(path)
+        if call is None:
+            return None
+        if path in self._CHANGING:
+            self._lone(self, path, caller)
+            answer = call(self, parameters, sent, caller)
+            self._watch(self, f"{path} of {caller}")
+            return answer
+        return call(self, parameters, sent, caller)
+
+    def _world_size(self, *_: Any) -> Any:
+        return {"world_size": self.ranks}
+
+    def _is_paused(self, *_: Any) -> Any:
+        return {"is_paused": self.paused}
+
+    def _is_sleeping(self, *_: Any) -> Any:
+        return {"is_sleeping": self.paused or bool(self.asleep)}
+
+    def _weight_info(self, *_: Any) -> Any:
+        return {"weight_version": self.label}
+
+    def _pause(self, parameters: Mapping[str, list[str]], *_: Any) -> Any:
+        mode = parameters.get("mode", ["abort"])[0]
+        if not self.paused and not self.asleep:
+            self.requests = 0 if mode == "abort" else self._dice.choice((0, 0, 1, 3))
+        elif mode == "abort":
+            self.requests = 0
+        self.paused = True
+        return {"status": "paused"}
+
+    def _resume(self, *_: Any) -> Any:
+        self.paused = False
+        self.requests = 0
+        return {"status": "resumed"}
+
+    def _sleep(self, parameters: Mapping[str, list[str]], *_: Any) -> Any:
+        level = int(parameters.get("level", ["1"])[0])
+        self.paused = True
+        self.requests = 0
+        if level and not self.asleep:
+            self.asleep, self.sleep_level = set(MEMORY), level
+            self.cached = frozenset()
+            if level == 2:
+                for rank in self.weights:
+                    rank.update(dict.fromkeys(rank, GARBAGE))
+        return {"status": "sleeping", "level": level}
+
+    def _wake(self, parameters: Mapping[str, list[str]], *_: Any) -> Any:
+        self.asleep -= set(parameters.get("tags", ())) or MEMORY
+        if self.asleep:
+            return {"status": "sleeping"}
+        self.sleep_level = 0
+        self.paused = False
+        return {"status": "awake"}
+
+    def _reset_prefix_cache(self, parameters: Mapping[str, list[str]], *_: Any) -> Any:
+        if self.requests and "reset_running_requests" not in parameters:
+            return {"success": False}
+        self.cached = frozenset()
+        return {"success": True}
+
+    def _init(self, _: Any, sent: dict[str, Any], caller: Process | None) -> Any:
+        info = sent["init_info"]
+        self.received = set()
+        self.sender = int(info["endpoint"]["pid"])
+        memory = self._memories.get(self.sender)
+        if memory is None or memory.session != info["session"]:
+            raise Refused("Worker failed with error 'the sender's memory cannot be opened'")
+        self.announced = set(info["tensors"])
+        return {"message": "Weight transfer initialized"}
+
+    def _start(self, _: Any, sent: dict[str, Any], caller: Process | None) -> Any:
+        if self.open:
+            raise Refused("start_weight_update called while a weight update is already active")
+        self.received = set()
+        if self.half_open:
+            self.half_open = False
+            raise Refused("an earlier weight update broke off half-way; start again")
+        self.open, self.owner, self.next_chunk = True, caller, 0
+        return {"message": "Weight update started"}
+
+    def _update(self, _: Any, sent: dict[str, Any], caller: Process | None) -> Any:
+        if not self.open:
+            raise Refused("start_weight_update must be called before update_weights.")
+        if "weights" in self.asleep:
+            raise Refused("EngineCore encountered an issue.")
+        info = sent["update_info"]
+        try:
+            if info["chunk"] != self.next_chunk:
+                raise Refused(f"chunk {info['chunk']} came, {self.next_chunk} is next")
+            memory = self._memories.get(self.sender)
+            if memory is None or not self._kernel.alive(self.sender):
+                raise Refused("the sender's memory cannot be opened")
+            found = memory.slots.get(info["slot"], {})
+            for name, crc in zip(info["names"], info["crc32"], strict=True):
+                if found.get(name) != crc:
+                    raise Refused(f"{name} was damaged on its way")
+        except Refused:
+            self._break_off()
+            raise
+        failing = self._dice.random() < self._frailty.update_fails
+        broken = self._dice.randrange(self.ranks) if failing else -1
+        for number, rank in enumerate(self.weights):
+            if number == broken:
+                rank[info["names"][0]] = GARBAGE
+            else:
+                rank.update(zip(info["names"], info["crc32"], strict=True))
+        if self._dice.random() < self._frailty.corrupts:
+            self.weights[0][info["names"][-1]] ^= 0x10000
+        self.received.update(info["names"])
+        self.next_chunk += 1
+        if failing:
+            self._break_off()
+            raise Refused("Worker failed with error 'no room'")
+        return {"message": "Weights updated"}
+
+    def _break_off(self) -> None:
+        """vLLM clears its session flag, not its layers."""
+        self.open, self.owner, self.half_open = False, None, True
+        for rank in self.weights:
+            for name in rank:
+                if name not in self.received:
+                    rank[name] = GARBAGE
+
+    def _finish(self, *_: Any) -> Any:
+        if not self.open:
+            raise Refused("finish_weight_update called without a matching start_weight_update.")
+        received, announced, self.received = self.received, self.announced, set()
+        self.open, self.owner = False, None
+        if not received:
+            return {"message": "Weight update finished"}
+        if received != announced:
+            raise Refused(
+                f"only {len(received)} of {len(announced)} announced tensors were received"
+            )
+        self.sender = 0
+        return {"message": "Weight update finished"}
+
+    def _update_label(self, _: Any, sent: dict[str, Any], caller: Process | None) -> Any:
+        self.label = sent["new_version"]
+        return {"success": True}
+
+    def _checker(self, *_: Any) -> Any:
+        """On CPU it hashes nothing for linear layers."""
+        return {"checksums": {"model.norm.weight": str(self.weights[0]["model.norm.weight"])}}
+
+    def _rpc(self, _: Any, sent: dict[str, Any], caller: Process | None) -> Any:
+        method = sent["method"]
+        if method == "skyctl_weight_digest":
+            if self._dice.random() < self._frailty.digest_fails:
+                raise Refused("Worker failed with error 'CUDA error: out of memory'")
+            asked = sent.get("kwargs", {}).get("rows", ())
+            return {"results": [self._answer(rank, asked) for rank in range(self.ranks)]}
+        raise Refused(f"Worker failed with error 'Method {method!r} is not implemented.'")
+
+    def _answer(self, rank: int, asked: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        contents = {
+            name: ("float32", self._contents.get(value, b"?" * 64))
+            for name, value in self.weights[rank].items()
+        }
+        return {
+            "digest": self._digest(rank),
+            "arrangement": "",
+            "rows": rows.answers(contents, asked),
+        }
+
+    def _digest(self, rank: int) -> str:
+        state = [sorted(self.weights[rank].items()), self.open or self.half_open]
+        return hashlib.blake2b(repr(state).encode(), digest_size=16).hexdigest()
+
+    _ROUTES: Mapping[str, Callable[..., Any]] = {
+        "/get_world_size": _world_size,
+        "/is_paused": _is_paused,
+        "/is_sleeping": _is_sleeping,
+        "/weight_info": _weight_info,
+        "/pause": _pause,
+        "/resume": _resume,
+        "/sleep": _sleep,
+        "/wake_up": _wake,
+        "/reset_prefix_cache": _reset_prefix_cache,
+        "/init_weight_transfer_engine": _init,
+        "/start_weight_update": _start,
+        "/update_weights": _update,
+        "/finish_weight_update": _finish,
+        "/update_weight_version": _update_label,
+        "/weight_checker": _checker,
+        "/collective_rpc": _rpc,
+    }
+    _CHANGING = frozenset(
+        {
+            "/pause",
+            "/resume",
+            "/sleep",
+            "/wake_up",
+            "/reset_prefix_cache",
+            "/init_weight_transfer_engine",
+            "/start_weight_update",
+            "/update_weights",
+            "/finish_weight_update",
+            "/update_weight_version",
+        }
+    )

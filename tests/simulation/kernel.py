@@ -1,0 +1,127 @@
+"""Simulated processes: spawned, killed at any instant, found by their identity."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable, Coroutine
+from contextlib import suppress
+from contextvars import copy_context
+from random import Random
+from typing import Any
+
+from skyctl.store.identity import ProcessIdentity
+from tests.simulation.loop import PROCESS, Killed, VirtualLoop
+
+BOOT = "the-simulated-boot"
+
+
+class Process:
+    """`label` says what it is; `code` is None while it lives and after a kill."""
+
+    def __init__(self, kernel: Kernel, pid: int, label: str, parent: Process | None) -> None:
+        self.kernel = kernel
+        self.pid = pid
+        self.label = label
+        self.parent = parent
+        self.identity = ProcessIdentity(pid, kernel.loop.now, BOOT)
+        self.dead = False
+        self.died_at = 0.0
+        self.code: int | None = None
+        self.tasks: list[asyncio.Task[Any]] = []
+        self.descriptors: set[int] = set()
+        self.own_locks: dict[Any, set[Any]] = {}
+        self.dies_with_parent = False
+        self.doomed: dict[str, Any] = {}
+        self.context = copy_context()
+        self.context.run(PROCESS.set, self)
+        self.on_death: list[Callable[[], None]] = []
+        self.result: Any = None
+        self.error: BaseException | None = None
+
+    def __repr__(self) -> str:
+        return f"{self.label}[{self.pid}]"
+
+
+class Kernel:
+    """Knows every process. Deaths close descriptors, which gives back their locks."""
+
+    def __init__(self, loop: VirtualLoop, dice: Random, tell: Callable[[str], None]) -> None:
+        self.loop = loop
+        self.processes: dict[int, Process] = {}
+        self.tell = tell
+        self._dice = dice
+        self._next = 100
+
+    def spawn(
+        self,
+        label: str,
+        main: Callable[[], Coroutine[Any, Any, Any]] | None,
+        *,
+        parent: Process | None = None,
+        dies_with_parent: bool = False,
+    ) -> Process:
+        """A new process that runs `main()` and then ends; without one it lives until killed."""
+        self._next += 1
+        process = Process(self, self._next, label, parent)
+        process.dies_with_parent = dies_with_parent
+        self.processes[process.pid] = process
+        self.tell(f"{process} starts")
+        if main is not None:
+
+            async def run() -> None:
+                try:
+                    process.result = await main()
+                    self._end(process, 0)
+                except Killed:
+                    raise
+                except BaseException as error:
+                    process.error = error
+                    self._end(process, 1)
+
+            self.loop.create_task(run(), context=process.context)
+        return process
+
+    def _end(self, process: Process, code: int) -> None:
+        process.code = code
+        self.kill(process, f"ends with {code}" + (f" ({process.error})" if process.error else ""))
+
+    def kill(self, process: Process, why: str = "is killed") -> None:
+        """Gone at once: no `finally` runs, what it had open is closed."""
+        if process.dead:
+            return
+        process.dead = True
+        process.died_at = self.loop.now
+        self.tell(f"{process} {why}")
+        for descriptor in process.descriptors:
+            with suppress(OSError):
+                os.close(descriptor)
+        process.descriptors.clear()
+        for hear in process.on_death:
+            hear()
+        for child in list(self.processes.values()):
+            if child.parent is process and child.dies_with_parent:
+                self.kill(child, "dies with its parent")
+
+    def die(self, why: str) -> None:
+        """End the process that runs now. Does not return."""
+        process = PROCESS.get()
+        self.kill(process, why)
+        raise Killed
+
+    def find(self, identity: ProcessIdentity) -> Process | None:
+        """The live process that this identity means."""
+        found = self.processes.get(identity.pid)
+        return None if found is None or found.dead or found.identity != identity else found
+
+    def alive(self, pid: int) -> bool:
+        found = self.processes.get(pid)
+        return found is not None and not found.dead
+
+
+def current() -> Process | None:
+    """The process that runs; raises Killed inside one that is dead by now."""
+    process: Process | None = PROCESS.get()
+    if process is not None and process.dead:
+        raise Killed
+    return process

@@ -1,0 +1,185 @@
+"""An asyncio event loop without I/O: when nothing is ready, its clock jumps to the next timer."""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+from asyncio import events
+from collections import deque
+from collections.abc import Callable, Coroutine
+from contextvars import Context, ContextVar, copy_context
+from typing import Any, NoReturn
+
+PROCESS: ContextVar[Any] = ContextVar("process", default=None)
+"""The simulated process that runs; tasks and callbacks inherit it with their context."""
+
+
+class Killed(BaseException):
+    """Raised inside a process that dies amid synchronous code: every seam raises it again."""
+
+
+class Handle:
+    """A callback, skipped when its process is dead by the time it is due."""
+
+    __slots__ = ("args", "callback", "context", "number", "off", "process", "when")
+
+    def __init__(
+        self, callback: Callable[..., Any], args: tuple[Any, ...], context: Context | None
+    ) -> None:
+        self.callback = callback
+        self.args = args
+        self.context = copy_context() if context is None else context
+        self.process = self.context.get(PROCESS)
+        self.off = False
+        self.when = 0.0
+        self.number = 0
+
+    def cancel(self) -> None:
+        self.off = True
+
+    def cancelled(self) -> bool:
+        return self.off
+
+    def __lt__(self, other: Handle) -> bool:
+        return (self.when, self.number) < (other.when, other.number)
+
+
+class Task(asyncio.Task):  # type: ignore[type-arg]
+    """Its hash is its number: sets of tasks are iterated alike in every run."""
+
+    def __init__(self, coro: Any, number: int, **options: Any) -> None:
+        self.number = number  # first: asyncio puts it into a set
+        super().__init__(coro, **options)
+
+    def __hash__(self) -> int:
+        return self.number
+
+
+class VirtualLoop(asyncio.AbstractEventLoop):
+    """`now` is in seconds. `delay` says how long a call in another thread takes."""
+
+    def __init__(self, delay: Callable[[], float]) -> None:
+        self.now = 0.0
+        self.steps = 0
+        self.problems: list[BaseException] = []
+        self._delay = delay
+        self._ready: deque[Handle] = deque()
+        self._timers: list[Handle] = []
+        self._numbers = 0
+        self._running = False
+
+    # --- what asyncio asks for ------------------------------------------------------------------
+
+    def time(self) -> float:
+        return self.now
+
+    def get_debug(self) -> bool:
+        return False
+
+    def is_running(self) -> bool:
+        return self._running
+
+    def is_closed(self) -> bool:
+        return False
+
+    def call_exception_handler(self, context: dict[str, Any]) -> None:
+        """Tasks of dead processes are destroyed while pending, and nobody hears their errors."""
+
+    def call_soon(self, callback: Any, *args: Any, context: Context | None = None) -> Any:
+        handle = Handle(callback, args, context)
+        self._ready.append(handle)
+        return handle
+
+    call_soon_threadsafe = call_soon
+
+    def call_later(
+        self, delay: float, callback: Any, *args: Any, context: Context | None = None
+    ) -> Any:
+        return self.call_at(self.now + delay, callback, *args, context=context)
+
+    def call_at(
+        self, when: float, callback: Any, *args: Any, context: Context | None = None
+    ) -> Any:
+        handle = Handle(callback, args, context)
+        handle.when = when
+        self._numbers = handle.number = self._numbers + 1
+        heapq.heappush(self._timers, handle)
+        return handle
+
+    def create_future(self) -> asyncio.Future[Any]:
+        return asyncio.Future(loop=self)
+
+    def create_task(
+        self,
+        coro: Coroutine[Any, Any, Any],
+        *,
+        name: str | None = None,
+        context: Context | None = None,
+    ) -> asyncio.Task[Any]:
+        self._numbers += 1
+        task = Task(coro, self._numbers, loop=self, name=name, context=context)
+        process = (context or copy_context()).get(PROCESS)
+        if process is not None:
+            process.tasks.append(task)  # never collected before the schedule ends
+        return task
+
+    def run_in_executor(self, executor: Any, func: Any, *args: Any) -> Any:
+        """Runs at one instant, after a delay."""
+        future = self.create_future()
+
+        def run() -> None:
+            if future.cancelled():
+                return
+            try:
+                result = func(*args)
+            except Killed:
+                raise
+            except BaseException as error:
+                future.set_exception(error)
+            else:
+                future.set_result(result)
+
+        self.call_later(self._delay(), run)
+        return future
+
+    def add_signal_handler(self, number: int, callback: Any, *args: Any) -> None:
+        """Nobody sends signals here."""
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise AttributeError(f"the simulated loop has no {name}")
+
+    # --- running --------------------------------------------------------------------------------
+
+    def run_until(self, when: float, done: Callable[[], bool] = lambda: False) -> None:
+        """Run everything that is due up to `when`, or until `done()`, asked between instants."""
+        events._set_running_loop(self)
+        self._running = True
+        try:
+            while True:
+                while self._ready:
+                    self._run(self._ready.popleft())
+                if done():
+                    return
+                while self._timers and self._timers[0].off:
+                    heapq.heappop(self._timers)
+                if not self._timers or self._timers[0].when > when:
+                    self.now = max(self.now, when)
+                    return
+                self.now = max(self.now, self._timers[0].when)
+                while self._timers and self._timers[0].when <= self.now:
+                    self._ready.append(heapq.heappop(self._timers))
+        finally:
+            self._running = False
+            events._set_running_loop(None)
+
+    def _run(self, handle: Handle) -> None:
+        if handle.off or (handle.process is not None and handle.process.dead):
+            return
+        self.steps += 1
+        try:
+            handle.context.run(handle.callback, *handle.args)
+        except Killed:
+            pass
+        except BaseException as error:  # ours: the product's are kept in its tasks
+            self.problems.append(error)
+            raise

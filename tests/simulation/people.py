@@ -1,0 +1,234 @@
+"""Who does what to a fleet, and what breaks: trainers, a second terminal, servers, disk …"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from typing import TYPE_CHECKING, Any
+
+from skyctl import kill_points
+from skyctl.push.request import PushRequest
+from tests.simulation.kernel import Process
+from tests.simulation.network import Weather
+
+if TYPE_CHECKING:
+    from tests.simulation.world import World
+
+FAULTS = (
+    "kill-point",
+    "kill-write",
+    "kill-time",
+    "kill-sender",
+    "kill-guardian",
+    "kill-server",
+    "interrupt",
+    "disk-full",
+    "disk-failing",
+    "network",
+    "engine-fails",
+    "engine-corrupts",
+    "engine-sticks",
+    "digest-fails",
+    "verbs",
+    "second-pusher",
+    "recover-early",
+    "overwrite",
+    "same-label",
+)
+SUPERVISED_FAULTS = ("kill-supervisor", "kill-router", "restarts")
+
+_PUSH_POINTS = (*kill_points.PUSH, "recover.begin")
+_SUPERVISOR_POINTS = (*kill_points.PUSH, *kill_points.SUPERVISOR)
+_VERBS: tuple[tuple[Any, ...], ...] = (
+    ("pause", "keep", False),
+    ("pause", "abort"),
+    ("pause", "wait"),
+    ("resume",),
+    ("resume",),
+    ("resume",),
+    ("sleep", 1),
+    ("wake",),
+    ("wake", ("weights",)),
+)
+
+
+def all_of(world: World) -> list[Coroutine[Any, Any, None]]:
+    """Everybody that this schedule has."""
+    faults = world.faults
+    found = [_train(world, "latest")]
+    if "second-pusher" in faults:
+        found.append(_train(world, "other"))
+    if faults & {"verbs", "recover-early"}:
+        found.append(_type(world))
+    if "kill-server" in faults:
+        found.append(_break_servers(world))
+    if faults & {"disk-full", "disk-failing"}:
+        found.append(_break_disk(world))
+    if "network" in faults:
+        found.append(_break_network(world))
+    if "kill-supervisor" in faults:
+        found.append(_break_supervisor(world))
+    if "kill-router" in faults:
+        found.append(_break_router(world))
+    return found
+
+
+def weaken(world: World) -> None:
+    """How often engines fail in this schedule."""
+    dice, faults, frailty = world.dice, world.faults, world.frailty
+    if "engine-fails" in faults:
+        frailty.update_fails = dice.choice((0.02, 0.1, 0.3))
+    if "engine-corrupts" in faults:
+        frailty.corrupts = dice.choice((0.02, 0.1))
+    if "digest-fails" in faults:
+        frailty.digest_fails = dice.choice((0.1, 0.5))
+    if "engine-sticks" in faults:
+        frailty.sticks = dice.choice((0.002, 0.02))
+
+
+def doom(world: World, process: Process, *, push: bool = False) -> None:
+    """Decide how this process dies, if it does."""
+    dice, faults = world.dice, world.faults
+    ways = [w for w in ("kill-point", "kill-write", "kill-time", "interrupt") if w in faults]
+    if not ways or dice.random() < 0.25:
+        return
+    way = dice.choice(ways)
+    if way == "kill-point":
+        points = kill_points.COMMAND if world.supervised else _PUSH_POINTS
+        process.doomed |= {"point": dice.choice(points), "passes": dice.choice((0, 0, 1))}
+    elif way == "kill-write":
+        process.doomed["writes"] = dice.randrange(60)
+    elif way == "kill-time":
+        world.loop.call_later(dice.random() * 2.5, world.kernel.kill, process)
+    elif push:
+        world.loop.call_later(dice.random() * 2.5, _interrupt, world, process)
+
+
+def _interrupt(world: World, process: Process) -> None:
+    """Ctrl-C: what asyncio.run does."""
+    if not process.dead and process.tasks:
+        world.tell(f"{process}: Ctrl-C")
+        process.tasks[0].cancel()
+
+
+async def _train(world: World, name: str) -> None:
+    """A trainer: writes a version over the one before, and pushes it."""
+    dice = world.dice
+    for _ in range(dice.choice((1, 2, 2, 3))):
+        await asyncio.sleep(dice.random() * 2.0)
+        number = world.checkpoints.next_number()
+        directory = name if dice.random() < 0.8 else f"step-{number}"
+        path = world.checkpoints.write(directory, number)
+        label = f"v{number}" if dice.random() < 0.6 else None
+        if "overwrite" in world.faults:
+            label = None  # who overwrites what he is about to push cannot say what it is
+        elif "same-label" in world.faults:
+            label = "latest"  # which means the last that was pushed as such
+        if label is not None:
+            world.labels.setdefault(label, set()).add(number)
+        request = PushRequest(
+            checkpoint=path,
+            weight_version=label,
+            pause_mode=dice.choice(("keep", "keep", "wait", "abort")),
+        )
+        process = world.push(request, number)
+        doom(world, process, push=True)
+        if "kill-sender" in world.faults and dice.random() < 0.5:
+            world.loop.call_later(dice.random() * 2.0, _kill_labelled, world, "sender")
+        if "overwrite" in world.faults and dice.random() < 0.4:
+            world.loop.call_later(dice.random() * 1.5, _overwrite, world, directory)
+        while not process.dead:  # noqa: ASYNC110 - it may die in ways that tell nobody
+            await asyncio.sleep(0.1)
+        if process.error is None and process.code is None:  # killed: it is started again
+            await asyncio.sleep(dice.random() * 3.0)
+
+
+def _overwrite(world: World, directory: str) -> None:
+    """A careless trainer writes on while its push reads."""
+    number = world.checkpoints.next_number()
+    world.tell(f"{directory} is overwritten with {number}")
+    world.checkpoints.write(directory, number)
+
+
+def _kill_labelled(world: World, label: str) -> None:
+    for process in list(world.kernel.processes.values()):
+        if process.label == label and not process.dead:
+            world.kernel.kill(process)
+
+
+async def _type(world: World) -> None:
+    """A second terminal."""
+    dice = world.dice
+    choices = [*_VERBS, ("status",), ("recover",)]
+    if "restarts" in world.faults:
+        choices += [("restart",), ("restart",), ("up",)]
+    for _ in range(dice.randint(1, 5)):
+        await asyncio.sleep(dice.random() * 3.0)
+        process = world.type(*dice.choice(choices))
+        if dice.random() < 0.2:
+            doom(world, process)
+
+
+async def _break_servers(world: World) -> None:
+    dice = world.dice
+    for _ in range(dice.choice((1, 1, 2))):
+        await asyncio.sleep(dice.random() * 6.0)
+        engine = dice.choice(world.engines)
+        if engine.process is None or engine.process.dead:
+            continue
+        world.kernel.kill(engine.process)
+        if not world.supervised:
+            await asyncio.sleep(dice.random() * 10.0)
+            engine.start(world.kernel.spawn(f"server {engine.name}", None))
+
+
+async def _break_supervisor(world: World) -> None:
+    dice = world.dice
+    for _ in range(dice.choice((1, 1, 2))):
+        await asyncio.sleep(dice.random() * 3.0)
+        for process in world.kernel.processes.values():
+            if process.label == "supervisor" and not process.dead:
+                if dice.random() < 0.5:
+                    world.kernel.kill(process)
+                elif dice.random() < 0.5:
+                    process.doomed["writes"] = dice.randrange(80)
+                else:
+                    point = dice.choice(_SUPERVISOR_POINTS)
+                    process.doomed |= {"point": point, "passes": dice.choice((0, 0, 1))}
+                break
+
+
+async def _break_router(world: World) -> None:
+    await asyncio.sleep(world.dice.random() * 6.0)
+    _kill_labelled(world, "router")
+
+
+async def _break_disk(world: World) -> None:
+    dice, disk = world.dice, world.disk
+    for _ in range(dice.choice((1, 2))):
+        await asyncio.sleep(dice.random() * 4.0)
+        if "disk-full" in world.faults:
+            disk.full = True
+        if "disk-failing" in world.faults:
+            disk.failing = dice.choice((0.05, 0.3))
+        world.tell("the disk is not well")
+        await asyncio.sleep(dice.random() * dice.choice((0.3, 2.0, 8.0)))
+        heal_disk(world)
+
+
+def heal_disk(world: World) -> None:
+    world.tell("the disk is well")
+    world.disk.full, world.disk.failing = False, 0.0
+
+
+async def _break_network(world: World) -> None:
+    dice = world.dice
+    for _ in range(dice.choice((1, 2, 3))):
+        await asyncio.sleep(dice.random() * 3.0)
+        weather = world.network.weather
+        for name in ("refused", "reset_before", "lost_answer", "reset_after"):
+            if dice.random() < 0.5:
+                setattr(weather, name, dice.choice((0.02, 0.1)))
+        weather.slow = dice.choice((0.02, 0.2))
+        await asyncio.sleep(dice.random() * 4.0)
+        world.network.weather = Weather()

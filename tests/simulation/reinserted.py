@@ -1,0 +1,150 @@
+"""Defects of the past, put back one at a time: the simulation has to find each of them.
+
+What cannot be put back in one process without distorting it is not here: a digest that is blind to
+permutations is computed inside vLLM's workers (tests/unit/engines), where weights are real tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from skyctl.core import jobs, recovery
+from skyctl.core.arbiter import Act, Arbiter, Turn
+from skyctl.errors import ConflictError, ServerError, StateUnwritable
+from skyctl.push.request import PushRequest
+from skyctl.push.rows import Compared
+from skyctl.store.state import FleetState
+from skyctl.store.unrecorded import advice
+from tests.simulation import seams
+
+
+@dataclass(frozen=True)
+class Defect:
+    """`patches` re-create the behaviour: what to replace → by what (see `seams.installed`)."""
+
+    kind: str
+    patches: Mapping[str, Any]
+
+
+_take = Arbiter.take
+_interrupted_request = recovery.interrupted_request
+
+
+def _recovery_only_looks(self: Arbiter, act: Act, what: str) -> Turn:
+    """Recovery looks once whether a push is under way; a push does not look for a recovery."""
+    turn = _take(self, act, what)
+    if act is Act.RECOVER:
+        turn.release()
+        return Turn(None)
+    return turn
+
+
+def _verbs_do_not_look(self: Arbiter, act: Act, what: str) -> Turn:
+    return Turn(None) if act is Act.VERB else _take(self, act, what)
+
+
+def _verbs_look_once(self: Arbiter, act: Act, what: str) -> Turn:
+    """A verb is refused during a push; a push is not refused during a verb."""
+    turn = _take(self, act, what)
+    if act is Act.VERB:
+        turn.release()
+        return Turn(None)
+    return turn
+
+
+def _any_refusal(error: ServerError, method: str) -> bool:
+    """Whatever a server answers means that it has no such method."""
+    return bool(error.status)
+
+
+def _without_digest(state: FleetState) -> PushRequest | None:
+    """What the dead push asked for, of whatever lies at its path by now."""
+    request = _interrupted_request(state)
+    return request and replace(request, expected_digest=None)
+
+
+def _same_label(state: FleetState, replica: Any) -> bool:
+    weights = state.weights()
+    return weights.checkpoint is None or replica.row.weight_version == weights.version
+
+
+def _unwell() -> bool:
+    disk = seams.here().disk
+    return bool(disk.full or disk.failing)
+
+
+def _refused(what: Any) -> Any:
+    """The method, which fails while the disk does."""
+
+    def write(self: FleetState, *arguments: Any, **options: Any) -> Any:
+        if _unwell():
+            path = self._database.path
+            raise StateUnwritable(f"cannot write {path}", hint=advice(path, "full"))
+        return what(self, *arguments, **options)
+
+    return write
+
+
+def _record_result(state: FleetState, job_id: str, result: Any) -> None:
+    if _unwell():
+        raise ConflictError("the state file cannot be written")
+    _recorded(state, job_id, result)
+
+
+_recorded = jobs.record_result
+
+
+def _nothing(*arguments: Any, **options: Any) -> None: ...
+
+
+DEFECTS: dict[str, Defect] = {
+    "01 a recovery and a new push exclude each other one way only": Defect(
+        "attached", {"skyctl.core.arbiter.Arbiter.take": _recovery_only_looks}
+    ),
+    "02 a verb is carried out during a push": Defect(
+        "attached", {"skyctl.core.arbiter.Arbiter.take": _verbs_do_not_look}
+    ),
+    "03 a push begins during a verb": Defect(
+        "supervised", {"skyctl.core.arbiter.Arbiter.take": _verbs_look_once}
+    ),
+    "04 a push goes on when its journal cannot be written": Defect(
+        "attached",
+        {"skyctl.core.jobs.INTENT_STAGES": (), "skyctl.core.jobs.INTENT_STATES": ()},
+    ),
+    "05 a digest that failed counts as one that there is not": Defect(
+        "attached",
+        {
+            "skyctl.push.verify.lacks_method": _any_refusal,
+            "skyctl.push.commit._require_comparison": _nothing,
+        },
+    ),
+    "07 weights of one server are compared with nothing": Defect(
+        "attached",
+        {
+            "skyctl.push.verify.compare": lambda rows, answers: Compared(tensors=1),
+            "skyctl.push.commit._enforce": _nothing,
+        },
+    ),
+    "13 recovery pushes what lies at the path by now": Defect(
+        "attached", {"skyctl.core.recovery.interrupted_request": _without_digest}
+    ),
+    "14 a label alone says that a server is current": Defect(
+        "supervised", {"skyctl.supervisor.admission.is_current": _same_label}
+    ),
+    "16 the end of a push cannot be recorded": Defect(
+        "supervised", {"skyctl.core.jobs.record_result": _record_result}
+    ),
+    "17 a death after the last resume rolls back": Defect(
+        "attached", {"skyctl.push.transaction._tell_verified": _nothing}
+    ),
+    "18 a replica that dies while a write fails is not restarted": Defect(
+        "supervised",
+        {"skyctl.store.state.FleetState.add_event": _refused(FleetState.add_event)},
+    ),
+    "19 a failed write ends a healthy server": Defect(
+        "supervised",
+        {"skyctl.store.state.FleetState.save_process": _refused(FleetState.save_process)},
+    ),
+}

@@ -1,0 +1,267 @@
+"""Where the product asks the time, opens its state, calls servers and starts processes.
+
+`installed()` puts the simulated ones in their place while its block runs; `enter(world)` says
+whose.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import gc
+import importlib
+import logging
+import os
+import sys
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+from skyctl.errors import SkyctlError
+from skyctl.store.identity import ProcessIdentity
+from skyctl.store.locks import Holder
+from skyctl.store.paths import FleetPaths
+from tests.simulation.kernel import current
+from tests.simulation.network import SimTransport
+from tests.simulation.sender import SimSender
+
+if TYPE_CHECKING:
+    from tests.simulation.world import World
+
+EPOCH = 1_800_000_000.0
+UPTIME = 10_000.0
+
+_world: World | None = None
+
+
+def enter(world: World | None) -> None:
+    """The world that runs now."""
+    global _world
+    _world = world
+    SimTransport.network = None if world is None else world.network
+    SimSender.world = world
+
+
+def here() -> World:
+    assert _world is not None
+    return _world
+
+
+def _now() -> float:
+    return 0.0 if _world is None else _world.loop.now
+
+
+def _sleep(seconds: float) -> None:
+    """A blocking wait: nobody else runs meanwhile, and it is later then."""
+    here().loop.now += seconds
+
+
+class _Point:
+    """Stands in for the name of the point at which a process is to die: it is told of each."""
+
+    def __bool__(self) -> bool:
+        return True
+
+    def __eq__(self, point: object) -> bool:
+        process = current()
+        if process is not None and "point" in process.doomed and process.doomed["point"] == point:
+            process.doomed["passes"] -= 1
+            if process.doomed["passes"] < 0:
+                del process.doomed["point"]
+                here().kernel.die(f"is killed at {point}")
+        return False
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+class Spawned:
+    """What `guardian._spawn` gives: a process with a pipe that releases it."""
+
+    def __init__(self, world: World, paths: FleetPaths) -> None:
+        pusher = current()
+        assert pusher is not None
+        released = [False]
+        self.stdin = SimpleNamespace(write=lambda data: released.__setitem__(0, True), close=_none)
+        self.process = world.kernel.spawn("guardian", None)
+        world.guard(self.process, pusher, released)
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        here().kernel.kill(self.process, "is released")
+
+    def kill(self) -> None: ...
+
+
+def _none() -> None: ...
+
+
+def _own_identity() -> ProcessIdentity:
+    process = current()
+    return ProcessIdentity(1, 0.0, "outside") if process is None else process.identity
+
+
+def _process(identity: ProcessIdentity) -> Any:
+    return here().kernel.find(identity)
+
+
+def _alive(identity: ProcessIdentity) -> bool:
+    return here().kernel.find(identity) is not None
+
+
+def _spawn_guardian(paths: FleetPaths) -> Spawned:
+    if here().disk.full:
+        raise OSError(28, "No space left on device")
+    return Spawned(here(), paths)
+
+
+class _Os:
+    """`os`, for whoever locks files: descriptors belong to a process, and are closed with it."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(os, name)
+
+    def getpid(self) -> int:
+        process = current()
+        return 1 if process is None else process.pid
+
+    def open(self, path: Any, flags: int, mode: int = 0o777) -> int:
+        process = current()
+        descriptor = os.open(path, flags, mode)
+        if process is not None:
+            process.descriptors.add(descriptor)
+        return descriptor
+
+    def close(self, descriptor: int) -> None:
+        process = current()
+        if process is not None and descriptor in process.descriptors:
+            process.descriptors.discard(descriptor)
+            here().flocks.pop(descriptor, None)
+            os.close(descriptor)
+
+
+class _Fcntl:
+    """`fcntl`, which remembers whose lock it is."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(fcntl, name)
+
+    def flock(self, descriptor: int, operation: int) -> None:
+        process = current()
+        fcntl.flock(descriptor, operation)
+        if process is not None:
+            here().flocks[descriptor] = (os.fstat(descriptor).st_ino, process)
+
+
+class _OwnLocks:
+    """What a class attribute is to a real process."""
+
+    def setdefault(self, directory: Path, default: set[Any]) -> set[Any]:
+        process = current()
+        return default if process is None else process.own_locks.setdefault(directory, default)
+
+
+_OS, _FCNTL = _Os(), _Fcntl()
+
+
+def _locking_pids(found: os.stat_result) -> set[int]:
+    flocks = here().flocks.values()
+    return {process.pid for inode, process in flocks if inode == found.st_ino and not process.dead}
+
+
+def _by_process(pid: int) -> Holder:
+    return Holder("a process", pid, EPOCH + _now())
+
+
+def _create_private_file(path: Path, flags: int = 0) -> int:
+    if here().disk.full and not path.exists():
+        raise SkyctlError(f"cannot open {path}: No space left on device")
+    return _OS.open(path, os.O_RDWR | os.O_CREAT | flags, 0o600)
+
+
+SEAMS: dict[str, Any] = {
+    "time.time": lambda: EPOCH + _now(),
+    "time.monotonic": lambda: UPTIME + _now(),
+    "time.perf_counter": lambda: UPTIME + _now(),
+    "time.sleep": _sleep,
+    "skyctl.store.journal.own_identity": _own_identity,
+    "skyctl.store.locks.os": _OS,
+    "skyctl.store.locks.fcntl": _FCNTL,
+    "skyctl.store.locks._locking_pids": _locking_pids,
+    "skyctl.store.locks._by_process": _by_process,
+    "skyctl.store.locks.create_private_file": _create_private_file,
+    "skyctl.store.locks.Locks.own_of_directory": _OwnLocks(),
+    "skyctl.core.arbiter.own_command": lambda: "a command",
+    "skyctl.store.identity.ProcessIdentity.process": _process,
+    "skyctl.store.identity.ProcessIdentity.alive": _alive,
+    "skyctl.store.opening.open_file": lambda path, *_, **__: here().disk.open(path),
+    "skyctl.store.opening.read_into_memory": lambda path, *_, **__: here().disk.read(path),
+    "skyctl.store.database.private_directory": lambda path: path,
+    "skyctl.store.paths.FleetPaths.prepare": lambda self: self,
+    "skyctl.http.client.KeptConnections": SimTransport,
+    "skyctl.transfer.sender_pool.SenderProcess": SimSender,
+    "skyctl.core.guardian._spawn": _spawn_guardian,
+    "skyctl.push.preflight.check_memory": lambda needed_bytes: None,
+    "skyctl.kill_points._point": _Point(),
+}
+
+
+_LATER = {
+    "skyctl.supervisor.client.KeptConnections": SimTransport,
+    "skyctl.supervisor.daemon.create_private_file": _create_private_file,
+    "skyctl.supervisor.daemon.fcntl": _FCNTL,
+    "skyctl.supervisor.daemon.os": _OS,
+    "skyctl.supervisor.replica.create_private_file": _create_private_file,
+    "skyctl.supervisor.replica.os": _OS,
+}
+
+
+def _place(name: str) -> tuple[Any, str]:
+    parts = name.split(".")
+    for length in range(len(parts) - 1, 0, -1):
+        with suppress(ModuleNotFoundError):
+            found: Any = importlib.import_module(".".join(parts[:length]))
+            for part in parts[length:-1]:
+                found = getattr(found, part)
+            return found, parts[-1]
+    raise LookupError(name)
+
+
+@contextmanager
+def replaced(seams: Mapping[str, Any]) -> Iterator[None]:
+    """Inside the block, these names mean these things."""
+    before = []
+    for name, simulated in seams.items():
+        holder, attribute = _place(name)
+        before.append((holder, attribute, getattr(holder, attribute)))
+        setattr(holder, attribute, simulated)
+    try:
+        yield
+    finally:
+        for holder, attribute, real in reversed(before):
+            setattr(holder, attribute, real)
+
+
+@contextmanager
+def installed() -> Iterator[None]:
+    """Inside the block, the product runs in whatever world was entered."""
+    from tests.simulation import supervised
+
+    gc.collect()
+    gc.freeze()
+    logging.disable(logging.CRITICAL)
+    # what dead processes left open is unwound between schedules, into closed files
+    hook, sys.unraisablehook = sys.unraisablehook, lambda unraisable: None
+    try:
+        with replaced({**SEAMS, **_LATER, **supervised.SEAMS}), warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)  # coroutines that were never awaited
+            try:
+                yield
+            finally:
+                enter(None)
+                gc.collect()
+    finally:
+        sys.unraisablehook = hook
+        logging.disable(logging.NOTSET)
+        gc.unfreeze()
+        gc.enable()

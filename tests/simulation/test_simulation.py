@@ -1,0 +1,54 @@
+"""A few hundred schedules of each kind of fleet; `python -m benchmarks.simulation` plays many."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.simulation import reinserted, seams
+from tests.simulation.world import KINDS, Schedule, play
+
+FIRST, SCHEDULES = 5_000, 100
+FOUND_BY = {
+    "02 a verb is carried out during a push": 54,
+    "07 weights of one server are compared with nothing": 34,
+    "13 recovery pushes what lies at the path by now": 79,
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_schedule_violates_anything(kind: str, tmp_path: Path) -> None:
+    with seams.installed():
+        ended = [play(Schedule(seed, kind), tmp_path) for seed in range(FIRST, FIRST + SCHEDULES)]
+    assert {one.seed: one.violations for one in ended if one.violations} == {}
+    assert sum(one.succeeded for one in ended) > SCHEDULES / 4  # else nothing was tried
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_without_faults_every_push_succeeds(kind: str, tmp_path: Path) -> None:
+    with seams.installed():
+        ended = [play(Schedule(seed, kind, only=frozenset()), tmp_path) for seed in range(20)]
+    assert [one.violations for one in ended] == [[]] * 20
+    assert [one.succeeded for one in ended] == [one.pushes for one in ended]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_seed_goes_the_same_way_each_time(kind: str, tmp_path: Path) -> None:
+    with seams.installed():
+        first = [play(Schedule(seed, kind), tmp_path).digest for seed in range(30)]
+        again = [play(Schedule(seed, kind), tmp_path).digest for seed in range(30)]
+    assert again == first
+
+
+@pytest.mark.parametrize("name", FOUND_BY)
+def test_a_defect_that_is_put_back_is_found(name: str, tmp_path: Path) -> None:
+    defect, seed = reinserted.DEFECTS[name], FOUND_BY[name]
+    with seams.installed():
+        with seams.replaced(defect.patches):
+            found = [
+                one
+                for one in range(max(0, seed - 20), seed + 60)
+                if play(Schedule(one, defect.kind), tmp_path).violations
+            ]
+        assert any(not play(Schedule(one, defect.kind), tmp_path).violations for one in found)
