@@ -1,7 +1,7 @@
 """A vLLM server as skyctl sees it: its routes, scheduler, memory and update sessions.
 
-What the real one does was read in vLLM 0.32 and in `engines/vllm/inside/engine.py`, and is held
-against it, as tests/stub is, by tests/integration/test_contract_stub.py.
+What the real one does was read in vLLM 0.32 and in `engines/vllm/inside/engine.py`. No test holds
+this model against it yet, as tests/integration/test_contract_stub.py does for tests/stub.
 
     scheduler   running ⇄ paused          memory   awake → asleep {weights, kv_cache} → awake
     session     closed → open → closed; while it is open, layers without all of their tensors are
