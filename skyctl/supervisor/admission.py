@@ -120,6 +120,8 @@ async def apply_intent(replica: Replica, client: ControlClient, timeout_s: float
         )
     elif row.paused:
         outcomes = await actions.pause(client, [replica.target], mode="keep", timeout_s=timeout_s)
+    elif replica.adopted or row.quarantine:
+        return  # what froze it may be a push that broke off: recovery thaws, after a look
     elif await probe_alive(client, replica.target, timeout_s):
         # a push that was under way as it started took it for the process before
         outcomes = await actions.resume(client, [replica.target], timeout_s=timeout_s)
