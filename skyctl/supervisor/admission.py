@@ -120,13 +120,12 @@ async def apply_intent(replica: Replica, client: ControlClient, timeout_s: float
         )
     elif row.paused:
         outcomes = await actions.pause(client, [replica.target], mode="keep", timeout_s=timeout_s)
-    elif replica.adopted or row.quarantine:
-        return  # what froze it may be a push that broke off: recovery thaws, after a look
-    elif await probe_alive(client, replica.target, timeout_s):
-        # a push that was under way as it started took it for the process before
+    elif replica.came_back_in_a_push and not row.quarantine:
+        # the push may have paused it, taking it for the process before
         outcomes = await actions.resume(client, [replica.target], timeout_s=timeout_s)
     else:
         return
+    replica.came_back_in_a_push = False
     if not outcomes[0].ok:
         raise ServerError(f"{replica.name} could not be made as intended: {outcomes[0].detail}")
     await refresh_all([replica], client, timeout_s)

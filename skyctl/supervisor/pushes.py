@@ -194,6 +194,7 @@ class Pushes:
                 if pids[replica.name] != (replica.process and replica.process.pid):
                     # it died meanwhile: what the push says of it is about a process that is gone
                     replica.forget_weights()
+                    replica.came_back_in_a_push = True
 
     def _on_server(self, name: str, state: str, detail: str) -> None:
         replica = self._supervisor.replicas.get(name)

@@ -87,6 +87,7 @@ class Replica(KeptRunning):
         self.update_state = ""  # what a push job says of this server while it runs
         self.state_since = time.time()  # epoch seconds
         self._context = context
+        self.came_back_in_a_push = False  # so that the push may have paused the new process
         self._closed = False
         self._proven = False  # was up once with this spec: worth restarting
         self._launched_with = ""
