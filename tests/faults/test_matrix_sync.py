@@ -44,7 +44,7 @@ def stubs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Stubs:
     monkeypatch.setattr("skyctl.push.delivery._GRACE_S", 0.2)
     stubs = Stubs(tmp_path, count=3)
     stubs.fleet = replace(
-        stubs.fleet, control_timeout_s=0.5, update_timeout_s=1.0, rendezvous_timeout_s=0.5
+        stubs.fleet, control_timeout_s=1.0, update_timeout_s=1.0, rendezvous_timeout_s=0.5
     )
     return stubs
 
