@@ -95,8 +95,8 @@ class Arbiter:
         """
         try:
             return Turn(self._locks.take(LOCK, _asked(what), shared=act.shared))
-        except ConflictError as error:
-            raise self._refusal() from error
+        except ConflictError:
+            raise
         except SkyctlError:
             # The lock's file is made before the first push. Where it cannot be made no push is
             # under way, and what thaws must not need a disk.
@@ -127,25 +127,7 @@ class Arbiter:
 
     def holds(self, what: str) -> bool:
         """Whether what goes on is this job."""
-        return any(_subject(holder) == what for holder in self.holders())
-
-    def _refusal(self) -> ConflictError:
-        holders = self.holders()
-        if not holders:  # gone since
-            return ConflictError("another command acted on this fleet just now", hint="try again")
-        first = holders[0]
-        job = _subject(first)
-        is_job = job.startswith("push-")
-        return ConflictError(
-            f"fleet {self._locks.fleet} is busy: {' and '.join(map(str, holders))}",
-            hint=f"wait for it: skyctl jobs wait {job}" if is_job else "wait for it to end",
-            details={
-                **({"job": job} if is_job else {}),
-                "holder": first.what,
-                "pid": first.pid,
-                "since": first.since,
-            },
-        )
+        return any(holder.subject == what for holder in self.holders())
 
 
 def own_command() -> str:
@@ -157,7 +139,3 @@ def own_command() -> str:
 def _asked(what: str) -> str:
     asked = caller.get()
     return f"{what}, asked for by {asked}" if asked else what
-
-
-def _subject(holder: Holder) -> str:
-    return holder.what.partition(",")[0]

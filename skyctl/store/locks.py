@@ -37,6 +37,11 @@ class Holder:
     pid: int
     since: float
 
+    @property
+    def subject(self) -> str:
+        """What it does, without who asked for it."""
+        return self.what.partition(",")[0]
+
     def __str__(self) -> str:
         held = format_seconds(max(0.0, time.time() - self.since))
         return f"{self.what} (pid {self.pid}, for {held})"
@@ -168,10 +173,16 @@ class Locks:
         if not found:  # let go of meanwhile
             return ConflictError("another command acted on this fleet just now", hint="try again")
         first = found[0]
+        job = first.subject if first.subject.startswith("push-") else ""
         return ConflictError(
-            f"{' and '.join(map(str, found))} holds this fleet",
-            hint="wait for it to end",
-            details={"holder": first.what, "pid": first.pid, "since": first.since},
+            f"fleet {self.fleet} is busy: {' and '.join(map(str, found))}",
+            hint=f"wait for it: skyctl jobs wait {job}" if job else "wait for it to end",
+            details={
+                **({"job": job} if job else {}),
+                "holder": first.what,
+                "pid": first.pid,
+                "since": first.since,
+            },
         )
 
 
