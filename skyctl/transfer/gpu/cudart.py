@@ -55,11 +55,6 @@ def copy_to_device(device_address: int, host_address: int, size: int, stream: in
     _check(code, "cudaMemcpyAsync")
 
 
-def synchronize_stream(stream: int) -> None:
-    """Wait for everything enqueued on a stream."""
-    _check(_runtime().cudaStreamSynchronize(stream), "cudaStreamSynchronize")
-
-
 class Event:
     """A CUDA event without timing. Create it on the thread (and so the device) that records it."""
 
