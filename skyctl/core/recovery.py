@@ -115,8 +115,12 @@ async def recover(findings: Sequence[Finding], hands: Hands) -> list[Recovered]:
 async def _replace(cases: Sequence[_Case], hands: Hands) -> None:
     """Those that serve until then one after the other, the rest at once."""
 
+    gone = _gone(hands.state) if cases else ""
+
     async def replace_one(case: _Case) -> None:
-        case.done(await hands.replace(case.name, case.problem or case.finding.detail))
+        if gone and case.finding.found == "quarantined":  # as in _push: it answers, and waits
+            return case.done(hands.waits(case.name, gone))
+        return case.done(await hands.replace(case.name, case.problem or case.finding.detail))
 
     serving = [case for case in cases if case.finding.found == "wrong-version"]
     await asyncio.gather(*(replace_one(case) for case in cases if case not in serving))
@@ -243,6 +247,17 @@ def published(weights: FleetWeights, *, verify: bool) -> PushRequest:
         verify=verify,
         scan_nan=False,  # they were accepted when they were pushed
     )
+
+
+def _gone(state: FleetState) -> str:
+    """Why no restarted server could have the fleet's weights; "" when it could."""
+    try:
+        published(state.weights(), verify=False)
+    except WeightsGone as error:
+        return error.message
+    except SkyctlError:
+        pass  # those it was started with
+    return ""
 
 
 def needed(state: FleetState) -> set[str | None]:
