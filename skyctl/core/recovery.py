@@ -26,7 +26,7 @@ from skyctl.kill_points import reached
 from skyctl.push.give_back import give_back
 from skyctl.push.request import PushRequest
 from skyctl.push.sleeping import DISCARDED
-from skyctl.store.in_doubt import doubt, in_doubt, trust
+from skyctl.store.in_doubt import doubt, in_doubt, leave_to_next_push, trust
 from skyctl.store.journal import Job
 from skyctl.store.state import FleetState, FleetWeights
 
@@ -115,12 +115,8 @@ async def recover(findings: Sequence[Finding], hands: Hands) -> list[Recovered]:
 async def _replace(cases: Sequence[_Case], hands: Hands) -> None:
     """Those that serve until then one after the other, the rest at once."""
 
-    gone = _gone(hands.state) if cases else ""
-
     async def replace_one(case: _Case) -> None:
-        if gone and case.finding.found == "quarantined":  # as in _push: it answers, and waits
-            return case.done(hands.waits(case.name, gone))
-        return case.done(await hands.replace(case.name, case.problem or case.finding.detail))
+        case.done(await hands.replace(case.name, case.problem or case.finding.detail))
 
     serving = [case for case in cases if case.finding.found == "wrong-version"]
     await asyncio.gather(*(replace_one(case) for case in cases if case not in serving))
@@ -172,6 +168,7 @@ async def _push(cases: Sequence[_Case], hands: Hands) -> None:
         except WeightsGone as error:
             # a directory that is overwritten at every step: a restarted server could not have its
             # fleet's weights either, and the next push scrubs this one
+            leave_to_next_push(hands.state, case.name)
             case.done(hands.waits(case.name, error.message))
         except SkyctlError as error:
             case.action = "restart"
@@ -247,17 +244,6 @@ def published(weights: FleetWeights, *, verify: bool) -> PushRequest:
         verify=verify,
         scan_nan=False,  # they were accepted when they were pushed
     )
-
-
-def _gone(state: FleetState) -> str:
-    """Why no restarted server could have the fleet's weights; "" when it could."""
-    try:
-        published(state.weights(), verify=False)
-    except WeightsGone as error:
-        return error.message
-    except SkyctlError:
-        pass  # those it was started with
-    return ""
 
 
 def needed(state: FleetState) -> set[str | None]:

@@ -114,7 +114,8 @@ class Supervisor:
         return self._begin("adopt", "", adoption.take_over(self, plan))
 
     async def findings(self) -> list[Finding]:
-        """What is the matter with each server, asked now."""
+        """What is the matter with each server, asked now. Raises FleetDownError."""
+        self.require_plan()
         return await healing.find(self)
 
     def recover(self) -> int:
@@ -321,7 +322,9 @@ class Supervisor:
     # --- inside ---------------------------------------------------------------------------------
 
     def _take(self, plan: FleetPlan) -> None:
-        """Make this the plan; policies that changed apply from now on."""
+        """Make this the plan; policies that changed apply from now on. Raises FleetDownError."""
+        if self.finished.is_set():
+            raise FleetDownError(f"the supervisor of fleet {self.paths.name} is ending")
         self.plan = plan
         if self._context is None:
             self._context = ReplicaContext(
