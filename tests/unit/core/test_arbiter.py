@@ -69,7 +69,7 @@ async def test_after_a_holder_that_died_the_next_waits_for_its_late_requests(
         pass
     with await one.turn(Act.PUSH, "push-2"):
         assert waited == []  # whoever lets go has had its answers
-    subprocess.run([sys.executable, "-c", _DIES, str(tmp_path)], check=True)
+    _take_and_die(tmp_path)
     one.take(Act.PUSH, "a look").release()  # it did not wait: the next one has to
     with await one.turn(act, "skyctl recover"):
         assert waited == [LATE_S]
@@ -84,6 +84,10 @@ from skyctl.store.locks import Locks
 Locks(Path(sys.argv[1])).take("turn", "push-3").rename("push-3")
 os._exit(0)
 """
+
+
+def _take_and_die(directory: Path) -> None:
+    subprocess.run([sys.executable, "-c", _DIES, str(directory)], check=True)
 
 
 def test_who_asked_is_named(two: tuple[Arbiter, Arbiter]) -> None:
