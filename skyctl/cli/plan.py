@@ -104,7 +104,7 @@ def _table(planned: FleetPlan) -> Table:
 def _commands(planned: FleetPlan) -> list[Text]:
     texts = [_command(server.name, server.to_json()) for server in planned.servers]
     if planned.router is not None:
-        texts.append(_command("router", planned.router.to_json(), more="--worker-urls …"))
+        texts.append(_command("router", planned.router.to_json(), more=" ".join(routing(planned.config.engine).workers(["…"]))))
     return texts
 
 

@@ -178,7 +178,7 @@ def router(facts: RunningFacts) -> Iterator[Finding]:
         yield _error(
             "router",
             f"the router lists {url}, which is no server of this fleet",
-            f"curl -X POST '{status.router.url}/remove_worker?url={url}'",
+            "skyctl restart, or take it out where it was put in",
         )
     if in_step:
         yield _ok("router", f"the router lists what it should: {count_of(len(listed), 'server')}")
