@@ -125,7 +125,16 @@ async def _examine_running(ref: FleetRef, plan: FleetPlan | None, verify: bool) 
             drift = await find_drift(ref, status)
         return check_running(
             RunningFacts(
-                status, drift, rows, pushes, vllm, versions, workers, verification, asks_token
+                status,
+                drift,
+                rows,
+                pushes,
+                vllm,
+                versions,
+                workers,
+                verification,
+                asks_token,
+                engine,
             )
         )
 

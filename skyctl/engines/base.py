@@ -454,6 +454,8 @@ class Routing:
     workers: Callable[[Sequence[str]], Sequence[str]]
     client: Callable[[ControlClient, str, float], Router]
     metrics: Callable[[ControlClient, str, float], Awaitable[RouterMetrics]]
+    removal: Callable[[str, str], str]
+    """What a person types to take a worker (second) out of the router at a URL (first)."""
 
 
 # --- the whole ------------------------------------------------------------------------------------

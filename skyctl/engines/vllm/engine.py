@@ -40,5 +40,6 @@ VLLM = Engine(
         workers=lambda urls: ["--worker-urls", *urls],
         client=RouterClient,
         metrics=router_metrics,
+        removal=lambda router, url: f"curl -X POST '{router}/remove_worker?url={url}'",
     ),
 )

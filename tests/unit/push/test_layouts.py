@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from skyctl.engines.base import Refusal
 from skyctl.checkpoints.checkpoint import Checkpoint, read_checkpoint
+from skyctl.engines.base import Refusal
 from skyctl.engines.vllm.inside.layout_wire import (
     LayoutReport,
     ParameterLayout,
