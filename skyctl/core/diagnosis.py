@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
+from skyctl import engines
 from skyctl.core.status import foreign_version
-from skyctl.engines.vllm.server import VLLMServer
 from skyctl.errors import ServerError
 from skyctl.http.client import ControlClient
 from skyctl.http.fanout import fan_out
@@ -85,8 +85,8 @@ async def observe(
     """Ask every server, side by side, for at most `engine_timeout_s` seconds."""
 
     async def ask(target: ServerTarget) -> Observed:
-        near = VLLMServer(client, target, timeout_s=HTTP_TIMEOUT_S)
-        patient = VLLMServer(client, target, timeout_s=engine_timeout_s)
+        near = engines.server(client, target, timeout_s=HTTP_TIMEOUT_S)
+        patient = engines.server(client, target, timeout_s=engine_timeout_s)
         health, paused, version = await asyncio.gather(
             near.health(), patient.is_paused(), near.weight_version(), return_exceptions=True
         )
