@@ -24,7 +24,6 @@ ENGINES_WORDS = re.compile(
 ADVICE = {
     "core/scaffold.py": "the fleet files that `init` writes",
     "doctor/fleet_file.py": "what to change in them",
-    "launch/local/logtail.py": "reads logs",
     "launch/local/segments.py": "what a killed server leaves in /dev/shm",
     "push/nccl_agreement.py": "variables of NCCL's that vLLM reads too",
     "push/verify.py": "how to start a server that can digest",
