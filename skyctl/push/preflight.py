@@ -225,7 +225,9 @@ def _site(
 ) -> Site:
     return Site(
         server=server,
-        vllm=VLLMServer(client, server.target, timeout_s=fleet.control_timeout_s),
+        vllm=VLLMServer(
+            client, server.target, timeout_s=fleet.control_timeout_s, ranks=facts.ranks
+        ),
         dialect=facts.dialect,
         world_size=facts.world_size,
         was_paused=facts.paused and not server.thaw,

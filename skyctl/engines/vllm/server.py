@@ -27,11 +27,17 @@ class VLLMServer:
     """
 
     def __init__(
-        self, client: ControlClient, target: ServerTarget, *, timeout_s: float = 30.0
+        self,
+        client: ControlClient,
+        target: ServerTarget,
+        *,
+        timeout_s: float = 30.0,
+        ranks: tuple[int, int] | None = None,
     ) -> None:
         self.target = target
         self._client = client
         self._timeout_s = timeout_s
+        self._ranks = ranks
 
     async def health(self) -> None:
         """Return when the engine has not errored. True also while paused, asleep or stuck."""
@@ -65,6 +71,14 @@ class VLLMServer:
         params = {"include_dp": _flag(include_dp)}
         found = await self._field("GET", "/get_world_size", "world_size", params=params)
         return self._understood("/get_world_size", lambda: int(found))
+
+    async def ranks(self) -> tuple[int, int]:
+        """Workers of all data-parallel ranks, and of one of them; asked once."""
+        if self._ranks is None:
+            self._ranks = await gather(
+                self.world_size(include_dp=True), self.world_size(include_dp=False)
+            )
+        return self._ranks
 
     async def server_info(self) -> dict[str, Any]:
         """vLLM's configuration (`vllm_config`), environment and system, as JSON."""
@@ -204,9 +218,7 @@ class VLLMServer:
         Raises:
             ServerError: an answer is missing, or the method failed on one of the workers.
         """
-        everywhere, within = await gather(
-            self.world_size(include_dp=True), self.world_size(include_dp=False)
-        )
+        everywhere, within = await self.ranks()
         if everywhere == within:
             answers = await self.collective_rpc(method, kwargs=kwargs, timeout_s=timeout_s)
             found = {(0, rank): answer for rank, answer in enumerate(answers)}
@@ -227,6 +239,11 @@ class VLLMServer:
                     f"{rank} (data-parallel ranks on other machines, or behind servers of their "
                     "own, are not supported)"
                 )
+        if len(found) > len(wanted):
+            raise ServerError(
+                f"{self.target.name}: {len(found)} workers answered, and it had {len(wanted)}: its "
+                "process is another one"
+            )
         return [found[place] for place in wanted]
 
     async def complete(
