@@ -379,6 +379,7 @@ class Supervisor:
         detail = f"not running ({replica.state})"
         if verb in ("pause", "resume"):
             replica.update_row(paused=verb == "pause")
+            replica.intent_changed, replica.resume_when_up = True, verb == "resume"
             if replica.phase not in ("failed", "dead", "stopped"):
                 detail = f"{replica.state}; will be {verb}d when it is ready"
         return Outcome(replica.name, OutcomeStatus.SKIPPED, 0.0, detail)
@@ -419,7 +420,8 @@ class Supervisor:
     def _admitted(self, replica: Replica) -> bool:
         if replica.row.quarantine:
             return True
-        return self.pushes.over.is_set() and admission.is_current(self.state, replica)
+        current = admission.is_current(self.state, replica)
+        return current and self.pushes.over.is_set() and not replica.intent_changed
 
     @asynccontextmanager
     async def _gate(self, spec: ServerSpec) -> AsyncIterator[None]:
