@@ -76,7 +76,8 @@ class VLLMServer:
     async def ranks(self) -> tuple[int, int]:
         """Workers of all data-parallel ranks, and of one of them (TP x PP); asked once."""
         if self.known_ranks is None:
-            self.known_ranks = await gather(self._world_size("true"), self._world_size("false"))
+            everywhere, within = await gather(self._world_size("true"), self._world_size("false"))
+            self.known_ranks = everywhere, within
         return self.known_ranks
 
     async def _world_size(self, include_dp: str) -> int:
