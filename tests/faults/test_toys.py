@@ -78,7 +78,7 @@ def test_a_toy_fleet_comes_up_generates_freezes_thaws_and_goes_down(fleet: ToyFl
     row = fleet.replica()
     assert row["state"] == "ready"
     server = psutil.Process(row["pid"])
-    assert server.nice() == NICENESS
+    assert server.nice() == min(psutil.Process().nice() + NICENESS, 19)
     assert "tests.toys.server" in server.cmdline()
     told = fleet.run("generate", "count", "--max-tokens", "3")["data"]
     assert [result["text"] for result in told["results"]] == ["1 2 3 "]
@@ -95,7 +95,7 @@ def test_what_an_engine_lacks_is_refused_with_a_sentence(fleet: ToyFleet) -> Non
     before = fleet.replica()["pid"]
     refused = fleet.run("sleep", expect=2)["error"]
     assert refused["message"] == "toy servers have no sleep and wake"
-    tiny = str(make_tiny_checkpoint(fleet.directory / "tiny"))
+    tiny = str(make_tiny_checkpoint(fleet.directory / "tiny", seed=1))
     refused = fleet.run("sync-weights", tiny, expect=2)["error"]
     assert refused["message"] == "toy servers have no weight pushes"
     file = fleet.directory / "fleet.yaml"
