@@ -45,8 +45,9 @@ Action = Literal[
 class Observed:
     """One server as it answers now. `engine`: its engine core does; `http`: its front end does.
 
-    `state` is the supervisor's word for it, "" where there is none. `version` is the label it
-    carries, None where it has none. `problem` says what did not answer.
+    `state` is the supervisor's word for it, "" where there is none. `sleep_level` is what its
+    metrics say, 0 awake: a server that sleeps calls itself paused as well. `version` is the label
+    it carries, None where it has none. `problem` says what did not answer.
     """
 
     server: str
@@ -54,6 +55,7 @@ class Observed:
     http: bool = True
     engine: bool = True
     paused: bool = False
+    sleep_level: int = 0
     version: str | None = None
     problem: str = ""
 
@@ -95,13 +97,22 @@ async def observe(
         if isinstance(paused, BaseException):
             return Observed(target.name, http=http, engine=False, problem=str(paused))
         label = version if isinstance(version, str) else None
-        return Observed(target.name, paused=paused, version=label)
+        level = await sleep_level(near) if paused else 0
+        return Observed(target.name, paused=paused, sleep_level=level, version=label)
 
     outcomes = await fan_out(targets, ask, timeout_s=engine_timeout_s + HTTP_TIMEOUT_S)
     return [
         outcome.value or Observed(outcome.server, http=False, engine=False, problem=outcome.detail)
         for outcome in outcomes
     ]
+
+
+async def sleep_level(server: VLLMServer) -> int:
+    """At which level a server sleeps by its own metrics; 0 where it does not say."""
+    try:
+        return (await server.metrics()).sleep_level or 0
+    except ServerError:
+        return 0
 
 
 _BUSY = ("starting", "restarting", "stopping", "updating")
@@ -150,6 +161,9 @@ def judge(
         return Finding(name, "wrong-version", behind, back)
     if foreign and ours:  # a trainer that pushes by itself, maybe: nothing of ours to put right
         return Finding(name, "healthy", foreign)
+    if seen.sleep_level and not row.sleep_level:
+        said = f"asleep at level {seen.sleep_level}, which is not on record; type: skyctl wake"
+        return Finding(name, "healthy", said)
     if seen.paused and row.intended == "running":
         return Finding(name, "healthy", "paused, and not by skyctl; type: skyctl resume")
     return Finding(name, "healthy", row.intended if row.intended != "running" else "")
