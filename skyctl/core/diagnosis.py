@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
+from skyctl import engines
+from skyctl.core.health import sleep_level
 from skyctl.core.status import foreign_version
-from skyctl.engines.vllm.server import VLLMServer
 from skyctl.errors import ServerError
 from skyctl.http.client import ControlClient
 from skyctl.http.fanout import fan_out
@@ -87,8 +88,8 @@ async def observe(
     """Ask every server, side by side, for at most `engine_timeout_s` seconds."""
 
     async def ask(target: ServerTarget) -> Observed:
-        near = VLLMServer(client, target, timeout_s=HTTP_TIMEOUT_S)
-        patient = VLLMServer(client, target, timeout_s=engine_timeout_s)
+        near = engines.server(client, target, timeout_s=HTTP_TIMEOUT_S)
+        patient = engines.server(client, target, timeout_s=engine_timeout_s)
         health, paused, version = await asyncio.gather(
             near.health(), patient.is_paused(), near.weight_version(), return_exceptions=True
         )
@@ -97,7 +98,7 @@ async def observe(
         if isinstance(paused, BaseException):
             return Observed(target.name, http=http, engine=False, problem=str(paused))
         label = version if isinstance(version, str) else None
-        level = await sleep_level(near) if paused else 0
+        level = await sleep_level(client, target, HTTP_TIMEOUT_S) if paused else 0
         return Observed(target.name, paused=paused, sleep_level=level, version=label)
 
     outcomes = await fan_out(targets, ask, timeout_s=engine_timeout_s + HTTP_TIMEOUT_S)
@@ -105,14 +106,6 @@ async def observe(
         outcome.value or Observed(outcome.server, http=False, engine=False, problem=outcome.detail)
         for outcome in outcomes
     ]
-
-
-async def sleep_level(server: VLLMServer) -> int:
-    """At which level a server sleeps by its own metrics; 0 where it does not say."""
-    try:
-        return (await server.metrics()).sleep_level or 0
-    except ServerError:
-        return 0
 
 
 _BUSY = ("starting", "restarting", "stopping", "updating")

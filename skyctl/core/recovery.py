@@ -17,8 +17,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Protocol
 
+from skyctl import engines
 from skyctl.core.diagnosis import Action, Finding
-from skyctl.engines.vllm.server import VLLMServer
 from skyctl.errors import SkyctlError, StateUnwritable, WeightsGone
 from skyctl.http.client import ControlClient
 from skyctl.http.target import ServerTarget
@@ -132,7 +132,9 @@ async def _give_back(case: _Case, hands: Hands) -> None:
     found = in_doubt(hands.state).get(case.name)
     if found is None:
         return case.done()  # put right meanwhile
-    server = VLLMServer(hands.client, hands.targets[case.name], timeout_s=hands.control_timeout_s)
+    server = engines.server(
+        hands.client, hands.targets[case.name], timeout_s=hands.control_timeout_s
+    )
     row = hands.state.server(case.name)
     slept = max(1, row.sleep_level) if found.woken else 0
     try:

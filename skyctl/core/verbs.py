@@ -11,8 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from skyctl.core import actions as verbs
-from skyctl.core.diagnosis import sleep_level
-from skyctl.engines.vllm.server import VLLMServer
+from skyctl.core.health import sleep_level
 from skyctl.errors import ConflictError, UsageError
 from skyctl.http.client import ControlClient
 from skyctl.http.fanout import Outcome, OutcomeStatus, fan_out
@@ -94,7 +93,7 @@ async def _put_sleep_on_record(
     """Rows of servers that sleep without our knowing: the answer to a sleep may have been lost."""
 
     async def ask(target: ServerTarget) -> int:
-        return await sleep_level(VLLMServer(client, target, timeout_s=timeout_s))
+        return await sleep_level(client, target, timeout_s)
 
     unknown = [target for target in targets if not rows[target.name].sleep_level]
     outcomes = await fan_out(unknown, ask, timeout_s=timeout_s)
