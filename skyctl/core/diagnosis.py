@@ -133,18 +133,15 @@ def judge(
             return Finding(name, "stuck", said, replace)
         return Finding(name, "unreachable", problem, replace)
     if doubt is not None and doubt.half_updated:
-        said = f"{doubt.job} broke off in stage {doubt.stage}: it may hold parts of both weights"
-        return Finding(name, "half-updated", said, "push")
+        return Finding(name, "half-updated", doubt.why, "push")
     if doubt is not None and doubt.woken:
-        said = f"{doubt.job} broke off in stage {doubt.stage}: it sleeps, and its weights do not"
-        return Finding(name, "woken", said, "sleep")
+        return Finding(name, "woken", doubt.why, "sleep")
     back: Action = "restart" if ours and weights.checkpoint is None else "push"
     if doubt is not None:
         version = doubt.version or row.weight_version
         if behind := _behind(version, weights, ours):  # the fleet moved on without it
             return Finding(name, "wrong-version", behind, back)
-        said = f"{doubt.job} broke off in stage {doubt.stage}, before anything was sent"
-        return Finding(name, "frozen", said, "resume")
+        return Finding(name, "frozen", doubt.why, "resume")
     if row.quarantine:
         return Finding(name, "quarantined", row.quarantine, "restart" if ours else "push")
     foreign = foreign_version(row.weight_version, seen.version)

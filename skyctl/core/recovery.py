@@ -26,7 +26,7 @@ from skyctl.kill_points import reached
 from skyctl.push.give_back import give_back
 from skyctl.push.request import PushRequest
 from skyctl.push.sleeping import DISCARDED
-from skyctl.store.in_doubt import doubt, in_doubt, trust
+from skyctl.store.in_doubt import doubt, in_doubt, leave_to_next_push, trust
 from skyctl.store.journal import Job
 from skyctl.store.state import FleetState, FleetWeights
 
@@ -181,6 +181,7 @@ async def _push(cases: Sequence[_Case], able: Collection[str], hands: Hands) -> 
         except WeightsGone as error:
             # a directory that is overwritten at every step: a restarted server could not have its
             # fleet's weights either, and the next push scrubs this one
+            leave_to_next_push(hands.state, case.name)
             _wait([case], hands, error, "push again: skyctl sync-weights CKPT")
         except SkyctlError as error:
             case.action = "restart"
