@@ -139,7 +139,8 @@ def judge(
     back: Action = "restart" if ours and weights.checkpoint is None else "push"
     if doubt is not None:
         version = doubt.version or row.weight_version
-        if behind := _behind(version, weights, ours):  # the fleet moved on without it
+        # the fleet moved on without it; a push that touched it has made it one of the fleet's
+        if behind := _behind(version, weights, ours=True):
             return Finding(name, "wrong-version", behind, back)
         return Finding(name, "frozen", doubt.why, "resume")
     if row.quarantine:
@@ -147,7 +148,7 @@ def judge(
     foreign = foreign_version(row.weight_version, seen.version)
     if foreign and row.weight_version is not None:
         return Finding(name, "wrong-version", foreign, back)
-    if behind := _behind(row.weight_version, weights, ours):
+    if behind := _behind(row.weight_version, weights, ours=ours):
         return Finding(name, "wrong-version", behind, back)
     if foreign and ours:  # a trainer that pushes by itself, maybe: nothing of ours to put right
         return Finding(name, "healthy", foreign)
@@ -159,7 +160,7 @@ def judge(
     return Finding(name, "healthy", row.intended if row.intended != "running" else "")
 
 
-def _behind(version: str | None, weights: FleetWeights, ours: bool) -> str:
+def _behind(version: str | None, weights: FleetWeights, *, ours: bool) -> str:
     """How a server's version differs from the fleet's, or "". A server that is not ours may have
     been started with anything."""
     if version is None and (not ours or weights.checkpoint is None):

@@ -17,7 +17,7 @@ from skyctl.core.recovery import needed
 from skyctl.errors import ConflictError
 from skyctl.push.request import Committed, PushRequest
 from skyctl.store.in_doubt import in_doubt
-from skyctl.store.journal import Job
+from skyctl.store.journal import Job, Told
 from skyctl.store.state import FleetWeights
 from skyctl.supervisor import admission
 from skyctl.supervisor.replica import Replica, reload_rows
@@ -125,7 +125,7 @@ class Pushes:
         left = [r for r in supervisor.replicas.values() if r not in up]
         if left:
             names = ", ".join(replica.name for replica in left)
-            journal.note(job.id, f"not part of this push, because not up: {names}")
+            journal.tell(job.id, Told.note(f"not part of this push, because not up: {names}"))
         for replica in left:
             if replica.phase != "up":
                 replica.hold()

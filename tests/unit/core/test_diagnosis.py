@@ -40,7 +40,7 @@ def found(
         ({"doubt": HALF}, True, ("half-updated", "push")),
         ({"doubt": FROZEN}, True, ("frozen", "resume")),
         ({"doubt": FROZEN}, False, ("frozen", "resume")),
-        ({"doubt": FROZEN, "weights": V1}, False, ("frozen", "resume")),
+        ({"doubt": FROZEN, "weights": V1}, False, ("wrong-version", "push")),
         ({"doubt": FROZEN, "weights": V1}, True, ("wrong-version", "push")),
         (
             {"doubt": FROZEN, "row": ServerRow("a", weight_version="v0"), "weights": V1},

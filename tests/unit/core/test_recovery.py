@@ -18,7 +18,7 @@ from skyctl.http.target import ServerTarget
 from skyctl.push.request import PushRequest
 from skyctl.push.verify import weights_digest
 from skyctl.store.in_doubt import InDoubt, doubt, in_doubt
-from skyctl.store.journal import Job
+from skyctl.store.journal import Job, Told
 from skyctl.store.state import FleetState
 from tests.stub.app import StubServer
 from tests.stub.inprocess import StubTransport
@@ -88,7 +88,7 @@ def leave(hands: Hands, *names: str, half: bool, checkpoint: str = "/new") -> li
     """Findings of servers that a push to `checkpoint` left."""
     job = hands.state.journal.begin("push", PushRequest(checkpoint).to_json())
     pushed = {"checkpoint": checkpoint, "checkpoint_digest": "of these files"}
-    hands.state.journal.fact(job.id, "prepared", pushed)
+    hands.state.journal.tell(job.id, Told("prepared", pushed))
     hands.state.journal.end(job.id, "interrupted")
     stage = "update" if half else "pause"
     doubt(hands.state, {name: InDoubt(name, job.id, stage, half, True) for name in names})
