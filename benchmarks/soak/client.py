@@ -129,7 +129,7 @@ async def learn(
     answers: dict[str, dict[str, tuple[int, ...]]] = {}
     ids: dict[str, list[int]] = {}
     if not fleet.stub:
-        await fleet.up(model="b")
+        await fleet.up(model="b", servers=1)
         http.headers["Authorization"] = f"Bearer {fleet.api_key}"
         answers["b"] = await _answers(fleet, http, candidates, ids)
         await fleet.command("down", "--drain-timeout", "0")

@@ -30,11 +30,9 @@ drain_timeout_s: 2
 weight_transfer: {{transport: shm, update_timeout_s: 30}}
 router: {{request_timeout_s: {bound_s:g}}}
 """
-_REPLICAS = """
-replicas:
-- {name: whole}
-- {name: copies, data_parallel_size: 2}
-"""
+_REPLICAS = ("- {name: whole}", "- {name: copies, data_parallel_size: 2}")
+_UP_S = 1200.0
+"""Eleven processes import vLLM on a busy machine."""
 _DISK = "48m"
 
 
@@ -94,14 +92,16 @@ class SoakFleet:
             done = await self.command("init", "--tiny", ".", "--name", self.name, timeout_s=120)
             _expect(done, "init")
 
-    async def up(self, *, model: str = "a") -> None:
+    async def up(self, *, model: str = "a", servers: int = 2) -> None:
         """Start servers on a checkpoint. Raises SkyctlError when they do not come up."""
         settings = _SETTINGS.format(bound_s=self.bound_s)
         if not self.stub:
-            settings += f"model: {self.checkpoint(model)}\n{_REPLICAS}"
+            groups = "\n".join(_REPLICAS[:servers])
+            settings += f"model: {self.checkpoint(model)}\nreplicas:\n{groups}\n"
+            settings += f"health: {{startup_timeout_s: {_UP_S:g}}}\n"
         file = self.directory / "fleet.yaml"
         file.write_text(_without_keys(file.read_text(), settings) + settings)
-        _expect(await self.command("up", timeout_s=420), "up")
+        _expect(await self.command("up", timeout_s=_UP_S), "up")
         urls = _expect(await self.command("urls"), "urls")
         shown = _expect(await self.command("urls", "--show-key"), "urls --show-key")
         status = _expect(await self.command("status"), "status")
