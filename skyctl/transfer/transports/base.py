@@ -139,12 +139,12 @@ class Carrier(Protocol):
     def join(self) -> None:
         """Form the group with the servers, where there is one; returns when it is complete. Bounded
         by its deadline."""
-        return None
+        return
 
     def send(self, slot: int, size: int) -> None:
         """Send the first `size` bytes of a slot; returns when the slot may be refilled. Nothing is
         done where servers read by themselves."""
-        return None
+        return
 
     def close(self) -> None:
         """Free everything."""
