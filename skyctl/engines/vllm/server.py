@@ -5,8 +5,10 @@ from __future__ import annotations
 import secrets
 from asyncio import gather
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
+from skyctl.engines.vllm.inside.adapters import IN_FLIGHT, NAMED
 from skyctl.engines.vllm.metrics import METRICS, ServerMetrics, parse_metrics
 from skyctl.errors import ServerError
 from skyctl.http.client import ControlClient
@@ -17,6 +19,15 @@ Read = TypeVar("Read")
 
 _ASK_METHOD = "skyctl_leave_answer"
 """Of skyctl's worker extension: call another one where there are several data-parallel ranks."""
+
+
+@dataclass(frozen=True)
+class ServedAdapter:
+    """A LoRA adapter of one server. `in_flight`: nobody can ask for it, but requests run with it."""
+
+    name: str
+    path: str
+    in_flight: bool = False
 
 
 class VLLMServer:
@@ -236,6 +247,52 @@ class VLLMServer:
         path = "/v1/chat/completions" if chat else "/v1/completions"
         return await self._call("POST", path, json=dict(body), timeout_s=timeout_s)
 
+    async def adapters(self) -> list[ServedAdapter]:
+        """The LoRA adapters that this server has."""
+        data = await self._field("GET", "/v1/models", "data")
+        return self._understood(
+            "/v1/models",
+            lambda: [
+                ServedAdapter(one["id"], one["root"], one.get("owned_by") == IN_FLIGHT)
+                for one in data
+                if one.get("parent")
+            ],
+        )
+
+    async def load_adapter(self, name: str, path: str) -> None:
+        """Load a LoRA adapter out of a directory that the server can read, under a new name.
+
+        The directory must stay: vLLM reads it again when it has dropped the adapter.
+        """
+        body = {"lora_name": name, "lora_path": path}
+        await self._tell("/v1/load_lora_adapter", body)
+
+    async def name_adapter(self, name: str, loaded: str) -> None:
+        """From the next request on, `name` is the adapter that was loaded as `loaded`, by this name
+        alone. Requests under way go on with what they began with (`inside/adapters.py`).
+
+        Raises:
+            ServerError: also where the server runs without skyctl's plug-in (see the hint).
+        """
+        try:
+            body = {"lora_name": name, "lora_path": f"{NAMED}{loaded}", "load_inplace": True}
+            await self._tell("/v1/load_lora_adapter", body)
+        except ServerError as error:
+            if NAMED in error.message:  # vLLM itself looks for a directory of that name
+                error.hint = (
+                    "install skyctl where this server's vLLM is: its plug-in gives adapters names"
+                )
+            raise
+
+    async def unload_adapter(self, name: str) -> None:
+        """Forget an adapter; requests under way end with it. Nothing happens where there is none of
+        that name."""
+        try:
+            await self._tell("/v1/unload_lora_adapter", {"lora_name": name})
+        except ServerError as error:
+            if error.status != 404 or "cannot be found" not in error.message:
+                raise
+
     async def init_weight_transfer(
         self, init_info: Mapping[str, Any], *, timeout_s: float | None = None
     ) -> None:
@@ -319,6 +376,12 @@ class VLLMServer:
             params=params,
             json=json,
             timeout_s=self._timeout_s if timeout_s is None else timeout_s,
+        )
+
+    async def _tell(self, path: str, body: Mapping[str, Any]) -> None:
+        """A POST whose answer is a line of text."""
+        await self._client.text(
+            self.target, path, method="POST", json=dict(body), timeout_s=self._timeout_s
         )
 
     async def _field(

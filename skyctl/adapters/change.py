@@ -1,0 +1,431 @@
+"""Adapters into all servers of a fleet, or into none.
+
+    read, check, copy ─► intend ─► load NAME@4 ─► name ─► commit
+    └─ nothing is sent ─┘ └ durable   │ unseen      │ seen by users from here
+                                      └──── fails ──┴─► every server back at what is committed,
+                                                        else quarantined; withdraw
+
+A version is loaded beside those that serve, so that a server that cannot take it is found before
+anybody sees it. Giving it the name is one assignment in each server: requests under way end with
+the version they began with. What a dead process left is undone by whoever takes the lock next.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from skyctl.adapters.peft import Adapter, check_fits, copy_adapter, read_adapter
+from skyctl.checkpoints.staging import held, staged, sweep
+from skyctl.engines.vllm.server import VLLMServer
+from skyctl.errors import ConflictError, NotFoundError, ServerError, SkyctlError, UsageError
+from skyctl.http.client import ControlClient
+from skyctl.http.fanout import Outcome, OutcomeStatus, failure, fan_out
+from skyctl.http.target import ServerTarget
+from skyctl.kill_points import reached
+from skyctl.store import adapters as store
+from skyctl.store.adapters import AdapterVersion
+from skyctl.store.state import FleetState
+
+RETIRE_AFTER_S = 10.0
+"""How long the files of a version stay at least once nobody can ask for it: a request that was
+accepted just before may not be in the server's list yet."""
+
+_NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._:/-]{0,127}$")
+_POLL_S = 0.02
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadAdapter:
+    """Serve a PEFT directory under a name. `new`: the name must be free (True), must be served
+    already (False), or may be either (None). `any_base`: whatever base it says it was trained on.
+    """
+
+    name: str
+    directory: str
+    new: bool | None = True
+    any_base: bool = False
+    timeout_s: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnloadAdapter:
+    """Serve this name no longer."""
+
+    name: str
+    timeout_s: float | None = None
+
+
+@dataclass(frozen=True)
+class AdapterChange:
+    """What a change came to. `adapter` is what is served now, None after an unload; `before` the
+    version that was. `elapsed_ms` is from the first request sent to the last answer."""
+
+    name: str
+    adapter: AdapterVersion | None
+    before: int | None
+    outcomes: tuple[Outcome[None], ...]
+    elapsed_ms: float
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class AdapterFleet:
+    """A fleet, as a change of its adapters needs to know it.
+
+    `targets` gives the servers that can take part, and why others cannot now (they take what is
+    committed before they are routed). `model` is what they run, a directory or hub id; `bases` all
+    names it has, the first as shown. `reserved` are model names of other things. The limits are
+    None where they are the servers' own business.
+    """
+
+    name: str
+    state: FleetState
+    client: ControlClient
+    targets: Callable[[], tuple[Sequence[ServerTarget], Mapping[str, str]]]
+    directory: Path
+    timeout_s: float
+    model: str | None = None
+    bases: Sequence[str] = ()
+    reserved: Sequence[str] = ()
+    max_rank: int | None = None
+    max_adapters: int | None = None
+    quarantine: Callable[[str, str], None] = field(default=lambda server, why: None)
+
+
+async def load(fleet: AdapterFleet, asked: LoadAdapter) -> AdapterChange:
+    """Read, check and copy an adapter, and serve it on every server.
+
+    Raises:
+        NotFoundError, PreflightError, UsageError, ConflictError: refused; nothing was sent.
+        PartialFailure, ServerError, DeadlineExceeded: it was undone; `details["outcomes"]`.
+        StateUnwritable: it could not be put on record first; nothing was sent.
+    """
+    _check_name(fleet, asked)
+    adapter = await asyncio.to_thread(read_adapter, asked.directory)
+    notes = await asyncio.to_thread(
+        check_fits,
+        adapter,
+        model=fleet.model,
+        bases=fleet.bases,
+        max_rank=fleet.max_rank,
+        any_base=asked.any_base,
+    )
+    async with _own_copy(fleet.directory, adapter) as copy, changing(fleet, asked.name):
+        before = _room_for(fleet, asked)
+        new = AdapterVersion(
+            asked.name,
+            store.next_version(fleet.state, asked.name),
+            str(copy),
+            adapter.digest,
+            str(adapter.path),
+            adapter.rank,
+            adapter.bytes,
+            time.time(),
+        )
+        store.intend_version(fleet.state, new)
+        targets, skipped = _taking_part(fleet, new.name)
+        began = time.perf_counter()
+        outcomes = await _carry_out(fleet, new.name, targets, _steps(fleet, new, asked.timeout_s))
+        elapsed_ms = (time.perf_counter() - began) * 1000
+    what = f"{new.served_as} served by {len(outcomes)} servers (digest {new.digest[:12]})"
+    fleet.state.add_event("adapters", what)
+    return AdapterChange(
+        new.name,
+        store.served(fleet.state)[new.name],
+        before and before.version,
+        (*outcomes, *skipped),
+        elapsed_ms,
+        tuple(notes),
+    )
+
+
+async def unload(fleet: AdapterFleet, asked: UnloadAdapter) -> AdapterChange:
+    """Serve a name no longer; requests under way end. Raises as `load`."""
+    async with changing(fleet, asked.name):
+        known = store.served(fleet.state)
+        if asked.name not in known:
+            raise _unknown(fleet, asked.name, known)
+        store.intend_unload(fleet.state, asked.name)
+        targets, skipped = _taking_part(fleet, asked.name)
+        timeout_s = asked.timeout_s or fleet.timeout_s
+
+        async def forget(target: ServerTarget) -> None:
+            await VLLMServer(fleet.client, target, timeout_s=timeout_s).unload_adapter(asked.name)
+
+        began = time.perf_counter()
+        outcomes = await _carry_out(
+            fleet, asked.name, targets, [("adapters.unload.call", forget, timeout_s)]
+        )
+        elapsed_ms = (time.perf_counter() - began) * 1000
+    fleet.state.add_event("adapters", f"{asked.name} unloaded")
+    before = known[asked.name].version
+    return AdapterChange(asked.name, None, before, (*outcomes, *skipped), elapsed_ms)
+
+
+@asynccontextmanager
+async def changing(fleet: AdapterFleet, name: str = "") -> AsyncIterator[None]:
+    """Hold the lock of adapters, in a fleet in which no broken-off change is left.
+
+    Raises:
+        ConflictError: somebody has held it for all of the fleet's `timeout_s` seconds.
+    """
+    what = f"a change of adapter {name}" if name else "a look at adapters"
+    deadline = time.monotonic() + fleet.timeout_s
+    while True:
+        try:
+            lock = fleet.state.locks.take(store.LOCK, what)
+            break
+        except ConflictError:
+            if time.monotonic() >= deadline:
+                raise
+        await asyncio.sleep(_POLL_S)
+    try:
+        for left in store.unfinished(fleet.state):
+            fleet.state.add_event("adapters", f"a change of {left} broke off: undone")
+            await _undo(fleet, left, fleet.targets()[0])
+        yield
+    finally:
+        lock.release()
+
+
+async def catch_up(
+    state: FleetState, client: ControlClient, targets: Sequence[ServerTarget], timeout_s: float
+) -> list[Outcome[None]]:
+    """Bring servers to what is committed, and record it for those that are. One outcome each.
+
+    The lock of adapters must be held, or no change be possible.
+    """
+    wanted = store.served(state)
+    ours = store.names(state)
+
+    async def one(target: ServerTarget) -> None:
+        await settle(VLLMServer(client, target, timeout_s=timeout_s), wanted, ours)
+
+    outcomes = await fan_out(targets, one, timeout_s=timeout_s * (1 + len(wanted)))
+    for outcome in outcomes:
+        if outcome.ok:
+            store.record_server(state, outcome.server, wanted)
+    return outcomes
+
+
+async def settle(
+    server: VLLMServer, wanted: Mapping[str, AdapterVersion], ours: frozenset[str]
+) -> None:
+    """Make one server serve just this, whatever it does now; adapters that are not `ours` stay.
+
+    Raises:
+        ServerError: it does not, or it cannot be told whether it does.
+    """
+    if not wanted and not ours:
+        return
+    held_now = {one.name: one.path for one in await server.adapters() if not one.in_flight}
+    for name, path in held_now.items():
+        current = wanted.get(name) or wanted.get(name.rpartition("@")[0])
+        known = name in ours or name.rpartition("@")[0] in ours
+        if known and (current is None or path != current.path):
+            if name not in wanted:  # a name is given to its version below, without a gap
+                await server.unload_adapter(name)
+    for name, one in wanted.items():
+        if held_now.get(name) == one.path:
+            continue
+        if held_now.get(one.served_as) != one.path:
+            await server.load_adapter(one.served_as, one.path)
+        await server.name_adapter(name, one.served_as)
+
+
+async def retire(fleet: AdapterFleet) -> None:
+    """Remove the files of versions that no request runs with any more, as far as every server can
+    tell."""
+    old = store.superseded(fleet.state, time.time() - RETIRE_AFTER_S)
+    if old:
+        targets, _ = fleet.targets()
+        asked = (
+            VLLMServer(fleet.client, target, timeout_s=fleet.timeout_s).adapters()
+            for target in targets
+        )
+        try:
+            used = {one.path for found in await asyncio.gather(*asked) for one in found}
+        except ServerError:
+            return
+        with fleet.state.transaction():
+            for one in old:
+                if one.path not in used:
+                    store.forget_version(fleet.state, one)
+    if fleet.directory.exists():
+        await asyncio.to_thread(sweep, fleet.directory, store.kept_paths(fleet.state))
+
+
+Step = tuple[str, Callable[[ServerTarget], Awaitable[None]], float]
+
+
+def _steps(fleet: AdapterFleet, new: AdapterVersion, timeout_s: float | None) -> list[Step]:
+    limit_s = timeout_s or fleet.timeout_s
+
+    def server(target: ServerTarget) -> VLLMServer:
+        return VLLMServer(fleet.client, target, timeout_s=limit_s)
+
+    return [
+        (
+            "adapters.load.call",
+            lambda target: server(target).load_adapter(new.served_as, new.path),
+            limit_s,
+        ),
+        (
+            "adapters.name.call",
+            lambda target: server(target).name_adapter(new.name, new.served_as),
+            limit_s,
+        ),
+    ]
+
+
+async def _carry_out(
+    fleet: AdapterFleet, name: str, targets: Sequence[ServerTarget], steps: Sequence[Step]
+) -> list[Outcome[None]]:
+    """Take each step on every server at once; undo all where one cannot."""
+    total_ms = dict.fromkeys((target.name for target in targets), 0.0)
+    try:
+        for point, step, timeout_s in steps:
+            reached(point)
+            outcomes = await fan_out(targets, step, timeout_s=timeout_s)
+            for outcome in outcomes:
+                total_ms[outcome.server] += outcome.elapsed_ms
+            if not all(outcome.ok for outcome in outcomes):
+                raise await _undone(fleet, name, targets, outcomes)
+    except asyncio.CancelledError:
+        await _undo(fleet, name, targets)
+        raise
+    reached("adapters.commit")
+    store.commit(fleet.state, name, [target.name for target in targets])
+    reached("adapters.committed")
+    return [replace(outcome, elapsed_ms=total_ms[outcome.server]) for outcome in outcomes]
+
+
+async def _undone(
+    fleet: AdapterFleet,
+    name: str,
+    targets: Sequence[ServerTarget],
+    outcomes: Sequence[Outcome[None]],
+) -> SkyctlError:
+    """Undo a change; the error that says what became of each server."""
+    culprit = next(outcome for outcome in outcomes if not outcome.ok)
+    undone = {one.server: one for one in await _undo(fleet, name, targets)}
+    told = []
+    for outcome in outcomes:
+        end = undone[outcome.server]
+        if outcome.ok and end.ok:
+            why = f"undone because {culprit.server} could not"
+            outcome = replace(outcome, status=OutcomeStatus.ROLLED_BACK, detail=why)  # noqa: PLW2901
+        elif not end.ok:
+            said = f"{outcome.detail}; " if outcome.detail else ""
+            detail = f"{said}quarantined: not undone: {end.detail}"
+            outcome = replace(outcome, status=OutcomeStatus.FAILED, detail=detail)  # noqa: PLW2901
+        told.append(outcome)
+    error = failure(told, f"adapters {name}")
+    assert error is not None  # one of them failed
+    error.hint = error.hint if any(not one.ok for one in undone.values()) else _advice(culprit)
+    return error
+
+
+def _advice(culprit: Outcome[None]) -> str:
+    if "skyctl:" in culprit.detail:
+        return "install skyctl where this server's vLLM is: its plug-in gives adapters names"
+    if "no such route" in culprit.detail:
+        return (
+            "start servers with a `lora:` section in the fleet file; attached ones with "
+            "--enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"
+        )
+    return f"nothing changed on any server; why: skyctl logs {culprit.server}"
+
+
+async def _undo(
+    fleet: AdapterFleet, name: str, targets: Sequence[ServerTarget]
+) -> list[Outcome[None]]:
+    """Bring servers back to what is committed; one that does not come is quarantined."""
+    reached("adapters.undo")
+    outcomes = await catch_up(fleet.state, fleet.client, targets, fleet.timeout_s)
+    for outcome in outcomes:
+        if not outcome.ok:
+            why = f"its adapters are not the fleet's: {outcome.detail}; type: skyctl recover"
+            fleet.state.update_server(outcome.server, quarantine=why)
+            store.record_server(fleet.state, outcome.server, {})
+            fleet.quarantine(outcome.server, why)
+    store.withdraw(fleet.state, name)
+    return outcomes
+
+
+@asynccontextmanager
+async def _own_copy(directory: Path, adapter: Adapter) -> AsyncIterator[Path]:
+    """The fleet's own copy of an adapter, which stays while the block runs and as long as the
+    fleet's state names it. One that was written there is taken as it is."""
+    if directory in adapter.path.parents:
+        with held(str(adapter.path)):
+            yield adapter.path
+        return
+    with staged(directory, needed_bytes=adapter.bytes) as copy:
+        await asyncio.to_thread(copy_adapter, adapter, copy)
+        yield copy
+
+
+def _check_name(fleet: AdapterFleet, asked: LoadAdapter) -> None:
+    if not _NAME.match(asked.name) or "//" in asked.name:
+        raise UsageError(
+            f"{asked.name!r} cannot be the name of an adapter",
+            hint="take letters, digits and . _ - : / (the version is added after an @)",
+        )
+    if asked.name in fleet.reserved:
+        raise UsageError(
+            f"{asked.name!r} is the name of the model itself", hint="take another name"
+        )
+
+
+def _room_for(fleet: AdapterFleet, asked: LoadAdapter) -> AdapterVersion | None:
+    """What this name serves now. Raises where that is not as it was asked for."""
+    known = store.served(fleet.state)
+    before = known.get(asked.name)
+    if before is not None and asked.new is True:
+        raise ConflictError(
+            f"fleet {fleet.name} serves {asked.name} already, version {before.version}",
+            hint=f"bring it to a new version: skyctl adapters sync {asked.name} DIR",
+        )
+    if before is None and asked.new is False:
+        raise _unknown(fleet, asked.name, known)
+    if before is None and fleet.max_adapters is not None and len(known) >= fleet.max_adapters:
+        raise ConflictError(
+            f"fleet {fleet.name} serves {len(known)} adapters, which is all it takes",
+            hint="unload one: skyctl adapters unload NAME; or raise `lora.max_adapters` in the "
+            "fleet file, then: skyctl up",
+        )
+    return before
+
+
+def _unknown(fleet: AdapterFleet, name: str, known: Mapping[str, Any]) -> NotFoundError:
+    hint = f"it serves: {', '.join(known)}" if known else ""
+    return NotFoundError(
+        f"fleet {fleet.name} serves no adapter {name!r}",
+        hint=hint or f"load it first: skyctl adapters load {name} DIR",
+    )
+
+
+def _taking_part(
+    fleet: AdapterFleet, name: str
+) -> tuple[Sequence[ServerTarget], list[Outcome[None]]]:
+    """The servers that take part in a change that is on record; withdrawn where there are none."""
+    targets, absent = fleet.targets()
+    if not targets:
+        store.withdraw(fleet.state, name)
+        why = "; ".join(f"{server}: {reason}" for server, reason in absent.items())
+        raise ConflictError(
+            f"no server of fleet {fleet.name} can take an adapter now ({why})",
+            hint="what state each server is in: skyctl status",
+        )
+    skipped = [
+        Outcome[None](server, OutcomeStatus.SKIPPED, 0.0, why) for server, why in absent.items()
+    ]
+    return targets, skipped
