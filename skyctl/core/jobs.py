@@ -11,15 +11,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from skyctl.checkpoints.staging import held
-from skyctl.core.arbiter import Arbiter, Turn
+from skyctl.core.arbiter import Turn
 from skyctl.core.expectations import informed, records_of, remember, rows_of
-from skyctl.errors import DeadlineExceeded, FleetDownError, SkyctlError
+from skyctl.errors import SkyctlError
 from skyctl.http.client import ControlClient
 from skyctl.http.target import ServerTarget
 from skyctl.kill_points import reached
 from skyctl.push.request import PushFleet, PushRequest, PushResult
 from skyctl.store.in_doubt import doubt, in_doubt, left_behind, trust
-from skyctl.store.journal import DRY_RUN, Job, JobEvent, Journal
+from skyctl.store.journal import DRY_RUN, Job, Journal
 from skyctl.store.state import FleetState, FleetWeights
 from skyctl.transfer.sender_pool import SenderPool
 from skyctl.units import format_seconds
@@ -27,8 +27,6 @@ from skyctl.units import format_seconds
 if TYPE_CHECKING:
     from skyctl.push.rotation import Rotation
 
-FOLLOW_POLL_S = 0.2
-_RELEASE_POLL_S = 0.01
 _PROGRESS_S = 0.15
 
 
@@ -284,51 +282,6 @@ def _publish_in_part(state: FleetState, result: Mapping[str, Any]) -> None:
     if any(row.get("ok") and row.get("version") == version for row in rows):
         found = (result[key] for key in ("version", "checkpoint", "checkpoint_digest", "transport"))
         state.set_weights(FleetWeights(*found))
-
-
-async def follow(
-    state: FleetState,
-    job_id: str,
-    on_event: Callable[[JobEvent], None],
-    *,
-    timeout_s: float | None = None,
-) -> Job:
-    """Read a job's journal until it ends: past events first, then each new one.
-
-    It has ended when its owner has also let go of the fleet: who hears of the end may push again.
-
-    Raises:
-        DeadlineExceeded: it has not ended after `timeout_s` seconds; it goes on.
-        FleetDownError: the process that ran it died.
-    """
-    deadline = None if timeout_s is None else time.monotonic() + timeout_s
-    seen, done_bytes = 0, -1
-    while True:
-        alive = state.journal.owner_alive(job_id)
-        job = state.journal.job(job_id)
-        events = state.journal.events(job_id, after=seen)
-        if job.total_bytes and job.done_bytes != done_bytes:
-            done_bytes = job.done_bytes
-            data = {"done_bytes": job.done_bytes, "total_bytes": job.total_bytes}
-            # behind the stage it belongs to, before the end
-            at = len(events) - 1 if events and events[-1].kind == "end" else len(events)
-            events.insert(at, JobEvent(seen, time.time(), "progress", data))
-        for event in events:
-            seen = max(seen, event.sequence)
-            on_event(event)
-        if job.ended and not Arbiter(state.locks).holds(job.id):
-            return job
-        if not job.ended and not alive:
-            raise FleetDownError(
-                f"the process that ran {job_id} died in stage {job.stage}",
-                hint="see what it left: skyctl status; put it right: skyctl recover",
-            )
-        if not job.ended and deadline is not None and time.monotonic() > deadline:
-            raise DeadlineExceeded(
-                f"{job_id} has not ended after {timeout_s:g} s; it goes on in stage {job.stage}",
-                hint=f"wait again: skyctl jobs wait {job_id}",
-            )
-        await asyncio.sleep(_RELEASE_POLL_S if job.ended else FOLLOW_POLL_S)
 
 
 async def verify_servers(

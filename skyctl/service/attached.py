@@ -173,10 +173,10 @@ class AttachedFleet:
         on_event: Callable[[JobEvent], None] = lambda event: None,
         timeout_s: float | None = None,
     ) -> Job:
-        """Follow a job of this or another process until it ends, by reading the journal."""
-        from skyctl.core.jobs import follow
+        """Follow a job of this or another process until it ends, by the journal."""
+        from skyctl.core.following import follow_record
 
-        return await follow(self._state, job_id, on_event, timeout_s=timeout_s)
+        return await follow_record(self._state, job_id, on_event, timeout_s=timeout_s)
 
     async def job_events(self, job_id: str) -> list[JobEvent]:
         """What has happened in a job so far, oldest first."""

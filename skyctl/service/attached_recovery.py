@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 
 from skyctl.core.arbiter import Act, Arbiter, Turn
@@ -87,10 +87,9 @@ class _Hands:
         self.control_timeout_s = ref.config.control_timeout_s
         self.targets: Mapping[str, ServerTarget] = {target.name: target for target in targets}
 
-    async def push(self, request: PushRequest) -> Job:
-        answering = await observe(self.client, list(self.targets.values()))
-        able = [self.targets[one.server] for one in answering if one.engine]
-        return await self._push(able, request)
+    async def push(self, request: PushRequest, servers: Collection[str]) -> Job:
+        chosen = [target for target in self.targets.values() if target.name in servers]
+        return await self._push(chosen, request)
 
     async def bring(self, name: str) -> None:
         target = self.targets[name]

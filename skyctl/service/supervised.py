@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlsplit
 
 from skyctl.core.plan import local_url
 from skyctl.core.registry import FleetRef
@@ -168,10 +168,18 @@ class SupervisedFleet:
             DeadlineExceeded: it has not ended after `timeout_s` seconds (it goes on).
             FleetDownError: the supervisor that runs it went away.
         """
-        from skyctl.core.jobs import follow
+        from skyctl.core.following import CHANGES_WAIT_S, JobChanges, follow, job_changes
 
-        with self._state() as state:
-            return await follow(state, job_id, on_event, timeout_s=timeout_s)
+        async def changes(after: int) -> JobChanges:
+            path = f"/jobs/{quote(job_id)}?after={after}&wait_s={CHANGES_WAIT_S:g}"
+            try:
+                answer = await self._client.get(path, timeout_s=CHANGES_WAIT_S + CALL_TIMEOUT_S)
+                return JobChanges.from_json(answer)
+            except FleetDownError:  # nobody runs it any more: the journal says how far it came
+                with self._state() as state:
+                    return await job_changes(state, job_id, after, wait_s=CHANGES_WAIT_S)
+
+        return await follow(job_id, changes, on_event, timeout_s=timeout_s)
 
     async def job_events(self, job_id: str) -> list[JobEvent]:
         """What has happened in a job so far, oldest first."""

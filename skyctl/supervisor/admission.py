@@ -110,22 +110,21 @@ async def push_alone(
 
 
 async def apply_intent(replica: Replica, client: ControlClient, timeout_s: float) -> None:
-    """Make a fresh server what is intended: paused or asleep as its predecessor was, or running."""
+    """Make a server what is intended: paused or asleep as its predecessor was, or running."""
     from skyctl.core import actions
 
-    row = replica.row
+    row, resume = replica.row, replica.resume_when_up
+    replica.intent_changed = replica.resume_when_up = False  # whoever changes them now is next
     if row.sleep_level:
         outcomes = await actions.sleep(
             client, [replica.target], level=row.sleep_level, timeout_s=timeout_s
         )
     elif row.paused:
         outcomes = await actions.pause(client, [replica.target], mode="keep", timeout_s=timeout_s)
-    elif replica.came_back_in_a_push and not row.quarantine:
-        # the push may have paused it, taking it for the process before
+    elif resume and not row.quarantine:
         outcomes = await actions.resume(client, [replica.target], timeout_s=timeout_s)
     else:
         return
-    replica.came_back_in_a_push = False
     if not outcomes[0].ok:
         raise ServerError(f"{replica.name} could not be made as intended: {outcomes[0].detail}")
     await refresh_all([replica], client, timeout_s)

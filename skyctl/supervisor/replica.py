@@ -87,7 +87,8 @@ class Replica(KeptRunning):
         self.update_state = ""  # what a push job says of this server while it runs
         self.state_since = time.time()  # epoch seconds
         self._context = context
-        self.came_back_in_a_push = False  # so that the push may have paused the new process
+        self.resume_when_up = False  # it may be paused, and is meant to run
+        self.intent_changed = False  # since it was applied to the process
         self._closed = False
         self._proven = False  # was up once with this spec: worth restarting
         self._launched_with = ""
