@@ -107,30 +107,12 @@ async def load(fleet: AdapterFleet, asked: LoadAdapter) -> AdapterChange:
         PartialFailure, ServerError, DeadlineExceeded: it was undone; `details["outcomes"]`.
         StateUnwritable: it could not be put on record first; nothing was sent.
     """
-    _check_name(fleet, asked)
-    adapter = await asyncio.to_thread(read_adapter, asked.directory)
-    notes = await asyncio.to_thread(
-        check_fits,
-        adapter,
-        model=fleet.model,
-        bases=fleet.bases,
-        max_rank=fleet.max_rank,
-        any_base=asked.any_base,
-    )
+    adapter, notes = await _checked(fleet, asked)
     async with _own_copy(fleet.directory, adapter) as copy, changing(fleet, asked.name):
         before = _room_for(fleet, asked)
-        new = AdapterVersion(
-            asked.name,
-            store.next_version(fleet.state, asked.name),
-            str(copy),
-            adapter.digest,
-            str(adapter.path),
-            adapter.rank,
-            adapter.bytes,
-            time.time(),
-        )
-        store.intend_version(fleet.state, new)
-        targets, skipped = _taking_part(fleet, new.name)
+        new = _version(fleet, asked.name, adapter, copy)
+        targets, skipped = _taking_part(fleet)
+        store.intend_version(fleet.state, new, [target.name for target in targets])
         began = time.perf_counter()
         outcomes = await _carry_out(fleet, new.name, targets, _steps(fleet, new, asked.timeout_s))
         elapsed_ms = (time.perf_counter() - began) * 1000
@@ -139,7 +121,7 @@ async def load(fleet: AdapterFleet, asked: LoadAdapter) -> AdapterChange:
     return AdapterChange(
         new.name,
         store.served(fleet.state)[new.name],
-        before and before.version,
+        None if before is None else before.version,
         (*outcomes, *skipped),
         elapsed_ms,
         tuple(notes),
@@ -152,8 +134,8 @@ async def unload(fleet: AdapterFleet, asked: UnloadAdapter) -> AdapterChange:
         known = store.served(fleet.state)
         if asked.name not in known:
             raise _unknown(fleet, asked.name, known)
-        store.intend_unload(fleet.state, asked.name)
-        targets, skipped = _taking_part(fleet, asked.name)
+        targets, skipped = _taking_part(fleet)
+        store.intend_unload(fleet.state, asked.name, [target.name for target in targets])
         timeout_s = asked.timeout_s or fleet.timeout_s
 
         async def forget(target: ServerTarget) -> None:
@@ -167,6 +149,18 @@ async def unload(fleet: AdapterFleet, asked: UnloadAdapter) -> AdapterChange:
     fleet.state.add_event("adapters", f"{asked.name} unloaded")
     before = known[asked.name].version
     return AdapterChange(asked.name, None, before, (*outcomes, *skipped), elapsed_ms)
+
+
+async def enter(fleet: AdapterFleet, asked: LoadAdapter) -> AdapterVersion:
+    """Put an adapter on record as served: servers take it as they start. Raises as `load`."""
+    adapter, _ = await _checked(fleet, asked)
+    async with _own_copy(fleet.directory, adapter) as copy, changing(fleet, asked.name):
+        _room_for(fleet, asked)
+        new = _version(fleet, asked.name, adapter, copy)
+        with fleet.state.durable():
+            store.intend_version(fleet.state, new, ())
+            store.commit(fleet.state, new.name, ())
+    return new
 
 
 @asynccontextmanager
@@ -229,9 +223,9 @@ async def settle(
     for name, path in held_now.items():
         current = wanted.get(name) or wanted.get(name.rpartition("@")[0])
         known = name in ours or name.rpartition("@")[0] in ours
-        if known and (current is None or path != current.path):
-            if name not in wanted:  # a name is given to its version below, without a gap
-                await server.unload_adapter(name)
+        stale = current is None or path != current.path
+        if known and stale and name not in wanted:  # a name goes to its version without a gap
+            await server.unload_adapter(name)
     for name, one in wanted.items():
         if held_now.get(name) == one.path:
             continue
@@ -321,11 +315,11 @@ async def _undone(
         end = undone[outcome.server]
         if outcome.ok and end.ok:
             why = f"undone because {culprit.server} could not"
-            outcome = replace(outcome, status=OutcomeStatus.ROLLED_BACK, detail=why)  # noqa: PLW2901
+            outcome = replace(outcome, status=OutcomeStatus.ROLLED_BACK, detail=why)
         elif not end.ok:
             said = f"{outcome.detail}; " if outcome.detail else ""
             detail = f"{said}quarantined: not undone: {end.detail}"
-            outcome = replace(outcome, status=OutcomeStatus.FAILED, detail=detail)  # noqa: PLW2901
+            outcome = replace(outcome, status=OutcomeStatus.FAILED, detail=detail)
         told.append(outcome)
     error = failure(told, f"adapters {name}")
     assert error is not None  # one of them failed
@@ -354,7 +348,6 @@ async def _undo(
         if not outcome.ok:
             why = f"its adapters are not the fleet's: {outcome.detail}; type: skyctl recover"
             fleet.state.update_server(outcome.server, quarantine=why)
-            store.record_server(fleet.state, outcome.server, {})
             fleet.quarantine(outcome.server, why)
     store.withdraw(fleet.state, name)
     return outcomes
@@ -371,6 +364,34 @@ async def _own_copy(directory: Path, adapter: Adapter) -> AsyncIterator[Path]:
     with staged(directory, needed_bytes=adapter.bytes) as copy:
         await asyncio.to_thread(copy_adapter, adapter, copy)
         yield copy
+
+
+async def _checked(fleet: AdapterFleet, asked: LoadAdapter) -> tuple[Adapter, list[str]]:
+    """The adapter, read and compared with what the servers run, and notes."""
+    _check_name(fleet, asked)
+
+    def look() -> tuple[Adapter, list[str]]:
+        adapter = read_adapter(asked.directory)
+        model, bases, max_rank = fleet.model, fleet.bases, fleet.max_rank
+        any_base = asked.any_base
+        return adapter, check_fits(
+            adapter, model=model, bases=bases, max_rank=max_rank, any_base=any_base
+        )
+
+    return await asyncio.to_thread(look)
+
+
+def _version(fleet: AdapterFleet, name: str, adapter: Adapter, copy: Path) -> AdapterVersion:
+    return AdapterVersion(
+        name,
+        store.next_version(fleet.state, name),
+        str(copy),
+        adapter.digest,
+        str(adapter.path),
+        adapter.rank,
+        adapter.bytes,
+        time.time(),
+    )
 
 
 def _check_name(fleet: AdapterFleet, asked: LoadAdapter) -> None:
@@ -413,13 +434,10 @@ def _unknown(fleet: AdapterFleet, name: str, known: Mapping[str, Any]) -> NotFou
     )
 
 
-def _taking_part(
-    fleet: AdapterFleet, name: str
-) -> tuple[Sequence[ServerTarget], list[Outcome[None]]]:
-    """The servers that take part in a change that is on record; withdrawn where there are none."""
+def _taking_part(fleet: AdapterFleet) -> tuple[Sequence[ServerTarget], list[Outcome[None]]]:
+    """The servers that take part in a change, and outcomes of the others."""
     targets, absent = fleet.targets()
     if not targets:
-        store.withdraw(fleet.state, name)
         why = "; ".join(f"{server}: {reason}" for server, reason in absent.items())
         raise ConflictError(
             f"no server of fleet {fleet.name} can take an adapter now ({why})",

@@ -66,7 +66,7 @@ def read_adapter(path: str) -> Adapter:
         NotFoundError: there is no such directory.
         PreflightError: it is no LoRA adapter in PEFT's format, or one that vLLM does not take.
     """
-    directory = Path(path).expanduser().absolute()
+    directory = Path(os.path.abspath(Path(path).expanduser()))  # noqa: PTH100 - links are kept
     if not directory.is_dir():
         raise NotFoundError(
             f"adapter {path} does not exist" if not directory.exists() else f"{path} is a file",

@@ -12,8 +12,9 @@ from typing import Any, Literal
 
 from skyctl.core.placement import Replica, bind_to_cores, expand_replicas, place_on_gpus
 from skyctl.core.plan_warnings import PlanWarning, plan_warnings
-from skyctl.engines.vllm.arguments import router_flags, server_flags
+from skyctl.engines.vllm.arguments import lora_flags, router_flags, server_flags
 from skyctl.engines.vllm.guarding import guard_env, guard_flags
+from skyctl.engines.vllm.inside.adapters import SWITCH as ADAPTER_SWITCH
 from skyctl.engines.vllm.inside.wire import SPIN_VARIABLE
 from skyctl.errors import FleetFileError, UsageError
 from skyctl.fleetfile.arguments import merge_arguments, refusals
@@ -261,6 +262,8 @@ class _Planner:
         if self.device == "cpu" and arguments.get("enable-sleep-mode"):
             del arguments["enable-sleep-mode"]  # vLLM refuses to start with it on CPU
         argv += server_flags(self._with_absolute_paths(arguments))
+        if self.config.lora is not None:
+            argv += lora_flags(self.config.lora.max_adapters, self.config.lora.max_rank)
         argv += guard_flags(self.config)
         return ServerSpec(
             name=replica.name,
@@ -298,6 +301,8 @@ class _Planner:
         env = {name: value for name, value in defaults.items() if name not in self.environ}
         env.update(replica.env)
         env["VLLM_SERVER_DEV_MODE"] = "1"
+        if self.config.lora is not None:
+            env[ADAPTER_SWITCH] = "1"
         if self.device == "cuda":
             env["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # so that indices mean what nvidia-smi shows
             env["CUDA_VISIBLE_DEVICES"] = ",".join(str(gpu) for gpu in gpus)

@@ -23,6 +23,11 @@ RESERVED_SERVER_ARGS = {
     "data-parallel-size": "use the key `data_parallel_size`",
     "dp": "use the key `data_parallel_size`",
     "weight-transfer-config": "use the key `weight_transfer`",
+    "enable-lora": "use the key `lora`",
+    "max-loras": "use the key `lora.max_adapters`",
+    "max-cpu-loras": "use the key `lora.max_adapters`",
+    "max-lora-rank": "use the key `lora.max_rank`",
+    "lora-modules": "use the key `lora.adapters`",
     "api-key": "use the key `api_key_env`; keys never go on a command line",
     "hf-token": "set HF_TOKEN in the environment; tokens never go on a command line",
     "config": "write its settings under `args`",
@@ -44,6 +49,7 @@ RESERVED_ENV = {
     "VLLM_API_KEY": "use the key `api_key_env`",
     "SKYCTL_CONTROL_TOKEN": "skyctl makes it; see the key `auth`",
     "VLLM_SERVER_DEV_MODE": "skyctl needs it on: every control call is a development route",
+    "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "use the key `lora`",
     "VLLM_ALLOW_INSECURE_SERIALIZATION": "skyctl sets it when the transport needs it (ipc)",
 }
 

@@ -97,8 +97,8 @@ def next_version(state: FleetState, name: str) -> int:
     return 1 if row is None else row["last"] + 1
 
 
-def intend_version(state: FleetState, new: AdapterVersion) -> None:
-    """A version is about to be sent to servers.
+def intend_version(state: FleetState, new: AdapterVersion, servers: Collection[str]) -> None:
+    """A version is about to be sent to these servers: what they have is not known from here on.
 
     Raises:
         StateUnwritable: that cannot be put on record.
@@ -110,16 +110,18 @@ def intend_version(state: FleetState, new: AdapterVersion) -> None:
             new.name, new.version, new.version,
         )  # fmt: skip
         state.database.write(
-            "INSERT INTO adapter_versions "
-            "(name, version, path, digest, source, rank, bytes, at) VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+            "INSERT INTO adapter_versions (name, version, path, digest, source, rank, bytes, at) "
+            "VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
             new.name, new.version, new.path, new.digest, new.source, new.rank, new.bytes, new.at,
         )  # fmt: skip
+        _in_doubt(state, new.name, servers)
 
 
-def intend_unload(state: FleetState, name: str) -> None:
-    """An adapter is about to be unloaded. Raises StateUnwritable."""
+def intend_unload(state: FleetState, name: str, servers: Collection[str]) -> None:
+    """An adapter is about to be unloaded from these servers. Raises StateUnwritable."""
     with state.durable():
         state.database.write("UPDATE adapters SET target = ? WHERE name = ?", UNLOAD, name)
+        _in_doubt(state, name, servers)
 
 
 def commit(state: FleetState, name: str, servers: Collection[str]) -> None:
@@ -135,14 +137,17 @@ def commit(state: FleetState, name: str, servers: Collection[str]) -> None:
         state.database.write(
             "UPDATE adapters SET version = ?, target = NULL WHERE name = ?", target, name
         )
+        # one that was started anew meanwhile is not in doubt any more: it has nothing
+        doubted = "SELECT server FROM server_adapters WHERE name = ? AND version = 0"
+        done = {row["server"] for row in state.database.rows(doubted, name)} & set(servers)
         state.database.write("DELETE FROM server_adapters WHERE name = ?", name)
         if target is not None:
-            for server in servers:
+            for server in done:
                 _record(state, server, name, target)
 
 
 def withdraw(state: FleetState, name: str) -> None:
-    """The change of `name` was undone on every server that is not quarantined."""
+    """The change of `name` was undone; a server where it was not is not current (`is_current`)."""
     with state.transaction():
         row = state.database.row("SELECT target FROM adapters WHERE name = ?", name)
         if row is None or row["target"] is None:
@@ -181,6 +186,16 @@ def forget_version(state: FleetState, gone: AdapterVersion) -> None:
 def kept_paths(state: FleetState) -> set[str | None]:
     """Every copy that must stay."""
     return {row["path"] for row in state.database.rows("SELECT path FROM adapter_versions")}
+
+
+def _in_doubt(state: FleetState, name: str, servers: Collection[str]) -> None:
+    """What is on record of these servers is no version, until they are recorded anew."""
+    for server in servers:
+        state.database.write(
+            "INSERT OR REPLACE INTO server_adapters (server, name, version, digest) "
+            "VALUES (?, ?, 0, '')",
+            server, name,
+        )  # fmt: skip
 
 
 def _record(state: FleetState, server: str, name: str, version: int) -> None:

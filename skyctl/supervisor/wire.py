@@ -17,7 +17,7 @@ from skyctl.core.plan import Device, FleetPlan, RouterSpec, ServerSpec
 from skyctl.errors import VersionMismatch
 from skyctl.fleetfile.schema import FleetConfig
 
-PROTOCOL = 6
+PROTOCOL = 7
 """Of the supervisor's API. Count it up with every change that the other side has to know of."""
 
 VERSION_HEADER = "x-skyctl"

@@ -18,6 +18,8 @@ _ONE_VALUE_PER_FLAG = frozenset(
     }
 )
 
+_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # what --max-lora-rank takes
+
 
 def server_flags(arguments: Mapping[str, Any]) -> list[str]:
     """vLLM's command line: true → `--x`, false → `--no-x`, null → nothing, mapping → JSON."""
@@ -28,6 +30,22 @@ def server_flags(arguments: Mapping[str, Any]) -> list[str]:
         else:
             flags.extend(_flag(name, value))
     return flags
+
+
+def lora_flags(adapters: int, rank: int) -> list[str]:
+    """What lets a server take that many adapters of that rank while it runs.
+
+    Requests of a version and of the one before it are under way together after a change, so that
+    twice as many are kept in host memory.
+    """
+    allowed = next((one for one in _RANKS if one >= rank), rank)
+    limits = {
+        "enable-lora": True,
+        "max-loras": adapters,
+        "max-cpu-loras": 2 * adapters,
+        "max-lora-rank": allowed,
+    }
+    return server_flags(limits)
 
 
 def router_flags(arguments: Mapping[str, Any]) -> list[str]:

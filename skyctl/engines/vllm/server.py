@@ -23,7 +23,8 @@ _ASK_METHOD = "skyctl_leave_answer"
 
 @dataclass(frozen=True)
 class ServedAdapter:
-    """A LoRA adapter of one server. `in_flight`: nobody can ask for it, but requests run with it."""
+    """A LoRA adapter of one server. `in_flight`: requests run with it that began before its name
+    went to another."""
 
     name: str
     path: str

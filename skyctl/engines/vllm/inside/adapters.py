@@ -37,8 +37,8 @@ SWITCH = "VLLM_ALLOW_RUNTIME_LORA_UPDATING"
 
 _MARK = "_skyctl_adapters"
 _REFUSAL = (
-    "prompt log-probabilities (prompt_logprobs, or echo with logprobs) of a LoRA adapter end vLLM's "
-    "engine: ask the base model for them, or compute them in the trainer"
+    "prompt log-probabilities (prompt_logprobs, or echo with logprobs) of a LoRA adapter end "
+    "vLLM's engine: ask the base model for them, or compute them in the trainer"
 )
 
 
@@ -50,9 +50,12 @@ def serve_adapters() -> None:
     serving = sys.modules.get("vllm.entrypoints.openai.models.serving")  # of the API server alone
     with suppress(ImportError, AttributeError):
         if serving is not None:
+            from vllm.exceptions import VLLMValidationError
             from vllm.v1.engine.input_processor import InputProcessor
+            from vllm.v1.metrics.stats import LoRARequestStates
 
-            refuse_prompt_logprobs(InputProcessor)
+            refuse_prompt_logprobs(InputProcessor, VLLMValidationError)
+            count_by_name(LoRARequestStates)
             give_names(
                 serving.OpenAIServingModels, serving.create_error_response, serving.ModelCard
             )
@@ -105,7 +108,7 @@ def give_names(models: Any, refuse: Callable[..., Any], card: Any) -> None:
     models.load_lora_adapter, models.show_available_models = load_or_name, all_names
 
 
-def refuse_prompt_logprobs(processor: Any) -> None:
+def refuse_prompt_logprobs(processor: Any, refusal: Callable[[str], Exception]) -> None:
     """Make `processor`, which takes in every request, refuse what would end the engine."""
     process = processor.process_inputs
     if hasattr(process, _MARK):
@@ -117,11 +120,26 @@ def refuse_prompt_logprobs(processor: Any) -> None:
         asked = signature.bind(*args, **named).arguments
         wanted = getattr(asked.get("params"), "prompt_logprobs", None)
         if wanted is not None and asked.get("lora_request") is not None:
-            raise ValueError(_REFUSAL)
+            raise refusal(_REFUSAL)
         return process(*args, **named)
 
     setattr(process_or_refuse, _MARK, True)
     processor.process_inputs = process_or_refuse
+
+
+def count_by_name(states: Any) -> None:
+    """Make vLLM's metric of adapters name them without their versions: it keeps a series for every
+    label that there ever was."""
+    update = states._request_update
+    if hasattr(update, _MARK):
+        return
+
+    @wraps(update)
+    def update_by_name(self: Any, request: str, adapter: str | None, *rest: Any, **how: Any) -> Any:
+        return update(self, request, adapter and adapter.partition("@")[0], *rest, **how)
+
+    setattr(update_by_name, _MARK, True)
+    states._request_update = update_by_name
 
 
 def leave_base_rows_alone(*modules: Any) -> None:
@@ -137,9 +155,9 @@ def leave_base_rows_alone(*modules: Any) -> None:
 
 def _masked(expand: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(expand)
-    def masked(inputs: Any, weights: Any, output: Any, indices: Any, *rest: Any, **named: Any) -> Any:
+    def masked(inputs: Any, weights: Any, into: Any, indices: Any, *rest: Any, **named: Any) -> Any:
         own = (indices >= 0)[: inputs.shape[0], None]
-        return expand(inputs.where(own, 0), weights, output, indices, *rest, **named)
+        return expand(inputs.where(own, 0), weights, into, indices, *rest, **named)
 
     setattr(masked, _MARK, True)
     return masked
