@@ -17,13 +17,14 @@ import re
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from skyctl import engines
 from skyctl.adapters.peft import Adapter, check_fits, copy_adapter, read_adapter
 from skyctl.checkpoints.staging import held, staged, sweep
-from skyctl.engines.vllm.server import VLLMServer
+from skyctl.engines.base import Refusal, Server
 from skyctl.errors import ConflictError, NotFoundError, ServerError, SkyctlError, UsageError
 from skyctl.http.client import ControlClient
 from skyctl.http.fanout import Outcome, OutcomeStatus, failure, fan_out
@@ -39,6 +40,11 @@ accepted just before may not be in the server's list yet."""
 
 _NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._:/-]{0,127}$")
 _POLL_S = 0.02
+_ADVICE = {
+    Refusal.CANNOT_NAME: "install skyctl in the interpreter that runs this server, and restart it",
+    Refusal.NO_ADAPTERS: "write a section `lora:` into the fleet file (what attached servers need: "
+    "docs/how-to/adapters.md)",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,7 +102,11 @@ class AdapterFleet:
     reserved: Sequence[str] = ()
     max_rank: int | None = None
     max_adapters: int | None = None
-    quarantine: Callable[[str, str], None] = field(default=lambda server, why: None)
+    quarantined: Callable[[str], None] = lambda server: None
+
+    def server(self, target: ServerTarget, timeout_s: float | None = None) -> Server:
+        """Its control routes."""
+        return engines.server(self.client, target, timeout_s=timeout_s or self.timeout_s)
 
 
 async def load(fleet: AdapterFleet, asked: LoadAdapter) -> AdapterChange:
@@ -114,7 +124,9 @@ async def load(fleet: AdapterFleet, asked: LoadAdapter) -> AdapterChange:
         targets, skipped = _taking_part(fleet)
         store.intend_version(fleet.state, new, [target.name for target in targets])
         began = time.perf_counter()
-        outcomes = await _carry_out(fleet, new.name, targets, _steps(fleet, new, asked.timeout_s))
+        outcomes = await _carry_out(
+            fleet, new.name, targets, _steps(fleet, new, asked.timeout_s), asked.timeout_s
+        )
         elapsed_ms = (time.perf_counter() - began) * 1000
     what = f"{new.served_as} served by {len(outcomes)} servers (digest {new.digest[:12]})"
     fleet.state.add_event("adapters", what)
@@ -136,15 +148,13 @@ async def unload(fleet: AdapterFleet, asked: UnloadAdapter) -> AdapterChange:
             raise _unknown(fleet, asked.name, known)
         targets, skipped = _taking_part(fleet)
         store.intend_unload(fleet.state, asked.name, [target.name for target in targets])
-        timeout_s = asked.timeout_s or fleet.timeout_s
 
         async def forget(target: ServerTarget) -> None:
-            await VLLMServer(fleet.client, target, timeout_s=timeout_s).unload_adapter(asked.name)
+            await fleet.server(target, asked.timeout_s).unload_adapter(asked.name)
 
         began = time.perf_counter()
-        outcomes = await _carry_out(
-            fleet, asked.name, targets, [("adapters.unload.call", forget, timeout_s)]
-        )
+        steps = [Step("adapters.unload.call", forget)]
+        outcomes = await _carry_out(fleet, asked.name, targets, steps, asked.timeout_s)
         elapsed_ms = (time.perf_counter() - began) * 1000
     fleet.state.add_event("adapters", f"{asked.name} unloaded")
     before = known[asked.name].version
@@ -200,7 +210,7 @@ async def catch_up(
     ours = store.names(state)
 
     async def one(target: ServerTarget) -> None:
-        await settle(VLLMServer(client, target, timeout_s=timeout_s), wanted, ours)
+        await settle(engines.server(client, target, timeout_s=timeout_s), wanted, ours)
 
     outcomes = await fan_out(targets, one, timeout_s=timeout_s * (1 + len(wanted)))
     for outcome in outcomes:
@@ -210,7 +220,7 @@ async def catch_up(
 
 
 async def settle(
-    server: VLLMServer, wanted: Mapping[str, AdapterVersion], ours: frozenset[str]
+    server: Server, wanted: Mapping[str, AdapterVersion], ours: frozenset[str]
 ) -> None:
     """Make one server serve just this, whatever it does now; adapters that are not `ours` stay.
 
@@ -240,10 +250,7 @@ async def retire(fleet: AdapterFleet) -> None:
     old = store.superseded(fleet.state, time.time() - RETIRE_AFTER_S)
     if old:
         targets, _ = fleet.targets()
-        asked = (
-            VLLMServer(fleet.client, target, timeout_s=fleet.timeout_s).adapters()
-            for target in targets
-        )
+        asked = (fleet.server(target).adapters() for target in targets)
         try:
             used = {one.path for found in await asyncio.gather(*asked) for one in found}
         except ServerError:
@@ -256,38 +263,38 @@ async def retire(fleet: AdapterFleet) -> None:
         await asyncio.to_thread(sweep, fleet.directory, store.kept_paths(fleet.state))
 
 
-Step = tuple[str, Callable[[ServerTarget], Awaitable[None]], float]
+class Step(NamedTuple):
+    """What is done on every server at once; `point` is reached before it."""
+
+    point: str
+    call: Callable[[ServerTarget], Awaitable[None]]
 
 
 def _steps(fleet: AdapterFleet, new: AdapterVersion, timeout_s: float | None) -> list[Step]:
-    limit_s = timeout_s or fleet.timeout_s
+    async def load(target: ServerTarget) -> None:
+        await fleet.server(target, timeout_s).load_adapter(new.served_as, new.path)
 
-    def server(target: ServerTarget) -> VLLMServer:
-        return VLLMServer(fleet.client, target, timeout_s=limit_s)
+    async def name(target: ServerTarget) -> None:
+        await fleet.server(target, timeout_s).name_adapter(new.name, new.served_as)
 
-    return [
-        (
-            "adapters.load.call",
-            lambda target: server(target).load_adapter(new.served_as, new.path),
-            limit_s,
-        ),
-        (
-            "adapters.name.call",
-            lambda target: server(target).name_adapter(new.name, new.served_as),
-            limit_s,
-        ),
-    ]
+    return [Step("adapters.load.call", load), Step("adapters.name.call", name)]
 
 
 async def _carry_out(
-    fleet: AdapterFleet, name: str, targets: Sequence[ServerTarget], steps: Sequence[Step]
+    fleet: AdapterFleet,
+    name: str,
+    targets: Sequence[ServerTarget],
+    steps: Sequence[Step],
+    timeout_s: float | None,
 ) -> list[Outcome[None]]:
     """Take each step on every server at once; undo all where one cannot."""
     total_ms = dict.fromkeys((target.name for target in targets), 0.0)
     try:
-        for point, step, timeout_s in steps:
-            reached(point)
-            outcomes = await fan_out(targets, step, timeout_s=timeout_s)
+        for step in steps:
+            reached(step.point)
+            outcomes = await fan_out(
+                targets, _in_short(step.call), timeout_s=timeout_s or fleet.timeout_s
+            )
             for outcome in outcomes:
                 total_ms[outcome.server] += outcome.elapsed_ms
             if not all(outcome.ok for outcome in outcomes):
@@ -299,6 +306,22 @@ async def _carry_out(
     store.commit(fleet.state, name, [target.name for target in targets])
     reached("adapters.committed")
     return [replace(outcome, elapsed_ms=total_ms[outcome.server]) for outcome in outcomes]
+
+
+def _in_short(
+    call: Callable[[ServerTarget], Awaitable[None]],
+) -> Callable[[ServerTarget], Awaitable[None]]:
+    """The call, with what skyctl knows of its error in place of the server's words."""
+
+    async def told(target: ServerTarget) -> None:
+        try:
+            await call(target)
+        except ServerError as error:
+            if error.refusal in _ADVICE:
+                raise ServerError(error.refusal) from error
+            raise
+
+    return told
 
 
 async def _undone(
@@ -328,13 +351,9 @@ async def _undone(
 
 
 def _advice(culprit: Outcome[None]) -> str:
-    if "skyctl:" in culprit.detail:
-        return "install skyctl where this server's vLLM is: its plug-in gives adapters names"
-    if "no such route" in culprit.detail:
-        return (
-            "start servers with a `lora:` section in the fleet file; attached ones with "
-            "--enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"
-        )
+    for refusal, advice in _ADVICE.items():
+        if culprit.detail == refusal.value:
+            return advice
     return f"nothing changed on any server; why: skyctl logs {culprit.server}"
 
 
@@ -348,7 +367,7 @@ async def _undo(
         if not outcome.ok:
             why = f"its adapters are not the fleet's: {outcome.detail}; type: skyctl recover"
             fleet.state.update_server(outcome.server, quarantine=why)
-            fleet.quarantine(outcome.server, why)
+            fleet.quarantined(outcome.server)
     store.withdraw(fleet.state, name)
     return outcomes
 

@@ -17,8 +17,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Protocol
 
+from skyctl import engines
 from skyctl.core.diagnosis import Action, Finding
-from skyctl.engines.vllm.server import VLLMServer
 from skyctl.errors import SkyctlError, WeightsGone
 from skyctl.http.client import ControlClient
 from skyctl.http.target import ServerTarget
@@ -26,7 +26,7 @@ from skyctl.kill_points import reached
 from skyctl.push.give_back import give_back
 from skyctl.push.request import PushRequest
 from skyctl.push.sleeping import DISCARDED
-from skyctl.store.in_doubt import doubt, in_doubt, trust
+from skyctl.store.in_doubt import doubt, in_doubt, leave_to_next_push, trust
 from skyctl.store.journal import Job
 from skyctl.store.state import FleetState, FleetWeights
 
@@ -130,7 +130,9 @@ async def _give_back(case: _Case, hands: Hands) -> None:
     found = in_doubt(hands.state).get(case.name)
     if found is None:
         return case.done()  # put right meanwhile
-    server = VLLMServer(hands.client, hands.targets[case.name], timeout_s=hands.control_timeout_s)
+    server = engines.server(
+        hands.client, hands.targets[case.name], timeout_s=hands.control_timeout_s
+    )
     row = hands.state.server(case.name)
     slept = max(1, row.sleep_level) if found.woken else 0
     try:
@@ -171,6 +173,7 @@ async def _push(cases: Sequence[_Case], able: Collection[str], hands: Hands) -> 
         except WeightsGone as error:
             # a directory that is overwritten at every step: a restarted server could not have its
             # fleet's weights either, and the next push scrubs this one
+            leave_to_next_push(hands.state, case.name)
             case.done(hands.waits(case.name, error.message))
         except SkyctlError as error:
             case.action = "restart"

@@ -46,7 +46,7 @@ class AttachedFleet:
         self._token = control_token(ref) or self._key
         self._pushes: dict[str, asyncio.Task[None]] = {}
         self.targets = tuple(
-            ServerTarget(f"{ref.name}-{index}", url.rstrip("/"), self._token)
+            ServerTarget(f"{ref.name}-{index}", url.rstrip("/"), self._token, ref.config.engine)
             for index, url in enumerate(ref.config.servers or ())
         )
 
@@ -54,7 +54,7 @@ class AttachedFleet:
         # a disk that fails must not take away what thaws a fleet
         self._state = FleetState(self.ref.paths.database, or_memory=True)
         self._arbiter = Arbiter(self._state.locks)
-        self._state.retention = Retention.of(self.ref.config.history)
+        self._state.retention = Retention(**self.ref.config.history.model_dump())
         try:
             remember(self.ref, self._state)
         except StateUnwritable as error:
@@ -90,6 +90,7 @@ class AttachedFleet:
             self.targets,
             router if isinstance(router, str) else None,
             self._state,
+            engine=self.ref.config.engine,
         )
 
     async def pause(

@@ -123,5 +123,5 @@ def _fleet(supervisor: Supervisor, plan: FleetPlan) -> AdapterFleet:
         reserved=(plan.served_model_name,),
         max_rank=lora.max_rank,
         max_adapters=lora.max_adapters,
-        quarantine=lambda server, why: supervisor.replicas[server].reload_row(),
+        quarantined=lambda server: supervisor.replicas[server].reload_row(),
     )

@@ -9,10 +9,10 @@ from skyctl.core.expectations import arguments_of, informed, remember
 from skyctl.core.health import probe_alive
 from skyctl.core.plan import FleetPlan
 from skyctl.core.recovery import published
-from skyctl.errors import DeadlineExceeded, ServerError, SkyctlError
+from skyctl.errors import DeadlineExceeded, ServerError, SkyctlError, WeightsGone
 from skyctl.http.client import ControlClient
 from skyctl.push.request import Committed, PushFleet, PushServer, SilentObserver
-from skyctl.store.in_doubt import NO_DOUBT, InDoubt, in_doubt, touch, trust
+from skyctl.store.in_doubt import NO_DOUBT, InDoubt, in_doubt, leave_to_next_push, touch, trust
 from skyctl.store.journal import PushRecord
 from skyctl.store.state import FleetState
 from skyctl.supervisor.replica import Replica
@@ -75,6 +75,8 @@ async def bring_to_weights(
     except SkyctlError as error:
         if state.weights() != weights:
             return  # what was pushed may be gone from disk by now: the caller tries the new ones
+        if isinstance(error, WeightsGone):
+            leave_to_next_push(state, replica.name)
         hint = f"push again (skyctl sync-weights CKPT), then: skyctl restart {replica.name}"
         replica.update_row(
             quarantine=f"not brought to weight version {weights.version}: {error.message}; {hint}"

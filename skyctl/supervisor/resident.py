@@ -349,7 +349,7 @@ class Supervisor:
                 pushing=lambda: not self.pushes.over.is_set(),
             )
         self._context.config = plan.config
-        self.state.retention = Retention.of(plan.config.history)
+        self.state.retention = Retention(**plan.config.history.model_dump())
         # at once, before anything is spawned: another `up` plans with the same ports
         self.state.set("ports", json.dumps(_ports(plan)))
 

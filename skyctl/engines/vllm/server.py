@@ -1,45 +1,40 @@
-"""One vLLM server's control routes, as typed calls. Nothing outside `control/` names a route."""
+"""One vLLM server's control routes, as typed calls."""
 
 from __future__ import annotations
 
 import secrets
 from asyncio import gather
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
+from skyctl.engines.base import PauseMode, Refusal, ServedAdapter, ServerMetrics, StartedWith
 from skyctl.engines.vllm.inside.adapters import IN_FLIGHT, NAMED
-from skyctl.engines.vllm.metrics import METRICS, ServerMetrics, parse_metrics
+from skyctl.engines.vllm.metrics import METRICS, parse_metrics
 from skyctl.errors import ServerError
 from skyctl.http.client import ControlClient
 from skyctl.http.target import ServerTarget
 
-PauseMode = Literal["abort", "wait", "keep"]
 Read = TypeVar("Read")
 
 _ASK_METHOD = "skyctl_leave_answer"
 """Of skyctl's worker extension: call another one where there are several data-parallel ranks."""
+_REPACK_METHOD = "skyctl_repack_tied"
 
-
-@dataclass(frozen=True)
-class ServedAdapter:
-    """A LoRA adapter of one server. `in_flight`: requests run with it that began before its name
-    went to another."""
-
-    name: str
-    path: str
-    in_flight: bool = False
+_REFUSALS = {
+    "without a matching start": Refusal.NO_SESSION,
+    "not configured": Refusal.NO_TRANSFER,
+    "Model reloading with": Refusal.CANNOT_RELOAD,  # `--load-format dummy` and others
+}
+_NO_ROUTE = "it has no such route"
 
 
 class VLLMServer:
-    """The control routes of one server. `timeout_s` is each call's deadline unless it says other.
-
-    Every method raises ServerError, ServerUnreachable or DeadlineExceeded. The routes exist only
-    in servers started with VLLM_SERVER_DEV_MODE=1, but for health, version, models and metrics.
-    """
+    """`Server` (`engines/base.py`) of vLLM. `timeout_s` is each call's deadline unless it says
+    other. The routes exist only in servers started with VLLM_SERVER_DEV_MODE=1, but for health,
+    version, models and metrics."""
 
     def __init__(
-        self, client: ControlClient, target: ServerTarget, *, timeout_s: float = 30.0
+        self, client: ControlClient, target: ServerTarget, timeout_s: float = 30.0
     ) -> None:
         self.target = target
         self._client = client
@@ -57,6 +52,12 @@ class VLLMServer:
         """Served model names."""
         data = await self._field("GET", "/v1/models", "data")
         return self._understood("/v1/models", lambda: [str(model["id"]) for model in data])
+
+    async def longest_context(self) -> int | None:
+        """`max_model_len` of the first model."""
+        data = await self._field("GET", "/v1/models", "data")
+        found = self._understood("/v1/models", lambda: data[0].get("max_model_len") or 0)
+        return int(found) or None
 
     async def generates_from_tokens(self) -> bool:
         """Whether `/inference/v1/generate` is served: token ids in, token ids out.
@@ -77,6 +78,26 @@ class VLLMServer:
         params = {"include_dp": _flag(include_dp)}
         found = await self._field("GET", "/get_world_size", "world_size", params=params)
         return self._understood("/get_world_size", lambda: int(found))
+
+    async def started_with(self) -> StartedWith:
+        """From its configuration; where that cannot be had as JSON, it does not say."""
+        try:
+            info = (await self.server_info()).get("vllm_config")
+        except ServerError as error:
+            if not error.status:
+                raise
+            info = None
+
+        def section(name: str) -> dict[str, Any]:
+            found = info.get(name) if isinstance(info, dict) else None
+            return found if isinstance(found, dict) else {}
+
+        told = isinstance(info, dict) and "weight_transfer_config" in info
+        return StartedWith(
+            str(section("model_config").get("model") or ""),
+            str(section("load_config").get("load_format", "")),
+            str(section("weight_transfer_config").get("backend", "")) if told else None,
+        )
 
     async def server_info(self) -> dict[str, Any]:
         """vLLM's configuration (`vllm_config`), environment and system, as JSON."""
@@ -195,7 +216,14 @@ class VLLMServer:
     ) -> list[Any]:
         """Call `method` on every worker; one result per worker, non-containers as strings."""
         body = {"method": method, "args": list(args), "kwargs": dict(kwargs or {})}
-        answer = await self._call("POST", "/collective_rpc", json=body, timeout_s=timeout_s)
+        try:
+            answer = await self._call("POST", "/collective_rpc", json=body, timeout_s=timeout_s)
+        except ServerError as error:
+            # any other error, one raised by the method itself above all, says nothing of the kind
+            asked = (method, (kwargs or {}).get("method"))
+            if any(f"Method '{name}' is not implemented" in error.message for name in asked):
+                error.refusal = Refusal.NO_METHOD
+            raise
         if not isinstance(answer, dict):
             return []
         return self._understood("/collective_rpc", lambda: list(answer.get("results") or []))
@@ -261,38 +289,35 @@ class VLLMServer:
         )
 
     async def load_adapter(self, name: str, path: str) -> None:
-        """Load a LoRA adapter out of a directory that the server can read, under a new name.
-
-        The directory must stay: vLLM reads it again when it has dropped the adapter.
-        """
-        body = {"lora_name": name, "lora_path": path}
-        await self._tell("/v1/load_lora_adapter", body)
+        """Needs --enable-lora, and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 in its environment. vLLM
+        reads the directory again when it has dropped the adapter."""
+        await self._load_adapter({"lora_name": name, "lora_path": path})
 
     async def name_adapter(self, name: str, loaded: str) -> None:
-        """From the next request on, `name` is the adapter that was loaded as `loaded`, by this name
-        alone. Requests under way go on with what they began with (`inside/adapters.py`).
-
-        Raises:
-            ServerError: also where the server runs without skyctl's plug-in (see the hint).
-        """
+        """See `inside/adapters.py`, which is to be there."""
         try:
             body = {"lora_name": name, "lora_path": f"{NAMED}{loaded}", "load_inplace": True}
-            await self._tell("/v1/load_lora_adapter", body)
+            await self._load_adapter(body)
         except ServerError as error:
             if NAMED in error.message:  # vLLM itself looks for a directory of that name
-                error.hint = (
-                    "install skyctl where this server's vLLM is: its plug-in gives adapters names"
-                )
+                error.refusal = Refusal.CANNOT_NAME
             raise
 
     async def unload_adapter(self, name: str) -> None:
-        """Forget an adapter; requests under way end with it. Nothing happens where there is none of
-        that name."""
+        """One that is not there is unloaded."""
         try:
-            await self._tell("/v1/unload_lora_adapter", {"lora_name": name})
+            await self._text("POST", "/v1/unload_lora_adapter", {"lora_name": name})
         except ServerError as error:
             if error.status != 404 or "cannot be found" not in error.message:
                 raise
+
+    async def _load_adapter(self, body: Mapping[str, Any]) -> None:
+        try:
+            await self._text("POST", "/v1/load_lora_adapter", body)
+        except ServerError as error:
+            if error.status == 404 and error.message.endswith(_NO_ROUTE):
+                error.refusal = Refusal.NO_ADAPTERS
+            raise
 
     async def init_weight_transfer(
         self, init_info: Mapping[str, Any], *, timeout_s: float | None = None
@@ -343,8 +368,25 @@ class VLLMServer:
         try:
             await self.collective_rpc(method, timeout_s=timeout_s)
         except ServerError as error:
-            if not lacks_method(error, method):
+            if error.refusal != Refusal.NO_METHOD:
                 raise
+
+    async def reload_weights(self, path: str, *, timeout_s: float | None = None) -> None:
+        """vLLM's reload leaves tied weights out on CPU (`inside/tied.py`)."""
+        try:
+            await self.collective_rpc(
+                "reload_weights", kwargs={"weights_path": path}, timeout_s=timeout_s
+            )
+        except ServerError as error:
+            if error.refusal != Refusal.CANNOT_RELOAD:
+                raise
+            again = ServerError(
+                f"{error.message}; start the server without --load-format dummy",
+                status=error.status,
+            )
+            again.refusal = error.refusal
+            raise again from error
+        await self.extension_rpc(_REPACK_METHOD, timeout_s=timeout_s)
 
     async def weight_checksums(self, *, timeout_s: float | None = None) -> dict[str, str] | None:
         """Checksum per parameter; None where the server has no such route.
@@ -370,19 +412,31 @@ class VLLMServer:
         json: Any = None,
         timeout_s: float | None = None,
     ) -> Any:
-        return await self._client.call(
-            self.target,
-            method,
-            path,
-            params=params,
-            json=json,
-            timeout_s=self._timeout_s if timeout_s is None else timeout_s,
-        )
+        try:
+            return await self._client.call(
+                self.target,
+                method,
+                path,
+                params=params,
+                json=json,
+                timeout_s=self._timeout_s if timeout_s is None else timeout_s,
+            )
+        except ServerError as error:
+            for words, refusal in _REFUSALS.items():
+                if words in error.message:
+                    error.refusal = refusal
+            if error.status == 404 and error.message.endswith(_NO_ROUTE):
+                raise ServerError(
+                    f"{error.message}; vLLM needs VLLM_SERVER_DEV_MODE=1 for its control routes",
+                    status=404,
+                    hint="start the server with VLLM_SERVER_DEV_MODE=1 in its environment",
+                ) from error
+            raise
 
-    async def _tell(self, path: str, body: Mapping[str, Any]) -> None:
-        """A POST whose answer is a line of text."""
-        await self._client.text(
-            self.target, path, method="POST", json=dict(body), timeout_s=self._timeout_s
+    async def _text(self, method: str, path: str, body: Mapping[str, Any]) -> str:
+        """A call whose answer is a line of text."""
+        return await self._client.text(
+            self.target, path, method=method, json=dict(body), timeout_s=self._timeout_s
         )
 
     async def _field(
@@ -409,13 +463,6 @@ class VLLMServer:
                 "not a JSON object"
             )
         return answer
-
-
-def lacks_method(error: ServerError, method: str) -> bool:
-    """Whether workers answered a `collective_rpc` that they have no such method. Any other error,
-    one raised by the method itself above all, says nothing of the kind."""
-    missing = (f"Method '{name}' is not implemented" for name in (method, _ASK_METHOD))
-    return any(words in error.message for words in missing)
 
 
 def _flag(value: bool) -> str:
