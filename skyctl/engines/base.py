@@ -205,6 +205,8 @@ class Server(Protocol):
     """
 
     target: ServerTarget
+    known_ranks: tuple[int, int] | None
+    """What `ranks` answers without asking. They cannot change while a process lives."""
 
     async def health(self) -> None:
         """Return when the engine has not errored."""
@@ -225,8 +227,8 @@ class Server(Protocol):
         """Whether it takes token ids and answers token ids, without text."""
         ...
 
-    async def world_size(self, *, include_dp: bool = True) -> int:
-        """Workers of this deployment: TP x PP, times DP with `include_dp`."""
+    async def ranks(self) -> tuple[int, int]:
+        """Workers of all data-parallel ranks, and of one of them (TP x PP)."""
         ...
 
     async def started_with(self) -> StartedWith:

@@ -24,7 +24,8 @@ _NCCL_TIMEOUT_S = 30.0
 class ServerFacts:
     """What one server said of itself. Empty strings where it does not tell.
 
-    `nccl_settings` are NCCL's variables in its workers, None where it does not tell.
+    `ranks` counts the workers of all data-parallel ranks and those of one. `nccl_settings` are
+    NCCL's variables in its workers, None where it does not tell.
     `update_problem` is why its model must not be updated.
     """
 
@@ -33,7 +34,7 @@ class ServerFacts:
     backend: str
     vllm_version: str
     dialect: Dialect
-    world_size: int
+    ranks: tuple[int, int]
     paused: bool
     asleep: bool
     weight_version: str | None
@@ -42,6 +43,10 @@ class ServerFacts:
     nccl_problem: str = ""
     nccl_settings: Mapping[str, str] | None = None
     update_problem: str = ""
+
+    @property
+    def world_size(self) -> int:
+        return self.ranks[0]
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -78,7 +83,7 @@ async def ask_servers(fleet: PushFleet, *, client: ControlClient) -> tuple[Serve
             backend=made.backend,
             vllm_version=made.vllm_version,
             dialect=_dialect(target, made.vllm_version),
-            world_size=made.world_size,
+            ranks=made.ranks,
             paused=paused,
             asleep=asleep,
             weight_version=weight_version,
@@ -101,7 +106,7 @@ class _Make:
 
     backend: str
     vllm_version: str
-    world_size: int
+    ranks: tuple[int, int]
     model: str
     load_format: str
     nccl_problem: str
@@ -119,9 +124,9 @@ async def _make(server: Server, pushed: PushServer) -> _Make:
     known = _makes.get(pushed.instance)
     if known is not None:
         return known
-    version, world_size, started, update_problem = await gather(
+    ranks = await server.ranks()  # which the questions to its workers need, too
+    version, started, update_problem = await gather(
         server.version(),
-        server.world_size(include_dp=True),
         server.started_with(),
         _update_problem(server),
     )
@@ -131,7 +136,7 @@ async def _make(server: Server, pushed: PushServer) -> _Make:
     made = _Make(
         backend=backend,
         vllm_version=version,
-        world_size=world_size,
+        ranks=ranks,
         model=started.model,
         load_format=started.load_format,
         nccl_problem=problem,

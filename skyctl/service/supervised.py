@@ -10,17 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 from urllib.parse import quote, urlsplit
 
-from skyctl.core.plan import local_url
-from skyctl.core.registry import FleetRef
-from skyctl.core.status import FleetStatus
+from skyctl.core.registry import FleetRef, supervisor_running
 from skyctl.errors import ConflictError, FleetDownError, SkyctlError, UsageError
 from skyctl.kill_points import reached
-from skyctl.service.left_alone import left_alone
-from skyctl.service.unsupervised import unsupervised_status
-from skyctl.service.urls import FleetUrls, access
-from skyctl.store.adapters import AdapterVersion, served
-from skyctl.store.journal import Job, JobEvent, PushRecord
-from skyctl.store.state import Event, FleetState, ServerRow
 from skyctl.supervisor.client import CALL_TIMEOUT_S, SupervisorClient
 from skyctl.supervisor.wire import spoken, version_mismatch
 
@@ -28,7 +20,12 @@ if TYPE_CHECKING:
     from skyctl.adapters import AdapterChange, LoadAdapter, UnloadAdapter
     from skyctl.core.diagnosis import Finding
     from skyctl.core.recovery import Recovered
-    from skyctl.push.transaction import PushRequest
+    from skyctl.core.status import FleetStatus
+    from skyctl.push.request import PushRequest
+    from skyctl.service.urls import FleetUrls
+    from skyctl.store.adapters import AdapterVersion
+    from skyctl.store.journal import Job, JobEvent, PushRecord
+    from skyctl.store.state import Event, FleetState, ServerRow
 
 ADOPTION_WAIT_S = 60.0
 ADOPTION_POLL_S = 0.2
@@ -55,10 +52,14 @@ class SupervisedFleet:
         Unless `fresh`, which is cheaper, a pause that was not made through skyctl shows only with
         the supervisor's next health probe.
         """
+        from skyctl.core.status import FleetStatus
+
         try:
             path = "/status" if fresh else "/status?fresh=0"
             return FleetStatus.from_json(await self._get(path))
         except FleetDownError as error:
+            from skyctl.service.unsupervised import unsupervised_status
+
             return unsupervised_status(self.ref.paths, why=error.message)
         except TypeError as error:  # keys that only another skyctl knows
             raise version_mismatch("", spoken()) from error
@@ -206,6 +207,8 @@ class SupervisedFleet:
 
     async def adapters(self) -> tuple[AdapterVersion, ...]:
         """The LoRA adapters that the fleet serves, as recorded."""
+        from skyctl.store.adapters import served
+
         with self._state() as state:
             return tuple(served(state).values())
 
@@ -275,6 +278,9 @@ class SupervisedFleet:
 
     async def urls(self) -> FleetUrls:
         """Where to send requests. Raises FleetDownError."""
+        from skyctl.core.plan import local_url
+        from skyctl.service.urls import FleetUrls, access
+
         status = await self.status()
         if status.supervised is False:
             raise down_error(self.ref.name)
@@ -339,6 +345,10 @@ class SupervisedFleet:
         if self._looked:
             return
         self._looked = True
+        if supervisor_running(self.ref.paths):
+            return
+        from skyctl.service.left_alone import left_alone
+
         if not left_alone(self.ref.paths):
             return
         from skyctl.service.revive import revive
@@ -353,6 +363,8 @@ class SupervisedFleet:
             ) from error
 
     def _state(self) -> FleetState:
+        from skyctl.store.state import FleetState
+
         if not self.ref.paths.database.exists():
             raise down_error(self.ref.name)
         return FleetState(self.ref.paths.database)

@@ -90,6 +90,7 @@ class Replica(KeptRunning):
         self._context = context
         self.resume_when_up = False  # it may be paused, and is meant to run
         self.intent_changed = False  # since it was applied to the process
+        self.reached_by_push = ""  # which failed, while its process was on its way up
         self._closed = False
         self._proven = False  # was up once with this spec: worth restarting
         self._launched_with = ""
@@ -254,6 +255,7 @@ class Replica(KeptRunning):
 
     def _before_spawn(self) -> None:
         self.forget_weights()
+        self.reached_by_push, self.resume_when_up = "", False
         self._launched_with = model_on_disk(self.spec)
         self._context.state.expected.launched(self.name, "")
         self._after_end()

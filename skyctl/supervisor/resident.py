@@ -24,7 +24,13 @@ from skyctl.core.membership import routable
 from skyctl.core.plan import FleetPlan, ServerSpec
 from skyctl.core.recovery import Recovered
 from skyctl.core.status import BY_DOWN, INTERRUPTED, Operation
-from skyctl.errors import ConflictError, FleetDownError, NotFoundError, SkyctlError
+from skyctl.errors import (
+    ConflictError,
+    FleetDownError,
+    NotFoundError,
+    ServerError,
+    SkyctlError,
+)
 from skyctl.http.client import ControlClient
 from skyctl.http.fanout import Outcome, OutcomeStatus
 from skyctl.kill_points import reached
@@ -419,6 +425,8 @@ class Supervisor:
         plan = self.require_plan()
         while not replica.row.quarantine:
             await self.pushes.over.wait()
+            if replica.reached_by_push:
+                raise ServerError(f"{replica.reached_by_push} failed, and had reached it by then")
             if admission.is_current(self.state, replica):
                 break
             weights = self.state.weights()

@@ -116,7 +116,8 @@ async def test_each_version_has_a_directory_of_its_own_that_outlives_the_source(
     second = (await fleet.sync("x", 1)).adapter
     assert first.path != second.path
     assert adapters.read_adapter(first.path).digest == first.digest
-    assert Path(first.path).stat().st_mode & 0o077 == 0
+    mode = await asyncio.to_thread(lambda: Path(first.path).stat().st_mode)
+    assert mode & 0o077 == 0
 
 
 @pytest.mark.parametrize(

@@ -126,8 +126,8 @@ def test_rows_without_an_adapter_get_nothing_of_the_last_one() -> None:
     torch = pytest.importorskip("torch")
     ops = SimpleNamespace(bgmv_expand=None, bgmv_expand_slice=None)
     weights = torch.tensor(
-        [[[2.0], [2.0]], [[float("nan")], [5.0]]]
-    )  # 2 adapters, 2 outputs, rank 1
+        [[[2.0], [2.0]], [[7.0], [5.0]]]  # 2 adapters, 2 outputs, rank 1
+    )
 
     def expand(inputs: Any, stacked: Any, into: Any, indices: Any, add_inputs: bool = True) -> None:
         into += torch.einsum("bi,boi->bo", inputs, stacked[indices])
