@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from skyctl.adapters import AdapterChange
     from skyctl.store.adapters import AdapterVersion
 
-app = typer.Typer(help="LoRA adapters: load, sync to a new version, unload; without a freeze.")
+app = typer.Typer(help="LoRA adapters: load, sync to a new version, unload, without a freeze.")
 
 NameArgument = Annotated[str, typer.Argument(help="The model name that requests ask for.")]
 DirectoryArgument = Annotated[
