@@ -38,9 +38,10 @@ MOST_SAMPLES = 20_000
 B = TypeVar("B", bound=BaseModel)
 Handler = Callable[[Request], Awaitable[Response]]
 
+EXTERNAL = (
+    "save_weights_external is not offered here: save_weights_for_sampler writes PEFT directories"
+)
 REFUSED = {
-    "save_weights_external": "external weights are not offered here: sampler checkpoints are PEFT "
-    "directories already, named by `skyctl tinker checkpoints`",
     "copy_weights": "copying checkpoints is not offered here: load one with "
     "create_training_client_from_state, and save it",
     "create_custom_loss": "custom losses run in the client here",
@@ -92,10 +93,13 @@ class Api:
             "create_model": self._create_model,
             "get_info": self._get_info,
             "forward_backward": self._forward_backward,
-            "optim_step": self._optim_step,
-            "save_weights": self._save_weights,
-            "save_weights_for_sampler": self._save_for_sampler,
-            "load_weights": self._load_weights,
+            "optim_step": self._in_order(self._optim_step, training.OPTIM_STEP),
+            "save_weights": self._in_order(self._save_weights, training.SAVE),
+            "save_weights_for_sampler": self._in_order(
+                self._save_for_sampler, training.SAVE_SAMPLER
+            ),
+            "load_weights": self._in_order(self._load_weights, training.LOAD),
+            "save_weights_external": self._in_order(_refusal(EXTERNAL), training.SAVE),
             "create_sampling_session": self._create_sampler,
             "join_sampling_session": self._join_sampler,
             "asample": self._sample,
@@ -146,6 +150,27 @@ class Api:
                 raise HTTPException(503, error.message) from error
 
         return guarded
+
+    def _in_order(self, handle: Handler, kind: str) -> Handler:
+        """What is refused has its seq_id all the same: a 4xx would leave a gap, for which every
+        later request of the model waits. So it is accepted, and fails in its turn."""
+
+        async def in_order(request: Request) -> Response:
+            body = await self._body(request)
+            request.scope["skyctl.body"] = body
+            try:
+                return await handle(request)
+            except (ValidationError, Missing, ValueError) as error:
+                try:
+                    place = bodies.Place.model_validate_json(body)
+                except ValidationError:
+                    raise error from None
+                text = _readable(error) if isinstance(error, ValidationError) else str(error)
+                return await self._of_model(
+                    place.model_id, place.seq_id, kind, {"refused": text}
+                )
+
+        return in_order
 
     # --- sessions ------------------------------------------------------------------------------
 
@@ -571,6 +596,8 @@ class Api:
 
     async def _body(self, request: Request) -> bytes:
         """The body, unpacked; bounded before and after."""
+        if (found := request.scope.get("skyctl.body")) is not None:
+            return bytes(found)
         limit, parts, size = self._offer.body_bytes, [], 0
         async for part in request.stream():
             size += len(part)

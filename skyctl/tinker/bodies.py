@@ -59,22 +59,25 @@ class OfModel(_Body):
     model_id: str
 
 
-class OptimStep(OfModel):
+class Place(OfModel):
+    """What orders a training request."""
+
     seq_id: Seq
+
+
+class OptimStep(Place):
     adam_params: dict[str, float] | None = None
     optimizer_params: dict[str, Any] | None = None
 
 
-class SaveWeights(OfModel):
-    seq_id: Seq
+class SaveWeights(Place):
     path: Name | None = None
     ttl_seconds: Ttl | None = None
     overwrite: bool = False
     user_metadata: dict[str, str] | None = None
 
 
-class SaveForSampler(OfModel):
-    seq_id: Seq
+class SaveForSampler(Place):
     path: Name | None = None
     sampling_session_seq_id: From0 | None = None
     kind: Literal["snapshot", "inflight"] = "snapshot"

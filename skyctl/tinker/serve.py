@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import fcntl
 import os
+import signal
 import socket
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -61,8 +64,11 @@ async def serve(settings: Settings, key: str, servers: Servers) -> None:
         config = uvicorn.Config(
             app, log_level="warning", access_log=False, lifespan="off", timeout_graceful_shutdown=2
         )
+        server = _Server(config)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, server.handle_exit, number, None)
         tasks = [
-            asyncio.create_task(uvicorn.Server(config).serve(sockets=[listener])),
+            asyncio.create_task(server.serve(sockets=[listener])),
             asyncio.create_task(training.run()),
             asyncio.create_task(_keep_house(ledger, sampling)),
         ]
@@ -78,6 +84,12 @@ async def serve(settings: Settings, key: str, servers: Servers) -> None:
         ledger.close()
         listener.close()
         os.close(lock)
+
+
+class _Server(uvicorn.Server):
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield  # uvicorn's own would kill this process before it has closed the ledger
 
 
 def _lock(directory: Path) -> int:

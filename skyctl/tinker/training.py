@@ -168,6 +168,8 @@ class Training:
 
     async def _do(self, model: str, run: Run, row: sqlite3.Row) -> Outcome:
         kind, extra = row["kind"], json.loads(row["extra"] or "{}")
+        if "refused" in extra and kind != OPTIM_STEP:
+            return _failed(extra["refused"], "user")
         if kind == CREATE:
             run.life = await self._worker.ensure()
             await self._create(model, run.life)
@@ -189,10 +191,10 @@ class Training:
         await self._worker.call(header, life=life)
 
     async def _step(self, model: str, run: Run, extra: dict[str, Any]) -> Outcome:
-        if run.broken:
+        if run.broken or "refused" in extra:
             header = {"do": "zero_gradients", "model": model}
             await self._worker.call(header, life=run.life)
-            return _failed(BROKEN, "user")
+            return _failed(extra.get("refused", BROKEN), "user")
         header = {"do": "optim_step", "model": model, "params": extra["params"]}
         answer, _ = await self._worker.call(header, life=run.life)
         outcome = _json({"metrics": answer["metrics"], "type": "optim_step"})
