@@ -56,9 +56,8 @@ async def pause(run: Run, sites: Sequence[Site]) -> None:
     One that was paused is paused as well: whoever froze it may thaw it between our look and now.
     """
     run.froze_at = run.clock()
-    for site in sites:
-        # before it is done: whoever reads the journal of a push that died must know whom to thaw
-        run.observer.server(site.name, HELD if site.was_paused else "pausing")
+    # before it is done: whoever reads the journal of a push that died must know whom to thaw
+    run.observer.intend({site.name: HELD if site.was_paused else "pausing" for site in sites})
     reached("push.pause.call")
     mode = run.request.pause_mode
 

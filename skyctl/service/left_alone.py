@@ -10,6 +10,7 @@ from skyctl.core.registry import FleetRef, supervisor_running
 from skyctl.store.identity import boot_id
 from skyctl.store.in_doubt import InDoubt, in_doubt, left_behind
 from skyctl.store.paths import FleetPaths
+from skyctl.store.rebuild import unrecorded_processes
 from skyctl.store.state import FleetState, ProcessRow
 
 
@@ -20,7 +21,11 @@ def left_alone(paths: FleetPaths) -> bool:
     with FleetState(paths.database) as state:
         if state.get("going_down"):
             return False
-        return any(row.alive() for row in state.processes())
+        rows = state.processes()
+        if any(row.alive() for row in rows):
+            return True
+        # those of a run that its supervisor could not put on record
+        return bool(rows and unrecorded_processes(state, paths.directory))
 
 
 async def find(ref: FleetRef) -> tuple[Finding, ...]:
@@ -34,10 +39,11 @@ async def find(ref: FleetRef) -> tuple[Finding, ...]:
             return tuple(Finding(row.name, "half-down", said, "down") for row in rows)
         seen = {one.server: one for one in await _ask(ref, [r for r in rows if r.alive()])}
         doubts = {**in_doubt(state), **_of_orphans(state)}
+        unrecorded = not seen and bool(unrecorded_processes(state, ref.paths.directory))
         findings = []
         for row in rows:
             if row.name not in seen:
-                findings.append(_judge_dead(row, others_live=bool(seen)))
+                findings.append(_judge_dead(row, others_live=bool(seen) or unrecorded))
                 continue
             doubted, meant = doubts.get(row.name), state.server(row.name)
             found = judge(seen[row.name], meant, doubted, state.weights(), ours=True)
@@ -54,7 +60,8 @@ async def _ask(ref: FleetRef, rows: Sequence[ProcessRow]) -> list[Observed]:
     from skyctl.service.keys import api_key, control_token
 
     key = control_token(ref) or api_key(ref)
-    targets = [ServerTarget(row.name, local_url(row.host, row.port), key) for row in rows]
+    engine = ref.config.engine
+    targets = [ServerTarget(row.name, local_url(row.host, row.port), key, engine) for row in rows]
     async with ControlClient() as client:
         return await observe(client, targets)
 

@@ -2,16 +2,17 @@
 
 When the file cannot be written (the disk is full, read-only, or fails) its connection goes on with
 a copy in memory. What is written from then on is kept, and written to the file once there is room:
-now and then, before a `durable` transaction, and at the end. Statements are repeated in
-their order, in one transaction: where another process wrote the same field meanwhile, the
-last writer wins; what is added to a history comes after what others added.
+now and then, before a `durable` transaction, and at the end. While nothing is kept, the copy is
+made anew now and then: who only follows what another process writes hears of it. Statements are
+repeated in their order, in one transaction: where another process wrote the same field meanwhile,
+the last writer wins; what is added to a history comes after what others added.
 """
 
 from __future__ import annotations
 
 import sqlite3
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import wraps
 from pathlib import Path
@@ -27,6 +28,8 @@ from skyctl.store.unrecorded import LOST, Unrecorded, advice
 
 RETRY_S = 2.0
 """How often a write looks whether the file can be written again."""
+
+_ROWS_PER_STATEMENT = 1000
 
 RESERVE_BYTES = 4 * 1024 * 1024
 """Room for the records of a push that has begun when the disk fills up."""
@@ -114,11 +117,13 @@ class Database:
 
     def rows(self, sql: str, *parameters: Any) -> list[sqlite3.Row]:
         """Every row of a query."""
+        self._look_again()
         with self._readable():
             return self._run(sql, parameters).fetchall()
 
     def row(self, sql: str, *parameters: Any) -> sqlite3.Row | None:
         """The first row of a query, None when there is none."""
+        self._look_again()
         with self._readable():
             found: sqlite3.Row | None = self._run(sql, parameters).fetchone()
         return found
@@ -148,6 +153,16 @@ class Database:
         elif self._memory is not None:
             self._kept.append((sql, parameters))
         return cursor
+
+    def write_rows(
+        self, sql: str, rows: Sequence[Sequence[Any]], after: str = "", *, durable: bool = False
+    ) -> None:
+        """`sql` VALUES these rows, `after`; as few statements as SQLite's limits allow."""
+        for first in range(0, len(rows), _ROWS_PER_STATEMENT):
+            some = rows[first : first + _ROWS_PER_STATEMENT]
+            marks = ", ".join([f"({', '.join('?' * len(some[0]))})"] * len(some))
+            values = (value for row in some for value in row)
+            self.write(f"{sql} VALUES {marks} {after}".rstrip(), *values, durable=durable)
 
     @contextmanager
     def transaction(self, *, durable: bool = False) -> Iterator[None]:
@@ -331,6 +346,17 @@ class Database:
     def _complete_now_and_then(self) -> None:
         if self._memory is not None and time.monotonic() - self._tried > RETRY_S:
             self.complete()
+
+    def _look_again(self) -> None:
+        """Now and then, before a read: others may have written to the file since it was copied."""
+        if self._memory is None or self._transaction is not None:
+            return
+        if time.monotonic() - self._tried <= RETRY_S or self.complete() or self._kept:
+            return
+        with suppress(sqlite3.Error, OSError):
+            again = opening.read_into_memory(self.path)
+            self._memory.close()
+            self._memory, self.unread = again, False
 
     def _fails(self, error: Exception) -> None:
         self._why = _reason(error)

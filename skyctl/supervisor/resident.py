@@ -114,7 +114,8 @@ class Supervisor:
         return self._begin("adopt", "", adoption.take_over(self, plan))
 
     async def findings(self) -> list[Finding]:
-        """What is the matter with each server, asked now."""
+        """What is the matter with each server, asked now. Raises FleetDownError."""
+        self.require_plan()
         return await healing.find(self)
 
     def recover(self) -> int:
@@ -321,7 +322,9 @@ class Supervisor:
     # --- inside ---------------------------------------------------------------------------------
 
     def _take(self, plan: FleetPlan) -> None:
-        """Make this the plan; policies that changed apply from now on."""
+        """Make this the plan; policies that changed apply from now on. Raises FleetDownError."""
+        if self.finished.is_set():
+            raise FleetDownError(f"the supervisor of fleet {self.paths.name} is ending")
         self.plan = plan
         if self._context is None:
             self._context = ReplicaContext(
@@ -337,7 +340,7 @@ class Supervisor:
                 pushing=lambda: not self.pushes.over.is_set(),
             )
         self._context.config = plan.config
-        self.state.retention = Retention.of(plan.config.history)
+        self.state.retention = Retention(**plan.config.history.model_dump())
         # at once, before anything is spawned: another `up` plans with the same ports
         self.state.set("ports", json.dumps(_ports(plan)))
 
@@ -376,6 +379,7 @@ class Supervisor:
         detail = f"not running ({replica.state})"
         if verb in ("pause", "resume"):
             replica.update_row(paused=verb == "pause")
+            replica.intent_changed, replica.resume_when_up = True, verb == "resume"
             if replica.phase not in ("failed", "dead", "stopped"):
                 detail = f"{replica.state}; will be {verb}d when it is ready"
         return Outcome(replica.name, OutcomeStatus.SKIPPED, 0.0, detail)
@@ -416,7 +420,8 @@ class Supervisor:
     def _admitted(self, replica: Replica) -> bool:
         if replica.row.quarantine:
             return True
-        return self.pushes.over.is_set() and admission.is_current(self.state, replica)
+        current = admission.is_current(self.state, replica)
+        return current and self.pushes.over.is_set() and not replica.intent_changed
 
     @asynccontextmanager
     async def _gate(self, spec: ServerSpec) -> AsyncIterator[None]:

@@ -17,6 +17,7 @@ from skyctl.http.transport import Request
 from skyctl.service import bring_up
 from skyctl.store.identity import ProcessIdentity
 from skyctl.store.paths import FleetPaths
+from skyctl.store.state import ProcessRow
 from skyctl.supervisor import daemon
 from skyctl.supervisor.resident import Supervisor
 from tests.simulation import people
@@ -64,6 +65,7 @@ class SimManaged:
     ) -> SimManaged:
         process = cls.world.launch(argv, env)
         cls.world.tokens[token] = process
+        cls.world.names[token] = log.stem
         return cls(process.identity, token)
 
     def _process(self) -> Process | None:
@@ -212,6 +214,7 @@ class SupervisedWorld(World):
     def _begin(self) -> None:
         SimManaged.world = self
         self.tokens: dict[str, Process] = {}
+        self.names: dict[str, str] = {}  # by token
         self.supervisor: Supervisor | None = None
         self.supervising: Process | None = None
         self.router = SimRouter(self)
@@ -375,6 +378,26 @@ def _spawn_supervisor(paths: FleetPaths) -> Any:
     return SimpleNamespace(poll=lambda: 0 if process.dead else None)
 
 
+def _live_processes(directory: Path) -> list[ProcessRow]:
+    """What the environment of its processes tells of a fleet."""
+    world = SimManaged.world
+    return [
+        ProcessRow(
+            name=world.names[token],
+            role="router" if world.names[token] == "router" else "server",
+            phase="running",
+            token=token,
+            identity=process.identity,
+            spec_hash="unknown",
+            host="127.0.0.1",
+            port=0,
+            started_at=0.0,
+        )
+        for token, process in world.tokens.items()
+        if not process.dead
+    ]
+
+
 @contextlib.contextmanager
 def _socket(paths: FleetPaths) -> Iterator[Api]:
     process = current()
@@ -422,13 +445,14 @@ SEAMS: dict[str, Any] = {
     "skyctl.service.bring_up.sweep_scratch": lambda paths: None,
     "skyctl.supervisor.replica.port_holder": lambda host, port: None,
     "skyctl.supervisor.report._rss": lambda process: None,
+    "skyctl.store.rebuild.live_processes": _live_processes,
     "skyctl.service.planning.plan_here": lambda *_, **__: SimManaged.world.plan,
     "skyctl.service.planning.check_plan": lambda *_, **__: (),
     "skyctl.service.left_alone.boot_id": lambda: BOOT,
     "skyctl.service.unsupervised.boot_id": lambda: BOOT,
     "skyctl.store.paths.FleetPaths.refuse_foreign": lambda self: None,
     # who follows something asks less often: nothing is learned from it here
-    "skyctl.core.jobs.FOLLOW_POLL_S": 0.7,
+    "skyctl.core.following.FOLLOW_POLL_S": 0.7,
     "skyctl.service.bring_up.FOLLOW_POLL_S": 1.1,
     # a blocking wait would stop everybody here: who finds it taken is refused at once
     "skyctl.service.bring_up.UP_LOCK_WAIT_S": 0.0,

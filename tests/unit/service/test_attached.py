@@ -17,6 +17,7 @@ from skyctl.http.client import ControlClient
 from skyctl.push.request import PushRequest, PushResult, ServerPush
 from skyctl.service.attached import AttachedFleet
 from skyctl.store.in_doubt import touch
+from skyctl.store.journal import Told
 from skyctl.store.paths import fleet_paths
 from skyctl.store.state import FleetState
 from tests.stub.app import StubServer
@@ -142,8 +143,8 @@ async def test_with_the_turn_in_hand_a_push_that_is_said_to_run_has_ended(
     async with attached(tmp_path, monkeypatch, StubServer()) as fleet:
         job = fleet._state.journal.begin("push", PushRequest("/c").to_json())
         for stage in ("pause", "update"):
-            fleet._state.journal.stage(job.id, stage)
-        fleet._state.journal.server(job.id, "far-0", "updating")
+            fleet._state.journal.tell(job.id, Told.stage(stage))
+        fleet._state.journal.tell(job.id, Told.server("far-0", "updating"))
         [outcome] = await fleet.resume()
         assert outcome["status"] == "skipped" and "skyctl recover" in outcome["detail"]
         assert (await fleet.job(job.id)).state == "interrupted"

@@ -22,11 +22,14 @@ from skyctl.errors import ConflictError, FleetDownError
 from skyctl.launch.local.process import ManagedProcess
 from skyctl.launch.local.scratch import scratch_environment
 from skyctl.service.bring_up import follow_operation, take_down
+from skyctl.service.left_alone import left_alone
 from skyctl.service.unsupervised import unsupervised_status
+from skyctl.store.journal import Told
 from skyctl.store.paths import FleetPaths, fleet_paths
 from skyctl.store.state import FleetState, ProcessRow
 from skyctl.supervisor import daemon
 from skyctl.supervisor.client import SupervisorClient
+from skyctl.supervisor.resident import Supervisor
 from skyctl.supervisor.restarts import remember
 from skyctl.supervisor.wire import plan_to_json
 from tests.unit.supervisor.fleets import (
@@ -124,8 +127,8 @@ async def test_a_server_left_in_the_middle_of_a_push_that_cannot_be_repeated_is_
     with FleetState(paths.database) as state:
         job = state.journal.begin("push", {"checkpoint": "c"})
         for stage in ("pause", "update"):
-            state.journal.stage(job.id, stage)
-        state.journal.server(job.id, "a", "updating")
+            state.journal.tell(job.id, Told.stage(stage))
+        state.journal.tell(job.id, Told.server("a", "updating"))
         # the job's process is the dead supervisor, not this test
         state._database.write(
             "UPDATE jobs SET owner = ?", '{"pid": 1, "create_time": 1.0, "boot_id": "x"}'
@@ -176,6 +179,7 @@ async def test_a_spawn_whose_identity_was_never_written_is_stopped_by_down(
         state.save_process(
             ProcessRow("a", "server", "intended", "intended", None, "h", "127.0.0.1", 1)
         )
+    assert left_alone(paths)
     assert (await take_down(paths, drain_timeout_s=0.0)).stopped == ("a",)
     assert not child.alive()
 
@@ -246,6 +250,22 @@ async def test_errors_cross_the_socket_with_their_kind_and_hint(paths: FleetPath
     await client.close()
 
 
+async def test_a_supervisor_that_nobody_tells_what_to_run_is_no_answer_and_ends(
+    paths: FleetPaths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever started it died before it said so: another has to take the servers over."""
+    state = FleetState(paths.database)
+    supervisor = Supervisor(paths, state)
+    with pytest.raises(FleetDownError):
+        await supervisor.findings()
+    monkeypatch.setattr(daemon, "_UNPLANNED_S", 0.0)
+    await daemon._end_without_plan(supervisor)
+    assert supervisor.finished.is_set()
+    with pytest.raises(FleetDownError, match="is ending"):
+        supervisor.reconcile(fleet_plan([stub_server("a")]))
+    state.close()
+
+
 async def test_a_secret_of_a_server_is_nowhere_on_disk(paths: FleetPaths) -> None:
     await up(paths, fleet_plan([stub_server("a", VLLM_API_KEY="open-sesame-42")]))
     for path in paths.directory.rglob("*"):
@@ -302,5 +322,9 @@ async def test_down_ends_a_process_of_the_fleet_that_its_supervisor_could_not_pu
     """Spawned while the state's disk failed; then the supervisor, which alone knew it, died."""
     FleetState(paths.database).close()
     forgotten = ManagedProcess.spawn(["sleep", "600"], {}, paths.log("a"), token="not recorded")
+    assert not left_alone(paths)  # it has no fleet: nothing is on record
+    with FleetState(paths.database) as state:
+        state.save_process(ProcessRow("a", "server", "stale", "earlier", None, "h", "127.0.0.1", 1))
+    assert left_alone(paths)
     assert (await take_down(paths, drain_timeout_s=0.0)).stopped == ("a",)
     assert not forgotten.alive()
