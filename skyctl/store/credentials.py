@@ -46,6 +46,11 @@ def ensure_credentials(paths: FleetPaths) -> Credentials:
     return Credentials(_ensure(paths.control_token), _ensure(paths.api_key))
 
 
+def ensure_tinker_key(paths: FleetPaths) -> str:
+    """The key of the Tinker API; made when it is not there. Raises as `ensure_credentials`."""
+    return _ensure(paths.tinker_key, prefix="tml-")  # the SDK takes no other
+
+
 def read_secret(path: Path) -> str | None:
     """What the file holds; None where there is none.
 
@@ -72,11 +77,11 @@ def read_secret(path: Path) -> str | None:
     return text
 
 
-def _ensure(path: Path) -> str:
+def _ensure(path: Path, *, prefix: str = "") -> str:
     found = read_secret(path)
     if found is not None:
         return found
-    place_private_file(path, secrets.token_hex(_BYTES).encode() + b"\n")
+    place_private_file(path, f"{prefix}{secrets.token_hex(_BYTES)}\n".encode())
     made = read_secret(path)
     assert made is not None  # linked just now, by us or by another
     return made

@@ -213,6 +213,16 @@ class FleetPaths:
         return self.directory / "api.key"
 
     @property
+    def tinker(self) -> Path:
+        """The ledger and the checkpoints of the Tinker API, unless the fleet file says where."""
+        return self.directory / "tinker"
+
+    @property
+    def tinker_key(self) -> Path:
+        """Mode 0600: the key of the Tinker API."""
+        return self.directory / "tinker.key"
+
+    @property
     def staging(self) -> Path:
         """Weights that came out of a trainer's memory, kept until they are replaced."""
         return self.directory / "weights"

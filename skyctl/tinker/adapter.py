@@ -154,9 +154,9 @@ class Base:
             parameters, scale = self._active
             x = inputs[0].to(parameters[key_a].dtype)
             low = torch.nn.functional.linear(x, parameters[key_a])
-            return output + (
-                scale * torch.nn.functional.linear(low, parameters[key_b])
-            ).to(output.dtype)
+            return output + (scale * torch.nn.functional.linear(low, parameters[key_b])).to(
+                output.dtype
+            )
 
         return add
 

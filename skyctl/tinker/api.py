@@ -166,9 +166,7 @@ class Api:
                 except ValidationError:
                     raise error from None
                 text = _readable(error) if isinstance(error, ValidationError) else str(error)
-                return await self._of_model(
-                    place.model_id, place.seq_id, kind, {"refused": text}
-                )
+                return await self._of_model(place.model_id, place.seq_id, kind, {"refused": text})
 
         return in_order
 
@@ -418,18 +416,14 @@ class Api:
             )
 
         await self._ledger.run(commit)
-        return JSONResponse(
-            {"sampling_session_id": sampler, "type": "create_sampling_session"}
-        )
+        return JSONResponse({"sampling_session_id": sampler, "type": "create_sampling_session"})
 
     async def _join_sampler(self, request: Request) -> Response:
         asked = await self._json(request, bodies.JoinSampler)
 
         def commit(connection: sqlite3.Connection) -> int:
             session = records.sampler(connection, asked.sampling_session_id)["session"]
-            connection.execute(
-                "UPDATE sessions SET clones = clones + 1 WHERE id = ?", (session,)
-            )
+            connection.execute("UPDATE sessions SET clones = clones + 1 WHERE id = ?", (session,))
             found = connection.execute("SELECT clones FROM sessions WHERE id = ?", (session,))
             return int(found.fetchone()[0])
 
@@ -455,9 +449,7 @@ class Api:
             if records.known(connection, sampler, seq, SAMPLE):
                 return False
             records.add_request(connection, sampler, seq, SAMPLE, body=body)
-            connection.execute(
-                "UPDATE samplers SET used = ? WHERE id = ?", (time.time(), sampler)
-            )
+            connection.execute("UPDATE samplers SET used = ? WHERE id = ?", (time.time(), sampler))
             return True
 
         name = records.request_id(sampler, seq)

@@ -65,9 +65,7 @@ def _clipped(ratio: Tensor, inputs: Mapping[str, Tensor], config: Mapping[str, f
     return -torch.minimum(ratio * advantages, clipped * advantages)
 
 
-def _thresholds(
-    inputs: Mapping[str, Tensor], config: Mapping[str, float]
-) -> tuple[Tensor, Tensor]:
+def _thresholds(inputs: Mapping[str, Tensor], config: Mapping[str, float]) -> tuple[Tensor, Tensor]:
     """Per token where the datum has them, else the request's, else the defaults."""
     like = inputs["logprobs"]
     low, high = (

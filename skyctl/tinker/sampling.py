@@ -1,7 +1,7 @@
 """Carries out samples on the fleet's servers, each with the adapter of its sampler.
 
-What vLLM 0.32 cannot be asked with adapters on board (prompt logprobs) the training worker computes.
-A sample that was not finished when the process died is generated again.
+vLLM 0.32 cannot be asked for prompt logprobs with adapters on board: the training worker computes
+them. A sample that was not finished when the process died is generated again.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import logging
 import sqlite3
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -45,8 +46,8 @@ class Servers(Protocol):
         """The answer to a /v1/completions body. Raises ServerError when it was refused."""
         ...
 
-    async def load(self, name: str, directory: str) -> None:
-        """Make every server serve an adapter under a new name. Raises SkyctlError."""
+    def using(self, name: str, directory: str) -> AbstractAsyncContextManager[None]:
+        """Inside, every server serves this adapter under this name. Raises SkyctlError."""
         ...
 
     async def unload(self, name: str) -> None:
@@ -213,7 +214,6 @@ class Sampling:
         self._bell = bell
         self._slots = asyncio.Semaphore(concurrency)
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._loading: dict[str, asyncio.Task[None]] = {}
 
     @property
     def busy(self) -> int:
@@ -248,9 +248,7 @@ class Sampling:
 
     async def unload(self, directory: str) -> None:
         """The servers may forget an adapter whose directory goes away."""
-        name = adapter_name(directory)
-        if self._loading.pop(name, None) is not None:
-            await self._servers.unload(name)
+        await self._servers.unload(adapter_name(directory))
 
     async def _one(self, request: str) -> None:
         async with self._slots:
@@ -300,20 +298,12 @@ class Sampling:
         body = completion_body(asked, name, self._servers.context)
         prompt = asyncio.create_task(self._about_prompt(asked, directory))
         try:
-            if directory is not None:
-                await self._loaded(name, directory)
-            answer = await self._servers.complete(body)
+            adapter = self._servers.using(name, directory) if directory else nullcontext()
+            async with adapter:
+                answer = await self._servers.complete(body)
             return sample_response(asked, answer, await prompt)
         finally:
             prompt.add_done_callback(lambda task: task.cancelled() or task.exception())
-
-    async def _loaded(self, name: str, directory: str) -> None:
-        """Load an adapter once, for whoever waits for it; a failure is tried again next time."""
-        task = self._loading.get(name)
-        if task is None or (task.done() and (task.cancelled() or task.exception() is not None)):
-            task = asyncio.create_task(self._servers.load(name, directory), name=f"load {name}")
-            self._loading[name] = task
-        await asyncio.shield(task)
 
     async def _about_prompt(self, asked: Question, directory: str | None) -> bytes:
         """The fields of a SampleResponse that are about the prompt."""

@@ -10,7 +10,7 @@ import signal
 import socket
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import uvicorn
@@ -40,7 +40,7 @@ class Settings:
     port: int
     offer: Offer
     worker: WorkerSettings
-    limits: Limits = Limits()
+    limits: Limits = field(default_factory=Limits)
 
 
 async def serve(settings: Settings, key: str, servers: Servers) -> None:

@@ -146,9 +146,7 @@ class Trainer:
         if backward:
             before = found.gradients
             found.gradients = (
-                sums
-                if before is None
-                else [a + b for a, b in zip(before, sums, strict=True)]
+                sums if before is None else [a + b for a, b in zip(before, sums, strict=True)]
             )
         return _output(outputs, total)
 

@@ -225,9 +225,7 @@ class Training:
         outcome.snapshot = await self._snapshot(model, run)
         return outcome
 
-    async def _save(
-        self, model: str, run: Run, row: sqlite3.Row, extra: dict[str, Any]
-    ) -> Outcome:
+    async def _save(self, model: str, run: Run, row: sqlite3.Row, extra: dict[str, Any]) -> Outcome:
         path, training = extra["path"], row["kind"] == SAVE
         before = await self._ledger.row("SELECT directory FROM checkpoints WHERE path = ?", path)
         if before is not None and not extra.get("overwrite"):

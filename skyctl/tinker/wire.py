@@ -49,7 +49,12 @@ _MESSAGES = {
         "6 forward_only bool",
         "7 loss_fn_config_v2 map:LossConfigValue",
     ),
-    "BatchedTensor": ("1 data bytes", "2 offsets bytes", "3 dtype int32", "4 trailing_shape int64[]"),
+    "BatchedTensor": (
+        "1 data bytes",
+        "2 offsets bytes",
+        "3 dtype int32",
+        "4 trailing_shape int64[]",
+    ),
     "ArrayRecord": ("1 type_tag string", "2 fields map:BatchedTensor", "3 num_datums int32"),
     "ForwardBackwardOutput": (
         "1 loss_fn_output_type string",

@@ -40,9 +40,7 @@ def main() -> int:
     base = Base(settings["path"], device=settings["device"], dtype=settings["dtype"])
     trainer = Trainer(base, name=settings["name"], batch_tokens=settings["batch_tokens"])
     stream = connection.makefile("rb")
-    connection.sendall(
-        frames.packed({"architecture": base.architecture, "context": base.context})
-    )
+    connection.sendall(frames.packed({"architecture": base.architecture, "context": base.context}))
     while (message := frames.read(stream)) is not None:
         connection.sendall(frames.packed(*_answer(trainer, *message)))
     return 0

@@ -23,7 +23,9 @@ def tiny_base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def serving(tiny_base: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServingProcess]:
     pytest.importorskip("tinker")
-    process = ServingProcess(tmp_path_factory.mktemp("tinker") / "d", tiny_base / "org" / "tiny", gap_s=20.0)
+    process = ServingProcess(
+        tmp_path_factory.mktemp("tinker") / "d", tiny_base / "org" / "tiny", gap_s=20.0
+    )
     process.start()
     yield process
     assert process.stop() == 0

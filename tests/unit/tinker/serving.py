@@ -14,7 +14,8 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -53,8 +54,10 @@ class FixedServers:
         choice = {"token_ids": tokens, "logprobs": logprobs, "finish_reason": "length"}
         return {"choices": [{**choice, "index": index} for index in range(body["n"])]}
 
-    async def load(self, name: str, directory: str) -> None:
+    @asynccontextmanager
+    async def using(self, name: str, directory: str) -> AsyncIterator[None]:
         self._note(load=name, directory=directory)
+        yield
 
     async def unload(self, name: str) -> None:
         self._note(unload=name)

@@ -269,9 +269,7 @@ def test_checkpoints_are_listed_published_and_deleted(client: Any, trainer: Any)
     assert found[sampled].checkpoint_type == "sampler"
     rest.unpublish_checkpoint_from_tinker_path(saved).result()
     rest.set_checkpoint_ttl_from_tinker_path(saved, None).result()
-    [one] = [
-        c for c in rest.list_user_checkpoints().result().checkpoints if c.tinker_path == saved
-    ]
+    [one] = [c for c in rest.list_user_checkpoints().result().checkpoints if c.tinker_path == saved]
     assert not one.public
     assert one.expires_at is None
     assert rest.get_weights_info_by_tinker_path(saved).result().lora_rank == 8

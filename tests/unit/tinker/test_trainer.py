@@ -1,4 +1,4 @@
-"""The trainer against the same computed another way: merged weights, plain loops, float64 losses."""
+"""The trainer against the same computed another way: merged weights, plain loops, float64."""
 
 from __future__ import annotations
 
@@ -93,7 +93,9 @@ def reference(
 ) -> tuple[float, dict[str, Tensor], list[Tensor]]:
     """Loss, gradients and logprobs from merged weights, one row and one token at a time."""
     found = trainer.models["m"]
-    lora = {name: value.detach().clone().requires_grad_() for name, value in found.parameters.items()}
+    lora = {
+        name: value.detach().clone().requires_grad_() for name, value in found.parameters.items()
+    }
     weights = dict(trainer.base.model.state_dict())
     for name in [key[: -len(".lora_A")] for key in lora if key.endswith("lora_A")]:
         change = lora[f"{name}.lora_B"] @ lora[f"{name}.lora_A"]
@@ -196,7 +198,9 @@ def test_a_step_is_adamw_over_the_sum_of_all_gradients_since_the_last(trainer: T
     generator = torch.Generator().manual_seed(3)
     data = [(row, inputs_for("cross_entropy", len(row), generator)) for row in ROWS]
     found = trainer.models["m"]
-    mine = {name: value.detach().clone().requires_grad_() for name, value in found.parameters.items()}
+    mine = {
+        name: value.detach().clone().requires_grad_() for name, value in found.parameters.items()
+    }
     adam = torch.optim.AdamW(mine.values(), lr=3e-3, betas=(0.8, 0.9), eps=1e-8, weight_decay=0.1)
     params = {
         "learning_rate": 3e-3, "beta1": 0.8, "beta2": 0.9, "eps": 1e-8, "weight_decay": 0.1,
@@ -280,7 +284,12 @@ RATIO = {"logprobs": torch.zeros(2), "advantages": torch.ones(2)}
         ("ppo", one(), {}, "needs loss_fn_inputs"),
         ("ppo", one(**RATIO), {"clip_low_threshold": float("nan")}, "finite"),
         ("dro", one(**RATIO), {}, "beta"),
-        ("importance_sampling", one(**{**RATIO, "logprobs": torch.full((2,), -1e4)}), {}, "loss is"),
+        (
+            "importance_sampling",
+            one(**{**RATIO, "logprobs": torch.full((2,), -1e4)}),
+            {},
+            "loss is",
+        ),
         ("cross_entropy", [([5] * 5000, {"target_tokens": torch.ones(5000).long()})], {}, "tokens"),
         ("cross_entropy", [([600], {"target_tokens": torch.tensor([1])})], {}, "tokens outside"),
         ("cross_entropy", [([], {"target_tokens": torch.ones(0).long()})], {}, "0 tokens"),
