@@ -321,7 +321,7 @@ def _output(logprobs: Sequence[Tensor], loss: float) -> bytes:
     return bytes(answer.SerializeToString())
 
 
-def _array(content: bytes, dtype: int) -> np.ndarray[Any, Any]:
+def _array(content: bytes, dtype: int) -> Any:
     try:
         if dtype == wire.BFLOAT16:
             wide = np.frombuffer(content, dtype=np.uint16).astype(np.uint32) << 16
@@ -351,7 +351,7 @@ def tensor_of(name: str, message: Any) -> Tensor:
 
 def _dense(
     name: str, message: Any, values: np.ndarray[Any, Any], shape: tuple[int, ...]
-) -> np.ndarray[Any, Any]:
+) -> Any:
     rows = _array(message.crow_indices, wire.INT64)
     columns = _array(message.col_indices, wire.INT64)
     fits = (
