@@ -35,16 +35,17 @@ from skyctl.tinker.waiting import Doorbell
 POLL_S = 25.0
 """Shorter than the SDK's deadline of 45 s."""
 MOST_SAMPLES = 20_000
+
 B = TypeVar("B", bound=BaseModel)
 Handler = Callable[[Request], Awaitable[Response]]
 
 EXTERNAL = (
     "save_weights_external is not offered here: save_weights_for_sampler writes PEFT directories"
 )
+HOSTED = "not offered here: only the hosted service has this route"
 REFUSED = {
     "copy_weights": "copying checkpoints is not offered here: load one with "
     "create_training_client_from_state, and save it",
-    "create_custom_loss": "custom losses run in the client here",
     "sessions/search": "searching sessions is not offered here: list_sessions lists them",
 }
 
@@ -130,6 +131,9 @@ class Api:
             (checkpoint, self._delete_checkpoint, "DELETE"),
         ):
             routes.append(_route(path, self._guarded(handle), method))
+        hosted = self._guarded(_refusal(HOSTED, 404))
+        for method in ("GET", "POST", "PUT", "DELETE"):
+            routes.append(_route("{anything:path}", hosted, method))
         return Starlette(routes=routes, exception_handlers={HTTPException: _refused})
 
     def _guarded(self, handle: Handler) -> Handler:
@@ -627,9 +631,11 @@ def _route(path: str, handle: Handler, method: str) -> Route:
     return Route(f"/api/v1/{path}", handle, methods=[method])
 
 
-def _refusal(text: str) -> Handler:
+def _refusal(text: str, status: int = 400) -> Handler:
     async def refuse(request: Request) -> Response:
-        raise ValueError(text)
+        if status == 400:
+            raise ValueError(text)
+        raise HTTPException(status, text)
 
     return refuse
 

@@ -349,9 +349,7 @@ def tensor_of(name: str, message: Any) -> Tensor:
     return torch.from_numpy(content.reshape(shape).astype(dtype))
 
 
-def _dense(
-    name: str, message: Any, values: np.ndarray[Any, Any], shape: tuple[int, ...]
-) -> Any:
+def _dense(name: str, message: Any, values: np.ndarray[Any, Any], shape: tuple[int, ...]) -> Any:
     rows = _array(message.crow_indices, wire.INT64)
     columns = _array(message.col_indices, wire.INT64)
     fits = (
