@@ -83,9 +83,7 @@ def test_every_method_does_what_the_page_says(
             "get_telemetry": service.get_telemetry,
             "get_console_url": service.get_console_url,
             "holder": lambda: service.holder,
-            "copy_weights": lambda: service.copy_weights(
-                saved, destination_project_id="p"
-            ).result(),
+            "copy_weights": lambda: service.copy_weights(saved).result(),
             "create_custom_loss": lambda: service.create_custom_loss(
                 mean, {"logprobs": 1}
             ).result(),
