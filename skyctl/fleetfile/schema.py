@@ -252,9 +252,6 @@ class TinkerSection(_Section):
     max_body: ByteSize = Field(
         64 * 1024 * 1024, description="Largest body of a request; four times that once unpacked."
     )
-    request_timeout_s: Seconds = Field(
-        1800.0, description="Deadline of one request in the trainer, in seconds."
-    )
 
 
 class FleetConfig(_Section):

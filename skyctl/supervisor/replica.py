@@ -163,15 +163,17 @@ class Replica(KeptRunning):
 
     def forget_weights(self) -> None:
         """A fresh process has the base weights, whatever the one before it had."""
-        self.update_row(
-            weight_version=None,
-            checkpoint=None,
-            checkpoint_digest=None,
-            weights_digest=None,
-            quarantine=None,
-            weights_awake=False,
-        )
-        trust(self._context.state, self.name)
+        state = self._context.state
+        with state.transaction():
+            trust(state, self.name)
+            self.update_row(
+                weight_version=None,
+                checkpoint=None,
+                checkpoint_digest=None,
+                weights_digest=None,
+                quarantine=None,
+                weights_awake=False,
+            )
 
     def hold(self) -> None:
         """Until it is up, and not quarantined, let it answer nobody but us (`inside/guard.py`)."""

@@ -109,7 +109,6 @@ async def serve_beside(ref: FleetRef) -> None:
                         tinker.dtype,
                         tinker.threads,
                         tinker.batch_tokens,
-                        tinker.request_timeout_s,
                     ),
                 ),
                 ensure_tinker_key(ref.paths),
