@@ -69,7 +69,7 @@ def fleet(tmp_path: Path) -> Iterator[FleetCli]:
         "name: tinker\nmodel: ./org/tiny\nserved_model_name: tiny\nreplicas: 1\n"
         "args: {max-model-len: 256, enforce-eager: true}\n"
         "lora: {max_rank: 16, max_adapters: 2}\n"
-        f"tinker: {{base_model: {BASE}, port: {free_port('127.0.0.1')}, max_rank: 16, threads: 1}}\n"
+        f"tinker: {{base_model: {BASE}, port: {free_port('127.0.0.1')}, max_rank: 16}}\n"
     )
     try:
         found.run("up", timeout_s=UP_TIMEOUT_S)
