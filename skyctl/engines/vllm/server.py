@@ -32,6 +32,7 @@ class VLLMServer:
         self.target = target
         self._client = client
         self._timeout_s = timeout_s
+        self._sizes: tuple[int, int] | None = None
 
     async def health(self) -> None:
         """Return when the engine has not errored. True also while paused, asleep or stuck."""
@@ -204,9 +205,11 @@ class VLLMServer:
         Raises:
             ServerError: an answer is missing, or the method failed on one of the workers.
         """
-        everywhere, within = await gather(
-            self.world_size(include_dp=True), self.world_size(include_dp=False)
-        )
+        if self._sizes is None:
+            self._sizes = await gather(
+                self.world_size(include_dp=True), self.world_size(include_dp=False)
+            )
+        everywhere, within = self._sizes
         if everywhere == within:
             answers = await self.collective_rpc(method, kwargs=kwargs, timeout_s=timeout_s)
             found = {(0, rank): answer for rank, answer in enumerate(answers)}

@@ -58,8 +58,7 @@ class IpcCarrier(GpuCarrier):
     """Slots on every GPU that hosts a worker, exported to each server."""
 
     def __init__(self, server_gpus: Sequence[Sequence[int]]) -> None:
-        super().__init__(sorted({gpu for gpus in server_gpus for gpu in gpus}))
-        self._server_gpus = [list(gpus) for gpus in server_gpus]
+        super().__init__(sorted({gpu for gpus in server_gpus for gpu in gpus}), server_gpus)
         self._uuids = {device: uuid_of(device) for device in self.devices}
 
     def extra(self, slot: int) -> dict[str, Any]:
@@ -70,8 +69,10 @@ class IpcCarrier(GpuCarrier):
         """
         from torch.multiprocessing.reductions import reduce_tensor
 
+        if self.shown:
+            return {}  # what is exported and never mapped would not be freed either
         handles = []
-        for gpus in self._server_gpus:
+        for gpus in self.server_gpus:
             payload = {
                 self._uuids[gpu]: reduce_tensor(self.slots.view(gpu, slot))[1] for gpu in gpus
             }
