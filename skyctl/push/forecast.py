@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
+from skyctl.push.worker_memory import SENDER_CONTEXT_BYTES
 from skyctl.transfer.gpu.devices import fits_whole
 from skyctl.units import format_bytes, format_rate
 
@@ -26,7 +27,7 @@ RING = 2
 PINNED_BYTES = 12 * 2 * 4 * 1024 * 1024
 """The GPU reader's ring of pinned memory: threads x buffers x piece (weights/gpu/reader.py)."""
 _MIB = 1024 * 1024
-_SENDER_CONTEXT = {"ipc": 596 * _MIB, "nccl": 1466 * _MIB}
+_SENDER_CONTEXT = {"ipc": SENDER_CONTEXT_BYTES, "nccl": 1466 * _MIB}
 """GPU memory of a sender that holds no slots: CUDA context, and with NCCL its library and group.
 Measured on H200 (driver's choice, so it differs a little between GPUs)."""
 _SENDER_PROCESS = {"ipc": 385 * _MIB, "nccl": 810 * _MIB}
@@ -79,7 +80,8 @@ class Subject:
     `free_gpu_bytes` is what is free on the fullest of the sender's GPUs, None when that cannot be
     asked. `reserve_bytes` is what workers take of that, where they load on the sender's GPUs.
     `gpus` is how many GPUs the machine has. `has_context`: a sender lives, which has made its
-    CUDA context out of what is not free any more."""
+    CUDA context out of what is not free any more. `copied`: servers copy it into their parameters,
+    and do not load it."""
 
     transport: str
     chunk_bytes: tuple[int, ...]
@@ -89,6 +91,7 @@ class Subject:
     reserve_bytes: int = 0
     gpus: int = 0
     has_context: bool = False
+    copied: bool = False
 
 
 def slots_of(stage: str, chunks: int) -> int:
@@ -146,6 +149,10 @@ def assumptions(subject: Subject, measured: Measured) -> list[str]:
         )
     else:
         said.append("the files are too small to tell how fast they are read")
+    if subject.copied:
+        said.append(
+            "servers copy into their parameters; where one cannot, vLLM's loader needs more"
+        )
     if subject.transport in GPU_TRANSPORTS and subject.free_gpu_bytes is None:
         said.append("the sender's GPU was not asked for its free memory")
     return said

@@ -194,7 +194,14 @@ async def preflight(
     forecasts: tuple[Forecast, ...] = ()
     said: tuple[str, ...] = ()
     if request.dry_run and transport is not None:
-        subject = await subject_of(fleet, plan, choice.name, workers=workers, idle=idle)
+        subject = await subject_of(
+            fleet,
+            plan,
+            choice.name,
+            workers=workers,
+            idle=idle,
+            copied=layout.name == "runtime",
+        )
         forecasts, said = await foretell(request, fleet, checkpoint, subject)
     if request.verify and not request.dry_run:
         notes += await weigh(sites, facts, timeout_s=fleet.update_timeout_s)
