@@ -15,7 +15,7 @@ from skyctl.checkpoints.checkpoint import absolute
 from skyctl.checkpoints.live import NamedTensors
 from skyctl.core.registry import select
 from skyctl.core.status import FleetStatus
-from skyctl.engines.vllm.server import PauseMode
+from skyctl.engines.base import PauseMode
 from skyctl.http.fanout import Outcome
 from skyctl.push.canary import parse_canary, read_canary
 from skyctl.push.forecast import Stage

@@ -44,7 +44,7 @@ class AttachedFleet:
         self._token = control_token(ref) or self._key
         self._pushes: dict[str, asyncio.Task[None]] = {}
         self.targets = tuple(
-            ServerTarget(f"{ref.name}-{index}", url.rstrip("/"), self._token)
+            ServerTarget(f"{ref.name}-{index}", url.rstrip("/"), self._token, ref.config.engine)
             for index, url in enumerate(ref.config.servers or ())
         )
 
@@ -52,7 +52,7 @@ class AttachedFleet:
         # a disk that fails must not take away what thaws a fleet
         self._state = FleetState(self.ref.paths.database, or_memory=True)
         self._arbiter = Arbiter(self._state.locks)
-        self._state.retention = Retention.of(self.ref.config.history)
+        self._state.retention = Retention(**self.ref.config.history.model_dump())
         try:
             remember(self.ref, self._state)
         except StateUnwritable as error:
@@ -88,6 +88,7 @@ class AttachedFleet:
             self.targets,
             router if isinstance(router, str) else None,
             self._state,
+            engine=self.ref.config.engine,
         )
 
     async def pause(
@@ -173,10 +174,10 @@ class AttachedFleet:
         on_event: Callable[[JobEvent], None] = lambda event: None,
         timeout_s: float | None = None,
     ) -> Job:
-        """Follow a job of this or another process until it ends, by reading the journal."""
-        from skyctl.core.jobs import follow
+        """Follow a job of this or another process until it ends, by the journal."""
+        from skyctl.core.following import follow_record
 
-        return await follow(self._state, job_id, on_event, timeout_s=timeout_s)
+        return await follow_record(self._state, job_id, on_event, timeout_s=timeout_s)
 
     async def job_events(self, job_id: str) -> list[JobEvent]:
         """What has happened in a job so far, oldest first."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
-from skyctl.engines.vllm.server import VLLMServer
+from skyctl import engines
 from skyctl.errors import NotFoundError, ServerError, UsageError
 from skyctl.generate.requests import Endpoint
 from skyctl.http.client import ControlClient
@@ -16,16 +16,17 @@ if TYPE_CHECKING:
 
 
 async def without_token_route(fleet: Fleet, client: ControlClient) -> list[str]:
-    """Servers that refuse `/inference/v1/generate`, SkyRL's rollouts. Those that do not answer
+    """Servers that do not take token ids, as SkyRL's rollouts send them. Those that do not answer
     are left out.
 
     Raises:
         FleetDownError: the fleet is not running.
     """
     urls, key = await fleet.urls(), fleet.control_token()
-    servers = [ServerTarget(name, url, key) for name, url in urls.servers.items()]
+    engine = fleet.ref.config.engine
+    servers = [ServerTarget(name, url, key, engine) for name, url in urls.servers.items()]
     asked = (
-        VLLMServer(client, server, timeout_s=5.0).generates_from_tokens() for server in servers
+        engines.server(client, server, timeout_s=5.0).generates_from_tokens() for server in servers
     )
     answers = await asyncio.gather(*asked, return_exceptions=True)
     for answer in answers:
@@ -60,7 +61,8 @@ async def find_endpoint(
         )
     key = fleet.api_key()
     async with ControlClient() as control:
-        models = await VLLMServer(control, ServerTarget(server or "router", url, key)).models()
+        target = ServerTarget(server or "router", url, key, fleet.ref.config.engine)
+        models = await engines.server(control, target).models()
     if not models:
         raise ServerError(f"{url} serves no model")
     # the router drops the key on its way to /detokenize: servers are asked themselves

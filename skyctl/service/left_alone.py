@@ -60,7 +60,8 @@ async def _ask(ref: FleetRef, rows: Sequence[ProcessRow]) -> list[Observed]:
     from skyctl.service.keys import api_key, control_token
 
     key = control_token(ref) or api_key(ref)
-    targets = [ServerTarget(row.name, local_url(row.host, row.port), key) for row in rows]
+    engine = ref.config.engine
+    targets = [ServerTarget(row.name, local_url(row.host, row.port), key, engine) for row in rows]
     async with ControlClient() as client:
         return await observe(client, targets)
 

@@ -8,25 +8,22 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlsplit
 
-from skyctl.core.plan import local_url
-from skyctl.core.registry import FleetRef
-from skyctl.core.status import FleetStatus
+from skyctl.core.registry import FleetRef, supervisor_running
 from skyctl.errors import ConflictError, FleetDownError, SkyctlError, UsageError
 from skyctl.kill_points import reached
-from skyctl.service.left_alone import left_alone
-from skyctl.service.unsupervised import unsupervised_status
-from skyctl.service.urls import FleetUrls, access
-from skyctl.store.journal import Job, JobEvent, PushRecord
-from skyctl.store.state import Event, FleetState, ServerRow
 from skyctl.supervisor.client import CALL_TIMEOUT_S, SupervisorClient
 from skyctl.supervisor.wire import spoken, version_mismatch
 
 if TYPE_CHECKING:
     from skyctl.core.diagnosis import Finding
     from skyctl.core.recovery import Recovered
-    from skyctl.push.transaction import PushRequest
+    from skyctl.core.status import FleetStatus
+    from skyctl.push.request import PushRequest
+    from skyctl.service.urls import FleetUrls
+    from skyctl.store.journal import Job, JobEvent, PushRecord
+    from skyctl.store.state import Event, FleetState, ServerRow
 
 ADOPTION_WAIT_S = 60.0
 ADOPTION_POLL_S = 0.2
@@ -53,10 +50,14 @@ class SupervisedFleet:
         Unless `fresh`, which is cheaper, a pause that was not made through skyctl shows only with
         the supervisor's next health probe.
         """
+        from skyctl.core.status import FleetStatus
+
         try:
             path = "/status" if fresh else "/status?fresh=0"
             return FleetStatus.from_json(await self._get(path))
         except FleetDownError as error:
+            from skyctl.service.unsupervised import unsupervised_status
+
             return unsupervised_status(self.ref.paths, why=error.message)
         except TypeError as error:  # keys that only another skyctl knows
             raise version_mismatch("", spoken()) from error
@@ -168,10 +169,18 @@ class SupervisedFleet:
             DeadlineExceeded: it has not ended after `timeout_s` seconds (it goes on).
             FleetDownError: the supervisor that runs it went away.
         """
-        from skyctl.core.jobs import follow
+        from skyctl.core.following import CHANGES_WAIT_S, JobChanges, follow, job_changes
 
-        with self._state() as state:
-            return await follow(state, job_id, on_event, timeout_s=timeout_s)
+        async def changes(after: int) -> JobChanges:
+            path = f"/jobs/{quote(job_id)}?after={after}&wait_s={CHANGES_WAIT_S:g}"
+            try:
+                answer = await self._client.get(path, timeout_s=CHANGES_WAIT_S + CALL_TIMEOUT_S)
+                return JobChanges.from_json(answer)
+            except FleetDownError:  # nobody runs it any more: the journal says how far it came
+                with self._state() as state:
+                    return await job_changes(state, job_id, after, wait_s=CHANGES_WAIT_S)
+
+        return await follow(job_id, changes, on_event, timeout_s=timeout_s)
 
     async def job_events(self, job_id: str) -> list[JobEvent]:
         """What has happened in a job so far, oldest first."""
@@ -239,6 +248,9 @@ class SupervisedFleet:
 
     async def urls(self) -> FleetUrls:
         """Where to send requests. Raises FleetDownError."""
+        from skyctl.core.plan import local_url
+        from skyctl.service.urls import FleetUrls, access
+
         status = await self.status()
         if status.supervised is False:
             raise down_error(self.ref.name)
@@ -303,6 +315,10 @@ class SupervisedFleet:
         if self._looked:
             return
         self._looked = True
+        if supervisor_running(self.ref.paths):
+            return
+        from skyctl.service.left_alone import left_alone
+
         if not left_alone(self.ref.paths):
             return
         from skyctl.service.revive import revive
@@ -317,6 +333,8 @@ class SupervisedFleet:
             ) from error
 
     def _state(self) -> FleetState:
+        from skyctl.store.state import FleetState
+
         if not self.ref.paths.database.exists():
             raise down_error(self.ref.name)
         return FleetState(self.ref.paths.database)

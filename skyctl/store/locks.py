@@ -18,9 +18,8 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import psutil
-
 from skyctl.errors import ConflictError, SkyctlError
+from skyctl.store.news import News
 from skyctl.store.paths import create_private_file
 from skyctl.units import format_seconds
 
@@ -48,7 +47,11 @@ class Holder:
 
 
 class Lock:
-    """One taken lock. Shared locks of one name coexist; an exclusive one excludes all others."""
+    """One taken lock. Shared locks of one name coexist; an exclusive one excludes all others.
+
+    `after_death`: whoever held it exclusively before died with it: what it stands for is still in
+    the file, and stays there until `settle`.
+    """
 
     def __init__(self, locks: Locks, name: str, descriptor: int, shared: bool, what: str) -> None:
         self.name = name
@@ -56,27 +59,38 @@ class Lock:
         self.holder = Holder(what, os.getpid(), time.time())
         self._locks = locks
         self._descriptor: int | None = descriptor
+        self.after_death = os.fstat(descriptor).st_size > 0
+        self._locks.own.add(self)
         self._record()
 
     def rename(self, what: str) -> None:
         """Say more about what the lock is held for."""
         self.holder = Holder(what, self.holder.pid, self.holder.since)
         self._record()
+        self._locks.news.tell()
 
     def release(self) -> None:
         """Let go. A second call does nothing."""
         if self._descriptor is None:
             return
         self._locks.own.discard(self)
-        if not self.shared:
+        if not self.shared and not self.after_death:
             with contextlib.suppress(OSError):
                 os.ftruncate(self._descriptor, 0)
         os.close(self._descriptor)
         self._descriptor = None
+        self._locks.news.tell()
+
+    def settle(self) -> None:
+        """Nothing is to be feared any more of a holder that died: forget it."""
+        self.after_death = False
+        if self._descriptor is not None:
+            with contextlib.suppress(OSError):
+                os.ftruncate(self._descriptor, 0)
+        self._record()
 
     def _record(self) -> None:
-        self._locks.own.add(self)
-        if self.shared or self._descriptor is None:
+        if self.shared or self.after_death or self._descriptor is None:
             return
         text = json.dumps(asdict(self.holder)).encode()
         with contextlib.suppress(OSError):  # a full disk: the kernel still knows the process
@@ -85,12 +99,13 @@ class Lock:
 
 
 class Locks:
-    """The locks of one fleet's directory."""
+    """The locks of one fleet's directory. `news` tells when one of these is let go."""
 
     own_of_directory: dict[Path, set[Lock]] = {}  # noqa: RUF012 - shared by all of this process
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, news: News | None = None) -> None:
         self.fleet = directory.name
+        self.news = news or News()
         self._directory = directory
         self.own = self.own_of_directory.setdefault(directory, set())
 
@@ -145,6 +160,7 @@ class Locks:
         while True:
             try:
                 lock = self.take(name, what)
+                lock.settle()
                 break
             except ConflictError:
                 if time.monotonic() >= deadline:
@@ -207,6 +223,8 @@ def _recorded(path: Path) -> Holder | None:
 
 def _by_process(pid: int) -> Holder:
     """What can be told of a holder that left no record: its command line."""
+    import psutil
+
     try:
         process = psutil.Process(pid)
         words = process.cmdline()

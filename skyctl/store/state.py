@@ -16,6 +16,7 @@ from skyctl.store.expected import ExpectedDigests
 from skyctl.store.identity import ProcessIdentity
 from skyctl.store.journal import Journal
 from skyctl.store.locks import Locks
+from skyctl.store.news import News
 from skyctl.store.opening import Connect, connect
 from skyctl.store.rebuild import remember_live_processes
 from skyctl.store.retention import Retention, prune, prune_events
@@ -117,8 +118,9 @@ class FleetState:
         self._database = Database(
             path, warn=warn, owner=owner, or_memory=or_memory, connect=connect
         )
-        self.journal = Journal(self._database)
-        self.locks = Locks(path.parent)
+        news = News()
+        self.journal = Journal(self._database, news)
+        self.locks = Locks(path.parent, news)
         self.expected = ExpectedDigests(self._database)
         if self._database.begun_anew and (found := remember_live_processes(self, path.parent)):
             warn(f"found alive: {', '.join(found)}")
@@ -227,15 +229,18 @@ class FleetState:
         Fields that are not named stay as they are, also where somebody else changes them.
         """
         with self._database.transaction():
+            rows: dict[tuple[str, ...], list[tuple[Any, ...]]] = {}  # by the fields they change
             for name, fields in changes.items():
                 replace(ServerRow(name), **fields)  # no such field: TypeError
                 inserted = {"name": name, "paused": 0, "sleep_level": 0, **fields}
-                columns, values = ", ".join(inserted), ", ".join("?" * len(inserted))
-                changed = ", ".join(f"{field} = excluded.{field}" for field in fields)
-                self._database.write(
-                    f"INSERT INTO servers ({columns}) VALUES ({values}) ON CONFLICT (name) "
-                    f"DO {f'UPDATE SET {changed}' if changed else 'NOTHING'}",
-                    *inserted.values(),
+                rows.setdefault(tuple(fields), []).append(tuple(inserted.values()))
+            for changing, alike in rows.items():
+                columns = dict.fromkeys(("name", "paused", "sleep_level", *changing))
+                changed = ", ".join(f"{field} = excluded.{field}" for field in changing)
+                self._database.write_rows(
+                    f"INSERT INTO servers ({', '.join(columns)})",
+                    alike,
+                    f"ON CONFLICT (name) DO {f'UPDATE SET {changed}' if changed else 'NOTHING'}",
                 )
 
     def forget_server(self, name: str) -> None:

@@ -10,7 +10,9 @@ POST /v1/restart    {servers}                {operation}
 POST /v1/undo       {}                       {}            stops the operation and what it started
 POST /v1/down       {drain_timeout_s}        {}            answers when everything is stopped
 POST /v1/verbs/V    {arguments, servers, timeout_s}   {outcomes}
-POST /v1/jobs       {request}                {id}          jobs are followed in the state file
+POST /v1/jobs       {request}                {id}
+GET  /v1/jobs/J     ?after=SEQUENCE&wait_s=20  JobChanges  when there are any, after wait_s, or at
+                                             once when it is over
 POST /v1/verify     {timeout_s}              {servers, agree}
 
 Both sides say which skyctl they are (`wire.VERSION_HEADER`); another protocol is refused.
@@ -33,6 +35,7 @@ from starlette.responses import JSONResponse
 from starlette.routing import Route
 
 from skyctl.core.arbiter import caller
+from skyctl.core.following import CHANGES_WAIT_S, job_changes
 from skyctl.core.jobs import verify_servers
 from skyctl.core.plan import FleetPlan
 from skyctl.errors import NotFoundError, SkyctlError, UsageError
@@ -160,6 +163,15 @@ def make_app(supervisor: Supervisor) -> Starlette:
             asked = _push_requests().validate_python(body.request)
         return {"id": (await supervisor.start_push(asked)).id}
 
+    async def job(request: Request) -> Answer:
+        asked, name = request.query_params, request.path_params["job"]
+        try:
+            after, wait_s = int(asked.get("after", 0)), float(asked.get("wait_s", 0))
+        except ValueError as error:
+            raise UsageError(f"{request.url.path}: {error}") from None
+        wait_s = min(wait_s, CHANGES_WAIT_S)
+        return (await job_changes(supervisor.state, name, after, wait_s=wait_s)).to_json()
+
     async def verify(request: Request) -> Answer:
         body = await _parsed(request, VerifyBody)
         targets = [r.target for r in supervisor.named(()) if r.phase == "up"]
@@ -178,7 +190,7 @@ def make_app(supervisor: Supervisor) -> Starlette:
         "/v1/jobs": start_job,
         "/v1/verify": verify,
     }
-    gets = {"/v1/status": status, "/v1/recover": findings}
+    gets = {"/v1/status": status, "/v1/recover": findings, "/v1/jobs/{job}": job}
     routes = [Route(path, _answering(call), methods=["GET"]) for path, call in gets.items()]
     routes += [Route(path, _answering(call), methods=["POST"]) for path, call in posts.items()]
     return Starlette(routes=routes)

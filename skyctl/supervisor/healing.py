@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING
 
 from skyctl.core.arbiter import Act
@@ -80,8 +80,8 @@ class _Hands:
             name: replica.target for name, replica in supervisor.replicas.items()
         }
 
-    async def push(self, request: PushRequest) -> Job:
-        return await self._supervisor.pushes.again(request)
+    async def push(self, request: PushRequest, servers: Collection[str]) -> Job:
+        return await self._supervisor.pushes.again(request, servers)
 
     async def bring(self, name: str) -> None:
         supervisor = self._supervisor
@@ -102,7 +102,5 @@ class _Hands:
         # it runs, and serves nobody: that is not what recovery is for
         return replica.row.quarantine or ""
 
-    def waits(self, name: str, why: str) -> str:
-        reason = f"{why}; push again: skyctl sync-weights CKPT"
+    def waits(self, name: str, reason: str) -> None:
         self._supervisor.replicas[name].update_row(quarantine=reason)
-        return reason

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
 from skyctl.checkpoints.checkpoint import locate
@@ -17,7 +17,7 @@ from skyctl.core.recovery import needed
 from skyctl.errors import ConflictError
 from skyctl.push.request import Committed, PushRequest
 from skyctl.store.in_doubt import in_doubt
-from skyctl.store.journal import Job
+from skyctl.store.journal import Job, Told
 from skyctl.store.state import FleetWeights
 from skyctl.supervisor import admission
 from skyctl.supervisor.replica import Replica, reload_rows
@@ -82,15 +82,16 @@ class Pushes:
             )
         return self._open(request, plan, up, turn, heals=True)
 
-    async def again(self, request: PushRequest) -> Job:
-        """A push as a part of recovery, under its turn: into servers in doubt too. The ended job.
+    async def again(self, request: PushRequest, servers: Collection[str]) -> Job:
+        """A push as a part of recovery, under its turn: into those of these servers that are up,
+        in doubt or not. The ended job.
 
         Raises:
             StateUnwritable: it cannot be put on record.
         """
         supervisor = self._supervisor
         doubts = in_doubt(supervisor.state)
-        up = [r for r in supervisor.replicas.values() if r.phase == "up"]
+        up = [r for r in supervisor.replicas.values() if r.phase == "up" and r.name in servers]
         up = [r for r in up if r.name in doubts or not r.row.quarantine]
         job = self._open(request, supervisor.require_plan(), up, Turn(None))
         await self.over.wait()
@@ -124,7 +125,7 @@ class Pushes:
         left = [r for r in supervisor.replicas.values() if r not in up]
         if left:
             names = ", ".join(replica.name for replica in left)
-            journal.note(job.id, f"not part of this push, because not up: {names}")
+            journal.tell(job.id, Told.note(f"not part of this push, because not up: {names}"))
         for replica in left:
             if replica.phase != "up":
                 replica.hold()
@@ -192,9 +193,12 @@ class Pushes:
                 replica.update_state = ""
                 replica.reload_row()
                 if pids[replica.name] != (replica.process and replica.process.pid):
-                    # it died meanwhile: what the push says of it is about a process that is gone
+                    # it died meanwhile: what the push says of it is about a process that is gone,
+                    # or about the next one, which may hold anything then, and may be paused
+                    if replica.name in in_doubt(state):
+                        replica.reached_by_push = job.id
                     replica.forget_weights()
-                    replica.came_back_in_a_push = True
+                    replica.resume_when_up = True
 
     def _on_server(self, name: str, state: str, detail: str) -> None:
         replica = self._supervisor.replicas.get(name)

@@ -23,7 +23,13 @@ from skyctl.core.membership import routable
 from skyctl.core.plan import FleetPlan, ServerSpec
 from skyctl.core.recovery import Recovered
 from skyctl.core.status import BY_DOWN, INTERRUPTED, Operation
-from skyctl.errors import ConflictError, FleetDownError, NotFoundError, SkyctlError
+from skyctl.errors import (
+    ConflictError,
+    FleetDownError,
+    NotFoundError,
+    ServerError,
+    SkyctlError,
+)
 from skyctl.http.client import ControlClient
 from skyctl.http.fanout import Outcome, OutcomeStatus
 from skyctl.kill_points import reached
@@ -340,7 +346,7 @@ class Supervisor:
                 pushing=lambda: not self.pushes.over.is_set(),
             )
         self._context.config = plan.config
-        self.state.retention = Retention.of(plan.config.history)
+        self.state.retention = Retention(**plan.config.history.model_dump())
         # at once, before anything is spawned: another `up` plans with the same ports
         self.state.set("ports", json.dumps(_ports(plan)))
 
@@ -379,6 +385,7 @@ class Supervisor:
         detail = f"not running ({replica.state})"
         if verb in ("pause", "resume"):
             replica.update_row(paused=verb == "pause")
+            replica.intent_changed, replica.resume_when_up = True, verb == "resume"
             if replica.phase not in ("failed", "dead", "stopped"):
                 detail = f"{replica.state}; will be {verb}d when it is ready"
         return Outcome(replica.name, OutcomeStatus.SKIPPED, 0.0, detail)
@@ -409,6 +416,8 @@ class Supervisor:
         plan = self.require_plan()
         while not replica.row.quarantine:
             await self.pushes.over.wait()
+            if replica.reached_by_push:
+                raise ServerError(f"{replica.reached_by_push} failed, and had reached it by then")
             if admission.is_current(self.state, replica):
                 break
             weights = self.state.weights()
@@ -419,7 +428,8 @@ class Supervisor:
     def _admitted(self, replica: Replica) -> bool:
         if replica.row.quarantine:
             return True
-        return self.pushes.over.is_set() and admission.is_current(self.state, replica)
+        current = admission.is_current(self.state, replica)
+        return current and self.pushes.over.is_set() and not replica.intent_changed
 
     @asynccontextmanager
     async def _gate(self, spec: ServerSpec) -> AsyncIterator[None]:

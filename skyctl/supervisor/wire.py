@@ -13,11 +13,13 @@ from pydantic import BaseModel, ConfigDict
 
 import skyctl
 from skyctl import __version__
-from skyctl.core.plan import Device, FleetPlan, RouterSpec, ServerSpec
+from skyctl.core.plan import FleetPlan, RouterSpec, ServerSpec
+from skyctl.engines import ENGINES
+from skyctl.engines.base import Device
 from skyctl.errors import VersionMismatch
 from skyctl.fleetfile.schema import FleetConfig
 
-PROTOCOL = 5
+PROTOCOL = 7
 """Of the supervisor's API. Count it up with every change that the other side has to know of."""
 
 VERSION_HEADER = "x-skyctl"
@@ -36,10 +38,6 @@ def stamp() -> str:
     """Changes when skyctl's files do: a supervisor goes on with those it was started from."""
     package = Path(skyctl.__file__).parent
     return f"{max(path.stat().st_mtime_ns for path in package.rglob('*.py')):x}"
-
-
-# Follows from how many replicas there are; a running server need not move when that changes.
-_PLACEMENT = ("VLLM_CPU_OMP_THREADS_BIND",)
 
 
 def plan_to_json(plan: FleetPlan) -> dict[str, Any]:
@@ -86,7 +84,8 @@ class _Plan(BaseModel):
 
 def spec_hash(spec: ServerSpec | RouterSpec) -> str:
     """Changes whenever a process would have to be started anew to match the plan."""
-    env = sorted(item for item in spec.env.items() if item[0] not in _PLACEMENT)
+    placement = ENGINES[spec.engine].placement_variables if isinstance(spec, ServerSpec) else ()
+    env = sorted(item for item in spec.env.items() if item[0] not in placement)
     material = json.dumps([list(spec.argv), env])
     return hashlib.sha256(material.encode()).hexdigest()
 

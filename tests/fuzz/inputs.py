@@ -20,17 +20,17 @@ import yaml
 
 from skyctl.checkpoints.checkpoint import INDEX_NAME, read_checkpoint
 from skyctl.checkpoints.header import read_header
-from skyctl.engines.vllm.metrics import parse_metrics
+from skyctl.engines.vllm.metrics import parse_metrics, parse_router_metrics
 from skyctl.engines.vllm.router import RouterClient
-from skyctl.engines.vllm.router_metrics import parse_router_metrics
 from skyctl.engines.vllm.server import VLLMServer
-from skyctl.engines.vllm.stream import Cut, read_pieces
 from skyctl.errors import FleetFileError, SkyctlError
 from skyctl.fleetfile.load import parse_fleet
+from skyctl.generate.stream import Cut, read_pieces
 from skyctl.http.client import ControlClient, error_text
 from skyctl.http.target import ServerTarget
 from skyctl.store.identity import own_identity
 from skyctl.store.in_doubt import close_orphans, in_doubt, touch
+from skyctl.store.journal import Told
 from skyctl.store.paths import FleetPaths
 from skyctl.store.state import FleetState, FleetWeights, ProcessRow
 from skyctl.supervisor.client import SupervisorClient
@@ -242,8 +242,8 @@ def _write_state(path: Path, directory: Path) -> None:
             touch(state, "f-0", "its admission")
             state.set_weights_awake("f-0", True)
             job = state.journal.begin("push", {"checkpoint": "/c"})
-            state.journal.stage(job.id, "pause")
-            state.journal.server(job.id, "f-0", "pausing")
+            state.journal.tell(job.id, Told.stage("pause"))
+            state.journal.tell(job.id, Told.server("f-0", "pausing"))
             state.journal.record_push(
                 job.id, ok=True, version="v", checkpoint="/c", checkpoint_digest="d", result={}
             )

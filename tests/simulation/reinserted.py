@@ -54,7 +54,7 @@ def _verbs_look_once(self: Arbiter, act: Act, what: str) -> Turn:
     return turn
 
 
-def _any_refusal(error: ServerError, method: str) -> bool:
+def _any_refusal(error: ServerError) -> bool:
     """Whatever a server answers means that it has no such method."""
     return bool(error.status)
 
@@ -111,7 +111,10 @@ DEFECTS: dict[str, Defect] = {
     ),
     "04 a push goes on when its journal cannot be written": Defect(
         "attached",
-        {"skyctl.core.jobs.INTENT_STAGES": (), "skyctl.core.jobs.INTENT_STATES": ()},
+        {
+            "skyctl.core.jobs.INTENT_STAGES": frozenset(),
+            "skyctl.core.jobs.INTENT_STATES": frozenset(),
+        },
     ),
     "05 a digest that failed counts as one that there is not": Defect(
         "attached",

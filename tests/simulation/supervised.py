@@ -452,7 +452,7 @@ SEAMS: dict[str, Any] = {
     "skyctl.service.unsupervised.boot_id": lambda: BOOT,
     "skyctl.store.paths.FleetPaths.refuse_foreign": lambda self: None,
     # who follows something asks less often: nothing is learned from it here
-    "skyctl.core.jobs.FOLLOW_POLL_S": 0.7,
+    "skyctl.core.following.FOLLOW_POLL_S": 0.7,
     "skyctl.service.bring_up.FOLLOW_POLL_S": 1.1,
     # a blocking wait would stop everybody here: who finds it taken is refused at once
     "skyctl.service.bring_up.UP_LOCK_WAIT_S": 0.0,

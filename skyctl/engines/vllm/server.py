@@ -1,38 +1,44 @@
-"""One vLLM server's control routes, as typed calls. Nothing outside `control/` names a route."""
+"""One vLLM server's control routes, as typed calls."""
 
 from __future__ import annotations
 
 import secrets
 from asyncio import gather
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
-from skyctl.engines.vllm.metrics import METRICS, ServerMetrics, parse_metrics
+from skyctl.engines.base import PauseMode, Refusal, ServerMetrics, StartedWith
+from skyctl.engines.vllm.metrics import METRICS, parse_metrics
 from skyctl.errors import ServerError
 from skyctl.http.client import ControlClient
 from skyctl.http.target import ServerTarget
 
-PauseMode = Literal["abort", "wait", "keep"]
 Read = TypeVar("Read")
 
 _ASK_METHOD = "skyctl_leave_answer"
 """Of skyctl's worker extension: call another one where there are several data-parallel ranks."""
+_REPACK_METHOD = "skyctl_repack_tied"
+
+_REFUSALS = {
+    "without a matching start": Refusal.NO_SESSION,
+    "not configured": Refusal.NO_TRANSFER,
+    "Model reloading with": Refusal.CANNOT_RELOAD,  # `--load-format dummy` and others
+}
+_NO_ROUTE = "it has no such route"
 
 
 class VLLMServer:
-    """The control routes of one server. `timeout_s` is each call's deadline unless it says other.
-
-    Every method raises ServerError, ServerUnreachable or DeadlineExceeded. The routes exist only
-    in servers started with VLLM_SERVER_DEV_MODE=1, but for health, version, models and metrics.
-    """
+    """`Server` (`engines/base.py`) of vLLM. `timeout_s` is each call's deadline unless it says
+    other. The routes exist only in servers started with VLLM_SERVER_DEV_MODE=1, but for health,
+    version, models and metrics."""
 
     def __init__(
-        self, client: ControlClient, target: ServerTarget, *, timeout_s: float = 30.0
+        self, client: ControlClient, target: ServerTarget, timeout_s: float = 30.0
     ) -> None:
         self.target = target
         self._client = client
         self._timeout_s = timeout_s
-        self._sizes: tuple[int, int] | None = None
+        self.known_ranks: tuple[int, int] | None = None
 
     async def health(self) -> None:
         """Return when the engine has not errored. True also while paused, asleep or stuck."""
@@ -46,6 +52,12 @@ class VLLMServer:
         """Served model names."""
         data = await self._field("GET", "/v1/models", "data")
         return self._understood("/v1/models", lambda: [str(model["id"]) for model in data])
+
+    async def longest_context(self) -> int | None:
+        """`max_model_len` of the first model."""
+        data = await self._field("GET", "/v1/models", "data")
+        found = self._understood("/v1/models", lambda: data[0].get("max_model_len") or 0)
+        return int(found) or None
 
     async def generates_from_tokens(self) -> bool:
         """Whether `/inference/v1/generate` is served: token ids in, token ids out.
@@ -61,11 +73,37 @@ class VLLMServer:
             return error.status not in (403, 404)
         return True
 
-    async def world_size(self, *, include_dp: bool = True) -> int:
-        """Workers of this deployment: TP x PP, times DP with `include_dp`."""
-        params = {"include_dp": _flag(include_dp)}
+    async def ranks(self) -> tuple[int, int]:
+        """Workers of all data-parallel ranks, and of one of them (TP x PP); asked once."""
+        if self.known_ranks is None:
+            everywhere, within = await gather(self._world_size("true"), self._world_size("false"))
+            self.known_ranks = everywhere, within
+        return self.known_ranks
+
+    async def _world_size(self, include_dp: str) -> int:
+        params = {"include_dp": include_dp}
         found = await self._field("GET", "/get_world_size", "world_size", params=params)
         return self._understood("/get_world_size", lambda: int(found))
+
+    async def started_with(self) -> StartedWith:
+        """From its configuration; where that cannot be had as JSON, it does not say."""
+        try:
+            info = (await self.server_info()).get("vllm_config")
+        except ServerError as error:
+            if not error.status:
+                raise
+            info = None
+
+        def section(name: str) -> dict[str, Any]:
+            found = info.get(name) if isinstance(info, dict) else None
+            return found if isinstance(found, dict) else {}
+
+        told = isinstance(info, dict) and "weight_transfer_config" in info
+        return StartedWith(
+            str(section("model_config").get("model") or ""),
+            str(section("load_config").get("load_format", "")),
+            str(section("weight_transfer_config").get("backend", "")) if told else None,
+        )
 
     async def server_info(self) -> dict[str, Any]:
         """vLLM's configuration (`vllm_config`), environment and system, as JSON."""
@@ -184,7 +222,14 @@ class VLLMServer:
     ) -> list[Any]:
         """Call `method` on every worker; one result per worker, non-containers as strings."""
         body = {"method": method, "args": list(args), "kwargs": dict(kwargs or {})}
-        answer = await self._call("POST", "/collective_rpc", json=body, timeout_s=timeout_s)
+        try:
+            answer = await self._call("POST", "/collective_rpc", json=body, timeout_s=timeout_s)
+        except ServerError as error:
+            # any other error, one raised by the method itself above all, says nothing of the kind
+            asked = (method, (kwargs or {}).get("method"))
+            if any(f"Method '{name}' is not implemented" in error.message for name in asked):
+                error.refusal = Refusal.NO_METHOD
+            raise
         if not isinstance(answer, dict):
             return []
         return self._understood("/collective_rpc", lambda: list(answer.get("results") or []))
@@ -205,11 +250,7 @@ class VLLMServer:
         Raises:
             ServerError: an answer is missing, or the method failed on one of the workers.
         """
-        if self._sizes is None:
-            self._sizes = await gather(
-                self.world_size(include_dp=True), self.world_size(include_dp=False)
-            )
-        everywhere, within = self._sizes
+        everywhere, within = await self.ranks()
         if everywhere == within:
             answers = await self.collective_rpc(method, kwargs=kwargs, timeout_s=timeout_s)
             found = {(0, rank): answer for rank, answer in enumerate(answers)}
@@ -230,6 +271,11 @@ class VLLMServer:
                     f"{rank} (data-parallel ranks on other machines, or behind servers of their "
                     "own, are not supported)"
                 )
+        if len(found) > len(wanted):
+            raise ServerError(
+                f"{self.target.name}: {len(found)} workers answered, and it had {len(wanted)}: its "
+                "process is another one"
+            )
         return [found[place] for place in wanted]
 
     async def complete(
@@ -288,8 +334,25 @@ class VLLMServer:
         try:
             await self.collective_rpc(method, timeout_s=timeout_s)
         except ServerError as error:
-            if not lacks_method(error, method):
+            if error.refusal != Refusal.NO_METHOD:
                 raise
+
+    async def reload_weights(self, path: str, *, timeout_s: float | None = None) -> None:
+        """vLLM's reload leaves tied weights out on CPU (`inside/tied.py`)."""
+        try:
+            await self.collective_rpc(
+                "reload_weights", kwargs={"weights_path": path}, timeout_s=timeout_s
+            )
+        except ServerError as error:
+            if error.refusal != Refusal.CANNOT_RELOAD:
+                raise
+            again = ServerError(
+                f"{error.message}; start the server without --load-format dummy",
+                status=error.status,
+            )
+            again.refusal = error.refusal
+            raise again from error
+        await self.extension_rpc(_REPACK_METHOD, timeout_s=timeout_s)
 
     async def weight_checksums(self, *, timeout_s: float | None = None) -> dict[str, str] | None:
         """Checksum per parameter; None where the server has no such route.
@@ -315,14 +378,26 @@ class VLLMServer:
         json: Any = None,
         timeout_s: float | None = None,
     ) -> Any:
-        return await self._client.call(
-            self.target,
-            method,
-            path,
-            params=params,
-            json=json,
-            timeout_s=self._timeout_s if timeout_s is None else timeout_s,
-        )
+        try:
+            return await self._client.call(
+                self.target,
+                method,
+                path,
+                params=params,
+                json=json,
+                timeout_s=self._timeout_s if timeout_s is None else timeout_s,
+            )
+        except ServerError as error:
+            for words, refusal in _REFUSALS.items():
+                if words in error.message:
+                    error.refusal = refusal
+            if error.status == 404 and error.message.endswith(_NO_ROUTE):
+                raise ServerError(
+                    f"{error.message}; vLLM needs VLLM_SERVER_DEV_MODE=1 for its control routes",
+                    status=404,
+                    hint="start the server with VLLM_SERVER_DEV_MODE=1 in its environment",
+                ) from error
+            raise
 
     async def _field(
         self, method: str, path: str, key: str, *, params: Mapping[str, Any] | None = None
@@ -348,13 +423,6 @@ class VLLMServer:
                 "not a JSON object"
             )
         return answer
-
-
-def lacks_method(error: ServerError, method: str) -> bool:
-    """Whether workers answered a `collective_rpc` that they have no such method. Any other error,
-    one raised by the method itself above all, says nothing of the kind."""
-    missing = (f"Method '{name}' is not implemented" for name in (method, _ASK_METHOD))
-    return any(words in error.message for words in missing)
 
 
 def _flag(value: bool) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,13 +12,13 @@ import pytest
 from skyctl.core.diagnosis import Finding
 from skyctl.core.recovery import Recovered, interrupted_request, needed, recover, settle
 from skyctl.engines.vllm.server import VLLMServer
-from skyctl.errors import SkyctlError, WeightsGone
+from skyctl.errors import SkyctlError, StateUnwritable, WeightsGone
 from skyctl.http.client import ControlClient
 from skyctl.http.target import ServerTarget
 from skyctl.push.request import PushRequest
 from skyctl.push.verify import weights_digest
 from skyctl.store.in_doubt import InDoubt, doubt, in_doubt
-from skyctl.store.journal import Job
+from skyctl.store.journal import Job, Told
 from skyctl.store.state import FleetState
 from tests.stub.app import StubServer
 from tests.stub.inprocess import StubTransport
@@ -37,10 +37,12 @@ class Hands:
         self.done: list[str] = []
         self.push_error = self.bring_error = self.restart_error = ""
         self.replacing = self.most_at_once = 0
-        self.gone = False
+        self.gone = self.full = False
 
-    async def push(self, request: PushRequest) -> Job:
+    async def push(self, request: PushRequest, servers: Collection[str]) -> Job:
         self.done.append(f"push {request.checkpoint}")
+        self.pushed = list(servers)
+        self._need_room()
         job = self.state.journal.begin("push", request.to_json())
         if self.push_error:
             self.state.journal.end(job.id, "failed", error={"message": self.push_error})
@@ -52,10 +54,15 @@ class Hands:
 
     async def bring(self, name: str) -> None:
         self.done.append(f"bring {name}")
+        self._need_room()
         if self.gone:
             raise WeightsGone("/fleet was overwritten since it was pushed as v1")
         if self.bring_error:
             raise SkyctlError(self.bring_error)
+
+    def _need_room(self) -> None:
+        if self.full:
+            raise StateUnwritable("cannot write it: disk is full", hint="free space at /home")
 
     async def replace(self, name: str, why: str) -> str:
         self.done.append(f"replace {name}: {why}")
@@ -65,9 +72,8 @@ class Hands:
         self.replacing -= 1
         return self.restart_error
 
-    def waits(self, name: str, why: str) -> str:
-        self.done.append(f"wait {name}")
-        return why
+    def waits(self, name: str, reason: str) -> None:
+        self.done.append(f"wait {name}: {reason}")
 
 
 @pytest.fixture
@@ -82,7 +88,7 @@ def leave(hands: Hands, *names: str, half: bool, checkpoint: str = "/new") -> li
     """Findings of servers that a push to `checkpoint` left."""
     job = hands.state.journal.begin("push", PushRequest(checkpoint).to_json())
     pushed = {"checkpoint": checkpoint, "checkpoint_digest": "of these files"}
-    hands.state.journal.fact(job.id, "prepared", pushed)
+    hands.state.journal.tell(job.id, Told("prepared", pushed))
     hands.state.journal.end(job.id, "interrupted")
     stage = "update" if half else "pause"
     doubt(hands.state, {name: InDoubt(name, job.id, stage, half, True) for name in names})
@@ -172,6 +178,28 @@ async def test_half_updated_servers_get_the_push_that_was_on_its_way(hands: Hand
     assert needed(hands.state) == set()
 
 
+async def test_a_push_that_was_on_its_way_reaches_all_but_those_that_are_replaced(
+    hands: Hands,
+) -> None:
+    """Nobody whom recovery leaves as it is may stay behind at older weights."""
+    findings = leave(hands, "stub-0", half=True)
+    findings += [Finding("stub-1", "healthy"), Finding("stub-2", "stuck", "", "quarantine")]
+    await recover(findings, hands)
+    assert hands.pushed == ["stub-0", "stub-1"]
+
+
+async def test_a_fleet_that_moved_on_does_not_go_back_to_a_push_that_broke_off(
+    hands: Hands,
+) -> None:
+    findings = leave(hands, "stub-0", half=True)
+    job = hands.state.journal.begin("push", {})
+    hands.state.journal.record_push(
+        job.id, ok=True, version="v9", checkpoint="/v9", checkpoint_digest="d", result={}
+    )
+    assert outcomes(await recover(findings, hands)) == [("push", True)]
+    assert hands.done == ["bring stub-0"]
+
+
 async def test_when_that_cannot_be_had_they_get_the_fleets_weights(hands: Hands) -> None:
     findings = leave(hands, "stub-0", "stub-1", half=True)
     hands.push_error = "/new is gone"
@@ -209,7 +237,28 @@ async def test_servers_whose_weights_are_gone_wait_for_the_next_push(hands: Hand
     hands.push_error, hands.gone = "/new was written anew", True
     [report] = await recover(findings, hands)
     assert not report.ok and "written anew" not in report.detail
-    assert hands.done == ["push /new", "bring stub-0", "wait stub-0"]
+    assert hands.done[:2] == ["push /new", "bring stub-0"]
+    assert hands.done[2:] == [f"wait stub-0: {report.detail}"]
+    assert report.detail.endswith("push again: skyctl sync-weights CKPT")
+
+
+@pytest.mark.parametrize("readable", [True, False])
+async def test_on_a_full_disk_what_is_frozen_is_resumed_and_what_needs_a_push_waits(
+    hands: Hands, readable: bool
+) -> None:
+    """Nothing is touched that a death would leave unknown, and nothing is restarted for it."""
+    frozen = leave(hands, "stub-0", half=False)
+    half = leave(hands, "stub-1", half=True)
+    await hands.stubs[0].engine.pause("keep")
+    if not readable:  # no push can be made again
+        hands.state._database.write("UPDATE jobs SET request = '{}'")
+    hands.full = True
+    reports = await recover([*frozen, *half], hands)
+    assert outcomes(reports) == [("resume", True), ("push", False)]
+    assert not hands.stubs[0].engine.paused
+    why = "cannot write it: disk is full; free space at /home; then type: skyctl recover"
+    first = "push /new" if readable else "bring stub-1"
+    assert hands.done == [first, f"wait stub-1: {why}"] and reports[1].detail == why
 
 
 async def test_what_is_pushed_again_are_the_files_that_the_dead_push_had(hands: Hands) -> None:

@@ -17,6 +17,7 @@ from skyctl.http.client import ControlClient
 from skyctl.push.request import PushRequest, PushResult, ServerPush
 from skyctl.service.attached import AttachedFleet
 from skyctl.store.in_doubt import touch
+from skyctl.store.journal import Told
 from skyctl.store.paths import fleet_paths
 from skyctl.store.state import FleetState
 from tests.stub.app import StubServer
@@ -60,11 +61,16 @@ async def test_a_paused_server_that_slept_is_paused_again_when_it_wakes(
         assert (await fleet.status()).replicas[0].state == "paused"
 
 
+@pytest.mark.parametrize("recorded", [True, False])
 async def test_waking_discarded_weights_is_refused_until_they_are_pushed_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recorded: bool
 ) -> None:
     async with attached(tmp_path, monkeypatch, StubServer()) as fleet:
         await fleet.sleep(2)
+        if not recorded:  # the command died, or its answer was lost: the server says it
+            fleet._state.update_server("far-0", sleep_level=0)
+            [finding] = await fleet.findings()
+            assert finding.action == "nothing" and "type: skyctl wake" in finding.detail
         with pytest.raises(ConflictError) as caught:
             await fleet.wake()
         assert "skyctl wake --tags weights" in caught.value.hint
@@ -142,8 +148,8 @@ async def test_with_the_turn_in_hand_a_push_that_is_said_to_run_has_ended(
     async with attached(tmp_path, monkeypatch, StubServer()) as fleet:
         job = fleet._state.journal.begin("push", PushRequest("/c").to_json())
         for stage in ("pause", "update"):
-            fleet._state.journal.stage(job.id, stage)
-        fleet._state.journal.server(job.id, "far-0", "updating")
+            fleet._state.journal.tell(job.id, Told.stage(stage))
+        fleet._state.journal.tell(job.id, Told.server("far-0", "updating"))
         [outcome] = await fleet.resume()
         assert outcome["status"] == "skipped" and "skyctl recover" in outcome["detail"]
         assert (await fleet.job(job.id)).state == "interrupted"

@@ -12,6 +12,7 @@ import tomllib
 import typing
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -249,6 +250,8 @@ async def test_servers_that_would_refuse_skyrls_rollouts_are_named(
         return httpx.Response(status, json={"error": {"message": "Scale-out is disabled"}})
 
     class Fleet:
+        ref = SimpleNamespace(config=SimpleNamespace(engine="vllm"))
+
         async def urls(self) -> FleetUrls:
             return URLS
 

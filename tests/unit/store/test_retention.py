@@ -11,6 +11,7 @@ import pytest
 
 from skyctl.fleetfile.schema import HistorySection
 from skyctl.store.in_doubt import InDoubt, doubt
+from skyctl.store.journal import Told
 from skyctl.store.kept_weights import KeptWeights, remember
 from skyctl.store.retention import RECENT, Retention
 from skyctl.store.state import FleetState, FleetWeights
@@ -28,7 +29,7 @@ def push(state: FleetState, version: str, result: dict[str, Any] = RESULT) -> st
     job = state.journal.begin("push", {"checkpoint": "/c", "padding": "x" * 900})
     with state.transaction():
         for number in range(8):
-            state.journal.server(job.id, f"a-{number}", "ready")
+            state.journal.tell(job.id, Told.server(f"a-{number}", "ready"))
         state.journal.record_push(
             job.id, ok=True, version=version, checkpoint="/c", checkpoint_digest="d", result=result
         )
@@ -149,5 +150,7 @@ def test_nothing_is_forgotten_that_is_neither_old_nor_too_much(state: FleetState
 
 
 def test_the_fleet_file_says_how_much() -> None:
-    assert Retention.of(HistorySection()) == Retention()
-    assert Retention.of(HistorySection(pushes=7, events=8, days=9)) == Retention(7, 8, 9.0)
+    assert Retention(**HistorySection().model_dump()) == Retention()
+    assert Retention(**HistorySection(pushes=7, events=8, days=9).model_dump()) == Retention(
+        7, 8, 9.0
+    )
