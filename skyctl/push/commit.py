@@ -24,8 +24,7 @@ async def verify(run: Run, prepared: Prepared, content_digest: str) -> None:
     loaded = alive([site for site in prepared.sites if site.holds is Holds.NEW])
 
     async def digest(site: Site) -> None:
-        await _refuse_thawed(site)
-        resetting = asyncio.create_task(site.vllm.reset_caches())
+        meanwhile = asyncio.gather(_refuse_thawed(site), site.vllm.reset_caches())
         try:
             if not (run.request.verify or site.copied):
                 return
@@ -36,7 +35,7 @@ async def verify(run: Run, prepared: Prepared, content_digest: str) -> None:
                 numbered=numbered(site),
             )
         finally:
-            await resetting
+            await meanwhile
         site.digest, site.compared = found.digest, found.compared
         if site.expected:
             said = await settle_parameters(

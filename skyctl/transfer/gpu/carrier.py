@@ -5,11 +5,12 @@ The process, its CUDA context and the reader's pinned ring outlive a push; the s
 
 from __future__ import annotations
 
+import base64
 import os
+import pickle
 from collections.abc import Sequence
 from typing import Any
 
-from skyctl.engines.vllm.dialects import pickle_handles
 from skyctl.engines.vllm.inside.layout_wire import Program
 from skyctl.transfer.gpu.chunks import DeviceChunkReader
 from skyctl.transfer.gpu.devices import (
@@ -24,8 +25,17 @@ from skyctl.transfer.gpu.reader import THREADS, DeviceReader
 from skyctl.transfer.reader import Piece, ShardFiles
 
 
+def pickle_handles(handles: Any) -> str:
+    """IPC handles as vLLM takes them over HTTP: pickle, then base64 text."""
+    return base64.b64encode(pickle.dumps(handles)).decode("ascii")
+
+
+_LEAST_THREADS = 8
+"""Fewer do not fill a link."""
+
+
 class GpuCarrier:
-    """Slots on every GPU of `devices`; the first one's are filled from the files.
+    """Slots on every GPU of `devices`.
 
     `server_gpus` are those of each server, which can be shown the slots on them.
     """
@@ -36,9 +46,7 @@ class GpuCarrier:
         self.devices = list(devices)
         self.server_gpus = [list(gpus) for gpus in server_gpus]
         torch.cuda.set_device(self.devices[0])
-        # two processors are left to the servers, which have work to do at the same time
-        threads = max(2, min(THREADS, len(os.sched_getaffinity(0)) - 2))
-        self._reader = DeviceReader(self.devices[0], threads=threads)
+        self._readers: dict[int, DeviceReader] = {}
         self._slots: MirroredSlots | None = None
         self._numbering: Numbering | None = None
         self.staged_whole = False
@@ -78,14 +86,27 @@ class GpuCarrier:
             as_many=shown,
         )
         self._slots = mirrored
+        filled = self._filled_from_host(mirrored.devices)
         return DeviceChunkReader(
             files,
             chunks,
-            mirrored.addresses(),
-            self._reader,
-            after_fill=mirrored.mirror,
-            bytes_of=lambda slot: mirrored.view(self.devices[0], slot),
+            [mirrored.addresses(device) for device in filled],
+            [self._readers[device] for device in filled],
+            after_fill=lambda slot, reader: mirrored.mirror(slot, filled[reader]),
+            bytes_of=lambda slot, reader: mirrored.view(filled[reader], slot),
         )
+
+    def _filled_from_host(self, devices: Sequence[int]) -> list[int]:
+        """Those of the GPUs that chunks are read to, each over its own link, by readers that stay:
+        as many as there are processors for."""
+        # two processors are left to the servers, which have work to do at the same time
+        processors = max(2, len(os.sched_getaffinity(0)) - 2)
+        filled = list(devices[: max(1, processors // _LEAST_THREADS)])
+        for device in filled:
+            if device not in self._readers:
+                threads = max(2, min(THREADS, processors // len(filled)))
+                self._readers[device] = DeviceReader(device, threads=threads)
+        return filled
 
     def _room_for(self, size: int) -> list[int]:
         """GPUs of servers on which no slots lie by themselves, if that much fits on each of them.
@@ -135,7 +156,8 @@ class GpuCarrier:
 
     def close(self) -> None:
         self.rest()
-        self._reader.close()
+        for reader in self._readers.values():
+            reader.close()
 
     def extra(self, slot: int) -> dict[str, Any]:
         return {}

@@ -1,19 +1,17 @@
 """CUDA IPC: servers copy each chunk out of the sender's buffers on their own GPUs.
 
 Speaks to vLLM's native engine (`distributed/weight_transfer/ipc_engine.py`, packed). One sender
-serves every GPU of the host: a chunk is read once, copied to the first GPU, and from there to the
+serves every GPU of the host: a chunk is read once, to one of the GPUs, and copied from there to the
 others over NVLink. All slots of a GPU are one allocation, so that a server maps it once.
 """
 
 from __future__ import annotations
 
-import base64
-import pickle
 from collections.abc import Sequence
 from typing import Any
 
 from skyctl.engines.base import Dialect
-from skyctl.transfer.gpu.carrier import GpuCarrier
+from skyctl.transfer.gpu.carrier import GpuCarrier, pickle_handles
 from skyctl.transfer.gpu.devices import uuid_of
 from skyctl.transfer.plan import Chunk, Packing
 from skyctl.transfer.transports.base import Filled, Session, tensor_headers
@@ -89,8 +87,3 @@ class IpcCarrier(GpuCarrier):
 
     def send(self, slot: int, size: int) -> None:
         """Servers read by themselves."""
-
-
-def pickle_handles(handles: Any) -> str:
-    """IPC handles as they travel in JSON: pickle, then base64 text."""
-    return base64.b64encode(pickle.dumps(handles)).decode("ascii")
