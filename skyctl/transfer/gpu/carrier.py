@@ -6,7 +6,6 @@ The process, its CUDA context and the reader's pinned ring outlive a push; the s
 from __future__ import annotations
 
 import base64
-import os
 import pickle
 from collections.abc import Sequence
 from typing import Any
@@ -21,17 +20,13 @@ from skyctl.transfer.gpu.devices import (
     uuid_of,
 )
 from skyctl.transfer.gpu.numbering import Numbering
-from skyctl.transfer.gpu.reader import THREADS, DeviceReader
+from skyctl.transfer.gpu.reader import DeviceReader, readers_for
 from skyctl.transfer.reader import Piece, ShardFiles
 
 
 def pickle_handles(handles: Any) -> str:
     """IPC handles as vLLM takes them over HTTP: pickle, then base64 text."""
     return base64.b64encode(pickle.dumps(handles)).decode("ascii")
-
-
-_LEAST_THREADS = 8
-"""Fewer do not fill a link."""
 
 
 class GpuCarrier:
@@ -99,12 +94,10 @@ class GpuCarrier:
     def _filled_from_host(self, devices: Sequence[int]) -> list[int]:
         """Those of the GPUs that chunks are read to, each over its own link, by readers that stay:
         as many as there are processors for."""
-        # two processors are left to the servers, which have work to do at the same time
-        processors = max(2, len(os.sched_getaffinity(0)) - 2)
-        filled = list(devices[: max(1, processors // _LEAST_THREADS)])
+        count, threads = readers_for(len(devices))
+        filled = list(devices[:count])
         for device in filled:
             if device not in self._readers:
-                threads = max(2, min(THREADS, processors // len(filled)))
                 self._readers[device] = DeviceReader(device, threads=threads)
         return filled
 
