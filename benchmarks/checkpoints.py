@@ -74,6 +74,7 @@ SHAPES: dict[str, dict[str, int | bool]] = {
     },
 }
 HEAD_DIM = 128
+INDEX = "model.safetensors.index.json"
 SHARD_BYTES = 4 * 10**9
 
 
@@ -145,10 +146,7 @@ def write_checkpoint(
     names = [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
     index = {t: n for n, shard in zip(names, shards, strict=True) for t, _ in shard}
     total = sum(_bytes(s) for shard in shards for _, s in shard)
-    (directory / "model.safetensors.index.json").write_text(
-        json.dumps({"metadata": {"total_size": total}, "weight_map": index})
-    )
-    with ThreadPoolExecutor(4) as pool:
+    with ThreadPoolExecutor(12) as pool:
         jobs = [
             pool.submit(_write_shard, directory / name, shard, seed * 1000 + number)
             for number, (name, shard) in enumerate(zip(names, shards, strict=True))
@@ -158,6 +156,10 @@ def write_checkpoint(
             (directory / name).hardlink_to(same / name)
         for job in jobs:
             job.result()
+    # last: a checkpoint that has its index is whole
+    (directory / INDEX).write_text(
+        json.dumps({"metadata": {"total_size": total}, "weight_map": index})
+    )
     return total
 
 
@@ -168,7 +170,7 @@ def two_checkpoints(scratch: Path, shape_name: str, *, differing: int = 0) -> li
     """
     made = [scratch / f"{shape_name}-{seed}" for seed in (1, 2)]
     for seed, checkpoint in enumerate(made, 1):
-        if not (checkpoint / "model.safetensors.index.json").exists():
+        if not (checkpoint / INDEX).exists():
             same = made[0] if differing and seed > 1 else None
             write_checkpoint(checkpoint, shape_name, seed, same=same, differing=differing)
     return made

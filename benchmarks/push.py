@@ -2,7 +2,7 @@
 
     python -m benchmarks.push --transport ipc --servers 1
     python -m benchmarks.push --transport nccl --servers 3 --runs 5 --shape qwen3-8b
-    python -m benchmarks.push --transport ipc --phase up … ; … --phase push …   (in two steps)
+    python -m benchmarks.push --transport ipc --phase up …   (then --phase push, --phase down)
 
 Makes two checkpoints in --scratch (default /dev/shm), starts a fleet with `skyctl up`, pushes them
 in turn, lets vLLM's own sender push them to the first server, and takes the fleet down. With
@@ -346,7 +346,7 @@ def main() -> None:
     parser.add_argument("--label", default="", help="more of the result's file name")
     parser.add_argument("--no-native", action="store_true")
     parser.add_argument("--keep-up", action="store_true", help="leave the fleet running")
-    parser.add_argument("--phase", choices=["all", "up", "push"], default="all")
+    parser.add_argument("--phase", choices=["all", "up", "push", "down"], default="all")
     options = parser.parse_args()
 
     checkpoints = two_checkpoints(options.scratch, options.shape, differing=options.differing)
@@ -355,7 +355,7 @@ def main() -> None:
     try:
         if options.phase in ("all", "up"):
             start(fleet, checkpoints, options)
-        if options.phase == "up":
+        if options.phase in ("up", "down"):
             return
         pushes = skyctl_pushes(fleet, checkpoints, options)
         serving = serving_ratio(fleet, checkpoints, options) if options.serving else None
@@ -364,7 +364,7 @@ def main() -> None:
             native = native_pushes(fleet, checkpoints, options)
         save(record(options, pushes, native, serving), options.label, options.out)
     finally:
-        if not options.keep_up and options.phase != "up":
+        if not options.keep_up and options.phase in ("all", "down"):
             fleet.run("down", check=False)
 
 

@@ -2,7 +2,8 @@
 
     python -m benchmarks.push_matrix --out DIR                    what the GPUs allow
     python -m benchmarks.push_matrix --out DIR --only ipc-1,tp2   some of it
-    python -m benchmarks.push_matrix --out DIR --deadline-s 480   none begins that could end later
+    python -m benchmarks.push_matrix --out DIR --deadline-s 480   what can be done until then
+    python -m benchmarks.push_matrix --checkpoints                write the checkpoints beforehand
 
 Checkpoints lie in /dev/shm. Servers have CUDA graphs, without torch.compile, which would take
 longer to start than all pushes together. Each figure is one run of `benchmarks.push`. Prints a
@@ -19,22 +20,25 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
-from benchmarks.checkpoints import two_checkpoints
+from benchmarks.checkpoints import INDEX, two_checkpoints
+from benchmarks.push import RESULTS
 
 SCRATCH = Path("/dev/shm/skyctl-bench")
 GIB = 1 << 30
 GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 2, 4, 16]}
 UP_TIMEOUT_S = 240
 PUSH_TIMEOUT_S = 120
+WRITE_TIMEOUT_S = 150
 
 
 @dataclass(frozen=True)
 class Figure:
     """One figure. `wave`: those of a wave are up at the same time. `gpus` are the servers',
     `reference` those of the server that is started on the second checkpoint, unless another figure
-    (`same_as`) has one that answers alike."""
+    (`same_as`) has one that answers alike. `alone`: those measured before are taken down first."""
 
     name: str
     wave: int
@@ -43,24 +47,30 @@ class Figure:
     gpus: tuple[int, ...]
     reference: tuple[int, ...]
     tensor_parallel_size: int = 1
-    args: dict[str, Any] = field(default_factory=dict)
+    args: dict[str, Any] = field(default_factory=dict, compare=False)
     differing: int = 0
     options: tuple[str, ...] = ()
     kv_gib: int = 3
     same_as: str = ""
+    alone: bool = False
 
 
 _FP8 = {"quantization": "fp8"}
 _EXPERTS = {"enable-expert-parallel": True}
 FIGURES = (
-    Figure("ipc-1", 1, "ipc", "qwen3-8b", (0,), (1,), options=("--serving",)),
+    Figure("ipc-1", 1, "ipc", "qwen3-8b", (0,), (0,), options=("--serving",)),
     Figure("nccl-1", 1, "nccl", "qwen3-8b", (0,), (), options=("--serving",), same_as="ipc-1"),
-    Figure("ipc-1-fp8", 1, "ipc", "qwen3-8b", (1,), (0,), args=_FP8),
     Figure("ipc-2-tp2", 1, "ipc", "qwen3-8b", (0, 1), (0, 1), 2),
+    Figure(
+        *("ipc-1-moe61", 1, "ipc", "qwen3-30b-a3b", (1,), ()),
+        differing=2,
+        kv_gib=32,
+        alone=True,
+    ),
     Figure("ipc-1-moe31", 2, "ipc", "qwen3-30b-a3b-24", (0,), (1,)),
     Figure("nccl-1-moe31", 2, "nccl", "qwen3-30b-a3b-24", (1,), (), same_as="ipc-1-moe31"),
     Figure("ipc-2-ep2", 2, "ipc", "qwen3-30b-a3b-24", (0, 1), (0, 1), 2, args=_EXPERTS),
-    Figure("ipc-1-moe61", 3, "ipc", "qwen3-30b-a3b", (0,), (1,), differing=2, kv_gib=32),
+    Figure("ipc-1-fp8", 2, "ipc", "qwen3-8b", (0,), (1,), args=_FP8),
 )
 
 
@@ -123,23 +133,46 @@ class Suite:
 
     def wave(self, figures: list[Figure]) -> None:
         """Start them all, then measure them one after the other."""
-        for shape, differing in {(one.shape, one.differing) for one in figures}:
-            two_checkpoints(SCRATCH, shape, differing=differing)
-        self.say(f"checkpoints of {', '.join(one.name for one in figures)}")
+        limit_s = min(UP_TIMEOUT_S, self.left_s())
+
+        def start(figure: Figure) -> bool:
+            write_checkpoints(figure)
+            return self.run(figure, "up", limit_s)
+
         with ThreadPoolExecutor(len(figures)) as pool:
-            limit_s = min(UP_TIMEOUT_S, self.left_s())
-            up = list(pool.map(lambda one: self.run(one, "up", limit_s), figures))
-        self.say("up: " + " ".join(o.name for o, good in zip(figures, up, strict=True) if good))
-        for figure, good in zip(figures, up, strict=True):
-            if not good:
-                continue
-            if self.left_s() < 10:
-                self.rows[figure.name] = "not run: no time left"
-                continue
-            if self.run(figure, "push", min(PUSH_TIMEOUT_S, self.left_s())):
+            up = dict(zip(figures, pool.map(start, figures), strict=True))
+        self.say("up: " + " ".join(figure.name for figure in figures if up[figure]))
+        measured: list[Figure] = []
+        for figure in figures:
+            if figure.alone:
+                self.down(measured)
+                measured = []
+            if self.left_s() < 15:
+                self.rows.setdefault(figure.name, "not run: no time left")
+            elif up[figure] and self.run(figure, "push", min(PUSH_TIMEOUT_S, self.left_s())):
                 found = json.loads((self._options.out / f"{figure.name}.json").read_text())
                 self.rows[figure.name] = row(found)
                 self.say(f"{figure.name}: {self.rows[figure.name]}")
+            measured.append(figure)
+        self.down(measured)
+
+    def down(self, figures: list[Figure]) -> None:
+        """Take their fleets down, all at once."""
+        with ThreadPoolExecutor(max(1, len(figures))) as pool:
+            list(pool.map(lambda figure: self.run(figure, "down", 60), figures))
+
+
+_WRITING = Lock()
+
+
+def write_checkpoints(figure: Figure) -> None:
+    """Write those of a figure, one figure's after another's, unless `--checkpoints` is at it."""
+    second = SCRATCH / f"{figure.shape}-2" / INDEX
+    deadline = time.monotonic() + WRITE_TIMEOUT_S
+    while (SCRATCH / "writing").exists() and not second.exists() and time.monotonic() < deadline:
+        time.sleep(0.5)
+    with _WRITING:
+        two_checkpoints(SCRATCH, figure.shape, differing=figure.differing)
 
 
 def row(found: dict[str, Any]) -> str:
@@ -158,7 +191,8 @@ def main() -> None:
     import torch
 
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--checkpoints", action="store_true", help="write these, and nothing else")
     parser.add_argument("--only", default="", help="names, separated by commas")
     parser.add_argument("--runs", type=int, default=7)
     parser.add_argument("--warmups", type=int, default=3)
@@ -168,6 +202,16 @@ def main() -> None:
     options.out.mkdir(parents=True, exist_ok=True)
     wanted = set(filter(None, options.only.split(",")))
     found = torch.cuda.device_count()
+    if options.checkpoints:
+        SCRATCH.mkdir(parents=True, exist_ok=True)
+        (SCRATCH / "writing").touch()
+        for figure in FIGURES:
+            if not wanted or figure.name in wanted:
+                began = time.monotonic()
+                two_checkpoints(SCRATCH, figure.shape, differing=figure.differing)
+                print(f"{figure.shape}: {time.monotonic() - began:.0f} s", flush=True)
+        (SCRATCH / "writing").unlink()
+        return
     suite = Suite(options)
     for wave in sorted({figure.wave for figure in FIGURES}):
         figures = [
