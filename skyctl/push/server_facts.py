@@ -26,7 +26,7 @@ class ServerFacts:
 
     `ranks` counts the workers of all data-parallel ranks and those of one. `nccl_settings` are
     NCCL's variables in its workers, None where it does not tell.
-    `update_problem` is why its model must not be updated.
+    `update_problem` is why its model must not be updated. `kv_lease_s`: see `StartedWith`.
     """
 
     name: str
@@ -43,6 +43,7 @@ class ServerFacts:
     nccl_problem: str = ""
     nccl_settings: Mapping[str, str] | None = None
     update_problem: str = ""
+    kv_lease_s: float = 0.0
 
     @property
     def world_size(self) -> int:
@@ -63,6 +64,7 @@ async def ask_servers(fleet: PushFleet, *, client: ControlClient) -> tuple[Serve
     """Facts of every server, in fleet order.
 
     Raises:
+        UsageError: their engine takes no pushes.
         ServerError: some or all do not answer.
     """
     by_target = {server.target: server for server in fleet.servers}
@@ -92,9 +94,12 @@ async def ask_servers(fleet: PushFleet, *, client: ControlClient) -> tuple[Serve
             nccl_problem=made.nccl_problem,
             nccl_settings=made.nccl_settings,
             update_problem=made.update_problem,
+            kv_lease_s=made.kv_lease_s,
         )
 
     targets = [server.target for server in fleet.servers]
+    for name in {target.engine for target in targets}:
+        engines.require(name, Feature.PUSH)
     outcomes = await fan_out(targets, ask, timeout_s=fleet.control_timeout_s)
     require_all(outcomes, "sync-weights")
     return tuple(outcome.value for outcome in outcomes if outcome.value is not None)
@@ -112,6 +117,7 @@ class _Make:
     nccl_problem: str
     nccl_settings: Mapping[str, str] | None
     update_problem: str
+    kv_lease_s: float
 
 
 _makes: dict[str, _Make] = {}
@@ -142,6 +148,7 @@ async def _make(server: Server, pushed: PushServer) -> _Make:
         nccl_problem=problem,
         nccl_settings=settings,
         update_problem=update_problem,
+        kv_lease_s=started.kv_lease_s,
     )
     if pushed.instance:
         if len(_makes) >= _MOST:
@@ -181,8 +188,6 @@ def _settings(told: Any) -> dict[str, str] | None:
 
 
 def _dialect(target: ServerTarget, version: str) -> Dialect:
-    """Raises UsageError for an engine that takes no pushes."""
-    engines.require(target.engine, Feature.PUSH)
     dialect = engines.ENGINES[target.engine].dialect
     assert dialect is not None  # an engine with pushes speaks them
     return dialect(version)

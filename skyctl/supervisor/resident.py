@@ -16,6 +16,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
+from skyctl.adapters import AdapterChange, LoadAdapter, UnloadAdapter
 from skyctl.core import verbs
 from skyctl.core.arbiter import Act, Arbiter, Turn
 from skyctl.core.diagnosis import Finding
@@ -33,6 +34,7 @@ from skyctl.errors import (
 from skyctl.http.client import ControlClient
 from skyctl.http.fanout import Outcome, OutcomeStatus
 from skyctl.kill_points import reached
+from skyctl.launch import DEFAULT as LAUNCHER
 from skyctl.push.request import PushRequest
 from skyctl.store.credentials import ensure_credentials
 from skyctl.store.in_doubt import close_orphans, in_doubt
@@ -40,7 +42,7 @@ from skyctl.store.journal import Job
 from skyctl.store.paths import FleetPaths
 from skyctl.store.retention import Retention
 from skyctl.store.state import FleetState
-from skyctl.supervisor import admission, adoption, healing, rollout
+from skyctl.supervisor import adapters, admission, adoption, healing, rollout
 from skyctl.supervisor.pushes import Pushes
 from skyctl.supervisor.reconcile import Changes, Running, compare
 from skyctl.supervisor.replica import Replica, ReplicaContext, reload_rows
@@ -244,6 +246,14 @@ class Supervisor:
             if replica.name in told:
                 replica.observe(paused=verb == "pause")
 
+    async def load_adapter(self, asked: LoadAdapter) -> AdapterChange:
+        """Serve a LoRA adapter on every server; see `adapters.load`."""
+        return await adapters.load(self, asked)
+
+    async def unload_adapter(self, asked: UnloadAdapter) -> AdapterChange:
+        """Serve a LoRA adapter no longer; see `adapters.unload`."""
+        return await adapters.unload(self, asked)
+
     async def start_push(self, request: PushRequest) -> Job:
         """Begin a push into every server that is up; the job.
 
@@ -331,6 +341,7 @@ class Supervisor:
         """Make this the plan; policies that changed apply from now on. Raises FleetDownError."""
         if self.finished.is_set():
             raise FleetDownError(f"the supervisor of fleet {self.paths.name} is ending")
+        self._refuse_another_launcher(plan)
         self.plan = plan
         if self._context is None:
             self._context = ReplicaContext(
@@ -349,6 +360,18 @@ class Supervisor:
         self.state.retention = Retention(**plan.config.history.model_dump())
         # at once, before anything is spawned: another `up` plans with the same ports
         self.state.set("ports", json.dumps(_ports(plan)))
+
+    def _refuse_another_launcher(self, plan: FleetPlan) -> None:
+        """Only the launcher that started a process can end it."""
+        before, wanted = self.state.get("launcher") or LAUNCHER, plan.config.launcher
+        if before == wanted:
+            return
+        if self.state.processes():
+            raise ConflictError(
+                f"the fleet's processes were started by launcher {before!r}, not {wanted!r}",
+                hint="bring it down first: skyctl down && skyctl up",
+            )
+        self.state.set("launcher", wanted)
 
     def _begin(self, kind: str, detail: str, work: Coroutine[Any, Any, None]) -> int:
         self.started_by_operation = []
@@ -423,12 +446,14 @@ class Supervisor:
             weights = self.state.weights()
             self.state.add_event(replica.name, f"taking weight version {weights.version}")
             await admission.bring_to_weights(replica, self.state, plan, self.client)
+        if not replica.row.quarantine and not adapters.is_current(self, replica):
+            await adapters.admit(self, replica)
         await admission.apply_intent(replica, self.client, plan.config.control_timeout_s)
 
     def _admitted(self, replica: Replica) -> bool:
         if replica.row.quarantine:
             return True
-        current = admission.is_current(self.state, replica)
+        current = admission.is_current(self.state, replica) and adapters.is_current(self, replica)
         return current and self.pushes.over.is_set() and not replica.intent_changed
 
     @asynccontextmanager

@@ -1,14 +1,14 @@
-"""The temporary directory of a fleet's processes, removed with the last of them.
-
-A vLLM server that is killed leaves its sockets and rendezvous files where it made them. The latter
-name the shared memory that its ranks left.
-"""
+"""This machine as a `Host`."""
 
 from __future__ import annotations
 
 import os
 import shutil
 
+from skyctl.launch.base import Host
+from skyctl.launch.local.devices import discover_cpus, discover_gpus
+from skyctl.launch.local.ports import bind_error, free_port, port_holder
+from skyctl.launch.local.process import ManagedProcess
 from skyctl.launch.local.segments import remove_left
 from skyctl.store.paths import FleetPaths, private_directory
 
@@ -32,3 +32,17 @@ def sweep_scratch(paths: FleetPaths) -> None:
     if not paths.scratch.is_symlink():
         remove_left(paths.scratch)
         shutil.rmtree(paths.scratch, ignore_errors=True)
+
+
+LOCAL = Host(
+    name="local",
+    gpus=discover_gpus,
+    cpus=discover_cpus,
+    free_port=free_port,
+    port_holder=port_holder,
+    bind_error=bind_error,
+    spawn=ManagedProcess.spawn,
+    adopt=ManagedProcess,
+    environment=scratch_environment,
+    sweep=sweep_scratch,
+)
