@@ -301,13 +301,17 @@ _skyctl() {
             esac
             _skyctl_words "-f --file --fleet --format --export --prometheus-sd --show-key --json -h --help -q --quiet --no-color --debug" ;;
         "tinker")
-            _skyctl_words "serve -h --help -q --quiet --no-color --debug" ;;
+            case "$prev" in
+                -f|--file) _skyctl_files; return ;;
+                --fleet) _skyctl_ask; return ;;
+            esac
+            _skyctl_words "serve -f --file --fleet --json -h --help -q --quiet --no-color --debug" ;;
         "tinker serve")
             case "$prev" in
                 -f|--file) _skyctl_files; return ;;
                 --fleet) _skyctl_ask; return ;;
             esac
-            _skyctl_words "-f --file --fleet -h --help -q --quiet --no-color --debug" ;;
+            _skyctl_words "-f --file --fleet --json -h --help -q --quiet --no-color --debug" ;;
         "doctor")
             case "$prev" in
                 -f|--file) _skyctl_files; return ;;

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from skyctl.cli.options import FileOption, FleetOption
+from skyctl.cli.asking import chosen
+from skyctl.cli.options import FileOption, FleetOption, JsonOption
 
 if TYPE_CHECKING:
     from skyctl.core.registry import FleetRef
@@ -15,12 +16,23 @@ app = typer.Typer(help="The Tinker API: the tinker SDK trains adapters, the flee
 
 
 @app.callback()
-def tinker() -> None:
+def tinker(
+    context: typer.Context,
+    file: FileOption = None,
+    fleet: FleetOption = None,
+    json: JsonOption = False,
+) -> None:
     """The Tinker API: the tinker SDK trains adapters, the fleet samples them."""
+    context.obj = (file, fleet)
 
 
 @app.command()
-def serve(file: FileOption = None, fleet: FleetOption = None) -> None:
+def serve(
+    context: typer.Context,
+    file: FileOption = None,
+    fleet: FleetOption = None,
+    json: JsonOption = False,
+) -> None:
     """Serve the Tinker API of a running fleet until Ctrl-C.
 
     The fleet file has a section `tinker:`. A training process is started beside it. What clients
@@ -35,14 +47,18 @@ def serve(file: FileOption = None, fleet: FleetOption = None) -> None:
 
     from skyctl.core.registry import select
 
-    asyncio.run(_serve(select(file, fleet)))
+    asyncio.run(_serve(select(*chosen(context, file, fleet))))
 
 
 async def _serve(ref: FleetRef) -> None:
+    from rich.text import Text
+
     from skyctl import output
     from skyctl.tinker.place import place_of, serve_beside
 
     where = place_of(ref)
-    output.note(f"the Tinker API of fleet {ref.name} is at {where.url}")
-    output.note(f"its key is in {where.key_file}; for a shell: skyctl urls --format tinker")
+    output.note(
+        f"the Tinker API of fleet {ref.name}; what clients need: skyctl urls --format tinker"
+    )
     await serve_beside(ref)
+    output.emit({"url": where.url, "key_file": str(where.key_file)}, Text(f"{where.url} is closed"))
