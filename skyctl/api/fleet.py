@@ -9,6 +9,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, Self
 
+from skyctl.api.adapters import Adapters
 from skyctl.api.generation import GeneratingFleet
 from skyctl.api.results import VerbResult, WeightsState
 from skyctl.checkpoints.checkpoint import absolute
@@ -201,6 +202,13 @@ class Fleet(GeneratingFleet):
             rows = await fleet.wake(tags, servers, timeout_s)
         return _verb_result("wake", rows, check)
 
+    # --- adapters ----------------------------------------------------------------------------
+
+    @property
+    def adapters(self) -> Adapters:
+        """The fleet's LoRA adapters: load, sync, unload, list."""
+        return Adapters(self)
+
     # --- weights -----------------------------------------------------------------------------
 
     async def sync_weights(
@@ -212,7 +220,7 @@ class Fleet(GeneratingFleet):
         transport: str = "auto",
         chunk_size: int | None = None,
         stage: Stage = "auto",
-        layout: Layout = "checkpoint",
+        layout: Layout = "auto",
         pause_mode: PauseMode | None = None,
         verify: bool = True,
         dry_run: bool = False,
