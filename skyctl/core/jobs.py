@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from skyctl.checkpoints.staging import held
 from skyctl.core.arbiter import Arbiter, Turn
+from skyctl.core.service import FleetService, JobChanges, JobQuery
 from skyctl.core.expectations import informed, records_of, remember, rows_of
 from skyctl.errors import DeadlineExceeded, FleetDownError, SkyctlError
 from skyctl.http.client import ControlClient
@@ -26,8 +27,11 @@ from skyctl.units import format_seconds
 
 if TYPE_CHECKING:
     from skyctl.push.rotation import Rotation
+    from skyctl.push.verify import Verification
 
 FOLLOW_POLL_S = 0.2
+WAIT_S = 10.0
+"""How long one question about a job waits for news of it."""
 _RELEASE_POLL_S = 0.01
 _PROGRESS_S = 0.15
 
@@ -286,14 +290,30 @@ def _publish_in_part(state: FleetState, result: Mapping[str, Any]) -> None:
         state.set_weights(FleetWeights(*found))
 
 
+async def changes(state: FleetState, asked: JobQuery) -> JobChanges:
+    """What is new of a job; waited for as long as `asked.wait_s`."""
+    deadline = time.monotonic() + asked.wait_s
+    while True:
+        alive = state.journal.owner_alive(asked.job)  # before its end is looked for
+        job = state.journal.job(asked.job)
+        events = tuple(state.journal.events(asked.job, after=asked.after))
+        released = job.ended and not Arbiter(state.locks).holds(job.id)
+        found = JobChanges(job, events, released, not job.ended and not alive)
+        left_s = deadline - time.monotonic()
+        moved = job.total_bytes > 0 and job.done_bytes != asked.done_bytes
+        if events or released or found.lost or moved or left_s <= 0:
+            return found
+        await asyncio.sleep(min(left_s, _RELEASE_POLL_S if job.ended else FOLLOW_POLL_S))
+
+
 async def follow(
-    state: FleetState,
+    fleet: FleetService,
     job_id: str,
     on_event: Callable[[JobEvent], None],
     *,
     timeout_s: float | None = None,
 ) -> Job:
-    """Read a job's journal until it ends: past events first, then each new one.
+    """Hear of a job until it ends: past events first, then each new one.
 
     It has ended when its owner has also let go of the fleet: who hears of the end may push again.
 
@@ -302,11 +322,10 @@ async def follow(
         FleetDownError: the process that ran it died.
     """
     deadline = None if timeout_s is None else time.monotonic() + timeout_s
-    seen, done_bytes = 0, -1
+    seen, done_bytes, wait_s = 0, -1, 0.0
     while True:
-        alive = state.journal.owner_alive(job_id)
-        job = state.journal.job(job_id)
-        events = state.journal.events(job_id, after=seen)
+        found = await fleet.job_changes(JobQuery(job_id, seen, done_bytes, wait_s))
+        job, events = found.job, list(found.events)
         if job.total_bytes and job.done_bytes != done_bytes:
             done_bytes = job.done_bytes
             data = {"done_bytes": job.done_bytes, "total_bytes": job.total_bytes}
@@ -316,19 +335,20 @@ async def follow(
         for event in events:
             seen = max(seen, event.sequence)
             on_event(event)
-        if job.ended and not Arbiter(state.locks).holds(job.id):
+        if found.released:
             return job
-        if not job.ended and not alive:
+        if found.lost:
             raise FleetDownError(
                 f"the process that ran {job_id} died in stage {job.stage}",
                 hint="see what it left: skyctl status; put it right: skyctl recover",
             )
-        if not job.ended and deadline is not None and time.monotonic() > deadline:
+        left_s = WAIT_S if deadline is None else deadline - time.monotonic()
+        if not job.ended and left_s <= 0:
             raise DeadlineExceeded(
                 f"{job_id} has not ended after {timeout_s:g} s; it goes on in stage {job.stage}",
                 hint=f"wait again: skyctl jobs wait {job_id}",
             )
-        await asyncio.sleep(_RELEASE_POLL_S if job.ended else FOLLOW_POLL_S)
+        wait_s = max(_RELEASE_POLL_S, min(WAIT_S, left_s))
 
 
 async def verify_servers(
@@ -337,15 +357,14 @@ async def verify_servers(
     state: FleetState,
     *,
     timeout_s: float = 120.0,
-) -> dict[str, Any]:
+) -> Verification:
     """Compare what the servers hold now with each other, with what is on record and with the
-    fleet's checkpoint: {"servers": […], "agree": bool or None}."""
+    fleet's checkpoint."""
     from skyctl.push.verify import verify
 
     rows = await asyncio.to_thread(rows_of, state.weights())
     records = records_of(state, rows)
-    found = await verify(targets, client=client, timeout_s=timeout_s, records=records)
-    return found.to_json()
+    return await verify(targets, client=client, timeout_s=timeout_s, records=records)
 
 
 def _error_json(error: SkyctlError) -> dict[str, Any]:

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from pydantic import InstanceOf
+
 from skyctl.core.placement import Replica, bind_to_cores, expand_replicas, place_on_gpus
 from skyctl.core.plan_warnings import PlanWarning, plan_warnings
 from skyctl.engines.vllm.arguments import router_flags, server_flags
@@ -110,7 +112,7 @@ class FleetPlan:
     servers: tuple[ServerSpec, ...]
     router: RouterSpec | None
     config: FleetConfig
-    warnings: tuple[PlanWarning, ...] = field(default=())
+    warnings: tuple[InstanceOf[PlanWarning], ...] = field(default=())
     base_dir: Path = Path()
     python: str = sys.executable
     free_gpus: tuple[int, ...] = ()

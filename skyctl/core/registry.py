@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import json
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,7 +16,6 @@ from skyctl.store.paths import FleetPaths, fleet_paths, flocked, place_private_f
 
 if TYPE_CHECKING:
     from skyctl.fleetfile.schema import FleetConfig
-    from skyctl.store.state import FleetState
 
 DEFAULT_FILE = "fleet.yaml"
 
@@ -65,21 +65,26 @@ def select_paths(file: Path | None, name: str | None) -> FleetPaths:
     return _from_file(chosen).paths if isinstance(chosen, Path) else fleet_paths(chosen)
 
 
-def remember(ref: FleetRef, state: FleetState) -> None:
+def remember(ref: FleetRef) -> None:
     """Keep a copy of the fleet file and where it came from, so the name finds the fleet.
 
     Raises:
-        StateUnwritable: the copy cannot be written; the fleet is found by its file as before.
+        StateUnwritable: they cannot be written; the fleet is found by its file as before.
     """
-    known = {"base_dir": str(ref.base_dir)}
+    ref.paths.prepare()
+    known = _origin(ref.paths) | {"base_dir": str(ref.base_dir)}
     if ref.file is not None:
         known["file"] = str(ref.file.absolute())
-    for key, value in known.items():
-        if state.get(key) != value:
-            state.set(key, value)
-    ref.paths.prepare()
-    if ref.file is not None:
         _copy(ref.file.read_bytes(), ref.paths.fleet_file)
+    _copy(json.dumps(known).encode(), ref.paths.origin)
+
+
+def _origin(paths: FleetPaths) -> dict[str, str]:
+    """`file` and `base_dir` of a fleet that is remembered; {} for one that is not."""
+    try:
+        return dict(json.loads(paths.origin.read_bytes()))
+    except (OSError, ValueError):
+        return {}
 
 
 def _copy(text: bytes, path: Path) -> None:
@@ -97,12 +102,9 @@ def refuse_another_file(ref: FleetRef) -> None:
     Raises:
         ConflictError: the fleet runs from another file of the same name, which is still there.
     """
-    from skyctl.store.state import FleetState
-
     if ref.file is None or not supervisor_running(ref.paths):
         return
-    with FleetState(ref.paths.database) as state:
-        before = Path(state.get("file") or ref.file)
+    before = Path(_origin(ref.paths).get("file") or ref.file)
     if before.exists() and not before.samefile(ref.file) and _from_file(before).name == ref.name:
         raise ConflictError(
             f"fleet {ref.name} is up already, from {before}",
@@ -175,11 +177,10 @@ def _from_file(file: Path) -> FleetRef:
 
 def _from_name(name: str) -> FleetRef:
     from skyctl.fleetfile.load import load_fleet
-    from skyctl.store.state import FleetState
 
     paths = fleet_paths(name)
-    with FleetState(paths.database, or_memory=True) as state:
-        original, base_dir = state.get("file"), state.get("base_dir")
+    origin = _origin(paths)
+    original, base_dir = origin.get("file"), origin.get("base_dir")
     if original is not None and Path(original).exists():
         try:
             ref = _from_file(Path(original))

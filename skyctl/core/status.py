@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
+from skyctl.errors import SkyctlError
+
 Health = Literal["healthy", "degraded", "down"]
 # States in which a server does what somebody asked of it.
 INTENDED_STATES = ("ready", "paused", "asleep", "updating")
@@ -87,6 +89,11 @@ class Operation:
 INTERRUPTED = "interrupted: what it started was stopped"
 BY_DOWN = "stopped by `skyctl down`"
 """How the error of an operation reads that somebody ended; it did not fail."""
+
+
+def ended_by_others(kind: str, how: str) -> SkyctlError:
+    """The error of an operation that somebody else ended: nothing went wrong, no log says more."""
+    return SkyctlError(f"{kind} was {how}", hint="start it again: skyctl up", details={"logs": {}})
 
 
 @dataclass(frozen=True)

@@ -164,6 +164,11 @@ class FleetPaths:
         return self.directory / "fleet.yaml"
 
     @property
+    def origin(self) -> Path:
+        """Where that file lies, and what its relative paths are relative to."""
+        return self.directory / "origin.json"
+
+    @property
     def logs(self) -> Path:
         return self.directory / "logs"
 

@@ -21,6 +21,7 @@ import uvicorn
 from skyctl.checkpoints.staging import sweep
 from skyctl.core.recovery import needed
 from skyctl.core.registry import supervisor_running
+from skyctl.core.service import TakenDown
 from skyctl.errors import ConflictError, FleetDownError, SkyctlError
 from skyctl.http.client import ControlClient
 from skyctl.launch.local.logtail import tail, telling_line
@@ -28,7 +29,7 @@ from skyctl.startup import inherited
 from skyctl.store.paths import FleetPaths, create_private_file
 from skyctl.store.state import FleetState
 from skyctl.supervisor.api import make_app
-from skyctl.supervisor.client import SupervisorClient
+from skyctl.supervisor.client import RemoteFleet
 from skyctl.supervisor.housekeeping import keep_house
 from skyctl.supervisor.resident import Supervisor
 
@@ -63,8 +64,7 @@ async def ensure_running(paths: FleetPaths) -> bool:
     Raises:
         SkyctlError: it did not come up; the message says why.
     """
-    client = SupervisorClient(paths)
-    try:
+    async with RemoteFleet.on_this_machine(paths) as client:
         if await _answers(client):
             return False
         child = _spawn(paths)
@@ -79,8 +79,6 @@ async def ensure_running(paths: FleetPaths) -> bool:
                 )
             await asyncio.sleep(0.05)
         return True
-    finally:
-        await client.close()
 
 
 def _spawn(paths: FleetPaths) -> subprocess.Popen[bytes]:
@@ -165,13 +163,11 @@ async def _serve_until_finished(supervisor: Supervisor, listener: socket.socket)
     )
     server = _Server(config)
     loop = asyncio.get_running_loop()
-    downs: list[asyncio.Task[None]] = []
+    downs: list[asyncio.Task[TakenDown]] = []
 
     def go_down() -> None:
         if not downs:
-            plan = supervisor.plan
-            drain_timeout_s = plan.config.drain_timeout_s if plan else 0.0
-            downs.append(loop.create_task(supervisor.down(drain_timeout_s=drain_timeout_s)))
+            downs.append(loop.create_task(supervisor.down()))
 
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, go_down)
@@ -222,9 +218,9 @@ def _socket(paths: FleetPaths) -> Iterator[socket.socket]:
         paths.socket.unlink(missing_ok=True)
 
 
-async def _answers(client: SupervisorClient) -> bool:
+async def _answers(client: RemoteFleet) -> bool:
     try:
-        await client.get("/status", timeout_s=5.0)
+        await client.processes()
     except FleetDownError:
         return False
     return True

@@ -65,14 +65,14 @@ async def report(supervisor: Supervisor, *, fresh: bool = True) -> FleetStatus:
         model=supervisor.plan.served_model_name if supervisor.plan else None,
         weight_version=supervisor.state.weights().version,
         operation=supervisor.operation,
-        job=supervisor.job.id if supervisor.job else None,
+        job=supervisor.pushes.job.id if supervisor.pushes.job else None,
         rollout=rollout,
     )
 
 
 def _rollout(supervisor: Supervisor) -> str | None:
     """`push-7: 1 of 3 servers updated` while a push rolls."""
-    job = supervisor.job
+    job = supervisor.pushes.job
     if job is None or not job.request.get("rolling"):
         return None
     told = supervisor.state.journal.job(job.id).servers
