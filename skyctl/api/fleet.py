@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from os import PathLike
@@ -10,22 +9,33 @@ from pathlib import Path
 from typing import Any, Self
 
 from skyctl.api.generation import GeneratingFleet
-from skyctl.api.results import VerbResult, WeightsState
+from skyctl.api.results import VerbResult
 from skyctl.checkpoints.checkpoint import absolute
 from skyctl.checkpoints.live import NamedTensors
 from skyctl.core.registry import select
+from skyctl.core.service import (
+    Forget,
+    KeptVersion,
+    Outcomes,
+    Pause,
+    Restart,
+    Resume,
+    Scale,
+    Sleep,
+    TakenDown,
+    Wake,
+    WeightsState,
+)
 from skyctl.core.status import FleetStatus
+from skyctl.core.urls import FleetUrls
 from skyctl.engines.vllm.server import PauseMode
-from skyctl.http.fanout import Outcome
 from skyctl.push.canary import parse_canary, read_canary
 from skyctl.push.forecast import Stage
 from skyctl.push.request import Layout, PushRequest, PushResult, usual_mode
 from skyctl.push.verify import Verification
 from skyctl.service import bring_up
 from skyctl.service.ended import job_error, operation_error
-from skyctl.service.kept_versions import KeptVersion, forget_version, kept_versions
 from skyctl.service.live_weights import push_tensors
-from skyctl.service.urls import FleetUrls
 from skyctl.store.journal import JobEvent
 
 
@@ -97,7 +107,7 @@ class Fleet(GeneratingFleet):
         begun = await bring_up.begin_up(self._ref, router=router)
         return await self._ended(begun.operation, timeout_s, on_status)
 
-    async def down(self, *, drain_timeout_s: float | None = None) -> bring_up.TakenDown:
+    async def down(self, *, drain_timeout_s: float | None = None) -> TakenDown:
         """Drain the fleet and stop all of it. May be repeated.
 
         Raises:
@@ -119,13 +129,13 @@ class Fleet(GeneratingFleet):
     ) -> FleetStatus:
         """Restart these servers (all when empty) one after the other; the rest go on serving."""
         async with self._connected() as fleet:
-            operation = await fleet.restart(servers)
+            operation = await fleet.restart(Restart(tuple(servers)))
         return await self._ended(operation, timeout_s)
 
     async def scale(self, replicas: int, *, timeout_s: float | None = None) -> FleetStatus:
         """Run that many replicas; new ones take the fleet's weights before they are routed."""
         async with self._connected() as fleet:
-            operation = await fleet.scale(replicas)
+            operation = await fleet.scale(Scale(replicas))
         return await self._ended(operation, timeout_s)
 
     async def urls(self) -> FleetUrls:
@@ -155,8 +165,14 @@ class Fleet(GeneratingFleet):
             PartialFailure, ServerError: with `check`, when a server failed; see VerbResult.check.
         """
         async with self._connected() as fleet:
-            rows = await fleet.pause(mode, clear_cache, servers, timeout_s, keep_partial)
-        return _verb_result("pause", rows, check)
+            asked = Pause(
+                mode=mode,
+                clear_cache=clear_cache,
+                keep_partial=keep_partial,
+                servers=tuple(servers or ()),
+                timeout_s=timeout_s,
+            )
+            return _verb_result("pause", await fleet.pause(asked), check)
 
     async def resume(
         self,
@@ -167,8 +183,8 @@ class Fleet(GeneratingFleet):
     ) -> VerbResult:
         """Let every server generate again. Raises as `pause`."""
         async with self._connected() as fleet:
-            rows = await fleet.resume(servers, timeout_s)
-        return _verb_result("resume", rows, check)
+            asked = Resume(servers=tuple(servers or ()), timeout_s=timeout_s)
+            return _verb_result("resume", await fleet.resume(asked), check)
 
     async def sleep(
         self,
@@ -181,8 +197,8 @@ class Fleet(GeneratingFleet):
         """Free the servers' memory: level 1 keeps the weights in host memory, level 2 discards
         them (push some after waking). Raises as `pause`."""
         async with self._connected() as fleet:
-            rows = await fleet.sleep(level, servers, timeout_s)
-        return _verb_result("sleep", rows, check)
+            asked = Sleep(level=level, servers=tuple(servers or ()), timeout_s=timeout_s)
+            return _verb_result("sleep", await fleet.sleep(asked), check)
 
     async def wake(
         self,
@@ -198,8 +214,8 @@ class Fleet(GeneratingFleet):
             ConflictError: a server would serve weights that its sleep discarded.
         """
         async with self._connected() as fleet:
-            rows = await fleet.wake(tags, servers, timeout_s)
-        return _verb_result("wake", rows, check)
+            asked = Wake(tags=tuple(tags), servers=tuple(servers or ()), timeout_s=timeout_s)
+            return _verb_result("wake", await fleet.wake(asked), check)
 
     # --- weights -----------------------------------------------------------------------------
 
@@ -314,12 +330,12 @@ class Fleet(GeneratingFleet):
     async def weights(self) -> WeightsState:
         """What each server carries, and the history of pushes."""
         async with self._connected() as fleet:
-            servers, pushes = await fleet.weights()
-        return WeightsState(tuple(servers), tuple(pushes))
+            return await fleet.weights()
 
     async def kept_weights(self) -> list[KeptVersion]:
         """The versions of which the fleet keeps a copy of its own, newest first."""
-        return await asyncio.to_thread(kept_versions, self._ref)
+        async with self._connected() as fleet:
+            return list(await fleet.kept_versions())
 
     async def forget_weights(self, version: str) -> int:
         """Delete the fleet's own copy of a version; the bytes of weights in it.
@@ -327,12 +343,13 @@ class Fleet(GeneratingFleet):
         Raises:
             NotFoundError: it is not kept. ConflictError: the fleet runs it.
         """
-        return await asyncio.to_thread(forget_version, self._ref, version)
+        async with self._connected() as fleet:
+            return await fleet.forget_version(Forget(version))
 
     async def verify_weights(self) -> Verification:
         """Compare what the servers hold now, byte for byte."""
         async with self._connected() as fleet:
-            return Verification.from_json(await fleet.verify_weights())
+            return await fleet.verify_weights()
 
     # --- inside --------------------------------------------------------------------------------
 
@@ -345,12 +362,13 @@ class Fleet(GeneratingFleet):
         """The fleet's status once an operation has ended well; 0 is one that had nothing to do."""
         if operation == 0:
             return await self.status()
-        status = await bring_up.follow_operation(
-            self._ref.paths, operation, on_status, timeout_s=timeout_s
-        )
         async with self._session() as session:
+            fleet = await session.connected()
+            status = await bring_up.follow_operation(
+                fleet, operation, on_status, timeout_s=timeout_s
+            )
             session.forget_endpoints()
-        error = operation_error(self._ref.paths, status)
+            error = await operation_error(fleet, status)
         if error is not None:
             raise error
         return status
@@ -364,8 +382,8 @@ def _canary(given: Mapping[str, Any] | str | PathLike[str] | None) -> dict[str, 
     return read_canary(Path(given))
 
 
-def _verb_result(verb: str, rows: Sequence[dict[str, Any]], check: bool) -> VerbResult:
-    result = VerbResult(verb, tuple(Outcome[None].from_json(row) for row in rows))
+def _verb_result(verb: str, outcomes: Outcomes, check: bool) -> VerbResult:
+    result = VerbResult(verb, outcomes)
     if check:
         result.check()
     return result

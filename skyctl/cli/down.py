@@ -11,7 +11,7 @@ import typer
 from skyctl.cli.options import FileOption, FleetOption, JsonOption
 
 if TYPE_CHECKING:
-    from skyctl.service.bring_up import TakenDown
+    from skyctl.core.service import TakenDown
     from skyctl.store.paths import FleetPaths
 
 

@@ -74,7 +74,8 @@ async def _find(ref: FleetRef) -> tuple[Finding, ...]:
 
 
 async def _recover(ref: FleetRef, timeout_s: float) -> tuple[Recovered, ...]:
+    from skyctl.core.service import Recover
     from skyctl.service.connect import connect
 
     async with connect(ref) as running:
-        return await running.recover(timeout_s)
+        return await running.recover(Recover(timeout_s))

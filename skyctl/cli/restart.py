@@ -49,8 +49,9 @@ def restart(
 
 async def _restart(ref: FleetRef, names: list[str]) -> FleetStatus:
     from skyctl.cli.operation import follow
+    from skyctl.core.service import Restart
     from skyctl.service.connect import connect
 
     async with connect(ref) as running:
-        operation = await running.restart(names)
-    return await follow(ref.paths, operation, f"restarting {', '.join(names) or ref.name}")
+        operation = await running.restart(Restart(tuple(names)))
+        return await follow(running, operation, f"restarting {', '.join(names) or ref.name}")

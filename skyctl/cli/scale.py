@@ -41,11 +41,12 @@ def scale(
 async def _scale(ref: FleetRef, replicas: int) -> FleetStatus:
     from skyctl import output
     from skyctl.cli.operation import follow
+    from skyctl.core.service import Scale
     from skyctl.service.connect import connect
 
     async with connect(ref) as running:
-        operation = await running.scale(replicas)
+        operation = await running.scale(Scale(replicas))
         if operation == 0:
             output.note(f"fleet {ref.name} has {replicas} replicas, nothing to do")
             return await running.status()
-    return await follow(ref.paths, operation, f"scaling {ref.name} to {replicas}")
+        return await follow(running, operation, f"scaling {ref.name} to {replicas}")

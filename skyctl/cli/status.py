@@ -66,7 +66,7 @@ async def _status(ref: FleetRef, with_drift: bool) -> tuple[FleetStatus, list[Dr
 
     async with connect(ref) as running:
         found = await running.status()
-    return found, await find_drift(ref, found) if with_drift else None
+        return found, await find_drift(ref, running, found) if with_drift else None
 
 
 async def _watch(ref: FleetRef, interval_s: float) -> None:

@@ -217,7 +217,6 @@ def sync_weights(
     from skyctl.push.rollback import rollback
     from skyctl.push.transaction import PushRequest
     from skyctl.service.connect import connect
-    from skyctl.service.kept_versions import kept_versions
     from skyctl.units import parse_bytes
 
     if not checkpoint and not back:
@@ -255,8 +254,8 @@ def sync_weights(
 
     async def run() -> Job | None:
         async with connect(ref) as running:
-            pushes = (await running.weights())[1] if back or weight_version else ()
-            kept = [one.kept for one in kept_versions(ref)] if back else []
+            pushes = (await running.weights()).pushes if back or weight_version else ()
+            kept = [one.kept for one in await running.kept_versions()] if back else []
             asked = rollback(request, pushes, kept, checkpoint) if back else request
             if warning := "" if back else reused_label(request, pushes):
                 output.warn(warning)

@@ -83,11 +83,11 @@ def _bring_up(
         for warning in begun.plan.warnings:
             output.warn(warning)
         mine = not begun.joined
-        if begun.operation == 0:
-            async with connect(ref) as fleet:
+        async with connect(ref) as fleet:
+            if begun.operation == 0:
                 return await fleet.status(), f"fleet {ref.name} is up to date, nothing to do"
-        title = f"starting fleet {ref.name}"
-        status = await follow(ref.paths, begun.operation, title, timeout_s=wait_timeout_s)
+            title = f"starting fleet {ref.name}"
+            status = await follow(fleet, begun.operation, title, timeout_s=wait_timeout_s)
         assert status.operation is not None and status.operation.ended_at is not None
         seconds = status.operation.ended_at - status.operation.began_at
         return status, f"fleet {ref.name} is ready after {seconds:.1f} s"

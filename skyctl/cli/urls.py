@@ -12,7 +12,7 @@ from skyctl.cli.options import FileOption, FleetOption, JsonOption
 
 if TYPE_CHECKING:
     from skyctl.core.registry import FleetRef
-    from skyctl.service.urls import FleetUrls
+    from skyctl.core.urls import FleetUrls
 
 
 class FormatOption(StrEnum):
@@ -122,10 +122,11 @@ async def _urls(ref: FleetRef, *, rollouts: bool) -> tuple[FleetUrls, list[str]]
 
 def _key(ref: FleetRef) -> str:
     """The key of inference. Raises NotFoundError where there is none."""
+    from skyctl.core.urls import access
     from skyctl.errors import NotFoundError
     from skyctl.service.keys import api_key
 
-    key = api_key(ref)
+    key = api_key(access(ref.config, ref.paths))
     if key is None:
         raise NotFoundError(
             f"fleet {ref.name} has no API key here",

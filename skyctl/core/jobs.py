@@ -11,16 +11,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from skyctl.checkpoints.staging import held
-from skyctl.core.arbiter import Arbiter, Turn
-from skyctl.core.service import FleetService, JobChanges, JobQuery
+from skyctl.core.arbiter import Turn
 from skyctl.core.expectations import informed, records_of, remember, rows_of
-from skyctl.errors import DeadlineExceeded, FleetDownError, SkyctlError
+from skyctl.errors import SkyctlError
 from skyctl.http.client import ControlClient
 from skyctl.http.target import ServerTarget
 from skyctl.kill_points import reached
 from skyctl.push.request import PushFleet, PushRequest, PushResult
 from skyctl.store.in_doubt import doubt, in_doubt, left_behind, trust
-from skyctl.store.journal import DRY_RUN, Job, JobEvent, Journal
+from skyctl.store.journal import DRY_RUN, Job, Journal
 from skyctl.store.state import FleetState, FleetWeights
 from skyctl.transfer.sender_pool import SenderPool
 from skyctl.units import format_seconds
@@ -29,10 +28,6 @@ if TYPE_CHECKING:
     from skyctl.push.rotation import Rotation
     from skyctl.push.verify import Verification
 
-FOLLOW_POLL_S = 0.2
-WAIT_S = 10.0
-"""How long one question about a job waits for news of it."""
-_RELEASE_POLL_S = 0.01
 _PROGRESS_S = 0.15
 
 
@@ -288,67 +283,6 @@ def _publish_in_part(state: FleetState, result: Mapping[str, Any]) -> None:
     if any(row.get("ok") and row.get("version") == version for row in rows):
         found = (result[key] for key in ("version", "checkpoint", "checkpoint_digest", "transport"))
         state.set_weights(FleetWeights(*found))
-
-
-async def changes(state: FleetState, asked: JobQuery) -> JobChanges:
-    """What is new of a job; waited for as long as `asked.wait_s`."""
-    deadline = time.monotonic() + asked.wait_s
-    while True:
-        alive = state.journal.owner_alive(asked.job)  # before its end is looked for
-        job = state.journal.job(asked.job)
-        events = tuple(state.journal.events(asked.job, after=asked.after))
-        released = job.ended and not Arbiter(state.locks).holds(job.id)
-        found = JobChanges(job, events, released, not job.ended and not alive)
-        left_s = deadline - time.monotonic()
-        moved = job.total_bytes > 0 and job.done_bytes != asked.done_bytes
-        if events or released or found.lost or moved or left_s <= 0:
-            return found
-        await asyncio.sleep(min(left_s, _RELEASE_POLL_S if job.ended else FOLLOW_POLL_S))
-
-
-async def follow(
-    fleet: FleetService,
-    job_id: str,
-    on_event: Callable[[JobEvent], None],
-    *,
-    timeout_s: float | None = None,
-) -> Job:
-    """Hear of a job until it ends: past events first, then each new one.
-
-    It has ended when its owner has also let go of the fleet: who hears of the end may push again.
-
-    Raises:
-        DeadlineExceeded: it has not ended after `timeout_s` seconds; it goes on.
-        FleetDownError: the process that ran it died.
-    """
-    deadline = None if timeout_s is None else time.monotonic() + timeout_s
-    seen, done_bytes, wait_s = 0, -1, 0.0
-    while True:
-        found = await fleet.job_changes(JobQuery(job_id, seen, done_bytes, wait_s))
-        job, events = found.job, list(found.events)
-        if job.total_bytes and job.done_bytes != done_bytes:
-            done_bytes = job.done_bytes
-            data = {"done_bytes": job.done_bytes, "total_bytes": job.total_bytes}
-            # behind the stage it belongs to, before the end
-            at = len(events) - 1 if events and events[-1].kind == "end" else len(events)
-            events.insert(at, JobEvent(seen, time.time(), "progress", data))
-        for event in events:
-            seen = max(seen, event.sequence)
-            on_event(event)
-        if found.released:
-            return job
-        if found.lost:
-            raise FleetDownError(
-                f"the process that ran {job_id} died in stage {job.stage}",
-                hint="see what it left: skyctl status; put it right: skyctl recover",
-            )
-        left_s = WAIT_S if deadline is None else deadline - time.monotonic()
-        if not job.ended and left_s <= 0:
-            raise DeadlineExceeded(
-                f"{job_id} has not ended after {timeout_s:g} s; it goes on in stage {job.stage}",
-                hint=f"wait again: skyctl jobs wait {job_id}",
-            )
-        wait_s = max(_RELEASE_POLL_S, min(WAIT_S, left_s))
 
 
 async def verify_servers(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -65,3 +65,9 @@ def ports_of(plan: FleetPlan) -> dict[str, int]:
     if plan.router is not None:
         ports |= {"router": plan.router.port, "router-metrics": plan.router.metrics_port}
     return ports
+
+
+def living(ports: Mapping[str, int], alive: Collection[str]) -> dict[str, int]:
+    """Those ports of dead processes do not count: they may have been taken since."""
+    named = {*alive, *(["router-metrics"] if "router" in alive else ())}
+    return {name: port for name, port in ports.items() if name in named}

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os.path
 from pathlib import Path
 
 from skyctl.core.arbiter import Act, Arbiter
+from skyctl.core.following import CHANGES_WAIT_S, JobChanges, job_changes
 from skyctl.core.service import (
     EventQuery,
     FleetService,
     Forget,
-    JobChanges,
     JobQuery,
     KeptVersion,
     LogQuery,
@@ -33,8 +34,10 @@ class RecordedFleet(FleetService):
 
     state: FleetState
 
-    def __init__(self, paths: FleetPaths) -> None:
+    def __init__(self, paths: FleetPaths, state: FleetState | None = None) -> None:
         self.paths = paths
+        if state is not None:  # else it is opened later
+            self.state = state
 
     async def _ask(
         self, verb: str, asked: object, result: type[T], *, patience_s: float = 0.0
@@ -50,9 +53,12 @@ class RecordedFleet(FleetService):
         return tuple(self.state.journal.jobs())
 
     async def job_changes(self, asked: JobQuery) -> JobChanges:
-        from skyctl.core.jobs import changes
-
-        return await changes(self.state, asked)
+        if not asked.wait_s:
+            job = self.state.journal.job(asked.job)
+            events = self.state.journal.events(job.id, after=asked.after)
+            return JobChanges(job, tuple(events), job.ended)
+        wait_s = min(asked.wait_s, CHANGES_WAIT_S)
+        return await job_changes(self.state, asked.job, asked.after, wait_s=wait_s)
 
     async def events(self, asked: EventQuery = EventQuery()) -> tuple[Event, ...]:
         return tuple(self.state.events(asked.limit))
@@ -63,7 +69,7 @@ class RecordedFleet(FleetService):
     async def kept_versions(self) -> tuple[KeptVersion, ...]:
         used = self.state.checkpoints()
         return tuple(
-            KeptVersion(one, one.checkpoint in used, Path(one.checkpoint).is_dir())
+            KeptVersion(one, one.checkpoint in used, os.path.isdir(one.checkpoint))  # noqa: ASYNC240, PTH112
             for one in kept_weights(self.state)
         )
 

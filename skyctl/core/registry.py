@@ -81,10 +81,15 @@ def remember(ref: FleetRef) -> None:
 
 def _origin(paths: FleetPaths) -> dict[str, str]:
     """`file` and `base_dir` of a fleet that is remembered; {} for one that is not."""
-    try:
+    with contextlib.suppress(OSError, ValueError):
         return dict(json.loads(paths.origin.read_bytes()))
-    except (OSError, ValueError):
+    if not paths.database.exists():
         return {}
+    from skyctl.store.state import FleetState
+
+    with FleetState(paths.database, or_memory=True) as state:  # where an older skyctl kept them
+        known = {key: state.get(key) for key in ("file", "base_dir")}
+    return {key: value for key, value in known.items() if value}
 
 
 def _copy(text: bytes, path: Path) -> None:

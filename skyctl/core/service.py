@@ -1,12 +1,12 @@
 """Everything that can be asked of a fleet: one method per verb, a request in, a result out.
 
-    FleetService                     asks somebody else: `_ask` is the only thing to write
-    ├── SupervisorService            … who also owns its processes
-    │   └── RemoteFleet              a supervisor's HTTP API (`supervisor/client.py`)
-    └── RecordedFleet                what the state file tells (`core/recorded.py`)
-        ├── UnsupervisedFleet        of a fleet whose supervisor is gone (`service/`)
-        ├── AttachedFleet            and of servers by URL (`service/`)
-        └── Supervisor               and of servers of its own (`supervisor/`)
+    FleetService              its verbs ask somebody: `_ask` is the only thing to write
+    ├── RemoteFleet           a supervisor, by its HTTP API (`supervisor/client.py`)
+    │   └── SupervisedFleet   … of this machine, started again when it is gone (`service/`)
+    └── RecordedFleet         the state file (`core/recorded.py`)
+        ├── UnsupervisedFleet … of a fleet whose supervisor is gone (`service/`)
+        ├── AttachedFleet     … and servers by URL (`service/`)
+        └── Supervisor        … and servers of its own (`supervisor/`)
 
 Requests and results are dataclasses, which pydantic carries over the wire as they are. Paths are
 those of the machine that the fleet runs on. All times are in seconds.
@@ -15,11 +15,11 @@ those of the machine that the fleet runs on. All times are in seconds.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
-from skyctl.core.plan import FleetPlan
+from skyctl.core.following import JobChanges
 from skyctl.core.status import FleetStatus
 from skyctl.core.urls import FleetUrls
 from skyctl.http.fanout import Outcome
@@ -116,12 +116,11 @@ class Wake(Control):
 
 @dataclass(frozen=True)
 class JobQuery:
-    """A job's events with a sequence number above `after`. With `wait_s`, answered when there is
-    one, or progress other than `done_bytes`, or when that time is over."""
+    """A job with its events of a sequence number above `after`. With `wait_s` only what changes is
+    asked for: answered when there is some, or when that time is over (`core/following.py`)."""
 
     job: str
     after: int = 0
-    done_bytes: int = -1
     wait_s: float = 0.0
 
 
@@ -160,9 +159,10 @@ class Scale:
 
 @dataclass(frozen=True)
 class Down:
-    """`drain_timeout_s` None: the fleet file's."""
+    """`drain_timeout_s` None: the fleet file's. `wait_s` bounds the wait for all of it."""
 
     drain_timeout_s: float | None = None
+    wait_s: float = 600.0
 
 
 @dataclass(frozen=True)
@@ -175,33 +175,7 @@ class LogQuery:
     probes: bool = False
 
 
-@dataclass(frozen=True)
-class Reconcile:
-    """Make the fleet what the plan says; `kind` is what the operation is called."""
-
-    plan: FleetPlan
-    kind: str = "up"
-
-
-@dataclass(frozen=True)
-class Adopt:
-    """Take over what runs, as it is; the plan says how the dead are started again."""
-
-    plan: FleetPlan
-
-
 # --- results --------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class JobChanges:
-    """A job and what is new of it. `released`: it has ended, and let go of the fleet. `lost`: the
-    process that ran it is dead, and it has not been closed yet."""
-
-    job: Job
-    events: tuple[JobEvent, ...]
-    released: bool = False
-    lost: bool = False
 
 
 @dataclass(frozen=True)
@@ -238,16 +212,8 @@ class Processes:
     ending all of them."""
 
     rows: tuple[ProcessRow, ...] = ()
-    ports: dict[str, int] | None = None
+    ports: dict[str, int] = field(default_factory=dict)
     going_down: bool = False
-
-
-@dataclass(frozen=True)
-class Begun:
-    """An operation. 0: there was nothing to do. `joined`: somebody else began it."""
-
-    operation: int
-    joined: bool = False
 
 
 @dataclass(frozen=True)
@@ -270,7 +236,8 @@ class FleetService:
         """The verb's result from whoever knows, within `patience_s` seconds."""
         raise NotImplementedError(verb)
 
-    async def _control(self, asked: Control) -> Outcomes:
+    async def control(self, asked: Control) -> Outcomes:
+        """What pause, resume, sleep and wake have in common."""
         patience_s = (asked.timeout_s or _VERIFY_S) + _VERB_GRACE_S
         return await self._ask(asked.verb, asked, Outcomes, patience_s=patience_s)
 
@@ -285,19 +252,19 @@ class FleetService:
             ConflictError: a push or a recovery goes on (of any verb that changes servers).
             NotFoundError: there is no server of one of the names.
         """
-        return await self._control(asked)
+        return await self.control(asked)
 
     async def resume(self, asked: Resume = Resume()) -> Outcomes:
         """Let every server generate again."""
-        return await self._control(asked)
+        return await self.control(asked)
 
     async def sleep(self, asked: Sleep = Sleep()) -> Outcomes:
         """Free the servers' memory."""
-        return await self._control(asked)
+        return await self.control(asked)
 
     async def wake(self, asked: Wake = Wake()) -> Outcomes:
         """Take it back. Raises ConflictError where discarded weights would be served."""
-        return await self._control(asked)
+        return await self.control(asked)
 
     async def start_push(self, asked: PushRequest) -> str:
         """Begin a push and return its job's id. A supervisor that is just taking the fleet over is
@@ -317,7 +284,8 @@ class FleetService:
         return await self._ask("jobs", None, tuple[Job, ...])
 
     async def job_changes(self, asked: JobQuery) -> JobChanges:
-        """A job and what happened in it. Raises NotFoundError."""
+        """A job and what happened in it. With a `wait_s`, also raises FleetDownError when the
+        process that ran it died. Raises NotFoundError."""
         return await self._ask(
             "job_changes", asked, JobChanges, patience_s=asked.wait_s + CALL_TIMEOUT_S
         )
@@ -340,9 +308,12 @@ class FleetService:
             DeadlineExceeded: it has not ended after `timeout_s` seconds (it goes on).
             FleetDownError: the process that ran it died.
         """
-        from skyctl.core.jobs import follow
+        from skyctl.core.following import CHANGES_WAIT_S, follow
 
-        return await follow(self, job_id, on_event, timeout_s=timeout_s)
+        async def changes(after: int) -> JobChanges:
+            return await self.job_changes(JobQuery(job_id, after, CHANGES_WAIT_S))
+
+        return await follow(job_id, changes, on_event, timeout_s=timeout_s)
 
     async def events(self, asked: EventQuery = EventQuery()) -> tuple[Event, ...]:
         """The latest lines of the fleet's history, oldest first."""
@@ -418,7 +389,7 @@ class FleetService:
 
     async def down(self, asked: Down = Down()) -> TakenDown:
         """Drain the fleet and stop all of it; returns when everything has ended."""
-        return await self._ask("down", asked, TakenDown, patience_s=_VERIFY_S)
+        return await self._ask("down", asked, TakenDown, patience_s=asked.wait_s)
 
     async def urls(self) -> FleetUrls:
         """Where to send requests."""
@@ -431,22 +402,3 @@ class FleetService:
     async def logs(self, asked: LogQuery = LogQuery()) -> dict[str, tuple[str, ...]]:
         """The ends of the logs by name. Raises NotFoundError for one that there is not."""
         return await self._ask("logs", asked, dict[str, tuple[str, ...]])
-
-
-class SupervisorService(FleetService):
-    """What only the commands of the supervisor's own machine may ask: a plan names programs."""
-
-    async def reconcile(self, asked: Reconcile) -> Begun:
-        """Begin to make the fleet what a plan says; 0 when it is.
-
-        A second `up` with the same plan joins the first. Raises ConflictError when busy.
-        """
-        return await self._ask("reconcile", asked, Begun)
-
-    async def adopt(self, asked: Adopt) -> int:
-        """Begin to take over what runs without a supervisor; the operation's number."""
-        return await self._ask("adopt", asked, int)
-
-    async def undo(self) -> None:
-        """Stop the operation in progress and what it started; the whole fleet if that is all."""
-        return await self._ask("undo", None, type(None), patience_s=_ASK_S * 2)

@@ -19,6 +19,7 @@ from skyctl.http.target import ServerTarget
 from skyctl.store.in_doubt import in_doubt
 from skyctl.store.state import FleetState, ServerRow
 
+
 async def run(
     asked: Control,
     targets: Sequence[ServerTarget],

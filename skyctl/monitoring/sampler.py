@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
+from skyctl.core.service import EventQuery, StatusQuery
 from skyctl.core.status import FleetStatus, ReplicaStatus, RouterStatus
 from skyctl.engines.vllm.router_metrics import RouterMetrics, parse_router_metrics
 from skyctl.errors import SkyctlError
@@ -24,7 +25,7 @@ from skyctl.monitoring.sample import FleetSample, JobSample, ReplicaSample, Rout
 from skyctl.store.journal import Job
 
 if TYPE_CHECKING:
-    from skyctl.service.connect import Fleet
+    from skyctl.service import FleetService
 
 ROUTER_TIMEOUT_S = 2.0
 EVENTS = 50
@@ -37,7 +38,7 @@ class Sampler:
 
     def __init__(
         self,
-        fleet: Fleet,
+        fleet: FleetService,
         *,
         client: ControlClient | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -68,7 +69,7 @@ class Sampler:
             SkyctlError: the fleet's status is unavailable.
         """
         began = self._clock()
-        status = await self._fleet.status(fresh=self._last is None)
+        status = await self._fleet.status(StatusQuery(fresh=self._last is None))
         at = self._clock()
         pids = [r.pid for r in status.replicas if r.pid]
         if status.router is not None and status.router.pid:
@@ -88,7 +89,7 @@ class Sampler:
             replicas=tuple(self._replica(r, trees, gpus, at) for r in status.replicas),
             router=self._router(status.router, router_metrics, trees, at),
             job=await self._job(status),
-            events=tuple(await self._fleet.events(EVENTS)),
+            events=tuple(await self._fleet.events(EventQuery(EVENTS))),
         )
 
     def _replica(

@@ -106,7 +106,7 @@ class AttachedFleet(RecordedFleet):
             self.state,
         )
 
-    async def _control(self, asked: Control) -> Outcomes:
+    async def control(self, asked: Control) -> Outcomes:
         targets = self._named(asked.servers)
         with await self._turn(Act.of_verb(asked.verb), f"skyctl {asked.verb}"):
             return await verbs.run(

@@ -15,6 +15,7 @@ from skyctl.core.urls import access
 from skyctl.store.identity import ProcessIdentity, boot_id
 from skyctl.store.in_doubt import InDoubt, in_doubt, left_behind
 from skyctl.store.paths import FleetPaths
+from skyctl.store.rebuild import unrecorded_processes
 from skyctl.store.state import FleetState, ProcessRow
 from skyctl.supervisor.restarts import remembered
 
@@ -26,7 +27,11 @@ def left_alone(paths: FleetPaths) -> bool:
     with FleetState(paths.database) as state:
         if state.get("going_down"):
             return False
-        return any(row.alive() for row in state.processes())
+        rows = state.processes()
+        if any(row.alive() for row in rows):
+            return True
+        # those of a run that its supervisor could not put on record
+        return bool(rows and unrecorded_processes(state, paths.directory))
 
 
 class UnsupervisedFleet(RecordedFleet):
@@ -34,8 +39,7 @@ class UnsupervisedFleet(RecordedFleet):
     was tried."""
 
     def __init__(self, ref: FleetRef, state: FleetState, why: str = "") -> None:
-        super().__init__(ref.paths)
-        self.state = state
+        super().__init__(ref.paths, state)
         self._ref, self._why = ref, why
 
     async def status(self, asked: StatusQuery = StatusQuery()) -> FleetStatus:
@@ -80,10 +84,11 @@ class UnsupervisedFleet(RecordedFleet):
             return tuple(Finding(row.name, "half-down", said, "down") for row in rows)
         seen = {one.server: one for one in await self._look([r for r in rows if r.alive()])}
         doubts = {**in_doubt(state), **_of_orphans(state)}
+        unrecorded = not seen and bool(unrecorded_processes(state, self.paths.directory))
         findings = []
         for row in rows:
             if row.name not in seen:
-                findings.append(_judge_dead(row, others_live=bool(seen)))
+                findings.append(_judge_dead(row, others_live=bool(seen) or unrecorded))
                 continue
             doubted, meant = doubts.get(row.name), state.server(row.name)
             found = judge(seen[row.name], meant, doubted, state.weights(), ours=True)

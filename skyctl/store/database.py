@@ -2,9 +2,10 @@
 
 When the file cannot be written (the disk is full, read-only, or fails) its connection goes on with
 a copy in memory. What is written from then on is kept, and written to the file once there is room:
-now and then, before a `durable` transaction, and at the end. Statements are repeated in
-their order, in one transaction: where another process wrote the same field meanwhile, the
-last writer wins; what is added to a history comes after what others added.
+now and then, before a `durable` transaction, and at the end. While nothing is kept, the copy is
+made anew now and then: who only follows what another process writes hears of it. Statements are
+repeated in their order, in one transaction: where another process wrote the same field meanwhile,
+the last writer wins; what is added to a history comes after what others added.
 """
 
 from __future__ import annotations
@@ -114,11 +115,13 @@ class Database:
 
     def rows(self, sql: str, *parameters: Any) -> list[sqlite3.Row]:
         """Every row of a query."""
+        self._look_again()
         with self._readable():
             return self._run(sql, parameters).fetchall()
 
     def row(self, sql: str, *parameters: Any) -> sqlite3.Row | None:
         """The first row of a query, None when there is none."""
+        self._look_again()
         with self._readable():
             found: sqlite3.Row | None = self._run(sql, parameters).fetchone()
         return found
@@ -331,6 +334,17 @@ class Database:
     def _complete_now_and_then(self) -> None:
         if self._memory is not None and time.monotonic() - self._tried > RETRY_S:
             self.complete()
+
+    def _look_again(self) -> None:
+        """Now and then, before a read: others may have written to the file since it was copied."""
+        if self._memory is None or self._transaction is not None:
+            return
+        if time.monotonic() - self._tried <= RETRY_S or self.complete() or self._kept:
+            return
+        with suppress(sqlite3.Error, OSError):
+            again = opening.read_into_memory(self.path)
+            self._memory.close()
+            self._memory, self.unread = again, False
 
     def _fails(self, error: Exception) -> None:
         self._why = _reason(error)

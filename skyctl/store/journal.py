@@ -12,6 +12,7 @@ from typing import Any
 from skyctl.errors import NotFoundError
 from skyctl.store.database import Database, understood
 from skyctl.store.identity import ProcessIdentity, own_identity
+from skyctl.store.news import News
 from skyctl.store.retention import prune
 
 _QUEUED = "queued"
@@ -95,10 +96,11 @@ class PushRecord:
 
 
 class Journal:
-    """Jobs, their events and the push history of one fleet."""
+    """Jobs, their events and the push history of one fleet. `news` tells when a job ends."""
 
-    def __init__(self, database: Database) -> None:
+    def __init__(self, database: Database, news: News | None = None) -> None:
         self._database = database
+        self._news = news or News()
 
     def begin(self, kind: str, request: dict[str, Any]) -> Job:
         """A new running job, owned by this process.
@@ -160,17 +162,19 @@ class Journal:
                 number,
             )  # fmt: skip
             self._event(number, "end", {"state": state})
+        self._news.tell()
         if number % _PRUNE_EVERY_JOBS == 0:
             prune(self._database, self._database.retention)
 
     @understood
-    def job(self, job_id: str) -> Job:
-        """One job by its id.
+    def job(self, job_id: str, *, in_full: bool = True) -> Job:
+        """One job by its id. Unless `in_full`, which takes longer the more servers there are, its
+        `stage` and `servers` are not looked for.
 
         Raises:
             NotFoundError: there is none.
         """
-        found = self._jobs("WHERE number = ?", _number(job_id))
+        found = self._jobs("WHERE number = ?", _number(job_id), in_full=in_full)
         if not found or found[0].id != job_id:
             raise NotFoundError(f"there is no job {job_id!r}", hint="list them: skyctl jobs")
         return found[0]
@@ -249,9 +253,11 @@ class Journal:
             for r in found
         ]  # fmt: skip
 
-    def _jobs(self, where: str, *parameters: Any) -> list[Job]:
+    def _jobs(self, where: str, *parameters: Any, in_full: bool = True) -> list[Job]:
         """Jobs `WHERE …`, with the last that their events say of the job and of each server."""
         rows = self._database.rows(f"SELECT * FROM jobs {where}", *parameters)
+        if not in_full:
+            return [_job(row, _QUEUED, {}) for row in rows]
         stages = {row["number"]: _QUEUED for row in rows}
         servers: dict[int, dict[str, dict[str, str]]] = {row["number"]: {} for row in rows}
         for row in self._database.rows(

@@ -21,6 +21,7 @@ from pathlib import Path
 import psutil
 
 from skyctl.errors import ConflictError, SkyctlError
+from skyctl.store.news import News
 from skyctl.store.paths import create_private_file
 from skyctl.units import format_seconds
 
@@ -62,6 +63,7 @@ class Lock:
         """Say more about what the lock is held for."""
         self.holder = Holder(what, self.holder.pid, self.holder.since)
         self._record()
+        self._locks.news.tell()
 
     def release(self) -> None:
         """Let go. A second call does nothing."""
@@ -73,6 +75,7 @@ class Lock:
                 os.ftruncate(self._descriptor, 0)
         os.close(self._descriptor)
         self._descriptor = None
+        self._locks.news.tell()
 
     def _record(self) -> None:
         self._locks.own.add(self)
@@ -85,12 +88,13 @@ class Lock:
 
 
 class Locks:
-    """The locks of one fleet's directory."""
+    """The locks of one fleet's directory. `news` tells when one of these is let go."""
 
     own_of_directory: dict[Path, set[Lock]] = {}  # noqa: RUF012 - shared by all of this process
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, news: News | None = None) -> None:
         self.fleet = directory.name
+        self.news = news or News()
         self._directory = directory
         self.own = self.own_of_directory.setdefault(directory, set())
 

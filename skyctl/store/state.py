@@ -16,6 +16,7 @@ from skyctl.store.expected import ExpectedDigests
 from skyctl.store.identity import ProcessIdentity
 from skyctl.store.journal import Journal
 from skyctl.store.locks import Locks
+from skyctl.store.news import News
 from skyctl.store.opening import Connect, connect
 from skyctl.store.rebuild import remember_live_processes
 from skyctl.store.retention import Retention, prune, prune_events
@@ -117,8 +118,9 @@ class FleetState:
         self._database = Database(
             path, warn=warn, owner=owner, or_memory=or_memory, connect=connect
         )
-        self.journal = Journal(self._database)
-        self.locks = Locks(path.parent)
+        news = News()
+        self.journal = Journal(self._database, news)
+        self.locks = Locks(path.parent, news)
         self.expected = ExpectedDigests(self._database)
         if self._database.begun_anew and (found := remember_live_processes(self, path.parent)):
             warn(f"found alive: {', '.join(found)}")

@@ -24,8 +24,10 @@ from starlette.routing import Route
 
 from skyctl.core import service
 from skyctl.core.arbiter import caller
-from skyctl.core.service import FleetService, SupervisorService
+from skyctl.core.service import FleetService
 from skyctl.errors import NotFoundError, SkyctlError, UsageError
+from skyctl.supervisor import interface
+from skyctl.supervisor.interface import SupervisorService
 from skyctl.supervisor.wire import (
     CALLER_HEADER,
     PROTOCOL,
@@ -37,7 +39,8 @@ from skyctl.supervisor.wire import (
 )
 
 _CALLER_LENGTH = 200
-_OF_CLIENTS = ("job", "wait_job")  # made of other verbs
+_NAMES = vars(service) | vars(interface)
+_OF_CLIENTS = ("control", "job", "wait_job")  # made of other verbs
 
 
 def requests(offered: type[FleetService]) -> dict[str, type | None]:
@@ -46,7 +49,7 @@ def requests(offered: type[FleetService]) -> dict[str, type | None]:
     for verb, method in inspect.getmembers(offered, inspect.iscoroutinefunction):
         if not verb.startswith("_") and verb not in _OF_CLIENTS:
             asked = inspect.signature(method).parameters.get("asked")
-            found[verb] = None if asked is None else vars(service)[asked.annotation]
+            found[verb] = None if asked is None else _NAMES[asked.annotation]
     return found
 
 

@@ -7,10 +7,11 @@ from typing import Self
 from urllib.parse import quote
 
 from pydantic import ValidationError
+from pydantic_core import to_json
 
 from skyctl.core.arbiter import own_command
 from skyctl.core.recorded import down_error
-from skyctl.core.service import CALL_TIMEOUT_S, SupervisorService, T
+from skyctl.core.service import CALL_TIMEOUT_S, FleetService, T
 from skyctl.errors import DeadlineExceeded, FleetDownError, ServerError, SkyctlError, error_named
 from skyctl.http.connections import KeptConnections
 from skyctl.http.transport import Answer, NoAnswer, Request, Transport, TransportError
@@ -19,7 +20,6 @@ from skyctl.supervisor.wire import (
     CALLER_HEADER,
     VERSION_HEADER,
     adapter,
-    encoded,
     spoken,
     stamp,
     version_mismatch,
@@ -28,7 +28,7 @@ from skyctl.supervisor.wire import (
 LOOK = "look: skyctl logs supervisor"
 
 
-class RemoteFleet(SupervisorService):
+class RemoteFleet(FleetService):
     """One fleet. Every call raises FleetDownError when nobody answers."""
 
     def __init__(
@@ -47,8 +47,7 @@ class RemoteFleet(SupervisorService):
     @classmethod
     def on_this_machine(cls, paths: FleetPaths, *, transport: Transport | None = None) -> Self:
         """By the socket in the fleet's directory. Raises SkyctlError where that is not ours."""
-        paths.refuse_foreign()
-        return cls(paths.name, transport or KeptConnections(unix_socket=str(paths.socket)))
+        return cls(paths.name, transport or by_socket(paths))
 
     async def __aenter__(self) -> Self:
         return self
@@ -65,7 +64,7 @@ class RemoteFleet(SupervisorService):
             "content-type": "application/json",
             **self._headers,
         }
-        request = Request("POST", self._url, f"/{verb}", headers, encoded(asked))
+        request = Request("POST", self._url, f"/{verb}", headers, self._encoded(asked))
         try:
             answer = await self._transport.send(request, timeout_s=patience_s)
         except NoAnswer as error:
@@ -78,7 +77,7 @@ class RemoteFleet(SupervisorService):
         if not answer.is_success:
             raise _error(answer)
         try:
-            return adapter(result).validate_json(answer.body)
+            found: T = adapter(result).validate_json(answer.body)
         except ValidationError as error:
             theirs = answer.headers.get(VERSION_HEADER, "")
             if theirs and theirs != f"{spoken()}/{stamp()}":
@@ -86,9 +85,19 @@ class RemoteFleet(SupervisorService):
             raise ServerError(
                 f"the supervisor answered {answer.text[:100]!r}", hint=LOOK
             ) from error
+        return found
+
+    def _encoded(self, asked: object) -> bytes:
+        return b"{}" if asked is None else to_json(asked)
 
     def _unreachable(self, error: TransportError) -> FleetDownError:
         return down_error(self.name)
+
+
+def by_socket(paths: FleetPaths) -> Transport:
+    """The way to the supervisor of this machine. Raises SkyctlError where that is not ours."""
+    paths.refuse_foreign()
+    return KeptConnections(unix_socket=str(paths.socket))
 
 
 def _error(answer: Answer) -> SkyctlError:

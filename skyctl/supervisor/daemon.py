@@ -35,6 +35,8 @@ from skyctl.supervisor.resident import Supervisor
 
 START_TIMEOUT_S = 20.0
 _LOCK_TIMEOUT_S = 1.0
+_UNPLANNED_S = 10.0
+"""How long a supervisor waits for its plan: whoever started it may have died."""
 _PR_SET_CHILD_SUBREAPER = 36
 _PACKAGES = tuple(
     f"skyctl.{name}"
@@ -172,16 +174,28 @@ async def _serve_until_finished(supervisor: Supervisor, listener: socket.socket)
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, go_down)
     serving = asyncio.create_task(server.serve(sockets=[listener]))
-    housekeeping = asyncio.create_task(keep_house(supervisor))
+    chores = (
+        asyncio.create_task(keep_house(supervisor)),
+        asyncio.create_task(_end_without_plan(supervisor)),
+    )
     _log(f"supervisor of fleet {supervisor.paths.name} is up (pid {os.getpid()})")
     await supervisor.finished.wait()
-    housekeeping.cancel()
+    for chore in chores:
+        chore.cancel()
     server.should_exit = True
     await serving
     for result in await asyncio.gather(*downs, return_exceptions=True):
         if isinstance(result, BaseException):
             _log(f"down: {result}")
     _log("fleet is down")
+
+
+async def _end_without_plan(supervisor: Supervisor) -> None:
+    """End a supervisor that nobody gives a plan: as long as it lives, no other takes its place."""
+    await asyncio.sleep(_UNPLANNED_S)
+    if supervisor.plan is None:
+        _log("nobody said what to run")
+        supervisor.finished.set()
 
 
 async def _lock(paths: FleetPaths) -> int:

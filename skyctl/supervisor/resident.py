@@ -18,7 +18,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from skyctl.core import verbs
-from skyctl.core.arbiter import Act, Arbiter, Turn
+from skyctl.core.arbiter import Act, Turn
 from skyctl.core.diagnosis import Finding
 from skyctl.core.jobs import verify_servers
 from skyctl.core.membership import routable
@@ -28,25 +28,27 @@ from skyctl.core.recorded import RecordedFleet, down_error
 from skyctl.core.recovery import Recovered
 from skyctl.core.service import (
     ADOPTION_S,
-    Adopt,
-    Begun,
     Control,
     Down,
     Outcomes,
     Pause,
-    Reconcile,
     Recover,
     Restart,
     Resume,
     Scale,
     Sleep,
     StatusQuery,
-    SupervisorService,
     TakenDown,
 )
 from skyctl.core.status import BY_DOWN, INTERRUPTED, FleetStatus, Operation, ended_by_others
 from skyctl.core.urls import FleetUrls, access
-from skyctl.errors import ConflictError, DeadlineExceeded, NotFoundError, SkyctlError
+from skyctl.errors import (
+    ConflictError,
+    DeadlineExceeded,
+    FleetDownError,
+    NotFoundError,
+    SkyctlError,
+)
 from skyctl.http.client import ControlClient
 from skyctl.http.fanout import Outcome, OutcomeStatus
 from skyctl.kill_points import reached
@@ -59,12 +61,12 @@ from skyctl.store.paths import FleetPaths
 from skyctl.store.retention import Retention
 from skyctl.store.state import FleetState
 from skyctl.supervisor import admission, adoption, healing, rollout
+from skyctl.supervisor.interface import Adopt, Begun, Reconcile, SupervisorService
 from skyctl.supervisor.pushes import Pushes
 from skyctl.supervisor.reconcile import Changes, Running, compare
 from skyctl.supervisor.replica import Replica, ReplicaContext, reload_rows
 from skyctl.supervisor.router import RouterChild
 from skyctl.supervisor.wire import spec_hash
-
 
 _RECOVERIES = 2  # what the first finds, and what is to be found after it
 _ADOPTION_POLL_S = 0.05
@@ -76,8 +78,7 @@ class Supervisor(RecordedFleet, SupervisorService):
     def __init__(
         self, paths: FleetPaths, state: FleetState, client: ControlClient | None = None
     ) -> None:
-        super().__init__(paths)
-        self.state = state
+        super().__init__(paths, state)
         self.client = client or ControlClient()
         self.plan: FleetPlan | None = None
         self.replicas: dict[str, Replica] = {}
@@ -150,6 +151,7 @@ class Supervisor(RecordedFleet, SupervisorService):
         return self.change_to(await asyncio.to_thread(plan), "scale").operation
 
     async def findings(self) -> tuple[Finding, ...]:
+        self.require_plan()
         return tuple(await healing.find(self))
 
     async def recover(self, asked: Recover = Recover()) -> tuple[Recovered, ...]:
@@ -263,7 +265,7 @@ class Supervisor(RecordedFleet, SupervisorService):
             self.finished.set()
         return TakenDown(names, supervised=True)
 
-    async def _control(self, asked: Control) -> Outcomes:
+    async def control(self, asked: Control) -> Outcomes:
         with await self.arbiter.turn(Act.of_verb(asked.verb), f"skyctl {asked.verb}"):
             return await self._control_in_turn(asked)
 
@@ -308,7 +310,7 @@ class Supervisor(RecordedFleet, SupervisorService):
         """Into every server that is up."""
         self.require_plan()
         until = time.monotonic() + ADOPTION_S
-        while self._takes_over() and time.monotonic() < until:
+        while self._takes_over() and time.monotonic() < until:  # noqa: ASYNC110
             await asyncio.sleep(_ADOPTION_POLL_S)
         self._refuse_beside_operation()
         turn = await self.arbiter.turn(Act.PUSH, "a push that is just starting")
@@ -384,7 +386,9 @@ class Supervisor(RecordedFleet, SupervisorService):
     # --- inside ---------------------------------------------------------------------------------
 
     def _take(self, plan: FleetPlan) -> None:
-        """Make this the plan; policies that changed apply from now on."""
+        """Make this the plan; policies that changed apply from now on. Raises FleetDownError."""
+        if self.finished.is_set():
+            raise FleetDownError(f"the supervisor of fleet {self.paths.name} is ending")
         self.plan = plan
         if self._context is None:
             self._context = ReplicaContext(

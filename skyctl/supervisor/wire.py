@@ -6,7 +6,7 @@ import hashlib
 import json
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import TypeAdapter
 
@@ -15,7 +15,9 @@ from skyctl import __version__
 from skyctl.core.plan import RouterSpec, ServerSpec
 from skyctl.errors import VersionMismatch
 
-PROTOCOL = 6
+T = TypeVar("T")
+
+PROTOCOL = 7
 """Of the supervisor's API. Count it up with every change that the other side has to know of."""
 
 VERSION_HEADER = "x-skyctl"
@@ -40,18 +42,15 @@ def stamp() -> str:
 _PLACEMENT = ("VLLM_CPU_OMP_THREADS_BIND",)
 
 
-@cache
-def adapter(kind: Any) -> TypeAdapter[Any]:
+_adapters: dict[Any, TypeAdapter[Any]] = {}
+
+
+def adapter(kind: type[T]) -> TypeAdapter[T]:
     """What carries a request or a result over the wire. To build one takes ten times as long as to
     use it."""
-    return TypeAdapter(kind)
-
-
-def encoded(asked: object) -> bytes:
-    """A request's JSON, `{}` for none. That of a plan may hold secrets: never write it to disk or a
-    log."""
-    # what a fleet file left out is still left out over there
-    return b"{}" if asked is None else adapter(type(asked)).dump_json(asked, exclude_unset=True)
+    if kind not in _adapters:
+        _adapters[kind] = TypeAdapter(kind)
+    return _adapters[kind]
 
 
 def spec_hash(spec: ServerSpec | RouterSpec) -> str:

@@ -11,12 +11,14 @@ from typing import Any
 from urllib.parse import parse_qs
 
 from skyctl.core.plan import FleetPlan, RouterSpec, ServerSpec
+from skyctl.core.service import Restart
 from skyctl.engines.vllm.inside.guard import HELD_VARIABLE
 from skyctl.fleetfile.schema import FleetConfig
 from skyctl.http.transport import Request
 from skyctl.service import bring_up
 from skyctl.store.identity import ProcessIdentity
 from skyctl.store.paths import FleetPaths
+from skyctl.store.state import ProcessRow
 from skyctl.supervisor import daemon
 from skyctl.supervisor.resident import Supervisor
 from tests.simulation import people
@@ -64,6 +66,7 @@ class SimManaged:
     ) -> SimManaged:
         process = cls.world.launch(argv, env)
         cls.world.tokens[token] = process
+        cls.world.names[token] = log.stem
         return cls(process.identity, token)
 
     def _process(self) -> Process | None:
@@ -212,6 +215,7 @@ class SupervisedWorld(World):
     def _begin(self) -> None:
         SimManaged.world = self
         self.tokens: dict[str, Process] = {}
+        self.names: dict[str, str] = {}  # by token
         self.supervisor: Supervisor | None = None
         self.supervising: Process | None = None
         self.router = SimRouter(self)
@@ -335,7 +339,9 @@ class SupervisedWorld(World):
         operation = supervisor.operation
         if any(replica.phase in _ON_THE_WAY for replica in supervisor.replicas.values()):
             return True
-        return supervisor.job is not None or (operation is not None and operation.ended_at is None)
+        return supervisor.pushes.job is not None or (
+            operation is not None and operation.ended_at is None
+        )
 
     def _on_record(self, fleet: Any) -> bool:
         return not (self.disk.full or self.disk.failing)
@@ -347,19 +353,20 @@ class SupervisedWorld(World):
 
     async def _up(self) -> Any:
         begun = await bring_up.begin_up(self.ref)
-        return await self._follow(begun.operation)
+        return await self._fleet(lambda fleet: self._follow(fleet, begun.operation))
 
     async def _restart(self) -> Any:
         async def use(fleet: Any) -> Any:
-            return await fleet.restart([self.dice.choice(self.engines).name])
+            asked = Restart((self.dice.choice(self.engines).name,))
+            return await self._follow(fleet, await fleet.restart(asked))
 
-        return await self._follow(await self._fleet(use))
+        return await self._fleet(use)
 
-    async def _follow(self, operation: int) -> Any:
+    async def _follow(self, fleet: Any, operation: int) -> Any:
         if not operation:
             return None
         status = await bring_up.follow_operation(
-            self.ref.paths, operation, lambda status: None, timeout_s=200.0
+            fleet, operation, lambda status: None, timeout_s=200.0
         )
         self.tell(f"{status.operation} {status.health} {status.reasons}")
         return status
@@ -373,6 +380,26 @@ def _spawn_supervisor(paths: FleetPaths) -> Any:
     process = world.kernel.spawn("supervisor", lambda: daemon.serve(paths))
     process.on_death.append(lambda: world.tell("the fleet has no supervisor"))
     return SimpleNamespace(poll=lambda: 0 if process.dead else None)
+
+
+def _live_processes(directory: Path) -> list[ProcessRow]:
+    """What the environment of its processes tells of a fleet."""
+    world = SimManaged.world
+    return [
+        ProcessRow(
+            name=world.names[token],
+            role="router" if world.names[token] == "router" else "server",
+            phase="running",
+            token=token,
+            identity=process.identity,
+            spec_hash="unknown",
+            host="127.0.0.1",
+            port=0,
+            started_at=0.0,
+        )
+        for token, process in world.tokens.items()
+        if not process.dead
+    ]
 
 
 @contextlib.contextmanager
@@ -422,16 +449,15 @@ SEAMS: dict[str, Any] = {
     "skyctl.service.bring_up.sweep_scratch": lambda paths: None,
     "skyctl.supervisor.replica.port_holder": lambda host, port: None,
     "skyctl.supervisor.report._rss": lambda process: None,
-    "skyctl.service.planning.plan_here": lambda *_, **__: SimManaged.world.plan,
-    "skyctl.service.planning.check_plan": lambda *_, **__: (),
-    "skyctl.service.left_alone.boot_id": lambda: BOOT,
+    "skyctl.store.rebuild.live_processes": _live_processes,
+    "skyctl.core.planning.plan_here": lambda *_, **__: SimManaged.world.plan,
+    "skyctl.core.planning.check_plan": lambda *_, **__: (),
     "skyctl.service.unsupervised.boot_id": lambda: BOOT,
     "skyctl.store.paths.FleetPaths.refuse_foreign": lambda self: None,
     # who follows something asks less often: nothing is learned from it here
-    "skyctl.core.jobs.FOLLOW_POLL_S": 0.7,
+    "skyctl.core.following.FOLLOW_POLL_S": 0.7,
     "skyctl.service.bring_up.FOLLOW_POLL_S": 1.1,
     # a blocking wait would stop everybody here: who finds it taken is refused at once
     "skyctl.service.bring_up.UP_LOCK_WAIT_S": 0.0,
     "skyctl.service.revive.UP_LOCK_WAIT_S": 0.0,
-    "skyctl.service.supervised_recovery.UP_LOCK_WAIT_S": 0.0,
 }

@@ -36,7 +36,6 @@ _WARM = (
     "skyctl.service.drift",
     "skyctl.service.revive",
     "skyctl.service.supervised",
-    "skyctl.service.supervised_recovery",
     "skyctl.supervisor.daemon",
     "skyctl.push.transaction",
     "skyctl.transfer.transports.shm",
@@ -111,13 +110,13 @@ def main() -> None:
     for module in _WARM:
         importlib.import_module(module)
     from skyctl.cli import app
-    from skyctl.core import jobs
+    from skyctl.core import following
     from skyctl.service import bring_up
     from skyctl.supervisor import daemon, replica
 
     app.register(app.VERBS)
     # a user does not see these steps; a thousand cycles do
-    bring_up.FOLLOW_POLL_S = jobs.FOLLOW_POLL_S = replica.READY_POLL_S = 0.02
+    bring_up.FOLLOW_POLL_S = following.FOLLOW_POLL_S = replica.READY_POLL_S = 0.02
     daemon._spawn = ask_for_supervisor  # type: ignore[assignment]
     os.set_blocking(_asks, False)
     gc.collect()

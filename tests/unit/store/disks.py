@@ -59,10 +59,15 @@ class _Connection(sqlite3.Connection):
     def execute(self, sql: str, *parameters: object) -> sqlite3.Cursor:  # type: ignore[override]
         commits = sql == "COMMIT" or (sql.startswith(_WRITES) and not self.in_transaction)
         if commits and self.disk.fault == "commit":
-            error = sqlite3.OperationalError("database or disk is full")
-            error.sqlite_errorcode = sqlite3.SQLITE_FULL
-            raise error
+            raise disk_full()
         return super().execute(sql, *parameters)  # type: ignore[arg-type]
+
+
+def disk_full() -> sqlite3.OperationalError:
+    """What SQLite raises."""
+    error = sqlite3.OperationalError("database or disk is full")
+    error.sqlite_errorcode = sqlite3.SQLITE_FULL
+    return error
 
 
 @contextmanager

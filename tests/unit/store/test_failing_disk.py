@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sqlite3
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,7 +15,7 @@ from skyctl.errors import StateUnwritable
 from skyctl.store import database, unrecorded
 from skyctl.store.in_doubt import InDoubt, doubt, in_doubt, trust
 from skyctl.store.state import FleetState, FleetWeights
-from tests.unit.store.disks import BIG, FAULTS, FailingDisk, fill, mounted, remount
+from tests.unit.store.disks import BIG, FAULTS, FailingDisk, disk_full, fill, mounted, remount
 
 
 @pytest.fixture
@@ -169,6 +170,35 @@ def test_a_write_finds_by_itself_that_there_is_room_again(
         assert state.unrecorded is None
     with FleetState(path) as other:
         assert [event.message for event in other.events()] == ["first", "second", "third"]
+
+
+@pytest.mark.parametrize("mended", [True, False])
+def test_who_only_reads_hears_of_what_others_write_meanwhile(
+    path: Path, disk: FailingDisk, monkeypatch: pytest.MonkeyPatch, mended: bool
+) -> None:
+    """A follower that opened the file while the disk was full must see its job end."""
+
+    def full(path: Path) -> sqlite3.Connection:
+        if disk.fault:
+            raise disk_full()
+        return disk.connect(path)
+
+    monkeypatch.setattr(database, "RETRY_S", -1.0)
+    with FleetState(path) as other:
+        other.add_event("fleet", "before")
+        disk.fail("full")
+        with FleetState(path, connect=full) as state:
+            other.add_event("fleet", "meanwhile")
+            if mended:
+                disk.mend()
+            assert [event.message for event in state.events()] == ["before", "meanwhile"]
+            state.add_event("fleet", "ours")
+            other.add_event("fleet", "later")
+            seen = [event.message for event in state.events()]
+            # what it could not write itself is not given up for what others write
+            assert seen[-1] == ("later" if mended else "ours")
+            disk.mend()
+        assert "ours" in [event.message for event in other.events()]
 
 
 def test_what_others_wrote_meanwhile_stays(path: Path, disk: FailingDisk) -> None:
