@@ -2,7 +2,8 @@
 
     python -m benchmarks.kill_points --seeds 100                 # stubs, in tens of minutes
     python -m benchmarks.kill_points --seeds 100 --only attached --minutes 10
-    python -m benchmarks.kill_points --jobs 3 --log cycles.jsonl   # goes on where it left off
+    python -m benchmarks.kill_points --overwrite    # each push from one directory, as RL loops do
+    python -m benchmarks.kill_points --processes 24 --log cycles.jsonl  # goes on where it left off
     python -m benchmarks.kill_points --real                      # every point once, vLLM on CPU
 
 Every killed process is a real one and dies by SIGKILL; commands and supervisors are forked from a
@@ -27,6 +28,7 @@ import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +54,7 @@ KINDS: dict[str, tuple[str, ...]] = {
         if not point.startswith(("adopt", "recover", "sync"))
     ),
 }
+PUSHED = ("attached", "supervised")  # on stubs, from files
 Order = list[tuple[str, int]]  # points and seeds
 
 
@@ -67,7 +70,13 @@ def main() -> int:
     parser.add_argument("--only", choices=KINDS, help="one kind of fleet")
     parser.add_argument("--points", nargs="*", help="these points only")
     parser.add_argument("--minutes", type=float, default=600.0, help="stop after this long")
-    parser.add_argument("--jobs", type=int, default=1, help="as many fleets side by side")
+    parser.add_argument("--processes", type=int, default=1, help="as many fleets side by side")
+    parser.add_argument(
+        "--overwrite",
+        action="store_true",
+        help="one directory, written over before each push, and in half of the cycles once more "
+        "before anybody recovers",
+    )
     parser.add_argument("--real", action="store_true", help="once per point, on real servers")
     parser.add_argument("--out", type=Path, help="where to write JSON")
     parser.add_argument(
@@ -79,10 +88,12 @@ def main() -> int:
     violations = 0
     with tempfile.TemporaryDirectory(prefix="kill-points-") as directory:
         for kind in kinds:
+            overwritten = options.overwrite and kind in PUSHED
+            name = f"{kind}-overwritten" if overwritten else kind
             log = options.log or Path(directory) / "log"
-            log = log.with_name(f"{kind}-{log.name}")
+            log = log.with_name(f"{name}-{log.name}")
             _run(kind, options, deadline, log)
-            out = options.out or RESULTS / f"kill-points-{kind}.json"
+            out = options.out or RESULTS / f"kill-points-{name}.json"
             shown = _summary(kind, _logged(log))
             out.write_text(json.dumps(shown, indent=1) + "\n")
             _print(shown)
@@ -97,13 +108,14 @@ def _run(kind: str, options: argparse.Namespace, deadline: float, log: Path) -> 
     done = {(came.point, came.seed) for came in _logged(log)}
     # seed by seed: when time runs out, every point had about as many
     order = [(point, seed) for seed in seeds for point in points if (point, seed) not in done]
-    jobs = min(options.jobs, len(order))
-    if jobs <= 1:
-        _sweep(kind, order, deadline, log)
+    processes = min(options.processes, len(order))
+    sweep = partial(_sweep, kind, deadline=deadline, log=log, overwrites=options.overwrite)
+    if processes <= 1:
+        sweep(order)
         return
     spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(jobs, mp_context=spawn) as pool:
-        parts = [pool.submit(_sweep, kind, order[n::jobs], deadline, log) for n in range(jobs)]
+    with ProcessPoolExecutor(processes, mp_context=spawn) as pool:
+        parts = [pool.submit(sweep, order[n::processes]) for n in range(processes)]
         # Ctrl-C reaches them as well, and they end by themselves
         before = signal.signal(signal.SIGINT, signal.SIG_IGN)
         try:
@@ -113,18 +125,18 @@ def _run(kind: str, options: argparse.Namespace, deadline: float, log: Path) -> 
             signal.signal(signal.SIGINT, before)
 
 
-def _sweep(kind: str, order: Order, deadline: float, log: Path) -> None:
+def _sweep(kind: str, order: Order, *, deadline: float, log: Path, overwrites: bool) -> None:
     """These cycles on one fleet, until `deadline` (monotonic) or Ctrl-C: what there is counts."""
     with (
         tempfile.TemporaryDirectory(prefix="kill-points-") as directory,
         suppress(KeyboardInterrupt),
     ):
         if kind == "attached":
-            asyncio.run(_attached(Path(directory), order, deadline, log))
+            asyncio.run(_attached(Path(directory), order, deadline, log, overwrites))
         elif kind == "supervised":
             from tests.faults.killing.supervised import supervised_fleet
 
-            with supervised_fleet(Path(directory)) as fleet:
+            with supervised_fleet(Path(directory), overwrites=overwrites) as fleet:
                 _each(order, fleet.cycle, deadline, log)
         elif kind == "lives":
             from tests.faults.killing.lives import lives
@@ -138,10 +150,12 @@ def _sweep(kind: str, order: Order, deadline: float, log: Path) -> None:
                 _each(order, real.cycle, deadline, log, guardian_every=1)
 
 
-async def _attached(directory: Path, order: Order, deadline: float, log: Path) -> None:
+async def _attached(
+    directory: Path, order: Order, deadline: float, log: Path, overwrites: bool
+) -> None:
     from tests.faults.killing.attached import attached_fleet
 
-    async with attached_fleet(directory) as fleet:
+    async with attached_fleet(directory, overwrites=overwrites) as fleet:
         for point, seed in order:
             if time.monotonic() > deadline:
                 break

@@ -100,7 +100,10 @@ class FleetDownError(NotFoundError):
 
 
 class ServerError(SkyctlError):
-    """A server answered with an error. `status` is the HTTP status, 0 when there was none."""
+    """A server answered with an error. `status` is the HTTP status, 0 when there was none;
+    `refusal` what the error means (`engines/base.py`), "" for all that ends a call alike."""
+
+    refusal: str = ""
 
     def __init__(
         self,

@@ -28,7 +28,7 @@ from skyctl.core.service import (
 )
 from skyctl.core.status import FleetStatus
 from skyctl.core.urls import FleetUrls
-from skyctl.engines.vllm.server import PauseMode
+from skyctl.engines.base import PauseMode
 from skyctl.push.canary import parse_canary, read_canary
 from skyctl.push.forecast import Stage
 from skyctl.push.request import Layout, PushRequest, PushResult, usual_mode

@@ -102,9 +102,12 @@ def _table(planned: FleetPlan) -> Table:
 
 
 def _commands(planned: FleetPlan) -> list[Text]:
+    from skyctl.engines import routing
+
     texts = [_command(server.name, server.to_json()) for server in planned.servers]
     if planned.router is not None:
-        texts.append(_command("router", planned.router.to_json(), more="--worker-urls …"))
+        workers = " ".join(routing(planned.config.engine).workers(["…"]))
+        texts.append(_command("router", planned.router.to_json(), more=workers))
     return texts
 
 

@@ -55,7 +55,7 @@ async def _look_once(ref: FleetRef, interval_s: float) -> FleetSample:
     from skyctl.monitoring.sampler import Sampler
     from skyctl.service.connect import connect
 
-    async with connect(ref) as running, Sampler(running) as sampler:
+    async with connect(ref) as running, Sampler(running, engine=ref.config.engine) as sampler:
         sample = await sampler.sample()
         if sample.status.health == "down":
             return sample  # there are no rates to wait for

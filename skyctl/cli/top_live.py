@@ -33,7 +33,7 @@ async def watch(ref: FleetRef, interval_s: float) -> None:
     Raises:
         SkyctlError: the first look failed; later failures are shown on the screen.
     """
-    async with connect(ref) as running, Sampler(running) as sampler:
+    async with connect(ref) as running, Sampler(running, engine=ref.config.engine) as sampler:
         top = LiveTop(ref, running, sampler, await sampler.sample())
         async with Keyboard() as keyboard:
             with output.fullscreen(top.render) as live:

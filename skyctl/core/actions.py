@@ -16,7 +16,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from skyctl.engines.vllm.server import PauseMode, VLLMServer
+from skyctl import engines
+from skyctl.engines.base import Feature, PauseMode, Server
 from skyctl.errors import ServerError, SkyctlError
 from skyctl.http.client import ControlClient
 from skyctl.http.fanout import Outcome, OutcomeStatus, fan_out
@@ -58,7 +59,7 @@ async def pause(
     progress = {target.name: _PauseProgress() for target in targets}
 
     async def one(target: ServerTarget) -> None:
-        mine, server = progress[target.name], VLLMServer(client, target, timeout_s=timeout_s)
+        mine, server = progress[target.name], engines.server(client, target, timeout_s=timeout_s)
         # asked first, so that a rollback never resumes what somebody else paused
         mine.was_paused = await server.is_paused()
         mine.sent = True
@@ -90,12 +91,14 @@ async def resume(
 ) -> list[Outcome[None]]:
     """Resume every server, each within `timeout_s` seconds."""
 
-    async def read_back(server: VLLMServer) -> tuple[bool, str]:
+    async def read_back(server: Server) -> tuple[bool, str]:
         paused = await server.is_paused()
         return not paused, "still paused" if paused else "resumed"
 
     outcomes = await fan_out(
-        targets, lambda t: VLLMServer(client, t, timeout_s=timeout_s).resume(), timeout_s=timeout_s
+        targets,
+        lambda t: engines.server(client, t, timeout_s=timeout_s).resume(),
+        timeout_s=timeout_s,
     )
     return await _each(
         targets, outcomes, lambda t, o: _settle(client, t, o, read_back, read_back_timeout_s)
@@ -115,9 +118,12 @@ async def sleep(
     """Put every server to sleep at `level` (1 keeps weights in host memory, 2 discards them).
 
     With `device` "cpu" the outcomes say that only the state changes.
+
+    Raises:
+        UsageError: its engine has no sleep.
     """
 
-    async def read_back(server: VLLMServer) -> tuple[bool, str]:
+    async def read_back(server: Server) -> tuple[bool, str]:
         if not await server.is_sleeping():
             return False, "not asleep"
         # is_sleeping is true for a mere pause as well: the metrics know the level
@@ -126,9 +132,10 @@ async def sleep(
             return True, f"asleep at level {level}"
         return False, "paused, and not known to be asleep"
 
+    _require_sleep(targets)
     outcomes = await fan_out(
         targets,
-        lambda t: VLLMServer(client, t, timeout_s=timeout_s).sleep(level, mode),
+        lambda t: engines.server(client, t, timeout_s=timeout_s).sleep(level, mode),
         timeout_s=timeout_s,
     )
     outcomes = await _each(
@@ -137,6 +144,11 @@ async def sleep(
     if device != "cpu":
         return outcomes
     return [_also(o, CPU_SLEEP_DETAIL) if o.ok else o for o in outcomes]
+
+
+def _require_sleep(targets: Sequence[ServerTarget]) -> None:
+    for name in {target.engine for target in targets}:
+        engines.require(name, Feature.SLEEP)
 
 
 async def wake(
@@ -153,15 +165,16 @@ async def wake(
     the intended state, pauses it again. Whether waking is safe is `sleep_rules`' to say.
     """
 
-    async def read_back(server: VLLMServer) -> tuple[bool, str]:
+    async def read_back(server: Server) -> tuple[bool, str]:
         if await server.is_sleeping():
             # after a partial wake that worked the server is still asleep as well
             return False, "still asleep, or awake in part" if tags else "still asleep"
         return True, "awake"
 
+    _require_sleep(targets)
     outcomes = await fan_out(
         targets,
-        lambda t: VLLMServer(client, t, timeout_s=timeout_s).wake(tags),
+        lambda t: engines.server(client, t, timeout_s=timeout_s).wake(tags),
         timeout_s=timeout_s,
     )
     outcomes = [
@@ -189,7 +202,7 @@ async def _settle_pause(
     if not progress.sent:
         return _also(outcome, "not asked to pause: its state could not be read")
 
-    async def read_back(server: VLLMServer) -> tuple[bool, str]:
+    async def read_back(server: Server) -> tuple[bool, str]:
         progress.paused_now = await server.is_paused()
         if not progress.paused_now:
             return False, "not paused"
@@ -214,7 +227,7 @@ async def _roll_back(
     if outcome.status is OutcomeStatus.FAILED:
         return outcome  # it answered that it did not pause
     try:
-        await VLLMServer(client, target, timeout_s=timeout_s).resume()
+        await engines.server(client, target, timeout_s=timeout_s).resume()
     except SkyctlError as error:
         still = "may still be paused" if progress.paused_now is None else "is still paused"
         failed = replace(outcome, status=_worse(outcome.status))
@@ -232,7 +245,7 @@ async def _settle(
     client: ControlClient,
     target: ServerTarget,
     outcome: Outcome[T],
-    read_back: Callable[[VLLMServer], Awaitable[tuple[bool, str]]],
+    read_back: Callable[[Server], Awaitable[tuple[bool, str]]],
     timeout_s: float,
     *,
     value_when_done: T | None = None,
@@ -240,7 +253,7 @@ async def _settle(
     """Turn an outcome whose answer was lost into what the server's state says."""
     if outcome.status not in _LOST:
         return outcome
-    server = VLLMServer(client, target, timeout_s=timeout_s)
+    server = engines.server(client, target, timeout_s=timeout_s)
     try:
         async with asyncio.timeout(timeout_s):
             done, state = await read_back(server)

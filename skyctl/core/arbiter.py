@@ -15,6 +15,9 @@ nobody else acts on a server that is not up yet. `down` ends whatever goes on.
 The rule is the same for attached and supervised fleets: one kernel lock in the fleet's directory
 (`store/locks.py`), taken by the process that acts. Two machines that attach the same servers do not
 share it.
+
+vLLM has no fencing token: a server carries out whatever reaches it. So after a holder that died
+with the lock, the next one waits for `LATE_S` before it acts.
 """
 
 from __future__ import annotations
@@ -33,6 +36,8 @@ from skyctl.store.locks import Holder, Lock, Locks
 
 LOCK = "turn"
 PATIENCE_S = 2.0
+LATE_S = 1.0
+"""How long a request of a process that died may still be on its way to a server."""
 _POLL_S = 0.02
 
 caller: ContextVar[str] = ContextVar("caller", default="")
@@ -68,6 +73,12 @@ class Turn:
         """Say more about what is being done."""
         if self._lock is not None:
             self._lock.rename(_asked(what))
+
+    async def after_late_requests(self) -> None:
+        """Wait until nothing that a holder sent before it died can reach a server any more."""
+        if self._lock is not None and self._lock.after_death:
+            await asyncio.sleep(LATE_S)
+            self._lock.settle()
 
     def release(self) -> None:
         """Let others act. A second call does nothing."""
@@ -114,12 +125,19 @@ class Arbiter:
         deadline = time.monotonic() + (PATIENCE_S if wait_s is None else wait_s)
         while True:
             try:
-                return self.take(act, what)
+                turn = self.take(act, what)
+                break
             except ConflictError:
                 refused = act is not Act.RECOVER and self._locks.taken(LOCK)
                 if refused or time.monotonic() >= deadline:
                     raise
             await asyncio.sleep(_POLL_S)
+        try:
+            await turn.after_late_requests()
+        except BaseException:
+            turn.release()
+            raise
+        return turn
 
     def holders(self) -> list[Holder]:
         """Everybody who acts on the fleet now."""

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from skyctl.checkpoints.mistaken import mistaken_for
-from skyctl.core.plan import CPU_BACKEND, FleetPlan, interpreter
-from skyctl.engines.vllm.argument_names import accepts, known_arguments
+from skyctl.core.plan import FleetPlan, interpreter
+from skyctl.engines import ENGINES
 from skyctl.fleetfile.arguments import flag_name, server_arguments
 from skyctl.fleetfile.schema import FleetConfig
 from skyctl.fleetfile.yaml_source import YamlSource, read_yaml
@@ -23,20 +23,6 @@ from skyctl.launch.local.devices import Gpu, discover_gpus
 from skyctl.launch.local.ports import bind_error, port_holder
 
 _IMPORT_TIMEOUT_S = 20.0
-_INSTALL = {
-    "vllm": {
-        "cpu": "in skyctl's clone: bash scripts/setup.sh; or name an interpreter with `python:`",
-        "cuda": "in skyctl's clone: pip install '.[gpu]'; or name an interpreter with `python:`",
-    },
-    "vllm_router": {
-        "cpu": "pip install vllm-router, or set `router: {enabled: false}`",
-        "cuda": "pip install vllm-router, or set `router: {enabled: false}`",
-    },
-    "skyctl": {
-        "cpu": "install skyctl there too: its weight receiver runs inside vLLM",
-        "cuda": "install skyctl there too",
-    },
-}
 
 
 @dataclass(frozen=True)
@@ -66,7 +52,7 @@ def check_plan(
     own_ports: Collection[int] = (),
     file: Path | None = None,
     discover: Callable[[], Sequence[Gpu]] = discover_gpus,
-    arguments: Callable[[str], Collection[str]] = known_arguments,
+    arguments: Callable[[str], Collection[str]] | None = None,
 ) -> list[Problem]:
     """All problems, not only the first. Ports in `own_ports` may be taken: by our own processes.
 
@@ -85,7 +71,7 @@ def _check_model(plan: FleetPlan) -> Iterator[Problem]:
     written = plan.config.model or ""
     path = Path(plan.model_path)
     if not path.is_absolute() and not _looks_like_path(written, plan.base_dir):
-        return  # a hub model id: vLLM fetches it, and says so when there is no such model
+        return  # a hub model id: the engine fetches it, and says so when there is no such model
     if not path.is_absolute():
         path = plan.base_dir / path
     hint = "correct `model` (a path relative to the fleet file, or a hub model id)"
@@ -101,41 +87,45 @@ def _check_model(plan: FleetPlan) -> Iterator[Problem]:
 def learn_arguments(
     config: FleetConfig, base_dir: Path, note: Callable[[str], None] = lambda line: None
 ) -> None:
-    """Ask the fleet's vLLM for what `check_plan` needs to know: the first time it takes seconds."""
+    """Ask the fleet's engine what `check_plan` needs to know: the first time it takes seconds."""
     if config.check_args and any(server_arguments(config)):
         python = interpreter(config.python, base_dir) if config.python else sys.executable
-        known_arguments(python, note=note)
+        ENGINES[config.engine].known_arguments(python, note)
 
 
 def _check_arguments(
-    plan: FleetPlan, file: Path | None, arguments: Callable[[str], Collection[str]]
+    plan: FleetPlan, file: Path | None, arguments: Callable[[str], Collection[str]] | None
 ) -> Iterator[Problem]:
-    """Names in `args` that the interpreter's vLLM would refuse, after minutes of loading."""
+    """Names in `args` that the installed engine would refuse, after minutes of loading."""
+    engine = ENGINES[plan.config.engine]
     written = list(server_arguments(plan.config))
     if not plan.config.check_args or not written:
         return
-    known = arguments(plan.python)
+    known = arguments(plan.python) if arguments else engine.known_arguments(plan.python, _quiet)
     if not known:
         return
     source = None
     for location, value in written:
         key = flag_name(str(location[-1]))
         name = f"no-{key}" if value is False else key
-        if value is None or accepts(name, known):
+        if value is None or engine.accepts(name, known):
             continue
         source = source or _source(file)
         where = f"{file}:{source.line(location)}: " if source else ""
         section = ".".join(str(part) for part in location[:-1])
-        if value is False and accepts(key, known):
-            why = f"{key!r} cannot be false: vLLM has no --no-{key}"
+        if value is False and engine.accepts(key, known):
+            why = f"{key!r} cannot be false: {engine.title} has no --no-{key}"
             near = None
         else:
-            why = f"vLLM has no argument {key!r}"
+            why = f"{engine.title} has no argument {key!r}"
             near = next(iter(difflib.get_close_matches(key, known, n=1)), None)
         yield Problem(
             f"{where}{section}: {why}" + (f"; did you mean {near!r}?" if near else ""),
             "correct it, or leave it out; `check_args: false` passes every name on unchecked",
         )
+
+
+def _quiet(line: str) -> None: ...
 
 
 def _source(file: Path | None) -> YamlSource | None:
@@ -235,24 +225,21 @@ def _check_gpu_count(name: str, gpus: Sequence[int], world_size: int) -> Iterato
 
 
 def _check_interpreter(plan: FleetPlan) -> Iterator[Problem]:
-    modules = ["vllm"]
-    if plan.router is not None:
-        modules.append("vllm_router")
-    if any(server.backend == CPU_BACKEND for server in plan.servers):
-        modules.append("skyctl")
+    engine, backend = ENGINES[plan.config.engine], plan.servers[0].backend
+    modules = engine.modules(plan.device, plan.router is not None, backend)
     if plan.python == sys.executable:
         missing = [name for name in modules if importlib.util.find_spec(name) is None]
     else:
         if shutil.which(plan.python) is None:
             yield Problem(f"python {plan.python!r}: no such interpreter", "correct `python`")
             return
-        found = _missing_in(plan.python, modules)
+        found = _missing_in(plan.python, list(modules))
         if isinstance(found, Problem):
             yield found
             return
         missing = found
     for name in missing:
-        yield Problem(f"{name} is not installed for {plan.python}", _INSTALL[name][plan.device])
+        yield Problem(f"{name} is not installed for {plan.python}", modules[name])
 
 
 def _missing_in(python: str, modules: Sequence[str]) -> list[str] | Problem:

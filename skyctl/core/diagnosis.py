@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
+from skyctl import engines
 from skyctl.core.status import foreign_version
-from skyctl.engines.vllm.server import VLLMServer
 from skyctl.errors import ServerError
 from skyctl.http.client import ControlClient
 from skyctl.http.fanout import fan_out
@@ -80,8 +80,8 @@ async def observe(
     """Ask every server, side by side, for at most `engine_timeout_s` seconds."""
 
     async def ask(target: ServerTarget) -> Observed:
-        near = VLLMServer(client, target, timeout_s=HTTP_TIMEOUT_S)
-        patient = VLLMServer(client, target, timeout_s=engine_timeout_s)
+        near = engines.server(client, target, timeout_s=HTTP_TIMEOUT_S)
+        patient = engines.server(client, target, timeout_s=engine_timeout_s)
         health, paused, version = await asyncio.gather(
             near.health(), patient.is_paused(), near.weight_version(), return_exceptions=True
         )
@@ -124,29 +124,34 @@ def judge(
             return Finding(name, "stuck", said, replace)
         return Finding(name, "unreachable", problem, replace)
     if doubt is not None and doubt.half_updated:
-        said = f"{doubt.job} broke off in stage {doubt.stage}: it may hold parts of both weights"
-        return Finding(name, "half-updated", said, "push")
+        return Finding(name, "half-updated", doubt.why, "push")
     if doubt is not None and doubt.woken:
-        said = f"{doubt.job} broke off in stage {doubt.stage}: it sleeps, and its weights do not"
-        return Finding(name, "woken", said, "sleep")
+        return Finding(name, "woken", doubt.why, "sleep")
+    back: Action = "restart" if ours and weights.checkpoint is None else "push"
     if doubt is not None:
-        said = f"{doubt.job} broke off in stage {doubt.stage}, before anything was sent"
-        return Finding(name, "frozen", said, "resume")
+        version = doubt.version or row.weight_version
+        if behind := _behind(version, weights, ours):  # the fleet moved on without it
+            return Finding(name, "wrong-version", behind, back)
+        return Finding(name, "frozen", doubt.why, "resume")
     if row.quarantine:
         return Finding(name, "quarantined", row.quarantine, "restart" if ours else "push")
-    back: Action = "restart" if ours and weights.checkpoint is None else "push"
     foreign = foreign_version(row.weight_version, seen.version)
     if foreign and row.weight_version is not None:
         return Finding(name, "wrong-version", foreign, back)
-    version = row.weight_version
-    if row.weight_version is not None and version != weights.version:
-        said = f"holds {version or 'the base weights'}, the fleet {weights.version or 'its base'}"
-        return Finding(name, "wrong-version", said, back)
-    if ours and row.weight_version is None and weights.checkpoint is not None:
-        said = f"holds the base weights, the fleet {weights.version}"
-        return Finding(name, "wrong-version", said, "push")
+    if behind := _behind(row.weight_version, weights, ours):
+        return Finding(name, "wrong-version", behind, back)
     if foreign and ours:  # a trainer that pushes by itself, maybe: nothing of ours to put right
         return Finding(name, "healthy", foreign)
     if seen.paused and row.intended == "running":
         return Finding(name, "healthy", "paused, and not by skyctl; type: skyctl resume")
     return Finding(name, "healthy", row.intended if row.intended != "running" else "")
+
+
+def _behind(version: str | None, weights: FleetWeights, ours: bool) -> str:
+    """How a server's version differs from the fleet's, or "". A server that is not ours may have
+    been started with anything."""
+    if version is None and (not ours or weights.checkpoint is None):
+        return ""
+    if version == weights.version:
+        return ""
+    return f"holds {version or 'the base weights'}, the fleet {weights.version or 'its base'}"

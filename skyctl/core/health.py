@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from skyctl.engines.vllm.server import VLLMServer
+from skyctl import engines
 from skyctl.errors import ServerError
 from skyctl.fleetfile.schema import HealthPolicy
 from skyctl.http.client import ControlClient
@@ -14,9 +14,9 @@ from skyctl.http.target import ServerTarget
 async def probe_ready(client: ControlClient, target: ServerTarget, timeout_s: float) -> bool | None:
     """Whether the server is paused, once it is ready; None while it is not.
 
-    Ready: /health is 200, /v1/models answers, and /is_paused round-trips the engine core.
+    Ready: it is in health, serves models, and its engine answers.
     """
-    server = VLLMServer(client, target, timeout_s=timeout_s)
+    server = engines.server(client, target, timeout_s=timeout_s)
     try:
         await server.health()
         await server.models()
@@ -27,7 +27,7 @@ async def probe_ready(client: ControlClient, target: ServerTarget, timeout_s: fl
 
 async def probe_alive(client: ControlClient, target: ServerTarget, timeout_s: float) -> bool:
     """Whether the server is paused. Raises ServerError when it does not answer in time."""
-    return await VLLMServer(client, target, timeout_s=timeout_s).is_paused()
+    return await engines.server(client, target, timeout_s=timeout_s).is_paused()
 
 
 @dataclass

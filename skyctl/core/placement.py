@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import Any
 
 from skyctl.fleetfile.arguments import merge_arguments
@@ -95,8 +96,10 @@ def place_on_gpus(
     return placed
 
 
-def bind_to_cores(world_sizes: Sequence[int], cpus: Sequence[Cpu]) -> list[str | None]:
-    """VLLM_CPU_OMP_THREADS_BIND per replica; None leaves the choice to vLLM.
+def bind_to_cores(
+    world_sizes: Sequence[int], cpus: Sequence[Cpu]
+) -> list[tuple[tuple[int, ...], ...]]:
+    """CPU cores of each worker of each replica; () leaves the choice to the engine.
 
     vLLM's own choice ("auto") looks only at its own process: every replica takes the cores of the
     first NUMA nodes but the last one of each, so on two cores two replicas both bind their OpenMP
@@ -104,28 +107,23 @@ def bind_to_cores(world_sizes: Sequence[int], cpus: Sequence[Cpu]) -> list[str |
     per core, and OpenMP threads that spin-wait for one another on shared cores are slow.) So where
     more than one worker runs, each gets its own cores, and all the same number of them: a sum
     split over a different number of threads rounds differently, and replicas of one fleet should
-    give the same tokens. Workers of one replica are separated by `|`, in rank order, as vLLM
-    reads them. Where a worker has more than two cores it leaves one to its scheduler process, as
-    "auto" does. With fewer cores than workers, workers share cores in turn.
+    give the same tokens. Where a worker has more than two cores it leaves one to its scheduler
+    process, as "auto" does. With fewer cores than workers, workers share cores in turn.
     """
     workers = sum(world_sizes)
     if workers <= 1 or not cpus:
-        return [None] * len(world_sizes)
+        return [()] * len(world_sizes)
     pool = _one_cpu_per_core(cpus)
     if len(pool) < workers:
         pool = [cpu.id for cpu in cpus]
     share = max(1, len(pool) // workers)
     threads = share - 1 if share > 2 else share
-    bindings: list[str | None] = []
-    first = 0
-    for world_size in world_sizes:
-        ranks = []
-        for worker in range(first, first + world_size):
-            start = worker * share % len(pool)
-            ranks.append(",".join(str(cpu) for cpu in pool[start : start + threads]))
-        bindings.append("|".join(ranks))
-        first += world_size
-    return bindings
+    ranks = []
+    for worker in range(workers):
+        start = worker * share % len(pool)
+        ranks.append(tuple(pool[start : start + threads]))
+    ends = list(accumulate(world_sizes, initial=0))
+    return [tuple(ranks[first:end]) for first, end in pairwise(ends)]
 
 
 def _one_cpu_per_core(cpus: Sequence[Cpu]) -> list[int]:

@@ -2,32 +2,24 @@
 
 from __future__ import annotations
 
-import json
 import os.path
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from pydantic import InstanceOf
 
 from skyctl.core.placement import Replica, bind_to_cores, expand_replicas, place_on_gpus
 from skyctl.core.plan_warnings import PlanWarning, plan_warnings
-from skyctl.engines.vllm.arguments import router_flags, server_flags
-from skyctl.engines.vllm.guarding import guard_env, guard_flags
-from skyctl.engines.vllm.inside.wire import SPIN_VARIABLE
+from skyctl.engines import DEFAULT, ENGINES, routing
+from skyctl.engines.base import Device, RouterLaunch, ServerLaunch
 from skyctl.errors import FleetFileError, UsageError
 from skyctl.fleetfile.arguments import merge_arguments, refusals
 from skyctl.fleetfile.schema import FleetConfig, RouterSection, resolve_relative
 from skyctl.launch.local.devices import Cpu, Gpu, visible_gpus
-
-Device = Literal["cpu", "cuda"]
-
-SERVER_MODULE = "vllm.entrypoints.openai.api_server"
-ROUTER_MODULE = "vllm_router.launch_router"
-CPU_BACKEND = "skyctl"
-WORKER_EXTENSION = "skyctl.engines.vllm.inside.worker.SkyctlWorkerExtension"
+from skyctl.store.credentials import AT_SPAWN
 
 _SECRET_WORDS = ("KEY", "TOKEN", "SECRET", "PASSWORD")
 _PORT_TRIES = 1000
@@ -36,11 +28,11 @@ _WILDCARDS = ("0.0.0.0", "::", "")
 
 @dataclass(frozen=True)
 class ServerSpec:
-    """Everything needed to start one vLLM server.
+    """Everything needed to start one server.
 
     `env` holds only what is added to the inherited environment. `world_size` counts its workers:
     tensor x pipeline x data parallel. `gpus` are physical indices, empty on CPU. `backend` is the
-    weight-transfer backend the server is started with, or "" for none.
+    weight-transfer backend the server is started with, or "" for none; `engine` what it runs.
     """
 
     name: str
@@ -51,6 +43,7 @@ class ServerSpec:
     gpus: tuple[int, ...] = ()
     world_size: int = 1
     backend: str = ""
+    engine: str = DEFAULT
 
     @property
     def url(self) -> str:
@@ -163,13 +156,13 @@ def plan_fleet(
 
     Pure but for looking whether the model is a local directory. Ports come from the file, else
     from `known_ports` (server name, "router" or "router-metrics" → the port it already has), else
-    from `next_port`. `environ` is the environment the servers will inherit. Without `cpus`, vLLM
-    chooses the cores of CPU servers.
+    from `next_port`. `environ` is the environment the servers will inherit. Without `cpus`, the
+    engine chooses the cores of CPU servers.
 
     Raises:
         FleetFileError: the file sets an argument or variable that skyctl keeps to itself.
-        UsageError: the fleet is attached, its API key is not set, or the weight transport does
-            not go with the device.
+        UsageError: the fleet is attached, its API key is not set, the engine has no router, or the
+            weight transport does not go with the device.
     """
     if config.attached:
         raise UsageError(
@@ -197,6 +190,7 @@ class _Planner:
         python: str,
     ) -> None:
         self.config = config
+        self.engine = ENGINES[config.engine]
         self.base_dir = base_dir
         self.next_port = next_port
         self.environ = environ
@@ -227,11 +221,14 @@ class _Planner:
         bindings = bind_to_cores([replica.world_size for replica in self.replicas], self.cpus)
         used = {gpu for replica_gpus in placed for gpu in replica_gpus}
         free = tuple(gpu for gpu in self.allowed_gpus if on_gpus and gpu not in used)
-        backend = _backend(config, self.device, free)
-        servers = tuple(
-            self._server(replica, replica_gpus, binding, backend)
-            for replica, replica_gpus, binding in zip(self.replicas, placed, bindings, strict=True)
-        )
+        transport = config.weight_transfer.transport
+        backend = self.engine.backend(transport, self.device, free, config.auth)
+        api_key = self._own_api_key()
+        launches = [
+            self._launch(replica, replica_gpus, cores, backend, api_key)
+            for replica, replica_gpus, cores in zip(self.replicas, placed, bindings, strict=True)
+        ]
+        servers = tuple(map(self._server, self.replicas, launches))
         return FleetPlan(
             name=config.name,
             device=self.device,
@@ -240,91 +237,83 @@ class _Planner:
             servers=servers,
             router=self._router(config.router),
             config=config,
-            warnings=plan_warnings(config, self.replicas, self.device, backend, len(self.cpus)),
+            warnings=plan_warnings(config, launches, len(self.cpus)),
             base_dir=self.base_dir,
             python=self.python,
             free_gpus=free,
         )
 
-    def _server(
-        self, replica: Replica, gpus: tuple[int, ...], binding: str | None, backend: str
-    ) -> ServerSpec:
-        port = replica.port or self._port(replica.name)
-        argv = [self.python, "-m", SERVER_MODULE, "--model", self.model_path]
-        argv += ["--served-model-name", self.served_model_name]
-        argv += ["--host", self.config.host, "--port", str(port)]
-        for name in ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"):
-            if (size := getattr(replica, name)) > 1:
-                argv += ["--" + name.replace("_", "-"), str(size)]
-        if backend:
-            transfer = json.dumps({"backend": backend}, separators=(",", ":"))
-            argv += ["--weight-transfer-config", transfer]
-        arguments = merge_arguments(self._default_arguments(), replica.args)
-        if self.device == "cpu" and arguments.get("enable-sleep-mode"):
-            del arguments["enable-sleep-mode"]  # vLLM refuses to start with it on CPU
-        argv += server_flags(self._with_absolute_paths(arguments))
-        argv += guard_flags(self.config)
-        return ServerSpec(
-            name=replica.name,
-            argv=tuple(argv),
-            env=self._server_env(replica, gpus, binding, backend),
+    def _launch(
+        self,
+        replica: Replica,
+        gpus: tuple[int, ...],
+        cores: tuple[tuple[int, ...], ...],
+        backend: str,
+        api_key: str | None,
+    ) -> ServerLaunch:
+        return ServerLaunch(
+            python=self.python,
+            model_path=self.model_path,
+            served_model_name=self.served_model_name,
             host=self.config.host,
-            port=port,
-            gpus=gpus,
-            world_size=replica.world_size,
+            port=replica.port or self._port(replica.name),
+            device=self.device,
             backend=backend,
+            args=self._with_absolute_paths(replica.args),
+            env=replica.env,
+            environ=self.environ,
+            secret=AT_SPAWN,
+            gpus=gpus,
+            cores=cores,
+            tensor_parallel_size=replica.tensor_parallel_size,
+            pipeline_parallel_size=replica.pipeline_parallel_size,
+            data_parallel_size=replica.data_parallel_size,
+            own_python=self.config.python is None,
+            local_model=self.local_model,
+            auth=self.config.auth,
+            api_key=api_key,
         )
 
-    def _default_arguments(self) -> dict[str, Any]:
-        """What skyctl adds unless the file says otherwise."""
-        if self.device == "cuda":
-            # the digest that verifies a push takes milliseconds there; vLLM's own checksums copy
-            # the model out and take 22 s for 16 GB. Another interpreter may not have skyctl.
-            own = {} if self.config.python else {"worker-extension-cls": WORKER_EXTENSION}
-            return {"enable-sleep-mode": True, **own}
-        # float32: vLLM's bfloat16 CPU kernels can die with SIGILL on virtual machines that
-        # advertise AMX but do not let it be used; and CPU pushes are compared bit for bit.
-        return {"dtype": "float32", "worker-extension-cls": WORKER_EXTENSION}
+    def _server(self, replica: Replica, launch: ServerLaunch) -> ServerSpec:
+        command = self.engine.server_command(launch)
+        return ServerSpec(
+            name=replica.name,
+            argv=command.argv,
+            env=command.env,
+            host=launch.host,
+            port=launch.port,
+            gpus=launch.gpus,
+            world_size=replica.world_size,
+            backend=launch.backend,
+            engine=self.engine.name,
+        )
 
-    def _server_env(
-        self, replica: Replica, gpus: tuple[int, ...], binding: str | None, backend: str
-    ) -> dict[str, str]:
-        defaults: dict[str, str] = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
-        if self.local_model:
-            defaults["HF_HUB_OFFLINE"] = "1"  # a local checkpoint needs nothing from the hub
-        if self.device == "cpu":
-            defaults["VLLM_CPU_KVCACHE_SPACE"] = "1"  # GiB; vLLM takes 4 for each replica
-            defaults[SPIN_VARIABLE] = "0.02"
-            if binding is not None:
-                defaults["VLLM_CPU_OMP_THREADS_BIND"] = binding
-        env = {name: value for name, value in defaults.items() if name not in self.environ}
-        env.update(replica.env)
-        env["VLLM_SERVER_DEV_MODE"] = "1"
-        if self.device == "cuda":
-            env["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # so that indices mean what nvidia-smi shows
-            env["CUDA_VISIBLE_DEVICES"] = ",".join(str(gpu) for gpu in gpus)
-        if backend == "ipc":
-            # CUDA IPC handles travel pickled in the body of /update_weights
-            env["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
-        return env | guard_env(self.config, env, self.environ)
+    def _own_api_key(self) -> str | None:
+        name = self.config.api_key_env
+        if name is None:
+            return None
+        if not self.environ.get(name):
+            raise UsageError(
+                f"the fleet's API key is not set: api_key_env names {name}",
+                hint=f"export {name}=…",
+            )
+        return self.environ[name]
 
     def _router(self, section: RouterSection | str) -> RouterSpec | None:
         if isinstance(section, str) or not section.enabled:
             return None
-        port = section.port or self._port("router")
-        metrics_port = section.metrics_port or self._port("router-metrics")
-        arguments = {
-            "host": section.host,
-            "port": port,
-            "policy": section.policy,
-            "prometheus-host": section.host,
-            "prometheus-port": metrics_port,
-            "health-check-interval-secs": section.health_interval_s,
-            "request-timeout-secs": section.request_timeout_s,
-        }
-        flags = router_flags(self._with_absolute_paths(merge_arguments(arguments, section.args)))
-        argv = (self.python, "-m", ROUTER_MODULE, *flags)
-        return RouterSpec(argv, dict(section.env), section.host, port, metrics_port)
+        launch = RouterLaunch(
+            python=self.python,
+            host=section.host,
+            port=section.port or self._port("router"),
+            metrics_port=section.metrics_port or self._port("router-metrics"),
+            policy=section.policy,
+            health_interval_s=section.health_interval_s,
+            request_timeout_s=section.request_timeout_s,
+            args=self._with_absolute_paths(merge_arguments(section.args)),
+        )
+        argv = routing(self.engine.name).command(launch)
+        return RouterSpec(argv, dict(section.env), launch.host, launch.port, launch.metrics_port)
 
     def _with_absolute_paths(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
         """Values written like relative paths (`./chat.jinja`) are relative to the fleet file."""
@@ -356,30 +345,3 @@ def interpreter(python: str, base_dir: Path) -> str:
     """The interpreter's path. Links are kept: a virtual environment's python is one."""
     path = str(Path(python).expanduser())
     return os.path.normpath(base_dir / path) if os.sep in python else path
-
-
-def _backend(config: FleetConfig, device: Device, free_gpus: Sequence[int]) -> str:
-    """The weight-transfer backend servers start with; "" for none.
-
-    On CPU one backend serves both gloo and shm. On CUDA, NCCL needs a GPU for the sender that no
-    worker uses; CUDA IPC does not, but its servers unpickle what they are sent: only with a token.
-    """
-    transport = config.weight_transfer.transport
-    if transport == "disk":
-        return ""
-    if device == "cpu":
-        if transport in ("nccl", "ipc"):
-            raise UsageError(
-                f"weight_transfer.transport {transport!r} needs GPUs, and this fleet runs on CPU",
-                hint="use auto, gloo, shm or disk",
-            )
-        return CPU_BACKEND
-    if transport in ("gloo", "shm"):
-        raise UsageError(
-            f"weight_transfer.transport {transport!r} is for CPU servers, and this fleet runs on "
-            "GPUs",
-            hint="use auto, nccl, ipc or disk",
-        )
-    if transport == "auto":
-        return "nccl" if free_gpus else "ipc" if config.auth != "none" else ""
-    return transport

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from skyctl.core.placement import Replica
+from skyctl.engines import ENGINES
+from skyctl.engines.base import ServerLaunch
 from skyctl.fleetfile.schema import FleetConfig, RouterSection, is_loopback
 
 _SHORT_REQUEST_S = 300
@@ -24,12 +25,15 @@ class PlanWarning(str):
 
 
 def plan_warnings(
-    config: FleetConfig, replicas: Sequence[Replica], device: str, backend: str, cpu_count: int
+    config: FleetConfig, launches: Sequence[ServerLaunch], cpu_count: int
 ) -> tuple[PlanWarning, ...]:
     """One line per thing to look at, in the order of the fleet file. `cpu_count` 0 is unknown."""
+    engine = ENGINES[config.engine]
     return (
-        *_server_warnings(config, device, backend),
-        *_placement_warnings(config, replicas, device, cpu_count),
+        *_server_warnings(config, launches[0].device, launches[0].backend),
+        *_port_warnings(config, len(launches)),
+        *(PlanWarning(*found) for found in engine.warnings(launches, config.share_gpus)),
+        *_core_warnings(launches, cpu_count),
         *_router_warnings(config),
     )
 
@@ -69,56 +73,24 @@ def _inference_is_open(config: FleetConfig) -> bool:
     return config.auth != "all" and config.api_key_env is None
 
 
-def _placement_warnings(
-    config: FleetConfig, replicas: Sequence[Replica], device: str, cpu_count: int
-) -> list[PlanWarning]:
-    warnings = []
-    if config.ports is not None and len(config.ports) != len(replicas):
-        rest = (
-            "the rest get free ones"
-            if len(config.ports) < len(replicas)
-            else "the last ones are not used"
+def _port_warnings(config: FleetConfig, replicas: int) -> list[PlanWarning]:
+    if config.ports is None or len(config.ports) == replicas:
+        return []
+    few = len(config.ports) < replicas
+    rest = "the rest get free ones" if few else "the last ones are not used"
+    return [
+        PlanWarning(
+            f"ports: {len(config.ports)} for {replicas} replicas; {rest}",
+            "name one port per replica, or leave `ports` out",
         )
-        warnings.append(
-            PlanWarning(
-                f"ports: {len(config.ports)} for {len(replicas)} replicas; {rest}",
-                "name one port per replica, or leave `ports` out",
-            )
-        )
-    if device == "cpu":
-        if any(replica.args.get("enable-sleep-mode") for replica in replicas):
-            warnings.append(
-                PlanWarning(
-                    "enable-sleep-mode is left out: vLLM has none on CPU",
-                    "take it out of `args`, or keep it for machines with GPUs",
-                )
-            )
-        if any(r.pipeline_parallel_size > 1 and r.args.get("enforce-eager") for r in replicas):
-            # it makes the buffers between pipeline ranks as it warms up, which it then leaves out
-            warnings.append(
-                PlanWarning(
-                    "enforce-eager with pipeline_parallel_size: on CPU vLLM 0.32 dies of the first "
-                    "request",
-                    "args: {enforce-eager: false} for these servers",
-                )
-            )
-        workers = sum(replica.world_size for replica in replicas)
-        if 0 < cpu_count < workers:
-            warnings.append(
-                PlanWarning(f"{workers} workers share {cpu_count} CPU cores", "lower `replicas`")
-            )
-    elif config.share_gpus and not all(
-        "gpu-memory-utilization" in replica.args or "kv-cache-memory-bytes" in replica.args
-        for replica in replicas
-    ):
-        warnings.append(
-            PlanWarning(
-                "share_gpus: set `gpu-memory-utilization` under args; by default each server takes "
-                "nine tenths of its GPU's memory",
-                "args: {gpu-memory-utilization: 0.4}, or less",
-            )
-        )
-    return warnings
+    ]
+
+
+def _core_warnings(launches: Sequence[ServerLaunch], cpu_count: int) -> list[PlanWarning]:
+    workers = sum(launch.world_size for launch in launches)
+    if launches[0].device != "cpu" or not 0 < cpu_count < workers:
+        return []
+    return [PlanWarning(f"{workers} workers share {cpu_count} CPU cores", "lower `replicas`")]
 
 
 def _router_warnings(config: FleetConfig) -> list[PlanWarning]:

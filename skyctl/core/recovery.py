@@ -17,8 +17,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Protocol
 
+from skyctl import engines
 from skyctl.core.diagnosis import Action, Finding
-from skyctl.engines.vllm.server import VLLMServer
 from skyctl.errors import SkyctlError, WeightsGone
 from skyctl.http.client import ControlClient
 from skyctl.http.target import ServerTarget
@@ -26,7 +26,7 @@ from skyctl.kill_points import reached
 from skyctl.push.give_back import give_back
 from skyctl.push.request import PushRequest
 from skyctl.push.sleeping import DISCARDED
-from skyctl.store.in_doubt import doubt, in_doubt, trust
+from skyctl.store.in_doubt import doubt, in_doubt, leave_to_next_push, trust
 from skyctl.store.journal import Job
 from skyctl.store.state import FleetState, FleetWeights
 
@@ -57,8 +57,8 @@ class Hands(Protocol):
     control_timeout_s: float
     targets: Mapping[str, ServerTarget]
 
-    async def push(self, request: PushRequest) -> Job:
-        """Push into every server that can take it, those in doubt included; the ended job."""
+    async def push(self, request: PushRequest, servers: Collection[str]) -> Job:
+        """Push into these servers, and no others, where they can take it; the ended job."""
 
     async def bring(self, name: str) -> None:
         """Push the fleet's weights into this server alone. Raises SkyctlError."""
@@ -101,7 +101,9 @@ async def recover(findings: Sequence[Finding], hands: Hands) -> list[Recovered]:
     reached("recover.begin")
     chosen = [case for case in cases if case.action in ("resume", "sleep")]
     await asyncio.gather(*(_give_back(case, hands) for case in chosen))
-    await _push([case for case in cases if case.action == "push"], hands)
+    # whoever cannot take part is replaced or quarantined below: nobody stays at older weights
+    able = [case.name for case in cases if case.action not in ("restart", "quarantine")]
+    await _push([case for case in cases if case.action == "push"], able, hands)
     left = [case for case in cases if case.ended is None]
     await _replace([case for case in left if case.action in ("restart", "quarantine")], hands)
     return [case.report() for case in cases]
@@ -123,7 +125,9 @@ async def _give_back(case: _Case, hands: Hands) -> None:
     found = in_doubt(hands.state).get(case.name)
     if found is None:
         return case.done()  # put right meanwhile
-    server = VLLMServer(hands.client, hands.targets[case.name], timeout_s=hands.control_timeout_s)
+    server = engines.server(
+        hands.client, hands.targets[case.name], timeout_s=hands.control_timeout_s
+    )
     row = hands.state.server(case.name)
     slept = max(1, row.sleep_level) if found.woken else 0
     try:
@@ -146,13 +150,14 @@ async def _give_back(case: _Case, hands: Hands) -> None:
     return case.done()
 
 
-async def _push(cases: Sequence[_Case], hands: Hands) -> None:
-    """Finish the push that broke off; else the fleet's weights, one by one."""
+async def _push(cases: Sequence[_Case], able: Collection[str], hands: Hands) -> None:
+    """Finish the push that broke off, in all that are `able`; else the fleet's weights, one by
+    one."""
     open_cases = list(cases)
     request = interrupted_request(hands.state)
     if request is not None and any(case.name in in_doubt(hands.state) for case in open_cases):
         doubted = set(in_doubt(hands.state))
-        job = await hands.push(request)
+        job = await hands.push(request, able)
         problem = "" if job.error is None else str(job.error["message"])
         open_cases = _still_open(open_cases, hands, problem, doubted)
     for case in open_cases:
@@ -163,6 +168,7 @@ async def _push(cases: Sequence[_Case], hands: Hands) -> None:
         except WeightsGone as error:
             # a directory that is overwritten at every step: a restarted server could not have its
             # fleet's weights either, and the next push scrubs this one
+            leave_to_next_push(hands.state, case.name)
             case.done(hands.waits(case.name, error.message))
         except SkyctlError as error:
             case.action = "restart"
@@ -187,11 +193,14 @@ def _still_open(
 
 def interrupted_request(state: FleetState) -> PushRequest | None:
     """What the latest push asked for that left servers half updated, of the very files it pushed;
-    None without one, and where it is not to be made again."""
+    None without one, and where it is not to be made again: the fleet may have moved on."""
     doubted = {one.job for one in in_doubt(state).values() if one.half_updated}
     # newest first; an admission that broke off is not among the jobs
     latest = next((job for job in state.journal.jobs() if job.id in doubted), None)
     if latest is None:
+        return None
+    later = (job.id for job in state.journal.jobs() if job.created_at > latest.created_at)
+    if {push.job for push in state.journal.pushes() if push.ok} & set(later):
         return None
     try:
         request = PushRequest.from_json(latest.request)

@@ -42,7 +42,7 @@ def access(config: FleetConfig, paths: FleetPaths) -> Access:
 @dataclass(frozen=True)
 class FleetUrls:
     """URLs without a trailing slash. `model` is the name to put into requests, None when it is not
-    known; `router_metrics` is where the router's Prometheus page is."""
+    known; `router_metrics` is where the router's Prometheus page is; `engine` what servers run."""
 
     name: str
     model: str | None
@@ -50,6 +50,7 @@ class FleetUrls:
     servers: Mapping[str, str]
     router_metrics: str | None = None
     access: Access = Access()
+    engine: str = "vllm"
 
     @property
     def entry(self) -> str | None:

@@ -8,14 +8,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from skyctl import engines
 from skyctl.core.urls import access
 from skyctl.doctor.facts import MachineFacts, gather
 from skyctl.doctor.finding import Finding, Severity
 from skyctl.doctor.fleet_file import FilePlan, ModelFacts, check_fleet_file
 from skyctl.doctor.machine import Needs, check_machine
 from skyctl.doctor.running import RunningFacts, check_running
-from skyctl.engines.vllm.router import RouterClient
-from skyctl.engines.vllm.server import VLLMServer
 from skyctl.errors import ServerError, SkyctlError
 from skyctl.http.client import ControlClient
 from skyctl.http.fanout import fan_out
@@ -98,7 +97,7 @@ def _model(path: str) -> ModelFacts | None:
     try:
         checkpoint = read_checkpoint(path)
     except SkyctlError:
-        return None  # not safetensors: vLLM may load it all the same
+        return None  # not safetensors: the engine may load it all the same
     largest = max(checkpoint.tensors, key=lambda tensor: tensor.nbytes)
     return ModelFacts(checkpoint.total_bytes, largest.name, largest.nbytes)
 
@@ -113,10 +112,13 @@ async def _examine_running(ref: FleetRef, plan: FleetPlan | None, verify: bool) 
             return check_running(RunningFacts(status))
         weights, token = await fleet.weights(), control_token(access(ref.config, ref.paths))
         up = [r for r in status.replicas if r.state in ("ready", "paused", "asleep")]
-        targets = [ServerTarget(r.name, r.url, token) for r in up]
+        engine = ref.config.engine
+        targets = [ServerTarget(r.name, r.url, token, engine) for r in up]
         async with ControlClient() as client:
             (vllm, versions), workers, asks_token = await asyncio.gather(
-                _ask_servers(client, targets), _workers(client, status), _ask_token(client, targets)
+                _ask_servers(client, targets),
+                _workers(client, engine, status),
+                _ask_token(client, targets),
             )
         verification: Mapping[str, Any] | None = None
         if verify:
@@ -135,6 +137,7 @@ async def _examine_running(ref: FleetRef, plan: FleetPlan | None, verify: bool) 
                 workers,
                 verification,
                 asks_token,
+                engine,
             )
         )
 
@@ -142,10 +145,10 @@ async def _examine_running(ref: FleetRef, plan: FleetPlan | None, verify: bool) 
 async def _ask_servers(
     client: ControlClient, targets: list[ServerTarget]
 ) -> tuple[dict[str, str], dict[str, str]]:
-    """vLLM's version and the weight version, of each server that answers."""
+    """The engine's version and the weight version, of each server that answers."""
 
     async def ask(target: ServerTarget) -> tuple[str, str | None]:
-        server = VLLMServer(client, target, timeout_s=ASK_TIMEOUT_S)
+        server = engines.server(client, target, timeout_s=ASK_TIMEOUT_S)
         return await server.version(), await server.weight_version()
 
     answers = {
@@ -163,7 +166,7 @@ async def _ask_token(client: ControlClient, targets: list[ServerTarget]) -> dict
     """Whether a control route refuses who sends no token, of each server that answers."""
 
     async def refuses(target: ServerTarget) -> bool | None:
-        stranger = VLLMServer(client, replace(target, api_key=None), timeout_s=ASK_TIMEOUT_S)
+        stranger = engines.server(client, replace(target, api_key=None), timeout_s=ASK_TIMEOUT_S)
         try:
             await stranger.is_paused()
         except ServerError as error:
@@ -174,10 +177,11 @@ async def _ask_token(client: ControlClient, targets: list[ServerTarget]) -> dict
     return {o.server: o.value for o in outcomes if o.value is not None}
 
 
-async def _workers(client: ControlClient, status: FleetStatus) -> list[str] | None:
+async def _workers(client: ControlClient, engine: str, status: FleetStatus) -> list[str] | None:
     if status.router is None or status.router.state != "ready":
         return None
     try:
-        return await RouterClient(client, status.router.url, timeout_s=ASK_TIMEOUT_S).workers()
+        url = status.router.url
+        return await engines.router(client, engine, url, timeout_s=ASK_TIMEOUT_S).workers()
     except SkyctlError:
         return None  # the router's state is a check of its own

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from skyctl.core.check import Problem
 from skyctl.core.plan import FleetPlan
 from skyctl.doctor.facts import MachineFacts
 from skyctl.doctor.finding import Finding, Severity
+from skyctl.engines import ENGINES
 from skyctl.fleetfile.schema import RouterSection, is_loopback
 from skyctl.units import format_bytes
 
 _SLOTS = 2  # chunks that a push has in memory at once, and one more per worker
-_CPU_SERVER_BYTES = int(1.3 * 1024**3)  # a vLLM CPU server without weights and KV cache
-_GPU_SHARE = 0.9  # vLLM's default gpu-memory-utilization
 _BUSY_SHARE = 0.05
 
 
@@ -135,7 +133,7 @@ def server_memory(given: FilePlan, facts: MachineFacts) -> Iterator[Finding]:
     if plan.device != "cpu" or given.running or model is None or available is None:
         return
     needed = sum(
-        model.total_bytes + _kv_cache_bytes(server.env) + _CPU_SERVER_BYTES
+        model.total_bytes + ENGINES[server.engine].sizes(server.argv, server.env).host_bytes
         for server in plan.servers
     )
     said = f"{len(plan.servers)} servers take about {format_bytes(needed)} of memory"
@@ -159,10 +157,9 @@ def gpu_memory(given: FilePlan, facts: MachineFacts) -> Iterator[Finding]:
         gpus = [known[index] for index in server.gpus if index in known]
         if not gpus:
             continue
-        share = float(_flag(server.argv, "--gpu-memory-utilization") or _GPU_SHARE)
-        room = min(gpu.memory_bytes for gpu in gpus) * share
-        copies = int(_flag(server.argv, "--data-parallel-size") or 1)
-        needed = model.total_bytes * copies / len(gpus)
+        sizes = ENGINES[server.engine].sizes(server.argv, server.env)
+        room = min(gpu.memory_bytes for gpu in gpus) * sizes.gpu_share
+        needed = model.total_bytes * sizes.copies / len(gpus)
         if needed > room:
             yield _error(
                 "gpu-memory",
@@ -201,18 +198,6 @@ CHECKS: tuple[Callable[[FilePlan, MachineFacts], Iterator[Finding]], ...] = (
     gpu_memory,
     gpus_in_use,
 )
-
-
-def _kv_cache_bytes(env: dict[str, str]) -> int:
-    try:
-        return int(float(env.get("VLLM_CPU_KVCACHE_SPACE", "4")) * 1024**3)
-    except ValueError:
-        return 0
-
-
-def _flag(argv: Sequence[str], name: str) -> Any:
-    """The value after a flag, or None."""
-    return argv[argv.index(name) + 1] if name in argv[:-1] else None
 
 
 def _ok(check: str, message: str) -> Finding:

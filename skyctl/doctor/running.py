@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from skyctl import engines
 from skyctl.core.status import MIXED, TRANSIENT_STATES, FleetStatus
 from skyctl.doctor.finding import Finding, Severity
 from skyctl.push.alike import comparable
@@ -37,6 +38,7 @@ class RunningFacts:
     workers: Sequence[str] | None = None
     verification: Mapping[str, Any] | None = None
     asks_token: Mapping[str, bool] = field(default_factory=dict)
+    engine: str = engines.DEFAULT
 
 
 def check_running(facts: RunningFacts) -> list[Finding]:
@@ -178,7 +180,7 @@ def router(facts: RunningFacts) -> Iterator[Finding]:
         yield _error(
             "router",
             f"the router lists {url}, which is no server of this fleet",
-            f"curl -X POST '{status.router.url}/remove_worker?url={url}'",
+            engines.routing(facts.engine).removal(status.router.url, url),
         )
     if in_step:
         yield _ok("router", f"the router lists what it should: {count_of(len(listed), 'server')}")

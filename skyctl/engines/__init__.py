@@ -1,1 +1,48 @@
-"""Inference engines: everything that is specific to one of them."""
+"""Inference engines: `base` says what one is, a package each has what skyctl knows of it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from skyctl.errors import UsageError
+from skyctl.plugins import Plugins
+
+if TYPE_CHECKING:
+    from skyctl.engines.base import Engine, Feature, Router, Routing, Server
+    from skyctl.http.client import ControlClient
+    from skyctl.http.target import ServerTarget
+
+__all__ = ["DEFAULT", "ENGINES", "require", "router", "routing", "server"]
+
+DEFAULT = "vllm"
+ENGINES: Plugins[Engine] = Plugins(
+    "engine", "skyctl.engines", {DEFAULT: "skyctl.engines.vllm.engine:VLLM"}
+)
+"""By the fleet file's `engine:`. Other packages add theirs as entry points of `skyctl.engines`."""
+
+
+def server(client: ControlClient, target: ServerTarget, *, timeout_s: float = 30.0) -> Server:
+    """The control routes of one server, as the engine of its target has them."""
+    return ENGINES[target.engine].server(client, target, timeout_s)
+
+
+def router(client: ControlClient, name: str, url: str, *, timeout_s: float = 10.0) -> Router:
+    """The routes of a router that belongs to the engine of that name."""
+    return routing(name).client(client, url, timeout_s)
+
+
+def routing(name: str) -> Routing:
+    """How the engine of that name is routed. Raises UsageError where skyctl knows no router."""
+    found = ENGINES[name].routing
+    if found is None:
+        raise UsageError(
+            f"skyctl knows no router for {ENGINES[name].title} servers",
+            hint="set `router: {enabled: false}`",
+        )
+    return found
+
+
+def require(name: str, feature: Feature) -> None:
+    """Raise UsageError where the engine of that name lacks a feature."""
+    if feature not in ENGINES[name].supports:
+        raise UsageError(f"{ENGINES[name].title} servers have no {feature.value}")

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -16,6 +17,9 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
+from skyctl.engines import DEFAULT, ENGINES
+from skyctl.errors import UsageError
+from skyctl.plugins import Plugins
 from skyctl.units import parse_bytes
 
 
@@ -30,6 +34,18 @@ def _number(value: Any) -> Any:
     if isinstance(value, bool):
         raise PydanticCustomError("float_type", "Input should be a number")
     return value
+
+
+def _chosen(plugins: Plugins[Any]) -> AfterValidator:
+    def known(name: str) -> str:
+        try:
+            plugins[name]
+        except UsageError as error:
+            said = f"{error.message}; {error.hint}" if error.hint else error.message
+            raise ValueError(said) from error
+        return name
+
+    return AfterValidator(known)
 
 
 # The constraint stands before the validator: the other way round the JSON Schema loses it.
@@ -186,6 +202,9 @@ class FleetConfig(_Section):
     """One fleet: either started by skyctl (`model` + `replicas`) or attached to (`servers`)."""
 
     name: Name = Field(description="Fleet name: lower-case letters, digits and dashes.")
+    engine: Annotated[str, _chosen(ENGINES)] = Field(
+        DEFAULT, description="Which inference engine the servers run."
+    )
 
     model: str | None = Field(
         None, description="Checkpoint directory (relative to this file) or a hub model id."

@@ -6,7 +6,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-from skyctl.engines.vllm.stream import Piece
+from skyctl.generate.stream import Piece
 
 
 @dataclass(frozen=True)

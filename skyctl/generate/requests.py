@@ -22,11 +22,11 @@ from typing import Any, Self
 
 import httpx
 
-from skyctl.engines.vllm.stream import Cut, read_pieces
 from skyctl.errors import DeadlineExceeded, PartialFailure, ServerError, SkyctlError
 from skyctl.generate.progress import GenerationResult as GenerationResult
 from skyctl.generate.progress import Progress
 from skyctl.generate.prompts import GenerationRequest
+from skyctl.generate.stream import Cut, read_pieces
 from skyctl.http.client import error_text
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"

@@ -176,8 +176,7 @@ def _status_error(target: ServerTarget, where: str, answer: Answer) -> ServerErr
     if status in (401, 403):
         hint = "name what the server wants in the fleet file: `control_token_env` or `api_key_env`"
     elif status == 404 and text == "Not Found":  # FastAPI's word for a path that it does not have
-        text = "it has no such route; vLLM needs VLLM_SERVER_DEV_MODE=1 for its control routes"
-        hint = "start the server with VLLM_SERVER_DEV_MODE=1 in its environment"
+        text = "it has no such route"
     elif status == 503:
         hint = "which servers take requests, and why the others do not: skyctl status"
     return ServerError(f"{where} answered {status}: {text}", status=status, hint=hint)

@@ -12,12 +12,12 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
+from skyctl import engines
 from skyctl.core.service import EventQuery, StatusQuery
 from skyctl.core.status import FleetStatus, ReplicaStatus, RouterStatus
-from skyctl.engines.vllm.router_metrics import RouterMetrics, parse_router_metrics
+from skyctl.engines.base import RouterMetrics
 from skyctl.errors import SkyctlError
 from skyctl.http.client import ControlClient
-from skyctl.http.target import ServerTarget
 from skyctl.monitoring.gpus import GpuUsage, gpu_reader
 from skyctl.monitoring.processes import ProcessTrees, TreeUsage
 from skyctl.monitoring.rates import RateMeter
@@ -40,11 +40,13 @@ class Sampler:
         self,
         fleet: FleetService,
         *,
+        engine: str = engines.DEFAULT,
         client: ControlClient | None = None,
         clock: Callable[[], float] = time.monotonic,
         read_gpus: Callable[[], dict[int, GpuUsage]] | None = None,
     ) -> None:
         self._fleet = fleet
+        self._engine = engine
         self._client = client or ControlClient()
         self._clock = clock
         self._read_gpus = read_gpus
@@ -161,12 +163,12 @@ class Sampler:
         if router is None or router.metrics_port is None or router.state != "ready":
             return None
         host = urlsplit(router.url).netloc.rpartition(":")[0]
-        target = ServerTarget("router", f"http://{host}:{router.metrics_port}")
+        url = f"http://{host}:{router.metrics_port}"
         try:
-            page = await self._client.text(target, "/metrics", timeout_s=ROUTER_TIMEOUT_S)
+            ask = engines.routing(self._engine).metrics
+            return await ask(self._client, url, ROUTER_TIMEOUT_S)
         except SkyctlError:
             return None  # its state says what is wrong with it
-        return parse_router_metrics(page)
 
     async def _gpu_usage(self, status: FleetStatus, at: float) -> dict[int, GpuUsage]:
         if any(replica.gpus for replica in status.replicas) and at - self._gpus_at >= GPUS_EVERY_S:

@@ -10,7 +10,6 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Protocol
 
 from skyctl.checkpoints.checkpoint import Checkpoint
-from skyctl.engines.vllm.dialects import rank_offsets
 from skyctl.engines.vllm.inside.layout_wire import Program
 from skyctl.errors import ServerUnreachable
 from skyctl.kill_points import reached
@@ -22,7 +21,7 @@ from skyctl.transfer.head_start import enough_is_read
 from skyctl.transfer.plan import Chunk, ChunkPlan
 from skyctl.transfer.sender_client import SenderFailed
 from skyctl.transfer.sender_pool import Lease, SenderPool
-from skyctl.transfer.transports.base import Filled, Session, Transport
+from skyctl.transfer.transports.base import Filled, Session, Transport, rank_offsets
 
 OUTSTANDING = 3
 """Updates under way at once where their order is free: while a server loads one chunk, the call
@@ -373,9 +372,8 @@ class ChunkDelivery:
         timeout_s = self._fleet.update_timeout_s
 
         async def call(site: Site) -> None:
-            # 0.32 can label weights once they are verified; before it, only here
-            early = site.dialect.has_weight_version and not site.dialect.has_checksum
-            label = site.dialect.finish_version(version()) if early else None
+            # elsewhere weights are labelled once they are verified
+            label = version() if site.dialect.labels_at_finish else None
             await site.vllm.finish_weight_update(label, timeout_s=timeout_s)
             site.open = False
             if self._transport.leaves_group and not site.dialect.keeps_streams:

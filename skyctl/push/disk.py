@@ -1,24 +1,23 @@
-"""Every server reads the checkpoint itself, through vLLM's reload_weights; no sender, no chunks."""
+"""Every server reads the checkpoint itself; no sender, no chunks."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
 from skyctl.checkpoints.checkpoint import Checkpoint, read_checkpoint
+from skyctl.engines.base import Refusal
 from skyctl.errors import PreflightError, ServerError
 from skyctl.push.request import PushFleet
 from skyctl.push.sites import Holds, Site, alive, each
 
 _SLOWEST_BYTES_PER_S = 50e6  # a cold network disk; below it, raise update_timeout_s
-_REPACK_METHOD = "skyctl_repack_tied"
-_REFUSED = "Model reloading with"  # vLLM refuses before it reads: `--load-format dummy` and others
 
 
 class DiskDelivery:
-    """One reload_weights call per server."""
+    """One call per server."""
 
     frees_late = False
-    can_retry = False  # vLLM has no call that scrubs a reload which broke off
+    can_retry = False  # no call scrubs a reload which broke off
 
     def __init__(self, checkpoint: Checkpoint, fleet: PushFleet) -> None:
         self._checkpoint = checkpoint
@@ -42,19 +41,12 @@ class DiskDelivery:
             site.holds = Holds.UNKNOWN
             try:
                 with site.spans.loading():
-                    await site.vllm.collective_rpc(
-                        "reload_weights", kwargs={"weights_path": path}, timeout_s=self._timeout_s
-                    )
-                    # vLLM's reload leaves it out on CPU (`engines/vllm/inside/tied.py`)
-                    await site.vllm.extension_rpc(_REPACK_METHOD, timeout_s=self._timeout_s)
+                    await site.vllm.reload_weights(path, timeout_s=self._timeout_s)
             except ServerError as error:
-                if _REFUSED not in error.message:
+                if error.refusal != Refusal.CANNOT_RELOAD:
                     raise
                 site.holds = Holds.OLD
-                raise ServerError(
-                    f"{error.message}; start the server without --load-format dummy, or push with "
-                    "another transport"
-                ) from error
+                raise ServerError(f"{error.message}, or push with another transport") from error
 
         await each(alive(sites), call, timeout_s=self._timeout_s, what="reload")
         try:

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from skyctl.engines.vllm.server import VLLMServer
+from skyctl.engines.base import Refusal, Server
 from skyctl.errors import ServerError
-from skyctl.push.sites import NO_SESSION
 from skyctl.push.sleeping import DISCARDED, back_to_sleep
 from skyctl.push.verify import weights_digest
 
 _BEFORE_SESSIONS = ("wake", "pause", "init")
 _NOTHING_SENT = (*_BEFORE_SESSIONS, "start")
-_NO_TRANSFER = "not configured"
 
 
 async def give_back(
-    server: VLLMServer,
+    server: Server,
     *,
     stage: str,
     thaw: bool,
@@ -44,7 +42,7 @@ async def give_back(
         try:
             await server.finish_weight_update(timeout_s=timeout_s)
         except ServerError as error:
-            if NO_SESSION not in error.message and _NO_TRANSFER not in error.message:
+            if error.refusal not in (Refusal.NO_SESSION, Refusal.NO_TRANSFER):
                 raise
     if digest and slept != DISCARDED:
         found = (await weights_digest(server, timeout_s=timeout_s)).digest

@@ -17,8 +17,8 @@ from dataclasses import dataclass, field, replace
 
 from skyctl.checkpoints.checkpoint import Checkpoint
 from skyctl.checkpoints.header import Tensor
+from skyctl.engines.base import lacks_method
 from skyctl.engines.vllm.inside.layout_wire import LayoutReport, ParameterLayout, Program
-from skyctl.engines.vllm.server import lacks_method
 from skyctl.errors import PreflightError, ServerError
 from skyctl.push.request import Layout
 from skyctl.push.rows import Compared
@@ -127,7 +127,7 @@ async def _ask_one(site: Site, *, timeout_s: float) -> tuple[LayoutReport, ...]:
         )
         reports = tuple(_spelled(LayoutReport.from_wire(answer)) for answer in answers)
     except ServerError as error:
-        if lacks_method(error, LAYOUT_METHOD):
+        if lacks_method(error):
             raise NotInLayout(f"the workers of {site.name} do not know layouts") from error
         raise NotInLayout(f"{site.name} does not tell its layout: {error.message}") from error
     except (TypeError, ValueError, LookupError) as error:

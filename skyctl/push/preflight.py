@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from skyctl import engines
 from skyctl.checkpoints.checkpoint import Checkpoint, read_checkpoint
 from skyctl.checkpoints.compat import check_compatible
 from skyctl.checkpoints.finite import refuse_not_finite
-from skyctl.engines.vllm.server import VLLMServer
 from skyctl.errors import PreflightError
 from skyctl.http.client import ControlClient
 from skyctl.push.delivery import ChunkDelivery, Delivery
@@ -225,7 +225,7 @@ def _site(
 ) -> Site:
     return Site(
         server=server,
-        vllm=VLLMServer(client, server.target, timeout_s=fleet.control_timeout_s),
+        vllm=engines.server(client, server.target, timeout_s=fleet.control_timeout_s),
         dialect=facts.dialect,
         world_size=facts.world_size,
         was_paused=facts.paused and not server.thaw,

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from skyctl.engines.vllm.dialects import Dialect, dialect_for
-from skyctl.engines.vllm.server import VLLMServer, lacks_method
+from skyctl import engines
+from skyctl.engines.base import Dialect, Feature, Server, lacks_method
 from skyctl.errors import ServerError
 from skyctl.http.client import ControlClient
 from skyctl.http.fanout import fan_out, require_all
@@ -63,7 +63,7 @@ async def ask_servers(fleet: PushFleet, *, client: ControlClient) -> tuple[Serve
     by_target = {server.target: server for server in fleet.servers}
 
     async def ask(target: ServerTarget) -> ServerFacts:
-        server = VLLMServer(client, target, timeout_s=fleet.control_timeout_s)
+        server = engines.server(client, target, timeout_s=fleet.control_timeout_s)
         (paused, sleeping, metrics), weight_version, made = await gather(
             gather(server.is_paused(), server.is_sleeping(), server.metrics()),
             server.weight_version(),
@@ -77,7 +77,7 @@ async def ask_servers(fleet: PushFleet, *, client: ControlClient) -> tuple[Serve
             url=target.url,
             backend=made.backend,
             vllm_version=made.vllm_version,
-            dialect=dialect_for(made.vllm_version),
+            dialect=_dialect(target, made.vllm_version),
             world_size=made.world_size,
             paused=paused,
             asleep=asleep,
@@ -115,24 +115,25 @@ configuration alone costs vLLM longer than all other questions together."""
 _MOST = 4096
 
 
-async def _make(server: VLLMServer, pushed: PushServer) -> _Make:
+async def _make(server: Server, pushed: PushServer) -> _Make:
     known = _makes.get(pushed.instance)
     if known is not None:
         return known
-    version, world_size, info, update_problem = await gather(
+    version, world_size, started, update_problem = await gather(
         server.version(),
         server.world_size(include_dp=True),
-        _configuration(server),
+        server.started_with(),
         _update_problem(server),
     )
-    backend = _backend(info, pushed)
+    # what it says it was started with, else what the fleet believes
+    backend = pushed.backend if started.backend is None else started.backend
     problem, settings = await _nccl(server) if backend == "nccl" else ("", None)
     made = _Make(
         backend=backend,
         vllm_version=version,
         world_size=world_size,
-        model=str(_section(info, "model_config").get("model", "")),
-        load_format=str(_section(info, "load_config").get("load_format", "")),
+        model=started.model,
+        load_format=started.load_format,
         nccl_problem=problem,
         nccl_settings=settings,
         update_problem=update_problem,
@@ -144,19 +145,19 @@ async def _make(server: VLLMServer, pushed: PushServer) -> _Make:
     return made
 
 
-async def _update_problem(server: VLLMServer) -> str:
+async def _update_problem(server: Server) -> str:
     """Why updates would leave wrong weights in its workers; "" where they would not, or where it
     was started without skyctl's worker extension."""
     try:
         answers = await server.ask_workers(_PROBLEM_METHOD, timeout_s=_NCCL_TIMEOUT_S)
     except ServerError as error:
-        if not lacks_method(error, _PROBLEM_METHOD):
+        if not lacks_method(error):
             raise
         return ""
     return next((str(answer) for answer in answers if answer), "")
 
 
-async def _nccl(server: VLLMServer) -> tuple[str, Mapping[str, str] | None]:
+async def _nccl(server: Server) -> tuple[str, Mapping[str, str] | None]:
     """The problem of the first worker that has one, and the settings."""
     try:
         answers = await server.collective_rpc(NCCL_METHOD, timeout_s=_NCCL_TIMEOUT_S)
@@ -174,30 +175,9 @@ def _settings(told: Any) -> dict[str, str] | None:
     return {str(k): str(v) for k, v in told.items()} if isinstance(told, dict) else None
 
 
-async def _configuration(server: VLLMServer) -> dict[str, Any]:
-    """vLLM's own configuration; {} where it cannot be had as JSON."""
-    try:
-        info = (await server.server_info()).get("vllm_config")
-    except ServerError as error:
-        if not error.status:
-            raise
-        return {}
-    return info if isinstance(info, dict) else {}
-
-
-async def configured_model(server: VLLMServer) -> str | None:
-    """Directory or hub id of the model a server was started with; None when it does not say."""
-    model = _section(await _configuration(server), "model_config").get("model")
-    return str(model) if model else None
-
-
-def _section(info: dict[str, Any], name: str) -> dict[str, Any]:
-    section = info.get(name)
-    return section if isinstance(section, dict) else {}
-
-
-def _backend(info: dict[str, Any], server: PushServer) -> str:
-    """What the server says it was started with, else what the fleet believes."""
-    if "weight_transfer_config" not in info:
-        return server.backend
-    return str(_section(info, "weight_transfer_config").get("backend", ""))
+def _dialect(target: ServerTarget, version: str) -> Dialect:
+    """Raises UsageError for an engine that takes no pushes."""
+    engines.require(target.engine, Feature.PUSH)
+    dialect = engines.ENGINES[target.engine].dialect
+    assert dialect is not None  # an engine with pushes speaks them
+    return dialect(version)

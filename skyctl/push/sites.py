@@ -7,9 +7,8 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any, TypeVar
 
-from skyctl.engines.vllm.dialects import Dialect
+from skyctl.engines.base import Dialect, Refusal, Server
 from skyctl.engines.vllm.inside.layout_wire import Program
-from skyctl.engines.vllm.server import VLLMServer
 from skyctl.errors import ServerError, SkyctlError
 from skyctl.http.fanout import Outcome, fan_out
 from skyctl.http.target import ServerTarget
@@ -19,7 +18,6 @@ from skyctl.push.spans import Spans
 
 T = TypeVar("T")
 
-NO_SESSION = "without a matching start"
 ENGINE_TIMEOUT_S = 10.0
 """How long an engine may take to answer before it counts as stuck: it may still load the chunk
 that a dead push sent it."""
@@ -49,7 +47,7 @@ class Site:
     """
 
     server: PushServer
-    vllm: VLLMServer
+    vllm: Server
     dialect: Dialect
     world_size: int
     was_paused: bool
@@ -170,7 +168,7 @@ async def close_session(site: Site, *, timeout_s: float) -> None:
     try:
         await site.vllm.finish_weight_update(timeout_s=timeout_s)
     except ServerError as error:
-        if NO_SESSION not in error.message:
+        if error.refusal != Refusal.NO_SESSION:
             site.holds = Holds.UNKNOWN
             raise
     site.open = False

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from skyctl.engines.vllm.server import VLLMServer
+from skyctl.engines.base import Server
 from skyctl.errors import PreflightError, ServerError
 from skyctl.kill_points import reached
 from skyctl.push.freeze import require_all
@@ -75,7 +75,7 @@ async def sleep_again(run: Run, sites: Sequence[Site]) -> None:
             run.observer.server(site.name, "asleep", site.failure)
 
 
-async def back_to_sleep(server: VLLMServer, level: int) -> None:
+async def back_to_sleep(server: Server, level: int) -> None:
     """Of a server whose weights are awake, and the rest is not."""
     await server.wake(["kv_cache"])
     await server.sleep(level, "abort")

@@ -9,7 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from skyctl.engines.vllm.server import VLLMServer, lacks_method
+from skyctl import engines
+from skyctl.engines.base import Server, lacks_method
 from skyctl.errors import ServerError
 from skyctl.http.client import ControlClient
 from skyctl.http.fanout import fan_out
@@ -82,7 +83,7 @@ async def verify(
     other and with what is on record of it. Never raises for a server."""
 
     async def ask(target: ServerTarget) -> WeightsReport:
-        server = VLLMServer(client, target, timeout_s=timeout_s)
+        server = engines.server(client, target, timeout_s=timeout_s)
         if (await server.metrics()).sleep_level:  # its memory may be unmapped
             raise ServerError(f"{target.name} is asleep: its weights cannot be looked at")
         record = (records or {}).get(target.name)
@@ -137,7 +138,7 @@ class WeightsDigest:
 
 
 async def weights_digest(
-    server: VLLMServer,
+    server: Server,
     *,
     timeout_s: float,
     rows: Sequence[KnownRows] = (),
@@ -158,7 +159,7 @@ async def weights_digest(
     try:
         answers = await server.ask_workers(DIGEST_METHOD, arguments, timeout_s=timeout_s)
     except ServerError as error:
-        if not lacks_method(error, DIGEST_METHOD):
+        if not lacks_method(error):
             raise
         return await _by_checksums(server, timeout_s=timeout_s)
     try:
@@ -172,7 +173,7 @@ async def weights_digest(
         ) from error
 
 
-async def _by_checksums(server: VLLMServer, *, timeout_s: float) -> WeightsDigest:
+async def _by_checksums(server: Server, *, timeout_s: float) -> WeightsDigest:
     checksums = await server.weight_checksums(timeout_s=timeout_s)
     if not checksums:
         raise CannotDigest(

@@ -53,14 +53,14 @@ class AttachedFleet(RecordedFleet):
         self._pushes: dict[str, asyncio.Task[None]] = {}
         token = control_token(access(ref.config, ref.paths))
         self.targets = tuple(
-            ServerTarget(f"{ref.name}-{index}", url.rstrip("/"), token)
+            ServerTarget(f"{ref.name}-{index}", url.rstrip("/"), token, ref.config.engine)
             for index, url in enumerate(ref.config.servers or ())
         )
 
     async def __aenter__(self) -> Self:
         # a disk that fails must not take away what thaws a fleet
         self.state = FleetState(self.paths.database, or_memory=True)
-        self.state.retention = Retention.of(self.ref.config.history)
+        self.state.retention = Retention(**self.ref.config.history.model_dump())
         try:
             remember(self.ref)
         except StateUnwritable as error:
@@ -104,6 +104,7 @@ class AttachedFleet(RecordedFleet):
             self.targets,
             router if isinstance(router, str) else None,
             self.state,
+            engine=self.ref.config.engine,
         )
 
     async def control(self, asked: Control) -> Outcomes:
@@ -173,6 +174,7 @@ class AttachedFleet(RecordedFleet):
             router=router.rstrip("/") if isinstance(router, str) else None,
             servers={target.name: target.url for target in self.targets},
             access=access(self.ref.config, self.paths),
+            engine=self.ref.config.engine,
         )
 
     async def logs(self, asked: LogQuery = LogQuery()) -> dict[str, tuple[str, ...]]:

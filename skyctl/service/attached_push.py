@@ -6,12 +6,12 @@ import asyncio
 import sys
 from collections.abc import Sequence
 
+from skyctl import engines
 from skyctl.checkpoints.checkpoint import locate
 from skyctl.core import jobs
 from skyctl.core.arbiter import Turn
 from skyctl.core.guardian import guarded
 from skyctl.core.registry import FleetRef
-from skyctl.engines.vllm.server import VLLMServer
 from skyctl.http.client import ControlClient
 from skyctl.http.target import ServerTarget
 from skyctl.push.request import PushFleet, PushRequest, PushServer
@@ -82,9 +82,8 @@ async def model_path(
     targets: Sequence[ServerTarget], client: ControlClient, state: FleetState
 ) -> str | None:
     """What the servers run: the checkpoint pushed last while it exists, else what they say."""
-    from skyctl.push.server_facts import configured_model
-
-    return _pushed(state) or await configured_model(VLLMServer(client, targets[0]))
+    found = _pushed(state) or (await engines.server(client, targets[0]).started_with()).model
+    return found or None
 
 
 def _pushed(state: FleetState) -> str | None:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 
+from skyctl import engines
 from skyctl.core.arbiter import Act, Arbiter, Turn
 from skyctl.core.diagnosis import Finding, judge, observe
 from skyctl.core.recovery import Recovered, interrupted_request, published
 from skyctl.core.recovery import recover as carry_out
 from skyctl.core.registry import FleetRef
-from skyctl.engines.vllm.router import RouterClient
-from skyctl.engines.vllm.server import VLLMServer
 from skyctl.errors import SkyctlError
 from skyctl.http.client import ControlClient
 from skyctl.http.target import ServerTarget
@@ -87,10 +86,9 @@ class _Hands:
         self.control_timeout_s = ref.config.control_timeout_s
         self.targets: Mapping[str, ServerTarget] = {target.name: target for target in targets}
 
-    async def push(self, request: PushRequest) -> Job:
-        answering = await observe(self.client, list(self.targets.values()))
-        able = [self.targets[one.server] for one in answering if one.engine]
-        return await self._push(able, request)
+    async def push(self, request: PushRequest, servers: Collection[str]) -> Job:
+        chosen = [target for target in self.targets.values() if target.name in servers]
+        return await self._push(chosen, request)
 
     async def bring(self, name: str) -> None:
         target = self.targets[name]
@@ -104,8 +102,10 @@ class _Hands:
         router = self._ref.config.router
         if isinstance(router, str):
             with suppress(SkyctlError):  # it may be gone itself: `status` says so
-                client = RouterClient(self.client, router, timeout_s=_ROUTER_TIMEOUT_S)
-                await client.remove_worker(target.url)
+                routed = engines.router(
+                    self.client, target.engine, router, timeout_s=_ROUTER_TIMEOUT_S
+                )
+                await routed.remove_worker(target.url)
         return f"{why}; quarantined: restart it where it was started, then: skyctl recover"
 
     def waits(self, name: str, why: str) -> str:
@@ -115,13 +115,11 @@ class _Hands:
 
     async def _fleets(self, target: ServerTarget) -> PushRequest:
         """The fleet's weights; before a first push, the checkpoint the server was started with."""
-        from skyctl.push.server_facts import configured_model
-
         weights: FleetWeights = self.state.weights()
         if weights.checkpoint is not None:
             return published(weights, verify=True)
-        model = await configured_model(VLLMServer(self.client, target))
-        if model is None:
+        model = (await engines.server(self.client, target).started_with()).model
+        if not model:
             raise SkyctlError(f"{target.name} does not say which model it was started with")
         interrupted = interrupted_request(self.state)
         transport = interrupted.transport if interrupted is not None else "auto"

@@ -6,10 +6,9 @@ import asyncio
 from collections.abc import Sequence
 from urllib.parse import urlsplit
 
+from skyctl import engines
 from skyctl.core.status import FleetStatus, ReplicaStatus, RouterStatus, assess
-from skyctl.engines.vllm.metrics import ServerMetrics
-from skyctl.engines.vllm.router import RouterClient
-from skyctl.engines.vllm.server import VLLMServer
+from skyctl.engines.base import ServerMetrics
 from skyctl.errors import SkyctlError
 from skyctl.http.client import ControlClient
 from skyctl.http.target import ServerTarget
@@ -24,9 +23,11 @@ async def attached_status(
     targets: Sequence[ServerTarget],
     router_url: str | None,
     state: FleetState,
+    *,
+    engine: str,
 ) -> FleetStatus:
     """One row per server, in order; a server that does not answer is `unreachable`."""
-    workers = await _workers(client, router_url)
+    workers = await _workers(client, engine, router_url)
     rows = {row.name: row for row in state.servers()}
     replicas = tuple(
         await asyncio.gather(
@@ -49,12 +50,15 @@ async def attached_status(
     )
 
 
-async def _workers(client: ControlClient, url: str | None) -> frozenset[str] | str | None:
+async def _workers(
+    client: ControlClient, engine: str, url: str | None
+) -> frozenset[str] | str | None:
     """The router's workers, or why they are not known; None without a router."""
     if url is None:
         return None
     try:
-        return frozenset(await RouterClient(client, url, timeout_s=ASK_TIMEOUT_S).workers())
+        router = engines.router(client, engine, url, timeout_s=ASK_TIMEOUT_S)
+        return frozenset(await router.workers())
     except SkyctlError as error:
         return error.message
 
@@ -65,7 +69,7 @@ async def _server(
     row: ServerRow,
     workers: frozenset[str] | str | None,
 ) -> ReplicaStatus:
-    server = VLLMServer(client, target, timeout_s=ASK_TIMEOUT_S)
+    server = engines.server(client, target, timeout_s=ASK_TIMEOUT_S)
     paused, metrics, version = await asyncio.gather(
         server.is_paused(), server.metrics(), server.weight_version(), return_exceptions=True
     )

@@ -222,7 +222,8 @@ async def _stop_leftovers(
 ) -> tuple[str, ...]:
     """Stop every recorded tree that is still there; names that `known` does not have."""
     with FleetState(paths.database) as state:
-        rows = state.processes() + unrecorded_processes(state, paths.directory)
+        left = [*unrecorded_processes(state, paths.directory), *state.processes()]
+        rows = list({row.token: row for row in left}.values())
         stopped = await asyncio.gather(*(stop_recorded(row, timeout_s) for row in rows))
         close_orphans(state)
         state.forget_run()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
-from skyctl.engines.vllm.server import VLLMServer
+from skyctl import engines
 from skyctl.errors import NotFoundError, ServerError, UsageError
 from skyctl.generate.requests import Endpoint
 from skyctl.http.client import ControlClient
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 async def without_token_route(fleet: FleetService, client: ControlClient) -> list[str]:
-    """Servers that refuse `/inference/v1/generate`, SkyRL's rollouts. Those that do not answer
+    """Servers that do not take token ids, as SkyRL's rollouts send them. Those that do not answer
     are left out.
 
     Raises:
@@ -25,9 +25,9 @@ async def without_token_route(fleet: FleetService, client: ControlClient) -> lis
     """
     urls = await fleet.urls()
     key = control_token(urls.access)
-    servers = [ServerTarget(name, url, key) for name, url in urls.servers.items()]
+    servers = [ServerTarget(name, url, key, urls.engine) for name, url in urls.servers.items()]
     asked = (
-        VLLMServer(client, server, timeout_s=5.0).generates_from_tokens() for server in servers
+        engines.server(client, server, timeout_s=5.0).generates_from_tokens() for server in servers
     )
     answers = await asyncio.gather(*asked, return_exceptions=True)
     for answer in answers:
@@ -62,7 +62,8 @@ async def find_endpoint(
         )
     key = api_key(urls.access)
     async with ControlClient() as control:
-        models = await VLLMServer(control, ServerTarget(server or "router", url, key)).models()
+        target = ServerTarget(server or "router", url, key, urls.engine)
+        models = await engines.server(control, target).models()
     if not models:
         raise ServerError(f"{url} serves no model")
     # the router drops the key on its way to /detokenize: servers are asked themselves

@@ -104,7 +104,10 @@ class UnsupervisedFleet(RecordedFleet):
         from skyctl.service.keys import control_token
 
         key = control_token(access(self._ref.config, self.paths))
-        targets = [ServerTarget(row.name, local_url(row.host, row.port), key) for row in rows]
+        engine = self._ref.config.engine
+        targets = [
+            ServerTarget(row.name, local_url(row.host, row.port), key, engine) for row in rows
+        ]
         async with ControlClient() as client:
             return await observe(client, targets)
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from skyctl import engines
 from skyctl.core.registry import FleetRef
 from skyctl.errors import ServerError, SkyctlError
 from skyctl.generate.prompts import GenerationRequest
@@ -62,13 +63,13 @@ class FleetUnderTest:
         key = api_key(urls.access)
         async with ControlClient() as client:
             for name, url in urls.servers.items():
-                target = ServerTarget(name, url, key)
-                answer = await client.call(target, "GET", "/v1/models", timeout_s=ASK_TIMEOUT_S)
-                models = answer.get("data") or []
+                target = ServerTarget(name, url, key, self.ref.config.engine)
+                server = engines.server(client, target, timeout_s=ASK_TIMEOUT_S)
+                models = await server.models()
                 if not models:
                     raise ServerError(f"{name} serves no model")
-                self.endpoints[name] = Endpoint(url, models[0]["id"], key, server_urls=(url,))
-                self.longest = int(models[0].get("max_model_len") or self.longest)
+                self.endpoints[name] = Endpoint(url, models[0], key, server_urls=(url,))
+                self.longest = await server.longest_context() or self.longest
         if urls.router:
             model = next(iter(self.endpoints.values())).model
             servers = tuple(urls.servers.values())

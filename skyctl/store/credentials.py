@@ -16,7 +16,6 @@ from skyctl.errors import SkyctlError
 from skyctl.store.paths import FleetPaths, place_private_file
 
 CONTROL_TOKEN = "SKYCTL_CONTROL_TOKEN"
-API_KEY = "VLLM_API_KEY"
 AT_SPAWN = "(set at its start)"
 _BYTES = 32
 _LONGEST = 4096
@@ -29,9 +28,9 @@ class Credentials:
     control: str = field(repr=False)
     inference: str = field(repr=False)
 
-    def fill(self, env: Mapping[str, str]) -> dict[str, str]:
-        """`env` with the secrets where a plan has `AT_SPAWN`."""
-        own = {CONTROL_TOKEN: self.control, API_KEY: self.inference}
+    def fill(self, env: Mapping[str, str], key_variable: str) -> dict[str, str]:
+        """`env` with the secrets where a plan has `AT_SPAWN`; `key_variable` has the API key."""
+        own = {CONTROL_TOKEN: self.control, key_variable: self.inference}
         return {
             name: own[name] if value == AT_SPAWN and name in own else value
             for name, value in env.items()

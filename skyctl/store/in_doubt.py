@@ -19,6 +19,8 @@ _GIVEN_BACK = ("ready", "kept", "resumed", "draining")
 """States in which a push leaves a server as it should be; one that drains was not touched yet."""
 _WEIGHED = "weighed"
 """The push has looked at its weights, and touched nothing yet."""
+_LEFT = "left"
+"""Stage of one that no push left: recovery could not bring it to the fleet's weights."""
 _WAKING, _ASLEEP = "waking", "asleep"
 """Of one that slept: its weights are woken; the push was undone, and it sleeps again."""
 
@@ -42,6 +44,18 @@ class InDoubt:
     woken: bool = False
     digest: str = ""
     version: str = ""
+
+    @property
+    def why(self) -> str:
+        """What it was left by, and what it may hold, in a sentence."""
+        if self.stage == _LEFT:
+            return "it does not hold the fleet's weights, and recovery could not have them"
+        said = f"{self.job} broke off in stage {self.stage}"
+        if self.half_updated:
+            return f"{said}: it may hold parts of both weights"
+        if self.woken:
+            return f"{said}: it sleeps, and its weights do not"
+        return f"{said}, before anything was sent"
 
 
 NO_DOUBT = InDoubt("", "", "", half_updated=False, thaw=False)
@@ -150,6 +164,14 @@ def touch(state: FleetState, name: str, why: str) -> None:
     """
     with state.durable():
         _save(state, InDoubt(name, why, "update", True, True))
+
+
+def leave_to_next_push(state: FleetState, name: str) -> None:
+    """This server holds whole weights that are not the fleet's, and those cannot be had: a push
+    takes in what is quarantined only where it is in doubt."""
+    if name not in in_doubt(state):
+        thaw = not state.server(name).paused
+        _save(state, InDoubt(name, "recovery", _LEFT, half_updated=True, thaw=thaw))
 
 
 def trust(state: FleetState, *names: str) -> None:

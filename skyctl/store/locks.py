@@ -49,7 +49,11 @@ class Holder:
 
 
 class Lock:
-    """One taken lock. Shared locks of one name coexist; an exclusive one excludes all others."""
+    """One taken lock. Shared locks of one name coexist; an exclusive one excludes all others.
+
+    `after_death`: whoever held it exclusively before died with it: what it stands for is still in
+    the file, and stays there until `settle`.
+    """
 
     def __init__(self, locks: Locks, name: str, descriptor: int, shared: bool, what: str) -> None:
         self.name = name
@@ -57,6 +61,8 @@ class Lock:
         self.holder = Holder(what, os.getpid(), time.time())
         self._locks = locks
         self._descriptor: int | None = descriptor
+        self.after_death = os.fstat(descriptor).st_size > 0
+        self._locks.own.add(self)
         self._record()
 
     def rename(self, what: str) -> None:
@@ -70,16 +76,23 @@ class Lock:
         if self._descriptor is None:
             return
         self._locks.own.discard(self)
-        if not self.shared:
+        if not self.shared and not self.after_death:
             with contextlib.suppress(OSError):
                 os.ftruncate(self._descriptor, 0)
         os.close(self._descriptor)
         self._descriptor = None
         self._locks.news.tell()
 
+    def settle(self) -> None:
+        """Nothing is to be feared any more of a holder that died: forget it."""
+        self.after_death = False
+        if self._descriptor is not None:
+            with contextlib.suppress(OSError):
+                os.ftruncate(self._descriptor, 0)
+        self._record()
+
     def _record(self) -> None:
-        self._locks.own.add(self)
-        if self.shared or self._descriptor is None:
+        if self.shared or self.after_death or self._descriptor is None:
             return
         text = json.dumps(asdict(self.holder)).encode()
         with contextlib.suppress(OSError):  # a full disk: the kernel still knows the process
@@ -149,6 +162,7 @@ class Locks:
         while True:
             try:
                 lock = self.take(name, what)
+                lock.settle()
                 break
             except ConflictError:
                 if time.monotonic() >= deadline:

@@ -34,8 +34,8 @@ def remember_live_processes(state: FleetState, directory: Path) -> list[str]:
 
 def unrecorded_processes(state: FleetState, directory: Path) -> list[ProcessRow]:
     """Trees that run for the fleet and are not on record: their supervisor died while its disk
-    failed."""
-    known = {row.token for row in state.processes()}
+    failed, or between a spawn and its record."""
+    known = {row.token for row in state.processes() if row.identity is not None}
     return [row for row in live_processes(directory) if row.token not in known]
 
 

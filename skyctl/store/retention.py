@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from skyctl.fleetfile.schema import HistorySection
     from skyctl.store.database import Database
 
 RECENT = 50
@@ -19,16 +18,12 @@ _DAY_S = 86_400.0
 
 @dataclass(frozen=True)
 class Retention:
-    """The latest `pushes` and `events` are kept, unless they are older than `days`."""
+    """The latest `pushes` and `events` are kept, unless they are older than `days`: the fleet
+    file's `history:`."""
 
     pushes: int = 500
     events: int = 10_000
     days: float = 90.0
-
-    @classmethod
-    def of(cls, history: HistorySection) -> Retention:
-        """What a fleet file says."""
-        return cls(history.pushes, history.events, history.days)
 
 
 def prune(database: Database, retention: Retention) -> None:

@@ -9,10 +9,10 @@ from skyctl.core.expectations import arguments_of, informed, remember
 from skyctl.core.health import probe_alive
 from skyctl.core.plan import FleetPlan
 from skyctl.core.recovery import published
-from skyctl.errors import DeadlineExceeded, ServerError, SkyctlError
+from skyctl.errors import DeadlineExceeded, ServerError, SkyctlError, WeightsGone
 from skyctl.http.client import ControlClient
 from skyctl.push.request import Committed, PushFleet, PushServer, SilentObserver
-from skyctl.store.in_doubt import NO_DOUBT, InDoubt, in_doubt, touch, trust
+from skyctl.store.in_doubt import NO_DOUBT, InDoubt, in_doubt, leave_to_next_push, touch, trust
 from skyctl.store.journal import PushRecord
 from skyctl.store.state import FleetState
 from skyctl.supervisor.replica import Replica
@@ -75,6 +75,8 @@ async def bring_to_weights(
     except SkyctlError as error:
         if state.weights() != weights:
             return  # what was pushed may be gone from disk by now: the caller tries the new ones
+        if isinstance(error, WeightsGone):
+            leave_to_next_push(state, replica.name)
         hint = f"push again (skyctl sync-weights CKPT), then: skyctl restart {replica.name}"
         replica.update_row(
             quarantine=f"not brought to weight version {weights.version}: {error.message}; {hint}"
@@ -110,22 +112,21 @@ async def push_alone(
 
 
 async def apply_intent(replica: Replica, client: ControlClient, timeout_s: float) -> None:
-    """Make a fresh server what is intended: paused or asleep as its predecessor was, or running."""
+    """Make a server what is intended: paused or asleep as its predecessor was, or running."""
     from skyctl.core import actions
 
-    row = replica.row
+    row, resume = replica.row, replica.resume_when_up
+    replica.intent_changed = replica.resume_when_up = False  # whoever changes them now is next
     if row.sleep_level:
         outcomes = await actions.sleep(
             client, [replica.target], level=row.sleep_level, timeout_s=timeout_s
         )
     elif row.paused:
         outcomes = await actions.pause(client, [replica.target], mode="keep", timeout_s=timeout_s)
-    elif replica.came_back_in_a_push and not row.quarantine:
-        # the push may have paused it, taking it for the process before
+    elif resume and not row.quarantine:
         outcomes = await actions.resume(client, [replica.target], timeout_s=timeout_s)
     else:
         return
-    replica.came_back_in_a_push = False
     if not outcomes[0].ok:
         raise ServerError(f"{replica.name} could not be made as intended: {outcomes[0].detail}")
     await refresh_all([replica], client, timeout_s)

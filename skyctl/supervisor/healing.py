@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING
 
 from skyctl.core.arbiter import Act
@@ -80,8 +80,8 @@ class _Hands:
             name: replica.target for name, replica in supervisor.replicas.items()
         }
 
-    async def push(self, request: PushRequest) -> Job:
-        return await self._supervisor.pushes.again(request)
+    async def push(self, request: PushRequest, servers: Collection[str]) -> Job:
+        return await self._supervisor.pushes.again(request, servers)
 
     async def bring(self, name: str) -> None:
         supervisor = self._supervisor

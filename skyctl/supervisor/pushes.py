@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
 from skyctl.checkpoints.checkpoint import locate
@@ -82,15 +82,16 @@ class Pushes:
             )
         return self._open(request, plan, up, turn, heals=True)
 
-    async def again(self, request: PushRequest) -> Job:
-        """A push as a part of recovery, under its turn: into servers in doubt too. The ended job.
+    async def again(self, request: PushRequest, servers: Collection[str]) -> Job:
+        """A push as a part of recovery, under its turn: into those of these servers that are up,
+        in doubt or not. The ended job.
 
         Raises:
             StateUnwritable: it cannot be put on record.
         """
         supervisor = self._supervisor
         doubts = in_doubt(supervisor.state)
-        up = [r for r in supervisor.replicas.values() if r.phase == "up"]
+        up = [r for r in supervisor.replicas.values() if r.phase == "up" and r.name in servers]
         up = [r for r in up if r.name in doubts or not r.row.quarantine]
         job = self._open(request, supervisor.require_plan(), up, Turn(None))
         await self.over.wait()
@@ -194,7 +195,8 @@ class Pushes:
                 if pids[replica.name] != (replica.process and replica.process.pid):
                     # it died meanwhile: what the push says of it is about a process that is gone
                     replica.forget_weights()
-                    replica.came_back_in_a_push = True
+                    # and it may have paused the new process
+                    replica.resume_when_up = True
 
     def _on_server(self, name: str, state: str, detail: str) -> None:
         replica = self._supervisor.replicas.get(name)

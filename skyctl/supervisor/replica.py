@@ -1,4 +1,4 @@
-"""One replica: a vLLM server kept running, and the state it is in.
+"""One replica: a server kept running, and the state it is in.
 
     phase        means                                    goes on to
     stopped      no process, none wanted                  starting
@@ -27,7 +27,7 @@ from dataclasses import dataclass, replace
 from skyctl.core.expectations import model_on_disk
 from skyctl.core.health import FailureCount, probe_alive, probe_ready
 from skyctl.core.plan import ServerSpec
-from skyctl.engines.vllm.inside.guard import HELD_VARIABLE
+from skyctl.engines import ENGINES
 from skyctl.errors import ServerError
 from skyctl.fleetfile.schema import FleetConfig
 from skyctl.http.client import ControlClient
@@ -36,7 +36,7 @@ from skyctl.kill_points import reached
 from skyctl.launch.local.logtail import tail, telling_line
 from skyctl.launch.local.ports import port_holder
 from skyctl.launch.local.process import ManagedProcess
-from skyctl.store.credentials import API_KEY, CONTROL_TOKEN, Credentials
+from skyctl.store.credentials import CONTROL_TOKEN, Credentials
 from skyctl.store.in_doubt import trust
 from skyctl.store.paths import FleetPaths, create_private_file
 from skyctl.store.state import FleetState, ServerRow
@@ -87,7 +87,8 @@ class Replica(KeptRunning):
         self.update_state = ""  # what a push job says of this server while it runs
         self.state_since = time.time()  # epoch seconds
         self._context = context
-        self.came_back_in_a_push = False  # so that the push may have paused the new process
+        self.resume_when_up = False  # it may be paused, and is meant to run
+        self.intent_changed = False  # since it was applied to the process
         self._closed = False
         self._proven = False  # was up once with this spec: worth restarting
         self._launched_with = ""
@@ -105,10 +106,11 @@ class Replica(KeptRunning):
     @property
     def target(self) -> ServerTarget:
         credentials = self._context.credentials
-        env = credentials.fill(self.spec.env)
+        key_variable = ENGINES[self.spec.engine].key_variable
+        env = credentials.fill(self.spec.env, key_variable)
         # one that was adopted may ask for a token that the fleet file no longer asks for
-        key = env.get(CONTROL_TOKEN) or env.get(API_KEY) or credentials.control
-        return ServerTarget(self.name, self.spec.url, key)
+        key = env.get(CONTROL_TOKEN) or env.get(key_variable) or credentials.control
+        return ServerTarget(self.name, self.spec.url, key, self.spec.engine)
 
     @property
     def instance(self) -> str:
@@ -239,13 +241,13 @@ class Replica(KeptRunning):
         return await self._watch(self.process)
 
     def _spawn_server(self) -> ManagedProcess:
-        held = {HELD_VARIABLE: str(self._context.paths.held(self.name))}
-        return self._spawn(
-            self.spec.argv, {**self._context.credentials.fill(self.spec.env), **held}
-        )
+        engine = ENGINES[self.spec.engine]
+        held = {engine.closed_variable: str(self._context.paths.held(self.name))}
+        env = self._context.credentials.fill(self.spec.env, engine.key_variable)
+        return self._spawn(self.spec.argv, {**env, **held})
 
     def _note_launch(self) -> None:
-        """Remember what vLLM has loaded, if nobody wrote to it while it did."""
+        """Remember what it has loaded, if nobody wrote to it while it did."""
         same = self._launched_with == model_on_disk(self.spec)
         self._context.state.expected.launched(self.name, self._launched_with if same else "")
 

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 
 import psutil
 
+from skyctl import engines
 from skyctl.core.status import (
     INTENDED_STATES,
     FleetStatus,
@@ -17,8 +18,7 @@ from skyctl.core.status import (
     RouterStatus,
     assess,
 )
-from skyctl.engines.vllm.metrics import ServerMetrics
-from skyctl.engines.vllm.server import VLLMServer
+from skyctl.engines.base import ServerMetrics
 from skyctl.errors import SkyctlError
 from skyctl.launch.local.logtail import latest_message, tail
 from skyctl.launch.local.process import ManagedProcess
@@ -84,7 +84,7 @@ async def _load(supervisor: Supervisor, replica: Replica) -> ServerMetrics | Non
     if replica.phase != "up":
         return None
     try:
-        return await VLLMServer(
+        return await engines.server(
             supervisor.client, replica.target, timeout_s=ASK_TIMEOUT_S
         ).metrics()
     except SkyctlError:
@@ -95,7 +95,7 @@ async def _version(supervisor: Supervisor, replica: Replica, *, ask: bool) -> st
     """The label that a server carries, None where it does not say or is not to be asked."""
     if not ask:
         return None
-    server = VLLMServer(supervisor.client, replica.target, timeout_s=ASK_TIMEOUT_S)
+    server = engines.server(supervisor.client, replica.target, timeout_s=ASK_TIMEOUT_S)
     try:
         return await server.weight_version()
     except SkyctlError:

@@ -230,6 +230,7 @@ class Supervisor(RecordedFleet, SupervisorService):
             servers={replica.name: replica.spec.url for replica in self.replicas.values()},
             router_metrics=metrics,
             access=access(plan.config, self.paths),
+            engine=plan.config.engine,
         )
 
     async def model_path(self) -> str | None:
@@ -404,7 +405,7 @@ class Supervisor(RecordedFleet, SupervisorService):
                 pushing=lambda: not self.pushes.over.is_set(),
             )
         self._context.config = plan.config
-        self.state.retention = Retention.of(plan.config.history)
+        self.state.retention = Retention(**plan.config.history.model_dump())
         # at once, before anything is spawned: another `up` plans with the same ports
         self.state.set("ports", json.dumps(ports_of(plan)))
 
@@ -443,6 +444,8 @@ class Supervisor(RecordedFleet, SupervisorService):
         detail = f"not running ({replica.state})"
         if isinstance(asked, Pause | Resume):
             replica.update_row(paused=isinstance(asked, Pause))
+            replica.intent_changed = True
+            replica.resume_when_up = isinstance(asked, Resume)
             if replica.phase not in ("failed", "dead", "stopped"):
                 detail = f"{replica.state}; will be {asked.verb}d when it is ready"
         return Outcome(replica.name, OutcomeStatus.SKIPPED, 0.0, detail)
@@ -489,7 +492,8 @@ class Supervisor(RecordedFleet, SupervisorService):
     def _admitted(self, replica: Replica) -> bool:
         if replica.row.quarantine:
             return True
-        return self.pushes.over.is_set() and admission.is_current(self.state, replica)
+        current = admission.is_current(self.state, replica)
+        return current and self.pushes.over.is_set() and not replica.intent_changed
 
     @asynccontextmanager
     async def _gate(self, spec: ServerSpec) -> AsyncIterator[None]:

@@ -7,8 +7,8 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from skyctl import engines
 from skyctl.core.plan import FleetPlan
-from skyctl.engines.vllm.server import VLLMServer
 from skyctl.errors import SkyctlError
 from skyctl.kill_points import reached
 from skyctl.launch.local.process import ManagedProcess
@@ -198,7 +198,7 @@ async def _drain(supervisor: Supervisor, replica: Replica, timeout_s: float) -> 
     # Requests of a frozen server do not end by waiting.
     if replica.state != "ready":
         return
-    server = VLLMServer(supervisor.client, replica.target, timeout_s=min(5.0, timeout_s))
+    server = engines.server(supervisor.client, replica.target, timeout_s=min(5.0, timeout_s))
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
         try:

@@ -7,8 +7,8 @@ import contextlib
 import time
 from collections.abc import Callable, Mapping
 
+from skyctl import engines
 from skyctl.core.plan import RouterSpec
-from skyctl.engines.vllm.router import RouterClient
 from skyctl.errors import SkyctlError
 from skyctl.fleetfile.schema import FleetConfig
 from skyctl.http.client import ControlClient
@@ -26,7 +26,7 @@ NAME = "router"
 
 
 class RouterChild(KeptRunning):
-    """One vllm-router. `desired()` gives the URLs to route to, by server name.
+    """One router. `desired()` gives the URLs to route to, by server name.
 
     States: waiting (for a first server), starting, ready, restarting, stopping, stopped, dead,
     failed. Call `wake()` whenever `desired()` may have changed.
@@ -51,7 +51,8 @@ class RouterChild(KeptRunning):
         self.workers: frozenset[str] = frozenset()  # URLs it routes to, as it last said
         self._config = config
         self._desired = desired
-        self._client = RouterClient(client, spec.url, timeout_s=CALL_TIMEOUT_S)
+        self._routing = engines.routing(config.engine)
+        self._client = self._routing.client(client, spec.url, CALL_TIMEOUT_S)
         self._woken = asyncio.Event()
         self._syncing = asyncio.Lock()
         self._heard = False  # it listed its workers since this was last set
@@ -105,7 +106,7 @@ class RouterChild(KeptRunning):
 
     def _spawn_router(self) -> ManagedProcess:
         urls = sorted(self._desired().values())
-        return self._spawn([*self.spec.argv, "--worker-urls", *urls], self.spec.env)
+        return self._spawn([*self.spec.argv, *self._routing.workers(urls)], self.spec.env)
 
     def _after_end(self) -> None:
         self._set_workers(frozenset())

@@ -13,11 +13,12 @@ from pydantic import TypeAdapter
 import skyctl
 from skyctl import __version__
 from skyctl.core.plan import RouterSpec, ServerSpec
+from skyctl.engines import ENGINES
 from skyctl.errors import VersionMismatch
 
 T = TypeVar("T")
 
-PROTOCOL = 7
+PROTOCOL = 8
 """Of the supervisor's API. Count it up with every change that the other side has to know of."""
 
 VERSION_HEADER = "x-skyctl"
@@ -38,10 +39,6 @@ def stamp() -> str:
     return f"{max(path.stat().st_mtime_ns for path in package.rglob('*.py')):x}"
 
 
-# Follows from how many replicas there are; a running server need not move when that changes.
-_PLACEMENT = ("VLLM_CPU_OMP_THREADS_BIND",)
-
-
 _adapters: dict[Any, TypeAdapter[Any]] = {}
 
 
@@ -55,7 +52,8 @@ def adapter(kind: type[T]) -> TypeAdapter[T]:
 
 def spec_hash(spec: ServerSpec | RouterSpec) -> str:
     """Changes whenever a process would have to be started anew to match the plan."""
-    env = sorted(item for item in spec.env.items() if item[0] not in _PLACEMENT)
+    placement = ENGINES[spec.engine].placement_variables if isinstance(spec, ServerSpec) else ()
+    env = sorted(item for item in spec.env.items() if item[0] not in placement)
     material = json.dumps([list(spec.argv), env])
     return hashlib.sha256(material.encode()).hexdigest()
 

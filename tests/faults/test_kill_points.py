@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -25,14 +26,16 @@ def told(cames: list[Came]) -> list[str]:
     return [f"{came.point}/{came.seed}: {wrong}" for came in cames for wrong in came.violations]
 
 
-def test_a_push_from_a_command_may_die_anywhere(tmp_path: Path) -> None:
+@pytest.mark.parametrize("overwrites", [False, True])
+def test_a_push_from_a_command_may_die_anywhere(tmp_path: Path, overwrites: bool) -> None:
+    """Also when all checkpoints come from one directory, which is written over at once."""
+    # seed 0 recovers by the guardian, which costs a cold start: for a few points only
+    points = KINDS["attached"][::3] if overwrites else KINDS["attached"]
+    dice = [Dice.thrown(point, 0 if point in GUARDED else 7) for point in points]
+
     async def cycles() -> list[Came]:
-        async with attached_fleet(tmp_path) as fleet:
-            # seed 0 recovers by the guardian, which costs a cold start: for a few points only
-            return [
-                await fleet.cycle(Dice.thrown(point, 0 if point in GUARDED else 7))
-                for point in KINDS["attached"]
-            ]
+        async with attached_fleet(tmp_path, overwrites=overwrites) as fleet:
+            return [await fleet.cycle(replace(one, again=True)) for one in dice]
 
     cames = asyncio.run(cycles())
     assert told(cames) == []
@@ -45,6 +48,21 @@ def test_a_push_from_a_command_may_die_anywhere(tmp_path: Path) -> None:
 def supervised(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SupervisedFleet]:
     with supervised_fleet(tmp_path_factory.mktemp("supervised")) as fleet:
         yield fleet
+
+
+@pytest.fixture(scope="module")
+def overwriting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SupervisedFleet]:
+    with supervised_fleet(tmp_path_factory.mktemp("overwriting"), overwrites=True) as fleet:
+        yield fleet
+
+
+@pytest.mark.parametrize("point", ["push.update.sent", "push.canary.done", "push.part.done"])
+def test_what_cannot_have_its_files_any_more_waits_for_the_next_push(
+    overwriting: SupervisedFleet, point: str
+) -> None:
+    came = overwriting.cycle(replace(Dice.thrown(point, 7), again=True))
+    assert came.violations == []
+    assert came.killed
 
 
 @pytest.mark.parametrize(
@@ -82,6 +100,17 @@ def test_a_fleet_whose_start_or_end_was_cut_short_leaves_nothing(
     came = short_lives.cycle(Dice.thrown(point, seed))
     assert came.violations == []
     assert came.killed
+
+
+def test_the_sweep_needs_nothing_but_what_skyctl_itself_needs() -> None:
+    code = (
+        "import importlib, sys; sys.modules |= dict.fromkeys(('pytest', 'torch', 'vllm'));"
+        "[importlib.import_module('tests.faults.killing.' + name)"
+        " for name in ('attached', 'supervised', 'lives', 'zygote')];"
+        "import benchmarks.kill_points, tests.stub.server"
+    )
+    run = [sys.executable, "-c", code]
+    assert subprocess.run(run, check=False, cwd=Path(__file__).parents[2]).returncode == 0
 
 
 def test_an_unset_variable_kills_nobody_and_an_unknown_point_is_refused() -> None:

@@ -20,13 +20,12 @@ import yaml
 
 from skyctl.checkpoints.checkpoint import INDEX_NAME, read_checkpoint
 from skyctl.checkpoints.header import read_header
-from skyctl.engines.vllm.metrics import parse_metrics
+from skyctl.engines.vllm.metrics import parse_metrics, parse_router_metrics
 from skyctl.engines.vllm.router import RouterClient
-from skyctl.engines.vllm.router_metrics import parse_router_metrics
 from skyctl.engines.vllm.server import VLLMServer
-from skyctl.engines.vllm.stream import Cut, read_pieces
 from skyctl.errors import FleetFileError, SkyctlError
 from skyctl.fleetfile.load import parse_fleet
+from skyctl.generate.stream import Cut, read_pieces
 from skyctl.http.client import ControlClient, error_text
 from skyctl.http.target import ServerTarget
 from skyctl.store.identity import own_identity

@@ -55,6 +55,7 @@ class Disk:
     def read(self, path: Path) -> sqlite3.Connection:
         """What `opening.read_into_memory` does."""
         current()
+        self.end_transaction_of_the_dead()
         memory = opening.in_memory(self.files.get(str(path)))
         migrate(memory, path)
         return memory
@@ -71,6 +72,15 @@ class Disk:
             raise _error("database or disk is full", sqlite3.SQLITE_FULL)
         if self.failing and self._dice.random() < self.failing:
             raise _error("disk I/O error", sqlite3.SQLITE_IOERR)
+
+    def end_transaction_of_the_dead(self, connection: Connection | None = None) -> None:
+        """Raises what SQLite does when it is somebody else's who lives."""
+        owner = self.owner
+        if owner is None or owner is connection:
+            return
+        if owner._process is None or not owner._process.dead:
+            raise sqlite3.OperationalError("database is locked")
+        owner._undo()
 
     def close(self) -> None:
         self.closed = True
@@ -96,12 +106,7 @@ class Connection:
         current()
         if disk.closed or not self._open:
             raise sqlite3.ProgrammingError("Cannot operate on a closed database.")
-        owner = disk.owner
-        if owner is not None and owner is not self:
-            if owner._process is not None and owner._process.dead:
-                owner._undo()
-            else:
-                raise sqlite3.OperationalError("database is locked")
+        disk.end_transaction_of_the_dead(self)
         verb = sql[:6].upper()
         if verb == "SELECT" or verb == "PRAGMA":
             return self._file.execute(sql, parameters)
@@ -120,6 +125,7 @@ class Connection:
 
     def backup(self, target: sqlite3.Connection) -> None:
         current()
+        self._disk.end_transaction_of_the_dead(self)
         self._file.backup(target)
 
     def rollback(self) -> None:

@@ -26,7 +26,6 @@ class Process:
         self.parent = parent
         self.identity = ProcessIdentity(pid, kernel.loop.now, BOOT)
         self.dead = False
-        self.died_at = 0.0
         self.code: int | None = None
         self.tasks: list[asyncio.Task[Any]] = []
         self.descriptors: set[int] = set()
@@ -91,7 +90,6 @@ class Kernel:
         if process.dead:
             return
         process.dead = True
-        process.died_at = self.loop.now
         self.tell(f"{process} {why}")
         for descriptor in process.descriptors:
             with suppress(OSError):

@@ -13,8 +13,8 @@ from skyctl.http.transport import Answer, CannotConnect, ConnectionBroke, NoAnsw
 from tests.simulation.kernel import Kernel, Process, current
 from tests.simulation.loop import Killed, VirtualLoop
 
-_LINGERS_S = 0.05
-"""How long after the death of its sender a request may still arrive."""
+_LINGERS_S = 0.5
+"""How much later than its delay a request of a sender that died may arrive."""
 
 Reply = Callable[[int, bytes], None]
 
@@ -75,11 +75,12 @@ class Network:
             if not future.done():
                 future.set_exception(error)
 
-        def arrive() -> None:
+        def arrive(late: bool = False) -> None:
+            if caller is not None and caller.dead and not late:
+                loop.call_later(dice.random() * _LINGERS_S, arrive, True, context=_NOBODY)
+                return
             host = self.hosts.get(request.url)
             process = host.process if host is not None else None
-            if caller is not None and caller.dead and loop.now - caller.died_at > _LINGERS_S:
-                return  # it was never sent
             if host is None or process is None or process.dead or refused:
                 fail(CannotConnect("Connection refused"))
                 return

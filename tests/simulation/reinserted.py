@@ -54,7 +54,7 @@ def _verbs_look_once(self: Arbiter, act: Act, what: str) -> Turn:
     return turn
 
 
-def _any_refusal(error: ServerError, method: str) -> bool:
+def _any_refusal(error: ServerError) -> bool:
     """Whatever a server answers means that it has no such method."""
     return bool(error.status)
 

@@ -96,6 +96,8 @@ class World:
             "sim", FleetPaths(home, "sim"), self._config(len(self.engines)), home, None
         )
         self.ref.paths.logs.mkdir(parents=True, exist_ok=True)
+        for lock in self.ref.paths.directory.glob("*.lock"):  # with what a schedule before left
+            lock.unlink()
         server_facts._makes.clear()
 
     def _choose_faults(self) -> frozenset[str]:

@@ -33,7 +33,7 @@ print(json.dumps([n[2:] for a in actions for n in a.option_strings if n.startswi
 
 
 def known_arguments(
-    python: str, cache: Path | None = None, *, note: Callable[[str], None] = lambda line: None
+    python: str, note: Callable[[str], None] = lambda line: None, *, cache: Path | None = None
 ) -> frozenset[str]:
     """Names without dashes, `no-x` of switches too; empty where that vLLM does not say.
 

@@ -1,11 +1,11 @@
-"""The few numbers of vLLM's Prometheus page that skyctl shows or waits for."""
+"""The few numbers of vLLM's and its router's Prometheus pages that skyctl shows or waits for."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
-from typing import Any
+
+from skyctl.engines.base import RouterMetrics, ServerMetrics
 
 # What is read of the page. Every server has the first, from its start on.
 METRICS = (
@@ -24,49 +24,12 @@ _SAMPLE = re.compile(
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 
 
-@dataclass(frozen=True)
-class ServerMetrics:
-    """One server's load, summed over its engines.
-
-    `kv_usage` is the mean over engines, 0..1. The token and query fields are counters since the
-    server started. `sleep_level` is 0 awake, 1 or 2 asleep, None where the server does not say;
-    unlike `/is_sleeping` it is not confused by a pause.
-    """
-
-    running: int = 0
-    waiting: int = 0
-    kv_usage: float = 0.0
-    prompt_tokens: int = 0
-    generation_tokens: int = 0
-    prefix_cache_queries: int = 0
-    prefix_cache_hits: int = 0
-    sleep_level: int | None = None
-
-    def load(self) -> dict[str, Any]:
-        """All fields but `sleep_level`, as a ReplicaStatus takes them."""
-        fields = asdict(self)
-        del fields["sleep_level"]
-        return fields
-
-    @property
-    def in_flight(self) -> int:
-        """Requests that are running or waiting: zero means drained."""
-        return self.running + self.waiting
-
-    @property
-    def prefix_cache_hit_rate(self) -> float | None:
-        """Hits per queried token, 0..1; None before the first query."""
-        if not self.prefix_cache_queries:
-            return None
-        return self.prefix_cache_hits / self.prefix_cache_queries
-
-
 def parse_metrics(text: str) -> ServerMetrics:
     """Read vLLM's `/metrics` page. Metrics that are absent count as zero."""
     sums: dict[str, float] = {}
     kv_usage: list[float] = []
     sleep_states: dict[str, float] = {}
-    for name, labels, value in samples(text, "vllm:"):
+    for name, labels, value in _samples(text, "vllm:"):
         if name == "vllm:kv_cache_usage_perc":
             kv_usage.append(value)
         elif name == "vllm:engine_sleep_state":
@@ -76,7 +39,7 @@ def parse_metrics(text: str) -> ServerMetrics:
             sums[name] = sums.get(name, 0.0) + value
 
     def total(name: str) -> int:
-        return whole(sums.get(f"vllm:{name}", 0))
+        return _whole(sums.get(f"vllm:{name}", 0))
 
     return ServerMetrics(
         running=total("num_requests_running"),
@@ -90,7 +53,28 @@ def parse_metrics(text: str) -> ServerMetrics:
     )
 
 
-def whole(value: float) -> int:
+def parse_router_metrics(text: str) -> RouterMetrics:
+    """Read the metrics page of vllm-router 0.1.17. Counters that are absent count as zero."""
+    sums: dict[str, float] = {}
+    healthy: list[float] = []
+    for name, _labels, value in _samples(text, "vllm_router_"):
+        if name == "vllm_router_worker_health":
+            healthy.append(value)
+        else:
+            sums[name] = sums.get(name, 0.0) + value
+
+    def total(name: str) -> int:
+        return _whole(sums.get(f"vllm_router_{name}", 0))
+
+    return RouterMetrics(
+        requests=total("requests_total"),
+        errors=total("request_errors_total"),
+        retries=total("retries_total"),
+        healthy_workers=sum(value > 0 for value in healthy) if healthy else None,
+    )
+
+
+def _whole(value: float) -> int:
     """A sum of counters as a number to show; infinity, which sums can reach, is a large one."""
     return int(max(0.0, min(value, 2.0**63)))
 
@@ -103,7 +87,7 @@ def _sleep_level(states: dict[str, float]) -> int | None:
     return 1 if states.get("weights_offloaded") else 0
 
 
-def samples(text: str, prefix: str) -> Iterator[tuple[str, dict[str, str], float]]:
+def _samples(text: str, prefix: str) -> Iterator[tuple[str, dict[str, str], float]]:
     """Name, labels and value of finite samples whose name starts with `prefix`."""
     for line in text.splitlines():
         if not line.startswith(prefix):

@@ -1,10 +1,12 @@
-"""The router's own routes (vllm-router 0.1.17). Control calls to servers never go through it."""
+"""The routes of vllm-router 0.1.17. Control calls to servers never go through it."""
 
 from __future__ import annotations
 
 import asyncio
 import time
 
+from skyctl.engines.base import RouterMetrics
+from skyctl.engines.vllm.metrics import parse_router_metrics
 from skyctl.errors import DeadlineExceeded, ServerError
 from skyctl.http.client import ControlClient
 from skyctl.http.target import ServerTarget
@@ -15,16 +17,9 @@ _POLL_S = 0.05
 class RouterClient:
     """One vllm-router. `timeout_s` bounds each method as a whole, in seconds."""
 
-    def __init__(
-        self,
-        client: ControlClient,
-        url: str,
-        *,
-        api_key: str | None = None,
-        timeout_s: float = 10.0,
-    ) -> None:
+    def __init__(self, client: ControlClient, url: str, timeout_s: float = 10.0) -> None:
         self._client = client
-        self._target = ServerTarget("router", url.rstrip("/"), api_key)
+        self._target = ServerTarget("router", url.rstrip("/"))
         self._timeout_s = timeout_s
 
     @property
@@ -96,6 +91,12 @@ class RouterClient:
                 return False
             raise
         return True
+
+
+async def router_metrics(client: ControlClient, url: str, timeout_s: float) -> RouterMetrics:
+    """Ask the router's metrics port, at `url`. Raises as every call does."""
+    page = await client.text(ServerTarget("router", url), "/metrics", timeout_s=timeout_s)
+    return parse_router_metrics(page)
 
 
 def _left(ends: float) -> float:

@@ -1,33 +1,39 @@
-"""One vLLM server's control routes, as typed calls. Nothing outside `control/` names a route."""
+"""One vLLM server's control routes, as typed calls."""
 
 from __future__ import annotations
 
 import secrets
 from asyncio import gather
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
-from skyctl.engines.vllm.metrics import METRICS, ServerMetrics, parse_metrics
+from skyctl.engines.base import PauseMode, Refusal, ServerMetrics, StartedWith
+from skyctl.engines.vllm.metrics import METRICS, parse_metrics
 from skyctl.errors import ServerError
 from skyctl.http.client import ControlClient
 from skyctl.http.target import ServerTarget
 
-PauseMode = Literal["abort", "wait", "keep"]
 Read = TypeVar("Read")
 
 _ASK_METHOD = "skyctl_leave_answer"
 """Of skyctl's worker extension: call another one where there are several data-parallel ranks."""
+_REPACK_METHOD = "skyctl_repack_tied"
+
+_REFUSALS = {
+    "without a matching start": Refusal.NO_SESSION,
+    "not configured": Refusal.NO_TRANSFER,
+    "Model reloading with": Refusal.CANNOT_RELOAD,  # `--load-format dummy` and others
+}
+_NO_ROUTE = "it has no such route"
 
 
 class VLLMServer:
-    """The control routes of one server. `timeout_s` is each call's deadline unless it says other.
-
-    Every method raises ServerError, ServerUnreachable or DeadlineExceeded. The routes exist only
-    in servers started with VLLM_SERVER_DEV_MODE=1, but for health, version, models and metrics.
-    """
+    """`Server` (`engines/base.py`) of vLLM. `timeout_s` is each call's deadline unless it says
+    other. The routes exist only in servers started with VLLM_SERVER_DEV_MODE=1, but for health,
+    version, models and metrics."""
 
     def __init__(
-        self, client: ControlClient, target: ServerTarget, *, timeout_s: float = 30.0
+        self, client: ControlClient, target: ServerTarget, timeout_s: float = 30.0
     ) -> None:
         self.target = target
         self._client = client
@@ -45,6 +51,12 @@ class VLLMServer:
         """Served model names."""
         data = await self._field("GET", "/v1/models", "data")
         return self._understood("/v1/models", lambda: [str(model["id"]) for model in data])
+
+    async def longest_context(self) -> int | None:
+        """`max_model_len` of the first model."""
+        data = await self._field("GET", "/v1/models", "data")
+        found = self._understood("/v1/models", lambda: data[0].get("max_model_len") or 0)
+        return int(found) or None
 
     async def generates_from_tokens(self) -> bool:
         """Whether `/inference/v1/generate` is served: token ids in, token ids out.
@@ -65,6 +77,26 @@ class VLLMServer:
         params = {"include_dp": _flag(include_dp)}
         found = await self._field("GET", "/get_world_size", "world_size", params=params)
         return self._understood("/get_world_size", lambda: int(found))
+
+    async def started_with(self) -> StartedWith:
+        """From its configuration; where that cannot be had as JSON, it does not say."""
+        try:
+            info = (await self.server_info()).get("vllm_config")
+        except ServerError as error:
+            if not error.status:
+                raise
+            info = None
+
+        def section(name: str) -> dict[str, Any]:
+            found = info.get(name) if isinstance(info, dict) else None
+            return found if isinstance(found, dict) else {}
+
+        told = isinstance(info, dict) and "weight_transfer_config" in info
+        return StartedWith(
+            str(section("model_config").get("model") or ""),
+            str(section("load_config").get("load_format", "")),
+            str(section("weight_transfer_config").get("backend", "")) if told else None,
+        )
 
     async def server_info(self) -> dict[str, Any]:
         """vLLM's configuration (`vllm_config`), environment and system, as JSON."""
@@ -183,7 +215,14 @@ class VLLMServer:
     ) -> list[Any]:
         """Call `method` on every worker; one result per worker, non-containers as strings."""
         body = {"method": method, "args": list(args), "kwargs": dict(kwargs or {})}
-        answer = await self._call("POST", "/collective_rpc", json=body, timeout_s=timeout_s)
+        try:
+            answer = await self._call("POST", "/collective_rpc", json=body, timeout_s=timeout_s)
+        except ServerError as error:
+            # any other error, one raised by the method itself above all, says nothing of the kind
+            asked = (method, (kwargs or {}).get("method"))
+            if any(f"Method '{name}' is not implemented" in error.message for name in asked):
+                error.refusal = Refusal.NO_METHOD
+            raise
         if not isinstance(answer, dict):
             return []
         return self._understood("/collective_rpc", lambda: list(answer.get("results") or []))
@@ -285,8 +324,25 @@ class VLLMServer:
         try:
             await self.collective_rpc(method, timeout_s=timeout_s)
         except ServerError as error:
-            if not lacks_method(error, method):
+            if error.refusal != Refusal.NO_METHOD:
                 raise
+
+    async def reload_weights(self, path: str, *, timeout_s: float | None = None) -> None:
+        """vLLM's reload leaves tied weights out on CPU (`inside/tied.py`)."""
+        try:
+            await self.collective_rpc(
+                "reload_weights", kwargs={"weights_path": path}, timeout_s=timeout_s
+            )
+        except ServerError as error:
+            if error.refusal != Refusal.CANNOT_RELOAD:
+                raise
+            again = ServerError(
+                f"{error.message}; start the server without --load-format dummy",
+                status=error.status,
+            )
+            again.refusal = error.refusal
+            raise again from error
+        await self.extension_rpc(_REPACK_METHOD, timeout_s=timeout_s)
 
     async def weight_checksums(self, *, timeout_s: float | None = None) -> dict[str, str] | None:
         """Checksum per parameter; None where the server has no such route.
@@ -312,14 +368,26 @@ class VLLMServer:
         json: Any = None,
         timeout_s: float | None = None,
     ) -> Any:
-        return await self._client.call(
-            self.target,
-            method,
-            path,
-            params=params,
-            json=json,
-            timeout_s=self._timeout_s if timeout_s is None else timeout_s,
-        )
+        try:
+            return await self._client.call(
+                self.target,
+                method,
+                path,
+                params=params,
+                json=json,
+                timeout_s=self._timeout_s if timeout_s is None else timeout_s,
+            )
+        except ServerError as error:
+            for words, refusal in _REFUSALS.items():
+                if words in error.message:
+                    error.refusal = refusal
+            if error.status == 404 and error.message.endswith(_NO_ROUTE):
+                raise ServerError(
+                    f"{error.message}; vLLM needs VLLM_SERVER_DEV_MODE=1 for its control routes",
+                    status=404,
+                    hint="start the server with VLLM_SERVER_DEV_MODE=1 in its environment",
+                ) from error
+            raise
 
     async def _field(
         self, method: str, path: str, key: str, *, params: Mapping[str, Any] | None = None
@@ -345,13 +413,6 @@ class VLLMServer:
                 "not a JSON object"
             )
         return answer
-
-
-def lacks_method(error: ServerError, method: str) -> bool:
-    """Whether workers answered a `collective_rpc` that they have no such method. Any other error,
-    one raised by the method itself above all, says nothing of the kind."""
-    missing = (f"Method '{name}' is not implemented" for name in (method, _ASK_METHOD))
-    return any(words in error.message for words in missing)
 
 
 def _flag(value: bool) -> str:

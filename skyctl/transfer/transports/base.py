@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
 from skyctl.checkpoints.dtypes import torch_name
-from skyctl.engines.vllm.dialects import Dialect, TensorHeaders
+from skyctl.engines.base import Dialect, TensorHeaders
 from skyctl.engines.vllm.inside.wire import ChunkUpdate, ReceiverInit
 from skyctl.transfer.plan import Chunk, ChunkPlan, Packing
 from skyctl.transfer.reader import FilledSlot, Piece, ShardFiles
@@ -138,6 +138,21 @@ class Carrier(Protocol):
 
     def close(self) -> None:
         """Free everything."""
+
+
+def rank_offsets(world_sizes: Sequence[int]) -> tuple[list[int], int]:
+    """Rank offset of each server and the size of the whole group.
+
+    `world_sizes` are the servers' workers (TP x PP x DP), a DP deployment once. The sender is
+    rank 0, so offsets start at 1.
+    """
+    offsets, following = [], 1
+    for size in world_sizes:
+        if size < 1:
+            raise ValueError(f"a server has at least one worker, not {size}")
+        offsets.append(following)
+        following += size
+    return offsets, following
 
 
 def tensor_headers(chunk: Chunk) -> TensorHeaders:

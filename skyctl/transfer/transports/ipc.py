@@ -7,10 +7,12 @@ others over NVLink. All slots of a GPU are one allocation, so that a server maps
 
 from __future__ import annotations
 
+import base64
+import pickle
 from collections.abc import Sequence
 from typing import Any
 
-from skyctl.engines.vllm.dialects import Dialect, pickle_handles
+from skyctl.engines.base import Dialect
 from skyctl.transfer.gpu.carrier import GpuCarrier
 from skyctl.transfer.gpu.devices import uuid_of
 from skyctl.transfer.plan import Chunk, Packing
@@ -86,3 +88,8 @@ class IpcCarrier(GpuCarrier):
 
     def send(self, slot: int, size: int) -> None:
         """Servers read by themselves."""
+
+
+def pickle_handles(handles: Any) -> str:
+    """IPC handles as they travel in JSON: pickle, then base64 text."""
+    return base64.b64encode(pickle.dumps(handles)).decode("ascii")

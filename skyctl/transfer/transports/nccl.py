@@ -10,7 +10,7 @@ from __future__ import annotations
 from inspect import signature
 from typing import Any
 
-from skyctl.engines.vllm.dialects import Dialect, PackedBuffers
+from skyctl.engines.base import Dialect, PackedBuffers
 from skyctl.engines.vllm.inside.nccl import nccl_problem
 from skyctl.errors import PreflightError
 from skyctl.transfer.gpu.carrier import GpuCarrier

@@ -11,7 +11,7 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from skyctl.engines.vllm.dialects import Dialect
+from skyctl.engines.base import Dialect
 from skyctl.transfer.plan import ALIGNMENT, Chunk, Packing
 from skyctl.transfer.reader import ChunkReader, Piece, ShardFiles
 from skyctl.transfer.transports.base import Filled, Session, chunk_update, receiver_init

@@ -17,6 +17,7 @@ from skyctl.store.paths import FleetPaths
 from skyctl.store.state import FleetState
 from tests.faults.killing import checks
 from tests.faults.killing.cycle import Came, Dice
+from tests.faults.killing.trainer import Trainer, stub_checkpoints
 from tests.faults.killing.zygote import Zygote
 from tests.stub.app import StubServer
 from tests.stub.running import running
@@ -37,29 +38,28 @@ weight_transfer: {{transport: shm, update_timeout_s: 10}}
 class AttachedFleet:
     """Stub servers in this process, and a warm process that runs commands against them."""
 
-    def __init__(self, directory: Path, stubs: list[StubServer], urls: list[str]) -> None:
+    def __init__(
+        self, directory: Path, stubs: list[StubServer], urls: list[str], overwrites: bool
+    ) -> None:
         self.directory = directory
         self.home = directory / "home"
         self.paths = FleetPaths(self.home, NAME)
         self.stubs = stubs
         self._urls = urls
-        self.checkpoints = {
-            name: str(write_checkpoint(directory / name, tiny_tensors(seed)))
-            for name, seed in (("a", 50), ("b", 90))
-        }
+        self.trainer = Trainer(stub_checkpoints(directory), overwrites=overwrites)
         self.committed: dict[str, str] = {}  # label by digest
+        self._digests: dict[str, str] = {}  # by checkpoint
         (directory / "fleet.yaml").write_text(_FILE.format(name=NAME, urls=", ".join(urls)))
         self._zygote = Zygote(directory)
-        self._at = "b"
 
     async def prepare(self) -> None:
-        """Push both checkpoints once, undisturbed: these are the committed weights."""
-        for name in ("a", "b"):
-            code, _, errors = await self.skyctl("sync-weights", self.checkpoints[name])
+        """Push every checkpoint once, undisturbed: these are the committed weights."""
+        for _ in self.trainer.names:
+            code, _, errors = await self.skyctl("sync-weights", self.trainer.next())
             assert code == 0, errors
-            digests = {stub.engine.digest for stub in self.stubs}
-            assert len(digests) == 1
-            self.committed[digests.pop()] = str(self.stubs[0].engine.weight_version)
+            [digest] = {stub.engine.digest for stub in self.stubs}
+            self._digests[self.trainer.at] = digest
+            self.committed[digest] = str(self.stubs[0].engine.weight_version)
         for stub in self.stubs:
             stub.engine.served.clear()
 
@@ -81,13 +81,14 @@ class AttachedFleet:
 
     async def cycle(self, dice: Dice) -> Came:
         """Push the other checkpoint, die on the way, recover, look at the invariants."""
-        self._at = "a" if self._at == "b" else "b"
+        before, path = {stub.engine.digest for stub in self.stubs}, self.trainer.next()
+        pushed, again = self.trainer.at, dice.again and self.trainer.overwrites
         size = str(dice.chunk_bytes)
         requests = [asyncio.create_task(self._request(url)) for url in self._urls]
         _fail_once(self.stubs[0].engine, dice.fails_at)
         code, _, errors = await self.skyctl(
             "sync-weights",
-            self.checkpoints[self._at],
+            path,
             "--chunk-size",
             size,
             "--transport",
@@ -102,26 +103,42 @@ class AttachedFleet:
             came.violations.append(f"I6: the command ended with {code}: {errors[-200:]}")
         if code == 0:
             came.violations += self._told_truth()
-        if not (dice.guardian and code == -9 and await self._healed_by_guardian(came)):
-            came.violations += await self._recover(dice)
+        if again:
+            path = self.trainer.next()
+        if not (dice.guardian and code == -9 and await self._healed_by_guardian(came, again)):
+            came.violations += await self._recover(again)
         self._measure(came, died_at)
+        if again:
+            allowed = before | {self._digests[pushed]}
+            came.violations += checks.served_only(self._states(), allowed)
+            came.violations += await self._push_again(path)
         came.violations += await self._look(requests)
         return came
 
-    async def _recover(self, dice: Dice) -> list[str]:
-        code, envelope, errors = await self.skyctl("recover", "--yes")
-        if code != 0 or not all(row["ok"] for row in envelope["data"]["recovered"]):
-            return [f"I6: recover ended with {code}: {errors[-300:]} {envelope.get('error')}"]
-        return []
+    async def _push_again(self, path: str) -> list[str]:
+        """What the trainer does next, whatever recovery could do."""
+        code, envelope, errors = await self.skyctl("sync-weights", path)
+        if code != 0:
+            return [f"I6: the next push ended with {code}: {envelope.get('error') or errors}"]
+        return self._told_truth()
 
-    async def _healed_by_guardian(self, came: Came) -> bool:
+    async def _recover(self, again: bool) -> list[str]:
+        code, envelope, errors = await self.skyctl("recover", "--yes")
+        if code == 0 and all(row["ok"] for row in envelope["data"]["recovered"]):
+            return []
+        _, status, _ = await self.skyctl("status")
+        if again and code != 0 and status["data"]["health"] != "healthy":
+            return []  # its files are gone, and that was said
+        return [f"I6: recover ended with {code}: {errors[-300:]} {envelope.get('error')}"]
+
+    async def _healed_by_guardian(self, came: Came, again: bool) -> bool:
         deadline = time.monotonic() + BOUND_S
         while time.monotonic() < deadline:
             with FleetState(self.paths.database) as state:
                 free = not state.locks.holders("turn")
                 jobs = state.journal.jobs(1)
                 open_jobs = [job for job in jobs if not job.ended]
-                healed = free and not open_jobs and not in_doubt(state)
+                healed = free and not open_jobs and (again or not in_doubt(state))
             if healed and not checks.of_home(self.home):
                 return True
             await asyncio.sleep(0.05)
@@ -130,8 +147,7 @@ class AttachedFleet:
 
     def _told_truth(self) -> list[str]:
         """A command that said it went well: every server is at that checkpoint's weights."""
-        labels = {stub.engine.weight_version for stub in self.stubs}
-        if len(labels) == 1 and labels.pop().startswith(f"{self._at}@"):
+        if {stub.engine.digest for stub in self.stubs} == {self._digests[self.trainer.at]}:
             return []
         return ["I6: exit code 0, and servers at other weights"]
 
@@ -140,8 +156,8 @@ class AttachedFleet:
             jobs: list[Job] = state.journal.jobs(2)
         measure(came, jobs, died_at)
 
-    async def _look(self, requests: list[asyncio.Task[int]]) -> list[str]:
-        states = [
+    def _states(self) -> list[dict[str, Any]]:
+        return [
             {
                 "served": stub.engine.served,
                 "paused": stub.engine.paused,
@@ -152,6 +168,9 @@ class AttachedFleet:
             }
             for stub in self.stubs
         ]
+
+    async def _look(self, requests: list[asyncio.Task[int]]) -> list[str]:
+        states = self._states()
         found = checks.served_only(states, self.committed)
         found += checks.at_one_version(states, self.committed)
         found += checks.state_is_whole(self.paths.database, str(states[0]["weight_version"]))
@@ -202,12 +221,18 @@ def measure(came: Came, jobs: list[Job], died_at: float) -> None:
 
 
 @asynccontextmanager
-async def attached_fleet(directory: Path, count: int = 2) -> AsyncIterator[AttachedFleet]:
-    """A prepared fleet of `count` stubs; commands and stubs end with the block."""
+async def attached_fleet(
+    directory: Path, *, overwrites: bool = False, count: int = 2
+) -> AsyncIterator[AttachedFleet]:
+    """A prepared fleet of `count` stubs; commands and stubs end with the block.
+
+    `overwrites`: all checkpoints are pushed from one directory (see Trainer).
+    """
     model = write_checkpoint(directory / "model", tiny_tensors(1))
     stubs = [StubServer(StubEngine(model=str(model)), token_delay_s=0.005) for _ in range(count)]
     async with running(stubs) as targets:
-        fleet = AttachedFleet(directory, stubs, [target.url for target in targets])
+        urls = [target.url for target in targets]
+        fleet = AttachedFleet(directory, stubs, urls, overwrites)
         try:
             await fleet.prepare()
             yield fleet

@@ -23,14 +23,20 @@ def served_only(stubs: Sequence[Mapping[str, Any]], committed: Collection[str]) 
     ]
 
 
-def at_one_version(stubs: Sequence[Mapping[str, Any]], committed: Collection[str]) -> list[str]:
-    """I1 and I6 at the end: all thawed, closed, with the same committed weights and label."""
+def at_one_version(stubs: Sequence[Mapping[str, Any]], committed: Mapping[str, str]) -> list[str]:
+    """I1 and I6 at the end: all thawed, closed, with the same committed weights and their label.
+
+    `committed` has the label by digest.
+    """
     found = []
     for number, stub in enumerate(stubs):
         if stub["paused"] or stub["update_open"] or stub["half_loaded"]:
             found.append(f"I6: server {number} is left paused, open or half loaded")
         if stub["digest"] not in committed:
             found.append(f"I1: server {number} holds {stub['digest'][:40]}")
+        elif stub["weight_version"] != committed[stub["digest"]]:
+            label, right = stub["weight_version"], committed[stub["digest"]]
+            found.append(f"I1: server {number} is labelled {label}, and holds {right}")
     if len({(stub["digest"], stub["weight_version"]) for stub in stubs}) > 1:
         found.append("I1: servers hold different weights")
     return found

@@ -27,6 +27,7 @@ class Dice:
     else recovery is started by hand. `fails_at`: the update call on which the first server's worker
     raises, as vLLM leaves it: session closed, half loaded; 0 for none. `successor`: the point at
     which the supervisor dies that recovery by hand started; the same recovery starts another.
+    `again`: a trainer that overwrites its directory does so once more before anybody recovers.
     """
 
     point: str
@@ -36,6 +37,7 @@ class Dice:
     guardian: bool
     fails_at: int = 0
     successor: str = ""
+    again: bool = False
 
     @property
     def transport(self) -> str:
@@ -57,7 +59,8 @@ class Dice:
         guardian = guardian and point != "push.begun"
         fails_at = dice.randint(1, chunks) if dice.random() < 0.25 else 0
         successor = dice.choice(("", "", *_SUCCESSOR))
-        return cls(point, seed, at, chunk_bytes, guardian, fails_at, successor)
+        again = dice.random() < 0.5
+        return cls(point, seed, at, chunk_bytes, guardian, fails_at, successor, again)
 
 
 @dataclass

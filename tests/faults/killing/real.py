@@ -55,7 +55,7 @@ class RealFleet(SupervisedFleet):
     scale = 128  # the tiny checkpoint has 0.9 MB
     bound_s = 90.0
 
-    def _set_up(self) -> Runner:
+    def _set_up(self) -> tuple[Runner, dict[str, Path]]:
         runner = Commands()
         env = {"SKYCTL_HOME": str(self.home)}
         code, _, errors = runner.run(
@@ -66,9 +66,8 @@ class RealFleet(SupervisedFleet):
             timeout_s=120.0,
         )
         assert code == 0, errors
-        self.checkpoints = {name: str(self.directory / "checkpoints" / name) for name in ("a", "b")}
         self._write_canary(min_logprob=-1000.0)
-        return runner
+        return runner, {name: self.directory / "checkpoints" / name for name in ("a", "b")}
 
     def _asleep(self) -> list[int]:
         """By the record: a CPU server that sleeps looks like one that is paused."""

@@ -22,6 +22,7 @@ from skyctl.store.state import FleetState
 from tests.faults.killing import checks
 from tests.faults.killing.attached import BOUND_S, measure
 from tests.faults.killing.cycle import Came, Dice
+from tests.faults.killing.trainer import Trainer, stub_checkpoints
 from tests.faults.killing.zygote import Zygote
 from tests.faults.stub_fleet import StubFleet
 from tests.stub.state import MEMORY
@@ -49,20 +50,20 @@ class SupervisedFleet:
     scale = 1  # of the chunks' sizes
     bound_s = BOUND_S
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, *, overwrites: bool = False) -> None:
         self.directory = directory
         self.home = directory / "home"
         self.paths = FleetPaths(self.home, self.name)
-        self.checkpoints: dict[str, str] = {}
-        self.committed: dict[str, str] = {}
+        self.committed: dict[str, str] = {}  # label by digest
+        self._digests: dict[str, str] = {}  # by checkpoint
         self.pids: dict[str, int] = {}
         self.urls: list[str] = []
-        self._at = "b"
         self._served: list[int] = []
-        self._runner: Runner = self._set_up()
+        self._runner, checkpoints = self._set_up()
+        self.trainer = Trainer(checkpoints, overwrites=overwrites)
 
-    def _set_up(self) -> Runner:
-        """Write the fleet file and the checkpoints; what runs the commands."""
+    def _set_up(self) -> tuple[Runner, dict[str, Path]]:
+        """Write the fleet file and the checkpoints; what runs the commands, and where they are."""
         directory = self.directory
         stub_fleet = StubFleet(directory)
         stub_fleet.write(
@@ -70,11 +71,7 @@ class SupervisedFleet:
         )
         write_checkpoint(directory / "model", tiny_tensors(1))
         self._write_canary()
-        self.checkpoints = {
-            name: str(write_checkpoint(directory / name, tiny_tensors(seed)))
-            for name, seed in (("a", 50), ("b", 90))
-        }
-        return Zygote(directory)
+        return Zygote(directory), stub_checkpoints(directory)
 
     def _write_canary(self, min_logprob: float = -1.0) -> None:
         """A canary that every checkpoint passes."""
@@ -82,16 +79,18 @@ class SupervisedFleet:
         (self.directory / "canary.yaml").write_text(text)
 
     def prepare(self) -> None:
-        """Start the fleet and push both checkpoints once, undisturbed."""
+        """Start the fleet and push every checkpoint once, undisturbed."""
         code, envelope, errors = self.skyctl("up")
         assert code == 0, (errors, envelope)
         self.urls = [row["url"] for row in envelope["data"]["replicas"]]
         self.pids = {row["name"]: row["pid"] for row in envelope["data"]["replicas"]}
-        for name in ("a", "b"):
-            code, envelope, errors = self.skyctl("sync-weights", self.checkpoints[name])
+        for _ in self.trainer.names:
+            code, envelope, errors = self.skyctl("sync-weights", self.trainer.next())
             assert code == 0, (errors, envelope)
-            [digest] = {stub["digest"] for stub in self._states()}
-            self.committed[digest] = name
+            states = self._states()
+            [digest] = {stub["digest"] for stub in states}
+            self._digests[self.trainer.at] = digest
+            self.committed[digest] = str(states[0]["weight_version"])
         self._served = [len(stub["served"]) for stub in self._states()]
 
     def close(self) -> None:
@@ -114,6 +113,8 @@ class SupervisedFleet:
         if dice.point.startswith("sync."):
             return self._command_dies(dice)
         came = Came(dice.point, dice.seed, False, guardian=dice.guardian)
+        before = {stub["digest"] for stub in self._states()}
+        again = dice.again and self.trainer.overwrites
         adopting = dice.point.startswith(("adopt.", "recover."))
         if dice.point == "recover.begin":
             self._kill_supervisor()
@@ -131,17 +132,45 @@ class SupervisedFleet:
         came.killed = not ticket.exists() if sending else self._dead_soon()
         ticket.unlink(missing_ok=True)
         died_at = time.time()
-        if not (dice.guardian and came.killed and self._healed_by_guardian(came)):
-            code, envelope, errors = self._recover(dice, came)
-            if code != 0 or not all(row["ok"] for row in envelope["data"]["recovered"]):
-                shown = envelope.get("error") or errors[-300:]
-                came.violations.append(f"I6: recover ended with {code}: {shown}")
+        pushed = self.trainer.at
+        # what nobody accepts before its end goes back, to files that it was written over
+        gone = again or (self.trainer.overwrites and dice.point in OUT_OF_ROUTER)
+        path = self.trainer.next() if gone else ""
+        if not (dice.guardian and came.killed and self._healed_by_guardian(came, gone)):
+            came.violations += self._recovered(dice, came, gone)
         with FleetState(self.paths.database) as state:
             measure(came, state.journal.jobs(2), died_at)
+        if gone:
+            came.violations += self._push_again(path, before, pushed)
         if dice.point in COLOCATED:
             came.violations += self._wake()
         came.violations += self._look()
         return came
+
+    def _push_again(self, path: str, before: set[str], pushed: str) -> list[str]:
+        """What the trainer does next, whatever recovery could do without its files."""
+        states = self._states()
+        for stub, seen in zip(states, self._served, strict=True):
+            stub["served"] = stub["served"][seen:]
+        found = checks.served_only(states, before | {self._digests[pushed]})
+        options = ("--colocated",) if any(self._asleep()) else ()
+        code, envelope, errors = self.skyctl("sync-weights", path, *options)
+        if code != 0:
+            shown = envelope.get("error") or errors[-300:]
+            found.append(f"I6: the next push ended with {code}: {shown}")
+        elif {stub["digest"] for stub in self._states()} != {self._digests[self.trainer.at]}:
+            found.append("I6: exit code 0, and servers at other weights")
+        return found
+
+    def _recovered(self, dice: Dice, came: Came, gone: bool) -> list[str]:
+        code, envelope, errors = self._recover(dice, came)
+        if code == 0 and all(row["ok"] for row in envelope["data"]["recovered"]):
+            return []
+        if gone and code != 0:
+            _, status, _ = self.skyctl("status")
+            if status["data"]["health"] != "healthy":
+                return []  # its files are gone, and that was said
+        return [f"I6: recover ended with {code}: {envelope.get('error') or errors[-300:]}"]
 
     def _recover(self, dice: Dice, came: Came) -> tuple[int, dict[str, Any], str]:
         if not dice.successor:
@@ -157,11 +186,16 @@ class SupervisedFleet:
     def _command_dies(self, dice: Dice) -> Came:
         """Only the command that asks for a push dies: the push is made, or never was."""
         came = Came(dice.point, dice.seed, False)
-        self._at = "a" if self._at == "b" else "b"
-        code, _, _ = self.skyctl("sync-weights", self.checkpoints[self._at], kill_at=dice.at)
+        before = {stub["digest"] for stub in self._states()}
+        again = dice.again and self.trainer.overwrites
+        code, _, _ = self.skyctl("sync-weights", self.trainer.next(), kill_at=dice.at)
+        pushed = self.trainer.at
+        path = self.trainer.next() if again else ""
         came.killed = code == -signal.SIGKILL
         if not self._pushes_settled():
             came.violations.append("I6: the push did not end")
+        if again:
+            came.violations += self._push_again(path, before, pushed)
         came.violations += self._look()
         return came
 
@@ -179,7 +213,7 @@ class SupervisedFleet:
         return True
 
     def _push(self, dice: Dice) -> list[str]:
-        self._at = "a" if self._at == "b" else "b"
+        path = self.trainer.next()
         size = str(dice.chunk_bytes * self.scale)
         options: tuple[str, ...] = ("--chunk-size", size, "--transport", dice.transport)
         if dice.point in OUT_OF_ROUTER:
@@ -189,9 +223,9 @@ class SupervisedFleet:
             options += ("--colocated",)
         if dice.point == "push.part.done":
             options += ("--rolling", "1")
-        code, _, errors = self.skyctl("sync-weights", self.checkpoints[self._at], *options)
-        labels = {stub["weight_version"] for stub in self._states()}
-        if code == 0 and not (len(labels) == 1 and labels.pop().startswith(f"{self._at}@")):
+        code, _, errors = self.skyctl("sync-weights", path, *options)
+        held = {stub["digest"] for stub in self._states()}
+        if code == 0 and held != {self._digests[self.trainer.at]}:
             return ["I6: exit code 0, and servers at other weights"]
         if code not in (0, 1, 4):
             return [f"I6: sync-weights ended with {code}: {errors[-200:]}"]
@@ -232,7 +266,7 @@ class SupervisedFleet:
             time.sleep(0.005)
         return True
 
-    def _healed_by_guardian(self, came: Came) -> bool:
+    def _healed_by_guardian(self, came: Came, gone: bool) -> bool:
         with FleetState(self.paths.database) as state:
             if state.journal.jobs(1)[0].state == "succeeded":
                 return False  # it was over: the next command revives the supervisor
@@ -241,7 +275,7 @@ class SupervisedFleet:
             if supervisor_running(self.paths):
                 with FleetState(self.paths.database) as state:
                     jobs = state.journal.jobs(1)
-                    settled = not in_doubt(state) and all(job.ended for job in jobs)
+                    settled = (gone or not in_doubt(state)) and all(job.ended for job in jobs)
                 if settled and not checks.nothing_left(self.home, self._expected()):
                     return True
             time.sleep(0.05)
@@ -291,9 +325,12 @@ class SupervisedFleet:
 
 
 @contextmanager
-def supervised_fleet(directory: Path) -> Iterator[SupervisedFleet]:
-    """A prepared fleet; everything of it is down at the end of the block."""
-    fleet = SupervisedFleet(directory)
+def supervised_fleet(directory: Path, *, overwrites: bool = False) -> Iterator[SupervisedFleet]:
+    """A prepared fleet; everything of it is down at the end of the block.
+
+    `overwrites`: all checkpoints are pushed from one directory (see Trainer).
+    """
+    fleet = SupervisedFleet(directory, overwrites=overwrites)
     try:
         fleet.prepare()
         yield fleet

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -39,6 +40,18 @@ def found(
         ({"doubt": HALF}, True, ("half-updated", "push")),
         ({"doubt": FROZEN}, True, ("frozen", "resume")),
         ({"doubt": FROZEN}, False, ("frozen", "resume")),
+        ({"doubt": FROZEN, "weights": V1}, False, ("frozen", "resume")),
+        ({"doubt": FROZEN, "weights": V1}, True, ("wrong-version", "push")),
+        (
+            {"doubt": FROZEN, "row": ServerRow("a", weight_version="v0"), "weights": V1},
+            False,
+            ("wrong-version", "push"),
+        ),
+        (
+            {"doubt": replace(FROZEN, version="v1"), "weights": V1},
+            True,
+            ("frozen", "resume"),
+        ),
         ({"row": ServerRow("a", quarantine="broken")}, True, ("quarantined", "restart")),
         ({"row": ServerRow("a", quarantine="broken")}, False, ("quarantined", "push")),
         (

@@ -44,31 +44,31 @@ def test_with_sharing_replicas_spread_before_they_stack() -> None:
 
 
 def test_vllm_chooses_the_cores_of_a_single_worker() -> None:
-    assert bind_to_cores([1], plain(4)) == [None]
+    assert bind_to_cores([1], plain(4)) == [()]
 
 
 def test_unknown_cores_are_left_to_vllm() -> None:
-    assert bind_to_cores([1, 1], []) == [None, None]
+    assert bind_to_cores([1, 1], []) == [(), ()]
 
 
 def test_workers_get_disjoint_sets_of_one_size() -> None:
-    assert bind_to_cores([1, 1], plain(2)) == ["0", "1"]
-    assert bind_to_cores([1, 1], plain(5)) == ["0,1", "2,3"]
+    assert bind_to_cores([1, 1], plain(2)) == [((0,),), ((1,),)]
+    assert bind_to_cores([1, 1], plain(5)) == [((0, 1),), ((2, 3),)]
 
 
 def test_a_large_share_leaves_a_core_for_the_scheduler() -> None:
-    assert bind_to_cores([1, 1], plain(8)) == ["0,1,2", "4,5,6"]
+    assert bind_to_cores([1, 1], plain(8)) == [((0, 1, 2),), ((4, 5, 6),)]
 
 
 def test_workers_of_one_replica_are_separated_as_vllm_reads_them() -> None:
-    assert bind_to_cores([2, 2], plain(4)) == ["0|1", "2|3"]
+    assert bind_to_cores([2, 2], plain(4)) == [((0,), (1,)), ((2,), (3,))]
 
 
 def test_one_hardware_thread_per_core_while_there_are_enough() -> None:
     hyperthreads = [Cpu(0, 0), Cpu(1, 1), Cpu(2, 0), Cpu(3, 1)]
-    assert bind_to_cores([1, 1], hyperthreads) == ["0", "1"]
-    assert bind_to_cores([1, 1, 1], hyperthreads) == ["0", "1", "2"]
+    assert bind_to_cores([1, 1], hyperthreads) == [((0,),), ((1,),)]
+    assert bind_to_cores([1, 1, 1], hyperthreads) == [((0,),), ((1,),), ((2,),)]
 
 
 def test_more_workers_than_cores_share_them_in_turn() -> None:
-    assert bind_to_cores([1, 1, 1], plain(2)) == ["0", "1", "0"]
+    assert bind_to_cores([1, 1, 1], plain(2)) == [((0,),), ((1,),), ((0,),)]

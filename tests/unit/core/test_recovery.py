@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection
 from dataclasses import replace
 from pathlib import Path
 
@@ -39,8 +39,9 @@ class Hands:
         self.replacing = self.most_at_once = 0
         self.gone = False
 
-    async def push(self, request: PushRequest) -> Job:
+    async def push(self, request: PushRequest, servers: Collection[str]) -> Job:
         self.done.append(f"push {request.checkpoint}")
+        self.pushed = list(servers)
         job = self.state.journal.begin("push", request.to_json())
         if self.push_error:
             self.state.journal.end(job.id, "failed", error={"message": self.push_error})
@@ -170,6 +171,28 @@ async def test_half_updated_servers_get_the_push_that_was_on_its_way(hands: Hand
     assert outcomes(await recover(findings, hands)) == [("push", True)] * 2
     assert hands.done == ["push /new"]
     assert needed(hands.state) == set()
+
+
+async def test_a_push_that_was_on_its_way_reaches_all_but_those_that_are_replaced(
+    hands: Hands,
+) -> None:
+    """Nobody whom recovery leaves as it is may stay behind at older weights."""
+    findings = leave(hands, "stub-0", half=True)
+    findings += [Finding("stub-1", "healthy"), Finding("stub-2", "stuck", "", "quarantine")]
+    await recover(findings, hands)
+    assert hands.pushed == ["stub-0", "stub-1"]
+
+
+async def test_a_fleet_that_moved_on_does_not_go_back_to_a_push_that_broke_off(
+    hands: Hands,
+) -> None:
+    findings = leave(hands, "stub-0", half=True)
+    job = hands.state.journal.begin("push", {})
+    hands.state.journal.record_push(
+        job.id, ok=True, version="v9", checkpoint="/v9", checkpoint_digest="d", result={}
+    )
+    assert outcomes(await recover(findings, hands)) == [("push", True)]
+    assert hands.done == ["bring stub-0"]
 
 
 async def test_when_that_cannot_be_had_they_get_the_fleets_weights(hands: Hands) -> None:

@@ -7,14 +7,11 @@ import pickle
 
 import pytest
 
-from skyctl.engines.vllm.dialects import (
-    Dialect,
-    PackedBuffers,
-    TensorHeaders,
-    dialect_for,
-    pickle_handles,
-    rank_offsets,
-)
+from skyctl.engines.base import PackedBuffers, TensorHeaders
+from skyctl.engines.vllm.dialects import VLLMDialect as Dialect
+from skyctl.engines.vllm.dialects import dialect_for
+from skyctl.transfer.transports.base import rank_offsets
+from skyctl.transfer.transports.ipc import pickle_handles
 
 TENSORS = TensorHeaders(["a", "b"], ["bfloat16", "float32"], [(2, 3), (4,)])
 WIRE = {"names": ["a", "b"], "dtype_names": ["bfloat16", "float32"], "shapes": [[2, 3], [4]]}
@@ -94,8 +91,9 @@ def test_each_version_has_the_routes_it_has() -> None:
     assert routes("0.27.0") == (True, False, False)
     assert routes("0.31.0") == (True, False, False)
     assert routes("0.32.0") == (True, True, True)
-    assert dialect_for("0.26.0").finish_version("step-7") is None
-    assert dialect_for("0.32.0").finish_version("step-7") == "step-7"
+    assert dialect_for("0.27.0").labels_at_finish
+    assert not dialect_for("0.26.0").labels_at_finish
+    assert not dialect_for("0.32.0").labels_at_finish
 
 
 @pytest.mark.parametrize("version", ["0.33.0rc1", "1.0.0", "0.1.dev1+gabc", "main", ""])

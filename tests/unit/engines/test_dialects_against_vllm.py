@@ -12,13 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from skyctl.engines.vllm.dialects import (
-    Dialect,
-    PackedBuffers,
-    TensorHeaders,
-    dialect_for,
-    pickle_handles,
-)
+from skyctl.engines.base import PackedBuffers, TensorHeaders
+from skyctl.engines.vllm.dialects import VLLMDialect as Dialect
+from skyctl.engines.vllm.dialects import dialect_for
+from skyctl.transfer.transports.ipc import pickle_handles
 
 TENSORS = TensorHeaders(["a"], ["float32"], [(4,)])
 SPEC = importlib.util.find_spec("vllm")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from skyctl.engines.vllm.router_metrics import RouterMetrics, parse_router_metrics
+from skyctl.engines.base import RouterMetrics
+from skyctl.engines.vllm.metrics import parse_router_metrics
 
 PAGE = """
 # TYPE vllm_router_requests_total counter

@@ -7,6 +7,7 @@ import json
 import httpx
 import pytest
 
+from skyctl.engines.base import Refusal
 from skyctl.engines.vllm.server import VLLMServer
 from skyctl.errors import ServerError, ServerUnreachable
 from skyctl.http.client import ControlClient
@@ -208,3 +209,32 @@ async def test_a_worker_of_a_single_rank_without_an_answer_is_an_error() -> None
             ServerError, match="could not look at rank 0: no answer of its worker 1"
         ):
             await server.ask_workers("skyctl_weight_digest")
+
+
+async def test_a_server_without_control_routes_says_how_to_start_it() -> None:
+    answer = httpx.MockTransport(lambda _: httpx.Response(404, json={"detail": "Not Found"}))
+    async with ControlClient(transport=ThroughHttpx(answer)) as client:
+        with pytest.raises(ServerError) as caught:
+            await VLLMServer(client, ServerTarget("demo-0", "http://far")).is_paused()
+    assert "VLLM_SERVER_DEV_MODE" in caught.value.hint
+    assert "it has no such route; vLLM needs VLLM_SERVER_DEV_MODE=1" in caught.value.message
+    assert caught.value.status == 404
+
+
+@pytest.mark.parametrize(
+    ("text", "refusal"),
+    [
+        ("Call to collective_rpc method failed: Method 'm' is not implemented", Refusal.NO_METHOD),
+        ("Method 'other' is not implemented", ""),
+        ("finish_weight_update called without a matching start", Refusal.NO_SESSION),
+        ("weight transfer is not configured", Refusal.NO_TRANSFER),
+        ("Model reloading with load_format dummy", Refusal.CANNOT_RELOAD),
+        ("CUDA out of memory", ""),
+    ],
+)
+async def test_what_an_error_means_is_said_by_its_refusal(text: str, refusal: str) -> None:
+    answer = httpx.MockTransport(lambda _: httpx.Response(500, json={"error": {"message": text}}))
+    async with ControlClient(transport=ThroughHttpx(answer)) as client:
+        with pytest.raises(ServerError) as caught:
+            await VLLMServer(client, ServerTarget("demo-0", "http://far")).collective_rpc("m")
+    assert caught.value.refusal == refusal

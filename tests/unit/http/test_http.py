@@ -115,7 +115,6 @@ async def test_a_long_error_is_shortened_and_the_key_never_shown() -> None:
     ("status", "text", "hint"),
     [
         (401, "no", "api_key_env"),
-        (404, '{"detail":"Not Found"}', "VLLM_SERVER_DEV_MODE"),
         (503, "No available workers", "skyctl status"),
     ],
 )

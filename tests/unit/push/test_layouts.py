@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from skyctl.checkpoints.checkpoint import Checkpoint, read_checkpoint
+from skyctl.engines.base import Refusal
 from skyctl.engines.vllm.inside.layout_wire import (
     LayoutReport,
     ParameterLayout,
@@ -50,14 +51,16 @@ NUMBERS = {"gate_up": 17, "down": 4}
 class Workers:
     """The workers of one server: what they answer to layouts, and what they were asked."""
 
-    def __init__(self, *reports: Any, failing: str = "") -> None:
-        self.reports, self.failing = reports, failing
+    def __init__(self, *reports: Any, failing: str = "", refusal: str = "") -> None:
+        self.reports, self.failing, self.refusal = reports, failing, refusal
         self.calls: list[tuple[str, dict[str, Any]]] = []
 
     async def ask_workers(self, method: str, kwargs: dict[str, Any], **_: Any) -> list[Any]:
         self.calls.append((method, kwargs))
         if self.failing:
-            raise ServerError(self.failing, status=500)
+            error = ServerError(self.failing, status=500)
+            error.refusal = self.refusal
+            raise error
         return list(self.reports)
 
     async def collective_rpc(
@@ -142,7 +145,7 @@ def half_updated(one: Site) -> Site:
     [
         (asleep(site(Workers(report()))), "demo-0 sleeps"),
         (half_updated(site(Workers(report()))), "an earlier push broke off in demo-0"),
-        (site(Workers(failing="Method 'skyctl_layout' is not implemented")), "do not know layouts"),
+        (site(Workers(failing="no", refusal=Refusal.NO_METHOD)), "do not know layouts"),
         (site(Workers(failing="CUDA out of memory")), "does not tell its layout: CUDA out of"),
         (site(Workers("None")), "a layout that is not understood"),
         (site(Workers({})), "a layout that is not understood"),

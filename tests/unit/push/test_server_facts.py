@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from skyctl.engines.base import StartedWith
+from skyctl.engines.vllm.server import VLLMServer
 from skyctl.errors import PreflightError
 from skyctl.push import server_facts
 from skyctl.push.nccl_agreement import refuse_without_nccl
@@ -59,7 +61,10 @@ async def test_whether_it_is_paused_is_asked_each_time(stubs: Stubs) -> None:
 async def test_a_server_whose_nccl_is_off_is_refused_for_nccl(
     stubs: Stubs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(server_facts, "_backend", lambda info, server: server.backend)
+    async def started_with(server: VLLMServer) -> StartedWith:
+        return StartedWith(backend="nccl")
+
+    monkeypatch.setattr(VLLMServer, "started_with", started_with)
     made_of(stubs, "41@1.5", backend="nccl")
     stubs.engines[0].nccl_problem = "vLLM cannot use NCCL: undefined symbol ncclCommSuspend"
     stubs.engines[0].nccl_settings = {"NCCL_PROTO": "Simple"}

@@ -48,9 +48,9 @@ def test_they_show_in_no_repr() -> None:
 
 def test_only_what_a_plan_left_open_is_filled_in() -> None:
     env = {"SKYCTL_CONTROL_TOKEN": AT_SPAWN, "VLLM_API_KEY": "own", "OTHER": AT_SPAWN}
-    filled = Credentials("c" * 64, "i" * 64).fill(env)
+    filled = Credentials("c" * 64, "i" * 64).fill(env, "VLLM_API_KEY")
     assert filled == {"SKYCTL_CONTROL_TOKEN": "c" * 64, "VLLM_API_KEY": "own", "OTHER": AT_SPAWN}
-    assert Credentials("c", "i").fill({"A": "b"}) == {"A": "b"}
+    assert Credentials("c", "i").fill({"A": "b"}, "KEY") == {"A": "b"}
 
 
 def test_a_symlink_in_their_place_is_refused(paths: FleetPaths, tmp_path: Path) -> None:

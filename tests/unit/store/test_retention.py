@@ -149,5 +149,7 @@ def test_nothing_is_forgotten_that_is_neither_old_nor_too_much(state: FleetState
 
 
 def test_the_fleet_file_says_how_much() -> None:
-    assert Retention.of(HistorySection()) == Retention()
-    assert Retention.of(HistorySection(pushes=7, events=8, days=9)) == Retention(7, 8, 9.0)
+    assert Retention(**HistorySection().model_dump()) == Retention()
+    assert Retention(**HistorySection(pushes=7, events=8, days=9).model_dump()) == Retention(
+        7, 8, 9.0
+    )

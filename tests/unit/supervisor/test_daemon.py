@@ -172,6 +172,7 @@ async def test_a_spawn_whose_identity_was_never_written_is_stopped_by_down(
         state.save_process(
             ProcessRow("a", "server", "intended", "intended", None, "h", "127.0.0.1", 1)
         )
+    assert left_alone(paths)
     assert (await take_down(paths, drain_timeout_s=0.0)).stopped == ("a",)
     assert not child.alive()
 

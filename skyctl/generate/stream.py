@@ -1,4 +1,4 @@
-"""One streamed answer of vLLM: server-sent events into pieces of text and token ids."""
+"""One streamed answer: server-sent events into pieces of text and token ids."""
 
 from __future__ import annotations
 

@@ -1,0 +1,506 @@
+"""What an inference engine is to skyctl: its command line, its server's routes, its words.
+
+Nothing outside `engines/` names a route, a flag, a variable, a metric or an error text of an
+engine. docs/adding.md adds one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+if TYPE_CHECKING:
+    from skyctl.errors import ServerError
+    from skyctl.http.client import ControlClient
+    from skyctl.http.target import ServerTarget
+
+PauseMode = Literal["abort", "wait", "keep"]
+Device = Literal["cpu", "cuda"]
+
+
+class Feature(StrEnum):
+    """What an engine may lack. What needs it is refused before anything is touched."""
+
+    SLEEP = "sleep and wake"
+    PUSH = "weight pushes"
+
+
+class Refusal(StrEnum):
+    """What a server's error means, where skyctl goes on differently for it
+    (`ServerError.refusal`)."""
+
+    NO_METHOD = "its workers have no such method"
+    NO_SESSION = "no update is open"
+    NO_TRANSFER = "no weight transfer is configured"
+    CANNOT_RELOAD = "it cannot reload what it did not load from disk"
+
+
+def lacks_method(error: ServerError) -> bool:
+    """Whether workers answered that they have no such method. Any other error, one raised by the
+    method itself above all, says nothing of the kind."""
+    return error.refusal == Refusal.NO_METHOD
+
+
+# --- the command line -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ServerLaunch:
+    """What the plan has settled for one server.
+
+    `args` and `env` are the fleet file's, arguments by their names without dashes. `cores` are the
+    CPU cores of each worker, in rank order, () where the engine is to choose. `environ` is what the
+    process will inherit. `own_python`: it runs in skyctl's interpreter, which has skyctl.
+    `auth` says which routes ask for a token; `api_key` is the user's key, None for one that skyctl
+    makes (`secret`, a placeholder until the spawn).
+    """
+
+    python: str
+    model_path: str
+    served_model_name: str
+    host: str
+    port: int
+    device: Device
+    backend: str
+    args: Mapping[str, Any]
+    env: Mapping[str, str]
+    environ: Mapping[str, str]
+    secret: str
+    gpus: tuple[int, ...] = ()
+    cores: tuple[tuple[int, ...], ...] = ()
+    tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
+    data_parallel_size: int = 1
+    own_python: bool = True
+    local_model: bool = True
+    auth: Literal["all", "control", "none"] = "all"
+    api_key: str | None = None
+
+    @property
+    def world_size(self) -> int:
+        """Workers of this server."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size * self.data_parallel_size
+
+
+@dataclass(frozen=True)
+class RouterLaunch:
+    """What the plan has settled for the router. `args` are the fleet file's."""
+
+    python: str
+    host: str
+    port: int
+    metrics_port: int
+    policy: str
+    health_interval_s: int
+    request_timeout_s: int
+    args: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Command:
+    """A process to start: `env` is added to what it inherits, and may hold secrets."""
+
+    argv: tuple[str, ...]
+    env: dict[str, str] = field(repr=False)
+
+
+@dataclass(frozen=True)
+class Reserved:
+    """Names that a fleet file must not set, and what to write instead."""
+
+    server_args: Mapping[str, str]
+    router_args: Mapping[str, str]
+    env: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What a server takes of its machine: bytes of host memory beside the weights (on CPU), the
+    share of each GPU's memory (0..1), and how often it loads the model."""
+
+    host_bytes: int
+    gpu_share: float
+    copies: int = 1
+
+
+# --- a server -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ServerMetrics:
+    """One server's load, summed over its engines.
+
+    `kv_usage` is the mean over engines, 0..1. The token and query fields are counters since the
+    server started. `sleep_level` is 0 awake, 1 or 2 asleep, None where the server does not say.
+    """
+
+    running: int = 0
+    waiting: int = 0
+    kv_usage: float = 0.0
+    prompt_tokens: int = 0
+    generation_tokens: int = 0
+    prefix_cache_queries: int = 0
+    prefix_cache_hits: int = 0
+    sleep_level: int | None = None
+
+    def load(self) -> dict[str, Any]:
+        """All fields but `sleep_level`, as a ReplicaStatus takes them."""
+        fields = asdict(self)
+        del fields["sleep_level"]
+        return fields
+
+    @property
+    def in_flight(self) -> int:
+        """Requests that are running or waiting: zero means drained."""
+        return self.running + self.waiting
+
+    @property
+    def prefix_cache_hit_rate(self) -> float | None:
+        """Hits per queried token, 0..1; None before the first query."""
+        if not self.prefix_cache_queries:
+            return None
+        return self.prefix_cache_hits / self.prefix_cache_queries
+
+
+@dataclass(frozen=True)
+class StartedWith:
+    """What a server says of how it was started; "" where it does not say. `backend` is its
+    weight-transfer backend, None where it does not say."""
+
+    model: str = ""
+    load_format: str = ""
+    backend: str | None = None
+
+
+class Server(Protocol):
+    """The control routes of one server. `timeout_s` of a call overrides the server's own.
+
+    Every method raises ServerError (with `refusal` where it is a `Refusal`), ServerUnreachable or
+    DeadlineExceeded. Methods of a feature that the engine lacks
+    (`Engine.supports`) are not called.
+    """
+
+    target: ServerTarget
+
+    async def health(self) -> None:
+        """Return when the engine has not errored."""
+
+    async def version(self) -> str:
+        """The engine's version."""
+        ...
+
+    async def models(self) -> list[str]:
+        """Served model names."""
+        ...
+
+    async def longest_context(self) -> int | None:
+        """Tokens of prompt and answer together, None where it does not say."""
+        ...
+
+    async def generates_from_tokens(self) -> bool:
+        """Whether it takes token ids and answers token ids, without text."""
+        ...
+
+    async def world_size(self, *, include_dp: bool = True) -> int:
+        """Workers of this deployment: TP x PP, times DP with `include_dp`."""
+        ...
+
+    async def started_with(self) -> StartedWith:
+        """What it was started with."""
+        ...
+
+    async def metrics(self) -> ServerMetrics:
+        """Its load now."""
+        ...
+
+    # control
+
+    async def is_paused(self) -> bool:
+        """Whether it schedules nothing. Round-trips the engine: the real liveness probe."""
+        ...
+
+    async def pause(
+        self,
+        mode: PauseMode = "abort",
+        *,
+        clear_cache: bool = True,
+        timeout_s: float | None = None,
+    ) -> None:
+        """Stop scheduling. abort ends running requests, wait drains them, keep freezes them."""
+
+    async def resume(self) -> None:
+        """Schedule again."""
+
+    async def is_sleeping(self) -> bool:
+        """Whether it says that it sleeps; it may say so when it is only paused."""
+        ...
+
+    async def sleep(self, level: int = 1, mode: PauseMode = "abort") -> None:
+        """Free memory: level 1 keeps a copy of the weights in host memory, level 2 discards them.
+
+        Also pauses, with `mode` for running requests.
+        """
+
+    async def wake(self, tags: Sequence[str] = ()) -> bool:
+        """Take memory back: all of it, or only `tags` (weights, kv_cache). Whether all is back."""
+        ...
+
+    async def reset_caches(self) -> None:
+        """Drop all that was computed with other weights. Raises ServerError when some is left."""
+
+    # weights
+
+    async def init_weight_transfer(
+        self, init_info: Mapping[str, Any], *, timeout_s: float | None = None
+    ) -> None:
+        """Stage 1 of a push. Blocks in the server until the rendezvous is complete."""
+
+    async def start_weight_update(self, *, timeout_s: float | None = None) -> None:
+        """Stage 2 of a push. Fails when an update is open already."""
+
+    async def update_weights(
+        self, update_info: Mapping[str, Any], *, timeout_s: float | None = None
+    ) -> None:
+        """Stage 3 of a push, once per chunk. An error closes the update, weights half loaded."""
+
+    async def finish_weight_update(
+        self, weight_version: str | None = None, *, timeout_s: float | None = None
+    ) -> None:
+        """Stage 4 of a push. NO_SESSION: none was open; NO_TRANSFER: it takes none."""
+
+    async def reload_weights(self, path: str, *, timeout_s: float | None = None) -> None:
+        """Load a checkpoint from the server's own disk. CANNOT_RELOAD: nothing was touched."""
+
+    async def weight_version(self) -> str | None:
+        """The version label the server carries; None where it has none."""
+        ...
+
+    async def set_weight_version(self, version: str) -> bool:
+        """Label the current weights. False where the server has no labels."""
+        ...
+
+    async def weight_checksums(self, *, timeout_s: float | None = None) -> dict[str, str] | None:
+        """The engine's own checksum per parameter; None where it has none."""
+        ...
+
+    async def collective_rpc(
+        self,
+        method: str,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        *,
+        timeout_s: float | None = None,
+    ) -> list[Any]:
+        """Call a method of skyctl's worker extension. NO_METHOD where workers lack it."""
+        ...
+
+    async def ask_workers(
+        self,
+        method: str,
+        kwargs: Mapping[str, Any] | None = None,
+        *,
+        timeout_s: float | None = None,
+    ) -> list[Any]:
+        """The same on every worker of every data-parallel rank; all answers, in rank order."""
+        ...
+
+    async def extension_rpc(self, method: str, *, timeout_s: float | None = None) -> None:
+        """The same, where nothing is to happen in workers that lack the method."""
+
+    async def complete(
+        self, body: Mapping[str, Any], *, chat: bool = False, timeout_s: float | None = None
+    ) -> Any:
+        """One completion, or chat completion, that is not streamed: OpenAI's JSON."""
+        ...
+
+
+# --- the push -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class PackedBuffers:
+    """Geometry of a packed NCCL broadcast; sender and workers must agree on it."""
+
+    size_bytes: int
+    count: int = 2
+
+
+@dataclass(frozen=True)
+class TensorHeaders:
+    """What an update says of its tensors: parallel sequences, in wire order.
+
+    `dtypes` are torch's names without prefix, such as `bfloat16`.
+    """
+
+    names: Sequence[str]
+    dtypes: Sequence[str]
+    shapes: Sequence[Sequence[int]]
+
+    def __post_init__(self) -> None:
+        if not len(self.names) == len(self.dtypes) == len(self.shapes):
+            raise ValueError(
+                f"{len(self.names)} names, {len(self.dtypes)} dtypes, {len(self.shapes)} shapes"
+            )
+
+
+class Dialect(Protocol):
+    """How one version of an engine speaks the push. `note` is set when the version is not known.
+
+    `labels_at_finish`: only finish_weight_update can label the weights. `keeps_streams`: the packed
+    NCCL consumer uses the same CUDA streams in each update.
+    """
+
+    @property
+    def note(self) -> str: ...
+    @property
+    def labels_at_finish(self) -> bool: ...
+    @property
+    def keeps_streams(self) -> bool: ...
+
+    def nccl_init_info(
+        self,
+        *,
+        master_address: str,
+        master_port: int,
+        rank_offset: int,
+        world_size: int,
+        buffers: PackedBuffers | None,
+    ) -> dict[str, Any]:
+        """init_info of one server, whose workers take ranks from `rank_offset` up; the sender is 0.
+
+        `world_size` counts the sender and the workers of every server. `buffers` None sends tensors
+        one by one.
+        """
+        ...
+
+    def nccl_update_info(
+        self, tensors: TensorHeaders, *, buffers: PackedBuffers | None
+    ) -> dict[str, Any]:
+        """update_info of one broadcast of `tensors`, the same for every server."""
+        ...
+
+    def ipc_init_info(self, *, packed: bool) -> dict[str, Any]:
+        """init_info of CUDA IPC: no rendezvous."""
+        ...
+
+    def ipc_update_info(
+        self,
+        tensors: TensorHeaders,
+        pickled_handles: str,
+        *,
+        sizes_bytes: Sequence[int] | None = None,
+    ) -> dict[str, Any]:
+        """update_info of one IPC chunk. The handles (`transfer/transports/ipc.py`) map each GPU's
+        UUID to the rebuild arguments of one uint8 buffer, which `sizes_bytes` cuts into `tensors`;
+        without sizes they are a list with one such mapping per tensor."""
+        ...
+
+
+# --- the router -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class RouterMetrics:
+    """Counters since the router started, over all routes.
+
+    `errors` counts requests it answered with an error, `retries` attempts beyond the first.
+    `healthy_workers` is None where it does not say.
+    """
+
+    requests: int = 0
+    errors: int = 0
+    retries: int = 0
+    healthy_workers: int | None = None
+
+
+class Router(Protocol):
+    """One router. Each method as a whole has the deadline that it was made with."""
+
+    @property
+    def url(self) -> str: ...
+
+    async def ready(self) -> bool:
+        """True when it runs and believes at least one worker healthy.
+
+        Raises:
+            ServerUnreachable, DeadlineExceeded: the router itself does not answer.
+        """
+        ...
+
+    async def all_healthy(self) -> bool:
+        """True when it believes every worker healthy. Raises as `ready` does."""
+        ...
+
+    async def workers(self) -> list[str]:
+        """URLs it routes to, without trailing slash."""
+        ...
+
+    async def add_worker(self, url: str) -> None:
+        """Route to `url`; returns once it is listed. A worker that is listed already is fine."""
+
+    async def remove_worker(self, url: str) -> None:
+        """Stop routing to `url`; returns once it is gone. Requests in flight finish."""
+
+
+@dataclass(frozen=True)
+class Routing:
+    """An engine's router. `command` starts it, but for the workers, which `workers` adds;
+    `client` has its routes, `metrics` asks its metrics port; both get a deadline in seconds."""
+
+    package: str
+    command: Callable[[RouterLaunch], tuple[str, ...]]
+    workers: Callable[[Sequence[str]], Sequence[str]]
+    client: Callable[[ControlClient, str, float], Router]
+    metrics: Callable[[ControlClient, str, float], Awaitable[RouterMetrics]]
+    removal: Callable[[str, str], str]
+    """What a person types to take a worker (second) out of the router at a URL (first)."""
+
+
+# --- the whole ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Engine:
+    """One kind of server: what skyctl must know of it. `ENGINES` (`engines/__init__.py`) has all.
+
+    `title` is its name in sentences. `packages` are the distributions it comes in (any of them).
+    `key_variable` is the variable that has a server's API key,
+    `closed_variable` that of the file which keeps a server closed to users as long as it is there.
+    `placement_variables` follow from where other servers are: a server that runs need not be
+    restarted when they change.
+    """
+
+    name: str
+    title: str
+    supports: frozenset[Feature]
+    server: Callable[[ControlClient, ServerTarget, float], Server]
+    """Its control routes, given each call's deadline in seconds."""
+    server_command: Callable[[ServerLaunch], Command]
+    modules: Callable[[Device, bool, str], Mapping[str, str]]
+    """Python modules that its interpreter must have, and how to get each: given the device, whether
+    there is a router, and the backend."""
+    key_variable: str
+    closed_variable: str
+    packages: tuple[str, ...] = ()
+    placement_variables: tuple[str, ...] = ()
+    reserved: Reserved = Reserved({}, {}, {})
+    backend: Callable[[str, Device, Sequence[int], str], str] = lambda *_: ""
+    """The weight-transfer backend that servers start with ("" for none), by transport, device, free
+    GPUs and `auth:`. Raises UsageError when the transport does not go with the device."""
+    dialect: Callable[[str], Dialect] | None = None
+    """How servers of a version speak the push; with Feature.PUSH."""
+    known_arguments: Callable[[str, Callable[[str], None]], Collection[str]] = lambda *_: ()
+    """Names that `args` may have, by interpreter; empty where nobody knows. May take seconds, and
+    says so to the function it is given."""
+    accepts: Callable[[str, Collection[str]], bool] = lambda name, known: name in known
+    """Whether `--name` is taken, by what `known_arguments` said."""
+    warnings: Callable[[Sequence[ServerLaunch], bool], Iterable[tuple[str, str]]] = lambda *_: ()
+    """What is allowed but probably not meant, and what to write instead; given `share_gpus:`."""
+    sizes: Callable[[Sequence[str], Mapping[str, str]], Sizes] = lambda *_: Sizes(0, 1.0)
+    """What a server of this command and environment takes."""
+    is_probe: Callable[[str], bool] = lambda line: False
+    """Whether an access-log line is an answered probe of skyctl's."""
+    routing: Routing | None = None
+    """Its router; None where it has none that skyctl knows."""

@@ -1,0 +1,293 @@
+"""The command lines of vLLM and its router, and what a fleet file must leave to skyctl. Pure."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from skyctl.engines.base import Command, Device, Reserved, RouterLaunch, ServerLaunch, Sizes
+from skyctl.engines.vllm.inside.wire import BACKEND, SPIN_VARIABLE
+from skyctl.errors import UsageError
+from skyctl.store.credentials import CONTROL_TOKEN
+
+KEY_VARIABLE = "VLLM_API_KEY"
+CORES_VARIABLE = "VLLM_CPU_OMP_THREADS_BIND"
+WORKER_EXTENSION = "skyctl.engines.vllm.inside.worker.SkyctlWorkerExtension"
+GUARD = "skyctl.engines.vllm.inside.guard.Guard"
+GUARD_ALONE = "skyctl_guard.Guard"
+ALONE = Path(__file__).with_name("inside") / "alone"
+
+_KV_VARIABLE = "VLLM_CPU_KVCACHE_SPACE"
+_SERVER_MODULE = "vllm.entrypoints.openai.api_server"
+_ROUTER_MODULE = "vllm_router.launch_router"
+_CPU_SERVER_BYTES = int(1.3 * 1024**3)  # without weights and KV cache
+_GPU_SHARE = 0.9  # vLLM's default gpu-memory-utilization
+
+# What skyctl sets itself, and what to write instead. Overriding these would make a server that
+# skyctl cannot reach, push to or account for.
+RESERVED = Reserved(
+    server_args={
+        "host": "use the key `host`",
+        "port": "use the key `ports`",
+        "uds": "skyctl reaches servers over TCP; use `host` and `ports`",
+        "model": "use the key `model`",
+        "model-tag": "use the key `model`",
+        "served-model-name": "use the key `served_model_name`",
+        "tensor-parallel-size": "use the key `tensor_parallel_size`",
+        "tp": "use the key `tensor_parallel_size`",
+        "pipeline-parallel-size": "use the key `pipeline_parallel_size`",
+        "pp": "use the key `pipeline_parallel_size`",
+        "data-parallel-size": "use the key `data_parallel_size`",
+        "dp": "use the key `data_parallel_size`",
+        "weight-transfer-config": "use the key `weight_transfer`",
+        "api-key": "use the key `api_key_env`; keys never go on a command line",
+        "hf-token": "set HF_TOKEN in the environment; tokens never go on a command line",
+        "config": "write its settings under `args`",
+        "ssl-keyfile": "skyctl talks plain HTTP to its servers; end TLS in front of the router",
+        "ssl-certfile": "skyctl talks plain HTTP to its servers; end TLS in front of the router",
+    },
+    router_args={
+        "host": "use the key `router.host`",
+        "port": "use the key `router.port`",
+        "prometheus-port": "use the key `router.metrics_port`",
+        "policy": "use the key `router.policy`",
+        "health-check-interval-secs": "use the key `router.health_interval_s`",
+        "request-timeout-secs": "use the key `router.request_timeout_s`",
+        "worker-urls": "skyctl adds each server when it is ready",
+        "api-key": "use the key `api_key_env`; keys never go on a command line",
+    },
+    env={
+        "CUDA_VISIBLE_DEVICES": "use the key `gpus`",
+        KEY_VARIABLE: "use the key `api_key_env`",
+        CONTROL_TOKEN: "skyctl makes it; see the key `auth`",
+        "VLLM_SERVER_DEV_MODE": "skyctl needs it on: every control call is a development route",
+        "VLLM_ALLOW_INSECURE_SERIALIZATION": "skyctl sets it when the transport needs it (ipc)",
+    },
+)
+
+# The router's argparse takes one value per occurrence of these (action="append").
+_ONE_VALUE_PER_FLAG = frozenset(
+    {
+        "kv-event-source",
+        "kv-event-replay-source",
+        "pd-kv-events",
+        "prefill",
+        "decode",
+        "wasm-middleware-route",
+    }
+)
+
+
+def server_command(launch: ServerLaunch) -> Command:
+    """The API server, and what is added to its environment."""
+    argv = [launch.python, "-m", _SERVER_MODULE, "--model", launch.model_path]
+    argv += ["--served-model-name", launch.served_model_name]
+    argv += ["--host", launch.host, "--port", str(launch.port)]
+    for name in ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"):
+        if (size := getattr(launch, name)) > 1:
+            argv += ["--" + name.replace("_", "-"), str(size)]
+    if launch.backend:
+        transfer = json.dumps({"backend": launch.backend}, separators=(",", ":"))
+        argv += ["--weight-transfer-config", transfer]
+    arguments = {**_default_arguments(launch), **launch.args}
+    if launch.device == "cpu" and arguments.get("enable-sleep-mode"):
+        del arguments["enable-sleep-mode"]  # vLLM refuses to start with it on CPU
+    argv += server_flags(arguments)
+    if launch.auth != "none":  # last: what is added last sees a request first
+        argv += ["--middleware", GUARD if launch.own_python else GUARD_ALONE]
+    return Command(tuple(argv), _environment(launch))
+
+
+def _default_arguments(launch: ServerLaunch) -> dict[str, Any]:
+    """What skyctl adds unless the file says otherwise."""
+    if launch.device == "cuda":
+        # the digest that verifies a push takes milliseconds there; vLLM's own checksums copy
+        # the model out and take 22 s for 16 GB. Another interpreter may not have skyctl.
+        own = {"worker-extension-cls": WORKER_EXTENSION} if launch.own_python else {}
+        return {"enable-sleep-mode": True, **own}
+    # float32: vLLM's bfloat16 CPU kernels can die with SIGILL on virtual machines that
+    # advertise AMX but do not let it be used; and CPU pushes are compared bit for bit.
+    return {"dtype": "float32", "worker-extension-cls": WORKER_EXTENSION}
+
+
+def _environment(launch: ServerLaunch) -> dict[str, str]:
+    defaults: dict[str, str] = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
+    if launch.local_model:
+        defaults["HF_HUB_OFFLINE"] = "1"  # a local checkpoint needs nothing from the hub
+    if launch.device == "cpu":
+        defaults[_KV_VARIABLE] = "1"  # GiB; vLLM takes 4 for each replica
+        defaults[SPIN_VARIABLE] = "0.02"
+        if launch.cores:  # workers of one server by `|`, in rank order
+            workers = (",".join(map(str, cores)) for cores in launch.cores)
+            defaults[CORES_VARIABLE] = "|".join(workers)
+    env = {name: value for name, value in defaults.items() if name not in launch.environ}
+    env.update(launch.env)
+    env["VLLM_SERVER_DEV_MODE"] = "1"
+    if launch.device == "cuda":
+        env["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # so that indices mean what nvidia-smi shows
+        env["CUDA_VISIBLE_DEVICES"] = ",".join(str(gpu) for gpu in launch.gpus)
+    if launch.backend == "ipc":
+        # CUDA IPC handles travel pickled in the body of /update_weights
+        env["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
+    return env | _guard_environment(launch, env)
+
+
+def _guard_environment(launch: ServerLaunch, env: Mapping[str, str]) -> dict[str, str]:
+    """What the guard reads (`inside/guard.py`). An interpreter named by `python:` may not have
+    skyctl: there the guard is found on PYTHONPATH, in a directory of its own."""
+    added: dict[str, str] = {}
+    if launch.api_key is not None:
+        added[KEY_VARIABLE] = launch.api_key
+    elif launch.auth == "all":
+        added[KEY_VARIABLE] = launch.secret
+    if launch.auth != "none":
+        added[CONTROL_TOKEN] = launch.secret
+        if not launch.own_python:
+            before = env.get("PYTHONPATH", launch.environ.get("PYTHONPATH", ""))
+            added["PYTHONPATH"] = os.pathsep.join([str(ALONE), before] if before else [str(ALONE)])
+    return added
+
+
+def router_command(launch: RouterLaunch) -> tuple[str, ...]:
+    """The router, but for its workers."""
+    arguments = {
+        "host": launch.host,
+        "port": launch.port,
+        "policy": launch.policy,
+        "prometheus-host": launch.host,
+        "prometheus-port": launch.metrics_port,
+        "health-check-interval-secs": launch.health_interval_s,
+        "request-timeout-secs": launch.request_timeout_s,
+        **launch.args,
+    }
+    return (launch.python, "-m", _ROUTER_MODULE, *router_flags(arguments))
+
+
+def backend(transport: str, device: Device, free_gpus: Sequence[int], auth: str) -> str:
+    """On CPU one backend serves both gloo and shm. On CUDA, NCCL needs a GPU for the sender that no
+    worker uses; CUDA IPC does not, but its servers unpickle what they are sent: only with a token.
+
+    Raises:
+        UsageError: the transport does not go with the device.
+    """
+    if transport == "disk":
+        return ""
+    if device == "cpu":
+        if transport in ("nccl", "ipc"):
+            raise UsageError(
+                f"weight_transfer.transport {transport!r} needs GPUs, and this fleet runs on CPU",
+                hint="use auto, gloo, shm or disk",
+            )
+        return BACKEND
+    if transport in ("gloo", "shm"):
+        raise UsageError(
+            f"weight_transfer.transport {transport!r} is for CPU servers, and this fleet runs on "
+            "GPUs",
+            hint="use auto, nccl, ipc or disk",
+        )
+    if transport == "auto":
+        return "nccl" if free_gpus else "ipc" if auth != "none" else ""
+    return transport
+
+
+def modules(device: Device, router: bool, backend: str) -> dict[str, str]:
+    """Modules that the servers' interpreter must have, and how to get each."""
+    cpu = device == "cpu"
+    install = "bash scripts/setup.sh" if cpu else "pip install '.[gpu]'"
+    found = {"vllm": f"in skyctl's clone: {install}; or name an interpreter with `python:`"}
+    if router:
+        found["vllm_router"] = "pip install vllm-router, or set `router: {enabled: false}`"
+    if backend == BACKEND:
+        found["skyctl"] = "install skyctl there too: its weight receiver runs inside vLLM"
+    return found
+
+
+def warnings(launches: Sequence[ServerLaunch], share_gpus: bool) -> Iterator[tuple[str, str]]:
+    """Arguments that do not do what they say, and what to write instead."""
+    on_cpu = launches[0].device == "cpu"
+    if on_cpu and any(launch.args.get("enable-sleep-mode") for launch in launches):
+        yield (
+            "enable-sleep-mode is left out: vLLM has none on CPU",
+            "take it out of `args`, or keep it for machines with GPUs",
+        )
+    if on_cpu and any(
+        launch.pipeline_parallel_size > 1 and launch.args.get("enforce-eager")
+        for launch in launches
+    ):
+        # it makes the buffers between pipeline ranks as it warms up, which it then leaves out
+        yield (
+            "enforce-eager with pipeline_parallel_size: on CPU vLLM 0.32 dies of the first request",
+            "args: {enforce-eager: false} for these servers",
+        )
+    bounds = ("gpu-memory-utilization", "kv-cache-memory-bytes")
+    if not on_cpu and share_gpus and not all(set(bounds) & set(x.args) for x in launches):
+        yield (
+            "share_gpus: set `gpu-memory-utilization` under args; by default each server takes "
+            "nine tenths of its GPU's memory",
+            "args: {gpu-memory-utilization: 0.4}, or less",
+        )
+
+
+def sizes(argv: Sequence[str], env: Mapping[str, str]) -> Sizes:
+    """By what the command says, else by vLLM's defaults."""
+    try:
+        kv_bytes = int(float(env.get(_KV_VARIABLE, "4")) * 1024**3)
+    except ValueError:
+        kv_bytes = 0
+
+    def told(name: str, default: float) -> float:
+        return float(argv[argv.index(name) + 1]) if name in argv[:-1] else default
+
+    return Sizes(
+        _CPU_SERVER_BYTES + kv_bytes,
+        told("--gpu-memory-utilization", _GPU_SHARE),
+        int(told("--data-parallel-size", 1)),
+    )
+
+
+def server_flags(arguments: Mapping[str, Any]) -> list[str]:
+    """vLLM's command line: true → `--x`, false → `--no-x`, null → nothing, mapping → JSON."""
+    flags: list[str] = []
+    for name, value in arguments.items():
+        if value is False:
+            flags.append(f"--no-{name}")
+        else:
+            flags.extend(_flag(name, value))
+    return flags
+
+
+def router_flags(arguments: Mapping[str, Any]) -> list[str]:
+    """The router's command line: as vLLM's, but false is nothing, for it knows no `--no-x`."""
+    flags: list[str] = []
+    for name, value in arguments.items():
+        if value is False:
+            continue
+        if isinstance(value, list) and name in _ONE_VALUE_PER_FLAG:
+            for item in value:
+                flags.extend(_flag(name, item))
+        else:
+            flags.extend(_flag(name, value))
+    return flags
+
+
+def _flag(name: str, value: Any) -> list[str]:
+    if value is None:
+        return []
+    if value is True:
+        return [f"--{name}"]
+    if isinstance(value, list):
+        return [f"--{name}", *(_text(item) for item in value)]
+    text = _text(value)
+    if text.startswith("-"):
+        # argparse would take a separate value with a leading dash for another option
+        return [f"--{name}={text}"]
+    return [f"--{name}", text]
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, dict | bool):
+        return json.dumps(value, separators=(",", ":"))
+    return str(value)

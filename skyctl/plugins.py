@@ -1,0 +1,59 @@
+"""What a fleet file chooses by name: skyctl's own, and what other packages bring."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib import import_module
+from typing import Generic, TypeVar
+
+from skyctl.errors import UsageError
+
+T = TypeVar("T")
+
+
+class Plugins(Generic[T]):
+    """Objects by name. `own` has skyctl's as `module:attribute`, imported when first asked for;
+    others are entry points of `group`, looked for only where a name is not skyctl's own."""
+
+    def __init__(self, kind: str, group: str, own: Mapping[str, str]) -> None:
+        self._kind = kind
+        self._group = group
+        self._own = own
+        self._loaded: dict[str, T] = {}
+
+    def __getitem__(self, name: str) -> T:
+        """The object of that name.
+
+        Raises:
+            UsageError: there is none, or the package that brings it cannot be imported.
+        """
+        if name not in self._loaded:
+            self._loaded[name] = self._load(name)
+        return self._loaded[name]
+
+    def names(self) -> list[str]:
+        """All that can be asked for, sorted."""
+        from importlib.metadata import entry_points  # most commands need none, and it is slow
+
+        return sorted({*self._own, *(point.name for point in entry_points(group=self._group))})
+
+    def _load(self, name: str) -> T:
+        if name in self._own:
+            module, _, attribute = self._own[name].partition(":")
+            loaded: T = getattr(import_module(module), attribute)
+            return loaded
+        from importlib.metadata import entry_points
+
+        found = [*entry_points(group=self._group, name=name)]
+        if not found:
+            raise UsageError(
+                f"there is no {self._kind} {name!r}",
+                hint=f"there are: {', '.join(self.names())}",
+            )
+        try:
+            loaded = found[0].load()
+        except Exception as error:
+            raise UsageError(
+                f"{self._kind} {name!r} ({found[0].value}) cannot be imported: {error!r}"
+            ) from error
+        return loaded
