@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Awaitable, Callable, Iterable
+from contextlib import suppress
 from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -51,6 +52,7 @@ def replicas(ctx: typer.Context, incomplete: str) -> Iterable[str]:
     """Names of the chosen fleet's replicas, from its file and its state."""
     from skyctl.core.placement import expand_replicas
     from skyctl.core.registry import select
+    from skyctl.errors import SkyctlError
 
     ref = select(*_chosen(ctx))
     if ref.config.servers is not None:
@@ -58,7 +60,8 @@ def replicas(ctx: typer.Context, incomplete: str) -> Iterable[str]:
     else:
         names = [replica.name for replica in expand_replicas(ref.config)]
     # a fleet that was scaled has replicas its file does not know
-    names += [row.name for row in _ask(ref, lambda fleet: fleet.weights()).servers]
+    with suppress(SkyctlError):
+        names += [row.name for row in _ask(ref, lambda fleet: fleet.weights()).servers]
     return [name for name in names if name.startswith(incomplete)]
 
 

@@ -39,7 +39,7 @@ Outcomes = tuple[Outcome[Any], ...]
 
 CALL_TIMEOUT_S = 15.0
 _VERB_GRACE_S = 45.0  # beyond a verb's deadline: states read back, a rollback, a router that hangs
-ADOPTION_S = 60.0
+ADOPTION_WAIT_S = 60.0
 """How long a push waits for a supervisor that is just taking the fleet over."""
 _VERIFY_S = 600.0
 _ASK_S = 60.0
@@ -277,7 +277,9 @@ class FleetService:
         from skyctl.push.tracing import current_traceparent
 
         asked = replace(asked, traceparent=current_traceparent())
-        return await self._ask("start_push", asked, str, patience_s=ADOPTION_S + CALL_TIMEOUT_S)
+        return await self._ask(
+            "start_push", asked, str, patience_s=ADOPTION_WAIT_S + CALL_TIMEOUT_S
+        )
 
     async def jobs(self) -> tuple[Job, ...]:
         """The latest jobs, newest first."""

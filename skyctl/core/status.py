@@ -49,10 +49,6 @@ class ReplicaStatus:
     restart_reason: str = ""
     log_line: str = ""
 
-    @classmethod
-    def from_json(cls, data: dict[str, Any]) -> ReplicaStatus:
-        return cls(**{**data, "gpus": tuple(data["gpus"])})
-
 
 @dataclass(frozen=True)
 class RouterStatus:
@@ -126,19 +122,6 @@ class FleetStatus:
     def to_json(self) -> dict[str, Any]:
         """What `skyctl status --json` prints."""
         return asdict(self)
-
-    @classmethod
-    def from_json(cls, data: dict[str, Any]) -> FleetStatus:
-        router, operation = data["router"], data["operation"]
-        return cls(
-            **{
-                **data,
-                "replicas": tuple(ReplicaStatus.from_json(r) for r in data["replicas"]),
-                "router": router and RouterStatus(**router),
-                "reasons": tuple(Reason(**r) for r in data["reasons"]),
-                "operation": operation and Operation(**operation),
-            }
-        )
 
 
 MIXED = "weights are mixed"

@@ -27,7 +27,7 @@ from skyctl.core.planning import planned, ports_of, scaled, usable
 from skyctl.core.recorded import RecordedFleet, down_error
 from skyctl.core.recovery import Recovered
 from skyctl.core.service import (
-    ADOPTION_S,
+    ADOPTION_WAIT_S,
     Control,
     Down,
     Outcomes,
@@ -310,7 +310,7 @@ class Supervisor(RecordedFleet, SupervisorService):
     async def start_push(self, asked: PushRequest) -> str:
         """Into every server that is up."""
         self.require_plan()
-        until = time.monotonic() + ADOPTION_S
+        until = time.monotonic() + ADOPTION_WAIT_S
         while self._takes_over() and time.monotonic() < until:  # noqa: ASYNC110
             await asyncio.sleep(_ADOPTION_POLL_S)
         self._refuse_beside_operation()
