@@ -12,8 +12,9 @@ from skyctl.api.generation import GeneratingFleet
 from skyctl.api.results import VerbResult
 from skyctl.checkpoints.checkpoint import absolute
 from skyctl.checkpoints.live import NamedTensors
-from skyctl.core.registry import select
+from skyctl.core.registry import FleetRef, find, select
 from skyctl.core.service import (
+    Down,
     Forget,
     KeptVersion,
     Outcomes,
@@ -29,6 +30,7 @@ from skyctl.core.service import (
 from skyctl.core.status import FleetStatus
 from skyctl.core.urls import FleetUrls
 from skyctl.engines.base import PauseMode
+from skyctl.errors import UsageError
 from skyctl.push.canary import parse_canary, read_canary
 from skyctl.push.forecast import Stage
 from skyctl.push.request import Layout, PushRequest, PushResult, usual_mode
@@ -67,12 +69,13 @@ class Fleet(GeneratingFleet):
 
     @classmethod
     def named(cls, name: str) -> Self:
-        """A fleet that was started or attached to before, from any directory.
+        """A fleet that was started or attached to before, from any directory; or one of another
+        machine, by its supervisor's URL (`SKYCTL_TOKEN_FILE`, `SKYCTL_CA`: docs/how-to/remote.md).
 
         Raises:
             NotFoundError: there is none of that name.
         """
-        return cls(select(None, name))
+        return cls(find(None, name))
 
     @property
     def name(self) -> str:
@@ -104,7 +107,7 @@ class Fleet(GeneratingFleet):
             SkyctlError: a replica or the router did not come up; `details["logs"]` says why.
             DeadlineExceeded: it is not ready after `timeout_s`.
         """
-        begun = await bring_up.begin_up(self._ref, router=router)
+        begun = await bring_up.begin_up(self._here("up"), router=router)
         return await self._ended(begun.operation, timeout_s, on_status)
 
     async def down(self, *, drain_timeout_s: float | None = None) -> TakenDown:
@@ -113,6 +116,9 @@ class Fleet(GeneratingFleet):
         Raises:
             UsageError: the fleet is attached. SkyctlError: something could not be stopped.
         """
+        if not isinstance(self._ref, FleetRef):
+            async with self._connected() as fleet:
+                return await fleet.down(Down(drain_timeout_s))
         bring_up.refuse_attached(self._ref)
         config = self._ref.config
         taken = await bring_up.take_down(
@@ -307,7 +313,9 @@ class Fleet(GeneratingFleet):
         )
         async with self._connected() as fleet:
             if isinstance(source, str | PathLike):
-                request = replace(request, checkpoint=absolute(str(source)))
+                here = isinstance(self._ref, FleetRef)  # else it is a path of another machine
+                path = absolute(str(source)) if here else str(source)
+                request = replace(request, checkpoint=path)
                 job = await fleet.wait_job(await fleet.start_push(request), on_event, timeout_s)
             else:
                 job = await push_tensors(
@@ -352,6 +360,12 @@ class Fleet(GeneratingFleet):
             return await fleet.verify_weights()
 
     # --- inside --------------------------------------------------------------------------------
+
+    def _here(self, verb: str) -> FleetRef:
+        """The fleet, which is one of this machine."""
+        if isinstance(self._ref, FleetRef):
+            return self._ref
+        raise UsageError(f"{verb} works on the fleet's own machine, and not on {self._ref.name}")
 
     async def _ended(
         self,

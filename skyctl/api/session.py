@@ -9,7 +9,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 from weakref import WeakKeyDictionary
 
-from skyctl.core.registry import FleetRef
+from skyctl.core.registry import FleetRef, RemoteRef
 from skyctl.generate.requests import GenerationClient
 from skyctl.service import FleetService, connect
 from skyctl.service.endpoint import find_endpoint
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 class Session:
     """Shared by all tasks of a loop. `users` counts the `async with` blocks that are open."""
 
-    def __init__(self, ref: FleetRef) -> None:
+    def __init__(self, ref: FleetRef | RemoteRef) -> None:
         self._ref = ref
         self._stack = AsyncExitStack()
         self._opening = asyncio.Lock()
@@ -64,7 +64,7 @@ class SessionHolder:
     Pickled, it is the fleet alone.
     """
 
-    def __init__(self, ref: FleetRef) -> None:
+    def __init__(self, ref: FleetRef | RemoteRef) -> None:
         self._ref = ref
         self._sessions: MutableMapping[asyncio.AbstractEventLoop, Session] = WeakKeyDictionary()
 

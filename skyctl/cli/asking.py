@@ -27,10 +27,10 @@ def ask_fleet(
     file: Path | None, fleet: str | None, call: Callable[[FleetService], Awaitable[T]]
 ) -> T:
     """One call to the chosen fleet, in an event loop of its own."""
-    from skyctl.core.registry import select
+    from skyctl.core.registry import find
     from skyctl.service.connect import connect
 
-    ref = select(file, fleet)
+    ref = find(file, fleet)
 
     async def run() -> T:
         async with connect(ref) as running:

@@ -138,10 +138,10 @@ def wait(
     skyctl jobs wait push-3 --timeout 600
     """
     from skyctl.cli.job_view import emit_job, follow_job, run_following
-    from skyctl.core.registry import select
+    from skyctl.core.registry import find
     from skyctl.service.connect import connect
 
-    ref = select(*chosen(context, file, fleet))
+    ref = find(*chosen(context, file, fleet))
 
     async def follow() -> Job:
         async with connect(ref) as running:

@@ -209,7 +209,7 @@ def sync_weights(
     from skyctl import output
     from skyctl.checkpoints.checkpoint import absolute
     from skyctl.cli.job_view import emit_job, follow_job, run_following
-    from skyctl.core.registry import select
+    from skyctl.core.registry import FleetRef, find
     from skyctl.errors import UsageError
     from skyctl.push.canary import read_canary
     from skyctl.push.labels import reused_label
@@ -227,8 +227,12 @@ def sync_weights(
         size = parse_bytes(chunk_size) if chunk_size else None
     except ValueError as error:
         raise UsageError(f"--chunk-size: {error}") from error
+    ref = find(file, fleet)
+    here = isinstance(ref, FleetRef)  # else the path is one of another machine
     request = PushRequest(
-        checkpoint=absolute(checkpoint) if checkpoint and not back else "",
+        checkpoint=(absolute(checkpoint) if here else checkpoint)
+        if checkpoint and not back
+        else "",
         transport=transport.value,
         chunk_size=size,
         stage=stage.value,
@@ -247,8 +251,8 @@ def sync_weights(
     )
     if back and weight_version:
         raise UsageError("--rollback keeps the version's own label: leave --weight-version out")
-    ref = select(file, fleet)
-    if detach and ref.config.attached:
+    attached = isinstance(ref, FleetRef) and ref.config.attached
+    if detach and attached:
         raise UsageError(f"fleet {ref.name} has no supervisor that could run the push on its own")
     started: list[str] = []
 
@@ -265,7 +269,7 @@ def sync_weights(
             return await follow_job(running, started[0], timeout_s=timeout)
 
     def on_interrupt() -> str:
-        if not started or ref.config.attached:
+        if not started or attached:
             return ""
         return f"the push goes on without you: skyctl jobs wait {started[0]}"
 

@@ -11,7 +11,7 @@ import typer
 from skyctl.cli.options import FileOption, FleetOption, JsonOption
 
 if TYPE_CHECKING:
-    from skyctl.core.registry import FleetRef
+    from skyctl.core.registry import FleetRef, RemoteRef
     from skyctl.core.urls import FleetUrls
 
 
@@ -73,7 +73,7 @@ def urls(
     from rich.text import Text
 
     from skyctl import output
-    from skyctl.core.registry import select
+    from skyctl.core.registry import find, select
     from skyctl.errors import UsageError
     from skyctl.service.formats import FORMATS, notes, refused_rollouts
 
@@ -82,12 +82,11 @@ def urls(
     if show_key and (export or format or prometheus_sd):
         raise UsageError("--show-key prints the key alone: give no other format with it")
     chosen = FormatOption.ENV if export else format
-    ref = select(file, fleet)
     if show_key:
-        key = _key(ref)
+        key = _key(select(file, fleet))
         output.emit({"api_key": key}, Text(key))
         return
-    found, refused = asyncio.run(_urls(ref, rollouts=chosen is FormatOption.SKYRL))
+    found, refused = asyncio.run(_urls(find(file, fleet), rollouts=chosen is FormatOption.SKYRL))
     data = found.to_json()
     if prometheus_sd is not None:
         data["prometheus_sd"] = _write(found, prometheus_sd)
@@ -107,7 +106,7 @@ def urls(
     output.emit({**data, "format": chosen.value, "text": text}, Text(text))
 
 
-async def _urls(ref: FleetRef, *, rollouts: bool) -> tuple[FleetUrls, list[str]]:
+async def _urls(ref: FleetRef | RemoteRef, *, rollouts: bool) -> tuple[FleetUrls, list[str]]:
     """Where the fleet is, and with `rollouts` the servers that would refuse SkyRL's."""
     from skyctl.http.client import ControlClient
     from skyctl.service.connect import connect

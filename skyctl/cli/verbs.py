@@ -38,11 +38,11 @@ def run_verb(
     Ends the process with 3 when some servers failed, 1 when all did, 124 when all timed out.
     """
     from skyctl import output
-    from skyctl.core.registry import select
+    from skyctl.core.registry import find
     from skyctl.http.fanout import failure
     from skyctl.service.connect import connect
 
-    ref = select(file, fleet)
+    ref = find(file, fleet)
 
     async def ask() -> Outcomes:
         async with connect(ref) as running:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import difflib
 import json
+import os
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
 from skyctl.errors import ConflictError, FleetFileError, NotFoundError, SkyctlError, UsageError
 from skyctl.store.paths import FleetPaths, fleet_paths, flocked, place_private_file, state_root
@@ -29,6 +31,50 @@ class FleetRef:
     config: FleetConfig
     base_dir: Path
     file: Path | None
+
+
+@dataclass(frozen=True)
+class RemoteRef:
+    """A fleet of another machine, by the URL at which its supervisor listens.
+
+    `token_file` and `ca` are copies of that fleet's files; without `ca` the system's CAs are
+    trusted.
+    """
+
+    url: str
+    token_file: Path | None = None
+    ca: Path | None = None
+
+    @property
+    def name(self) -> str:
+        return self.url
+
+
+TOKEN_VARIABLE, CA_VARIABLE = "SKYCTL_TOKEN_FILE", "SKYCTL_CA"
+"""Files for a RemoteRef, as --token-file and --ca."""
+
+
+def find(file: Path | None, name: str | None) -> FleetRef | RemoteRef:
+    """`select`, and of other machines: `name` may be a URL.
+
+    Raises:
+        As `select`. UsageError: the URL is none.
+    """
+    if name is None or "://" not in name:
+        return select(file, name)
+    from skyctl.fleetfile.schema import is_loopback
+
+    parts = urlsplit(name)
+    if parts.scheme not in ("http", "https") or not parts.hostname or parts.path.strip("/"):
+        raise UsageError(f"--fleet {name} is no supervisor's URL", hint="as in https://gpu7:7420")
+    if parts.scheme == "http" and not is_loopback(parts.hostname):
+        raise UsageError(
+            f"--fleet {name}: the token would cross the network unencrypted",
+            hint=f"use https://{parts.netloc}, or a tunnel to 127.0.0.1",
+        )
+    files = (os.environ.get(variable) for variable in (TOKEN_VARIABLE, CA_VARIABLE))
+    token, ca = (Path(path).expanduser() if path else None for path in files)
+    return RemoteRef(name.rstrip("/"), token, ca)
 
 
 def known_fleets() -> list[str]:
@@ -55,6 +101,11 @@ def select(file: Path | None, name: str | None) -> FleetRef:
         UsageError: several fleets could be meant; the hint lists them.
         FleetFileError: the fleet file is wrong.
     """
+    if name is not None and "://" in name:
+        raise UsageError(
+            f"this command works on the fleet's own machine, and not on {name}",
+            hint="log in there; what works from here: skyctl help remote",
+        )
     chosen = _choose(file, name)
     return _from_file(chosen) if isinstance(chosen, Path) else _from_name(chosen)
 

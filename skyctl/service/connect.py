@@ -7,19 +7,26 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from skyctl.core.registry import FleetRef
+    from skyctl.core.registry import FleetRef, RemoteRef
     from skyctl.core.service import FleetService
 
 
 @asynccontextmanager
-async def connect(ref: FleetRef) -> AsyncIterator[FleetService]:
+async def connect(ref: FleetRef | RemoteRef) -> AsyncIterator[FleetService]:
     """The fleet of `ref`; connections are closed when the block ends.
 
     async with connect(ref) as fleet:
         outcomes = await fleet.pause(Pause(mode="keep"))
     """
     # only the one that is needed is imported: `status` must be fast
-    if ref.config.attached:
+    from skyctl.core.registry import RemoteRef
+
+    if isinstance(ref, RemoteRef):
+        from skyctl.service.network import NetworkFleet
+
+        async with NetworkFleet(ref) as remote:
+            yield remote
+    elif ref.config.attached:
         from skyctl.service.attached import AttachedFleet
 
         async with AttachedFleet(ref) as attached:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
-from skyctl.core.registry import FleetRef
+from skyctl.core.registry import FleetRef, RemoteRef
 from skyctl.core.service import FleetService, Processes
 from skyctl.core.status import INTENDED_STATES, FleetStatus, ReplicaStatus
 from skyctl.store.state import ServerRow
@@ -28,8 +28,11 @@ class Drift:
         return asdict(self)
 
 
-async def find_drift(ref: FleetRef, fleet: FleetService, status: FleetStatus) -> list[Drift]:
-    """All differences of a fleet with this status; [] for one that is down: nothing runs.
+async def find_drift(
+    ref: FleetRef | RemoteRef, fleet: FleetService, status: FleetStatus
+) -> list[Drift]:
+    """All differences of a fleet with this status; [] for one that is down: nothing runs. The file
+    of another machine's fleet is not here, so that nothing is compared with it.
 
     Raises:
         UsageError: the fleet file cannot be planned here (its API key is not set, …).
@@ -38,7 +41,7 @@ async def find_drift(ref: FleetRef, fleet: FleetService, status: FleetStatus) ->
         return []
     servers = (await fleet.weights()).servers
     changes = None
-    if not ref.config.attached:
+    if isinstance(ref, FleetRef) and not ref.config.attached:
         changes = await asyncio.to_thread(_changes, ref, await fleet.processes(), status)
     return [
         *from_file(changes),

@@ -218,6 +218,21 @@ class FleetPaths:
         return self.directory / "api.key"
 
     @property
+    def supervisor_token(self) -> Path:
+        """Mode 0600: what other machines must know, where the fleet file names no file for it."""
+        return self.directory / "supervisor.token"
+
+    @property
+    def supervisor_cert(self) -> Path:
+        """The certificate that skyctl made for the supervisor, where the fleet file names none."""
+        return self.directory / "supervisor.pem"
+
+    @property
+    def supervisor_key(self) -> Path:
+        """Mode 0600: its key."""
+        return self.directory / "supervisor.key"
+
+    @property
     def staging(self) -> Path:
         """Weights that came out of a trainer's memory, kept until they are replaced."""
         return self.directory / "weights"

@@ -9,6 +9,7 @@ An error is {"error": {kind, message, hint, details}} with the class's name as i
 
 from __future__ import annotations
 
+import hmac
 import inspect
 import json
 from dataclasses import fields
@@ -39,6 +40,7 @@ from skyctl.supervisor.wire import (
 )
 
 _CALLER_LENGTH = 200
+_TOKEN_HINT = "give a copy of the fleet's supervisor.token: skyctl --token-file FILE"
 _NAMES = vars(service) | vars(interface)
 _OF_CLIENTS = ("control", "job", "wait_job")  # made of other verbs
 
@@ -53,14 +55,17 @@ def requests(offered: type[FleetService]) -> dict[str, type | None]:
     return found
 
 
-def make_app(fleet: FleetService, offered: type[FleetService] = SupervisorService) -> Starlette:
-    """The API of one fleet, with the verbs of `offered`."""
+def make_app(
+    fleet: FleetService, offered: type[FleetService] = SupervisorService, *, token: str = ""
+) -> Starlette:
+    """The API of one fleet, with the verbs of `offered`, for whoever knows the `token`."""
     verbs = requests(offered)
     headers = {VERSION_HEADER: f"{spoken()}/{stamp()}"}
 
     async def endpoint(request: Request) -> Response:
         caller.set(unquote(request.headers.get(CALLER_HEADER, ""))[:_CALLER_LENGTH])
         try:
+            _refuse_strangers(request, token)
             _refuse_others(request)
             verb = request.path_params["verb"]
             if verb not in verbs:
@@ -75,10 +80,28 @@ def make_app(fleet: FleetService, offered: type[FleetService] = SupervisorServic
                 "details": error.details,
             }
             content = json.dumps({"error": shown}).encode()
-            status = 404 if isinstance(error, NotFoundError) else 409
+            status = _STATUS.get(type(error), 404 if isinstance(error, NotFoundError) else 409)
         return Response(content, status, headers, media_type="application/json")
 
     return Starlette(routes=[Route("/v1/{verb}", endpoint, methods=["POST"])])
+
+
+class Stranger(SkyctlError):
+    """A caller who does not know the token."""
+
+
+_STATUS: dict[type[SkyctlError], int] = {Stranger: 401}
+
+
+def _refuse_strangers(request: Request, token: str) -> None:
+    """Raise Stranger for a caller without the token, before anything is looked at."""
+    if not token:
+        return
+    given = request.headers.get("authorization", "").removeprefix("Bearer ")
+    if not given:
+        raise Stranger("this fleet asks for a token", hint=_TOKEN_HINT)
+    if not hmac.compare_digest(given.encode(), token.encode()):
+        raise Stranger("this fleet does not know that token", hint=_TOKEN_HINT)
 
 
 def _refuse_others(request: Request) -> None:

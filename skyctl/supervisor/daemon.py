@@ -19,6 +19,7 @@ from collections.abc import Iterator
 import uvicorn
 
 from skyctl.checkpoints.staging import sweep
+from skyctl.core.plan import FleetPlan
 from skyctl.core.recovery import needed
 from skyctl.core.registry import supervisor_running
 from skyctl.core.service import TakenDown
@@ -31,6 +32,7 @@ from skyctl.store.state import FleetState
 from skyctl.supervisor.api import make_app
 from skyctl.supervisor.client import RemoteFleet
 from skyctl.supervisor.housekeeping import keep_house
+from skyctl.supervisor.listening import Listening, QuietServer
 from skyctl.supervisor.resident import Supervisor
 
 START_TIMEOUT_S = 20.0
@@ -149,12 +151,6 @@ def become_subreaper() -> None:
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
-class _Server(uvicorn.Server):
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield  # TERM and INT are the supervisor's: they bring the fleet down first
-
-
 async def _serve_until_finished(supervisor: Supervisor, listener: socket.socket) -> None:
     config = uvicorn.Config(
         make_app(supervisor),
@@ -163,8 +159,16 @@ async def _serve_until_finished(supervisor: Supervisor, listener: socket.socket)
         lifespan="off",
         timeout_graceful_shutdown=2,
     )
-    server = _Server(config)
+    server = QuietServer(config)
     loop = asyncio.get_running_loop()
+    listening, changes = Listening(supervisor), set[asyncio.Task[None]]()
+
+    def planned(plan: FleetPlan) -> None:
+        task = loop.create_task(listening.become(plan))
+        changes.add(task)
+        task.add_done_callback(changes.discard)
+
+    supervisor.on_plan = planned
     downs: list[asyncio.Task[TakenDown]] = []
 
     def go_down() -> None:
@@ -183,6 +187,7 @@ async def _serve_until_finished(supervisor: Supervisor, listener: socket.socket)
     for chore in chores:
         chore.cancel()
     server.should_exit = True
+    await listening.close()
     await serving
     for result in await asyncio.gather(*downs, return_exceptions=True):
         if isinstance(result, BaseException):

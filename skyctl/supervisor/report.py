@@ -53,6 +53,8 @@ async def report(supervisor: Supervisor, *, fresh: bool = True) -> FleetStatus:
     health, reasons = assess(rows, router, rolling=rollout is not None)
     if (lost := supervisor.state.unrecorded) is not None:
         reasons += (Reason(f"{lost.path} cannot be written: {lost.why}", lost.hint),)
+    if supervisor.not_listening:
+        reasons += (Reason(supervisor.not_listening, "put it right, then: skyctl up"),)
     return FleetStatus(
         name=supervisor.paths.name,
         health=health,

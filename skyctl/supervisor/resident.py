@@ -11,7 +11,7 @@ import itertools
 import json
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from typing import Any
@@ -90,6 +90,8 @@ class Supervisor(RecordedFleet, SupervisorService):
         self.recovered: tuple[Recovered, ...] = ()  # by the last recovery
         self.taken_over = False  # what lived is adopted and put right; the rest may still start
         close_orphans(state)  # of a dead supervisor, before anybody asks
+        self.not_listening = ""  # why other machines cannot reach it, where they should
+        self.on_plan: Callable[[FleetPlan], None] = lambda plan: None
         self._looking = False
         self._context: ReplicaContext | None = None
         self._numbers = itertools.count(1)
@@ -406,6 +408,7 @@ class Supervisor(RecordedFleet, SupervisorService):
             )
         self._context.config = plan.config
         self.state.retention = Retention(**plan.config.history.model_dump())
+        self.on_plan(plan)
         # at once, before anything is spawned: another `up` plans with the same ports
         self.state.set("ports", json.dumps(ports_of(plan)))
 

@@ -436,7 +436,7 @@ class _Supervisor(Supervisor):
 SEAMS: dict[str, Any] = {
     "skyctl.supervisor.daemon._spawn": _spawn_supervisor,
     "skyctl.supervisor.daemon._socket": _socket,
-    "skyctl.supervisor.daemon._Server": _Uvicorn,
+    "skyctl.supervisor.daemon.QuietServer": _Uvicorn,
     "skyctl.supervisor.daemon.uvicorn.Config": lambda app, **_: app,
     "skyctl.supervisor.daemon.Supervisor": _Supervisor,
     "skyctl.supervisor.daemon.become_subreaper": lambda: None,
