@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -13,6 +13,8 @@ from skyctl.cli.options import FileOption, FleetOption, JsonOption
 from skyctl.cli.pause import PauseModeOption
 
 if TYPE_CHECKING:
+    from skyctl.push.request import PushRequest
+    from skyctl.service import FleetService
     from skyctl.store.journal import Job
 
 
@@ -206,16 +208,13 @@ def sync_weights(
     With --rolling the other servers keep serving, and no request fails. Two versions answer until
     the roll ends. A failure stops it.
     """
+    # what a push is asked for comes first; what shows it is imported while it runs
     from skyctl import output
     from skyctl.checkpoints.checkpoint import absolute
     from skyctl.cli.job_view import emit_job, follow_job, run_following
     from skyctl.core.registry import FleetRef, find
     from skyctl.errors import UsageError
-    from skyctl.push.canary import read_canary
-    from skyctl.push.labels import reused_label
-    from skyctl.push.request import usual_mode
-    from skyctl.push.rollback import rollback
-    from skyctl.push.transaction import PushRequest
+    from skyctl.push.request import PushRequest, usual_mode
     from skyctl.service.connect import connect
     from skyctl.units import parse_bytes
 
@@ -243,7 +242,7 @@ def sync_weights(
         dry_run=dry_run,
         scan_nan=scan_nan,
         allow_unproven_reload=allow_unproven_reload,
-        canary=read_canary(canary) if canary else None,
+        canary=_prompts(canary),
         keep=keep,
         rolling=rolling or 0,
         colocated=colocated,
@@ -258,11 +257,7 @@ def sync_weights(
 
     async def run() -> Job | None:
         async with connect(ref) as running:
-            pushes = (await running.weights()).pushes if back or weight_version else ()
-            kept = [one.kept for one in await running.kept_versions()] if back else []
-            asked = rollback(request, pushes, kept, checkpoint) if back else request
-            if warning := "" if back else reused_label(request, pushes):
-                output.warn(warning)
+            asked = await _looked_up(running, request, checkpoint if back else None, back)
             started.append(await running.start_push(asked))
             if detach:
                 return None
@@ -278,3 +273,31 @@ def sync_weights(
         output.emit({"job": started[0]}, f"{started[0]} (follow it: skyctl jobs wait {started[0]})")
     else:
         emit_job(job)
+
+
+def _prompts(file: Path | None) -> dict[str, Any] | None:
+    if file is None:
+        return None
+    from skyctl.push.canary import read_canary
+
+    return read_canary(file)
+
+
+async def _looked_up(
+    running: FleetService, request: PushRequest, version: str | None, back: bool
+) -> PushRequest:
+    """The request as the history makes it: another one for a rollback, or with a warning."""
+    if not back and not request.weight_version:
+        return request
+    pushes = (await running.weights()).pushes
+    if back:
+        from skyctl.push.rollback import rollback
+
+        kept = [one.kept for one in await running.kept_versions()]
+        return rollback(request, pushes, kept, version)
+    from skyctl import output
+    from skyctl.push.labels import reused_label
+
+    if warning := reused_label(request, pushes):
+        output.warn(warning)
+    return request

@@ -12,8 +12,8 @@ from skyctl.cli.keyboard import Keyboard
 from skyctl.cli.top_screen import Action, TopScreen
 from skyctl.cli.top_view import screen_view
 from skyctl.core.service import Outcomes, Pause, Resume
+from skyctl.engines.logs import tail
 from skyctl.errors import SkyctlError
-from skyctl.launch.local.logtail import tail
 from skyctl.monitoring.sampler import Sampler
 from skyctl.service.connect import connect
 

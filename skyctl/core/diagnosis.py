@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from skyctl import engines
+from skyctl.core.health import sleep_level
 from skyctl.core.status import foreign_version
 from skyctl.errors import ServerError
 from skyctl.http.client import ControlClient
@@ -45,8 +46,9 @@ Action = Literal[
 class Observed:
     """One server as it answers now. `engine`: its engine core does; `http`: its front end does.
 
-    `state` is the supervisor's word for it, "" where there is none. `version` is the label it
-    carries, None where it has none. `problem` says what did not answer.
+    `state` is the supervisor's word for it, "" where there is none. `sleep_level` is what its
+    metrics say, 0 awake: a server that sleeps calls itself paused as well. `version` is the label
+    it carries, None where it has none. `problem` says what did not answer.
     """
 
     server: str
@@ -54,6 +56,7 @@ class Observed:
     http: bool = True
     engine: bool = True
     paused: bool = False
+    sleep_level: int = 0
     version: str | None = None
     problem: str = ""
 
@@ -90,7 +93,8 @@ async def observe(
         if isinstance(paused, BaseException):
             return Observed(target.name, http=http, engine=False, problem=str(paused))
         label = version if isinstance(version, str) else None
-        return Observed(target.name, paused=paused, version=label)
+        level = await sleep_level(client, target, HTTP_TIMEOUT_S) if paused else 0
+        return Observed(target.name, paused=paused, sleep_level=level, version=label)
 
     outcomes = await fan_out(targets, ask, timeout_s=engine_timeout_s + HTTP_TIMEOUT_S)
     return [
@@ -130,7 +134,8 @@ def judge(
     back: Action = "restart" if ours and weights.checkpoint is None else "push"
     if doubt is not None:
         version = doubt.version or row.weight_version
-        if behind := _behind(version, weights, ours):  # the fleet moved on without it
+        # the fleet moved on without it; a push that touched it has made it one of the fleet's
+        if behind := _behind(version, weights, ours=True):
             return Finding(name, "wrong-version", behind, back)
         return Finding(name, "frozen", doubt.why, "resume")
     if row.quarantine:
@@ -138,16 +143,19 @@ def judge(
     foreign = foreign_version(row.weight_version, seen.version)
     if foreign and row.weight_version is not None:
         return Finding(name, "wrong-version", foreign, back)
-    if behind := _behind(row.weight_version, weights, ours):
+    if behind := _behind(row.weight_version, weights, ours=ours):
         return Finding(name, "wrong-version", behind, back)
     if foreign and ours:  # a trainer that pushes by itself, maybe: nothing of ours to put right
         return Finding(name, "healthy", foreign)
+    if seen.sleep_level and not row.sleep_level:
+        said = f"asleep at level {seen.sleep_level}, which is not on record; type: skyctl wake"
+        return Finding(name, "healthy", said)
     if seen.paused and row.intended == "running":
         return Finding(name, "healthy", "paused, and not by skyctl; type: skyctl resume")
     return Finding(name, "healthy", row.intended if row.intended != "running" else "")
 
 
-def _behind(version: str | None, weights: FleetWeights, ours: bool) -> str:
+def _behind(version: str | None, weights: FleetWeights, *, ours: bool) -> str:
     """How a server's version differs from the fleet's, or "". A server that is not ours may have
     been started with anything."""
     if version is None and (not ours or weights.checkpoint is None):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,13 +14,13 @@ from typing import TYPE_CHECKING, Any
 from skyctl.checkpoints.staging import held
 from skyctl.core.arbiter import Turn
 from skyctl.core.expectations import informed, records_of, remember, rows_of
-from skyctl.errors import SkyctlError
+from skyctl.errors import SkyctlError, StateUnwritable
 from skyctl.http.client import ControlClient
 from skyctl.http.target import ServerTarget
 from skyctl.kill_points import reached
 from skyctl.push.request import PushFleet, PushRequest, PushResult
 from skyctl.store.in_doubt import doubt, in_doubt, left_behind, trust
-from skyctl.store.journal import DRY_RUN, Job, Journal
+from skyctl.store.journal import DRY_RUN, Job, Journal, Told
 from skyctl.store.state import FleetState, FleetWeights
 from skyctl.transfer.sender_pool import SenderPool
 from skyctl.units import format_seconds
@@ -31,13 +32,17 @@ if TYPE_CHECKING:
 _PROGRESS_S = 0.15
 
 
-INTENT_STAGES = ("wake", "pause", "start", "update")
-INTENT_STATES = ("waking", "pausing", "held")
-"""What recovery depends on: on record before it is acted upon, or the push undoes itself."""
+INTENT_STAGES = frozenset(("start", "update"))
+INTENT_STATES = frozenset(("waking", "pausing", "held"))
+"""What recovery depends on: on record before it is acted upon, or the push undoes itself. A server
+is woken or paused after its own state says so."""
 
 
 class JournalObserver:
     """A PushObserver that writes everything to the journal; `on_server` hears server states.
+
+    Intents and facts are on record when a call returns. The rest is written with the next of these,
+    else before anybody else's turn in the event loop: what is told at once is one statement.
 
     Raises StateUnwritable for an intent that cannot be put on record.
     """
@@ -52,9 +57,11 @@ class JournalObserver:
         self._job_id = job_id
         self._on_server = on_server
         self._wrote_progress = 0.0
+        self._pending: list[Told] = []
+        self._failure: Exception | None = None
 
     def stage(self, name: str) -> None:
-        self._journal.stage(self._job_id, name, durable=name in INTENT_STAGES)
+        self._tell(Told.stage(name), intent=name in INTENT_STAGES)
 
     def progress(self, done_bytes: int, total_bytes: int) -> None:
         now = time.monotonic()
@@ -62,18 +69,53 @@ class JournalObserver:
             return  # as a job begins
         if done_bytes >= total_bytes or now - self._wrote_progress >= _PROGRESS_S:
             self._wrote_progress = now
+            self.close()
             self._journal.progress(self._job_id, done_bytes, total_bytes)
 
     def server(self, name: str, state: str, detail: str = "") -> None:
-        durable = state in INTENT_STATES
-        self._journal.server(self._job_id, name, state, detail, durable=durable)
+        self._tell(Told.server(name, state, detail), intent=state in INTENT_STATES)
         self._on_server(name, state, detail)
 
+    def intend(self, states: Mapping[str, str]) -> None:
+        intent = not INTENT_STATES.isdisjoint(states.values())
+        self._tell(*(Told.server(*one) for one in states.items()), intent=intent)
+        for name, state in states.items():
+            self._on_server(name, state, "")
+
     def note(self, message: str) -> None:
-        self._journal.note(self._job_id, message)
+        self._tell(Told.note(message))
 
     def fact(self, kind: str, data: Mapping[str, Any]) -> None:
-        self._journal.fact(self._job_id, kind, data)
+        self._tell(Told(kind, data, at=time.time()))
+        self.close()
+
+    def close(self) -> None:
+        """Write what was told and is not written yet."""
+        told, self._pending = self._pending, []
+        if told:
+            self._journal.tell(self._job_id, *told)
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
+
+    def _tell(self, *told: Told, intent: bool = False) -> None:
+        before, self._pending = self._pending, []
+        if intent:
+            try:
+                self._journal.tell(self._job_id, *before, *told, durable=True)
+            except StateUnwritable:  # the rest may do without the file
+                self._journal.tell(self._job_id, *before)
+                raise
+            return
+        if not before:
+            asyncio.get_running_loop().call_soon(self._close_later)
+        self._pending = [*before, *told]
+
+    def _close_later(self) -> None:
+        try:
+            self.close()
+        except Exception as error:
+            self._failure = error  # who tells something next hears of it
 
 
 def open_push(journal: Journal, turn: Turn, request: PushRequest) -> Job:
@@ -123,7 +165,7 @@ async def run_push(
         if guardian is not None and not request.dry_run:
             await watch.enter_async_context(guardian)
             reached("push.guarded")
-        with _recorded(state, job.id, request) as record:
+        with _recorded(state, job.id, request) as record, contextlib.closing(observer):
             watch.enter_context(held(request.checkpoint))
             if request.keep and not request.dry_run:
                 observer.stage("keep")
@@ -137,6 +179,7 @@ async def run_push(
                 senders=senders,
                 rotation=rotation,
             )
+            observer.close()
             reached("push.record")
             own.record(result)
             record(result)
@@ -149,10 +192,11 @@ def _recorded(
     """End the job as the block ends. What it yields records a push that went well."""
 
     def succeeded(result: PushResult) -> None:
-        if not request.dry_run:
-            record_result(state, job_id, result)
-        reached("push.recorded")
-        state.journal.end(job_id, "succeeded", result=result.to_json())
+        with state.transaction():
+            if not request.dry_run:
+                record_result(state, job_id, result)
+            reached("push.recorded")
+            state.journal.end(job_id, "succeeded", result=result.to_json())
         reached("push.ended")
 
     try:

@@ -21,8 +21,8 @@ from skyctl.core.service import (
     T,
     WeightsState,
 )
+from skyctl.engines.logs import tail
 from skyctl.errors import ConflictError, FleetDownError, NotFoundError
-from skyctl.launch.local.logtail import tail
 from skyctl.store.journal import Job
 from skyctl.store.kept_weights import forget, kept_weights
 from skyctl.store.paths import FleetPaths

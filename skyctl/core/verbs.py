@@ -6,15 +6,16 @@ the intended state is kept here and not read back from servers.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from skyctl.core import actions
+from skyctl.core.health import sleep_level
 from skyctl.core.service import Control, Outcomes, Pause, Resume, Sleep, Wake
 from skyctl.errors import ConflictError
 from skyctl.http.client import ControlClient
-from skyctl.http.fanout import Outcome, OutcomeStatus
+from skyctl.http.fanout import Outcome, OutcomeStatus, fan_out
 from skyctl.http.target import ServerTarget
 from skyctl.store.in_doubt import in_doubt
 from skyctl.store.state import FleetState, ServerRow
@@ -46,6 +47,7 @@ async def run(
     known = {row.name: row for row in state.servers()}
     rows = {target.name: known.get(target.name, ServerRow(target.name)) for target in targets}
     if isinstance(asked, Wake):
+        rows |= await _put_sleep_on_record(targets, rows, client, state, timeout_s)
         _refuse_discarded(rows.values(), asked.tags, device)
     doubted = in_doubt(state)
     skipped = {
@@ -96,6 +98,24 @@ async def _call(
         case Wake():
             return (*await actions.wake(client, targets, tags=asked.tags, timeout_s=timeout_s),)
     return (*await actions.resume(client, targets, timeout_s=timeout_s),)
+
+
+async def _put_sleep_on_record(
+    targets: Sequence[ServerTarget],
+    rows: Mapping[str, ServerRow],
+    client: ControlClient,
+    state: FleetState,
+    timeout_s: float,
+) -> dict[str, ServerRow]:
+    """Rows of servers that sleep without our knowing: the answer to a sleep may have been lost."""
+
+    async def ask(target: ServerTarget) -> int:
+        return await sleep_level(client, target, timeout_s)
+
+    unknown = [target for target in targets if not rows[target.name].sleep_level]
+    outcomes = await fan_out(unknown, ask, timeout_s=timeout_s)
+    asleep = {one.server: one.value for one in outcomes if one.value}
+    return {name: state.update_server(name, sleep_level=level) for name, level in asleep.items()}
 
 
 def _event(asked: Control, outcomes: Outcomes) -> tuple[str, str]:

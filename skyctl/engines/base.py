@@ -183,6 +183,8 @@ class Server(Protocol):
     """
 
     target: ServerTarget
+    known_ranks: tuple[int, int] | None
+    """What `ranks` answers without asking. They cannot change while a process lives."""
 
     async def health(self) -> None:
         """Return when the engine has not errored."""
@@ -203,8 +205,8 @@ class Server(Protocol):
         """Whether it takes token ids and answers token ids, without text."""
         ...
 
-    async def world_size(self, *, include_dp: bool = True) -> int:
-        """Workers of this deployment: TP x PP, times DP with `include_dp`."""
+    async def ranks(self) -> tuple[int, int]:
+        """Workers of all data-parallel ranks, and of one of them (TP x PP)."""
         ...
 
     async def started_with(self) -> StartedWith:
@@ -500,7 +502,5 @@ class Engine:
     """What is allowed but probably not meant, and what to write instead; given `share_gpus:`."""
     sizes: Callable[[Sequence[str], Mapping[str, str]], Sizes] = lambda *_: Sizes(0, 1.0)
     """What a server of this command and environment takes."""
-    is_probe: Callable[[str], bool] = lambda line: False
-    """Whether an access-log line is an answered probe of skyctl's."""
     routing: Routing | None = None
     """Its router; None where it has none that skyctl knows."""

@@ -12,6 +12,7 @@ from skyctl import engines
 from skyctl.checkpoints.checkpoint import Checkpoint, read_checkpoint
 from skyctl.checkpoints.compat import check_compatible
 from skyctl.checkpoints.finite import refuse_not_finite
+from skyctl.engines.base import Server
 from skyctl.errors import PreflightError
 from skyctl.http.client import ControlClient
 from skyctl.push.delivery import ChunkDelivery, Delivery
@@ -225,7 +226,7 @@ def _site(
 ) -> Site:
     return Site(
         server=server,
-        vllm=engines.server(client, server.target, timeout_s=fleet.control_timeout_s),
+        vllm=_server(server, facts, client, fleet),
         dialect=facts.dialect,
         world_size=facts.world_size,
         was_paused=facts.paused and not server.thaw,
@@ -236,6 +237,15 @@ def _site(
         # is_sleeping and the metric of a CPU server say nothing: what was typed is on record
         asleep=colocated and (facts.asleep or server.sleep_level > 0),
     )
+
+
+def _server(
+    server: PushServer, facts: ServerFacts, client: ControlClient, fleet: PushFleet
+) -> Server:
+    """Its routes; what it said of its ranks is not asked again while it is frozen."""
+    found = engines.server(client, server.target, timeout_s=fleet.control_timeout_s)
+    found.known_ranks = facts.ranks
+    return found
 
 
 def check_servers(facts: Sequence[ServerFacts], weights_awake: Collection[str] = ()) -> list[str]:

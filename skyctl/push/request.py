@@ -187,6 +187,9 @@ class PushObserver(Protocol):
         weights), held (was paused before), pausing, paused, updating, trying (its canary), updated,
         resumed; at its end ready, kept (stays paused), asleep (again) or quarantined."""
 
+    def intend(self, states: Mapping[str, str]) -> None:
+        """The states that several servers, by name, are about to be in."""
+
     def note(self, message: str) -> None:
         """One line the operator should read."""
 
@@ -202,6 +205,8 @@ class SilentObserver:
     def progress(self, done_bytes: int, total_bytes: int) -> None: ...
 
     def server(self, name: str, state: str, detail: str = "") -> None: ...
+
+    def intend(self, states: Mapping[str, str]) -> None: ...
 
     def note(self, message: str) -> None: ...
 
@@ -224,6 +229,9 @@ class CarefulObserver:
 
     def server(self, name: str, state: str, detail: str = "") -> None:
         self._tell(lambda: self._observer.server(name, state, detail))
+
+    def intend(self, states: Mapping[str, str]) -> None:
+        self._tell(lambda: self._observer.intend(states))
 
     def note(self, message: str) -> None:
         self._tell(lambda: self._observer.note(message))

@@ -24,7 +24,8 @@ _NCCL_TIMEOUT_S = 30.0
 class ServerFacts:
     """What one server said of itself. Empty strings where it does not tell.
 
-    `nccl_settings` are NCCL's variables in its workers, None where it does not tell.
+    `ranks` counts the workers of all data-parallel ranks and those of one. `nccl_settings` are
+    NCCL's variables in its workers, None where it does not tell.
     `update_problem` is why its model must not be updated.
     """
 
@@ -33,7 +34,7 @@ class ServerFacts:
     backend: str
     vllm_version: str
     dialect: Dialect
-    world_size: int
+    ranks: tuple[int, int]
     paused: bool
     asleep: bool
     weight_version: str | None
@@ -42,6 +43,10 @@ class ServerFacts:
     nccl_problem: str = ""
     nccl_settings: Mapping[str, str] | None = None
     update_problem: str = ""
+
+    @property
+    def world_size(self) -> int:
+        return self.ranks[0]
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -58,6 +63,7 @@ async def ask_servers(fleet: PushFleet, *, client: ControlClient) -> tuple[Serve
     """Facts of every server, in fleet order.
 
     Raises:
+        UsageError: their engine takes no pushes.
         ServerError: some or all do not answer.
     """
     by_target = {server.target: server for server in fleet.servers}
@@ -78,7 +84,7 @@ async def ask_servers(fleet: PushFleet, *, client: ControlClient) -> tuple[Serve
             backend=made.backend,
             vllm_version=made.vllm_version,
             dialect=_dialect(target, made.vllm_version),
-            world_size=made.world_size,
+            ranks=made.ranks,
             paused=paused,
             asleep=asleep,
             weight_version=weight_version,
@@ -90,6 +96,8 @@ async def ask_servers(fleet: PushFleet, *, client: ControlClient) -> tuple[Serve
         )
 
     targets = [server.target for server in fleet.servers]
+    for name in {target.engine for target in targets}:
+        engines.require(name, Feature.PUSH)
     outcomes = await fan_out(targets, ask, timeout_s=fleet.control_timeout_s)
     require_all(outcomes, "sync-weights")
     return tuple(outcome.value for outcome in outcomes if outcome.value is not None)
@@ -101,7 +109,7 @@ class _Make:
 
     backend: str
     vllm_version: str
-    world_size: int
+    ranks: tuple[int, int]
     model: str
     load_format: str
     nccl_problem: str
@@ -119,9 +127,9 @@ async def _make(server: Server, pushed: PushServer) -> _Make:
     known = _makes.get(pushed.instance)
     if known is not None:
         return known
-    version, world_size, started, update_problem = await gather(
+    ranks = await server.ranks()  # which the questions to its workers need, too
+    version, started, update_problem = await gather(
         server.version(),
-        server.world_size(include_dp=True),
         server.started_with(),
         _update_problem(server),
     )
@@ -131,7 +139,7 @@ async def _make(server: Server, pushed: PushServer) -> _Make:
     made = _Make(
         backend=backend,
         vllm_version=version,
-        world_size=world_size,
+        ranks=ranks,
         model=started.model,
         load_format=started.load_format,
         nccl_problem=problem,
@@ -176,8 +184,6 @@ def _settings(told: Any) -> dict[str, str] | None:
 
 
 def _dialect(target: ServerTarget, version: str) -> Dialect:
-    """Raises UsageError for an engine that takes no pushes."""
-    engines.require(target.engine, Feature.PUSH)
     dialect = engines.ENGINES[target.engine].dialect
     assert dialect is not None  # an engine with pushes speaks them
     return dialect(version)

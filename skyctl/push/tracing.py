@@ -71,9 +71,12 @@ class TracedPush:
 
     def server(self, name: str, state: str, detail: str = "") -> None:
         self._observer.server(name, state, detail)
-        if self._stage is not None:
-            attributes = {"skyctl.server": name, "skyctl.state": state, "skyctl.detail": detail}
-            self._stage.add_event("server", attributes)
+        self._add_event(name, state, detail)
+
+    def intend(self, states: Mapping[str, str]) -> None:
+        self._observer.intend(states)
+        for name, state in states.items():
+            self._add_event(name, state)
 
     def note(self, message: str) -> None:
         self._observer.note(message)
@@ -101,6 +104,11 @@ class TracedPush:
         self._end_stage()
         if self._push is not None:
             self._push.end()
+
+    def _add_event(self, name: str, state: str, detail: str = "") -> None:
+        if self._stage is not None:
+            attributes = {"skyctl.server": name, "skyctl.state": state, "skyctl.detail": detail}
+            self._stage.add_event("server", attributes)
 
     def _end_stage(self) -> None:
         if self._stage is not None:

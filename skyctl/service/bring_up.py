@@ -24,7 +24,6 @@ from skyctl.errors import (
     VersionMismatch,
 )
 from skyctl.kill_points import reached
-from skyctl.launch.local.scratch import sweep_scratch
 from skyctl.service.revive import UP_LOCK, UP_LOCK_WAIT_S
 from skyctl.service.supervised import SupervisedFleet
 from skyctl.store.in_doubt import close_orphans
@@ -34,7 +33,7 @@ from skyctl.store.rebuild import unrecorded_processes
 from skyctl.store.state import FleetState
 from skyctl.supervisor import daemon
 from skyctl.supervisor.interface import Reconcile, SupervisorClient
-from skyctl.supervisor.rollout import stop_recorded
+from skyctl.supervisor.rollout import host_of, stop_recorded
 
 FOLLOW_POLL_S = 0.5
 
@@ -222,13 +221,14 @@ async def _stop_leftovers(
 ) -> tuple[str, ...]:
     """Stop every recorded tree that is still there; names that `known` does not have."""
     with FleetState(paths.database) as state:
+        host = host_of(state)
         left = [*unrecorded_processes(state, paths.directory), *state.processes()]
         rows = list({row.token: row for row in left}.values())
-        stopped = await asyncio.gather(*(stop_recorded(row, timeout_s) for row in rows))
+        stopped = await asyncio.gather(*(stop_recorded(row, host, timeout_s) for row in rows))
         close_orphans(state)
         state.forget_run()
     await asyncio.to_thread(sweep, paths.staging, ())
-    await asyncio.to_thread(sweep_scratch, paths)
+    await asyncio.to_thread(host.sweep, paths)
     paths.socket.unlink(missing_ok=True)
     found = tuple(row.name for row, had in zip(rows, stopped, strict=True) if had)
     return tuple(name for name in found if name not in known)

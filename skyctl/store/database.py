@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import sqlite3
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import wraps
 from pathlib import Path
@@ -28,6 +28,8 @@ from skyctl.store.unrecorded import LOST, Unrecorded, advice
 
 RETRY_S = 2.0
 """How often a write looks whether the file can be written again."""
+
+_ROWS_PER_STATEMENT = 1000
 
 RESERVE_BYTES = 4 * 1024 * 1024
 """Room for the records of a push that has begun when the disk fills up."""
@@ -151,6 +153,16 @@ class Database:
         elif self._memory is not None:
             self._kept.append((sql, parameters))
         return cursor
+
+    def write_rows(
+        self, sql: str, rows: Sequence[Sequence[Any]], after: str = "", *, durable: bool = False
+    ) -> None:
+        """`sql` VALUES these rows, `after`; as few statements as SQLite's limits allow."""
+        for first in range(0, len(rows), _ROWS_PER_STATEMENT):
+            some = rows[first : first + _ROWS_PER_STATEMENT]
+            marks = ", ".join([f"({', '.join('?' * len(some[0]))})"] * len(some))
+            values = (value for row in some for value in row)
+            self.write(f"{sql} VALUES {marks} {after}".rstrip(), *values, durable=durable)
 
     @contextmanager
     def transaction(self, *, durable: bool = False) -> Iterator[None]:

@@ -102,12 +102,15 @@ class ExpectedDigests:
         """Remember what a push found out (`Learned`, as JSON)."""
         now = time.time()
         with self._database.transaction():
-            for one in (ExpectedDigest(**row) for row in learned.get("digests", ())):
-                self._database.write(
-                    "INSERT OR REPLACE INTO expected_digests "
-                    "(content, engine, arrangement, origin, digest, at) VALUES (?, ?, ?, ?, ?, ?)",
-                    one.content, one.engine, one.arrangement, one.origin, one.digest, now,
-                )  # fmt: skip
+            rows = [
+                (one.content, one.engine, one.arrangement, one.origin, one.digest, now)
+                for one in (ExpectedDigest(**row) for row in learned.get("digests", ()))
+            ]
+            self._database.write_rows(
+                "INSERT OR REPLACE INTO expected_digests "
+                "(content, engine, arrangement, origin, digest, at)", rows
+            )  # fmt: skip
+            self._forget("expected_digests")
             if learned.get("broken"):
                 found = BrokenReload(**learned["broken"])
                 self._database.write(
@@ -115,11 +118,13 @@ class ExpectedDigests:
                     "VALUES (?, ?, ?, ?)",
                     found.layout, found.engine, found.model, now,
                 )  # fmt: skip
-            for table in ("expected_digests", "broken_reloads"):
-                self._database.write(
-                    f"DELETE FROM {table} WHERE rowid NOT IN "
-                    f"(SELECT rowid FROM {table} ORDER BY at DESC LIMIT {MOST})"
-                )
+                self._forget("broken_reloads")
+
+    def _forget(self, table: str) -> None:
+        self._database.write(
+            f"DELETE FROM {table} WHERE rowid NOT IN "
+            f"(SELECT rowid FROM {table} ORDER BY at DESC LIMIT {MOST})"
+        )
 
     def launched(self, server: str, content: str) -> None:
         """A server was launched with this content; "" when that is not certain."""

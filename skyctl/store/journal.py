@@ -72,6 +72,30 @@ class JobEvent:
 
 
 @dataclass(frozen=True)
+class Told:
+    """An event that is about to be written: a JobEvent's kind and data. `name` is the server that
+    it is about; `at` when it happened, 0 for when it is written."""
+
+    kind: str
+    data: Mapping[str, Any]
+    name: str | None = None
+    at: float = 0.0
+
+    @classmethod
+    def stage(cls, name: str) -> Told:
+        return cls("stage", {"stage": name}, at=time.time())
+
+    @classmethod
+    def server(cls, name: str, state: str, detail: str = "") -> Told:
+        data = {"server": name, "state": state, "detail": detail}
+        return cls("server", data, name, time.time())
+
+    @classmethod
+    def note(cls, message: str) -> Told:
+        return cls("note", {"message": message}, at=time.time())
+
+
+@dataclass(frozen=True)
 class PushRecord:
     """One push of the fleet's history. `result` is PushResult's JSON, or {} when it failed."""
 
@@ -112,29 +136,21 @@ class Journal:
         name = f"{kind}-{abs(cursor.lastrowid or 0)}"
         return Job(name, kind, "running", _QUEUED, 0, 0, request, {}, created_at)
 
-    def stage(self, job_id: str, stage: str, *, durable: bool = False) -> None:
-        """A stage begins; `durable` for what must be on record before it does."""
-        self._event(_number(job_id), "stage", {"stage": stage}, durable=durable)
-
     def progress(self, job_id: str, done_bytes: int, total_bytes: int) -> None:
         self._database.write(
             "UPDATE jobs SET done_bytes = ?, total_bytes = ? WHERE number = ?",
             done_bytes, total_bytes, _number(job_id),
         )  # fmt: skip
 
-    def server(
-        self, job_id: str, server: str, state: str, detail: str = "", *, durable: bool = False
-    ) -> None:
-        """A server's state; `durable` for what must be on record before it is made so."""
-        data = {"server": server, "state": state, "detail": detail}
-        self._event(_number(job_id), "server", data, server, durable=durable)
-
-    def note(self, job_id: str, message: str) -> None:
-        self._event(_number(job_id), "note", {"message": message})
-
-    def fact(self, job_id: str, kind: str, data: Mapping[str, Any]) -> None:
-        """What recovery may need to know of a push."""
-        self._event(_number(job_id), kind, dict(data))
+    def tell(self, job_id: str, *told: Told, durable: bool = False) -> None:
+        """Add events to a job, in one statement; `durable` for what must be on record before it is
+        acted upon."""
+        number, at = _number(job_id), time.time()
+        self._database.write_rows(
+            "INSERT INTO job_events (job, at, kind, data, server)",
+            [(number, one.at or at, one.kind, json.dumps(one.data), one.name) for one in told],
+            durable=durable,
+        )
 
     def end(
         self,
@@ -153,7 +169,7 @@ class Journal:
                 state, time.time(), result and json.dumps(result), error and json.dumps(error),
                 number,
             )  # fmt: skip
-            self._event(number, "end", {"state": state})
+            self.tell(job_id, Told("end", {"state": state}))
         self._news.tell()
         if number % _PRUNE_EVERY_JOBS == 0:
             prune(self._database, self._database.retention)
@@ -266,20 +282,6 @@ class Journal:
                 said = {"state": data["state"], "detail": data["detail"]}
                 servers[row["job"]][data["server"]] = said
         return [_job(row, stages[row["number"]], servers[row["number"]]) for row in rows]
-
-    def _event(
-        self,
-        number: int,
-        kind: str,
-        data: dict[str, Any],
-        server: str | None = None,
-        *,
-        durable: bool = False,
-    ) -> None:
-        self._database.write(
-            "INSERT INTO job_events (job, at, kind, data, server) VALUES (?, ?, ?, ?, ?)",
-            number, time.time(), kind, json.dumps(data), server, durable=durable,
-        )  # fmt: skip
 
 
 def _number(job_id: str) -> int:

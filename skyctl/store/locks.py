@@ -18,8 +18,6 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import psutil
-
 from skyctl.errors import ConflictError, SkyctlError
 from skyctl.store.news import News
 from skyctl.store.paths import create_private_file
@@ -225,6 +223,8 @@ def _recorded(path: Path) -> Holder | None:
 
 def _by_process(pid: int) -> Holder:
     """What can be told of a holder that left no record: its command line."""
+    import psutil
+
     try:
         process = psutil.Process(pid)
         words = process.cmdline()

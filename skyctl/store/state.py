@@ -229,15 +229,18 @@ class FleetState:
         Fields that are not named stay as they are, also where somebody else changes them.
         """
         with self._database.transaction():
+            rows: dict[tuple[str, ...], list[tuple[Any, ...]]] = {}  # by the fields they change
             for name, fields in changes.items():
                 replace(ServerRow(name), **fields)  # no such field: TypeError
                 inserted = {"name": name, "paused": 0, "sleep_level": 0, **fields}
-                columns, values = ", ".join(inserted), ", ".join("?" * len(inserted))
-                changed = ", ".join(f"{field} = excluded.{field}" for field in fields)
-                self._database.write(
-                    f"INSERT INTO servers ({columns}) VALUES ({values}) ON CONFLICT (name) "
-                    f"DO {f'UPDATE SET {changed}' if changed else 'NOTHING'}",
-                    *inserted.values(),
+                rows.setdefault(tuple(fields), []).append(tuple(inserted.values()))
+            for changing, alike in rows.items():
+                columns = dict.fromkeys(("name", "paused", "sleep_level", *changing))
+                changed = ", ".join(f"{field} = excluded.{field}" for field in changing)
+                self._database.write_rows(
+                    f"INSERT INTO servers ({', '.join(columns)})",
+                    alike,
+                    f"ON CONFLICT (name) DO {f'UPDATE SET {changed}' if changed else 'NOTHING'}",
                 )
 
     def forget_server(self, name: str) -> None:

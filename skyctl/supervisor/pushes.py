@@ -17,7 +17,7 @@ from skyctl.core.recovery import needed
 from skyctl.errors import ConflictError
 from skyctl.push.request import Committed, PushRequest
 from skyctl.store.in_doubt import in_doubt
-from skyctl.store.journal import Job
+from skyctl.store.journal import Job, Told
 from skyctl.store.state import FleetWeights
 from skyctl.supervisor import admission
 from skyctl.supervisor.replica import Replica, reload_rows
@@ -125,7 +125,7 @@ class Pushes:
         left = [r for r in supervisor.replicas.values() if r not in up]
         if left:
             names = ", ".join(replica.name for replica in left)
-            journal.note(job.id, f"not part of this push, because not up: {names}")
+            journal.tell(job.id, Told.note(f"not part of this push, because not up: {names}"))
         for replica in left:
             if replica.phase != "up":
                 replica.hold()
@@ -193,9 +193,11 @@ class Pushes:
                 replica.update_state = ""
                 replica.reload_row()
                 if pids[replica.name] != (replica.process and replica.process.pid):
-                    # it died meanwhile: what the push says of it is about a process that is gone
+                    # it died meanwhile: what the push says of it is about a process that is gone,
+                    # or about the next one, which may hold anything then, and may be paused
+                    if replica.name in in_doubt(state):
+                        replica.reached_by_push = job.id
                     replica.forget_weights()
-                    # and it may have paused the new process
                     replica.resume_when_up = True
 
     def _on_server(self, name: str, state: str, detail: str) -> None:

@@ -30,6 +30,7 @@ from skyctl.http.client import ControlClient, error_text
 from skyctl.http.target import ServerTarget
 from skyctl.store.identity import own_identity
 from skyctl.store.in_doubt import close_orphans, in_doubt, touch
+from skyctl.store.journal import Told
 from skyctl.store.state import FleetState, FleetWeights, ProcessRow
 from skyctl.supervisor.interface import SupervisorClient, SupervisorService, T
 from tests.fuzz.mutation import as_json, broken, mutated, nasty
@@ -240,8 +241,8 @@ def _write_state(path: Path, directory: Path) -> None:
             touch(state, "f-0", "its admission")
             state.set_weights_awake("f-0", True)
             job = state.journal.begin("push", {"checkpoint": "/c"})
-            state.journal.stage(job.id, "pause")
-            state.journal.server(job.id, "f-0", "pausing")
+            state.journal.tell(job.id, Told.stage("pause"))
+            state.journal.tell(job.id, Told.server("f-0", "pausing"))
             state.journal.record_push(
                 job.id, ok=True, version="v", checkpoint="/c", checkpoint_digest="d", result={}
             )

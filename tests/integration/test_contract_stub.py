@@ -199,7 +199,7 @@ async def test_an_unknown_worker_method_is_a_500_and_the_server_lives_on(
 async def test_the_rest_of_the_facts_are_of_the_same_kind(server: VLLMServer) -> None:
     await server.health()
     assert await server.version() >= "0.26"
-    assert await server.world_size() == 1
+    assert await server.ranks() == (1, 1)
     assert await server.reset_prefix_cache() is True
     assert (await server.metrics()).in_flight == 0
     assert (await server.server_info())["vllm_config"]["model_config"]["model"]

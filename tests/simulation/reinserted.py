@@ -111,7 +111,10 @@ DEFECTS: dict[str, Defect] = {
     ),
     "04 a push goes on when its journal cannot be written": Defect(
         "attached",
-        {"skyctl.core.jobs.INTENT_STAGES": (), "skyctl.core.jobs.INTENT_STATES": ()},
+        {
+            "skyctl.core.jobs.INTENT_STAGES": frozenset(),
+            "skyctl.core.jobs.INTENT_STATES": frozenset(),
+        },
     ),
     "05 a digest that failed counts as one that there is not": Defect(
         "attached",

@@ -38,6 +38,7 @@ class VLLMServer:
         self.target = target
         self._client = client
         self._timeout_s = timeout_s
+        self.known_ranks: tuple[int, int] | None = None
 
     async def health(self) -> None:
         """Return when the engine has not errored. True also while paused, asleep or stuck."""
@@ -72,9 +73,15 @@ class VLLMServer:
             return error.status not in (403, 404)
         return True
 
-    async def world_size(self, *, include_dp: bool = True) -> int:
-        """Workers of this deployment: TP x PP, times DP with `include_dp`."""
-        params = {"include_dp": _flag(include_dp)}
+    async def ranks(self) -> tuple[int, int]:
+        """Workers of all data-parallel ranks, and of one of them (TP x PP); asked once."""
+        if self.known_ranks is None:
+            everywhere, within = await gather(self._world_size("true"), self._world_size("false"))
+            self.known_ranks = everywhere, within
+        return self.known_ranks
+
+    async def _world_size(self, include_dp: str) -> int:
+        params = {"include_dp": include_dp}
         found = await self._field("GET", "/get_world_size", "world_size", params=params)
         return self._understood("/get_world_size", lambda: int(found))
 
@@ -243,9 +250,7 @@ class VLLMServer:
         Raises:
             ServerError: an answer is missing, or the method failed on one of the workers.
         """
-        everywhere, within = await gather(
-            self.world_size(include_dp=True), self.world_size(include_dp=False)
-        )
+        everywhere, within = await self.ranks()
         if everywhere == within:
             answers = await self.collective_rpc(method, kwargs=kwargs, timeout_s=timeout_s)
             found = {(0, rank): answer for rank, answer in enumerate(answers)}
@@ -266,6 +271,11 @@ class VLLMServer:
                     f"{rank} (data-parallel ranks on other machines, or behind servers of their "
                     "own, are not supported)"
                 )
+        if len(found) > len(wanted):
+            raise ServerError(
+                f"{self.target.name}: {len(found)} workers answered, and it had {len(wanted)}: its "
+                "process is another one"
+            )
         return [found[place] for place in wanted]
 
     async def complete(

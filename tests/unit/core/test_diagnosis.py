@@ -40,7 +40,7 @@ def found(
         ({"doubt": HALF}, True, ("half-updated", "push")),
         ({"doubt": FROZEN}, True, ("frozen", "resume")),
         ({"doubt": FROZEN}, False, ("frozen", "resume")),
-        ({"doubt": FROZEN, "weights": V1}, False, ("frozen", "resume")),
+        ({"doubt": FROZEN, "weights": V1}, False, ("wrong-version", "push")),
         ({"doubt": FROZEN, "weights": V1}, True, ("wrong-version", "push")),
         (
             {"doubt": FROZEN, "row": ServerRow("a", weight_version="v0"), "weights": V1},
@@ -118,6 +118,17 @@ def test_what_a_server_says_it_holds_is_compared_with_the_record(
     assert found(Observed("a", version=reported), row, weights=weights, ours=ours) == expected
     said = judge(Observed("a", version=reported), row, None, weights, ours=ours).detail
     assert ("b1" in said) is (reported == "b1" and (ours or recorded is not None))
+
+
+@pytest.mark.parametrize(("level", "advice"), [(0, "resume"), (1, "wake"), (2, "wake")])
+async def test_a_sleep_that_is_not_on_record_is_told_from_a_pause(level: int, advice: str) -> None:
+    stub = StubServer()
+    await (stub.engine.sleep(level, "abort") if level else stub.engine.pause("keep"))
+    transport = StubTransport([stub])
+    async with ControlClient(transport=transport) as client:
+        [seen] = await observe(client, transport.targets)
+    finding = judge(seen, ServerRow("stub-0"), None, BASE, ours=True)
+    assert (finding.action, finding.detail[-len(advice) :]) == ("nothing", advice)
 
 
 async def test_servers_are_asked_front_end_and_engine_apart() -> None:

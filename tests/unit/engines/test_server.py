@@ -76,12 +76,13 @@ async def test_a_server_is_asked_with_the_parameters_vllm_knows() -> None:
         await server.sleep(2, "wait")
         assert await server.wake() is True
         assert await server.wake(["weights", "kv_cache"]) is True
-        assert await server.world_size(include_dp=False) == 2
+        assert await server.ranks() == (2, 2)
     assert seen == [
         "POST /pause?mode=keep&clear_cache=false",
         "POST /sleep?level=2&mode=wait",
         "POST /wake_up",
         "POST /wake_up?tags=weights&tags=kv_cache",
+        "GET /get_world_size?include_dp=true",
         "GET /get_world_size?include_dp=false",
     ]
 

@@ -104,6 +104,9 @@ class Recorder:
     def server(self, name: str, state: str, detail: str = "") -> None:
         self.servers.append((name, state, detail))
 
+    def intend(self, states: Mapping[str, str]) -> None:
+        self.servers += [(name, state, "") for name, state in states.items()]
+
     def fact(self, kind: str, data: Mapping[str, Any]) -> None: ...
 
     def note(self, message: str) -> None:

@@ -51,8 +51,13 @@ def check_invariant(stubs: Stubs) -> None:
 
 async def test_a_push_brings_every_server_to_one_version(stubs: Stubs) -> None:
     observer = Recorder()
+    calls = stubs.servers[0].asgi.calls
+    asked: dict[str, int] = {}
+    observer.on_stage = lambda name: asked.update({name: calls["/get_world_size"]})
     result = await push_new(stubs, observer)
     assert observer.stages == list(STAGES)
+    # facts that do not change are asked for once, and not while servers are frozen
+    assert asked["stage"] == 2 == calls["/get_world_size"]
     assert {engine.digest for engine in stubs.engines} == {stubs.engines[0].digest} != {"base"}
     assert [engine.weight_version for engine in stubs.engines] == [result.version] * 2
     assert not any(engine.paused for engine in stubs.engines)

@@ -18,6 +18,7 @@ from skyctl.http.client import ControlClient
 from skyctl.push.request import PushRequest, PushResult, ServerPush
 from skyctl.service.attached import AttachedFleet
 from skyctl.store.in_doubt import touch
+from skyctl.store.journal import Told
 from skyctl.store.paths import fleet_paths
 from skyctl.store.state import FleetState
 from tests.stub.app import StubServer
@@ -61,11 +62,16 @@ async def test_a_paused_server_that_slept_is_paused_again_when_it_wakes(
         assert (await fleet.status()).replicas[0].state == "paused"
 
 
+@pytest.mark.parametrize("recorded", [True, False])
 async def test_waking_discarded_weights_is_refused_until_they_are_pushed_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recorded: bool
 ) -> None:
     async with attached(tmp_path, monkeypatch, StubServer()) as fleet:
         await fleet.sleep(Sleep(level=2))
+        if not recorded:  # the command died, or its answer was lost: the server says it
+            fleet.state.update_server("far-0", sleep_level=0)
+            [finding] = await fleet.findings()
+            assert finding.action == "nothing" and "type: skyctl wake" in finding.detail
         with pytest.raises(ConflictError) as caught:
             await fleet.wake()
         assert "skyctl wake --tags weights" in caught.value.hint
@@ -143,8 +149,8 @@ async def test_with_the_turn_in_hand_a_push_that_is_said_to_run_has_ended(
     async with attached(tmp_path, monkeypatch, StubServer()) as fleet:
         job = fleet.state.journal.begin("push", PushRequest("/c").to_json())
         for stage in ("pause", "update"):
-            fleet.state.journal.stage(job.id, stage)
-        fleet.state.journal.server(job.id, "far-0", "updating")
+            fleet.state.journal.tell(job.id, Told.stage(stage))
+        fleet.state.journal.tell(job.id, Told.server("far-0", "updating"))
         [outcome] = await fleet.resume()
         assert outcome.status == "skipped" and "skyctl recover" in outcome.detail
         assert (await fleet.job(job.id)).state == "interrupted"

@@ -14,6 +14,7 @@ import pytest
 from skyctl.errors import StateUnwritable
 from skyctl.store import database, unrecorded
 from skyctl.store.in_doubt import InDoubt, doubt, in_doubt, trust
+from skyctl.store.journal import Told
 from skyctl.store.state import FleetState, FleetWeights
 from tests.unit.store.disks import BIG, FAULTS, FailingDisk, disk_full, fill, mounted, remount
 
@@ -277,8 +278,8 @@ def test_what_was_begun_has_room_to_end_on_a_disk_that_fills_up(
             filler = fill(directory)
             for number in range(20):  # as long as what is free in files suffices, and longer
                 with state.transaction() if before else nullcontext():
-                    state.journal.stage(job.id, f"stage {number}")
-                    state.journal.note(job.id, BIG[:20_000])
+                    state.journal.tell(job.id, Told.stage(f"stage {number}"))
+                    state.journal.tell(job.id, Told.note(BIG[:20_000]))
             state.journal.end(job.id, "succeeded")
             assert state.unrecorded is None
             assert other.journal.job(job.id).state == "succeeded"

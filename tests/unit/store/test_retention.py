@@ -11,6 +11,7 @@ import pytest
 
 from skyctl.fleetfile.schema import HistorySection
 from skyctl.store.in_doubt import InDoubt, doubt
+from skyctl.store.journal import Told
 from skyctl.store.kept_weights import KeptWeights, remember
 from skyctl.store.retention import RECENT, Retention
 from skyctl.store.state import FleetState, FleetWeights
@@ -28,7 +29,7 @@ def push(state: FleetState, version: str, result: dict[str, Any] = RESULT) -> st
     job = state.journal.begin("push", {"checkpoint": "/c", "padding": "x" * 900})
     with state.transaction():
         for number in range(8):
-            state.journal.server(job.id, f"a-{number}", "ready")
+            state.journal.tell(job.id, Told.server(f"a-{number}", "ready"))
         state.journal.record_push(
             job.id, ok=True, version=version, checkpoint="/c", checkpoint_digest="d", result=result
         )

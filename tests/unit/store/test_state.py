@@ -16,6 +16,7 @@ import pytest
 
 from skyctl.errors import ConflictError, NotFoundError, SkyctlError
 from skyctl.store.identity import ProcessIdentity, boot_id, identify, own_identity
+from skyctl.store.journal import Told
 from skyctl.store.locks import Locks
 from skyctl.store.schema import SCHEMA_VERSION
 from skyctl.store.state import FleetState, FleetWeights, ProcessRow
@@ -110,6 +111,7 @@ def test_a_corrupt_file_is_kept_aside_and_begun_anew(path: Path) -> None:
 _WRITER = """
 import sys
 from pathlib import Path
+from skyctl.store.journal import Told
 from skyctl.store.state import FleetState
 state = FleetState(Path(sys.argv[1]))
 print("ready", flush=True)
@@ -117,7 +119,7 @@ number = 0
 while True:
     number += 1
     state.update_server(f"s-{number % 7}", weight_version=str(number))
-    state.journal.server(state.journal.begin("push", {}).id, "s", "paused")
+    state.journal.tell(state.journal.begin("push", {}).id, Told.server("s", "paused"))
 """
 
 
@@ -269,7 +271,8 @@ def test_a_job_of_a_dead_process_is_closed_as_interrupted(path: Path) -> None:
     script = (
         "import sys; from pathlib import Path; from skyctl.store.state import FleetState\n"
         "s = FleetState(Path(sys.argv[1])); j = s.journal.begin('push', {'checkpoint': 'c'})\n"
-        "s.journal.stage(j.id, 'update'); s.journal.server(j.id, 'a-0', 'updating')"
+        "from skyctl.store.journal import Told\n"
+        "s.journal.tell(j.id, Told.stage('update'), Told.server('a-0', 'updating'))"
     )
     subprocess.run([sys.executable, "-c", script, str(path)], check=True)
     with FleetState(path) as state:
@@ -284,9 +287,9 @@ def test_a_job_of_a_dead_process_is_closed_as_interrupted(path: Path) -> None:
 def test_events_of_a_job_are_read_from_where_one_left_off(path: Path) -> None:
     with FleetState(path) as state:
         job = state.journal.begin("push", {})
-        state.journal.stage(job.id, "pause")
+        state.journal.tell(job.id, Told.stage("pause"))
         first = state.journal.events(job.id)
-        state.journal.note(job.id, "hello")
+        state.journal.tell(job.id, Told.note("hello"))
         state.journal.end(job.id, "succeeded", result={"version": "v"})
         later = state.journal.events(job.id, after=first[-1].sequence)
         assert [event.kind for event in first + later] == ["stage", "note", "end"]

@@ -23,6 +23,7 @@ from skyctl.launch.local.process import ManagedProcess
 from skyctl.launch.local.scratch import scratch_environment
 from skyctl.service.bring_up import follow_operation, take_down
 from skyctl.service.unsupervised import UnsupervisedFleet, left_alone
+from skyctl.store.journal import Told
 from skyctl.store.paths import FleetPaths, fleet_paths
 from skyctl.store.state import FleetState, ProcessRow
 from skyctl.supervisor import daemon
@@ -120,8 +121,8 @@ async def test_a_server_left_in_the_middle_of_a_push_that_cannot_be_repeated_is_
     with FleetState(paths.database) as state:
         job = state.journal.begin("push", {"checkpoint": "c"})
         for stage in ("pause", "update"):
-            state.journal.stage(job.id, stage)
-        state.journal.server(job.id, "a", "updating")
+            state.journal.tell(job.id, Told.stage(stage))
+        state.journal.tell(job.id, Told.server("a", "updating"))
         # the job's process is the dead supervisor, not this test
         state._database.write(
             "UPDATE jobs SET owner = ?", '{"pid": 1, "create_time": 1.0, "boot_id": "x"}'

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from skyctl.core.membership import routable
+from skyctl.engines.logs import latest_message, message, tail, telling_line
 from skyctl.fleetfile.schema import RestartPolicy
 from skyctl.http.connections import KeptConnections
-from skyctl.launch.local.logtail import latest_message, message, tail, telling_line
 from skyctl.supervisor.interface import Reconcile, SupervisorClient
 from skyctl.supervisor.reconcile import Running, compare
 from skyctl.supervisor.restarts import decide
