@@ -104,7 +104,7 @@ def select(file: Path | None, name: str | None) -> FleetRef:
     if name is not None and "://" in name:
         raise UsageError(
             f"this command works on the fleet's own machine, and not on {name}",
-            hint="log in there; what works from here: skyctl help remote",
+            hint="log in there; what works from here is in docs/how-to/remote.md",
         )
     chosen = _choose(file, name)
     return _from_file(chosen) if isinstance(chosen, Path) else _from_name(chosen)

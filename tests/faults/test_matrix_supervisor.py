@@ -307,9 +307,9 @@ async def test_a_server_that_could_not_be_woken_is_not_routed(tmp_path: Path) ->
         assert states(supervisor) == {"a": "ready", "b": "asleep"}
         assert routed(supervisor) == {"a"}
         # staged once more, then a restart: what an operator types
-        assert (await supervisor.wake(Wake(tags=("weights",), servers=("b",), timeout_s=2.0)))[0][
-            "status"
-        ] == "failed"
+        assert (await supervisor.wake(Wake(tags=("weights",), servers=("b",), timeout_s=2.0)))[
+            0
+        ].status == "failed"
 
 
 async def test_a_sleeping_server_is_out_of_the_router_and_back_when_it_is_awake(
