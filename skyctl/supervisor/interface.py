@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from skyctl.core.plan import FleetPlan
@@ -60,7 +60,8 @@ class SupervisorClient(RemoteFleet, SupervisorService):
     """A supervisor of this machine, for whoever starts it."""
 
     def _encoded(self, asked: object) -> bytes:
-        # what a fleet file left out is still left out over there
+        # what a fleet file left out is still left out over there; its warnings are for the user
         if isinstance(asked, Reconcile | Adopt):
+            asked = replace(asked, plan=replace(asked.plan, warnings=()))
             return adapter(type(asked)).dump_json(asked, exclude_unset=True)
         return super()._encoded(asked)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from skyctl.core.membership import routable
+from skyctl.core.plan_warnings import PlanWarning
 from skyctl.engines.logs import latest_message, message, tail, telling_line
 from skyctl.fleetfile.schema import RestartPolicy
 from skyctl.http.connections import KeptConnections
@@ -94,7 +95,8 @@ def test_how_cores_are_shared_out_does_not_make_a_server_another() -> None:
 def test_a_plan_survives_the_wire() -> None:
     plan = fleet_plan([stub_server("a", VLLM_API_KEY="secret")], stub_router())
     client = SupervisorClient("stubs", KeptConnections())
-    found = adapter(Reconcile).validate_json(client._encoded(Reconcile(plan))).plan
+    warned = replace(plan, warnings=(PlanWarning("for the user alone"),))
+    found = adapter(Reconcile).validate_json(client._encoded(Reconcile(warned))).plan
     assert found == plan
     assert found.config.model_fields_set == plan.config.model_fields_set
 
