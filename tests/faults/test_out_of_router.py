@@ -164,7 +164,7 @@ async def test_a_push_that_died_in_its_canary_goes_back_to_what_was_committed(
     def cycle() -> tuple[list[str], bool, set[str]]:
         with supervised_fleet(tmp_path) as fleet:
             came = fleet.cycle(Dice("push.canary.call", 7, "push.canary.call:1", 1024, False))
-            return came.violations, came.killed, {s["weight_version"] for s in fleet.states()}
+            return came.violations, came.killed, {s["weight_version"] for s in fleet._states()}
 
     violations, killed, versions = await asyncio.to_thread(cycle)
     assert violations == []
@@ -236,7 +236,7 @@ async def test_a_supervisor_that_died_between_two_parts_goes_back(tmp_path: Path
     def cycle() -> tuple[list[str], bool, set[str]]:
         with supervised_fleet(tmp_path) as fleet:
             came = fleet.cycle(Dice("push.part.done", 7, "push.part.done:1", 1024, False))
-            return came.violations, came.killed, {s["weight_version"] for s in fleet.states()}
+            return came.violations, came.killed, {s["weight_version"] for s in fleet._states()}
 
     violations, killed, versions = await asyncio.to_thread(cycle)
     assert violations == []
