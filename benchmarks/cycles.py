@@ -164,7 +164,8 @@ class StubCycles:
             await follow_operation(fleet, operation, _unseen, timeout_s=UP_S)
 
     async def _cycle(self, kill: str, dice: random.Random, strangers: Decoys) -> None:
-        from skyctl.service.bring_up import begin_up, take_down
+        from skyctl.service.bring_down import take_down
+        from skyctl.service.bring_up import begin_up
 
         paths = self.ref.paths
         begun = await begin_up(self.ref)

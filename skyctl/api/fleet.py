@@ -8,6 +8,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, Self
 
+from skyctl.api.adapters import Adapters
 from skyctl.api.generation import GeneratingFleet
 from skyctl.api.results import VerbResult
 from skyctl.checkpoints.checkpoint import absolute
@@ -36,6 +37,7 @@ from skyctl.push.forecast import Stage
 from skyctl.push.request import Layout, PushRequest, PushResult, usual_mode
 from skyctl.push.verify import Verification
 from skyctl.service import bring_up
+from skyctl.service.bring_down import take_down
 from skyctl.service.ended import job_error, operation_error
 from skyctl.service.live_weights import push_tensors
 from skyctl.store.journal import JobEvent
@@ -121,7 +123,7 @@ class Fleet(GeneratingFleet):
                 return await fleet.down(Down(drain_timeout_s))
         bring_up.refuse_attached(self._ref)
         config = self._ref.config
-        taken = await bring_up.take_down(
+        taken = await take_down(
             self._ref.paths,
             drain_timeout_s=config.drain_timeout_s if drain_timeout_s is None else drain_timeout_s,
             stop_timeout_s=config.stop_timeout_s,
@@ -222,6 +224,13 @@ class Fleet(GeneratingFleet):
         async with self._connected() as fleet:
             asked = Wake(tags=tuple(tags), servers=tuple(servers or ()), timeout_s=timeout_s)
             return _verb_result("wake", await fleet.wake(asked), check)
+
+    # --- adapters ----------------------------------------------------------------------------
+
+    @property
+    def adapters(self) -> Adapters:
+        """The fleet's LoRA adapters: load, sync, unload, list."""
+        return Adapters(self)
 
     # --- weights -----------------------------------------------------------------------------
 

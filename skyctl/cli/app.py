@@ -59,6 +59,7 @@ VERBS = [
     Verb("sync-weights", "sync_weights", "sync_weights", WEIGHTS),
     Verb("jobs", "jobs", "app", WEIGHTS),
     Verb("weights", "weights", "app", WEIGHTS),
+    Verb("adapters", "adapters", "app", WEIGHTS),
     Verb("generate", "generate", "generate", TRAFFIC),
     Verb("urls", "urls", "urls", TRAFFIC),
     Verb("doctor", "doctor", "doctor", CHECKS),

@@ -79,7 +79,7 @@ def _bring_down_there(url: str, drain_timeout_s: float | None) -> None:
 def bring_down(paths: FleetPaths, drain_timeout_s: float, stop_timeout_s: float) -> None:
     """Take the fleet down and print what was stopped."""
     from skyctl import output
-    from skyctl.service.bring_up import take_down
+    from skyctl.service.bring_down import take_down
 
     async def work() -> TakenDown:
         output.note(f"stopping fleet {paths.name} (draining for at most {drain_timeout_s:g} s)")

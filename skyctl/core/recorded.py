@@ -23,6 +23,7 @@ from skyctl.core.service import (
 )
 from skyctl.engines.logs import tail
 from skyctl.errors import ConflictError, FleetDownError, NotFoundError
+from skyctl.store.adapters import AdapterVersion, served
 from skyctl.store.journal import Job
 from skyctl.store.kept_weights import forget, kept_weights
 from skyctl.store.paths import FleetPaths
@@ -97,9 +98,13 @@ class RecordedFleet(FleetService):
                 await asyncio.to_thread(delete_copy, Path(one.checkpoint), self.paths.kept)
         return sum(one.bytes for one in gone)
 
+    async def adapters(self) -> tuple[AdapterVersion, ...]:
+        return tuple(served(self.state).values())
+
     async def staging(self) -> Staging:
         needed = self.state.checkpoints()
-        return Staging(self.paths.staging, frozenset(path for path in needed if path))
+        kept = frozenset(path for path in needed if path)
+        return Staging(self.paths.staging, kept, self.paths.adapters)
 
     async def processes(self) -> Processes:
         return Processes(

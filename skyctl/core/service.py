@@ -29,9 +29,11 @@ from skyctl.store.kept_weights import KeptWeights
 from skyctl.store.state import Event, ProcessRow, ServerRow
 
 if TYPE_CHECKING:
+    from skyctl.adapters import AdapterChange, LoadAdapter, UnloadAdapter
     from skyctl.core.diagnosis import Finding
     from skyctl.core.recovery import Recovered
     from skyctl.push.verify import Verification
+    from skyctl.store.adapters import AdapterVersion
 
 T = TypeVar("T")
 Outcomes = tuple[Outcome[Any], ...]
@@ -200,10 +202,12 @@ class KeptVersion:
 
 @dataclass(frozen=True)
 class Staging:
-    """Where weights from memory are written, and the checkpoints there that must stay."""
+    """Where weights from memory are written, the checkpoints there that must stay, and where
+    `adapters` from memory are written."""
 
     directory: Path
     needed: frozenset[str]
+    adapters: Path
 
 
 @dataclass(frozen=True)
@@ -353,6 +357,26 @@ class FleetService:
     async def staging(self) -> Staging:
         """Where a process of the fleet's machine writes weights that are to be pushed."""
         return await self._ask("staging", None, Staging)
+
+    async def adapters(self) -> tuple[AdapterVersion, ...]:
+        """The LoRA adapters that the fleet serves, as recorded."""
+        from skyctl.store.adapters import AdapterVersion
+
+        return await self._ask("adapters", None, tuple[AdapterVersion, ...])
+
+    async def load_adapter(self, asked: LoadAdapter) -> AdapterChange:
+        """Serve a LoRA adapter on every server (see `skyctl.adapters.load`)."""
+        return await self._change_adapter("load_adapter", asked)
+
+    async def unload_adapter(self, asked: UnloadAdapter) -> AdapterChange:
+        """Serve a LoRA adapter no longer."""
+        return await self._change_adapter("unload_adapter", asked)
+
+    async def _change_adapter(self, verb: str, asked: LoadAdapter | UnloadAdapter) -> AdapterChange:
+        from skyctl.adapters import AdapterChange
+
+        patience_s = 4 * (asked.timeout_s or _ASK_S) + _VERB_GRACE_S
+        return await self._ask(verb, asked, AdapterChange, patience_s=patience_s)
 
     async def findings(self) -> tuple[Finding, ...]:
         """What is the matter with each server, asked now. Changes nothing."""

@@ -33,6 +33,7 @@ from skyctl.store.state import FleetState, ServerRow
 from skyctl.store.unrecorded import LOST, Unrecorded
 
 if TYPE_CHECKING:
+    from skyctl.adapters import AdapterChange, AdapterFleet, LoadAdapter, UnloadAdapter
     from skyctl.core.diagnosis import Finding
     from skyctl.core.recovery import Recovered
     from skyctl.push.request import PushRequest
@@ -140,7 +141,7 @@ class AttachedFleet(RecordedFleet):
         return await model_path(self.targets, self._client, self.state)
 
     async def staging(self) -> Staging:
-        return Staging(self.paths.staging, frozenset())
+        return Staging(self.paths.staging, frozenset(), self.paths.adapters)
 
     async def weights(self) -> WeightsState:
         known = {row.name: row for row in self.state.servers()}
@@ -151,6 +152,52 @@ class AttachedFleet(RecordedFleet):
         from skyctl.core.jobs import verify_servers
 
         return await verify_servers(self.targets, self._client, self.state)
+
+    async def load_adapter(self, asked: LoadAdapter) -> AdapterChange:
+        from skyctl.adapters import load, retire
+
+        with await self._turn(Act.VERB, f"skyctl adapters, {asked.name}"):
+            fleet = await self._adapter_fleet()
+            change = await load(fleet, asked)
+            await retire(fleet)
+        return change
+
+    async def unload_adapter(self, asked: UnloadAdapter) -> AdapterChange:
+        from skyctl.adapters import retire, unload
+
+        with await self._turn(Act.VERB, f"skyctl adapters, {asked.name}"):
+            fleet = await self._adapter_fleet()
+            change = await unload(fleet, asked)
+            await retire(fleet)
+        return change
+
+    async def _adapter_fleet(self) -> AdapterFleet:
+        from skyctl.adapters import AdapterFleet
+
+        def targets() -> tuple[Sequence[ServerTarget], dict[str, str]]:
+            rows = {row.name: row for row in self.state.servers()}
+            absent = {
+                name: "quarantined" if row.quarantine else "asleep"
+                for name, row in rows.items()
+                if row.quarantine or row.sleep_level
+            }
+            return [one for one in self.targets if one.name not in absent], absent
+
+        config = self.ref.config
+        model = await self.model_path()
+        return AdapterFleet(
+            name=self.ref.name,
+            state=self.state,
+            client=self._client,
+            targets=targets,
+            directory=self.paths.adapters,
+            timeout_s=config.control_timeout_s,
+            model=model,
+            bases=[one for one in (model, config.served_model_name) if one],
+            reserved=[config.served_model_name] if config.served_model_name else [],
+            max_rank=None if config.lora is None else config.lora.max_rank,
+            max_adapters=None if config.lora is None else config.lora.max_adapters,
+        )
 
     async def findings(self) -> tuple[Finding, ...]:
         from skyctl.service.attached_recovery import find

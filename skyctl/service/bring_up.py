@@ -1,4 +1,4 @@
-"""`up` and `down` as operations: check, start the supervisor, reconcile, follow, undo."""
+"""`up` as an operation: check, start the supervisor, reconcile, follow, undo."""
 
 from __future__ import annotations
 
@@ -8,12 +8,11 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 
-from skyctl.checkpoints.staging import sweep
 from skyctl.core.check import learn_arguments
 from skyctl.core.plan import FleetPlan
 from skyctl.core.planning import planned, usable
 from skyctl.core.registry import FleetRef, remember
-from skyctl.core.service import Down, FleetService, StatusQuery, TakenDown
+from skyctl.core.service import FleetService, StatusQuery
 from skyctl.core.status import BY_DOWN, FleetStatus, ended_by_others
 from skyctl.errors import (
     ConflictError,
@@ -24,16 +23,13 @@ from skyctl.errors import (
     VersionMismatch,
 )
 from skyctl.kill_points import reached
+from skyctl.service.bring_down import after_down, goes_down
 from skyctl.service.revive import UP_LOCK, UP_LOCK_WAIT_S
 from skyctl.service.supervised import SupervisedFleet
-from skyctl.store.in_doubt import close_orphans
 from skyctl.store.locks import Locks
 from skyctl.store.paths import FleetPaths
-from skyctl.store.rebuild import unrecorded_processes
-from skyctl.store.state import FleetState
 from skyctl.supervisor import daemon
 from skyctl.supervisor.interface import Reconcile, SupervisorClient
-from skyctl.supervisor.rollout import host_of, stop_recorded
 
 FOLLOW_POLL_S = 0.5
 
@@ -111,26 +107,6 @@ async def _after_down(ref: FleetRef) -> None:
         await after_down(ref)
 
 
-def goes_down(error: SkyctlError) -> bool:
-    """Whether a supervisor refused, or was not there, because its fleet is brought down."""
-    return isinstance(error, FleetDownError) or error.details.get("operation") == "down"
-
-
-async def after_down(ref: FleetRef) -> None:
-    """Wait until the supervisor, which is bringing its fleet down, has ended.
-
-    Raises:
-        SkyctlError: it takes longer than it may.
-    """
-    timeout_s = _down_timeout_s(ref.config.drain_timeout_s, ref.config.stop_timeout_s)
-    await daemon.wait_gone(ref.paths, timeout_s)
-
-
-def _down_timeout_s(drain_timeout_s: float, stop_timeout_s: float) -> float:
-    """Draining, then TERM and KILL of every tree, side by side."""
-    return drain_timeout_s + 2 * stop_timeout_s + 60.0
-
-
 class Superseded(SkyctlError):
     """Another operation took the place of the one that was followed."""
 
@@ -193,42 +169,3 @@ async def undo(paths: FleetPaths) -> None:
     async with SupervisorClient.on_this_machine(paths) as client:
         with suppress(FleetDownError):
             await client.undo()
-
-
-async def take_down(
-    paths: FleetPaths, *, drain_timeout_s: float, stop_timeout_s: float = 15.0
-) -> TakenDown:
-    """Bring a fleet down, through its supervisor or, when that is dead, without it. Idempotent.
-
-    Raises:
-        SkyctlError: something could not be stopped.
-    """
-    if not paths.database.exists():
-        return TakenDown((), False)
-    reached("down.asked")
-    taken = TakenDown((), False)
-    async with SupervisorClient.on_this_machine(paths) as client:
-        with suppress(FleetDownError):
-            wait_s = _down_timeout_s(drain_timeout_s, stop_timeout_s)
-            taken = await client.down(Down(drain_timeout_s, wait_s))
-    await daemon.wait_gone(paths)
-    left = await _stop_leftovers(paths, taken.stopped, stop_timeout_s)
-    return TakenDown(taken.stopped + left, taken.supervised)
-
-
-async def _stop_leftovers(
-    paths: FleetPaths, known: tuple[str, ...], timeout_s: float
-) -> tuple[str, ...]:
-    """Stop every recorded tree that is still there; names that `known` does not have."""
-    with FleetState(paths.database) as state:
-        host = host_of(state)
-        left = [*unrecorded_processes(state, paths.directory), *state.processes()]
-        rows = list({row.token: row for row in left}.values())
-        stopped = await asyncio.gather(*(stop_recorded(row, host, timeout_s) for row in rows))
-        close_orphans(state)
-        state.forget_run()
-    await asyncio.to_thread(sweep, paths.staging, ())
-    await asyncio.to_thread(host.sweep, paths)
-    paths.socket.unlink(missing_ok=True)
-    found = tuple(row.name for row, had in zip(rows, stopped, strict=True) if had)
-    return tuple(name for name in found if name not in known)

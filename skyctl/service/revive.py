@@ -14,7 +14,7 @@ from contextlib import suppress
 from skyctl.core.arbiter import Act, Arbiter
 from skyctl.core.plan import FleetPlan
 from skyctl.core.planning import living, planned, scaled
-from skyctl.core.registry import FleetRef, supervisor_running
+from skyctl.core.registry import FleetRef
 from skyctl.core.service import StatusQuery
 from skyctl.errors import SkyctlError, VersionMismatch
 from skyctl.service.unsupervised import left_alone
@@ -104,30 +104,3 @@ async def _until_ended(client: SupervisorClient, operation: int, wait_s: float) 
             if current is None or current.id != operation or current.ended_at is not None:
                 return
             await asyncio.sleep(0.05)
-
-
-async def end_leftovers(ref: FleetRef) -> bool:
-    """End what is left of a fleet of which no server lives; all of it, if it was going down.
-
-    False, and nothing is touched, when something lives after all.
-    """
-    from skyctl.service.bring_up import take_down
-    from skyctl.supervisor.rollout import host_of, stop_recorded
-
-    with (
-        FleetState(ref.paths.database) as state,
-        # nobody starts or takes over meanwhile
-        state.locks.hold(UP_LOCK, "ending what is left", wait_s=UP_LOCK_WAIT_S),
-    ):
-        going_down, rows = bool(state.get("going_down")), state.processes()
-        if supervisor_running(ref.paths):
-            return False
-        if not going_down:
-            if any(row.alive() for row in rows):
-                return False
-            for row in rows:
-                await stop_recorded(row, host_of(state), ref.config.stop_timeout_s)
-                state.mark_stale(row.name)
-    if going_down:
-        await take_down(ref.paths, drain_timeout_s=0.0, stop_timeout_s=ref.config.stop_timeout_s)
-    return True

@@ -38,6 +38,7 @@ _ON_RECORD = (
     "kept_versions",
     "forget_version",
     "processes",
+    "adapters",
     "logs",
 )
 _KILL_POINTS = {
@@ -170,8 +171,8 @@ class SupervisedFleet(RemoteFleet):
 
         A supervisor that dies meanwhile is replaced once more: its servers live on.
         """
-        from skyctl.service.bring_up import after_down
-        from skyctl.service.revive import end_leftovers, replace_other, revive
+        from skyctl.service.bring_down import after_down, end_leftovers
+        from skyctl.service.revive import replace_other, revive
 
         for _ in range(_SUPERVISORS):
             await replace_other(self.ref)

@@ -13,7 +13,8 @@ from skyctl.core.service import Outcomes, Pause
 from skyctl.errors import SkyctlError
 from skyctl.generate.requests import GenerationClient, GenerationResult, RetryPolicy
 from skyctl.push.request import PushRequest
-from skyctl.service.bring_up import begin_up, follow_operation, take_down
+from skyctl.service.bring_down import take_down
+from skyctl.service.bring_up import begin_up, follow_operation
 from skyctl.service.connect import connect
 from skyctl.smoke.fleet_under_test import ANSWER_TIMEOUT_S, FleetUnderTest, SmokeOptions, greedy
 from skyctl.units import format_bytes, format_seconds

@@ -46,6 +46,7 @@ _PACKAGES = tuple(
         "supervisor",
         "core",
         "push",
+        "adapters",
         "transfer",
         "checkpoints",
         "engines",

@@ -17,6 +17,7 @@ from dataclasses import replace
 from typing import Any
 from urllib.parse import urlsplit
 
+from skyctl.adapters import AdapterChange, LoadAdapter, UnloadAdapter
 from skyctl.core import verbs
 from skyctl.core.arbiter import Act, Turn
 from skyctl.core.diagnosis import Finding
@@ -62,7 +63,7 @@ from skyctl.store.journal import Job
 from skyctl.store.paths import FleetPaths
 from skyctl.store.retention import Retention
 from skyctl.store.state import FleetState
-from skyctl.supervisor import admission, adoption, healing, rollout
+from skyctl.supervisor import adapters, admission, adoption, healing, rollout
 from skyctl.supervisor.interface import Adopt, Begun, Reconcile, SupervisorService
 from skyctl.supervisor.pushes import Pushes
 from skyctl.supervisor.reconcile import Changes, Running, compare
@@ -311,6 +312,12 @@ class Supervisor(RecordedFleet, SupervisorService):
             if replica.name in told:
                 replica.observe(paused=isinstance(asked_for, Pause))
 
+    async def load_adapter(self, asked: LoadAdapter) -> AdapterChange:
+        return await adapters.load(self, asked)
+
+    async def unload_adapter(self, asked: UnloadAdapter) -> AdapterChange:
+        return await adapters.unload(self, asked)
+
     async def start_push(self, asked: PushRequest) -> str:
         """Into every server that is up."""
         self.require_plan()
@@ -507,12 +514,14 @@ class Supervisor(RecordedFleet, SupervisorService):
             weights = self.state.weights()
             self.state.add_event(replica.name, f"taking weight version {weights.version}")
             await admission.bring_to_weights(replica, self.state, plan, self.client)
+        if not replica.row.quarantine and not adapters.is_current(self, replica):
+            await adapters.admit(self, replica)
         await admission.apply_intent(replica, self.client, plan.config.control_timeout_s)
 
     def _admitted(self, replica: Replica) -> bool:
         if replica.row.quarantine:
             return True
-        current = admission.is_current(self.state, replica)
+        current = admission.is_current(self.state, replica) and adapters.is_current(self, replica)
         return current and self.pushes.over.is_set() and not replica.intent_changed
 
     @asynccontextmanager

@@ -462,4 +462,5 @@ SEAMS: dict[str, Any] = {
     # a blocking wait would stop everybody here: who finds it taken is refused at once
     "skyctl.service.bring_up.UP_LOCK_WAIT_S": 0.0,
     "skyctl.service.revive.UP_LOCK_WAIT_S": 0.0,
+    "skyctl.service.bring_down.UP_LOCK_WAIT_S": 0.0,
 }

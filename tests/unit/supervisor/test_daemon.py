@@ -21,7 +21,8 @@ from skyctl.core.status import FleetStatus
 from skyctl.errors import ConflictError, FleetDownError
 from skyctl.launch.local.host import scratch_environment
 from skyctl.launch.local.process import ManagedProcess
-from skyctl.service.bring_up import follow_operation, take_down
+from skyctl.service.bring_down import take_down
+from skyctl.service.bring_up import follow_operation
 from skyctl.service.unsupervised import UnsupervisedFleet, left_alone
 from skyctl.store.journal import Told
 from skyctl.store.paths import FleetPaths, fleet_paths
