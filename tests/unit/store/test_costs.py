@@ -58,6 +58,10 @@ def done_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     async def done(_: Any, targets: Sequence[ServerTarget], **__: Any) -> list[Outcome[None]]:
         return [Outcome(target.name, OutcomeStatus.OK, 0.0) for target in targets]
 
+    async def awake(*_: Any) -> int:
+        return 0
+
+    monkeypatch.setattr(verbs, "sleep_level", awake)
     for verb in VERBS:
         monkeypatch.setattr(actions, verb.verb, done)
 
