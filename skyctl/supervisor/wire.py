@@ -19,7 +19,7 @@ from skyctl.engines.base import Device
 from skyctl.errors import VersionMismatch
 from skyctl.fleetfile.schema import FleetConfig
 
-PROTOCOL = 7
+PROTOCOL = 8
 """Of the supervisor's API. Count it up with every change that the other side has to know of."""
 
 VERSION_HEADER = "x-skyctl"
