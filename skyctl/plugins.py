@@ -27,6 +27,10 @@ class Plugins(Generic[T]):
         Raises:
             UsageError: there is none, or the package that brings it cannot be imported.
         """
+        if name in self._own:
+            module, _, attribute = self._own[name].partition(":")
+            own: T = getattr(import_module(module), attribute)
+            return own
         if name not in self._loaded:
             self._loaded[name] = self._load(name)
         return self._loaded[name]
@@ -38,10 +42,6 @@ class Plugins(Generic[T]):
         return sorted({*self._own, *(point.name for point in entry_points(group=self._group))})
 
     def _load(self, name: str) -> T:
-        if name in self._own:
-            module, _, attribute = self._own[name].partition(":")
-            loaded: T = getattr(import_module(module), attribute)
-            return loaded
         from importlib.metadata import entry_points
 
         found = [*entry_points(group=self._group, name=name)]
@@ -51,7 +51,7 @@ class Plugins(Generic[T]):
                 hint=f"there are: {', '.join(self.names())}",
             )
         try:
-            loaded = found[0].load()
+            loaded: T = found[0].load()
         except Exception as error:
             raise UsageError(
                 f"{self._kind} {name!r} ({found[0].value}) cannot be imported: {error!r}"

@@ -109,7 +109,7 @@ class LinePrinter:
 
 def _print_new(printer: LinePrinter, name: str, path: Path, position: int, probes: bool) -> int:
     """Print whole lines written since `position`; the position after them."""
-    from skyctl.launch.local.logtail import is_probe, plain
+    from skyctl.engines.logs import is_probe, plain
     from skyctl.launch.local.rotation import earlier
 
     try:
@@ -148,6 +148,6 @@ def _files(paths: FleetPaths, names: Sequence[str]) -> dict[str, Path]:
 
 
 def _tail(path: Path, lines: int, probes: bool) -> list[str]:
-    from skyctl.launch.local.logtail import tail
+    from skyctl.engines.logs import tail
 
     return tail(path, lines, probes=probes)

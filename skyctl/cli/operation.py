@@ -38,7 +38,7 @@ def _show_logs(paths: FleetPaths, logs: dict[str, list[str]]) -> None:
     """The last lines of what failed, with the line that says why set off."""
     from skyctl import output
     from skyctl.cli.fleet_view import log_tail
-    from skyctl.launch.local.logtail import tail, telling_line
+    from skyctl.engines.logs import tail, telling_line
 
     for name, lines in logs.items():
         if lines:

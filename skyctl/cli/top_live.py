@@ -11,8 +11,8 @@ from skyctl import output
 from skyctl.cli.keyboard import Keyboard
 from skyctl.cli.top_screen import Action, TopScreen
 from skyctl.cli.top_view import screen_view
+from skyctl.engines.logs import tail
 from skyctl.errors import SkyctlError
-from skyctl.launch.local.logtail import tail
 from skyctl.monitoring.sampler import Sampler
 from skyctl.service.connect import connect
 

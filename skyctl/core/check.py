@@ -19,8 +19,8 @@ from skyctl.engines import ENGINES
 from skyctl.fleetfile.arguments import flag_name, server_arguments
 from skyctl.fleetfile.schema import FleetConfig
 from skyctl.fleetfile.yaml_source import YamlSource, read_yaml
-from skyctl.launch.local.devices import Gpu, discover_gpus
-from skyctl.launch.local.ports import bind_error, port_holder
+from skyctl.launch import HOSTS
+from skyctl.launch.base import Gpu, Host
 
 _IMPORT_TIMEOUT_S = 20.0
 
@@ -51,17 +51,18 @@ def check_plan(
     *,
     own_ports: Collection[int] = (),
     file: Path | None = None,
-    discover: Callable[[], Sequence[Gpu]] = discover_gpus,
+    discover: Callable[[], Sequence[Gpu]] | None = None,
     arguments: Callable[[str], Collection[str]] | None = None,
 ) -> list[Problem]:
     """All problems, not only the first. Ports in `own_ports` may be taken: by our own processes.
 
     With the fleet's `file` a problem with a key names its line.
     """
+    host = HOSTS[plan.config.launcher]
     return [
         *_check_model(plan),
-        *_check_ports(plan, own_ports),
-        *(_check_gpus(plan, discover()) if plan.device == "cuda" else ()),
+        *_check_ports(plan, own_ports, host),
+        *(_check_gpus(plan, (discover or host.gpus)()) if plan.device == "cuda" else ()),
         *_check_interpreter(plan),
         *_check_arguments(plan, file, arguments),
     ]
@@ -142,7 +143,7 @@ def _looks_like_path(model: str, base_dir: Path) -> bool:
     return len(rest) > 1 or (bool(rest) and (base_dir / first).is_dir())
 
 
-def _check_ports(plan: FleetPlan, own_ports: Collection[int]) -> Iterator[Problem]:
+def _check_ports(plan: FleetPlan, own_ports: Collection[int], launcher: Host) -> Iterator[Problem]:
     listeners = list(_listeners(plan))
     by_port: dict[int, list[_Listener]] = {}
     for listener in listeners:
@@ -155,12 +156,12 @@ def _check_ports(plan: FleetPlan, own_ports: Collection[int]) -> Iterator[Proble
         if port in own_ports:
             continue
         host = owners[0].host
-        if (holder := port_holder(host, port)) is not None:
+        if (holder := launcher.port_holder(host, port)) is not None:
             yield Problem(
                 f"{owners[0].owner}: port {port} is taken by {holder}",
                 f"stop it, change `{owners[0].key}`, or leave it out for a free port",
             )
-        elif (reason := bind_error(host, port)) is not None:
+        elif (reason := launcher.bind_error(host, port)) is not None:
             key = "router.host" if owners[0].key.startswith("router") else "host"
             yield Problem(
                 f"{owners[0].owner}: cannot listen at {host}:{port}: {reason}",

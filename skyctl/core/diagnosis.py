@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from skyctl import engines
+from skyctl.core.health import sleep_level
 from skyctl.core.status import foreign_version
 from skyctl.errors import ServerError
 from skyctl.http.client import ControlClient
@@ -45,8 +46,9 @@ Action = Literal[
 class Observed:
     """One server as it answers now. `engine`: its engine core does; `http`: its front end does.
 
-    `state` is the supervisor's word for it, "" where there is none. `version` is the label it
-    carries, None where it has none. `problem` says what did not answer.
+    `state` is the supervisor's word for it, "" where there is none. `sleep_level` is what its
+    metrics say, 0 awake: a server that sleeps calls itself paused as well. `version` is the label
+    it carries, None where it has none. `problem` says what did not answer.
     """
 
     server: str
@@ -54,6 +56,7 @@ class Observed:
     http: bool = True
     engine: bool = True
     paused: bool = False
+    sleep_level: int = 0
     version: str | None = None
     problem: str = ""
 
@@ -95,7 +98,8 @@ async def observe(
         if isinstance(paused, BaseException):
             return Observed(target.name, http=http, engine=False, problem=str(paused))
         label = version if isinstance(version, str) else None
-        return Observed(target.name, paused=paused, version=label)
+        level = await sleep_level(client, target, HTTP_TIMEOUT_S) if paused else 0
+        return Observed(target.name, paused=paused, sleep_level=level, version=label)
 
     outcomes = await fan_out(targets, ask, timeout_s=engine_timeout_s + HTTP_TIMEOUT_S)
     return [
@@ -148,6 +152,9 @@ def judge(
         return Finding(name, "wrong-version", behind, back)
     if foreign and ours:  # a trainer that pushes by itself, maybe: nothing of ours to put right
         return Finding(name, "healthy", foreign)
+    if seen.sleep_level and not row.sleep_level:
+        said = f"asleep at level {seen.sleep_level}, which is not on record; type: skyctl wake"
+        return Finding(name, "healthy", said)
     if seen.paused and row.intended == "running":
         return Finding(name, "healthy", "paused, and not by skyctl; type: skyctl resume")
     return Finding(name, "healthy", row.intended if row.intended != "running" else "")

@@ -30,6 +30,15 @@ async def probe_alive(client: ControlClient, target: ServerTarget, timeout_s: fl
     return await engines.server(client, target, timeout_s=timeout_s).is_paused()
 
 
+async def sleep_level(client: ControlClient, target: ServerTarget, timeout_s: float) -> int:
+    """At which level a server sleeps by its own metrics; 0 where it does not say."""
+    try:
+        found = await engines.server(client, target, timeout_s=timeout_s).metrics()
+    except ServerError:
+        return 0
+    return found.sleep_level or 0
+
+
 @dataclass
 class FailureCount:
     """Failed probes in a row. `failed` returns the verdict once there are too many."""

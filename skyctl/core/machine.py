@@ -9,8 +9,7 @@ from pathlib import Path
 
 from skyctl.core.plan import FleetPlan, plan_fleet
 from skyctl.fleetfile.schema import FleetConfig
-from skyctl.launch.local.devices import discover_cpus, discover_gpus
-from skyctl.launch.local.ports import free_port
+from skyctl.launch import HOSTS
 
 
 def plan_here(
@@ -20,17 +19,18 @@ def plan_here(
     known_ports: Mapping[str, int] | None = None,
     environ: Mapping[str, str] = os.environ,
 ) -> FleetPlan:
-    """`plan_fleet` with this machine's GPUs, CPU cores and free ports.
+    """`plan_fleet` with the GPUs, CPU cores and free ports of its machine.
 
     Raises:
         UsageError: as `plan_fleet`.
     """
+    host = HOSTS[config.launcher]
     return plan_fleet(
         config,
         base_dir,
-        gpus=[] if config.device == "cpu" else discover_gpus(),
-        cpus=discover_cpus(),
-        next_port=lambda: free_port("127.0.0.1"),
+        gpus=[] if config.device == "cpu" else host.gpus(),
+        cpus=host.cpus(),
+        next_port=lambda: host.free_port("127.0.0.1"),
         environ=environ,
         known_ports=known_ports,
     )

@@ -10,7 +10,7 @@ from typing import Any
 
 from skyctl.fleetfile.arguments import merge_arguments
 from skyctl.fleetfile.schema import FleetConfig, ReplicaGroup
-from skyctl.launch.local.devices import Cpu
+from skyctl.launch.base import Cpu
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,8 @@ from skyctl.engines.base import Device, RouterLaunch, ServerLaunch
 from skyctl.errors import FleetFileError, UsageError
 from skyctl.fleetfile.arguments import merge_arguments, refusals
 from skyctl.fleetfile.schema import FleetConfig, RouterSection, resolve_relative
-from skyctl.launch.local.devices import Cpu, Gpu, visible_gpus
+from skyctl.launch.base import Cpu, Gpu
+from skyctl.launch.local.devices import visible_gpus
 from skyctl.store.credentials import AT_SPAWN
 
 _SECRET_WORDS = ("KEY", "TOKEN", "SECRET", "PASSWORD")

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 from skyctl import engines
 from skyctl.core.diagnosis import Action, Finding
-from skyctl.errors import SkyctlError, WeightsGone
+from skyctl.errors import SkyctlError, StateUnwritable, WeightsGone
 from skyctl.http.client import ControlClient
 from skyctl.http.target import ServerTarget
 from skyctl.kill_points import reached
@@ -29,6 +29,8 @@ from skyctl.push.sleeping import DISCARDED
 from skyctl.store.in_doubt import doubt, in_doubt, leave_to_next_push, trust
 from skyctl.store.journal import Job
 from skyctl.store.state import FleetState, FleetWeights
+
+_ROOM_AGAIN = "then type: skyctl recover"
 
 
 @dataclass(frozen=True)
@@ -71,8 +73,8 @@ class Hands(Protocol):
     async def replace(self, name: str, why: str) -> str:
         """Restart a server, or quarantine one whose process is not ours; why it is not back."""
 
-    def waits(self, name: str, why: str) -> str:
-        """Leave a server quarantined, with the reason, until the next push; what to type."""
+    def waits(self, name: str, reason: str) -> None:
+        """Leave a server quarantined, for a reason that says what to type."""
 
 
 class _Case:
@@ -162,7 +164,11 @@ async def _push(cases: Sequence[_Case], able: Collection[str], hands: Hands) -> 
     request = interrupted_request(hands.state)
     if request is not None and any(case.name in in_doubt(hands.state) for case in open_cases):
         doubted = set(in_doubt(hands.state))
-        job = await hands.push(request, able)
+        try:
+            job = await hands.push(request, able)
+        except StateUnwritable as error:
+            _wait(open_cases, hands, error, _ROOM_AGAIN)
+            return
         problem = "" if job.error is None else str(job.error["message"])
         open_cases = _still_open(open_cases, hands, problem, doubted)
     for case in open_cases:
@@ -170,14 +176,24 @@ async def _push(cases: Sequence[_Case], able: Collection[str], hands: Hands) -> 
             await hands.bring(case.name)
             settle(hands.state, case.name)
             case.done()
+        except StateUnwritable as error:  # nothing was touched; and a restart loses what it holds
+            _wait([case], hands, error, _ROOM_AGAIN)
         except WeightsGone as error:
             # a directory that is overwritten at every step: a restarted server could not have its
             # fleet's weights either, and the next push scrubs this one
             leave_to_next_push(hands.state, case.name)
-            case.done(hands.waits(case.name, error.message))
+            _wait([case], hands, error, "push again: skyctl sync-weights CKPT")
         except SkyctlError as error:
             case.action = "restart"
             case.problem = case.problem or error.message
+
+
+def _wait(cases: Sequence[_Case], hands: Hands, error: SkyctlError, then: str) -> None:
+    """Leave these servers quarantined; `then` is what to type."""
+    reason = "; ".join(part for part in (error.message, error.hint, then) if part)
+    for case in cases:
+        hands.waits(case.name, reason)
+        case.done(reason)
 
 
 def _still_open(

@@ -11,9 +11,10 @@ from dataclasses import replace
 from typing import Any
 
 from skyctl.core import actions as verbs
+from skyctl.core.health import sleep_level
 from skyctl.errors import ConflictError, UsageError
 from skyctl.http.client import ControlClient
-from skyctl.http.fanout import Outcome, OutcomeStatus
+from skyctl.http.fanout import Outcome, OutcomeStatus, fan_out
 from skyctl.http.target import ServerTarget
 from skyctl.store.in_doubt import in_doubt
 from skyctl.store.state import FleetState, ServerRow
@@ -47,6 +48,7 @@ async def run(
     known = {row.name: row for row in state.servers()}
     rows = {target.name: known.get(target.name, ServerRow(target.name)) for target in targets}
     if verb == "wake":
+        rows |= await _put_sleep_on_record(targets, rows, client, state, timeout_s)
         _refuse_discarded(rows.values(), arguments.get("tags") or (), device)
     doubted = in_doubt(state)
     skipped = {
@@ -79,6 +81,24 @@ async def run(
         found.get(t.name) or Outcome(t.name, OutcomeStatus.SKIPPED, 0.0, skipped[t.name])
         for t in targets
     ]
+
+
+async def _put_sleep_on_record(
+    targets: Sequence[ServerTarget],
+    rows: Mapping[str, ServerRow],
+    client: ControlClient,
+    state: FleetState,
+    timeout_s: float,
+) -> dict[str, ServerRow]:
+    """Rows of servers that sleep without our knowing: the answer to a sleep may have been lost."""
+
+    async def ask(target: ServerTarget) -> int:
+        return await sleep_level(client, target, timeout_s)
+
+    unknown = [target for target in targets if not rows[target.name].sleep_level]
+    outcomes = await fan_out(unknown, ask, timeout_s=timeout_s)
+    asleep = {one.server: one.value for one in outcomes if one.value}
+    return {name: state.update_server(name, sleep_level=level) for name, level in asleep.items()}
 
 
 def _event(

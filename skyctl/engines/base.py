@@ -502,7 +502,5 @@ class Engine:
     """What is allowed but probably not meant, and what to write instead; given `share_gpus:`."""
     sizes: Callable[[Sequence[str], Mapping[str, str]], Sizes] = lambda *_: Sizes(0, 1.0)
     """What a server of this command and environment takes."""
-    is_probe: Callable[[str], bool] = lambda line: False
-    """Whether an access-log line is an answered probe of skyctl's."""
     routing: Routing | None = None
     """Its router; None where it has none that skyctl knows."""

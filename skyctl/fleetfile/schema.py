@@ -17,8 +17,11 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from skyctl.engines import DEFAULT, ENGINES
+from skyctl.engines import DEFAULT as DEFAULT_ENGINE
+from skyctl.engines import ENGINES
 from skyctl.errors import UsageError
+from skyctl.launch import DEFAULT as DEFAULT_LAUNCHER
+from skyctl.launch import HOSTS
 from skyctl.plugins import Plugins
 from skyctl.units import parse_bytes
 
@@ -203,7 +206,10 @@ class FleetConfig(_Section):
 
     name: Name = Field(description="Fleet name: lower-case letters, digits and dashes.")
     engine: Annotated[str, _chosen(ENGINES)] = Field(
-        DEFAULT, description="Which inference engine the servers run."
+        DEFAULT_ENGINE, description="Which inference engine the servers run."
+    )
+    launcher: Annotated[str, _chosen(HOSTS)] = Field(
+        DEFAULT_LAUNCHER, description="What starts the processes, and where."
     )
 
     model: str | None = Field(

@@ -1,1 +1,19 @@
-"""Where a fleet's processes run: spawn, watch, stop."""
+"""Launchers: `base` says what one is, a package each starts processes in its way."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from skyctl.plugins import Plugins
+
+if TYPE_CHECKING:
+    from skyctl.launch.base import Host
+
+__all__ = ["DEFAULT", "HOSTS"]
+
+DEFAULT = "local"
+HOSTS: Plugins[Host] = Plugins(
+    "launcher", "skyctl.launchers", {DEFAULT: "skyctl.launch.local.host:LOCAL"}
+)
+"""By the fleet file's `launcher:`. Other packages add theirs as entry points of
+`skyctl.launchers`."""

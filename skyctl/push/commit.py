@@ -8,11 +8,10 @@ from skyctl.errors import ServerError
 from skyctl.kill_points import reached
 from skyctl.push.alike import comparable
 from skyctl.push.expected import agreed, names_of, unexpected
-from skyctl.push.freeze import require_paused
 from skyctl.push.layouts import numbered, settle_parameters
 from skyctl.push.preflight import Prepared
 from skyctl.push.run import Run
-from skyctl.push.sites import Holds, Site, alive, each
+from skyctl.push.sites import Holds, Site, alive, each, require_paused
 from skyctl.push.verify import HOW_TO_DIGEST, weights_digest
 from skyctl.store.expected import BrokenReload
 

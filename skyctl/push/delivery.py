@@ -15,7 +15,7 @@ from skyctl.kill_points import reached
 from skyctl.push.delta import content_digest
 from skyctl.push.forecast import slots_of
 from skyctl.push.request import PushFleet
-from skyctl.push.sites import Holds, Site, alive, each, open_session, scrub
+from skyctl.push.sites import Holds, Site, alive, each, open_session, require_paused, scrub
 from skyctl.push.worker_memory import bytes_beside
 from skyctl.store.contents import Content
 from skyctl.transfer.head_start import enough_is_read
@@ -251,9 +251,11 @@ class ChunkDelivery:
         # a scrub is up to five calls
         timeout_s = self._fleet.control_timeout_s
 
-        def begin(site: Site) -> Awaitable[None]:
+        async def begin(site: Site) -> None:
+            if scrubbing:  # long after it was frozen: it may have been started anew since
+                await require_paused(site)
             half_updated = scrubbing or site.holds is Holds.UNKNOWN
-            return (scrub if half_updated else open_session)(site, timeout_s=timeout_s)
+            await (scrub if half_updated else open_session)(site, timeout_s=timeout_s)
 
         await each(alive(sites), begin, timeout_s=timeout_s * 5, what="start")
 

@@ -4,11 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from skyctl.errors import PushError, ServerError, SkyctlError, StateUnwritable
+from skyctl.errors import PushError, SkyctlError, StateUnwritable
 from skyctl.kill_points import reached
 from skyctl.push.cancellation import Abandoned
 from skyctl.push.run import Run
-from skyctl.push.sites import Holds, Site, alive, close_session, each, responsive
+from skyctl.push.sites import (
+    Holds,
+    Site,
+    alive,
+    close_session,
+    each,
+    require_paused,
+    responsive,
+)
 from skyctl.store.in_doubt import HELD
 
 
@@ -84,15 +92,6 @@ async def require_frozen(run: Run, sites: Sequence[Site]) -> None:
     timeout_s = run.fleet.control_timeout_s
     await each(alive(sites), require_paused, timeout_s=timeout_s, what="freeze")
     require_all(run, sites)
-
-
-async def require_paused(site: Site) -> None:
-    """Raise ServerError when a server that must be frozen is not: it would answer from a half
-    loaded model. One that sleeps answers nobody."""
-    if not site.asleep and not await site.vllm.is_paused():
-        raise ServerError(
-            f"{site.name} is not paused: somebody else resumed it, or started it anew"
-        )
 
 
 async def roll_back(run: Run, sites: Sequence[Site]) -> None:

@@ -63,6 +63,7 @@ async def ask_servers(fleet: PushFleet, *, client: ControlClient) -> tuple[Serve
     """Facts of every server, in fleet order.
 
     Raises:
+        UsageError: their engine takes no pushes.
         ServerError: some or all do not answer.
     """
     by_target = {server.target: server for server in fleet.servers}
@@ -95,6 +96,8 @@ async def ask_servers(fleet: PushFleet, *, client: ControlClient) -> tuple[Serve
         )
 
     targets = [server.target for server in fleet.servers]
+    for name in {target.engine for target in targets}:
+        engines.require(name, Feature.PUSH)
     outcomes = await fan_out(targets, ask, timeout_s=fleet.control_timeout_s)
     require_all(outcomes, "sync-weights")
     return tuple(outcome.value for outcome in outcomes if outcome.value is not None)
@@ -181,8 +184,6 @@ def _settings(told: Any) -> dict[str, str] | None:
 
 
 def _dialect(target: ServerTarget, version: str) -> Dialect:
-    """Raises UsageError for an engine that takes no pushes."""
-    engines.require(target.engine, Feature.PUSH)
     dialect = engines.ENGINES[target.engine].dialect
     assert dialect is not None  # an engine with pushes speaks them
     return dialect(version)

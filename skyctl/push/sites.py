@@ -138,6 +138,15 @@ def alive(sites: Sequence[Site]) -> list[Site]:
     return [site for site in sites if not site.failure]
 
 
+async def require_paused(site: Site) -> None:
+    """Raise ServerError when a server that must be frozen is not: it would answer from a half
+    loaded model. One that sleeps answers nobody."""
+    if not site.asleep and not await site.vllm.is_paused():
+        raise ServerError(
+            f"{site.name} is not paused: somebody else resumed it, or started it anew"
+        )
+
+
 async def open_session(site: Site, *, timeout_s: float) -> None:
     """Start an update. A session that an earlier pusher left behind is closed first.
 

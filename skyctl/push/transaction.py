@@ -276,22 +276,16 @@ async def _push_again(run: Run, prepared: Prepared, first: Delivery) -> Delivery
             f"{', '.join(site.name for site in failed)}: {failed[0].failure}; "
             "scrubbing and pushing again"
         )
-        patience_s = run.fleet.control_timeout_s
-        candidates = await responsive(failed, control_timeout_s=patience_s, paused=True)
+        candidates = await responsive(
+            failed, control_timeout_s=run.fleet.control_timeout_s, paused=True
+        )
         candidates = [site for site in candidates if site.world_size == 1]
         if not candidates:
             return first
         for site in candidates:
             site.failure, site.copied = "", False
         try:
-            await delivery.open(candidates)  # which takes a while
-            frozen = await responsive(candidates, control_timeout_s=patience_s, paused=True)
-            for site in candidates:
-                if site not in frozen:
-                    site.failure = "it was started anew meanwhile"
-            candidates = frozen
-            if not candidates:
-                return first
+            await delivery.open(candidates)
             await delivery.init(candidates)
             await delivery.start(candidates, scrubbing=True)
             await delivery.update(candidates, _progress(run, prepared))

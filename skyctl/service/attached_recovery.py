@@ -108,10 +108,8 @@ class _Hands:
                 await routed.remove_worker(target.url)
         return f"{why}; quarantined: restart it where it was started, then: skyctl recover"
 
-    def waits(self, name: str, why: str) -> str:
-        reason = f"{why}; push again: skyctl sync-weights CKPT"
+    def waits(self, name: str, reason: str) -> None:
         self.state.update_server(name, quarantine=reason)
-        return reason
 
     async def _fleets(self, target: ServerTarget) -> PushRequest:
         """The fleet's weights; before a first push, the checkpoint the server was started with."""

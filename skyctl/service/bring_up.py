@@ -20,7 +20,6 @@ from skyctl.errors import (
     UsageError,
 )
 from skyctl.kill_points import reached
-from skyctl.launch.local.scratch import sweep_scratch
 from skyctl.service.ended import ended_by_others
 from skyctl.service.planning import planned, usable
 from skyctl.service.revive import UP_LOCK, UP_LOCK_WAIT_S
@@ -30,7 +29,7 @@ from skyctl.store.rebuild import unrecorded_processes
 from skyctl.store.state import FleetState
 from skyctl.supervisor import daemon
 from skyctl.supervisor.client import SupervisorClient
-from skyctl.supervisor.rollout import stop_recorded
+from skyctl.supervisor.rollout import host_of, stop_recorded
 from skyctl.supervisor.wire import plan_to_json
 
 FOLLOW_POLL_S = 0.5
@@ -245,13 +244,14 @@ async def _stop_leftovers(
 ) -> tuple[str, ...]:
     """Stop every recorded tree that is still there; names that `known` does not have."""
     with FleetState(paths.database) as state:
+        host = host_of(state)
         left = [*unrecorded_processes(state, paths.directory), *state.processes()]
         rows = list({row.token: row for row in left}.values())
-        stopped = await asyncio.gather(*(stop_recorded(row, timeout_s) for row in rows))
+        stopped = await asyncio.gather(*(stop_recorded(row, host, timeout_s) for row in rows))
         close_orphans(state)
         state.forget_run()
     await asyncio.to_thread(sweep, paths.staging, ())
-    await asyncio.to_thread(sweep_scratch, paths)
+    await asyncio.to_thread(host.sweep, paths)
     paths.socket.unlink(missing_ok=True)
     found = tuple(row.name for row, had in zip(rows, stopped, strict=True) if had)
     return tuple(name for name in found if name not in known)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from skyctl.core.status import BY_DOWN, INTERRUPTED, FleetStatus
+from skyctl.engines.logs import tail
 from skyctl.errors import ExitCode, SkyctlError, error_named
-from skyctl.launch.local.logtail import tail
 from skyctl.store.journal import Job
 from skyctl.store.paths import FleetPaths
 

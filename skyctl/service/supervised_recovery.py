@@ -115,7 +115,7 @@ async def _end_leftovers(ref: FleetRef) -> bool:
     False, and nothing is touched, when something lives after all.
     """
     from skyctl.service.bring_up import take_down
-    from skyctl.supervisor.rollout import stop_recorded
+    from skyctl.supervisor.rollout import host_of, stop_recorded
 
     with (
         FleetState(ref.paths.database) as state,
@@ -129,7 +129,7 @@ async def _end_leftovers(ref: FleetRef) -> bool:
             if any(row.alive() for row in rows):
                 return False
             for row in rows:
-                await stop_recorded(row, ref.config.stop_timeout_s)
+                await stop_recorded(row, host_of(state), ref.config.stop_timeout_s)
                 state.mark_stale(row.name)
     if going_down:
         await take_down(ref.paths, drain_timeout_s=0.0, stop_timeout_s=ref.config.stop_timeout_s)

@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from skyctl.core.registry import FleetRef, supervisor_running
+from skyctl.engines.logs import tail
 from skyctl.errors import ConflictError, SkyctlError, UsageError
-from skyctl.launch.local.logtail import tail
 from skyctl.smoke.fleet_under_test import FleetUnderTest, SmokeOptions
 from skyctl.smoke.report import SmokeReport, StepResult, StepStatus
 from skyctl.smoke.steps import Skipped, Step, down, steps_for

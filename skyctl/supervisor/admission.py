@@ -9,7 +9,13 @@ from skyctl.core.expectations import arguments_of, informed, remember
 from skyctl.core.health import probe_alive
 from skyctl.core.plan import FleetPlan
 from skyctl.core.recovery import published
-from skyctl.errors import DeadlineExceeded, ServerError, SkyctlError, WeightsGone
+from skyctl.errors import (
+    DeadlineExceeded,
+    ServerError,
+    SkyctlError,
+    StateUnwritable,
+    WeightsGone,
+)
 from skyctl.http.client import ControlClient
 from skyctl.push.request import Committed, PushFleet, PushServer, SilentObserver
 from skyctl.store.in_doubt import NO_DOUBT, InDoubt, in_doubt, leave_to_next_push, touch, trust
@@ -78,6 +84,8 @@ async def bring_to_weights(
         if isinstance(error, WeightsGone):
             leave_to_next_push(state, replica.name)
         hint = f"push again (skyctl sync-weights CKPT), then: skyctl restart {replica.name}"
+        if isinstance(error, StateUnwritable):
+            hint = f"{error.hint}, then: skyctl recover"
         replica.update_row(
             quarantine=f"not brought to weight version {weights.version}: {error.message}; {hint}"
         )

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from skyctl.core.plan import FleetPlan
 from skyctl.errors import SkyctlError
 from skyctl.kill_points import reached
-from skyctl.launch.local.process import ManagedProcess
+from skyctl.launch import HOSTS
 from skyctl.store.in_doubt import in_doubt
 from skyctl.store.rebuild import unrecorded_processes
 from skyctl.supervisor import healing, rollout
@@ -62,12 +62,13 @@ async def _adopt(supervisor: Supervisor, plan: FleetPlan) -> None:
 
     One that differs from the plan is adopted as well: to restart it is for whoever wants the plan.
     """
+    host = HOSTS[plan.config.launcher]
     specs = {spec.name: spec for spec in plan.servers}
     for row in unrecorded_processes(supervisor.state, supervisor.paths.directory):
         supervisor.state.add_event(row.name, "ended a process that was not on record")
-        await rollout.stop_recorded(row, plan.config.stop_timeout_s)
+        await rollout.stop_recorded(row, host, plan.config.stop_timeout_s)
     for row in supervisor.state.processes():
-        process = ManagedProcess(row.identity, row.token, descendants=row.descendants)
+        process = host.adopt(row.identity, row.token, row.descendants)
         wanted = row.name in specs or (row.role == "router" and plan.router is not None)
         if process.alive() and wanted:
             if row.role == "server":

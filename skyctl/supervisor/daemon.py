@@ -21,9 +21,9 @@ import uvicorn
 from skyctl.checkpoints.staging import sweep
 from skyctl.core.recovery import needed
 from skyctl.core.registry import supervisor_running
+from skyctl.engines.logs import tail, telling_line
 from skyctl.errors import ConflictError, FleetDownError, SkyctlError
 from skyctl.http.client import ControlClient
-from skyctl.launch.local.logtail import tail, telling_line
 from skyctl.startup import inherited
 from skyctl.store.paths import FleetPaths, create_private_file
 from skyctl.store.state import FleetState

@@ -102,7 +102,5 @@ class _Hands:
         # it runs, and serves nobody: that is not what recovery is for
         return replica.row.quarantine or ""
 
-    def waits(self, name: str, why: str) -> str:
-        reason = f"{why}; push again: skyctl sync-weights CKPT"
+    def waits(self, name: str, reason: str) -> None:
         self._supervisor.replicas[name].update_row(quarantine=reason)
-        return reason

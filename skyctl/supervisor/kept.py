@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import secrets
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,8 +16,8 @@ from skyctl.core.plan import RouterSpec, ServerSpec
 from skyctl.errors import SkyctlError
 from skyctl.fleetfile.schema import FleetConfig
 from skyctl.kill_points import reached
-from skyctl.launch.local.process import ManagedProcess, new_token
-from skyctl.launch.local.scratch import scratch_environment
+from skyctl.launch import HOSTS
+from skyctl.launch.base import ChildProcess, Host
 from skyctl.store.paths import FleetPaths
 from skyctl.store.state import FleetState, ProcessRow
 from skyctl.supervisor.restarts import decide, forget, remember, remembered
@@ -57,7 +58,7 @@ class KeptRunning(ABC):
         self.name = name
         self.phase = "stopped"
         self.reason = ""
-        self.process: ManagedProcess | None = None
+        self.process: ChildProcess | None = None
         self.started_at: float | None = None  # epoch seconds
         # those under an earlier supervisor count as well
         self.restarts, self.restart_reason = remembered(state, name, clock())  # on the clock
@@ -68,7 +69,7 @@ class KeptRunning(ABC):
         self._changed = changed
         self._clock = clock
         self._task: asyncio.Task[None] | None = None
-        self._ending: ManagedProcess | None = None  # is being stopped
+        self._ending: ChildProcess | None = None  # is being stopped
         self._unsaved = False  # what is known of its process is not on record
 
     @property
@@ -82,8 +83,13 @@ class KeptRunning(ABC):
         """The policies that hold now."""
 
     @abstractmethod
-    async def _one_life(self, adopted: ManagedProcess | None) -> str:
+    async def _one_life(self, adopted: ChildProcess | None) -> str:
         """From spawn (or from an adopted process) to death; why it died."""
+
+    @property
+    def host(self) -> Host:
+        """Where its process runs."""
+        return HOSTS[self.config.launcher]
 
     def _worth_restarting(self) -> bool:
         """False: it is given up, whatever the policy says."""
@@ -100,7 +106,7 @@ class KeptRunning(ABC):
         """Of the spec that its process was started with; an adopted one may have another."""
         return self._record.spec_hash if self.process else spec_hash(self.running_spec)
 
-    def start(self, adopted: ManagedProcess | None = None) -> None:
+    def start(self, adopted: ChildProcess | None = None) -> None:
         """Run it from now on, beginning with an adopted process if there is one."""
         if self._task is not None and not self._task.done():
             return
@@ -122,7 +128,7 @@ class KeptRunning(ABC):
             forget(self._store, self.name)
         self._to("stopped")
 
-    async def _run(self, adopted: ManagedProcess | None) -> None:
+    async def _run(self, adopted: ChildProcess | None) -> None:
         while True:
             try:
                 reason = await self._one_life(adopted)
@@ -165,7 +171,7 @@ class KeptRunning(ABC):
                 reason = f"{reason}; {error.message}"
         self._to(phase, reason)
 
-    def _spawn(self, argv: Sequence[str], env: Mapping[str, str]) -> ManagedProcess:
+    def _spawn(self, argv: Sequence[str], env: Mapping[str, str]) -> ChildProcess:
         """Intent is on record before the process is, its identity right after.
 
         Raises:
@@ -176,7 +182,7 @@ class KeptRunning(ABC):
             name=self.name,
             role=self.role,
             phase="intended",
-            token=new_token(),
+            token=secrets.token_hex(8),
             identity=None,
             spec_hash=spec_hash(spec),
             host=spec.host,
@@ -188,15 +194,15 @@ class KeptRunning(ABC):
         self._event("starting")
         reached(f"{self.role}.intended")
         self._before_spawn()
-        env = {**scratch_environment(self._paths), **env}
-        process = ManagedProcess.spawn(argv, env, self._paths.log(self.name), intent.token)
+        env = {**self.host.environment(self._paths), **env}
+        process = self.host.spawn(argv, env, self._paths.log(self.name), intent.token)
         reached(f"{self.role}.spawned")
         self._save(replace(intent, phase="running", identity=process.identity))
         reached(f"{self.role}.recorded")
         self.started_at = intent.started_at
         return process
 
-    def _adopt(self, process: ManagedProcess) -> ManagedProcess:
+    def _adopt(self, process: ChildProcess) -> ChildProcess:
         """Take over what is on record of a process that an earlier supervisor started."""
         found = self._store.process(self.name)
         assert found is not None  # adopted processes come from the state file

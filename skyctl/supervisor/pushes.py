@@ -193,9 +193,11 @@ class Pushes:
                 replica.update_state = ""
                 replica.reload_row()
                 if pids[replica.name] != (replica.process and replica.process.pid):
-                    # it died meanwhile: what the push says of it is about a process that is gone
+                    # it died meanwhile: what the push says of it is about a process that is gone,
+                    # or about the next one, which may hold anything then, and may be paused
+                    if replica.name in in_doubt(state):
+                        replica.reached_by_push = job.id
                     replica.forget_weights()
-                    # and it may have paused the new process
                     replica.resume_when_up = True
 
     def _on_server(self, name: str, state: str, detail: str) -> None:

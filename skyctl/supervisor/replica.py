@@ -28,14 +28,13 @@ from skyctl.core.expectations import model_on_disk
 from skyctl.core.health import FailureCount, probe_alive, probe_ready
 from skyctl.core.plan import ServerSpec
 from skyctl.engines import ENGINES
+from skyctl.engines.logs import tail, telling_line
 from skyctl.errors import ServerError
 from skyctl.fleetfile.schema import FleetConfig
 from skyctl.http.client import ControlClient
 from skyctl.http.target import ServerTarget
 from skyctl.kill_points import reached
-from skyctl.launch.local.logtail import tail, telling_line
-from skyctl.launch.local.ports import port_holder
-from skyctl.launch.local.process import ManagedProcess
+from skyctl.launch.base import ChildProcess
 from skyctl.store.credentials import CONTROL_TOKEN, Credentials
 from skyctl.store.in_doubt import trust
 from skyctl.store.paths import FleetPaths, create_private_file
@@ -89,6 +88,7 @@ class Replica(KeptRunning):
         self._context = context
         self.resume_when_up = False  # it may be paused, and is meant to run
         self.intent_changed = False  # since it was applied to the process
+        self.reached_by_push = ""  # which failed, while its process was on its way up
         self._closed = False
         self._proven = False  # was up once with this spec: worth restarting
         self._launched_with = ""
@@ -145,7 +145,7 @@ class Replica(KeptRunning):
             return "asleep"
         return "paused" if self.observed_paused else "ready"
 
-    def start(self, adopted: ManagedProcess | None = None) -> None:
+    def start(self, adopted: ChildProcess | None = None) -> None:
         """Run the server from now on, beginning with an adopted process if there is one."""
         self._proven = self._proven or adopted is not None
         super().start(adopted)
@@ -215,7 +215,7 @@ class Replica(KeptRunning):
     def _worth_restarting(self) -> bool:
         return self._proven
 
-    async def _one_life(self, adopted: ManagedProcess | None) -> str:
+    async def _one_life(self, adopted: ChildProcess | None) -> str:
         """From spawn to death; why it died."""
         self._to("starting" if adopted else "waiting")
         async with contextlib.nullcontext() if adopted else self._context.gate(self.spec):
@@ -240,7 +240,7 @@ class Replica(KeptRunning):
         self._to("up")
         return await self._watch(self.process)
 
-    def _spawn_server(self) -> ManagedProcess:
+    def _spawn_server(self) -> ChildProcess:
         engine = ENGINES[self.spec.engine]
         held = {engine.closed_variable: str(self._context.paths.held(self.name))}
         env = self._context.credentials.fill(self.spec.env, engine.key_variable)
@@ -253,6 +253,7 @@ class Replica(KeptRunning):
 
     def _before_spawn(self) -> None:
         self.forget_weights()
+        self.reached_by_push, self.resume_when_up = "", False
         self._launched_with = model_on_disk(self.spec)
         self._context.state.expected.launched(self.name, "")
         self._after_end()
@@ -270,7 +271,7 @@ class Replica(KeptRunning):
     def _after_end(self) -> None:
         self.observed_paused, self.update_state = None, ""
 
-    async def _until_ready(self, process: ManagedProcess) -> str:
+    async def _until_ready(self, process: ChildProcess) -> str:
         """ "" once the server is ready, else why it never was."""
         policy, began = self._context.config.health, self._context.clock()
         patience_s = policy.startup_timeout_s
@@ -287,13 +288,13 @@ class Replica(KeptRunning):
                 self.observed_paused = paused
                 return ""
             if self._context.clock() - began > patience_s:
-                taken = not ours and port_holder(self.spec.host, self.spec.port) is not None
-                why = f": another process answers at port {self.spec.port}" if taken else ""
+                holder = None if ours else self.host.port_holder(self.spec.host, self.spec.port)
+                why = f": another process answers at port {self.spec.port}" if holder else ""
                 return f"not ready after {format_seconds(patience_s)}{why}"
             await _wait(process.exited, READY_POLL_S)
         return self._death(process)
 
-    async def _unless_dead(self, process: ManagedProcess, work: Awaitable[None]) -> str:
+    async def _unless_dead(self, process: ChildProcess, work: Awaitable[None]) -> str:
         """Await `work` unless the process dies first; why it died, or ""."""
         working = asyncio.ensure_future(work)
         dying = asyncio.create_task(process.exited.wait())
@@ -308,7 +309,7 @@ class Replica(KeptRunning):
                 task.cancel()
             await asyncio.gather(working, dying, return_exceptions=True)
 
-    async def _watch(self, process: ManagedProcess) -> str:
+    async def _watch(self, process: ChildProcess) -> str:
         """Probe until the server dies or stops answering; why."""
         policy = self._context.config.health
         failures = FailureCount(policy)
@@ -333,12 +334,12 @@ class Replica(KeptRunning):
             self.reason = reason
             self._context.changed()
 
-    def _death(self, process: ManagedProcess) -> str:
+    def _death(self, process: ChildProcess) -> str:
         lived = format_seconds(max(0.0, time.time() - (self.started_at or time.time())))
         why = telling_line(self.log_tail(200))
         return f"{process.exit_text()} after {lived}" + (f": {why}" if why else "")
 
-    def _record_descendants(self, process: ManagedProcess) -> None:
+    def _record_descendants(self, process: ChildProcess) -> None:
         if process.record_descendants():
             self._save(replace(self._record, descendants=process.descendants))
         else:

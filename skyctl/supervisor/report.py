@@ -5,9 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Iterable
-
-import psutil
 
 from skyctl import engines
 from skyctl.core.status import (
@@ -19,10 +16,8 @@ from skyctl.core.status import (
     assess,
 )
 from skyctl.engines.base import ServerMetrics
+from skyctl.engines.logs import latest_message, tail
 from skyctl.errors import SkyctlError
-from skyctl.launch.local.logtail import latest_message, tail
-from skyctl.launch.local.process import ManagedProcess
-from skyctl.store.identity import ProcessIdentity
 from skyctl.supervisor.admission import refresh_all
 from skyctl.supervisor.replica import Replica
 from skyctl.supervisor.resident import Supervisor
@@ -131,7 +126,7 @@ def _replica_row(
         reported_version=version,
         uptime_s=_since(replica.started_at),
         state_s=_since(replica.state_since),
-        rss_bytes=_rss(replica.process),
+        rss_bytes=replica.process.resident_bytes() if replica.process else None,
         restarts=len(replica.restarts),
         restart_reason=replica.restart_reason,
         log_line=latest_message(lines),
@@ -151,7 +146,7 @@ def _router_row(supervisor: Supervisor) -> RouterStatus | None:
         metrics_port=router.spec.metrics_port,
         workers=len(router.workers),
         uptime_s=_since(router.started_at),
-        rss_bytes=_rss(router.process),
+        rss_bytes=router.process.resident_bytes() if router.process else None,
         restarts=len(router.restarts),
         restart_reason=router.restart_reason,
     )
@@ -159,22 +154,3 @@ def _router_row(supervisor: Supervisor) -> RouterStatus | None:
 
 def _since(started_at: float | None) -> float | None:
     return None if started_at is None else max(0.0, time.time() - started_at)
-
-
-def _rss(process: ManagedProcess | None) -> int | None:
-    if process is None or process.identity is None:
-        return None
-    return resident_bytes((process.identity, *process.descendants))
-
-
-def resident_bytes(identities: Iterable[ProcessIdentity]) -> int:
-    """Resident memory of these processes in bytes; pages they share are counted in each."""
-    total = 0
-    for identity in identities:
-        process = identity.process()
-        if process is not None:
-            try:
-                total += process.memory_info().rss
-            except psutil.Error:
-                continue
-    return total

@@ -23,10 +23,17 @@ from skyctl.core.membership import routable
 from skyctl.core.plan import FleetPlan, ServerSpec
 from skyctl.core.recovery import Recovered
 from skyctl.core.status import BY_DOWN, INTERRUPTED, Operation
-from skyctl.errors import ConflictError, FleetDownError, NotFoundError, SkyctlError
+from skyctl.errors import (
+    ConflictError,
+    FleetDownError,
+    NotFoundError,
+    ServerError,
+    SkyctlError,
+)
 from skyctl.http.client import ControlClient
 from skyctl.http.fanout import Outcome, OutcomeStatus
 from skyctl.kill_points import reached
+from skyctl.launch import DEFAULT as LAUNCHER
 from skyctl.push.request import PushRequest
 from skyctl.store.credentials import ensure_credentials
 from skyctl.store.in_doubt import close_orphans, in_doubt
@@ -325,6 +332,7 @@ class Supervisor:
         """Make this the plan; policies that changed apply from now on. Raises FleetDownError."""
         if self.finished.is_set():
             raise FleetDownError(f"the supervisor of fleet {self.paths.name} is ending")
+        self._refuse_another_launcher(plan)
         self.plan = plan
         if self._context is None:
             self._context = ReplicaContext(
@@ -343,6 +351,18 @@ class Supervisor:
         self.state.retention = Retention(**plan.config.history.model_dump())
         # at once, before anything is spawned: another `up` plans with the same ports
         self.state.set("ports", json.dumps(_ports(plan)))
+
+    def _refuse_another_launcher(self, plan: FleetPlan) -> None:
+        """Only the launcher that started a process can end it."""
+        before, wanted = self.state.get("launcher") or LAUNCHER, plan.config.launcher
+        if before == wanted:
+            return
+        if self.state.processes():
+            raise ConflictError(
+                f"the fleet's processes were started by launcher {before!r}, not {wanted!r}",
+                hint="bring it down first: skyctl down && skyctl up",
+            )
+        self.state.set("launcher", wanted)
 
     def _begin(self, kind: str, detail: str, work: Coroutine[Any, Any, None]) -> int:
         self.started_by_operation = []
@@ -410,6 +430,8 @@ class Supervisor:
         plan = self.require_plan()
         while not replica.row.quarantine:
             await self.pushes.over.wait()
+            if replica.reached_by_push:
+                raise ServerError(f"{replica.reached_by_push} failed, and had reached it by then")
             if admission.is_current(self.state, replica):
                 break
             weights = self.state.weights()

@@ -11,9 +11,9 @@ from skyctl import engines
 from skyctl.core.plan import FleetPlan
 from skyctl.errors import SkyctlError
 from skyctl.kill_points import reached
-from skyctl.launch.local.process import ManagedProcess
-from skyctl.launch.local.scratch import sweep_scratch
-from skyctl.store.state import ProcessRow
+from skyctl.launch import DEFAULT, HOSTS
+from skyctl.launch.base import Host
+from skyctl.store.state import FleetState, ProcessRow
 from skyctl.supervisor.replica import Replica
 from skyctl.supervisor.router import NAME as ROUTER
 from skyctl.supervisor.router import RouterChild
@@ -82,6 +82,7 @@ async def take_down(supervisor: Supervisor, drain_timeout_s: float) -> None:
         SkyctlError: some process could not be stopped; everything else was.
     """
     supervisor.draining = True
+    host = host_of(supervisor.state)
     replicas = list(supervisor.replicas.values())
     if drain_timeout_s > 0:
         await sync_router(supervisor)
@@ -92,23 +93,29 @@ async def take_down(supervisor: Supervisor, drain_timeout_s: float) -> None:
     problems += await asyncio.gather(*(r.stop() for r in replicas), return_exceptions=True)
     for row in supervisor.state.processes():  # never adopted, or of an interrupted spawn
         stop_timeout_s = supervisor.plan.config.stop_timeout_s if supervisor.plan else 15.0
-        problems += await asyncio.gather(stop_recorded(row, stop_timeout_s), return_exceptions=True)
+        stopping = stop_recorded(row, host, stop_timeout_s)
+        problems += await asyncio.gather(stopping, return_exceptions=True)
     supervisor.replicas.clear()
     reached("down.stopped")
     failed = [problem for problem in problems if isinstance(problem, BaseException)]
     if failed:
         raise SkyctlError("; ".join(str(problem) for problem in failed))
     supervisor.state.forget_run()
-    await asyncio.to_thread(sweep_scratch, supervisor.paths)
+    await asyncio.to_thread(host.sweep, supervisor.paths)
 
 
-async def stop_recorded(row: ProcessRow, timeout_s: float) -> bool:
+def host_of(state: FleetState) -> Host:
+    """Where the processes on record run."""
+    return HOSTS[state.get("launcher") or DEFAULT]
+
+
+async def stop_recorded(row: ProcessRow, host: Host, timeout_s: float) -> bool:
     """Stop whatever is left of a process in the state file; True when there was something.
 
     Raises:
         SkyctlError: it cannot be stopped.
     """
-    process = ManagedProcess(row.identity, row.token, descendants=row.descendants)
+    process = host.adopt(row.identity, row.token, row.descendants)
     if not process.members():
         return False
     await process.stop(timeout_s)

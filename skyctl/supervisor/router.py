@@ -9,11 +9,11 @@ from collections.abc import Callable, Mapping
 
 from skyctl import engines
 from skyctl.core.plan import RouterSpec
+from skyctl.engines.logs import tail, telling_line
 from skyctl.errors import SkyctlError
 from skyctl.fleetfile.schema import FleetConfig
 from skyctl.http.client import ControlClient
-from skyctl.launch.local.logtail import tail, telling_line
-from skyctl.launch.local.process import ManagedProcess
+from skyctl.launch.base import ChildProcess
 from skyctl.store.paths import FleetPaths
 from skyctl.store.state import FleetState
 from skyctl.supervisor.kept import KeptRunning
@@ -92,7 +92,7 @@ class RouterChild(KeptRunning):
                 await self._client.add_worker(url)
             self._set_workers(frozenset(wanted))
 
-    async def _one_life(self, adopted: ManagedProcess | None) -> str:
+    async def _one_life(self, adopted: ChildProcess | None) -> str:
         self._to("waiting")
         while not adopted and not self._desired():
             self._woken.clear()
@@ -104,14 +104,14 @@ class RouterChild(KeptRunning):
         self._to("ready")
         return await self._keep_workers(self.process)
 
-    def _spawn_router(self) -> ManagedProcess:
+    def _spawn_router(self) -> ChildProcess:
         urls = sorted(self._desired().values())
         return self._spawn([*self.spec.argv, *self._routing.workers(urls)], self.spec.env)
 
     def _after_end(self) -> None:
         self._set_workers(frozenset())
 
-    async def _until_ready(self, process: ManagedProcess) -> str:
+    async def _until_ready(self, process: ChildProcess) -> str:
         deadline = self._clock() + READY_TIMEOUT_S
         while not process.exited.is_set():
             with contextlib.suppress(SkyctlError):
@@ -123,7 +123,7 @@ class RouterChild(KeptRunning):
             await asyncio.sleep(0.2)
         return self._death(process)
 
-    async def _keep_workers(self, process: ManagedProcess) -> str:
+    async def _keep_workers(self, process: ChildProcess) -> str:
         exited, unheard = asyncio.create_task(process.exited.wait()), 0
         try:
             while not process.exited.is_set():
@@ -146,7 +146,7 @@ class RouterChild(KeptRunning):
             exited.cancel()
         return self._death(process)
 
-    def _death(self, process: ManagedProcess) -> str:
+    def _death(self, process: ChildProcess) -> str:
         why = telling_line(tail(self._paths.log(NAME), 100))
         return process.exit_text() + (f": {why}" if why else "")
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from skyctl.store.in_doubt import InDoubt, doubt
 from skyctl.store.paths import FleetPaths
 from skyctl.store.state import FleetState
 from tests.faults.command import attached, skyctl
@@ -77,6 +78,43 @@ async def test_a_fleet_can_be_looked_at_frozen_and_thawed_and_is_not_pushed_to(
         await run("pause", "--mode", "keep")
         with FleetState(FleetPaths(directory, "eight").database) as state:
             assert [row.paused for row in state.servers()] == [True, True]
+
+
+@pytest.mark.parametrize("fault", ["full", "read-only"])
+async def test_recovery_thaws_without_a_disk_and_pushes_once_there_is_one(
+    fault: str, tmp_path: Path
+) -> None:
+    stubs = [StubServer(), StubServer()]
+    checkpoint = write_checkpoint(tmp_path / "ckpt", tiny_tensors())
+    with mounted(tmp_path / "home", "16m") as directory:
+        async with running(stubs) as targets:
+            file = attached(tmp_path, targets)
+
+            async def run(*arguments: str, expect: int = 0) -> list[dict[str, object]]:
+                code, envelope = await skyctl(*arguments, home=directory, file=file)
+                assert code == expect, envelope
+                return envelope["data"].get("recovered", [])  # type: ignore[no-any-return]
+
+            await run("sync-weights", str(checkpoint))
+            paths = FleetPaths(directory, "eight")
+            with FleetState(paths.database) as state:
+                first, second = (row.name for row in state.servers())
+                one = InDoubt(first, "push-9", "pause", half_updated=False, thaw=True)
+                other = InDoubt(second, "push-9", "update", half_updated=True, thaw=True)
+                doubt(state, {first: one, second: other})
+            for stub in stubs:
+                await stub.engine.pause("keep")
+            filler = fill(directory) if fault == "full" else remount(directory, "ro")
+            thawed, waits = await run("recover", "--yes", expect=3)
+            assert thawed["ok"] and stubs[0].engine.scheduler is Scheduler.RUNNING
+            assert stubs[1].engine.scheduler is not Scheduler.RUNNING
+            assert str(waits["detail"]).endswith("; then type: skyctl recover")
+            if filler is not None:
+                filler.unlink()
+            else:
+                remount(directory, "rw")
+            await run("recover", "--yes")
+            assert stubs[1].engine.scheduler is Scheduler.RUNNING
 
 
 def test_a_fleet_on_a_disk_that_fills_up_is_paused_resumed_healed_and_ended(

@@ -178,7 +178,7 @@ async def _break_servers(world: World) -> None:
             continue
         world.kernel.kill(engine.process)
         if not world.supervised:
-            await asyncio.sleep(dice.uniform(1.0, 10.0))  # none loads a model in less
+            await asyncio.sleep(dice.uniform(2.0, 10.0))  # none loads a model in less
             engine.start(world.kernel.spawn(f"server {engine.name}", None))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +15,7 @@ from skyctl.core.plan import FleetPlan, RouterSpec, ServerSpec
 from skyctl.engines.vllm.inside.guard import HELD_VARIABLE
 from skyctl.fleetfile.schema import FleetConfig
 from skyctl.http.transport import Request
+from skyctl.launch.local.host import LOCAL
 from skyctl.service import bring_up
 from skyctl.store.identity import ProcessIdentity
 from skyctl.store.paths import FleetPaths
@@ -33,7 +35,7 @@ ROUTER_URL = "http://127.0.0.1:8000"
 
 
 class SimManaged:
-    """Stands in for `ManagedProcess`: one simulated process, and nothing below it."""
+    """A `ChildProcess`: one simulated process, and nothing below it."""
 
     world: Any
 
@@ -41,14 +43,11 @@ class SimManaged:
         self,
         identity: ProcessIdentity | None,
         token: str,
-        *,
         descendants: Iterable[ProcessIdentity] = (),
-        segments: Iterable[str] = (),
     ) -> None:
         self.identity = identity
         self.token = token
         self.descendants: tuple[ProcessIdentity, ...] = ()
-        self.segments: tuple[str, ...] = ()
         self.exited = asyncio.Event()
         process, owner = self._process(), PROCESS.get()
         if process is None:
@@ -90,6 +89,9 @@ class SimManaged:
         return self.world.dice.random() < 0.1
 
     def record_segments(self) -> None: ...
+
+    def resident_bytes(self) -> int | None:
+        return None
 
     def listens_at(self, port: int) -> bool:
         return any(
@@ -437,14 +439,14 @@ SEAMS: dict[str, Any] = {
     "skyctl.supervisor.daemon.Supervisor": _Supervisor,
     "skyctl.supervisor.daemon.become_subreaper": lambda: None,
     "skyctl.supervisor.daemon._log": lambda line: SimManaged.world.tell(f"supervisor: {line}"),
-    "skyctl.supervisor.kept.ManagedProcess": SimManaged,
-    "skyctl.supervisor.adoption.ManagedProcess": SimManaged,
-    "skyctl.supervisor.rollout.ManagedProcess": SimManaged,
-    "skyctl.supervisor.kept.scratch_environment": lambda paths: {},
-    "skyctl.supervisor.rollout.sweep_scratch": lambda paths: None,
-    "skyctl.service.bring_up.sweep_scratch": lambda paths: None,
-    "skyctl.supervisor.replica.port_holder": lambda host, port: None,
-    "skyctl.supervisor.report._rss": lambda process: None,
+    "skyctl.launch.local.host.LOCAL": replace(
+        LOCAL,
+        spawn=SimManaged.spawn,
+        adopt=SimManaged,
+        environment=lambda paths: {},
+        sweep=lambda paths: None,
+        port_holder=lambda host, port: None,
+    ),
     "skyctl.store.rebuild.live_processes": _live_processes,
     "skyctl.service.planning.plan_here": lambda *_, **__: SimManaged.world.plan,
     "skyctl.service.planning.check_plan": lambda *_, **__: (),

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-
 from skyctl.engines.base import Engine, Feature, Routing
 from skyctl.engines.vllm import command
 from skyctl.engines.vllm.argument_names import accepts, known_arguments
@@ -11,9 +9,6 @@ from skyctl.engines.vllm.dialects import dialect_for
 from skyctl.engines.vllm.inside.guard import HELD_VARIABLE
 from skyctl.engines.vllm.router import RouterClient, router_metrics
 from skyctl.engines.vllm.server import VLLMServer
-
-# What health probes and `status` leave in a server's access log, every few seconds.
-_PROBE = re.compile(r'"GET /(?:is_paused|metrics|metrics/\?\S+|health|v1/models) HTTP/1\.1" 200')
 
 VLLM = Engine(
     name="vllm",
@@ -33,7 +28,6 @@ VLLM = Engine(
     accepts=accepts,
     warnings=command.warnings,
     sizes=command.sizes,
-    is_probe=lambda line: _PROBE.search(line) is not None,
     routing=Routing(
         package="vllm-router",
         command=command.router_command,

@@ -5,33 +5,15 @@ from __future__ import annotations
 import os
 import subprocess
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+
+from skyctl.launch.base import Cpu, Gpu
 
 _QUERY = [
     "nvidia-smi",
     "--query-gpu=index,uuid,name,memory.total",
     "--format=csv,noheader,nounits",
 ]
-
-
-@dataclass(frozen=True)
-class Gpu:
-    """One GPU. `index` is nvidia-smi's (PCI bus order); `memory_bytes` its whole memory."""
-
-    index: int
-    uuid: str
-    name: str
-    memory_bytes: int
-
-
-@dataclass(frozen=True)
-class Cpu:
-    """One logical CPU this process may run on. CPUs of equal `core` are hardware threads of one
-    physical core."""
-
-    id: int
-    core: int
 
 
 def discover_gpus(timeout_s: float = 10.0, *, command: Sequence[str] = _QUERY) -> list[Gpu]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import secrets
 import signal
 import subprocess
 import time
@@ -29,11 +28,6 @@ KILL_TIMEOUT_S = 10.0
 _POLL_S = 0.05
 
 
-def new_token() -> str:
-    """A name for one spawn, written to state before it and into the child's environment."""
-    return secrets.token_hex(8)
-
-
 class ManagedProcess:
     """A child, or a process adopted from an earlier supervisor. Belongs to the running loop.
 
@@ -45,8 +39,8 @@ class ManagedProcess:
         self,
         identity: ProcessIdentity | None,
         token: str,
-        *,
         descendants: Iterable[ProcessIdentity] = (),
+        *,
         popen: subprocess.Popen[bytes] | None = None,
     ) -> None:
         self.identity = identity
@@ -136,6 +130,13 @@ class ManagedProcess:
             if process.pid not in found and (self._in_session(process) or self._tagged(process)):
                 found[process.pid] = process
         return [p for p in found.values() if _running(p)]
+
+    def resident_bytes(self) -> int | None:
+        """Resident memory of the leader and its known descendants; pages they share are counted in
+        each."""
+        if self.identity is None:
+            return None
+        return _resident_bytes((self.identity, *self.descendants))
 
     async def stop(self, timeout_s: float) -> bool:
         """TERM to the whole tree, wait up to `timeout_s`, KILL what is left, reap.
@@ -232,6 +233,16 @@ class ManagedProcess:
         while self.alive():  # noqa: ASYNC110 - nothing tells us, where there is no pidfd
             await asyncio.sleep(0.5)
         self.exited.set()
+
+
+def _resident_bytes(identities: Iterable[ProcessIdentity]) -> int:
+    total = 0
+    for identity in identities:
+        process = identity.process()
+        if process is not None:
+            with contextlib.suppress(psutil.Error):
+                total += process.memory_info().rss
+    return total
 
 
 def _children(process: psutil.Process) -> list[psutil.Process]:

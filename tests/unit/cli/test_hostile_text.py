@@ -12,8 +12,8 @@ import pytest
 from rich.text import Text
 
 from skyctl import output
+from skyctl.engines.logs import tail, telling_line
 from skyctl.errors import SkyctlError
-from skyctl.launch.local.logtail import tail, telling_line
 from skyctl.sanitize import sanitized
 
 CLIPBOARD = "\x1b]52;c;ZXZpbA==\x07"

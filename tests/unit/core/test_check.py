@@ -16,7 +16,7 @@ import yaml
 from skyctl.core.check import check_plan
 from skyctl.core.plan import FleetPlan, plan_fleet
 from skyctl.fleetfile.schema import FleetConfig
-from skyctl.launch.local.devices import Gpu
+from skyctl.launch.base import Gpu
 from skyctl.launch.local.ports import free_port
 
 

@@ -120,6 +120,17 @@ def test_what_a_server_says_it_holds_is_compared_with_the_record(
     assert ("b1" in said) is (reported == "b1" and (ours or recorded is not None))
 
 
+@pytest.mark.parametrize(("level", "advice"), [(0, "resume"), (1, "wake"), (2, "wake")])
+async def test_a_sleep_that_is_not_on_record_is_told_from_a_pause(level: int, advice: str) -> None:
+    stub = StubServer()
+    await (stub.engine.sleep(level, "abort") if level else stub.engine.pause("keep"))
+    transport = StubTransport([stub])
+    async with ControlClient(transport=transport) as client:
+        [seen] = await observe(client, transport.targets)
+    finding = judge(seen, ServerRow("stub-0"), None, BASE, ours=True)
+    assert (finding.action, finding.detail[-len(advice) :]) == ("nothing", advice)
+
+
 async def test_servers_are_asked_front_end_and_engine_apart() -> None:
     stuck = StubServer(faults={"/is_paused": Fault("hang")})
     dead_engine = StubServer()

@@ -6,7 +6,7 @@ from typing import Any
 
 from skyctl.core.placement import bind_to_cores, expand_replicas, place_on_gpus
 from skyctl.fleetfile.schema import FleetConfig
-from skyctl.launch.local.devices import Cpu
+from skyctl.launch.base import Cpu
 
 
 def place(allowed: list[int], *, share: bool = False, **config: Any) -> list[tuple[int, ...]]:

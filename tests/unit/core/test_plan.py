@@ -12,7 +12,7 @@ import pytest
 from skyctl.core.plan import FleetPlan, ServerSpec, plan_fleet
 from skyctl.errors import FleetFileError, UsageError
 from skyctl.fleetfile.schema import FleetConfig
-from skyctl.launch.local.devices import Cpu, Gpu
+from skyctl.launch.base import Cpu, Gpu
 from skyctl.store.credentials import AT_SPAWN
 
 PYTHON = "/usr/bin/python3"

@@ -12,7 +12,7 @@ import pytest
 from skyctl.core.diagnosis import Finding
 from skyctl.core.recovery import Recovered, interrupted_request, needed, recover, settle
 from skyctl.engines.vllm.server import VLLMServer
-from skyctl.errors import SkyctlError, WeightsGone
+from skyctl.errors import SkyctlError, StateUnwritable, WeightsGone
 from skyctl.http.client import ControlClient
 from skyctl.http.target import ServerTarget
 from skyctl.push.request import PushRequest
@@ -37,11 +37,12 @@ class Hands:
         self.done: list[str] = []
         self.push_error = self.bring_error = self.restart_error = ""
         self.replacing = self.most_at_once = 0
-        self.gone = False
+        self.gone = self.full = False
 
     async def push(self, request: PushRequest, servers: Collection[str]) -> Job:
         self.done.append(f"push {request.checkpoint}")
         self.pushed = list(servers)
+        self._need_room()
         job = self.state.journal.begin("push", request.to_json())
         if self.push_error:
             self.state.journal.end(job.id, "failed", error={"message": self.push_error})
@@ -53,10 +54,15 @@ class Hands:
 
     async def bring(self, name: str) -> None:
         self.done.append(f"bring {name}")
+        self._need_room()
         if self.gone:
             raise WeightsGone("/fleet was overwritten since it was pushed as v1")
         if self.bring_error:
             raise SkyctlError(self.bring_error)
+
+    def _need_room(self) -> None:
+        if self.full:
+            raise StateUnwritable("cannot write it: disk is full", hint="free space at /home")
 
     async def replace(self, name: str, why: str) -> str:
         self.done.append(f"replace {name}: {why}")
@@ -66,9 +72,8 @@ class Hands:
         self.replacing -= 1
         return self.restart_error
 
-    def waits(self, name: str, why: str) -> str:
-        self.done.append(f"wait {name}")
-        return why
+    def waits(self, name: str, reason: str) -> None:
+        self.done.append(f"wait {name}: {reason}")
 
 
 @pytest.fixture
@@ -232,7 +237,28 @@ async def test_servers_whose_weights_are_gone_wait_for_the_next_push(hands: Hand
     hands.push_error, hands.gone = "/new was written anew", True
     [report] = await recover(findings, hands)
     assert not report.ok and "written anew" not in report.detail
-    assert hands.done == ["push /new", "bring stub-0", "wait stub-0"]
+    assert hands.done[:2] == ["push /new", "bring stub-0"]
+    assert hands.done[2:] == [f"wait stub-0: {report.detail}"]
+    assert report.detail.endswith("push again: skyctl sync-weights CKPT")
+
+
+@pytest.mark.parametrize("readable", [True, False])
+async def test_on_a_full_disk_what_is_frozen_is_resumed_and_what_needs_a_push_waits(
+    hands: Hands, readable: bool
+) -> None:
+    """Nothing is touched that a death would leave unknown, and nothing is restarted for it."""
+    frozen = leave(hands, "stub-0", half=False)
+    half = leave(hands, "stub-1", half=True)
+    await hands.stubs[0].engine.pause("keep")
+    if not readable:  # no push can be made again
+        hands.state._database.write("UPDATE jobs SET request = '{}'")
+    hands.full = True
+    reports = await recover([*frozen, *half], hands)
+    assert outcomes(reports) == [("resume", True), ("push", False)]
+    assert not hands.stubs[0].engine.paused
+    why = "cannot write it: disk is full; free space at /home; then type: skyctl recover"
+    first = "push /new" if readable else "bring stub-1"
+    assert hands.done == [first, f"wait stub-1: {why}"] and reports[1].detail == why
 
 
 async def test_what_is_pushed_again_are_the_files_that_the_dead_push_had(hands: Hands) -> None:

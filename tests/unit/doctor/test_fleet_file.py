@@ -13,7 +13,7 @@ from skyctl.doctor.facts import GpuFacts, MachineFacts
 from skyctl.doctor.finding import Finding
 from skyctl.doctor.fleet_file import FilePlan, ModelFacts, check_fleet_file
 from skyctl.fleetfile.schema import FleetConfig
-from skyctl.launch.local.devices import Gpu
+from skyctl.launch.base import Gpu
 
 GIB = 1024**3
 GPUS = [Gpu(index, f"GPU-{index}", "H100", 80 * GIB) for index in range(2)]

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from skyctl.launch.local.devices import Gpu, discover_cpus, discover_gpus, visible_gpus
+from skyctl.launch.base import Gpu
+from skyctl.launch.local.devices import discover_cpus, discover_gpus, visible_gpus
 
 GPUS = [Gpu(0, "GPU-aa11", "A", 1), Gpu(1, "GPU-bb22", "A", 1)]
 

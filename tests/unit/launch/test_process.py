@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import secrets
 import signal
 import stat
 import subprocess
@@ -15,7 +16,7 @@ import psutil
 import pytest
 
 from skyctl.errors import SkyctlError
-from skyctl.launch.local.process import ManagedProcess, new_token
+from skyctl.launch.local.process import ManagedProcess
 from skyctl.store.identity import ProcessIdentity, identify
 from tests.unit.supervisor.fleets import eventually
 
@@ -51,7 +52,7 @@ def gone(pid: int) -> bool:
 async def spawn_tree(tmp_path: Path, *, apart: bool = False) -> tuple[ManagedProcess, int]:
     log = tmp_path / "tree.log"
     script = TREE.format(apart=apart)
-    process = ManagedProcess.spawn([sys.executable, "-c", script], {}, log, new_token())
+    process = ManagedProcess.spawn([sys.executable, "-c", script], {}, log, secrets.token_hex(8))
     return process, int(await first_line(log))
 
 
@@ -73,7 +74,7 @@ async def test_stopping_ends_the_whole_tree_gently(tmp_path: Path) -> None:
 
 async def test_what_ignores_term_is_killed(tmp_path: Path) -> None:
     log = tmp_path / "log"
-    process = ManagedProcess.spawn([sys.executable, "-c", STUBBORN], {}, log, new_token())
+    process = ManagedProcess.spawn([sys.executable, "-c", STUBBORN], {}, log, secrets.token_hex(8))
     await first_line(log)
     assert await process.stop(0.2) is False
     assert process.pid is not None and gone(process.pid)
@@ -91,7 +92,9 @@ time.sleep(600)
 
 async def test_shared_memory_of_a_killed_process_is_removed(tmp_path: Path) -> None:
     log = tmp_path / "log"
-    process = ManagedProcess.spawn([sys.executable, "-c", SHARED_MEMORY], {}, log, new_token())
+    process = ManagedProcess.spawn(
+        [sys.executable, "-c", SHARED_MEMORY], {}, log, secrets.token_hex(8)
+    )
     segment = Path("/dev/shm") / await first_line(log)
     assert segment.exists()
     await process.stop(0.2)

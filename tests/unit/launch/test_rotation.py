@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from skyctl.cli import logs as logs_command
+from skyctl.engines.logs import tail
 from skyctl.fleetfile.schema import FleetConfig
 from skyctl.launch.local import rotation
-from skyctl.launch.local.logtail import tail
 from skyctl.launch.local.rotation import rotate
 from skyctl.store.paths import FleetPaths
 from skyctl.supervisor.housekeeping import look_after_logs

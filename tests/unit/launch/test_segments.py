@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import mmap
 import os
+import secrets
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from skyctl.launch.local.process import ManagedProcess, new_token
+from skyctl.launch.local.process import ManagedProcess
 from skyctl.launch.local.scratch import sweep_scratch
 from skyctl.launch.local.segments import mapped_by, remove, remove_left
 from skyctl.store.paths import FleetPaths
@@ -92,7 +93,7 @@ async def test_a_process_that_is_stopped_leaves_no_segment(
 ) -> None:
     other = segment.with_name(segment.name.replace("test", "other"))
     argv = [sys.executable, "-c", HOLDER, str(segment)]
-    process = ManagedProcess.spawn(argv, {}, tmp_path / "log", new_token())
+    process = ManagedProcess.spawn(argv, {}, tmp_path / "log", secrets.token_hex(8))
     assert await first_line(tmp_path / "log") == "mapped"
     with other.open("wb") as file:
         file.truncate(4096)

@@ -61,11 +61,16 @@ async def test_a_paused_server_that_slept_is_paused_again_when_it_wakes(
         assert (await fleet.status()).replicas[0].state == "paused"
 
 
+@pytest.mark.parametrize("recorded", [True, False])
 async def test_waking_discarded_weights_is_refused_until_they_are_pushed_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recorded: bool
 ) -> None:
     async with attached(tmp_path, monkeypatch, StubServer()) as fleet:
         await fleet.sleep(2)
+        if not recorded:  # the command died, or its answer was lost: the server says it
+            fleet._state.update_server("far-0", sleep_level=0)
+            [finding] = await fleet.findings()
+            assert finding.action == "nothing" and "type: skyctl wake" in finding.detail
         with pytest.raises(ConflictError) as caught:
             await fleet.wake()
         assert "skyctl wake --tags weights" in caught.value.hint

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from skyctl.core.membership import routable
+from skyctl.engines.logs import latest_message, message, tail, telling_line
 from skyctl.fleetfile.schema import RestartPolicy
-from skyctl.launch.local.logtail import latest_message, message, tail, telling_line
 from skyctl.supervisor.reconcile import Running, compare
 from skyctl.supervisor.restarts import decide
 from skyctl.supervisor.wire import plan_from_json, plan_to_json, spec_hash

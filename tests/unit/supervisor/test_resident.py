@@ -24,6 +24,7 @@ from skyctl.http.target import ServerTarget
 from skyctl.launch.local.ports import port_holder
 from skyctl.push.request import PushRequest, PushResult, ServerPush
 from skyctl.service.ended import operation_error
+from skyctl.store.in_doubt import InDoubt, doubt
 from skyctl.store.paths import FleetPaths
 from skyctl.store.state import FleetState, FleetWeights
 from skyctl.supervisor import admission
@@ -550,9 +551,11 @@ async def test_a_failed_push_quarantines_what_it_left_in_doubt(
         assert [record.ok for record in supervisor.state.journal.pushes()] == [False]
 
 
+@pytest.mark.parametrize("reached", [False, True])
 async def test_a_replica_that_dies_in_a_push_is_not_blamed_for_what_its_process_was_left_in(
-    tmp_path: Path, push: FakePush
+    tmp_path: Path, push: FakePush, reached: bool
 ) -> None:
+    """Unless the push may have reached the next process as well, which is ended then."""
     async with supervising(tmp_path) as supervisor:
         await bring_up(supervisor, fleet_plan([stub_server("a"), stub_server("b")]))
         push.gate.clear()
@@ -564,8 +567,12 @@ async def test_a_replica_that_dies_in_a_push_is_not_blamed_for_what_its_process_
         os.kill(pid, signal.SIGKILL)
         replica = supervisor.replicas["b"]
         await eventually(lambda: replica.process is not None and replica.process.pid != pid)
+        pid = pid_of(supervisor, "b")
+        if reached:
+            doubt(supervisor.state, {"b": InDoubt("b", "push-1", "update", True, True)})
         push.gate.set()
         await eventually(lambda: states(supervisor) == {"a": "ready", "b": "ready"})
+        assert (pid_of(supervisor, "b") != pid) is reached
         assert replica.row.quarantine is None and replica.row.weight_version is None
 
 

@@ -1,0 +1,114 @@
+"""What a launcher is to skyctl: where processes of a fleet run, and how they are started and ended.
+
+Nothing outside `launch/` spawns, watches or ends a server or a router. docs/adding.md adds one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from skyctl.store.identity import ProcessIdentity
+    from skyctl.store.paths import FleetPaths
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One GPU. `index` is nvidia-smi's (PCI bus order); `memory_bytes` its whole memory."""
+
+    index: int
+    uuid: str
+    name: str
+    memory_bytes: int
+
+
+@dataclass(frozen=True)
+class Cpu:
+    """One logical CPU this process may run on. CPUs of equal `core` are hardware threads of one
+    physical core."""
+
+    id: int
+    core: int
+
+
+class ChildProcess(Protocol):
+    """A process and everything below it. Belongs to the running loop.
+
+    `exited` is set when the leader is gone. `identity` is None for a spawn that was intended but
+    never recorded: then only `token`, which is in the environment of all, finds them.
+    `descendants` are those that `record_descendants` saw.
+    """
+
+    identity: ProcessIdentity | None
+    token: str
+    descendants: tuple[ProcessIdentity, ...]
+    exited: asyncio.Event
+
+    @property
+    def pid(self) -> int | None: ...
+
+    def alive(self) -> bool:
+        """True while the leader runs."""
+        ...
+
+    def exit_text(self) -> str:
+        """How the leader ended: `exited with code 1`, `was killed by SIGKILL`."""
+        ...
+
+    def record_descendants(self) -> bool:
+        """Remember who lives below the leader now; True when somebody new was seen."""
+        ...
+
+    def record_segments(self) -> None:
+        """Remember the shared memory that it would leave."""
+
+    def listens_at(self, port: int) -> bool:
+        """False when it is somebody else who answers there; true where nobody can tell."""
+        ...
+
+    def members(self) -> Sequence[Any]:
+        """Every live process of the tree; each has a `pid`."""
+        ...
+
+    def resident_bytes(self) -> int | None:
+        """Memory of the tree; None where nobody can tell."""
+        ...
+
+    async def stop(self, timeout_s: float) -> bool:
+        """End the whole tree: gently, after `timeout_s` seconds by force. False when that was
+        needed.
+
+        Raises:
+            SkyctlError: a process outlived even that.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class Host:
+    """Where a fleet's processes run. `HOSTS` (`launch/__init__.py`) has all.
+
+    `spawn` starts a command with variables that are added to its environment (`token` too, as
+    SKYCTL_TOKEN), and appends its output to a log of this machine; it raises SkyctlError when the
+    program cannot be started. `adopt` takes over what an earlier supervisor spawned. `environment`
+    has variables that keep a process's temporary files in the fleet's directory; `sweep` removes
+    them once no process is left.
+    """
+
+    name: str
+    gpus: Callable[[], Sequence[Gpu]]
+    cpus: Callable[[], Sequence[Cpu]]
+    free_port: Callable[[str], int]
+    """A port at an address that nobody listens on, never the same one twice."""
+    port_holder: Callable[[str, int], str | None]
+    """Who listens at an address and port, as a person reads it; None when it is free."""
+    bind_error: Callable[[str, int], str | None]
+    """Why nothing of ours could listen there, whoever holds it; None when it can."""
+    spawn: Callable[[Sequence[str], Mapping[str, str], Path, str], ChildProcess]
+    adopt: Callable[[ProcessIdentity | None, str, Sequence[ProcessIdentity]], ChildProcess]
+    environment: Callable[[FleetPaths], dict[str, str]]
+    sweep: Callable[[FleetPaths], None]
