@@ -1,25 +1,28 @@
 """Play schedules of the simulated control plane, and look for what must never happen.
 
-    python -m benchmarks.simulation --schedules 200000 --processes 2
+    python -m benchmarks.simulation --schedules 100000 --processes 16 --write   # 200,000 in all
     python -m benchmarks.simulation --replay 4711                 # one schedule, every step of it
     python -m benchmarks.simulation --reinserted                  # are defects of the past found?
 
 A schedule is decided by its seed: servers, pushes, verbs, deaths, a disk that fills, a network that
-loses answers (tests/simulation). A seed that fails is shrunk (faults it fails without are left out)
+loses answers (tests/simulation). It needs nothing but skyctl's base dependencies, no network and
+no GPU. A seed that fails is shrunk (faults it fails without are left out)
 and played again to see that it fails in the same way.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import multiprocessing
+import multiprocessing.connection
 import os
 import platform
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +30,10 @@ from tests.simulation import reinserted, seams
 from tests.simulation.world import KINDS, Ended, Schedule, play
 
 RESULTS = Path(__file__).parent / "results" / "simulation.json"
+WALL_LIMIT_S = 120.0
+"""A schedule takes 0.1 s; one that takes so long hangs where its virtual clock does not see it."""
 _BATCH = 50
+_RENEW = 5000
 Found = dict[str, dict[str, Any]]
 
 
@@ -44,18 +50,94 @@ def _remove(home: Path) -> None:
     shutil.rmtree(home, ignore_errors=True)
 
 
-def _played(kind: str, seeds: range) -> list[Ended]:
-    """A batch, in a worker."""
-    home = _home()
+class _Worker:
+    """A process that plays batches. `since`: when it was last heard of, None while it has nothing
+    to do; `left`: the seeds that it has not played yet."""
+
+    def __init__(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.home = _home()
+        self.connection, theirs = context.Pipe()
+        self.process = context.Process(target=_work, args=(theirs, self.home), daemon=True)
+        self.process.start()
+        theirs.close()
+        self.kind = ""
+        self.left: list[int] = []
+        self.since: float | None = None
+        self.played = 0
+
+    def give(self, kind: str, seeds: Sequence[int]) -> None:
+        self.kind, self.left, self.since = kind, list(seeds), time.monotonic()
+        self.connection.send((kind, self.left))
+
+    def heard(self) -> Ended | None:
+        """What it says next; None: it has died."""
+        try:
+            ended: Ended = self.connection.recv()
+        except EOFError:
+            return None
+        self.left.remove(ended.seed)
+        self.played += 1
+        self.since = time.monotonic() if self.left else None
+        return ended
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.join()
+        self.connection.close()
+        _remove(self.home)
+
+
+def _work(connection: Any, home: Path) -> None:
+    """In a worker: orders come in, schedules that have ended go out."""
+    with seams.installed(), contextlib.suppress(EOFError):
+        while True:
+            kind, seeds = connection.recv()
+            for seed in seeds:
+                connection.send(play(Schedule(seed, kind), home))
+
+
+def _play_all(
+    orders: Iterator[tuple[str, range]], processes: int, until: float
+) -> Iterator[tuple[str, Ended]]:
+    """Every schedule as it ends. One that takes longer than `WALL_LIMIT_S`, or takes its process
+    with it, is a violation; the rest of its batch is played by another process."""
+    workers = [_Worker() for _ in range(processes)]
+    again: list[tuple[str, Sequence[int]]] = []
     try:
-        with seams.installed():
-            return [play(Schedule(seed, kind), home) for seed in seeds]
+        while True:
+            for place, worker in enumerate(workers):
+                if worker.since is not None:
+                    continue
+                if worker.played >= _RENEW:  # whatever it has gathered goes with it
+                    worker.end()
+                    worker = workers[place] = _Worker()
+                over = time.monotonic() > until
+                order = None if over else again.pop() if again else next(orders, None)
+                if order is not None:
+                    worker.give(*order)
+            busy = {one.connection: one for one in workers if one.since is not None}
+            if not busy:
+                return
+            ready = multiprocessing.connection.wait(list(busy), timeout=1.0)
+            for connection, worker in busy.items():
+                ended, why = None, ""
+                if connection in ready:
+                    ended = worker.heard()
+                    why = "" if ended else "dies: the process that played it ended"
+                elif time.monotonic() - (worker.since or 0.0) > WALL_LIMIT_S:
+                    why = f"hangs: it takes longer than {WALL_LIMIT_S:g} s"
+                if why:
+                    seed, *rest = worker.left
+                    ended = Ended(seed, [why], 0, 0, ())
+                    again += [(worker.kind, rest)] if rest else []
+                    worker.end()
+                    workers[workers.index(worker)] = _Worker()
+                if ended is not None:
+                    yield worker.kind, ended
     finally:
-        _remove(home)
-
-
-def _unpacked(order: tuple[str, range]) -> tuple[str, list[Ended]]:
-    return order[0], _played(*order)
+        for worker in workers:
+            worker.end()
 
 
 def shrink(schedule: Schedule, home: Path) -> Schedule:
@@ -106,20 +188,18 @@ def soak(
         for kind in kinds
     }
     found: Found = {}
-    with multiprocessing.get_context("spawn").Pool(processes) as pool:
-        for kind, batch in pool.imap_unordered(_unpacked, _orders(kinds, first, schedules)):
-            count = counts[kind]
-            for ended in batch:
-                count["schedules"] += 1
-                count["pushes"] += ended.pushes
-                count["succeeded"] += ended.succeeded
-                count["steps"] += ended.steps
-                if ended.violations:
-                    count["violating"] += 1
-                    _note(found, kind, ended)
+    orders = _orders(kinds, first, schedules)
+    for kind, ended in _play_all(orders, processes, began + minutes * 60):
+        count = counts[kind]
+        count["schedules"] += 1
+        count["pushes"] += ended.pushes
+        count["succeeded"] += ended.succeeded
+        count["steps"] += ended.steps
+        if ended.violations:
+            count["violating"] += 1
+            _note(found, kind, ended)
+        if sum(one["schedules"] for one in counts.values()) % _BATCH == 0:
             _report(counts, began)
-            if time.monotonic() - began > minutes * 60:
-                break
     return {
         "schedules": sum(count["schedules"] for count in counts.values()),
         "violations": sum(count["violating"] for count in counts.values()),

@@ -25,7 +25,7 @@ _skyctl() {
         [[ $word == -* ]] && continue
         if [[ -z $path ]]; then
             path=$word
-        elif [[ " jobs weights " == *" $path "* ]]; then
+        elif [[ " jobs weights adapters " == *" $path "* ]]; then
             path="$path $word"
             break
         else
@@ -35,7 +35,7 @@ _skyctl() {
     COMPREPLY=()
     case "$path" in
         "")
-            _skyctl_words "init validate plan schema up down status top wait logs restart recover scale pause resume sleep wake sync-weights jobs weights generate urls doctor smoke help --version -q --quiet --no-color --debug -h --help" ;;
+            _skyctl_words "init validate plan schema up down status top wait logs restart recover scale pause resume sleep wake sync-weights jobs weights adapters generate urls doctor smoke help --version -q --quiet --no-color --debug -h --help" ;;
         "init")
             case "$prev" in
                 --name) true; return ;;
@@ -240,6 +240,43 @@ _skyctl() {
                 --fleet) _skyctl_ask; return ;;
             esac
             _skyctl_words "-f --file --fleet --json -h --help -q --quiet --no-color --debug" ;;
+        "adapters")
+            case "$prev" in
+                -f|--file) _skyctl_files; return ;;
+                --fleet) _skyctl_ask; return ;;
+            esac
+            _skyctl_words "list load sync unload -f --file --fleet --json -h --help -q --quiet --no-color --debug" ;;
+        "adapters list")
+            case "$prev" in
+                -f|--file) _skyctl_files; return ;;
+                --fleet) _skyctl_ask; return ;;
+            esac
+            _skyctl_words "-f --file --fleet --json -h --help -q --quiet --no-color --debug" ;;
+        "adapters load")
+            case "$prev" in
+                -f|--file) _skyctl_files; return ;;
+                --fleet) _skyctl_ask; return ;;
+                --timeout) true; return ;;
+            esac
+            if [[ $cur == -* ]]; then _skyctl_words "--any-base -f --file --fleet --timeout --json -h --help -q --quiet --no-color --debug"; else
+                _skyctl_files
+            fi ;;
+        "adapters sync")
+            case "$prev" in
+                -f|--file) _skyctl_files; return ;;
+                --fleet) _skyctl_ask; return ;;
+                --timeout) true; return ;;
+            esac
+            if [[ $cur == -* ]]; then _skyctl_words "--any-base -f --file --fleet --timeout --json -h --help -q --quiet --no-color --debug"; else
+                _skyctl_files
+            fi ;;
+        "adapters unload")
+            case "$prev" in
+                -f|--file) _skyctl_files; return ;;
+                --fleet) _skyctl_ask; return ;;
+                --timeout) true; return ;;
+            esac
+            _skyctl_words "-f --file --fleet --timeout --json -h --help -q --quiet --no-color --debug" ;;
         "generate")
             case "$prev" in
                 -f|--file) _skyctl_files; return ;;

@@ -55,6 +55,16 @@ OUT_OF_ROUTER = (
 COLOCATED = ("push.woken", "push.awake")
 """Of the same process, in pushes that wake servers."""
 
+ADAPTERS = (
+    "adapters.load.call",
+    "adapters.name.call",
+    "adapters.unload.call",
+    "adapters.commit",
+    "adapters.committed",
+    "adapters.undo",
+)
+"""Of the process that changes adapters: the supervisor, or the command for an attached fleet."""
+
 SENDER = ("sender.open", "sender.opened", "sender.filled", "sender.release", "sender.join")
 SUPERVISOR = (
     "server.intended",
@@ -83,7 +93,7 @@ COMMAND = (
     "sync.begun",
     "scale.asked",
 )
-POINTS = (*PUSH, *OUT_OF_ROUTER, *COLOCATED, *SENDER, *SUPERVISOR, *COMMAND)
+POINTS = (*PUSH, *OUT_OF_ROUTER, *COLOCATED, *ADAPTERS, *SENDER, *SUPERVISOR, *COMMAND)
 
 
 def _parsed(text: str) -> tuple[str, int, float]:

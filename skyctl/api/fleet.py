@@ -9,6 +9,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, Self
 
+from skyctl.api.adapters import Adapters
 from skyctl.api.generation import GeneratingFleet
 from skyctl.api.results import VerbResult, WeightsState
 from skyctl.checkpoints.checkpoint import absolute
@@ -200,6 +201,13 @@ class Fleet(GeneratingFleet):
         async with self._connected() as fleet:
             rows = await fleet.wake(tags, servers, timeout_s)
         return _verb_result("wake", rows, check)
+
+    # --- adapters ----------------------------------------------------------------------------
+
+    @property
+    def adapters(self) -> Adapters:
+        """The fleet's LoRA adapters: load, sync, unload, list."""
+        return Adapters(self)
 
     # --- weights -----------------------------------------------------------------------------
 

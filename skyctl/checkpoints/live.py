@@ -70,7 +70,7 @@ async def write_tensors(
         def take(name: str, tensor: Any) -> None:
             writer.add(name, *conversion.bytes_of(name, tensor))
 
-        async for name, tensor in _each(tensors):
+        async for name, tensor in each_tensor(tensors):
             await _in_thread(take, name, tensor)
         await _in_thread(writer.finish)
 
@@ -172,7 +172,7 @@ def _require_plain_tensor(name: object, tensor: Any) -> None:
         raise UsageError(f"{name} is {tensor.layout}", hint="give tensor.to_dense()")
 
 
-async def _each(tensors: NamedTensors) -> AsyncIterator[tuple[str, Any]]:
+async def each_tensor(tensors: NamedTensors) -> AsyncIterator[tuple[str, Any]]:
     if isinstance(tensors, Mapping):
         tensors = tensors.items()
     if isinstance(tensors, AsyncIterable):

@@ -14,8 +14,7 @@ from typing import NamedTuple, NoReturn
 import typer
 
 from skyctl import __version__
-from skyctl.cli.command_line import command_name, explain, given, options_first
-from skyctl.cli.help_text import flowing
+from skyctl.cli.command_line import command_name, explain, flowing, given, options_first
 from skyctl.errors import ExitCode, InternalError, Interrupted, SkyctlError, UsageError
 from skyctl.sanitize import sanitized
 from skyctl.store.unrecorded import LOST
@@ -60,6 +59,7 @@ VERBS = [
     Verb("sync-weights", "sync_weights", "sync_weights", WEIGHTS),
     Verb("jobs", "jobs", "app", WEIGHTS),
     Verb("weights", "weights", "app", WEIGHTS),
+    Verb("adapters", "adapters", "app", WEIGHTS),
     Verb("generate", "generate", "generate", TRAFFIC),
     Verb("urls", "urls", "urls", TRAFFIC),
     Verb("doctor", "doctor", "doctor", CHECKS),

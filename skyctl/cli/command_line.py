@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import inspect
 import re
 from collections.abc import Collection, Mapping, Sequence
 
@@ -101,3 +102,11 @@ def _split(arguments: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
     """Before `--`, and from it on."""
     end = arguments.index("--") if "--" in arguments else len(arguments)
     return arguments[:end], arguments[end:]
+
+
+def flowing(docstring: str | None) -> str:
+    """Paragraphs on one line each; blocks that begin with `\\b` keep their lines."""
+    paragraphs = inspect.cleandoc(docstring or "").split("\n\n")
+    return "\n\n".join(
+        text if text.startswith("\b") else " ".join(text.split()) for text in paragraphs
+    )

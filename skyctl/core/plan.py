@@ -12,7 +12,7 @@ from typing import Any
 from skyctl.core.placement import Replica, bind_to_cores, expand_replicas, place_on_gpus
 from skyctl.core.plan_warnings import PlanWarning, plan_warnings
 from skyctl.engines import DEFAULT, ENGINES, routing
-from skyctl.engines.base import Device, RouterLaunch, ServerLaunch
+from skyctl.engines.base import AdapterLimits, Device, RouterLaunch, ServerLaunch
 from skyctl.errors import FleetFileError, UsageError
 from skyctl.fleetfile.arguments import merge_arguments, refusals
 from skyctl.fleetfile.schema import FleetConfig, RouterSection, resolve_relative
@@ -250,6 +250,7 @@ class _Planner:
         backend: str,
         api_key: str | None,
     ) -> ServerLaunch:
+        lora = self.config.lora
         return ServerLaunch(
             python=self.python,
             model_path=self.model_path,
@@ -271,6 +272,7 @@ class _Planner:
             local_model=self.local_model,
             auth=self.config.auth,
             api_key=api_key,
+            adapters=None if lora is None else AdapterLimits(lora.max_adapters, lora.max_rank),
         )
 
     def _server(self, replica: Replica, launch: ServerLaunch) -> ServerSpec:

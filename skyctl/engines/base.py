@@ -25,6 +25,7 @@ class Feature(StrEnum):
 
     SLEEP = "sleep and wake"
     PUSH = "weight pushes"
+    ADAPTERS = "LoRA adapters"
 
 
 class Refusal(StrEnum):
@@ -35,6 +36,8 @@ class Refusal(StrEnum):
     NO_SESSION = "no update is open"
     NO_TRANSFER = "no weight transfer is configured"
     CANNOT_RELOAD = "it cannot reload what it did not load from disk"
+    CANNOT_NAME = "it cannot give names to adapters: it runs without skyctl's plug-in"
+    NO_ADAPTERS = "it was not started to take LoRA adapters"
 
 
 def lacks_method(error: ServerError) -> bool:
@@ -47,6 +50,14 @@ def lacks_method(error: ServerError) -> bool:
 
 
 @dataclass(frozen=True)
+class AdapterLimits:
+    """How many LoRA adapters a server takes at the same time, and their largest rank."""
+
+    count: int
+    rank: int
+
+
+@dataclass(frozen=True)
 class ServerLaunch:
     """What the plan has settled for one server.
 
@@ -54,7 +65,7 @@ class ServerLaunch:
     CPU cores of each worker, in rank order, () where the engine is to choose. `environ` is what the
     process will inherit. `own_python`: it runs in skyctl's interpreter, which has skyctl.
     `auth` says which routes ask for a token; `api_key` is the user's key, None for one that skyctl
-    makes (`secret`, a placeholder until the spawn).
+    makes (`secret`, a placeholder until the spawn). `adapters` None: it takes no LoRA adapters.
     """
 
     python: str
@@ -77,6 +88,7 @@ class ServerLaunch:
     local_model: bool = True
     auth: Literal["all", "control", "none"] = "all"
     api_key: str | None = None
+    adapters: AdapterLimits | None = None
 
     @property
     def world_size(self) -> int:
@@ -165,13 +177,26 @@ class ServerMetrics:
 
 
 @dataclass(frozen=True)
+class ServedAdapter:
+    """A LoRA adapter of one server. `in_flight`: requests run with it that began before its name
+    went to another."""
+
+    name: str
+    path: str
+    in_flight: bool = False
+
+
+@dataclass(frozen=True)
 class StartedWith:
     """What a server says of how it was started; "" where it does not say. `backend` is its
-    weight-transfer backend, None where it does not say."""
+    weight-transfer backend, None where it does not say. `kv_lease_s` is for how long a prefill
+    server keeps KV blocks that no decode server has fetched, and so may put off the answer to a
+    pause; 0 for all others."""
 
     model: str = ""
     load_format: str = ""
     backend: str | None = None
+    kv_lease_s: float = 0.0
 
 
 class Server(Protocol):
@@ -274,6 +299,21 @@ class Server(Protocol):
 
     async def reload_weights(self, path: str, *, timeout_s: float | None = None) -> None:
         """Load a checkpoint from the server's own disk. CANNOT_RELOAD: nothing was touched."""
+
+    async def adapters(self) -> list[ServedAdapter]:
+        """The LoRA adapters that it has."""
+        ...
+
+    async def load_adapter(self, name: str, path: str) -> None:
+        """Load a LoRA adapter out of a directory that the server can read, under a new name. The
+        directory must stay: it may be read again. NO_ADAPTERS: it takes none."""
+
+    async def name_adapter(self, name: str, loaded: str) -> None:
+        """From the next request on, `name` is the adapter that was loaded as `loaded`, by this name
+        alone. Requests under way go on with what they began with. CANNOT_NAME: it never can."""
+
+    async def unload_adapter(self, name: str) -> None:
+        """Forget an adapter; requests under way end with it. May be repeated."""
 
     async def weight_version(self) -> str | None:
         """The version label the server carries; None where it has none."""

@@ -64,6 +64,7 @@ ByteSize = Annotated[
     WithJsonSchema({"type": ["integer", "string"], "examples": ["256MiB", 268435456]}),
 ]
 Name = Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?$")]
+AdapterName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._:/-]{0,127}$")]
 Url = Annotated[str, Field(pattern=r"^https?://[^\s/]+(/\S*)?$")]
 VariableName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
 ArgValue = str | int | float | bool | None | list[str | int | float] | dict[str, Any]
@@ -167,6 +168,27 @@ class WeightTransferSection(_Section):
     verify: bool = Field(True, description="Compare the servers' weights after each push.")
 
 
+class LoraSection(_Section):
+    """LoRA adapters that the servers serve beside their model."""
+
+    max_adapters: Size = Field(4, description="Adapters served at the same time, at most.")
+    max_rank: Annotated[int, Field(ge=1, le=512), BeforeValidator(_whole)] = Field(
+        16, description="Largest rank of an adapter; memory is reserved for it."
+    )
+    adapters: dict[AdapterName, str] = Field(
+        default_factory=dict,
+        description="Adapters from the start: name and PEFT directory (relative to this file).",
+    )
+
+    @model_validator(mode="after")
+    def _room_for_all(self) -> LoraSection:
+        if len(self.adapters) > self.max_adapters:
+            raise ValueError(
+                f"{len(self.adapters)} adapters, and max_adapters is {self.max_adapters}"
+            )
+        return self
+
+
 class ReplicaGroup(_Section):
     """A group of replicas that differ from the fleet's defaults."""
 
@@ -260,6 +282,9 @@ class FleetConfig(_Section):
         description="Router settings, or with `servers` the URL of a running router.",
     )
     weight_transfer: WeightTransferSection = Field(default_factory=WeightTransferSection)
+    lora: LoraSection | None = Field(
+        None, description="Serve LoRA adapters; what they may be, and which from the start."
+    )
     health: HealthPolicy = Field(default_factory=HealthPolicy)
     restart: RestartPolicy = Field(default_factory=RestartPolicy)
     logs: LogsSection = Field(default_factory=LogsSection)
@@ -308,6 +333,15 @@ class FleetConfig(_Section):
                 raise ValueError("`model` is missing (or `servers`, for servers already running)")
             if isinstance(self.router, str):
                 raise ValueError("`router` as a URL goes with `servers`")
+        return self
+
+    @model_validator(mode="after")
+    def _adapters_have_servers(self) -> FleetConfig:
+        if self.attached and self.lora is not None and self.lora.adapters:
+            raise ValueError(
+                "`lora.adapters` is for servers that skyctl starts; with `servers`, type: "
+                "skyctl adapters load NAME DIR"
+            )
         return self
 
     @model_validator(mode="after")

@@ -5,21 +5,30 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 
-from skyctl.fleetfile.problems import INIT_HINT, FileProblem, Location, shown
-from skyctl.fleetfile.yaml_mistakes import explained
+Location = tuple[str | int, ...]
 
+INIT_HINT = "write a first fleet file with: skyctl init"
 # Aliases can make a small file mean an enormous one; a fleet file has a few hundred nodes.
 MOST_NODES = 20_000
 _DEEPEST = 40
+_LONGEST_VALUE = 60
 
 _VARIABLE = re.compile(r"\$\$\{|\$\{(?:(?P<name>[A-Za-z_]\w*)(?::-(?P<default>[^}]*))?\})?")
 _TEXT_TAG = "tag:yaml.org,2002:str"
 _NULL_TAG = "tag:yaml.org,2002:null"
 _TIMESTAMP_TAG = "tag:yaml.org,2002:timestamp"
+
+
+class FileProblem(NamedTuple):
+    """One thing to correct. `line` counts from 1."""
+
+    line: int
+    message: str
+    hint: str = ""
 
 
 @dataclass
@@ -35,6 +44,21 @@ class YamlSource:
         while location and location not in self.lines:
             location = location[:-1]
         return self.lines.get(location, 1)
+
+
+def shown(value: Any) -> str:
+    """A value as the user would recognise it, shortened, always printable."""
+    if value is None:
+        return "nothing"
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, dict):
+        return "a mapping"
+    if isinstance(value, list):
+        return "a list"
+    text = repr(value) if isinstance(value, str) else str(value)
+    text = text.encode("utf-8", "backslashreplace").decode()
+    return text if len(text) <= _LONGEST_VALUE else text[:_LONGEST_VALUE] + "…"
 
 
 def read_yaml(text: str, environ: Mapping[str, str]) -> YamlSource:
@@ -195,3 +219,50 @@ class _Reader:
 
 def _line(node: yaml.Node) -> int:
     return int(node.start_mark.line) + 1
+
+
+_QUOTE = 'quote variables inside [ ] and { }: "${NAME}"'
+_COLUMN = "keys of one mapping begin in the same column; a text with `: ` in it needs quotes"
+_HINTS = (
+    (re.compile(r"'\\t'"), "indent with blanks: YAML takes no tabs"),
+    (re.compile(r"could not find expected ':'"), "a line reads `key: value`, a blank after `:`"),
+    (re.compile(r"mapping values are not allowed|expected <block end>"), _COLUMN),
+    (re.compile(r"character '[@`%]'"), "quote a value that begins with @, ` or %"),
+    (re.compile(r"undefined alias"), "`*name` means an anchor; quote it if it is meant as text"),
+)
+_INVALID = "not valid YAML: "
+_OTHERWISE = "compare it with what `skyctl init` writes"
+_CLOSES = {"[": "]", "{": "}"}
+
+
+def explained(error: yaml.MarkedYAMLError, text: str) -> FileProblem:
+    """One problem for what the parser found in `text`."""
+    said = " ".join(part for part in (error.context, error.problem) if part)
+    open_end = _never_closed(said, error, text)
+    if open_end is not None:
+        return open_end
+    mark = error.problem_mark or error.context_mark
+    line = mark.line + 1 if mark is not None else 1
+    written = "".join(text.splitlines()[line - 1 : line])
+    if "${" in written:
+        hint = _QUOTE
+    else:
+        hint = next((hint for pattern, hint in _HINTS if pattern.search(said)), _OTHERWISE)
+    return FileProblem(line, f"{_INVALID}{said}", hint)
+
+
+def _never_closed(said: str, error: yaml.MarkedYAMLError, text: str) -> FileProblem | None:
+    """A bracket or quote that the file ends without."""
+    if "end of stream" not in said and "<stream end>" not in said:
+        return None
+    if "quoted scalar" in said and error.context_mark is not None:
+        line = error.context_mark.line + 1
+        return FileProblem(line, f"{_INVALID}a quote is never closed", "close it on this line")
+    for line, written in reversed([*enumerate(text.splitlines(), 1)]):
+        code = written.partition(" #")[0]
+        opened = [sign for sign in _CLOSES if code.count(sign) > code.count(_CLOSES[sign])]
+        if opened:
+            sign = max(opened, key=code.rindex)
+            message = f"{_INVALID}`{sign}` is never closed"
+            return FileProblem(line, message, f"close it with `{_CLOSES[sign]}`")
+    return None

@@ -94,10 +94,11 @@ class ControlClient:
         *,
         method: str = "GET",
         params: Mapping[str, QueryValue] | None = None,
+        json: Any = None,
         timeout_s: float = 30.0,
     ) -> str:
         """The body as text, for routes that do not answer in JSON. Raises as `call` does."""
-        return (await self._answer(target, method, path, params, None, timeout_s)).text
+        return (await self._answer(target, method, path, params, json, timeout_s)).text
 
     async def _answer(
         self,

@@ -13,17 +13,56 @@ import base64
 import re
 import resource
 import ssl
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from functools import partial
-from typing import NamedTuple, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 from urllib.parse import quote, unquote, urlsplit
 
 from skyctl import __version__
 from skyctl.http.connection import Connection
-from skyctl.http.deadlines import Deadlines
 from skyctl.http.transport import Answer, CannotConnect, NoAnswer, Request, Unusable
 
 T = TypeVar("T")
+
+
+class Deadlines(Generic[T]):
+    """Calls `late` with each item that is not withdrawn in time, on the loop's clock.
+
+    Belongs to the event loop it is made in.
+    """
+
+    def __init__(self, late: Callable[[T], None]) -> None:
+        self.loop = asyncio.get_running_loop()
+        self._late = late
+        self._waiting: dict[T, float] = {}
+        self._timer: asyncio.TimerHandle | None = None
+
+    def put(self, one: T, until: float) -> None:
+        """Call `late` with `one` at `until`."""
+        self._waiting[one] = until
+        if self._timer is None or until < self._timer.when():
+            self._arm(until)
+
+    def take_back(self, one: T) -> None:
+        """Withdraw `one`, whether or not its time has passed."""
+        self._waiting.pop(one, None)
+
+    def _arm(self, at: float) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = self.loop.call_at(at, self._look)
+
+    def _look(self) -> None:
+        """The timer's time has come, which may be that of one taken back long ago."""
+        self._timer = None
+        now = self.loop.time()
+        late = [one for one, until in self._waiting.items() if until <= now]
+        for one in sorted(late, key=lambda one: self._waiting[one]):
+            del self._waiting[one]
+            self._late(one)
+        if self._waiting:
+            self._arm(min(self._waiting.values()))
+
 
 KEEP_IDLE_S = 2.0
 _BUFFER_BYTES = 64 * 1024

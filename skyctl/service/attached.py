@@ -16,6 +16,7 @@ from skyctl.errors import NotFoundError, StateUnwritable, UsageError
 from skyctl.http.client import ControlClient
 from skyctl.http.target import ServerTarget
 from skyctl.service.urls import FleetUrls, access
+from skyctl.store.adapters import AdapterVersion, served
 from skyctl.store.in_doubt import close_orphans
 from skyctl.store.journal import Job, JobEvent, PushRecord
 from skyctl.store.retention import Retention
@@ -23,6 +24,7 @@ from skyctl.store.state import Event, FleetState, ServerRow
 from skyctl.store.unrecorded import LOST, Unrecorded
 
 if TYPE_CHECKING:
+    from skyctl.adapters import AdapterChange, AdapterFleet, LoadAdapter, UnloadAdapter
     from skyctl.core.diagnosis import Finding
     from skyctl.core.recovery import Recovered
     from skyctl.push.transaction import PushRequest
@@ -198,6 +200,62 @@ class AttachedFleet:
         from skyctl.core.jobs import verify_servers
 
         return await verify_servers(self.targets, self._client, self._state)
+
+    async def adapters(self) -> tuple[AdapterVersion, ...]:
+        """The LoRA adapters that this fleet has loaded, as recorded."""
+        return tuple(served(self._state).values())
+
+    def adapter_staging(self) -> Path:
+        """Where adapters from memory are written."""
+        return self.ref.paths.adapters
+
+    async def load_adapter(self, asked: LoadAdapter) -> AdapterChange:
+        """Serve a LoRA adapter on every server (see `skyctl.adapters.load`)."""
+        from skyctl.adapters import load, retire
+
+        with await self._turn(Act.VERB, f"skyctl adapters, {asked.name}"):
+            fleet = await self._adapter_fleet()
+            change = await load(fleet, asked)
+            await retire(fleet)
+        return change
+
+    async def unload_adapter(self, asked: UnloadAdapter) -> AdapterChange:
+        """Serve a LoRA adapter no longer."""
+        from skyctl.adapters import retire, unload
+
+        with await self._turn(Act.VERB, f"skyctl adapters, {asked.name}"):
+            fleet = await self._adapter_fleet()
+            change = await unload(fleet, asked)
+            await retire(fleet)
+        return change
+
+    async def _adapter_fleet(self) -> AdapterFleet:
+        from skyctl.adapters import AdapterFleet
+
+        def targets() -> tuple[Sequence[ServerTarget], dict[str, str]]:
+            rows = {row.name: row for row in self._state.servers()}
+            absent = {
+                name: "quarantined" if row.quarantine else "asleep"
+                for name, row in rows.items()
+                if row.quarantine or row.sleep_level
+            }
+            return [one for one in self.targets if one.name not in absent], absent
+
+        config = self.ref.config
+        model = await self.model_path()
+        return AdapterFleet(
+            name=self.ref.name,
+            state=self._state,
+            client=self._client,
+            targets=targets,
+            directory=self.ref.paths.adapters,
+            timeout_s=config.control_timeout_s,
+            model=model,
+            bases=[one for one in (model, config.served_model_name) if one],
+            reserved=[config.served_model_name] if config.served_model_name else [],
+            max_rank=None if config.lora is None else config.lora.max_rank,
+            max_adapters=None if config.lora is None else config.lora.max_adapters,
+        )
 
     async def findings(self) -> tuple[Finding, ...]:
         """What is the matter with each server, asked now."""

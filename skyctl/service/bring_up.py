@@ -250,7 +250,8 @@ async def _stop_leftovers(
         stopped = await asyncio.gather(*(stop_recorded(row, host, timeout_s) for row in rows))
         close_orphans(state)
         state.forget_run()
-    await asyncio.to_thread(sweep, paths.staging, ())
+    for directory in (paths.staging, paths.adapters):
+        await asyncio.to_thread(sweep, directory, ())
     await asyncio.to_thread(host.sweep, paths)
     paths.socket.unlink(missing_ok=True)
     found = tuple(row.name for row, had in zip(rows, stopped, strict=True) if had)

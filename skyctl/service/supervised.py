@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 from urllib.parse import quote, urlsplit
@@ -17,11 +17,13 @@ from skyctl.supervisor.client import CALL_TIMEOUT_S, SupervisorClient
 from skyctl.supervisor.wire import spoken, version_mismatch
 
 if TYPE_CHECKING:
+    from skyctl.adapters import AdapterChange, LoadAdapter, UnloadAdapter
     from skyctl.core.diagnosis import Finding
     from skyctl.core.recovery import Recovered
     from skyctl.core.status import FleetStatus
     from skyctl.push.request import PushRequest
     from skyctl.service.urls import FleetUrls
+    from skyctl.store.adapters import AdapterVersion
     from skyctl.store.journal import Job, JobEvent, PushRecord
     from skyctl.store.state import Event, FleetState, ServerRow
 
@@ -202,6 +204,34 @@ class SupervisedFleet:
     async def verify_weights(self) -> dict[str, Any]:
         """Compare the servers' weights now: {"servers": […], "agree": bool}."""
         return dict(await self._post("/verify", {}, timeout_s=600.0))
+
+    async def adapters(self) -> tuple[AdapterVersion, ...]:
+        """The LoRA adapters that the fleet serves, as recorded."""
+        from skyctl.store.adapters import served
+
+        with self._state() as state:
+            return tuple(served(state).values())
+
+    def adapter_staging(self) -> Path:
+        """Where adapters from memory are written."""
+        return self.ref.paths.adapters
+
+    async def load_adapter(self, asked: LoadAdapter) -> AdapterChange:
+        """Serve a LoRA adapter on every server (see `skyctl.adapters.load`)."""
+        return await self._adapter_change("/adapters/load", asked)
+
+    async def unload_adapter(self, asked: UnloadAdapter) -> AdapterChange:
+        """Serve a LoRA adapter no longer."""
+        return await self._adapter_change("/adapters/unload", asked)
+
+    async def _adapter_change(self, path: str, asked: LoadAdapter | UnloadAdapter) -> AdapterChange:
+        from pydantic import TypeAdapter
+
+        from skyctl.adapters import AdapterChange
+
+        timeout_s = asked.timeout_s or self.ref.config.control_timeout_s
+        answer = await self._post(path, asdict(asked), timeout_s=4 * timeout_s + _VERB_GRACE_S)
+        return TypeAdapter(AdapterChange).validate_python(answer)
 
     async def findings(self) -> tuple[Finding, ...]:
         """What is the matter with each server; nothing is started for it."""

@@ -12,6 +12,7 @@ import contextlib
 import fcntl
 import json
 import os
+import stat
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -59,7 +60,8 @@ class Lock:
         self.holder = Holder(what, os.getpid(), time.time())
         self._locks = locks
         self._descriptor: int | None = descriptor
-        self.after_death = os.fstat(descriptor).st_size > 0
+        found = os.fstat(descriptor)
+        self.after_death = stat.S_ISREG(found.st_mode) and found.st_size > 0
         self._locks.own.add(self)
         self._record()
 
@@ -116,10 +118,18 @@ class Locks:
             ConflictError: somebody holds it; the message names them.
             SkyctlError: the lock's file cannot be opened.
         """
-        descriptor = self._open(name)
-        kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
+        kind = (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB
         try:
-            fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+            descriptor, by_file = self._open(name), True
+        except SkyctlError as error:
+            try:
+                descriptor, by_file = self._open_directory(), False
+            except OSError:
+                raise error from None
+        try:
+            fcntl.flock(descriptor, kind)
+            if by_file:
+                self._look_at_directory(kind)
         except BlockingIOError:
             os.close(descriptor)
             raise self._conflict(name) from None
@@ -170,6 +180,18 @@ class Locks:
             yield lock
         finally:
             lock.release()
+
+    def _open_directory(self) -> int:
+        """Stands in for a lock's file where there is no room to make it."""
+        return os.open(self._directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+
+    def _look_at_directory(self, kind: int) -> None:
+        """Raise BlockingIOError when somebody had no file to lock, and still acts."""
+        descriptor = self._open_directory()
+        try:
+            fcntl.flock(descriptor, kind)
+        finally:
+            os.close(descriptor)
 
     def _path(self, name: str) -> Path:
         return self._directory / f"{name}.lock"

@@ -222,6 +222,11 @@ class FleetPaths:
         """Copies of checkpoints that stay until somebody forgets them."""
         return self.directory / "kept"
 
+    @property
+    def adapters(self) -> Path:
+        """The fleet's own copies of the LoRA adapters that it serves."""
+        return self.directory / "adapters"
+
     def log(self, name: str) -> Path:
         """Log file of one server, `router` or `supervisor`."""
         return self.logs / f"{name}.log"

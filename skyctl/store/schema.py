@@ -85,6 +85,18 @@ CREATE TABLE broken_reloads (
 CREATE TABLE launches (
     server TEXT PRIMARY KEY, content TEXT NOT NULL);
 """,
+    # LoRA adapters (`store/adapters.py`): names, the files of their versions, what servers serve
+    4: """
+CREATE TABLE adapters (
+    name TEXT PRIMARY KEY, last INTEGER NOT NULL, version INTEGER, target INTEGER) WITHOUT ROWID;
+CREATE TABLE adapter_versions (
+    name TEXT NOT NULL, version INTEGER NOT NULL, path TEXT NOT NULL, digest TEXT NOT NULL,
+    source TEXT NOT NULL, rank INTEGER NOT NULL, bytes INTEGER NOT NULL, at REAL NOT NULL,
+    until REAL, PRIMARY KEY (name, version)) WITHOUT ROWID;
+CREATE TABLE server_adapters (
+    server TEXT NOT NULL, name TEXT NOT NULL, version INTEGER NOT NULL, digest TEXT NOT NULL,
+    PRIMARY KEY (server, name)) WITHOUT ROWID;
+""",
 }
 """The statements that make a file of each version from one of the version before."""
 

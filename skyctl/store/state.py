@@ -244,7 +244,9 @@ class FleetState:
                 )
 
     def forget_server(self, name: str) -> None:
-        self._database.write("DELETE FROM servers WHERE name = ?", name)
+        with self._database.transaction():
+            self._database.write("DELETE FROM servers WHERE name = ?", name)
+            self._database.write("DELETE FROM server_adapters WHERE server = ?", name)
 
     def weights_awake(self) -> set[str]:
         """Sleeping servers whose weights were woken (see ServerRow)."""
@@ -293,7 +295,14 @@ class FleetState:
     def forget_run(self) -> None:
         """After `down`: no processes, no intended states, base weights. History stays."""
         with self._database.transaction():
-            for table in ("processes", "servers", "in_doubt"):
+            for table in (
+                "processes",
+                "servers",
+                "in_doubt",
+                "adapters",
+                "adapter_versions",
+                "server_adapters",
+            ):
                 self._database.write(f"DELETE FROM {table}")
             self._database.write(
                 "DELETE FROM meta WHERE key IN ('weights', 'ports', 'going_down', 'restarts')"

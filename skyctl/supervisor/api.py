@@ -13,6 +13,8 @@ POST /v1/verbs/V    {arguments, servers, timeout_s}   {outcomes}
 POST /v1/jobs       {request}                {id}
 GET  /v1/jobs/J     ?after=SEQUENCE&wait_s=20  JobChanges  when there are any, after wait_s, or at
                                              once when it is over
+POST /v1/adapters/load    LoadAdapter        AdapterChange
+POST /v1/adapters/unload  UnloadAdapter      AdapterChange
 POST /v1/verify     {timeout_s}              {servers, agree}
 
 Both sides say which skyctl they are (`wire.VERSION_HEADER`); another protocol is refused.
@@ -23,7 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import cache
 from typing import Any, TypeVar
 from urllib.parse import unquote
@@ -34,6 +36,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 
+from skyctl.adapters import LoadAdapter, UnloadAdapter
 from skyctl.core.arbiter import caller
 from skyctl.core.following import CHANGES_WAIT_S, job_changes
 from skyctl.core.jobs import verify_servers
@@ -179,6 +182,16 @@ def make_app(supervisor: Supervisor) -> Starlette:
             targets, supervisor.client, supervisor.state, timeout_s=body.timeout_s
         )
 
+    async def load_adapter(request: Request) -> Answer:
+        with _refusing(request):
+            asked = TypeAdapter(LoadAdapter).validate_json(await request.body())
+        return asdict(await supervisor.load_adapter(asked))
+
+    async def unload_adapter(request: Request) -> Answer:
+        with _refusing(request):
+            asked = TypeAdapter(UnloadAdapter).validate_json(await request.body())
+        return asdict(await supervisor.unload_adapter(asked))
+
     posts: dict[str, Callable[[Request], Awaitable[Answer]]] = {
         "/v1/reconcile": reconcile,
         "/v1/adopt": adopt,
@@ -189,6 +202,8 @@ def make_app(supervisor: Supervisor) -> Starlette:
         "/v1/verbs/{verb}": verb,
         "/v1/jobs": start_job,
         "/v1/verify": verify,
+        "/v1/adapters/load": load_adapter,
+        "/v1/adapters/unload": unload_adapter,
     }
     gets = {"/v1/status": status, "/v1/recover": findings, "/v1/jobs/{job}": job}
     routes = [Route(path, _answering(call), methods=["GET"]) for path, call in gets.items()]

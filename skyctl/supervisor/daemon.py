@@ -43,6 +43,7 @@ _PACKAGES = tuple(
         "supervisor",
         "core",
         "push",
+        "adapters",
         "transfer",
         "checkpoints",
         "engines",

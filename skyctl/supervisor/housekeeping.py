@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from skyctl.fleetfile.schema import FleetConfig
 from skyctl.launch.local.rotation import rotate
 from skyctl.store.paths import FleetPaths
+from skyctl.supervisor import adapters
 
 if TYPE_CHECKING:
     from skyctl.supervisor.resident import Supervisor
@@ -28,6 +29,7 @@ async def keep_house(supervisor: Supervisor) -> None:
             if supervisor.plan is not None:
                 await look_after_logs(supervisor.paths, supervisor.plan.config)
             supervisor.state.complete()
+            await adapters.retire(supervisor)
             if time.monotonic() - pruned_at > PRUNE_INTERVAL_S:
                 supervisor.state.prune()
                 pruned_at = time.monotonic()

@@ -35,6 +35,7 @@ from skyctl.http.client import ControlClient
 from skyctl.http.target import ServerTarget
 from skyctl.kill_points import reached
 from skyctl.launch.base import ChildProcess
+from skyctl.store.adapters import record_server, served
 from skyctl.store.credentials import CONTROL_TOKEN, Credentials
 from skyctl.store.in_doubt import trust
 from skyctl.store.paths import FleetPaths, create_private_file
@@ -162,15 +163,17 @@ class Replica(KeptRunning):
 
     def forget_weights(self) -> None:
         """A fresh process has the base weights, whatever the one before it had."""
-        self.update_row(
-            weight_version=None,
-            checkpoint=None,
-            checkpoint_digest=None,
-            weights_digest=None,
-            quarantine=None,
-            weights_awake=False,
-        )
-        trust(self._context.state, self.name)
+        state = self._context.state
+        with state.transaction():
+            trust(state, self.name)
+            self.update_row(
+                weight_version=None,
+                checkpoint=None,
+                checkpoint_digest=None,
+                weights_digest=None,
+                quarantine=None,
+                weights_awake=False,
+            )
 
     def hold(self) -> None:
         """Until it is up, and not quarantined, let it answer nobody but us (`inside/guard.py`)."""
@@ -257,7 +260,9 @@ class Replica(KeptRunning):
         self._launched_with = model_on_disk(self.spec)
         self._context.state.expected.launched(self.name, "")
         self._after_end()
+        record_server(self._context.state, self.name, {})
         moved_on = self._context.state.weights().checkpoint is not None
+        moved_on = moved_on or bool(served(self._context.state))
         if self._context.pushing() or moved_on or self._row.paused or self._row.sleep_level:
             self.hold()
         else:

@@ -16,6 +16,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
+from skyctl.adapters import AdapterChange, LoadAdapter, UnloadAdapter
 from skyctl.core import verbs
 from skyctl.core.arbiter import Act, Arbiter, Turn
 from skyctl.core.diagnosis import Finding
@@ -41,7 +42,7 @@ from skyctl.store.journal import Job
 from skyctl.store.paths import FleetPaths
 from skyctl.store.retention import Retention
 from skyctl.store.state import FleetState
-from skyctl.supervisor import admission, adoption, healing, rollout
+from skyctl.supervisor import adapters, admission, adoption, healing, rollout
 from skyctl.supervisor.pushes import Pushes
 from skyctl.supervisor.reconcile import Changes, Running, compare
 from skyctl.supervisor.replica import Replica, ReplicaContext, reload_rows
@@ -245,6 +246,14 @@ class Supervisor:
             if replica.name in told:
                 replica.observe(paused=verb == "pause")
 
+    async def load_adapter(self, asked: LoadAdapter) -> AdapterChange:
+        """Serve a LoRA adapter on every server; see `adapters.load`."""
+        return await adapters.load(self, asked)
+
+    async def unload_adapter(self, asked: UnloadAdapter) -> AdapterChange:
+        """Serve a LoRA adapter no longer; see `adapters.unload`."""
+        return await adapters.unload(self, asked)
+
     async def start_push(self, request: PushRequest) -> Job:
         """Begin a push into every server that is up; the job.
 
@@ -437,12 +446,14 @@ class Supervisor:
             weights = self.state.weights()
             self.state.add_event(replica.name, f"taking weight version {weights.version}")
             await admission.bring_to_weights(replica, self.state, plan, self.client)
+        if not replica.row.quarantine and not adapters.is_current(self, replica):
+            await adapters.admit(self, replica)
         await admission.apply_intent(replica, self.client, plan.config.control_timeout_s)
 
     def _admitted(self, replica: Replica) -> bool:
         if replica.row.quarantine:
             return True
-        current = admission.is_current(self.state, replica)
+        current = admission.is_current(self.state, replica) and adapters.is_current(self, replica)
         return current and self.pushes.over.is_set() and not replica.intent_changed
 
     @asynccontextmanager

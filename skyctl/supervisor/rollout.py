@@ -14,6 +14,7 @@ from skyctl.kill_points import reached
 from skyctl.launch import DEFAULT, HOSTS
 from skyctl.launch.base import Host
 from skyctl.store.state import FleetState, ProcessRow
+from skyctl.supervisor import adapters
 from skyctl.supervisor.replica import Replica
 from skyctl.supervisor.router import NAME as ROUTER
 from skyctl.supervisor.router import RouterChild
@@ -31,6 +32,7 @@ async def apply_plan(supervisor: Supervisor, plan: FleetPlan) -> None:
     Raises:
         SkyctlError: a replica or the router was given up. The others run.
     """
+    await adapters.take_initial(supervisor, plan)
     changes = supervisor.changes(plan)
     specs = {spec.name: spec for spec in plan.servers}
     for name in changes.stop:

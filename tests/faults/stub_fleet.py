@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,7 @@ class StubFleet:
 
     directory: Path
     home: Path | None = None
+    environ: dict[str, str] = field(default_factory=dict)  # more for its commands
 
     def write(
         self, replicas: int = 2, faults: str = "{}", extra: str = "", name: str = "stubs"
@@ -61,7 +62,7 @@ class StubFleet:
         return subprocess.Popen(
             [sys.executable, "-m", "skyctl", *arguments],
             cwd=self.directory,
-            env={**environ, "SKYCTL_HOME": str(home), "PYTHONPATH": str(ROOT)},
+            env={**environ, "SKYCTL_HOME": str(home), "PYTHONPATH": str(ROOT), **self.environ},
             text=True,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,

@@ -1,7 +1,6 @@
 """A vLLM server as skyctl sees it: its routes, scheduler, memory and update sessions.
 
-What the real one does was read in vLLM 0.32 and in `engines/vllm/inside/engine.py`. No test holds
-this model against it yet, as tests/integration/test_contract_stub.py does for tests/stub.
+tests/integration/test_contract_stub.py holds this model against a real server.
 
     scheduler   running ⇄ paused          memory   awake → asleep {weights, kv_cache} → awake
     session     closed → open → closed; while it is open, layers without all of their tensors are
@@ -35,7 +34,11 @@ Weights = dict[str, int]
 
 
 class Refused(Exception):
-    """vLLM would raise here; the answer is 500 with this text."""
+    """vLLM would raise here; the answer has this status and text."""
+
+    def __init__(self, message: str, status: int = 500) -> None:
+        super().__init__(message)
+        self.status = status
 
 
 @dataclass
@@ -85,6 +88,7 @@ class Engine:
         self._watch = watch
         self._lone = lone
         self.served_model = "sim"
+        self.users = True  # it may have requests to end, or to freeze
         self.ready_at = 0.0
         self._reset()
 
@@ -169,7 +173,8 @@ class Engine:
             try:
                 answer = self._carry_out(path, parameters, sent, caller)
             except Refused as error:
-                reply(500, body({"error": {"message": str(error), "code": 500}}))
+                told = {"message": str(error), "code": error.status}
+                reply(error.status, body({"error": told}))
                 return
             if path == "/pause" and parameters.get("mode") == ["wait"] and self.requests:
                 loop.call_later(dice.uniform(0, 20.0), drained, context=_NOBODY)
@@ -238,8 +243,11 @@ class Engine:
 
     def _pause(self, parameters: Mapping[str, list[str]], *_: Any) -> Any:
         mode = parameters.get("mode", ["abort"])[0]
+        if mode not in ("abort", "wait", "keep"):
+            raise Refused(f"Invalid pause mode {mode}", 400)
         if not self.paused and not self.asleep:
-            self.requests = 0 if mode == "abort" else self._dice.choice((0, 0, 1, 3))
+            running = self._dice.choice((0, 0, 1, 3)) if self.users else 0
+            self.requests = 0 if mode == "abort" else running
         elif mode == "abort":
             self.requests = 0
         self.paused = True
@@ -252,6 +260,8 @@ class Engine:
 
     def _sleep(self, parameters: Mapping[str, list[str]], *_: Any) -> Any:
         level = int(parameters.get("level", ["1"])[0])
+        if level not in (0, 1, 2):
+            raise Refused("Input should be less than or equal to 2", 400)
         self.paused = True
         self.requests = 0
         if level and not self.asleep:
@@ -303,6 +313,8 @@ class Engine:
             raise Refused("EngineCore encountered an issue.")
         info = sent["update_info"]
         try:
+            if "chunk" not in info:
+                raise Refused("Worker failed with error 'unexpected keyword argument'")
             if info["chunk"] != self.next_chunk:
                 raise Refused(f"chunk {info['chunk']} came, {self.next_chunk} is next")
             memory = self._memories.get(self.sender)
@@ -334,23 +346,25 @@ class Engine:
     def _break_off(self) -> None:
         """vLLM clears its session flag, not its layers."""
         self.open, self.owner, self.half_open = False, None, True
+        if not self.received:
+            return  # the scrub brings the old weights back
         for rank in self.weights:
             for name in rank:
                 if name not in self.received:
                     rank[name] = GARBAGE
 
-    def _finish(self, *_: Any) -> Any:
+    def _finish(self, _: Any, sent: dict[str, Any], caller: Process | None) -> Any:
         if not self.open:
             raise Refused("finish_weight_update called without a matching start_weight_update.")
         received, announced, self.received = self.received, self.announced, set()
         self.open, self.owner = False, None
-        if not received:
-            return {"message": "Weight update finished"}
-        if received != announced:
-            raise Refused(
-                f"only {len(received)} of {len(announced)} announced tensors were received"
-            )
-        self.sender = 0
+        if received:
+            if received != announced:
+                raise Refused(
+                    f"only {len(received)} of {len(announced)} announced tensors were received"
+                )
+            self.sender = 0
+        self.label = sent.get("weight_version") or self.label
         return {"message": "Weight update finished"}
 
     def _update_label(self, _: Any, sent: dict[str, Any], caller: Process | None) -> Any:

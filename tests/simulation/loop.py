@@ -21,7 +21,7 @@ class Killed(BaseException):
 class Handle:
     """A callback, skipped when its process is dead by the time it is due."""
 
-    __slots__ = ("args", "callback", "context", "number", "off", "process", "when")
+    __slots__ = ("args", "callback", "context", "off", "process", "when")
 
     def __init__(
         self, callback: Callable[..., Any], args: tuple[Any, ...], context: Context | None
@@ -32,16 +32,12 @@ class Handle:
         self.process = self.context.get(PROCESS)
         self.off = False
         self.when = 0.0
-        self.number = 0
 
     def cancel(self) -> None:
         self.off = True
 
     def cancelled(self) -> bool:
         return self.off
-
-    def __lt__(self, other: Handle) -> bool:
-        return (self.when, self.number) < (other.when, other.number)
 
 
 class Task(asyncio.Task):  # type: ignore[type-arg]
@@ -64,7 +60,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         self.problems: list[BaseException] = []
         self._delay = delay
         self._ready: deque[Handle] = deque()
-        self._timers: list[Handle] = []
+        self._timers: list[tuple[float, int, Handle]] = []
         self._numbers = 0
         self._running = False
 
@@ -102,8 +98,8 @@ class VirtualLoop(asyncio.AbstractEventLoop):
     ) -> Any:
         handle = Handle(callback, args, context)
         handle.when = when
-        self._numbers = handle.number = self._numbers + 1
-        heapq.heappush(self._timers, handle)
+        self._numbers += 1
+        heapq.heappush(self._timers, (when, self._numbers, handle))
         return handle
 
     def create_future(self) -> asyncio.Future[Any]:
@@ -160,14 +156,15 @@ class VirtualLoop(asyncio.AbstractEventLoop):
                     self._run(self._ready.popleft())
                 if done():
                     return
-                while self._timers and self._timers[0].off:
-                    heapq.heappop(self._timers)
-                if not self._timers or self._timers[0].when > when:
+                timers = self._timers
+                while timers and timers[0][2].off:
+                    heapq.heappop(timers)
+                if not timers or timers[0][0] > when:
                     self.now = max(self.now, when)
                     return
-                self.now = max(self.now, self._timers[0].when)
-                while self._timers and self._timers[0].when <= self.now:
-                    self._ready.append(heapq.heappop(self._timers))
+                self.now = max(self.now, timers[0][0])
+                while timers and timers[0][0] <= self.now:
+                    self._ready.append(heapq.heappop(timers)[2])
         finally:
             self._running = False
             events._set_running_loop(None)

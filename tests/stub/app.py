@@ -11,6 +11,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from tests.stub.adapters import AdapterRefused, Loaded, StubAdapters
 from tests.stub.faults import Fault, FaultLayer
 from tests.stub.generation import Token, TokenGate, generate, prompt_ids
 from tests.stub.rows import answers
@@ -32,6 +33,7 @@ class StubServer:
         token_delay_s: float = 0.0,
     ) -> None:
         self.engine = engine or StubEngine()
+        self.adapters = StubAdapters(served_model)
         self.gate = TokenGate()
         self.served_model = served_model
         self.bodies: list[tuple[str, dict[str, Any]]] = []
@@ -65,6 +67,8 @@ class StubServer:
             ("/start_weight_update", self._start_update),
             ("/update_weights", self._update_weights),
             ("/finish_weight_update", self._finish_update),
+            ("/v1/load_lora_adapter", self._load_adapter),
+            ("/v1/unload_lora_adapter", self._unload_adapter),
             ("/v1/completions", self._completions),
             ("/v1/chat/completions", self._completions),
             ("/tokenize", self._tokenize),
@@ -89,16 +93,39 @@ class StubServer:
     async def _models(self, request: Request) -> Response:
         if refusal := self._unauthorized(request):
             return refusal
-        return JSONResponse({"object": "list", "data": [{"id": self.served_model}]})
+        model = {"id": self.served_model, "root": self.engine.model, "parent": None}
+        return JSONResponse({"object": "list", "data": [model, *self.adapters.cards()]})
+
+    async def _load_adapter(self, request: Request) -> Response:
+        return await self._change_adapter(request, self.adapters.load)
+
+    async def _unload_adapter(self, request: Request) -> Response:
+        return await self._change_adapter(request, self.adapters.unload)
+
+    async def _change_adapter(
+        self, request: Request, change: Callable[[dict[str, Any]], str]
+    ) -> Response:
+        if refusal := self._unauthorized(request):
+            return refusal
+        if not self.adapters.enabled:
+            return JSONResponse({"detail": "Not Found"}, 404)
+        try:
+            return PlainTextResponse(change(await self._body(request)))
+        except AdapterRefused as error:
+            return _error(error.status, str(error))
 
     async def _world_size(self, _: Request) -> Response:
         return JSONResponse({"world_size": self.engine.world_size})
 
     async def _server_info(self, _: Request) -> Response:
-        config = {
+        config: dict[str, Any] = {
             "model_config": {"model": self.engine.model, "dtype": "torch.float32"},
             "weight_transfer_config": {"backend": self.engine.transfer_backend},
         }
+        if self.engine.kv_reader is not None:
+            lease = {"kv_lease_duration": self.engine.kv_lease_s}
+            connector = {"kv_role": "kv_producer", "kv_connector_extra_config": lease}
+            config["kv_transfer_config"] = connector
         return JSONResponse({"vllm_config": config, "vllm_env": {}, "system_env": {}})
 
     async def _metrics(self, _: Request) -> Response:
@@ -224,7 +251,8 @@ class StubServer:
         if refusal := self._unauthorized(request):
             return refusal
         body = await self._body(request)
-        if body.get("model") != self.served_model:
+        adapter = self.adapters.served.get(body.get("model", ""))
+        if adapter is None and body.get("model") != self.served_model:
             return _error(404, f"The model `{body.get('model')}` does not exist.")
         if self.engine.dead:
             raise EngineRefused("EngineCore encountered an issue.")
@@ -232,6 +260,10 @@ class StubServer:
         tokens = generate(
             self.engine, self.gate, prompt, int(body.get("max_tokens", 16)), self._token_delay_s
         )
+        if adapter is not None:
+            if body.get("prompt_logprobs") is not None:
+                return _error(400, "prompt log-probabilities of a LoRA adapter")
+            tokens = self._with_adapter(adapter, body, prompt)
         if body.get("stream"):
             return StreamingResponse(_events(tokens, prompt, chat), media_type="text/event-stream")
         made = [token async for token in tokens]
@@ -252,7 +284,26 @@ class StubServer:
                 if chat
                 else {"token_logprobs": values}
             )
-        return JSONResponse({"object": "text_completion", "choices": [choice]})
+        name = self.served_model if adapter is None else adapter.name
+        return JSONResponse({"object": "text_completion", "model": name, "choices": [choice]})
+
+    async def _with_adapter(
+        self, adapter: Loaded, body: dict[str, Any], prompt: list[int]
+    ) -> AsyncIterator[Token]:
+        """Tokens of a request that goes on with the version it began with."""
+        self.adapters.running[adapter] += 1
+        try:
+            async for token in generate(
+                self.engine,
+                self.gate,
+                prompt,
+                int(body.get("max_tokens", 16)),
+                self._token_delay_s,
+                adapter=adapter.digest,
+            ):
+                yield token
+        finally:
+            self.adapters.running[adapter] -= 1
 
     async def _set_faults(self, request: Request) -> Response:
         """Other faults from now on, counted from their first call; the tests' own route."""
@@ -274,6 +325,7 @@ class StubServer:
                 "weight_version": engine.weight_version,
                 "log": engine.log,
                 "served": engine.served,
+                "adapters": {name: one.name for name, one in self.adapters.served.items()},
                 "calls": dict(self.asgi.calls),
             }
         )

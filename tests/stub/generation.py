@@ -64,9 +64,15 @@ class TokenGate:
 
 
 async def generate(
-    engine: StubEngine, gate: TokenGate, prompt: Sequence[int], max_tokens: int, delay_s: float
+    engine: StubEngine,
+    gate: TokenGate,
+    prompt: Sequence[int],
+    max_tokens: int,
+    delay_s: float,
+    adapter: str = "",
 ) -> AsyncIterator[Token]:
-    """Tokens of one request under the engine's scheduler: queued, frozen or aborted as it says."""
+    """Tokens of one request under the engine's scheduler: queued, frozen or aborted as it says.
+    `adapter` is the digest of its LoRA weights."""
     engine.queued += 1
     try:
         await _until(engine, lambda: not engine.paused)
@@ -81,7 +87,7 @@ async def generate(
             if not await _may_step(engine, gate, aborts, delay_s):
                 yield Token(None, "abort")
                 return
-            tokens.append(next_token(engine.digest, tokens))
+            tokens.append(next_token(engine.digest + adapter, tokens))
             engine.generation_tokens += 1
             yield Token(tokens[-1], "length" if count == max_tokens else None)
     finally:

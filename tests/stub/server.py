@@ -36,6 +36,8 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--vllm-version", default="0.32.0")
     parser.add_argument("--token-delay-s", type=float, default=0.0)
     parser.add_argument("--middleware", action="append", default=[])
+    parser.add_argument("--enable-lora", action="store_true")
+    parser.add_argument("--max-lora-rank", type=int, default=16)
     options, _ignored = parser.parse_known_args(arguments)
     faults = json.loads(options.faults)
     time.sleep(faults.pop("startup_delay_s", 0))
@@ -56,6 +58,10 @@ def main(arguments: Sequence[str]) -> int:
         api_key=os.environ.get("VLLM_API_KEY") or None,
         token_delay_s=options.token_delay_s,
     )
+    stub.adapters.enabled = (
+        options.enable_lora and os.environ.get("VLLM_ALLOW_RUNTIME_LORA_UPDATING") == "1"
+    )
+    stub.adapters.max_rank = options.max_lora_rank
     asgi: Any = stub.asgi
     for path in options.middleware:  # as vLLM loads them: the last sees a request first
         module, _, name = path.rpartition(".")

@@ -8,7 +8,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from skyctl.engines.base import Command, Device, Reserved, RouterLaunch, ServerLaunch, Sizes
+from skyctl.engines.base import (
+    AdapterLimits,
+    Command,
+    Device,
+    Reserved,
+    RouterLaunch,
+    ServerLaunch,
+    Sizes,
+)
+from skyctl.engines.vllm.inside.adapters import SWITCH as ADAPTER_SWITCH
 from skyctl.engines.vllm.inside.wire import BACKEND, SPIN_VARIABLE
 from skyctl.errors import UsageError
 from skyctl.store.credentials import CONTROL_TOKEN
@@ -24,6 +33,7 @@ _KV_VARIABLE = "VLLM_CPU_KVCACHE_SPACE"
 _SERVER_MODULE = "vllm.entrypoints.openai.api_server"
 _ROUTER_MODULE = "vllm_router.launch_router"
 _CPU_SERVER_BYTES = int(1.3 * 1024**3)  # without weights and KV cache
+_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # what --max-lora-rank takes
 _GPU_SHARE = 0.9  # vLLM's default gpu-memory-utilization
 
 # What skyctl sets itself, and what to write instead. Overriding these would make a server that
@@ -43,6 +53,11 @@ RESERVED = Reserved(
         "data-parallel-size": "use the key `data_parallel_size`",
         "dp": "use the key `data_parallel_size`",
         "weight-transfer-config": "use the key `weight_transfer`",
+        "enable-lora": "use the key `lora`",
+        "max-loras": "use the key `lora.max_adapters`",
+        "max-cpu-loras": "use the key `lora.max_adapters`",
+        "max-lora-rank": "use the key `lora.max_rank`",
+        "lora-modules": "use the key `lora.adapters`",
         "api-key": "use the key `api_key_env`; keys never go on a command line",
         "hf-token": "set HF_TOKEN in the environment; tokens never go on a command line",
         "config": "write its settings under `args`",
@@ -64,6 +79,7 @@ RESERVED = Reserved(
         KEY_VARIABLE: "use the key `api_key_env`",
         CONTROL_TOKEN: "skyctl makes it; see the key `auth`",
         "VLLM_SERVER_DEV_MODE": "skyctl needs it on: every control call is a development route",
+        ADAPTER_SWITCH: "use the key `lora`",
         "VLLM_ALLOW_INSECURE_SERIALIZATION": "skyctl sets it when the transport needs it (ipc)",
     },
 )
@@ -96,6 +112,8 @@ def server_command(launch: ServerLaunch) -> Command:
     if launch.device == "cpu" and arguments.get("enable-sleep-mode"):
         del arguments["enable-sleep-mode"]  # vLLM refuses to start with it on CPU
     argv += server_flags(arguments)
+    if launch.adapters is not None:
+        argv += server_flags(_adapter_arguments(launch.adapters))
     if launch.auth != "none":  # last: what is added last sees a request first
         argv += ["--middleware", GUARD if launch.own_python else GUARD_ALONE]
     return Command(tuple(argv), _environment(launch))
@@ -113,6 +131,17 @@ def _default_arguments(launch: ServerLaunch) -> dict[str, Any]:
     return {"dtype": "float32", "worker-extension-cls": WORKER_EXTENSION}
 
 
+def _adapter_arguments(limits: AdapterLimits) -> dict[str, Any]:
+    """What lets a server take adapters while it runs. After a change, requests of a version and of
+    the one before it are under way together: twice as many are kept in host memory."""
+    return {
+        "enable-lora": True,
+        "max-loras": limits.count,
+        "max-cpu-loras": 2 * limits.count,
+        "max-lora-rank": next((rank for rank in _RANKS if rank >= limits.rank), limits.rank),
+    }
+
+
 def _environment(launch: ServerLaunch) -> dict[str, str]:
     defaults: dict[str, str] = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
     if launch.local_model:
@@ -126,6 +155,8 @@ def _environment(launch: ServerLaunch) -> dict[str, str]:
     env = {name: value for name, value in defaults.items() if name not in launch.environ}
     env.update(launch.env)
     env["VLLM_SERVER_DEV_MODE"] = "1"
+    if launch.adapters is not None:
+        env[ADAPTER_SWITCH] = "1"
     if launch.device == "cuda":
         env["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # so that indices mean what nvidia-smi shows
         env["CUDA_VISIBLE_DEVICES"] = ",".join(str(gpu) for gpu in launch.gpus)

@@ -7,7 +7,8 @@ from asyncio import gather
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from skyctl.engines.base import PauseMode, Refusal, ServerMetrics, StartedWith
+from skyctl.engines.base import PauseMode, Refusal, ServedAdapter, ServerMetrics, StartedWith
+from skyctl.engines.vllm.inside.adapters import IN_FLIGHT, NAMED
 from skyctl.engines.vllm.metrics import METRICS, parse_metrics
 from skyctl.errors import ServerError
 from skyctl.http.client import ControlClient
@@ -25,6 +26,7 @@ _REFUSALS = {
     "Model reloading with": Refusal.CANNOT_RELOAD,  # `--load-format dummy` and others
 }
 _NO_ROUTE = "it has no such route"
+_KV_LEASE_S = 30.0
 
 
 class VLLMServer:
@@ -103,6 +105,7 @@ class VLLMServer:
             str(section("model_config").get("model") or ""),
             str(section("load_config").get("load_format", "")),
             str(section("weight_transfer_config").get("backend", "")) if told else None,
+            _kv_lease_s(section("kv_transfer_config")),
         )
 
     async def server_info(self) -> dict[str, Any]:
@@ -285,6 +288,49 @@ class VLLMServer:
         path = "/v1/chat/completions" if chat else "/v1/completions"
         return await self._call("POST", path, json=dict(body), timeout_s=timeout_s)
 
+    async def adapters(self) -> list[ServedAdapter]:
+        """The LoRA adapters that this server has."""
+        data = await self._field("GET", "/v1/models", "data")
+        return self._understood(
+            "/v1/models",
+            lambda: [
+                ServedAdapter(one["id"], one["root"], one.get("owned_by") == IN_FLIGHT)
+                for one in data
+                if one.get("parent")
+            ],
+        )
+
+    async def load_adapter(self, name: str, path: str) -> None:
+        """Needs --enable-lora, and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 in its environment. vLLM
+        reads the directory again when it has dropped the adapter."""
+        await self._load_adapter({"lora_name": name, "lora_path": path})
+
+    async def name_adapter(self, name: str, loaded: str) -> None:
+        """See `inside/adapters.py`, which is to be there."""
+        try:
+            body = {"lora_name": name, "lora_path": f"{NAMED}{loaded}", "load_inplace": True}
+            await self._load_adapter(body)
+        except ServerError as error:
+            if NAMED in error.message:  # vLLM itself looks for a directory of that name
+                error.refusal = Refusal.CANNOT_NAME
+            raise
+
+    async def unload_adapter(self, name: str) -> None:
+        """One that is not there is unloaded."""
+        try:
+            await self._text("POST", "/v1/unload_lora_adapter", {"lora_name": name})
+        except ServerError as error:
+            if error.status != 404 or "cannot be found" not in error.message:
+                raise
+
+    async def _load_adapter(self, body: Mapping[str, Any]) -> None:
+        try:
+            await self._text("POST", "/v1/load_lora_adapter", body)
+        except ServerError as error:
+            if error.status == 404 and error.message.endswith(_NO_ROUTE):
+                error.refusal = Refusal.NO_ADAPTERS
+            raise
+
     async def init_weight_transfer(
         self, init_info: Mapping[str, Any], *, timeout_s: float | None = None
     ) -> None:
@@ -399,6 +445,12 @@ class VLLMServer:
                 ) from error
             raise
 
+    async def _text(self, method: str, path: str, body: Mapping[str, Any]) -> str:
+        """A call whose answer is a line of text."""
+        return await self._client.text(
+            self.target, path, method=method, json=dict(body), timeout_s=self._timeout_s
+        )
+
     async def _field(
         self, method: str, path: str, key: str, *, params: Mapping[str, Any] | None = None
     ) -> Any:
@@ -427,3 +479,13 @@ class VLLMServer:
 
 def _flag(value: bool) -> str:
     return "true" if value else "false"
+
+
+def _kv_lease_s(transfer: Mapping[str, Any]) -> float:
+    """vLLM counts a request whose KV waits for a decode server as work, and answers a pause in no
+    mode before that is fetched or its lease is over (`nixl/base_worker.py`, default 30 s)."""
+    if transfer.get("kv_role") != "kv_producer":
+        return 0.0
+    extra = transfer.get("kv_connector_extra_config")
+    lease_s = extra.get("kv_lease_duration") if isinstance(extra, Mapping) else None
+    return float(lease_s) if isinstance(lease_s, int | float) else _KV_LEASE_S

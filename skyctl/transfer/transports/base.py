@@ -14,8 +14,8 @@ from typing import Any, Protocol
 from skyctl.checkpoints.dtypes import torch_name
 from skyctl.engines.base import Dialect, TensorHeaders
 from skyctl.engines.vllm.inside.wire import ChunkUpdate, ReceiverInit
-from skyctl.transfer.plan import Chunk, ChunkPlan, Packing
-from skyctl.transfer.reader import FilledSlot, Piece, ShardFiles
+from skyctl.transfer.plan import ALIGNMENT, Chunk, ChunkPlan, Packing
+from skyctl.transfer.reader import ChunkReader, FilledSlot, Piece, ShardFiles
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Session:
 
 
 class Transport(Protocol):
-    """The parent's half.
+    """The parent's half. What is said here is true of skyctl's own receivers, on CPU.
 
     Attributes:
         collective: sender and servers must act at the same time, both at init (the sender joins)
@@ -58,14 +58,14 @@ class Transport(Protocol):
     """
 
     name: str
-    collective: bool
-    resident: bool
-    one_update: bool
-    ordered: bool
-    shares_gpus: bool
-    leaves_group: bool
-    packing: Packing
-    alignment: int
+    collective: bool = False
+    resident: bool = False
+    one_update: bool = False
+    ordered: bool = True
+    shares_gpus: bool = False
+    leaves_group: bool = False
+    packing: Packing = "fit"
+    alignment: int = ALIGNMENT
 
     def sender_options(
         self,
@@ -78,15 +78,19 @@ class Transport(Protocol):
     ) -> dict[str, Any]:
         """What the carrier is opened with. `server_gpus` are each server's physical GPUs;
         `sender_gpu` is one that no server uses, -1 when there is none."""
+        return {}
 
     def init_info(self, session: Session, *, rank_offset: int, dialect: Dialect) -> dict[str, Any]:
         """init_info of one server, whose first worker has rank `rank_offset`."""
+        rank = {"rank_offset": rank_offset} if self.collective else {}
+        return receiver_init(self.name, session, {**session.endpoint, **rank})
 
     def update_info(
         self, session: Session, chunk: Chunk, filled: Filled, *, server: int, dialect: Dialect
     ) -> dict[str, Any]:
         """update_info of one chunk (of all of them as one, with `one_update`) for server number
         `server` of the session."""
+        return chunk_update(chunk, filled)
 
 
 class Reader(Protocol):
@@ -105,7 +109,7 @@ class Carrier(Protocol):
     That of a resident transport also has `rest()`: give the slots back until the next push.
     """
 
-    staged_whole: bool
+    staged_whole: bool = False
     """True when every chunk has a slot of its own: all may be read before the first is sent."""
 
     def open_reader(
@@ -128,18 +132,45 @@ class Carrier(Protocol):
 
     def extra(self, slot: int) -> dict[str, Any]:
         """What update_info needs to know of a slot that was just filled (memory handles)."""
+        return {}
 
     def endpoint(self) -> dict[str, Any]:
         """What servers need to reach this process."""
+        return {}
 
     def join(self) -> None:
-        """Form the group with the servers; returns when it is complete. Bounded by its deadline."""
+        """Form the group with the servers, where there is one; returns when it is complete. Bounded
+        by its deadline."""
+        return
 
     def send(self, slot: int, size: int) -> None:
-        """Send the first `size` bytes of a slot; returns when the slot may be refilled."""
+        """Send the first `size` bytes of a slot; returns when the slot may be refilled. Nothing is
+        done where servers read by themselves."""
+        return
 
     def close(self) -> None:
         """Free everything."""
+
+
+class CpuCarrier(Carrier):
+    """Slots in this process's memory, filled from the files."""
+
+    def allocate(self, slots: int, slot_bytes: int) -> list[memoryview]:
+        """Writable memory of every slot."""
+        raise NotImplementedError
+
+    def open_reader(
+        self,
+        files: ShardFiles,
+        chunks: Sequence[Sequence[Piece]],
+        *,
+        slots: int,
+        slot_bytes: int,
+        threads: int,
+        ring_only: bool = False,
+        reserve_bytes: int = 0,
+    ) -> ChunkReader:
+        return ChunkReader(files, chunks, self.allocate(slots, slot_bytes), threads=threads)
 
 
 def rank_offsets(world_sizes: Sequence[int]) -> tuple[list[int], int]:

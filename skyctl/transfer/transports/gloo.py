@@ -6,29 +6,18 @@ torch's global process group is not used on either side.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
-from skyctl.engines.base import Dialect
-from skyctl.transfer.plan import ALIGNMENT, Chunk, Packing
-from skyctl.transfer.reader import ChunkReader, Piece, ShardFiles
-from skyctl.transfer.transports.base import Filled, Session, chunk_update, receiver_init
+from skyctl.transfer.transports.base import CpuCarrier, Transport
 from skyctl.transfer.transports.rendezvous import HOST, Rendezvous
 
 
-class GlooTransport:
+class GlooTransport(Transport):
     """Every worker of every server takes part in each broadcast."""
 
     name = "gloo"
     collective = True
-    resident = False
-    one_update = False
-    ordered = True
-    shares_gpus = False
-    leaves_group = False
-    packing: Packing = "fit"
-    alignment = ALIGNMENT
 
     def sender_options(
         self,
@@ -44,14 +33,6 @@ class GlooTransport:
             "update_timeout_s": update_timeout_s,
         }
 
-    def init_info(self, session: Session, *, rank_offset: int, dialect: Dialect) -> dict[str, Any]:
-        return receiver_init(self.name, session, {**session.endpoint, "rank_offset": rank_offset})
-
-    def update_info(
-        self, session: Session, chunk: Chunk, filled: Filled, *, server: int, dialect: Dialect
-    ) -> dict[str, Any]:
-        return chunk_update(chunk, filled)
-
 
 TRANSPORT = GlooTransport()
 
@@ -61,10 +42,8 @@ def open_carrier(session: str, options: dict[str, Any]) -> GlooCarrier:
     return GlooCarrier(session, options)
 
 
-class GlooCarrier:
+class GlooCarrier(CpuCarrier):
     """Rank 0 of the group, and the store where ranks find each other."""
-
-    staged_whole = False
 
     def __init__(self, session: str, options: dict[str, Any]) -> None:
         import torch.distributed as dist
@@ -87,25 +66,11 @@ class GlooCarrier:
         self._group: Any = None
         self._slots: list[Any] = []
 
-    def open_reader(
-        self,
-        files: ShardFiles,
-        chunks: Sequence[Sequence[Piece]],
-        *,
-        slots: int,
-        slot_bytes: int,
-        threads: int,
-        ring_only: bool = False,
-        reserve_bytes: int = 0,
-    ) -> ChunkReader:
+    def allocate(self, slots: int, slot_bytes: int) -> list[memoryview]:
         import torch
 
         self._slots = [torch.empty(slot_bytes, dtype=torch.uint8) for _ in range(slots)]
-        views = [memoryview(slot.numpy()) for slot in self._slots]
-        return ChunkReader(files, chunks, views, threads=threads)
-
-    def extra(self, slot: int) -> dict[str, Any]:
-        return {}
+        return [memoryview(slot.numpy()) for slot in self._slots]
 
     def endpoint(self) -> dict[str, Any]:
         return {

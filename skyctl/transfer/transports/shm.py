@@ -8,38 +8,15 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
-from collections.abc import Sequence
 from typing import Any
 
-from skyctl.engines.base import Dialect
-from skyctl.transfer.plan import ALIGNMENT, Chunk, Packing
-from skyctl.transfer.reader import ChunkReader, Piece, ShardFiles
-from skyctl.transfer.transports.base import Filled, Session, chunk_update, receiver_init
+from skyctl.transfer.transports.base import CpuCarrier, Transport
 
 
-class ShmTransport:
+class ShmTransport(Transport):
     """Servers copy each chunk out of the sender's slots; nothing needs to act at the same time."""
 
     name = "shm"
-    collective = False
-    resident = False
-    one_update = False
-    ordered = True
-    shares_gpus = False
-    leaves_group = False
-    packing: Packing = "fit"
-    alignment = ALIGNMENT
-
-    def sender_options(self, **_: Any) -> dict[str, Any]:
-        return {}
-
-    def init_info(self, session: Session, *, rank_offset: int, dialect: Dialect) -> dict[str, Any]:
-        return receiver_init(self.name, session, dict(session.endpoint))
-
-    def update_info(
-        self, session: Session, chunk: Chunk, filled: Filled, *, server: int, dialect: Dialect
-    ) -> dict[str, Any]:
-        return chunk_update(chunk, filled)
 
 
 TRANSPORT = ShmTransport()
@@ -50,34 +27,15 @@ def open_carrier(session: str, options: dict[str, Any]) -> ShmCarrier:
     return ShmCarrier(session)
 
 
-class ShmCarrier:
+class ShmCarrier(CpuCarrier):
     """Slots in memory files that only this process holds."""
-
-    staged_whole = False
 
     def __init__(self, session: str) -> None:
         self._session = session
         self._descriptors: list[int] = []
         self._maps: list[mmap.mmap] = []
 
-    def open_reader(
-        self,
-        files: ShardFiles,
-        chunks: Sequence[Sequence[Piece]],
-        *,
-        slots: int,
-        slot_bytes: int,
-        threads: int,
-        ring_only: bool = False,
-        reserve_bytes: int = 0,
-    ) -> ChunkReader:
-        return ChunkReader(files, chunks, self.allocate(slots, slot_bytes), threads=threads)
-
-    def extra(self, slot: int) -> dict[str, Any]:
-        return {}
-
     def allocate(self, slots: int, slot_bytes: int) -> list[memoryview]:
-        """Writable memory of every slot."""
         for slot in range(slots):
             descriptor = os.memfd_create(
                 f"skyctl-{self._session}-{slot}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
@@ -91,12 +49,6 @@ class ShmCarrier:
 
     def endpoint(self) -> dict[str, Any]:
         return {"pid": os.getpid(), "fds": list(self._descriptors)}
-
-    def join(self) -> None:
-        """No group to form."""
-
-    def send(self, slot: int, size: int) -> None:
-        """Servers read by themselves."""
 
     def close(self) -> None:
         for descriptor in self._descriptors:

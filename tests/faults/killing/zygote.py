@@ -28,7 +28,7 @@ _WARM = (
     "skyctl.cli.fleet_view",
     "skyctl.cli.job_view",
     "skyctl.cli.operation",
-    "skyctl.cli.recover_view",
+    "skyctl.cli.recover",
     "skyctl.service.attached",
     "skyctl.service.attached_push",
     "skyctl.service.attached_recovery",

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from skyctl.cli.command_line import command_name, explain, given, options_first
-from skyctl.cli.help_text import flowing
+from skyctl.cli.command_line import command_name, explain, flowing, given, options_first
 
 GROUPS = {"jobs": {"show", "wait"}, "weights": {"verify"}}
 

@@ -19,6 +19,7 @@ import typer
 
 from skyctl.cli import app as app_module
 from tests.faults.stub_fleet import StubFleet
+from tests.unit.adapters.files import lora, make_adapter
 from tests.unit.cli.json_contract import DOCUMENT, Node, differences, specification, tables
 from tests.unit.push.checkpoints import tiny_tensors, write_checkpoint
 
@@ -46,6 +47,11 @@ CALLS = [
     "jobs",
     "jobs show push-1",
     "jobs wait push-1",
+    "adapters load x x1",
+    "adapters sync x x2",
+    "adapters",
+    "adapters list",
+    "adapters unload x",
     "weights",
     "weights history",
     "weights verify",
@@ -71,8 +77,12 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StubFleet]:
     directory = tmp_path_factory.mktemp("contract")
     fleet = StubFleet(directory)
     fleet.write(
-        replicas=2, extra="args: {token-delay-s: 0.005}\nweight_transfer: {transport: disk}"
+        replicas=2,
+        extra="args: {token-delay-s: 0.005}\nweight_transfer: {transport: disk}\nlora: {}",
     )
+    up_proj = lora("base_model.model.model.layers.0.mlp.up_proj")
+    for number in (1, 2):
+        make_adapter(directory / f"x{number}", up_proj, value=number / 10)
     write_checkpoint(directory / "model")
     write_checkpoint(directory / "b", tiny_tensors(9))
     yield fleet
@@ -145,7 +155,8 @@ def command_names() -> list[str]:
 
 
 def test_every_command_is_documented_and_called_here() -> None:
-    documented = set(TABLES) - {"Status", "Outcomes", "Job", "PushResult", "Push"} | {"schema"}
+    objects = {"Status", "Adapter", "Outcomes", "Job", "PushResult", "Push"}
+    documented = set(TABLES) - objects | {"schema"}
     assert documented == set(command_names())
     called = {
         name for name in command_names() for call in CALLS if f"{call} ".startswith(f"{name} ")

@@ -12,7 +12,8 @@ import pytest
 
 from skyctl.core import arbiter
 from skyctl.core.arbiter import LATE_S, Act, Arbiter, caller
-from skyctl.errors import ConflictError
+from skyctl.errors import ConflictError, SkyctlError
+from skyctl.store import locks
 from skyctl.store.locks import Locks
 
 
@@ -99,6 +100,27 @@ def test_who_asked_is_named(two: tuple[Arbiter, Arbiter]) -> None:
             other.take(Act.VERB, "skyctl pause")
     caller.reset(asked)
     assert other.holders() == []
+
+
+def test_where_there_is_no_room_for_the_lock_its_directory_is_locked(
+    two: tuple[Arbiter, Arbiter], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A verb that began on a full disk excludes a push that finds room by then."""
+
+    def no_room(path: Path, flags: int = 0) -> int:
+        raise SkyctlError(f"cannot open {path}: No space left on device")
+
+    one, other = two
+    with monkeypatch.context() as full:
+        full.setattr(locks, "create_private_file", no_room)
+        verb = one.take(Act.VERB, "skyctl resume")
+        other.take(Act.VERB, "skyctl pause").release()
+        with pytest.raises(ConflictError):
+            other.take(Act.SLEEP, "skyctl sleep")
+    with pytest.raises(ConflictError):
+        other.take(Act.PUSH, "push-1")
+    verb.release()
+    other.take(Act.PUSH, "push-1").release()
 
 
 def test_what_thaws_needs_no_lock_where_none_can_be_made(tmp_path: Path) -> None:

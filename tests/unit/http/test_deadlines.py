@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from skyctl.http.deadlines import Deadlines
+from skyctl.http.connections import Deadlines
 
 
 async def test_each_is_late_at_its_own_time_and_once() -> None:

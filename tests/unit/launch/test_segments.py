@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from skyctl.launch.local.host import sweep_scratch
 from skyctl.launch.local.process import ManagedProcess
-from skyctl.launch.local.scratch import sweep_scratch
 from skyctl.launch.local.segments import mapped_by, remove, remove_left
 from skyctl.store.paths import FleetPaths
 from tests.unit.launch.test_process import first_line

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from skyctl.monitoring.rates import RateMeter
+from skyctl.monitoring.sampler import RateMeter
 
 
 def test_the_first_look_knows_no_rate_and_the_second_does() -> None:

@@ -71,7 +71,7 @@ def disk_full() -> sqlite3.OperationalError:
 
 
 @contextmanager
-def mounted(directory: Path, size: str = "256k") -> Iterator[Path]:
+def mounted(directory: Path, size: str = "320k") -> Iterator[Path]:
     """A small file system that nobody else uses; the test is skipped where it cannot be made."""
     directory.mkdir()
     command = ["mount", "-t", "tmpfs", "-o", f"size={size},mode=700", "tmpfs", str(directory)]

@@ -19,8 +19,8 @@ from skyctl.core.plan import FleetPlan
 from skyctl.core.registry import supervisor_running
 from skyctl.core.status import FleetStatus
 from skyctl.errors import ConflictError, FleetDownError
+from skyctl.launch.local.host import scratch_environment
 from skyctl.launch.local.process import ManagedProcess
-from skyctl.launch.local.scratch import scratch_environment
 from skyctl.service.bring_up import follow_operation, take_down
 from skyctl.service.left_alone import left_alone
 from skyctl.service.unsupervised import unsupervised_status

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from skyctl.engines.vllm.inside.adapters import serve_adapters
 from skyctl.engines.vllm.inside.idle import spin_less
 from skyctl.engines.vllm.inside.wire import BACKEND
 
@@ -10,6 +11,7 @@ def register() -> None:
     """vLLM calls this in every process, possibly more than once. What a version does not have is
     left alone: a plugin must never keep a server from starting."""
     spin_less()
+    serve_adapters()
     _register_backend()
 
 

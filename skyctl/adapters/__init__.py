@@ -1,0 +1,31 @@
+"""LoRA adapters as artifacts with versions, loaded into running servers without a freeze."""
+
+from skyctl.adapters.change import (
+    AdapterChange,
+    AdapterFleet,
+    LoadAdapter,
+    UnloadAdapter,
+    catch_up,
+    changing,
+    enter,
+    load,
+    retire,
+    unload,
+)
+from skyctl.adapters.peft import check_fits, read_adapter, write_adapter
+
+__all__ = [
+    "AdapterChange",
+    "AdapterFleet",
+    "LoadAdapter",
+    "UnloadAdapter",
+    "catch_up",
+    "changing",
+    "check_fits",
+    "enter",
+    "load",
+    "read_adapter",
+    "retire",
+    "unload",
+    "write_adapter",
+]

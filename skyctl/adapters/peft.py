@@ -1,0 +1,328 @@
+"""A LoRA adapter as PEFT saves it: read, checked against the running model, and written.
+
+Format: https://huggingface.co/docs/peft/developer_guides/checkpoint. A directory with
+adapter_config.json, and adapter_model.safetensors with `base_model.model.<module>.lora_A.weight`
+[rank, in] and `.lora_B.weight` [out, rank] of every module that is adapted (of embeddings:
+`.lora_embedding_A` [rank, vocabulary] and `.lora_embedding_B` [hidden, rank], without `.weight`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from skyctl.checkpoints.checkpoint import locate
+from skyctl.checkpoints.compat import compare_configs
+from skyctl.checkpoints.dtypes import safetensors_name
+from skyctl.checkpoints.finite import first_not_finite
+from skyctl.checkpoints.header import Tensor, read_header
+from skyctl.checkpoints.live import NamedTensors, RunningModel, each_tensor, running_model
+from skyctl.errors import NotFoundError, PreflightError, SkyctlError, UsageError
+
+CONFIG = "adapter_config.json"
+WEIGHTS = "adapter_model.safetensors"
+
+_PREFIX = "base_model.model."
+_PART = re.compile(r"^(?P<module>.+)\.(?P<part>lora_(embedding_)?[AB])(\.weight)?$")
+_UNSUPPORTED = {  # what vLLM refuses, or worse, passes over
+    "use_dora": "DoRA",
+    "lora_bias": "LoRA bias",
+    "modules_to_save": "modules saved whole (modules_to_save)",
+    "layer_replication": "layer replication",
+    "alora_invocation_tokens": "activated LoRA",
+    "use_qalora": "QALoRA",
+    "use_bdlora": "block-diagonal LoRA",
+}
+_SHOWN = 3
+_HEAD, _TIED_TO = "lm_head", "model.embed_tokens.weight"
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """A PEFT directory that was read. `rank` is the largest of its modules; `digest` is over every
+    byte of its weights and what its configuration says of them; `bytes` are those of its files."""
+
+    path: Path
+    config: Mapping[str, Any]
+    tensors: tuple[Tensor, ...]
+    rank: int
+    digest: str
+    bytes: int
+
+
+def read_adapter(path: str) -> Adapter:
+    """Read and check a PEFT directory, every byte of it.
+
+    Raises:
+        NotFoundError: there is no such directory.
+        PreflightError: it is no LoRA adapter in PEFT's format, or one that vLLM does not take.
+    """
+    directory = Path(os.path.abspath(Path(path).expanduser()))  # noqa: PTH100 - links are kept
+    if not directory.is_dir():
+        raise NotFoundError(
+            f"adapter {path} does not exist" if not directory.exists() else f"{path} is a file",
+            hint=f"give the directory that PEFT's save_pretrained wrote, with its {CONFIG}",
+        )
+    config = _read_config(directory)
+    if not (directory / WEIGHTS).exists():
+        other = next(directory.glob("adapter_model.*"), None)
+        raise PreflightError(
+            f"{directory} has no {WEIGHTS}" + (f", only {other.name}" if other else ""),
+            hint="save it as safetensors: model.save_pretrained(DIR, safe_serialization=True)",
+        )
+    _, tensors = read_header(directory / WEIGHTS)
+    ranks = _ranks(directory, config, tensors)
+    data = (directory / WEIGHTS).read_bytes()
+    for tensor in tensors:
+        element = first_not_finite(data, tensor.dtype, tensor.begin, tensor.nbytes)
+        if element is not None:
+            raise PreflightError(
+                f"{directory}: {tensor.name} holds NaN or infinity (element {element})",
+                hint="load an earlier version of the adapter",
+            )
+    digest = hashlib.blake2b(data, digest_size=16)
+    digest.update(json.dumps(config, sort_keys=True).encode())
+    total = len(data) + (directory / CONFIG).stat().st_size
+    return Adapter(directory, config, tuple(tensors), max(ranks), digest.hexdigest(), total)
+
+
+def check_fits(
+    adapter: Adapter,
+    *,
+    model: str | None,
+    bases: Sequence[str],
+    max_rank: int | None,
+    any_base: bool = False,
+) -> list[str]:
+    """Does an adapter fit what the servers run? What could not be compared here, as notes.
+
+    `model` says what they run (a directory or hub id, None: unknown), `bases` all the names it has;
+    `any_base` takes an adapter of a base of another name. The servers look at shapes as well.
+
+    Raises:
+        PreflightError: it does not.
+    """
+    if max_rank is not None and adapter.rank > max_rank:
+        raise PreflightError(
+            f"{adapter.path} has rank {adapter.rank}, and this fleet takes {max_rank} at most",
+            hint=f"write `lora: {{max_rank: {adapter.rank}}}` into the fleet file, then: skyctl up",
+        )
+    running = _running(model)
+    if not any_base:
+        _check_base(adapter, bases, running)
+    if not running.tensors:
+        return [f"{model or 'what the servers run'} is not here: shapes were not compared with it"]
+    problems = _misfits(adapter, {tensor.name: tensor for tensor in running.tensors})
+    if problems:
+        more = len(problems) - _SHOWN
+        text = "; ".join(problems[:_SHOWN]) + (f"; and {more} more" if more > 0 else "")
+        raise PreflightError(
+            f"{adapter.path} does not fit the running model: {text}",
+            hint="load an adapter that was trained on this model",
+            details={"problems": problems},
+        )
+    return []
+
+
+def copy_adapter(adapter: Adapter, directory: Path) -> None:
+    """Copy what vLLM reads into an empty directory.
+
+    Raises:
+        SkyctlError: it cannot be written. PreflightError: it changed since it was read.
+    """
+    try:
+        for name in (WEIGHTS, CONFIG):
+            shutil.copyfile(adapter.path / name, directory / name)
+    except OSError as error:
+        raise SkyctlError(f"{adapter.path} cannot be copied to {directory}: {error}") from error
+    if read_adapter(str(directory)).digest != adapter.digest:
+        raise PreflightError(
+            f"{adapter.path} changed while it was copied", hint="load it once it is written"
+        )
+
+
+async def write_adapter(
+    tensors: NamedTensors, config: Mapping[str, Any] | None, directory: Path
+) -> None:
+    """Write tensors out of a trainer's memory, in PEFT's names, into an empty directory.
+
+    `config` has PEFT's keys; `r` and `lora_alpha` are needed. `target_modules` are those of the
+    tensors where they are not said.
+
+    Raises:
+        UsageError: something came that is no tensor, or `config` lacks a key.
+        SkyctlError: it cannot be written.
+    """
+    found = [_plain(name, tensor) async for name, tensor in each_tensor(tensors)]
+    missing = [key for key in ("r", "lora_alpha") if key not in (config or {})]
+    if missing:
+        raise UsageError(
+            f"tensors need a configuration with {' and '.join(missing)}",
+            hint='give config={"r": 8, "lora_alpha": 32}, or what adapter_config.json would have',
+        )
+    modules = {m["module"].rpartition(".")[2] for name, *_ in found if (m := _PART.match(name))}
+    whole = {"peft_type": "LORA", "bias": "none", "target_modules": sorted(modules)}
+    header: dict[str, Any] = {}
+    end = 0
+    for name, dtype, shape, data in found:
+        offsets = [end, end := end + data.nbytes]
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": offsets}
+    raw = json.dumps(header).encode()
+    raw = raw.ljust(-(-len(raw) // 8) * 8)  # so that tensors begin aligned
+    try:
+        with (directory / WEIGHTS).open("xb") as file:
+            file.write(struct.pack("<Q", len(raw)) + raw)
+            for *_, data in found:
+                file.write(data)
+        (directory / CONFIG).write_text(json.dumps({**whole, **(config or {})}))
+    except (OSError, TypeError, ValueError) as error:
+        raise SkyctlError(f"the adapter cannot be written to {directory}: {error}") from error
+
+
+def _plain(name: str, tensor: Any) -> tuple[str, str, list[int], memoryview]:
+    """Name, safetensors dtype, shape and bytes of a tensor."""
+    import torch
+
+    if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
+        raise UsageError(
+            "an adapter is pairs of a name and a torch.Tensor",
+            hint="give peft.get_peft_model_state_dict(model)",
+        )
+    plain = tensor.detach().to("cpu").contiguous()
+    data = memoryview(plain.reshape(-1).view(torch.uint8).numpy())
+    dtype = safetensors_name(str(plain.dtype).removeprefix("torch."), name)
+    return name, dtype, list(plain.shape), data
+
+
+def _read_config(directory: Path) -> dict[str, Any]:
+    try:
+        config = json.loads((directory / CONFIG).read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        hint = f"give the directory that PEFT's save_pretrained wrote, with its {CONFIG}"
+        if (directory / "config.json").exists():
+            hint = f"a whole checkpoint is pushed: skyctl sync-weights {directory}"
+        raise PreflightError(f"{directory} is no adapter: it has no {CONFIG}", hint=hint) from error
+    except (OSError, ValueError, RecursionError) as error:
+        raise PreflightError(f"{directory / CONFIG} cannot be read: {error}") from error
+    kind = config.get("peft_type") if isinstance(config, dict) else None
+    if kind != "LORA":
+        raise PreflightError(
+            f"{directory} is no LoRA adapter: its peft_type is {kind!r}",
+            hint="vLLM serves LoRA alone; merge others into their base and push that",
+        )
+    used = [words for key, words in _UNSUPPORTED.items() if config.get(key)]
+    if config.get("bias", "none") != "none":
+        used.append("trained biases")
+    if used:
+        raise PreflightError(
+            f"{directory} uses {' and '.join(used)}, which vLLM does not serve",
+            hint="merge it into its base (model.merge_and_unload()) and push that: "
+            "skyctl sync-weights DIR",
+        )
+    return dict(config)
+
+
+def _ranks(directory: Path, config: Mapping[str, Any], tensors: Sequence[Tensor]) -> list[int]:
+    """The rank of each module, out of its tensors.
+
+    Raises:
+        PreflightError: a tensor is no part of a LoRA module, or one of two parts is missing.
+    """
+    said, alpha = config.get("r"), config.get("lora_alpha")
+    if not isinstance(said, int) or said < 1 or not isinstance(alpha, int | float):
+        raise PreflightError(f"{directory / CONFIG} lacks a rank `r`, or `lora_alpha`")
+    parts: dict[str, dict[str, Tensor]] = {}
+    for tensor in tensors:
+        found = _PART.match(tensor.name)
+        if found is None or len(tensor.shape) != 2:
+            raise PreflightError(f"{directory}: {tensor.name} is no part of a LoRA module")
+        parts.setdefault(found["module"], {})[found["part"][-1]] = tensor
+    if not parts:
+        raise PreflightError(f"{directory} holds no tensors")
+    ranks = [said, *dict(config.get("rank_pattern") or {}).values()]
+    for module, pair in parts.items():
+        if len(pair) != 2:
+            raise PreflightError(f"{directory}: {module} has lora_{next(iter(pair))} alone")
+        down, up = pair["A"].shape[0], pair["B"].shape[1]
+        if down != up or down not in ranks:
+            raise PreflightError(
+                f"{directory}: {module} has rank {down} in lora_A and {up} in lora_B, and "
+                f"{CONFIG} says {said}"
+            )
+    return [pair["A"].shape[0] for pair in parts.values()]
+
+
+@lru_cache(maxsize=4)
+def _running_as(model: str, identity: tuple[int, ...]) -> RunningModel:
+    return running_model(model)
+
+
+def _running(model: str | None) -> RunningModel:
+    """What the servers run, as far as it is here; read once as long as it stays as it is."""
+    directory = locate(model) if model else None
+    if model is None or directory is None:
+        return RunningModel()
+    status = os.stat(directory)  # noqa: PTH116 - a cache key
+    return _running_as(model, (status.st_ino, status.st_mtime_ns))
+
+
+def _check_base(adapter: Adapter, bases: Sequence[str], running: RunningModel) -> None:
+    """Raise PreflightError when an adapter says that it was trained on another model."""
+    base = adapter.config.get("base_model_name_or_path")
+    if not base or not isinstance(base, str) or not bases:
+        return
+    problems: list[str] = []
+    here = Path(base).expanduser() / "config.json"
+    if here.is_file() and running.config:
+        problems = compare_configs(json.loads(here.read_text(encoding="utf-8")), running.config)
+    if not problems and any(_same_model(base, one) for one in bases):
+        return
+    why = f": {problems[0]}" if problems else ""
+    raise PreflightError(
+        f"{adapter.path} was trained on {base}, and this fleet runs {bases[0]}{why}",
+        hint="load an adapter of this model; or, if it is one under another name: --any-base",
+    )
+
+
+def _same_model(one: str, other: str) -> bool:
+    """Whether two names, of directories or on the hub, can mean the same model."""
+    if Path(one).exists() and Path(other).exists() and Path(one).samefile(other):
+        return True
+    return one.rstrip("/").rpartition("/")[2] == other.rstrip("/").rpartition("/")[2]
+
+
+def _misfits(adapter: Adapter, base: Mapping[str, Tensor]) -> list[str]:
+    """What of an adapter is not in the running model or is of another shape, as one line each."""
+    problems = []
+    for tensor in adapter.tensors:
+        found = _PART.match(tensor.name)
+        assert found is not None  # read_adapter looked
+        module, part = found["module"].removeprefix(_PREFIX), found["part"]
+        weight = base.get(f"{module}.weight")
+        if weight is None and module == _HEAD:
+            weight = base.get(_TIED_TO)
+        if weight is None:
+            # quantized weights have other names and shapes, fused experts no module of their own
+            if ".experts" not in module and not any(n.startswith(f"{module}.") for n in base):
+                problems.append(f"{module} is not in the model the servers run")
+            continue
+        if len(weight.shape) != 2:
+            problems.append(f"{module} is no linear layer and no embedding")
+            continue
+        rows, columns = weight.shape
+        if "embedding" in part:
+            rows, columns = columns, rows
+        here, there = (tensor.shape[1], columns) if part[-1] == "A" else (tensor.shape[0], rows)
+        if here != there:
+            side = "inputs" if part[-1] == "A" else "outputs"
+            problems.append(f"{module} has {here} {side} here, {there} in the servers")
+    return sorted(set(problems))

@@ -1,0 +1,214 @@
+"""`skyctl adapters`: LoRA adapters, loaded into the running servers without a freeze."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from skyctl.cli.asking import ask_fleet, chosen
+from skyctl.cli.options import FileOption, FleetOption, JsonOption, TimeoutOption
+
+if TYPE_CHECKING:
+    from skyctl.adapters import AdapterChange
+    from skyctl.store.adapters import AdapterVersion
+
+app = typer.Typer(help="LoRA adapters: load, sync to a new version, unload, without a freeze.")
+
+NameArgument = Annotated[str, typer.Argument(help="The model name that requests ask for.")]
+DirectoryArgument = Annotated[
+    Path, typer.Argument(metavar="DIR", help="What PEFT's save_pretrained wrote.")
+]
+AnyBaseOption = Annotated[
+    bool, typer.Option("--any-base", help="Whatever base model the adapter says it is of.")
+]
+
+
+@app.callback(invoke_without_command=True)
+def adapters(
+    context: typer.Context,
+    file: FileOption = None,
+    fleet: FleetOption = None,
+    json: JsonOption = False,
+) -> None:
+    """The LoRA adapters that the fleet serves.
+
+    \b
+    skyctl adapters load math ./math-adapter       requests with `model: math` use it
+    skyctl adapters sync math ./math-adapter-2     the next version, on all servers or on none
+    skyctl adapters unload math
+    """
+    if context.invoked_subcommand is None:
+        _show(file, fleet)
+    else:
+        context.obj = (file, fleet)
+
+
+@app.command("list")
+def list_(
+    context: typer.Context,
+    file: FileOption = None,
+    fleet: FleetOption = None,
+    json: JsonOption = False,
+) -> None:
+    """Name, version and digest of each adapter, and the servers that have it.
+
+    \b
+    skyctl adapters list
+    skyctl adapters list --json
+    """
+    _show(*chosen(context, file, fleet))
+
+
+@app.command()
+def load(
+    context: typer.Context,
+    name: NameArgument,
+    directory: DirectoryArgument,
+    any_base: AnyBaseOption = False,
+    file: FileOption = None,
+    fleet: FleetOption = None,
+    timeout: TimeoutOption = None,
+    json: JsonOption = False,
+) -> None:
+    """Serve an adapter under a new name, on every server or on none.
+
+    It is checked against the running model first, and copied: the directory may go or change
+    afterwards. A server that restarts has it before it is routed.
+
+    \b
+    skyctl adapters load math ./math-adapter
+    skyctl generate --model math "7 times 6 is"
+    """
+    _change(*chosen(context, file, fleet), name, directory, True, any_base, timeout)
+
+
+@app.command()
+def sync(
+    context: typer.Context,
+    name: NameArgument,
+    directory: DirectoryArgument,
+    any_base: AnyBaseOption = False,
+    file: FileOption = None,
+    fleet: FleetOption = None,
+    timeout: TimeoutOption = None,
+    json: JsonOption = False,
+) -> None:
+    """Bring a served adapter to a new version, on every server or on none. Nothing is paused.
+
+    Requests under way end with the version they began with; those that come after it use the new
+    one, and their answers say which (`"model": "math@2"`).
+
+    \b
+    skyctl adapters sync math ./math-adapter-step-200
+    """
+    _change(*chosen(context, file, fleet), name, directory, False, any_base, timeout)
+
+
+@app.command()
+def unload(
+    context: typer.Context,
+    name: NameArgument,
+    file: FileOption = None,
+    fleet: FleetOption = None,
+    timeout: TimeoutOption = None,
+    json: JsonOption = False,
+) -> None:
+    """Serve an adapter no longer; requests under way end with it.
+
+    \b
+    skyctl adapters unload math
+    """
+    from skyctl.adapters import UnloadAdapter
+
+    asked = UnloadAdapter(name=name, timeout_s=timeout)
+    _report(ask_fleet(*chosen(context, file, fleet), lambda running: running.unload_adapter(asked)))
+
+
+def _change(
+    file: Path | None,
+    fleet: str | None,
+    name: str,
+    directory: Path,
+    new: bool,
+    any_base: bool,
+    timeout_s: float | None,
+) -> None:
+    from skyctl.adapters import LoadAdapter
+
+    asked = LoadAdapter(
+        name=name,
+        directory=str(directory.expanduser().absolute()),
+        new=new,
+        any_base=any_base,
+        timeout_s=timeout_s,
+    )
+    _report(ask_fleet(file, fleet, lambda running: running.load_adapter(asked)))
+
+
+def _report(change: AdapterChange) -> None:
+    from skyctl import output
+
+    rows = [outcome.to_json() for outcome in change.outcomes]
+    done = sum(outcome.ok for outcome in change.outcomes)
+    adapter, where = change.adapter, f"{done} of {len(rows)} servers in {change.elapsed_ms:.0f} ms"
+    if adapter is None:
+        line = f"{change.name} unloaded from {where}"
+    else:
+        was = f" (was {change.before})" if change.before else ""
+        line = f"{change.name} is version {adapter.version}{was} on {where}; rank {adapter.rank}, "
+        line += f"digest {adapter.digest[:12]}"
+    output.emit(
+        {
+            "name": change.name,
+            "version": adapter and adapter.version,
+            "before": change.before,
+            "adapter": adapter and to_json(adapter),
+            "outcomes": rows,
+            "elapsed_ms": round(change.elapsed_ms, 1),
+            "notes": list(change.notes),
+        },
+        output.outcome_table(rows),
+        line,
+        *change.notes,
+    )
+
+
+def _show(file: Path | None, fleet: str | None) -> None:
+    from skyctl import output
+    from skyctl.units import format_bytes
+
+    found = ask_fleet(file, fleet, lambda running: running.adapters())
+    rows = [
+        [
+            one.name,
+            str(one.version),
+            str(one.rank),
+            format_bytes(one.bytes),
+            one.digest[:12],
+            ", ".join(one.servers) or "no server yet",
+            one.source,
+        ]
+        for one in found
+    ]
+    output.emit(
+        {"adapters": [to_json(one) for one in found]},
+        output.table(["ADAPTER", "VERSION", "RANK", "SIZE", "DIGEST", "SERVERS", "SOURCE"], rows)
+        if rows
+        else "no adapters are served",
+    )
+
+
+def to_json(one: AdapterVersion) -> dict[str, object]:
+    """An adapter as `--json` prints it."""
+    return {
+        "name": one.name,
+        "version": one.version,
+        "digest": one.digest,
+        "rank": one.rank,
+        "bytes": one.bytes,
+        "at": one.at,
+        "source": one.source,
+        "servers": list(one.servers),
+    }

@@ -1,0 +1,186 @@
+"""What vLLM lacks for LoRA adapters that change under traffic, put in where vLLM runs.
+
+In the API server (vLLM 0.32, `openai/models/serving.py`):
+
+- **A name for a version.** `/v1/load_lora_adapter` with the path `skyctl:NAME@7` gives the name to
+  an adapter that was loaded as NAME@7: one assignment, between two requests. Requests under way go
+  on with the version they began with. vLLM's own `load_inplace` cannot do that: it keeps the
+  adapter's id, so that requests under way change weights amid their tokens, and the flag sticks, so
+  that every step of the engine reads the files again.
+- **What is in use.** `/v1/models` lists names as they are asked for, and versions that nobody can
+  ask for any more while requests run with them (`owned_by: in-flight`): their files must stay.
+- **No prompt log-probabilities of adapters.** vLLM computes them with one row of LoRA indices per
+  sequence where there is one row of logits per token; the engine dies (gh-29955).
+
+In the workers of CPU servers:
+
+- Rows without an adapter have the index -1, which torch takes for the last adapter: base requests
+  beside adapters got its output (gh-48421). Their share is zero here.
+- Prompt log-probabilities of base requests die beside adapters in the same way as those of
+  adapters, so the output layer's LoRA is left out of them.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from functools import wraps
+from http import HTTPStatus
+from typing import Any
+
+NAMED = "skyctl:"
+IN_FLIGHT = "in-flight"
+SWITCH = "VLLM_ALLOW_RUNTIME_LORA_UPDATING"
+
+_MARK = "_skyctl_adapters"
+_REFUSAL = (
+    "prompt log-probabilities (prompt_logprobs, or echo with logprobs) of a LoRA adapter end "
+    "vLLM's engine: ask the base model for them, or compute them in the trainer"
+)
+
+
+def serve_adapters() -> None:
+    """Prepare this process of vLLM's, where adapters may be loaded. May be called more than once.
+    What a version does not have is left alone: a name cannot be given there, and skyctl says so."""
+    if os.environ.get(SWITCH, "0").strip().lower() not in ("1", "true"):
+        return
+    serving = sys.modules.get("vllm.entrypoints.openai.models.serving")  # of the API server alone
+    with suppress(ImportError, AttributeError):
+        if serving is not None:
+            from vllm.exceptions import VLLMValidationError
+            from vllm.v1.engine.input_processor import InputProcessor
+            from vllm.v1.metrics.stats import LoRARequestStates
+
+            refuse_prompt_logprobs(InputProcessor, VLLMValidationError)
+            count_by_name(LoRARequestStates)
+            give_names(
+                serving.OpenAIServingModels, serving.create_error_response, serving.ModelCard
+            )
+        from vllm.lora.ops.torch_ops import lora_ops
+        from vllm.lora.punica_wrapper import punica_cpu
+        from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+        leave_base_rows_alone(lora_ops, punica_cpu)
+        leave_prompts_alone(GPUModelRunner, punica_cpu.PunicaWrapperCPU)
+
+
+def give_names(models: Any, refuse: Callable[..., Any], card: Any) -> None:
+    """Teach `models`, vLLM's registry of names, to give a name to another adapter."""
+    load, listed = models.load_lora_adapter, models.show_available_models
+    if hasattr(load, _MARK):
+        return
+
+    @wraps(load)
+    async def load_or_name(self: Any, request: Any, *rest: Any, **named: Any) -> Any:
+        name, version = request.lora_name, request.lora_path.removeprefix(NAMED)
+        if version == request.lora_path:
+            return await load(self, request, *rest, **named)
+        held = self.lora_requests.get(name)
+        if held is None or held.lora_name != version:
+            if not name or self.is_base_model(name) or version not in self.lora_requests:
+                return refuse(
+                    message=f"{name!r} cannot be a name of {version!r}, which is not loaded",
+                    err_type="NotFoundError",
+                    status_code=HTTPStatus.NOT_FOUND,
+                )
+            self.lora_requests[name] = self.lora_requests.pop(version)
+        return f"Success: LoRA adapter '{name}' is {version}."
+
+    @wraps(listed)
+    async def all_names(self: Any) -> Any:
+        found = await listed(self)
+        adapters = {one.lora_path for one in self.lora_requests.values()}
+        parent = self.base_model_paths[0].name
+        found.data = [one for one in found.data if one.root not in adapters]
+        for name, one in self.lora_requests.items():
+            found.data.append(card(id=name, root=one.lora_path, parent=parent))
+        states = self.engine_client.output_processor.request_states.values()
+        running = {s.lora_request.lora_path: s.lora_request for s in states if s.lora_request}
+        for path in running.keys() - adapters:
+            name = running[path].lora_name
+            found.data.append(card(id=name, root=path, parent=parent, owned_by=IN_FLIGHT))
+        return found
+
+    setattr(load_or_name, _MARK, True)
+    models.load_lora_adapter, models.show_available_models = load_or_name, all_names
+
+
+def refuse_prompt_logprobs(processor: Any, refusal: Callable[[str], Exception]) -> None:
+    """Make `processor`, which takes in every request, refuse what would end the engine."""
+    process = processor.process_inputs
+    if hasattr(process, _MARK):
+        return
+    signature = inspect.signature(process)
+
+    @wraps(process)
+    def process_or_refuse(*args: Any, **named: Any) -> Any:
+        asked = signature.bind(*args, **named).arguments
+        wanted = getattr(asked.get("params"), "prompt_logprobs", None)
+        if wanted is not None and asked.get("lora_request") is not None:
+            raise refusal(_REFUSAL)
+        return process(*args, **named)
+
+    setattr(process_or_refuse, _MARK, True)
+    processor.process_inputs = process_or_refuse
+
+
+def count_by_name(states: Any) -> None:
+    """Make vLLM's metric of adapters name them without their versions: it keeps a series for every
+    label that there ever was."""
+    update = states._request_update
+    if hasattr(update, _MARK):
+        return
+
+    @wraps(update)
+    def update_by_name(self: Any, request: str, adapter: str | None, *rest: Any, **how: Any) -> Any:
+        return update(self, request, adapter and adapter.partition("@")[0], *rest, **how)
+
+    setattr(update_by_name, _MARK, True)
+    states._request_update = update_by_name
+
+
+def leave_base_rows_alone(*modules: Any) -> None:
+    """Make the LoRA operations in torch add nothing to rows of the index -1."""
+    for name in ("bgmv_expand", "bgmv_expand_slice"):
+        expand = getattr(modules[0], name)
+        if hasattr(expand, _MARK):
+            return
+        masked = _masked(expand)
+        for module in modules:
+            setattr(module, name, masked)
+
+
+def _masked(expand: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(expand)
+    def masked(inputs: Any, weights: Any, into: Any, indices: Any, *rest: Any, **named: Any) -> Any:
+        own = (indices >= 0)[: inputs.shape[0], None]
+        return expand(inputs.where(own, 0), weights, into, indices, *rest, **named)
+
+    setattr(masked, _MARK, True)
+    return masked
+
+
+def leave_prompts_alone(runner: Any, wrapper: Any) -> None:
+    """Leave LoRA out of the logits of prompts, which are asked for base requests alone."""
+    prompts, add = runner._get_prompt_logprobs_dict, wrapper.add_lora_logits
+    if hasattr(prompts, _MARK):
+        return
+    of_prompts: list[bool] = []
+
+    @wraps(prompts)
+    def watched(*args: Any, **named: Any) -> Any:
+        of_prompts.append(True)
+        try:
+            return prompts(*args, **named)
+        finally:
+            of_prompts.pop()
+
+    @wraps(add)
+    def add_to_samples(*args: Any, **named: Any) -> Any:
+        return None if of_prompts else add(*args, **named)
+
+    setattr(watched, _MARK, True)
+    runner._get_prompt_logprobs_dict, wrapper.add_lora_logits = watched, add_to_samples

@@ -1,0 +1,210 @@
+"""LoRA adapters of a fleet: which version of each it serves, and what each server has.
+
+    adapters           version   target     meaning
+                       –         –          unloaded; its numbers are not used again
+                       –         1          is being loaded, or was when its process died
+                       3         –          served by every server that is routed
+                       3         4          is being synced: whole on every server, or undone
+                       3         0          is being unloaded
+
+A target is on record before anything is sent, and gone when every server has done it or the
+change was undone everywhere. Who finds one, and has the lock of adapters, undoes it.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+import time
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+from skyctl.store.state import FleetState
+
+LOCK = "adapters"
+"""Held by whoever changes adapters."""
+UNLOAD = 0
+
+
+@dataclass(frozen=True)
+class AdapterVersion:
+    """One version of one adapter. `path` is the fleet's own copy, `source` what it was made from.
+
+    `digest` is over every byte of it, `rank` the largest of its modules, `at` in epoch seconds.
+    `servers` are those that serve it, as recorded.
+    """
+
+    name: str
+    version: int
+    path: str
+    digest: str
+    source: str
+    rank: int
+    bytes: int
+    at: float
+    servers: tuple[str, ...] = ()
+
+    @property
+    def served_as(self) -> str:
+        """What servers call this very version, and say in their answers."""
+        return f"{self.name}@{self.version}"
+
+
+_COLUMNS = "v.name, v.version, v.path, v.digest, v.source, v.rank, v.bytes, v.at"
+
+
+def served(state: FleetState) -> dict[str, AdapterVersion]:
+    """What every routed server must have, by name."""
+    holders: dict[tuple[str, int], list[str]] = {}
+    with state.understanding():
+        for row in state.database.rows("SELECT * FROM server_adapters ORDER BY server"):
+            holders.setdefault((row["name"], row["version"]), []).append(row["server"])
+        rows = state.database.rows(
+            f"SELECT {_COLUMNS} FROM adapter_versions v JOIN adapters a "
+            "ON a.name = v.name AND a.version = v.version ORDER BY v.name"
+        )
+        return {
+            row["name"]: _version(row, tuple(holders.get((row["name"], row["version"]), ())))
+            for row in rows
+        }
+
+
+def recorded(state: FleetState, server: str) -> dict[str, int]:
+    """The version of each adapter that this server has, as recorded."""
+    rows = state.database.rows("SELECT * FROM server_adapters WHERE server = ?", server)
+    return {row["name"]: row["version"] for row in rows}
+
+
+def names(state: FleetState) -> frozenset[str]:
+    """Every name that the fleet has ever served: what is called so on a server is its own."""
+    return frozenset(row["name"] for row in state.database.rows("SELECT name FROM adapters"))
+
+
+def is_current(state: FleetState, server: str) -> bool:
+    """Whether this server has what every routed server must have, as recorded."""
+    wanted = {name: one.version for name, one in served(state).items()}
+    return recorded(state, server) == wanted
+
+
+def unfinished(state: FleetState) -> dict[str, int]:
+    """Targets of changes that are under way or were broken off, by name."""
+    rows = state.database.rows("SELECT name, target FROM adapters WHERE target IS NOT NULL")
+    return {row["name"]: row["target"] for row in rows}
+
+
+def next_version(state: FleetState, name: str) -> int:
+    """A number that no version of this name had."""
+    row = state.database.row("SELECT last FROM adapters WHERE name = ?", name)
+    return 1 if row is None else row["last"] + 1
+
+
+def intend_version(state: FleetState, new: AdapterVersion, servers: Collection[str]) -> None:
+    """A version is about to be sent to these servers: what they have is not known from here on.
+
+    Raises:
+        StateUnwritable: that cannot be put on record.
+    """
+    with state.durable():
+        state.database.write(
+            "INSERT INTO adapters (name, last, target) VALUES (?, ?, ?) ON CONFLICT (name) "
+            "DO UPDATE SET last = excluded.last, target = excluded.target",
+            new.name, new.version, new.version,
+        )  # fmt: skip
+        state.database.write(
+            "INSERT INTO adapter_versions (name, version, path, digest, source, rank, bytes, at) "
+            "VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+            new.name, new.version, new.path, new.digest, new.source, new.rank, new.bytes, new.at,
+        )  # fmt: skip
+        _in_doubt(state, new.name, servers)
+
+
+def intend_unload(state: FleetState, name: str, servers: Collection[str]) -> None:
+    """An adapter is about to be unloaded from these servers. Raises StateUnwritable."""
+    with state.durable():
+        state.database.write("UPDATE adapters SET target = ? WHERE name = ?", UNLOAD, name)
+        _in_doubt(state, name, servers)
+
+
+def commit(state: FleetState, name: str, servers: Collection[str]) -> None:
+    """The change of `name` is done, by these servers."""
+    with state.transaction():
+        row = state.database.row("SELECT target FROM adapters WHERE name = ?", name)
+        target = row["target"] or None if row is not None else None
+        state.database.write(
+            "UPDATE adapter_versions SET until = ? WHERE name = ? AND version IS NOT ? "
+            "AND until IS NULL",
+            time.time(), name, target,
+        )  # fmt: skip
+        state.database.write(
+            "UPDATE adapters SET version = ?, target = NULL WHERE name = ?", target, name
+        )
+        # one that was started anew meanwhile is not in doubt any more: it has nothing
+        doubted = "SELECT server FROM server_adapters WHERE name = ? AND version = 0"
+        done = {row["server"] for row in state.database.rows(doubted, name)} & set(servers)
+        state.database.write("DELETE FROM server_adapters WHERE name = ?", name)
+        if target is not None:
+            for server in done:
+                _record(state, server, name, target)
+
+
+def withdraw(state: FleetState, name: str) -> None:
+    """The change of `name` was undone; a server where it was not is not current (`is_current`)."""
+    with state.transaction():
+        row = state.database.row("SELECT target FROM adapters WHERE name = ?", name)
+        if row is None or row["target"] is None:
+            return
+        state.database.write(
+            "UPDATE adapter_versions SET until = ? WHERE name = ? AND version = ?",
+            time.time(), name, row["target"],
+        )  # fmt: skip
+        state.database.write("UPDATE adapters SET target = NULL WHERE name = ?", name)
+
+
+def record_server(state: FleetState, server: str, has: Mapping[str, AdapterVersion]) -> None:
+    """This server has these and no others. A fresh process has none."""
+    with state.transaction():
+        state.database.write("DELETE FROM server_adapters WHERE server = ?", server)
+        for name, one in has.items():
+            _record(state, server, name, one.version)
+
+
+def superseded(state: FleetState, before: float) -> list[AdapterVersion]:
+    """Versions whose files are still there although nobody has been able to ask for them since
+    `before` (epoch seconds)."""
+    rows = state.database.rows(
+        f"SELECT {_COLUMNS} FROM adapter_versions v WHERE until IS NOT NULL AND until < ?", before
+    )
+    return [_version(row) for row in rows]
+
+
+def forget_version(state: FleetState, gone: AdapterVersion) -> None:
+    """The files of a superseded version may go."""
+    state.database.write(
+        "DELETE FROM adapter_versions WHERE name = ? AND version = ?", gone.name, gone.version
+    )
+
+
+def kept_paths(state: FleetState) -> set[str | None]:
+    """Every copy that must stay."""
+    return {row["path"] for row in state.database.rows("SELECT path FROM adapter_versions")}
+
+
+def _in_doubt(state: FleetState, name: str, servers: Collection[str]) -> None:
+    """What is on record of these servers is no version, until they are recorded anew."""
+    for server in servers:
+        state.database.write(
+            "INSERT OR REPLACE INTO server_adapters (server, name, version, digest) "
+            "VALUES (?, ?, 0, '')",
+            server, name,
+        )  # fmt: skip
+
+
+def _record(state: FleetState, server: str, name: str, version: int) -> None:
+    state.database.write(
+        "INSERT OR REPLACE INTO server_adapters SELECT ?, name, version, digest "
+        "FROM adapter_versions WHERE name = ? AND version = ?",
+        server, name, version,
+    )  # fmt: skip
+
+
+def _version(row: sqlite3.Row, servers: tuple[str, ...] = ()) -> AdapterVersion:
+    return AdapterVersion(**dict(row), servers=servers)

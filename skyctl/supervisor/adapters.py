@@ -1,0 +1,127 @@
+"""LoRA adapters of a supervised fleet: changed on all servers, and given to each that starts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from skyctl import adapters
+from skyctl.adapters import AdapterChange, AdapterFleet, LoadAdapter, UnloadAdapter
+from skyctl.core.arbiter import Act
+from skyctl.core.plan import FleetPlan
+from skyctl.errors import SkyctlError, UsageError
+from skyctl.fleetfile.schema import resolve_relative
+from skyctl.http.target import ServerTarget
+from skyctl.store import adapters as store
+
+if TYPE_CHECKING:
+    from skyctl.supervisor.replica import Replica
+    from skyctl.supervisor.resident import Supervisor
+
+
+async def load(supervisor: Supervisor, asked: LoadAdapter) -> AdapterChange:
+    """Serve an adapter on every server; see `adapters.load`."""
+    fleet = _fleet(supervisor, supervisor.require_plan())
+    with await supervisor.arbiter.turn(Act.VERB, f"skyctl adapters, {asked.name}"):
+        return await adapters.load(fleet, asked)
+
+
+async def unload(supervisor: Supervisor, asked: UnloadAdapter) -> AdapterChange:
+    """Serve an adapter no longer; see `adapters.unload`."""
+    fleet = _fleet(supervisor, supervisor.require_plan())
+    with await supervisor.arbiter.turn(Act.VERB, f"skyctl adapters, {asked.name}"):
+        return await adapters.unload(fleet, asked)
+
+
+async def take_initial(supervisor: Supervisor, plan: FleetPlan) -> None:
+    """Put on record what the fleet file names and nobody has loaded or changed: servers that start
+    take it before they are routed, those that are up take it now.
+
+    Raises:
+        SkyctlError: an adapter is not what it was when the plan was checked.
+    """
+    if plan.config.lora is None:
+        return
+    fleet = _fleet(supervisor, plan)
+    for name, path in plan.config.lora.adapters.items():
+        if name not in store.served(supervisor.state):
+            directory = resolve_relative(path, plan.base_dir)
+            await adapters.enter(fleet, LoadAdapter(name=name, directory=directory))
+    behind = [r for r in _able(supervisor) if not store.is_current(supervisor.state, r.name)]
+    for replica in behind:
+        await admit(supervisor, replica)
+
+
+async def admit(supervisor: Supervisor, replica: Replica) -> None:
+    """Bring a server to the fleet's adapters; it is quarantined where that cannot be done."""
+    plan = supervisor.require_plan()
+    if plan.config.lora is None:
+        return
+    fleet = _fleet(supervisor, plan)
+    try:
+        async with adapters.changing(fleet):
+            outcomes = await adapters.catch_up(
+                supervisor.state, supervisor.client, [replica.target], fleet.timeout_s
+            )
+        why = "" if outcomes[0].ok else outcomes[0].detail
+    except SkyctlError as error:
+        why = error.message
+    if why:
+        hint = f"skyctl restart {replica.name}"
+        replica.update_row(quarantine=f"not given the fleet's adapters: {why}; type: {hint}")
+
+
+def is_current(supervisor: Supervisor, replica: Replica) -> bool:
+    """Whether a server has the fleet's adapters, and no change is under way that it would miss."""
+    state = supervisor.state
+    return store.is_current(state, replica.name) and not store.unfinished(state)
+
+
+async def retire(supervisor: Supervisor) -> None:
+    """Remove the files of versions that nobody uses any more."""
+    if supervisor.plan is not None and supervisor.plan.config.lora is not None:
+        await adapters.retire(_fleet(supervisor, supervisor.plan))
+
+
+def _able(supervisor: Supervisor) -> list[Replica]:
+    """Replicas that can take an adapter now. One that sleeps takes it when it wakes."""
+    return [
+        replica
+        for replica in supervisor.replicas.values()
+        if replica.phase == "up" and not replica.row.quarantine and not replica.row.sleep_level
+    ]
+
+
+def _fleet(supervisor: Supervisor, plan: FleetPlan) -> AdapterFleet:
+    lora = plan.config.lora
+    if lora is None:
+        raise UsageError(
+            f"the servers of fleet {plan.name} take no adapters",
+            hint="write a section into the fleet file (`lora: {}` will do), then: skyctl up",
+        )
+
+    def targets() -> tuple[Sequence[ServerTarget], Mapping[str, str]]:
+        able = _able(supervisor)
+        absent = {
+            name: f"{replica.state}; it takes the fleet's adapters before it is routed"
+            for name, replica in supervisor.replicas.items()
+            if replica not in able
+        }
+        return [replica.target for replica in able], absent
+
+    pushed = supervisor.state.weights().checkpoint
+    bases = (plan.config.model, plan.model_path, plan.served_model_name, pushed)
+    return AdapterFleet(
+        name=plan.name,
+        state=supervisor.state,
+        client=supervisor.client,
+        targets=targets,
+        directory=supervisor.paths.adapters,
+        timeout_s=plan.config.control_timeout_s,
+        model=plan.model_path,
+        bases=[base for base in bases if base],
+        reserved=(plan.served_model_name,),
+        max_rank=lora.max_rank,
+        max_adapters=lora.max_adapters,
+        quarantined=lambda server: supervisor.replicas[server].reload_row(),
+    )

@@ -1,0 +1,156 @@
+"""What is refused of an adapter before anything is sent, and what memory is written as."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from skyctl.adapters.peft import WEIGHTS, check_fits, read_adapter, write_adapter
+from skyctl.errors import NotFoundError, PreflightError, SkyctlError, UsageError
+from tests.unit.adapters.files import UP, lora, make_adapter, make_model
+
+ATTENTION = "base_model.model.model.layers.0.self_attn.q_proj"
+
+
+def fits(adapter: Path, model: Path | str | None, **options: Any) -> list[str]:
+    asked = {"max_rank": 8, "bases": [str(model)], **options}
+    return check_fits(read_adapter(str(adapter)), model=model and str(model), **asked)
+
+
+def test_an_adapter_of_the_running_model_is_taken(tmp_path: Path) -> None:
+    model = make_model(tmp_path / "base")
+    both = {**lora(UP), **lora(ATTENTION, rows=8)}
+    adapter = make_adapter(tmp_path / "one", both, base_model_name_or_path=str(model))
+    assert fits(adapter, model) == []
+    found = read_adapter(str(adapter))
+    assert (found.rank, len(found.tensors)) == (4, 4)
+
+
+def test_another_byte_or_another_scale_is_another_digest(tmp_path: Path) -> None:
+    made = (
+        make_adapter(tmp_path / "a"),
+        make_adapter(tmp_path / "b", value=0.25),
+        make_adapter(tmp_path / "c", lora_alpha=16),
+        make_adapter(tmp_path / "d"),
+    )
+    first, *others, same = [read_adapter(str(one)).digest for one in made]
+    assert len({first, *others}) == 3
+    assert same == first
+
+
+Spoil = Callable[[Path], Any]
+BROKEN: dict[str, tuple[Spoil, type[SkyctlError], str]] = {
+    "nothing there": (lambda d: None, NotFoundError, "does not exist"),
+    "a file": (lambda d: d.write_text(""), NotFoundError, "is a file"),
+    "a whole checkpoint": (make_model, PreflightError, "has no adapter_config.json"),
+    "pickled weights": (
+        lambda d: (make_adapter(d) / WEIGHTS).rename(d / "adapter_model.bin"),
+        PreflightError,
+        "only adapter_model.bin",
+    ),
+    "cut off": (
+        lambda d: (make_adapter(d) / WEIGHTS).write_bytes((d / WEIGHTS).read_bytes()[:-4]),
+        PreflightError,
+        "truncated",
+    ),
+    "another method": (lambda d: make_adapter(d, peft_type="IA3"), PreflightError, "IA3"),
+    "DoRA": (lambda d: make_adapter(d, use_dora=True), PreflightError, "DoRA"),
+    "biases": (lambda d: make_adapter(d, bias="all"), PreflightError, "trained biases"),
+    "saved modules": (
+        lambda d: make_adapter(d, modules_to_save=["lm_head"]),
+        PreflightError,
+        "modules_to_save",
+    ),
+    "half a module": (
+        lambda d: make_adapter(d, {f"{UP}.lora_A.weight": (4, 8)}),
+        PreflightError,
+        "lora_A alone",
+    ),
+    "no LoRA": (lambda d: make_adapter(d, {"x.weight": (4, 8)}), PreflightError, "no part of"),
+    "ranks": (lambda d: make_adapter(d, lora(UP, rank=2)), PreflightError, "rank 2 in lora_A"),
+    "no rank": (lambda d: make_adapter(d, r=None), PreflightError, "lacks a rank"),
+    "NaN": (lambda d: make_adapter(d, value=float("nan")), PreflightError, "NaN"),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_what_is_no_adapter_is_refused_with_what_it_is(tmp_path: Path, case: str) -> None:
+    spoil, error, words = BROKEN[case]
+    spoil(tmp_path / "one")
+    with pytest.raises(error, match=words) as caught:
+        read_adapter(str(tmp_path / "one"))
+    assert caught.value.hint or case in ("cut off", "half a module", "no LoRA", "ranks", "no rank")
+
+
+def test_what_does_not_fit_the_running_model_is_refused(tmp_path: Path) -> None:
+    model = make_model(tmp_path / "base")
+    elsewhere = "base_model.model.model.layers.7.mlp.up_proj"
+    misfits = {
+        "no_such_layer": (lora(elsewhere), "layers.7.mlp.up_proj is not in the model"),
+        "inputs": (lora(UP, columns=6), "6 inputs here, 8 in the servers"),
+        "outputs": (lora(UP, rows=6), "6 outputs here, 16 in the servers"),
+        "norm": (lora("base_model.model.model.norm"), "no linear layer"),
+    }
+    for name, (tensors, words) in misfits.items():
+        with pytest.raises(PreflightError, match=words):
+            fits(make_adapter(tmp_path / name, tensors), model)
+    with pytest.raises(PreflightError, match="rank 16, and this fleet takes 8") as caught:
+        fits(make_adapter(tmp_path / "rank", lora(UP, rank=16), r=16), model)
+    assert "max_rank: 16" in caught.value.hint
+
+
+def test_embeddings_and_a_tied_output_layer_are_compared_with_their_weights(tmp_path: Path) -> None:
+    model = make_model(tmp_path / "base")
+    embedding = "base_model.model.model.embed_tokens.lora_embedding"
+    tensors = {f"{embedding}_A": (4, 32), f"{embedding}_B": (8, 4)}
+    tensors |= lora("base_model.model.lm_head", rows=32)
+    assert fits(make_adapter(tmp_path / "one", tensors), model) == []
+    with pytest.raises(PreflightError, match="33 inputs here, 32"):
+        fits(make_adapter(tmp_path / "two", tensors | {f"{embedding}_A": (4, 33)}), model)
+
+
+def test_an_adapter_of_another_base_is_refused_unless_it_is_asked_for(tmp_path: Path) -> None:
+    model, other = make_model(tmp_path / "base"), make_model(tmp_path / "other")
+    adapter = make_adapter(tmp_path / "one", base_model_name_or_path=str(other))
+    with pytest.raises(PreflightError, match=r"was trained on .*other") as caught:
+        fits(adapter, model)
+    assert "--any-base" in caught.value.hint
+    assert fits(adapter, model, any_base=True) == []
+    for same in (str(model), "somebody/base", f"{model}/"):
+        named = make_adapter(tmp_path / "named", base_model_name_or_path=same)
+        assert fits(named, model) == []
+    # the same name is not enough where the configuration is here to be compared
+    namesake = make_model(tmp_path / "elsewhere" / "base", num_hidden_layers=9)
+    make_model(tmp_path / "deep" / "base", num_hidden_layers=2)
+    adapter = make_adapter(tmp_path / "two", base_model_name_or_path=str(namesake))
+    with pytest.raises(PreflightError, match="num_hidden_layers is 9"):
+        fits(adapter, tmp_path / "deep" / "base")
+
+
+def test_a_model_that_is_not_here_is_left_to_the_servers(tmp_path: Path) -> None:
+    adapter = make_adapter(tmp_path / "one", base_model_name_or_path="org/model")
+    assert "shapes were not compared" in fits(adapter, "org/model")[0]
+    assert "shapes were not compared" in fits(adapter, None, bases=[])[0]
+
+
+async def test_tensors_are_written_as_peft_would(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    tensors = {name: torch.randn(shape) for name, shape in lora(UP).items()}
+    tensors = {name: one.to(torch.bfloat16) for name, one in tensors.items()}
+    await write_adapter(tensors, {"r": 4, "lora_alpha": 8}, tmp_path)
+    found = read_adapter(str(tmp_path))
+    assert found.config["target_modules"] == ["up_proj"]
+    safetensors = pytest.importorskip("safetensors.torch")
+    back = safetensors.load_file(tmp_path / WEIGHTS)
+    assert all(torch.equal(back[name], one) for name, one in tensors.items())
+
+
+async def test_tensors_without_a_rank_or_that_are_none_are_refused(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    with pytest.raises(UsageError, match="lora_alpha"):
+        await write_adapter({"x": torch.zeros(1)}, {"r": 4}, tmp_path)
+    with pytest.raises(UsageError, match="pairs of a name"):
+        await write_adapter({"x": [1.0]}, {"r": 4, "lora_alpha": 8}, tmp_path)
