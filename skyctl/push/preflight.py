@@ -6,6 +6,7 @@ import asyncio
 import functools
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -41,9 +42,8 @@ from skyctl.units import format_bytes
 
 @dataclass(frozen=True)
 class Prepared:
-    """A push that may begin. `memory_bytes` is what this machine needs for it at most; `rows`
-    are parts of it that servers must hold afterwards. Where servers hold some of it (`delta`)
-    `plan` is of the rest, and `whole` of all."""
+    """A push that may begin. `memory_bytes` is what this machine needs for it at most. Where
+    servers hold some of it (`delta`) `plan` is of the rest, and `whole` of all."""
 
     checkpoint: Checkpoint
     plan: ChunkPlan
@@ -53,7 +53,7 @@ class Prepared:
     sites: tuple[Site, ...]
     memory_bytes: int
     notes: tuple[str, ...]
-    rows: tuple[KnownRows, ...]
+    verify: bool = True
     sender_gpu: int = -1
     nccl_settings: Mapping[str, str] | None = None
     stage: str = "auto"
@@ -87,6 +87,18 @@ class Prepared:
             crc32=self.delta.crc32 if self.delta is not None else None,
             partial=partial,
         )
+
+    @cached_property
+    def rows(self) -> tuple[KnownRows, ...]:
+        """Parts of it that servers must hold which vLLM's loader has filled.
+
+        Raises:
+            PreflightError: a file cannot be read.
+        """
+        try:
+            return read_rows(self.checkpoint) if self.verify else ()
+        except OSError as error:
+            raise PreflightError(f"{self.checkpoint.path} cannot be read: {error}") from error
 
     @property
     def engine(self) -> str:
@@ -145,7 +157,7 @@ async def preflight(
         raise PreflightError("the fleet has no servers")
     asked = asyncio.create_task(ask_servers(fleet, client=client))
     try:
-        checkpoint, rows = await asyncio.to_thread(_read, request)
+        checkpoint = await asyncio.to_thread(_read, request)
         facts = await asked
     finally:
         asked.cancel()
@@ -203,7 +215,7 @@ async def preflight(
         plan = planned(checkpoint.tensors)
         if delta is not None and delta.held:
             whole, plan = plan, planned(delta.sent(checkpoint.tensors))
-        layout = layout.planned(plan)
+        layout = layout.planned(plan, checkpoint)
         notes += grown_notes(plan)
         memory_bytes = (slots_of(request.stage, len(plan.chunks)) + workers) * plan.slot_bytes
         if all(server.device == "cpu" for server in fleet.servers):
@@ -211,11 +223,18 @@ async def preflight(
     forecasts: tuple[Forecast, ...] = ()
     said: tuple[str, ...] = ()
     if request.dry_run and transport is not None:
-        subject = await subject_of(fleet, plan, choice.name, workers=workers, idle=idle)
+        subject = await subject_of(
+            fleet,
+            plan,
+            choice.name,
+            workers=workers,
+            idle=idle,
+            copied=layout.name == "runtime",
+        )
         forecasts, said = await foretell(request, fleet, checkpoint, subject)
     if request.verify and not request.dry_run:
         notes += await weigh(sites, facts, timeout_s=fleet.update_timeout_s)
-    return Prepared(
+    prepared = Prepared(
         checkpoint=checkpoint,
         plan=plan,
         choice=choice,
@@ -224,7 +243,7 @@ async def preflight(
         sites=sites,
         memory_bytes=memory_bytes,
         notes=tuple(notes),
-        rows=rows,
+        verify=request.verify,
         sender_gpu=free_gpu(fleet.servers) if choice.name == "nccl" else -1,
         nccl_settings=nccl_settings,
         stage=request.stage,
@@ -235,6 +254,9 @@ async def preflight(
         delta=delta,
         whole=whole,
     )
+    if layout.name == "checkpoint":  # of what is copied every byte is compared
+        await asyncio.to_thread(lambda: prepared.rows)
+    return prepared
 
 
 async def _delta(
@@ -253,13 +275,10 @@ async def _delta(
     return await compare(checkpoint, fleet, sites, timeout_s=fleet.update_timeout_s)
 
 
-def _read(request: PushRequest) -> tuple[Checkpoint, tuple[KnownRows, ...]]:
+def _read(request: PushRequest) -> Checkpoint:
     checkpoint = read_checkpoint(request.checkpoint)
     refuse_changed(request, checkpoint)
-    try:
-        return checkpoint, read_rows(checkpoint) if request.verify else ()
-    except OSError as error:
-        raise PreflightError(f"{checkpoint.path} cannot be read: {error}") from error
+    return checkpoint
 
 
 def _site(

@@ -74,7 +74,7 @@ class PushRequest:
     colocated: bool = False
     sleep_after: int = 0
     stage: Literal["auto", "gpu", "host", "stream"] = "auto"
-    layout: Layout = "checkpoint"
+    layout: Layout = "auto"
     delta: bool = False
 
     @property
