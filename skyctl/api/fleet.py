@@ -220,7 +220,7 @@ class Fleet(GeneratingFleet):
         transport: str = "auto",
         chunk_size: int | None = None,
         stage: Stage = "auto",
-        layout: Layout = "checkpoint",
+        layout: Layout = "auto",
         pause_mode: PauseMode | None = None,
         verify: bool = True,
         dry_run: bool = False,

@@ -75,7 +75,7 @@ def sync_weights(
             help="Copy tensors straight into the parameters (GPU servers that have seen it proven) "
             "or give them to vLLM's loader (auto: copy where it can be)."
         ),
-    ] = LayoutOption.CHECKPOINT,
+    ] = LayoutOption.AUTO,
     chunk_size: Annotated[
         str | None,
         typer.Option(

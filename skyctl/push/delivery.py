@@ -19,7 +19,7 @@ from skyctl.push.sites import Holds, Site, alive, each, open_session, require_pa
 from skyctl.push.worker_memory import bytes_beside
 from skyctl.transfer.head_start import enough_is_read
 from skyctl.transfer.plan import Chunk, ChunkPlan
-from skyctl.transfer.sender_client import SenderFailed
+from skyctl.transfer.sender_client import Opened, SenderFailed
 from skyctl.transfer.sender_pool import Lease, SenderPool
 from skyctl.transfer.transports.base import Filled, Session, Transport, rank_offsets
 
@@ -74,6 +74,8 @@ class ChunkDelivery:
     """Chunks read by a sender process and moved by a transport."""
 
     frees_late = False
+    _shows = False
+    """Servers copy out of the sender's slots by themselves."""
 
     def __init__(
         self,
@@ -111,6 +113,11 @@ class ChunkDelivery:
         self._numbers: dict[str, int] = {}
         self._checksums: dict[str, int] = {}
         self.can_retry = True
+
+    @property
+    def _at_once(self) -> bool:
+        """All chunks travel within one call."""
+        return self._transport.one_update
 
     @property
     def content_digest(self) -> str:
@@ -154,12 +161,13 @@ class ChunkDelivery:
             scan=self._scan,
             carrier=options if lease.fresh else None,
             programs=self._distinct,
+            shown=self._shows,
         )
         opened = await lease.sender.opened(timeout_s=_STARTUP_TIMEOUT_S)
         self._session = Session(lease.session, self._plan, world_size, opened.endpoint)
         if opened.staged_whole and not self._transport.ordered:
             self._outstanding = OUTSTANDING
-        await self._read_ahead(lease, chunks if opened.staged_whole else slots)
+        await self._get_ready(sites, lease, opened, chunks if opened.staged_whole else slots)
 
     def _reserve_bytes(self, sites: Sequence[Site], lease: Lease) -> int:
         """What servers will take on the GPUs where the sender's slots lie.
@@ -187,6 +195,12 @@ class ChunkDelivery:
     def _filling(self, sites: Sequence[Site]) -> str:
         group = group_of(sites)
         return json.dumps([group, self._plan.slot_bytes]) if group else ""
+
+    async def _get_ready(
+        self, sites: Sequence[Site], lease: Lease, opened: Opened, slots: int
+    ) -> None:
+        """The rest of `open`, while the sender reads into its slots."""
+        await self._read_ahead(lease, slots)
 
     async def _read_ahead(self, lease: Lease, chunks: int) -> None:
         """Wait until so many chunks are in their slots, or enough that servers will not wait."""
@@ -216,6 +230,8 @@ class ChunkDelivery:
             # servers would wait for it, some beyond our patience
             self._all_failed(sites, lease.sender.failure)
             return
+
+        lease.joined = self._transport.collective
 
         async def call(site: Site) -> None:
             if self._transport.leaves_group:
@@ -255,7 +271,7 @@ class ChunkDelivery:
         if self._joined_before or not self._transport.collective:  # forming a group takes seconds
             lease.lead_s = clock() - self._read_ahead_until
         try:
-            if self._transport.one_update:
+            if self._at_once:
                 began = clock()
                 await self._update_at_once(sites, on_progress)
                 if alive(sites):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +40,7 @@ from skyctl.units import format_bytes
 
 @dataclass(frozen=True)
 class Prepared:
-    """A push that may begin. `memory_bytes` is what this machine needs for it at most; `rows`
-    are parts of it that servers must hold afterwards."""
+    """A push that may begin. `memory_bytes` is what this machine needs for it at most."""
 
     checkpoint: Checkpoint
     plan: ChunkPlan
@@ -50,7 +50,7 @@ class Prepared:
     sites: tuple[Site, ...]
     memory_bytes: int
     notes: tuple[str, ...]
-    rows: tuple[KnownRows, ...]
+    verify: bool = True
     sender_gpu: int = -1
     nccl_settings: Mapping[str, str] | None = None
     stage: str = "auto"
@@ -79,6 +79,18 @@ class Prepared:
             programs=self.layout.programs,
             scan=self.scan,
         )
+
+    @cached_property
+    def rows(self) -> tuple[KnownRows, ...]:
+        """Parts of it that servers must hold which vLLM's loader has filled.
+
+        Raises:
+            PreflightError: a file cannot be read.
+        """
+        try:
+            return read_rows(self.checkpoint) if self.verify else ()
+        except OSError as error:
+            raise PreflightError(f"{self.checkpoint.path} cannot be read: {error}") from error
 
     @property
     def engine(self) -> str:
@@ -129,7 +141,7 @@ async def preflight(
         raise PreflightError("the fleet has no servers")
     asked = asyncio.create_task(ask_servers(fleet, client=client))
     try:
-        checkpoint, rows = await asyncio.to_thread(_read, request)
+        checkpoint = await asyncio.to_thread(_read, request)
         facts = await asked
     finally:
         asked.cancel()
@@ -175,7 +187,7 @@ async def preflight(
             alignment=transport.alignment,
             order=layout.ordered if layout.workers else order_tensors,
         )
-        layout = layout.planned(plan)
+        layout = layout.planned(plan, checkpoint)
         notes += grown_notes(plan)
         memory_bytes = (slots_of(request.stage, len(plan.chunks)) + workers) * plan.slot_bytes
         if all(server.device == "cpu" for server in fleet.servers):
@@ -183,11 +195,18 @@ async def preflight(
     forecasts: tuple[Forecast, ...] = ()
     said: tuple[str, ...] = ()
     if request.dry_run and transport is not None:
-        subject = await subject_of(fleet, plan, choice.name, workers=workers, idle=idle)
+        subject = await subject_of(
+            fleet,
+            plan,
+            choice.name,
+            workers=workers,
+            idle=idle,
+            copied=layout.name == "runtime",
+        )
         forecasts, said = await foretell(request, fleet, checkpoint, subject)
     if request.verify and not request.dry_run:
         notes += await weigh(sites, facts, timeout_s=fleet.update_timeout_s)
-    return Prepared(
+    prepared = Prepared(
         checkpoint=checkpoint,
         plan=plan,
         choice=choice,
@@ -196,7 +215,7 @@ async def preflight(
         sites=sites,
         memory_bytes=memory_bytes,
         notes=tuple(notes),
-        rows=rows,
+        verify=request.verify,
         sender_gpu=free_gpu(fleet.servers) if choice.name == "nccl" else -1,
         nccl_settings=nccl_settings,
         stage=request.stage,
@@ -205,15 +224,15 @@ async def preflight(
         forecasts=forecasts,
         assumptions=said,
     )
+    if layout.name == "checkpoint":  # of what is copied every byte is compared
+        await asyncio.to_thread(lambda: prepared.rows)
+    return prepared
 
 
-def _read(request: PushRequest) -> tuple[Checkpoint, tuple[KnownRows, ...]]:
+def _read(request: PushRequest) -> Checkpoint:
     checkpoint = read_checkpoint(request.checkpoint)
     refuse_changed(request, checkpoint)
-    try:
-        return checkpoint, read_rows(checkpoint) if request.verify else ()
-    except OSError as error:
-        raise PreflightError(f"{checkpoint.path} cannot be read: {error}") from error
+    return checkpoint
 
 
 def _site(
@@ -232,6 +251,7 @@ def _site(
         was_paused=facts.paused and not server.thaw,
         old_version=facts.weight_version,
         engine="+".join(part for part in (facts.vllm_version, server.arguments) if part),
+        kv_lease_s=facts.kv_lease_s,
         holds=Holds.UNKNOWN if server.half_updated else Holds.OLD,
         open=server.thaw,  # a push broke off there: its session may be open
         # is_sleeping and the metric of a CPU server say nothing: what was typed is on record

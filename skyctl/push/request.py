@@ -72,7 +72,7 @@ class PushRequest:
     colocated: bool = False
     sleep_after: int = 0
     stage: Literal["auto", "gpu", "host", "stream"] = "auto"
-    layout: Layout = "checkpoint"
+    layout: Layout = "auto"
 
     @property
     def leaves_router(self) -> bool:

@@ -104,7 +104,7 @@ class ChunkUpdate:
             raise ValueError("names, dtype_names, shapes, offsets and crc32 differ in length")
 
 
-DIGEST_VERSION = 2
+DIGEST_VERSION = 3
 """How digests are computed. Raised with every change of the algorithm: digests of two versions
 say nothing about each other. Workers of the first version do not name one."""
 
