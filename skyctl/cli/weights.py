@@ -37,7 +37,8 @@ def weights(
         return
     from skyctl import output
 
-    servers, pushes = ask_fleet(file, fleet, lambda running: running.weights())
+    found = ask_fleet(file, fleet, lambda running: running.weights())
+    servers, pushes = found.servers, found.pushes
     rows = [
         [
             row.name,
@@ -90,7 +91,7 @@ def history(
     from skyctl import output
     from skyctl.cli.history_plot import history_plot
 
-    _, pushes = ask_fleet(*chosen(context, file, fleet), lambda running: running.weights())
+    pushes = ask_fleet(*chosen(context, file, fleet), lambda running: running.weights()).pushes
     if svg is not None:
         title = "skyctl weights history --plot"
         write_picture(svg, output.svg(title, history_plot(pushes), width=_SVG_COLUMNS))
@@ -117,7 +118,8 @@ def verify(
     from skyctl import output
     from skyctl.errors import PartialFailure, SkyctlError
 
-    report = ask_fleet(*chosen(context, file, fleet), lambda running: running.verify_weights())
+    found = ask_fleet(*chosen(context, file, fleet), lambda running: running.verify_weights())
+    report = found.to_json()
     servers = report["servers"]
     silent = [row["server"] for row in servers if not row["ok"]]
     versions = {row["version"] for row in servers if row["ok"]}
@@ -168,11 +170,9 @@ def kept(
     skyctl weights forget step-100
     """
     from skyctl import output
-    from skyctl.core.registry import select
-    from skyctl.service.kept_versions import kept_versions
     from skyctl.units import format_bytes, format_seconds
 
-    versions = kept_versions(select(*chosen(context, file, fleet)))
+    versions = ask_fleet(*chosen(context, file, fleet), lambda running: running.kept_versions())
     rows = [
         [
             one.kept.version,
@@ -205,11 +205,11 @@ def forget(
     skyctl weights forget step-100
     """
     from skyctl import output
-    from skyctl.core.registry import select
-    from skyctl.service.kept_versions import forget_version
+    from skyctl.core.service import Forget
     from skyctl.units import format_bytes
 
-    freed = forget_version(select(*chosen(context, file, fleet)), version)
+    asked = Forget(version)
+    freed = ask_fleet(*chosen(context, file, fleet), lambda running: running.forget_version(asked))
     said = f"forgot {version}: {format_bytes(freed)} deleted"
     output.emit({"version": version, "freed_bytes": freed}, said)
 
