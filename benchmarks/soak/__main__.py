@@ -3,13 +3,15 @@
     python -m benchmarks.soak [--requests 10000] [--pushes 50] [--kills 30] [--minutes 35]
     python -m benchmarks.soak --stub --requests 500 --pushes 6 --kills 4
 
-Two vLLM servers on the CPU and the real router (`--stub`: stubs of both). Clients ask short greedy
-questions, most of them through the router, and write down every request. A conductor pushes one of
-two checkpoints after the other, freezes, puts to sleep, and kills servers, engine cores, the
-router, the supervisor, senders and commands in the middle of pushes. Afterwards each answer is held
-against the versions that were committed while it was under way (checker.py). It ends when all three
-counts are reached, or after `--minutes`. The first Ctrl-C ends it early and judges what there is,
-the second abandons it.
+Two vLLM servers on the CPU, one of them with two data-parallel ranks, and the real router; with
+`--stub`, stubs of all. Clients ask short greedy questions, most of them through the router, and
+write down every request. A conductor pushes one of two checkpoints after the other, from one
+directory that it writes over each time; freezes, puts to sleep, fills the state disk, and kills
+servers, engine cores, the router, the supervisor, senders and commands in the middle of pushes. A
+second terminal types verbs at random meanwhile. Afterwards each answer is held against the versions
+that were committed while it was under way (checker.py), by what servers answer that were started on
+them. It ends when all three counts are reached, or after `--minutes`. The first Ctrl-C ends it
+early and judges what there is, the second abandons it.
 """
 
 from __future__ import annotations
@@ -37,6 +39,7 @@ from benchmarks.soak.checker import VIOLATIONS, Expected, Record, committed_span
 from benchmarks.soak.client import Clients, learn
 from benchmarks.soak.conductor import DEAR_EVERY_S, Conductor, Happened
 from benchmarks.soak.fleet import SoakFleet
+from benchmarks.soak.terminal import SecondTerminal
 from skyctl.errors import SkyctlError
 
 RESULTS = Path(__file__).parents[1] / "results"
@@ -70,8 +73,7 @@ async def soak(
     result: dict[str, Any] = {}
     try:
         await fleet.prepare()
-        headers = {"Authorization": f"Bearer {fleet.api_key}"} if fleet.api_key else {}
-        async with httpx.AsyncClient(trust_env=False, headers=headers) as http:
+        async with httpx.AsyncClient(trust_env=False) as http:
             prompts, expected, at = await learn(fleet, http, seed=asked.seed)
         _say(f"up; {len(prompts)} prompts tell a from b")
         conditions = (prompts, expected, at)
@@ -85,7 +87,7 @@ async def soak(
 
 def _copy(fleet: SoakFleet, directory: Path, keep: Path) -> None:
     keep.mkdir(parents=True, exist_ok=True)
-    for name in ("requests.jsonl", "conductor.jsonl"):
+    for name in ("requests.jsonl", "conductor.jsonl", "terminal.jsonl"):
         with suppress(FileNotFoundError):
             shutil.copy(directory / name, keep)
     with suppress(OSError):  # of a fleet that never came up
@@ -104,6 +106,7 @@ async def _run(
     clients = Clients(fleet, prompts, directory / "requests.jsonl", seed=asked.seed)
     logs = directory / "conductor.jsonl"
     conductor = Conductor(fleet, logs, seed=asked.seed, at=at, dear_every_s=asked.dear_every_s)
+    terminal = SecondTerminal(fleet, directory / "terminal.jsonl", seed=asked.seed)
     first_job, began = len(fleet.journal()), time.monotonic()
     shown = began
 
@@ -119,9 +122,13 @@ async def _run(
         return reached or minutes >= asked.minutes or cut.is_set()
 
     clients.start(asked.clients)
+    terminal.start()
     try:
         await conductor.run(enough)
+        await terminal.stop()
+        await conductor.end()
     finally:
+        await terminal.stop()
         await clients.stop()
         conductor.close()
     journal = fleet.journal()[first_job:]
@@ -132,11 +139,15 @@ async def _run(
         if record.outcome == "answered"
     ]
     return {
-        "servers": "stubs" if asked.stub else "2 real vLLM CPU servers, the real vllm-router",
+        "servers": "stubs"
+        if asked.stub
+        else "2 real vLLM CPU servers (one of 2 data-parallel ranks), the real vllm-router",
         "seconds": round(time.monotonic() - began, 1),
         "cut_short": cut.is_set(),
         **_counted(clients.records, Counter(verdict for _, verdict in judged)),
         **_conducted(conductor.happened),
+        "second_terminal": {verb: dict(codes) for verb, codes in sorted(terminal.typed.items())},
+        "bugs": conductor.happened.bugs + terminal.bugs,
         "pushes_in_the_journal": dict(Counter(job.state for job, _ in journal)),
         "examples": [
             {**record.to_json(), "verdict": verdict}
@@ -203,7 +214,8 @@ def _table(result: Mapping[str, Any]) -> str:
         (name, result[name])
         for name in (
             "seconds", "requests", "answered_in_part", "pushes", "kills", "violations", "hung",
-            "failed_share", "verdicts", "kills_by_kind", "unsettled", "left_behind",
+            "failed_share", "verdicts", "kills_by_kind", "freezes", "second_terminal", "bugs",
+            "unsettled", "left_behind",
         )
     ]  # fmt: skip
     lines = [f"{name:<14} {value}" for name, value in rows]
@@ -283,7 +295,8 @@ def main() -> int:
     file = options.result or RESULTS / ("soak-stub.json" if asked.stub else "soak.json")
     file.write_text(json.dumps(result, indent=2) + "\n")
     print(_table(result))
-    return int(bool(result["violations"] or result["hung"] or result["left_behind"]))
+    wrong = ("violations", "hung", "left_behind", "unsettled", "bugs")
+    return int(any(result[name] for name in wrong))
 
 
 if __name__ == "__main__":

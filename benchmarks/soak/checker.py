@@ -62,16 +62,16 @@ class Expected:
 def committed_spans(initial: str, jobs: Sequence[tuple[Job, Sequence[JobEvent]]]) -> list[Span]:
     """When each version could be served, from the pushes in order of their numbers.
 
-    A version may be served from the moment a server is journaled as updated, which is after it was
-    verified and before it is resumed. The others end when a push of it has succeeded.
+    A version may be served from the moment it is journaled as verified, which is before a server is
+    resumed: recovery thaws what is known to hold it. The others end when a push of it succeeded.
     """
     open_since = {initial: 0.0}
     spans: list[Span] = []
     for job, events in jobs:
-        commits = [e for e in events if e.kind == "server" and e.data["state"] == "updated"]
+        commits = [event for event in events if event.kind == "verified"]
         if not commits:
             continue
-        version = version_of(commits[0].data["detail"])
+        version = version_of(commits[0].data["version"])
         open_since.setdefault(version, commits[0].at)
         if job.state == "succeeded" and job.finished_at is not None:
             for other in [name for name in open_since if name != version]:

@@ -62,14 +62,15 @@ class Clients:
         while not self._stop.is_set():
             direct = dice.random() < 0.15
             via = dice.choice(sorted(self._fleet.urls)) if direct else "router"
+            rank = dice.choice(self._fleet.ranks(via))
             prompt = dice.randrange(len(self._prompts))
-            record = await self._ask(via, prompt, dice.randint(1, LONGEST))
+            record = await self._ask(via, rank, prompt, dice.randint(1, LONGEST))
             self.records.append(record)
             self._log.write(json.dumps(record.to_json()) + "\n")
             if record.outcome != "answered":
                 await asyncio.sleep(_AFTER_A_FAILURE_S)
 
-    async def _ask(self, via: str, prompt: int, wanted: int) -> Record:
+    async def _ask(self, via: str, rank: int | None, prompt: int, wanted: int) -> Record:
         self._sent += 1
         number, began = self._sent, time.time()
         url = self._fleet.router_url if via == "router" else self._fleet.urls[via]
@@ -82,6 +83,7 @@ class Clients:
                 answer = await self.http.post(
                     f"{url}/v1/completions",
                     json=_body(self._fleet.model, self._prompts[prompt], wanted),
+                    headers=_of_rank(rank),
                     timeout=own,
                 )
                 status = answer.status_code
@@ -108,23 +110,40 @@ def _body(model: str, prompt: str | list[int], wanted: int) -> dict[str, Any]:
     }
 
 
+def _of_rank(rank: int | None) -> dict[str, str]:
+    return {} if rank is None else {"X-data-parallel-rank": str(rank)}
+
+
 async def learn(
     fleet: SoakFleet, http: httpx.AsyncClient, *, wanted: int = 10, seed: int = 0
 ) -> tuple[list[str], Expected, str]:
-    """Prompts whose first token tells the weights, what each version answers, the version left.
+    """Start the fleet; prompts whose first token tells the weights, what each version answers, and
+    the version that is left.
 
-    Every prompt is asked of both servers, alone and among others; one whose answers differ between
-    those is left out.
+    Every prompt is asked of all servers and ranks, alone and among others; one whose answers differ
+    between those is left out. Real servers are started on each version, and must answer the same
+    when it is pushed to them. Raises SkyctlError when they do not.
     """
     dice = random.Random(seed)
     candidates = [" ".join(dice.choices(_WORDS, k=3)) for _ in range(wanted * 3)]
     answers: dict[str, dict[str, tuple[int, ...]]] = {}
     ids: dict[str, list[int]] = {}
-    if fleet.base not in ("a", "b"):
-        answers[fleet.base] = await _answers(fleet, http, candidates, ids)
-    for version in ("a", "b"):
+    if not fleet.stub:
+        await fleet.up(model="b", servers=1)
+        http.headers["Authorization"] = f"Bearer {fleet.api_key}"
+        answers["b"] = await _answers(fleet, http, candidates, ids)
+        await fleet.command("down", "--drain-timeout", "0")
+    await fleet.up()
+    if fleet.api_key:
+        http.headers["Authorization"] = f"Bearer {fleet.api_key}"
+    answers[fleet.base] = await _answers(fleet, http, candidates, ids)
+    for version in ("b", "a"):
         await _push(fleet, version)
-        answers[version] = await _answers(fleet, http, candidates, ids)
+        pushed = await _answers(fleet, http, candidates, ids)
+        started = answers.setdefault(version, pushed)
+        both = started.keys() & pushed.keys()
+        if any(started[prompt] != pushed[prompt] for prompt in both):
+            raise SkyctlError(f"{version} as pushed answers unlike servers that started on it")
     told = [
         prompt
         for prompt in candidates
@@ -137,10 +156,10 @@ async def learn(
     expected = Expected(
         {(v, i): known[p] for v, known in answers.items() for i, p in enumerate(prompts)}
     )
-    await _learn_frozen(fleet, http, prompts, expected, "a", "b", ids)
-    await _push(fleet, "a")
     await _learn_frozen(fleet, http, prompts, expected, "b", "a", ids)
-    return prompts, expected, "a"
+    await _push(fleet, "b")
+    await _learn_frozen(fleet, http, prompts, expected, "a", "b", ids)
+    return prompts, expected, "b"
 
 
 async def _push(fleet: SoakFleet, version: str) -> None:
@@ -156,11 +175,12 @@ async def _answers(
 ) -> dict[str, tuple[int, ...]]:
     """Answers that are the same on every server, alone and in company."""
     seen: dict[str, set[tuple[int, ...]]] = {prompt: set() for prompt in prompts}
-    for url in fleet.urls.values():
+    asking = [(url, rank) for name, url in fleet.urls.items() for rank in fleet.ranks(name)]
+    for url, rank in asking:
         for together in (1, 6):
             for start in range(0, len(prompts), together):
                 part = prompts[start : start + together]
-                asked = [_complete(fleet, http, url, prompt) for prompt in part]
+                asked = [_complete(fleet, http, url, prompt, rank=rank) for prompt in part]
                 for prompt, choice in zip(part, await asyncio.gather(*asked), strict=True):
                     seen[prompt].add(tuple(choice["token_ids"]))
                     ids[prompt] = choice["prompt_token_ids"]
@@ -196,9 +216,10 @@ async def _complete(
     url: str,
     prompt: str | list[int],
     wanted: int = LONGEST,
+    rank: int | None = None,
 ) -> dict[str, Any]:
-    body = _body(fleet.model, prompt, wanted)
-    answer = await http.post(f"{url}/v1/completions", json=body, timeout=60.0)
+    body, headers = _body(fleet.model, prompt, wanted), _of_rank(rank)
+    answer = await http.post(f"{url}/v1/completions", json=body, headers=headers, timeout=60.0)
     answer.raise_for_status()
     choice: dict[str, Any] = answer.json()["choices"][0]
     return choice

@@ -1,4 +1,4 @@
-"""Pushes, pauses, sleeps and kills in a seeded order, and what has to be typed after each."""
+"""Pushes, pauses, sleeps, kills and full disks in a seeded order, and what to type after each."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PUSH_S = 150.0
 _POLL_S = 0.003
 _TRANSIENT = ("starting", "restarting", "stopping", "admitting")
 _STAGES = ("stage", "pause", "init", "update", "finish", "verify", "resume")
-# One deck: 10 pushes (4 of them killed) and 7 kills; servers are the dear ones, 40 s each.
+# One deck: 12 pushes (4 of them killed) and 7 kills; servers are the dear ones, 40 s each.
 _DECK = {
     "push": 6,
     "kill the command of a push": 2,
@@ -32,6 +32,8 @@ _DECK = {
     "kill the router": 2,
     "pause": 1,
     "sleep": 1,
+    "fill the disk": 1,
+    "fill the disk during a push": 1,
 }
 _DEAR = ("kill a server", "kill an engine core")
 DEAR_EVERY_S = 100.0
@@ -53,6 +55,7 @@ class Happened:
     recovered_s: dict[str, list[float]] = field(default_factory=dict)
     unsettled: list[str] = field(default_factory=list)
     failed_commands: list[str] = field(default_factory=list)
+    bugs: list[str] = field(default_factory=list)
 
 
 class Conductor:
@@ -76,13 +79,15 @@ class Conductor:
             "kill the router": self._kill_router,
             "pause": self._pause,
             "sleep": self._sleep,
+            "fill the disk": self._full_disk,
+            "fill the disk during a push": self._disk_fills_in_push,
         }
 
     def close(self) -> None:
         self._log.close()
 
     async def run(self, enough: Callable[[Happened], bool]) -> None:
-        """Deal decks until `enough`; then wait for what is still coming back."""
+        """Deal decks until `enough`."""
         while not enough(self.happened):
             deck = [name for name, count in _DECK.items() for _ in range(count)]
             self._dice.shuffle(deck)
@@ -92,6 +97,9 @@ class Conductor:
                 await self._server_kill_if_due()
                 await self._actions[name]()
                 await asyncio.sleep(self._dice.random() * 0.5)
+
+    async def end(self) -> None:
+        """Wait for what is still coming back."""
         await self._settle("the end", all_ready=True)
 
     # --- pushes --------------------------------------------------------------------------------
@@ -103,7 +111,7 @@ class Conductor:
         chunk = self._dice.choice(("64KiB", "256KiB", "1MiB"))
         label = f"{self._at}-{self.happened.pushes}"
         options = ("--transport", transport, "--chunk-size", chunk, "--weight-version", label)
-        return ("sync-weights", self._fleet.checkpoint(self._at), *options)
+        return ("sync-weights", self._fleet.save(self._at), *options)
 
     async def _push(self) -> None:
         done = await self._fleet.command(*self._next_push(), timeout_s=PUSH_S)
@@ -250,6 +258,45 @@ class Conductor:
         if undone.code != 0:
             await self._settle(thaw)
 
+    # --- the state disk ------------------------------------------------------------------------
+
+    async def _full_disk(self) -> None:
+        """Freeze and thaw with a full disk, maybe under a supervisor that starts on it."""
+        if not self._fleet.has_disk:
+            return
+        self._fill("idle")
+        try:
+            if self._dice.random() < 0.3:
+                self._kill(self._fleet.supervisor(), "supervisor", "on a full disk")
+            push = self._next_push()
+            refused = await self._fleet.command(*push, timeout_s=PUSH_S)
+            self._note("push on a full disk", refused)
+            await self._pause()
+        finally:
+            self._fleet.free_disk()
+        await self._settle("a full disk")
+
+    async def _disk_fills_in_push(self) -> None:
+        if not self._fleet.has_disk:
+            return
+        last = self._fleet.last_job()
+        process = await self._fleet.spawn(*self._next_push())
+        reading = asyncio.create_task(finish(process, PUSH_S))
+        try:
+            wanted = self._dice.choice(_STAGES)
+            if await self._reached(last.id if last else None, wanted, process):
+                self._fill(f"in {wanted}")
+            self._note("push that the disk fills up under", await reading)
+            await asyncio.sleep(self._dice.random())
+        finally:
+            self._fleet.free_disk()
+        await self._after_push()
+
+    def _fill(self, where: str) -> None:
+        self._fleet.fill_disk()
+        self.happened.others["full disk"] += 1
+        self._write({"did": "fill the disk", "where": where})
+
     # --- after a fault -------------------------------------------------------------------------
 
     async def _recovered(self, kind: str, killed_at: float) -> None:
@@ -280,7 +327,11 @@ class Conductor:
             if row["state"] in ("failed", "dead", "stopped"):
                 self._note("restart", await self._fleet.command("restart", row["name"]))
         if any(row["state"] == "quarantined" for row in rows) or _mixed(rows):
-            self._note("recover", await self._fleet.command("recover", "--yes", timeout_s=300))
+            done = await self._fleet.command("recover", "--yes", timeout_s=300)
+            self._note("recover", done)
+            if done.code in (1, 3):  # the files it needs were written over: the loop goes on
+                pushed = await self._fleet.command(*self._next_push(), timeout_s=PUSH_S)
+                self._note("push after a recovery in vain", pushed)
         elif any(row["state"] in ("paused", "asleep") for row in rows):
             asleep = any(row["state"] == "asleep" for row in rows)
             verb = "wake" if asleep else "resume"
@@ -291,6 +342,8 @@ class Conductor:
         if done.code != 0:
             entry["said"] = done.said[:300]
             self.happened.failed_commands.append(f"{what}: {done.code}: {done.said[:200]}")
+            if done.bug:
+                self.happened.bugs.append(f"{what}: {done.said[-300:]}")
         self._write(entry)
 
     def _write(self, entry: dict[str, Any]) -> None:

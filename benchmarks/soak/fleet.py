@@ -1,4 +1,4 @@
-"""The fleet under test, real or of stubs, and the commands that are typed at it."""
+"""The fleet under test, real or of stubs, its state disk, and the commands that are typed at it."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import shutil
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -29,6 +30,10 @@ drain_timeout_s: 2
 weight_transfer: {{transport: shm, update_timeout_s: 30}}
 router: {{request_timeout_s: {bound_s:g}}}
 """
+_REPLICAS = ("- {name: whole}", "- {name: copies, data_parallel_size: 2}")
+_UP_S = 1200.0
+"""Eleven processes import vLLM on a busy machine."""
+_DISK = "48m"
 
 
 @dataclass(frozen=True)
@@ -44,12 +49,18 @@ class Done:
     def data(self) -> dict[str, Any]:
         return self.envelope.get("data") or {}
 
+    @property
+    def bug(self) -> bool:
+        """It ended in an error that is none of skyctl's own."""
+        return "Traceback" in self.said or "a bug in skyctl" in self.said
+
 
 class SoakFleet:
-    """Two servers and a router in `directory`, with a state directory of their own.
+    """Two servers and a router in `directory`, with a state directory of their own; one of two real
+    servers has two data-parallel ranks.
 
-    `transports` are those a push can take; `base` is the version that a server has
-    before the first push.
+    `transports` are those a push can take; `base` is the version that a server has before the first
+    push. `has_disk`: the state is on a disk of its own, which can be filled.
     """
 
     def __init__(self, directory: Path, *, stub: bool, bound_s: float) -> None:
@@ -63,6 +74,8 @@ class SoakFleet:
         self.router_url = ""
         self.model = ""
         self.api_key = ""
+        self.has_disk = False
+        self._filler = self.home / "filler"
 
     @property
     def env(self) -> dict[str, str]:
@@ -70,16 +83,25 @@ class SoakFleet:
         return {**inherited, "SKYCTL_HOME": str(self.home), "PYTHONPATH": str(_ROOT)}
 
     async def prepare(self) -> None:
-        """Write the fleet's files and start it. Raises SkyctlError when it does not come up."""
-        settings = _SETTINGS.format(bound_s=self.bound_s)
+        """Write the fleet's files and its disk. Raises SkyctlError where that fails."""
+        self.home.mkdir(mode=0o700)
+        self.has_disk = _mounted(self.home)
         if self.stub:
-            self._write_stubs(settings)
+            self._write_stubs()
         else:
             done = await self.command("init", "--tiny", ".", "--name", self.name, timeout_s=120)
             _expect(done, "init")
-            file = self.directory / "fleet.yaml"
-            file.write_text(_without_keys(file.read_text(), settings) + settings)
-        _expect(await self.command("up", timeout_s=420), "up")
+
+    async def up(self, *, model: str = "a", servers: int = 2) -> None:
+        """Start servers on a checkpoint. Raises SkyctlError when they do not come up."""
+        settings = _SETTINGS.format(bound_s=self.bound_s)
+        if not self.stub:
+            groups = "\n".join(_REPLICAS[:servers])
+            settings += f"model: {self.checkpoint(model)}\nreplicas:\n{groups}\n"
+            settings += f"health: {{startup_timeout_s: {_UP_S:g}}}\n"
+        file = self.directory / "fleet.yaml"
+        file.write_text(_without_keys(file.read_text(), settings) + settings)
+        _expect(await self.command("up", timeout_s=_UP_S), "up")
         urls = _expect(await self.command("urls"), "urls")
         shown = _expect(await self.command("urls", "--show-key"), "urls --show-key")
         status = _expect(await self.command("status"), "status")
@@ -87,16 +109,35 @@ class SoakFleet:
         self.api_key = shown.get("api_key") or ""
         self.urls = {row["name"]: row["url"] for row in status["replicas"]}
 
+    def ranks(self, server: str) -> tuple[int | None, ...]:
+        """Data-parallel ranks of a server that can be asked for; None where it has but one."""
+        return (0, 1) if server.startswith("copies") else (None,)
+
+    def save(self, version: str) -> str:
+        """Write a checkpoint over the last one, into its files, as RL loops do; the directory."""
+        latest = self.directory / "latest"
+        latest.mkdir(exist_ok=True)
+        for file in Path(self.checkpoint(version)).iterdir():
+            shutil.copyfile(file, latest / file.name)
+        return str(latest)
+
+    def fill_disk(self) -> None:
+        """Leave not one page of the state disk."""
+        with self._filler.open("wb", buffering=0) as file, suppress(OSError):
+            while True:
+                file.write(b"x" * 4096)
+
+    def free_disk(self) -> None:
+        self._filler.unlink(missing_ok=True)
+
     def checkpoint(self, version: str) -> str:
         return str(self.directory / "checkpoints" / version)
 
-    def _write_stubs(self, settings: str) -> None:
+    def _write_stubs(self) -> None:
         from tests.faults.stub_fleet import StubFleet
         from tests.unit.push.checkpoints import tiny_tensors, write_checkpoint
 
         StubFleet(self.directory).write()
-        file = self.directory / "fleet.yaml"
-        file.write_text(_without_keys(file.read_text(), settings) + settings)
         write_checkpoint(self.directory / "model", tiny_tensors(1))
         for version, seed in (("a", 50), ("b", 90)):
             write_checkpoint(self.directory / "checkpoints" / version, tiny_tensors(seed))
@@ -184,6 +225,7 @@ class SoakFleet:
 
     async def close(self) -> list[str]:
         """Take everything down; what still lived some seconds later, and was killed."""
+        self.free_disk()
         try:
             await self.command("down", "--drain-timeout", "0", timeout_s=120)
         finally:
@@ -197,7 +239,22 @@ class SoakFleet:
                 with suppress(psutil.Error):
                     said.append(f"{process.pid} {' '.join(process.cmdline())[:120]}")
                     process.kill()
+            if self.has_disk:
+                _unmount(self.home)
         return said
+
+
+def _mounted(directory: Path) -> bool:
+    """Whether a small disk of its own is mounted there: not without the right to do so."""
+    options = ["-t", "tmpfs", "-o", f"size={_DISK},mode=700", "tmpfs", str(directory)]
+    try:
+        return subprocess.run(["mount", *options], capture_output=True, check=False).returncode == 0
+    except FileNotFoundError:
+        return False
+
+
+def _unmount(directory: Path) -> None:
+    subprocess.run(["umount", "-l", str(directory)], check=False)
 
 
 async def finish(process: asyncio.subprocess.Process, timeout_s: float) -> Done:
@@ -229,11 +286,11 @@ def _expect(done: Done, what: str) -> dict[str, Any]:
 
 
 def _without_keys(text: str, settings: str) -> str:
-    """A fleet file without the top-level one-line keys that `settings` sets."""
+    """A fleet file without the top-level keys that `settings` sets."""
     keys = tuple(line.partition(":")[0] + ":" for line in _keys(settings))
     lines, dropping = [], False
     for line in text.splitlines():
-        if line and not line[0].isspace():
+        if line and line[0] not in " -":
             dropping = line.startswith(keys)
         if not dropping:
             lines.append(line)
@@ -241,4 +298,4 @@ def _without_keys(text: str, settings: str) -> str:
 
 
 def _keys(settings: str) -> Iterator[str]:
-    return (line for line in settings.splitlines() if line)
+    return (line for line in settings.splitlines() if line[:1].isalpha())

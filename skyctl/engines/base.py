@@ -189,11 +189,14 @@ class ServedAdapter:
 @dataclass(frozen=True)
 class StartedWith:
     """What a server says of how it was started; "" where it does not say. `backend` is its
-    weight-transfer backend, None where it does not say."""
+    weight-transfer backend, None where it does not say. `kv_lease_s` is for how long a prefill
+    server keeps KV blocks that no decode server has fetched, and so may put off the answer to a
+    pause; 0 for all others."""
 
     model: str = ""
     load_format: str = ""
     backend: str | None = None
+    kv_lease_s: float = 0.0
 
 
 class Server(Protocol):

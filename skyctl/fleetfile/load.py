@@ -12,15 +12,9 @@ from pydantic import ValidationError
 
 from skyctl.errors import FleetFileError
 from skyctl.fleetfile.arguments import refusals
-from skyctl.fleetfile.problems import (
-    FileProblem,
-    Location,
-    another_kind_of_file,
-    known_keys,
-    problems_of,
-)
+from skyctl.fleetfile.problems import another_kind_of_file, known_keys, problems_of
 from skyctl.fleetfile.schema import FleetConfig
-from skyctl.fleetfile.yaml_source import YamlSource, read_yaml
+from skyctl.fleetfile.yaml_source import FileProblem, Location, YamlSource, read_yaml
 
 LARGEST_FILE_BYTES = 1024 * 1024
 _MOST_PROBLEMS_SHOWN = 20

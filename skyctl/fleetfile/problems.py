@@ -5,16 +5,12 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, get_args
+from typing import Any, get_args
 
 from pydantic import BaseModel
 
 from skyctl.fleetfile.schema import FleetConfig
-
-if TYPE_CHECKING:
-    from skyctl.fleetfile.yaml_source import YamlSource
-
-Location = tuple[str | int, ...]
+from skyctl.fleetfile.yaml_source import INIT_HINT, FileProblem, Location, YamlSource, shown
 
 _EXPECTED = {
     "int_type": "a whole number",
@@ -54,16 +50,6 @@ _OTHER_FILES = (
     ({"model_type"}, "a model's config.json"),
 )
 _SCHEMA_HINT = "`skyctl schema` prints every key"
-INIT_HINT = "write a first fleet file with: skyctl init"
-_LONGEST_VALUE = 60
-
-
-class FileProblem(NamedTuple):
-    """One thing to correct. `line` counts from 1."""
-
-    line: int
-    message: str
-    hint: str = ""
 
 
 def another_kind_of_file(source: YamlSource) -> FileProblem | None:
@@ -77,21 +63,6 @@ def another_kind_of_file(source: YamlSource) -> FileProblem | None:
             line = min(source.line((key,)) for key in signature)
             return FileProblem(line, f"this is {what} ({names}), not a fleet file", INIT_HINT)
     return None
-
-
-def shown(value: Any) -> str:
-    """A value as the user would recognise it, shortened, always printable."""
-    if value is None:
-        return "nothing"
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, dict):
-        return "a mapping"
-    if isinstance(value, list):
-        return "a list"
-    text = repr(value) if isinstance(value, str) else str(value)
-    text = text.encode("utf-8", "backslashreplace").decode()
-    return text if len(text) <= _LONGEST_VALUE else text[:_LONGEST_VALUE] + "…"
 
 
 def problems_of(errors: Sequence[Mapping[str, Any]], source: YamlSource) -> list[FileProblem]:

@@ -5,20 +5,30 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 
-from skyctl.fleetfile.problems import INIT_HINT, FileProblem, Location, shown
+Location = tuple[str | int, ...]
 
+INIT_HINT = "write a first fleet file with: skyctl init"
 # Aliases can make a small file mean an enormous one; a fleet file has a few hundred nodes.
 MOST_NODES = 20_000
 _DEEPEST = 40
+_LONGEST_VALUE = 60
 
 _VARIABLE = re.compile(r"\$\$\{|\$\{(?:(?P<name>[A-Za-z_]\w*)(?::-(?P<default>[^}]*))?\})?")
 _TEXT_TAG = "tag:yaml.org,2002:str"
 _NULL_TAG = "tag:yaml.org,2002:null"
 _TIMESTAMP_TAG = "tag:yaml.org,2002:timestamp"
+
+
+class FileProblem(NamedTuple):
+    """One thing to correct. `line` counts from 1."""
+
+    line: int
+    message: str
+    hint: str = ""
 
 
 @dataclass
@@ -34,6 +44,21 @@ class YamlSource:
         while location and location not in self.lines:
             location = location[:-1]
         return self.lines.get(location, 1)
+
+
+def shown(value: Any) -> str:
+    """A value as the user would recognise it, shortened, always printable."""
+    if value is None:
+        return "nothing"
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, dict):
+        return "a mapping"
+    if isinstance(value, list):
+        return "a list"
+    text = repr(value) if isinstance(value, str) else str(value)
+    text = text.encode("utf-8", "backslashreplace").decode()
+    return text if len(text) <= _LONGEST_VALUE else text[:_LONGEST_VALUE] + "…"
 
 
 def read_yaml(text: str, environ: Mapping[str, str]) -> YamlSource:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from skyctl.errors import PushError, SkyctlError, StateUnwritable
+from skyctl.http.fanout import OutcomeStatus
 from skyctl.kill_points import reached
 from skyctl.push.cancellation import Abandoned
 from skyctl.push.run import Run
@@ -67,10 +68,24 @@ async def pause(run: Run, sites: Sequence[Site]) -> None:
     # before it is done: whoever reads the journal of a push that died must know whom to thaw
     run.observer.intend({site.name: HELD if site.was_paused else "pausing" for site in sites})
     reached("push.pause.call")
-    mode = run.request.pause_mode
+    # prefill servers first: they answer when the decode servers, which run on, have fetched the KV
+    # that waits for them
+    awake = [site for site in sites if not site.asleep]
+    prefill = [site for site in awake if site.kv_lease_s]
+    if prefill:
+        names = ", ".join(site.name for site in prefill)
+        run.note(f"{names} paused first, so that decode servers fetch the KV that waits there")
+        await _pause(run, prefill)
+        require_all(run, sites)
+    await _pause(run, [site for site in awake if not site.kv_lease_s])
+    require_all(run, sites)
 
+
+async def _pause(run: Run, sites: Sequence[Site]) -> None:
+    mode = run.request.pause_mode
     # mode "wait" lets running requests end first
     timeout_s = run.fleet.control_timeout_s if mode != "wait" else run.fleet.update_timeout_s
+    timeout_s += max((site.kv_lease_s for site in sites), default=0.0)
 
     async def call(site: Site) -> None:
         if not site.was_paused:
@@ -83,8 +98,13 @@ async def pause(run: Run, sites: Sequence[Site]) -> None:
         if site.frozen:
             run.observer.server(site.name, "paused")
 
-    await each([site for site in sites if not site.asleep], call, timeout_s=timeout_s, what="pause")
-    require_all(run, sites)
+    outcomes = await each(sites, call, timeout_s=timeout_s, what="pause")
+    for site, outcome in zip(sites, outcomes, strict=True):
+        if site.kv_lease_s and outcome.status is OutcomeStatus.TIMEOUT:
+            site.failure += (
+                ": its requests keep KV that no decode server has fetched, for longer than their "
+                f"lease of {site.kv_lease_s:g} s; end them, or look whether decode servers run"
+            )
 
 
 async def require_frozen(run: Run, sites: Sequence[Site]) -> None:

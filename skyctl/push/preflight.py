@@ -232,6 +232,7 @@ def _site(
         was_paused=facts.paused and not server.thaw,
         old_version=facts.weight_version,
         engine="+".join(part for part in (facts.vllm_version, server.arguments) if part),
+        kv_lease_s=facts.kv_lease_s,
         holds=Holds.UNKNOWN if server.half_updated else Holds.OLD,
         open=server.thaw,  # a push broke off there: its session may be open
         # is_sleeping and the metric of a CPU server say nothing: what was typed is on record

@@ -26,7 +26,7 @@ class ServerFacts:
 
     `ranks` counts the workers of all data-parallel ranks and those of one. `nccl_settings` are
     NCCL's variables in its workers, None where it does not tell.
-    `update_problem` is why its model must not be updated.
+    `update_problem` is why its model must not be updated. `kv_lease_s`: see `StartedWith`.
     """
 
     name: str
@@ -43,6 +43,7 @@ class ServerFacts:
     nccl_problem: str = ""
     nccl_settings: Mapping[str, str] | None = None
     update_problem: str = ""
+    kv_lease_s: float = 0.0
 
     @property
     def world_size(self) -> int:
@@ -93,6 +94,7 @@ async def ask_servers(fleet: PushFleet, *, client: ControlClient) -> tuple[Serve
             nccl_problem=made.nccl_problem,
             nccl_settings=made.nccl_settings,
             update_problem=made.update_problem,
+            kv_lease_s=made.kv_lease_s,
         )
 
     targets = [server.target for server in fleet.servers]
@@ -115,6 +117,7 @@ class _Make:
     nccl_problem: str
     nccl_settings: Mapping[str, str] | None
     update_problem: str
+    kv_lease_s: float
 
 
 _makes: dict[str, _Make] = {}
@@ -145,6 +148,7 @@ async def _make(server: Server, pushed: PushServer) -> _Make:
         nccl_problem=problem,
         nccl_settings=settings,
         update_problem=update_problem,
+        kv_lease_s=started.kv_lease_s,
     )
     if pushed.instance:
         if len(_makes) >= _MOST:

@@ -35,7 +35,8 @@ class Holds(IntEnum):
 @dataclass
 class Site:
     """One server in a push. `was_paused` is how it was found; `paused` whether we froze it.
-    `engine` is the version of its engine and, where they are known, its arguments.
+    `engine` is the version of its engine and, where they are known, its arguments. `kv_lease_s`: it
+    prefills for decode servers, and keeps KV for so long (`StartedWith`).
 
     `digest_before` is what its weights came to before the push, "" where nobody looked; `digest`
     what they come to after it, `compared` how much of the checkpoint they were seen to hold.
@@ -53,6 +54,7 @@ class Site:
     was_paused: bool
     old_version: str | None
     engine: str = ""
+    kv_lease_s: float = 0.0
     frozen: bool = False
     open: bool = False
     holds: Holds = Holds.OLD

@@ -118,10 +118,14 @@ class StubServer:
         return JSONResponse({"world_size": self.engine.world_size})
 
     async def _server_info(self, _: Request) -> Response:
-        config = {
+        config: dict[str, Any] = {
             "model_config": {"model": self.engine.model, "dtype": "torch.float32"},
             "weight_transfer_config": {"backend": self.engine.transfer_backend},
         }
+        if self.engine.kv_reader is not None:
+            lease = {"kv_lease_duration": self.engine.kv_lease_s}
+            connector = {"kv_role": "kv_producer", "kv_connector_extra_config": lease}
+            config["kv_transfer_config"] = connector
         return JSONResponse({"vllm_config": config, "vllm_env": {}, "system_env": {}})
 
     async def _metrics(self, _: Request) -> Response:

@@ -99,6 +99,8 @@ class StubEngine:
     queued: int = 0
     cached: set[str] = field(default_factory=lambda: set(CACHES))  # of CACHES, in use at first
     connector_fails: bool = False  # to drop what it keeps elsewhere
+    kv_reader: StubEngine | None = None  # a decode server that has KV of this one to fetch
+    kv_lease_s: float = 30.0
     logprob: float = -0.5  # of every token it generates
     prompt_tokens: int = 0
     generation_tokens: int = 0
@@ -132,6 +134,10 @@ class StubEngine:
         if mode in ("wait", "abort"):
             async with self.changed:
                 await self.changed.wait_for(lambda: self.requests == 0 or not self.paused)
+        if (reader := self.kv_reader) is not None:  # it counts as work, in every mode
+            await asyncio.sleep(0.02)
+            async with reader.changed:
+                await reader.changed.wait_for(lambda: not reader.paused)
         await self._note(f"pause {mode}")
 
     async def resume(self) -> None:

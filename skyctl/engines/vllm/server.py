@@ -26,6 +26,7 @@ _REFUSALS = {
     "Model reloading with": Refusal.CANNOT_RELOAD,  # `--load-format dummy` and others
 }
 _NO_ROUTE = "it has no such route"
+_KV_LEASE_S = 30.0
 
 
 class VLLMServer:
@@ -104,6 +105,7 @@ class VLLMServer:
             str(section("model_config").get("model") or ""),
             str(section("load_config").get("load_format", "")),
             str(section("weight_transfer_config").get("backend", "")) if told else None,
+            _kv_lease_s(section("kv_transfer_config")),
         )
 
     async def server_info(self) -> dict[str, Any]:
@@ -477,3 +479,13 @@ class VLLMServer:
 
 def _flag(value: bool) -> str:
     return "true" if value else "false"
+
+
+def _kv_lease_s(transfer: Mapping[str, Any]) -> float:
+    """vLLM counts a request whose KV waits for a decode server as work, and answers a pause in no
+    mode before that is fetched or its lease is over (`nixl/base_worker.py`, default 30 s)."""
+    if transfer.get("kv_role") != "kv_producer":
+        return 0.0
+    extra = transfer.get("kv_connector_extra_config")
+    lease_s = extra.get("kv_lease_duration") if isinstance(extra, Mapping) else None
+    return float(lease_s) if isinstance(lease_s, int | float) else _KV_LEASE_S

@@ -435,6 +435,29 @@ async def test_an_intent_that_cannot_be_put_on_record_undoes_the_push(
         assert "update" not in engine.log
 
 
+async def test_a_prefill_server_is_paused_before_the_decode_servers_that_fetch_its_kv(
+    stubs: Stubs,
+) -> None:
+    decode, prefill = stubs.engines
+    prefill.kv_reader = decode
+    observer = Recorder()
+    await push_new(stubs, observer)
+    assert {engine.digest for engine in stubs.engines} == {decode.digest} != {"base"}
+    assert any("demo-1 paused first" in note for note in observer.notes)
+
+
+async def test_kv_that_nobody_fetches_is_waited_for_no_longer_than_its_lease(stubs: Stubs) -> None:
+    decode, prefill = stubs.engines
+    await decode.pause("keep")
+    prefill.kv_reader, prefill.kv_lease_s = decode, 0.3
+    stubs.fleet = replace(stubs.fleet, control_timeout_s=0.5)
+    error = await failing_push(stubs)
+    assert "demo-1: pause: no answer in 0.8 s: its requests keep KV" in error.message
+    assert "for longer than their lease of 0.3 s" in error.message
+    assert not prefill.paused and decode.paused
+    check_invariant(stubs)
+
+
 async def test_a_server_that_was_paused_and_is_thawed_by_somebody_else_is_paused_by_the_push(
     stubs: Stubs,
 ) -> None:
