@@ -179,7 +179,7 @@ def test_adapters_through_syncs_restarts_and_pushes(
     assert answers("first") == first
 
     pushed = fleet.run("sync-weights", str(root / "b"))
-    assert "adapters stay: first@1, x@2" in pushed.stdout
+    assert "adapters stay: first@1, x@2" in pushed.stderr
     assert answers("x") == reference.tokens("b", "x3")
     assert answers("base") == reference.tokens("b")
 
