@@ -182,7 +182,7 @@ _skyctl() {
                 --sleep-after) true; return ;;
                 --timeout) true; return ;;
             esac
-            if [[ $cur == -* ]]; then _skyctl_words "-f --file --fleet --transport --stage --layout --chunk-size --weight-version --mode --verify --no-verify --dry-run --scan-nan --no-scan --allow-unproven-reload --canary --keep --rolling --colocated --sleep-after --rollback --detach --timeout --json -h --help -q --quiet --no-color --debug"; else
+            if [[ $cur == -* ]]; then _skyctl_words "-f --file --fleet --transport --stage --layout --delta --chunk-size --weight-version --mode --verify --no-verify --dry-run --scan-nan --no-scan --allow-unproven-reload --canary --keep --rolling --colocated --sleep-after --rollback --detach --timeout --json -h --help -q --quiet --no-color --debug"; else
                 _skyctl_ask
             fi ;;
         "jobs")

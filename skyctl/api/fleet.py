@@ -220,7 +220,8 @@ class Fleet(GeneratingFleet):
         transport: str = "auto",
         chunk_size: int | None = None,
         stage: Stage = "auto",
-        layout: Layout = "checkpoint",
+        layout: Layout = "auto",
+        delta: bool = False,
         pause_mode: PauseMode | None = None,
         verify: bool = True,
         dry_run: bool = False,
@@ -257,6 +258,7 @@ class Fleet(GeneratingFleet):
                 floating-point tensors; "as-is" leaves it to the servers to cast.
             chunk_size: bytes per chunk; None takes the fleet's.
             stage: where the checkpoint lies before servers are frozen: "gpu", "host" or "stream".
+            delta: leave out layers whose bytes the servers hold already (docs/concepts/push.md).
             layout: "runtime" copies tensors straight into parameters, "checkpoint" gives them to
                 vLLM's loader; "auto" copies where a server has seen it proven.
             pause_mode: what becomes of running requests; "keep" when None, "wait" with a canary.
@@ -285,6 +287,7 @@ class Fleet(GeneratingFleet):
             chunk_size=chunk_size,
             stage=stage,
             layout=layout,
+            delta=delta,
             weight_version=weight_version,
             pause_mode=pause_mode or usual_mode(leaves_router=canary is not None or rolling > 0),
             verify=verify,

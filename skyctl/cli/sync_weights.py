@@ -75,7 +75,15 @@ def sync_weights(
             help="Copy tensors straight into the parameters (GPU servers that have seen it proven) "
             "or give them to vLLM's loader (auto: copy where it can be)."
         ),
-    ] = LayoutOption.CHECKPOINT,
+    ] = LayoutOption.AUTO,
+    delta: Annotated[
+        bool,
+        typer.Option(
+            "--delta",
+            help="Leave out layers whose bytes the servers hold already, by the last push; costs "
+            "one more read of the checkpoint before the freeze.",
+        ),
+    ] = False,
     chunk_size: Annotated[
         str | None,
         typer.Option(
@@ -199,6 +207,7 @@ def sync_weights(
     skyctl sync-weights runs/step-200 --canary canary.yaml --mode wait
     skyctl sync-weights runs/step-200 --rolling 1 --canary canary.yaml
     skyctl sync-weights runs/step-200 --keep
+    skyctl sync-weights runs/step-200 --delta     frozen layers are not sent again
     skyctl sync-weights runs/step-200 --colocated     a trainer shares the GPUs: skyctl sleep first
     skyctl sync-weights --rollback               to the previous version
     skyctl sync-weights --rollback step-100      see: skyctl weights history, weights kept
@@ -233,6 +242,7 @@ def sync_weights(
         chunk_size=size,
         stage=stage.value,
         layout=layout.value,
+        delta=delta,
         weight_version=weight_version,
         pause_mode=mode.value if mode else usual_mode(leaves_router=bool(canary or rolling)),
         verify=verify,

@@ -20,6 +20,7 @@ from skyctl.http.target import ServerTarget
 from skyctl.kill_points import reached
 from skyctl.push.request import PushFleet, PushRequest, PushResult
 from skyctl.store.adapters import served
+from skyctl.store.contents import remember_content
 from skyctl.store.in_doubt import doubt, in_doubt, left_behind, trust
 from skyctl.store.journal import DRY_RUN, Job, Journal, Told
 from skyctl.store.state import FleetState, FleetWeights
@@ -173,7 +174,7 @@ async def run_push(
             roll = functools.partial(push_rolling, on_part=part_over)
             result = await (roll if request.rolling else push)(
                 own.request,
-                informed(fleet, state),
+                informed(fleet, state, by_tensor=own.request.delta),
                 client=client,
                 observer=observer,
                 senders=senders,
@@ -187,6 +188,8 @@ async def run_push(
             reached("push.record")
             own.record(result)
             record(result)
+            if result.content is not None and not request.dry_run:
+                remember_content(state.database.path.parent, result.content)
 
 
 @contextmanager

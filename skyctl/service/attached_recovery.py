@@ -61,6 +61,7 @@ async def recover(
         ConflictError: another recovery, or a push, has not ended by then.
     """
     wait_s = _TURN_WAIT_S if wait_s is None else wait_s
+    close_orphans(state)  # before any wait: whoever follows a job learns that its process is dead
     with await Arbiter(state.locks).turn(Act.RECOVER, "skyctl recover", wait_s=wait_s):
         close_orphans(state, in_turn=True)
         hands = _Hands(ref, targets, client, state)

@@ -154,8 +154,9 @@ class World:
     def _lone(self, engine: Engine, path: str, caller: Process | None) -> None:
         """While a session is open, and its owner has the turn, nobody else acts on the server."""
         owner = engine.owner
-        holds = any(process is owner for _, process in self.flocks.values())
-        if engine.open and holds and owner is not None and owner is not caller:
+        if owner is None or owner.dead or owner is caller or not engine.open:
+            return
+        if any(process is owner for _, process in self.flocks.values()):
             who = plain(caller.label) if caller else "?"
             self.violate(f"one holder: {path} of {who} into {plain(owner.label)}'s session")
 

@@ -5,32 +5,47 @@ The process, its CUDA context and the reader's pinned ring outlive a push; the s
 
 from __future__ import annotations
 
-import os
+import base64
+import pickle
 from collections.abc import Sequence
 from typing import Any
 
 from skyctl.engines.vllm.inside.layout_wire import Program
 from skyctl.transfer.gpu.chunks import DeviceChunkReader
-from skyctl.transfer.gpu.devices import MirroredSlots, stage_slots
+from skyctl.transfer.gpu.devices import (
+    MirroredSlots,
+    fits_whole,
+    free_bytes,
+    stage_slots,
+    uuid_of,
+)
 from skyctl.transfer.gpu.numbering import Numbering
-from skyctl.transfer.gpu.reader import THREADS, DeviceReader
+from skyctl.transfer.gpu.reader import DeviceReader, readers_for
 from skyctl.transfer.reader import Piece, ShardFiles
 
 
-class GpuCarrier:
-    """Slots on every GPU of `devices`; the first one's are filled from the files."""
+def pickle_handles(handles: Any) -> str:
+    """IPC handles as vLLM takes them over HTTP: pickle, then base64 text."""
+    return base64.b64encode(pickle.dumps(handles)).decode("ascii")
 
-    def __init__(self, devices: Sequence[int]) -> None:
+
+class GpuCarrier:
+    """Slots on every GPU of `devices`.
+
+    `server_gpus` are those of each server, which can be shown the slots on them.
+    """
+
+    def __init__(self, devices: Sequence[int], server_gpus: Sequence[Sequence[int]]) -> None:
         import torch
 
         self.devices = list(devices)
+        self.server_gpus = [list(gpus) for gpus in server_gpus]
         torch.cuda.set_device(self.devices[0])
-        # two processors are left to the servers, which have work to do at the same time
-        threads = max(2, min(THREADS, len(os.sched_getaffinity(0)) - 2))
-        self._reader = DeviceReader(self.devices[0], threads=threads)
+        self._readers: dict[int, DeviceReader] = {}
         self._slots: MirroredSlots | None = None
         self._numbering: Numbering | None = None
         self.staged_whole = False
+        self.shown = False
 
     @property
     def slots(self) -> MirroredSlots:
@@ -48,21 +63,69 @@ class GpuCarrier:
         threads: int,
         ring_only: bool = False,
         reserve_bytes: int = 0,
+        shown: bool = False,
     ) -> DeviceChunkReader:
-        """A slot for each chunk when all of them fit on the GPUs, else a ring of `slots`."""
+        """A slot for each chunk when all of them fit on the GPUs, else a ring of `slots`.
+
+        `shown`: servers will copy out of the slots by themselves (`export`). They then lie on the
+        servers' GPUs, too, where all chunks fit there; and a ring is as long as there is room.
+        """
         sizes = [max(piece.offset + piece.nbytes for piece in chunk) for chunk in chunks]
+        self.shown = shown
         mirrored, self.staged_whole = stage_slots(
-            self.devices, sizes, slots, ring_only=ring_only, reserve_bytes=reserve_bytes
+            [*self.devices, *(self._room_for(sum(sizes)) if shown and not ring_only else ())],
+            sizes,
+            slots,
+            ring_only=ring_only,
+            reserve_bytes=reserve_bytes,
+            as_many=shown,
         )
         self._slots = mirrored
+        filled = self._filled_from_host(mirrored.devices)
         return DeviceChunkReader(
             files,
             chunks,
-            mirrored.addresses(),
-            self._reader,
-            after_fill=mirrored.mirror,
-            bytes_of=lambda slot: mirrored.view(self.devices[0], slot),
+            [mirrored.addresses(device) for device in filled],
+            [self._readers[device] for device in filled],
+            after_fill=lambda slot, reader: mirrored.mirror(slot, filled[reader]),
+            bytes_of=lambda slot, reader: mirrored.view(filled[reader], slot),
         )
+
+    def _filled_from_host(self, devices: Sequence[int]) -> list[int]:
+        """Those of the GPUs that chunks are read to, each over its own link, by readers that stay:
+        as many as there are processors for."""
+        count, threads = readers_for(len(devices))
+        filled = list(devices[:count])
+        for device in filled:
+            if device not in self._readers:
+                self._readers[device] = DeviceReader(device, threads=threads)
+        return filled
+
+    def _room_for(self, size: int) -> list[int]:
+        """GPUs of servers on which no slots lie by themselves, if that much fits on each of them.
+
+        The driver's memory for this process is on them from here on.
+        """
+        others = sorted({gpu for gpus in self.server_gpus for gpu in gpus} - set(self.devices))
+        known = all(self.server_gpus)
+        return others if known and all(fits_whole(size, free_bytes(g), 0) for g in others) else []
+
+    def export(self) -> dict[str, Any] | None:
+        """What servers need to map the slots on their GPUs: `handles`, one payload per server, and
+        the `offsets` of the slots. None where slots do not lie on all of their GPUs.
+
+        torch counts one release per export, so each server gets an export of its own.
+        """
+        from torch.multiprocessing.reductions import reduce_tensor
+
+        slots = self.slots
+        if not all(gpus and set(gpus) <= set(slots.devices) for gpus in self.server_gpus):
+            return None
+        payloads = [
+            {uuid_of(gpu): reduce_tensor(slots.buffer(gpu))[1] for gpu in gpus}
+            for gpus in self.server_gpus
+        ]
+        return {"handles": [pickle_handles(one) for one in payloads], "offsets": slots.offsets}
 
     def number(self, programs: Sequence[Program]) -> None:
         """From here on, `numbers` says what workers with these programs must come to."""
@@ -86,7 +149,8 @@ class GpuCarrier:
 
     def close(self) -> None:
         self.rest()
-        self._reader.close()
+        for reader in self._readers.values():
+            reader.close()
 
     def extra(self, slot: int) -> dict[str, Any]:
         return {}

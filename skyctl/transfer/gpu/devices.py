@@ -27,8 +27,8 @@ def free_bytes(device: int) -> int:
 
 
 class MirroredSlots:
-    """The same slots on several GPUs. The first GPU's are filled from the host; `mirror` copies one
-    to the others over NVLink, which is several times faster than a second copy from the host.
+    """The same slots on several GPUs. Each is filled from the host on one of them; `mirror` copies
+    it to the others over NVLink, which is several times faster than a second copy from the host.
 
     Each GPU's slots lie in one allocation, so that a server maps it once.
     """
@@ -52,9 +52,18 @@ class MirroredSlots:
         for device in self.devices:
             torch.cuda.synchronize(device)
 
-    def addresses(self) -> list[int]:
-        """Device address of every slot on the first GPU."""
-        base: int = self._buffers[0].data_ptr()
+    @property
+    def offsets(self) -> list[int]:
+        """Byte offset of every slot in the allocation of each GPU."""
+        return list(self._offsets)
+
+    def buffer(self, device: int) -> Any:
+        """All slots on one GPU, as one uint8 tensor."""
+        return self._buffers[self.devices.index(device)]
+
+    def addresses(self, device: int) -> list[int]:
+        """Device address of every slot on one GPU."""
+        base: int = self.buffer(device).data_ptr()
         return [base + offset for offset in self._offsets]
 
     def view(self, device: int, slot: int) -> Any:
@@ -62,15 +71,18 @@ class MirroredSlots:
         begin = self._offsets[slot]
         return self._buffers[self.devices.index(device)][begin : begin + self._sizes[slot]]
 
-    def mirror(self, slot: int) -> None:
-        """Copy a slot from the first GPU to all others, side by side; returns when it is there."""
+    def mirror(self, slot: int, filled: int) -> None:
+        """Copy a slot from the GPU where it was `filled` to all others, side by side; returns when
+        it is there."""
         import torch
 
-        source = self.view(self.devices[0], slot)
-        for device, stream in list(zip(self.devices, self._streams, strict=True))[1:]:
+        source = self.view(filled, slot)
+        streams = zip(self.devices, self._streams, strict=True)
+        others = [(device, stream) for device, stream in streams if device != filled]
+        for device, stream in others:
             with torch.cuda.stream(stream):
                 self.view(device, slot).copy_(source, non_blocking=True)
-        for stream in self._streams[1:]:
+        for _, stream in others:
             stream.synchronize()
 
     def free(self) -> None:
@@ -96,6 +108,7 @@ def stage_slots(
     *,
     ring_only: bool = False,
     reserve_bytes: int = 0,
+    as_many: bool = False,
 ) -> tuple[MirroredSlots, bool]:
     """Slots for a push on all of these GPUs, and whether the whole checkpoint fits in them.
 
@@ -104,7 +117,12 @@ def stage_slots(
     """
     free = min(free_bytes(device) for device in devices)
     sizes, whole = slot_sizes(
-        free, chunk_sizes, ring, ring_only=ring_only, reserve_bytes=reserve_bytes
+        free,
+        chunk_sizes,
+        ring,
+        ring_only=ring_only,
+        reserve_bytes=reserve_bytes,
+        as_many=as_many,
     )
     return MirroredSlots(devices, sizes), whole
 
@@ -116,11 +134,13 @@ def slot_sizes(
     *,
     ring_only: bool = False,
     reserve_bytes: int = 0,
+    as_many: bool = False,
 ) -> tuple[list[int], bool]:
     """Sizes of the slots where `free` bytes are free, and whether each chunk has its own. Pure.
 
-    One slot per chunk when `fits_whole`, else a ring of `ring` slots of the largest size. `ring`
-    slots for all chunks are taken as asked: they fit, or that is an error.
+    One slot per chunk when `fits_whole`, else a ring of `ring` slots of the largest size, or with
+    `as_many` of as many as fit. `ring` slots for all chunks are taken as asked: they fit, or that
+    is an error.
 
     Raises:
         MemoryError: that many slots do not fit.
@@ -134,6 +154,8 @@ def slot_sizes(
         return list(chunk_sizes), True
     if not ring_only and fits_whole(sum(chunk_sizes), free, reserve_bytes):
         return list(chunk_sizes), True
+    if as_many and not ring_only:
+        ring = max(ring, int((free - reserve_bytes) * SHARE_OF_FREE) // max(chunk_sizes))
     needed = ring * max(chunk_sizes)
     if needed > free * SHARE_OF_FREE:
         raise MemoryError(

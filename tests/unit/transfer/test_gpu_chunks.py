@@ -14,7 +14,7 @@ import torch
 from skyctl.checkpoints.checkpoint import read_checkpoint
 from skyctl.checkpoints.finite import NotFinite
 from skyctl.transfer.gpu.chunks import DeviceChunkReader, merged
-from skyctl.transfer.gpu.reader import Span
+from skyctl.transfer.gpu.reader import Span, _pieces
 from skyctl.transfer.plan import ChunkPlan, plan_chunks
 from skyctl.transfer.reader import FilledSlot, Piece, ShardFiles
 from tests.unit.checkpoints.test_finite import BAD, LARGEST
@@ -35,10 +35,10 @@ class MemoryReader:
     def wait(self, batch: Any, timeout_s: float) -> None:
         """Nothing is ever under way."""
 
-    def slot_of(self, size: int) -> Callable[[int], torch.Tensor]:
+    def slot_of(self, size: int) -> Callable[[int, int], torch.Tensor]:
         """Slots of `size` bytes, as the sender looks at them."""
         whole = torch.frombuffer(self.memory, dtype=torch.uint8)
-        return lambda slot: whole[slot * size : (slot + 1) * size]
+        return lambda slot, reader: whole[slot * size : (slot + 1) * size]
 
 
 def prepared(
@@ -56,20 +56,23 @@ def prepared(
     return plan, ShardFiles(checkpoint.shards), chunks
 
 
-@pytest.mark.parametrize("slots", [1, 2, 100])
-def test_every_chunk_is_whole_in_its_slot_when_it_is_announced(tmp_path: Path, slots: int) -> None:
+@pytest.mark.parametrize(("slots", "gpus"), [(1, 1), (2, 1), (100, 1), (3, 2), (1, 2)])
+def test_every_chunk_is_whole_in_its_slot_when_it_is_announced(
+    tmp_path: Path, slots: int, gpus: int
+) -> None:
+    """Each GPU has memory of its own; what is announced lies in that of the GPU it was read to."""
     plan, files, chunks = prepared(tmp_path / "c", 600)
     slots = min(slots, len(chunks))
     size = plan.slot_bytes
-    device = MemoryReader(slots * size)
-    mirrored: list[int] = []
+    devices = [MemoryReader(slots * size) for _ in range(gpus)]
+    mirrored: list[tuple[int, int]] = []
     reader = DeviceChunkReader(
         files,
         chunks,
-        [slot * size for slot in range(slots)],
-        device,  # type: ignore[arg-type]
-        after_fill=mirrored.append,
-        bytes_of=device.slot_of(size),
+        [[slot * size for slot in range(slots)]] * gpus,
+        devices,  # type: ignore[arg-type]
+        after_fill=lambda slot, gpu: mirrored.append((slot, gpu)),
+        bytes_of=lambda slot, gpu: devices[gpu].slot_of(size)(slot, gpu),
     )
     expected = tiny_tensors()
     seen: list[int] = []
@@ -78,14 +81,15 @@ def test_every_chunk_is_whole_in_its_slot_when_it_is_announced(tmp_path: Path, s
         base = filled.slot * size
         for placed in plan.chunks[filled.chunk].placed:
             begin = base + placed.offset
-            data = bytes(device.memory[begin : begin + placed.tensor.nbytes])
+            memory = devices[filled.chunk % gpus].memory
+            data = bytes(memory[begin : begin + placed.tensor.nbytes])
             assert data == expected[placed.tensor.name][2]
         seen.append(filled.chunk)
         reader.release(filled.chunk)
 
     reader.run(check)
     assert seen == list(range(len(chunks)))
-    assert mirrored == [chunk % slots for chunk in seen]
+    assert mirrored == [(chunk % slots, chunk % gpus) for chunk in seen]
 
 
 def test_a_slot_waits_for_its_release_and_a_stopped_reader_ends(tmp_path: Path) -> None:
@@ -94,9 +98,9 @@ def test_a_slot_waits_for_its_release_and_a_stopped_reader_ends(tmp_path: Path) 
     reader = DeviceChunkReader(
         files,
         chunks,
-        [0, plan.slot_bytes],
-        device,  # type: ignore[arg-type]
-        after_fill=lambda slot: None,
+        [[0, plan.slot_bytes]],
+        [device],  # type: ignore[list-item]
+        after_fill=lambda slot, reader: None,
         bytes_of=device.slot_of(plan.slot_bytes),
     )
     seen: list[int] = []
@@ -116,6 +120,32 @@ def test_a_slot_waits_for_its_release_and_a_stopped_reader_ends(tmp_path: Path) 
     assert seen == [0, 1]
 
 
+@pytest.mark.parametrize("piece_bytes", [1, 4, 7, 100])
+def test_spans_that_follow_each_other_in_memory_are_copied_at_once(piece_bytes: int) -> None:
+    spans = [Span(3, 50, 9, 1000), Span(4, 0, 2, 1009), Span(3, 0, 5, 2000), Span(3, 5, 0, 2005)]
+    pieces = list(_pieces(spans, piece_bytes))
+    copied = {
+        part.device_address + at: (part.fd, part.file_offset + at)
+        for piece in pieces
+        for part in piece.parts
+        for at in range(part.size)
+    }
+    assert copied == {
+        span.device_address + at: (span.fd, span.file_offset + at)
+        for span in spans
+        for at in range(span.size)
+    }
+    assert sum(piece.size for piece in pieces) == 16
+    for piece in pieces:
+        assert piece.size == sum(part.size for part in piece.parts) <= piece_bytes
+        followed = [part.device_address + part.size for part in piece.parts]
+        assert [part.device_address for part in piece.parts] == [
+            piece.device_address,
+            *followed[:-1],
+        ]
+    assert len(pieces) == -(-11 // piece_bytes) + -(-5 // piece_bytes)
+
+
 def test_pieces_that_follow_each_other_on_disk_and_in_the_chunk_are_read_as_one() -> None:
     pieces = [
         Piece(0, 100, 10, 0),
@@ -133,9 +163,9 @@ def read_all(tmp_path: Path, tensors: Any) -> list[int]:
     reader = DeviceChunkReader(
         files,
         chunks,
-        [slot * plan.slot_bytes for slot in range(len(chunks))],
-        device,  # type: ignore[arg-type]
-        after_fill=lambda slot: None,
+        [[slot * plan.slot_bytes for slot in range(len(chunks))]],
+        [device],  # type: ignore[list-item]
+        after_fill=lambda slot, reader: None,
         bytes_of=device.slot_of(plan.slot_bytes),
     )
     seen: list[int] = []
