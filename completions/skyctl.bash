@@ -35,7 +35,11 @@ _skyctl() {
     COMPREPLY=()
     case "$path" in
         "")
-            _skyctl_words "init validate plan schema up down status top wait logs restart recover scale pause resume sleep wake sync-weights jobs weights adapters generate urls doctor smoke help --version -q --quiet --no-color --debug -h --help" ;;
+            case "$prev" in
+                --token-file) true; return ;;
+                --ca) true; return ;;
+            esac
+            _skyctl_words "init validate plan schema up down status top wait logs restart recover scale pause resume sleep wake sync-weights jobs weights adapters generate urls doctor smoke help --version -q --quiet --no-color --debug --token-file --ca -h --help" ;;
         "init")
             case "$prev" in
                 --name) true; return ;;

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
     from rich.console import RenderableType
 
-    from skyctl.service.connect import Fleet
+    from skyctl.service import FleetService
     from skyctl.store.journal import Job, JobEvent
 
 T = TypeVar("T")
@@ -62,7 +62,7 @@ class JobView:
         self._refresh()
 
 
-async def follow_job(running: Fleet, job_id: str, *, timeout_s: float | None) -> Job:
+async def follow_job(running: FleetService, job_id: str, *, timeout_s: float | None) -> Job:
     """Show a job until it ends."""
     with JobView().showing() as view:
         return await running.wait_job(job_id, view.hear, timeout_s)

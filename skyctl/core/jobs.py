@@ -29,6 +29,7 @@ from skyctl.units import format_seconds
 
 if TYPE_CHECKING:
     from skyctl.push.rotation import Rotation
+    from skyctl.push.verify import Verification
 
 _PROGRESS_S = 0.15
 
@@ -342,15 +343,14 @@ async def verify_servers(
     state: FleetState,
     *,
     timeout_s: float = 120.0,
-) -> dict[str, Any]:
+) -> Verification:
     """Compare what the servers hold now with each other, with what is on record and with the
-    fleet's checkpoint: {"servers": […], "agree": bool or None}."""
+    fleet's checkpoint."""
     from skyctl.push.verify import verify
 
     rows = await asyncio.to_thread(rows_of, state.weights())
     records = records_of(state, rows)
-    found = await verify(targets, client=client, timeout_s=timeout_s, records=records)
-    return found.to_json()
+    return await verify(targets, client=client, timeout_s=timeout_s, records=records)
 
 
 def _error_json(error: SkyctlError) -> dict[str, Any]:

@@ -43,7 +43,7 @@ def ensure_credentials(paths: FleetPaths) -> Credentials:
     Raises:
         SkyctlError: a file is no plain file of ours, or holds no secret.
     """
-    return Credentials(_ensure(paths.control_token), _ensure(paths.api_key))
+    return Credentials(ensure_secret(paths.control_token), ensure_secret(paths.api_key))
 
 
 def read_secret(path: Path) -> str | None:
@@ -72,7 +72,8 @@ def read_secret(path: Path) -> str | None:
     return text
 
 
-def _ensure(path: Path) -> str:
+def ensure_secret(path: Path) -> str:
+    """What the file holds; made when it is not there. Raises as `read_secret`."""
     found = read_secret(path)
     if found is not None:
         return found

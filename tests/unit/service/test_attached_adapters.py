@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from skyctl.adapters import LoadAdapter, UnloadAdapter, change
+from skyctl.core.service import Recover, Sleep, StatusQuery, Wake
 from skyctl.errors import PartialFailure
 from tests.stub.app import StubServer
 from tests.stub.faults import Fault
@@ -30,16 +31,16 @@ async def test_a_server_that_slept_through_a_sync_has_it_when_it_wakes(
     stubs = [StubServer(), StubServer()]
     async with attached(tmp_path, monkeypatch, *stubs) as fleet:
         await fleet.load_adapter(asked(tmp_path, 1))
-        await fleet.sleep(1, servers=["far-1"])
+        await fleet.sleep(Sleep(level=1, servers=("far-1",)))
         done = await fleet.load_adapter(asked(tmp_path, 2))
         assert [one.status.value for one in done.outcomes] == ["ok", "skipped"]
         assert serve(stubs) == [{"x": "x@2"}, {"x": "x@1"}]
-        await fleet.wake()
+        await fleet.wake(Wake())
         assert serve(stubs) == [{"x": "x@2"}] * 2
-        assert (await fleet.status()).adapters == ("x@2",)
+        assert (await fleet.status(StatusQuery())).adapters == ("x@2",)
         assert [one.servers for one in await fleet.adapters()] == [("far-0", "far-1")]
         await fleet.unload_adapter(UnloadAdapter(name="x"))
-        assert (await fleet.status()).adapters == ()
+        assert (await fleet.status(StatusQuery())).adapters == ()
 
 
 async def test_one_that_cannot_take_them_is_quarantined_and_recovered(
@@ -47,12 +48,12 @@ async def test_one_that_cannot_take_them_is_quarantined_and_recovered(
 ) -> None:
     stubs = [StubServer(), StubServer()]
     async with attached(tmp_path, monkeypatch, *stubs) as fleet:
-        await fleet.sleep(1, servers=["far-1"])
+        await fleet.sleep(Sleep(level=1, servers=("far-1",)))
         await fleet.load_adapter(asked(tmp_path, 1))
         stubs[1].asgi.faults["/v1/load_lora_adapter"] = Fault("status")
-        outcomes = await fleet.wake()
-        assert "not given the fleet's adapters" in outcomes[1]["detail"]
-        assert (await fleet.status()).replicas[1].state == "quarantined"
+        outcomes = await fleet.wake(Wake())
+        assert "not given the fleet's adapters" in outcomes[1].detail
+        assert (await fleet.status(StatusQuery())).replicas[1].state == "quarantined"
 
 
 async def test_recover_puts_right_what_a_killed_command_left(
@@ -73,7 +74,7 @@ async def test_recover_puts_right_what_a_killed_command_left(
             with pytest.raises(Killed):
                 await fleet.load_adapter(asked(tmp_path, 2))
         assert serve(stubs) == [{"x": "x@2"}] * 2
-        await fleet.recover()
+        await fleet.recover(Recover())
         assert serve(stubs) == [{"x": "x@1"}] * 2
         assert [one.servers for one in await fleet.adapters()] == [("far-0", "far-1")]
 
