@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from skyctl.cli.asking import ask_fleet, chosen
 from skyctl.cli.options import FileOption, FleetOption, JsonOption, SvgOption
 from skyctl.cli.pictures import write_picture
+
+if TYPE_CHECKING:
+    from skyctl.core.service import WeightsState
+    from skyctl.service import FleetService
+    from skyctl.store.adapters import AdapterVersion
 
 app = typer.Typer(help="Weight version per server, history of pushes, and verification.")
 
@@ -36,8 +41,9 @@ def weights(
         context.obj = (file, fleet)
         return
     from skyctl import output
+    from skyctl.cli.adapters import to_json
 
-    found = ask_fleet(file, fleet, lambda running: running.weights())
+    found, adapters = ask_fleet(file, fleet, _weights_and_adapters)
     servers, pushes = found.servers, found.pushes
     rows = [
         [
@@ -62,12 +68,24 @@ def weights(
                 for row in servers
             ],
             "pushes": [push.to_json() for push in pushes],
+            "adapters": [to_json(one) for one in adapters],
         },
         output.table(["SERVER", "VERSION", "WEIGHTS", "CHECKPOINT", ""], rows)
         if rows
         else "no server runs",
+        *(["", "adapters: " + ", ".join(map(_adapter, adapters))] if adapters else []),
         *(["", _history(pushes[:_SHOWN])] if pushes else []),
     )
+
+
+async def _weights_and_adapters(
+    running: FleetService,
+) -> tuple[WeightsState, tuple[AdapterVersion, ...]]:
+    return await running.weights(), await running.adapters()
+
+
+def _adapter(one: AdapterVersion) -> str:
+    return f"{one.served_as} ({one.digest[:12]}) on {', '.join(one.servers) or 'no server yet'}"
 
 
 @app.command()

@@ -19,6 +19,7 @@ from skyctl.http.client import ControlClient
 from skyctl.http.target import ServerTarget
 from skyctl.kill_points import reached
 from skyctl.push.request import PushFleet, PushRequest, PushResult
+from skyctl.store.adapters import served
 from skyctl.store.contents import remember_content
 from skyctl.store.in_doubt import doubt, in_doubt, left_behind, trust
 from skyctl.store.journal import DRY_RUN, Job, Journal, Told
@@ -180,6 +181,10 @@ async def run_push(
                 senders=senders,
                 rotation=rotation,
             )
+            if adapters := served(state):
+                stay = ", ".join(one.served_as for one in adapters.values())
+                result.notes.append(f"adapters stay: {stay}")
+                observer.note(result.notes[-1])
             observer.close()
             reached("push.record")
             own.record(result)

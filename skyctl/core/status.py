@@ -103,7 +103,7 @@ class Reason:
 @dataclass(frozen=True)
 class FleetStatus:
     """One fleet at one moment. `supervised` is None for an attached fleet. `rollout` says how far
-    a rolling push is, None without one."""
+    a rolling push is, None without one. `adapters` are those it serves, as `name@version`."""
 
     name: str
     health: Health
@@ -118,6 +118,7 @@ class FleetStatus:
     operation: Operation | None = None
     job: str | None = None
     rollout: str | None = None
+    adapters: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """What `skyctl status --json` prints."""

@@ -17,6 +17,7 @@ from skyctl.errors import ConflictError
 from skyctl.http.client import ControlClient
 from skyctl.http.fanout import Outcome, OutcomeStatus, fan_out
 from skyctl.http.target import ServerTarget
+from skyctl.store.adapters import is_current
 from skyctl.store.in_doubt import in_doubt
 from skyctl.store.state import FleetState, ServerRow
 
@@ -57,6 +58,8 @@ async def run(
     }
     called = [target for target in targets if target.name not in skipped]
     outcomes = await _call(asked, called, client, timeout_s, device)
+    if isinstance(asked, Wake):
+        outcomes = await _with_adapters(outcomes, state, called, client, timeout_s)
     with state.transaction():
         state.update_servers({o.server: _changes(asked, o) for o in outcomes if o.ok})
         if called:
@@ -116,6 +119,33 @@ async def _put_sleep_on_record(
     outcomes = await fan_out(unknown, ask, timeout_s=timeout_s)
     asleep = {one.server: one.value for one in outcomes if one.value}
     return {name: state.update_server(name, sleep_level=level) for name, level in asleep.items()}
+
+
+async def _with_adapters(
+    outcomes: Outcomes,
+    state: FleetState,
+    targets: Sequence[ServerTarget],
+    client: ControlClient,
+    timeout_s: float,
+) -> Outcomes:
+    """Give servers that woke the adapters that they slept through; one that does not take them is
+    quarantined."""
+    from skyctl.adapters import catch_up  # much, for a command that pauses
+
+    awake = {o.server for o in outcomes if o.ok and o.value is not False}
+    behind = [t for t in targets if t.name in awake and not is_current(state, t.name)]
+    failed = {
+        one.server: f"not given the fleet's adapters: {one.detail}"
+        for one in await catch_up(state, client, behind, timeout_s)
+        if not one.ok
+    }
+    state.update_servers(
+        {name: {"quarantine": f"{why}; type: skyctl recover"} for name, why in failed.items()}
+    )
+    return tuple(
+        replace(o, detail=f"quarantined: {failed[o.server]}") if o.server in failed else o
+        for o in outcomes
+    )
 
 
 def _event(asked: Control, outcomes: Outcomes) -> tuple[str, str]:

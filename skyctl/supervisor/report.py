@@ -18,6 +18,7 @@ from skyctl.core.status import (
 from skyctl.engines.base import ServerMetrics
 from skyctl.engines.logs import latest_message, tail
 from skyctl.errors import SkyctlError
+from skyctl.store.adapters import served
 from skyctl.supervisor.admission import refresh_all
 from skyctl.supervisor.replica import Replica
 from skyctl.supervisor.resident import Supervisor
@@ -64,6 +65,7 @@ async def report(supervisor: Supervisor, *, fresh: bool = True) -> FleetStatus:
         operation=supervisor.operation,
         job=supervisor.pushes.job.id if supervisor.pushes.job else None,
         rollout=rollout,
+        adapters=tuple(one.served_as for one in served(supervisor.state).values()),
     )
 
 
