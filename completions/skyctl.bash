@@ -35,7 +35,11 @@ _skyctl() {
     COMPREPLY=()
     case "$path" in
         "")
-            _skyctl_words "init validate plan schema up down status top wait logs restart recover scale pause resume sleep wake sync-weights jobs weights adapters generate urls tinker doctor smoke help --version -q --quiet --no-color --debug -h --help" ;;
+            case "$prev" in
+                --token-file) true; return ;;
+                --ca) true; return ;;
+            esac
+            _skyctl_words "init validate plan schema up down status top wait logs restart recover scale pause resume sleep wake sync-weights jobs weights adapters generate urls tinker doctor smoke help --version -q --quiet --no-color --debug --token-file --ca -h --help" ;;
         "init")
             case "$prev" in
                 --name) true; return ;;
@@ -182,7 +186,7 @@ _skyctl() {
                 --sleep-after) true; return ;;
                 --timeout) true; return ;;
             esac
-            if [[ $cur == -* ]]; then _skyctl_words "-f --file --fleet --transport --stage --layout --chunk-size --weight-version --mode --verify --no-verify --dry-run --scan-nan --no-scan --allow-unproven-reload --canary --keep --rolling --colocated --sleep-after --rollback --detach --timeout --json -h --help -q --quiet --no-color --debug"; else
+            if [[ $cur == -* ]]; then _skyctl_words "-f --file --fleet --transport --stage --layout --delta --chunk-size --weight-version --mode --verify --no-verify --dry-run --scan-nan --no-scan --allow-unproven-reload --canary --keep --rolling --colocated --sleep-after --rollback --detach --timeout --json -h --help -q --quiet --no-color --debug"; else
                 _skyctl_ask
             fi ;;
         "jobs")

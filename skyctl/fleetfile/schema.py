@@ -129,6 +129,46 @@ class HistorySection(_Section):
     days: Seconds = Field(90.0, description="Days after which they are forgotten.")
 
 
+class SupervisorSection(_Section):
+    """How the supervisor is reached from other machines; it always answers on this one."""
+
+    listen: str | None = Field(
+        None, description="HOST:PORT for other machines (skyctl --fleet https://HOST:PORT)."
+    )
+    tls: bool = Field(True, description="false: plain HTTP, on a loopback address only.")
+    tls_cert: str | None = Field(
+        None, description="PEM file (relative to this file); a self-signed one is made when absent."
+    )
+    tls_key: str | None = Field(None, description="PEM file with the certificate's key.")
+    token_file: str | None = Field(
+        None, description="File (mode 0600) with the token to ask for; one is made when absent."
+    )
+
+    @property
+    def address(self) -> tuple[str, int]:
+        """Host, without brackets, and port of `listen`."""
+        host, _, port = (self.listen or "").rpartition(":")
+        return host.removeprefix("[").removesuffix("]"), int(port)
+
+    @model_validator(mode="after")
+    def _safe(self) -> SupervisorSection:
+        if self.listen is None:
+            return self
+        host, _, port = self.listen.rpartition(":")
+        if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+            raise ValueError("`supervisor.listen` is HOST:PORT, as in 0.0.0.0:7420")
+        if not self.tls and not is_loopback(self.address[0]):
+            raise ValueError(
+                f"`supervisor.tls: false` with listen {self.listen}: whoever reads the token on "
+                "its way could replace the weights; leave `tls` out, or listen on 127.0.0.1"
+            )
+        if not self.tls and (self.tls_cert or self.tls_key):
+            raise ValueError("`supervisor.tls: false` goes without `tls_cert` and `tls_key`")
+        if bool(self.tls_cert) != bool(self.tls_key):
+            raise ValueError("`supervisor.tls_cert` and `tls_key` go together")
+        return self
+
+
 class RouterSection(_Section):
     """The vllm-router in front of the servers."""
 
@@ -323,6 +363,7 @@ class FleetConfig(_Section):
     tinker: TinkerSection | None = Field(
         None, description="Serve the Tinker API beside the fleet (`skyctl tinker serve`)."
     )
+    supervisor: SupervisorSection = Field(default_factory=SupervisorSection)
     control_timeout_s: Seconds = Field(
         30.0, description="Deadline of one control call (pause, resume, wake …) in seconds."
     )
@@ -381,6 +422,8 @@ class FleetConfig(_Section):
     @model_validator(mode="after")
     def _tokens_fit(self) -> FleetConfig:
         if self.attached:
+            if self.supervisor.listen is not None:
+                raise ValueError("`supervisor` is for servers that skyctl starts")
             if "auth" in self.model_fields_set:
                 raise ValueError(
                     "`auth` is for servers that skyctl starts; with `servers`, name "

@@ -81,7 +81,7 @@ class Subject:
     asked. `reserve_bytes` is what workers take of that, where they load on the sender's GPUs.
     `gpus` is how many GPUs the machine has. `has_context`: a sender lives, which has made its
     CUDA context out of what is not free any more. `copied`: servers copy it into their parameters,
-    and do not load it. `readers`: to so many GPUs it is read at once."""
+    and do not load it."""
 
     transport: str
     chunk_bytes: tuple[int, ...]
@@ -92,7 +92,6 @@ class Subject:
     gpus: int = 0
     has_context: bool = False
     copied: bool = False
-    readers: int = 1
 
 
 def slots_of(stage: str, chunks: int) -> int:
@@ -171,7 +170,7 @@ def _forecast(
     on_gpu = subject.transport in GPU_TRANSPORTS
     host_bytes = slot_bytes + subject.workers * largest
     if on_gpu:
-        host_bytes = subject.readers * PINNED_BYTES + _SENDER_PROCESS[subject.transport]
+        host_bytes = PINNED_BYTES + _SENDER_PROCESS[subject.transport]
         host_bytes += subject.gpus * _DRIVER_PER_GPU
         host_bytes += subject.workers * WORKER_HOST.get(subject.transport, 0)
     return Forecast(

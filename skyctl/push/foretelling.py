@@ -12,7 +12,6 @@ from skyctl.push.measuring import measure_reading, measured_before
 from skyctl.push.request import PushFleet, PushRequest
 from skyctl.push.sender_gpu import free_for_sender
 from skyctl.push.worker_memory import bytes_beside, copier_bytes, worker_bytes
-from skyctl.transfer.gpu.reader import readers_for
 from skyctl.transfer.plan import ChunkPlan
 from skyctl.transfer.sender_pool import Lease
 from skyctl.transfer.transports.choose import load_transport
@@ -43,9 +42,6 @@ async def subject_of(
         taken = await asyncio.to_thread(worker_bytes, transport, plan)
     else:
         taken = 0 if shares else copier_bytes(plan, gpus, free)
-    used = {gpu for of_server in gpus for gpu in of_server}
-    staged_there = copied and taken > plan.slot_bytes * 2
-    read_to = len(used) if shares else 1 + (len(used) if staged_there else 0)
     return Subject(
         transport=transport,
         chunk_bytes=tuple(chunk.size for chunk in plan.chunks),
@@ -56,7 +52,6 @@ async def subject_of(
         gpus=len(free),
         has_context=idle is not None,
         copied=copied,
-        readers=readers_for(max(1, read_to))[0],
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -17,6 +18,7 @@ from skyctl.engines.base import Server
 from skyctl.errors import PreflightError
 from skyctl.http.client import ControlClient
 from skyctl.push.delivery import ChunkDelivery, Delivery
+from skyctl.push.delta import Delta, compare
 from skyctl.push.disk import DiskDelivery
 from skyctl.push.expected import refuse_broken
 from skyctl.push.forecast import Forecast, refusal, slots_of
@@ -40,7 +42,8 @@ from skyctl.units import format_bytes
 
 @dataclass(frozen=True)
 class Prepared:
-    """A push that may begin. `memory_bytes` is what this machine needs for it at most."""
+    """A push that may begin. `memory_bytes` is what this machine needs for it at most. Where
+    servers hold some of it (`delta`) `plan` is of the rest, and `whole` of all."""
 
     checkpoint: Checkpoint
     plan: ChunkPlan
@@ -58,19 +61,22 @@ class Prepared:
     scan: bool = True
     forecasts: tuple[Forecast, ...] = ()
     assumptions: tuple[str, ...] = ()
+    delta: Delta | None = None
+    whole: ChunkPlan | None = None
 
     def delivery(
         self, fleet: PushFleet, senders: SenderPool, *, by_loader: bool = False
     ) -> Delivery:
-        """A fresh attempt, with a sender from the pool; by vLLM's loader if that is asked for."""
+        """A fresh attempt, with a sender from the pool; with `by_loader` all of it by vLLM's."""
         if self.transport is None:
             return DiskDelivery(self.checkpoint, fleet)
         copied = self.layout.name == "runtime" and not by_loader
+        partial = self.whole is not None and not by_loader
         kind = RuntimeDelivery if copied else ChunkDelivery
         return kind(
             self.transport,
             self.checkpoint,
-            self.plan,
+            self.plan if partial or self.whole is None else self.whole,
             fleet,
             senders=senders,
             sender_gpu=self.sender_gpu,
@@ -78,6 +84,8 @@ class Prepared:
             stage=self.stage,
             programs=self.layout.programs,
             scan=self.scan,
+            crc32=self.delta.crc32 if self.delta is not None else None,
+            partial=partial,
         )
 
     @cached_property
@@ -102,6 +110,13 @@ class Prepared:
         """Chunks that will be sent: none where servers read by themselves."""
         return len(self.plan.chunks) if self.transport is not None else 0
 
+    @property
+    def skipped(self) -> dict[str, int] | None:
+        """What servers hold already, as in `PushResult`."""
+        if self.delta is None:
+            return None
+        return self.delta.skipped(self.checkpoint.tensors)
+
     def to_json(self) -> dict[str, Any]:
         """The plan as `--dry-run` shows it. Sizes in bytes."""
         largest = self.plan.largest
@@ -122,6 +137,7 @@ class Prepared:
             "assumptions": list(self.assumptions),
             "servers": [facts.to_json() for facts in self.facts],
             "notes": list(self.notes),
+            "skipped": self.skipped,
         }
 
 
@@ -173,20 +189,32 @@ async def preflight(
         _site(server, fact, client, fleet, colocated=request.colocated)
         for server, fact in zip(fleet.servers, facts, strict=True)
     )
+    delta = None
+    if request.delta:
+        delta = await _delta(request, choice, checkpoint, fleet, sites)
+        notes += [delta.note] if delta.note else []
     layout = await choose_layout(
-        request.layout, choice.name, sites, checkpoint, timeout_s=fleet.control_timeout_s
+        "checkpoint" if request.delta else request.layout,
+        choice.name,
+        sites,
+        checkpoint,
+        timeout_s=fleet.control_timeout_s,
     )
     notes += [layout.note] if layout.note else []
+    whole = None
     if transport is None:
         plan, memory_bytes = plan_chunks(checkpoint.tensors, chunk_size), 0
     else:
-        plan = plan_chunks(
-            checkpoint.tensors,
-            chunk_size,
+        planned = functools.partial(
+            plan_chunks,
+            chunk_size=chunk_size,
             packing=transport.packing,
             alignment=transport.alignment,
             order=layout.ordered if layout.workers else order_tensors,
         )
+        plan = planned(checkpoint.tensors)
+        if delta is not None and delta.held:
+            whole, plan = plan, planned(delta.sent(checkpoint.tensors))
         layout = layout.planned(plan, checkpoint)
         notes += grown_notes(plan)
         memory_bytes = (slots_of(request.stage, len(plan.chunks)) + workers) * plan.slot_bytes
@@ -223,10 +251,28 @@ async def preflight(
         scan=request.scan_nan is None,
         forecasts=forecasts,
         assumptions=said,
+        delta=delta,
+        whole=whole,
     )
     if layout.name == "checkpoint":  # of what is copied every byte is compared
         await asyncio.to_thread(lambda: prepared.rows)
     return prepared
+
+
+async def _delta(
+    request: PushRequest,
+    choice: Choice,
+    checkpoint: Checkpoint,
+    fleet: PushFleet,
+    sites: Sequence[Site],
+) -> Delta:
+    if choice.name == "disk" or request.layout == "runtime":
+        which = "--transport disk" if choice.name == "disk" else "--layout runtime"
+        raise PreflightError(
+            f"--delta sends what differs, and {which} replaces everything",
+            hint="leave one of them out" if request.layout == "runtime" else "--transport shm",
+        )
+    return await compare(checkpoint, fleet, sites, timeout_s=fleet.update_timeout_s)
 
 
 def _read(request: PushRequest) -> Checkpoint:

@@ -43,12 +43,12 @@ def ensure_credentials(paths: FleetPaths) -> Credentials:
     Raises:
         SkyctlError: a file is no plain file of ours, or holds no secret.
     """
-    return Credentials(_ensure(paths.control_token), _ensure(paths.api_key))
+    return Credentials(ensure_secret(paths.control_token), ensure_secret(paths.api_key))
 
 
 def ensure_tinker_key(paths: FleetPaths) -> str:
     """The key of the Tinker API; made when it is not there. Raises as `ensure_credentials`."""
-    return _ensure(paths.tinker_key, prefix="tml-")  # the SDK takes no other
+    return ensure_secret(paths.tinker_key, prefix="tml-")  # the SDK takes no other
 
 
 def read_secret(path: Path) -> str | None:
@@ -77,7 +77,8 @@ def read_secret(path: Path) -> str | None:
     return text
 
 
-def _ensure(path: Path, *, prefix: str = "") -> str:
+def ensure_secret(path: Path, *, prefix: str = "") -> str:
+    """What the file holds; made when it is not there. Raises as `read_secret`."""
     found = read_secret(path)
     if found is not None:
         return found

@@ -19,7 +19,7 @@ from skyctl.service.endpoint import find_endpoint
 from skyctl.tinker.sampling import COMPLETIONS
 
 if TYPE_CHECKING:
-    from skyctl.service.connect import Fleet
+    from skyctl.core.service import FleetService
 
 PREFIX = "tinker-"
 _BUSY_S, _BUSY_TIMEOUT_S = 1.0, 600.0
@@ -29,7 +29,7 @@ class FleetServers:
     """The servers of one fleet; made by `connected`."""
 
     def __init__(
-        self, fleet: Fleet, client: GenerationClient, base: str, context: int, most: int
+        self, fleet: FleetService, client: GenerationClient, base: str, context: int, most: int
     ) -> None:
         self.base = base
         self.context = context
@@ -110,7 +110,7 @@ async def _when_free(change: Any) -> None:
 
 
 @asynccontextmanager
-async def connected(fleet: Fleet, *, context: int, most: int) -> AsyncIterator[FleetServers]:
+async def connected(fleet: FleetService, *, context: int, most: int) -> AsyncIterator[FleetServers]:
     """The servers of a fleet that runs. `most`: adapters that they hold at once.
 
     Raises:

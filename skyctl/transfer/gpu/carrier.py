@@ -6,6 +6,7 @@ The process, its CUDA context and the reader's pinned ring outlive a push; the s
 from __future__ import annotations
 
 import base64
+import os
 import pickle
 from collections.abc import Sequence
 from typing import Any
@@ -20,7 +21,7 @@ from skyctl.transfer.gpu.devices import (
     uuid_of,
 )
 from skyctl.transfer.gpu.numbering import Numbering
-from skyctl.transfer.gpu.reader import DeviceReader, readers_for
+from skyctl.transfer.gpu.reader import THREADS, DeviceReader
 from skyctl.transfer.reader import Piece, ShardFiles
 
 
@@ -30,7 +31,7 @@ def pickle_handles(handles: Any) -> str:
 
 
 class GpuCarrier:
-    """Slots on every GPU of `devices`.
+    """Slots on every GPU of `devices`; the first one's are filled from the files.
 
     `server_gpus` are those of each server, which can be shown the slots on them.
     """
@@ -41,7 +42,9 @@ class GpuCarrier:
         self.devices = list(devices)
         self.server_gpus = [list(gpus) for gpus in server_gpus]
         torch.cuda.set_device(self.devices[0])
-        self._readers: dict[int, DeviceReader] = {}
+        # two processors are left to the servers, which have work to do at the same time
+        threads = max(2, min(THREADS, len(os.sched_getaffinity(0)) - 2))
+        self._reader = DeviceReader(self.devices[0], threads=threads)
         self._slots: MirroredSlots | None = None
         self._numbering: Numbering | None = None
         self.staged_whole = False
@@ -81,25 +84,14 @@ class GpuCarrier:
             as_many=shown,
         )
         self._slots = mirrored
-        filled = self._filled_from_host(mirrored.devices)
         return DeviceChunkReader(
             files,
             chunks,
-            [mirrored.addresses(device) for device in filled],
-            [self._readers[device] for device in filled],
-            after_fill=lambda slot, reader: mirrored.mirror(slot, filled[reader]),
-            bytes_of=lambda slot, reader: mirrored.view(filled[reader], slot),
+            mirrored.addresses(),
+            self._reader,
+            after_fill=mirrored.mirror,
+            bytes_of=lambda slot: mirrored.view(self.devices[0], slot),
         )
-
-    def _filled_from_host(self, devices: Sequence[int]) -> list[int]:
-        """Those of the GPUs that chunks are read to, each over its own link, by readers that stay:
-        as many as there are processors for."""
-        count, threads = readers_for(len(devices))
-        filled = list(devices[:count])
-        for device in filled:
-            if device not in self._readers:
-                self._readers[device] = DeviceReader(device, threads=threads)
-        return filled
 
     def _room_for(self, size: int) -> list[int]:
         """GPUs of servers on which no slots lie by themselves, if that much fits on each of them.
@@ -149,8 +141,7 @@ class GpuCarrier:
 
     def close(self) -> None:
         self.rest()
-        for reader in self._readers.values():
-            reader.close()
+        self._reader.close()
 
     def extra(self, slot: int) -> dict[str, Any]:
         return {}

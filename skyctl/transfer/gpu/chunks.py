@@ -17,10 +17,7 @@ class DeviceChunkReader:
     Reads of the following chunks are queued before the current one is waited for, so the copy
     engine never idles between chunks while there are free slots. `after_fill` runs when a chunk's
     bytes are on the device (a copy to other GPUs, say); `bytes_of` gives a slot as a uint8 tensor,
-    which is looked through for NaN and infinity. With several readers, chunk k goes through reader
-    k modulo their number, to a GPU of its own: each GPU has its own link to the host. `addresses`
-    are those of the slots on each of these GPUs; `after_fill` and `bytes_of` are told the number of
-    the reader. Checksums are left out: the bytes never
+    which is looked through for NaN and infinity. Checksums are left out: the bytes never
     touch the CPU's registers, and vLLM's own engines take none.
     """
 
@@ -28,19 +25,19 @@ class DeviceChunkReader:
         self,
         files: ShardFiles,
         chunks: Sequence[Sequence[Piece]],
-        addresses: Sequence[Sequence[int]],
-        readers: Sequence[DeviceReader],
+        addresses: Sequence[int],
+        reader: DeviceReader,
         *,
-        after_fill: Callable[[int, int], None],
-        bytes_of: Callable[[int, int], Any],
+        after_fill: Callable[[int], None],
+        bytes_of: Callable[[int], Any],
     ) -> None:
         self._files = files
         self._chunks = chunks
         self._addresses = addresses
-        self._readers = readers
+        self._reader = reader
         self._after_fill = after_fill
         self._bytes_of = bytes_of
-        self._turns = SlotTurns(len(addresses[0]))
+        self._turns = SlotTurns(len(addresses))
 
     def run(self, on_filled: Callable[[FilledSlot], None]) -> None:
         """Fill every chunk in order, calling `on_filled` after each. Returns early when stopped.
@@ -58,14 +55,13 @@ class DeviceChunkReader:
                 if not self._turns.wait(chunk):
                     return
                 queued.append(self._submit(chunk))
-            reader = chunk % len(self._readers)
-            self._readers[reader].wait(queued[chunk], READ_TIMEOUT_S)
+            self._reader.wait(queued[chunk], READ_TIMEOUT_S)
             # after the bytes: what was read before a change was seen must not be sent
             for shard in {piece.shard for piece in self._chunks[chunk]}:
                 self._files.check(shard)
             slot = self._turns.slot(chunk)
-            self._refuse_not_finite(chunk, slot, reader)
-            self._after_fill(slot, reader)
+            self._refuse_not_finite(chunk, slot)
+            self._after_fill(slot)
             on_filled(FilledSlot(chunk, slot, []))
 
     def release(self, chunk: int) -> None:
@@ -76,18 +72,17 @@ class DeviceChunkReader:
         """Make `run` return after the chunk it is at."""
         self._turns.stop()
 
-    def _refuse_not_finite(self, chunk: int, slot: int, reader: int) -> None:
+    def _refuse_not_finite(self, chunk: int, slot: int) -> None:
         if any(piece.dtype for piece in self._chunks[chunk]):
             from skyctl.transfer.gpu.finite import first_not_finite
 
-            found = first_not_finite(self._bytes_of(slot, reader), self._chunks[chunk])
+            found = first_not_finite(self._bytes_of(slot), self._chunks[chunk])
             if found is not None:
                 raise self._files.not_finite(*found)
 
     def _submit(self, chunk: int) -> ReadBatch:
-        number = chunk % len(self._readers)
-        base = self._addresses[number][self._turns.slot(chunk)]
-        return self._readers[number].submit(
+        base = self._addresses[self._turns.slot(chunk)]
+        return self._reader.submit(
             [
                 Span(self._files.descriptor(shard), begin, nbytes, base + offset)
                 for shard, begin, nbytes, offset in merged(self._chunks[chunk])

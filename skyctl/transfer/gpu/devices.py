@@ -27,8 +27,9 @@ def free_bytes(device: int) -> int:
 
 
 class MirroredSlots:
-    """The same slots on several GPUs. Each is filled from the host on one of them; `mirror` copies
-    it to the others over NVLink, which is several times faster than a second copy from the host.
+    """The same slots on several GPUs. The first GPU's are filled from the host; `mirror` copies one
+    to the others over NVLink, which is several times faster than a second copy from the host, and
+    than reading to two GPUs at once by the threads of one process.
 
     Each GPU's slots lie in one allocation, so that a server maps it once.
     """
@@ -61,9 +62,9 @@ class MirroredSlots:
         """All slots on one GPU, as one uint8 tensor."""
         return self._buffers[self.devices.index(device)]
 
-    def addresses(self, device: int) -> list[int]:
-        """Device address of every slot on one GPU."""
-        base: int = self.buffer(device).data_ptr()
+    def addresses(self) -> list[int]:
+        """Device address of every slot on the first GPU."""
+        base: int = self._buffers[0].data_ptr()
         return [base + offset for offset in self._offsets]
 
     def view(self, device: int, slot: int) -> Any:
@@ -71,18 +72,15 @@ class MirroredSlots:
         begin = self._offsets[slot]
         return self._buffers[self.devices.index(device)][begin : begin + self._sizes[slot]]
 
-    def mirror(self, slot: int, filled: int) -> None:
-        """Copy a slot from the GPU where it was `filled` to all others, side by side; returns when
-        it is there."""
+    def mirror(self, slot: int) -> None:
+        """Copy a slot from the first GPU to all others, side by side; returns when it is there."""
         import torch
 
-        source = self.view(filled, slot)
-        streams = zip(self.devices, self._streams, strict=True)
-        others = [(device, stream) for device, stream in streams if device != filled]
-        for device, stream in others:
+        source = self.view(self.devices[0], slot)
+        for device, stream in list(zip(self.devices, self._streams, strict=True))[1:]:
             with torch.cuda.stream(stream):
                 self.view(device, slot).copy_(source, non_blocking=True)
-        for _, stream in others:
+        for stream in self._streams[1:]:
             stream.synchronize()
 
     def free(self) -> None:

@@ -23,18 +23,6 @@ THREADS = 12
 DEPTH = 2
 
 
-_LEAST_THREADS = 8
-"""Fewer do not fill a GPU's link to the host."""
-
-
-def readers_for(gpus: int) -> tuple[int, int]:
-    """To how many of these GPUs to read at once, and by how many threads each."""
-    # two processors are left to the servers, which have work to do at the same time
-    processors = max(2, len(os.sched_getaffinity(0)) - 2)
-    readers = min(gpus, max(1, processors // _LEAST_THREADS))
-    return readers, max(2, min(THREADS, processors // readers))
-
-
 @dataclass(frozen=True)
 class Span:
     """`size` bytes of an open file that go to one address of device memory."""

@@ -1,7 +1,7 @@
 """CUDA IPC: servers copy each chunk out of the sender's buffers on their own GPUs.
 
 Speaks to vLLM's native engine (`distributed/weight_transfer/ipc_engine.py`, packed). One sender
-serves every GPU of the host: a chunk is read once, to one of the GPUs, and copied from there to the
+serves every GPU of the host: a chunk is read once, copied to the first GPU, and from there to the
 others over NVLink. All slots of a GPU are one allocation, so that a server maps it once.
 """
 

@@ -35,10 +35,10 @@ class MemoryReader:
     def wait(self, batch: Any, timeout_s: float) -> None:
         """Nothing is ever under way."""
 
-    def slot_of(self, size: int) -> Callable[[int, int], torch.Tensor]:
+    def slot_of(self, size: int) -> Callable[[int], torch.Tensor]:
         """Slots of `size` bytes, as the sender looks at them."""
         whole = torch.frombuffer(self.memory, dtype=torch.uint8)
-        return lambda slot, reader: whole[slot * size : (slot + 1) * size]
+        return lambda slot: whole[slot * size : (slot + 1) * size]
 
 
 def prepared(
@@ -56,23 +56,20 @@ def prepared(
     return plan, ShardFiles(checkpoint.shards), chunks
 
 
-@pytest.mark.parametrize(("slots", "gpus"), [(1, 1), (2, 1), (100, 1), (3, 2), (1, 2)])
-def test_every_chunk_is_whole_in_its_slot_when_it_is_announced(
-    tmp_path: Path, slots: int, gpus: int
-) -> None:
-    """Each GPU has memory of its own; what is announced lies in that of the GPU it was read to."""
+@pytest.mark.parametrize("slots", [1, 2, 100])
+def test_every_chunk_is_whole_in_its_slot_when_it_is_announced(tmp_path: Path, slots: int) -> None:
     plan, files, chunks = prepared(tmp_path / "c", 600)
     slots = min(slots, len(chunks))
     size = plan.slot_bytes
-    devices = [MemoryReader(slots * size) for _ in range(gpus)]
-    mirrored: list[tuple[int, int]] = []
+    device = MemoryReader(slots * size)
+    mirrored: list[int] = []
     reader = DeviceChunkReader(
         files,
         chunks,
-        [[slot * size for slot in range(slots)]] * gpus,
-        devices,  # type: ignore[arg-type]
-        after_fill=lambda slot, gpu: mirrored.append((slot, gpu)),
-        bytes_of=lambda slot, gpu: devices[gpu].slot_of(size)(slot, gpu),
+        [slot * size for slot in range(slots)],
+        device,  # type: ignore[arg-type]
+        after_fill=mirrored.append,
+        bytes_of=device.slot_of(size),
     )
     expected = tiny_tensors()
     seen: list[int] = []
@@ -81,15 +78,14 @@ def test_every_chunk_is_whole_in_its_slot_when_it_is_announced(
         base = filled.slot * size
         for placed in plan.chunks[filled.chunk].placed:
             begin = base + placed.offset
-            memory = devices[filled.chunk % gpus].memory
-            data = bytes(memory[begin : begin + placed.tensor.nbytes])
+            data = bytes(device.memory[begin : begin + placed.tensor.nbytes])
             assert data == expected[placed.tensor.name][2]
         seen.append(filled.chunk)
         reader.release(filled.chunk)
 
     reader.run(check)
     assert seen == list(range(len(chunks)))
-    assert mirrored == [(chunk % slots, chunk % gpus) for chunk in seen]
+    assert mirrored == [chunk % slots for chunk in seen]
 
 
 def test_a_slot_waits_for_its_release_and_a_stopped_reader_ends(tmp_path: Path) -> None:
@@ -98,9 +94,9 @@ def test_a_slot_waits_for_its_release_and_a_stopped_reader_ends(tmp_path: Path) 
     reader = DeviceChunkReader(
         files,
         chunks,
-        [[0, plan.slot_bytes]],
-        [device],  # type: ignore[list-item]
-        after_fill=lambda slot, reader: None,
+        [0, plan.slot_bytes],
+        device,  # type: ignore[arg-type]
+        after_fill=lambda slot: None,
         bytes_of=device.slot_of(plan.slot_bytes),
     )
     seen: list[int] = []
@@ -163,9 +159,9 @@ def read_all(tmp_path: Path, tensors: Any) -> list[int]:
     reader = DeviceChunkReader(
         files,
         chunks,
-        [[slot * plan.slot_bytes for slot in range(len(chunks))]],
-        [device],  # type: ignore[list-item]
-        after_fill=lambda slot, reader: None,
+        [slot * plan.slot_bytes for slot in range(len(chunks))],
+        device,  # type: ignore[arg-type]
+        after_fill=lambda slot: None,
         bytes_of=device.slot_of(plan.slot_bytes),
     )
     seen: list[int] = []

@@ -48,6 +48,7 @@ class ReceiverInit:
         tensors: names of every tensor that will be sent.
         slot_bytes: size of the sender's buffers.
         endpoint: what the mechanism needs (see its receiver).
+        partial: layers of which nothing is sent stay as they are.
     """
 
     transport: str
@@ -55,6 +56,7 @@ class ReceiverInit:
     tensors: list[str]
     slot_bytes: int
     endpoint: dict[str, Any] = field(default_factory=dict)
+    partial: bool = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.transport, str) or not self.transport.isidentifier():
