@@ -49,6 +49,20 @@ SHAPES: dict[str, dict[str, int | bool]] = {
         "decoder_sparse_step": 1,
         "norm_topk_prob": True,
     },
+    "qwen3-30b-a3b": {
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "vocab_size": 151936,
+        "tie_word_embeddings": False,
+        "moe_intermediate_size": 768,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "decoder_sparse_step": 1,
+        "norm_topk_prob": True,
+    },
     "qwen3-moe-0.6b": {
         **_SMALL,
         "num_hidden_layers": 12,
@@ -60,6 +74,7 @@ SHAPES: dict[str, dict[str, int | bool]] = {
     },
 }
 HEAD_DIM = 128
+INDEX = "model.safetensors.index.json"
 SHARD_BYTES = 4 * 10**9
 
 
@@ -101,8 +116,13 @@ def _mlp_shapes(at: str, shape: dict[str, int | bool]) -> list[tuple[str, tuple[
     return [(at + "gate.weight", (experts, hidden)), *found] if experts else found
 
 
-def write_checkpoint(directory: Path, shape_name: str, seed: int) -> int:
-    """Write config, tokenizer, shards and index; returns the bytes of tensor data."""
+def write_checkpoint(
+    directory: Path, shape_name: str, seed: int, *, same: Path | None = None, differing: int = 0
+) -> int:
+    """Write config, tokenizer, shards and index; returns the bytes of tensor data.
+
+    With `same`, a checkpoint of this shape, all but the first `differing` shards are its files.
+    """
     shape = SHAPES[shape_name]
     directory.mkdir(parents=True, exist_ok=True)
     kind = "Moe" if "num_experts" in shape else ""
@@ -126,25 +146,33 @@ def write_checkpoint(directory: Path, shape_name: str, seed: int) -> int:
     names = [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
     index = {t: n for n, shard in zip(names, shards, strict=True) for t, _ in shard}
     total = sum(_bytes(s) for shard in shards for _, s in shard)
-    (directory / "model.safetensors.index.json").write_text(
-        json.dumps({"metadata": {"total_size": total}, "weight_map": index})
-    )
-    with ThreadPoolExecutor(4) as pool:
+    with ThreadPoolExecutor(12) as pool:
         jobs = [
             pool.submit(_write_shard, directory / name, shard, seed * 1000 + number)
             for number, (name, shard) in enumerate(zip(names, shards, strict=True))
+            if same is None or number < differing
         ]
+        for name in names[differing:] if same is not None else ():
+            (directory / name).hardlink_to(same / name)
         for job in jobs:
             job.result()
+    # last: a checkpoint that has its index is whole
+    (directory / INDEX).write_text(
+        json.dumps({"metadata": {"total_size": total}, "weight_map": index})
+    )
     return total
 
 
-def two_checkpoints(scratch: Path, shape_name: str) -> list[Path]:
-    """Two checkpoints of one shape in `scratch`; those that are there already are used again."""
+def two_checkpoints(scratch: Path, shape_name: str, *, differing: int = 0) -> list[Path]:
+    """Two checkpoints of one shape in `scratch`; those that are there already are used again.
+
+    With `differing`, they share the files of all shards but so many: where memory is scarce.
+    """
     made = [scratch / f"{shape_name}-{seed}" for seed in (1, 2)]
     for seed, checkpoint in enumerate(made, 1):
-        if not (checkpoint / "config.json").exists():
-            write_checkpoint(checkpoint, shape_name, seed)
+        if not (checkpoint / INDEX).exists():
+            same = made[0] if differing and seed > 1 else None
+            write_checkpoint(checkpoint, shape_name, seed, same=same, differing=differing)
     return made
 
 

@@ -43,6 +43,7 @@ import psutil
 
 from skyctl.core.registry import FleetRef, select, supervisor_running
 from skyctl.errors import SkyctlError
+from skyctl.service import connect
 from skyctl.store.identity import ProcessIdentity, identify
 from skyctl.store.paths import FleetPaths
 from skyctl.store.state import FleetState, ProcessRow
@@ -156,8 +157,15 @@ class StubCycles:
     def cycle(self, kill: str, dice: random.Random, strangers: Decoys) -> None:
         asyncio.run(self._cycle(kill, dice, strangers))
 
+    async def _follow(self, operation: int) -> None:
+        from skyctl.service.bring_up import follow_operation
+
+        async with connect(self.ref) as fleet:
+            await follow_operation(fleet, operation, _unseen, timeout_s=UP_S)
+
     async def _cycle(self, kill: str, dice: random.Random, strangers: Decoys) -> None:
-        from skyctl.service.bring_up import begin_up, follow_operation, take_down
+        from skyctl.service.bring_down import take_down
+        from skyctl.service.bring_up import begin_up
 
         paths = self.ref.paths
         begun = await begin_up(self.ref)
@@ -168,9 +176,9 @@ class StubCycles:
             if dice.random() < 0.5:  # half of the time another `up` reconciles first
                 again = await begin_up(self.ref)
                 with suppress(SkyctlError):
-                    await follow_operation(paths, again.operation, _unseen, timeout_s=UP_S)
+                    await self._follow(again.operation)
         else:
-            await follow_operation(paths, begun.operation, _unseen, timeout_s=UP_S)
+            await self._follow(begun.operation)
             await self._kill(kill, dice)
         await take_down(paths, drain_timeout_s=0.0)
 

@@ -34,6 +34,7 @@ import httpx
 from skyctl.core.registry import FleetRef, select
 from skyctl.core.status import FleetStatus
 from skyctl.service.connect import connect
+from skyctl.service.keys import api_key
 from tests.faults.stub_fleet import StubFleet
 
 RESULT = Path(__file__).parent / "results" / "eject.json"
@@ -124,7 +125,7 @@ async def round_of(ref: FleetRef, dice: random.Random, *, clients: int, warm_s: 
     assert victim.pid is not None
     async with connect(ref) as fleet:
         urls = await fleet.urls()
-        key = fleet.api_key()
+        key = api_key(urls.access)
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     load = Load(status.router.url, urls.model or "", headers)
     async with load.running(clients), httpx.AsyncClient(trust_env=False, timeout=10) as router:

@@ -2,10 +2,13 @@
 
     python -m benchmarks.push --transport ipc --servers 1
     python -m benchmarks.push --transport nccl --servers 3 --runs 5 --shape qwen3-8b
+    python -m benchmarks.push --transport ipc --phase up …   (then --phase push, --phase down)
 
 Makes two checkpoints in --scratch (default /dev/shm), starts a fleet with `skyctl up`, pushes them
-in turn, lets vLLM's own sender push them to the first server, and takes the fleet down. Writes one
-JSON object to benchmarks/results/.
+in turn, lets vLLM's own sender push them to the first server, and takes the fleet down. With
+--reference, another server is started on the second checkpoint first; every answer after a push is
+compared with those of the servers that were started on what was pushed. Writes one JSON object to
+--out (default benchmarks/results/). `python -m benchmarks.push_matrix` runs many of these.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ import os
 import statistics
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -24,6 +28,9 @@ from benchmarks.checkpoints import SHAPES, two_checkpoints
 
 RESULTS = Path(__file__).parent / "results"
 COMMAND_TIMEOUT_S = 400
+PROMPTS = ([40, 41, 42, 43], [7, 300, 12], [1000, 2000, 3000])
+STREAMS = 16
+STREAM_TOKENS = 1500
 
 
 class Fleet:
@@ -54,6 +61,11 @@ class Fleet:
         data: dict[str, Any] = json.loads(self.run(*arguments, "--json"))["data"]
         return data
 
+    @property
+    def urls(self) -> list[str]:
+        """The servers'."""
+        return list(self.data("urls")["servers"].values())
+
 
 def settings(options: argparse.Namespace, model: Path) -> dict[str, Any]:
     """The fleet file of this run."""
@@ -77,41 +89,12 @@ def settings(options: argparse.Namespace, model: Path) -> dict[str, Any]:
     }
 
 
-def skyctl_pushes(
-    fleet: Fleet, checkpoints: list[Path], options: argparse.Namespace
-) -> list[dict[str, Any]]:
-    """Results of every counted push."""
-    results = []
-    urls, token = list(fleet.data("urls")["servers"].values()), control_token(fleet)
-    answers: dict[str, list[int]] = {str(checkpoints[0]): answer(urls[0], token)}
-    print(f"  started with: {answers}", flush=True)
-    counted = options.warmups + options.runs
-    # what was copied must answer as what vLLM's loader brings
-    by_loader = 0 if options.layout == "checkpoint" else len(checkpoints)
-    for run in range(counted + by_loader):
-        checkpoint = str(checkpoints[run % len(checkpoints)])
-        layout = options.layout if run < counted else "checkpoint"
-        arguments = ["--layout", layout, *options.push_options.split()]
-        result = fleet.data("sync-weights", checkpoint, *arguments)["job"]["result"]
-        stages = " ".join(f"{name} {value:.3f}" for name, value in result["stages"].items())
-        print(
-            f"skyctl push {run}: {result['seconds']:.3f} s, "
-            f"frozen {result['freeze_window_s']:.3f} s, copied {result['layout_share']:.0%}; "
-            f"{stages}",
-            flush=True,
-        )
-        for note in result["notes"]:
-            print(f"  {note}", flush=True)
-        for url in urls:
-            tokens = answer(url, token)
-            print(f"  {checkpoint[-1]}: {tokens}", flush=True)
-            if answers.setdefault(checkpoint, tokens) != tokens:
-                raise SystemExit(f"{url} answers {tokens} with {checkpoint}, not {answers}")
-        if options.warmups <= run < counted:
-            results.append({**result, "gpu_memory_mib": gpu_memory()})
-    if len({tuple(tokens) for tokens in answers.values()}) != len(answers):
-        print(f"WARNING: the checkpoints answer alike: {answers}")
-    return results
+def fleet_of(options: argparse.Namespace, model: Path, gpus: list[int], suffix: str = "") -> Fleet:
+    """A fleet of this run that is started on a checkpoint, on these GPUs."""
+    found = settings(argparse.Namespace(**{**vars(options), "gpus": gpus}), model)
+    found["args"] |= json.loads(options.args)
+    found["share_gpus"] |= options.share_gpus
+    return Fleet(options.scratch / "-".join(filter(None, ("fleet", options.name, suffix))), found)
 
 
 def control_token(fleet: Fleet) -> str:
@@ -120,22 +103,80 @@ def control_token(fleet: Fleet) -> str:
 
 
 def answer(url: str, token: str) -> list[int]:
-    """Greedy token ids of a fixed prompt."""
+    """Greedy token ids of fixed prompts, one by one: the sums of a batch depend on its size."""
     import httpx
 
-    body = {
-        "model": "bench",
-        "prompt": [40, 41, 42, 43],
-        "max_tokens": 8,
-        "temperature": 0,
-        "ignore_eos": True,
-        "return_token_ids": True,
-    }
-    headers = {"Authorization": f"Bearer {token}"}
-    reply = httpx.post(f"{url}/v1/completions", json=body, headers=headers, timeout=60)
-    reply.raise_for_status()
-    tokens: list[int] = reply.json()["choices"][0]["token_ids"]
-    return tokens
+    found: list[int] = []
+    for prompt in PROMPTS:
+        body = {
+            "model": "bench",
+            "prompt": prompt,
+            "max_tokens": 8,
+            "temperature": 0,
+            "ignore_eos": True,
+            "return_token_ids": True,
+        }
+        headers = {"Authorization": f"Bearer {token}"}
+        reply = httpx.post(f"{url}/v1/completions", json=body, headers=headers, timeout=60)
+        reply.raise_for_status()
+        found += reply.json()["choices"][0]["token_ids"]
+    return found
+
+
+def start(fleet: Fleet, checkpoints: list[Path], options: argparse.Namespace) -> None:
+    """Bring the fleet up, and note what servers answer that are started on each checkpoint."""
+    reference = None
+    if options.reference:
+        reference = fleet_of(options, checkpoints[1], options.reference, "reference")
+    starting = threading.Thread(target=reference.run, args=("up",)) if reference else None
+    if starting:
+        starting.start()
+    try:
+        fleet.run("up")
+        found = {str(checkpoints[0]): answer(fleet.urls[0], control_token(fleet))}
+        if starting and reference:
+            starting.join()
+            found[str(checkpoints[1])] = answer(reference.urls[0], control_token(reference))
+    finally:
+        if starting and reference:
+            starting.join()
+            reference.run("down", check=False)
+    (fleet.directory / "answers.json").write_text(json.dumps(found))
+    if len({tuple(tokens) for tokens in found.values()}) != len(found):
+        raise SystemExit(f"the checkpoints answer alike: {found}")
+
+
+def skyctl_pushes(
+    fleet: Fleet, checkpoints: list[Path], options: argparse.Namespace
+) -> list[dict[str, Any]]:
+    """Results of every push, with `command_wall_s`; the first `warmups` of them do not count."""
+    urls, token = fleet.urls, control_token(fleet)
+    known = json.loads((fleet.directory / "answers.json").read_text())
+    if options.answers and options.answers.exists():
+        known = {**json.loads(options.answers.read_text()), **known}
+    started = set(known)
+    results = []
+    for run in range(options.warmups + options.runs):
+        checkpoint = str(checkpoints[(run + 1) % len(checkpoints)])
+        arguments = ["--layout", options.layout, *options.push_options.split()]
+        began = time.perf_counter()
+        result = fleet.data("sync-weights", checkpoint, *arguments)["job"]["result"]
+        wall_s = time.perf_counter() - began
+        stages = " ".join(f"{name} {value:.3f}" for name, value in result["stages"].items())
+        print(
+            f"push {run}: {result['seconds']:.3f} s, command {wall_s:.2f}, frozen "
+            f"{result['freeze_window_s']:.3f}, copied {result['layout_share']:.0%}; {stages}",
+            flush=True,
+        )
+        for note in result["notes"]:
+            print(f"  {note}", flush=True)
+        for url in urls:
+            tokens = answer(url, token)
+            if known.setdefault(checkpoint, tokens) != tokens:
+                raise SystemExit(f"{url} answers {tokens} with {checkpoint}, not {known}")
+        results.append({**result, "command_wall_s": wall_s, "gpu_memory_mib": gpu_memory()})
+    print(f"  answers as of servers started on {len(started)} of {len(known)} checkpoints")
+    return results
 
 
 def gpu_memory() -> list[int]:
@@ -144,16 +185,66 @@ def gpu_memory() -> list[int]:
     return [int(line) for line in subprocess.check_output(query, text=True).split()]
 
 
+def serving_ratio(
+    fleet: Fleet, checkpoints: list[Path], options: argparse.Namespace
+) -> float | None:
+    """Tokens per second of streams while a push prepares, outside its freeze, over those without a
+    push. The streams run on the first server."""
+    url, token = fleet.urls[0], control_token(fleet)
+    times: list[float] = []
+    stop = threading.Event()
+    readers = [
+        threading.Thread(target=_stream, args=(url, token, number, times, stop), daemon=True)
+        for number in range(STREAMS)
+    ]
+    for reader in readers:
+        reader.start()
+    time.sleep(2.5)  # they begin one after the other
+    began = time.perf_counter()
+    arguments = ["--layout", options.layout, *options.push_options.split()]
+    result = fleet.data("sync-weights", str(checkpoints[1]), *arguments)["job"]["result"]
+    ended = time.perf_counter()
+    stop.set()
+    for reader in readers:
+        reader.join(30)
+    before = sum(began - 1.0 <= at < began for at in times)
+    during = sum(began <= at < ended for at in times) / (ended - began - result["freeze_window_s"])
+    return round(during / before, 3) if before else None
+
+
+def _stream(url: str, token: str, number: int, times: list[float], stop: threading.Event) -> None:
+    """Note when each piece of one long answer comes."""
+    import httpx
+
+    body = {
+        "model": "bench",
+        "prompt": [number + 1, 2 * number + 1, 77],
+        "max_tokens": STREAM_TOKENS,
+        "temperature": 0,
+        "ignore_eos": True,
+        "stream": True,
+    }
+    headers = {"Authorization": f"Bearer {token}"}
+    with httpx.stream(
+        "POST", f"{url}/v1/completions", json=body, headers=headers, timeout=60
+    ) as reply:
+        for line in reply.iter_lines():
+            if stop.is_set():
+                return
+            if line.startswith("data: {"):
+                times.append(time.perf_counter())
+
+
 def native_pushes(
     fleet: Fleet, checkpoints: list[Path], options: argparse.Namespace
 ) -> dict[str, Any]:
     """vLLM's own sender on the first server, from a GPU of its own for NCCL."""
-    url = next(iter(fleet.data("urls")["servers"].values()))
     device = options.servers * options.tensor_parallel_size if options.transport == "nccl" else 0
     done = subprocess.run(
         [
             *(sys.executable, "-m", "benchmarks.native_sender"),
-            *("--backend", options.transport, "--url", url, "--device", f"cuda:{device}"),
+            *("--backend", options.transport, "--url", fleet.urls[0]),
+            *("--device", f"cuda:{device}"),
             *("--world-size", str(options.tensor_parallel_size)),
             *("--runs", str(options.runs), "--warmups", str(options.warmups)),
             *map(str, checkpoints),
@@ -172,46 +263,60 @@ def native_pushes(
 
 
 def record(
-    options: argparse.Namespace, pushes: list[dict[str, Any]], native: dict[str, Any]
+    options: argparse.Namespace,
+    pushes: list[dict[str, Any]],
+    native: dict[str, Any],
+    serving: float | None,
 ) -> dict[str, Any]:
     """One object per figure, as benchmarks/results/ keeps them."""
     import torch
     import vllm
 
-    seconds = [round(push["seconds"], 4) for push in pushes]
+    first, counted = pushes[0], pushes[options.warmups :]
+    seconds = [round(push["seconds"], 4) for push in counted]
+
+    def median(values: Any) -> float:
+        return round(statistics.median(values), 4)
+
     return {
-        "benchmark": f"{options.transport}-{options.servers}",
+        "benchmark": options.name or f"{options.transport}-{options.servers}",
         "gpu": torch.cuda.get_device_name(0),
         "machine": f"{torch.cuda.device_count()} GPUs, {os.cpu_count()} processors",
         "versions": {"vllm": vllm.__version__, "torch": torch.__version__},
         "date": time.strftime("%Y-%m-%d"),
-        "bytes": pushes[0]["total_bytes"],
+        "bytes": first["total_bytes"],
         "runs_s": seconds,
         "median_s": statistics.median(seconds),
+        "command_wall_s": median(push["command_wall_s"] for push in counted),
+        "first_push_s": round(first["command_wall_s"], 4),
         "native_runs_s": native["runs_s"],
         "native_median_s": statistics.median(native["runs_s"]) if native["runs_s"] else None,
-        "freeze_window_s": round(statistics.median(p["freeze_window_s"] for p in pushes), 4),
+        "freeze_window_s": median(push["freeze_window_s"] for push in counted),
+        "freeze_windows_s": [round(push["freeze_window_s"], 4) for push in counted],
         "stages_s": {
-            name: round(statistics.median(p["stages"].get(name, 0.0) for p in pushes), 4)
-            for name in pushes[0]["stages"]
+            name: median(push["stages"].get(name, 0.0) for push in counted)
+            for name in counted[0]["stages"]
         },
         "gpu_memory_mib": {
-            "first": pushes[0]["gpu_memory_mib"],
-            "last": pushes[-1]["gpu_memory_mib"],
+            "first": counted[0]["gpu_memory_mib"],
+            "last": counted[-1]["gpu_memory_mib"],
         },
-        "layout_share": statistics.median(push["layout_share"] for push in pushes),
+        "layout_share": median(push["layout_share"] for push in counted),
+        "serving_ratio": serving,
         "options": (
             f"{options.shape} chunk {options.chunk_size}, layout {options.layout}, "
-            f"{options.warmups} warm-ups {options.push_options}"
+            f"{options.warmups} warm-ups, "
+            f"{'CUDA graphs' if options.cuda_graphs else 'eager'} {options.args} "
+            f"{options.push_options}"
         ).strip(),
     }
 
 
-def save(result: dict[str, Any], label: str = "") -> None:
+def save(result: dict[str, Any], label: str = "", directory: Path = RESULTS) -> None:
     """Write a result where benchmarks/results/ keeps it, and print it."""
     text = json.dumps(result, indent=1)
-    RESULTS.mkdir(exist_ok=True)
-    (RESULTS / f"{result['benchmark']}{label}.json").write_text(text + "\n")
+    directory.mkdir(exist_ok=True, parents=True)
+    (directory / f"{result['benchmark']}{label}.json").write_text(text + "\n")
     print(text)
 
 
@@ -221,33 +326,46 @@ def main() -> None:
     parser.add_argument("--servers", type=int, default=1)
     parser.add_argument("--tensor-parallel-size", type=int, default=1)
     parser.add_argument("--gpus", type=int, nargs="*", help="GPUs of the servers")
+    parser.add_argument("--share-gpus", action="store_true", help="other fleets are on them, too")
     parser.add_argument("--memory", type=float, default=0.3, help="gpu-memory-utilization")
+    parser.add_argument("--args", default="{}", help="more arguments of vLLM, as JSON")
     parser.add_argument("--shape", choices=sorted(SHAPES), default="qwen3-8b")
+    parser.add_argument("--differing", type=int, default=0, help="shards that are not shared")
     parser.add_argument("--chunk-size", default="1GiB")
     parser.add_argument("--layout", choices=["auto", "runtime", "checkpoint"], default="auto")
     parser.add_argument("--cuda-graphs", action="store_true")
     parser.add_argument("--push-options", default="", help="more options of sync-weights")
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--warmups", type=int, default=1)
+    parser.add_argument("--reference", type=int, nargs="*", help="GPUs of a server on the second")
+    parser.add_argument("--answers", type=Path, help="those of servers that were started alike")
+    parser.add_argument("--serving", action="store_true", help="one more push, beside streams")
     parser.add_argument("--scratch", type=Path, default=Path("/dev/shm/skyctl-bench"))
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--name", default="", help="of the result")
     parser.add_argument("--label", default="", help="more of the result's file name")
     parser.add_argument("--no-native", action="store_true")
     parser.add_argument("--keep-up", action="store_true", help="leave the fleet running")
+    parser.add_argument("--phase", choices=["all", "up", "push", "down"], default="all")
     options = parser.parse_args()
 
-    checkpoints = two_checkpoints(options.scratch, options.shape)
-    fleet = Fleet(options.scratch / "fleet", settings(options, checkpoints[0]))
+    checkpoints = two_checkpoints(options.scratch, options.shape, differing=options.differing)
+    gpus = options.gpus or list(range(options.servers * options.tensor_parallel_size))
+    fleet = fleet_of(options, checkpoints[0], gpus)
     try:
-        fleet.run("up")
+        if options.phase in ("all", "up"):
+            start(fleet, checkpoints, options)
+        if options.phase in ("up", "down"):
+            return
         pushes = skyctl_pushes(fleet, checkpoints, options)
+        serving = serving_ratio(fleet, checkpoints, options) if options.serving else None
         native: dict[str, Any] = {"runs_s": [], "vllm": ""}
         if not options.no_native:
             native = native_pushes(fleet, checkpoints, options)
+        save(record(options, pushes, native, serving), options.label, options.out)
     finally:
-        if not options.keep_up:
+        if not options.keep_up and options.phase in ("all", "down"):
             fleet.run("down", check=False)
-    result = record(options, pushes, native)
-    save(result, options.label)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,6 @@ from skyctl.checkpoints.checkpoint import read_checkpoint
 from skyctl.engines.vllm.inside.layout_wire import LayoutReport, Program
 from skyctl.transfer.layout import check_layouts, order_for_runtime, program_for
 from skyctl.transfer.plan import ChunkPlan, plan_chunks
-from skyctl.transfer.transports.ipc import pickle_handles
 
 CHUNK_BYTES = 1 << 30
 EXTENSION = "skyctl.engines.vllm.inside.worker.SkyctlWorkerExtension"
@@ -75,7 +74,7 @@ def stage(checkpoint: Path, plan: ChunkPlan, programs: list[Program], clock: Clo
     from skyctl.transfer.gpu.numbering import Numbering
     from skyctl.transfer.reader import Piece, ShardFiles
 
-    carrier = GpuCarrier([0])
+    carrier = GpuCarrier([0], [[0]])
     files = ShardFiles(read_checkpoint(str(checkpoint)).shards)
     pieces = [
         [Piece(p.tensor.shard, p.tensor.begin, p.tensor.nbytes, p.offset) for p in chunk.placed]
@@ -83,7 +82,7 @@ def stage(checkpoint: Path, plan: ChunkPlan, programs: list[Program], clock: Clo
     ]
     count = len(plan.chunks)
     reader = carrier.open_reader(
-        files, pieces, slots=count, slot_bytes=plan.slot_bytes, threads=8, ring_only=True
+        files, pieces, slots=count, slot_bytes=plan.slot_bytes, threads=8, shown=True
     )
     clock.time("read", reader.run, lambda filled: None)
     numbers: list[dict[str, int]] = [{} for _ in programs]
@@ -101,27 +100,16 @@ def stage(checkpoint: Path, plan: ChunkPlan, programs: list[Program], clock: Clo
     return carrier, numbers
 
 
-def handles(carrier: Any, count: int) -> dict[str, str]:
-    from torch.multiprocessing.reductions import reduce_tensor
-
-    from skyctl.transfer.gpu.devices import uuid_of
-
-    return {
-        str(chunk): pickle_handles({uuid_of(0): reduce_tensor(carrier.slots.view(0, chunk))[1]})
-        for chunk in range(count)
-    }
-
-
 def rpc(llm: Any, method: str, **arguments: Any) -> Any:
     return llm.collective_rpc(method, kwargs=arguments)[0]
 
 
 def push(llm: Any, carrier: Any, plan: ChunkPlan, program: Program, clock: Clock) -> None:
     count = len(plan.chunks)
-    payloads = clock.time("export", handles, carrier, count)
-    wire = [program.to_wire()]
-    clock.time("open", rpc, llm, "skyctl_layout_open", programs=wire, payloads=payloads)
-    clock.time("load", rpc, llm, "skyctl_layout_load", chunks=list(range(count)))
+    shown = clock.time("export", carrier.export)
+    what = {"programs": [program.to_wire()], "payload": shown["handles"][0]}
+    clock.time("open", rpc, llm, "skyctl_layout_open", offsets=shown["offsets"], **what)
+    clock.time("load", rpc, llm, "skyctl_layout_load", chunks=list(range(count)), last=True)
     clock.time("close", rpc, llm, "skyctl_layout_close")
 
 

@@ -29,6 +29,7 @@ from skyctl.core.registry import select
 from skyctl.generate.prompts import GenerationRequest
 from skyctl.generate.requests import Endpoint, GenerationClient, GenerationResult
 from skyctl.service.connect import connect
+from skyctl.service.keys import api_key
 
 INTERVAL_S = 1.0
 TOKENS = 64
@@ -46,7 +47,8 @@ class Fleet:
 
 async def look(name: str) -> Fleet:
     async with connect(select(None, name)) as fleet:
-        status, urls, key = await fleet.status(), await fleet.urls(), fleet.api_key()
+        status, urls = await fleet.status(), await fleet.urls()
+        key = api_key(urls.access)
     pids = {r.name: r.pid for r in status.replicas if r.pid}
     if status.router is not None and status.router.pid:
         pids["router"] = status.router.pid

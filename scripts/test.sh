@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Set everything up, then check the code, build the documentation and run every test. Arguments go to pytest:
-#   bash scripts/test.sh -m "not real"      without the real servers (under a minute)
+#   bash scripts/test.sh -m "not real"      without the real servers (many minutes on two cores: hundreds of tests start stubs and commands)
+#   bash scripts/test.sh tests/unit         functions alone
 set -euo pipefail
 cd "$(dirname "$0")/.."
 bash scripts/setup.sh

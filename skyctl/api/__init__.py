@@ -7,14 +7,14 @@ async with Fleet.load("fleet.yaml") as fleet:
 """
 
 from skyctl.api.fleet import Fleet
-from skyctl.api.results import VerbResult, WeightsState
+from skyctl.api.results import VerbResult
+from skyctl.core.service import TakenDown, WeightsState
 from skyctl.core.status import FleetStatus
+from skyctl.core.urls import FleetUrls
 from skyctl.generate.requests import GenerationResult
 from skyctl.http.fanout import Outcome, OutcomeStatus
 from skyctl.push.request import PushResult, ServerPush
 from skyctl.push.verify import Verification
-from skyctl.service.bring_up import TakenDown
-from skyctl.service.urls import FleetUrls
 
 __all__ = [
     "Fleet",

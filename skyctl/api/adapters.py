@@ -106,6 +106,6 @@ class Adapters:
                 return await fleet.load_adapter(asked(Path(fspath(source))))
             found = [pair async for pair in each_tensor(source)]
             total = sum(tensor.nbytes for _, tensor in found if hasattr(tensor, "nbytes"))
-            with staged(fleet.adapter_staging(), needed_bytes=total) as directory:
+            with staged((await fleet.staging()).adapters, needed_bytes=total) as directory:
                 await write_adapter(found, config, directory)
                 return await fleet.load_adapter(asked(directory))

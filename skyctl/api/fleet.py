@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from os import PathLike
@@ -11,22 +10,36 @@ from typing import Any, Self
 
 from skyctl.api.adapters import Adapters
 from skyctl.api.generation import GeneratingFleet
-from skyctl.api.results import VerbResult, WeightsState
+from skyctl.api.results import VerbResult
 from skyctl.checkpoints.checkpoint import absolute
 from skyctl.checkpoints.live import NamedTensors
-from skyctl.core.registry import select
+from skyctl.core.registry import FleetRef, find, select
+from skyctl.core.service import (
+    Down,
+    Forget,
+    KeptVersion,
+    Outcomes,
+    Pause,
+    Restart,
+    Resume,
+    Scale,
+    Sleep,
+    TakenDown,
+    Wake,
+    WeightsState,
+)
 from skyctl.core.status import FleetStatus
+from skyctl.core.urls import FleetUrls
 from skyctl.engines.base import PauseMode
-from skyctl.http.fanout import Outcome
+from skyctl.errors import UsageError
 from skyctl.push.canary import parse_canary, read_canary
 from skyctl.push.forecast import Stage
 from skyctl.push.request import Layout, PushRequest, PushResult, usual_mode
 from skyctl.push.verify import Verification
 from skyctl.service import bring_up
+from skyctl.service.bring_down import take_down
 from skyctl.service.ended import job_error, operation_error
-from skyctl.service.kept_versions import KeptVersion, forget_version, kept_versions
 from skyctl.service.live_weights import push_tensors
-from skyctl.service.urls import FleetUrls
 from skyctl.store.journal import JobEvent
 
 
@@ -58,12 +71,13 @@ class Fleet(GeneratingFleet):
 
     @classmethod
     def named(cls, name: str) -> Self:
-        """A fleet that was started or attached to before, from any directory.
+        """A fleet that was started or attached to before, from any directory; or one of another
+        machine, by its supervisor's URL (`SKYCTL_TOKEN_FILE`, `SKYCTL_CA`: docs/how-to/remote.md).
 
         Raises:
             NotFoundError: there is none of that name.
         """
-        return cls(select(None, name))
+        return cls(find(None, name))
 
     @property
     def name(self) -> str:
@@ -95,18 +109,21 @@ class Fleet(GeneratingFleet):
             SkyctlError: a replica or the router did not come up; `details["logs"]` says why.
             DeadlineExceeded: it is not ready after `timeout_s`.
         """
-        begun = await bring_up.begin_up(self._ref, router=router)
+        begun = await bring_up.begin_up(self._here("up"), router=router)
         return await self._ended(begun.operation, timeout_s, on_status)
 
-    async def down(self, *, drain_timeout_s: float | None = None) -> bring_up.TakenDown:
+    async def down(self, *, drain_timeout_s: float | None = None) -> TakenDown:
         """Drain the fleet and stop all of it. May be repeated.
 
         Raises:
             UsageError: the fleet is attached. SkyctlError: something could not be stopped.
         """
+        if not isinstance(self._ref, FleetRef):
+            async with self._connected() as fleet:
+                return await fleet.down(Down(drain_timeout_s))
         bring_up.refuse_attached(self._ref)
         config = self._ref.config
-        taken = await bring_up.take_down(
+        taken = await take_down(
             self._ref.paths,
             drain_timeout_s=config.drain_timeout_s if drain_timeout_s is None else drain_timeout_s,
             stop_timeout_s=config.stop_timeout_s,
@@ -120,13 +137,13 @@ class Fleet(GeneratingFleet):
     ) -> FleetStatus:
         """Restart these servers (all when empty) one after the other; the rest go on serving."""
         async with self._connected() as fleet:
-            operation = await fleet.restart(servers)
+            operation = await fleet.restart(Restart(tuple(servers)))
         return await self._ended(operation, timeout_s)
 
     async def scale(self, replicas: int, *, timeout_s: float | None = None) -> FleetStatus:
         """Run that many replicas; new ones take the fleet's weights before they are routed."""
         async with self._connected() as fleet:
-            operation = await fleet.scale(replicas)
+            operation = await fleet.scale(Scale(replicas))
         return await self._ended(operation, timeout_s)
 
     async def urls(self) -> FleetUrls:
@@ -156,8 +173,14 @@ class Fleet(GeneratingFleet):
             PartialFailure, ServerError: with `check`, when a server failed; see VerbResult.check.
         """
         async with self._connected() as fleet:
-            rows = await fleet.pause(mode, clear_cache, servers, timeout_s, keep_partial)
-        return _verb_result("pause", rows, check)
+            asked = Pause(
+                mode=mode,
+                clear_cache=clear_cache,
+                keep_partial=keep_partial,
+                servers=tuple(servers or ()),
+                timeout_s=timeout_s,
+            )
+            return _verb_result("pause", await fleet.pause(asked), check)
 
     async def resume(
         self,
@@ -168,8 +191,8 @@ class Fleet(GeneratingFleet):
     ) -> VerbResult:
         """Let every server generate again. Raises as `pause`."""
         async with self._connected() as fleet:
-            rows = await fleet.resume(servers, timeout_s)
-        return _verb_result("resume", rows, check)
+            asked = Resume(servers=tuple(servers or ()), timeout_s=timeout_s)
+            return _verb_result("resume", await fleet.resume(asked), check)
 
     async def sleep(
         self,
@@ -182,8 +205,8 @@ class Fleet(GeneratingFleet):
         """Free the servers' memory: level 1 keeps the weights in host memory, level 2 discards
         them (push some after waking). Raises as `pause`."""
         async with self._connected() as fleet:
-            rows = await fleet.sleep(level, servers, timeout_s)
-        return _verb_result("sleep", rows, check)
+            asked = Sleep(level=level, servers=tuple(servers or ()), timeout_s=timeout_s)
+            return _verb_result("sleep", await fleet.sleep(asked), check)
 
     async def wake(
         self,
@@ -199,8 +222,8 @@ class Fleet(GeneratingFleet):
             ConflictError: a server would serve weights that its sleep discarded.
         """
         async with self._connected() as fleet:
-            rows = await fleet.wake(tags, servers, timeout_s)
-        return _verb_result("wake", rows, check)
+            asked = Wake(tags=tuple(tags), servers=tuple(servers or ()), timeout_s=timeout_s)
+            return _verb_result("wake", await fleet.wake(asked), check)
 
     # --- adapters ----------------------------------------------------------------------------
 
@@ -220,7 +243,8 @@ class Fleet(GeneratingFleet):
         transport: str = "auto",
         chunk_size: int | None = None,
         stage: Stage = "auto",
-        layout: Layout = "checkpoint",
+        layout: Layout = "auto",
+        delta: bool = False,
         pause_mode: PauseMode | None = None,
         verify: bool = True,
         dry_run: bool = False,
@@ -257,6 +281,7 @@ class Fleet(GeneratingFleet):
                 floating-point tensors; "as-is" leaves it to the servers to cast.
             chunk_size: bytes per chunk; None takes the fleet's.
             stage: where the checkpoint lies before servers are frozen: "gpu", "host" or "stream".
+            delta: leave out layers whose bytes the servers hold already (docs/concepts/push.md).
             layout: "runtime" copies tensors straight into parameters, "checkpoint" gives them to
                 vLLM's loader; "auto" copies where a server has seen it proven.
             pause_mode: what becomes of running requests; "keep" when None, "wait" with a canary.
@@ -285,6 +310,7 @@ class Fleet(GeneratingFleet):
             chunk_size=chunk_size,
             stage=stage,
             layout=layout,
+            delta=delta,
             weight_version=weight_version,
             pause_mode=pause_mode or usual_mode(leaves_router=canary is not None or rolling > 0),
             verify=verify,
@@ -299,7 +325,9 @@ class Fleet(GeneratingFleet):
         )
         async with self._connected() as fleet:
             if isinstance(source, str | PathLike):
-                request = replace(request, checkpoint=absolute(str(source)))
+                here = isinstance(self._ref, FleetRef)  # else it is a path of another machine
+                path = absolute(str(source)) if here else str(source)
+                request = replace(request, checkpoint=path)
                 job = await fleet.wait_job(await fleet.start_push(request), on_event, timeout_s)
             else:
                 job = await push_tensors(
@@ -322,12 +350,12 @@ class Fleet(GeneratingFleet):
     async def weights(self) -> WeightsState:
         """What each server carries, and the history of pushes."""
         async with self._connected() as fleet:
-            servers, pushes = await fleet.weights()
-        return WeightsState(tuple(servers), tuple(pushes))
+            return await fleet.weights()
 
     async def kept_weights(self) -> list[KeptVersion]:
         """The versions of which the fleet keeps a copy of its own, newest first."""
-        return await asyncio.to_thread(kept_versions, self._ref)
+        async with self._connected() as fleet:
+            return list(await fleet.kept_versions())
 
     async def forget_weights(self, version: str) -> int:
         """Delete the fleet's own copy of a version; the bytes of weights in it.
@@ -335,14 +363,21 @@ class Fleet(GeneratingFleet):
         Raises:
             NotFoundError: it is not kept. ConflictError: the fleet runs it.
         """
-        return await asyncio.to_thread(forget_version, self._ref, version)
+        async with self._connected() as fleet:
+            return await fleet.forget_version(Forget(version))
 
     async def verify_weights(self) -> Verification:
         """Compare what the servers hold now, byte for byte."""
         async with self._connected() as fleet:
-            return Verification.from_json(await fleet.verify_weights())
+            return await fleet.verify_weights()
 
     # --- inside --------------------------------------------------------------------------------
+
+    def _here(self, verb: str) -> FleetRef:
+        """The fleet, which is one of this machine."""
+        if isinstance(self._ref, FleetRef):
+            return self._ref
+        raise UsageError(f"{verb} works on the fleet's own machine, and not on {self._ref.name}")
 
     async def _ended(
         self,
@@ -353,12 +388,13 @@ class Fleet(GeneratingFleet):
         """The fleet's status once an operation has ended well; 0 is one that had nothing to do."""
         if operation == 0:
             return await self.status()
-        status = await bring_up.follow_operation(
-            self._ref.paths, operation, on_status, timeout_s=timeout_s
-        )
         async with self._session() as session:
+            fleet = await session.connected()
+            status = await bring_up.follow_operation(
+                fleet, operation, on_status, timeout_s=timeout_s
+            )
             session.forget_endpoints()
-        error = operation_error(self._ref.paths, status)
+            error = await operation_error(fleet, status)
         if error is not None:
             raise error
         return status
@@ -372,8 +408,8 @@ def _canary(given: Mapping[str, Any] | str | PathLike[str] | None) -> dict[str, 
     return read_canary(Path(given))
 
 
-def _verb_result(verb: str, rows: Sequence[dict[str, Any]], check: bool) -> VerbResult:
-    result = VerbResult(verb, tuple(Outcome[None].from_json(row) for row in rows))
+def _verb_result(verb: str, outcomes: Outcomes, check: bool) -> VerbResult:
+    result = VerbResult(verb, outcomes)
     if check:
         result.check()
     return result

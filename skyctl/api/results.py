@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
+from skyctl.core.service import Outcomes
 from skyctl.http.fanout import Outcome, require_all
-from skyctl.store.journal import PushRecord
-from skyctl.store.state import ServerRow
 
 
 @dataclass(frozen=True)
@@ -15,9 +15,9 @@ class VerbResult:
     """What pause, resume, sleep or wake came to: one outcome per server, in fleet order."""
 
     verb: str
-    outcomes: tuple[Outcome[None], ...]
+    outcomes: Outcomes
 
-    def __iter__(self) -> Iterator[Outcome[None]]:
+    def __iter__(self) -> Iterator[Outcome[Any]]:
         return iter(self.outcomes)
 
     def __len__(self) -> int:
@@ -41,11 +41,3 @@ class VerbResult:
             ServerError: none did (DeadlineExceeded when all of them ran out of time).
         """
         require_all(self.outcomes, self.verb)
-
-
-@dataclass(frozen=True)
-class WeightsState:
-    """What each server carries, as the last push recorded it, and the pushes, newest first."""
-
-    servers: tuple[ServerRow, ...]
-    pushes: tuple[PushRecord, ...]

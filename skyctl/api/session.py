@@ -9,27 +9,27 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 from weakref import WeakKeyDictionary
 
-from skyctl.core.registry import FleetRef
+from skyctl.core.registry import FleetRef, RemoteRef
 from skyctl.generate.requests import GenerationClient
-from skyctl.service.connect import connect
+from skyctl.service import FleetService, connect
 from skyctl.service.endpoint import find_endpoint
 
 if TYPE_CHECKING:
-    from skyctl.service.connect import Fleet as ConnectedFleet
+    from skyctl.service import FleetService
 
 
 class Session:
     """Shared by all tasks of a loop. `users` counts the `async with` blocks that are open."""
 
-    def __init__(self, ref: FleetRef) -> None:
+    def __init__(self, ref: FleetRef | RemoteRef) -> None:
         self._ref = ref
         self._stack = AsyncExitStack()
         self._opening = asyncio.Lock()
-        self._connected: ConnectedFleet | None = None
+        self._connected: FleetService | None = None
         self._generation: dict[str | None, GenerationClient] = {}
         self.users = 0
 
-    async def connected(self) -> ConnectedFleet:
+    async def connected(self) -> FleetService:
         """The fleet's operations."""
         async with self._opening:
             if self._connected is None:
@@ -64,7 +64,7 @@ class SessionHolder:
     Pickled, it is the fleet alone.
     """
 
-    def __init__(self, ref: FleetRef) -> None:
+    def __init__(self, ref: FleetRef | RemoteRef) -> None:
         self._ref = ref
         self._sessions: MutableMapping[asyncio.AbstractEventLoop, Session] = WeakKeyDictionary()
 
@@ -98,6 +98,6 @@ class SessionHolder:
             yield self._sessions[asyncio.get_running_loop()]
 
     @asynccontextmanager
-    async def _connected(self) -> AsyncIterator[ConnectedFleet]:
+    async def _connected(self) -> AsyncIterator[FleetService]:
         async with self._session() as session:
             yield await session.connected()

@@ -18,6 +18,9 @@ from skyctl.errors import NotFoundError, PreflightError
 
 INDEX_NAME = "model.safetensors.index.json"
 _NUMBERED = re.compile(r"^(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.safetensors$")
+_KEPT = 16
+_layouts: dict[tuple[str, ...], str] = {}
+"""Layout digests by the headers they follow from; the latest few."""
 _HUB_ID = re.compile(r"^[\w.-]+/[\w.-]+$")
 
 
@@ -44,10 +47,19 @@ class Checkpoint:
     def total_bytes(self) -> int:
         return sum(tensor.nbytes for tensor in self.tensors)
 
+    @cached_property
+    def headers(self) -> tuple[str, ...]:
+        """The shards' header digests: equal only for checkpoints that have equal layouts."""
+        return tuple(shard.header_digest for shard in self.shards)
+
     @cached_property  # asked for while servers are frozen, and has a line for each tensor
     def layout_digest(self) -> str:
+        if (known := _layouts.get(self.headers)) is not None:
+            return known
         layout = sorted((t.name, t.dtype, t.shape, t.nbytes) for t in self.tensors)
-        return _digest(layout)
+        while len(_layouts) >= _KEPT:
+            _layouts.pop(next(iter(_layouts)), None)
+        return _layouts.setdefault(self.headers, _digest(layout))
 
     @cached_property
     def identity_digest(self) -> str:
@@ -169,10 +181,12 @@ def _read_index(directory: Path) -> dict[str, str] | None:
         raise PreflightError(f"{path} is not a valid index: {error!r}") from error
     if not isinstance(weight_map, dict) or not weight_map:
         raise PreflightError(f"{path} is not a valid index: its weight_map is empty")
+    good: set[str] = set()
     for tensor, name in weight_map.items():
         # a plain name: an index must not lead outside its own directory
-        if not isinstance(name, str) or Path(name).name != name or not name:
+        if not isinstance(name, str) or not (name in good or (name and Path(name).name == name)):
             raise PreflightError(f"{path}: {tensor!r} is in {name!r}, which is no file name")
+        good.add(name)
     return weight_map
 
 

@@ -22,6 +22,9 @@ MAX_HEADER_BYTES = 100_000_000  # the limit of the reference implementation
 _MAX_DIMENSIONS = 64
 _LENGTH_BYTES = 8
 _LFS_POINTER = b"version https://git-lfs"
+_KEPT = 64
+_parsed: dict[tuple[str, int, int], tuple[Tensor, ...]] = {}
+"""The latest headers' tensors, by the header's digest, the bytes behind it and the shard."""
 
 
 @dataclass(frozen=True)
@@ -69,8 +72,7 @@ def read_header(path: Path, shard: int = 0) -> tuple[Shard, list[Tensor]]:
         raise NotFoundError(f"{path} does not exist") from error
     except (OSError, RuntimeError, ValueError) as error:  # a loop of links; a zero in the name
         raise PreflightError(f"{path} cannot be read: {error}") from error
-    tensors = parse_header(raw, data_bytes=status.st_size - _LENGTH_BYTES - len(raw), path=path)
-    start = _LENGTH_BYTES + len(raw)
+    start, digest = _LENGTH_BYTES + len(raw), digest_header(raw)
     return (
         Shard(
             str(real),
@@ -78,10 +80,28 @@ def read_header(path: Path, shard: int = 0) -> tuple[Shard, list[Tensor]]:
             status.st_ino,
             status.st_size,
             status.st_mtime_ns,
-            digest_header(raw),
+            digest,
         ),
-        [Tensor(t.name, t.dtype, t.shape, shard, start + t.begin, t.nbytes) for t in tensors],
+        list(_tensors(raw, digest, status.st_size - start, shard, path)),
     )
+
+
+def _tensors(
+    raw: bytes, digest: str, data_bytes: int, shard: int, path: Path
+) -> tuple[Tensor, ...]:
+    """The tensors of a header; versions of a model have the same one, with thousands of them."""
+    key = (digest, data_bytes, shard)
+    found = _parsed.pop(key, None)
+    if found is None:
+        start = _LENGTH_BYTES + len(raw)
+        found = tuple(
+            Tensor(t.name, t.dtype, t.shape, shard, start + t.begin, t.nbytes)
+            for t in parse_header(raw, data_bytes=data_bytes, path=path)
+        )
+    _parsed[key] = found
+    while len(_parsed) > _KEPT:
+        _parsed.pop(next(iter(_parsed)), None)
+    return found
 
 
 def digest_header(raw: bytes) -> str:

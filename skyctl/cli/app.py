@@ -62,6 +62,7 @@ VERBS = [
     Verb("adapters", "adapters", "app", WEIGHTS),
     Verb("generate", "generate", "generate", TRAFFIC),
     Verb("urls", "urls", "urls", TRAFFIC),
+    Verb("tinker", "tinker", "app", WEIGHTS),
     Verb("doctor", "doctor", "doctor", CHECKS),
     Verb("smoke", "smoke", "smoke", CHECKS),
     Verb("help", "help", "help_", CHECKS),
@@ -99,8 +100,23 @@ def _global_options(
     debug: bool = typer.Option(
         False, "--debug", envvar="SKYCTL_DEBUG", help="Show a traceback with an error."
     ),
+    token_file: str | None = typer.Option(
+        None,
+        metavar="FILE",
+        envvar="SKYCTL_TOKEN_FILE",
+        help="Copy of a remote fleet's supervisor.token (with --fleet https://…).",
+    ),
+    ca: str | None = typer.Option(
+        None,
+        metavar="FILE",
+        envvar="SKYCTL_CA",
+        help="Copy of a remote fleet's supervisor.pem (with --fleet https://…).",
+    ),
 ) -> None:
     """What they mean is read by `main` from the command line; here they are declared."""
+    for variable, path in (("SKYCTL_TOKEN_FILE", token_file), ("SKYCTL_CA", ca)):
+        if path is not None:
+            os.environ[variable] = path
 
 
 def register(verbs: Sequence[Verb]) -> None:

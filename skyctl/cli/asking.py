@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, TypeVar
 import typer
 
 if TYPE_CHECKING:
-    from skyctl.service.connect import Fleet
+    from skyctl.service import FleetService
 
 T = TypeVar("T")
 
@@ -23,12 +23,14 @@ def chosen(
     return (file, fleet) if file or fleet else outer
 
 
-def ask_fleet(file: Path | None, fleet: str | None, call: Callable[[Fleet], Awaitable[T]]) -> T:
+def ask_fleet(
+    file: Path | None, fleet: str | None, call: Callable[[FleetService], Awaitable[T]]
+) -> T:
     """One call to the chosen fleet, in an event loop of its own."""
-    from skyctl.core.registry import select
+    from skyctl.core.registry import find
     from skyctl.service.connect import connect
 
-    ref = select(file, fleet)
+    ref = find(file, fleet)
 
     async def run() -> T:
         async with connect(ref) as running:

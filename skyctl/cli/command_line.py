@@ -9,6 +9,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 # They go with every command, and may stand before or after it.
 EVERYWHERE = ("-q", "--quiet", "--no-color", "--debug")
+EVERYWHERE_WITH_VALUE = ("--token-file", "--ca")
 WITHOUT_FLEET = ("", "init", "schema", "help")
 BEHIND_THE_COMMAND = ("-f", "--file", "--fleet", "--json")
 TAKES_SERVER = ("pause", "resume", "sleep", "wake")
@@ -41,8 +42,16 @@ _SAME = {word: command for command, words in _ELSEWHERE.items() for word in word
 def options_first(arguments: Sequence[str]) -> list[str]:
     """The same arguments with the options that go with every command at the front."""
     options, rest = _split(arguments)
-    everywhere = [word for word in options if word in EVERYWHERE]
-    return [*everywhere, *(word for word in options if word not in EVERYWHERE), *rest]
+    first, others, words = list[str](), list[str](), iter(options)
+    for word in words:
+        option, equals, _ = word.partition("=")
+        if option in EVERYWHERE_WITH_VALUE:
+            first += (
+                [word] if equals else [word, *(value for value in (next(words, None),) if value)]
+            )
+        else:
+            (first if word in EVERYWHERE else others).append(word)
+    return [*first, *others, *rest]
 
 
 def given(option: str, arguments: Sequence[str]) -> bool:
@@ -52,7 +61,13 @@ def given(option: str, arguments: Sequence[str]) -> bool:
 
 def command_name(arguments: Sequence[str], groups: Mapping[str, Collection[str]]) -> str:
     """`jobs show` of `skyctl -q jobs -f x show push-1`; `groups` maps a group to its commands."""
-    words = [word for word in _split(arguments)[0] if not word.startswith("-")]
+    typed = options_first(_split(arguments)[0])
+    before = ["", *typed]  # what a word may be the value of
+    words = [
+        word
+        for option, word in zip(before, typed, strict=False)
+        if not word.startswith("-") and option not in EVERYWHERE_WITH_VALUE
+    ]
     if not words:
         return "skyctl"
     below = next((word for word in words[1:] if word in groups.get(words[0], ())), None)

@@ -7,7 +7,8 @@ nothing, and return nothing rather than raise.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
+from contextlib import suppress
 from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -15,8 +16,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import typer
 
 if TYPE_CHECKING:
-    from skyctl.store.paths import FleetPaths
-    from skyctl.store.state import FleetState
+    from skyctl.core.registry import FleetRef
+    from skyctl.service import FleetService
 
 T = TypeVar("T")
 
@@ -51,6 +52,7 @@ def replicas(ctx: typer.Context, incomplete: str) -> Iterable[str]:
     """Names of the chosen fleet's replicas, from its file and its state."""
     from skyctl.core.placement import expand_replicas
     from skyctl.core.registry import select
+    from skyctl.errors import SkyctlError
 
     ref = select(*_chosen(ctx))
     if ref.config.servers is not None:
@@ -58,7 +60,8 @@ def replicas(ctx: typer.Context, incomplete: str) -> Iterable[str]:
     else:
         names = [replica.name for replica in expand_replicas(ref.config)]
     # a fleet that was scaled has replicas its file does not know
-    names += _from_state(ref.paths, lambda state: [row.name for row in state.servers()])
+    with suppress(SkyctlError):
+        names += [row.name for row in _ask(ref, lambda fleet: fleet.weights()).servers]
     return [name for name in names if name.startswith(incomplete)]
 
 
@@ -72,15 +75,20 @@ def processes(ctx: typer.Context, incomplete: str) -> Iterable[str]:
 @_silent
 def jobs(ctx: typer.Context, incomplete: str) -> Iterable[str]:
     """Ids of the chosen fleet's latest jobs."""
-    ids = _from_chosen(ctx, lambda state: [job.id for job in state.journal.jobs()])
-    return [job_id for job_id in ids if job_id.startswith(incomplete)]
+    from skyctl.core.registry import select
+
+    found = _ask(select(*_chosen(ctx)), lambda fleet: fleet.jobs())
+    return [job.id for job in found if job.id.startswith(incomplete)]
 
 
 @_silent
 def versions(ctx: typer.Context, incomplete: str) -> Iterable[str]:
     """Weight versions the chosen fleet was pushed."""
-    found = _from_chosen(ctx, lambda state: [push.version for push in state.journal.pushes()])
-    return [version for version in found if version and version.startswith(incomplete)]
+    from skyctl.core.registry import select
+
+    pushes = _ask(select(*_chosen(ctx)), lambda fleet: fleet.weights()).pushes
+    found = [push.version for push in pushes if push.version]
+    return [version for version in found if version.startswith(incomplete)]
 
 
 @_silent
@@ -129,16 +137,14 @@ def _chosen(ctx: typer.Context) -> tuple[Path | None, str | None]:
     return (Path(file) if file else None), (str(name) if name else None)
 
 
-def _from_chosen(ctx: typer.Context, read: Callable[[FleetState], list[T]]) -> list[T]:
-    from skyctl.core.registry import select_paths
+def _ask(ref: FleetRef, call: Callable[[FleetService], Awaitable[T]]) -> T:
+    """What the fleet has on record: nothing is started for it."""
+    import asyncio
 
-    return _from_state(select_paths(*_chosen(ctx)), read)
+    from skyctl.service import connect
 
+    async def ask() -> T:
+        async with connect(ref) as fleet:
+            return await call(fleet)
 
-def _from_state(paths: FleetPaths, read: Callable[[FleetState], list[T]]) -> list[T]:
-    from skyctl.store.state import FleetState
-
-    if not paths.database.exists():
-        return []  # opening it would make one
-    with FleetState(paths.database) as state:
-        return read(state)
+    return asyncio.run(ask())

@@ -11,7 +11,7 @@ import typer
 from skyctl.cli.options import FileOption, FleetOption, JsonOption
 
 if TYPE_CHECKING:
-    from skyctl.service.bring_up import TakenDown
+    from skyctl.core.service import TakenDown
     from skyctl.store.paths import FleetPaths
 
 
@@ -40,6 +40,9 @@ def down(
       skyctl down
       skyctl down --fleet tiny --drain-timeout 0
     """
+    if fleet is not None and "://" in fleet:
+        _bring_down_there(fleet, drain_timeout)
+        return
     paths, drain_timeout_s, stop_timeout_s = _chosen(file, fleet)
     if drain_timeout is not None:
         drain_timeout_s = drain_timeout
@@ -62,10 +65,21 @@ def _chosen(file: Path | None, fleet: str | None) -> tuple[FleetPaths, float, fl
     return ref.paths, ref.config.drain_timeout_s, ref.config.stop_timeout_s
 
 
+def _bring_down_there(url: str, drain_timeout_s: float | None) -> None:
+    """Take a fleet of another machine down."""
+    from skyctl import output
+    from skyctl.cli.asking import ask_fleet
+    from skyctl.core.service import Down
+
+    done = ask_fleet(None, url, lambda running: running.down(Down(drain_timeout_s)))
+    said = f"fleet {url} is down: stopped {', '.join(done.stopped) or 'nothing'}"
+    output.emit({"name": url, "stopped": list(done.stopped)}, said)
+
+
 def bring_down(paths: FleetPaths, drain_timeout_s: float, stop_timeout_s: float) -> None:
     """Take the fleet down and print what was stopped."""
     from skyctl import output
-    from skyctl.service.bring_up import take_down
+    from skyctl.service.bring_down import take_down
 
     async def work() -> TakenDown:
         output.note(f"stopping fleet {paths.name} (draining for at most {drain_timeout_s:g} s)")

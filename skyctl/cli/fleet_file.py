@@ -38,15 +38,17 @@ def held_ports(ref: FleetRef) -> dict[str, int]:
 
     Best effort: a state that cannot be read holds no ports.
     """
+    import asyncio
     import sqlite3
 
     from skyctl.errors import SkyctlError
-    from skyctl.store.state import FleetState
+    from skyctl.service.supervised import SupervisedFleet
 
-    if not ref.paths.database.exists():
-        return {}
+    async def ask() -> dict[str, int]:
+        async with SupervisedFleet(ref) as fleet:
+            return await fleet.held_ports()
+
     try:
-        with FleetState(ref.paths.database) as state:
-            return {row.name: row.port for row in state.processes() if row.alive()}
+        return {} if ref.config.attached else asyncio.run(ask())
     except (SkyctlError, OSError, sqlite3.Error):
         return {}

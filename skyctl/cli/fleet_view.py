@@ -70,6 +70,8 @@ def headline(status: FleetStatus) -> Text:
     facts = [status.device, status.model]
     if status.replicas:
         facts.append(f"weights {status.weight_version or 'base'}")
+    if status.adapters:
+        facts.append(f"adapters {', '.join(status.adapters)}")
     if status.supervised is None:
         facts.append("attached")
     elif status.supervised:

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
     from rich.console import RenderableType
 
-    from skyctl.service.connect import Fleet
+    from skyctl.service import FleetService
     from skyctl.store.journal import Job, JobEvent
 
 T = TypeVar("T")
@@ -62,7 +62,7 @@ class JobView:
         self._refresh()
 
 
-async def follow_job(running: Fleet, job_id: str, *, timeout_s: float | None) -> Job:
+async def follow_job(running: FleetService, job_id: str, *, timeout_s: float | None) -> Job:
     """Show a job until it ends."""
     with JobView().showing() as view:
         return await running.wait_job(job_id, view.hear, timeout_s)
@@ -111,6 +111,11 @@ def job_views(job: Job) -> list[RenderableType]:
             f"{result['transport']}, {format_rate(result['gb_per_s'])}; frozen for "
             f"{format_seconds(result['freeze_window_s'])} of {format_seconds(result['seconds'])}"
         )
+        if skipped := result.get("skipped"):
+            views.append(
+                f"not sent: {count_of(skipped['tensors'], 'tensor')} "
+                f"({format_bytes(skipped['bytes'])}) that the servers held already"
+            )
         views.append(_compared(result.get("compared")))
     return views
 

@@ -13,8 +13,9 @@ from skyctl.cli.options import FileOption, FleetOption, JsonOption, SvgOption
 from skyctl.cli.pictures import write_picture
 
 if TYPE_CHECKING:
-    from skyctl.service.connect import Fleet as AnyFleet
-    from skyctl.store.journal import Job, JobEvent
+    from skyctl.core.following import JobChanges
+    from skyctl.service import FleetService
+    from skyctl.store.journal import Job
 
 app = typer.Typer(help="Weight pushes that run, or ran, in the fleet's supervisor.")
 
@@ -85,14 +86,15 @@ def show(
     from skyctl import output
     from skyctl.cli.job_view import job_views
     from skyctl.cli.timeline_view import legend, timeline_view
+    from skyctl.core.service import JobQuery
     from skyctl.core.timeline import timeline as timeline_of
     from skyctl.service.ended import job_error
 
-    async def ask(running: AnyFleet) -> tuple[Job, list[JobEvent]]:
-        return await running.job(job_id), await running.job_events(job_id)
+    async def ask(running: FleetService) -> JobChanges:
+        return await running.job_changes(JobQuery(job_id))
 
-    job, events = ask_fleet(*chosen(context, file, fleet), ask)
-    drawn = timeline_of(events)
+    found = ask_fleet(*chosen(context, file, fleet), ask)
+    job, drawn = found.job, timeline_of(found.events)
     data = {"job": job.to_json(), "timeline": drawn.to_json()}
     if svg is not None:
         title = f"skyctl jobs show {job.id} --timeline"
@@ -136,10 +138,10 @@ def wait(
     skyctl jobs wait push-3 --timeout 600
     """
     from skyctl.cli.job_view import emit_job, follow_job, run_following
-    from skyctl.core.registry import select
+    from skyctl.core.registry import find
     from skyctl.service.connect import connect
 
-    ref = select(*chosen(context, file, fleet))
+    ref = find(*chosen(context, file, fleet))
 
     async def follow() -> Job:
         async with connect(ref) as running:

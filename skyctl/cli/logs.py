@@ -49,20 +49,43 @@ def logs(
       skyctl logs tiny-1 -n 200
       skyctl logs -f router
     """
-    from skyctl import output
     from skyctl.core.registry import select, select_paths
     from skyctl.errors import UsageError
     from skyctl.service.bring_up import refuse_attached
 
-    paths = select_paths(file, fleet)
     if follow and as_json:
         raise UsageError("--follow and --json do not go together")
+    if fleet is not None and "://" in fleet:
+        _show(_logs_there(fleet, names or [], lines, probes, follow), as_json)
+        return
+    paths = select_paths(file, fleet)
     if not any(paths.logs.glob("*.log")):
         refuse_attached(select(file, fleet))
     if follow:
         follow_logs(paths, names or [], lines, probes=probes)
         return
     found = {n: _tail(p, lines, probes) for n, p in _files(paths, names or []).items()}
+    _show(found, as_json)
+
+
+def _logs_there(
+    url: str, names: Sequence[str], lines: int, probes: bool, follow: bool
+) -> dict[str, list[str]]:
+    """The ends of the logs of a fleet of another machine."""
+    from skyctl.cli.asking import ask_fleet
+    from skyctl.core.service import LogQuery
+    from skyctl.errors import UsageError
+
+    if follow:
+        raise UsageError("--follow works on the fleet's own machine")
+    asked = LogQuery(tuple(names), lines, probes)
+    found = ask_fleet(None, url, lambda running: running.logs(asked))
+    return {name: list(ending) for name, ending in found.items()}
+
+
+def _show(found: dict[str, list[str]], as_json: bool) -> None:
+    from skyctl import output
+
     printer = LinePrinter(list(found))
     if not as_json:
         for name, ending in found.items():

@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from skyctl.core.status import FleetStatus
-    from skyctl.store.paths import FleetPaths
+    from skyctl.service import FleetService
 
 
 async def follow(
-    paths: FleetPaths, operation: int, title: str, *, timeout_s: float | None = None
+    fleet: FleetService, operation: int, title: str, *, timeout_s: float | None = None
 ) -> FleetStatus:
     """Draw an operation's progress until it has ended; the last status.
 
@@ -25,21 +25,21 @@ async def follow(
     view = OperationView(title)
     with output.live(view.render, transient=True) as live:
         view.drawing = live.drawing
-        status = await follow_operation(paths, operation, view.see, timeout_s=timeout_s)
-    error = operation_error(paths, status)
+        status = await follow_operation(fleet, operation, view.see, timeout_s=timeout_s)
+    error = await operation_error(fleet, status)
     if error is not None:
         if not output.mode.json:
-            _show_logs(paths, error.details["logs"])
+            _show_logs(error.details["logs"])
         raise error
     return status
 
 
-def _show_logs(paths: FleetPaths, logs: dict[str, list[str]]) -> None:
+def _show_logs(logs: dict[str, list[str]]) -> None:
     """The last lines of what failed, with the line that says why set off."""
     from skyctl import output
     from skyctl.cli.fleet_view import log_tail
-    from skyctl.engines.logs import tail, telling_line
+    from skyctl.engines.logs import telling_line
 
     for name, lines in logs.items():
         if lines:
-            output.err.print(log_tail(name, lines, telling_line(tail(paths.log(name), 200))))
+            output.err.print(log_tail(name, lines, telling_line(lines)))

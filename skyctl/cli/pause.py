@@ -49,20 +49,16 @@ def pause(
     skyctl pause --mode keep             freeze requests where they are
     skyctl pause --mode wait --timeout 300
     """
-    run_verb(
-        file,
-        fleet,
-        lambda running: running.pause(
-            mode.value,
-            clear_cache,
-            servers=server,
-            timeout_s=timeout,
-            keep_partial=keep_partial,
-        ),
-        verb="pause",
-        done="paused",
-        note=f"mode {mode.value}",
+    from skyctl.core.service import Pause
+
+    asked = Pause(
+        mode=mode.value,
+        clear_cache=clear_cache,
+        keep_partial=keep_partial,
+        servers=tuple(server or ()),
+        timeout_s=timeout,
     )
+    run_verb(file, fleet, asked, done="paused", note=f"mode {mode.value}")
 
 
 def resume(
@@ -78,10 +74,7 @@ def resume(
     skyctl resume
     skyctl resume --server demo-1
     """
-    run_verb(
-        file,
-        fleet,
-        lambda running: running.resume(servers=server, timeout_s=timeout),
-        verb="resume",
-        done="resumed",
-    )
+    from skyctl.core.service import Resume
+
+    asked = Resume(servers=tuple(server or ()), timeout_s=timeout)
+    run_verb(file, fleet, asked, done="resumed")

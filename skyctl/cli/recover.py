@@ -12,7 +12,7 @@ from skyctl.cli.options import FileOption, FleetOption, JsonOption
 if TYPE_CHECKING:
     from skyctl.core.diagnosis import Finding
     from skyctl.core.recovery import Recovered
-    from skyctl.core.registry import FleetRef
+    from skyctl.core.registry import FleetRef, RemoteRef
 
 
 def recover(
@@ -45,10 +45,10 @@ def recover(
     """
     from skyctl import output
     from skyctl.cli.recover_view import failure, findings_table, recovered_table
-    from skyctl.core.registry import select
+    from skyctl.core.registry import find
     from skyctl.errors import UsageError
 
-    ref = select(file, fleet)
+    ref = find(file, fleet)
     findings = asyncio.run(_find(ref))
     wrong = [finding for finding in findings if finding.action != "nothing"]
     data = {"findings": [one.to_json() for one in findings], "recovered": []}
@@ -66,15 +66,16 @@ def recover(
     output.emit({**data, "dry_run": False}, recovered_table(recovered), error=failure(recovered))
 
 
-async def _find(ref: FleetRef) -> tuple[Finding, ...]:
+async def _find(ref: FleetRef | RemoteRef) -> tuple[Finding, ...]:
     from skyctl.service.connect import connect
 
     async with connect(ref) as running:
         return await running.findings()
 
 
-async def _recover(ref: FleetRef, timeout_s: float) -> tuple[Recovered, ...]:
+async def _recover(ref: FleetRef | RemoteRef, timeout_s: float) -> tuple[Recovered, ...]:
+    from skyctl.core.service import Recover
     from skyctl.service.connect import connect
 
     async with connect(ref) as running:
-        return await running.recover(timeout_s)
+        return await running.recover(Recover(timeout_s))

@@ -11,7 +11,7 @@ from skyctl.cli import complete
 from skyctl.cli.options import FileOption, FleetOption, JsonOption
 
 if TYPE_CHECKING:
-    from skyctl.core.registry import FleetRef
+    from skyctl.core.registry import FleetRef, RemoteRef
     from skyctl.core.status import FleetStatus
 
 
@@ -41,16 +41,17 @@ def restart(
     """
     from skyctl import output
     from skyctl.cli.fleet_view import status_view
-    from skyctl.core.registry import select
+    from skyctl.core.registry import find
 
-    done = asyncio.run(_restart(select(file, fleet), names or []))
+    done = asyncio.run(_restart(find(file, fleet), names or []))
     output.emit(done.to_json(), status_view(done))
 
 
-async def _restart(ref: FleetRef, names: list[str]) -> FleetStatus:
+async def _restart(ref: FleetRef | RemoteRef, names: list[str]) -> FleetStatus:
     from skyctl.cli.operation import follow
+    from skyctl.core.service import Restart
     from skyctl.service.connect import connect
 
     async with connect(ref) as running:
-        operation = await running.restart(names)
-    return await follow(ref.paths, operation, f"restarting {', '.join(names) or ref.name}")
+        operation = await running.restart(Restart(tuple(names)))
+        return await follow(running, operation, f"restarting {', '.join(names) or ref.name}")

@@ -10,7 +10,7 @@ import typer
 from skyctl.cli.options import FileOption, FleetOption, JsonOption
 
 if TYPE_CHECKING:
-    from skyctl.core.registry import FleetRef
+    from skyctl.core.registry import FleetRef, RemoteRef
     from skyctl.core.status import FleetStatus
 
 
@@ -32,20 +32,21 @@ def scale(
     """
     from skyctl import output
     from skyctl.cli.fleet_view import status_view
-    from skyctl.core.registry import select
+    from skyctl.core.registry import find
 
-    done = asyncio.run(_scale(select(file, fleet), replicas))
+    done = asyncio.run(_scale(find(file, fleet), replicas))
     output.emit(done.to_json(), status_view(done))
 
 
-async def _scale(ref: FleetRef, replicas: int) -> FleetStatus:
+async def _scale(ref: FleetRef | RemoteRef, replicas: int) -> FleetStatus:
     from skyctl import output
     from skyctl.cli.operation import follow
+    from skyctl.core.service import Scale
     from skyctl.service.connect import connect
 
     async with connect(ref) as running:
-        operation = await running.scale(replicas)
+        operation = await running.scale(Scale(replicas))
         if operation == 0:
             output.note(f"fleet {ref.name} has {replicas} replicas, nothing to do")
             return await running.status()
-    return await follow(ref.paths, operation, f"scaling {ref.name} to {replicas}")
+        return await follow(running, operation, f"scaling {ref.name} to {replicas}")

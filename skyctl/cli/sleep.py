@@ -32,14 +32,10 @@ def sleep(
     skyctl sleep
     skyctl sleep --level 2
     """
-    run_verb(
-        file,
-        fleet,
-        lambda running: running.sleep(level, servers=server, timeout_s=timeout),
-        verb="sleep",
-        done="put to sleep",
-        note=f"level {level}",
-    )
+    from skyctl.core.service import Sleep
+
+    asked = Sleep(level=level, servers=tuple(server or ()), timeout_s=timeout)
+    run_verb(file, fleet, asked, done="put to sleep", note=f"level {level}")
 
 
 def wake(
@@ -65,26 +61,21 @@ def wake(
     skyctl wake
     skyctl wake --tags weights
     """
-    wanted = parse_tags(tags)
-    run_verb(
-        file,
-        fleet,
-        lambda running: running.wake(wanted, servers=server, timeout_s=timeout),
-        verb="wake",
-        done="woke",
-        note=", ".join(wanted),
-    )
+    from skyctl.core.service import Wake
+
+    asked = Wake(tags=parse_tags(tags), servers=tuple(server or ()), timeout_s=timeout)
+    run_verb(file, fleet, asked, done="woke", note=", ".join(asked.tags))
 
 
-def parse_tags(text: str) -> list[str]:
-    """`weights,kv_cache` as a list; empty means everything.
+def parse_tags(text: str) -> tuple[str, ...]:
+    """`weights,kv_cache` as a tuple; empty means everything.
 
     Raises:
         UsageError: a tag that vLLM does not have.
     """
     from skyctl.errors import UsageError
 
-    tags = [tag.strip() for tag in text.split(",") if tag.strip()]
+    tags = tuple(tag.strip() for tag in text.split(",") if tag.strip())
     for tag in tags:
         if tag not in TAGS:
             raise UsageError(f"{tag!r} cannot be woken", hint=f"tags are: {', '.join(TAGS)}")

@@ -10,7 +10,7 @@ import typer
 from skyctl.cli.options import FileOption, FleetOption, JsonOption
 
 if TYPE_CHECKING:
-    from skyctl.core.registry import FleetRef
+    from skyctl.core.registry import FleetRef, RemoteRef
     from skyctl.core.status import FleetStatus
     from skyctl.errors import ExitCode
     from skyctl.service.drift import Drift
@@ -46,10 +46,10 @@ def status(
     """
     from skyctl import output
     from skyctl.cli.fleet_view import drift_lines, status_view
-    from skyctl.core.registry import select
+    from skyctl.core.registry import find
     from skyctl.errors import UsageError
 
-    ref = select(file, fleet)
+    ref = find(file, fleet)
     if watch:
         if as_json:
             raise UsageError("--watch and --json do not go together")
@@ -60,16 +60,18 @@ def status(
     output.emit(data, status_view(found), *drift_lines(drift or ()), exit_code=_code(found, drift))
 
 
-async def _status(ref: FleetRef, with_drift: bool) -> tuple[FleetStatus, list[Drift] | None]:
+async def _status(
+    ref: FleetRef | RemoteRef, with_drift: bool
+) -> tuple[FleetStatus, list[Drift] | None]:
     from skyctl.service.connect import connect
     from skyctl.service.drift import find_drift
 
     async with connect(ref) as running:
         found = await running.status()
-    return found, await find_drift(ref, found) if with_drift else None
+        return found, await find_drift(ref, running, found) if with_drift else None
 
 
-async def _watch(ref: FleetRef, interval_s: float) -> None:
+async def _watch(ref: FleetRef | RemoteRef, interval_s: float) -> None:
     from skyctl import output
     from skyctl.cli.fleet_view import status_view
     from skyctl.service.connect import connect

@@ -13,9 +13,8 @@ from skyctl.cli.options import FileOption, FleetOption, JsonOption
 from skyctl.cli.pause import PauseModeOption
 
 if TYPE_CHECKING:
-    from skyctl.core.registry import FleetRef
     from skyctl.push.request import PushRequest
-    from skyctl.service.connect import Fleet
+    from skyctl.service import FleetService
     from skyctl.store.journal import Job
 
 
@@ -75,7 +74,15 @@ def sync_weights(
             help="Copy tensors straight into the parameters (GPU servers that have seen it proven) "
             "or give them to vLLM's loader (auto: copy where it can be)."
         ),
-    ] = LayoutOption.CHECKPOINT,
+    ] = LayoutOption.AUTO,
+    delta: Annotated[
+        bool,
+        typer.Option(
+            "--delta",
+            help="Leave out layers whose bytes the servers hold already, by the last push; costs "
+            "one more read of the checkpoint before the freeze.",
+        ),
+    ] = False,
     chunk_size: Annotated[
         str | None,
         typer.Option(
@@ -199,6 +206,7 @@ def sync_weights(
     skyctl sync-weights runs/step-200 --canary canary.yaml --mode wait
     skyctl sync-weights runs/step-200 --rolling 1 --canary canary.yaml
     skyctl sync-weights runs/step-200 --keep
+    skyctl sync-weights runs/step-200 --delta     frozen layers are not sent again
     skyctl sync-weights runs/step-200 --colocated     a trainer shares the GPUs: skyctl sleep first
     skyctl sync-weights --rollback               to the previous version
     skyctl sync-weights --rollback step-100      see: skyctl weights history, weights kept
@@ -213,7 +221,7 @@ def sync_weights(
     from skyctl import output
     from skyctl.checkpoints.checkpoint import absolute
     from skyctl.cli.job_view import emit_job, follow_job, run_following
-    from skyctl.core.registry import select
+    from skyctl.core.registry import FleetRef, find
     from skyctl.errors import UsageError
     from skyctl.push.request import PushRequest, usual_mode
     from skyctl.service.connect import connect
@@ -227,12 +235,17 @@ def sync_weights(
         size = parse_bytes(chunk_size) if chunk_size else None
     except ValueError as error:
         raise UsageError(f"--chunk-size: {error}") from error
+    ref = find(file, fleet)
+    here = isinstance(ref, FleetRef)  # else the path is one of another machine
     request = PushRequest(
-        checkpoint=absolute(checkpoint) if checkpoint and not back else "",
+        checkpoint=(absolute(checkpoint) if here else checkpoint)
+        if checkpoint and not back
+        else "",
         transport=transport.value,
         chunk_size=size,
         stage=stage.value,
         layout=layout.value,
+        delta=delta,
         weight_version=weight_version,
         pause_mode=mode.value if mode else usual_mode(leaves_router=bool(canary or rolling)),
         verify=verify,
@@ -247,21 +260,21 @@ def sync_weights(
     )
     if back and weight_version:
         raise UsageError("--rollback keeps the version's own label: leave --weight-version out")
-    ref = select(file, fleet)
-    if detach and ref.config.attached:
+    attached = isinstance(ref, FleetRef) and ref.config.attached
+    if detach and attached:
         raise UsageError(f"fleet {ref.name} has no supervisor that could run the push on its own")
     started: list[str] = []
 
     async def run() -> Job | None:
         async with connect(ref) as running:
-            asked = await _looked_up(running, ref, request, checkpoint if back else None, back)
+            asked = await _looked_up(running, request, checkpoint if back else None, back)
             started.append(await running.start_push(asked))
             if detach:
                 return None
             return await follow_job(running, started[0], timeout_s=timeout)
 
     def on_interrupt() -> str:
-        if not started or ref.config.attached:
+        if not started or attached:
             return ""
         return f"the push goes on without you: skyctl jobs wait {started[0]}"
 
@@ -281,17 +294,17 @@ def _prompts(file: Path | None) -> dict[str, Any] | None:
 
 
 async def _looked_up(
-    running: Fleet, ref: FleetRef, request: PushRequest, version: str | None, back: bool
+    running: FleetService, request: PushRequest, version: str | None, back: bool
 ) -> PushRequest:
     """The request as the history makes it: another one for a rollback, or with a warning."""
     if not back and not request.weight_version:
         return request
-    pushes = (await running.weights())[1]
+    pushes = (await running.weights()).pushes
     if back:
         from skyctl.push.rollback import rollback
-        from skyctl.service.kept_versions import kept_versions
 
-        return rollback(request, pushes, [one.kept for one in kept_versions(ref)], version)
+        kept = [one.kept for one in await running.kept_versions()]
+        return rollback(request, pushes, kept, version)
     from skyctl import output
     from skyctl.push.labels import reused_label
 

@@ -10,11 +10,12 @@ import termios
 import tty
 from collections.abc import Callable
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from skyctl import output
 from skyctl.cli.top_screen import Action, TopScreen
 from skyctl.cli.top_view import screen_view
+from skyctl.core.service import Outcomes, Pause, Resume
 from skyctl.engines.logs import tail
 from skyctl.errors import SkyctlError
 from skyctl.monitoring.sampler import Sampler
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
     from skyctl.core.registry import FleetRef
     from skyctl.monitoring.sample import FleetSample
-    from skyctl.service.connect import Fleet
+    from skyctl.service import FleetService
 
 _NO_LOG = ["nothing yet (skyctl has the logs of servers that it started itself)"]
 _ESCAPES = {"\x1b[A": "up", "\x1b[B": "down", "\x1bOA": "up", "\x1bOB": "down"}
@@ -115,7 +116,9 @@ async def watch(ref: FleetRef, interval_s: float) -> None:
 class LiveTop:
     """One running `top`: its latest sample, the screen's state, and the verb under way."""
 
-    def __init__(self, ref: FleetRef, running: Fleet, sampler: Sampler, first: FleetSample) -> None:
+    def __init__(
+        self, ref: FleetRef, running: FleetService, sampler: Sampler, first: FleetSample
+    ) -> None:
         self._ref, self._running, self._sampler = ref, running, sampler
         self._sample = first
         self.screen = TopScreen()
@@ -175,12 +178,13 @@ class LiveTop:
         self._verb = asyncio.create_task(self._do(action, refresh))
 
     async def _do(self, action: Action, refresh: Callable[[], None]) -> None:
-        servers = None if action.server is None else [action.server]
+        servers = () if action.server is None else (action.server,)
         try:
             if action.verb == "pause":
-                outcomes = await self._running.pause("keep", False, servers=servers)
+                asked = Pause(mode="keep", clear_cache=False, servers=servers)
+                outcomes = await self._running.pause(asked)
             else:
-                outcomes = await self._running.resume(servers=servers)
+                outcomes = await self._running.resume(Resume(servers=servers))
             self.screen.message = _summary(action.verb, outcomes)
         except SkyctlError as error:
             self.screen.message = error.message
@@ -188,10 +192,10 @@ class LiveTop:
         refresh()
 
 
-def _summary(verb: str, outcomes: list[dict[str, Any]]) -> str:
+def _summary(verb: str, outcomes: Outcomes) -> str:
     """`paused 2 of 2 in 41 ms`, and why not where it failed."""
-    ok = sum(row["status"] == "ok" for row in outcomes)
-    elapsed_ms = max((row["elapsed_ms"] for row in outcomes), default=0.0)
+    ok = sum(outcome.ok for outcome in outcomes)
+    elapsed_ms = max((outcome.elapsed_ms for outcome in outcomes), default=0.0)
     said = f"{verb}d {ok} of {len(outcomes)} in {elapsed_ms:.0f} ms"
-    others = [row for row in outcomes if row["status"] != "ok"]
-    return f"{said}; {others[0]['server']}: {others[0]['detail']}" if others else said
+    others = [outcome for outcome in outcomes if not outcome.ok]
+    return f"{said}; {others[0].server}: {others[0].detail}" if others else said

@@ -60,6 +60,7 @@ def up(
     refuse_another_file(ref)
     status, said = _bring_up(ref, not no_router, wait_timeout, rollback)
     output.note(said)
+    _note_entrance(ref)
     output.emit(status.to_json(), status_view(status))
     if attach:
         _stay(ref)
@@ -83,11 +84,11 @@ def _bring_up(
         for warning in begun.plan.warnings:
             output.warn(warning)
         mine = not begun.joined
-        if begun.operation == 0:
-            async with connect(ref) as fleet:
+        async with connect(ref) as fleet:
+            if begun.operation == 0:
                 return await fleet.status(), f"fleet {ref.name} is up to date, nothing to do"
-        title = f"starting fleet {ref.name}"
-        status = await follow(ref.paths, begun.operation, title, timeout_s=wait_timeout_s)
+            title = f"starting fleet {ref.name}"
+            status = await follow(fleet, begun.operation, title, timeout_s=wait_timeout_s)
         assert status.operation is not None and status.operation.ended_at is not None
         seconds = status.operation.ended_at - status.operation.began_at
         return status, f"fleet {ref.name} is ready after {seconds:.1f} s"
@@ -110,6 +111,20 @@ def _bring_up(
             asyncio.run(undo(ref.paths))
             error.hint = "everything this call started was stopped again (--rollback)"
         raise
+
+
+def _note_entrance(ref: FleetRef) -> None:
+    """How other machines reach the fleet, where they may."""
+    from skyctl import output
+    from skyctl.supervisor.listening import entrance
+
+    found = entrance(ref.config.supervisor, ref.base_dir, ref.paths)
+    if found is None:
+        return
+    ca = f" --ca {found.cert}" if found.cert is not None else ""
+    output.note(f"elsewhere: skyctl --token-file {found.token_file}{ca} status --fleet {found.url}")
+    if fingerprint := found.fingerprint():
+        output.note(f"SHA-256 of its certificate: {fingerprint}")
 
 
 def _stay(ref: FleetRef) -> None:

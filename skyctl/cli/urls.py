@@ -11,8 +11,8 @@ import typer
 from skyctl.cli.options import FileOption, FleetOption, JsonOption
 
 if TYPE_CHECKING:
-    from skyctl.core.registry import FleetRef
-    from skyctl.service.urls import FleetUrls
+    from skyctl.core.registry import FleetRef, RemoteRef
+    from skyctl.core.urls import FleetUrls
 
 
 class FormatOption(StrEnum):
@@ -23,6 +23,7 @@ class FormatOption(StrEnum):
     PRIME_RL = "prime-rl"
     OPENAI = "openai"
     ENV = "env"
+    TINKER = "tinker"
 
 
 def urls(
@@ -66,6 +67,7 @@ def urls(
       curl -H "Authorization: Bearer $(skyctl urls --show-key)" $URL/v1/models
       python -m skyrl.train.entrypoints.main_base $(skyctl urls --format skyrl) …
       skyctl urls --format prime-rl > fleet.toml && rl @ rl.toml @ fleet.toml
+      eval "$(skyctl urls --format tinker)"    # TINKER_BASE_URL and TINKER_API_KEY
       skyctl urls --prometheus-sd /etc/prometheus/targets/fleet.json
     """
     import asyncio
@@ -73,21 +75,26 @@ def urls(
     from rich.text import Text
 
     from skyctl import output
-    from skyctl.core.registry import select
+    from skyctl.core.registry import find, select
     from skyctl.errors import UsageError
     from skyctl.service.formats import FORMATS, notes, refused_rollouts
+    from skyctl.tinker.place import place_of
 
     if export and format not in (None, FormatOption.ENV):
         raise UsageError("--export is short for --format env: give one of them")
     if show_key and (export or format or prometheus_sd):
         raise UsageError("--show-key prints the key alone: give no other format with it")
     chosen = FormatOption.ENV if export else format
-    ref = select(file, fleet)
     if show_key:
-        key = _key(ref)
+        key = _key(select(file, fleet))
         output.emit({"api_key": key}, Text(key))
         return
-    found, refused = asyncio.run(_urls(ref, rollouts=chosen is FormatOption.SKYRL))
+    if chosen is FormatOption.TINKER:
+        where = place_of(select(file, fleet))
+        data = {"url": where.url, "key_file": str(where.key_file)}
+        output.emit({**data, "format": chosen.value, "text": where.as_env()}, Text(where.as_env()))
+        return
+    found, refused = asyncio.run(_urls(find(file, fleet), rollouts=chosen is FormatOption.SKYRL))
     data = found.to_json()
     if prometheus_sd is not None:
         data["prometheus_sd"] = _write(found, prometheus_sd)
@@ -107,7 +114,7 @@ def urls(
     output.emit({**data, "format": chosen.value, "text": text}, Text(text))
 
 
-async def _urls(ref: FleetRef, *, rollouts: bool) -> tuple[FleetUrls, list[str]]:
+async def _urls(ref: FleetRef | RemoteRef, *, rollouts: bool) -> tuple[FleetUrls, list[str]]:
     """Where the fleet is, and with `rollouts` the servers that would refuse SkyRL's."""
     from skyctl.http.client import ControlClient
     from skyctl.service.connect import connect
@@ -122,10 +129,11 @@ async def _urls(ref: FleetRef, *, rollouts: bool) -> tuple[FleetUrls, list[str]]
 
 def _key(ref: FleetRef) -> str:
     """The key of inference. Raises NotFoundError where there is none."""
+    from skyctl.core.urls import access
     from skyctl.errors import NotFoundError
     from skyctl.service.keys import api_key
 
-    key = api_key(ref)
+    key = api_key(access(ref.config, ref.paths))
     if key is None:
         raise NotFoundError(
             f"fleet {ref.name} has no API key here",

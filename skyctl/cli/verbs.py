@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from skyctl.cli import complete
 
 if TYPE_CHECKING:
-    from skyctl.service.connect import Fleet
+    from skyctl.core.service import Control, Outcomes
 
 ServerOption = Annotated[
     list[str] | None,
@@ -29,9 +28,8 @@ ServerOption = Annotated[
 def run_verb(
     file: Path | None,
     fleet: str | None,
-    call: Callable[[Fleet], Awaitable[list[dict[str, Any]]]],
+    asked: Control,
     *,
-    verb: str,
     done: str,
     note: str = "",
 ) -> None:
@@ -40,17 +38,18 @@ def run_verb(
     Ends the process with 3 when some servers failed, 1 when all did, 124 when all timed out.
     """
     from skyctl import output
-    from skyctl.core.registry import select
-    from skyctl.http.fanout import Outcome, failure
+    from skyctl.core.registry import find
+    from skyctl.http.fanout import failure
     from skyctl.service.connect import connect
 
-    ref = select(file, fleet)
+    ref = find(file, fleet)
 
-    async def ask() -> list[dict[str, Any]]:
+    async def ask() -> Outcomes:
         async with connect(ref) as running:
-            return await call(running)
+            return await running.control(asked)
 
-    rows = asyncio.run(ask())
+    outcomes = asyncio.run(ask())
+    rows = [outcome.to_json() for outcome in outcomes]
     ok = sum(row["status"] == "ok" for row in rows)
     elapsed_ms = max((row["elapsed_ms"] for row in rows), default=0.0)
     footer = f"{done} {ok} of {len(rows)} servers in {elapsed_ms:.0f} ms"
@@ -58,5 +57,5 @@ def run_verb(
         {"outcomes": rows, "done": ok, "servers": len(rows), "elapsed_ms": elapsed_ms},
         output.outcome_table(rows),
         f"{footer} ({note})" if note else footer,
-        error=failure([Outcome[None].from_json(row) for row in rows], verb),
+        error=failure(outcomes, asked.verb),
     )

@@ -14,7 +14,7 @@ from skyctl.cli.options import FileOption, FleetOption, JsonOption
 from skyctl.cli.verbs import ServerOption
 
 if TYPE_CHECKING:
-    from skyctl.core.registry import FleetRef
+    from skyctl.core.registry import FleetRef, RemoteRef
     from skyctl.core.status import FleetStatus
     from skyctl.service.waiting import Condition
 
@@ -49,19 +49,19 @@ def wait(
       skyctl wait --for version=step-200 && ./evaluate.sh
     """
     from skyctl import output
-    from skyctl.core.registry import select
+    from skyctl.core.registry import find
     from skyctl.service.waiting import Condition
 
     wanted = Condition.parse(condition)
     began = time.perf_counter()
-    status = asyncio.run(_wait(select(file, fleet), wanted, server or [], timeout))
+    status = asyncio.run(_wait(find(file, fleet), wanted, server or [], timeout))
     seconds = time.perf_counter() - began
     data = {"for": condition, "seconds": round(seconds, 3), "status": status.to_json()}
     output.emit(data, f"fleet {status.name} is {wanted} (waited {seconds:.1f} s)")
 
 
 async def _wait(
-    ref: FleetRef, wanted: Condition, names: Sequence[str], timeout_s: float
+    ref: FleetRef | RemoteRef, wanted: Condition, names: Sequence[str], timeout_s: float
 ) -> FleetStatus:
     from skyctl import output
     from skyctl.service.connect import connect

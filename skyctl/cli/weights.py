@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from skyctl.cli.asking import ask_fleet, chosen
 from skyctl.cli.options import FileOption, FleetOption, JsonOption, SvgOption
 from skyctl.cli.pictures import write_picture
+
+if TYPE_CHECKING:
+    from skyctl.core.service import WeightsState
+    from skyctl.service import FleetService
+    from skyctl.store.adapters import AdapterVersion
 
 app = typer.Typer(help="Weight version per server, history of pushes, and verification.")
 
@@ -36,8 +41,10 @@ def weights(
         context.obj = (file, fleet)
         return
     from skyctl import output
+    from skyctl.cli.adapters import to_json
 
-    servers, pushes = ask_fleet(file, fleet, lambda running: running.weights())
+    found, adapters = ask_fleet(file, fleet, _weights_and_adapters)
+    servers, pushes = found.servers, found.pushes
     rows = [
         [
             row.name,
@@ -61,12 +68,24 @@ def weights(
                 for row in servers
             ],
             "pushes": [push.to_json() for push in pushes],
+            "adapters": [to_json(one) for one in adapters],
         },
         output.table(["SERVER", "VERSION", "WEIGHTS", "CHECKPOINT", ""], rows)
         if rows
         else "no server runs",
+        *(["", "adapters: " + ", ".join(map(_adapter, adapters))] if adapters else []),
         *(["", _history(pushes[:_SHOWN])] if pushes else []),
     )
+
+
+async def _weights_and_adapters(
+    running: FleetService,
+) -> tuple[WeightsState, tuple[AdapterVersion, ...]]:
+    return await running.weights(), await running.adapters()
+
+
+def _adapter(one: AdapterVersion) -> str:
+    return f"{one.served_as} ({one.digest[:12]}) on {', '.join(one.servers) or 'no server yet'}"
 
 
 @app.command()
@@ -90,7 +109,7 @@ def history(
     from skyctl import output
     from skyctl.cli.history_plot import history_plot
 
-    _, pushes = ask_fleet(*chosen(context, file, fleet), lambda running: running.weights())
+    pushes = ask_fleet(*chosen(context, file, fleet), lambda running: running.weights()).pushes
     if svg is not None:
         title = "skyctl weights history --plot"
         write_picture(svg, output.svg(title, history_plot(pushes), width=_SVG_COLUMNS))
@@ -117,7 +136,8 @@ def verify(
     from skyctl import output
     from skyctl.errors import PartialFailure, SkyctlError
 
-    report = ask_fleet(*chosen(context, file, fleet), lambda running: running.verify_weights())
+    found = ask_fleet(*chosen(context, file, fleet), lambda running: running.verify_weights())
+    report = found.to_json()
     servers = report["servers"]
     silent = [row["server"] for row in servers if not row["ok"]]
     versions = {row["version"] for row in servers if row["ok"]}
@@ -168,11 +188,9 @@ def kept(
     skyctl weights forget step-100
     """
     from skyctl import output
-    from skyctl.core.registry import select
-    from skyctl.service.kept_versions import kept_versions
     from skyctl.units import format_bytes, format_seconds
 
-    versions = kept_versions(select(*chosen(context, file, fleet)))
+    versions = ask_fleet(*chosen(context, file, fleet), lambda running: running.kept_versions())
     rows = [
         [
             one.kept.version,
@@ -205,11 +223,11 @@ def forget(
     skyctl weights forget step-100
     """
     from skyctl import output
-    from skyctl.core.registry import select
-    from skyctl.service.kept_versions import forget_version
+    from skyctl.core.service import Forget
     from skyctl.units import format_bytes
 
-    freed = forget_version(select(*chosen(context, file, fleet)), version)
+    asked = Forget(version)
+    freed = ask_fleet(*chosen(context, file, fleet), lambda running: running.forget_version(asked))
     said = f"forgot {version}: {format_bytes(freed)} deleted"
     output.emit({"version": version, "freed_bytes": freed}, said)
 

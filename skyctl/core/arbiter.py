@@ -32,7 +32,7 @@ from enum import Enum
 from pathlib import Path
 
 from skyctl.errors import ConflictError, SkyctlError
-from skyctl.store.locks import Holder, Lock, Locks
+from skyctl.store.locks import ASKED, Holder, Lock, Locks
 
 LOCK = "turn"
 PATIENCE_S = 2.0
@@ -156,4 +156,4 @@ def own_command() -> str:
 
 def _asked(what: str) -> str:
     asked = caller.get()
-    return f"{what}, asked for by {asked}" if asked else what
+    return f"{what}{ASKED}{asked}" if asked else what

@@ -73,11 +73,6 @@ class Finding:
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
-    @classmethod
-    def from_json(cls, data: dict[str, Any]) -> Finding:
-        """Inverse of `to_json`."""
-        return cls(**data)
-
 
 async def observe(
     client: ControlClient,

@@ -14,13 +14,14 @@ from skyctl.errors import SkyctlError
 from skyctl.push.request import PushFleet
 from skyctl.push.rows import KnownRows, read_rows
 from skyctl.push.verify import Record
+from skyctl.store.contents import known_content
 from skyctl.store.expected import by_files
 from skyctl.store.state import FleetState, FleetWeights
 
 _NOT_THE_MODEL = ("--port", "--host", "--served-model-name")
 
 
-def informed(fleet: PushFleet, state: FleetState) -> PushFleet:
+def informed(fleet: PushFleet, state: FleetState, *, by_tensor: bool = False) -> PushFleet:
     """`fleet` with what is on record of its servers' weights, and of what was pushed before."""
     rows = {row.name: row for row in state.servers()}
     launches = state.expected.launches()
@@ -35,7 +36,8 @@ def informed(fleet: PushFleet, state: FleetState) -> PushFleet:
                 launched_with="" if pushed_to else launches.get(server.name, ""),
             )
         )
-    return replace(fleet, servers=tuple(servers), expected=state.expected.known())
+    content = known_content(state.database.path.parent) if by_tensor else None
+    return replace(fleet, servers=tuple(servers), expected=state.expected.known(), content=content)
 
 
 def remember(state: FleetState, learned: Mapping[str, Any] | None) -> None:

@@ -6,7 +6,6 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Any
 
 from skyctl.core.arbiter import Arbiter
 from skyctl.errors import DeadlineExceeded, FleetDownError
@@ -31,15 +30,6 @@ class JobChanges:
     job: Job
     events: tuple[JobEvent, ...]
     released: bool
-
-    def to_json(self) -> dict[str, Any]:
-        events = [event.to_json() for event in self.events]
-        return {"job": self.job.to_json(), "events": events, "released": self.released}
-
-    @classmethod
-    def from_json(cls, data: dict[str, Any]) -> JobChanges:
-        events = tuple(JobEvent.from_json(event) for event in data["events"])
-        return cls(Job.from_json(data["job"]), events, data["released"])
 
 
 Changes = Callable[[int], Awaitable[JobChanges]]
@@ -124,18 +114,3 @@ async def follow(
             f"{job_id} has not ended after {timeout_s:g} s; it goes on in stage {stage}",
             hint=f"wait again: skyctl jobs wait {job_id}",
         ) from error
-
-
-async def follow_record(
-    state: FleetState,
-    job_id: str,
-    on_event: Callable[[JobEvent], None],
-    *,
-    timeout_s: float | None = None,
-) -> Job:
-    """`follow` a job by the fleet's journal."""
-
-    async def changes(after: int) -> JobChanges:
-        return await job_changes(state, job_id, after, wait_s=CHANGES_WAIT_S)
-
-    return await follow(job_id, changes, on_event, timeout_s=timeout_s)

@@ -19,6 +19,8 @@ from skyctl.http.client import ControlClient
 from skyctl.http.target import ServerTarget
 from skyctl.kill_points import reached
 from skyctl.push.request import PushFleet, PushRequest, PushResult
+from skyctl.store.adapters import served
+from skyctl.store.contents import remember_content
 from skyctl.store.in_doubt import doubt, in_doubt, left_behind, trust
 from skyctl.store.journal import DRY_RUN, Job, Journal, Told
 from skyctl.store.state import FleetState, FleetWeights
@@ -27,6 +29,7 @@ from skyctl.units import format_seconds
 
 if TYPE_CHECKING:
     from skyctl.push.rotation import Rotation
+    from skyctl.push.verify import Verification
 
 _PROGRESS_S = 0.15
 
@@ -172,16 +175,22 @@ async def run_push(
             roll = functools.partial(push_rolling, on_part=part_over)
             result = await (roll if request.rolling else push)(
                 own.request,
-                informed(fleet, state),
+                informed(fleet, state, by_tensor=own.request.delta),
                 client=client,
                 observer=observer,
                 senders=senders,
                 rotation=rotation,
             )
+            if adapters := served(state):
+                stay = ", ".join(one.served_as for one in adapters.values())
+                result.notes.append(f"adapters stay: {stay}")
+                observer.note(result.notes[-1])
             observer.close()
             reached("push.record")
             own.record(result)
             record(result)
+            if result.content is not None and not request.dry_run:
+                remember_content(state.database.path.parent, result.content)
 
 
 @contextmanager
@@ -334,15 +343,14 @@ async def verify_servers(
     state: FleetState,
     *,
     timeout_s: float = 120.0,
-) -> dict[str, Any]:
+) -> Verification:
     """Compare what the servers hold now with each other, with what is on record and with the
-    fleet's checkpoint: {"servers": […], "agree": bool or None}."""
+    fleet's checkpoint."""
     from skyctl.push.verify import verify
 
     rows = await asyncio.to_thread(rows_of, state.weights())
     records = records_of(state, rows)
-    found = await verify(targets, client=client, timeout_s=timeout_s, records=records)
-    return found.to_json()
+    return await verify(targets, client=client, timeout_s=timeout_s, records=records)
 
 
 def _error_json(error: SkyctlError) -> dict[str, Any]:

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from pydantic import InstanceOf
+
 from skyctl.core.placement import Replica, bind_to_cores, expand_replicas, place_on_gpus
 from skyctl.core.plan_warnings import PlanWarning, plan_warnings
 from skyctl.engines import DEFAULT, ENGINES, routing
@@ -104,7 +106,7 @@ class FleetPlan:
     servers: tuple[ServerSpec, ...]
     router: RouterSpec | None
     config: FleetConfig
-    warnings: tuple[PlanWarning, ...] = field(default=())
+    warnings: tuple[InstanceOf[PlanWarning], ...] = field(default=())
     base_dir: Path = Path()
     python: str = sys.executable
     free_gpus: tuple[int, ...] = ()

@@ -50,11 +50,6 @@ class Recovered:
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
-    @classmethod
-    def from_json(cls, data: dict[str, Any]) -> Recovered:
-        """Inverse of `to_json`."""
-        return cls(**data)
-
 
 class Hands(Protocol):
     """What recovery can do to one fleet: by its supervisor, or from outside."""

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import json
+import os
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
 from skyctl.errors import ConflictError, FleetFileError, NotFoundError, SkyctlError, UsageError
 from skyctl.store.paths import FleetPaths, fleet_paths, flocked, place_private_file, state_root
 
 if TYPE_CHECKING:
     from skyctl.fleetfile.schema import FleetConfig
-    from skyctl.store.state import FleetState
 
 DEFAULT_FILE = "fleet.yaml"
 
@@ -29,6 +31,50 @@ class FleetRef:
     config: FleetConfig
     base_dir: Path
     file: Path | None
+
+
+@dataclass(frozen=True)
+class RemoteRef:
+    """A fleet of another machine, by the URL at which its supervisor listens.
+
+    `token_file` and `ca` are copies of that fleet's files; without `ca` the system's CAs are
+    trusted.
+    """
+
+    url: str
+    token_file: Path | None = None
+    ca: Path | None = None
+
+    @property
+    def name(self) -> str:
+        return self.url
+
+
+TOKEN_VARIABLE, CA_VARIABLE = "SKYCTL_TOKEN_FILE", "SKYCTL_CA"
+"""Files for a RemoteRef, as --token-file and --ca."""
+
+
+def find(file: Path | None, name: str | None) -> FleetRef | RemoteRef:
+    """`select`, and of other machines: `name` may be a URL.
+
+    Raises:
+        As `select`. UsageError: the URL is none.
+    """
+    if name is None or "://" not in name:
+        return select(file, name)
+    from skyctl.fleetfile.schema import is_loopback
+
+    parts = urlsplit(name)
+    if parts.scheme not in ("http", "https") or not parts.hostname or parts.path.strip("/"):
+        raise UsageError(f"--fleet {name} is no supervisor's URL", hint="as in https://gpu7:7420")
+    if parts.scheme == "http" and not is_loopback(parts.hostname):
+        raise UsageError(
+            f"--fleet {name}: the token would cross the network unencrypted",
+            hint=f"use https://{parts.netloc}, or a tunnel to 127.0.0.1",
+        )
+    files = (os.environ.get(variable) for variable in (TOKEN_VARIABLE, CA_VARIABLE))
+    token, ca = (Path(path).expanduser() if path else None for path in files)
+    return RemoteRef(name.rstrip("/"), token, ca)
 
 
 def known_fleets() -> list[str]:
@@ -55,6 +101,11 @@ def select(file: Path | None, name: str | None) -> FleetRef:
         UsageError: several fleets could be meant; the hint lists them.
         FleetFileError: the fleet file is wrong.
     """
+    if name is not None and "://" in name:
+        raise UsageError(
+            f"this command works on the fleet's own machine, and not on {name}",
+            hint="log in there; what works from here is in docs/how-to/remote.md",
+        )
     chosen = _choose(file, name)
     return _from_file(chosen) if isinstance(chosen, Path) else _from_name(chosen)
 
@@ -65,21 +116,31 @@ def select_paths(file: Path | None, name: str | None) -> FleetPaths:
     return _from_file(chosen).paths if isinstance(chosen, Path) else fleet_paths(chosen)
 
 
-def remember(ref: FleetRef, state: FleetState) -> None:
+def remember(ref: FleetRef) -> None:
     """Keep a copy of the fleet file and where it came from, so the name finds the fleet.
 
     Raises:
-        StateUnwritable: the copy cannot be written; the fleet is found by its file as before.
+        StateUnwritable: they cannot be written; the fleet is found by its file as before.
     """
-    known = {"base_dir": str(ref.base_dir)}
+    ref.paths.prepare()
+    known = _origin(ref.paths) | {"base_dir": str(ref.base_dir)}
     if ref.file is not None:
         known["file"] = str(ref.file.absolute())
-    for key, value in known.items():
-        if state.get(key) != value:
-            state.set(key, value)
-    ref.paths.prepare()
-    if ref.file is not None:
         _copy(ref.file.read_bytes(), ref.paths.fleet_file)
+    _copy(json.dumps(known).encode(), ref.paths.origin)
+
+
+def _origin(paths: FleetPaths) -> dict[str, str]:
+    """`file` and `base_dir` of a fleet that is remembered; {} for one that is not."""
+    with contextlib.suppress(OSError, ValueError):
+        return dict(json.loads(paths.origin.read_bytes()))
+    if not paths.database.exists():
+        return {}
+    from skyctl.store.state import FleetState
+
+    with FleetState(paths.database, or_memory=True) as state:  # where an older skyctl kept them
+        known = {key: state.get(key) for key in ("file", "base_dir")}
+    return {key: value for key, value in known.items() if value}
 
 
 def _copy(text: bytes, path: Path) -> None:
@@ -97,12 +158,9 @@ def refuse_another_file(ref: FleetRef) -> None:
     Raises:
         ConflictError: the fleet runs from another file of the same name, which is still there.
     """
-    from skyctl.store.state import FleetState
-
     if ref.file is None or not supervisor_running(ref.paths):
         return
-    with FleetState(ref.paths.database) as state:
-        before = Path(state.get("file") or ref.file)
+    before = Path(_origin(ref.paths).get("file") or ref.file)
     if before.exists() and not before.samefile(ref.file) and _from_file(before).name == ref.name:
         raise ConflictError(
             f"fleet {ref.name} is up already, from {before}",
@@ -175,11 +233,10 @@ def _from_file(file: Path) -> FleetRef:
 
 def _from_name(name: str) -> FleetRef:
     from skyctl.fleetfile.load import load_fleet
-    from skyctl.store.state import FleetState
 
     paths = fleet_paths(name)
-    with FleetState(paths.database, or_memory=True) as state:
-        original, base_dir = state.get("file"), state.get("base_dir")
+    origin = _origin(paths)
+    original, base_dir = origin.get("file"), origin.get("base_dir")
     if original is not None and Path(original).exists():
         try:
             ref = _from_file(Path(original))

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
+from skyctl.errors import SkyctlError
+
 Health = Literal["healthy", "degraded", "down"]
 # States in which a server does what somebody asked of it.
 INTENDED_STATES = ("ready", "paused", "asleep", "updating")
@@ -47,10 +49,6 @@ class ReplicaStatus:
     restart_reason: str = ""
     log_line: str = ""
 
-    @classmethod
-    def from_json(cls, data: dict[str, Any]) -> ReplicaStatus:
-        return cls(**{**data, "gpus": tuple(data["gpus"])})
-
 
 @dataclass(frozen=True)
 class RouterStatus:
@@ -89,6 +87,11 @@ BY_DOWN = "stopped by `skyctl down`"
 """How the error of an operation reads that somebody ended; it did not fail."""
 
 
+def ended_by_others(kind: str, how: str) -> SkyctlError:
+    """The error of an operation that somebody else ended: nothing went wrong, no log says more."""
+    return SkyctlError(f"{kind} was {how}", hint="start it again: skyctl up", details={"logs": {}})
+
+
 @dataclass(frozen=True)
 class Reason:
     """Why a fleet is not healthy, and what to type about it."""
@@ -100,7 +103,7 @@ class Reason:
 @dataclass(frozen=True)
 class FleetStatus:
     """One fleet at one moment. `supervised` is None for an attached fleet. `rollout` says how far
-    a rolling push is, None without one."""
+    a rolling push is, None without one. `adapters` are those it serves, as `name@version`."""
 
     name: str
     health: Health
@@ -115,23 +118,11 @@ class FleetStatus:
     operation: Operation | None = None
     job: str | None = None
     rollout: str | None = None
+    adapters: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """What `skyctl status --json` prints."""
         return asdict(self)
-
-    @classmethod
-    def from_json(cls, data: dict[str, Any]) -> FleetStatus:
-        router, operation = data["router"], data["operation"]
-        return cls(
-            **{
-                **data,
-                "replicas": tuple(ReplicaStatus.from_json(r) for r in data["replicas"]),
-                "router": router and RouterStatus(**router),
-                "reasons": tuple(Reason(**r) for r in data["reasons"]),
-                "operation": operation and Operation(**operation),
-            }
-        )
 
 
 MIXED = "weights are mixed"

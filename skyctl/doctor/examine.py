@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from skyctl import engines
+from skyctl.core.urls import access
 from skyctl.doctor.facts import MachineFacts, gather
 from skyctl.doctor.finding import Finding, Severity
 from skyctl.doctor.fleet_file import FilePlan, ModelFacts, check_fleet_file
@@ -18,6 +19,7 @@ from skyctl.errors import ServerError, SkyctlError
 from skyctl.http.client import ControlClient
 from skyctl.http.fanout import fan_out
 from skyctl.http.target import ServerTarget
+from skyctl.service.keys import control_token
 from skyctl.store.paths import state_root
 
 if TYPE_CHECKING:
@@ -37,7 +39,11 @@ async def examine(ref: FleetRef, *, verify: bool = False) -> list[Finding]:
     """Machine, fleet file and running fleet. `verify` has every server digest its weights now."""
     if ref.config.attached:
         return await _examine_running(ref, None, verify)
-    plan, refusal = await asyncio.to_thread(_planned, ref)
+    from skyctl.service.supervised import SupervisedFleet
+
+    async with SupervisedFleet(ref) as fleet:
+        ports = await fleet.held_ports()
+    plan, refusal = await asyncio.to_thread(_planned, ref, ports)
     python = plan.python if plan is not None else ref.config.python
     facts = await asyncio.to_thread(gather, python, state_root())
     found = check_machine(facts, _needs(ref, plan))
@@ -46,15 +52,17 @@ async def examine(ref: FleetRef, *, verify: bool = False) -> list[Finding]:
         message, fix = refusal.message, refusal.hint
         found.append(Finding("fleet-file", "plan", Severity.ERROR, message, fix))
     else:
-        found += await asyncio.to_thread(_examine_file, ref, plan, facts)
+        found += await asyncio.to_thread(_examine_file, ref, plan, facts, ports)
     return found + await _examine_running(ref, plan, verify)
 
 
-def _planned(ref: FleetRef) -> tuple[FleetPlan | None, SkyctlError | None]:
-    from skyctl.service.planning import planned
+def _planned(
+    ref: FleetRef, ports: Mapping[str, int]
+) -> tuple[FleetPlan | None, SkyctlError | None]:
+    from skyctl.core.planning import planned
 
     try:
-        return planned(ref), None
+        return planned(ref.config, ref.base_dir, ports), None
     except SkyctlError as error:
         return None, error
 
@@ -69,19 +77,14 @@ def _needs(ref: FleetRef, plan: FleetPlan | None) -> Needs:
     )
 
 
-def _examine_file(ref: FleetRef, plan: FleetPlan, facts: MachineFacts) -> list[Finding]:
+def _examine_file(
+    ref: FleetRef, plan: FleetPlan, facts: MachineFacts, ports: Mapping[str, int]
+) -> list[Finding]:
     from skyctl.core.check import check_plan
     from skyctl.core.registry import supervisor_running
-    from skyctl.store.state import FleetState
 
-    own: set[int] = set()
-    if ref.paths.database.exists():
-        with FleetState(ref.paths.database) as state:
-            own = {r.port for r in state.processes() if r.alive()}
-    if own and plan.router is not None:
-        own.add(plan.router.metrics_port)
-    running = bool(own) or supervisor_running(ref.paths)
-    problems = check_plan(plan, own_ports=own, file=ref.file)
+    running = bool(ports) or supervisor_running(ref.paths)
+    problems = check_plan(plan, own_ports=ports.values(), file=ref.file)
     return check_fleet_file(FilePlan(plan, problems, _model(plan.model_path), running), facts)
 
 
@@ -107,9 +110,9 @@ async def _examine_running(ref: FleetRef, plan: FleetPlan | None, verify: bool) 
         status = await fleet.status()
         if status.health == "down" and not status.replicas:
             return check_running(RunningFacts(status))
-        rows, pushes = await fleet.weights()
+        weights, token = await fleet.weights(), control_token(access(ref.config, ref.paths))
         up = [r for r in status.replicas if r.state in ("ready", "paused", "asleep")]
-        engine, token = ref.config.engine, fleet.control_token()
+        engine = ref.config.engine
         targets = [ServerTarget(r.name, r.url, token, engine) for r in up]
         async with ControlClient() as client:
             (vllm, versions), workers, asks_token = await asyncio.gather(
@@ -119,16 +122,16 @@ async def _examine_running(ref: FleetRef, plan: FleetPlan | None, verify: bool) 
             )
         verification: Mapping[str, Any] | None = None
         if verify:
-            verification = await fleet.verify_weights()
+            verification = (await fleet.verify_weights()).to_json()
         drift = []
         if plan is not None or ref.config.attached:
-            drift = await find_drift(ref, status)
+            drift = await find_drift(ref, fleet, status)
         return check_running(
             RunningFacts(
                 status,
                 drift,
-                rows,
-                pushes,
+                weights.servers,
+                weights.pushes,
                 vllm,
                 versions,
                 workers,

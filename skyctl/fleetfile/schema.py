@@ -129,6 +129,46 @@ class HistorySection(_Section):
     days: Seconds = Field(90.0, description="Days after which they are forgotten.")
 
 
+class SupervisorSection(_Section):
+    """How the supervisor is reached from other machines; it always answers on this one."""
+
+    listen: str | None = Field(
+        None, description="HOST:PORT for other machines (skyctl --fleet https://HOST:PORT)."
+    )
+    tls: bool = Field(True, description="false: plain HTTP, on a loopback address only.")
+    tls_cert: str | None = Field(
+        None, description="PEM file (relative to this file); a self-signed one is made when absent."
+    )
+    tls_key: str | None = Field(None, description="PEM file with the certificate's key.")
+    token_file: str | None = Field(
+        None, description="File (mode 0600) with the token to ask for; one is made when absent."
+    )
+
+    @property
+    def address(self) -> tuple[str, int]:
+        """Host, without brackets, and port of `listen`."""
+        host, _, port = (self.listen or "").rpartition(":")
+        return host.removeprefix("[").removesuffix("]"), int(port)
+
+    @model_validator(mode="after")
+    def _safe(self) -> SupervisorSection:
+        if self.listen is None:
+            return self
+        host, _, port = self.listen.rpartition(":")
+        if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+            raise ValueError("`supervisor.listen` is HOST:PORT, as in 0.0.0.0:7420")
+        if not self.tls and not is_loopback(self.address[0]):
+            raise ValueError(
+                f"`supervisor.tls: false` with listen {self.listen}: whoever reads the token on "
+                "its way could replace the weights; leave `tls` out, or listen on 127.0.0.1"
+            )
+        if not self.tls and (self.tls_cert or self.tls_key):
+            raise ValueError("`supervisor.tls: false` goes without `tls_cert` and `tls_key`")
+        if bool(self.tls_cert) != bool(self.tls_key):
+            raise ValueError("`supervisor.tls_cert` and `tls_key` go together")
+        return self
+
+
 class RouterSection(_Section):
     """The vllm-router in front of the servers."""
 
@@ -223,6 +263,37 @@ class ReplicaGroup(_Section):
         return self
 
 
+class TinkerSection(_Section):
+    """An API for the `tinker` SDK: it trains LoRA adapters here and samples from the fleet."""
+
+    base_model: Annotated[str, Field(pattern=r"^[\w.-]+(/[\w.-]+)?$")] | None = Field(
+        None,
+        description="The model's name for clients, as ORG/NAME: SDKs find its tokenizer under "
+        "it. Default: the served model name.",
+    )
+    host: str = Field("127.0.0.1", description="Address the API binds.")
+    port: Port = Field(8790, description="Port of the API.")
+    storage: str | None = Field(
+        None, description="Directory of runs and checkpoints; in the fleet's own when absent."
+    )
+    device: str = Field(
+        "cpu", description="Where the trainer computes: cpu, cuda or cuda:N, a GPU of its own."
+    )
+    dtype: Literal["float32", "bfloat16"] = Field(
+        "float32", description="Of the frozen base model; adapters train in float32."
+    )
+    threads: Count = Field(0, description="Threads of the trainer on CPU; 0: torch's default.")
+    max_rank: Annotated[int, Field(ge=1, le=128), BeforeValidator(_whole)] = Field(
+        32, description="Largest rank of an adapter; the servers' `lora: max_rank` must allow it."
+    )
+    batch_tokens: Size = Field(
+        4096, description="Tokens of one forward pass of the trainer, padding included."
+    )
+    max_body: ByteSize = Field(
+        64 * 1024 * 1024, description="Largest body of a request; four times that once unpacked."
+    )
+
+
 class FleetConfig(_Section):
     """One fleet: either started by skyctl (`model` + `replicas`) or attached to (`servers`)."""
 
@@ -289,6 +360,10 @@ class FleetConfig(_Section):
     restart: RestartPolicy = Field(default_factory=RestartPolicy)
     logs: LogsSection = Field(default_factory=LogsSection)
     history: HistorySection = Field(default_factory=HistorySection)
+    tinker: TinkerSection | None = Field(
+        None, description="Serve the Tinker API beside the fleet (`skyctl tinker serve`)."
+    )
+    supervisor: SupervisorSection = Field(default_factory=SupervisorSection)
     control_timeout_s: Seconds = Field(
         30.0, description="Deadline of one control call (pause, resume, wake …) in seconds."
     )
@@ -347,6 +422,8 @@ class FleetConfig(_Section):
     @model_validator(mode="after")
     def _tokens_fit(self) -> FleetConfig:
         if self.attached:
+            if self.supervisor.listen is not None:
+                raise ValueError("`supervisor` is for servers that skyctl starts")
             if "auth" in self.model_fields_set:
                 raise ValueError(
                     "`auth` is for servers that skyctl starts; with `servers`, name "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Generic, TypeVar
@@ -57,12 +57,6 @@ class Outcome(Generic[T]):
             "elapsed_ms": round(self.elapsed_ms, 1),
             "detail": self.detail,
         }
-
-    @classmethod
-    def from_json(cls, row: Mapping[str, Any]) -> Outcome[T]:
-        """An outcome (without its value) from what `to_json` made of it."""
-        status = OutcomeStatus(row["status"])
-        return cls(row["server"], status, float(row["elapsed_ms"]), row["detail"])
 
 
 async def fan_out(

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from skyctl import engines
+from skyctl.core.service import EventQuery, StatusQuery
 from skyctl.core.status import FleetStatus, ReplicaStatus, RouterStatus
 from skyctl.engines.base import RouterMetrics
 from skyctl.errors import SkyctlError
@@ -23,7 +24,7 @@ from skyctl.monitoring.sample import FleetSample, JobSample, ReplicaSample, Rout
 from skyctl.store.journal import Job
 
 if TYPE_CHECKING:
-    from skyctl.service.connect import Fleet
+    from skyctl.service import FleetService
 
 ROUTER_TIMEOUT_S = 2.0
 EVENTS = 50
@@ -70,7 +71,7 @@ class Sampler:
 
     def __init__(
         self,
-        fleet: Fleet,
+        fleet: FleetService,
         *,
         engine: str = engines.DEFAULT,
         client: ControlClient | None = None,
@@ -103,7 +104,7 @@ class Sampler:
             SkyctlError: the fleet's status is unavailable.
         """
         began = self._clock()
-        status = await self._fleet.status(fresh=self._last is None)
+        status = await self._fleet.status(StatusQuery(fresh=self._last is None))
         at = self._clock()
         pids = [r.pid for r in status.replicas if r.pid]
         if status.router is not None and status.router.pid:
@@ -123,7 +124,7 @@ class Sampler:
             replicas=tuple(self._replica(r, trees, gpus, at) for r in status.replicas),
             router=self._router(status.router, router_metrics, trees, at),
             job=await self._job(status),
-            events=tuple(await self._fleet.events(EVENTS)),
+            events=tuple(await self._fleet.events(EventQuery(EVENTS))),
         )
 
     def _replica(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 
 from skyctl.errors import ServerError
@@ -23,16 +24,18 @@ async def verify(run: Run, prepared: Prepared, content_digest: str) -> None:
     loaded = alive([site for site in prepared.sites if site.holds is Holds.NEW])
 
     async def digest(site: Site) -> None:
-        await _refuse_thawed(site)
-        await site.vllm.reset_caches()
-        if not (run.request.verify or site.copied):
-            return
-        found = await weights_digest(
-            site.vllm,
-            timeout_s=timeout_s,
-            rows=() if site.copied else prepared.rows,  # every byte is compared then
-            numbered=numbered(site),
-        )
+        meanwhile = asyncio.gather(_refuse_thawed(site), site.vllm.reset_caches())
+        try:
+            if not (run.request.verify or site.copied):
+                return
+            found = await weights_digest(
+                site.vllm,
+                timeout_s=timeout_s,
+                rows=() if site.copied else prepared.rows,  # every byte is compared then
+                numbered=numbered(site),
+            )
+        finally:
+            await meanwhile
         site.digest, site.compared = found.digest, found.compared
         if site.expected:
             said = await settle_parameters(

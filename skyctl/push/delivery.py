@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import json
 import secrets
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -13,13 +12,15 @@ from skyctl.checkpoints.checkpoint import Checkpoint
 from skyctl.engines.vllm.inside.layout_wire import Program
 from skyctl.errors import ServerUnreachable
 from skyctl.kill_points import reached
+from skyctl.push.delta import content_digest
 from skyctl.push.forecast import slots_of
 from skyctl.push.request import PushFleet
 from skyctl.push.sites import Holds, Site, alive, each, open_session, require_paused, scrub
 from skyctl.push.worker_memory import bytes_beside
+from skyctl.store.contents import Content
 from skyctl.transfer.head_start import enough_is_read
 from skyctl.transfer.plan import Chunk, ChunkPlan
-from skyctl.transfer.sender_client import SenderFailed
+from skyctl.transfer.sender_client import Opened, SenderFailed
 from skyctl.transfer.sender_pool import Lease, SenderPool
 from skyctl.transfer.transports.base import Filled, Session, Transport, rank_offsets
 
@@ -46,7 +47,11 @@ class Delivery(Protocol):
 
     @property
     def content_digest(self) -> str:
-        """Digest over every byte that was sent; "" when that is not known."""
+        """Digest over every byte that servers got or had; "" when that is not known."""
+
+    @property
+    def content(self) -> Content | None:
+        """The same, tensor by tensor."""
 
     async def open(self, sites: Sequence[Site]) -> None:
         """Everything that can be done before a server is touched. Raises SkyctlError."""
@@ -74,6 +79,8 @@ class ChunkDelivery:
     """Chunks read by a sender process and moved by a transport."""
 
     frees_late = False
+    _shows = False
+    """Servers copy out of the sender's slots by themselves."""
 
     def __init__(
         self,
@@ -88,6 +95,8 @@ class ChunkDelivery:
         stage: str = "auto",
         programs: Mapping[str, Sequence[Program]] | None = None,
         scan: bool = True,
+        crc32: Mapping[str, int] | None = None,
+        partial: bool = False,
     ) -> None:
         self._transport = transport
         self._scan = scan
@@ -109,18 +118,24 @@ class ChunkDelivery:
         self._session: Session | None = None
         self._offsets: dict[str, int] = {}
         self._numbers: dict[str, int] = {}
-        self._checksums: dict[str, int] = {}
+        self._partial = partial
+        self._checksums: dict[str, int] = dict(crc32 or {})
         self.can_retry = True
+
+    @property
+    def _at_once(self) -> bool:
+        """All chunks travel within one call."""
+        return self._transport.one_update
 
     @property
     def content_digest(self) -> str:
         """Digest over names, types, shapes and the crc32 of every tensor; independent of chunks."""
-        if len(self._checksums) < len(self._checkpoint.tensors):
-            return ""
-        content = sorted(
-            (t.name, t.dtype, t.shape, self._checksums[t.name]) for t in self._checkpoint.tensors
-        )
-        return hashlib.blake2b(json.dumps(content).encode(), digest_size=16).hexdigest()
+        return content_digest(self._checkpoint.tensors, self._checksums)
+
+    @property
+    def content(self) -> Content | None:
+        digest = self.content_digest
+        return Content(digest, self._checksums) if digest else None
 
     async def open(self, sites: Sequence[Site]) -> None:
         offsets, world_size = rank_offsets([site.world_size for site in sites])
@@ -154,12 +169,15 @@ class ChunkDelivery:
             scan=self._scan,
             carrier=options if lease.fresh else None,
             programs=self._distinct,
+            shown=self._shows,
         )
         opened = await lease.sender.opened(timeout_s=_STARTUP_TIMEOUT_S)
-        self._session = Session(lease.session, self._plan, world_size, opened.endpoint)
+        self._session = Session(
+            lease.session, self._plan, world_size, opened.endpoint, partial=self._partial
+        )
         if opened.staged_whole and not self._transport.ordered:
             self._outstanding = OUTSTANDING
-        await self._read_ahead(lease, chunks if opened.staged_whole else slots)
+        await self._get_ready(sites, lease, opened, chunks if opened.staged_whole else slots)
 
     def _reserve_bytes(self, sites: Sequence[Site], lease: Lease) -> int:
         """What servers will take on the GPUs where the sender's slots lie.
@@ -187,6 +205,12 @@ class ChunkDelivery:
     def _filling(self, sites: Sequence[Site]) -> str:
         group = group_of(sites)
         return json.dumps([group, self._plan.slot_bytes]) if group else ""
+
+    async def _get_ready(
+        self, sites: Sequence[Site], lease: Lease, opened: Opened, slots: int
+    ) -> None:
+        """The rest of `open`, while the sender reads into its slots."""
+        await self._read_ahead(lease, slots)
 
     async def _read_ahead(self, lease: Lease, chunks: int) -> None:
         """Wait until so many chunks are in their slots, or enough that servers will not wait."""
@@ -216,6 +240,8 @@ class ChunkDelivery:
             # servers would wait for it, some beyond our patience
             self._all_failed(sites, lease.sender.failure)
             return
+
+        lease.joined = self._transport.collective
 
         async def call(site: Site) -> None:
             if self._transport.leaves_group:
@@ -255,7 +281,7 @@ class ChunkDelivery:
         if self._joined_before or not self._transport.collective:  # forming a group takes seconds
             lease.lead_s = clock() - self._read_ahead_until
         try:
-            if self._transport.one_update:
+            if self._at_once:
                 began = clock()
                 await self._update_at_once(sites, on_progress)
                 if alive(sites):

@@ -27,6 +27,10 @@ class DiskDelivery:
     def content_digest(self) -> str:
         return ""
 
+    @property
+    def content(self) -> None:
+        return None
+
     async def open(self, sites: Sequence[Site]) -> None:
         self._check_unchanged()
 

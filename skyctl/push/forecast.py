@@ -15,18 +15,19 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from skyctl.transfer.gpu.devices import fits_whole
+from skyctl.push.worker_memory import SENDER_CONTEXT_BYTES
+from skyctl.transfer.gpu.devices import SHARE_OF_FREE, fits_whole
 from skyctl.units import format_bytes, format_rate
 
 Stage = Literal["auto", "gpu", "host", "stream"]
 GPU_TRANSPORTS = ("nccl", "ipc")
 CPU_TRANSPORTS = ("shm", "gloo")
 RING = 2
-"""Slots of a ring: one is filled while servers load the other."""
+"""Least slots of a ring: one is filled while servers load the other."""
 PINNED_BYTES = 12 * 2 * 4 * 1024 * 1024
 """The GPU reader's ring of pinned memory: threads x buffers x piece (weights/gpu/reader.py)."""
 _MIB = 1024 * 1024
-_SENDER_CONTEXT = {"ipc": 596 * _MIB, "nccl": 1466 * _MIB}
+_SENDER_CONTEXT = {"ipc": SENDER_CONTEXT_BYTES, "nccl": 1466 * _MIB}
 """GPU memory of a sender that holds no slots: CUDA context, and with NCCL its library and group.
 Measured on H200 (driver's choice, so it differs a little between GPUs)."""
 _SENDER_PROCESS = {"ipc": 385 * _MIB, "nccl": 810 * _MIB}
@@ -79,7 +80,8 @@ class Subject:
     `free_gpu_bytes` is what is free on the fullest of the sender's GPUs, None when that cannot be
     asked. `reserve_bytes` is what workers take of that, where they load on the sender's GPUs.
     `gpus` is how many GPUs the machine has. `has_context`: a sender lives, which has made its
-    CUDA context out of what is not free any more."""
+    CUDA context out of what is not free any more. `copied`: servers copy it into their parameters,
+    and do not load it."""
 
     transport: str
     chunk_bytes: tuple[int, ...]
@@ -89,6 +91,7 @@ class Subject:
     reserve_bytes: int = 0
     gpus: int = 0
     has_context: bool = False
+    copied: bool = False
 
 
 def slots_of(stage: str, chunks: int) -> int:
@@ -123,7 +126,10 @@ def forecast(subject: Subject, asked: str, measured: Measured) -> list[Forecast]
         if stage == "gpu" and free is not None and not fits_whole(whole, free, taken):
             problem = f"{format_bytes(whole)} do not fit: {format_bytes(free)} are free"
             problem += f", and {format_bytes(taken)} of them are needed beside it" if taken else ""
-        found.append(_forecast(subject, stage, problem, measured))
+        ring = RING
+        if stage == "stream" and asked == "auto" and free is not None and subject.copied:
+            ring = max(RING, int((free - taken) * SHARE_OF_FREE) // max(subject.chunk_bytes))
+        found.append(_forecast(subject, stage, problem, measured, ring))
     stage = _chosen(subject, asked, found)
     return [Forecast(**{**one.to_json(), "chosen": one.stage == stage}) for one in found]
 
@@ -146,14 +152,20 @@ def assumptions(subject: Subject, measured: Measured) -> list[str]:
         )
     else:
         said.append("the files are too small to tell how fast they are read")
+    if subject.copied:
+        said.append(
+            "servers copy into their parameters; where one cannot, vLLM's loader needs more"
+        )
     if subject.transport in GPU_TRANSPORTS and subject.free_gpu_bytes is None:
         said.append("the sender's GPU was not asked for its free memory")
     return said
 
 
-def _forecast(subject: Subject, stage: str, problem: str, measured: Measured) -> Forecast:
+def _forecast(
+    subject: Subject, stage: str, problem: str, measured: Measured, ring: int
+) -> Forecast:
     largest, chunks = max(subject.chunk_bytes), len(subject.chunk_bytes)
-    slots = slots_of(stage, chunks)
+    slots = slots_of(stage, chunks) if stage != "stream" else min(ring, chunks)
     slot_bytes = sum(subject.chunk_bytes) if stage == "gpu" else slots * largest
     on_gpu = subject.transport in GPU_TRANSPORTS
     host_bytes = slot_bytes + subject.workers * largest
@@ -168,12 +180,12 @@ def _forecast(subject: Subject, stage: str, problem: str, measured: Measured) ->
         sender_gpu_bytes=slot_bytes + _SENDER_CONTEXT[subject.transport] if on_gpu else 0,
         worker_gpu_bytes=subject.worker_bytes,
         host_bytes=host_bytes,
-        freeze_s=None if problem else _freeze_s(subject, stage, measured),
+        freeze_s=None if problem else _freeze_s(subject, stage, measured, ring),
         problem=problem,
     )
 
 
-def _freeze_s(subject: Subject, stage: str, measured: Measured) -> float | None:
+def _freeze_s(subject: Subject, stage: str, measured: Measured, ring: int) -> float | None:
     """Loading what is ready; where a part is still to be read, the slower of both."""
     if measured.loads is None or measured.fixed_s is None:
         return None
@@ -181,7 +193,7 @@ def _freeze_s(subject: Subject, stage: str, measured: Measured) -> float | None:
     load_s = whole / measured.loads
     if stage != "stream":
         return measured.fixed_s + load_s
-    ahead = sum(subject.chunk_bytes[:RING])
+    ahead = sum(subject.chunk_bytes[:ring])
     if ahead == whole:
         return measured.fixed_s + load_s
     if measured.reads is None:

@@ -12,8 +12,10 @@ computes them from what it read.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import TypeVar
 
 from skyctl.checkpoints.checkpoint import Checkpoint
 from skyctl.checkpoints.header import Tensor
@@ -29,11 +31,28 @@ from skyctl.transfer.plan import ChunkPlan
 LAYOUT_METHOD = "skyctl_layout"
 TRUST_METHOD = "skyctl_layout_trust"
 
+T = TypeVar("T")
 _TRANSPORTS = ("ipc", "nccl")
 _KEPT = 16
 
 _spelt_out: dict[str, tuple[ParameterLayout, ...]] = {}
 """Layouts that workers of this process's pushes have told, by digest; the latest few."""
+
+
+_programs: dict[object, Program] = {}
+"""The latest programs, by what they follow from; those of a mixture take a tenth of a second."""
+_checked: dict[object, bool] = {}
+"""Checkpoints and layouts that fit each other, by headers and digests."""
+
+
+def _remembered(known: dict[object, T], key: object, make: Callable[[], T]) -> T:
+    found = known.pop(key, None)
+    if found is None:
+        found = make()
+    known[key] = found
+    while len(known) > _KEPT:
+        known.pop(next(iter(known)), None)
+    return found
 
 
 @dataclass(frozen=True)
@@ -56,12 +75,18 @@ class LayoutChoice:
         """The checkpoint's tensors in the order in which parameters hold them."""
         return order_for_runtime(self.reports, tensors)
 
-    def planned(self, plan: ChunkPlan) -> LayoutChoice:
-        """With the programs for a plan of tensors in that order."""
+    def planned(self, plan: ChunkPlan, checkpoint: Checkpoint) -> LayoutChoice:
+        """With the programs for a plan of the checkpoint's tensors in that order."""
         made: dict[str, Program] = {}  # servers that are alike share a program
+        order = tuple(report.layout for report in self.reports)
+        ends = tuple(chunk.size for chunk in plan.chunks)
         for report in self.reports:
+            # equal headers, in one order and cut alike, are equal plans
+            key = (report.layout, checkpoint.headers, order, ends)
             if report.layout not in made:
-                made[report.layout] = program_for(report, plan)
+                made[report.layout] = _remembered(
+                    _programs, key, partial(program_for, report, plan)
+                )
         programs = {
             name: tuple(made[report.layout] for report in reports)
             for name, reports in self.workers.items()
@@ -87,7 +112,7 @@ async def choose_layout(
     try:
         workers = await _ask(transport, sites, timeout_s=timeout_s)
         reports = [report for of_server in workers.values() for report in of_server]
-        await asyncio.to_thread(check_layouts, reports, checkpoint.tensors)
+        await asyncio.to_thread(_check, reports, checkpoint)
     except NotInLayout as why:
         return _refused(wanted, LayoutChoice(), why.reason)
     unproven = [name for name, of in workers.items() if any(r.layout not in r.proven for r in of)]
@@ -95,6 +120,17 @@ async def choose_layout(
         reason = f"not proven yet on {', '.join(unproven)}; this push proves it, if it holds"
         return _refused(wanted, LayoutChoice(workers=workers), reason)
     return LayoutChoice("runtime", workers)
+
+
+def _check(reports: Sequence[LayoutReport], checkpoint: Checkpoint) -> None:
+    """Raise NotInLayout where checkpoint and layouts do not fit each other."""
+
+    def check() -> bool:
+        check_layouts(reports, checkpoint.tensors)
+        return True
+
+    told = tuple((report.layout, report.ignored, report.reason) for report in reports)
+    _remembered(_checked, (told, checkpoint.headers), check)
 
 
 def _refused(wanted: Layout, choice: LayoutChoice, why: str) -> LayoutChoice:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from skyctl.errors import PushError, SkyctlError
+from skyctl.push.delivery import Delivery
 from skyctl.push.preflight import Prepared
 from skyctl.push.request import PushResult
 from skyctl.push.run import Run
@@ -30,9 +31,9 @@ def cut_short(run: Run, sites: Sequence[Site], error: BaseException) -> BaseExce
     )
 
 
-def settle(run: Run, prepared: Prepared, label: str, content_digest: str) -> PushResult:
+def settle(run: Run, prepared: Prepared, label: str, delivery: Delivery) -> PushResult:
     """The result, or a PushError when a server is not at the new version and thawed."""
-    result = result_of(run, prepared, label, content_digest)
+    result = result_of(run, prepared, label, delivery)
     failed = [server for server in result.servers if not server.ok]
     if run.observer.failures:
         result.notes.append(f"progress could not be recorded: {run.observer.failures[0]!r}")
@@ -52,11 +53,16 @@ def settle(run: Run, prepared: Prepared, label: str, content_digest: str) -> Pus
     )
 
 
-def result_of(run: Run, prepared: Prepared, label: str, content_digest: str) -> PushResult:
+def result_of(
+    run: Run, prepared: Prepared, label: str, delivery: Delivery | None = None
+) -> PushResult:
+    """As it is now; of a dry run without a delivery."""
     total = prepared.checkpoint.total_bytes
     moving_s = sum(run.stages.get(name, 0.0) for name in ("update", "finish"))
     frozen_s = 0.0 if run.froze_at is None else run.thawed_at - run.froze_at
     dry = run.request.dry_run
+    skipped = prepared.skipped
+    sent = total - (skipped["bytes"] if skipped is not None else 0)
     return PushResult(
         version=label,
         checkpoint=str(prepared.checkpoint.path),
@@ -65,11 +71,13 @@ def result_of(run: Run, prepared: Prepared, label: str, content_digest: str) -> 
         total_bytes=total,
         chunks=prepared.chunks,
         seconds=run.clock() - run.began,
-        gb_per_s=total / moving_s / 1e9 if moving_s else 0.0,
+        gb_per_s=sent / moving_s / 1e9 if moving_s else 0.0,
         freeze_window_s=frozen_s,
         stages=dict(run.stages),
         servers=[site.report() for site in prepared.sites],
-        content_digest=content_digest,
+        content_digest=delivery.content_digest if delivery is not None else "",
+        skipped=skipped,
+        content=delivery.content if delivery is not None else None,
         canary=[result.to_json() for result in run.canary],
         notes=list(run.notes),
         compared=_compared(prepared),

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from skyctl.engines.base import Server
 from skyctl.errors import PreflightError
 from skyctl.http.client import ControlClient
 from skyctl.push.delivery import ChunkDelivery, Delivery
+from skyctl.push.delta import Delta, compare
 from skyctl.push.disk import DiskDelivery
 from skyctl.push.expected import refuse_broken
 from skyctl.push.forecast import Forecast, refusal, slots_of
@@ -39,8 +42,8 @@ from skyctl.units import format_bytes
 
 @dataclass(frozen=True)
 class Prepared:
-    """A push that may begin. `memory_bytes` is what this machine needs for it at most; `rows`
-    are parts of it that servers must hold afterwards."""
+    """A push that may begin. `memory_bytes` is what this machine needs for it at most. Where
+    servers hold some of it (`delta`) `plan` is of the rest, and `whole` of all."""
 
     checkpoint: Checkpoint
     plan: ChunkPlan
@@ -50,7 +53,7 @@ class Prepared:
     sites: tuple[Site, ...]
     memory_bytes: int
     notes: tuple[str, ...]
-    rows: tuple[KnownRows, ...]
+    verify: bool = True
     sender_gpu: int = -1
     nccl_settings: Mapping[str, str] | None = None
     stage: str = "auto"
@@ -58,19 +61,22 @@ class Prepared:
     scan: bool = True
     forecasts: tuple[Forecast, ...] = ()
     assumptions: tuple[str, ...] = ()
+    delta: Delta | None = None
+    whole: ChunkPlan | None = None
 
     def delivery(
         self, fleet: PushFleet, senders: SenderPool, *, by_loader: bool = False
     ) -> Delivery:
-        """A fresh attempt, with a sender from the pool; by vLLM's loader if that is asked for."""
+        """A fresh attempt, with a sender from the pool; with `by_loader` all of it by vLLM's."""
         if self.transport is None:
             return DiskDelivery(self.checkpoint, fleet)
         copied = self.layout.name == "runtime" and not by_loader
+        partial = self.whole is not None and not by_loader
         kind = RuntimeDelivery if copied else ChunkDelivery
         return kind(
             self.transport,
             self.checkpoint,
-            self.plan,
+            self.plan if partial or self.whole is None else self.whole,
             fleet,
             senders=senders,
             sender_gpu=self.sender_gpu,
@@ -78,7 +84,21 @@ class Prepared:
             stage=self.stage,
             programs=self.layout.programs,
             scan=self.scan,
+            crc32=self.delta.crc32 if self.delta is not None else None,
+            partial=partial,
         )
+
+    @cached_property
+    def rows(self) -> tuple[KnownRows, ...]:
+        """Parts of it that servers must hold which vLLM's loader has filled.
+
+        Raises:
+            PreflightError: a file cannot be read.
+        """
+        try:
+            return read_rows(self.checkpoint) if self.verify else ()
+        except OSError as error:
+            raise PreflightError(f"{self.checkpoint.path} cannot be read: {error}") from error
 
     @property
     def engine(self) -> str:
@@ -89,6 +109,13 @@ class Prepared:
     def chunks(self) -> int:
         """Chunks that will be sent: none where servers read by themselves."""
         return len(self.plan.chunks) if self.transport is not None else 0
+
+    @property
+    def skipped(self) -> dict[str, int] | None:
+        """What servers hold already, as in `PushResult`."""
+        if self.delta is None:
+            return None
+        return self.delta.skipped(self.checkpoint.tensors)
 
     def to_json(self) -> dict[str, Any]:
         """The plan as `--dry-run` shows it. Sizes in bytes."""
@@ -110,6 +137,7 @@ class Prepared:
             "assumptions": list(self.assumptions),
             "servers": [facts.to_json() for facts in self.facts],
             "notes": list(self.notes),
+            "skipped": self.skipped,
         }
 
 
@@ -129,7 +157,7 @@ async def preflight(
         raise PreflightError("the fleet has no servers")
     asked = asyncio.create_task(ask_servers(fleet, client=client))
     try:
-        checkpoint, rows = await asyncio.to_thread(_read, request)
+        checkpoint = await asyncio.to_thread(_read, request)
         facts = await asked
     finally:
         asked.cancel()
@@ -161,21 +189,33 @@ async def preflight(
         _site(server, fact, client, fleet, colocated=request.colocated)
         for server, fact in zip(fleet.servers, facts, strict=True)
     )
+    delta = None
+    if request.delta:
+        delta = await _delta(request, choice, checkpoint, fleet, sites)
+        notes += [delta.note] if delta.note else []
     layout = await choose_layout(
-        request.layout, choice.name, sites, checkpoint, timeout_s=fleet.control_timeout_s
+        "checkpoint" if request.delta else request.layout,
+        choice.name,
+        sites,
+        checkpoint,
+        timeout_s=fleet.control_timeout_s,
     )
     notes += [layout.note] if layout.note else []
+    whole = None
     if transport is None:
         plan, memory_bytes = plan_chunks(checkpoint.tensors, chunk_size), 0
     else:
-        plan = plan_chunks(
-            checkpoint.tensors,
-            chunk_size,
+        planned = functools.partial(
+            plan_chunks,
+            chunk_size=chunk_size,
             packing=transport.packing,
             alignment=transport.alignment,
             order=layout.ordered if layout.workers else order_tensors,
         )
-        layout = layout.planned(plan)
+        plan = planned(checkpoint.tensors)
+        if delta is not None and delta.held:
+            whole, plan = plan, planned(delta.sent(checkpoint.tensors))
+        layout = layout.planned(plan, checkpoint)
         notes += grown_notes(plan)
         memory_bytes = (slots_of(request.stage, len(plan.chunks)) + workers) * plan.slot_bytes
         if all(server.device == "cpu" for server in fleet.servers):
@@ -183,11 +223,18 @@ async def preflight(
     forecasts: tuple[Forecast, ...] = ()
     said: tuple[str, ...] = ()
     if request.dry_run and transport is not None:
-        subject = await subject_of(fleet, plan, choice.name, workers=workers, idle=idle)
+        subject = await subject_of(
+            fleet,
+            plan,
+            choice.name,
+            workers=workers,
+            idle=idle,
+            copied=layout.name == "runtime",
+        )
         forecasts, said = await foretell(request, fleet, checkpoint, subject)
     if request.verify and not request.dry_run:
         notes += await weigh(sites, facts, timeout_s=fleet.update_timeout_s)
-    return Prepared(
+    prepared = Prepared(
         checkpoint=checkpoint,
         plan=plan,
         choice=choice,
@@ -196,7 +243,7 @@ async def preflight(
         sites=sites,
         memory_bytes=memory_bytes,
         notes=tuple(notes),
-        rows=rows,
+        verify=request.verify,
         sender_gpu=free_gpu(fleet.servers) if choice.name == "nccl" else -1,
         nccl_settings=nccl_settings,
         stage=request.stage,
@@ -204,16 +251,34 @@ async def preflight(
         scan=request.scan_nan is None,
         forecasts=forecasts,
         assumptions=said,
+        delta=delta,
+        whole=whole,
     )
+    if layout.name == "checkpoint":  # of what is copied every byte is compared
+        await asyncio.to_thread(lambda: prepared.rows)
+    return prepared
 
 
-def _read(request: PushRequest) -> tuple[Checkpoint, tuple[KnownRows, ...]]:
+async def _delta(
+    request: PushRequest,
+    choice: Choice,
+    checkpoint: Checkpoint,
+    fleet: PushFleet,
+    sites: Sequence[Site],
+) -> Delta:
+    if choice.name == "disk" or request.layout == "runtime":
+        which = "--transport disk" if choice.name == "disk" else "--layout runtime"
+        raise PreflightError(
+            f"--delta sends what differs, and {which} replaces everything",
+            hint="leave one of them out" if request.layout == "runtime" else "--transport shm",
+        )
+    return await compare(checkpoint, fleet, sites, timeout_s=fleet.update_timeout_s)
+
+
+def _read(request: PushRequest) -> Checkpoint:
     checkpoint = read_checkpoint(request.checkpoint)
     refuse_changed(request, checkpoint)
-    try:
-        return checkpoint, read_rows(checkpoint) if request.verify else ()
-    except OSError as error:
-        raise PreflightError(f"{checkpoint.path} cannot be read: {error}") from error
+    return checkpoint
 
 
 def _site(

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from skyctl.errors import StateUnwritable
 from skyctl.http.target import ServerTarget
+from skyctl.store.contents import Content
 from skyctl.store.expected import Expectations
 
 if TYPE_CHECKING:
@@ -52,7 +53,8 @@ class PushRequest:
     is how many servers are updated at a time while the others serve, 0 for all. `colocated`:
     servers that sleep are woken for it. `sleep_after` is the level to sleep at afterwards, 0: none.
     `stage` is where the checkpoint lies before servers are frozen (`push/forecast.py`), `layout`
-    how it gets into their parameters (`push/layouts.py`).
+    how it gets into their parameters (`push/layouts.py`). `delta`: layers that servers hold already
+    are not sent (`push/delta.py`).
     """
 
     checkpoint: str
@@ -72,7 +74,8 @@ class PushRequest:
     colocated: bool = False
     sleep_after: int = 0
     stage: Literal["auto", "gpu", "host", "stream"] = "auto"
-    layout: Layout = "checkpoint"
+    layout: Layout = "auto"
+    delta: bool = False
 
     @property
     def leaves_router(self) -> bool:
@@ -142,7 +145,7 @@ class PushFleet:
     unknown. `transport` is what the fleet file says, used when the request says "auto". `python`
     is the interpreter that runs the sender process (it needs torch); "" is this one. `committed`
     is None where it is not known. `pushes` are the fleet's latest, newest first. `expected` is
-    what servers must come to.
+    what servers must come to. `content` is what they hold, tensor by tensor, as far as is known.
     """
 
     name: str
@@ -158,6 +161,7 @@ class PushFleet:
     pushes: tuple[PushRecord, ...] = ()
     committed: Committed | None = None
     expected: Expectations = field(default_factory=Expectations)
+    content: Content | None = None
 
 
 FACTS = ("prepared", "verified")
@@ -285,8 +289,10 @@ class PushResult:
     has one CanaryResult mapping per server and prompt. `compared` says how much of the checkpoint
     every server was seen to hold: {"tensors", "of_tensors", "bytes", "of_bytes"}, None where nobody
     looked. `layout_share` is the share of what servers got, 0 to 1, that they copied into their
-    parameters; vLLM's loader had the rest. `learned` is what was found out for later pushes, and no
-    part of the JSON. `plan` is filled by a dry run only.
+    parameters; vLLM's loader had the rest. `skipped` are the {"tensors", "bytes"} that servers held
+    already and were not sent, None unless they were compared. `learned` is what was found out for
+    later pushes, `content` what servers hold now, tensor by tensor; both are no part of the JSON.
+    `plan` is filled by a dry run only.
     """
 
     version: str
@@ -305,12 +311,16 @@ class PushResult:
     notes: list[str] = field(default_factory=list)
     compared: dict[str, int] | None = None
     layout_share: float = 0.0
+    skipped: dict[str, int] | None = None
+    content: Content | None = None
     learned: dict[str, Any] | None = None
     plan: dict[str, Any] | None = None
 
     def to_json(self) -> dict[str, Any]:
         """JSON mapping with one key per field; servers become mappings."""
-        return {key: value for key, value in asdict(self).items() if key != "learned"}
+        found = asdict(replace(self, learned=None, content=None))
+        del found["learned"], found["content"]
+        return found
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> PushResult:

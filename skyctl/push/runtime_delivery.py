@@ -18,6 +18,7 @@ from skyctl.kill_points import reached
 from skyctl.push.delivery import ChunkDelivery
 from skyctl.push.sites import Holds, Site, alive, each
 from skyctl.transfer.plan import Chunk
+from skyctl.transfer.sender_client import Opened
 from skyctl.transfer.sender_pool import Lease
 from skyctl.transfer.transports.base import Filled
 
@@ -34,38 +35,60 @@ class CannotCopy(PreflightError):
 
 
 class RuntimeDelivery(ChunkDelivery):
-    """Chunks copied into parameters, by servers whose processes have seen the layout proven."""
+    """Chunks copied into parameters, by servers whose processes have seen the layout proven.
+
+    Where the sender's slots lie on the servers' GPUs, servers map them while they are filled, and
+    copy in one call when they are frozen; what is too much for the slots follows as it is read.
+    Else all chunks are broadcast from the sender's GPU.
+    """
 
     frees_late = True  # freeing a model's size takes a tenth of the freeze
+    _shows = True
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
         self._filled: dict[int, Filled] = {}
-        self._shown: dict[str, Site] = {}  # servers that may have mapped the sender's memory
-        self._whole = False
+        self._told: dict[str, Site] = {}  # servers that may have mapped the sender's memory
+        self._slots: Mapping[str, Any] | None = None  # what servers map, None: it is broadcast
 
-    async def open(self, sites: Sequence[Site]) -> None:
-        """Also shows each server what it will copy: mapping the sender's memory takes longer than
-        copying out of it, and is done before servers are frozen."""
-        await super().open(sites)
-        if not self._whole:
+    @property
+    def _at_once(self) -> bool:
+        return self._slots is None
+
+    async def _get_ready(
+        self, sites: Sequence[Site], lease: Lease, opened: Opened, slots: int
+    ) -> None:
+        """Have servers map the slots, which takes longer than copying out of them, while these are
+        filled."""
+        self._slots = opened.shown
+        if self._slots is not None:
+            slots = len(self._slots["offsets"])
+        elif not opened.staged_whole:
             raise CannotCopy("the checkpoint does not fit on the sender's GPU as a whole")
-        timeout_s = self._fleet.control_timeout_s
-        collective = self._transport.collective
+        telling = asyncio.create_task(self._tell(sites))
+        try:
+            await self._read_ahead(lease, slots)
+            await telling
+        finally:
+            telling.cancel()
+            await asyncio.wait([telling])
 
-        async def show(site: Site) -> None:
-            self._shown[site.name] = site
+    async def _tell(self, sites: Sequence[Site]) -> None:
+        async def tell(site: Site) -> None:
+            self._told[site.name] = site
+            arguments: dict[str, Any] = {
+                "programs": [program.to_wire() for program in self._programs[site.name]]
+            }
+            if self._slots is None:
+                arguments["buffer_bytes"] = self._plan.slot_bytes
+            else:
+                arguments["payload"] = self._slots["handles"][self._numbers[site.name]]
+                arguments["offsets"] = self._slots["offsets"]
             await site.vllm.ask_workers(
-                OPEN_METHOD,
-                {
-                    "programs": [program.to_wire() for program in self._programs[site.name]],
-                    "payloads": self._payloads(site),
-                    "buffer_bytes": self._plan.slot_bytes if collective else 0,
-                },
-                timeout_s=timeout_s,
+                OPEN_METHOD, arguments, timeout_s=self._fleet.control_timeout_s
             )
 
-        await each(sites, show, timeout_s=timeout_s, what="layout")
+        await each(sites, tell, timeout_s=self._fleet.control_timeout_s, what="layout")
         if failed := [site for site in sites if site.failure]:
             reason = f"{failed[0].name}: {failed[0].failure}"
             for site in sites:
@@ -73,20 +96,16 @@ class RuntimeDelivery(ChunkDelivery):
             raise CannotCopy(reason, hint="push with --layout checkpoint")
 
     async def _read_ahead(self, lease: Lease, chunks: int) -> None:
-        """All of it: servers copy faster than files are read."""
-        self._whole = chunks == len(self._plan.chunks)
-        for chunk in self._plan.chunks if self._whole else ():
+        """As much as there are slots: servers copy faster than files are read."""
+        for chunk in self._plan.chunks[:chunks]:
             filled = await lease.sender.filled(chunk.index, timeout_s=self._fleet.update_timeout_s)
-            if not self._transport.collective:
+            if self._slots is not None:
                 self._filled[chunk.index] = filled
         self._read_ahead_until = asyncio.get_running_loop().time()
 
-    def _payloads(self, site: Site) -> dict[str, str]:
-        """IPC handles of all chunks, as the carrier made them for this server."""
-        number = self._numbers[site.name]
-        return {
-            str(chunk): filled.extra["handles"][number] for chunk, filled in self._filled.items()
-        }
+    async def init(self, sites: Sequence[Site]) -> None:
+        if self._slots is None:
+            await super().init(sites)
 
     async def start(self, sites: Sequence[Site], *, scrubbing: bool = False) -> None:
         """Nothing to open."""
@@ -99,18 +118,29 @@ class RuntimeDelivery(ChunkDelivery):
     async def _update_by_chunk(
         self, sites: Sequence[Site], on_progress: Callable[[int], None]
     ) -> None:
-        """All chunks in one call."""
-        chunks = [chunk.index for chunk in self._plan.chunks]
+        """What is staged in one call, then chunk after chunk as the slots are filled again."""
+        sender = self._opened()[0].sender
+        chunks, done = self._plan.chunks, 0
+        ready = list(chunks[: len(self._filled)])
+        while ready and alive(sites):
+            following = ready[-1].index + 1
+            await self._load(sites, ready, last=following == len(chunks))
+            for chunk in ready:
+                done += await self._sent(chunk, self._filled.pop(chunk.index))
+            on_progress(done)
+            ready = list(chunks[following : following + 1])
+            for chunk in ready:
+                self._filled[chunk.index] = await sender.filled(
+                    chunk.index, timeout_s=self._fleet.update_timeout_s
+                )
+
+    async def _load(self, sites: Sequence[Site], chunks: Sequence[Chunk], *, last: bool) -> None:
+        arguments = {"chunks": [chunk.index for chunk in chunks], "last": last}
 
         async def load(site: Site) -> None:
-            await self._rpc(site, LOAD_METHOD, {"chunks": chunks})
+            await self._rpc(site, LOAD_METHOD, arguments)
 
-        timeout_s = self._fleet.update_timeout_s
-        await each(alive(sites), load, timeout_s=timeout_s, what="update")
-        done = 0
-        for chunk in self._plan.chunks:
-            done += await self._sent(chunk, self._filled[chunk.index])
-            on_progress(done)
+        await each(alive(sites), load, timeout_s=self._fleet.update_timeout_s, what="update")
 
     async def _call_load(self, site: Site, chunk: Chunk, filled: Filled) -> None:
         sizes = [chunk.size for chunk in self._plan.chunks]
@@ -131,12 +161,12 @@ class RuntimeDelivery(ChunkDelivery):
             site.holds = Holds.NEW
 
     async def close(self) -> None:
-        """Also has servers let go that were shown what to copy and have not copied it all."""
-        shown, self._shown = self._shown, {}
-        left = [site for site in shown.values() if site.holds < Holds.NEW]
+        """Also has servers let go that were told what to copy and have not copied it all."""
+        told, self._told = self._told, {}
+        left = [site for site in told.values() if site.holds < Holds.NEW]
 
         async def let_go(target: ServerTarget) -> None:
-            await shown[target.name].vllm.collective_rpc(CLOSE_METHOD, timeout_s=_CLOSE_TIMEOUT_S)
+            await told[target.name].vllm.collective_rpc(CLOSE_METHOD, timeout_s=_CLOSE_TIMEOUT_S)
 
         await fan_out([site.target for site in left], let_go, timeout_s=_CLOSE_TIMEOUT_S)
         await super().close()

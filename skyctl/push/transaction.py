@@ -118,7 +118,7 @@ async def _transaction(run: Run) -> PushResult:
             if site.digest_before:
                 run.observer.server(site.name, "weighed", site.digest_before)
     if run.request.dry_run:
-        return result_of(run, prepared, run.request.weight_version or "", "")
+        return result_of(run, prepared, run.request.weight_version or "")
     try:
         return await _carry_out(run, prepared)
     except BaseException as error:
@@ -161,6 +161,12 @@ async def _commit(run: Run, prepared: Prepared, delivery: Delivery) -> PushResul
     label = label_of(run, prepared, delivery)
     with run.stage("verify"):
         await verify(run, prepared, delivery.content_digest)
+    if prepared.whole is not None and len(alive(sites)) < len(sites):
+        # what they were taken to hold, they do not
+        await delivery.close()
+        delivery = await _push_again(run, prepared, delivery)
+        with run.stage("verify"):
+            await verify(run, prepared, delivery.content_digest)
     if run.request.canary is not None:
         with run.stage("canary"):
             run.canary = await try_canary(run, sites)
@@ -174,7 +180,7 @@ async def _commit(run: Run, prepared: Prepared, delivery: Delivery) -> PushResul
         await resume(run, [site for site in sites if site.holds in (Holds.OLD, Holds.VERIFIED)])
         await sleeping.sleep_after(run, sites)
         reached("push.resume.done")
-    return settle(run, prepared, label, delivery.content_digest)
+    return settle(run, prepared, label, delivery)
 
 
 async def _until_started(run: Run, delivery: Delivery, sites: Sequence[Site]) -> None:
@@ -250,7 +256,7 @@ async def _stage(run: Run, prepared: Prepared, delivery: Delivery) -> Delivery:
 
 
 def _progress(run: Run, prepared: Prepared) -> Callable[[int], None]:
-    total = prepared.checkpoint.total_bytes
+    total = prepared.plan.total_bytes
     run.observer.progress(0, total)
     for site in alive(prepared.sites):
         run.observer.server(site.name, "updating")

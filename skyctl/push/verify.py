@@ -71,11 +71,6 @@ class Verification:
     def to_json(self) -> dict[str, Any]:
         return {"servers": [report.to_json() for report in self.servers], "agree": self.agree}
 
-    @classmethod
-    def from_json(cls, data: dict[str, Any]) -> Verification:
-        """Inverse of `to_json`."""
-        return cls(tuple(WeightsReport(**row) for row in data["servers"]), data["agree"])
-
 
 async def verify(
     servers: Sequence[ServerTarget],

@@ -2,6 +2,7 @@
 
     ipc    its own copy of the chunk; and the largest module, which is put together beside the old
     nccl   buffers on two streams, each with its own pool in torch's caching allocator
+    both   nothing, where servers copy chunks from where the sender staged them on their GPUs
 
 What was taken stays in the allocator's cache: a server that took a push of the same plan before
 takes nothing more. The streams are those of vLLM's packed consumer (`packed_tensor.py`): a buffer
@@ -12,11 +13,14 @@ module lives on, so that pools come to several buffers each.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
+from skyctl.transfer.gpu.devices import fits_whole
 from skyctl.transfer.plan import Chunk, ChunkPlan, module_of
 
 MIB = 1 << 20
+SENDER_CONTEXT_BYTES = 596 * MIB
+"""What the driver takes on a GPU for a sender; measured there."""
 NCCL_GROUP_BYTES = 484 * MIB
 """A communicator of a worker; measured on H200 with NCCL 2.28.9."""
 _STREAMS = 2
@@ -30,6 +34,22 @@ def worker_bytes(transport: str, plan: ChunkPlan) -> int:
     if transport == "nccl":
         return NCCL_GROUP_BYTES + _pooled_bytes(plan)
     return 0
+
+
+def copier_bytes(
+    plan: ChunkPlan, server_gpus: Sequence[Sequence[int]], free: Mapping[int, int]
+) -> int:
+    """Bytes on the GPU of each worker that copies what a sender with a GPU of its own stages.
+
+    That is all of it, and the driver's memory for the sender, where there is room on every GPU of
+    the servers; else two buffers that chunks are broadcast into.
+    """
+    size = sum(chunk.size for chunk in plan.chunks)
+    used = {gpu for gpus in server_gpus for gpu in gpus}
+    known = all(server_gpus) and used <= free.keys()
+    if known and all(fits_whole(size, free[gpu] - SENDER_CONTEXT_BYTES, 0) for gpu in used):
+        return size + SENDER_CONTEXT_BYTES
+    return _STREAMS * plan.slot_bytes
 
 
 def bytes_beside(transport: str, plan: ChunkPlan, server_gpus: Sequence[Sequence[int]]) -> int:

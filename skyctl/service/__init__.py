@@ -1,1 +1,6 @@
-"""A fleet as a client sees it: the same verbs over a supervisor's socket or to attached servers."""
+"""A fleet as its users see it: `connect()` gives a FleetService, whoever runs the fleet."""
+
+from skyctl.core.service import FleetService
+from skyctl.service.connect import connect
+
+__all__ = ["FleetService", "connect"]

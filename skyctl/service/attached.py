@@ -3,34 +3,44 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Self
 
 from skyctl.core import verbs
-from skyctl.core.arbiter import Act, Arbiter, Turn
+from skyctl.core.arbiter import Act, Turn
+from skyctl.core.recorded import RecordedFleet
 from skyctl.core.registry import FleetRef, remember
+from skyctl.core.service import (
+    Control,
+    LogQuery,
+    Outcomes,
+    Recover,
+    Staging,
+    StatusQuery,
+    T,
+    WeightsState,
+)
 from skyctl.core.status import FleetStatus
+from skyctl.core.urls import FleetUrls, access
 from skyctl.errors import NotFoundError, StateUnwritable, UsageError
 from skyctl.http.client import ControlClient
 from skyctl.http.target import ServerTarget
-from skyctl.service.urls import FleetUrls, access
-from skyctl.store.adapters import AdapterVersion, served
+from skyctl.service.keys import control_token
 from skyctl.store.in_doubt import close_orphans
-from skyctl.store.journal import Job, JobEvent, PushRecord
 from skyctl.store.retention import Retention
-from skyctl.store.state import Event, FleetState, ServerRow
+from skyctl.store.state import FleetState, ServerRow
 from skyctl.store.unrecorded import LOST, Unrecorded
 
 if TYPE_CHECKING:
     from skyctl.adapters import AdapterChange, AdapterFleet, LoadAdapter, UnloadAdapter
     from skyctl.core.diagnosis import Finding
     from skyctl.core.recovery import Recovered
-    from skyctl.push.transaction import PushRequest
+    from skyctl.push.request import PushRequest
+    from skyctl.push.verify import Verification
 
 
-class AttachedFleet:
+class AttachedFleet(RecordedFleet):
     """Servers by URL, named `<fleet>-0`, `-1`, … in the fleet file's order.
 
     Pushes run in this process: `start_push` begins one and `wait_job` must be awaited in the same
@@ -38,29 +48,26 @@ class AttachedFleet:
     """
 
     def __init__(self, ref: FleetRef, *, client: ControlClient | None = None) -> None:
-        from skyctl.service.keys import api_key, control_token
-
+        super().__init__(ref.paths)
         self.ref = ref
         self._client = client or ControlClient()
-        self._key = api_key(ref)
-        self._token = control_token(ref) or self._key
         self._pushes: dict[str, asyncio.Task[None]] = {}
+        token = control_token(access(ref.config, ref.paths))
         self.targets = tuple(
-            ServerTarget(f"{ref.name}-{index}", url.rstrip("/"), self._token, ref.config.engine)
+            ServerTarget(f"{ref.name}-{index}", url.rstrip("/"), token, ref.config.engine)
             for index, url in enumerate(ref.config.servers or ())
         )
 
     async def __aenter__(self) -> Self:
         # a disk that fails must not take away what thaws a fleet
-        self._state = FleetState(self.ref.paths.database, or_memory=True)
-        self._arbiter = Arbiter(self._state.locks)
-        self._state.retention = Retention(**self.ref.config.history.model_dump())
+        self.state = FleetState(self.paths.database, or_memory=True)
+        self.state.retention = Retention(**self.ref.config.history.model_dump())
         try:
-            remember(self.ref, self._state)
+            remember(self.ref)
         except StateUnwritable as error:
-            LOST.append(Unrecorded(self.ref.paths.database, 1, error.message, error.hint))
-        close_orphans(self._state)
-        if self.ref.paths.staging.exists():
+            LOST.append(Unrecorded(self.paths.database, 1, error.message, error.hint))
+        close_orphans(self.state)
+        if self.paths.staging.exists():
             await self._sweep()
         return self
 
@@ -70,16 +77,24 @@ class AttachedFleet:
         from skyctl.checkpoints.staging import sweep
         from skyctl.core.recovery import needed
 
-        await asyncio.to_thread(sweep, self.ref.paths.staging, needed(self._state))
+        await asyncio.to_thread(sweep, self.paths.staging, needed(self.state))
 
     async def __aexit__(self, *exception: object) -> None:
         for task in self._pushes.values():
             task.cancel()
         await asyncio.gather(*self._pushes.values(), return_exceptions=True)
         await self._client.aclose()
-        self._state.close()
+        self.state.close()
 
-    async def status(self, *, fresh: bool = True) -> FleetStatus:
+    async def _ask(
+        self, verb: str, asked: object, result: type[T], *, patience_s: float = 0.0
+    ) -> T:
+        raise UsageError(
+            f"cannot {verb} fleet {self.ref.name}: skyctl did not start its servers",
+            hint="a fleet file with `servers:` is for control only",
+        )
+
+    async def status(self, asked: StatusQuery = StatusQuery()) -> FleetStatus:
         """Every server and the router, asked now, side by side (nobody else could know)."""
         from skyctl.service.attached_status import attached_status
 
@@ -89,63 +104,30 @@ class AttachedFleet:
             self.ref.name,
             self.targets,
             router if isinstance(router, str) else None,
-            self._state,
+            self.state,
             engine=self.ref.config.engine,
         )
 
-    async def pause(
-        self,
-        mode: str = "abort",
-        clear_cache: bool = True,
-        servers: Sequence[str] | None = None,
-        timeout_s: float | None = None,
-        keep_partial: bool = False,
-    ) -> list[dict[str, Any]]:
-        """Pause all servers (or those named); one outcome's JSON per server.
+    async def control(self, asked: Control) -> Outcomes:
+        targets = self._named(asked.servers)
+        with await self._turn(Act.of_verb(asked.verb), f"skyctl {asked.verb}"):
+            return await verbs.run(
+                asked,
+                targets,
+                client=self._client,
+                state=self.state,
+                timeout_s=self.ref.config.control_timeout_s,
+            )
 
-        When some cannot be paused the others are resumed, unless `keep_partial`.
-        """
-        arguments = {"mode": mode, "clear_cache": clear_cache, "keep_partial": keep_partial}
-        return await self._verb("pause", arguments, servers, timeout_s)
-
-    async def resume(
-        self, servers: Sequence[str] | None = None, timeout_s: float | None = None
-    ) -> list[dict[str, Any]]:
-        """Resume; servers that are asleep or quarantined are skipped and say so."""
-        return await self._verb("resume", {}, servers, timeout_s)
-
-    async def sleep(
-        self,
-        level: int = 1,
-        servers: Sequence[str] | None = None,
-        timeout_s: float | None = None,
-    ) -> list[dict[str, Any]]:
-        """Put servers to sleep (level 2 discards the weights)."""
-        return await self._verb("sleep", {"level": level}, servers, timeout_s)
-
-    async def wake(
-        self,
-        tags: Sequence[str] = (),
-        servers: Sequence[str] | None = None,
-        timeout_s: float | None = None,
-    ) -> list[dict[str, Any]]:
-        """Wake servers. Raises ConflictError when one would serve discarded weights."""
-        return await self._verb("wake", {"tags": list(tags)}, servers, timeout_s)
-
-    async def start_push(self, request: PushRequest) -> str:
-        """Begin a push in this process and return its job id.
-
-        Raises:
-            ConflictError: somebody else acts on the fleet; the message says who.
-            StateUnwritable: the push cannot be put on record; nothing was touched.
-        """
+    async def start_push(self, asked: PushRequest) -> str:
+        """Begin a push in this process."""
         from skyctl.push.tracing import current_traceparent
         from skyctl.service.attached_push import begin
 
-        request = replace(request, traceparent=current_traceparent())
+        asked = replace(asked, traceparent=current_traceparent())
         turn = await self._turn(Act.PUSH, "a push that is just starting")
         try:
-            job, task = begin(self.ref, self.targets, request, self._client, self._state, turn)
+            job, task = begin(self.ref, self.targets, asked, self._client, self.state, turn)
         except BaseException:
             turn.release()
             raise
@@ -153,64 +135,25 @@ class AttachedFleet:
         return job.id
 
     async def model_path(self) -> str | None:
-        """Directory or hub id of what the servers run now, as they or the last push say."""
+        """As the servers or the last push say."""
         from skyctl.service.attached_push import model_path
 
-        return await model_path(self.targets, self._client, self._state)
+        return await model_path(self.targets, self._client, self.state)
 
-    def staging(self) -> tuple[Path, set[str | None]]:
-        """Where weights from memory are written, and the checkpoints there that must stay."""
-        return self.ref.paths.staging, set()
+    async def staging(self) -> Staging:
+        return Staging(self.paths.staging, frozenset(), self.paths.adapters)
 
-    async def jobs(self) -> list[Job]:
-        """The latest jobs, newest first."""
-        return self._state.journal.jobs()
+    async def weights(self) -> WeightsState:
+        known = {row.name: row for row in self.state.servers()}
+        rows = tuple(known.get(t.name, ServerRow(t.name)) for t in self.targets)
+        return replace(await super().weights(), servers=rows)
 
-    async def job(self, job_id: str) -> Job:
-        """One job. Raises NotFoundError."""
-        return self._state.journal.job(job_id)
-
-    async def wait_job(
-        self,
-        job_id: str,
-        on_event: Callable[[JobEvent], None] = lambda event: None,
-        timeout_s: float | None = None,
-    ) -> Job:
-        """Follow a job of this or another process until it ends, by the journal."""
-        from skyctl.core.following import follow_record
-
-        return await follow_record(self._state, job_id, on_event, timeout_s=timeout_s)
-
-    async def job_events(self, job_id: str) -> list[JobEvent]:
-        """What has happened in a job so far, oldest first."""
-        return self._state.journal.events(job_id)
-
-    async def weights(self) -> tuple[list[ServerRow], list[PushRecord]]:
-        """What each server carries (as recorded by the last push), and the pushes, newest first."""
-        known = {row.name: row for row in self._state.servers()}
-        rows = [known.get(t.name, ServerRow(t.name)) for t in self.targets]
-        return rows, self._state.journal.pushes()
-
-    async def events(self, limit: int = 100) -> list[Event]:
-        """The latest lines of the fleet's history, oldest first."""
-        return self._state.events(limit)
-
-    async def verify_weights(self) -> dict[str, Any]:
-        """Compare the servers' weights now: {"servers": […], "agree": bool}."""
+    async def verify_weights(self) -> Verification:
         from skyctl.core.jobs import verify_servers
 
-        return await verify_servers(self.targets, self._client, self._state)
-
-    async def adapters(self) -> tuple[AdapterVersion, ...]:
-        """The LoRA adapters that this fleet has loaded, as recorded."""
-        return tuple(served(self._state).values())
-
-    def adapter_staging(self) -> Path:
-        """Where adapters from memory are written."""
-        return self.ref.paths.adapters
+        return await verify_servers(self.targets, self._client, self.state)
 
     async def load_adapter(self, asked: LoadAdapter) -> AdapterChange:
-        """Serve a LoRA adapter on every server (see `skyctl.adapters.load`)."""
         from skyctl.adapters import load, retire
 
         with await self._turn(Act.VERB, f"skyctl adapters, {asked.name}"):
@@ -220,7 +163,6 @@ class AttachedFleet:
         return change
 
     async def unload_adapter(self, asked: UnloadAdapter) -> AdapterChange:
-        """Serve a LoRA adapter no longer."""
         from skyctl.adapters import retire, unload
 
         with await self._turn(Act.VERB, f"skyctl adapters, {asked.name}"):
@@ -233,7 +175,7 @@ class AttachedFleet:
         from skyctl.adapters import AdapterFleet
 
         def targets() -> tuple[Sequence[ServerTarget], dict[str, str]]:
-            rows = {row.name: row for row in self._state.servers()}
+            rows = {row.name: row for row in self.state.servers()}
             absent = {
                 name: "quarantined" if row.quarantine else "asleep"
                 for name, row in rows.items()
@@ -245,10 +187,10 @@ class AttachedFleet:
         model = await self.model_path()
         return AdapterFleet(
             name=self.ref.name,
-            state=self._state,
+            state=self.state,
             client=self._client,
             targets=targets,
-            directory=self.ref.paths.adapters,
+            directory=self.paths.adapters,
             timeout_s=config.control_timeout_s,
             model=model,
             bases=[one for one in (model, config.served_model_name) if one],
@@ -258,26 +200,17 @@ class AttachedFleet:
         )
 
     async def findings(self) -> tuple[Finding, ...]:
-        """What is the matter with each server, asked now."""
         from skyctl.service.attached_recovery import find
 
-        return await find(self.targets, self._client, self._state)
+        return await find(self.targets, self._client, self.state)
 
-    async def recover(self, timeout_s: float | None = None) -> tuple[Recovered, ...]:
-        """Put right what can be put right from outside; one report per server.
-
-        Raises:
-            ConflictError: another recovery has not ended after `timeout_s` seconds.
-        """
+    async def recover(self, asked: Recover = Recover()) -> tuple[Recovered, ...]:
+        """From outside. A push, or another recovery, is waited for, `timeout_s` at most."""
         from skyctl.service.attached_recovery import recover
 
-        return await recover(self.ref, self.targets, self._client, self._state, wait_s=timeout_s)
-
-    async def restart(self, names: Sequence[str] = ()) -> int:
-        raise self._not_ours("restart")
-
-    async def scale(self, replicas: int) -> int:
-        raise self._not_ours("scale")
+        return await recover(
+            self.ref, self.targets, self._client, self.state, wait_s=asked.timeout_s
+        )
 
     async def urls(self) -> FleetUrls:
         """Where to send requests; the router's metrics are not known."""
@@ -287,53 +220,27 @@ class AttachedFleet:
             model=self.ref.config.served_model_name,
             router=router.rstrip("/") if isinstance(router, str) else None,
             servers={target.name: target.url for target in self.targets},
-            access=access(self.ref),
+            access=access(self.ref.config, self.paths),
+            engine=self.ref.config.engine,
         )
 
-    def api_key(self) -> str | None:
-        """The key of inference, from this process's environment."""
-        return self._key
-
-    def control_token(self) -> str | None:
-        """What the servers' control routes ask for, from this process's environment."""
-        return self._token
-
-    def _not_ours(self, verb: str) -> UsageError:
-        return UsageError(
-            f"cannot {verb} fleet {self.ref.name}: skyctl did not start its servers",
-            hint="a fleet file with `servers:` is for control only",
+    async def logs(self, asked: LogQuery = LogQuery()) -> dict[str, tuple[str, ...]]:
+        raise UsageError(
+            f"fleet {self.ref.name} is attached: skyctl did not start its servers",
+            hint="their logs are where they were started",
         )
-
-    async def _verb(
-        self,
-        verb: str,
-        arguments: dict[str, Any],
-        servers: Sequence[str] | None,
-        timeout_s: float | None,
-    ) -> list[dict[str, Any]]:
-        targets = self._named(servers)
-        with await self._turn(Act.of_verb(verb), f"skyctl {verb}"):
-            outcomes = await verbs.run(
-                verb,
-                arguments,
-                targets,
-                client=self._client,
-                state=self._state,
-                timeout_s=timeout_s or self.ref.config.control_timeout_s,
-            )
-        return [outcome.to_json() for outcome in outcomes]
 
     async def _turn(self, act: Act, what: str) -> Turn:
         """The right to act on a fleet in which no dead push is left unnoticed."""
-        turn = await self._arbiter.turn(act, what)
+        turn = await self.arbiter.turn(act, what)
         try:
-            close_orphans(self._state, in_turn=True)
+            close_orphans(self.state, in_turn=True)
         except BaseException:
             turn.release()
             raise
         return turn
 
-    def _named(self, servers: Sequence[str] | None) -> tuple[ServerTarget, ...]:
+    def _named(self, servers: Sequence[str]) -> tuple[ServerTarget, ...]:
         if not servers:
             return self.targets
         known = {target.name: target for target in self.targets}

@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 
 from skyctl import engines
+from skyctl.adapters import catch_up
 from skyctl.core.arbiter import Act, Arbiter, Turn
 from skyctl.core.diagnosis import Finding, judge, observe
 from skyctl.core.recovery import Recovered, interrupted_request, published
@@ -16,6 +17,7 @@ from skyctl.http.client import ControlClient
 from skyctl.http.target import ServerTarget
 from skyctl.push.request import PushRequest
 from skyctl.service import attached_push
+from skyctl.store import adapters as store
 from skyctl.store.in_doubt import close_orphans, in_doubt
 from skyctl.store.journal import Job
 from skyctl.store.state import FleetState, FleetWeights, ServerRow
@@ -59,6 +61,7 @@ async def recover(
         ConflictError: another recovery, or a push, has not ended by then.
     """
     wait_s = _TURN_WAIT_S if wait_s is None else wait_s
+    close_orphans(state)  # before any wait: whoever follows a job learns that its process is dead
     with await Arbiter(state.locks).turn(Act.RECOVER, "skyctl recover", wait_s=wait_s):
         close_orphans(state, in_turn=True)
         hands = _Hands(ref, targets, client, state)
@@ -67,7 +70,27 @@ async def recover(
             if one.action != "nothing":
                 end = one.detail if not one.ok else f"done: {one.action}"
                 state.add_event(one.server, f"recover: was {one.found}; {end}")
+        await _bring_to_adapters(targets, client, state, ref.config.control_timeout_s)
         return tuple(recovered)
+
+
+async def _bring_to_adapters(
+    targets: Sequence[ServerTarget], client: ControlClient, state: FleetState, timeout_s: float
+) -> None:
+    """What a killed change of adapters left, or a server missed, is put right where it serves."""
+    unfinished = store.unfinished(state)
+    absent = {row.name for row in state.servers() if row.quarantine or row.sleep_level}
+    behind = [
+        target
+        for target in targets
+        if target.name not in absent and not store.is_current(state, target.name)
+    ]
+    for outcome in await catch_up(state, client, behind, timeout_s) if behind else ():
+        if not outcome.ok:
+            why = f"its adapters are not the fleet's: {outcome.detail}"
+            state.update_server(outcome.server, quarantine=why)
+    for name in unfinished:
+        store.withdraw(state, name)
 
 
 class _Hands:

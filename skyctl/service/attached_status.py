@@ -12,6 +12,7 @@ from skyctl.engines.base import ServerMetrics
 from skyctl.errors import SkyctlError
 from skyctl.http.client import ControlClient
 from skyctl.http.target import ServerTarget
+from skyctl.store.adapters import served
 from skyctl.store.state import FleetState, ServerRow
 
 ASK_TIMEOUT_S = 5.0
@@ -46,7 +47,13 @@ async def attached_status(
         )
     health, reasons = assess(replicas, router)
     return FleetStatus(
-        name, health, replicas, router, reasons, weight_version=state.weights().version
+        name,
+        health,
+        replicas,
+        router,
+        reasons,
+        weight_version=state.weights().version,
+        adapters=tuple(one.served_as for one in served(state).values()),
     )
 
 

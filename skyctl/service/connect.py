@@ -1,32 +1,32 @@
-"""One fleet as a client sees it: the same verbs over a supervisor's socket or straight to servers.
-
-async with connect(ref) as fleet:
-    outcomes = await fleet.pause("keep", clear_cache=False)
-"""
+"""Which implementation of a fleet's verbs a command talks to."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from skyctl.core.registry import FleetRef
-    from skyctl.service.attached import AttachedFleet
-    from skyctl.service.supervised import SupervisedFleet
-
-    Fleet: TypeAlias = SupervisedFleet | AttachedFleet
+    from skyctl.core.registry import FleetRef, RemoteRef
+    from skyctl.core.service import FleetService
 
 
 @asynccontextmanager
-async def connect(ref: FleetRef) -> AsyncIterator[Fleet]:
+async def connect(ref: FleetRef | RemoteRef) -> AsyncIterator[FleetService]:
     """The fleet of `ref`; connections are closed when the block ends.
 
-    Verbs of a fleet that skyctl should have started, and that is not running, raise
-    FleetDownError; its status, jobs and history can be read all the same.
+    async with connect(ref) as fleet:
+        outcomes = await fleet.pause(Pause(mode="keep"))
     """
     # only the one that is needed is imported: `status` must be fast
-    if ref.config.attached:
+    from skyctl.core.registry import RemoteRef
+
+    if isinstance(ref, RemoteRef):
+        from skyctl.service.network import NetworkFleet
+
+        async with NetworkFleet(ref) as remote:
+            yield remote
+    elif ref.config.attached:
         from skyctl.service.attached import AttachedFleet
 
         async with AttachedFleet(ref) as attached:

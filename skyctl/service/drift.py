@@ -7,9 +7,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
-from skyctl.core.registry import FleetRef
+from skyctl.core.registry import FleetRef, RemoteRef
+from skyctl.core.service import FleetService, Processes
 from skyctl.core.status import INTENDED_STATES, FleetStatus, ReplicaStatus
-from skyctl.store.state import FleetState, ServerRow
+from skyctl.store.state import ServerRow
 
 if TYPE_CHECKING:
     from skyctl.supervisor.reconcile import Changes
@@ -27,20 +28,24 @@ class Drift:
         return asdict(self)
 
 
-async def find_drift(ref: FleetRef, status: FleetStatus) -> list[Drift]:
-    """All differences of a fleet with this status; [] for one that is down: nothing runs.
+async def find_drift(
+    ref: FleetRef | RemoteRef, fleet: FleetService, status: FleetStatus
+) -> list[Drift]:
+    """All differences of a fleet with this status; [] for one that is down: nothing runs. The file
+    of another machine's fleet is not here, so that nothing is compared with it.
 
     Raises:
         UsageError: the fleet file cannot be planned here (its API key is not set, …).
     """
-    if status.health == "down" or not ref.paths.database.exists():
+    if status.health == "down":
         return []
-    with FleetState(ref.paths.database) as state:
-        rows = {row.name: row for row in state.servers()}
-    changes = await asyncio.to_thread(_changes, ref, status)
+    servers = (await fleet.weights()).servers
+    changes = None
+    if isinstance(ref, FleetRef) and not ref.config.attached:
+        changes = await asyncio.to_thread(_changes, ref, await fleet.processes(), status)
     return [
         *from_file(changes),
-        *from_intent(status.replicas, rows.values()),
+        *from_intent(status.replicas, servers),
         *from_weights(status),
         *from_routing(status),
     ]
@@ -110,22 +115,18 @@ def from_routing(status: FleetStatus) -> list[Drift]:
     return found
 
 
-def _changes(ref: FleetRef, status: FleetStatus) -> Changes | None:
+def _changes(ref: FleetRef, found: Processes, status: FleetStatus) -> Changes:
     """What `skyctl up` would do, from the hashes recorded at each spawn."""
-    from skyctl.service.planning import planned
+    from skyctl.core.planning import planned
     from skyctl.supervisor.reconcile import Running, compare
 
-    if ref.config.attached:
-        return None
-    with FleetState(ref.paths.database) as state:
-        rows = state.processes()
     given_up = {r.name for r in status.replicas if r.state in ("failed", "dead", "stopped")}
     running = {
         row.name: Running(row.spec_hash, row.name in given_up)
-        for row in rows
+        for row in found.rows
         if row.role == "server"
     }
-    routers = [Running(row.spec_hash) for row in rows if row.role == "router"]
+    routers = [Running(row.spec_hash) for row in found.rows if row.role == "router"]
     # `up --no-router` was somebody's wish, not drift
-    plan = planned(ref, router=bool(routers))
+    plan = planned(ref.config, ref.base_dir, found.ports, router=bool(routers))
     return compare(plan, running, routers[0] if routers else None)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from skyctl.core.status import BY_DOWN, INTERRUPTED, FleetStatus
-from skyctl.engines.logs import tail
+from collections.abc import Sequence
+
+from skyctl.core.service import FleetService, LogQuery
+from skyctl.core.status import BY_DOWN, INTERRUPTED, FleetStatus, ended_by_others
 from skyctl.errors import ExitCode, SkyctlError, error_named
 from skyctl.store.journal import Job
-from skyctl.store.paths import FleetPaths
 
 LOG_LINES = 20
 
@@ -27,12 +28,7 @@ def job_error(job: Job) -> SkyctlError | None:
     return error
 
 
-def ended_by_others(kind: str, how: str) -> SkyctlError:
-    """The error of an operation that somebody else ended: nothing went wrong, no log says more."""
-    return SkyctlError(f"{kind} was {how}", hint="start it again: skyctl up", details={"logs": {}})
-
-
-def operation_error(paths: FleetPaths, status: FleetStatus) -> SkyctlError | None:
+async def operation_error(fleet: FleetService, status: FleetStatus) -> SkyctlError | None:
     """The error of an operation that failed; None when it went well.
 
     `details` has the status, and under `logs` the last lines of each server that failed.
@@ -53,6 +49,13 @@ def operation_error(paths: FleetPaths, status: FleetStatus) -> SkyctlError | Non
         hint=f"{kept}read: skyctl logs {first}; try again: skyctl up; or end it: skyctl down",
         details={
             "status": status.to_json(),
-            "logs": {name: tail(paths.log(name), LOG_LINES) for name in names},
+            "logs": await _logs(fleet, names),
         },
     )
+
+
+async def _logs(fleet: FleetService, names: Sequence[str]) -> dict[str, list[str]]:
+    if not names:
+        return {}
+    found = await fleet.logs(LogQuery(lines=LOG_LINES))
+    return {name: list(found.get(name, ())) for name in names}

@@ -10,21 +10,22 @@ from skyctl.errors import NotFoundError, ServerError, UsageError
 from skyctl.generate.requests import Endpoint
 from skyctl.http.client import ControlClient
 from skyctl.http.target import ServerTarget
+from skyctl.service.keys import api_key, control_token
 
 if TYPE_CHECKING:
-    from skyctl.service.connect import Fleet
+    from skyctl.service import FleetService
 
 
-async def without_token_route(fleet: Fleet, client: ControlClient) -> list[str]:
+async def without_token_route(fleet: FleetService, client: ControlClient) -> list[str]:
     """Servers that do not take token ids, as SkyRL's rollouts send them. Those that do not answer
     are left out.
 
     Raises:
         FleetDownError: the fleet is not running.
     """
-    urls, key = await fleet.urls(), fleet.control_token()
-    engine = fleet.ref.config.engine
-    servers = [ServerTarget(name, url, key, engine) for name, url in urls.servers.items()]
+    urls = await fleet.urls()
+    key = control_token(urls.access)
+    servers = [ServerTarget(name, url, key, urls.engine) for name, url in urls.servers.items()]
     asked = (
         engines.server(client, server, timeout_s=5.0).generates_from_tokens() for server in servers
     )
@@ -36,7 +37,7 @@ async def without_token_route(fleet: Fleet, client: ControlClient) -> list[str]:
 
 
 async def find_endpoint(
-    fleet: Fleet, *, server: str | None = None, session_id: str | None = None
+    fleet: FleetService, *, server: str | None = None, session_id: str | None = None
 ) -> Endpoint:
     """The router's URL, or that of the server named `server`, and the model it serves.
 
@@ -59,9 +60,9 @@ async def find_endpoint(
             f"fleet {urls.name} has no router",
             hint=f"choose a server: --server {next(iter(urls.servers))}",
         )
-    key = fleet.api_key()
+    key = api_key(urls.access)
     async with ControlClient() as control:
-        target = ServerTarget(server or "router", url, key, fleet.ref.config.engine)
+        target = ServerTarget(server or "router", url, key, urls.engine)
         models = await engines.server(control, target).models()
     if not models:
         raise ServerError(f"{url} serves no model")

@@ -10,8 +10,8 @@ import json
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 
+from skyctl.core.urls import FleetUrls
 from skyctl.errors import UsageError
-from skyctl.service.urls import FleetUrls
 
 KEY_VARIABLE = "OPENAI_API_KEY"
 OWN_KEY_VARIABLE = "SKYCTL_API_KEY"

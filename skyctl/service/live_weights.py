@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from skyctl.checkpoints.live import NamedTensors, dtype_name, running_model, write_tensors
@@ -12,12 +13,12 @@ from skyctl.checkpoints.staging import staged, sweep
 
 if TYPE_CHECKING:
     from skyctl.push.request import PushRequest
-    from skyctl.service.connect import Fleet
+    from skyctl.service import FleetService
     from skyctl.store.journal import Job, JobEvent
 
 
 async def push_tensors(
-    fleet: Fleet,
+    fleet: FleetService,
     tensors: NamedTensors,
     request: PushRequest,
     *,
@@ -37,13 +38,18 @@ async def push_tensors(
     """
     wanted = dtype_name(dtype)
     running = await asyncio.to_thread(running_model, await fleet.model_path())
-    directory, needed = fleet.staging()
-    await asyncio.to_thread(sweep, directory, needed)  # room first
+    directory = await _swept(fleet)  # room first
     try:
         with staged(directory, needed_bytes=running.total_bytes) as checkpoint:
             await write_tensors(tensors, checkpoint, running=running, dtype=wanted)
             job_id = await fleet.start_push(replace(request, checkpoint=str(checkpoint)))
             return await fleet.wait_job(job_id, on_event, timeout_s)
     finally:
-        directory, needed = fleet.staging()
-        await asyncio.to_thread(sweep, directory, needed)
+        await _swept(fleet)
+
+
+async def _swept(fleet: FleetService) -> Path:
+    """Where weights are staged, with nothing there that is of no use any more."""
+    staging = await fleet.staging()
+    await asyncio.to_thread(sweep, staging.directory, staging.needed)
+    return staging.directory

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from skyctl.core.urls import FleetUrls
 from skyctl.errors import UsageError
-from skyctl.service.urls import FleetUrls
 
 _MODE = 0o644  # Prometheus runs as another user, and there is no secret in it
 

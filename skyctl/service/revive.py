@@ -10,16 +10,18 @@ import socket
 import struct
 import time
 from contextlib import suppress
-from dataclasses import replace
 
 from skyctl.core.arbiter import Act, Arbiter
 from skyctl.core.plan import FleetPlan
+from skyctl.core.planning import living, planned, scaled
 from skyctl.core.registry import FleetRef
+from skyctl.core.service import StatusQuery
 from skyctl.errors import SkyctlError, VersionMismatch
-from skyctl.service.left_alone import left_alone
+from skyctl.service.unsupervised import left_alone
+from skyctl.store.locks import Locks
 from skyctl.store.paths import FleetPaths
 from skyctl.store.state import FleetState
-from skyctl.supervisor.client import SupervisorClient
+from skyctl.supervisor.interface import Adopt, SupervisorClient
 
 UP_LOCK = "up"
 UP_LOCK_WAIT_S = 30.0
@@ -37,38 +39,30 @@ async def revive(ref: FleetRef, *, wait_s: float = ADOPT_WAIT_S) -> bool:
     if not left_alone(ref.paths):
         return False
     from skyctl.supervisor import daemon
-    from skyctl.supervisor.wire import plan_to_json
 
-    with (
-        FleetState(ref.paths.database) as state,
-        state.locks.hold(UP_LOCK, "taking over the fleet", wait_s=UP_LOCK_WAIT_S),
-    ):
+    with Locks(ref.paths.directory).hold(UP_LOCK, "taking over the fleet", wait_s=UP_LOCK_WAIT_S):
         if not left_alone(ref.paths):  # somebody else was faster
             return False
-        plan = as_it_ran(ref, state)
+        plan = as_it_ran(ref)
         await daemon.ensure_running(ref.paths)
-        client = SupervisorClient(ref.paths)
-        try:
-            answer = await client.post("/adopt", {"plan": plan_to_json(plan)})
-            await _until_ended(client, int(answer["operation"]), wait_s)
-        finally:
-            await client.close()
+        async with SupervisorClient.on_this_machine(ref.paths) as client:
+            await _until_ended(client, await client.adopt(Adopt(plan)), wait_s)
     return True
 
 
-def as_it_ran(ref: FleetRef, state: FleetState) -> FleetPlan:
+def as_it_ran(ref: FleetRef) -> FleetPlan:
     """The plan of what runs: the fleet file's, with as many replicas as there were.
 
     Raises:
         SkyctlError: the fleet file cannot be planned here.
     """
-    from skyctl.service.planning import planned, scaled
-
-    names = set(json.loads(state.get("ports") or "{}"))
-    servers = names - {"router", "router-metrics"}
-    same = not isinstance(ref.config.replicas, int) or ref.config.replicas == len(servers)
-    plan = planned(ref) if same or not servers else scaled(ref, len(servers))
-    return plan if "router" in names else replace(plan, router=None)
+    with FleetState(ref.paths.database) as state:
+        ports: dict[str, int] = json.loads(state.get("ports") or "{}")
+        alive = {row.name for row in state.processes() if row.alive()}
+    servers, config = ports.keys() - {"router", "router-metrics"}, ref.config
+    if isinstance(config.replicas, int) and servers and config.replicas != len(servers):
+        config = scaled(config, len(servers))
+    return planned(config, ref.base_dir, living(ports, alive), router="router" in ports)
 
 
 async def replace_other(ref: FleetRef) -> None:
@@ -77,18 +71,15 @@ async def replace_other(ref: FleetRef) -> None:
     Raises:
         ConflictError: a push is in progress in it.
     """
-    client = SupervisorClient(ref.paths)
-    try:
-        await client.get("/recover", timeout_s=60.0)
-        return
-    except VersionMismatch:
-        pid = listening(ref.paths)
-    except SkyctlError:
-        return  # whoever asks it next says so
-    finally:
-        await client.close()
-    with FleetState(ref.paths.database) as state:
-        Arbiter(state.locks).take(Act.RECOVER, "replacing the supervisor").release()
+    async with SupervisorClient.on_this_machine(ref.paths) as client:
+        try:
+            await client.urls()
+            return
+        except VersionMismatch:
+            pid = listening(ref.paths)
+        except SkyctlError:
+            return  # whoever asks it next says so
+    Arbiter(Locks(ref.paths.directory)).take(Act.RECOVER, "replacing the supervisor").release()
     from skyctl.supervisor import daemon
 
     # KILL: on TERM it would bring the fleet down
@@ -109,7 +100,7 @@ async def _until_ended(client: SupervisorClient, operation: int, wait_s: float) 
     deadline = time.monotonic() + wait_s
     with suppress(SkyctlError):  # whoever called looks for himself
         while time.monotonic() < deadline:
-            current = (await client.get("/status?fresh=0"))["operation"]
-            if current is None or current["id"] != operation or current["ended_at"] is not None:
+            current = (await client.status(StatusQuery(fresh=False))).operation
+            if current is None or current.id != operation or current.ended_at is not None:
                 return
             await asyncio.sleep(0.05)

@@ -1,55 +1,115 @@
-"""Status of a started fleet whose supervisor does not answer: from its state file alone."""
+"""A started fleet whose supervisor is gone: what its state file tells, and what still runs."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
+from skyctl.core.diagnosis import Action, Finding, Observed, judge, observe
 from skyctl.core.plan import local_url
+from skyctl.core.recorded import RecordedFleet
+from skyctl.core.registry import FleetRef, supervisor_running
+from skyctl.core.service import StatusQuery
 from skyctl.core.status import FleetStatus, Reason, ReplicaStatus, RouterStatus
+from skyctl.core.urls import access
 from skyctl.store.identity import ProcessIdentity, boot_id
+from skyctl.store.in_doubt import InDoubt, in_doubt, left_behind
 from skyctl.store.paths import FleetPaths
+from skyctl.store.rebuild import unrecorded_processes
 from skyctl.store.state import FleetState, ProcessRow
 from skyctl.supervisor.restarts import remembered
 
 
-def unsupervised_status(paths: FleetPaths, *, why: str = "") -> FleetStatus:
-    """What is left of a fleet: servers that run on without a supervisor, or nothing.
-
-    `why` no supervisor could take its place, if that was tried.
-    """
-    if not paths.database.exists():
-        return FleetStatus(paths.name, "down", (), None, supervised=False)
+def left_alone(paths: FleetPaths) -> bool:
+    """Whether processes of this fleet run on without a supervisor, and nobody is ending them."""
+    if not paths.database.exists() or supervisor_running(paths):
+        return False
     with FleetState(paths.database) as state:
-        processes = state.processes()
+        if state.get("going_down"):
+            return False
+        rows = state.processes()
+        if any(row.alive() for row in rows):
+            return True
+        # those of a run that its supervisor could not put on record
+        return bool(rows and unrecorded_processes(state, paths.directory))
+
+
+class UnsupervisedFleet(RecordedFleet):
+    """Nobody changes anything meanwhile, unless a supervisor takes over. `why` none could, if that
+    was tried."""
+
+    def __init__(self, ref: FleetRef, state: FleetState, why: str = "") -> None:
+        super().__init__(ref.paths, state)
+        self._ref, self._why = ref, why
+
+    async def status(self, asked: StatusQuery = StatusQuery()) -> FleetStatus:
+        """Servers that run on without a supervisor, or nothing."""
+        state, processes = self.state, self.state.processes()
         versions = {row.name: row.weight_version for row in state.servers()}
-        version = state.weights().version
-        going_down = bool(state.get("going_down"))
         restarts = {row.name: remembered(state, row.name, time.time()) for row in processes}
-    replicas = tuple(
-        _replica(row, versions, *restarts[row.name]) for row in processes if row.role == "server"
-    )
-    routers = [_router(row) for row in processes if row.role == "router"]
-    left = [row.name for row in processes if _alive(row)]
-    reasons: tuple[Reason, ...] = ()
-    if left and going_down:
-        message = f"`skyctl down` was cut short; {', '.join(left)} still run"
-        reasons = (Reason(message, "finish it: skyctl down"),)
-    elif left:
-        message = why or f"the supervisor is gone; {', '.join(left)} run on unsupervised"
-        hint = "take them over: skyctl recover; or stop them: skyctl down"
-        reasons = (Reason(message, hint),)
-    elif any(_stale(row) for row in processes):
-        message = "the machine was restarted since this fleet ran: its state is stale"
-        reasons = (Reason(message, "start it again: skyctl up"),)
-    return FleetStatus(
-        name=paths.name,
-        health="degraded" if left else "down",
-        replicas=replicas if left else (),
-        router=routers[0] if left and routers else None,
-        reasons=reasons,
-        supervised=False,
-        weight_version=version,
-    )
+        replicas = tuple(
+            _replica(row, versions, *restarts[row.name])
+            for row in processes
+            if row.role == "server"
+        )
+        routers = [_router(row) for row in processes if row.role == "router"]
+        left = [row.name for row in processes if _alive(row)]
+        reasons: tuple[Reason, ...] = ()
+        if left and state.get("going_down"):
+            message = f"`skyctl down` was cut short; {', '.join(left)} still run"
+            reasons = (Reason(message, "finish it: skyctl down"),)
+        elif left:
+            gone = f"the supervisor is gone; {', '.join(left)} run on unsupervised"
+            hint = "take them over: skyctl recover; or stop them: skyctl down"
+            reasons = (Reason(self._why or gone, hint),)
+        elif any(_stale(row) for row in processes):
+            message = "the machine was restarted since this fleet ran: its state is stale"
+            reasons = (Reason(message, "start it again: skyctl up"),)
+        return FleetStatus(
+            name=self.paths.name,
+            health="degraded" if left else "down",
+            replicas=replicas if left else (),
+            router=routers[0] if left and routers else None,
+            reasons=reasons,
+            supervised=False,
+            weight_version=state.weights().version,
+        )
+
+    async def findings(self) -> tuple[Finding, ...]:
+        """What is the matter with each server; those that live are asked."""
+        state = self.state
+        rows = [row for row in state.processes() if row.role == "server"]
+        if state.get("going_down"):
+            said = "`skyctl down` was cut short"
+            return tuple(Finding(row.name, "half-down", said, "down") for row in rows)
+        seen = {one.server: one for one in await self._look([r for r in rows if r.alive()])}
+        doubts = {**in_doubt(state), **_of_orphans(state)}
+        unrecorded = not seen and bool(unrecorded_processes(state, self.paths.directory))
+        findings = []
+        for row in rows:
+            if row.name not in seen:
+                findings.append(_judge_dead(row, others_live=bool(seen) or unrecorded))
+                continue
+            doubted, meant = doubts.get(row.name), state.server(row.name)
+            found = judge(seen[row.name], meant, doubted, state.weights(), ours=True)
+            if found.found == "healthy":
+                said = "it serves, and nobody watches it"
+                found = Finding(row.name, "unsupervised", said, "adopt")
+            findings.append(found)
+        return tuple(findings)
+
+    async def _look(self, rows: Sequence[ProcessRow]) -> list[Observed]:
+        from skyctl.http.client import ControlClient
+        from skyctl.http.target import ServerTarget
+        from skyctl.service.keys import control_token
+
+        key = control_token(access(self._ref.config, self.paths))
+        engine = self._ref.config.engine
+        targets = [
+            ServerTarget(row.name, local_url(row.host, row.port), key, engine) for row in rows
+        ]
+        async with ControlClient() as client:
+            return await observe(client, targets)
 
 
 def _replica(
@@ -87,3 +147,23 @@ def _stale(row: ProcessRow) -> bool:
 
 def _alive(row: ProcessRow) -> ProcessIdentity | None:
     return row.identity if row.alive() else None
+
+
+def _of_orphans(state: FleetState) -> dict[str, InDoubt]:
+    """What jobs left whose process is dead, before anybody has closed them."""
+    found: dict[str, InDoubt] = {}
+    for job in state.journal.orphans():
+        found |= left_behind(job, state.journal.events(job.id))
+    return found
+
+
+def _judge_dead(row: ProcessRow, *, others_live: bool) -> Finding:
+    if row.identity is not None and row.identity.boot_id != boot_id():
+        return Finding(row.name, "stale", "the machine was restarted since it ran")
+    orphans = [one for one in row.descendants if one.alive()]
+    if orphans:
+        pids = ", ".join(str(one.pid) for one in orphans)
+        said = f"its server is gone and left processes behind (pid {pids})"
+        return Finding(row.name, "orphaned", said, "end")
+    action: Action = "restart" if others_live else "nothing"
+    return Finding(row.name, "failed", "it died while nobody watched", action)

@@ -13,7 +13,7 @@ from skyctl.errors import DeadlineExceeded, NotFoundError, SkyctlError, UsageErr
 from skyctl.push.labels import means
 
 if TYPE_CHECKING:
-    from skyctl.service.connect import Fleet
+    from skyctl.service import FleetService
 
 POLL_S = 0.25
 CONDITIONS = ("ready", "paused", "awake", "version=X")
@@ -77,7 +77,7 @@ class Condition:
 
 
 async def wait_for(
-    fleet: Fleet,
+    fleet: FleetService,
     condition: Condition,
     *,
     timeout_s: float,

@@ -15,9 +15,10 @@ from skyctl.generate.prompts import GenerationRequest
 from skyctl.generate.requests import Endpoint, GenerationClient, GenerationResult, RetryPolicy
 from skyctl.http.client import ControlClient
 from skyctl.http.target import ServerTarget
+from skyctl.service.keys import api_key
 
 if TYPE_CHECKING:
-    from skyctl.service.connect import Fleet
+    from skyctl.service import FleetService
 
 PROMPT = "The fleet is up and"
 TOKENS = 24
@@ -52,13 +53,14 @@ class FleetUnderTest:
     checkpoint: str | None = None
     pids: set[int] = field(default_factory=set)
 
-    async def find_endpoints(self, fleet: Fleet) -> None:
+    async def find_endpoints(self, fleet: FleetService) -> None:
         """Every server and the router, and the model they serve.
 
         Raises:
             ServerError: a server serves no model.
         """
-        urls, key = await fleet.urls(), fleet.api_key()
+        urls = await fleet.urls()
+        key = api_key(urls.access)
         async with ControlClient() as client:
             for name, url in urls.servers.items():
                 target = ServerTarget(name, url, key, self.ref.config.engine)

@@ -9,17 +9,18 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import psutil
 
+from skyctl.core.service import Outcomes, Pause
 from skyctl.errors import SkyctlError
 from skyctl.generate.requests import GenerationClient, GenerationResult, RetryPolicy
 from skyctl.push.request import PushRequest
-from skyctl.service.bring_up import begin_up, follow_operation, take_down
+from skyctl.service.bring_down import take_down
+from skyctl.service.bring_up import begin_up, follow_operation
 from skyctl.service.connect import connect
 from skyctl.smoke.fleet_under_test import ANSWER_TIMEOUT_S, FleetUnderTest, SmokeOptions, greedy
-from skyctl.store.state import FleetState
 from skyctl.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
-    from skyctl.service.connect import Fleet
+    from skyctl.service import FleetService
 
 _SETTLE_S = 0.3  # tokens on their way when the pause is answered
 _FROZEN_S = 0.7  # a server that runs makes many tokens in this time
@@ -54,7 +55,8 @@ def steps_for(options: SmokeOptions) -> list[Step]:
 async def up(run: FleetUnderTest) -> str:
     """Start the fleet from nothing."""
     begun = await begin_up(run.ref)
-    status = await follow_operation(run.ref.paths, begun.operation, lambda status: None)
+    async with connect(run.ref) as fleet:
+        status = await follow_operation(fleet, begun.operation, lambda status: None)
     operation = status.operation
     assert operation is not None and operation.ended_at is not None  # it has ended
     if operation.error:
@@ -68,9 +70,9 @@ async def generate(run: FleetUnderTest) -> str:
     """Every server and the router answer a prompt."""
     async with connect(run.ref) as fleet:
         await run.find_endpoints(fleet)
+        run.checkpoint = await _checkpoint_now(run, fleet)
     answers = await run.ask(list(run.endpoints))
     run.answers = {name: answers[name] for name in run.servers}
-    run.checkpoint = _checkpoint_now(run)
     alike = len({tuple(tokens) for tokens in answers.values()}) == 1
     tokens = len(next(iter(answers.values())))
     return f"{tokens} greedy tokens from {_listed(list(answers))}, " + (
@@ -94,7 +96,7 @@ async def pause_resume(run: FleetUnderTest) -> str:
     )
 
 
-async def _freeze_stream(run: FleetUnderTest, fleet: Fleet, length: int) -> str | None:
+async def _freeze_stream(run: FleetUnderTest, fleet: FleetService, length: int) -> str | None:
     """Freeze one stream in the middle; what was seen, or None when it ended too early."""
     heard: list[str] = []
     begun = asyncio.Event()
@@ -109,7 +111,7 @@ async def _freeze_stream(run: FleetUnderTest, fleet: Fleet, length: int) -> str 
         )
         try:
             await _first_of(begun, stream)
-            paused_ms = _slowest(await fleet.pause("keep", False), "pause")
+            paused_ms = _slowest(await fleet.pause(Pause(mode="keep", clear_cache=False)), "pause")
             try:
                 await asyncio.sleep(_SETTLE_S)
                 if stream.done():
@@ -157,19 +159,19 @@ async def verify(run: FleetUnderTest) -> str:
     """Every server digests its weights, and they agree."""
     async with connect(run.ref) as fleet:
         report = await fleet.verify_weights()
-    silent = [row["server"] for row in report["servers"] if not row["ok"]]
+    silent = [row.server for row in report.servers if not row.ok]
     if silent:
         raise SkyctlError(f"{', '.join(silent)} did not answer", hint="skyctl weights verify")
-    if report["agree"] is False:
+    if report.agree is False:
         raise SkyctlError("the servers hold different weights", hint="skyctl weights verify")
-    if report["agree"] is None:
+    if report.agree is None:
         raise Skipped("not every server can digest its weights")
-    return f"{len(report['servers'])} servers hold the same weights"
+    return f"{len(report.servers)} servers hold the same weights"
 
 
 async def down(run: FleetUnderTest) -> str:
     """The fleet stops and leaves no process."""
-    run.pids |= _recorded_pids(run)
+    run.pids |= await _recorded_pids(run)
     config = run.ref.config
     done = await take_down(
         run.ref.paths, drain_timeout_s=config.drain_timeout_s, stop_timeout_s=config.stop_timeout_s
@@ -208,14 +210,12 @@ async def _push(run: FleetUnderTest, checkpoint: str) -> str:
     )
 
 
-def _checkpoint_now(run: FleetUnderTest) -> str | None:
-    """What the fleet computes with: the last push's checkpoint, or what it was started with."""
-    from skyctl.fleetfile.schema import resolve_relative
-
-    with FleetState(run.ref.paths.database) as state:
-        pushed = state.weights().checkpoint
-    model = run.ref.config.model
-    return pushed or (model and resolve_relative(model, run.ref.base_dir))
+async def _checkpoint_now(run: FleetUnderTest, fleet: FleetService) -> str | None:
+    """What the fleet computes with, where skyctl knows it."""
+    if run.ref.config.attached:
+        pushes = (await fleet.weights()).pushes
+        return next((push.checkpoint for push in pushes if push.ok), None)
+    return await fleet.model_path()
 
 
 def _base_checkpoint(run: FleetUnderTest) -> str:
@@ -236,7 +236,7 @@ async def _first_of(begun: asyncio.Event, stream: asyncio.Task[GenerationResult]
         waiting.cancel()
 
 
-async def _all_paused(fleet: Fleet) -> None:
+async def _all_paused(fleet: FleetService) -> None:
     status = await fleet.status()
     running = [r.name for r in status.replicas if r.state != "paused"]
     if running:
@@ -249,26 +249,20 @@ def _finished(result: GenerationResult, length: int) -> None:
         raise SkyctlError(f"the stream was not finished ({got}): {result.error or 'it was cut'}")
 
 
-def _slowest(outcomes: Sequence[dict[str, Any]], verb: str) -> float:
+def _slowest(outcomes: Outcomes, verb: str) -> float:
     """Milliseconds of the slowest server. Raises when one of them did not do it."""
-    for row in outcomes:
-        if row["status"] != "ok":
-            raise SkyctlError(f"{verb}: {row['server']}: {row['detail'] or row['status']}")
-    return max(float(row["elapsed_ms"]) for row in outcomes)
+    for outcome in outcomes:
+        if not outcome.ok:
+            raise SkyctlError(f"{verb}: {outcome.server}: {outcome.detail or outcome.status}")
+    return max(outcome.elapsed_ms for outcome in outcomes)
 
 
-def _recorded_pids(run: FleetUnderTest) -> set[int]:
-    """All processes of the fleet that its state knows of."""
-    if not run.ref.paths.database.exists():
-        return set()
-    with FleetState(run.ref.paths.database) as state:
-        identities = [
-            identity
-            for row in state.processes()
-            for identity in (row.identity, *row.descendants)
-            if identity is not None and identity.alive()
-        ]
-    return {identity.pid for identity in identities}
+async def _recorded_pids(run: FleetUnderTest) -> set[int]:
+    """All processes of the fleet that are on record."""
+    async with connect(run.ref) as fleet:
+        rows = (await fleet.processes()).rows
+    known = [identity for row in rows for identity in (row.identity, *row.descendants)]
+    return {identity.pid for identity in known if identity is not None and identity.alive()}
 
 
 def _alive(pid: int) -> bool:

@@ -52,10 +52,6 @@ class Job:
     def to_json(self) -> dict[str, Any]:
         return dict(self.__dict__)
 
-    @classmethod
-    def from_json(cls, data: dict[str, Any]) -> Job:
-        return cls(**data)
-
 
 @dataclass(frozen=True)
 class JobEvent:
@@ -73,10 +69,6 @@ class JobEvent:
 
     def to_json(self) -> dict[str, Any]:
         return dict(self.__dict__)
-
-    @classmethod
-    def from_json(cls, data: dict[str, Any]) -> JobEvent:
-        return cls(**data)
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,9 @@ from skyctl.store.news import News
 from skyctl.store.paths import create_private_file
 from skyctl.units import format_seconds
 
+ASKED = ", asked for by "
+"""In what a holder does, between that and the command that wants it."""
+
 _POLL_S = 0.05
 _MAX_RECORD_BYTES = 4096
 
@@ -44,7 +47,9 @@ class Holder:
 
     def __str__(self) -> str:
         held = format_seconds(max(0.0, time.time() - self.since))
-        return f"{self.what} (pid {self.pid}, for {held})"
+        does, asked, by = self.what.partition(ASKED)
+        # whoever asked is the one to talk to; the process that does it for him is the supervisor
+        return f"{does} for {held}{asked}{by}" if by else f"{does} (pid {self.pid}, for {held})"
 
 
 class Lock:

@@ -164,6 +164,11 @@ class FleetPaths:
         return self.directory / "fleet.yaml"
 
     @property
+    def origin(self) -> Path:
+        """Where that file lies, and what its relative paths are relative to."""
+        return self.directory / "origin.json"
+
+    @property
     def logs(self) -> Path:
         return self.directory / "logs"
 
@@ -211,6 +216,31 @@ class FleetPaths:
     def api_key(self) -> Path:
         """Mode 0600: the key of inference, where the fleet file names none of its own."""
         return self.directory / "api.key"
+
+    @property
+    def tinker(self) -> Path:
+        """The ledger and the checkpoints of the Tinker API, unless the fleet file says where."""
+        return self.directory / "tinker"
+
+    @property
+    def tinker_key(self) -> Path:
+        """Mode 0600: the key of the Tinker API."""
+        return self.directory / "tinker.key"
+
+    @property
+    def supervisor_token(self) -> Path:
+        """Mode 0600: what other machines must know, where the fleet file names no file for it."""
+        return self.directory / "supervisor.token"
+
+    @property
+    def supervisor_cert(self) -> Path:
+        """The certificate that skyctl made for the supervisor, where the fleet file names none."""
+        return self.directory / "supervisor.pem"
+
+    @property
+    def supervisor_key(self) -> Path:
+        """Mode 0600: its key."""
+        return self.directory / "supervisor.key"
 
     @property
     def staging(self) -> Path:

@@ -1,84 +1,103 @@
-"""Talking to a fleet's supervisor over its unix socket."""
+"""A fleet through its supervisor's HTTP API: every verb is one request (`supervisor/api.py`)."""
 
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import Self
 from urllib.parse import quote
 
+from pydantic import ValidationError
+from pydantic_core import to_json
+
 from skyctl.core.arbiter import own_command
-from skyctl.errors import (
-    DeadlineExceeded,
-    FleetDownError,
-    ServerError,
-    SkyctlError,
-    error_named,
-)
-from skyctl.http.client import json_body
+from skyctl.core.recorded import down_error
+from skyctl.core.service import CALL_TIMEOUT_S, FleetService, T
+from skyctl.errors import DeadlineExceeded, FleetDownError, ServerError, SkyctlError, error_named
 from skyctl.http.connections import KeptConnections
 from skyctl.http.transport import Answer, NoAnswer, Request, Transport, TransportError
 from skyctl.store.paths import FleetPaths
-from skyctl.supervisor.wire import CALLER_HEADER, VERSION_HEADER, spoken, stamp, version_mismatch
+from skyctl.supervisor.wire import (
+    CALLER_HEADER,
+    VERSION_HEADER,
+    adapter,
+    spoken,
+    stamp,
+    version_mismatch,
+)
 
-CALL_TIMEOUT_S = 15.0
+LOOK = "look: skyctl logs supervisor"
 
 
-class SupervisorClient:
-    """One fleet's supervisor. Every call raises FleetDownError when nobody answers the socket."""
+class RemoteFleet(FleetService):
+    """One fleet. Every call raises FleetDownError when nobody answers."""
 
-    def __init__(self, paths: FleetPaths, *, transport: Transport | None = None) -> None:
-        paths.refuse_foreign()
-        self._paths = paths
-        self._transport = transport or KeptConnections(unix_socket=str(paths.socket))
+    def __init__(
+        self,
+        name: str,
+        transport: Transport,
+        *,
+        url: str = "http://supervisor",
+        headers: dict[str, str] | None = None,
+    ) -> None:
+        self.name = name
+        self._transport = transport
+        self._url = f"{url}/v1"
+        self._headers = headers or {}
 
-    async def close(self) -> None:
+    @classmethod
+    def on_this_machine(cls, paths: FleetPaths, *, transport: Transport | None = None) -> Self:
+        """By the socket in the fleet's directory. Raises SkyctlError where that is not ours."""
+        return cls(paths.name, transport or by_socket(paths))
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
         await self._transport.aclose()
 
-    async def get(self, path: str, *, timeout_s: float = CALL_TIMEOUT_S) -> dict[str, Any]:
-        """The JSON of a GET under /v1."""
-        return await self._call("GET", path, None, timeout_s)
-
-    async def post(
-        self, path: str, body: dict[str, Any], *, timeout_s: float = CALL_TIMEOUT_S
-    ) -> dict[str, Any]:
-        """The JSON of a POST under /v1. Raises the error the supervisor answered with."""
-        return await self._call("POST", path, body, timeout_s)
-
-    async def _call(
-        self, method: str, path: str, body: dict[str, Any] | None, timeout_s: float
-    ) -> dict[str, Any]:
-        headers = {VERSION_HEADER: spoken(), CALLER_HEADER: quote(own_command())}
-        if body is not None:
-            headers["content-type"] = "application/json"
-        sent = None if body is None else json_body(body)
+    async def _ask(
+        self, verb: str, asked: object, result: type[T], *, patience_s: float = CALL_TIMEOUT_S
+    ) -> T:
+        headers = {
+            VERSION_HEADER: spoken(),
+            CALLER_HEADER: quote(own_command()),
+            "content-type": "application/json",
+            **self._headers,
+        }
+        request = Request("POST", self._url, f"/{verb}", headers, self._encoded(asked))
         try:
-            answer = await self._transport.send(
-                Request(method, "http://supervisor/v1", path, headers, sent), timeout_s=timeout_s
-            )
+            answer = await self._transport.send(request, timeout_s=patience_s)
         except NoAnswer as error:
             raise DeadlineExceeded(
-                f"the supervisor of fleet {self._paths.name} did not answer in {timeout_s:g} s",
-                hint="look: skyctl logs supervisor",
+                f"the supervisor of fleet {self.name} did not answer in {patience_s:g} s",
+                hint=LOOK,
             ) from error
         except TransportError as error:
-            raise FleetDownError(
-                f"fleet {self._paths.name} is not running", hint="start it: skyctl up"
+            raise self._unreachable(error) from error
+        if not answer.is_success:
+            raise _error(answer)
+        try:
+            found: T = adapter(result).validate_json(answer.body)
+        except ValidationError as error:
+            theirs = answer.headers.get(VERSION_HEADER, "")
+            if theirs and theirs != f"{spoken()}/{stamp()}":
+                raise version_mismatch(theirs, spoken()) from error
+            raise ServerError(
+                f"the supervisor answered {answer.text[:100]!r}", hint=LOOK
             ) from error
-        if answer.is_success:
-            return _mapping(answer)
-        raise _error(answer)
-
-
-def _mapping(answer: Answer) -> dict[str, Any]:
-    try:
-        found = json.loads(answer.body)
-    except (ValueError, RecursionError):
-        found = None
-    if isinstance(found, dict):
         return found
-    raise ServerError(
-        f"the supervisor answered {answer.text[:100]!r}", hint="look: skyctl logs supervisor"
-    )
+
+    def _encoded(self, asked: object) -> bytes:
+        return b"{}" if asked is None else to_json(asked)
+
+    def _unreachable(self, error: TransportError) -> FleetDownError:
+        return down_error(self.name)
+
+
+def by_socket(paths: FleetPaths) -> Transport:
+    """The way to the supervisor of this machine. Raises SkyctlError where that is not ours."""
+    paths.refuse_foreign()
+    return KeptConnections(unix_socket=str(paths.socket))
 
 
 def _error(answer: Answer) -> SkyctlError:
@@ -96,7 +115,5 @@ def _error(answer: Answer) -> SkyctlError:
         if theirs != f"{spoken()}/{stamp()}":
             return version_mismatch(theirs, spoken())
         return ServerError(
-            f"the supervisor answered {answer.status}",
-            status=answer.status,
-            hint="look: skyctl logs supervisor",
+            f"the supervisor answered {answer.status}", status=answer.status, hint=LOOK
         )

@@ -19,8 +19,10 @@ from collections.abc import Iterator
 import uvicorn
 
 from skyctl.checkpoints.staging import sweep
+from skyctl.core.plan import FleetPlan
 from skyctl.core.recovery import needed
 from skyctl.core.registry import supervisor_running
+from skyctl.core.service import TakenDown
 from skyctl.engines.logs import tail, telling_line
 from skyctl.errors import ConflictError, FleetDownError, SkyctlError
 from skyctl.http.client import ControlClient
@@ -28,8 +30,9 @@ from skyctl.startup import inherited
 from skyctl.store.paths import FleetPaths, create_private_file
 from skyctl.store.state import FleetState
 from skyctl.supervisor.api import make_app
-from skyctl.supervisor.client import SupervisorClient
+from skyctl.supervisor.client import RemoteFleet
 from skyctl.supervisor.housekeeping import keep_house
+from skyctl.supervisor.listening import Listening, QuietServer
 from skyctl.supervisor.resident import Supervisor
 
 START_TIMEOUT_S = 20.0
@@ -66,8 +69,7 @@ async def ensure_running(paths: FleetPaths) -> bool:
     Raises:
         SkyctlError: it did not come up; the message says why.
     """
-    client = SupervisorClient(paths)
-    try:
+    async with RemoteFleet.on_this_machine(paths) as client:
         if await _answers(client):
             return False
         child = _spawn(paths)
@@ -82,8 +84,6 @@ async def ensure_running(paths: FleetPaths) -> bool:
                 )
             await asyncio.sleep(0.05)
         return True
-    finally:
-        await client.close()
 
 
 def _spawn(paths: FleetPaths) -> subprocess.Popen[bytes]:
@@ -152,12 +152,6 @@ def become_subreaper() -> None:
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
-class _Server(uvicorn.Server):
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield  # TERM and INT are the supervisor's: they bring the fleet down first
-
-
 async def _serve_until_finished(supervisor: Supervisor, listener: socket.socket) -> None:
     config = uvicorn.Config(
         make_app(supervisor),
@@ -166,15 +160,21 @@ async def _serve_until_finished(supervisor: Supervisor, listener: socket.socket)
         lifespan="off",
         timeout_graceful_shutdown=2,
     )
-    server = _Server(config)
+    server = QuietServer(config)
     loop = asyncio.get_running_loop()
-    downs: list[asyncio.Task[None]] = []
+    listening, changes = Listening(supervisor), set[asyncio.Task[None]]()
+
+    def planned(plan: FleetPlan) -> None:
+        task = loop.create_task(listening.become(plan))
+        changes.add(task)
+        task.add_done_callback(changes.discard)
+
+    supervisor.on_plan = planned
+    downs: list[asyncio.Task[TakenDown]] = []
 
     def go_down() -> None:
         if not downs:
-            plan = supervisor.plan
-            drain_timeout_s = plan.config.drain_timeout_s if plan else 0.0
-            downs.append(loop.create_task(supervisor.down(drain_timeout_s=drain_timeout_s)))
+            downs.append(loop.create_task(supervisor.down()))
 
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, go_down)
@@ -188,6 +188,7 @@ async def _serve_until_finished(supervisor: Supervisor, listener: socket.socket)
     for chore in chores:
         chore.cancel()
     server.should_exit = True
+    await listening.close()
     await serving
     for result in await asyncio.gather(*downs, return_exceptions=True):
         if isinstance(result, BaseException):
@@ -237,9 +238,9 @@ def _socket(paths: FleetPaths) -> Iterator[socket.socket]:
         paths.socket.unlink(missing_ok=True)
 
 
-async def _answers(client: SupervisorClient) -> bool:
+async def _answers(client: RemoteFleet) -> bool:
     try:
-        await client.get("/status", timeout_s=5.0)
+        await client.processes()
     except FleetDownError:
         return False
     return True

@@ -18,6 +18,7 @@ from skyctl.core.status import (
 from skyctl.engines.base import ServerMetrics
 from skyctl.engines.logs import latest_message, tail
 from skyctl.errors import SkyctlError
+from skyctl.store.adapters import served
 from skyctl.supervisor.admission import refresh_all
 from skyctl.supervisor.replica import Replica
 from skyctl.supervisor.resident import Supervisor
@@ -48,6 +49,8 @@ async def report(supervisor: Supervisor, *, fresh: bool = True) -> FleetStatus:
     health, reasons = assess(rows, router, rolling=rollout is not None)
     if (lost := supervisor.state.unrecorded) is not None:
         reasons += (Reason(f"{lost.path} cannot be written: {lost.why}", lost.hint),)
+    if supervisor.not_listening:
+        reasons += (Reason(supervisor.not_listening, "put it right, then: skyctl up"),)
     return FleetStatus(
         name=supervisor.paths.name,
         health=health,
@@ -60,14 +63,15 @@ async def report(supervisor: Supervisor, *, fresh: bool = True) -> FleetStatus:
         model=supervisor.plan.served_model_name if supervisor.plan else None,
         weight_version=supervisor.state.weights().version,
         operation=supervisor.operation,
-        job=supervisor.job.id if supervisor.job else None,
+        job=supervisor.pushes.job.id if supervisor.pushes.job else None,
         rollout=rollout,
+        adapters=tuple(one.served_as for one in served(supervisor.state).values()),
     )
 
 
 def _rollout(supervisor: Supervisor) -> str | None:
     """`push-7: 1 of 3 servers updated` while a push rolls."""
-    job = supervisor.job
+    job = supervisor.pushes.job
     if job is None or not job.request.get("rolling"):
         return None
     told = supervisor.state.journal.job(job.id).servers

@@ -11,21 +11,41 @@ import itertools
 import json
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from typing import Any
+from urllib.parse import urlsplit
 
 from skyctl.adapters import AdapterChange, LoadAdapter, UnloadAdapter
 from skyctl.core import verbs
-from skyctl.core.arbiter import Act, Arbiter, Turn
+from skyctl.core.arbiter import Act, Turn
 from skyctl.core.diagnosis import Finding
+from skyctl.core.jobs import verify_servers
 from skyctl.core.membership import routable
-from skyctl.core.plan import FleetPlan, ServerSpec
+from skyctl.core.plan import FleetPlan, ServerSpec, local_url
+from skyctl.core.planning import planned, ports_of, scaled, usable
+from skyctl.core.recorded import RecordedFleet, down_error
 from skyctl.core.recovery import Recovered
-from skyctl.core.status import BY_DOWN, INTERRUPTED, Operation
+from skyctl.core.service import (
+    ADOPTION_WAIT_S,
+    Control,
+    Down,
+    Outcomes,
+    Pause,
+    Recover,
+    Restart,
+    Resume,
+    Scale,
+    Sleep,
+    StatusQuery,
+    TakenDown,
+)
+from skyctl.core.status import BY_DOWN, INTERRUPTED, FleetStatus, Operation, ended_by_others
+from skyctl.core.urls import FleetUrls, access
 from skyctl.errors import (
     ConflictError,
+    DeadlineExceeded,
     FleetDownError,
     NotFoundError,
     ServerError,
@@ -36,6 +56,7 @@ from skyctl.http.fanout import Outcome, OutcomeStatus
 from skyctl.kill_points import reached
 from skyctl.launch import DEFAULT as LAUNCHER
 from skyctl.push.request import PushRequest
+from skyctl.push.verify import Verification
 from skyctl.store.credentials import ensure_credentials
 from skyctl.store.in_doubt import close_orphans, in_doubt
 from skyctl.store.journal import Job
@@ -43,21 +64,24 @@ from skyctl.store.paths import FleetPaths
 from skyctl.store.retention import Retention
 from skyctl.store.state import FleetState
 from skyctl.supervisor import adapters, admission, adoption, healing, rollout
+from skyctl.supervisor.interface import Adopt, Begun, Reconcile, SupervisorService
 from skyctl.supervisor.pushes import Pushes
 from skyctl.supervisor.reconcile import Changes, Running, compare
 from skyctl.supervisor.replica import Replica, ReplicaContext, reload_rows
 from skyctl.supervisor.router import RouterChild
 from skyctl.supervisor.wire import spec_hash
 
+_RECOVERIES = 2  # what the first finds, and what is to be found after it
+_ADOPTION_POLL_S = 0.05
 
-class Supervisor:
+
+class Supervisor(RecordedFleet, SupervisorService):
     """Everything of one running fleet. Belongs to one event loop; `finished` ends the process."""
 
     def __init__(
         self, paths: FleetPaths, state: FleetState, client: ControlClient | None = None
     ) -> None:
-        self.paths = paths
-        self.state = state
+        super().__init__(paths, state)
         self.client = client or ControlClient()
         self.plan: FleetPlan | None = None
         self.replicas: dict[str, Replica] = {}
@@ -69,6 +93,8 @@ class Supervisor:
         self.recovered: tuple[Recovered, ...] = ()  # by the last recovery
         self.taken_over = False  # what lived is adopted and put right; the rest may still start
         close_orphans(state)  # of a dead supervisor, before anybody asks
+        self.not_listening = ""  # why other machines cannot reach it, where they should
+        self.on_plan: Callable[[FleetPlan], None] = lambda plan: None
         self._looking = False
         self._context: ReplicaContext | None = None
         self._numbers = itertools.count(1)
@@ -76,57 +102,79 @@ class Supervisor:
         self._operation_task: asyncio.Task[None] | None = None
         self._stopped_by = INTERRUPTED
         self._gpu_locks: dict[int, asyncio.Lock] = {}
-        self.arbiter = Arbiter(state.locks)
         self.pushes = Pushes(self)
         self.started_by_operation: list[str] = []
 
-    @property
-    def job(self) -> Job | None:
-        """The push under way, None between pushes."""
-        return self.pushes.job
+    # --- what is asked of it -------------------------------------------------------------------
 
-    # --- what the API calls --------------------------------------------------------------------
+    async def status(self, asked: StatusQuery = StatusQuery()) -> FleetStatus:
+        """Servers that are up are asked now."""
+        from skyctl.supervisor.report import report
 
-    def reconcile(self, plan: FleetPlan, kind: str = "up") -> tuple[int, bool]:
-        """Begin to make the fleet what the plan says; the operation's number, 0: nothing to do.
+        found = await report(self, fresh=asked.fresh)
+        # one that has ended is told of also when the next has begun
+        ended = next((one for one in self._ended_operations if one.id == asked.operation), None)
+        return found if ended is None else replace(found, operation=ended)
 
-        A second `up` with the same plan joins the first: then the flag is true.
+    async def reconcile(self, asked: Reconcile) -> Begun:
+        """Raises ConflictError when something else is being done."""
+        return self.change_to(asked.plan, asked.kind)
 
-        Raises:
-            ConflictError: something else is being done.
-        """
+    def change_to(self, plan: FleetPlan, kind: str = "up") -> Begun:
+        """Begin to make the fleet what the plan says. Raises ConflictError."""
         running = self._operation_task is not None and not self._operation_task.done()
         if running and self.operation and self.plan and _same(plan, self.plan):
-            return self.operation.id, True
+            return Begun(self.operation.id, joined=True)
         self._refuse_while_busy()
         if self.plan is not None and not self.changes(plan):
             self._take(plan)
-            return 0, False
+            return Begun(0)
         first = self.plan is None
         with self.state.durable():  # no process is started that could not be put on record
             self.state.set("going_down", "")
         detail = "" if first else str(self.changes(plan))
         work = adoption.adopt_and_apply if first else rollout.apply_plan
         self._take(plan)
-        return self._begin(kind, detail, work(self, plan)), False
+        return Begun(self._begin(kind, detail, work(self, plan)))
 
-    def adopt(self, plan: FleetPlan) -> int:
-        """Begin to take over what runs without a supervisor, as it is, and to put it right.
-
-        `plan` says how the dead are started again; what lives is left alone, even where it differs.
-        The operation's number; 0: this supervisor has a plan already.
-        """
+    async def adopt(self, asked: Adopt) -> int:
+        """What lives is left alone, even where it differs from the plan. 0: this supervisor has a
+        plan already."""
         if self.plan is not None:
             return self.operation.id if self.operation is not None else 0
-        self._take(plan)
-        return self._begin("adopt", "", adoption.take_over(self, plan))
+        self._take(asked.plan)
+        return self._begin("adopt", "", adoption.take_over(self, asked.plan))
 
-    async def findings(self) -> list[Finding]:
-        """What is the matter with each server, asked now. Raises FleetDownError."""
+    async def scale(self, asked: Scale) -> int:
+        before = self.require_plan()
+        config, ports = scaled(before.config, asked.replicas), ports_of(before)
+
+        def plan() -> FleetPlan:
+            router = before.router is not None
+            return usable(planned(config, before.base_dir, ports, router=router), ports)
+
+        return self.change_to(await asyncio.to_thread(plan), "scale").operation
+
+    async def findings(self) -> tuple[Finding, ...]:
         self.require_plan()
-        return await healing.find(self)
+        return tuple(await healing.find(self))
 
-    def recover(self) -> int:
+    async def recover(self, asked: Recover = Recover()) -> tuple[Recovered, ...]:
+        """Once verbs under way have ended. A second recovery joins the first."""
+        deadline = None if asked.timeout_s is None else time.monotonic() + asked.timeout_s
+        done: dict[str, Recovered] = {}
+        for _ in range(_RECOVERIES):
+            await self._until_ended(self.begin_recovery(), deadline)
+            done |= {
+                one.server: one
+                for one in self.recovered
+                if one.action != "nothing" or one.server not in done
+            }
+            if all(one.action == "nothing" for one in await self.findings()):
+                break
+        return tuple(done.values())
+
+    def begin_recovery(self) -> int:
         """Begin to put right what is wrong, once verbs under way have ended; the operation's
         number. A second call joins the first.
 
@@ -154,20 +202,48 @@ class Supervisor:
         self._operation_task.add_done_callback(lambda task: turn.release())
         return True
 
-    def ended_operation(self, number: int) -> Operation | None:
-        """One of the latest operations that have ended."""
-        return next((one for one in self._ended_operations if one.id == number), None)
+    async def _until_ended(self, number: int, deadline: float | None) -> None:
+        """Raises SkyctlError when somebody ended it, DeadlineExceeded when it goes on."""
+        task = self._operation_task
+        if task is not None and self.operation is not None and self.operation.id == number:
+            left_s = None if deadline is None else max(0.0, deadline - time.monotonic())
+            await asyncio.wait({task}, timeout=left_s)
+            if not task.done():
+                raise DeadlineExceeded(
+                    f"{self.operation.kind} has not ended in time; it goes on",
+                    hint="follow it: skyctl status --watch; or end it: skyctl down",
+                )
+        ended = next((one for one in self._ended_operations if one.id == number), None)
+        if ended is not None and ended.error in (BY_DOWN, INTERRUPTED):
+            raise ended_by_others(ended.kind, ended.error)
 
-    def restart(self, names: Sequence[str]) -> int:
-        """Begin a rolling restart of these replicas (all when empty).
-
-        Raises:
-            NotFoundError: no such replica. ConflictError: something else is being done.
-        """
-        chosen = self.named(names)
+    async def restart(self, asked: Restart = Restart()) -> int:
+        chosen = self.named(asked.servers)
         self._refuse_while_busy()
         detail = ", ".join(replica.name for replica in chosen)
         return self._begin("restart", detail, rollout.restart_rolling(self, chosen))
+
+    async def urls(self) -> FleetUrls:
+        plan, metrics = self.require_plan(), None
+        if plan.router is not None:
+            host = urlsplit(plan.router.url).hostname or "127.0.0.1"
+            metrics = local_url(host, plan.router.metrics_port)
+        return FleetUrls(
+            name=plan.name,
+            model=plan.served_model_name,
+            router=plan.router.url if plan.router is not None else None,
+            servers={replica.name: replica.spec.url for replica in self.replicas.values()},
+            router_metrics=metrics,
+            access=access(plan.config, self.paths),
+            engine=plan.config.engine,
+        )
+
+    async def model_path(self) -> str | None:
+        return self.state.weights().checkpoint or self.require_plan().model_path
+
+    async def verify_weights(self) -> Verification:
+        targets = [r.target for r in self.named(()) if r.phase == "up"]
+        return await verify_servers(targets, self.client, self.state)
 
     async def undo(self) -> None:
         """Stop the operation in progress and what it started; the whole fleet if that is all."""
@@ -175,10 +251,14 @@ class Supervisor:
         for name in [n for n in self.started_by_operation if n in self.replicas]:
             await rollout.remove(self, self.replicas[name])
         if not self.replicas:
-            await self.down(drain_timeout_s=0.0)
+            await self.down(Down(0.0))
 
-    async def down(self, *, drain_timeout_s: float) -> None:
+    async def down(self, asked: Down = Down()) -> TakenDown:
         """Drain, stop the router and then every server, and end the supervisor. Idempotent."""
+        drain_timeout_s = asked.drain_timeout_s
+        if drain_timeout_s is None:
+            drain_timeout_s = self.plan.config.drain_timeout_s if self.plan is not None else 0.0
+        names = tuple(row.name for row in self.state.processes() if row.alive())
         await self._stop_operation(BY_DOWN)
         await self.pushes.stop()
         self.operation = Operation(next(self._numbers), "down", "", time.time())
@@ -189,84 +269,66 @@ class Supervisor:
             await rollout.take_down(self, drain_timeout_s)
         finally:
             self.finished.set()
+        return TakenDown(names, supervised=True)
 
-    async def verb(
-        self,
-        verb: str,
-        arguments: Mapping[str, Any],
-        names: Sequence[str],
-        timeout_s: float,
-    ) -> list[dict[str, Any]]:
-        """pause, resume, sleep or wake on these servers (all when empty); one outcome each."""
-        with await self.arbiter.turn(Act.of_verb(verb), f"skyctl {verb}"):
-            return await self._verb_in_turn(verb, arguments, names, timeout_s)
+    async def control(self, asked: Control) -> Outcomes:
+        with await self.arbiter.turn(Act.of_verb(asked.verb), f"skyctl {asked.verb}"):
+            return await self._control_in_turn(asked)
 
-    async def _verb_in_turn(
-        self,
-        verb: str,
-        arguments: Mapping[str, Any],
-        names: Sequence[str],
-        timeout_s: float,
-    ) -> list[dict[str, Any]]:
+    async def _control_in_turn(self, asked: Control) -> Outcomes:
         plan = self.require_plan()
-        everyone = self.named(names)
+        everyone = self.named(asked.servers)
         chosen = [replica for replica in everyone if replica.phase == "up"]
-        absent = {r.name: self._meant_for(verb, r) for r in everyone if r.phase != "up"}
-        if verb in ("pause", "sleep") and len(chosen) < len(self.replicas):
+        absent = {r.name: self._meant_for(asked, r) for r in everyone if r.phase != "up"}
+        if isinstance(asked, Pause | Sleep) and len(chosen) < len(self.replicas):
             # out of rotation before it freezes, so that no request waits behind it
             self.held_out |= {replica.name for replica in chosen}
             await rollout.sync_router(self)
         try:
             outcomes = await verbs.run(
-                verb,
-                arguments,
+                asked,
                 [replica.target for replica in chosen],
                 client=self.client,
                 state=self.state,
-                timeout_s=timeout_s,
+                timeout_s=plan.config.control_timeout_s,
                 device=plan.device,
             )
             reload_rows(chosen, self.state)
-            await self._see(verb, chosen, outcomes)
+            await self._see(asked, chosen, outcomes)
         finally:
             self.held_out -= {replica.name for replica in chosen}
             if self.router is not None and self.router.workers != set(self.desired().values()):
                 await rollout.sync_router(self)
         found = {outcome.server: outcome for outcome in outcomes}
-        return [(found.get(r.name) or absent[r.name]).to_json() for r in everyone]
+        return tuple(found.get(r.name) or absent[r.name] for r in everyone)
 
-    async def _see(
-        self, verb: str, replicas: Sequence[Replica], outcomes: Sequence[Outcome[Any]]
-    ) -> None:
+    async def _see(self, asked_for: Control, replicas: Sequence[Replica], found: Outcomes) -> None:
         """Whether each is paused now: what the verb did where that tells, else asked."""
-        told = {o.server for o in outcomes if o.ok} if verb in ("pause", "resume") else set()
+        tells = isinstance(asked_for, Pause | Resume)
+        told = {outcome.server for outcome in found if outcome.ok} if tells else set()
         asked = [replica for replica in replicas if replica.name not in told]
         await admission.refresh_all(asked, self.client, 5.0)
         for replica in replicas:
             if replica.name in told:
-                replica.observe(paused=verb == "pause")
+                replica.observe(paused=isinstance(asked_for, Pause))
 
     async def load_adapter(self, asked: LoadAdapter) -> AdapterChange:
-        """Serve a LoRA adapter on every server; see `adapters.load`."""
         return await adapters.load(self, asked)
 
     async def unload_adapter(self, asked: UnloadAdapter) -> AdapterChange:
-        """Serve a LoRA adapter no longer; see `adapters.unload`."""
         return await adapters.unload(self, asked)
 
-    async def start_push(self, request: PushRequest) -> Job:
-        """Begin a push into every server that is up; the job.
-
-        Raises:
-            ConflictError: somebody else acts on the fleet, or no server can take it.
-            StateUnwritable: it cannot be put on record; nothing was touched.
-        """
+    async def start_push(self, asked: PushRequest) -> str:
+        """Into every server that is up."""
         self.require_plan()
+        until = time.monotonic() + ADOPTION_WAIT_S
+        while self._takes_over() and time.monotonic() < until:  # noqa: ASYNC110
+            await asyncio.sleep(_ADOPTION_POLL_S)
         self._refuse_beside_operation()
         turn = await self.arbiter.turn(Act.PUSH, "a push that is just starting")
         try:
             self._refuse_beside_operation()
-            return self.pushes.start(request, turn)
+            return self.pushes.start(asked, turn).id
         except BaseException:
             turn.release()
             raise
@@ -276,9 +338,7 @@ class Supervisor:
     def require_plan(self) -> FleetPlan:
         """The plan of the fleet that runs. Raises FleetDownError when none was started yet."""
         if self.plan is None:
-            raise FleetDownError(
-                f"fleet {self.paths.name} is not running", hint="start it: skyctl up"
-            )
+            raise down_error(self.paths.name)
         return self.plan
 
     def named(self, names: Sequence[str]) -> list[Replica]:
@@ -358,8 +418,9 @@ class Supervisor:
             )
         self._context.config = plan.config
         self.state.retention = Retention(**plan.config.history.model_dump())
+        self.on_plan(plan)
         # at once, before anything is spawned: another `up` plans with the same ports
-        self.state.set("ports", json.dumps(_ports(plan)))
+        self.state.set("ports", json.dumps(ports_of(plan)))
 
     def _refuse_another_launcher(self, plan: FleetPlan) -> None:
         """Only the launcher that started a process can end it."""
@@ -403,19 +464,26 @@ class Supervisor:
             self._operation_task.cancel()
             await asyncio.gather(self._operation_task, return_exceptions=True)
 
-    def _meant_for(self, verb: str, replica: Replica) -> Outcome[None]:
+    def _meant_for(self, asked: Control, replica: Replica) -> Outcome[None]:
         """The outcome of a verb for a replica that does not run; pauses are remembered for it."""
         detail = f"not running ({replica.state})"
-        if verb in ("pause", "resume"):
-            replica.update_row(paused=verb == "pause")
-            replica.intent_changed, replica.resume_when_up = True, verb == "resume"
+        if isinstance(asked, Pause | Resume):
+            replica.update_row(paused=isinstance(asked, Pause))
+            replica.intent_changed = True
+            replica.resume_when_up = isinstance(asked, Resume)
             if replica.phase not in ("failed", "dead", "stopped"):
-                detail = f"{replica.state}; will be {verb}d when it is ready"
+                detail = f"{replica.state}; will be {asked.verb}d when it is ready"
         return Outcome(replica.name, OutcomeStatus.SKIPPED, 0.0, detail)
 
     def _refuse_while_busy(self) -> None:
         self._refuse_operation()
         self.arbiter.take(Act.VERB, "a look").release()
+
+    def _takes_over(self) -> bool:
+        """Whether what lives is still being adopted and put right."""
+        operation = self.operation
+        adopts = operation is not None and operation.kind == "adopt" and not operation.ended_at
+        return adopts and not self.taken_over
 
     def _refuse_beside_operation(self) -> None:
         """Raise ConflictError where an operation excludes a push."""
@@ -471,10 +539,3 @@ def _same(one: FleetPlan, other: FleetPlan) -> bool:
         return [spec_hash(spec) for spec in plan.servers] + router
 
     return hashes(one) == hashes(other)
-
-
-def _ports(plan: FleetPlan) -> dict[str, int]:
-    ports = {spec.name: spec.port for spec in plan.servers}
-    if plan.router is not None:
-        ports |= {"router": plan.router.port, "router-metrics": plan.router.metrics_port}
-    return ports

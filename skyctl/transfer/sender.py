@@ -100,11 +100,17 @@ class Sender:
             reserve_bytes=message["reserve_bytes"],
             slot_bytes=message["slot_bytes"],
             threads=max(1, min(_MAX_THREADS, len(os.sched_getaffinity(0)))),
+            **({"shown": True} if message["shown"] else {}),
         )
         self._programs = [Program.from_wire(program) for program in message["programs"]]
         if self._programs:
             carrier.number(self._programs)  # type: ignore[attr-defined]  # those on GPUs have it
-        self._channel.tell("opened", endpoint=carrier.endpoint(), staged_whole=carrier.staged_whole)
+        self._channel.tell(
+            "opened",
+            endpoint=carrier.endpoint(),
+            staged_whole=carrier.staged_whole,
+            slots=carrier.export() if message["shown"] else None,  # type: ignore[attr-defined]
+        )
         reached("sender.opened")
         threading.Thread(target=self._read, name="reader", daemon=True).start()
 

@@ -34,10 +34,14 @@ class SenderFailed(SkyctlError):
 
 @dataclass(frozen=True)
 class Opened:
-    """`endpoint` is what servers connect to. `staged_whole`: every chunk has a slot of its own."""
+    """`endpoint` is what servers connect to. `staged_whole`: every chunk has a slot of its own.
+
+    `shown` is what servers need to map the slots (`GpuCarrier.export`), None where they cannot.
+    """
 
     endpoint: Mapping[str, Any]
     staged_whole: bool
+    shown: Mapping[str, Any] | None = None
 
 
 def _environment(nccl_settings: Mapping[str, str] | None) -> dict[str, str]:
@@ -100,11 +104,12 @@ class SenderProcess:
         reserve_bytes: int = 0,
         scan: bool = True,
         programs: Sequence[Program] = (),
+        shown: bool = False,
     ) -> None:
         """Tell it what to read; it starts filling its slots at once. `ring_only`: it takes no more
         slots than these, though it could; `reserve_bytes`: what it leaves free for that. `scan`: it
         refuses NaN and infinity. `programs`: each filled chunk comes with the numbers of the
-        parameters it completes.
+        parameters it completes. `shown`: servers copy out of the slots by themselves.
 
         `carrier` has the options of a new carrier; None goes on with the one there is.
         """
@@ -123,6 +128,7 @@ class SenderProcess:
             slot_bytes=plan.slot_bytes,
             carrier=None if carrier is None else dict(carrier),
             programs=[program.to_wire() for program in programs],
+            shown=shown,
         )
 
     @property
@@ -142,7 +148,7 @@ class SenderProcess:
     async def opened(self, *, timeout_s: float) -> Opened:
         """Wait until it is ready to be connected to."""
         event = await self._event("opened", 0, timeout_s)
-        return Opened(event["endpoint"], event["staged_whole"])
+        return Opened(event["endpoint"], event["staged_whole"], event["slots"])
 
     async def filled(self, chunk: int, *, timeout_s: float) -> Filled:
         """Wait until a chunk lies in its slot."""

@@ -18,10 +18,10 @@ class Lease:
     """A sender on loan to one push.
 
     `fresh` senders still have to be told of their carrier. `session` names the carrier's session;
-    `group` the servers that have joined it, "" while none have; `filled` those that its last push
-    filled, and with chunks of which size, "" before one; `lead_s` is how long its last
-    push took from reading to the first update, 0 before one; `load_s_per_byte` the least that
-    servers took for a byte of an update that all chunks streamed into, 0 before one.
+    `group` the servers that have `joined` it, "" while none have or nobody knows which; `filled`
+    those that its last push filled, and with chunks of which size, "" before one; `lead_s` is how
+    long its last push took from reading to the first update, 0 before one; `load_s_per_byte` the
+    least that servers took for a byte of an update that all chunks streamed into, 0 before one.
     """
 
     sender: SenderProcess
@@ -29,6 +29,7 @@ class Lease:
     session: str
     fresh: bool = True
     group: str = ""
+    joined: bool = False
     filled: str = ""
     lead_s: float = 0.0
     load_s_per_byte: float = 0.0
@@ -74,7 +75,8 @@ class SenderPool:
         key = json.dumps([python, transport, options, nccl_settings], sort_keys=True, default=dict)
         idle, self._idle = self._idle, None
         if idle is not None:
-            of_this_group = group is None or (bool(group) and idle.group == group)
+            same = bool(group) and idle.group == group
+            of_this_group = group is None or not idle.joined or same
             if idle.key == key and idle.sender.healthy and of_this_group:
                 return idle
             await idle.sender.close()

@@ -56,13 +56,15 @@ class StubFleet:
         text = _FLEET.format(name=name, replicas=replicas, faults=faults, extra=extra)
         (self.directory / "fleet.yaml").write_text(text)
 
-    def start(self, *arguments: str) -> subprocess.Popen[str]:
+    def start(self, *arguments: str, path: Path | None = None) -> subprocess.Popen[str]:
+        """One command; modules in `path` come before others."""
         environ = {k: v for k, v in os.environ.items() if not k.startswith("SKYCTL_")}
         home = self.home or self.directory / "home"
+        modules = f"{path}:{ROOT}" if path else str(ROOT)
         return subprocess.Popen(
             [sys.executable, "-m", "skyctl", *arguments],
             cwd=self.directory,
-            env={**environ, "SKYCTL_HOME": str(home), "PYTHONPATH": str(ROOT), **self.environ},
+            env={**environ, "SKYCTL_HOME": str(home), "PYTHONPATH": modules, **self.environ},
             text=True,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,

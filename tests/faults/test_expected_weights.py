@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from skyctl.checkpoints.checkpoint import read_checkpoint
+from skyctl.core.service import JobQuery
 from skyctl.push.request import PushRequest
 from skyctl.service.attached import AttachedFleet
 from skyctl.store.expected import by_files
@@ -65,7 +66,7 @@ async def test_a_single_server_that_comes_to_something_else_is_quarantined(
     assert "when it was pushed before" in second.error["message"]
     assert "learned" not in second.error["details"]
     assert stub.engine.paused
-    [row], _ = await fleet.weights()
+    [row] = (await fleet.weights()).servers
     assert first.result["servers"][0]["weights_digest"] in (row.quarantine or "")
 
 
@@ -80,8 +81,8 @@ async def test_what_was_allowed_is_expected_from_then_on(
 
 async def one_report(fleet: AttachedFleet) -> dict[str, Any]:
     report = await fleet.verify_weights()
-    [row] = report["servers"]
-    return dict(row)
+    [row] = report.servers
+    return row.to_json()
 
 
 async def test_a_server_is_compared_with_the_record_and_with_the_checkpoint(
@@ -127,14 +128,19 @@ async def test_one_that_sleeps_is_not_looked_into(fleet: AttachedFleet, stub: St
     assert stub.asgi.calls["/collective_rpc"] == 0
 
 
+async def server_events(fleet: AttachedFleet, job: Job) -> list[dict[str, Any]]:
+    events = (await fleet.job_changes(JobQuery(job.id))).events
+    return [event.data for event in events if event.kind == "server"]
+
+
 async def test_the_digest_before_a_first_push_is_in_its_journal(
     fleet: AttachedFleet, new: Path
 ) -> None:
     job = await pushed(fleet, new)
-    seen = [e.data for e in await fleet.job_events(job.id) if e.kind == "server"]
+    seen = await server_events(fleet, job)
     assert seen[0]["state"] == "weighed" and seen[0]["detail"]
     again = await pushed(fleet, new)
-    seen = [e.data for e in await fleet.job_events(again.id) if e.kind == "server"]
+    seen = await server_events(fleet, again)
     assert "weighed" not in {event["state"] for event in seen}  # it is on record now
 
 
@@ -180,7 +186,7 @@ async def test_a_directory_that_is_written_while_servers_load_it_is_nobodys_laun
     async with supervising(tmp_path) as supervisor:
         slow = pushable("a", base)
         slow = replace(slow, argv=(*slow.argv, "--faults", '{"startup_delay_s": 1.5}'))
-        supervisor.reconcile(fleet_plan([slow], stub_router()))
+        supervisor.change_to(fleet_plan([slow], stub_router()))
         await eventually(lambda: "a" in supervisor.replicas)
         await eventually(lambda: supervisor.replicas["a"].phase == "starting")
         write_checkpoint(base, tiny_tensors(9))

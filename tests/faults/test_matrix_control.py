@@ -9,13 +9,13 @@ from __future__ import annotations
 import asyncio
 import signal
 import sys
-from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from skyctl.core import actions as verbs
+from skyctl.core.service import Pause, Resume, Sleep, Wake
 from skyctl.http.client import ControlClient
 from skyctl.service.attached import AttachedFleet
 from skyctl.store.state import FleetState
@@ -55,12 +55,13 @@ FAULTS: dict[str, tuple[Fault, Told]] = {
 
 async def call(fleet: AttachedFleet, verb: str) -> list[tuple[str, str]]:
     """Status and detail of each server's outcome."""
-    if verb == "pause":
-        outcomes = await fleet.pause("keep", False, timeout_s=TIMEOUT_S)
-    else:
-        run: Callable[..., Awaitable[list[dict[str, str]]]] = getattr(fleet, verb)
-        outcomes = await run(timeout_s=TIMEOUT_S)
-    return [(outcome["status"], outcome["detail"]) for outcome in outcomes]
+    asked = {
+        "pause": Pause(mode="keep", clear_cache=False, timeout_s=TIMEOUT_S),
+        "resume": Resume(timeout_s=TIMEOUT_S),
+        "sleep": Sleep(timeout_s=TIMEOUT_S),
+        "wake": Wake(timeout_s=TIMEOUT_S),
+    }[verb]
+    return [(outcome.status, outcome.detail) for outcome in await fleet.control(asked)]
 
 
 async def make_ready_for(fleet: AttachedFleet, verb: str) -> None:
@@ -194,9 +195,9 @@ async def test_out_of_memory_on_waking_the_cache_leaves_a_server_that_can_be_wok
         outcomes = await call(fleet, "wake")
         assert outcomes[BAD][0] == "failed" and "out of memory" in outcomes[BAD][1]
         assert [r.state for r in (await fleet.status()).replicas] == ["ready", "asleep", "ready"]
-        for tags in (["weights"], ["kv_cache"]):
-            outcome = (await fleet.wake(tags, servers=["far-1"]))[0]
-            assert outcome["status"] == "ok"
+        for tag in ("weights", "kv_cache"):
+            [outcome] = await fleet.wake(Wake(tags=(tag,), servers=("far-1",)))
+            assert outcome.ok
         assert (await fleet.status()).health == "healthy"
 
 

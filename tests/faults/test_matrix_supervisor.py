@@ -16,6 +16,8 @@ import psutil
 import pytest
 
 from skyctl.core.plan import ServerSpec
+from skyctl.core.service import Down, Pause, Restart, Resume, Sleep, Wake
+from skyctl.core.status import FleetStatus
 from skyctl.engines.vllm.server import VLLMServer
 from skyctl.errors import DeadlineExceeded
 from skyctl.launch.local.ports import free_port
@@ -23,7 +25,7 @@ from skyctl.push.request import PushRequest
 from skyctl.store.identity import identify
 from skyctl.store.paths import FleetPaths
 from skyctl.store.state import FleetState, ProcessRow
-from skyctl.supervisor.client import SupervisorClient
+from skyctl.supervisor.interface import SupervisorClient
 from skyctl.supervisor.report import report
 from skyctl.supervisor.resident import Supervisor
 from tests.stub.app import StubServer
@@ -102,7 +104,7 @@ async def test_a_foreign_server_on_our_port_is_never_taken_for_ours(tmp_path: Pa
     async with running([StubServer()]) as targets, supervising(tmp_path) as supervisor:
         port = int(targets[0].url.rpartition(":")[2])
         slow = stub_server("a", port=port, faults={"startup_delay_s": 1.5})
-        supervisor.reconcile(fleet_plan([slow, stub_server("b")], stub_router()))
+        supervisor.change_to(fleet_plan([slow, stub_server("b")], stub_router()))
         watch = asyncio.create_task(watching(supervisor, "a", seen))
         error = await ended(supervisor)
         watch.cancel()
@@ -126,7 +128,7 @@ async def test_an_answer_of_a_server_that_hangs_is_not_waited_for_beyond_its_dea
     async with supervising(tmp_path) as supervisor:
         health = {"interval_s": 0.1, "timeout_s": 0.3, "startup_timeout_s": 1.5}
         hung = stub_server("a", faults={"*": {"kind": "hang"}})
-        supervisor.reconcile(fleet_plan([hung], health=health, stop_timeout_s=1))
+        supervisor.change_to(fleet_plan([hung], health=health, stop_timeout_s=1))
         assert "not ready after 1.5 s" in await ended(supervisor)
 
 
@@ -138,7 +140,7 @@ async def test_a_replica_that_fails_to_start_in_a_scale_leaves_the_others_alone(
         await bring_up(supervisor, fleet_plan(servers, router))
         pids = {name: pid_of(supervisor, name) for name in ("a", "b")}
         broken = command_server("c", "raise ValueError('out of memory')")
-        supervisor.reconcile(fleet_plan([*servers, broken], router), "scale")
+        supervisor.change_to(fleet_plan([*servers, broken], router), "scale")
         assert "out of memory" in await ended(supervisor)
         assert {name: pid_of(supervisor, name) for name in ("a", "b")} == pids
         assert routed(supervisor) == {"a", "b"} and states(supervisor)["c"] == "failed"
@@ -156,7 +158,7 @@ async def test_a_rolling_restart_stops_at_the_first_that_does_not_come_back(
         plan = supervisor.require_plan()
         broken = command_server("a", "raise SystemExit(9)")
         object.__setattr__(plan, "servers", (broken, *plan.servers[1:]))
-        supervisor.restart([])
+        await supervisor.restart()
         assert "a did not come back" in await ended(supervisor)
         assert {name: pid_of(supervisor, name) for name in ("b", "c")} == pids
         assert routed(supervisor) == {"b", "c"}
@@ -183,7 +185,7 @@ async def test_an_engine_core_that_outlives_its_api_server_is_stopped_before_the
         assert second is not None
         await eventually(lambda: len(second.descendants) == 1)
         [core] = second.descendants
-        await supervisor.down(drain_timeout_s=0.0)
+        await supervisor.down(Down(0.0))
         assert gone(core.pid)
 
 
@@ -194,7 +196,7 @@ async def test_a_stopped_server_ends_with_kill_after_its_stop_deadline(tmp_path:
         await bring_up(supervisor, plan)
         pid = pid_of(supervisor, "a")
         os.kill(pid, signal.SIGSTOP)
-        await supervisor.down(drain_timeout_s=0.5)
+        await supervisor.down(Down(0.5))
         assert gone(pid)
 
 
@@ -209,7 +211,7 @@ async def test_a_restart_that_meets_a_server_being_stopped_waits_until_it_is_gon
         pid = pid_of(supervisor, "a")
         os.kill(pid, signal.SIGSTOP)  # TERM does nothing until it goes on
         await eventually(lambda: states(supervisor) == {"a": "restarting"})
-        supervisor.restart(["a"])
+        await supervisor.restart(Restart(("a",)))
         await ended(supervisor)
         assert states(supervisor) == {"a": "ready"} and pid_of(supervisor, "a") != pid
         assert gone(pid)
@@ -228,7 +230,7 @@ async def test_a_request_that_never_ends_holds_a_down_no_longer_than_the_drain_d
             metrics = VLLMServer(supervisor.client, supervisor.replicas["a"].target)
             while (await metrics.metrics()).in_flight == 0:
                 assert not asking.done()
-            await supervisor.down(drain_timeout_s=0.3)
+            await supervisor.down(Down(0.3))
             assert gone(pid)
             with pytest.raises(httpx.HTTPError):
                 await asking
@@ -248,9 +250,9 @@ async def test_a_down_in_the_middle_of_a_push_leaves_no_sender_and_no_server(
         job = await supervisor.start_push(PushRequest(str(new)))
         await eventually(lambda: states(supervisor)["a"] == "updating")
         async with asyncio.timeout(30):
-            await supervisor.down(drain_timeout_s=0.0)
+            await supervisor.down(Down(0.0))
         assert gone(pid)
-        assert supervisor.state.journal.job(job.id).ended
+        assert supervisor.state.journal.job(job).ended
         assert supervisor.state.locks.holders("turn") == []
         children = psutil.Process().children(recursive=True)
         assert not [c for c in children if any("weights.sender" in word for word in c.cmdline())]
@@ -260,7 +262,7 @@ async def test_two_downs_at_once_are_one(tmp_path: Path) -> None:
     async with supervising(tmp_path) as supervisor:
         await bring_up(supervisor, fleet_plan([stub_server("a"), stub_server("b")], stub_router()))
         pids = [pid_of(supervisor, name) for name in ("a", "b")]
-        await asyncio.gather(*(supervisor.down(drain_timeout_s=0.2) for _ in range(2)))
+        await asyncio.gather(*(supervisor.down(Down(0.2)) for _ in range(2)))
         assert all(gone(pid) for pid in pids) and supervisor.state.processes() == []
 
 
@@ -273,11 +275,12 @@ async def test_a_supervisor_that_does_not_answer_is_given_up_at_the_deadline(
         await reader.read()
         writer.close()
 
-    async with await asyncio.start_unix_server(silent, paths.socket):
-        client = SupervisorClient(paths)
+    async with (
+        await asyncio.start_unix_server(silent, paths.socket),
+        SupervisorClient.on_this_machine(paths) as client,
+    ):
         with pytest.raises(DeadlineExceeded, match=r"did not answer in 0\.2 s"):
-            await client.get("/status", timeout_s=0.2)
-        await client.close()
+            await client._ask("status", None, FleetStatus, patience_s=0.2)
 
 
 # --- verbs through the supervisor ----------------------------------------------------------------
@@ -287,8 +290,8 @@ async def test_a_partial_pause_puts_every_server_back_into_the_router(tmp_path: 
     async with supervising(tmp_path) as supervisor:
         await bring_up(supervisor, fleet_plan([full_server("a"), full_server("b")], stub_router()))
         await set_faults(supervisor, "b", {"/pause": {"kind": "status"}})
-        outcomes = await supervisor.verb("pause", {"mode": "keep"}, [], 2.0)
-        assert [o["status"] for o in outcomes] == ["rolled-back", "failed"]
+        outcomes = await supervisor.pause(Pause(mode="keep", timeout_s=2.0))
+        assert [o.status for o in outcomes] == ["rolled-back", "failed"]
         assert states(supervisor) == {"a": "ready", "b": "ready"}
         assert routed(supervisor) == {"a", "b"}
 
@@ -296,17 +299,17 @@ async def test_a_partial_pause_puts_every_server_back_into_the_router(tmp_path: 
 async def test_a_server_that_could_not_be_woken_is_not_routed(tmp_path: Path) -> None:
     async with supervising(tmp_path) as supervisor:
         await bring_up(supervisor, fleet_plan([full_server("a"), full_server("b")], stub_router()))
-        await supervisor.verb("sleep", {"level": 1}, [], 2.0)
+        await supervisor.sleep(Sleep(level=1, timeout_s=2.0))
         oom = {"kind": "status", "text": "CUDA out of memory"}
         await set_faults(supervisor, "b", {"/wake_up": oom})
-        outcomes = await supervisor.verb("wake", {"tags": []}, [], 2.0)
-        assert [o["status"] for o in outcomes] == ["ok", "failed"]
+        outcomes = await supervisor.wake(Wake(timeout_s=2.0))
+        assert [o.status for o in outcomes] == ["ok", "failed"]
         assert states(supervisor) == {"a": "ready", "b": "asleep"}
         assert routed(supervisor) == {"a"}
         # staged once more, then a restart: what an operator types
-        assert (await supervisor.verb("wake", {"tags": ["weights"]}, ["b"], 2.0))[0][
-            "status"
-        ] == "failed"
+        assert (await supervisor.wake(Wake(tags=("weights",), servers=("b",), timeout_s=2.0)))[
+            0
+        ].status == "failed"
 
 
 async def test_a_sleeping_server_is_out_of_the_router_and_back_when_it_is_awake(
@@ -314,16 +317,16 @@ async def test_a_sleeping_server_is_out_of_the_router_and_back_when_it_is_awake(
 ) -> None:
     async with supervising(tmp_path) as supervisor:
         await bring_up(supervisor, fleet_plan([full_server("a"), full_server("b")], stub_router()))
-        await supervisor.verb("sleep", {"level": 1}, ["a"], 2.0)
+        await supervisor.sleep(Sleep(level=1, servers=("a",), timeout_s=2.0))
         assert routed(supervisor) == {"b"}
-        await supervisor.verb("wake", {"tags": []}, ["a"], 2.0)
+        await supervisor.wake(Wake(servers=("a",), timeout_s=2.0))
         assert routed(supervisor) == {"a", "b"}
 
 
 async def test_a_sleeping_server_that_dies_comes_back_asleep(tmp_path: Path) -> None:
     async with supervising(tmp_path) as supervisor:
         await bring_up(supervisor, fleet_plan([full_server("a")]))
-        await supervisor.verb("sleep", {"level": 1}, [], 2.0)
+        await supervisor.sleep(Sleep(level=1, timeout_s=2.0))
         os.kill(pid_of(supervisor, "a"), signal.SIGKILL)
         await eventually(lambda: supervisor.replicas["a"].phase != "up")
         await eventually(lambda: supervisor.replicas["a"].phase == "up")
@@ -338,9 +341,9 @@ async def test_a_verb_while_a_push_runs_is_refused_with_the_jobs_name(tmp_path: 
         await bring_up(supervisor, fleet_plan([pushable("a", base)]))
         await set_faults(supervisor, "a", {"/update_weights": {"kind": "hang"}})
         job = await supervisor.start_push(PushRequest(str(new)))
-        for verb in ("pause", "resume", "sleep", "wake"):
-            with pytest.raises(Exception, match=job.id):
-                await supervisor.verb(verb, {}, [], 1.0)
+        for verb in (Pause, Resume, Sleep, Wake):
+            with pytest.raises(Exception, match=job):
+                await supervisor.control(verb(timeout_s=1.0))
 
 
 # --- status --------------------------------------------------------------------------------------
@@ -385,9 +388,9 @@ async def test_a_hung_router_does_not_hold_up_control_calls(
         os.kill(pid, signal.SIGSTOP)
         try:
             async with asyncio.timeout(10):
-                outcomes = await supervisor.verb("pause", {"mode": "keep"}, ["a"], 2.0)
-                assert outcomes[0]["status"] == "ok"
-                assert (await supervisor.verb("resume", {}, [], 2.0))[0]["status"] == "ok"
+                outcomes = await supervisor.pause(Pause(mode="keep", servers=("a",), timeout_s=2.0))
+                assert outcomes[0].status == "ok"
+                assert (await supervisor.resume(Resume(timeout_s=2.0)))[0].status == "ok"
         finally:
             os.kill(pid, signal.SIGCONT)
 
@@ -423,7 +426,7 @@ async def test_a_router_that_keeps_dying_is_given_up_and_servers_go_on(tmp_path:
         found = await report(supervisor)
         assert found.health == "degraded" and "router is failed" in found.reasons[0].message
         assert states(supervisor) == {"a": "ready", "b": "ready"}
-        assert (await supervisor.verb("pause", {"mode": "keep"}, [], 2.0))[0]["status"] == "ok"
+        assert (await supervisor.pause(Pause(mode="keep", timeout_s=2.0)))[0].status == "ok"
 
 
 async def test_a_router_killed_while_the_fleet_is_paused_comes_back_with_every_server(
@@ -431,7 +434,7 @@ async def test_a_router_killed_while_the_fleet_is_paused_comes_back_with_every_s
 ) -> None:
     async with supervising(tmp_path) as supervisor:
         await bring_up(supervisor, fleet_plan([stub_server("a"), stub_server("b")], stub_router()))
-        await supervisor.verb("pause", {"mode": "keep"}, [], 2.0)
+        await supervisor.pause(Pause(mode="keep", timeout_s=2.0))
         router = supervisor.router
         assert router is not None and router.process is not None and router.process.pid
         os.kill(router.process.pid, signal.SIGKILL)
@@ -444,8 +447,8 @@ async def test_a_router_killed_while_the_fleet_is_paused_comes_back_with_every_s
 
 async def pushed(supervisor: Supervisor, checkpoint: Path) -> None:
     job = await supervisor.start_push(PushRequest(str(checkpoint)))
-    await eventually(lambda: supervisor.job is None)
-    assert supervisor.state.journal.job(job.id).state == "succeeded"
+    await eventually(lambda: supervisor.pushes.job is None)
+    assert supervisor.state.journal.job(job).state == "succeeded"
 
 
 async def test_a_replica_killed_after_a_push_is_routed_only_with_the_weights_of_the_push(
@@ -518,7 +521,7 @@ async def test_what_a_push_left_in_doubt_is_put_right_without_being_asked(
         for name in bad:  # every update, again and again, as long as this process lives
             await set_faults(supervisor, name, {"/update_weights": {"kind": "status"}})
         job = await supervisor.start_push(PushRequest(str(new)))
-        await eventually(lambda: supervisor.state.journal.job(job.id).state == "failed")
+        await eventually(lambda: supervisor.state.journal.job(job).state == "failed")
         # nobody types anything
         await eventually(lambda: states(supervisor) == {"a": "ready", "b": "ready"})
         await eventually(lambda: routed(supervisor) == {"a", "b"})
@@ -543,7 +546,7 @@ async def test_a_server_killed_in_a_push_is_replaced_at_the_version_of_the_other
         await supervisor.start_push(PushRequest(str(new)))
         await eventually(lambda: states(supervisor).get("a") == "updating")
         os.kill(pid, signal.SIGKILL)
-        await eventually(lambda: supervisor.job is None)
+        await eventually(lambda: supervisor.pushes.job is None)
         await eventually(
             lambda: (
                 states(supervisor)["a"] in ("ready", "quarantined")

@@ -19,6 +19,7 @@ from typing import Any
 import psutil
 import pytest
 
+from skyctl.core.service import Sleep, Wake
 from skyctl.errors import PreflightError, PushError, SkyctlError
 from skyctl.push.transaction import PushRequest, push
 from tests.faults.attached_fleet import attached_fleet
@@ -394,7 +395,7 @@ async def test_after_a_partial_push_status_is_degraded_and_the_bad_server_quaran
         assert [r.state for r in status.replicas] == ["ready", "quarantined", "ready"]
         assert status.health == "degraded"
         outcomes = await fleet.resume()
-        assert [o["status"] for o in outcomes] == ["ok", "skipped", "ok"]
+        assert [o.status for o in outcomes] == ["ok", "skipped", "ok"]
         assert servers[BAD].engine.paused, "never silently resumed"
         # the fault passes, and the next push frees it
         servers[BAD].asgi.faults.clear()
@@ -410,10 +411,10 @@ async def test_discarded_weights_are_pushed_between_waking_weights_and_cache(
     write_checkpoint(new, tiny_tensors(50))
     servers = [StubServer(StubEngine(model=str(base), weigh=content)) for _ in range(2)]
     async with attached_fleet(tmp_path, monkeypatch, servers) as fleet:
-        await fleet.sleep(2)
-        await fleet.wake(["weights"])
+        await fleet.sleep(Sleep(level=2))
+        await fleet.wake(Wake(tags=("weights",)))
         job = await fleet.wait_job(await fleet.start_push(PushRequest(str(new))))
         assert job.state == "succeeded", job.error
-        assert [o["status"] for o in await fleet.wake(["kv_cache"])] == ["ok", "ok"]
+        assert [o.status for o in await fleet.wake(Wake(tags=("kv_cache",)))] == ["ok", "ok"]
         assert {server.engine.digest for server in servers} == {NEW}
         assert not any(server.engine.paused for server in servers)

@@ -11,6 +11,7 @@ from typing import Any
 
 import httpx
 
+from skyctl.core.service import Pause
 from skyctl.push.canary import read_canary
 from skyctl.push.request import PushRequest
 from skyctl.store.in_doubt import in_doubt
@@ -58,8 +59,8 @@ async def fleet_at(tmp_path: Path, *, replicas: int = 2) -> AsyncIterator[Superv
 
 async def pushed(supervisor: Supervisor, request: PushRequest) -> Job:
     job = await supervisor.start_push(request)
-    await eventually(lambda: supervisor.job is None)
-    return supervisor.state.journal.job(job.id)
+    await eventually(lambda: supervisor.pushes.job is None)
+    return supervisor.state.journal.job(job)
 
 
 class Client:
@@ -184,17 +185,17 @@ async def test_no_request_fails_while_a_push_rolls(tmp_path: Path) -> None:
         seen: set[tuple[str, str | None]] = set()
         async with asking(supervisor) as client:
             job = await supervisor.start_push(request)
-            while supervisor.job is not None:
+            while supervisor.pushes.job is not None:
                 status = await report(supervisor, fresh=False)
                 seen.add((status.health, status.rollout))
                 await asyncio.sleep(0.02)
-        assert supervisor.state.journal.job(job.id).state == "succeeded"
+        assert supervisor.state.journal.job(job).state == "succeeded"
         after = answer_of((await stub_state(supervisor, "a"))["digest"])
         assert client.failures == []
         assert set(client.answers) == {before, after}
         # two versions serve for a while: that is no fault
         assert {health for health, _ in seen} == {"healthy"}
-        assert (f"{job.id}: 1 of 2 servers updated") in {rollout for _, rollout in seen}
+        assert (f"{job}: 1 of 2 servers updated") in {rollout for _, rollout in seen}
         assert supervisor.state.weights().version == "step-2"
 
 
@@ -214,7 +215,7 @@ async def test_a_roll_that_stops_leaves_two_versions_and_recovery_goes_back(
         status = await report(supervisor)
         assert (status.health, status.reasons[0].hint) == ("degraded", "skyctl recover")
         await set_faults(supervisor, "b", {})
-        supervisor.recover()
+        supervisor.begin_recovery()
         assert await ended(supervisor) == ""
         assert {(await stub_state(supervisor, n))["weight_version"] for n in "ab"} == {"step-1"}
         assert (await report(supervisor)).health == "healthy"
@@ -222,7 +223,7 @@ async def test_a_roll_that_stops_leaves_two_versions_and_recovery_goes_back(
 
 async def test_the_last_server_that_serves_is_not_taken_out(tmp_path: Path) -> None:
     async with fleet_at(tmp_path) as supervisor:
-        await supervisor.verb("pause", {"mode": "keep"}, ["b"], 5.0)
+        await supervisor.pause(Pause(mode="keep", servers=("b",), timeout_s=5.0))
         request = PushRequest(str(tmp_path / "two"), rolling=1, pause_mode="wait")
         async with asking(supervisor) as client:
             job = await pushed(supervisor, request)

@@ -12,8 +12,8 @@ import sqlite3
 import struct
 from collections.abc import Callable
 from pathlib import Path
-from types import FrameType, SimpleNamespace
-from typing import Any
+from types import FrameType
+from typing import Any, get_type_hints
 
 import httpx
 import yaml
@@ -31,9 +31,8 @@ from skyctl.http.target import ServerTarget
 from skyctl.store.identity import own_identity
 from skyctl.store.in_doubt import close_orphans, in_doubt, touch
 from skyctl.store.journal import Told
-from skyctl.store.paths import FleetPaths
 from skyctl.store.state import FleetState, FleetWeights, ProcessRow
-from skyctl.supervisor.client import SupervisorClient
+from skyctl.supervisor.interface import SupervisorClient, SupervisorService, T
 from tests.fuzz.mutation import as_json, broken, mutated, nasty
 from tests.stub.through_httpx import ThroughHttpx
 from tests.unit.push.checkpoints import tiny_tensors, write_checkpoint
@@ -383,11 +382,8 @@ async def _supervisor_answer(dice: random.Random, directory: Path) -> None:
     status = dice.choice((200, 404, 409, 500))
     body = _body(dice, _SUPERVISED)
     transport = ThroughHttpx(httpx.MockTransport(lambda _: httpx.Response(status, content=body)))
-    client = SupervisorClient(FleetPaths(directory, "f"), transport=transport)
-    try:
-        await client.get("/status")
-    finally:
-        await client.close()
+    async with SupervisorClient("f", transport) as client:
+        await client.status()
 
 
 # --- bodies of requests --------------------------------------------------------------------------
@@ -398,18 +394,21 @@ _PLAN = {
     "free_gpus": [],
 }  # fmt: skip
 _REQUESTS: dict[str, Any] = {
-    "/v1/reconcile": {"plan": _PLAN, "kind": "up"},
-    "/v1/adopt": {"plan": _PLAN},
-    "/v1/recover": {},
-    "/v1/restart": {"servers": ["f-0"]},
-    "/v1/undo": {},
-    "/v1/down": {"drain_timeout_s": 0.0},
-    "/v1/verbs/pause": {"arguments": {"mode": "keep"}, "servers": ["f-0"], "timeout_s": 1.0},
-    "/v1/verbs/sleep": {"arguments": {"level": 1, "mode": "abort"}, "timeout_s": 1.0},
-    "/v1/verbs/wake": {"arguments": {"tags": ["weights"]}, "timeout_s": 1.0},
-    "/v1/verbs/x": {"arguments": {}, "timeout_s": 1.0},
-    "/v1/jobs": {"request": {"checkpoint": "/c", "transport": "shm", "chunk_size": 5}},
-    "/v1/verify": {"timeout_s": 1.0},
+    "reconcile": {"plan": _PLAN, "kind": "up"},
+    "adopt": {"plan": _PLAN},
+    "recover": {"timeout_s": 1.0},
+    "restart": {"servers": ["f-0"]},
+    "undo": {},
+    "down": {"drain_timeout_s": 0.0},
+    "pause": {"mode": "keep", "servers": ["f-0"], "timeout_s": 1.0},
+    "sleep": {"level": 1, "timeout_s": 1.0},
+    "wake": {"tags": ["weights"], "timeout_s": 1.0},
+    "x": {"timeout_s": 1.0},
+    "start_push": {"checkpoint": "/c", "transport": "shm", "chunk_size": 5},
+    "job_changes": {"job": "push-1", "after": 3, "wait_s": 1.0},
+    "logs": {"names": ["f-0"], "lines": 5},
+    "status": {"fresh": False, "operation": 3},
+    "verify_weights": {},
 }
 
 
@@ -423,54 +422,23 @@ async def _api_body(dice: random.Random, directory: Path) -> None:
 
     path = dice.choice(sorted(_REQUESTS))
     version = spoken() if dice.random() < 0.95 else dice.choice(("x", "0/0", "/", "9/9/9"))
-    transport = httpx.ASGITransport(make_app(_Unmoved()))  # type: ignore[arg-type]
+    transport = httpx.ASGITransport(make_app(_Unmoved()))
     async with httpx.AsyncClient(transport=transport, base_url="http://supervisor") as client:
         answer = await client.post(
-            path, content=_body(dice, _REQUESTS[path]), headers={VERSION_HEADER: version}
+            f"/v1/{path}", content=_body(dice, _REQUESTS[path]), headers={VERSION_HEADER: version}
         )
     assert answer.status_code in (200, 404, 409), answer.text
     if answer.status_code != 200:
         raise SkyctlError(answer.json()["error"]["message"])
 
 
-class _Unmoved:
+class _Unmoved(SupervisorService):
     """Takes what the API hands on, of the types it promised, and does nothing."""
 
-    client = None
-    recovered = ()
-    state = SimpleNamespace(weights=FleetWeights, servers=list)
-
-    def reconcile(self, plan: Any, kind: str) -> tuple[int, bool]:
-        assert isinstance(kind, str)
-        assert isinstance(plan.name, str)
-        return 1, False
-
-    def adopt(self, plan: Any) -> int:
-        assert isinstance(plan.name, str)
-        return 1
-
-    def recover(self) -> int:
-        return 1
-
-    def restart(self, servers: list[str]) -> int:
-        assert all(isinstance(name, str) for name in servers)
-        return 1
-
-    async def undo(self) -> None: ...
-
-    async def down(self, *, drain_timeout_s: float) -> None:
-        assert isinstance(drain_timeout_s, float)
-
-    async def verb(self, verb: str, arguments: Any, servers: Any, timeout_s: float) -> list[Any]:
-        assert isinstance(timeout_s, float)
-        return []
-
-    async def start_push(self, request: Any) -> Any:
-        assert isinstance(request.checkpoint, str)
-        return SimpleNamespace(id="push-1")
-
-    def named(self, names: Any) -> list[Any]:
-        return []
+    async def _ask(self, verb: str, asked: Any, result: type[T], *, patience_s: float = 0.0) -> Any:
+        for name, kind in get_type_hints(type(asked)).items() if asked is not None else ():
+            if isinstance(kind, type):
+                assert isinstance(getattr(asked, name), kind | int), (verb, name)
 
 
 CASES: dict[str, Case] = {

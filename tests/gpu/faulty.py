@@ -71,15 +71,18 @@ class FaultyFleet(FleetCli):
             self.answers[name] = self.answer()
         assert self.answers["a"] != self.answers["b"]
 
-    def push(self, name: str, expect: int | None = 0) -> subprocess.CompletedProcess[str]:
-        return self.run(*self._push(name), timeout_s=PUSH_TIMEOUT_S, expect=expect)
+    def push(
+        self, name: str, expect: int | None = 0, *, layout: str = "auto"
+    ) -> subprocess.CompletedProcess[str]:
+        return self.run(*self._push(name, layout), timeout_s=PUSH_TIMEOUT_S, expect=expect)
 
     def push_until_update(self, name: str) -> tuple[subprocess.Popen[str], list[psutil.Process]]:
         """A push that has just begun to update servers, and its senders, which are stopped.
 
-        A broadcast cannot end without them, however fast it is.
+        A broadcast cannot end without them, however fast it is; what is copied out of their memory
+        can.
         """
-        pushing = self.start(*self._push(name))
+        pushing = self.start(*self._push(name, "checkpoint"))
         assert pushing.stderr is not None
         stopped: list[psutil.Process] = []
         for line in pushing.stderr:
@@ -92,8 +95,9 @@ class FaultyFleet(FleetCli):
                 return pushing, stopped
         raise AssertionError(f"the push never came to its update: exit {pushing.wait(30)}")
 
-    def _push(self, name: str) -> tuple[str, ...]:
-        return ("sync-weights", str(self.checkpoints[name]), "--weight-version", name)
+    def _push(self, name: str, layout: str) -> tuple[str, ...]:
+        checkpoint = str(self.checkpoints[name])
+        return ("sync-weights", checkpoint, "--weight-version", name, "--layout", layout)
 
     def server(self) -> dict[str, Any]:
         """The first replica, as `skyctl status` has it."""

@@ -47,6 +47,7 @@ def _group(name: str, *gpus: int, **more: Any) -> dict[str, Any]:
 
 
 _FP8 = {"args": {"quantization": "fp8"}}
+_EP = {"args": {"enable-expert-parallel": True}}
 # frozen requests are computed anew after a push, in other batches than before
 _EXACT = _group("whole", 0, env={"VLLM_BATCH_INVARIANT": "1"})
 # a collective has each GPU once, and the sender one that no server uses; IPC shares them
@@ -56,7 +57,7 @@ _NCCL = (_group("whole", 0), _group("split", 1, 2))
 CASES = (
     Case("ipc", "dense", "qwen3-0.5b", (*_IPC, _group("fp8", 1, **_FP8)), 2, ("a", "b")),
     Case("ipc", "exact", "qwen3-0.5b", (_EXACT,), 1, ("a", "b")),
-    Case("ipc", "moe", "qwen3-moe-0.6b", _IPC, 2, ("a", "b")),
+    Case("ipc", "moe", "qwen3-moe-0.6b", (*_IPC, _group("spread", 0, 1, **_EP)), 2, ("a", "b")),
     Case("ipc", "tied", "qwen3-0.5b-tied", _IPC, 2, ("a", "b")),
     Case("nccl", "dense", "qwen3-0.5b", (_group("whole", 0),), 2, ("b", "a")),
     Case("nccl", "dense", "qwen3-0.5b", (_group("fp8", 0, **_FP8), _NCCL[1]), 4, ("b", "a")),
@@ -104,11 +105,11 @@ class SpecialFleet(FleetCli):
         self.run("up", timeout_s=UP_TIMEOUT_S)
         self.started = self.answers()
 
-    def push(self, name: str, *, layout: str = "checkpoint") -> dict[str, Any]:
+    def push(self, name: str, *more: str, layout: str = "auto") -> dict[str, Any]:
         """Push a checkpoint, labelled with its name; the job's result."""
         result: dict[str, Any] = self.data(
             *("sync-weights", str(self.checkpoints[name]), "--weight-version", name),
-            *("--mode", "keep", "--layout", layout),
+            *("--mode", "keep", "--layout", layout, *more),
         )["job"]["result"]
         return result
 

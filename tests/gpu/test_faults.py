@@ -29,7 +29,8 @@ def test_a_sender_that_is_killed(faulty_fleet: FaultyFleet, number: int) -> None
     point = SENDER_POINTS[faulty_fleet.transport][number]
     faulty_fleet.ticket.write_text(point)
     began = time.monotonic()
-    done = faulty_fleet.push("b" if number % 2 else "a", expect=None)
+    layout = "auto" if number > 2 else "checkpoint"
+    done = faulty_fleet.push("b" if number % 2 else "a", expect=None, layout=layout)
     assert not faulty_fleet.ticket.exists(), f"nobody came to {point}: {done.stderr}"
     version = faulty_fleet.assert_healthy(free)
     print(f"{point}: exit {done.returncode}, at {version} in {time.monotonic() - began:.1f} s")

@@ -64,11 +64,21 @@ def test_streams_in_flight_go_on_as_if_nobody_had_pushed(
 def test_the_second_push_is_copied_where_every_layer_can_be(
     case: Case, special_fleet: SpecialFleet
 ) -> None:
-    """The first one proves the layout; one server that quantizes sends all through the loader."""
+    """The first one proves the layout; one server that quantizes sends all through the loader.
+
+    What is copied answers as what vLLM's loader brings, also where it is read meanwhile."""
     a, b = case.checkpoints
-    special_fleet.push(b, layout="auto")
-    result = special_fleet.push(a, layout="auto")
+    special_fleet.push(b, layout="checkpoint")
+    loaded = special_fleet.answers()
+    special_fleet.push(b)
     processed = any("quantization" in group.get("args", {}) for group in case.groups)
-    assert result["layout_share"] == (0.0 if processed else 1.0), result["notes"]
-    assert special_fleet.answers() == special_fleet.started
-    assert all(server["weights_digest"] for server in result["servers"])
+    shares = case.transport == "ipc"
+    for name, stage, answers, copied in (
+        (a, "auto", special_fleet.started, not processed),
+        (b, "auto", loaded, not processed),
+        (a, "stream", special_fleet.started, not processed and shares),
+    ):
+        result = special_fleet.push(name, "--stage", stage)
+        assert result["layout_share"] == float(copied), result["notes"]
+        assert special_fleet.answers() == answers
+        assert all(server["weights_digest"] for server in result["servers"])

@@ -1,4 +1,5 @@
-"""What the stub claims of vLLM, asserted of the stub and of a real server by the same tests.
+"""What the stub and the simulated engine claim of vLLM, asserted of them and of a real server by
+the same tests.
 
 The real server is the shared fleet's first replica, or the one at $SKYCTL_TEST_SERVER_URL
 (with $SKYCTL_TEST_SERVER_TOKEN, where it asks for one).
@@ -7,22 +8,33 @@ The real server is the shared fleet's first replica, or the one at $SKYCTL_TEST_
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import os
-from collections.abc import AsyncIterator
-from dataclasses import replace
+import zlib
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
 
 import pytest
 
+from skyctl.checkpoints.checkpoint import Checkpoint, Tensor, read_checkpoint
+from skyctl.checkpoints.dtypes import torch_name
+from skyctl.engines.vllm.inside.wire import ChunkUpdate, ReceiverInit
 from skyctl.engines.vllm.server import PauseMode, VLLMServer
-from skyctl.errors import ServerError
+from skyctl.errors import DeadlineExceeded, ServerError
 from skyctl.generate.prompts import GenerationRequest
 from skyctl.generate.requests import Endpoint, GenerationClient, GenerationResult
 from skyctl.http.client import ControlClient
 from skyctl.http.target import ServerTarget
+from skyctl.push.verify import weights_digest
+from tests.simulation.alone import Alone
 from tests.stub.app import StubServer
 from tests.stub.running import running
+from tests.unit.push.checkpoints import tiny_tensors, write_checkpoint
 
 TOKENS = 1500
+ANSWER_S = 2.0
 REQUEST = GenerationRequest(
     "r", {"max_tokens": TOKENS, "temperature": 0.0, "ignore_eos": True}, prompt="hello world"
 )
@@ -44,9 +56,77 @@ def real_server_token(request: pytest.FixtureRequest) -> str | None:
     return str(request.getfixturevalue("real_fleet").control_token)
 
 
-@pytest.fixture(params=["stub", pytest.param("real", marks=pytest.mark.real)])
-async def server(request: pytest.FixtureRequest) -> AsyncIterator[VLLMServer]:
+class Sender:
+    """A sender of the model that the server runs, as far as a server sees one: two chunks in
+    sealed memory files of this process."""
+
+    session = "5c1e5c1e"
+
+    def __init__(self, model: str) -> None:
+        checkpoint = read_checkpoint(model)
+        middle = (len(checkpoint.tensors) + 1) // 2
+        halves = checkpoint.tensors[:middle], checkpoint.tensors[middle:]
+        self.slot_bytes = max(sum(_aligned(t.nbytes) for t in half) for half in halves)
+        self.descriptors: list[int] = []
+        self.chunks = [self._chunk(checkpoint, *half) for half in enumerate(halves)]
+        names = [tensor.name for tensor in checkpoint.tensors]
+        endpoint = {"pid": os.getpid(), "fds": self.descriptors}
+        self.init = asdict(ReceiverInit("shm", self.session, names, self.slot_bytes, endpoint))
+
+    def _chunk(self, checkpoint: Checkpoint, number: int, tensors: Sequence[Tensor]) -> Any:
+        descriptor = os.memfd_create(f"skyctl-{self.session}-{number}", os.MFD_ALLOW_SEALING)
+        os.ftruncate(descriptor, self.slot_bytes)
+        chunk = ChunkUpdate(number, number, self.slot_bytes, [], [], [], [], [])
+        offset = 0
+        for tensor in tensors:
+            with Path(checkpoint.shards[tensor.shard].path).open("rb") as shard:
+                data = os.pread(shard.fileno(), tensor.nbytes, tensor.begin)
+            os.pwrite(descriptor, data, offset)
+            chunk.names.append(tensor.name)
+            chunk.dtype_names.append(torch_name(tensor.dtype, tensor.name))
+            chunk.shapes.append(list(tensor.shape))
+            chunk.offsets.append(offset)
+            chunk.crc32.append(zlib.crc32(data))
+            offset += _aligned(tensor.nbytes)
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+        self.descriptors.append(descriptor)
+        return asdict(chunk)
+
+    def close(self) -> None:
+        for descriptor in self.descriptors:
+            os.close(descriptor)
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // 64) * 64
+
+
+@pytest.fixture
+async def sender(server: VLLMServer, tmp_path: Path) -> AsyncIterator[Sender]:
+    if server.target.name in ("real", "simulated"):
+        model = (await server.started_with()).model
+    else:
+        model = str(write_checkpoint(tmp_path / "model", tiny_tensors()))
+    sender = Sender(model)
+    transport = server._client._transport
+    if isinstance(transport, Alone):
+        slots = {
+            chunk["slot"]: dict(zip(chunk["names"], chunk["crc32"], strict=True))
+            for chunk in sender.chunks
+        }
+        transport.offer(os.getpid(), sender.session, slots)
+    yield sender
+    sender.close()
+
+
+@pytest.fixture(params=["stub", "simulated", pytest.param("real", marks=pytest.mark.real)])
+async def server(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[VLLMServer]:
     """One server, awake and running before and after each test."""
+    if request.param == "simulated":
+        alone = Alone(tmp_path)
+        async with ControlClient(transport=alone) as client:
+            yield VLLMServer(client, alone.target, timeout_s=10)
+        return
     async with ControlClient() as client:
         if request.param == "stub":
             async with running([StubServer()]) as targets:
@@ -63,6 +143,8 @@ async def server(request: pytest.FixtureRequest) -> AsyncIterator[VLLMServer]:
 
 @pytest.fixture
 async def generation(server: VLLMServer) -> AsyncIterator[GenerationClient]:
+    if server.target.name == "simulated":
+        pytest.skip("a simulated engine makes no tokens")
     (model,) = await server.models()
     target = server.target
     async with GenerationClient(Endpoint(target.url, model, target.api_key)) as client:
@@ -150,10 +232,9 @@ async def open_update(server: VLLMServer) -> None:
 
 
 async def test_a_chunk_that_fails_closes_the_session_and_the_next_start_says_so_once(
-    server: VLLMServer, generation: GenerationClient
+    server: VLLMServer,
 ) -> None:
-    short = replace(REQUEST, body={**REQUEST.body, "max_tokens": 8})
-    before = await generation.generate_one(short)
+    before = await digest(server)
     await server.pause("keep")
     await open_update(server)
     assert await refusal(server.update_weights({"any": "thing"})) == 500
@@ -163,9 +244,170 @@ async def test_a_chunk_that_fails_closes_the_session_and_the_next_start_says_so_
     assert await refusal(server.start_weight_update()) == 500
     await server.start_weight_update()
     await server.finish_weight_update()
-    await server.resume()
     # nothing was loaded: after the scrub the old weights are there
-    assert (await generation.generate_one(short)).token_ids == before.token_ids
+    assert await digest(server) == before
+    await server.resume()
+    assert await answers(server)
+
+
+async def digest(server: VLLMServer) -> str:
+    """Of what it computes with."""
+    return (await weights_digest(server, timeout_s=60)).digest
+
+
+async def answers(server: VLLMServer) -> bool:
+    """Whether it generates now; what is asked of one that does not is withdrawn."""
+    (model,) = await server.models()
+    asked = {"model": model, "prompt": "hello", "max_tokens": 2}
+    try:
+        await server._client.call(
+            server.target, "POST", "/v1/completions", json=asked, timeout_s=ANSWER_S
+        )
+    except DeadlineExceeded:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("mode", ["abort", "wait", "keep"])
+async def test_nobody_is_answered_from_a_pause_to_its_resume(
+    server: VLLMServer, mode: PauseMode
+) -> None:
+    assert await answers(server)
+    await server.pause(mode)
+    assert not await answers(server)
+    await server.resume()
+    assert await answers(server)
+
+
+@pytest.mark.parametrize("level", [0, 1])
+async def test_nobody_is_answered_from_a_sleep_to_its_end(server: VLLMServer, level: int) -> None:
+    await server.sleep(level)
+    assert await server.is_paused() and not await answers(server)
+    if level:
+        await server.wake(["weights"])
+        assert not await answers(server)
+        await server.wake(["kv_cache"])
+    else:
+        assert await server.wake() is True
+    assert await answers(server)
+
+
+async def begin_update(server: VLLMServer, sender: Sender) -> None:
+    await server.pause("keep")
+    await server.init_weight_transfer(sender.init)
+    await server.start_weight_update()
+
+
+async def update_whole(server: VLLMServer, sender: Sender) -> str:
+    """A whole update that begins with a start, as the scrub of a second attempt has it; the digest
+    of the weights, which are those it was started with."""
+    await server.init_weight_transfer(sender.init)
+    await server.start_weight_update()
+    for chunk in sender.chunks:
+        await server.update_weights(chunk)
+    await server.finish_weight_update()
+    found = await digest(server)
+    await server.resume()
+    return found
+
+
+async def test_all_chunks_are_a_whole_update_which_may_be_repeated(
+    server: VLLMServer, sender: Sender
+) -> None:
+    await server.pause("keep")
+    first = await update_whole(server, sender)
+    await server.pause("keep")
+    assert await update_whole(server, sender) == first
+    assert await answers(server)
+
+
+@pytest.mark.parametrize("times", [1, 2])
+async def test_whoever_introduces_himself_may_begin_and_finish_without_a_chunk(
+    server: VLLMServer, sender: Sender, times: int
+) -> None:
+    before = await digest(server)
+    await server.pause("keep")
+    for _ in range(times):
+        await server.init_weight_transfer(sender.init)
+    await server.start_weight_update()
+    await server.finish_weight_update()
+    assert await digest(server) == before
+    assert await refusal(server.finish_weight_update()) == 500
+    await server.resume()
+
+
+BROKEN: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
+    "out of order": lambda chunk: {**chunk, "chunk": 7},
+    "damaged": lambda chunk: {**chunk, "crc32": [crc ^ 1 for crc in chunk["crc32"]]},
+    "not understood": lambda chunk: {"any": "thing"},
+}
+
+
+@pytest.mark.parametrize("broken", BROKEN)
+@pytest.mark.parametrize("after", [0, 1])
+async def test_an_update_that_breaks_off_half_way_is_scrubbed_and_can_be_made_anew(
+    server: VLLMServer, sender: Sender, broken: str, after: int
+) -> None:
+    if server.target.name not in ("real", "simulated"):
+        pytest.skip("the stub looks at no chunk")
+    await server.pause("keep")
+    whole = await update_whole(server, sender)
+    await begin_update(server, sender)
+    for chunk in sender.chunks[:after]:
+        await server.update_weights(chunk)
+    assert await refusal(server.update_weights(BROKEN[broken](sender.chunks[after]))) == 500
+    assert await refusal(server.update_weights(sender.chunks[after])) == 500
+    assert await refusal(server.finish_weight_update()) == 500
+    assert await refusal(server.start_weight_update()) == 500
+    await server.start_weight_update()
+    await server.finish_weight_update()
+    assert await update_whole(server, sender) == whole
+    assert await answers(server)
+
+
+async def test_an_update_that_is_finished_half_way_is_refused_and_can_be_made_anew(
+    server: VLLMServer, sender: Sender
+) -> None:
+    if server.target.name not in ("real", "simulated"):
+        pytest.skip("the stub counts no tensors")
+    await server.pause("keep")
+    whole = await update_whole(server, sender)
+    await begin_update(server, sender)
+    await server.update_weights(sender.chunks[0])
+    assert await refusal(server.finish_weight_update()) == 500
+    assert await refusal(server.start_weight_update()) == 500  # vLLM keeps the session
+    await server.finish_weight_update()
+    assert await update_whole(server, sender) == whole
+
+
+async def test_a_pusher_that_comes_amid_an_update_of_another_may_finish_it(
+    server: VLLMServer, sender: Sender
+) -> None:
+    if server.target.name not in ("real", "simulated"):
+        pytest.skip("the stub counts no tensors")
+    await server.pause("keep")
+    whole = await update_whole(server, sender)
+    await begin_update(server, sender)
+    await server.update_weights(sender.chunks[0])
+    await server.init_weight_transfer(sender.init)
+    await server.finish_weight_update()
+    assert await update_whole(server, sender) == whole
+
+
+async def test_a_sender_that_is_not_there_is_refused_and_changes_nothing(
+    server: VLLMServer, sender: Sender
+) -> None:
+    if server.target.name not in ("real", "simulated"):
+        pytest.skip("the stub opens no memory before a chunk")
+    before = await digest(server)
+    assert await refusal(server.init_weight_transfer({**sender.init, "session": "00000000"})) == 500
+    assert await server.is_paused() is False and await digest(server) == before
+    assert await answers(server)
+
+
+async def test_a_route_that_is_none_is_a_404(server: VLLMServer) -> None:
+    call = server._client.call
+    assert await refusal(call(server.target, "POST", "/no_such_route", timeout_s=10)) == 404
 
 
 async def test_a_pause_and_a_resume_do_not_touch_an_open_update(server: VLLMServer) -> None:

@@ -357,12 +357,12 @@ class Engine:
         if not self.open:
             raise Refused("finish_weight_update called without a matching start_weight_update.")
         received, announced, self.received = self.received, self.announced, set()
+        if received and received != announced:  # the session stays open for another finish
+            raise Refused(
+                f"only {len(received)} of {len(announced)} announced tensors were received"
+            )
         self.open, self.owner = False, None
         if received:
-            if received != announced:
-                raise Refused(
-                    f"only {len(received)} of {len(announced)} announced tensors were received"
-                )
             self.sender = 0
         self.label = sent.get("weight_version") or self.label
         return {"message": "Weight update finished"}

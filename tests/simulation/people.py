@@ -7,6 +7,7 @@ from collections.abc import Coroutine
 from typing import TYPE_CHECKING, Any
 
 from skyctl import kill_points
+from skyctl.core.service import Control, Pause, Resume, Sleep, Wake
 from skyctl.push.request import PushRequest
 from tests.simulation.kernel import Process
 from tests.simulation.network import Weather
@@ -39,16 +40,16 @@ SUPERVISED_FAULTS = ("kill-supervisor", "kill-router", "restarts")
 
 _PUSH_POINTS = (*kill_points.PUSH, "recover.begin")
 _SUPERVISOR_POINTS = (*kill_points.PUSH, *kill_points.SUPERVISOR)
-_VERBS: tuple[tuple[Any, ...], ...] = (
-    ("pause", "keep", False),
-    ("pause", "abort"),
-    ("pause", "wait"),
-    ("resume",),
-    ("resume",),
-    ("resume",),
-    ("sleep", 1),
-    ("wake",),
-    ("wake", ("weights",)),
+_VERBS = (
+    Pause(mode="keep", clear_cache=False),
+    Pause(mode="abort"),
+    Pause(mode="wait"),
+    Resume(),
+    Resume(),
+    Resume(),
+    Sleep(),
+    Wake(),
+    Wake(tags=("weights",)),
 )
 
 
@@ -159,12 +160,12 @@ def _kill_labelled(world: World, label: str) -> None:
 async def _type(world: World) -> None:
     """A second terminal."""
     dice = world.dice
-    choices = [*_VERBS, ("status",), ("recover",)]
+    choices: list[str | Control] = [*_VERBS, "status", "recover"]
     if "restarts" in world.faults:
-        choices += [("restart",), ("restart",), ("up",)]
+        choices += ["restart", "restart", "up"]
     for _ in range(dice.randint(1, 5)):
         await asyncio.sleep(dice.random() * 3.0)
-        process = world.type(*dice.choice(choices))
+        process = world.type(dice.choice(choices))
         if dice.random() < 0.2:
             doom(world, process)
 

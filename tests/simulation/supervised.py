@@ -12,6 +12,7 @@ from typing import Any
 from urllib.parse import parse_qs
 
 from skyctl.core.plan import FleetPlan, RouterSpec, ServerSpec
+from skyctl.core.service import Restart
 from skyctl.engines.vllm.inside.guard import HELD_VARIABLE
 from skyctl.fleetfile.schema import FleetConfig
 from skyctl.http.transport import Request
@@ -340,7 +341,9 @@ class SupervisedWorld(World):
         operation = supervisor.operation
         if any(replica.phase in _ON_THE_WAY for replica in supervisor.replicas.values()):
             return True
-        return supervisor.job is not None or (operation is not None and operation.ended_at is None)
+        return supervisor.pushes.job is not None or (
+            operation is not None and operation.ended_at is None
+        )
 
     def _on_record(self, fleet: Any) -> bool:
         return not (self.disk.full or self.disk.failing)
@@ -352,19 +355,20 @@ class SupervisedWorld(World):
 
     async def _up(self) -> Any:
         begun = await bring_up.begin_up(self.ref)
-        return await self._follow(begun.operation)
+        return await self._fleet(lambda fleet: self._follow(fleet, begun.operation))
 
     async def _restart(self) -> Any:
         async def use(fleet: Any) -> Any:
-            return await fleet.restart([self.dice.choice(self.engines).name])
+            asked = Restart((self.dice.choice(self.engines).name,))
+            return await self._follow(fleet, await fleet.restart(asked))
 
-        return await self._follow(await self._fleet(use))
+        return await self._fleet(use)
 
-    async def _follow(self, operation: int) -> Any:
+    async def _follow(self, fleet: Any, operation: int) -> Any:
         if not operation:
             return None
         status = await bring_up.follow_operation(
-            self.ref.paths, operation, lambda status: None, timeout_s=200.0
+            fleet, operation, lambda status: None, timeout_s=200.0
         )
         self.tell(f"{status.operation} {status.health} {status.reasons}")
         return status
@@ -434,7 +438,7 @@ class _Supervisor(Supervisor):
 SEAMS: dict[str, Any] = {
     "skyctl.supervisor.daemon._spawn": _spawn_supervisor,
     "skyctl.supervisor.daemon._socket": _socket,
-    "skyctl.supervisor.daemon._Server": _Uvicorn,
+    "skyctl.supervisor.daemon.QuietServer": _Uvicorn,
     "skyctl.supervisor.daemon.uvicorn.Config": lambda app, **_: app,
     "skyctl.supervisor.daemon.Supervisor": _Supervisor,
     "skyctl.supervisor.daemon.become_subreaper": lambda: None,
@@ -448,9 +452,8 @@ SEAMS: dict[str, Any] = {
         port_holder=lambda host, port: None,
     ),
     "skyctl.store.rebuild.live_processes": _live_processes,
-    "skyctl.service.planning.plan_here": lambda *_, **__: SimManaged.world.plan,
-    "skyctl.service.planning.check_plan": lambda *_, **__: (),
-    "skyctl.service.left_alone.boot_id": lambda: BOOT,
+    "skyctl.core.planning.plan_here": lambda *_, **__: SimManaged.world.plan,
+    "skyctl.core.planning.check_plan": lambda *_, **__: (),
     "skyctl.service.unsupervised.boot_id": lambda: BOOT,
     "skyctl.store.paths.FleetPaths.refuse_foreign": lambda self: None,
     # who follows something asks less often: nothing is learned from it here
@@ -459,5 +462,5 @@ SEAMS: dict[str, Any] = {
     # a blocking wait would stop everybody here: who finds it taken is refused at once
     "skyctl.service.bring_up.UP_LOCK_WAIT_S": 0.0,
     "skyctl.service.revive.UP_LOCK_WAIT_S": 0.0,
-    "skyctl.service.supervised_recovery.UP_LOCK_WAIT_S": 0.0,
+    "skyctl.service.bring_down.UP_LOCK_WAIT_S": 0.0,
 }

@@ -12,6 +12,7 @@ from random import Random
 from typing import Any
 
 from skyctl.core.registry import FleetRef
+from skyctl.core.service import Control, Recover
 from skyctl.errors import SkyctlError
 from skyctl.fleetfile.schema import FleetConfig
 from skyctl.push import server_facts
@@ -154,8 +155,9 @@ class World:
     def _lone(self, engine: Engine, path: str, caller: Process | None) -> None:
         """While a session is open, and its owner has the turn, nobody else acts on the server."""
         owner = engine.owner
-        holds = any(process is owner for _, process in self.flocks.values())
-        if engine.open and holds and owner is not None and owner is not caller:
+        if owner is None or owner.dead or owner is caller or not engine.open:
+            return
+        if any(process is owner for _, process in self.flocks.values()):
             who = plain(caller.label) if caller else "?"
             self.violate(f"one holder: {path} of {who} into {plain(owner.label)}'s session")
 
@@ -181,10 +183,12 @@ class World:
         """Somebody types `sync-weights` for a directory that holds version `number`."""
         return self._command(f"push of {number}", lambda: self._sync(request, number))
 
-    def type(self, verb: str, *arguments: Any) -> Process:
+    def type(self, typed: str | Control) -> Process:
         """Somebody types this."""
+        if isinstance(typed, Control):
+            return self._command(typed.verb, lambda: self._verb(typed))
         own = {"recover": self._recover, "status": self._status, **self._operations()}
-        return self._command(verb, own.get(verb, lambda: self._verb(verb, *arguments)))
+        return self._command(typed, own[typed])
 
     def _operations(self) -> dict[str, Callable[[], Coroutine[Any, Any, Any]]]:
         return {}
@@ -215,7 +219,7 @@ class World:
             return await fleet.findings()
 
         async def recover(fleet: Fleet) -> Any:
-            return await fleet.recover(900.0)
+            return await fleet.recover(Recover(900.0))
 
         findings = await self._fleet(find)
         for one in findings:
@@ -240,20 +244,20 @@ class World:
 
         return await self._fleet(use)
 
-    async def _verb(self, verb: str, *arguments: Any) -> Any:
+    async def _verb(self, asked: Control) -> Any:
         async def use(fleet: Fleet) -> Any:
             self.verbs_open += 1
-            outcomes = await getattr(fleet, verb)(*arguments)
-            told = all(one["status"] in ("ok", "skipped", "rolled-back") for one in outcomes)
+            outcomes = await fleet.control(asked)
+            told = all(one.status in ("ok", "skipped", "rolled-back") for one in outcomes)
             if told and self._on_record(fleet):
                 self.verbs_open -= 1
-            self.tell(f"{verb}: {[(o['server'], o['status'], o['detail']) for o in outcomes]}")
+            self.tell(f"{asked.verb}: {[(o.server, o.status, o.detail) for o in outcomes]}")
             return outcomes
 
         return await self._fleet(use)
 
     def _on_record(self, fleet: Any) -> bool:
-        return bool(fleet._state.unrecorded is None)
+        return bool(fleet.state.unrecorded is None)
 
     async def _status(self) -> Any:
         return await self._fleet(lambda fleet: fleet.status())

@@ -116,6 +116,7 @@ class StubEngine:
         self.changed = asyncio.Condition()
         self.abort_count = 0
         self._chunks: list[dict[str, Any]] = []
+        self._held: list[dict[str, Any]] = []  # what was pushed since everything was
 
     @property
     def paused(self) -> bool:
@@ -216,7 +217,9 @@ class StubEngine:
             # a finish scrubs the half-loaded model; chunks loaded before that are garbage
             self.digest = "garbage" if self._chunks else "scrubbed"
         elif self._chunks:
-            self.digest = self.weigh(self._chunks)
+            partial = bool(self.init_infos and self.init_infos[-1].get("partial"))
+            self._held = [*(self._held if partial else ()), *self._chunks]
+            self.digest = self.weigh(self._held)
         if self._chunks and not self.paused:
             self.served.append(f"{self.digest}, unpaused")
         self.update_open = self.half_loaded = False

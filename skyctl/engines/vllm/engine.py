@@ -2,13 +2,39 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from skyctl.engines.base import Engine, Feature, Routing
 from skyctl.engines.vllm import command
 from skyctl.engines.vllm.argument_names import accepts, known_arguments
 from skyctl.engines.vllm.dialects import dialect_for
 from skyctl.engines.vllm.inside.guard import HELD_VARIABLE
-from skyctl.engines.vllm.router import RouterClient, router_metrics
-from skyctl.engines.vllm.server import VLLMServer
+
+if TYPE_CHECKING:
+    from skyctl.engines.base import Router, RouterMetrics, Server
+    from skyctl.http.client import ControlClient
+    from skyctl.http.target import ServerTarget
+
+# Every command loads this module with the fleet file; most of them call no server themselves.
+
+
+def _server(client: ControlClient, target: ServerTarget, timeout_s: float) -> Server:
+    from skyctl.engines.vllm.server import VLLMServer
+
+    return VLLMServer(client, target, timeout_s)
+
+
+def _router(client: ControlClient, url: str, timeout_s: float) -> Router:
+    from skyctl.engines.vllm.router import RouterClient
+
+    return RouterClient(client, url, timeout_s)
+
+
+async def _router_metrics(client: ControlClient, url: str, timeout_s: float) -> RouterMetrics:
+    from skyctl.engines.vllm.router import router_metrics
+
+    return await router_metrics(client, url, timeout_s)
+
 
 VLLM = Engine(
     name="vllm",
@@ -19,7 +45,7 @@ VLLM = Engine(
     closed_variable=HELD_VARIABLE,
     placement_variables=(command.CORES_VARIABLE,),
     reserved=command.RESERVED,
-    server=VLLMServer,
+    server=_server,
     server_command=command.server_command,
     backend=command.backend,
     dialect=dialect_for,
@@ -32,8 +58,8 @@ VLLM = Engine(
         package="vllm-router",
         command=command.router_command,
         workers=lambda urls: ["--worker-urls", *urls],
-        client=RouterClient,
-        metrics=router_metrics,
+        client=_router,
+        metrics=_router_metrics,
         removal=lambda router, url: f"curl -X POST '{router}/remove_worker?url={url}'",
     ),
 )

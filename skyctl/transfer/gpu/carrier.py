@@ -5,25 +5,42 @@ The process, its CUDA context and the reader's pinned ring outlive a push; the s
 
 from __future__ import annotations
 
+import base64
 import os
+import pickle
 from collections.abc import Sequence
 from typing import Any
 
 from skyctl.engines.vllm.inside.layout_wire import Program
 from skyctl.transfer.gpu.chunks import DeviceChunkReader
-from skyctl.transfer.gpu.devices import MirroredSlots, stage_slots
+from skyctl.transfer.gpu.devices import (
+    MirroredSlots,
+    fits_whole,
+    free_bytes,
+    stage_slots,
+    uuid_of,
+)
 from skyctl.transfer.gpu.numbering import Numbering
 from skyctl.transfer.gpu.reader import THREADS, DeviceReader
 from skyctl.transfer.reader import Piece, ShardFiles
 
 
-class GpuCarrier:
-    """Slots on every GPU of `devices`; the first one's are filled from the files."""
+def pickle_handles(handles: Any) -> str:
+    """IPC handles as vLLM takes them over HTTP: pickle, then base64 text."""
+    return base64.b64encode(pickle.dumps(handles)).decode("ascii")
 
-    def __init__(self, devices: Sequence[int]) -> None:
+
+class GpuCarrier:
+    """Slots on every GPU of `devices`; the first one's are filled from the files.
+
+    `server_gpus` are those of each server, which can be shown the slots on them.
+    """
+
+    def __init__(self, devices: Sequence[int], server_gpus: Sequence[Sequence[int]]) -> None:
         import torch
 
         self.devices = list(devices)
+        self.server_gpus = [list(gpus) for gpus in server_gpus]
         torch.cuda.set_device(self.devices[0])
         # two processors are left to the servers, which have work to do at the same time
         threads = max(2, min(THREADS, len(os.sched_getaffinity(0)) - 2))
@@ -31,6 +48,7 @@ class GpuCarrier:
         self._slots: MirroredSlots | None = None
         self._numbering: Numbering | None = None
         self.staged_whole = False
+        self.shown = False
 
     @property
     def slots(self) -> MirroredSlots:
@@ -48,11 +66,22 @@ class GpuCarrier:
         threads: int,
         ring_only: bool = False,
         reserve_bytes: int = 0,
+        shown: bool = False,
     ) -> DeviceChunkReader:
-        """A slot for each chunk when all of them fit on the GPUs, else a ring of `slots`."""
+        """A slot for each chunk when all of them fit on the GPUs, else a ring of `slots`.
+
+        `shown`: servers will copy out of the slots by themselves (`export`). They then lie on the
+        servers' GPUs, too, where all chunks fit there; and a ring is as long as there is room.
+        """
         sizes = [max(piece.offset + piece.nbytes for piece in chunk) for chunk in chunks]
+        self.shown = shown
         mirrored, self.staged_whole = stage_slots(
-            self.devices, sizes, slots, ring_only=ring_only, reserve_bytes=reserve_bytes
+            [*self.devices, *(self._room_for(sum(sizes)) if shown and not ring_only else ())],
+            sizes,
+            slots,
+            ring_only=ring_only,
+            reserve_bytes=reserve_bytes,
+            as_many=shown,
         )
         self._slots = mirrored
         return DeviceChunkReader(
@@ -63,6 +92,32 @@ class GpuCarrier:
             after_fill=mirrored.mirror,
             bytes_of=lambda slot: mirrored.view(self.devices[0], slot),
         )
+
+    def _room_for(self, size: int) -> list[int]:
+        """GPUs of servers on which no slots lie by themselves, if that much fits on each of them.
+
+        The driver's memory for this process is on them from here on.
+        """
+        others = sorted({gpu for gpus in self.server_gpus for gpu in gpus} - set(self.devices))
+        known = all(self.server_gpus)
+        return others if known and all(fits_whole(size, free_bytes(g), 0) for g in others) else []
+
+    def export(self) -> dict[str, Any] | None:
+        """What servers need to map the slots on their GPUs: `handles`, one payload per server, and
+        the `offsets` of the slots. None where slots do not lie on all of their GPUs.
+
+        torch counts one release per export, so each server gets an export of its own.
+        """
+        from torch.multiprocessing.reductions import reduce_tensor
+
+        slots = self.slots
+        if not all(gpus and set(gpus) <= set(slots.devices) for gpus in self.server_gpus):
+            return None
+        payloads = [
+            {uuid_of(gpu): reduce_tensor(slots.buffer(gpu))[1] for gpu in gpus}
+            for gpus in self.server_gpus
+        ]
+        return {"handles": [pickle_handles(one) for one in payloads], "offsets": slots.offsets}
 
     def number(self, programs: Sequence[Program]) -> None:
         """From here on, `numbers` says what workers with these programs must come to."""

@@ -28,7 +28,8 @@ def free_bytes(device: int) -> int:
 
 class MirroredSlots:
     """The same slots on several GPUs. The first GPU's are filled from the host; `mirror` copies one
-    to the others over NVLink, which is several times faster than a second copy from the host.
+    to the others over NVLink, which is several times faster than a second copy from the host, and
+    than reading to two GPUs at once by the threads of one process.
 
     Each GPU's slots lie in one allocation, so that a server maps it once.
     """
@@ -51,6 +52,15 @@ class MirroredSlots:
         self._streams = [torch.cuda.Stream(device=device) for device in self.devices]
         for device in self.devices:
             torch.cuda.synchronize(device)
+
+    @property
+    def offsets(self) -> list[int]:
+        """Byte offset of every slot in the allocation of each GPU."""
+        return list(self._offsets)
+
+    def buffer(self, device: int) -> Any:
+        """All slots on one GPU, as one uint8 tensor."""
+        return self._buffers[self.devices.index(device)]
 
     def addresses(self) -> list[int]:
         """Device address of every slot on the first GPU."""
@@ -96,6 +106,7 @@ def stage_slots(
     *,
     ring_only: bool = False,
     reserve_bytes: int = 0,
+    as_many: bool = False,
 ) -> tuple[MirroredSlots, bool]:
     """Slots for a push on all of these GPUs, and whether the whole checkpoint fits in them.
 
@@ -104,7 +115,12 @@ def stage_slots(
     """
     free = min(free_bytes(device) for device in devices)
     sizes, whole = slot_sizes(
-        free, chunk_sizes, ring, ring_only=ring_only, reserve_bytes=reserve_bytes
+        free,
+        chunk_sizes,
+        ring,
+        ring_only=ring_only,
+        reserve_bytes=reserve_bytes,
+        as_many=as_many,
     )
     return MirroredSlots(devices, sizes), whole
 
@@ -116,11 +132,13 @@ def slot_sizes(
     *,
     ring_only: bool = False,
     reserve_bytes: int = 0,
+    as_many: bool = False,
 ) -> tuple[list[int], bool]:
     """Sizes of the slots where `free` bytes are free, and whether each chunk has its own. Pure.
 
-    One slot per chunk when `fits_whole`, else a ring of `ring` slots of the largest size. `ring`
-    slots for all chunks are taken as asked: they fit, or that is an error.
+    One slot per chunk when `fits_whole`, else a ring of `ring` slots of the largest size, or with
+    `as_many` of as many as fit. `ring` slots for all chunks are taken as asked: they fit, or that
+    is an error.
 
     Raises:
         MemoryError: that many slots do not fit.
@@ -134,6 +152,8 @@ def slot_sizes(
         return list(chunk_sizes), True
     if not ring_only and fits_whole(sum(chunk_sizes), free, reserve_bytes):
         return list(chunk_sizes), True
+    if as_many and not ring_only:
+        ring = max(ring, int((free - reserve_bytes) * SHARE_OF_FREE) // max(chunk_sizes))
     needed = ring * max(chunk_sizes)
     if needed > free * SHARE_OF_FREE:
         raise MemoryError(

@@ -32,12 +32,14 @@ class Filled:
 @dataclass(frozen=True)
 class Session:
     """One attempt at carrying a plan over. `endpoint` is what the sender said of itself;
-    `world_size` counts the sender and every worker."""
+    `world_size` counts the sender and every worker. `partial`: servers have the layers that are not
+    in the plan."""
 
     name: str
     plan: ChunkPlan
     world_size: int
     endpoint: Mapping[str, Any]
+    partial: bool = False
 
 
 class Transport(Protocol):
@@ -222,5 +224,6 @@ def receiver_init(transport: str, session: Session, endpoint: dict[str, Any]) ->
             tensors=[tensor.name for tensor in session.plan.tensors],
             slot_bytes=session.plan.slot_bytes,
             endpoint=endpoint,
+            partial=session.partial,
         )
     )

@@ -7,13 +7,11 @@ others over NVLink. All slots of a GPU are one allocation, so that a server maps
 
 from __future__ import annotations
 
-import base64
-import pickle
 from collections.abc import Sequence
 from typing import Any
 
 from skyctl.engines.base import Dialect
-from skyctl.transfer.gpu.carrier import GpuCarrier
+from skyctl.transfer.gpu.carrier import GpuCarrier, pickle_handles
 from skyctl.transfer.gpu.devices import uuid_of
 from skyctl.transfer.plan import Chunk, Packing
 from skyctl.transfer.transports.base import Filled, Session, tensor_headers
@@ -60,8 +58,7 @@ class IpcCarrier(GpuCarrier):
     """Slots on every GPU that hosts a worker, exported to each server."""
 
     def __init__(self, server_gpus: Sequence[Sequence[int]]) -> None:
-        super().__init__(sorted({gpu for gpus in server_gpus for gpu in gpus}))
-        self._server_gpus = [list(gpus) for gpus in server_gpus]
+        super().__init__(sorted({gpu for gpus in server_gpus for gpu in gpus}), server_gpus)
         self._uuids = {device: uuid_of(device) for device in self.devices}
 
     def extra(self, slot: int) -> dict[str, Any]:
@@ -72,8 +69,10 @@ class IpcCarrier(GpuCarrier):
         """
         from torch.multiprocessing.reductions import reduce_tensor
 
+        if self.shown:
+            return {}  # what is exported and never mapped would not be freed either
         handles = []
-        for gpus in self._server_gpus:
+        for gpus in self.server_gpus:
             payload = {
                 self._uuids[gpu]: reduce_tensor(self.slots.view(gpu, slot))[1] for gpu in gpus
             }
@@ -88,8 +87,3 @@ class IpcCarrier(GpuCarrier):
 
     def send(self, slot: int, size: int) -> None:
         """Servers read by themselves."""
-
-
-def pickle_handles(handles: Any) -> str:
-    """IPC handles as they travel in JSON: pickle, then base64 text."""
-    return base64.b64encode(pickle.dumps(handles)).decode("ascii")

@@ -7,6 +7,7 @@ stream of tensors into buffers by themselves, so the chunk plan follows their ru
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from inspect import signature
 from typing import Any
 
@@ -38,6 +39,7 @@ class NcclTransport:
         self,
         world_size: int,
         *,
+        server_gpus: Sequence[Sequence[int]],
         sender_gpu: int,
         rendezvous_timeout_s: float,
         **_: Any,
@@ -45,6 +47,7 @@ class NcclTransport:
         return {
             "world_size": world_size,
             "gpu": sender_gpu,
+            "server_gpus": [list(gpus) for gpus in server_gpus],
             "rendezvous_timeout_s": rendezvous_timeout_s,
         }
 
@@ -95,7 +98,7 @@ class NcclCarrier(GpuCarrier):
                 "VLLM_NCCL_SO_PATH to its libnccl",
             )
         device = int(options["gpu"])
-        super().__init__([device])
+        super().__init__([device], options["server_gpus"])
         self._new_communicator = PyNcclCommunicator
         self._world_size = int(options["world_size"])
         self._rendezvous_s = float(options["rendezvous_timeout_s"])

@@ -36,7 +36,6 @@ _WARM = (
     "skyctl.service.drift",
     "skyctl.service.revive",
     "skyctl.service.supervised",
-    "skyctl.service.supervised_recovery",
     "skyctl.supervisor.daemon",
     "skyctl.push.transaction",
     "skyctl.transfer.transports.shm",

@@ -96,7 +96,10 @@ def test_who_asked_is_named(two: tuple[Arbiter, Arbiter]) -> None:
     asked = caller.set("`skyctl sync-weights b` (pid 7)")
     with one.take(Act.PUSH, "push-3"):
         assert other.holds("push-3") and not other.holds("push-30")
-        with pytest.raises(ConflictError, match=r"push-3, asked for by `skyctl sync-weights b`"):
+        with pytest.raises(
+            ConflictError,
+            match=r"push-3 for .*, asked for by `skyctl sync-weights b` \(pid 7\)$",
+        ):
             other.take(Act.VERB, "skyctl pause")
     caller.reset(asked)
     assert other.holders() == []

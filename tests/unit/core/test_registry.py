@@ -32,8 +32,7 @@ def write(directory: Path, name: str, extra: str = "") -> Path:
 
 
 def keep(ref: FleetRef) -> None:
-    with FleetState(ref.paths.database) as state:
-        remember(ref, state)
+    remember(ref)
 
 
 def test_the_state_root_follows_the_environment() -> None:
@@ -104,8 +103,7 @@ def test_fleets_that_run_are_listed_first_and_those_that_are_down_as_such(
         files[-1].write_text(f"name: {name}\nmodel: {tmp_path / 'model'}\n")
     for file in (*files, write(tmp_path / "attached", "attached")):
         ref = select(file, None)
-        with FleetState(ref.paths.database) as state:
-            remember(ref, state)
+        remember(ref)
     with contextlib.ExitStack() as held:
         for name in ("b-up", "c-up"):
             lock = held.enter_context(fleet_paths(name).supervisor_lock.open("w"))

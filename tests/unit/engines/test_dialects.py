@@ -10,8 +10,8 @@ import pytest
 from skyctl.engines.base import PackedBuffers, TensorHeaders
 from skyctl.engines.vllm.dialects import VLLMDialect as Dialect
 from skyctl.engines.vllm.dialects import dialect_for
+from skyctl.transfer.gpu.carrier import pickle_handles
 from skyctl.transfer.transports.base import rank_offsets
-from skyctl.transfer.transports.ipc import pickle_handles
 
 TENSORS = TensorHeaders(["a", "b"], ["bfloat16", "float32"], [(2, 3), (4,)])
 WIRE = {"names": ["a", "b"], "dtype_names": ["bfloat16", "float32"], "shapes": [[2, 3], [4]]}

@@ -15,7 +15,7 @@ import pytest
 from skyctl.engines.base import PackedBuffers, TensorHeaders
 from skyctl.engines.vllm.dialects import VLLMDialect as Dialect
 from skyctl.engines.vllm.dialects import dialect_for
-from skyctl.transfer.transports.ipc import pickle_handles
+from skyctl.transfer.gpu.carrier import pickle_handles
 
 TENSORS = TensorHeaders(["a"], ["float32"], [(4,)])
 SPEC = importlib.util.find_spec("vllm")

@@ -292,3 +292,51 @@ async def test_refused_requests_are_not_in_the_access_log_and_long_ones_are_cut(
     said = [r.getMessage() for r in caplog.records if r.name == "uvicorn.error"]
     counted = [line for line in said if "refused" in line]
     assert counted == ["requests without the right token that were refused: 1"]
+
+
+class Engine:
+    """As vLLM's API server keeps it: `app.state.engine_client.engine_core`."""
+
+    def __init__(self) -> None:
+        self.paused: list[dict[str, Any]] = []
+        self.state = self.engine_client = self.engine_core = self
+
+    async def pause_scheduler_async(self, **arguments: Any) -> None:
+        self.paused.append(arguments)
+
+
+@pytest.mark.parametrize(
+    ("request_line", "by_guard"),
+    [
+        (("POST", "/pause?mode=keep&clear_cache=false"), True),
+        (("POST", "/pause?mode=keep"), False),  # vLLM clears the cache of images
+        (("POST", "/pause?mode=abort&clear_cache=false"), False),
+        (("GET", "/pause?mode=keep&clear_cache=false"), False),
+        (("POST", "/resume?mode=keep&clear_cache=false"), False),
+    ],
+)
+@pytest.mark.parametrize("known", [True, False])
+def test_a_freeze_is_answered_as_soon_as_the_engine_is_frozen(
+    request_line: tuple[str, str], by_guard: bool, known: bool
+) -> None:
+    engine = Engine()
+    inner = guard()
+
+    async def with_app(scope: Any, receive: Any, send: Any) -> None:
+        await inner({**scope, "app": engine if known else object()}, receive, send)
+
+    async def call(given: str) -> httpx.Response:
+        async with httpx.AsyncClient(
+            transport=httpx.ASGITransport(with_app), base_url="http://server"
+        ) as client:
+            return await client.request(*request_line, headers={"Authorization": given})
+
+    assert asyncio.run(call("Bearer wrong")).status_code == 401
+    assert engine.paused == []
+    answer = asyncio.run(call(f"Bearer {TOKEN}"))
+    assert answer.status_code == 200
+    if known and by_guard:
+        assert answer.json() == {"status": "paused"}
+        assert engine.paused == [{"mode": "keep", "clear_cache": False}]
+    else:
+        assert (engine.paused, answer.text) == ([], f"Bearer {KEY}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -203,3 +204,64 @@ def test_experts_of_a_backend_that_rearranges_them_are_left_to_the_loader(
         reasons = {p.name: p.reason for p in describe(model) if p.reason}
     assert {name.rpartition(".")[2] for name in reasons} == {"w13_weight", "w2_weight"}
     assert set(reasons.values()) == {"its backend CPU may rearrange experts"}
+
+
+class Loader:
+    """A worker's loader whose sender's slots are ordinary memory."""
+
+    def __init__(self, model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        import torch
+
+        from skyctl.engines.vllm.inside import layout_load
+
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+        monkeypatch.setattr(layout_load.LayoutLoader, "_map", lambda loader, payload: self.slots)
+        self.slots = torch.zeros(0, dtype=torch.uint8)
+        runner = SimpleNamespace(get_model=lambda: model)
+        self.loader = layout_load.LayoutLoader(
+            SimpleNamespace(model_runner=runner, device=torch.device("cpu"))
+        )
+
+    def copy(self, program: Program, plan: ChunkPlan, chunks: list[Any], slots: int) -> None:
+        """All chunks through so many slots, each filled again when it has been copied."""
+        import torch
+
+        size = plan.slot_bytes
+        self.slots = torch.zeros(slots * size, dtype=torch.uint8)
+        self.loader.open(program, "handle", [slot * size for slot in range(slots)], 0)
+        for begin in range(0, len(chunks), slots):
+            ready = range(begin, min(begin + slots, len(chunks)))
+            for chunk in ready:
+                at = chunk % slots * size
+                self.slots[at : at + len(chunks[chunk])] = chunks[chunk]
+            self.loader.load(list(ready), last=ready.stop == len(chunks))
+
+
+def test_a_proven_layout_is_copied_through_slots_that_are_filled_again(
+    checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch
+
+    checkpoint = read_checkpoint(str(checkpoints["dense"]))
+    with vllm_model(checkpoints["dense"]) as model:
+        report = report_of(model)
+        plan = planned([report], checkpoint, 70_000)
+        program, chunks = program_for(report, plan), chunks_of(checkpoint, plan)
+        assert len(chunks) > 3
+        made = {name: p.detach().clone() for name, p in model.named_parameters()}
+        worker = Loader(model, monkeypatch)
+        with pytest.raises(RuntimeError, match="has not been proven"):
+            worker.copy(program, plan, chunks, 3)
+        worker.loader.trust(report.layout)
+        for parameter in model.parameters():
+            parameter.data.zero_()
+        worker.copy(program, plan, chunks, 3)
+        for name, parameter in model.named_parameters():
+            assert torch.equal(parameter, made[name]), name
+        with pytest.raises(RuntimeError, match="no program"):
+            worker.loader.load([0], last=True)
+        worker.loader.open(program, "handle", [0, plan.slot_bytes, 2 * plan.slot_bytes], 0)
+        name, parameter = next(iter(model.named_parameters()))
+        parameter.data = parameter.data.clone()
+        with pytest.raises(RuntimeError, match="not where they were"):
+            worker.loader.load([0], last=False)

@@ -95,8 +95,3 @@ def test_outcomes_come_to_one_error(words: list[str], kind: type[SkyctlError] | 
     if kind is not None:
         with pytest.raises(kind, match=r"pause: \d of 2 servers failed"):
             require_all(outcomes, "pause")
-
-
-def test_an_outcome_survives_json() -> None:
-    outcome = Outcome[None]("demo-0", OutcomeStatus.TIMEOUT, 12.3, "no answer")
-    assert Outcome[None].from_json(outcome.to_json()) == outcome

@@ -15,7 +15,7 @@ from skyctl.launch.local.host import sweep_scratch
 from skyctl.launch.local.process import ManagedProcess
 from skyctl.launch.local.segments import mapped_by, remove, remove_left
 from skyctl.store.paths import FleetPaths
-from tests.unit.launch.test_process import first_line
+from tests.processes.test_process import first_line
 
 OURS = "vllm_dist_0a1b-tp:0-[0-1]-cpushm_0"
 MAPS = """\

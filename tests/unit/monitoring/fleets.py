@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from skyctl.core.service import EventQuery, FleetService, StatusQuery
 from skyctl.core.status import FleetStatus, ReplicaStatus, RouterStatus
 from skyctl.monitoring.sample import FleetSample, JobSample, ReplicaSample, RouterSample
 from skyctl.store.journal import Job
@@ -20,7 +21,7 @@ def status(*replicas: ReplicaStatus, **fields: Any) -> FleetStatus:
     return FleetStatus(**{**defaults, "replicas": replicas, "router": router, **fields})
 
 
-class ToldFleet:
+class ToldFleet(FleetService):
     """Gives the statuses it was told, one after the other, and then the last again."""
 
     def __init__(self, *statuses: FleetStatus, job: Job | None = None) -> None:
@@ -28,19 +29,19 @@ class ToldFleet:
         self._job = job
         self.asked_fresh: list[bool] = []
 
-    async def status(self, *, fresh: bool = True) -> FleetStatus:
-        self.asked_fresh.append(fresh)
+    async def status(self, asked: StatusQuery = StatusQuery()) -> FleetStatus:
+        self.asked_fresh.append(asked.fresh)
         return self._statuses.pop(0) if len(self._statuses) > 1 else self._statuses[0]
 
-    async def events(self, limit: int) -> list[Event]:
-        return [Event(0.0, "tiny-0", "started")][:limit]
+    async def events(self, asked: EventQuery = EventQuery()) -> tuple[Event, ...]:
+        return (Event(0.0, "tiny-0", "started"),)
 
     async def job(self, job_id: str) -> Job:
         assert self._job is not None and self._job.id == job_id
         return self._job
 
-    async def jobs(self) -> list[Job]:
-        return [self._job] if self._job else []
+    async def jobs(self) -> tuple[Job, ...]:
+        return (self._job,) if self._job else ()
 
 
 def replica_sample(name: str = "tiny-0", **fields: Any) -> ReplicaSample:

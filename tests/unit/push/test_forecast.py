@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from skyctl.checkpoints.checkpoint import read_checkpoint
+from skyctl.checkpoints.header import Tensor
 from skyctl.errors import PreflightError, PushError
 from skyctl.push.forecast import (
     PINNED_BYTES,
@@ -22,9 +23,11 @@ from skyctl.push.forecast import (
 )
 from skyctl.push.measuring import measure_reading, measured_before
 from skyctl.push.transaction import PushRequest, PushResult, push
+from skyctl.push.worker_memory import copier_bytes
 from skyctl.store.journal import PushRecord
 from skyctl.transfer.gpu import reader
 from skyctl.transfer.gpu.devices import slot_sizes
+from skyctl.transfer.plan import plan_chunks
 from tests.unit.push.checkpoints import write_checkpoint
 from tests.unit.push.fleets import Recorder, Stubs
 
@@ -221,3 +224,31 @@ async def test_what_cannot_be_staged_so_is_refused_untouched(stubs: Stubs, stage
     with pytest.raises(PreflightError, match=f"--stage {stage}"):
         await pushed(stubs, stage=stage, transport=transport)
     assert all(engine.log == [] for engine in stubs.engines)
+
+
+def test_what_is_copied_is_staged_as_far_as_it_fits() -> None:
+    """Half of it fits: three chunks wait on the GPU, and the rest is read in the freeze."""
+    mib = 1 << 20
+    subject = Subject(
+        "ipc",
+        chunk_bytes=(25 * mib,) * 6,
+        workers=1,
+        free_gpu_bytes=100 * mib,
+        has_context=True,
+        copied=True,
+    )
+    measured = Measured(fixed_s=0.05, loads=1000 * mib, reads=100 * mib, source="push-1")
+    assert slot_sizes(100 * mib, subject.chunk_bytes, 2, as_many=True)[0] == [25 * mib] * 3
+    (stream,) = (one for one in forecast(subject, "auto", measured) if one.chosen)
+    assert (stream.stage, stream.slots) == ("stream", 3)
+    assert stream.freeze_s == pytest.approx(0.05 + 0.75)
+    (ring,) = (one for one in forecast(subject, "stream", measured) if one.chosen)
+    assert (ring.slots, ring.freeze_s) == (2, pytest.approx(0.05 + 1.0))
+
+
+def test_a_worker_that_copies_has_the_senders_chunks_or_two_buffers_beside_it() -> None:
+    plan = plan_chunks([Tensor(str(n), "U8", (64,), 0, 64 * n, 64) for n in range(4)], 64)
+    room = {0: 1 << 40, 1: (596 << 20) + 285, 2: (596 << 20) + 284}
+    assert copier_bytes(plan, [(0,), (1,)], room) == 256 + (596 << 20)
+    assert copier_bytes(plan, [(0,), (2,)], room) == 128
+    assert copier_bytes(plan, [()], room) == 128

@@ -86,7 +86,8 @@ def report(rank: int = 0, *, proven: bool = True, **changes: Any) -> dict[str, A
 
 @pytest.fixture(autouse=True)
 def forget_layouts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layouts, "_spelt_out", {})
+    for known in ("_spelt_out", "_programs", "_checked"):
+        monkeypatch.setattr(layouts, known, {})
 
 
 @pytest.fixture
@@ -105,7 +106,7 @@ async def test_servers_that_have_seen_it_proven_copy(checkpoint: Checkpoint) -> 
     assert (choice.name, choice.note) == ("runtime", "")
     plan = plan_chunks(checkpoint.tensors, 1 << 20, alignment=1, order=choice.ordered)
     assert [tensor.name for tensor in plan.tensors] == ["g", "u", "d"]
-    [program] = choice.planned(plan).programs["demo-0"]
+    [program] = choice.planned(plan, checkpoint).programs["demo-0"]
     assert [name for name, _, _ in program.parameters] == ["gate_up", "down"]
 
 
@@ -219,23 +220,33 @@ async def test_other_bytes_prove_nothing_and_fail_what_was_copied(
 class NumberingSender(ReadySender):
     """Also numbers parameters: all of them come with the last chunk."""
 
-    def __init__(self, *, whole: bool, chunks: int) -> None:
+    def __init__(self, *, slots: int, chunks: int, shown: bool) -> None:
         super().__init__()
-        self.whole, self.chunks = whole, chunks
+        self.slots, self.chunks, self.shown = slots, chunks, shown
         self.programs: list[Program] = []
         self.sent: list[int] = []
+        self.released = 0
 
-    async def open(self, *, programs: list[Program], **arguments: Any) -> None:
+    async def open(self, *, programs: list[Program], shown: bool, **arguments: Any) -> None:
         await super().open(**arguments)
+        assert shown
         self.programs = programs
 
     async def opened(self, **_: Any) -> Opened:
-        return Opened({"host": "127.0.0.1", "port": 1}, staged_whole=self.whole)
+        slots = {"handles": ["handle"], "offsets": [64 * slot for slot in range(self.slots)]}
+        return Opened(
+            {"host": "127.0.0.1", "port": 1},
+            staged_whole=self.slots == self.chunks,
+            shown=slots if self.shown else None,
+        )
 
     async def filled(self, chunk: int, **_: Any) -> Filled:
         last = chunk == self.chunks - 1
-        extra = {"handles": [f"handle-{chunk}"], "numbers": [NUMBERS if last else {}]}
-        return Filled(chunk, chunk, (), extra)
+        assert chunk - self.released < self.slots, "its slot is not free"
+        return Filled(chunk, chunk % self.slots, (), {"numbers": [NUMBERS if last else {}]})
+
+    async def release(self, chunk: int) -> None:
+        self.released = chunk + 1
 
     async def send(self, filled: Filled, *_: Any, **__: Any) -> None:
         self.sent.append(filled.chunk)
@@ -247,14 +258,15 @@ async def copied_by(
     checkpoint: Checkpoint,
     monkeypatch: pytest.MonkeyPatch,
     *,
-    whole: bool = True,
+    slots: int = 3,
+    shown: bool = True,
     pool: SenderPool | None = None,
 ) -> tuple[Site, NumberingSender]:
     """One server into which three chunks were copied."""
     one = site(workers, instance="1@1")
     choice = await chosen(checkpoint, site(Workers(report())))
     plan = plan_chunks(checkpoint.tensors, 64, alignment=1, order=choice.ordered)
-    sender = NumberingSender(whole=whole, chunks=len(plan.chunks))
+    sender = NumberingSender(slots=slots, chunks=len(plan.chunks), shown=shown)
 
     async def spawn(*_: Any) -> NumberingSender:
         return sender
@@ -266,7 +278,7 @@ async def copied_by(
         plan,
         PushFleet("demo", (one.server,)),
         senders=pool or SenderPool(),
-        programs=choice.planned(plan).programs,
+        programs=choice.planned(plan, checkpoint).programs,
     )
     workers.init_weight_transfer = workers.collective_rpc  # type: ignore[attr-defined]
     try:
@@ -279,16 +291,26 @@ async def copied_by(
     return one, sender
 
 
-async def test_servers_map_all_chunks_before_and_copy_them_in_one_call(
-    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("transport", [IPC, NCCL], ids=lambda transport: transport.name)
+@pytest.mark.parametrize(
+    ("slots", "calls"), [(3, [([0, 1, 2], True)]), (2, [([0, 1], False), ([2], True)])]
+)
+async def test_servers_map_the_slots_before_and_copy_in_as_few_calls_as_these_allow(
+    checkpoint: Checkpoint,
+    monkeypatch: pytest.MonkeyPatch,
+    transport: Transport,
+    slots: int,
+    calls: list[tuple[list[int], bool]],
 ) -> None:
     workers = Workers()
-    one, sender = await copied_by(IPC, workers, checkpoint, monkeypatch)
-    assert workers.asked == ["skyctl_layout_open", "skyctl_layout_load"]
-    shown = workers.calls[0][1]
-    assert shown["payloads"] == {str(n): f"handle-{n}" for n in range(3)}
-    assert [Program.from_wire(program) for program in shown["programs"]] == sender.programs
-    assert workers.calls[1][1] == {"chunks": [0, 1, 2]}
+    one, sender = await copied_by(transport, workers, checkpoint, monkeypatch, slots=slots)
+    assert workers.asked == ["skyctl_layout_open"] + ["skyctl_layout_load"] * len(calls)
+    told = workers.calls[0][1]
+    assert (told["payload"], told["offsets"]) == ("handle", [64 * slot for slot in range(slots)])
+    assert [Program.from_wire(program) for program in told["programs"]] == sender.programs
+    loads = [{"chunks": chunks, "last": last} for chunks, last in calls]
+    assert [arguments for _, arguments in workers.calls[1:]] == loads
+    assert (sender.joins, sender.sent) == (0, [])
     assert (one.holds, one.copied, one.failure) == (Holds.NEW, True, "")
     assert one.expected == [(sender.programs[0], NUMBERS)]
 
@@ -302,13 +324,12 @@ async def test_the_next_push_reads_ahead_as_far_as_after_any_other(
     assert pool.idle is not None and 0 < pool.idle.lead_s < 10
 
 
-@pytest.mark.parametrize("transport", [IPC, NCCL], ids=lambda transport: transport.name)
-async def test_what_does_not_fit_as_a_whole_is_not_copied(
-    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch, transport: Transport
+async def test_what_cannot_be_broadcast_as_a_whole_is_not_copied(
+    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     workers = Workers()
     with pytest.raises(CannotCopy, match="does not fit on the sender's GPU"):
-        await copied_by(transport, workers, checkpoint, monkeypatch, whole=False)
+        await copied_by(NCCL, workers, checkpoint, monkeypatch, slots=2, shown=False)
     assert workers.asked == []
 
 
@@ -316,7 +337,7 @@ async def test_broadcast_chunks_are_copied_in_one_call(
     checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     workers = Workers()
-    one, sender = await copied_by(NCCL, workers, checkpoint, monkeypatch)
+    one, sender = await copied_by(NCCL, workers, checkpoint, monkeypatch, shown=False)
     assert workers.asked == ["skyctl_layout_open", "skyctl_layout_receive"]
     assert workers.calls[0][1]["buffer_bytes"] == 64
     assert workers.calls[1][1] == {"sizes": [64, 64, 64]}

@@ -11,6 +11,7 @@ import pytest
 
 from skyctl.core.arbiter import Act, Arbiter
 from skyctl.core.registry import FleetRef
+from skyctl.core.service import Pause, Resume, Sleep, Wake
 from skyctl.errors import ConflictError, NotFoundError, UsageError
 from skyctl.fleetfile.schema import FleetConfig
 from skyctl.http.client import ControlClient
@@ -41,10 +42,10 @@ async def test_verbs_change_the_servers_and_status_sees_it(
 ) -> None:
     async with attached(tmp_path, monkeypatch, StubServer(), StubServer()) as fleet:
         assert (await fleet.status()).health == "healthy"
-        outcomes = await fleet.pause("keep", False)
-        assert [outcome["status"] for outcome in outcomes] == ["ok", "ok"]
+        outcomes = await fleet.pause(Pause(mode="keep", clear_cache=False))
+        assert [outcome.status for outcome in outcomes] == ["ok", "ok"]
         assert [r.state for r in (await fleet.status()).replicas] == ["paused", "paused"]
-        await fleet.resume(servers=["far-1"])
+        await fleet.resume(Resume(servers=("far-1",)))
         assert [r.state for r in (await fleet.status()).replicas] == ["paused", "ready"]
 
 
@@ -52,11 +53,11 @@ async def test_a_paused_server_that_slept_is_paused_again_when_it_wakes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with attached(tmp_path, monkeypatch, StubServer()) as fleet:
-        await fleet.pause("keep", False)
-        await fleet.sleep(1)
+        await fleet.pause(Pause(mode="keep", clear_cache=False))
+        await fleet.sleep(Sleep(level=1))
         assert (await fleet.status()).replicas[0].state == "asleep"
         [skipped] = await fleet.resume()
-        assert skipped["status"] == "skipped" and "skyctl wake" in skipped["detail"]
+        assert skipped.status == "skipped" and "skyctl wake" in skipped.detail
         await fleet.wake()
         assert (await fleet.status()).replicas[0].state == "paused"
 
@@ -66,20 +67,20 @@ async def test_waking_discarded_weights_is_refused_until_they_are_pushed_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recorded: bool
 ) -> None:
     async with attached(tmp_path, monkeypatch, StubServer()) as fleet:
-        await fleet.sleep(2)
+        await fleet.sleep(Sleep(level=2))
         if not recorded:  # the command died, or its answer was lost: the server says it
-            fleet._state.update_server("far-0", sleep_level=0)
+            fleet.state.update_server("far-0", sleep_level=0)
             [finding] = await fleet.findings()
             assert finding.action == "nothing" and "type: skyctl wake" in finding.detail
         with pytest.raises(ConflictError) as caught:
             await fleet.wake()
         assert "skyctl wake --tags weights" in caught.value.hint
-        [partly] = await fleet.wake(["weights"])
-        assert partly["status"] == "ok"
+        [partly] = await fleet.wake(Wake(tags=("weights",)))
+        assert partly.status == "ok"
         with pytest.raises(ConflictError):
-            await fleet.wake(["kv_cache"])
-        fleet._state.update_server("far-0", sleep_level=1)  # as a push does
-        await fleet.wake(["kv_cache"])
+            await fleet.wake(Wake(tags=("kv_cache",)))
+        fleet.state.update_server("far-0", sleep_level=1)  # as a push does
+        await fleet.wake(Wake(tags=("kv_cache",)))
         assert (await fleet.status()).replicas[0].state == "ready"
 
 
@@ -92,7 +93,7 @@ async def test_what_only_a_supervisor_can_do_is_refused(
         with pytest.raises(UsageError, match="did not start"):
             await fleet.scale(3)
         with pytest.raises(NotFoundError, match="far-9"):
-            await fleet.pause(servers=["far-9"])
+            await fleet.pause(Pause(servers=("far-9",)))
 
 
 async def test_a_push_runs_here_with_the_same_journal_and_lock(
@@ -121,9 +122,9 @@ async def test_a_push_runs_here_with_the_same_journal_and_lock(
         job = await fleet.wait_job(job_id, lambda event: heard.append(event.kind), timeout_s=10)
         assert job.state == "succeeded" and job.result is not None
         assert heard == ["stage", "progress", "end"]
-        rows, pushes = await fleet.weights()
-        assert {row.weight_version for row in rows} == {"v7"}
-        assert [record.version for record in pushes] == ["v7"]
+        weights = await fleet.weights()
+        assert {row.weight_version for row in weights.servers} == {"v7"}
+        assert [record.version for record in weights.pushes] == ["v7"]
 
 
 @pytest.mark.parametrize("verb", ["resume", "wake"])
@@ -132,13 +133,13 @@ async def test_what_a_dead_push_left_is_not_thawed_by_hand(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verb: str, quarantined: bool
 ) -> None:
     async with attached(tmp_path, monkeypatch, StubServer(), StubServer()) as fleet:
-        await fleet.pause("keep", False)
-        touch(fleet._state, "far-0", "a push")
+        await fleet.pause(Pause(mode="keep", clear_cache=False))
+        touch(fleet.state, "far-0", "a push")
         if quarantined:
-            fleet._state.update_server("far-0", quarantine="push-1 broke off")
+            fleet.state.update_server("far-0", quarantine="push-1 broke off")
         skipped, done = await getattr(fleet, verb)()
-        assert (skipped["status"], done["status"]) == ("skipped", "ok")
-        assert "skyctl recover" in skipped["detail"]
+        assert (skipped.status, done.status) == ("skipped", "ok")
+        assert "skyctl recover" in skipped.detail
 
 
 async def test_with_the_turn_in_hand_a_push_that_is_said_to_run_has_ended(
@@ -146,10 +147,10 @@ async def test_with_the_turn_in_hand_a_push_that_is_said_to_run_has_ended(
 ) -> None:
     """Its process lives, and could not put on record that it left a server half loaded."""
     async with attached(tmp_path, monkeypatch, StubServer()) as fleet:
-        job = fleet._state.journal.begin("push", PushRequest("/c").to_json())
+        job = fleet.state.journal.begin("push", PushRequest("/c").to_json())
         for stage in ("pause", "update"):
-            fleet._state.journal.tell(job.id, Told.stage(stage))
-        fleet._state.journal.tell(job.id, Told.server("far-0", "updating"))
+            fleet.state.journal.tell(job.id, Told.stage(stage))
+        fleet.state.journal.tell(job.id, Told.server("far-0", "updating"))
         [outcome] = await fleet.resume()
-        assert outcome["status"] == "skipped" and "skyctl recover" in outcome["detail"]
+        assert outcome.status == "skipped" and "skyctl recover" in outcome.detail
         assert (await fleet.job(job.id)).state == "interrupted"

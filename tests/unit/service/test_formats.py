@@ -12,7 +12,6 @@ import tomllib
 import typing
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -20,12 +19,13 @@ import pytest
 import typing_extensions
 import yaml
 
+from skyctl.core.service import FleetService
+from skyctl.core.urls import Access, FleetUrls
 from skyctl.errors import UsageError
 from skyctl.http.client import ControlClient
 from skyctl.service.endpoint import without_token_route
 from skyctl.service.formats import FORMATS, notes, refused_rollouts
 from skyctl.service.prometheus import target_groups, write_targets
-from skyctl.service.urls import Access, FleetUrls
 from tests.stub.through_httpx import ThroughHttpx
 
 URLS = FleetUrls(
@@ -239,8 +239,10 @@ def test_a_file_prometheus_would_not_read_is_refused(tmp_path: Path) -> None:
     ],
 )
 async def test_servers_that_would_refuse_skyrls_rollouts_are_named(
-    statuses: tuple[int, int], warned: str
+    statuses: tuple[int, int], warned: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("DEMO_TOKEN", "t0ken")
+
     def answer(request: httpx.Request) -> httpx.Response:
         assert (request.method, request.url.path) == ("POST", "/inference/v1/generate")
         assert request.headers["authorization"] == "Bearer t0ken"
@@ -249,16 +251,11 @@ async def test_servers_that_would_refuse_skyrls_rollouts_are_named(
             raise httpx.ConnectError("refused")
         return httpx.Response(status, json={"error": {"message": "Scale-out is disabled"}})
 
-    class Fleet:
-        ref = SimpleNamespace(config=SimpleNamespace(engine="vllm"))
-
+    class Known(FleetService):
         async def urls(self) -> FleetUrls:
-            return URLS
+            return replace(URLS, access=Access(control_token_env="DEMO_TOKEN"))
 
-        def control_token(self) -> str:
-            return "t0ken"
-
-    fleet: Any = Fleet()
+    fleet = Known()
     async with ControlClient(transport=ThroughHttpx(httpx.MockTransport(answer))) as client:
         warning = refused_rollouts(await without_token_route(fleet, client))
     assert warning.startswith(warned) and bool(warning) == bool(warned)

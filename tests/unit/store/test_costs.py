@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from skyctl.core import verbs
+from skyctl.core import actions, verbs
+from skyctl.core.service import Control, Pause, Resume, Sleep, Wake
 from skyctl.http.fanout import Outcome, OutcomeStatus
 from skyctl.http.target import ServerTarget
 from skyctl.push.request import PushRequest
@@ -24,6 +25,7 @@ from tests.unit.push.checkpoints import tiny_tensors, write_checkpoint
 from tests.unit.supervisor.fleets import fleet_plan, stub_server
 
 MANY = 2048
+VERBS = (Pause, Resume, Sleep, Wake)
 AT_MOST_S = 1.0
 """CPU. 0.05 to 0.1 s where this was written; in proportion to the square it took minutes."""
 
@@ -35,7 +37,7 @@ async def test_a_push_into_two_servers_takes_few_statements(
     statements: list[str] = []
     stubs = [StubServer(), StubServer()]
     async with attached_fleet(tmp_path / "home", monkeypatch, stubs) as fleet:
-        file = fleet._state.database._file
+        file = fleet.state.database._file
         assert file is not None
         file.set_trace_callback(statements.append)
         job_id = await fleet.start_push(PushRequest(str(checkpoint)))
@@ -56,20 +58,24 @@ def done_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     async def done(_: Any, targets: Sequence[ServerTarget], **__: Any) -> list[Outcome[None]]:
         return [Outcome(target.name, OutcomeStatus.OK, 0.0) for target in targets]
 
-    for name in verbs.VERBS:
-        monkeypatch.setattr(verbs.verbs, name, done)
+    async def awake(*_: Any) -> int:
+        return 0
+
+    monkeypatch.setattr(verbs, "sleep_level", awake)
+    for verb in VERBS:
+        monkeypatch.setattr(actions, verb.verb, done)
 
 
-@pytest.mark.parametrize("verb", verbs.VERBS)
+@pytest.mark.parametrize("verb", VERBS)
 @pytest.mark.usefixtures("done_at_once")
 async def test_the_bookkeeping_of_a_verb_grows_with_the_servers_and_not_with_their_square(
-    verb: str, tmp_path: Path
+    verb: type[Control], tmp_path: Path
 ) -> None:
     targets = [ServerTarget(f"a-{n}", "http://127.0.0.1:1", None) for n in range(MANY)]
     with FleetState(tmp_path / "fleet" / "state.sqlite") as state:
         state.update_servers({target.name: {"weight_version": "v"} for target in targets})
         began = time.process_time()
-        outcomes = await verbs.run(verb, {}, targets, client=None, state=state, timeout_s=1.0)  # type: ignore[arg-type]
+        outcomes = await verbs.run(verb(), targets, client=None, state=state, timeout_s=1.0)  # type: ignore[arg-type]
         took = time.process_time() - began
     assert all(outcome.ok for outcome in outcomes) and len(outcomes) == MANY
     assert took < AT_MOST_S
@@ -84,12 +90,12 @@ async def test_so_does_that_of_a_supervisor(tmp_path: Path) -> None:
         supervisor._take(replace(fleet_plan(specs[:1]), servers=tuple(specs)))
         for spec in specs:
             supervisor.new_replica(spec).phase = "up"
-        for verb, shown in (("pause", "paused"), ("resume", "ready")):
+        for verb, shown in ((Pause, "paused"), (Resume, "ready")):
             began = time.process_time()
-            outcomes = await supervisor.verb(verb, {}, (), 1.0)
+            outcomes = await supervisor.control(verb(timeout_s=1.0))
             await asyncio.sleep(0)  # what changed is looked at
             took = time.process_time() - began
-            assert {outcome["status"] for outcome in outcomes} == {"ok"}
+            assert {outcome.status for outcome in outcomes} == {"ok"}
             assert {replica.state for replica in supervisor.replicas.values()} == {shown}
             assert all(replica._shown == shown for replica in supervisor.replicas.values())
             print(verb, took)

@@ -10,7 +10,7 @@ import pytest
 
 from skyctl.errors import SkyctlError
 from skyctl.store.paths import FleetPaths, create_private_file, private_directory
-from skyctl.supervisor.client import SupervisorClient
+from skyctl.supervisor.interface import SupervisorClient
 
 
 def test_every_directory_of_a_fleet_is_ours_alone_whatever_the_umask(tmp_path: Path) -> None:
@@ -52,7 +52,7 @@ def test_a_directory_of_another_user_is_refused(
     with pytest.raises(SkyctlError, match=f"belongs to uid {own}, not to you"):
         paths.prepare()
     with pytest.raises(SkyctlError, match="not to you"):
-        SupervisorClient(paths)
+        SupervisorClient.on_this_machine(paths)
 
 
 async def test_a_socket_in_somebody_elses_directory_is_not_talked_to(
@@ -63,11 +63,12 @@ async def test_a_socket_in_somebody_elses_directory_is_not_talked_to(
     (tmp_path / "tmp").mkdir()
     paths = FleetPaths(tmp_path / ("long" * 30), "demo")
     assert paths.socket.is_relative_to(tmp_path / "tmp")
-    await SupervisorClient(paths).close()  # nothing there: the fleet is down
+    async with SupervisorClient.on_this_machine(paths):
+        pass  # nothing there: the fleet is down
     (tmp_path / "theirs").mkdir()
     paths.socket.parent.symlink_to(tmp_path / "theirs")
     with pytest.raises(SkyctlError, match="not a plain directory"):
-        SupervisorClient(paths)
+        SupervisorClient.on_this_machine(paths)
 
 
 def test_a_private_file_is_neither_shared_nor_redirected(tmp_path: Path) -> None:

@@ -128,15 +128,17 @@ def test_a_writer_killed_at_any_moment_leaves_a_readable_file(path: Path) -> Non
         writer = subprocess.Popen(
             [sys.executable, "-c", _WRITER, str(path)], stdout=subprocess.PIPE
         )
-        assert writer.stdout is not None
-        writer.stdout.readline()
-        deadline = time.monotonic() + 5
-        with FleetState(path) as reader:
-            before = len(reader.journal.jobs(10_000))
-            while len(reader.journal.jobs(10_000)) < before + 5:
-                assert time.monotonic() < deadline
-        writer.kill()
-        writer.communicate()
+        try:
+            assert writer.stdout is not None
+            writer.stdout.readline()
+            deadline = time.monotonic() + 60
+            with FleetState(path) as reader:
+                before = len(reader.journal.jobs(10_000))
+                while len(reader.journal.jobs(10_000)) < before + 5:
+                    assert time.monotonic() < deadline
+        finally:
+            writer.kill()
+            writer.communicate()
         warnings: list[str] = []
         with FleetState(path, warn=warnings.append) as state:
             assert len(state.journal.jobs(10_000)) >= before + 5

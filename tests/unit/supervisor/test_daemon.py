@@ -16,22 +16,21 @@ import psutil
 import pytest
 
 from skyctl.core.plan import FleetPlan
-from skyctl.core.registry import supervisor_running
+from skyctl.core.registry import FleetRef, supervisor_running
 from skyctl.core.status import FleetStatus
 from skyctl.errors import ConflictError, FleetDownError
 from skyctl.launch.local.host import scratch_environment
 from skyctl.launch.local.process import ManagedProcess
-from skyctl.service.bring_up import follow_operation, take_down
-from skyctl.service.left_alone import left_alone
-from skyctl.service.unsupervised import unsupervised_status
+from skyctl.service.bring_down import take_down
+from skyctl.service.bring_up import follow_operation
+from skyctl.service.unsupervised import UnsupervisedFleet, left_alone
 from skyctl.store.journal import Told
 from skyctl.store.paths import FleetPaths, fleet_paths
 from skyctl.store.state import FleetState, ProcessRow
 from skyctl.supervisor import daemon
-from skyctl.supervisor.client import SupervisorClient
+from skyctl.supervisor.interface import Reconcile, SupervisorClient
 from skyctl.supervisor.resident import Supervisor
 from skyctl.supervisor.restarts import remember
-from skyctl.supervisor.wire import plan_to_json
 from tests.unit.supervisor.fleets import (
     command_server,
     eventually,
@@ -52,22 +51,16 @@ async def paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
 
 async def up(paths: FleetPaths, plan: FleetPlan) -> FleetStatus:
     await daemon.ensure_running(paths)
-    client = SupervisorClient(paths)
-    try:
-        answer = await client.post("/reconcile", {"plan": plan_to_json(plan)})
-        if not answer["operation"]:
-            return await status(paths)
-    finally:
-        await client.close()
-    return await follow_operation(paths, answer["operation"], lambda status: None, timeout_s=30)
+    async with SupervisorClient.on_this_machine(paths) as client:
+        begun = await client.reconcile(Reconcile(plan))
+        if not begun.operation:
+            return await client.status()
+        return await follow_operation(client, begun.operation, lambda status: None, timeout_s=30)
 
 
 async def status(paths: FleetPaths) -> FleetStatus:
-    client = SupervisorClient(paths)
-    try:
-        return FleetStatus.from_json(await client.get("/status"))
-    finally:
-        await client.close()
+    async with SupervisorClient.on_this_machine(paths) as client:
+        return await client.status()
 
 
 async def kill_supervisor(paths: FleetPaths) -> None:
@@ -85,7 +78,9 @@ async def test_servers_outlive_a_killed_supervisor_and_the_next_adopts_them(
     await kill_supervisor(paths)
     with FleetState(paths.database) as state:
         remember(state, "b", "was killed by SIGKILL")
-    left = unsupervised_status(paths)
+    ref = FleetRef("stubs", paths, plan.config, paths.root, None)
+    with FleetState(paths.database) as state:
+        left = await UnsupervisedFleet(ref, state).status()
     assert left.health == "degraded" and left.supervised is False
     assert [r.restarts for r in left.replicas] == [0, 1]
     assert {r.state for r in left.replicas} == {"unsupervised"}
@@ -224,10 +219,11 @@ async def test_an_operation_that_ended_is_told_of_when_another_has_begun(
 ) -> None:
     before = await up(paths, fleet_plan([stub_server("a")]))
     assert before.operation is not None
-    client = SupervisorClient(paths)
-    await client.post("/restart", {"servers": []})
-    await client.close()
-    ended = await follow_operation(paths, before.operation.id, lambda status: None, timeout_s=5)
+    async with SupervisorClient.on_this_machine(paths) as client:
+        await client.restart()
+        ended = await follow_operation(
+            client, before.operation.id, lambda status: None, timeout_s=5
+        )
     assert ended.operation == before.operation
 
 
@@ -239,15 +235,14 @@ async def test_the_socket_and_the_logs_are_private(paths: FleetPaths) -> None:
 
 
 async def test_errors_cross_the_socket_with_their_kind_and_hint(paths: FleetPaths) -> None:
-    client = SupervisorClient(paths)
-    with pytest.raises(FleetDownError, match="stubs is not running") as caught:
-        await client.get("/status")
-    assert "skyctl up" in caught.value.hint
-    await daemon.ensure_running(paths)
-    with pytest.raises(FleetDownError) as caught:
-        await client.post("/restart", {"servers": []})
-    assert "skyctl up" in caught.value.hint
-    await client.close()
+    async with SupervisorClient.on_this_machine(paths) as client:
+        with pytest.raises(FleetDownError, match="stubs is not running") as caught:
+            await client.status()
+        assert "skyctl up" in caught.value.hint
+        await daemon.ensure_running(paths)
+        with pytest.raises(FleetDownError) as caught:
+            await client.restart()
+        assert "skyctl up" in caught.value.hint
 
 
 async def test_a_supervisor_that_nobody_tells_what_to_run_is_no_answer_and_ends(
@@ -262,7 +257,7 @@ async def test_a_supervisor_that_nobody_tells_what_to_run_is_no_answer_and_ends(
     await daemon._end_without_plan(supervisor)
     assert supervisor.finished.is_set()
     with pytest.raises(FleetDownError, match="is ending"):
-        supervisor.reconcile(fleet_plan([stub_server("a")]))
+        supervisor.change_to(fleet_plan([stub_server("a")]))
     state.close()
 
 
@@ -289,10 +284,9 @@ async def test_what_a_killed_server_leaves_in_its_temporary_directory_leaves_wit
 ) -> None:
     script = "import os, tempfile, time; tempfile.mkstemp('left'); os.kill(os.getpid(), 9)"
     await daemon.ensure_running(paths)
-    client = SupervisorClient(paths)
     plan = fleet_plan([command_server("a", script)])
-    await client.post("/reconcile", {"plan": plan_to_json(plan)})
-    await client.close()
+    async with SupervisorClient.on_this_machine(paths) as client:
+        await client.reconcile(Reconcile(plan))
     await eventually(lambda: bool(list(paths.scratch.glob("*left"))))
     assert paths.scratch.stat().st_mode & 0o077 == 0
     await take_down(paths, drain_timeout_s=0.0)

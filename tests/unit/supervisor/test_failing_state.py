@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from skyctl.core.service import Down, Pause, Resume
 from skyctl.errors import SkyctlError, StateUnwritable
 from skyctl.http.client import ControlClient
 from skyctl.launch.local.process import ManagedProcess
@@ -60,7 +61,7 @@ async def supervising(
             try:
                 yield supervisor
             finally:
-                await supervisor.down(drain_timeout_s=0.0)
+                await supervisor.down(Down(0.0))
 
 
 async def kill_and_wait_for_another(supervisor: Supervisor) -> None:
@@ -92,15 +93,15 @@ async def test_what_dies_while_the_disk_fails_is_started_again(
         await bring_up(supervisor, fleet_plan([stub_server("a")], stub_router(), health=QUICK))
         disk.fail(fault)
         await kill_and_wait_for_another(supervisor)
-        await supervisor.verb("pause", {"mode": "keep"}, (), 5.0)
-        await supervisor.verb("resume", {}, (), 5.0)
+        await supervisor.pause(Pause(mode="keep", timeout_s=5.0))
+        await supervisor.resume(Resume(timeout_s=5.0))
         assert states(supervisor) == {"a": "ready"}
         if fault != "full":  # small rows find their place on a full disk, too
             assert supervisor.state.unrecorded is not None
             reasons = (await report(supervisor)).reasons
             assert any("cannot be written" in reason.message for reason in reasons)
             with pytest.raises(StateUnwritable):
-                supervisor.reconcile(fleet_plan([stub_server("b")]))
+                supervisor.change_to(fleet_plan([stub_server("b")]))
             assert list(supervisor.replicas) == ["a"]
         disk.mend()
         assert supervisor.state.complete()

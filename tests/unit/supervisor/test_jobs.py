@@ -9,12 +9,17 @@ import pytest
 
 from skyctl.core import following
 from skyctl.core.arbiter import Act, Arbiter, Turn
-from skyctl.core.following import follow_record
 from skyctl.core.jobs import open_push
+from skyctl.core.recorded import RecordedFleet
 from skyctl.errors import NotFoundError
 from skyctl.push.request import PushRequest
 from skyctl.store.journal import Told
+from skyctl.store.paths import FleetPaths
 from skyctl.store.state import FleetState
+
+
+def recorded(state: FleetState) -> RecordedFleet:
+    return RecordedFleet(FleetPaths(state.database.path.parent, "stubs"), state)
 
 
 async def test_who_hears_that_a_push_is_over_may_start_the_next(tmp_path: Path) -> None:
@@ -22,7 +27,7 @@ async def test_who_hears_that_a_push_is_over_may_start_the_next(tmp_path: Path) 
     arbiter = Arbiter(state.locks)
     turn = arbiter.take(Act.PUSH, "a push")
     job = open_push(state.journal, turn, PushRequest("ckpt"))
-    heard = asyncio.create_task(follow_record(state, job.id, lambda event: None, timeout_s=30))
+    heard = asyncio.create_task(recorded(state).wait_job(job.id, timeout_s=30))
     state.journal.end(job.id, "succeeded", result={"version": "v1"})
     done, _ = await asyncio.wait({heard}, timeout=0.3)  # its owner still holds the fleet
     assert not done
@@ -40,7 +45,7 @@ async def test_who_follows_a_job_of_this_process_hears_of_its_end_without_lookin
         turn = Arbiter(state.locks).take(Act.PUSH, "a push")
         job = open_push(state.journal, turn, PushRequest("ckpt"))
         heard: list[str] = []
-        hear = following.follow_record(state, job.id, lambda event: heard.append(event.kind))
+        hear = recorded(state).wait_job(job.id, lambda event: heard.append(event.kind))
         follower = asyncio.create_task(hear)
         await asyncio.sleep(0)
         state.journal.tell(job.id, Told.server("a-0", "pausing"))

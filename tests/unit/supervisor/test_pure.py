@@ -8,11 +8,14 @@ from pathlib import Path
 import pytest
 
 from skyctl.core.membership import routable
+from skyctl.core.plan_warnings import PlanWarning
 from skyctl.engines.logs import latest_message, message, tail, telling_line
 from skyctl.fleetfile.schema import RestartPolicy
+from skyctl.http.connections import KeptConnections
+from skyctl.supervisor.interface import Reconcile, SupervisorClient
 from skyctl.supervisor.reconcile import Running, compare
 from skyctl.supervisor.restarts import decide
-from skyctl.supervisor.wire import plan_from_json, plan_to_json, spec_hash
+from skyctl.supervisor.wire import adapter, spec_hash
 from tests.unit.supervisor.fleets import fleet_plan, stub_router, stub_server
 
 POLICY = RestartPolicy(max_restarts=4, window_s=100, backoff_s=1, backoff_max_s=5)
@@ -91,7 +94,11 @@ def test_how_cores_are_shared_out_does_not_make_a_server_another() -> None:
 
 def test_a_plan_survives_the_wire() -> None:
     plan = fleet_plan([stub_server("a", VLLM_API_KEY="secret")], stub_router())
-    assert plan_from_json(plan_to_json(plan)) == plan
+    client = SupervisorClient("stubs", KeptConnections())
+    warned = replace(plan, warnings=(PlanWarning("for the user alone"),))
+    found = adapter(Reconcile).validate_json(client._encoded(Reconcile(warned))).plan
+    assert found == plan
+    assert found.config.model_fields_set == plan.config.model_fields_set
 
 
 VLLM_FAILURE = """

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -16,6 +17,8 @@ import pytest
 
 from skyctl.core import arbiter
 from skyctl.core.plan import FleetPlan
+from skyctl.core.service import Down, Pause, Restart, Resume, Sleep, StatusQuery, Wake
+from skyctl.core.status import Operation
 from skyctl.engines.vllm.router import RouterClient
 from skyctl.engines.vllm.server import VLLMServer
 from skyctl.errors import ConflictError, NotFoundError, PushError
@@ -28,6 +31,7 @@ from skyctl.store.in_doubt import InDoubt, doubt
 from skyctl.store.paths import FleetPaths
 from skyctl.store.state import FleetState, FleetWeights
 from skyctl.supervisor import admission
+from skyctl.supervisor.interface import Adopt, Begun
 from skyctl.supervisor.report import report
 from skyctl.supervisor.resident import Supervisor
 from skyctl.supervisor.rotation import RouterRotation
@@ -50,7 +54,7 @@ async def supervising(tmp_path: Path) -> AsyncIterator[Supervisor]:
             try:
                 yield supervisor
             finally:
-                await supervisor.down(drain_timeout_s=0.0)
+                await supervisor.down(Down(0.0))
 
 
 async def ended(supervisor: Supervisor) -> str:
@@ -63,7 +67,7 @@ async def ended(supervisor: Supervisor) -> str:
 
 
 async def bring_up(supervisor: Supervisor, plan: FleetPlan) -> None:
-    supervisor.reconcile(plan)
+    supervisor.change_to(plan)
     assert await ended(supervisor) == ""
 
 
@@ -113,9 +117,9 @@ async def test_a_paused_fleet_stays_in_its_router_whoever_is_seen_paused_first(
         with monkeypatch.context() as patched:
             patched.setattr(RouterClient, "remove_worker", remove)
             patched.setattr(admission, "probe_alive", slow_for_b)
-            await supervisor.verb("pause", {"mode": "keep"}, (), 5.0)
+            await supervisor.pause(Pause(mode="keep", timeout_s=5.0))
             assert states(supervisor) == {"a": "paused", "b": "paused"}
-            await supervisor.verb("resume", {}, (), 5.0)
+            await supervisor.resume(Resume(timeout_s=5.0))
             assert states(supervisor) == {"a": "ready", "b": "ready"}
             for replica in supervisor.replicas.values():  # somebody else does
                 await VLLMServer(supervisor.client, replica.target, timeout_s=5.0).pause("keep")
@@ -131,7 +135,7 @@ async def test_down_leaves_no_process_and_no_port_and_may_be_repeated(tmp_path: 
         await bring_up(supervisor, plan)
         pid = pid_of(supervisor, "a")
         for _ in range(2):
-            await supervisor.down(drain_timeout_s=0.0)
+            await supervisor.down(Down(0.0))
             assert not psutil.pid_exists(pid)
             assert plan.router is not None
             for port in (plan.servers[0].port, plan.router.port):
@@ -144,17 +148,17 @@ async def test_up_again_with_the_same_plan_does_nothing(tmp_path: Path) -> None:
         plan = fleet_plan([stub_server("a")], stub_router())
         await bring_up(supervisor, plan)
         pid = pid_of(supervisor, "a")
-        assert supervisor.reconcile(plan) == (0, False)
+        assert supervisor.change_to(plan) == Begun(0)
         assert pid_of(supervisor, "a") == pid
 
 
 async def test_of_two_ups_at_once_the_second_joins_the_first(tmp_path: Path) -> None:
     async with supervising(tmp_path) as supervisor:
         plan = fleet_plan([stub_server("a")])
-        first, _ = supervisor.reconcile(plan)
-        assert supervisor.reconcile(plan) == (first, True)
+        first = supervisor.change_to(plan).operation
+        assert supervisor.change_to(plan) == Begun(first, joined=True)
         with pytest.raises(ConflictError, match="busy: up"):
-            supervisor.reconcile(fleet_plan([stub_server("other")]))
+            supervisor.change_to(fleet_plan([stub_server("other")]))
         assert await ended(supervisor) == ""
 
 
@@ -196,7 +200,7 @@ async def test_a_replica_that_keeps_dying_is_given_up(tmp_path: Path) -> None:
         await eventually(lambda: replica.phase == "failed")
         assert "restarted 2 times" in replica.reason
         # by hand it gets a fresh start
-        supervisor.restart(["a"])
+        await supervisor.restart(Restart(("a",)))
         assert await ended(supervisor) == ""
         assert replica.state == "ready" and replica.restarts == []
 
@@ -231,7 +235,7 @@ async def test_restarts_are_counted_on_by_the_next_supervisor(tmp_path: Path) ->
         assert [len(counted[name].restarts) for name in "ab"] == [1, 0]
         assert "SIGKILL" in counted["a"].restart_reason
         assert abs(counted["a"].restarts[0] - supervisor.replicas["a"].restarts[0]) < 1.0
-        await supervisor.down(drain_timeout_s=0.0)
+        await supervisor.down(Down(0.0))
         assert later.new_replica(a).restarts == []
 
 
@@ -258,7 +262,7 @@ async def test_a_status_sees_an_engine_that_died_before_the_next_probe(
 async def test_one_that_exits_at_start_fails_the_up_and_the_others_run_on(tmp_path: Path) -> None:
     async with supervising(tmp_path) as supervisor:
         broken = command_server("b", "raise ValueError('no such model')")
-        supervisor.reconcile(fleet_plan([stub_server("a"), broken], stub_router()))
+        supervisor.change_to(fleet_plan([stub_server("a"), broken], stub_router()))
         error = await ended(supervisor)
         assert error.startswith("b exited with code 1") and "ValueError: no such model" in error
         assert states(supervisor) == {"a": "ready", "b": "failed"}
@@ -271,7 +275,7 @@ async def test_one_that_is_never_ready_runs_into_its_deadline(tmp_path: Path) ->
     async with supervising(tmp_path) as supervisor:
         health = {"interval_s": 0.1, "timeout_s": 1, "startup_timeout_s": 0.5}
         hung = command_server("a", "import time; time.sleep(600)")
-        supervisor.reconcile(fleet_plan([hung], stub_router(), health=health))
+        supervisor.change_to(fleet_plan([hung], stub_router(), health=health))
         assert "not ready after 500 ms" in await ended(supervisor)
         assert supervisor.replicas["a"].process is None
 
@@ -281,7 +285,7 @@ async def test_undo_stops_what_the_operation_started_and_nothing_else(tmp_path: 
         a = stub_server("a")
         await bring_up(supervisor, fleet_plan([a]))
         hung = command_server("b", "import time; time.sleep(600)")
-        supervisor.reconcile(fleet_plan([a, hung]))
+        supervisor.change_to(fleet_plan([a, hung]))
         await eventually(
             lambda: "b" in supervisor.replicas and states(supervisor)["b"] != "stopped"
         )
@@ -293,19 +297,18 @@ async def test_undo_stops_what_the_operation_started_and_nothing_else(tmp_path: 
 async def test_an_up_that_down_ended_did_not_fail(tmp_path: Path) -> None:
     async with supervising(tmp_path) as supervisor:
         plan = fleet_plan([command_server("a", "import time; time.sleep(600)")])
-        number, _ = supervisor.reconcile(plan)
+        number = supervisor.change_to(plan).operation
         await eventually(lambda: "a" in supervisor.replicas)
-        status = await report(supervisor)
-        await supervisor.down(drain_timeout_s=0.0)
-        operation = supervisor.ended_operation(number)
-        error = operation_error(supervisor.paths, replace(status, operation=operation))
+        await supervisor.down(Down(0.0))
+        status = await supervisor.status(StatusQuery(fresh=False, operation=number))
+        error = await operation_error(supervisor, status)
         assert error is not None and error.message == "up was stopped by `skyctl down`"
         assert error.hint == "start it again: skyctl up"
 
 
 async def test_undo_of_a_first_up_ends_the_supervisor(tmp_path: Path) -> None:
     async with supervising(tmp_path) as supervisor:
-        supervisor.reconcile(fleet_plan([command_server("a", "import time; time.sleep(600)")]))
+        supervisor.change_to(fleet_plan([command_server("a", "import time; time.sleep(600)")]))
         await eventually(lambda: "a" in supervisor.replicas)
         await supervisor.undo()
         assert supervisor.finished.is_set() and supervisor.replicas == {}
@@ -327,12 +330,11 @@ async def test_one_paused_server_leaves_the_router_and_a_paused_fleet_stays(
 ) -> None:
     async with supervising(tmp_path) as supervisor:
         await bring_up(supervisor, fleet_plan([stub_server("a"), stub_server("b")], stub_router()))
-        keep = {"mode": "keep", "clear_cache": False}
-        await supervisor.verb("pause", keep, ["a"], 5.0)
+        await supervisor.pause(Pause(mode="keep", servers=("a",), timeout_s=5.0))
         assert states(supervisor)["a"] == "paused" and routed(supervisor) == {"b"}
-        await supervisor.verb("pause", keep, [], 5.0)
+        await supervisor.pause(Pause(mode="keep", timeout_s=5.0))
         await eventually(lambda: routed(supervisor) == {"a", "b"})
-        await supervisor.verb("resume", {}, [], 5.0)
+        await supervisor.resume(Resume(timeout_s=5.0))
         assert states(supervisor) == {"a": "ready", "b": "ready"}
         assert routed(supervisor) == {"a", "b"}
 
@@ -340,7 +342,7 @@ async def test_one_paused_server_leaves_the_router_and_a_paused_fleet_stays(
 async def test_a_paused_server_that_dies_comes_back_paused(tmp_path: Path) -> None:
     async with supervising(tmp_path) as supervisor:
         await bring_up(supervisor, fleet_plan([stub_server("a")]))
-        await supervisor.verb("pause", {"mode": "keep"}, [], 5.0)
+        await supervisor.pause(Pause(mode="keep", timeout_s=5.0))
         os.kill(pid_of(supervisor, "a"), signal.SIGKILL)
         await eventually(lambda: supervisor.replicas["a"].phase != "up")
         await eventually(lambda: supervisor.replicas["a"].phase == "up")
@@ -350,11 +352,11 @@ async def test_a_paused_server_that_dies_comes_back_paused(tmp_path: Path) -> No
 async def test_a_replica_that_is_starting_is_paused_when_it_is_ready(tmp_path: Path) -> None:
     async with supervising(tmp_path) as supervisor:
         slow = stub_server("b", faults={"startup_delay_s": 1})
-        supervisor.reconcile(fleet_plan([stub_server("a"), slow]))
+        supervisor.change_to(fleet_plan([stub_server("a"), slow]))
         await eventually(lambda: states(supervisor).get("a") == "ready")
-        outcomes = await supervisor.verb("pause", {"mode": "keep"}, [], 5.0)
-        assert [o["status"] for o in outcomes] == ["ok", "skipped"]
-        assert "will be paused" in outcomes[1]["detail"]
+        outcomes = await supervisor.pause(Pause(mode="keep", timeout_s=5.0))
+        assert [o.status for o in outcomes] == ["ok", "skipped"]
+        assert "will be paused" in outcomes[1].detail
         assert await ended(supervisor) == ""
         assert states(supervisor) == {"a": "paused", "b": "paused"}
 
@@ -363,7 +365,7 @@ async def test_an_unknown_replica_is_refused_with_the_known_names(tmp_path: Path
     async with supervising(tmp_path) as supervisor:
         await bring_up(supervisor, fleet_plan([stub_server("a")]))
         with pytest.raises(NotFoundError, match="no replica 'z'") as caught:
-            supervisor.restart(["z"])
+            await supervisor.restart(Restart(("z",)))
         assert "a" in caught.value.hint
 
 
@@ -378,7 +380,7 @@ async def test_a_rolling_restart_never_takes_out_two(tmp_path: Path) -> None:
             fewest = min(fewest, sum(state == "ready" for state in states(supervisor).values()))
             return supervisor.operation is not None and supervisor.operation.ended_at is not None
 
-        supervisor.restart([])
+        await supervisor.restart()
         await eventually(done)
         assert fewest == 1
         assert routed(supervisor) == {"a", "b"}
@@ -390,7 +392,7 @@ async def test_servers_on_one_gpu_start_one_after_the_other(tmp_path: Path) -> N
         slow = {"startup_delay_s": 0.3}
         a = replace(stub_server("a", faults=slow), gpus=(0,))
         b = replace(stub_server("b", faults=slow), gpus=(0,))
-        supervisor.reconcile(fleet_plan([a, b]))
+        supervisor.change_to(fleet_plan([a, b]))
         together = False
 
         def ready() -> bool:
@@ -454,6 +456,22 @@ def checkpoint(monkeypatch: pytest.MonkeyPatch) -> type[FakeCheckpoint]:
     return FakeCheckpoint
 
 
+async def test_a_push_waits_until_its_fleet_is_taken_over_and_for_nothing_else(
+    tmp_path: Path, push: FakePush
+) -> None:
+    async with supervising(tmp_path) as supervisor:
+        await bring_up(supervisor, fleet_plan([stub_server("a")]))
+        supervisor.operation = Operation(7, "adopt", "", time.time())
+        begun = asyncio.create_task(supervisor.start_push(PushRequest("/ckpt")))
+        assert not (await asyncio.wait({begun}, timeout=0.2))[0]
+        supervisor.taken_over = True
+        assert (await begun).startswith("push-")
+        await eventually(lambda: supervisor.pushes.job is None)
+        supervisor.operation = Operation(8, "scale", "", time.time())
+        with pytest.raises(ConflictError, match="busy: scale"):
+            await supervisor.start_push(PushRequest("/ckpt"))
+
+
 async def test_a_second_push_is_refused_and_told_of_the_first(
     tmp_path: Path, push: FakePush
 ) -> None:
@@ -462,17 +480,17 @@ async def test_a_second_push_is_refused_and_told_of_the_first(
         push.gate.clear()
         job = await supervisor.start_push(PushRequest("/ckpt", weight_version="v1"))
         await eventually(lambda: states(supervisor)["a"] == "updating")
-        with pytest.raises(ConflictError, match=job.id):
+        with pytest.raises(ConflictError, match=job):
             await supervisor.start_push(PushRequest("/b"))
-        for refused in (supervisor.recover, lambda: supervisor.restart([])):
-            with pytest.raises(ConflictError, match=job.id):
-                refused()
-        for verb in ("resume", "pause", "sleep", "wake"):
-            with pytest.raises(ConflictError, match=job.id):
-                await supervisor.verb(verb, {}, (), 5.0)
+        for refused in (supervisor.recover, supervisor.restart):
+            with pytest.raises(ConflictError, match=job):
+                await refused()
+        for verb in (Resume, Pause, Sleep, Wake):
+            with pytest.raises(ConflictError, match=job):
+                await supervisor.control(verb(timeout_s=5.0))
         push.gate.set()
-        await eventually(lambda: supervisor.job is None)
-        assert supervisor.state.journal.job(job.id).state == "succeeded"
+        await eventually(lambda: supervisor.pushes.job is None)
+        assert supervisor.state.journal.job(job).state == "succeeded"
         assert supervisor.state.weights() == FleetWeights("v1", "/ckpt", "same", "shm")
         assert states(supervisor)["a"] == "ready"
         assert supervisor.replicas["a"].row.weights_digest == "digest-v1"
@@ -484,12 +502,12 @@ async def test_a_fleet_that_was_taken_over_can_be_pushed_to_while_a_dead_server_
 ) -> None:
     async with supervising(tmp_path) as supervisor:
         never = command_server("b", "import time; time.sleep(600)")
-        supervisor.adopt(fleet_plan([stub_server("a"), never]))
+        await supervisor.adopt(Adopt(fleet_plan([stub_server("a"), never])))
         await eventually(lambda: states(supervisor).get("a") == "ready")
         with pytest.raises(ConflictError, match="busy: adopt"):
-            supervisor.restart([])
+            await supervisor.restart()
         await supervisor.start_push(PushRequest("/ckpt", weight_version="v1"))
-        await eventually(lambda: supervisor.job is None)
+        await eventually(lambda: supervisor.pushes.job is None)
         assert push.calls == [("/ckpt", ["a"])]
         assert supervisor.operation is not None and supervisor.operation.ended_at is None
 
@@ -500,7 +518,7 @@ async def test_a_replica_that_dies_takes_the_fleets_weights_before_it_is_routed(
     async with supervising(tmp_path) as supervisor:
         await bring_up(supervisor, fleet_plan([stub_server("a"), stub_server("b")], stub_router()))
         await supervisor.start_push(PushRequest("/ckpt", weight_version="v1"))
-        await eventually(lambda: supervisor.job is None)
+        await eventually(lambda: supervisor.pushes.job is None)
         push.gate.clear()
         os.kill(pid_of(supervisor, "a"), signal.SIGKILL)
         await eventually(lambda: len(push.calls) == 2)
@@ -521,15 +539,15 @@ async def test_a_replica_is_quarantined_when_the_checkpoint_changed(
     async with supervising(tmp_path) as supervisor:
         await bring_up(supervisor, fleet_plan([stub_server("a"), stub_server("b")], stub_router()))
         await supervisor.start_push(PushRequest("/ckpt", weight_version="v1"))
-        await eventually(lambda: supervisor.job is None)
+        await eventually(lambda: supervisor.pushes.job is None)
         monkeypatch.setattr(checkpoint, "identity_digest", "other")
         monkeypatch.setattr(checkpoint, "layout_digest", "other")
         os.kill(pid_of(supervisor, "a"), signal.SIGKILL)
         await eventually(lambda: states(supervisor)["a"] == "quarantined")
         assert routed(supervisor) == {"b"}
         assert "/ckpt was overwritten since" in (supervisor.replicas["a"].row.quarantine or "")
-        outcomes = await supervisor.verb("resume", {}, [], 5.0)
-        assert [o["status"] for o in outcomes] == ["skipped", "ok"]
+        outcomes = await supervisor.resume(Resume(timeout_s=5.0))
+        assert [o.status for o in outcomes] == ["skipped", "ok"]
 
 
 async def test_a_failed_push_quarantines_what_it_left_in_doubt(
@@ -543,8 +561,8 @@ async def test_a_failed_push_quarantines_what_it_left_in_doubt(
         ]
         push.error = PushError("b failed", details={"servers": [s.to_json() for s in left]})
         job = await supervisor.start_push(PushRequest("/ckpt", weight_version="v1"))
-        await eventually(lambda: supervisor.job is None)
-        assert supervisor.state.journal.job(job.id).state == "failed"
+        await eventually(lambda: supervisor.pushes.job is None)
+        assert supervisor.state.journal.job(job).state == "failed"
         assert states(supervisor) == {"a": "ready", "b": "quarantined"}
         assert supervisor.replicas["b"].row.quarantine == "half updated"
         await eventually(lambda: routed(supervisor) == {"a"})
@@ -598,13 +616,13 @@ async def test_a_push_that_cannot_even_begin_is_a_failed_job_and_frees_the_lock(
         with monkeypatch.context() as broken:
             broken.delattr(admission, "push_fleet")
             job = await supervisor.start_push(PushRequest("nowhere"))
-            await eventually(lambda: supervisor.job is None)
-        found = supervisor.state.journal.job(job.id)
+            await eventually(lambda: supervisor.pushes.job is None)
+        found = supervisor.state.journal.job(job)
         assert found.state == "failed"
         assert found.error is not None and "never began" in found.error["message"]
         again = await supervisor.start_push(PushRequest("nowhere"))  # the lock is free
-        await eventually(lambda: supervisor.job is None)
-        assert supervisor.state.journal.job(again.id).ended
+        await eventually(lambda: supervisor.pushes.job is None)
+        assert supervisor.state.journal.job(again).ended
 
 
 async def test_a_push_is_refused_while_a_verb_is_under_way_and_told_of_it(
@@ -615,13 +633,13 @@ async def test_a_push_is_refused_while_a_verb_is_under_way_and_told_of_it(
     slow = stub_server("a", faults={"/pause": {"kind": "delay", "seconds": 1.0}})
     async with supervising(tmp_path) as supervisor:
         await bring_up(supervisor, fleet_plan([slow]))
-        verb = asyncio.create_task(supervisor.verb("pause", {"mode": "wait"}, (), 5.0))
+        verb = asyncio.create_task(supervisor.pause(Pause(mode="wait", timeout_s=5.0)))
         await eventually(lambda: supervisor.arbiter.holders() != [])
         with pytest.raises(ConflictError, match="busy: skyctl pause"):
             await supervisor.start_push(PushRequest("/ckpt"))
-        assert (await verb)[0]["status"] == "ok"
+        assert (await verb)[0].status == "ok"
         await supervisor.start_push(PushRequest("/ckpt"))
-        await eventually(lambda: supervisor.job is None)
+        await eventually(lambda: supervisor.pushes.job is None)
         assert push.calls == [("/ckpt", ["a"])]
 
 
@@ -631,7 +649,7 @@ async def test_a_label_that_meant_other_files_does_not_make_a_server_current(
     async with supervising(tmp_path) as supervisor:
         await bring_up(supervisor, fleet_plan([stub_server("a")]))
         await supervisor.start_push(PushRequest("/ckpt", weight_version="latest"))
-        await eventually(lambda: supervisor.job is None)
+        await eventually(lambda: supervisor.pushes.job is None)
         replica = supervisor.replicas["a"]
         assert admission.is_current(supervisor.state, replica)
         replica.update_row(checkpoint_digest="of the latest before")
@@ -645,7 +663,7 @@ async def test_a_server_that_waits_for_weights_takes_the_next_push(
     async with supervising(tmp_path) as supervisor:
         await bring_up(supervisor, fleet_plan([stub_server("a"), stub_server("b")], stub_router()))
         await supervisor.start_push(PushRequest("/ckpt", weight_version="v1"))
-        await eventually(lambda: supervisor.job is None)
+        await eventually(lambda: supervisor.pushes.job is None)
         monkeypatch.setattr(checkpoint, "identity_digest", "other")
         monkeypatch.setattr(checkpoint, "layout_digest", "other")
         os.kill(pid_of(supervisor, "a"), signal.SIGKILL)
@@ -685,10 +703,10 @@ async def test_an_error_as_a_push_ends_leaves_none_in_progress(
         with monkeypatch.context() as patched:
             patched.setattr("skyctl.supervisor.replica.Replica.reload_row", broken)
             await supervisor.start_push(PushRequest("/ckpt"))
-            await eventually(lambda: supervisor.job is None)
+            await eventually(lambda: supervisor.pushes.job is None)
         assert supervisor.arbiter.holders() == []
         await supervisor.start_push(PushRequest("/ckpt"))
-        await eventually(lambda: supervisor.job is None)
+        await eventually(lambda: supervisor.pushes.job is None)
         assert len(push.calls) == 2
 
 

@@ -11,14 +11,14 @@ from skyctl.errors import ServerError, VersionMismatch
 from skyctl.store.paths import FleetPaths
 from skyctl.store.state import FleetState
 from skyctl.supervisor.api import make_app
-from skyctl.supervisor.client import SupervisorClient
+from skyctl.supervisor.interface import SupervisorClient
 from skyctl.supervisor.resident import Supervisor
 from skyctl.supervisor.wire import VERSION_HEADER, spoken, stamp
 from tests.stub.through_httpx import ThroughHttpx
 
 
-def client(tmp_path: Path, handler: httpx.AsyncBaseTransport) -> SupervisorClient:
-    return SupervisorClient(FleetPaths(tmp_path, "stubs"), transport=ThroughHttpx(handler))
+def client(handler: httpx.AsyncBaseTransport) -> SupervisorClient:
+    return SupervisorClient("stubs", ThroughHttpx(handler))
 
 
 def answering(status: int, **headers: str) -> httpx.MockTransport:
@@ -38,26 +38,23 @@ async def test_a_supervisor_refuses_another_protocol_before_it_does_anything(
             assert refused.status_code == 409
             assert refused.json()["error"]["kind"] == "VersionMismatch"
             assert not supervisor.finished.is_set()
-        ours = client(tmp_path, app)
-        assert (await ours.get("/status"))["name"] == "stubs"
-        await ours.close()
+        async with client(app) as ours:
+            assert (await ours.status()).name == "stubs"
         await supervisor.client.aclose()
 
 
-async def test_an_old_supervisor_that_does_not_understand_is_said_to_be_old(tmp_path: Path) -> None:
+async def test_an_old_supervisor_that_does_not_understand_is_said_to_be_old() -> None:
     with pytest.raises(VersionMismatch, match="an old one") as caught:
-        await client(tmp_path, answering(404)).get("/recover")
+        await client(answering(404)).findings()
     assert "skyctl recover" in caught.value.hint
 
 
-async def test_one_that_goes_on_with_files_that_were_replaced_is_said_to_be_old(
-    tmp_path: Path,
-) -> None:
+async def test_one_that_goes_on_with_files_that_were_replaced_is_said_to_be_old() -> None:
     with pytest.raises(VersionMismatch):
-        await client(tmp_path, answering(500, **{VERSION_HEADER: f"{spoken()}/0"})).get("/status")
+        await client(answering(500, **{VERSION_HEADER: f"{spoken()}/0"})).status()
 
 
-async def test_an_error_of_one_like_ours_is_an_error(tmp_path: Path) -> None:
+async def test_an_error_of_one_like_ours_is_an_error() -> None:
     same = answering(500, **{VERSION_HEADER: f"{spoken()}/{stamp()}"})
     with pytest.raises(ServerError, match="answered 500"):
-        await client(tmp_path, same).get("/status")
+        await client(same).status()

@@ -1,27 +1,33 @@
-"""What crosses the supervisor's socket is versioned."""
+"""What crosses the supervisor's wire is versioned."""
 
 from __future__ import annotations
 
 import hashlib
 from dataclasses import fields
 
-from skyctl.core.plan import RouterSpec, ServerSpec
+from skyctl.core.following import JobChanges
+from skyctl.core.plan import FleetPlan, RouterSpec, ServerSpec
+from skyctl.core.service import Processes
 from skyctl.core.status import FleetStatus
-from skyctl.push.request import PushRequest
-from skyctl.store.journal import Job, JobEvent
-from skyctl.supervisor import api, wire
+from skyctl.http.fanout import Outcome
+from skyctl.supervisor import wire
+from skyctl.supervisor.api import requests
+from skyctl.supervisor.interface import SupervisorService
 
-# What the two sides exchanged when PROTOCOL was counted up last. It differs? Count PROTOCOL up,
-# and put the new pair here: an older supervisor then says what to do, and not what is unknown.
-KNOWN = (7, "74d9798342a393d6")
+# What the two sides exchanged when PROTOCOL was counted up last. It differs? Count PROTOCOL up, and
+# put the new pair here: an older supervisor then says what to do, and not what is unknown.
+KNOWN = (9, "dbf572a6abfe1512")
 
 
 def test_a_change_of_what_is_exchanged_counts_the_protocol_up() -> None:
-    parts = [sorted(wire._Plan.model_fields)]
-    for name, body in sorted(vars(api).items()):
-        if isinstance(body, type) and issubclass(body, api._Body):
-            parts.append([name, *sorted(body.model_fields)])
-    for exchanged in (PushRequest, ServerSpec, RouterSpec, FleetStatus, Job, JobEvent):
-        parts.append([exchanged.__name__, *sorted(field.name for field in fields(exchanged))])
+    asked = requests(SupervisorService)
+    answered = (FleetPlan, ServerSpec, RouterSpec, FleetStatus, JobChanges, Outcome, Processes)
+    parts = [
+        sorted(asked),
+        *(
+            [kind.__name__, *((field.name, field.type) for field in fields(kind))]
+            for kind in (*filter(None, asked.values()), *answered)
+        ),
+    ]
     digest = hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
     assert (wire.PROTOCOL, digest) == KNOWN

@@ -14,7 +14,7 @@ import torch
 from skyctl.checkpoints.checkpoint import read_checkpoint
 from skyctl.checkpoints.finite import NotFinite
 from skyctl.transfer.gpu.chunks import DeviceChunkReader, merged
-from skyctl.transfer.gpu.reader import Span
+from skyctl.transfer.gpu.reader import Span, _pieces
 from skyctl.transfer.plan import ChunkPlan, plan_chunks
 from skyctl.transfer.reader import FilledSlot, Piece, ShardFiles
 from tests.unit.checkpoints.test_finite import BAD, LARGEST
@@ -114,6 +114,32 @@ def test_a_slot_waits_for_its_release_and_a_stopped_reader_ends(tmp_path: Path) 
     thread.join(10)
     assert not thread.is_alive()
     assert seen == [0, 1]
+
+
+@pytest.mark.parametrize("piece_bytes", [1, 4, 7, 100])
+def test_spans_that_follow_each_other_in_memory_are_copied_at_once(piece_bytes: int) -> None:
+    spans = [Span(3, 50, 9, 1000), Span(4, 0, 2, 1009), Span(3, 0, 5, 2000), Span(3, 5, 0, 2005)]
+    pieces = list(_pieces(spans, piece_bytes))
+    copied = {
+        part.device_address + at: (part.fd, part.file_offset + at)
+        for piece in pieces
+        for part in piece.parts
+        for at in range(part.size)
+    }
+    assert copied == {
+        span.device_address + at: (span.fd, span.file_offset + at)
+        for span in spans
+        for at in range(span.size)
+    }
+    assert sum(piece.size for piece in pieces) == 16
+    for piece in pieces:
+        assert piece.size == sum(part.size for part in piece.parts) <= piece_bytes
+        followed = [part.device_address + part.size for part in piece.parts]
+        assert [part.device_address for part in piece.parts] == [
+            piece.device_address,
+            *followed[:-1],
+        ]
+    assert len(pieces) == -(-11 // piece_bytes) + -(-5 // piece_bytes)
 
 
 def test_pieces_that_follow_each_other_on_disk_and_in_the_chunk_are_read_as_one() -> None:

@@ -14,13 +14,16 @@ def half_open(model: Any) -> bool:
     return any(get_layerwise_info(layer).can_load() for layer in model.modules())
 
 
-def missing_parameters(model: Any, tied: Container[str] = ()) -> list[str]:
+def missing_parameters(
+    model: Any, tied: Container[str] = (), *, partial: bool = False
+) -> list[str]:
     """Names of layers that still wait for weights; call before the session is finalized.
 
     Layers that got all they need were reset as it arrived. Of the others, attention layers are
     completed at the end, buffers come from no checkpoint, and embeddings padded to a larger
     vocabulary, as well as quantized layers, may stay short of their allocated size. `tied` layers
-    use what another one loads (`engines/vllm/inside/tied.py`).
+    use what another one loads (`engines/vllm/inside/tied.py`). With `partial`, a layer of which
+    nothing came is not missing: it gets the weights back that it had.
     """
     missing = []
     for name, layer in model.named_modules():
@@ -30,6 +33,8 @@ def missing_parameters(model: Any, tied: Container[str] = ()) -> list[str]:
         if not any(parameter is not None for parameter in layer._parameters.values()):
             continue
         padded = hasattr(layer, "num_embeddings_padded") or _is_quantized(layer)
+        if info.load_numel == 0 and partial:
+            continue
         if info.load_numel == 0 or (info.load_numel < info.load_numel_total and not padded):
             missing.append(name or type(layer).__name__)
     return missing

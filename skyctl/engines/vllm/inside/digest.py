@@ -46,7 +46,9 @@ def digest_model(model: torch.nn.Module, numbered: Sequence[str] = ()) -> dict[s
         digests = _digest_tensors([tensor for _, tensor in named], numbers)
         for (name, _), digest in zip(named, digests, strict=True):
             total.update(name.encode() + b"\0" + digest)
-        for name, layer in model.named_modules():
+        # only on CPU is anything packed; to look at every layer takes longer than to sum a GPU's
+        packs = not named or any(tensor.device.type == "cpu" for _, tensor in named)
+        for name, layer in model.named_modules() if packs else ():
             if is_packed(layer):
                 total.update(name.encode() + b"\0" + _digest_packed(layer))
                 probed += 1
@@ -72,13 +74,21 @@ def _digest_tensors(tensors: list[torch.Tensor], numbers: dict[int, int]) -> lis
     """A digest of each; tensors on an accelerator are not copied out for it. `numbers` gets
     theirs, by `id`."""
     on_device = [tensor for tensor in tensors if tensor.device.type != "cpu"]
-    numbers.update(zip(map(id, on_device), digest_on_device(on_device), strict=True))
+    summed = digest_on_device([_as_it_lies(tensor) for tensor in on_device])
+    numbers.update(zip(map(id, on_device), summed, strict=True))
     return [
         _digest_tensor(tensor)
         if tensor.device.type == "cpu"
         else f"{tensor.dtype}{tuple(tensor.shape)}{numbers[id(tensor)]}".encode()
         for tensor in tensors
     ]
+
+
+def _as_it_lies(tensor: torch.Tensor) -> torch.Tensor:
+    """A view in the order of memory, such as of a quantized weight that lies transposed: it can be
+    summed where it is."""
+    order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
+    return tensor if tensor.is_contiguous() else tensor.permute(order)
 
 
 def _digest_tensor(tensor: torch.Tensor) -> bytes:

@@ -39,6 +39,7 @@ class SkyctlWeightTransferEngine(WeightTransferEngine[Any, Any]):  # type: ignor
         super().__init__(config, vllm_config, device, model)
         self._receiver: Receiver | None = None
         self._announced: set[str] = set()
+        self._partial = False
         self._received: set[str] = set()
         self._next_chunk = 0
         self._tied = {name for name, _ in tied_layers(model)}
@@ -58,6 +59,7 @@ class SkyctlWeightTransferEngine(WeightTransferEngine[Any, Any]):  # type: ignor
         rank = parallel.data_parallel_index * parallel.world_size + parallel.rank
         self._receiver = open_receiver(init_info, rank)
         self._announced = set(init_info.tensors)
+        self._partial = init_info.partial
 
     def start_weight_update(self) -> None:
         """Open a session: layers go to meta tensors until their weights are all here.
@@ -102,7 +104,9 @@ class SkyctlWeightTransferEngine(WeightTransferEngine[Any, Any]):  # type: ignor
         """
         received, announced = self._received, self._announced
         self._received = set()
-        missing = missing_parameters(self.model, self._tied) if received else []
+        missing = (
+            missing_parameters(self.model, self._tied, partial=self._partial) if received else []
+        )
         finalize_layerwise_reload(self.model, self.model_config)
         if not received:
             return

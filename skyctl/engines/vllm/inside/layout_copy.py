@@ -1,11 +1,11 @@
-"""Carry out the copies of a `Program`: bytes of a chunk into parameters, on one device.
+"""Carry out the copies of a `Program`: bytes of a chunk into parameters, between GPUs or on one.
 
 The sender uses it too: it builds each parameter from its own chunks to number it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from math import gcd
 
 import torch
@@ -24,6 +24,14 @@ def copy_runs(
     copies: Iterable[Copy], chunk: torch.Tensor, parameters: dict[int, torch.Tensor]
 ) -> None:
     """Enqueue `copies` from `chunk` into `parameters` (by their place), all flat uint8 tensors."""
+    for target, source in paired_runs(copies, chunk, parameters):
+        target.copy_(source, non_blocking=True)
+
+
+def paired_runs(
+    copies: Iterable[Copy], chunk: torch.Tensor, parameters: dict[int, torch.Tensor]
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """What is copied into (a view of a parameter) and what from (one of the chunk)."""
     for copy in copies:
         target = parameters[copy.parameter]
         source_pitch = copy.source_pitch if copy.rows > 1 else copy.row
@@ -34,7 +42,7 @@ def copy_runs(
         )
         source_runs = _runs(chunk, copy.source, copy.rows, copy.row, source_pitch, unit)
         target_runs = _runs(target, copy.target, copy.rows, copy.row, target_pitch, unit)
-        target_runs.copy_(source_runs, non_blocking=True)
+        yield target_runs, source_runs
 
 
 def _runs(

@@ -1,6 +1,6 @@
 """Copy chunks into a running model's parameters, in place: pointers stay, CUDA graphs hold.
 
-Per push:  open ─► load | receive
+Per push:  open ─► load … load | receive
 Nothing is loaded by a program that this process has not seen proven (`trust`): a description of
 the model that was compared with what vLLM's loader made of a checkpoint, every byte.
 """
@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import base64
 import pickle
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from skyctl.engines.vllm.inside.completeness import half_open
 from skyctl.engines.vllm.inside.layout import describe, ignored_tensors, whole_problem
-from skyctl.engines.vllm.inside.layout_copy import copy_runs, octets_of
+from skyctl.engines.vllm.inside.layout_copy import copy_runs, octets_of, paired_runs
 from skyctl.engines.vllm.inside.layout_wire import (
     Copy,
     LayoutReport,
@@ -37,7 +37,8 @@ class LayoutLoader:
         self._description: tuple[Any, str, tuple[ParameterLayout, ...]] | None = None
         self._program: Program | None = None
         self._copies: dict[int, list[Copy]] = {}
-        self._mapped: dict[int, torch.Tensor] = {}
+        self._pairs: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+        self._addresses: list[tuple[torch.Tensor, int]] = []
         self._buffers: list[torch.Tensor] = []
 
     @property
@@ -75,12 +76,15 @@ class LayoutLoader:
             whole_problem(model),
         )
 
-    def open(self, program: Program, payloads: Mapping[int, str], buffer_bytes: int) -> None:
-        """Get ready without touching a parameter: map the sender's chunks, or allocate buffers.
+    def open(
+        self, program: Program, payload: str, offsets: Sequence[int], buffer_bytes: int
+    ) -> None:
+        """Get ready without touching a parameter: map the sender's slots, or allocate buffers.
 
         Args:
             program: all that will be copied.
-            payloads: IPC handles of the chunks, by their number.
+            payload: IPC handle of the sender's slots; "" where chunks are broadcast.
+            offsets: where each slot begins; chunk k lies in slot k modulo their number.
             buffer_bytes: size of the buffers that chunks are broadcast into, 0 for none.
 
         Raises:
@@ -93,8 +97,8 @@ class LayoutLoader:
         for copy in program.copies:
             self._copies.setdefault(copy.chunk, []).append(copy)
         try:
-            for chunk, payload in payloads.items():
-                self._mapped[chunk] = self._map(payload)
+            if payload:
+                self._pair(self._map(payload), offsets)
             if buffer_bytes:
                 self._buffers = [
                     torch.empty(buffer_bytes, dtype=torch.uint8, device=self._device)
@@ -104,18 +108,26 @@ class LayoutLoader:
             self.close()
             raise
 
-    def load(self, chunks: Sequence[int]) -> None:
-        """Copy mapped chunks out of the sender's memory on this GPU, and let go of it."""
-        targets = self._targets()
+    def load(self, chunks: Sequence[int], last: bool) -> None:
+        """Copy chunks out of their slots on this GPU. `last`: there are no more; let go of it.
+
+        Raises:
+            RuntimeError: parameters are not where they were when the program was opened.
+        """
+        self._require_proven()
+        if not self._pairs or any(p.data_ptr() != at for p, at in self._addresses):
+            raise RuntimeError("the model's parameters are not where they were")
         for chunk in chunks:
-            copy_runs(self._copies.get(chunk, ()), self._mapped[chunk], targets)
+            for target, source in self._pairs[chunk]:
+                target.copy_(source, non_blocking=True)
         torch.cuda.synchronize(self._device)
-        self._finish()
+        if last:
+            self._finish()
 
     def receive(self, sizes: Sequence[int]) -> None:
         """Copy chunks of these sizes out of broadcasts, in their order: one is received while the
         one before it is copied."""
-        targets = self._targets()
+        targets = self._targets(self._require_proven())
         group = self._worker.weight_transfer_engine.model_update_group
         if group is None or getattr(group, "disabled", False):
             raise RuntimeError("this worker is in no group with a sender")
@@ -142,7 +154,7 @@ class LayoutLoader:
     def close(self) -> None:
         """Let go of the sender's memory and of buffers."""
         self._program = None
-        self._copies, self._mapped, self._buffers = {}, {}, []
+        self._copies, self._pairs, self._addresses, self._buffers = {}, {}, [], []
 
     def _finish(self) -> None:
         """Let go of the sender, and do what vLLM's own update does at its end."""
@@ -159,20 +171,33 @@ class LayoutLoader:
             self._description = (parameters, layout_digest(described), described)
         return self._description[1:]
 
-    def _targets(self) -> dict[int, torch.Tensor]:
-        program = self._program
-        if program is None:
+    def _require_proven(self) -> Program:
+        if self._program is None:
             raise RuntimeError("no program: call skyctl_layout_open first")
-        if program.layout not in self._proven:
+        if self._program.layout not in self._proven:
             raise RuntimeError("this layout has not been proven on this worker")
+        return self._program
+
+    def _targets(self, program: Program) -> dict[int, torch.Tensor]:
         parameters = dict(self._model.named_parameters())
-        return {
-            place: octets_of(parameters[name])
-            for place, (name, _, _) in enumerate(program.parameters)
-        }
+        self._addresses = [
+            (parameters[name], parameters[name].data_ptr()) for name, _, _ in program.parameters
+        ]
+        return {place: octets_of(parameter) for place, (parameter, _) in enumerate(self._addresses)}
+
+    def _pair(self, slots: torch.Tensor, offsets: Sequence[int]) -> None:
+        """Make views of all that will be copied, which takes longer than to enqueue the copies."""
+        if self._program is None:
+            return
+        targets = self._targets(self._program)
+        ends = [*offsets[1:], slots.numel()]
+        for chunk in range(max(self._copies, default=-1) + 1):
+            slot = chunk % len(offsets)
+            octets = slots[offsets[slot] : ends[slot]]
+            self._pairs[chunk] = list(paired_runs(self._copies.get(chunk, ()), octets, targets))
 
     def _map(self, payload: str) -> torch.Tensor:
-        """The sender's chunk in this GPU's memory, as flat bytes; not a copy."""
+        """The sender's slots in this GPU's memory, as flat bytes; not a copy."""
         from torch.multiprocessing.reductions import rebuild_cuda_tensor
         from vllm import envs
 

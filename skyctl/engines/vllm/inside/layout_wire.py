@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-LAYOUT_VERSION = 1
+LAYOUT_VERSION = 2
 """Version of this format. A worker that speaks another one is pushed to by vLLM's loader."""
 
 

@@ -48,6 +48,7 @@ class ReceiverInit:
         tensors: names of every tensor that will be sent.
         slot_bytes: size of the sender's buffers.
         endpoint: what the mechanism needs (see its receiver).
+        partial: layers of which nothing is sent stay as they are.
     """
 
     transport: str
@@ -55,6 +56,7 @@ class ReceiverInit:
     tensors: list[str]
     slot_bytes: int
     endpoint: dict[str, Any] = field(default_factory=dict)
+    partial: bool = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.transport, str) or not self.transport.isidentifier():
@@ -104,7 +106,7 @@ class ChunkUpdate:
             raise ValueError("names, dtype_names, shapes, offsets and crc32 differ in length")
 
 
-DIGEST_VERSION = 2
+DIGEST_VERSION = 3
 """How digests are computed. Raised with every change of the algorithm: digests of two versions
 say nothing about each other. Workers of the first version do not name one."""
 

@@ -121,19 +121,19 @@ class SkyctlWorkerExtension:
     def skyctl_layout_open(
         self,
         programs: Sequence[Mapping[str, Any]],
-        payloads: Mapping[str, str] = {},
+        payload: str = "",
+        offsets: Sequence[int] = (),
         buffer_bytes: int = 0,
     ) -> None:
         """Get ready for the program of this worker's rank; see `layout_load.py`."""
         from skyctl.engines.vllm.inside.layout_wire import Program
 
         loader = self._skyctl_loader()
-        chunks = {int(chunk): payload for chunk, payload in payloads.items()}
-        loader.open(Program.from_wire(programs[loader.rank]), chunks, buffer_bytes)
+        loader.open(Program.from_wire(programs[loader.rank]), payload, offsets, buffer_bytes)
 
-    def skyctl_layout_load(self, chunks: Sequence[int]) -> None:
+    def skyctl_layout_load(self, chunks: Sequence[int], last: bool) -> None:
         """Copy chunks from the sender's memory on this GPU into the parameters."""
-        self._skyctl_loader().load(chunks)
+        self._skyctl_loader().load(chunks, last)
 
     def skyctl_layout_receive(self, sizes: Sequence[int]) -> None:
         """Copy chunks of these sizes out of the sender's broadcasts into the parameters."""

@@ -7,7 +7,8 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from skyctl.core.registry import FleetRef
+    from skyctl.fleetfile.schema import FleetConfig
+    from skyctl.store.paths import FleetPaths
 
 
 @dataclass(frozen=True)
@@ -25,9 +26,8 @@ class Access:
     control_token_file: str | None = None
 
 
-def access(ref: FleetRef) -> Access:
+def access(config: FleetConfig, paths: FleetPaths) -> Access:
     """What the fleet file asks of clients."""
-    config, paths = ref.config, ref.paths
     if config.attached:
         key = config.api_key_env or config.control_token_env
         return Access(api_key_env=key, control_token_env=config.control_token_env)
@@ -42,7 +42,7 @@ def access(ref: FleetRef) -> Access:
 @dataclass(frozen=True)
 class FleetUrls:
     """URLs without a trailing slash. `model` is the name to put into requests, None when it is not
-    known; `router_metrics` is where the router's Prometheus page is."""
+    known; `router_metrics` is where the router's Prometheus page is; `engine` what servers run."""
 
     name: str
     model: str | None
@@ -50,6 +50,7 @@ class FleetUrls:
     servers: Mapping[str, str]
     router_metrics: str | None = None
     access: Access = Access()
+    engine: str = "vllm"
 
     @property
     def entry(self) -> str | None:

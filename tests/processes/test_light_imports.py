@@ -41,6 +41,44 @@ def test_a_light_command_imports_nothing_heavy(arguments: list[str], tmp_path: P
         assert "skyctl.cli.up" not in done.stderr, "only the command that was typed is loaded"
 
 
+def test_a_push_is_asked_for_before_what_carries_it_out_is_imported(tmp_path: Path) -> None:
+    """The supervisor's client loads neither the push nor what looks at servers: half the time of
+    the command went into that."""
+    asked = (
+        "import sys, asyncio\n"
+        "from pathlib import Path\n"
+        "import skyctl.cli.sync_weights, skyctl.output\n"
+        "from skyctl.core.registry import select\n"
+        "from skyctl.push.request import PushRequest\n"
+        "from skyctl.service import supervised\n"
+        "from skyctl.service.connect import connect\n"
+        "supervised.supervisor_running = lambda paths: True\n"
+        "async def ask():\n"
+        "    async with connect(select(Path('fleet.yaml'), None)) as fleet:\n"
+        "        await fleet.start_push(PushRequest('/c'))\n"
+        "try:\n"
+        "    asyncio.run(ask())\n"
+        "except Exception as error:\n"
+        "    print(error)\n"
+        "print(*sys.modules, sep='\\n')\n"
+    )
+    (tmp_path / "fleet.yaml").write_text("name: here\nmodel: ./m\n")
+    done = subprocess.run(
+        [sys.executable, "-c", asked],
+        cwd=tmp_path,
+        env={**os.environ, "SKYCTL_HOME": str(tmp_path / "home")},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    said, *modules = done.stdout.splitlines()
+    assert said == "fleet here is not running"
+    late = ("push.transaction", "push.preflight", "push.canary", "core.diagnosis", "core.jobs")
+    late += ("engines.vllm.server", "engines.vllm.router", "transfer.plan")
+    assert not {f"skyctl.{name}" for name in late} & set(modules)
+
+
 @pytest.mark.parametrize(
     ("typed", "registered"),
     [

@@ -1,0 +1,73 @@
+"""From a fleet's configuration to a plan for this machine, with the ports its replicas have."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from skyctl.core.check import check_plan
+from skyctl.core.machine import plan_here
+from skyctl.core.plan import FleetPlan
+from skyctl.errors import UsageError
+from skyctl.fleetfile.schema import FleetConfig
+
+
+def planned(
+    config: FleetConfig, base_dir: Path, ports: Mapping[str, int], *, router: bool = True
+) -> FleetPlan:
+    """The plan of a fleet; what runs already keeps its `ports`. `router` False plans none."""
+    plan = plan_here(config, base_dir, known_ports=ports)
+    return plan if router else replace(plan, router=None)
+
+
+def scaled(config: FleetConfig, replicas: int) -> FleetConfig:
+    """The configuration with another number of replicas.
+
+    Raises:
+        UsageError: the fleet file lists replica groups, or too few ports.
+    """
+    if replicas < 1:
+        raise UsageError(f"cannot scale to {replicas}", hint="to stop the fleet: skyctl down")
+    if not isinstance(config.replicas, int):
+        raise UsageError(
+            f"fleet {config.name} has replica groups", hint="change their counts and: skyctl up"
+        )
+    ports = config.ports
+    if ports and len(ports) < replicas:
+        raise UsageError(
+            f"the fleet file names {len(ports)} ports for {replicas} replicas",
+            hint="add to `ports`, or leave it out",
+        )
+    changes = {"replicas": replicas, "ports": ports[:replicas] if ports else None}
+    return config.model_copy(update=changes)
+
+
+def usable(plan: FleetPlan, ports: Mapping[str, int], file: Path | None = None) -> FleetPlan:
+    """The plan itself, once it was checked against this machine.
+
+    Raises:
+        UsageError: what is wrong, all of it; `ports` are held by this fleet's own processes.
+    """
+    found = check_plan(plan, own_ports=ports.values(), file=file)
+    if found:
+        raise UsageError(
+            "; ".join(problem.message for problem in found),
+            hint=next((problem.hint for problem in found if problem.hint), ""),
+            details={"problems": [problem.to_json() for problem in found]},
+        )
+    return plan
+
+
+def ports_of(plan: FleetPlan) -> dict[str, int]:
+    """Every port of a plan by name; the router has two."""
+    ports = {spec.name: spec.port for spec in plan.servers}
+    if plan.router is not None:
+        ports |= {"router": plan.router.port, "router-metrics": plan.router.metrics_port}
+    return ports
+
+
+def living(ports: Mapping[str, int], alive: Collection[str]) -> dict[str, int]:
+    """Those ports of dead processes do not count: they may have been taken since."""
+    named = {*alive, *(["router-metrics"] if "router" in alive else ())}
+    return {name: port for name, port in ports.items() if name in named}

@@ -1,0 +1,131 @@
+"""What a fleet's state file tells: the verbs that are the same for every fleet."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os.path
+from pathlib import Path
+
+from skyctl.core.arbiter import Act, Arbiter
+from skyctl.core.following import CHANGES_WAIT_S, JobChanges, job_changes
+from skyctl.core.service import (
+    EventQuery,
+    FleetService,
+    Forget,
+    JobQuery,
+    KeptVersion,
+    LogQuery,
+    Processes,
+    Staging,
+    T,
+    WeightsState,
+)
+from skyctl.engines.logs import tail
+from skyctl.errors import ConflictError, FleetDownError, NotFoundError
+from skyctl.store.adapters import AdapterVersion, served
+from skyctl.store.journal import Job
+from skyctl.store.kept_weights import forget, kept_weights
+from skyctl.store.paths import FleetPaths
+from skyctl.store.state import Event, FleetState
+
+
+class RecordedFleet(FleetService):
+    """Verbs that need a server are of those who have some: here they raise FleetDownError."""
+
+    state: FleetState
+
+    def __init__(self, paths: FleetPaths, state: FleetState | None = None) -> None:
+        self.paths = paths
+        if state is not None:  # else it is opened later
+            self.state = state
+
+    async def _ask(
+        self, verb: str, asked: object, result: type[T], *, patience_s: float = 0.0
+    ) -> T:
+        raise down_error(self.paths.name)
+
+    @property
+    def arbiter(self) -> Arbiter:
+        """Who may act on this fleet."""
+        return Arbiter(self.state.locks)
+
+    async def jobs(self) -> tuple[Job, ...]:
+        return tuple(self.state.journal.jobs())
+
+    async def job_changes(self, asked: JobQuery) -> JobChanges:
+        if not asked.wait_s:
+            job = self.state.journal.job(asked.job)
+            events = self.state.journal.events(job.id, after=asked.after)
+            return JobChanges(job, tuple(events), job.ended)
+        wait_s = min(asked.wait_s, CHANGES_WAIT_S)
+        return await job_changes(self.state, asked.job, asked.after, wait_s=wait_s)
+
+    async def events(self, asked: EventQuery = EventQuery()) -> tuple[Event, ...]:
+        return tuple(self.state.events(asked.limit))
+
+    async def weights(self) -> WeightsState:
+        return WeightsState(tuple(self.state.servers()), tuple(self.state.journal.pushes()))
+
+    async def kept_versions(self) -> tuple[KeptVersion, ...]:
+        used = self.state.checkpoints()
+        return tuple(
+            KeptVersion(one, one.checkpoint in used, os.path.isdir(one.checkpoint))  # noqa: ASYNC240, PTH112
+            for one in kept_weights(self.state)
+        )
+
+    async def forget_version(self, asked: Forget) -> int:
+        from skyctl.checkpoints.keeping import delete_copy
+        from skyctl.push.labels import meant
+
+        versions = await self.kept_versions()
+        version = meant(asked.version, (one.kept.version for one in versions))
+        found = [one for one in versions if one.kept.version == version]
+        if not found:
+            names = ", ".join(one.kept.version for one in versions) or "none"
+            raise NotFoundError(
+                f"version {version} is not kept by fleet {self.paths.name}",
+                hint=f"kept versions: {names}",
+            )
+        with self.arbiter.take(Act.PUSH, "skyctl weights forget"):
+            if any(one.kept.checkpoint in self.state.checkpoints() for one in found):
+                raise ConflictError(
+                    f"fleet {self.paths.name} runs {version}: a replica that restarts needs it",
+                    hint="push another version first",
+                )
+            gone = forget(self.state, version)
+            for one in gone:
+                await asyncio.to_thread(delete_copy, Path(one.checkpoint), self.paths.kept)
+        return sum(one.bytes for one in gone)
+
+    async def adapters(self) -> tuple[AdapterVersion, ...]:
+        return tuple(served(self.state).values())
+
+    async def staging(self) -> Staging:
+        needed = self.state.checkpoints()
+        kept = frozenset(path for path in needed if path)
+        return Staging(self.paths.staging, kept, self.paths.adapters)
+
+    async def processes(self) -> Processes:
+        return Processes(
+            tuple(self.state.processes()),
+            json.loads(self.state.get("ports") or "{}"),
+            bool(self.state.get("going_down")),
+        )
+
+    async def logs(self, asked: LogQuery = LogQuery()) -> dict[str, tuple[str, ...]]:
+        there = {path.stem: path for path in sorted(self.paths.logs.glob("*.log"))}
+        for name in asked.names:
+            if name not in there:
+                raise NotFoundError(
+                    f"there is no log of {name!r}", hint=f"logs: {', '.join(there)}"
+                )
+        return {
+            name: tuple(tail(there[name], asked.lines, probes=asked.probes))
+            for name in asked.names or there
+        }
+
+
+def down_error(name: str) -> FleetDownError:
+    """The error of every verb that needs a running fleet."""
+    return FleetDownError(f"fleet {name} is not running", hint="start it: skyctl up")

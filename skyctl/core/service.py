@@ -1,0 +1,430 @@
+"""Everything that can be asked of a fleet: one method per verb, a request in, a result out.
+
+    FleetService              its verbs ask somebody: `_ask` is the only thing to write
+    ├── RemoteFleet           a supervisor, by its HTTP API (`supervisor/client.py`)
+    │   └── SupervisedFleet   … of this machine, started again when it is gone (`service/`)
+    └── RecordedFleet         the state file (`core/recorded.py`)
+        ├── UnsupervisedFleet … of a fleet whose supervisor is gone (`service/`)
+        ├── AttachedFleet     … and servers by URL (`service/`)
+        └── Supervisor        … and servers of its own (`supervisor/`)
+
+Requests and results are dataclasses, which pydantic carries over the wire as they are. Paths are
+those of the machine that the fleet runs on. All times are in seconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+
+from skyctl.core.following import JobChanges
+from skyctl.core.status import FleetStatus
+from skyctl.core.urls import FleetUrls
+from skyctl.http.fanout import Outcome
+from skyctl.push.request import PauseMode, PushRequest
+from skyctl.store.journal import Job, JobEvent, PushRecord
+from skyctl.store.kept_weights import KeptWeights
+from skyctl.store.state import Event, ProcessRow, ServerRow
+
+if TYPE_CHECKING:
+    from skyctl.adapters import AdapterChange, LoadAdapter, UnloadAdapter
+    from skyctl.core.diagnosis import Finding
+    from skyctl.core.recovery import Recovered
+    from skyctl.push.verify import Verification
+    from skyctl.store.adapters import AdapterVersion
+
+T = TypeVar("T")
+Outcomes = tuple[Outcome[Any], ...]
+"""One per server, in the fleet's order."""
+
+CALL_TIMEOUT_S = 15.0
+_VERB_GRACE_S = 45.0  # beyond a verb's deadline: states read back, a rollback, a router that hangs
+ADOPTION_WAIT_S = 60.0
+"""How long a push waits for a supervisor that is just taking the fleet over."""
+_VERIFY_S = 600.0
+_ASK_S = 60.0
+_DAY_S = 86_400.0
+
+# --- requests -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class StatusQuery:
+    """Unless `fresh`, which is cheaper, a pause that was not made through skyctl shows only with
+    the supervisor's next health probe. `operation`: with that one, if it has ended."""
+
+    fresh: bool = True
+    operation: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Control:
+    """What pause, resume, sleep and wake share: which servers (all when empty), and the deadline of
+    each server's call (None: the fleet file's)."""
+
+    verb: ClassVar[str]
+    servers: tuple[str, ...] = ()
+    timeout_s: float | None = None
+
+    def describe(self) -> str:
+        """The verb for the fleet's history, with what it was told: `pause (mode keep)`."""
+        return self.verb
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pause(Control):
+    """Stop generation. When some servers cannot be paused the others are resumed, unless
+    `keep_partial`."""
+
+    verb = "pause"
+    mode: PauseMode = "abort"
+    clear_cache: bool = True
+    keep_partial: bool = False
+
+    def describe(self) -> str:
+        return f"pause (mode {self.mode})"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resume(Control):
+    """Generate again. Servers that are asleep or quarantined are skipped and say so."""
+
+    verb = "resume"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sleep(Control):
+    """Free memory. Level 1 keeps the weights in host memory, 2 discards them."""
+
+    verb = "sleep"
+    level: int = 1
+
+    def describe(self) -> str:
+        return f"sleep (level {self.level})"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wake(Control):
+    """Take memory back, all of it or only `tags` (weights, kv_cache)."""
+
+    verb = "wake"
+    tags: tuple[str, ...] = ()
+
+    def describe(self) -> str:
+        return f"wake ({', '.join(self.tags)})" if self.tags else "wake"
+
+
+@dataclass(frozen=True)
+class JobQuery:
+    """A job with its events of a sequence number above `after`. With `wait_s` only what changes is
+    asked for: answered when there is some, or when that time is over (`core/following.py`)."""
+
+    job: str
+    after: int = 0
+    wait_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class EventQuery:
+    """The latest lines of the fleet's history."""
+
+    limit: int = 100
+
+
+@dataclass(frozen=True)
+class Forget:
+    """A version whose copies are to be deleted."""
+
+    version: str
+
+
+@dataclass(frozen=True)
+class Recover:
+    """`timeout_s` bounds the wait; a recovery of the supervisor's goes on after it."""
+
+    timeout_s: float | None = None
+
+
+@dataclass(frozen=True)
+class Restart:
+    """Replicas to restart one after the other, all when empty."""
+
+    servers: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Scale:
+    replicas: int
+
+
+@dataclass(frozen=True)
+class Down:
+    """`drain_timeout_s` None: the fleet file's. `wait_s` bounds the wait for all of it."""
+
+    drain_timeout_s: float | None = None
+    wait_s: float = 600.0
+
+
+@dataclass(frozen=True)
+class LogQuery:
+    """The last `lines` of the logs of these (a server, `router`, `supervisor`), all when empty;
+    with `probes` also the access-log lines of health probes."""
+
+    names: tuple[str, ...] = ()
+    lines: int = 50
+    probes: bool = False
+
+
+# --- results --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class WeightsState:
+    """What each server carries, as the last push recorded it, and the pushes, newest first."""
+
+    servers: tuple[ServerRow, ...]
+    pushes: tuple[PushRecord, ...]
+
+
+@dataclass(frozen=True)
+class KeptVersion:
+    """`current`: the fleet, or one of its servers, runs it. `there`: its copy is."""
+
+    kept: KeptWeights
+    current: bool
+    there: bool
+
+    def to_json(self) -> dict[str, Any]:
+        return {**self.kept.to_json(), "current": self.current, "there": self.there}
+
+
+@dataclass(frozen=True)
+class Staging:
+    """Where weights from memory are written, the checkpoints there that must stay, and where
+    `adapters` from memory are written."""
+
+    directory: Path
+    needed: frozenset[str]
+    adapters: Path
+
+
+@dataclass(frozen=True)
+class Processes:
+    """The children on record, the ports they have or are about to have, and whether somebody is
+    ending all of them."""
+
+    rows: tuple[ProcessRow, ...] = ()
+    ports: dict[str, int] = field(default_factory=dict)
+    going_down: bool = False
+
+
+@dataclass(frozen=True)
+class TakenDown:
+    """What `down` did. `stopped` names what ran; `supervised` says whether a supervisor did it."""
+
+    stopped: tuple[str, ...]
+    supervised: bool
+
+
+# --- the verbs ------------------------------------------------------------------------------------
+
+
+class FleetService:
+    """One fleet. A verb that needs a running fleet raises FleetDownError where there is none."""
+
+    async def _ask(
+        self, verb: str, asked: object, result: type[T], *, patience_s: float = CALL_TIMEOUT_S
+    ) -> T:
+        """The verb's result from whoever knows, within `patience_s` seconds."""
+        raise NotImplementedError(verb)
+
+    async def control(self, asked: Control) -> Outcomes:
+        """What pause, resume, sleep and wake have in common."""
+        patience_s = (asked.timeout_s or _VERIFY_S) + _VERB_GRACE_S
+        return await self._ask(asked.verb, asked, Outcomes, patience_s=patience_s)
+
+    async def status(self, asked: StatusQuery = StatusQuery()) -> FleetStatus:
+        """Every replica and the router, with a verdict; also of a fleet that is down."""
+        return await self._ask("status", asked, FleetStatus)
+
+    async def pause(self, asked: Pause = Pause()) -> Outcomes:
+        """Stop generation on every server at once.
+
+        Raises:
+            ConflictError: a push or a recovery goes on (of any verb that changes servers).
+            NotFoundError: there is no server of one of the names.
+        """
+        return await self.control(asked)
+
+    async def resume(self, asked: Resume = Resume()) -> Outcomes:
+        """Let every server generate again."""
+        return await self.control(asked)
+
+    async def sleep(self, asked: Sleep = Sleep()) -> Outcomes:
+        """Free the servers' memory."""
+        return await self.control(asked)
+
+    async def wake(self, asked: Wake = Wake()) -> Outcomes:
+        """Take it back. Raises ConflictError where discarded weights would be served."""
+        return await self.control(asked)
+
+    async def start_push(self, asked: PushRequest) -> str:
+        """Begin a push and return its job's id. A supervisor that is just taking the fleet over is
+        waited for.
+
+        Raises:
+            ConflictError: somebody else acts on the fleet; the message says who.
+            StateUnwritable: the push cannot be put on record; nothing was touched.
+        """
+        from skyctl.push.tracing import current_traceparent
+
+        asked = replace(asked, traceparent=current_traceparent())
+        return await self._ask(
+            "start_push", asked, str, patience_s=ADOPTION_WAIT_S + CALL_TIMEOUT_S
+        )
+
+    async def jobs(self) -> tuple[Job, ...]:
+        """The latest jobs, newest first."""
+        return await self._ask("jobs", None, tuple[Job, ...])
+
+    async def job_changes(self, asked: JobQuery) -> JobChanges:
+        """A job and what happened in it. With a `wait_s`, also raises FleetDownError when the
+        process that ran it died. Raises NotFoundError."""
+        return await self._ask(
+            "job_changes", asked, JobChanges, patience_s=asked.wait_s + CALL_TIMEOUT_S
+        )
+
+    async def job(self, job_id: str) -> Job:
+        """One job. Raises NotFoundError."""
+        return (await self.job_changes(JobQuery(job_id))).job
+
+    async def wait_job(
+        self,
+        job_id: str,
+        on_event: Callable[[JobEvent], None] = lambda event: None,
+        timeout_s: float | None = None,
+    ) -> Job:
+        """Follow a job until it ends; `on_event` hears its past events first, then each new one.
+
+        A job that failed is returned, not raised.
+
+        Raises:
+            DeadlineExceeded: it has not ended after `timeout_s` seconds (it goes on).
+            FleetDownError: the process that ran it died.
+        """
+        from skyctl.core.following import CHANGES_WAIT_S, follow
+
+        async def changes(after: int) -> JobChanges:
+            return await self.job_changes(JobQuery(job_id, after, CHANGES_WAIT_S))
+
+        return await follow(job_id, changes, on_event, timeout_s=timeout_s)
+
+    async def events(self, asked: EventQuery = EventQuery()) -> tuple[Event, ...]:
+        """The latest lines of the fleet's history, oldest first."""
+        return await self._ask("events", asked, tuple[Event, ...])
+
+    async def weights(self) -> WeightsState:
+        """What each server carries (as recorded by the last push), and the pushes."""
+        return await self._ask("weights", None, WeightsState)
+
+    async def verify_weights(self) -> Verification:
+        """Compare what the servers hold now with each other, with what is on record and with the
+        fleet's checkpoint."""
+        from skyctl.push.verify import Verification
+
+        return await self._ask("verify_weights", None, Verification, patience_s=_VERIFY_S)
+
+    async def kept_versions(self) -> tuple[KeptVersion, ...]:
+        """The versions of which the fleet keeps a copy of its own, newest first."""
+        return await self._ask("kept_versions", None, tuple[KeptVersion, ...])
+
+    async def forget_version(self, asked: Forget) -> int:
+        """Delete the copies of a version; the bytes of weights that were in them.
+
+        Raises:
+            NotFoundError: it is not kept.
+            ConflictError: the fleet runs it, or a push is in progress.
+            UsageError: it may be any of several.
+        """
+        return await self._ask("forget_version", asked, int, patience_s=_ASK_S)
+
+    async def model_path(self) -> str | None:
+        """Directory or hub id of what the servers run now; None where they do not tell."""
+        return await self._ask("model_path", None, str | None)  # type: ignore[arg-type]
+
+    async def staging(self) -> Staging:
+        """Where a process of the fleet's machine writes weights that are to be pushed."""
+        return await self._ask("staging", None, Staging)
+
+    async def adapters(self) -> tuple[AdapterVersion, ...]:
+        """The LoRA adapters that the fleet serves, as recorded."""
+        from skyctl.store.adapters import AdapterVersion
+
+        return await self._ask("adapters", None, tuple[AdapterVersion, ...])
+
+    async def load_adapter(self, asked: LoadAdapter) -> AdapterChange:
+        """Serve a LoRA adapter on every server (see `skyctl.adapters.load`)."""
+        return await self._change_adapter("load_adapter", asked)
+
+    async def unload_adapter(self, asked: UnloadAdapter) -> AdapterChange:
+        """Serve a LoRA adapter no longer."""
+        return await self._change_adapter("unload_adapter", asked)
+
+    async def _change_adapter(self, verb: str, asked: LoadAdapter | UnloadAdapter) -> AdapterChange:
+        from skyctl.adapters import AdapterChange
+
+        patience_s = 4 * (asked.timeout_s or _ASK_S) + _VERB_GRACE_S
+        return await self._ask(verb, asked, AdapterChange, patience_s=patience_s)
+
+    async def findings(self) -> tuple[Finding, ...]:
+        """What is the matter with each server, asked now. Changes nothing."""
+        from skyctl.core.diagnosis import Finding
+
+        return await self._ask("findings", None, tuple[Finding, ...], patience_s=_ASK_S)
+
+    async def recover(self, asked: Recover = Recover()) -> tuple[Recovered, ...]:
+        """Put right what can be; one report per server.
+
+        Raises:
+            ConflictError: somebody else acts on the fleet.
+            DeadlineExceeded: it has not ended in time; a supervisor's goes on.
+        """
+        from skyctl.core.recovery import Recovered
+
+        patience_s = (_DAY_S if asked.timeout_s is None else asked.timeout_s) + _VERB_GRACE_S
+        return await self._ask("recover", asked, tuple[Recovered, ...], patience_s=patience_s)
+
+    async def restart(self, asked: Restart = Restart()) -> int:
+        """Begin a rolling restart; the operation's number.
+
+        Raises:
+            NotFoundError: no such server. ConflictError: the supervisor is busy.
+            UsageError: skyctl did not start these servers.
+        """
+        return await self._ask("restart", asked, int)
+
+    async def scale(self, asked: Scale) -> int:
+        """Begin to run so many servers; the operation's number, 0 when there is nothing to do.
+
+        Raises:
+            UsageError: the fleet file lists replica groups, or the count is not positive.
+        """
+        return await self._ask("scale", asked, int, patience_s=_ASK_S)
+
+    async def down(self, asked: Down = Down()) -> TakenDown:
+        """Drain the fleet and stop all of it; returns when everything has ended."""
+        return await self._ask("down", asked, TakenDown, patience_s=asked.wait_s)
+
+    async def urls(self) -> FleetUrls:
+        """Where to send requests."""
+        return await self._ask("urls", None, FleetUrls)
+
+    async def processes(self) -> Processes:
+        """What skyctl has started, as it is on record."""
+        return await self._ask("processes", None, Processes)
+
+    async def logs(self, asked: LogQuery = LogQuery()) -> dict[str, tuple[str, ...]]:
+        """The ends of the logs by name. Raises NotFoundError for one that there is not."""
+        return await self._ask("logs", asked, dict[str, tuple[str, ...]])

@@ -1,0 +1,104 @@
+"""`down`, with a supervisor or without, and what is done about a fleet that is going down."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import suppress
+
+from skyctl.checkpoints.staging import sweep
+from skyctl.core.registry import FleetRef, supervisor_running
+from skyctl.core.service import Down, TakenDown
+from skyctl.errors import FleetDownError, SkyctlError
+from skyctl.kill_points import reached
+from skyctl.service.revive import UP_LOCK, UP_LOCK_WAIT_S
+from skyctl.store.in_doubt import close_orphans
+from skyctl.store.paths import FleetPaths
+from skyctl.store.rebuild import unrecorded_processes
+from skyctl.store.state import FleetState
+from skyctl.supervisor import daemon
+from skyctl.supervisor.interface import SupervisorClient
+from skyctl.supervisor.rollout import host_of, stop_recorded
+
+
+def goes_down(error: SkyctlError) -> bool:
+    """Whether a supervisor refused, or was not there, because its fleet is brought down."""
+    return isinstance(error, FleetDownError) or error.details.get("operation") == "down"
+
+
+async def after_down(ref: FleetRef) -> None:
+    """Wait until the supervisor, which is bringing its fleet down, has ended.
+
+    Raises:
+        SkyctlError: it takes longer than it may.
+    """
+    timeout_s = _down_timeout_s(ref.config.drain_timeout_s, ref.config.stop_timeout_s)
+    await daemon.wait_gone(ref.paths, timeout_s)
+
+
+def _down_timeout_s(drain_timeout_s: float, stop_timeout_s: float) -> float:
+    """Draining, then TERM and KILL of every tree, side by side."""
+    return drain_timeout_s + 2 * stop_timeout_s + 60.0
+
+
+async def take_down(
+    paths: FleetPaths, *, drain_timeout_s: float, stop_timeout_s: float = 15.0
+) -> TakenDown:
+    """Bring a fleet down, through its supervisor or, when that is dead, without it. Idempotent.
+
+    Raises:
+        SkyctlError: something could not be stopped.
+    """
+    if not paths.database.exists():
+        return TakenDown((), False)
+    reached("down.asked")
+    taken = TakenDown((), False)
+    async with SupervisorClient.on_this_machine(paths) as client:
+        with suppress(FleetDownError):
+            wait_s = _down_timeout_s(drain_timeout_s, stop_timeout_s)
+            taken = await client.down(Down(drain_timeout_s, wait_s))
+    await daemon.wait_gone(paths)
+    left = await _stop_leftovers(paths, taken.stopped, stop_timeout_s)
+    return TakenDown(taken.stopped + left, taken.supervised)
+
+
+async def _stop_leftovers(
+    paths: FleetPaths, known: tuple[str, ...], timeout_s: float
+) -> tuple[str, ...]:
+    """Stop every recorded tree that is still there; names that `known` does not have."""
+    with FleetState(paths.database) as state:
+        host = host_of(state)
+        left = [*unrecorded_processes(state, paths.directory), *state.processes()]
+        rows = list({row.token: row for row in left}.values())
+        stopped = await asyncio.gather(*(stop_recorded(row, host, timeout_s) for row in rows))
+        close_orphans(state)
+        state.forget_run()
+    for directory in (paths.staging, paths.adapters):
+        await asyncio.to_thread(sweep, directory, ())
+    await asyncio.to_thread(host.sweep, paths)
+    paths.socket.unlink(missing_ok=True)
+    found = tuple(row.name for row, had in zip(rows, stopped, strict=True) if had)
+    return tuple(name for name in found if name not in known)
+
+
+async def end_leftovers(ref: FleetRef) -> bool:
+    """End what is left of a fleet of which no server lives; all of it, if it was going down.
+
+    False, and nothing is touched, when something lives after all.
+    """
+    with (
+        FleetState(ref.paths.database) as state,
+        # nobody starts or takes over meanwhile
+        state.locks.hold(UP_LOCK, "ending what is left", wait_s=UP_LOCK_WAIT_S),
+    ):
+        going_down, rows = bool(state.get("going_down")), state.processes()
+        if supervisor_running(ref.paths):
+            return False
+        if not going_down:
+            if any(row.alive() for row in rows):
+                return False
+            for row in rows:
+                await stop_recorded(row, host_of(state), ref.config.stop_timeout_s)
+                state.mark_stale(row.name)
+    if going_down:
+        await take_down(ref.paths, drain_timeout_s=0.0, stop_timeout_s=ref.config.stop_timeout_s)
+    return True

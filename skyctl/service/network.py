@@ -1,0 +1,76 @@
+"""A fleet of another machine, by its supervisor's API over TCP."""
+
+from __future__ import annotations
+
+import ssl
+from dataclasses import replace
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from skyctl.core.following import JobChanges
+from skyctl.core.registry import RemoteRef
+from skyctl.core.service import JobQuery, Staging
+from skyctl.errors import FleetDownError, UsageError
+from skyctl.http.connections import KeptConnections
+from skyctl.http.transport import Transport, TransportError
+from skyctl.push.request import PushRequest
+from skyctl.store.credentials import read_secret
+from skyctl.supervisor.client import RemoteFleet
+
+
+class NetworkFleet(RemoteFleet):
+    """Every path in a request is one of the fleet's machine."""
+
+    def __init__(self, ref: RemoteRef, *, transport: Transport | None = None) -> None:
+        token = None
+        if ref.token_file is not None and (token := read_secret(ref.token_file)) is None:
+            raise UsageError(f"--token-file {ref.token_file} does not exist")
+        headers = {"authorization": f"Bearer {token}"} if token else {}
+        self.host = urlsplit(ref.url).netloc
+        if transport is None:
+            transport = KeptConnections(tls=None if ref.ca is None else _trusting(ref.ca))
+        super().__init__(ref.url, transport, url=ref.url, headers=headers)
+
+    async def start_push(self, asked: PushRequest) -> str:
+        """Raises UsageError for a relative path: it would mean another directory there."""
+        _refuse_local(asked.checkpoint, self.host)
+        return await super().start_push(asked)
+
+    async def job_changes(self, asked: JobQuery) -> JobChanges:
+        """The error of a push says on which machine a checkpoint was looked for."""
+        found = await super().job_changes(asked)
+        error = found.job.error
+        if error is None or error.get("kind") != "NotFoundError":
+            return found
+        hint = f"it was looked for on {self.host}, where paths of a push are"
+        return replace(found, job=replace(found.job, error={**error, "hint": hint}))
+
+    async def staging(self) -> Staging:
+        raise UsageError(
+            f"weights from memory are pushed on the fleet's own machine, {self.host}",
+            hint="save a checkpoint where both machines see it, and push its path",
+        )
+
+    def _unreachable(self, error: TransportError) -> FleetDownError:
+        return FleetDownError(
+            f"no supervisor answers at {self.name}: {error}",
+            hint="is the fleet up, does its file have `supervisor: {listen: …}`, and is its "
+            "certificate given with --ca?",
+        )
+
+
+def _refuse_local(checkpoint: str, host: str) -> None:
+    path = Path(checkpoint)
+    if path.exists() and not path.is_absolute():
+        raise UsageError(
+            f"{checkpoint} is a directory of this machine, and the fleet is on {host}",
+            hint=f"copy it there, and give its absolute path on {host}",
+        )
+
+
+def _trusting(ca: Path) -> ssl.SSLContext:
+    """Raises UsageError for a file that is no certificate."""
+    try:
+        return ssl.create_default_context(cafile=str(ca))
+    except (OSError, ssl.SSLError) as error:
+        raise UsageError(f"--ca {ca}: {error}") from error

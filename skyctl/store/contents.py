@@ -1,0 +1,48 @@
+"""What a fleet's weights are, tensor by tensor: a file beside its state, of the last push alone."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from skyctl.errors import SkyctlError
+from skyctl.store.paths import place_private_file
+
+_FILE = "content.json"
+
+
+@dataclass(frozen=True)
+class Content:
+    """`digest` is the content digest of a checkpoint, `crc32` has each of its tensors, by name."""
+
+    digest: str
+    crc32: Mapping[str, int]
+
+
+def remember_content(directory: Path, content: Content) -> None:
+    """Replace what is remembered. Where that cannot be written nothing is: a push of what differs
+    sends everything then."""
+    path = directory / _FILE
+    temporary = path.with_suffix(f".{secrets.token_hex(4)}.tmp")
+    try:
+        place_private_file(
+            temporary, json.dumps({"digest": content.digest, "crc32": dict(content.crc32)}).encode()
+        )
+        temporary.replace(path)
+    except (OSError, SkyctlError):
+        with contextlib.suppress(OSError):
+            path.unlink(missing_ok=True)
+
+
+def known_content(directory: Path) -> Content | None:
+    """What is remembered; None where nothing is, or nothing that can be read."""
+    try:
+        found = json.loads((directory / _FILE).read_bytes())
+        crc32 = {str(name): int(value) for name, value in found["crc32"].items()}
+        return Content(str(found["digest"]), crc32)
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        return None

@@ -1,0 +1,183 @@
+"""The supervisor's API for other machines: TCP with TLS and a token, off by default.
+
+Only the verbs of a FleetService are there: a plan, which names programs to run, comes by the unix
+socket alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import socket
+import ssl
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import psutil
+import uvicorn
+
+from skyctl.core.service import FleetService
+from skyctl.errors import SkyctlError
+from skyctl.fleetfile.schema import SupervisorSection
+from skyctl.store.credentials import ensure_secret, read_secret
+from skyctl.store.paths import FleetPaths, place_private_file
+from skyctl.supervisor.api import make_app
+
+if TYPE_CHECKING:
+    from skyctl.core.plan import FleetPlan
+    from skyctl.supervisor.resident import Supervisor
+
+_DAYS = 3650
+_OPENSSL_TIMEOUT_S = 30.0
+
+
+@dataclass(frozen=True)
+class Entrance:
+    """Where other machines reach a fleet. They need copies of `token_file` and `cert` (None: plain
+    HTTP on a loopback address), which is shown to whoever connects; `key` stays where it is."""
+
+    url: str
+    token_file: Path
+    cert: Path | None
+    key: Path | None
+
+    def fingerprint(self) -> str:
+        """SHA-256 of the certificate, as `openssl x509 -fingerprint -sha256` prints it; "" where
+        there is none."""
+        if self.cert is None or not self.cert.exists():
+            return ""
+        digest = hashlib.sha256(ssl.PEM_cert_to_DER_cert(self.cert.read_text()))
+        return ":".join(f"{byte:02X}" for byte in digest.digest())
+
+
+def entrance(section: SupervisorSection, base_dir: Path, paths: FleetPaths) -> Entrance | None:
+    """What a fleet file says; None where nothing listens."""
+    if section.listen is None:
+        return None
+
+    def named(path: str | None, own: Path) -> Path:
+        return base_dir / Path(path).expanduser() if path else own
+
+    return Entrance(
+        f"{'https' if section.tls else 'http'}://{section.listen}",
+        named(section.token_file, paths.supervisor_token),
+        named(section.tls_cert, paths.supervisor_cert) if section.tls else None,
+        named(section.tls_key, paths.supervisor_key) if section.tls else None,
+    )
+
+
+class Listening:
+    """Listens as the latest plan says; `problem` says why it does not."""
+
+    def __init__(self, supervisor: Supervisor) -> None:
+        self._supervisor = supervisor
+        self._section = SupervisorSection()
+        self._server: uvicorn.Server | None = None
+        self._serving: asyncio.Task[None] | None = None
+        self._turn = asyncio.Lock()
+
+    async def become(self, plan: FleetPlan) -> None:
+        """Begin, end or change listening. What cannot be done is told in the fleet's status."""
+        section = plan.config.supervisor
+        async with self._turn:
+            if section == self._section:
+                return
+            await self.close()
+            self._section, self._supervisor.not_listening = section, ""
+            if section.listen is None:
+                return
+            try:
+                await self._open(section, plan.base_dir)
+            except (SkyctlError, OSError, ssl.SSLError, ValueError) as error:
+                why = error.message if isinstance(error, SkyctlError) else str(error)
+                problem = f"the supervisor does not listen at {section.listen}: {why}"
+                self._supervisor.not_listening = problem
+                self._supervisor.state.add_event("fleet", problem)
+                return
+            self._supervisor.state.add_event("fleet", f"listens at {section.listen}")
+
+    async def close(self) -> None:
+        """Stop listening."""
+        if self._server is not None and self._serving is not None:
+            self._server.should_exit = True
+            await self._serving
+            self._server = self._serving = None
+
+    async def _open(self, section: SupervisorSection, base_dir: Path) -> None:
+        found = entrance(section, base_dir, self._supervisor.paths)
+        assert found is not None  # there is an address
+        if section.token_file is None:
+            ensure_secret(found.token_file)
+        token = read_secret(found.token_file)
+        if token is None:
+            raise SkyctlError(f"{found.token_file} does not exist")
+        host, port = section.address
+        if found.cert is not None and found.key is not None and section.tls_cert is None:
+            await asyncio.to_thread(ensure_certificate, found.cert, found.key, host)
+        config = uvicorn.Config(
+            make_app(self._supervisor, FleetService, token=token),
+            log_level="warning",
+            access_log=False,
+            lifespan="off",
+            timeout_graceful_shutdown=2,
+            ssl_certfile=found.cert,
+            ssl_keyfile=found.key,
+        )
+        config.load()
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        listener = socket.create_server((host, port), family=family, backlog=64)
+        self._server = QuietServer(config)
+        self._serving = asyncio.create_task(self._server.serve(sockets=[listener]))
+
+
+class QuietServer(uvicorn.Server):
+    """TERM and INT are the supervisor's: they bring the fleet down first."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def ensure_certificate(cert: Path, key: Path, host: str) -> None:
+    """A self-signed certificate for every name and address of this machine, unless there is one.
+
+    Raises:
+        SkyctlError: openssl is not there, or failed.
+    """
+    if cert.exists() and key.exists():
+        return
+    names = {"localhost", socket.gethostname(), socket.getfqdn()}
+    addresses = {
+        one.address.partition("%")[0]
+        for found in psutil.net_if_addrs().values()
+        for one in found
+        if one.family in (socket.AF_INET, socket.AF_INET6)
+    }
+    (addresses if ":" in host or host[:1].isdigit() else names).add(host)
+    subjects = [f"DNS:{name}" for name in sorted(names)]
+    subjects += [f"IP:{address}" for address in sorted(addresses)]
+    try:
+        done = subprocess.run(
+            [
+                *("openssl", "req", "-x509", "-nodes", "-days", str(_DAYS)),
+                *("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1"),
+                *("-subj", "/CN=skyctl supervisor"),
+                *("-addext", f"subjectAltName={','.join(subjects)}", "-keyout", "-", "-out", "-"),
+            ],
+            capture_output=True,
+            timeout=_OPENSSL_TIMEOUT_S,
+            check=True,
+        )
+    except (OSError, subprocess.SubprocessError) as error:
+        raise SkyctlError(
+            f"openssl could not make a certificate: {error}; name one of your own: "
+            "supervisor.tls_cert and tls_key"
+        ) from error
+    middle = done.stdout.index(b"-----BEGIN CERTIFICATE-----")
+    for path, content in ((key, done.stdout[:middle]), (cert, done.stdout[middle:])):
+        path.unlink(missing_ok=True)
+        place_private_file(path, content)

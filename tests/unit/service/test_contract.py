@@ -1,0 +1,149 @@
+"""One suite for every implementation of a fleet's verbs: who asks need not know which it is."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from skyctl.core.service import (
+    EventQuery,
+    FleetService,
+    Forget,
+    JobQuery,
+    Pause,
+    Resume,
+    Sleep,
+    Wake,
+)
+from skyctl.errors import ConflictError, NotFoundError
+from skyctl.push.request import PushRequest, PushResult, ServerPush
+from skyctl.supervisor.api import make_app, requests
+from skyctl.supervisor.client import RemoteFleet
+from tests.faults.attached_fleet import attached_fleet
+from tests.faults.test_matrix_supervisor import pushable
+from tests.stub.app import StubServer
+from tests.stub.state import StubEngine
+from tests.stub.through_httpx import ThroughHttpx
+from tests.unit.push.checkpoints import write_checkpoint
+from tests.unit.supervisor.fleets import fleet_plan
+from tests.unit.supervisor.test_resident import bring_up, supervising
+
+NAMES = ["far-0", "far-1"]
+
+
+@pytest.fixture(params=["attached", "supervisor", "remote"])
+async def fleet(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[FleetService]:
+    """Two servers `far-0` and `far-1`, with the same checkpoint."""
+    model = write_checkpoint(tmp_path / "base")
+    async with AsyncExitStack() as stack:
+        if request.param == "attached":
+            stubs = [StubServer(StubEngine(model=str(model))) for _ in NAMES]
+            home = tmp_path / "home"
+            yield await stack.enter_async_context(attached_fleet(home, monkeypatch, stubs))
+            return
+        supervisor = await stack.enter_async_context(supervising(tmp_path))
+        await bring_up(supervisor, fleet_plan([pushable(name, model) for name in NAMES]))
+        if request.param == "supervisor":
+            yield supervisor
+            return
+        app = httpx.ASGITransport(make_app(supervisor, FleetService))
+        yield await stack.enter_async_context(RemoteFleet("far", ThroughHttpx(app)))
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> asyncio.Event:
+    """Pushes move nothing, and end when it is set."""
+    gate = asyncio.Event()
+
+    async def push(request: PushRequest, fleet: Any, *, observer: Any, **_: Any) -> PushResult:
+        observer.stage("update")
+        observer.progress(10, 10)
+        await gate.wait()
+        servers = [ServerPush(s.name, True, "ready", "v7", "digest") for s in fleet.servers]
+        return PushResult("v7", "/c", "d", "shm", 10, 1, 0.1, 0.1, 0.1, {}, servers)
+
+    monkeypatch.setattr("skyctl.push.transaction.push", push)
+    return gate
+
+
+async def states(fleet: FleetService) -> list[str]:
+    return [replica.state for replica in (await fleet.status()).replicas]
+
+
+async def test_servers_are_frozen_and_thawed(fleet: FleetService) -> None:
+    outcomes = await fleet.pause(Pause(mode="keep", clear_cache=False))
+    assert [(one.server, one.status) for one in outcomes] == [(name, "ok") for name in NAMES]
+    assert await states(fleet) == ["paused", "paused"]
+    [outcome] = await fleet.resume(Resume(servers=("far-1",)))
+    assert outcome.server == "far-1" and await states(fleet) == ["paused", "ready"]
+    with pytest.raises(NotFoundError, match="far-9"):
+        await fleet.pause(Pause(servers=("far-9",)))
+    await fleet.sleep(Sleep(servers=("far-1",)))
+    skipped = (await fleet.resume())[1]
+    assert skipped.status == "skipped" and "skyctl wake" in skipped.detail
+    await fleet.wake(Wake(servers=("far-1",)))
+    assert await states(fleet) == ["ready", "ready"]
+    said = [event.message for event in await fleet.events(EventQuery(5))]
+    assert said[-1] == "wake" and "pause (mode keep): 2 of 2 servers" in said
+
+
+async def test_a_push_is_a_job_that_anybody_follows(
+    fleet: FleetService, gate: asyncio.Event
+) -> None:
+    job_id = await fleet.start_push(PushRequest("/c", weight_version="v7"))
+    for refused in (fleet.pause(), fleet.start_push(PushRequest("/other"))):
+        with pytest.raises(ConflictError, match=job_id):
+            await refused
+    heard: list[str] = []
+    following = asyncio.create_task(
+        fleet.wait_job(job_id, lambda event: heard.append(event.kind), timeout_s=30)
+    )
+    assert not (await fleet.job(job_id)).ended
+    gate.set()
+    job = await following
+    assert (job.state, heard) == ("succeeded", ["stage", "progress", "end"])
+    assert job == await fleet.job(job_id) == (await fleet.jobs())[0]
+    assert [e.kind for e in (await fleet.job_changes(JobQuery(job_id))).events] == ["stage", "end"]
+    weights = await fleet.weights()
+    assert [(row.name, row.weight_version) for row in weights.servers] == [
+        (name, "v7") for name in NAMES
+    ]
+    assert weights.pushes[0].version == "v7" and weights.pushes[0].job == job_id
+    assert await fleet.start_push(PushRequest("/c")) != job_id, "who hears of the end may push"
+
+
+async def test_what_is_asked_of_a_healthy_fleet(fleet: FleetService, tmp_path: Path) -> None:
+    assert [(one.server, one.found) for one in await fleet.findings()] == [
+        (name, "healthy") for name in NAMES
+    ]
+    assert [(one.server, one.action, one.ok) for one in await fleet.recover()] == [
+        (name, "nothing", True) for name in NAMES
+    ]
+    verified = await fleet.verify_weights()
+    assert verified.agree is True and [row.server for row in verified.servers] == NAMES
+    urls = await fleet.urls()
+    assert list(urls.servers) == NAMES and urls.engine == "vllm"
+    assert (await fleet.model_path() or "").startswith(("stub-model", str(tmp_path)))
+    assert {row.name for row in (await fleet.processes()).rows} <= set(NAMES)
+    assert (await fleet.staging()).directory.name == "weights"
+
+
+async def test_what_is_not_there_is_not_found(fleet: FleetService) -> None:
+    assert await fleet.kept_versions() == ()
+    for asked in (fleet.forget_version(Forget("v1")), fleet.job("push-9")):
+        with pytest.raises(NotFoundError) as caught:
+            await asked
+        assert caught.value.hint
+
+
+def test_every_verb_of_the_interface_has_a_route() -> None:
+    assert set(requests(FleetService)) >= {"status", "pause", "start_push", "job_changes", "logs"}
+    assert "reconcile" not in requests(FleetService)
