@@ -1,4 +1,7 @@
-"""Every ```python block of README.md and docs/ is run against the real fleet, as it stands."""
+"""Every ```python block of README.md and docs/ is run against the real fleet, as it stands.
+
+A block behind `<!-- not run: why -->` is not.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from tests.integration.fleet_cli import COMMAND_TIMEOUT_S, FleetCli
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-BLOCK = re.compile(r"^```python\n(.*?)^```$", re.M | re.S)
+BLOCK = re.compile(r"^(?!<!-- not run: )[^\n]*\n```python\n(.*?)^```$", re.M | re.S)
 BLOCKS = {
     f"{page.relative_to(ROOT)}-{number}": code
     for page in PAGES
