@@ -296,7 +296,7 @@ def _state_reads(state: FleetState) -> list[Callable[[], object]]:
 _ANSWERS: dict[str, Any] = {
     "version": {"version": "0.32.0"},
     "models": {"data": [{"id": "m"}]},
-    "world_size": {"world_size": 1},
+    "ranks": {"world_size": 1},
     "server_info": {"vllm_config": {"model_config": {"model": "m"}}},
     "is_paused": {"is_paused": False},
     "is_sleeping": {"is_sleeping": False},

@@ -70,7 +70,8 @@ def special_fleets(
 ) -> Iterator[dict[str, Future[SpecialFleet]]]:
     """All fleets that this run asks for and has the GPUs for; they start at the same time."""
     callspecs = (getattr(item, "callspec", None) for item in request.session.items)
-    wanted = {spec.params["case"].name for spec in callspecs if spec and "case" in spec.params}
+    params = (spec.params.get("case") for spec in callspecs if spec)
+    wanted = {case.name for case in params if isinstance(case, Case)}
     found = len(available())
     cases = [case for case in CASES if case.name in wanted and case.gpus <= found]
     root = tmp_path_factory.mktemp("special")
