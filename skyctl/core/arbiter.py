@@ -27,6 +27,7 @@ import os
 import shlex
 import sys
 import time
+from collections.abc import Awaitable, Callable
 from contextvars import ContextVar
 from enum import Enum
 from pathlib import Path
@@ -42,6 +43,14 @@ _POLL_S = 0.02
 
 caller: ContextVar[str] = ContextVar("caller", default="")
 """The command that asked for what is being done, where another process carries it out."""
+
+
+async def _listens() -> bool:
+    return False
+
+
+hung_up: ContextVar[Callable[[], Awaitable[bool]]] = ContextVar("hung_up", default=_listens)
+"""Whether that command has gone meanwhile."""
 
 
 class Act(Enum):
