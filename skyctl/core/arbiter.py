@@ -6,11 +6,12 @@
     push       no     no      no     no
     recover    no     no      no     no        its own pushes are part of it
 
-Pauses and resumes share the fleet. Whatever else acts has it to itself, so that nobody thaws what a
-push has paused, and the record of a sleep is in the order in which servers slept. Changes of
-processes (up, restart, scale) happen in the supervisor alone, which does one at a time, none beside
-a push or a recovery, and lets verbs pass. The admission of a restarted server is outside the rule:
-nobody else acts on a server that is not up yet. `down` ends whatever goes on.
+Pauses and resumes share the fleet; the one that ends last asks the servers what to record. Whatever
+else acts has it to itself, so that nobody thaws what a push has paused, and the record of a sleep
+is in the order in which servers slept. Changes of processes (up, restart, scale) happen in the
+supervisor alone, which does one at a time, none beside a push or a recovery, and lets verbs pass.
+The admission of a restarted server is outside the rule: nobody else acts on a server that is not up
+yet. `down` ends whatever goes on.
 
 The rule is the same for attached and supervised fleets: one kernel lock in the fleet's directory
 (`store/locks.py`), taken by the process that acts. Two machines that attach the same servers do not
