@@ -73,7 +73,7 @@ class SecondTerminal:
         if verb == "pause":
             return ("pause", "--mode", self._dice.choice(("keep", "abort", "wait")))
         if verb == "recover":
-            return ("recover", "--yes")
+            return ("recover", "--yes", "--timeout", "120")  # a server takes minutes to start
         if verb == "sync-weights":
             self._pushes += 1
             version = self._dice.choice("ab")

@@ -23,6 +23,7 @@ class FormatOption(StrEnum):
     PRIME_RL = "prime-rl"
     OPENAI = "openai"
     ENV = "env"
+    TINKER = "tinker"
 
 
 def urls(
@@ -66,6 +67,7 @@ def urls(
       curl -H "Authorization: Bearer $(skyctl urls --show-key)" $URL/v1/models
       python -m skyrl.train.entrypoints.main_base $(skyctl urls --format skyrl) …
       skyctl urls --format prime-rl > fleet.toml && rl @ rl.toml @ fleet.toml
+      eval "$(skyctl urls --format tinker)"    # TINKER_BASE_URL and TINKER_API_KEY
       skyctl urls --prometheus-sd /etc/prometheus/targets/fleet.json
     """
     import asyncio
@@ -76,6 +78,7 @@ def urls(
     from skyctl.core.registry import find, select
     from skyctl.errors import UsageError
     from skyctl.service.formats import FORMATS, notes, refused_rollouts
+    from skyctl.tinker.place import place_of
 
     if export and format not in (None, FormatOption.ENV):
         raise UsageError("--export is short for --format env: give one of them")
@@ -85,6 +88,11 @@ def urls(
     if show_key:
         key = _key(select(file, fleet))
         output.emit({"api_key": key}, Text(key))
+        return
+    if chosen is FormatOption.TINKER:
+        where = place_of(select(file, fleet))
+        data = {"url": where.url, "key_file": str(where.key_file)}
+        output.emit({**data, "format": chosen.value, "text": where.as_env()}, Text(where.as_env()))
         return
     found, refused = asyncio.run(_urls(find(file, fleet), rollouts=chosen is FormatOption.SKYRL))
     data = found.to_json()

@@ -263,6 +263,37 @@ class ReplicaGroup(_Section):
         return self
 
 
+class TinkerSection(_Section):
+    """An API for the `tinker` SDK: it trains LoRA adapters here and samples from the fleet."""
+
+    base_model: Annotated[str, Field(pattern=r"^[\w.-]+(/[\w.-]+)?$")] | None = Field(
+        None,
+        description="The model's name for clients, as ORG/NAME: SDKs find its tokenizer under "
+        "it. Default: the served model name.",
+    )
+    host: str = Field("127.0.0.1", description="Address the API binds.")
+    port: Port = Field(8790, description="Port of the API.")
+    storage: str | None = Field(
+        None, description="Directory of runs and checkpoints; in the fleet's own when absent."
+    )
+    device: str = Field(
+        "cpu", description="Where the trainer computes: cpu, cuda or cuda:N, a GPU of its own."
+    )
+    dtype: Literal["float32", "bfloat16"] = Field(
+        "float32", description="Of the frozen base model; adapters train in float32."
+    )
+    threads: Count = Field(0, description="Threads of the trainer on CPU; 0: torch's default.")
+    max_rank: Annotated[int, Field(ge=1, le=128), BeforeValidator(_whole)] = Field(
+        32, description="Largest rank of an adapter; the servers' `lora: max_rank` must allow it."
+    )
+    batch_tokens: Size = Field(
+        4096, description="Tokens of one forward pass of the trainer, padding included."
+    )
+    max_body: ByteSize = Field(
+        64 * 1024 * 1024, description="Largest body of a request; four times that once unpacked."
+    )
+
+
 class FleetConfig(_Section):
     """One fleet: either started by skyctl (`model` + `replicas`) or attached to (`servers`)."""
 
@@ -329,6 +360,9 @@ class FleetConfig(_Section):
     restart: RestartPolicy = Field(default_factory=RestartPolicy)
     logs: LogsSection = Field(default_factory=LogsSection)
     history: HistorySection = Field(default_factory=HistorySection)
+    tinker: TinkerSection | None = Field(
+        None, description="Serve the Tinker API beside the fleet (`skyctl tinker serve`)."
+    )
     supervisor: SupervisorSection = Field(default_factory=SupervisorSection)
     control_timeout_s: Seconds = Field(
         30.0, description="Deadline of one control call (pause, resume, wake …) in seconds."

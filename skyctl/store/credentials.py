@@ -46,6 +46,11 @@ def ensure_credentials(paths: FleetPaths) -> Credentials:
     return Credentials(ensure_secret(paths.control_token), ensure_secret(paths.api_key))
 
 
+def ensure_tinker_key(paths: FleetPaths) -> str:
+    """The key of the Tinker API; made when it is not there. Raises as `ensure_credentials`."""
+    return ensure_secret(paths.tinker_key, prefix="tml-")  # the SDK takes no other
+
+
 def read_secret(path: Path) -> str | None:
     """What the file holds; None where there is none.
 
@@ -72,12 +77,12 @@ def read_secret(path: Path) -> str | None:
     return text
 
 
-def ensure_secret(path: Path) -> str:
+def ensure_secret(path: Path, *, prefix: str = "") -> str:
     """What the file holds; made when it is not there. Raises as `read_secret`."""
     found = read_secret(path)
     if found is not None:
         return found
-    place_private_file(path, secrets.token_hex(_BYTES).encode() + b"\n")
+    place_private_file(path, f"{prefix}{secrets.token_hex(_BYTES)}\n".encode())
     made = read_secret(path)
     assert made is not None  # linked just now, by us or by another
     return made

@@ -218,6 +218,16 @@ class FleetPaths:
         return self.directory / "api.key"
 
     @property
+    def tinker(self) -> Path:
+        """The ledger and the checkpoints of the Tinker API, unless the fleet file says where."""
+        return self.directory / "tinker"
+
+    @property
+    def tinker_key(self) -> Path:
+        """Mode 0600: the key of the Tinker API."""
+        return self.directory / "tinker.key"
+
+    @property
     def supervisor_token(self) -> Path:
         """Mode 0600: what other machines must know, where the fleet file names no file for it."""
         return self.directory / "supervisor.token"

@@ -8,7 +8,15 @@ import pytest
 
 from skyctl.checkpoints.tiny import make_tiny_checkpoint
 from tests.integration.fleet_cli import UP_TIMEOUT_S, FleetCli
-from tests.integration.inside import assert_holds
+from tests.integration.inside import (
+    CORRUPTIBLE,
+    DTYPE,
+    EVERYWHERE,
+    EXPERT,
+    ask,
+    assert_holds,
+    assert_noticed,
+)
 from tests.integration.test_unlike_servers import TRANSPORTS, WHOLE, answers, write_fleet
 
 pytestmark = pytest.mark.real
@@ -32,7 +40,7 @@ def test_a_push_of_experts_leaves_a_server_as_one_started_on_them(tmp_path: Path
     started = {}
     try:
         for name in ("b", "a"):
-            write_fleet(fleet, made[name], WHOLE)
+            write_fleet(fleet, made[name], {**WHOLE, **CORRUPTIBLE})
             fleet.run("up", timeout_s=UP_TIMEOUT_S)
             started[name] = held(fleet)
             if name == "b":
@@ -44,5 +52,14 @@ def test_a_push_of_experts_leaves_a_server_as_one_started_on_them(tmp_path: Path
                 fleet.run("sync-weights", "--transport", transport, str(made[name]))
                 assert held(fleet) == started[name], (transport, name)
         assert_holds(fleet, "whole-0", made["a"])
+        # one server: there is no other to compare it with, as where all are damaged alike
+        for damage in (*EVERYWHERE, EXPERT):
+            assert_noticed(fleet, "whole-0", damage, made["a"])
+        assert held(fleet) == started["a"]
+        ask(fleet, "whole-0", "skyctl_corrupt", damage=DTYPE)
+        assert not fleet.json("weights", "verify", expect=None)["ok"]
+        refused = fleet.json("sync-weights", str(made["a"]), expect=1)["error"]
+        assert "not what this checkpoint came to when it was pushed before" in refused["message"]
+        assert refused["hint"] == "skyctl restart whole-0"
     finally:
         fleet.run("down", expect=None)

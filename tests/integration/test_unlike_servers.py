@@ -12,7 +12,7 @@ import pytest
 from skyctl.checkpoints.tiny import make_tiny_checkpoint
 from skyctl.launch.local.segments import SHARED_MEMORY
 from tests.integration.fleet_cli import UP_TIMEOUT_S, FleetCli, greedy
-from tests.integration.inside import CORRUPTIBLE, ask, assert_holds
+from tests.integration.inside import CORRUPTIBLE, EVERYWHERE, ask, assert_holds
 
 pytestmark = pytest.mark.real
 
@@ -135,7 +135,13 @@ def test_pipeline_and_data_parallel_ranks_take_the_same_push(tmp_path: Path) -> 
         assert_holds(fleet, "copies-0", made["a"])
         first, second = digests(fleet, "copies-0")
         assert first == second
-        ask(fleet, "copies-0", "skyctl_corrupt", rank=1)
-        assert digests(fleet, "copies-0")[0] == first != digests(fleet, "copies-0")[1]
+        for damage in EVERYWHERE:
+            ask(fleet, "copies-0", "skyctl_corrupt", damage=damage, rank=1)
+            assert digests(fleet, "copies-0")[0] == first != digests(fleet, "copies-0")[1]
+            told = fleet.json("weights", "verify", expect=None)["data"]["servers"]
+            assert [row["ok"] for row in told] == [True, False]
+            assert "data-parallel rank 1 holds other weights than rank 0" in told[1]["detail"]
+            fleet.run("sync-weights", str(made["a"]))
+            assert digests(fleet, "copies-0") == [first, first]
     finally:
         fleet.run("down", expect=None)

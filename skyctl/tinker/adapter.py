@@ -1,0 +1,198 @@
+"""A frozen causal LM from a Hugging Face checkpoint, and LoRA adapters over its linear layers.
+
+Adapters are applied by forward hooks, so those of many models share one base. Files are PEFT's:
+`base_model.model.<module>.lora_{A,B}.weight`, with alpha 32, so the scale is 32/rank.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from skyctl.tinker.losses import LossError
+
+ALPHA = 32
+LARGEST_RANK = 128
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj")
+MLP = ("gate_proj", "up_proj", "down_proj", "gate_up_proj")
+UNEMBED = ("lm_head",)
+_PREFIX = "base_model.model."
+
+Parameters = dict[str, Tensor]
+"""`<module>.lora_A` of shape (rank, in) and `<module>.lora_B` of shape (out, rank), float32."""
+
+
+@dataclass(frozen=True)
+class LoraConfig:
+    """What the SDK's `lora_config` says; the seed is chosen by the server where it is absent."""
+
+    rank: int
+    seed: int
+    train_unembed: bool = True
+    train_mlp: bool = True
+    train_attn: bool = True
+
+
+class Base:
+    """The shared base model. Weights stay as they are; `using` says which adapter applies.
+
+    Raises:
+        OSError, ValueError: transformers cannot load the checkpoint.
+    """
+
+    def __init__(self, path: str, *, device: str, dtype: str) -> None:
+        import transformers
+
+        transformers.logging.set_verbosity_error()
+        transformers.utils.logging.disable_progress_bar()
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            path, dtype=getattr(torch, dtype), local_files_only=Path(path).is_dir()
+        )
+        self.model: Any = model.to(device).eval().requires_grad_(False)
+        self.device = torch.device(device)
+        self.architecture = str((model.config.architectures or [type(model).__name__])[0])
+        text = model.config.get_text_config()
+        self.vocabulary = int(model.get_input_embeddings().weight.shape[0])
+        self.context = int(getattr(text, "max_position_embeddings", 0) or 2**31)
+        self.experts = int(getattr(text, "num_experts", 0) or getattr(text, "num_local_experts", 0))
+        wanted = ATTENTION + MLP + UNEMBED
+        self.linears: dict[str, torch.nn.Linear] = {
+            name: module
+            for name, module in model.named_modules()
+            if isinstance(module, torch.nn.Linear) and name.rsplit(".", 1)[-1] in wanted
+        }
+        self._active: tuple[Mapping[str, Tensor], float] | None = None
+        for name, module in self.linears.items():
+            module.register_forward_hook(self._hook(name))
+
+    def targets(self, config: LoraConfig) -> list[str]:
+        """The linear layers that an adapter with this configuration trains.
+
+        Raises:
+            LossError: a group that is asked for has none here.
+        """
+        groups = (
+            (config.train_attn, "train_attn", ATTENTION),
+            (config.train_mlp, "train_mlp", MLP),
+            (config.train_unembed, "train_unembed", UNEMBED),
+        )
+        if not 1 <= config.rank <= LARGEST_RANK:
+            raise LossError(f"rank {config.rank} is not offered: 1 to {LARGEST_RANK}")
+        if config.train_mlp and self.experts:
+            raise LossError(
+                "train_mlp is not offered for mixture-of-experts models here: set train_mlp=False"
+            )
+        found: list[str] = []
+        for asked, flag, endings in groups:
+            names = [name for name in self.linears if name.rsplit(".", 1)[-1] in endings]
+            if asked and not names:
+                raise LossError(f"{self.architecture} has no layers for {flag}: set {flag}=False")
+            found += names if asked else []
+        if not found:
+            raise LossError("train_attn, train_mlp and train_unembed are all false: nothing to do")
+        return found
+
+    def new_adapter(self, config: LoraConfig) -> Parameters:
+        """A random A and a zero B for each layer; the same config gives the same bits."""
+        generator = torch.Generator().manual_seed(config.seed)
+        parameters: Parameters = {}
+        for name in self.targets(config):
+            linear = self.linears[name]
+            bound = 1 / math.sqrt(linear.in_features)
+            a = torch.empty(config.rank, linear.in_features).uniform_(
+                -bound, bound, generator=generator
+            )
+            parameters[f"{name}.lora_A"] = a.to(self.device)
+            parameters[f"{name}.lora_B"] = torch.zeros(
+                linear.out_features, config.rank, device=self.device
+            )
+        return parameters
+
+    @contextmanager
+    def using(self, parameters: Mapping[str, Tensor] | None) -> Iterator[None]:
+        """Apply this adapter (None: the base alone) to what is computed inside."""
+        before = self._active
+        if parameters:
+            rank = next(value.shape[0] for name, value in parameters.items() if name[-1] == "A")
+            self._active = (parameters, ALPHA / rank)
+        else:
+            self._active = None
+        try:
+            yield
+        finally:
+            self._active = before
+
+    def logits(self, rows: Sequence[Tensor]) -> Tensor:
+        """float32 logits (rows, longest row, vocabulary) of int64 token rows, padded on the right.
+
+        What stands behind a row's own length means nothing.
+        """
+        longest = max(len(row) for row in rows)
+        tokens = torch.zeros(len(rows), longest, dtype=torch.int64)
+        mask = torch.zeros(len(rows), longest, dtype=torch.int64)
+        for place, row in enumerate(rows):
+            tokens[place, : len(row)], mask[place, : len(row)] = row, 1
+        answer = self.model(
+            input_ids=tokens.to(self.device), attention_mask=mask.to(self.device), use_cache=False
+        )
+        logits: Tensor = answer.logits.float()
+        return logits
+
+    def _hook(self, name: str) -> Any:
+        key_a, key_b = f"{name}.lora_A", f"{name}.lora_B"
+
+        def add(module: Any, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor | None:
+            if self._active is None or key_a not in self._active[0]:
+                return None
+            parameters, scale = self._active
+            x = inputs[0].to(parameters[key_a].dtype)
+            low = torch.nn.functional.linear(x, parameters[key_a])
+            return output + (scale * torch.nn.functional.linear(low, parameters[key_b])).to(
+                output.dtype
+            )
+
+        return add
+
+
+def peft_tensors(parameters: Parameters) -> dict[str, Tensor]:
+    """The adapter under PEFT's names, on the CPU."""
+    return {
+        f"{_PREFIX}{name}.weight": value.detach().cpu().contiguous()
+        for name, value in parameters.items()
+    }
+
+
+def from_peft_tensors(tensors: Mapping[str, Tensor], device: torch.device) -> Parameters:
+    """The inverse of `peft_tensors`."""
+    return {
+        name.removeprefix(_PREFIX).removesuffix(".weight"): value.to(device, torch.float32)
+        for name, value in tensors.items()
+    }
+
+
+def peft_config(parameters: Parameters, base: str) -> dict[str, Any]:
+    """What `adapter_config.json` says."""
+    modules = {name.rsplit(".", 2)[-2] for name in parameters}
+    rank = next(value.shape[0] for name, value in parameters.items() if name[-1] == "A")
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": rank,
+        "lora_alpha": ALPHA,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "target_modules": sorted(modules),
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+        "use_rslora": False,
+        "use_dora": False,
+        "modules_to_save": None,
+    }

@@ -1,0 +1,664 @@
+"""The SDK's routes below /api/v1: what it sends is checked, put on disk, and answered.
+
+Protocol: the tinker SDK 0.38.0. A request that fails later is a 200 with `error` and `category`;
+a 4xx with `detail` is what could be refused at once. 409 is never sent: the SDK repeats it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+import secrets
+import sqlite3
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from skyctl.errors import StateUnwritable
+from skyctl.tinker import bodies, records, training, wire
+from skyctl.tinker.ledger import Ledger
+from skyctl.tinker.records import Missing
+from skyctl.tinker.sampling import SAMPLE, Sampling, Unanswerable, question
+from skyctl.tinker.training import Training
+from skyctl.tinker.training_process import Worker
+from skyctl.tinker.waiting import Doorbell
+
+POLL_S = 25.0
+"""Shorter than the SDK's deadline of 45 s."""
+MOST_SAMPLES = 20_000
+
+B = TypeVar("B", bound=BaseModel)
+Handler = Callable[[Request], Awaitable[Response]]
+
+EXTERNAL = (
+    "save_weights_external is not offered here: save_weights_for_sampler writes PEFT directories"
+)
+HOSTED = "not offered here: only the hosted service has this route"
+REFUSED = {
+    "copy_weights": "copying checkpoints is not offered here: load one with "
+    "create_training_client_from_state, and save it",
+    "sessions/search": "searching sessions is not offered here: list_sessions lists them",
+}
+
+
+@dataclass(frozen=True)
+class Offer:
+    """What this server has. `base` is the model's name in the API, with which SDKs also find a
+    tokenizer; `body_bytes` bounds a body as it comes, and four times that once it is unpacked."""
+
+    base: str
+    largest_rank: int
+    body_bytes: int = 64 * 1024 * 1024
+
+
+class Api:
+    """The routes of one API process."""
+
+    def __init__(
+        self,
+        offer: Offer,
+        key: str,
+        ledger: Ledger,
+        worker: Worker,
+        training_: Training,
+        sampling: Sampling,
+        bell: Doorbell,
+        context: int,
+    ) -> None:
+        self._offer = offer
+        self._key = key
+        self._ledger = ledger
+        self._worker = worker
+        self._training = training_
+        self._sampling = sampling
+        self._bell = bell
+        self._context = context
+
+    def app(self) -> Starlette:
+        """The ASGI application."""
+        posts: dict[str, Handler] = {
+            "client/config": self._client_config,
+            "client/dynamic_config": self._dynamic_config,
+            "create_session": self._create_session,
+            "session_heartbeat": self._heartbeat,
+            "sessions/{session}/finish": self._finish_session,
+            "create_model": self._create_model,
+            "get_info": self._get_info,
+            "forward_backward": self._forward_backward,
+            "optim_step": self._in_order(self._optim_step, training.OPTIM_STEP),
+            "save_weights": self._in_order(self._save_weights, training.SAVE),
+            "save_weights_for_sampler": self._in_order(
+                self._save_for_sampler, training.SAVE_SAMPLER
+            ),
+            "load_weights": self._in_order(self._load_weights, training.LOAD),
+            "save_weights_external": self._in_order(_refusal(EXTERNAL), training.SAVE),
+            "create_sampling_session": self._create_sampler,
+            "join_sampling_session": self._join_sampler,
+            "asample": self._sample,
+            "retrieve_future": self._retrieve,
+            "retrieve_futures": self._retrieve_many,
+            "cancel_future": self._cancel,
+            "weights_info": self._weights_info,
+            "telemetry": self._telemetry,
+        }
+        routes = [_route(path, self._guarded(handle), "POST") for path, handle in posts.items()]
+        routes += [
+            _route(path, self._guarded(_refusal(text)), "POST") for path, text in REFUSED.items()
+        ]
+        checkpoint = "training_runs/{model}/checkpoints/{checkpoint:path}"
+        for path, handle, method in (
+            ("healthz", self._healthz, "GET"),
+            ("get_server_capabilities", self._capabilities, "GET"),
+            ("sessions", self._sessions, "GET"),
+            ("sessions/{session}", self._session, "GET"),
+            ("samplers/{sampler:path}", self._get_sampler, "GET"),
+            ("training_runs", self._runs, "GET"),
+            ("training_runs/{model}", self._run, "GET"),
+            ("training_runs/{model}/checkpoints", self._checkpoints, "GET"),
+            ("checkpoints", self._checkpoints, "GET"),
+            (f"{checkpoint}/publish", self._publish, "POST"),
+            (f"{checkpoint}/publish", self._publish, "DELETE"),
+            (f"{checkpoint}/ttl", self._ttl, "PUT"),
+            (checkpoint, self._delete_checkpoint, "DELETE"),
+        ):
+            routes.append(_route(path, self._guarded(handle), method))
+        hosted = self._guarded(_refusal(HOSTED, 404))
+        for method in ("GET", "POST", "PUT", "DELETE"):
+            routes.append(_route("{anything:path}", hosted, method))
+        return Starlette(routes=routes, exception_handlers={HTTPException: _refused})
+
+    def _guarded(self, handle: Handler) -> Handler:
+        async def guarded(request: Request) -> Response:
+            key = request.headers.get("x-api-key", "")
+            if not hmac.compare_digest(key.encode(), self._key.encode()):
+                raise HTTPException(401, "the API key is wrong; `skyctl urls --format tinker`")
+            try:
+                return await handle(request)
+            except ValidationError as error:
+                raise HTTPException(400, _readable(error)) from error
+            except Missing as error:
+                raise HTTPException(404, str(error)) from error
+            except (Unanswerable, ValueError) as error:
+                raise HTTPException(400, str(error)) from error
+            except StateUnwritable as error:
+                await asyncio.sleep(1.0)  # the SDK asks again at once
+                raise HTTPException(503, error.message) from error
+
+        return guarded
+
+    def _in_order(self, handle: Handler, kind: str) -> Handler:
+        """What is refused has its seq_id all the same: a 4xx would leave a gap, for which every
+        later request of the model waits. So it is accepted, and fails in its turn."""
+
+        async def in_order(request: Request) -> Response:
+            body = await self._body(request)
+            request.scope["skyctl.body"] = body
+            try:
+                return await handle(request)
+            except (ValidationError, Missing, ValueError) as error:
+                try:
+                    place = bodies.Place.model_validate_json(body)
+                except ValidationError:
+                    raise error from None
+                text = _readable(error) if isinstance(error, ValidationError) else str(error)
+                return await self._of_model(place.model_id, place.seq_id, kind, {"refused": text})
+
+        return in_order
+
+    # --- sessions ------------------------------------------------------------------------------
+
+    async def _client_config(self, request: Request) -> Response:
+        return JSONResponse({"sample_use_retrieve_futures": True, "parallel_fwdbwd_chunks": True})
+
+    async def _dynamic_config(self, request: Request) -> Response:
+        return JSONResponse({"sample_cancel_enabled": True})
+
+    async def _telemetry(self, request: Request) -> Response:
+        await self._body(request)
+        return JSONResponse({"status": "accepted"})
+
+    async def _healthz(self, request: Request) -> Response:
+        return JSONResponse({"status": "ok"})
+
+    async def _capabilities(self, request: Request) -> Response:
+        model = {
+            "model_name": self._offer.base,
+            "max_context_length": self._context,
+            "trainable": True,
+            "sampleable": True,
+        }
+        return JSONResponse({"supported_models": [model]})
+
+    async def _create_session(self, request: Request) -> Response:
+        asked = await self._json(request, bodies.CreateSession)
+        session, now = secrets.token_hex(8), time.time()
+        await self._ledger.write(
+            "INSERT INTO sessions (id, created, seen, tags, metadata, display_name, project) "
+            "VALUES (?,?,?,?,?,?,?)",
+            session,
+            now,
+            now,
+            json.dumps(asked.tags),
+            json.dumps(asked.user_metadata),
+            asked.display_name,
+            asked.project_id,
+        )
+        return JSONResponse({"session_id": session, "type": "create_session"})
+
+    async def _heartbeat(self, request: Request) -> Response:
+        asked = await self._json(request, bodies.InSession)
+        known = await self._ledger.write(
+            "UPDATE sessions SET seen = ? WHERE id = ?", time.time(), asked.session_id
+        )
+        if not known:
+            raise HTTPException(410, f"there is no session {asked.session_id}")
+        return JSONResponse({"type": "session_heartbeat"})
+
+    async def _finish_session(self, request: Request) -> Response:
+        asked = await self._json(request, bodies.FinishSession)
+        await self._ledger.write(
+            "UPDATE sessions SET finished = ? WHERE id = ?",
+            json.dumps({"reason": asked.reason, "detail": asked.detail}),
+            request.path_params["session"],
+        )
+        return JSONResponse({})
+
+    async def _sessions(self, request: Request) -> Response:
+        offset, limit = _page(request)
+        rows = await self._ledger.rows(
+            "SELECT id FROM sessions ORDER BY created DESC LIMIT ? OFFSET ?", limit, offset
+        )
+        return JSONResponse({"sessions": [row["id"] for row in rows]})
+
+    async def _session(self, request: Request) -> Response:
+        session = request.path_params["session"]
+        return JSONResponse(await self._ledger.run(lambda c: records.session(c, session)))
+
+    # --- training ------------------------------------------------------------------------------
+
+    async def _create_model(self, request: Request) -> Response:
+        asked = await self._json(request, bodies.CreateModel)
+        self._check_base(asked.base_model)
+        self._check_optimizer(asked.optimizer_config)
+        if asked.lora_config is None:
+            raise ValueError("full-parameter training is not offered here: give a lora_config")
+        self._check_rank(asked.lora_config.rank)
+        lora = asked.lora_config.model_dump()
+        if lora["seed"] is None:
+            lora["seed"] = secrets.randbelow(2**31)
+        config = {"base": self._offer.base, "lora": lora}
+        model = f"{asked.session_id}:train:{asked.model_seq_id}"
+
+        def commit(connection: sqlite3.Connection) -> bool:
+            records.session(connection, asked.session_id)
+            if records.known(connection, model, 0, training.CREATE):
+                return False
+            records.add_model(connection, model, asked.session_id, config, asked.user_metadata)
+            records.add_request(connection, model, 0, training.CREATE)
+            return True
+
+        return await self._accept(model, 0, commit)
+
+    async def _get_info(self, request: Request) -> Response:
+        asked = await self._json(request, bodies.OfModel)
+        row = await self._ledger.run(lambda c: records.model(c, asked.model_id))
+        config = json.loads(row["config"])
+        return JSONResponse(
+            {
+                "type": "get_info",
+                "model_id": asked.model_id,
+                "model_name": config["base"],
+                "model_data": {
+                    "arch": self._worker.hello.get("architecture"),
+                    "model_name": config["base"],
+                    "tokenizer_id": config["base"],
+                },
+                "is_lora": True,
+                "lora_rank": config["lora"]["rank"],
+                "optimizer_config": {"type": "adamw"},
+            }
+        )
+
+    async def _forward_backward(self, request: Request) -> Response:
+        body = await self._body(request)
+        try:
+            message = wire.message("ForwardBackwardRequest").FromString(body)
+        except Exception as error:
+            raise ValueError(f"the body is no ForwardBackwardRequest: {error}") from error
+        kind = training.FORWARD if message.forward_only else training.FORWARD_BACKWARD
+        return await self._of_model(message.model_id, message.seq_id, kind, body=body)
+
+    async def _optim_step(self, request: Request) -> Response:
+        asked = await self._json(request, bodies.OptimStep)
+        if asked.optimizer_params is not None or asked.adam_params is None:
+            raise ValueError("only AdamW is offered here: give AdamParams")
+        extra = {"params": asked.adam_params}
+        return await self._of_model(asked.model_id, asked.seq_id, training.OPTIM_STEP, extra)
+
+    async def _save_weights(self, request: Request) -> Response:
+        asked = await self._json(request, bodies.SaveWeights)
+        name = asked.path or f"{asked.seq_id:06d}"
+        extra = {
+            "path": f"tinker://{asked.model_id}/weights/{name}",
+            "overwrite": asked.overwrite,
+            "ttl_seconds": asked.ttl_seconds,
+            "metadata": asked.user_metadata,
+        }
+        return await self._of_model(asked.model_id, asked.seq_id, training.SAVE, extra)
+
+    async def _save_for_sampler(self, request: Request) -> Response:
+        asked = await self._json(request, bodies.SaveForSampler)
+        name = asked.path or f"{asked.seq_id:06d}.unnamed"
+        extra: dict[str, Any] = {
+            "path": f"tinker://{asked.model_id}/sampler_weights/{name}",
+            "ttl_seconds": asked.ttl_seconds,
+            "metadata": asked.user_metadata,
+        }
+        if asked.path is None:
+            if asked.sampling_session_seq_id is None:
+                raise ValueError("give a path or a sampling_session_seq_id")
+            session = asked.model_id.split(":", 1)[0]
+            extra["sampler"] = f"{session}:sample:{asked.sampling_session_seq_id}"
+            extra |= {"session": session, "inflight": asked.kind == "inflight"}
+        return await self._of_model(asked.model_id, asked.seq_id, training.SAVE_SAMPLER, extra)
+
+    async def _load_weights(self, request: Request) -> Response:
+        asked = await self._json(request, bodies.LoadWeights)
+        if asked.base_model is not None:
+            self._check_base(asked.base_model)
+        if asked.optimizer_config is not None:
+            self._check_optimizer(asked.optimizer_config)
+        found = await self._ledger.run(lambda c: records.checkpoint(c, asked.path))
+        config = json.loads(found["config"])
+        self._check_base(config["base"])
+        self._check_rank(config["lora"]["rank"])
+        if asked.optimizer and not found["optimizer"]:
+            raise ValueError(f"{asked.path} has no optimizer state: it was saved for a sampler")
+        extra = {"path": asked.path, "optimizer": asked.optimizer}
+        if asked.model_id is not None and asked.seq_id is not None:
+            row = await self._ledger.run(lambda c: records.model(c, asked.model_id or ""))
+            if (rank := json.loads(row["config"])["lora"]["rank"]) != config["lora"]["rank"]:
+                raise ValueError(
+                    f"{asked.path} has rank {config['lora']['rank']}, the model rank {rank}"
+                )
+            return await self._of_model(asked.model_id, asked.seq_id, training.LOAD, extra)
+        session, number = asked.session_id, asked.model_seq_id
+        if session is None or number is None:
+            raise ValueError("give model_id and seq_id, or session_id and model_seq_id")
+        model = f"{session}:train:{number}"
+
+        def commit(connection: sqlite3.Connection) -> bool:
+            records.session(connection, session)
+            if records.known(connection, model, 0, training.LOAD):
+                return False
+            records.add_model(connection, model, session, config, asked.user_metadata)
+            records.add_request(connection, model, 0, training.LOAD, extra)
+            return True
+
+        return await self._accept(model, 0, commit)
+
+    async def _of_model(
+        self,
+        model: str,
+        seq: int,
+        kind: str,
+        extra: dict[str, Any] | None = None,
+        body: bytes | None = None,
+    ) -> Response:
+        """Accept a request of a model that exists."""
+        if not 1 <= seq <= 2**62:
+            raise ValueError(f"seq_id {seq} is no seq_id: they begin at 1")
+
+        def commit(connection: sqlite3.Connection) -> bool:
+            row = records.model(connection, model)
+            if records.known(connection, model, seq, kind):
+                return False
+            if seq <= row["done_seq"]:
+                raise ValueError(f"seq_id {seq} comes too late: {row['done_seq']} is done")
+            records.add_request(connection, model, seq, kind, extra, body)
+            return True
+
+        return await self._accept(model, seq, commit)
+
+    async def _accept(
+        self, model: str, seq: int, commit: Callable[[sqlite3.Connection], bool]
+    ) -> Response:
+        request = records.request_id(model, seq)
+        if await self._ledger.run(commit):
+            self._training.accepted(model, seq, request)
+        return JSONResponse({"request_id": request, "model_id": model})
+
+    # --- sampling ------------------------------------------------------------------------------
+
+    async def _create_sampler(self, request: Request) -> Response:
+        asked = await self._json(request, bodies.CreateSampler)
+        if asked.model_path is None:
+            if asked.base_model is None:
+                raise ValueError("give a base_model or a model_path")
+            self._check_base(asked.base_model)
+        sampler = f"{asked.session_id}:sample:{asked.sampling_session_seq_id}"
+
+        def commit(connection: sqlite3.Connection) -> None:
+            records.session(connection, asked.session_id)
+            if asked.model_path is not None:
+                found = records.checkpoint(connection, asked.model_path)
+                self._check_base(json.loads(found["config"])["base"])
+            now = time.time()
+            connection.execute(
+                "INSERT OR IGNORE INTO samplers (id, session, path, created, used) "
+                "VALUES (?,?,?,?,?)",
+                (sampler, asked.session_id, asked.model_path, now, now),
+            )
+
+        await self._ledger.run(commit)
+        return JSONResponse({"sampling_session_id": sampler, "type": "create_sampling_session"})
+
+    async def _join_sampler(self, request: Request) -> Response:
+        asked = await self._json(request, bodies.JoinSampler)
+
+        def commit(connection: sqlite3.Connection) -> int:
+            session = records.sampler(connection, asked.sampling_session_id)["session"]
+            connection.execute("UPDATE sessions SET clones = clones + 1 WHERE id = ?", (session,))
+            found = connection.execute("SELECT clones FROM sessions WHERE id = ?", (session,))
+            return int(found.fetchone()[0])
+
+        return JSONResponse({"client_counter": await self._ledger.run(commit)})
+
+    async def _get_sampler(self, request: Request) -> Response:
+        sampler = request.path_params["sampler"]
+        row = await self._ledger.run(lambda c: records.sampler(c, sampler))
+        return JSONResponse(
+            {"sampler_id": sampler, "base_model": self._offer.base, "model_path": row["path"]}
+        )
+
+    async def _sample(self, request: Request) -> Response:
+        body = await self._body(request)
+        asked = bodies.Sample.model_validate_json(body)
+        question(json.loads(body))  # what is not offered is refused here, once
+        if self._sampling.busy > MOST_SAMPLES:
+            raise HTTPException(429, "too many samples are under way")
+        sampler, seq = asked.sampling_session_id, asked.seq_id
+
+        def commit(connection: sqlite3.Connection) -> bool:
+            records.sampler(connection, sampler)
+            if records.known(connection, sampler, seq, SAMPLE):
+                return False
+            records.add_request(connection, sampler, seq, SAMPLE, body=body)
+            connection.execute("UPDATE samplers SET used = ? WHERE id = ?", (time.time(), sampler))
+            return True
+
+        name = records.request_id(sampler, seq)
+        if await self._ledger.run(commit):
+            self._sampling.accepted(name)
+        ids = [f"{name}:{number}" for number in range(asked.num_samples)]
+        return JSONResponse({"request_id": name, "sample_sequence_ids": ids})
+
+    # --- futures -------------------------------------------------------------------------------
+
+    async def _retrieve(self, request: Request) -> Response:
+        asked = await self._json(request, bodies.Future)
+        with self._bell.listen(asked.request_id) as listening:
+            row = await self._future(asked.request_id)
+            if row["state"] == "accepted":
+                await listening.wait(POLL_S)
+                row = await self._future(asked.request_id)
+        if row["state"] == "accepted":
+            return JSONResponse(
+                {"type": "try_again", "request_id": row["id"], "queue_state": "active"}
+            )
+        if row["state"] == "gone":
+            raise HTTPException(410, "the result was fetched, or its time is over")
+        if row["state"] == "failed":
+            return JSONResponse({"error": row["result"].decode(), "category": row["category"]})
+        return Response(row["result"], media_type=row["type"])
+
+    async def _future(self, name: str) -> sqlite3.Row:
+        row = await self._ledger.row(
+            "SELECT id, state, result, type, category FROM requests WHERE id = ?", name
+        )
+        if row is None:
+            raise HTTPException(404, f"there is no request {name}")
+        return row
+
+    async def _retrieve_many(self, request: Request) -> Response:
+        asked = await self._json(request, bodies.Futures)
+        sampler, clone = asked.target.sampling_session_id, asked.target.cloned_sampler_id
+        timeout_s = min(POLL_S if asked.timeout is None else asked.timeout, POLL_S)
+        if asked.retrieved_request_ids:
+            await self._ledger.run(
+                lambda c: records.forget_results(c, sampler, asked.retrieved_request_ids)
+            )
+        await self._ledger.run(lambda c: records.sampler(c, sampler))
+        deadline = time.monotonic() + timeout_s
+        with self._bell.listen(sampler) as listening:
+            while True:
+                rows = await self._ledger.run(
+                    lambda c: records.finished(c, sampler, clone, asked.prev_cursor)
+                )
+                left = deadline - time.monotonic()
+                if rows or left <= 0 or not await listening.wait(left):
+                    break
+        completions = [
+            {"state": "failed", "request_id": row["id"]}
+            if row["state"] == "failed"
+            else {
+                "state": "finished",
+                "request_id": row["id"],
+                "response_payload_uncompressed_size": row["size"],
+            }
+            for row in rows
+        ]
+        cursor = rows[-1]["done_order"] if rows else asked.prev_cursor
+        return JSONResponse({"completions": completions, "cursor": cursor})
+
+    async def _cancel(self, request: Request) -> Response:
+        asked = json.loads(await self._body(request))
+        for name in asked.get("request_ids") or [asked.get("request_id")]:
+            self._sampling.cancel(str(name))
+        return JSONResponse({})
+
+    # --- runs and checkpoints ------------------------------------------------------------------
+
+    async def _runs(self, request: Request) -> Response:
+        offset, limit = _page(request)
+        return JSONResponse(await self._ledger.run(lambda c: records.runs(c, limit, offset)))
+
+    async def _run(self, request: Request) -> Response:
+        model = request.path_params["model"]
+        return JSONResponse(
+            await self._ledger.run(lambda c: records.run(c, records.model(c, model)))
+        )
+
+    async def _checkpoints(self, request: Request) -> Response:
+        model = request.path_params.get("model")
+        offset, limit = _page(request)
+        return JSONResponse(
+            await self._ledger.run(lambda c: records.checkpoints(c, model, limit, offset))
+        )
+
+    async def _weights_info(self, request: Request) -> Response:
+        asked = await self._json(request, bodies.TinkerPath)
+        row = await self._ledger.run(lambda c: records.checkpoint(c, asked.tinker_path))
+        config = json.loads(row["config"])
+        lora = config["lora"]
+        return JSONResponse(
+            {
+                "base_model": config["base"],
+                "is_lora": True,
+                "lora_rank": lora["rank"],
+                "optimizer_config": {"type": "adamw"},
+                **{name: lora[name] for name in ("train_unembed", "train_mlp", "train_attn")},
+            }
+        )
+
+    async def _publish(self, request: Request) -> Response:
+        await self._set_checkpoint(request, "public", int(request.method == "POST"))
+        return Response(status_code=204)
+
+    async def _ttl(self, request: Request) -> Response:
+        asked = await self._json(request, bodies.SetTtl)
+        expires = None if asked.ttl_seconds is None else time.time() + asked.ttl_seconds
+        await self._set_checkpoint(request, "expires", expires)
+        return Response(status_code=204)
+
+    async def _set_checkpoint(self, request: Request, column: str, value: float | None) -> None:
+        path = _checkpoint_path(request)
+
+        def commit(connection: sqlite3.Connection) -> None:
+            records.checkpoint(connection, path)
+            connection.execute(f"UPDATE checkpoints SET {column} = ? WHERE path = ?", (value, path))
+
+        await self._ledger.run(commit)
+
+    async def _delete_checkpoint(self, request: Request) -> Response:
+        path = _checkpoint_path(request)
+        row = await self._ledger.run(lambda c: records.checkpoint(c, path))
+        await records.delete_checkpoints(self._ledger, self._sampling, [row])
+        return Response(status_code=204)
+
+    # --- bodies --------------------------------------------------------------------------------
+
+    async def _json(self, request: Request, kind: type[B]) -> B:
+        return kind.model_validate_json(await self._body(request) or b"{}")
+
+    async def _body(self, request: Request) -> bytes:
+        """The body, unpacked; bounded before and after."""
+        if (found := request.scope.get("skyctl.body")) is not None:
+            return bytes(found)
+        limit, parts, size = self._offer.body_bytes, [], 0
+        async for part in request.stream():
+            size += len(part)
+            if size > limit:
+                raise HTTPException(413, f"the body is larger than {limit} bytes")
+            parts.append(part)
+        body = b"".join(parts)
+        encoding = request.headers.get("content-encoding", "identity")
+        if encoding == "identity":
+            return body
+        if encoding != "zstd":
+            raise HTTPException(415, f"content-encoding {encoding} is not offered: zstd is")
+        try:
+            return await asyncio.to_thread(wire.unpack_zstd, body, 4 * limit)
+        except wire.TooLarge as error:
+            raise HTTPException(413, str(error)) from error
+
+    def _check_base(self, name: str) -> None:
+        if name != self._offer.base:
+            raise Missing(f"base model {name} is not served here; this is: {self._offer.base}")
+
+    def _check_rank(self, rank: int) -> None:
+        if not 1 <= rank <= self._offer.largest_rank:
+            raise ValueError(
+                f"rank {rank} is not offered here: 1 to {self._offer.largest_rank} "
+                "(`tinker: max_rank` in the fleet file)"
+            )
+
+    def _check_optimizer(self, optimizer: bodies.Optimizer) -> None:
+        if optimizer.type != "adamw":
+            raise ValueError(f"optimizer {optimizer.type} is not offered here: adamw is")
+
+
+def _route(path: str, handle: Handler, method: str) -> Route:
+    return Route(f"/api/v1/{path}", handle, methods=[method])
+
+
+def _refusal(text: str, status: int = 400) -> Handler:
+    async def refuse(request: Request) -> Response:
+        if status == 400:
+            raise ValueError(text)
+        raise HTTPException(status, text)
+
+    return refuse
+
+
+async def _refused(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    return JSONResponse({"detail": error.detail}, status_code=error.status_code)
+
+
+def _readable(error: ValidationError) -> str:
+    return "; ".join(
+        f"{'.'.join(str(part) for part in one['loc'])}: {one['msg']}" for one in error.errors()[:3]
+    )
+
+
+def _page(request: Request) -> tuple[int, int]:
+    """Offset and limit of a list; the SDK's default limit is 20 or 100."""
+    offset = int(request.query_params.get("offset", 0))
+    limit = int(request.query_params.get("limit", 100))
+    if offset < 0 or not 1 <= limit <= 10_000:
+        raise ValueError("offset must be 0 or more, limit from 1 to 10000")
+    return offset, limit
+
+
+def _checkpoint_path(request: Request) -> str:
+    return f"tinker://{request.path_params['model']}/{request.path_params['checkpoint']}"

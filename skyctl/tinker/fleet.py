@@ -1,0 +1,145 @@
+"""A fleet as sampling needs it: completions through the router, adapters on every server.
+
+Servers hold only so many adapters. The one that has not been used for longest makes room; those
+that answer something now stay.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager, suppress
+from typing import TYPE_CHECKING, Any
+
+from skyctl.adapters import LoadAdapter, UnloadAdapter
+from skyctl.errors import ConflictError, NotFoundError, SkyctlError
+from skyctl.generate.requests import GenerationClient
+from skyctl.service.endpoint import find_endpoint
+from skyctl.tinker.sampling import COMPLETIONS
+
+if TYPE_CHECKING:
+    from skyctl.core.service import FleetService
+
+PREFIX = "tinker-"
+_BUSY_S, _BUSY_TIMEOUT_S = 1.0, 600.0
+
+
+class FleetServers:
+    """The servers of one fleet; made by `connected`."""
+
+    def __init__(
+        self, fleet: FleetService, client: GenerationClient, base: str, context: int, most: int
+    ) -> None:
+        self.base = base
+        self.context = context
+        self._fleet = fleet
+        self._client = client
+        self._most = most
+        self._loaded: dict[str, int] = {}  # name → requests that use it; least recently used first
+        self._changing = asyncio.Lock()
+        self._freed = asyncio.Event()
+
+    async def complete(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        """See `Servers`. A server that dies or is paused makes it wait, not fail."""
+        return await self._client.ask(COMPLETIONS, body)
+
+    @asynccontextmanager
+    async def using(self, name: str, directory: str) -> AsyncIterator[None]:
+        """See `Servers`."""
+        if name not in self._loaded:
+            async with self._changing:
+                if name not in self._loaded:
+                    await self._make_room()
+                    await self._load(name, directory)
+                    self._loaded[name] = 0
+        self._loaded[name] = self._loaded.pop(name) + 1
+        try:
+            yield
+        finally:
+            self._loaded[name] -= 1
+            self._freed.set()
+
+    async def unload(self, name: str) -> None:
+        """See `Servers`."""
+        async with self._changing:
+            if self._loaded.pop(name, None) is not None:
+                await self._unload(name)
+
+    async def adopt(self) -> None:
+        """Count what an earlier process has loaded: names are never used twice."""
+        for adapter in await self._fleet.adapters():
+            if adapter.name.startswith(PREFIX):
+                self._loaded[adapter.name] = 0
+
+    async def _make_room(self) -> None:
+        while len(self._loaded) >= max(1, self._most - await self._others()):
+            idle = [name for name, users in self._loaded.items() if users == 0]
+            if idle:
+                del self._loaded[idle[0]]
+                await self._unload(idle[0])
+                continue
+            self._freed.clear()
+            await self._freed.wait()
+
+    async def _others(self) -> int:
+        """Adapters of this fleet that are not ours."""
+        return sum(not adapter.name.startswith(PREFIX) for adapter in await self._fleet.adapters())
+
+    async def _load(self, name: str, directory: str) -> None:
+        # any base: it says the base's name in this API, which is not the fleet's path to it
+        asked = LoadAdapter(name=name, directory=directory, new=None, any_base=True)
+        await _when_free(lambda: self._fleet.load_adapter(asked))
+
+    async def _unload(self, name: str) -> None:
+        with suppress(NotFoundError):
+            await _when_free(lambda: self._fleet.unload_adapter(UnloadAdapter(name=name)))
+
+
+async def _when_free(change: Any) -> None:
+    """Once nobody else has the fleet to themselves (a push, a recovery)."""
+    deadline = time.monotonic() + _BUSY_TIMEOUT_S
+    while True:
+        try:
+            await change()
+            return
+        except ConflictError:
+            if time.monotonic() > deadline:
+                raise
+        await asyncio.sleep(_BUSY_S)
+
+
+@asynccontextmanager
+async def connected(fleet: FleetService, *, context: int, most: int) -> AsyncIterator[FleetServers]:
+    """The servers of a fleet that runs. `most`: adapters that they hold at once.
+
+    Raises:
+        FleetDownError: it does not run. SkyctlError: it cannot be asked.
+    """
+    endpoint = await find_endpoint(fleet)
+    async with GenerationClient(endpoint) as client:
+        servers = FleetServers(fleet, client, endpoint.model, context, most)
+        await servers.adopt()
+        yield servers
+
+
+def context_of(model: str, args: Mapping[str, Any]) -> int:
+    """Tokens that a server takes, prompt and answer: `max-model-len`, else the model's own limit.
+
+    Raises:
+        SkyctlError: neither says it.
+    """
+    import json
+    from pathlib import Path
+
+    for name, value in args.items():
+        if name.lstrip("-").replace("_", "-") == "max-model-len":
+            return int(value)
+    with suppress(OSError, ValueError):
+        config = json.loads((Path(model) / "config.json").read_bytes())
+        found = config.get("text_config", config).get("max_position_embeddings")
+        if isinstance(found, int):
+            return found
+    raise SkyctlError(
+        f"how many tokens {model} takes is not known", hint="write max-model-len under `args:`"
+    )

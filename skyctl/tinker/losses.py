@@ -1,0 +1,147 @@
+"""The losses of `forward_backward`, per token and summed; gradients flow through `logprobs` alone.
+
+Formulas: the vendor's documentation of tinker (ppo, dro, gspo) and SkyRL 0.3.0's source
+(cross_entropy, importance_sampling, ppo, cispo). Thresholds bound the ratio itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+CLIP = {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}
+
+
+class LossError(ValueError):
+    """What a client sent cannot be trained on; the text is for that client."""
+
+
+def cross_entropy(lp: Tensor, inputs: Mapping[str, Tensor], config: Mapping[str, float]) -> Tensor:
+    """−weight · log p; with targets of shape (N, K) each token has K of them."""
+    return -lp
+
+
+def importance_sampling(
+    lp: Tensor, inputs: Mapping[str, Tensor], config: Mapping[str, float]
+) -> Tensor:
+    """−ratio · advantage, the ratio to the sampler's probability unclipped."""
+    return -(lp - inputs["logprobs"]).exp() * inputs["advantages"]
+
+
+def ppo(lp: Tensor, inputs: Mapping[str, Tensor], config: Mapping[str, float]) -> Tensor:
+    """−min(ratio · A, clamp(ratio) · A)."""
+    return _clipped((lp - inputs["logprobs"]).exp(), inputs, config)
+
+
+def cispo(lp: Tensor, inputs: Mapping[str, Tensor], config: Mapping[str, float]) -> Tensor:
+    """−clamp(ratio) · log p · A, the clamped ratio a constant."""
+    low, high = _thresholds(inputs, config)
+    ratio = (lp.detach() - inputs["logprobs"]).exp()
+    return -torch.minimum(torch.maximum(ratio, low), high) * lp * inputs["advantages"]
+
+
+def dro(lp: Tensor, inputs: Mapping[str, Tensor], config: Mapping[str, float]) -> Tensor:
+    """−(log p · A − ½ beta (log p − log q)²)."""
+    distance = lp - inputs["logprobs"]
+    return -(lp * inputs["advantages"] - 0.5 * config["beta"] * distance**2)
+
+
+def gspo(lp: Tensor, inputs: Mapping[str, Tensor], config: Mapping[str, float]) -> Tensor:
+    """ppo with one ratio per sequence: its mean over `sequence_ratio_mask`, constant but for each
+    token's own gradient."""
+    mask = inputs["sequence_ratio_mask"]
+    distance = (lp.detach() - inputs["logprobs"]) * mask
+    sequence = (distance.sum() / mask.sum().clamp(min=1.0)).exp()
+    return _clipped(sequence * (lp - lp.detach()).exp(), inputs, config)
+
+
+def _clipped(ratio: Tensor, inputs: Mapping[str, Tensor], config: Mapping[str, float]) -> Tensor:
+    low, high = _thresholds(inputs, config)
+    advantages = inputs["advantages"]
+    clipped = torch.minimum(torch.maximum(ratio, low), high)
+    return -torch.minimum(ratio * advantages, clipped * advantages)
+
+
+def _thresholds(inputs: Mapping[str, Tensor], config: Mapping[str, float]) -> tuple[Tensor, Tensor]:
+    """Per token where the datum has them, else the request's, else the defaults."""
+    like = inputs["logprobs"]
+    low, high = (
+        inputs[name] if name in inputs else torch.full_like(like, config.get(name, default))
+        for name, default in CLIP.items()
+    )
+    return low, high
+
+
+_RL = ("logprobs", "advantages")
+Loss = Callable[[Tensor, Mapping[str, Tensor], Mapping[str, float]], Tensor]
+# loss -> function, inputs it needs beside target_tokens, keys of its config
+LOSSES: dict[str, tuple[Loss, tuple[str, ...], tuple[str, ...]]] = {
+    "cross_entropy": (cross_entropy, (), ()),
+    "importance_sampling": (importance_sampling, _RL, ()),
+    "ppo": (ppo, _RL, tuple(CLIP)),
+    "cispo": (cispo, _RL, tuple(CLIP)),
+    "dro": (dro, _RL, ("beta",)),
+    "gspo": (gspo, (*_RL, "sequence_ratio_mask"), tuple(CLIP)),
+}
+
+
+def check(name: str, config: Mapping[str, Any]) -> None:
+    """Refuse an unknown loss, an unknown key of its config, or a value that is no number.
+
+    Raises:
+        LossError: with a text for the client.
+    """
+    if name not in LOSSES:
+        raise LossError(f"loss_fn {name!r} is not offered here; offered: {', '.join(LOSSES)}")
+    known = LOSSES[name][2]
+    for key, value in config.items():
+        if key not in known:
+            offered = ", ".join(known) or "none"
+            raise LossError(f"loss_fn_config of {name} has no key {key!r} (it has: {offered})")
+        if not isinstance(value, int | float) or value != value or abs(value) == float("inf"):
+            raise LossError(f"loss_fn_config {key} of {name} must be a finite number")
+    if name == "dro" and "beta" not in config:
+        raise LossError("loss_fn dro needs loss_fn_config={'beta': …}; it has no default")
+
+
+def check_inputs(name: str, inputs: Mapping[str, Tensor], length: int) -> None:
+    """Refuse inputs that are missing, unknown, or do not fit a datum of `length` tokens.
+
+    Raises:
+        LossError: with a text for the client.
+    """
+    needed = ("target_tokens", *LOSSES[name][1])
+    allowed = {*needed, "weights", *LOSSES[name][2]} - {"beta"}
+    for key in needed:
+        if key not in inputs:
+            raise LossError(f"loss_fn {name} needs loss_fn_inputs[{key!r}]")
+    for key in inputs:
+        if key not in allowed:
+            raise LossError(
+                f"loss_fn {name} has no input {key!r} (it has: {', '.join(sorted(allowed))})"
+            )
+    shape = inputs["target_tokens"].shape
+    if shape[:1] != (length,) or len(shape) > 2 or (len(shape) == 2 and name != "cross_entropy"):
+        wanted = f"({length},)" + (f" or ({length}, K)" if name == "cross_entropy" else "")
+        raise LossError(f"target_tokens of {name} has shape {tuple(shape)}, not {wanted}")
+    for key, value in inputs.items():
+        if value.shape != shape:
+            raise LossError(
+                f"{key} has shape {tuple(value.shape)}, target_tokens {tuple(shape)}: "
+                "both must be the same"
+            )
+        if value.is_floating_point() and not bool(torch.isfinite(value).all()):
+            raise LossError(f"{key} has values that are not finite")
+
+
+def loss_of(
+    name: str, logprobs: Tensor, inputs: Mapping[str, Tensor], config: Mapping[str, float]
+) -> Tensor:
+    """The summed loss of one datum. `logprobs` (N,) or (N, K) are those of its target tokens."""
+    per_token = LOSSES[name][0](logprobs, inputs, config)
+    if "weights" in inputs:
+        per_token = per_token * inputs["weights"]
+    return per_token.sum()

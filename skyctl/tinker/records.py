@@ -1,0 +1,220 @@
+"""Rows of the ledger, and what the API says of them. Functions of one open transaction."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sqlite3
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from skyctl.tinker.ledger import Ledger
+    from skyctl.tinker.sampling import Sampling
+
+
+class Missing(LookupError):
+    """There is no such thing; the text is for the client."""
+
+
+def request_id(owner: str, seq: int) -> str:
+    """The same request has the same id, however often it is sent."""
+    return f"{owner}:{seq}"
+
+
+def known(connection: sqlite3.Connection, owner: str, seq: int, kind: str) -> bool:
+    """Whether this request was accepted before. Raises ValueError when it was another one."""
+    row = connection.execute(
+        "SELECT kind FROM requests WHERE owner = ? AND seq = ?", (owner, seq)
+    ).fetchone()
+    if row is not None and row["kind"] != kind:
+        raise ValueError(f"seq_id {seq} was a {row['kind']}, and cannot be a {kind} now")
+    return row is not None
+
+
+def add_request(
+    connection: sqlite3.Connection,
+    owner: str,
+    seq: int,
+    kind: str,
+    extra: Mapping[str, Any] | None = None,
+    body: bytes | None = None,
+) -> None:
+    """Accept a request."""
+    connection.execute(
+        "INSERT INTO requests (id, owner, seq, kind, body, extra, created) VALUES (?,?,?,?,?,?,?)",
+        (
+            request_id(owner, seq),
+            owner,
+            seq,
+            kind,
+            body,
+            None if extra is None else json.dumps(extra),
+            time.time(),
+        ),
+    )
+
+
+def add_model(
+    connection: sqlite3.Connection,
+    name: str,
+    session: str,
+    config: Mapping[str, Any],
+    metadata: Mapping[str, Any] | None,
+) -> None:
+    """A model that its first request will make."""
+    now = time.time()
+    connection.execute(
+        "INSERT INTO models (id, session, config, metadata, created, used) VALUES (?,?,?,?,?,?)",
+        (name, session, json.dumps(config), json.dumps(metadata), now, now),
+    )
+
+
+def model(connection: sqlite3.Connection, name: str) -> sqlite3.Row:
+    """A model's row. Raises Missing."""
+    return _row(connection, "models", "id", name, f"there is no model {name}")
+
+
+def checkpoint(connection: sqlite3.Connection, path: str) -> sqlite3.Row:
+    """A checkpoint's row. Raises Missing."""
+    return _row(connection, "checkpoints", "path", path, f"there is no checkpoint {path}")
+
+
+def sampler(connection: sqlite3.Connection, name: str) -> sqlite3.Row:
+    """A sampler's row. Raises Missing."""
+    return _row(connection, "samplers", "id", name, f"there is no sampling session {name}")
+
+
+def _row(
+    connection: sqlite3.Connection, table: str, column: str, value: str, missing: str
+) -> sqlite3.Row:
+    found: sqlite3.Row | None = connection.execute(
+        f"SELECT * FROM {table} WHERE {column} = ?", (value,)
+    ).fetchone()
+    if found is None:
+        raise Missing(missing)
+    return found
+
+
+def session(connection: sqlite3.Connection, name: str) -> dict[str, Any]:
+    """GET sessions/{id}. Raises Missing."""
+    row = _row(connection, "sessions", "id", name, f"there is no session {name}")
+    models = connection.execute("SELECT id FROM models WHERE session = ?", (name,)).fetchall()
+    samplers = connection.execute("SELECT id FROM samplers WHERE session = ?", (name,)).fetchall()
+    return {
+        "training_run_ids": [found["id"] for found in models],
+        "sampler_ids": [found["id"] for found in samplers],
+        "user_metadata": _texts(row["metadata"]),
+        "display_name": row["display_name"],
+    }
+
+
+def runs(connection: sqlite3.Connection, limit: int, offset: int) -> dict[str, Any]:
+    """GET training_runs: the latest first."""
+    rows = connection.execute(
+        "SELECT * FROM models ORDER BY used DESC LIMIT ? OFFSET ?", (limit, offset)
+    ).fetchall()
+    total = connection.execute("SELECT COUNT(*) FROM models").fetchone()[0]
+    return {
+        "training_runs": [run(connection, row) for row in rows],
+        "cursor": {"offset": offset, "limit": limit, "total_count": total},
+    }
+
+
+def run(connection: sqlite3.Connection, row: sqlite3.Row) -> dict[str, Any]:
+    """GET training_runs/{id}."""
+    config = json.loads(row["config"])
+
+    def last(kind: str) -> dict[str, Any] | None:
+        found = connection.execute(
+            "SELECT * FROM checkpoints WHERE model = ? AND kind = ? AND NOT hidden "
+            "ORDER BY created DESC LIMIT 1",
+            (row["id"], kind),
+        ).fetchone()
+        return None if found is None else _checkpoint_json(found)
+
+    return {
+        "training_run_id": row["id"],
+        "base_model": config["base"],
+        "model_owner": "skyctl",
+        "is_lora": True,
+        "lora_rank": config["lora"]["rank"],
+        "corrupted": False,
+        "last_request_time": _time(row["used"]),
+        "last_checkpoint": last("training"),
+        "last_sampler_checkpoint": last("sampler"),
+        "user_metadata": _texts(row["metadata"]),
+    }
+
+
+def checkpoints(
+    connection: sqlite3.Connection, of: str | None, limit: int, offset: int
+) -> dict[str, Any]:
+    """GET checkpoints, or those of one model. Raises Missing."""
+    if of is not None:
+        model(connection, of)
+    where = "WHERE NOT hidden AND (? IS NULL OR model = ?)"
+    rows = connection.execute(
+        f"SELECT * FROM checkpoints {where} ORDER BY created DESC LIMIT ? OFFSET ?",
+        (of, of, limit, offset),
+    ).fetchall()
+    total = connection.execute(f"SELECT COUNT(*) FROM checkpoints {where}", (of, of)).fetchone()[0]
+    return {
+        "checkpoints": [_checkpoint_json(row) for row in rows],
+        "cursor": {"offset": offset, "limit": limit, "total_count": total},
+    }
+
+
+def _checkpoint_json(row: sqlite3.Row) -> dict[str, Any]:
+    return {
+        "checkpoint_id": row["path"].split("/", 3)[-1],
+        "checkpoint_type": row["kind"],
+        "time": _time(row["created"]),
+        "tinker_path": row["path"],
+        "size_bytes": row["size"],
+        "public": bool(row["public"]),
+        "user_metadata": _texts(row["metadata"]),
+        "expires_at": None if row["expires"] is None else _time(row["expires"]),
+    }
+
+
+def finished(
+    connection: sqlite3.Connection, owner: str, clone: int, after: int
+) -> Sequence[sqlite3.Row]:
+    """Requests of one clone of a sampler that ended after the cursor, in their order."""
+    return connection.execute(
+        "SELECT id, state, done_order, LENGTH(result) AS size FROM requests WHERE owner = ? AND "
+        "done_order > ? AND seq / 1000000000 = ? AND state IN ('done', 'failed') "
+        "ORDER BY done_order LIMIT 1000",
+        (owner, after, clone),
+    ).fetchall()
+
+
+def forget_results(connection: sqlite3.Connection, owner: str, names: Iterable[str]) -> None:
+    """Results that their client has."""
+    connection.executemany(
+        "UPDATE requests SET state = 'gone', result = NULL WHERE id = ? AND owner = ? "
+        "AND state IN ('done', 'failed')",
+        [(name, owner) for name in names],
+    )
+
+
+async def delete_checkpoints(
+    ledger: Ledger, sampling: Sampling, rows: Iterable[sqlite3.Row]
+) -> None:
+    """The row first, then the servers' adapter, then the files."""
+    for row in rows:
+        await ledger.write("DELETE FROM checkpoints WHERE path = ?", row["path"])
+        await sampling.unload(row["directory"])
+        shutil.rmtree(row["directory"], ignore_errors=True)
+
+
+def _texts(text: str | None) -> dict[str, str] | None:
+    found = json.loads(text) if text else None
+    return None if found is None else {key: str(value) for key, value in found.items()}
+
+
+def _time(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).isoformat()

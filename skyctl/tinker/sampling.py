@@ -1,0 +1,340 @@
+"""Carries out samples on the fleet's servers, each with the adapter of its sampler.
+
+vLLM 0.32 cannot be asked for prompt logprobs with adapters on board: the training worker computes
+them. A sample that was not finished when the process died is generated again.
+"""
+
+from __future__ import annotations
+
+import array
+import asyncio
+import json
+import logging
+import sqlite3
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from skyctl.errors import ServerError, SkyctlError
+from skyctl.tinker import wire
+from skyctl.tinker.ledger import Ledger
+from skyctl.tinker.training import Outcome, record_outcome
+from skyctl.tinker.training_process import Refused, Worker, WorkerDied
+from skyctl.tinker.waiting import Doorbell
+
+_LOG = logging.getLogger(__name__)
+SAMPLE = "sample"
+COMPLETIONS = "/v1/completions"
+MOST_TOP = 20
+_LARGEST_SEED = 2**63 - 1
+
+
+class Unanswerable(Exception):
+    """The request cannot be answered here; the text is for the client."""
+
+
+class Servers(Protocol):
+    """The fleet's servers, as sampling needs them."""
+
+    base: str
+    """The name that requests to the base model carry."""
+    context: int
+
+    async def complete(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        """The answer to a /v1/completions body. Raises ServerError when it was refused."""
+        ...
+
+    def using(self, name: str, directory: str) -> AbstractAsyncContextManager[None]:
+        """Inside, every server serves this adapter under this name. Raises SkyctlError."""
+        ...
+
+    async def unload(self, name: str) -> None:
+        """Forget an adapter; one that nobody has is no error. Raises SkyctlError."""
+        ...
+
+
+@dataclass(frozen=True)
+class Question:
+    """One `asample`, checked. `stop` None: the model's own end; []: never."""
+
+    tokens: tuple[int, ...]
+    samples: int
+    max_tokens: int | None
+    seed: int | None
+    stop: list[str] | list[int] | None
+    temperature: float
+    top_k: int
+    top_p: float
+    top_sampled: int
+    prompt_logprobs: bool
+    top_prompt: int
+    last: int | None
+    targets: dict[str, Any] | None
+
+    @property
+    def about_prompt(self) -> bool:
+        """Whether the trainer has to look at the prompt."""
+        return self.prompt_logprobs or self.top_prompt > 0 or self.targets is not None
+
+
+def question(body: Mapping[str, Any]) -> Question:
+    """What an asample body asks.
+
+    Raises:
+        Unanswerable: it is not offered, or makes no sense.
+    """
+    for key, name in (
+        ("prompt_alt_tokens_k", "prompt_alt_tokens_k"),
+        ("record_stability_info", "record_stability_info"),
+    ):
+        if body.get(key):
+            raise Unanswerable(f"{name} is not offered here")
+    tokens: list[int] = []
+    for chunk in (body.get("prompt") or {}).get("chunks") or []:
+        if chunk.get("type", "encoded_text") != "encoded_text":
+            raise Unanswerable("images and audio are not offered here: text tokens only")
+        tokens += [int(token) for token in chunk["tokens"]]
+    if not tokens:
+        raise Unanswerable("the prompt has no tokens")
+    params = body.get("sampling_params") or {}
+    stop = params.get("stop")
+    samples, top = int(body.get("num_samples") or 1), int(body.get("topk_sample_logprobs") or 0)
+    if not 1 <= samples <= 1024:
+        raise Unanswerable(f"num_samples {samples} is not offered: 1 to 1024")
+    top_prompt = int(body.get("topk_prompt_logprobs") or 0)
+    if max(top, top_prompt) > MOST_TOP:
+        raise Unanswerable(f"at most {MOST_TOP} top logprobs are offered")
+    last = body.get("prompt_logprobs_last_n")
+    if last is not None and not 1 <= last < len(tokens):
+        raise Unanswerable("prompt_logprobs_last_n must be from 1 to the prompt's length − 1")
+    return Question(
+        tokens=tuple(tokens),
+        samples=samples,
+        max_tokens=params.get("max_tokens"),
+        seed=params.get("seed"),
+        stop=[stop] if isinstance(stop, str) else stop,
+        temperature=float(params.get("temperature", 1.0)),
+        top_k=int(params.get("top_k", -1)),
+        top_p=float(params.get("top_p", 1.0)),
+        top_sampled=top,
+        prompt_logprobs=bool(body.get("prompt_logprobs")),
+        top_prompt=top_prompt,
+        last=last,
+        targets=body.get("target_prompt_logprobs"),
+    )
+
+
+def completion_body(asked: Question, model: str, context: int) -> dict[str, Any]:
+    """The /v1/completions body. Facts of vLLM 0.32 that it minds: n > 1 is refused with temperature
+    0, a seed has 63 bits, and stop texts must be part of the text if tokens are to agree with it.
+
+    Raises:
+        Unanswerable: the prompt leaves no room for a token.
+    """
+    room = context - len(asked.tokens)
+    if room < 1:
+        raise Unanswerable(
+            f"the prompt has {len(asked.tokens)} tokens; the model takes {context} in all"
+        )
+    body: dict[str, Any] = {
+        "model": model,
+        "prompt": list(asked.tokens),
+        "n": 1 if asked.temperature == 0 else asked.samples,
+        "max_tokens": room if asked.max_tokens is None else min(asked.max_tokens, room),
+        "temperature": asked.temperature,
+        "top_k": asked.top_k,
+        "top_p": asked.top_p,
+        "logprobs": asked.top_sampled,
+        "return_token_ids": True,
+        "return_tokens_as_token_ids": True,
+    }
+    if asked.seed is not None:
+        body["seed"] = asked.seed % _LARGEST_SEED
+    if asked.stop is None:
+        return body
+    if not asked.stop:
+        body["ignore_eos"] = True
+    elif isinstance(asked.stop[0], int):
+        body["stop_token_ids"] = asked.stop
+    else:
+        body |= {"stop": asked.stop, "include_stop_str_in_output": True}
+    return body
+
+
+def sample_response(asked: Question, answer: Mapping[str, Any], about_prompt: bytes) -> bytes:
+    """A serialized SampleResponse of vLLM's answer; `about_prompt` is one too, merged into it."""
+    message = wire.message("SampleResponse").FromString(about_prompt)
+    choices = sorted(answer["choices"], key=lambda choice: choice["index"])
+    if len(choices) == 1:
+        choices = choices * asked.samples  # greedy: asked once
+    for choice in choices:
+        tokens, logprobs = choice["token_ids"], choice["logprobs"]["token_logprobs"]
+        if len(tokens) != len(logprobs):
+            raise ServerError(f"{len(tokens)} tokens came with {len(logprobs)} logprobs")
+        stopped = choice["finish_reason"] == "stop"
+        sequence = message.sequences.add(stop_reason=wire.STOP if stopped else wire.LENGTH)
+        sequence.tokens = array.array("i", tokens).tobytes()
+        sequence.logprobs = array.array("f", logprobs).tobytes()
+        if asked.top_sampled:
+            _add_top(sequence.topk_sampled_logprobs, choice["logprobs"], asked.top_sampled)
+    usage = answer.get("usage") or {}
+    details = usage.get("prompt_tokens_details") or {}
+    message.prompt_cache_hit_tokens = details.get("cached_tokens") or 0
+    return bytes(message.SerializeToString())
+
+
+def _add_top(message: Any, logprobs: Mapping[str, Any], k: int) -> None:
+    ids, values = array.array("i"), array.array("f")
+    for row in logprobs["top_logprobs"]:
+        best = sorted(row.items(), key=lambda pair: -pair[1])[:k]
+        best += [("token_id:0", -99999.0)] * (k - len(best))
+        ids.extend(int(token.rsplit(":", 1)[-1]) for token, _ in best)
+        values.extend(value for _, value in best)
+    message.token_ids, message.logprobs = ids.tobytes(), values.tobytes()
+    message.k, message.length = k, len(logprobs["top_logprobs"])
+
+
+class Sampling:
+    """All samplers of one API process."""
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        servers: Servers,
+        worker: Worker,
+        bell: Doorbell,
+        *,
+        concurrency: int = 256,
+    ) -> None:
+        self._ledger = ledger
+        self._servers = servers
+        self._worker = worker
+        self._bell = bell
+        self._slots = asyncio.Semaphore(concurrency)
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+
+    @property
+    def busy(self) -> int:
+        """Samples that are under way."""
+        return len(self._tasks)
+
+    async def load(self) -> None:
+        """Take up what an earlier process left."""
+        for row in await self._ledger.rows(
+            "SELECT id FROM requests WHERE state = 'accepted' AND kind = ?", SAMPLE
+        ):
+            self.accepted(row["id"])
+
+    def accepted(self, request: str) -> None:
+        """A request is on disk: generate."""
+        if request not in self._tasks:
+            task = asyncio.create_task(self._one(request), name=request)
+            self._tasks[request] = task
+            task.add_done_callback(lambda _: self._tasks.pop(request, None))
+
+    def cancel(self, request: str) -> None:
+        """Stop generating; the request fails."""
+        if (task := self._tasks.get(request)) is not None:
+            task.cancel("cancelled by its client")
+
+    async def stop(self) -> None:
+        """Let go of everything; what is not finished stays accepted."""
+        tasks = list(self._tasks.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def unload(self, directory: str) -> None:
+        """The servers may forget an adapter whose directory goes away."""
+        await self._servers.unload(adapter_name(directory))
+
+    async def _one(self, request: str) -> None:
+        async with self._slots:
+            row = await self._ledger.row("SELECT * FROM requests WHERE id = ?", request)
+            if row is None or row["state"] != "accepted":
+                return
+            try:
+                result = await self._sample(row)
+                outcome = Outcome(result, "application/x-protobuf")
+            except Unanswerable as error:
+                outcome = Outcome(str(error).encode(), category="user")
+            except Refused as error:
+                outcome = Outcome(str(error).encode(), category=error.category)
+            except ServerError as error:
+                status = getattr(error, "status", None)
+                category = "user" if status == 400 else "server"
+                outcome = Outcome(error.message.encode(), category=category)
+            except (SkyctlError, WorkerDied) as error:
+                outcome = Outcome(str(error).encode(), category="server")
+            except asyncio.CancelledError as error:
+                if not error.args:
+                    raise
+                outcome = Outcome(b"cancelled by its client", category="user")
+            except Exception as error:
+                _LOG.exception("%s", request)
+                outcome = Outcome(f"the sample failed: {error!r}".encode(), category="server")
+
+            def commit(connection: sqlite3.Connection) -> None:
+                record_outcome(connection, row, outcome, time.time())
+
+            await self._ledger.run(commit)
+            self._bell.ring(request, row["owner"])
+
+    async def _sample(self, row: sqlite3.Row) -> bytes:
+        asked = question(json.loads(row["body"]))
+        sampler = await self._ledger.row("SELECT * FROM samplers WHERE id = ?", row["owner"])
+        assert sampler is not None  # checked when it was accepted
+        name, directory = self._servers.base, None
+        if sampler["path"] is not None:
+            checkpoint = await self._ledger.row(
+                "SELECT directory FROM checkpoints WHERE path = ?", sampler["path"]
+            )
+            if checkpoint is None:
+                raise Unanswerable(f"{sampler['path']} was deleted, or its time is over")
+            directory = str(checkpoint["directory"])
+            name = adapter_name(directory)
+        body = completion_body(asked, name, self._servers.context)
+        prompt = asyncio.create_task(self._about_prompt(asked, directory))
+        try:
+            adapter = self._servers.using(name, directory) if directory else nullcontext()
+            async with adapter:
+                answer = await self._servers.complete(body)
+            return sample_response(asked, answer, await prompt)
+        finally:
+            prompt.add_done_callback(lambda task: task.cancelled() or task.exception())
+
+    async def _about_prompt(self, asked: Question, directory: str | None) -> bytes:
+        """The fields of a SampleResponse that are about the prompt."""
+        if not asked.about_prompt:
+            return b""
+        header = {
+            "do": "prompt_logprobs",
+            "directory": directory,
+            "tokens": asked.tokens,
+            "wanted": asked.prompt_logprobs,
+            "top": asked.top_prompt,
+            "last": asked.last,
+        }
+        targets = b"" if asked.targets is None else _tensor(asked.targets)
+        await self._worker.ensure()
+        _, answer = await self._worker.call(header, targets)
+        return answer
+
+
+def adapter_name(directory: str) -> str:
+    """The name under which servers know a checkpoint: one of its own, so that no answer and no
+    cached prefix of another version is taken for it."""
+    return f"tinker-{directory.rsplit('/', 1)[-1]}"
+
+
+def _tensor(value: Mapping[str, Any]) -> bytes:
+    """A serialized Tensor of the SDK's JSON."""
+    if value.get("sparse_crow_indices") is not None:
+        raise Unanswerable("target_prompt_logprobs must be dense here")
+    data: Sequence[int] = value["data"]
+    message = wire.message("Tensor")(
+        dense=array.array("q", data).tobytes(), dtype=wire.INT64, shape=value.get("shape")
+    )
+    return bytes(message.SerializeToString())

@@ -1,0 +1,132 @@
+"""The API process: ledger, worker, scheduler and HTTP server, until TERM."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import os
+import signal
+import socket
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import uvicorn
+
+from skyctl.errors import ConflictError, SkyctlError
+from skyctl.store.paths import create_private_file, private_directory
+from skyctl.tinker import records
+from skyctl.tinker.api import Api, Offer
+from skyctl.tinker.ledger import Ledger
+from skyctl.tinker.sampling import Sampling, Servers
+from skyctl.tinker.training import Limits, Training
+from skyctl.tinker.training_process import Worker, WorkerSettings
+from skyctl.tinker.waiting import Doorbell
+
+HOUSEKEEPING_S = 60.0
+UNUSED_SAMPLER_S = 2 * 3600.0
+"""Weights that were saved for one sampling client only are kept this long after its last use."""
+RESULT_S = 24 * 3600.0
+
+
+@dataclass(frozen=True)
+class Settings:
+    """`directory` holds the ledger and every checkpoint; `port` 0 takes a free one."""
+
+    directory: Path
+    host: str
+    port: int
+    offer: Offer
+    worker: WorkerSettings
+    limits: Limits = field(default_factory=Limits)
+
+
+async def serve(settings: Settings, key: str, servers: Servers) -> None:
+    """Answer the SDK until TERM or INT. What is accepted and not done is done by the next process.
+
+    Raises:
+        ConflictError: another process serves this directory.
+        SkyctlError: the address or the ledger cannot be used.
+    """
+    directory = private_directory(settings.directory)
+    lock = _lock(directory)
+    listener = _listen(settings.host, settings.port)
+    ledger, worker, bell = Ledger(directory / "ledger.sqlite"), Worker(settings.worker), Doorbell()
+    training = Training(ledger, worker, directory, bell, settings.limits)
+    sampling = Sampling(ledger, servers, worker, bell)
+    api = Api(settings.offer, key, ledger, worker, training, sampling, bell, servers.context)
+    try:
+        await training.load()
+        await sampling.load()
+        app = api.app()
+        config = uvicorn.Config(
+            app, log_level="warning", access_log=False, lifespan="off", timeout_graceful_shutdown=2
+        )
+        server = _Server(config)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, server.handle_exit, number, None)
+        tasks = [
+            asyncio.create_task(server.serve(sockets=[listener])),
+            asyncio.create_task(training.run()),
+            asyncio.create_task(_keep_house(ledger, sampling)),
+        ]
+        # a part that fails ends the process: whoever keeps it running starts it again
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in tasks[1:]:
+            task.cancel()
+        for task in done:
+            task.result()
+    finally:
+        await sampling.stop()
+        await worker.stop()
+        ledger.close()
+        listener.close()
+        os.close(lock)
+
+
+class _Server(uvicorn.Server):
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield  # uvicorn's own would kill this process before it has closed the ledger
+
+
+def _lock(directory: Path) -> int:
+    """A descriptor that is held until this process ends."""
+    lock = create_private_file(directory / "lock")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        os.close(lock)
+        raise ConflictError(f"another process serves {directory}") from error
+    return lock
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    try:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        return socket.create_server((host, port), family=family, backlog=1024)
+    except OSError as error:
+        raise SkyctlError(
+            f"cannot listen at {host}:{port}: {error.strerror}",
+            hint="another process may have the port: choose one with `tinker: port`",
+        ) from error
+
+
+async def _keep_house(ledger: Ledger, sampling: Sampling) -> None:
+    while True:
+        now = time.time()
+        over = await ledger.rows(
+            "SELECT * FROM checkpoints WHERE expires < ? OR (hidden AND NOT EXISTS (SELECT 1 FROM "
+            "samplers WHERE samplers.path = checkpoints.path AND used > ?))",
+            now,
+            now - UNUSED_SAMPLER_S,
+        )
+        await records.delete_checkpoints(ledger, sampling, over)
+        await ledger.write(
+            "UPDATE requests SET state = 'gone', result = NULL WHERE state IN ('done', 'failed') "
+            "AND result IS NOT NULL AND done_at < ? AND seq > 0",
+            now - RESULT_S,
+        )
+        await asyncio.sleep(HOUSEKEEPING_S)

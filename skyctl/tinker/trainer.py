@@ -1,0 +1,390 @@
+"""What the training worker does: models over one base, their gradients, optimizers and files.
+
+Every operation is deterministic and all or nothing: one that fails leaves the model as it was. So a
+model is rebuilt, after a death, from its last snapshot and the requests since.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import load as load_tensors
+from safetensors.torch import save as save_tensors
+from torch import Tensor
+
+from skyctl.tinker import files, losses, wire
+from skyctl.tinker.adapter import (
+    Base,
+    LoraConfig,
+    Parameters,
+    from_peft_tensors,
+    peft_config,
+    peft_tensors,
+)
+from skyctl.tinker.losses import LossError
+
+LARGEST_TENSOR = 1 << 26
+"""Elements of one datum's tensor: a sparse one of a few bytes may claim any shape."""
+
+_NUMPY = {wire.FLOAT32: np.float32, wire.INT64: np.int64, wire.INT32: np.int32}
+
+
+@dataclass
+class Model:
+    """One training run. `gradients` are summed since the last optimizer step, None before any."""
+
+    config: LoraConfig
+    parameters: Parameters
+    optimizer: torch.optim.AdamW
+    gradients: list[Tensor] | None = None
+
+
+@dataclass(frozen=True)
+class Datum:
+    """Tokens (N,) int64, and the inputs of the loss: targets int64, everything else float32."""
+
+    tokens: Tensor
+    inputs: dict[str, Tensor]
+
+
+class Trainer:
+    """All models of one worker. `batch_tokens` bounds rows × longest row of one forward pass."""
+
+    def __init__(self, base: Base, *, name: str, batch_tokens: int = 4096) -> None:
+        self.base = base
+        self.name = name
+        self.batch_tokens = batch_tokens
+        self.models: dict[str, Model] = {}
+        self._samplers: dict[str, Parameters] = {}
+
+    def create(self, model: str, config: Mapping[str, Any]) -> None:
+        """A new adapter, the same for the same config."""
+        lora = LoraConfig(**config)
+        self.models[model] = _model(lora, self.base.new_adapter(lora))
+
+    def open(self, model: str, directory: Path, *, optimizer: bool) -> None:
+        """A model as it is in a checkpoint; without its `optimizer` state, a fresh one.
+
+        Raises:
+            LossError: it has another base, or no optimizer state.
+            DamagedCheckpoint: its files are not what was written.
+        """
+        meta = files.read_meta(directory)
+        if meta["base"] != self.name:
+            raise LossError(f"the checkpoint is of base model {meta['base']}, not {self.name}")
+        tensors = load_tensors(files.read_file(directory, files.ADAPTER, meta))
+        parameters = from_peft_tensors(tensors, self.base.device)
+        opened = _model(LoraConfig(**meta["lora"]), parameters)
+        if optimizer:
+            if files.OPTIMIZER not in meta["files"]:
+                raise LossError("the checkpoint has no optimizer state: it was saved for a sampler")
+            state = load_tensors(files.read_file(directory, files.OPTIMIZER, meta))
+            _restore(opened, state, self.base.device)
+        self.models[model] = opened
+
+    def close(self, model: str) -> None:
+        """Forget a model."""
+        self.models.pop(model, None)
+
+    def save(self, model: str, directory: Path, *, optimizer: bool) -> int:
+        """Write a checkpoint; its size in bytes."""
+        found = self.models[model]
+        content = {
+            files.ADAPTER: save_tensors(peft_tensors(found.parameters), {"format": "pt"}),
+            files.ADAPTER_CONFIG: _json(peft_config(found.parameters, self.name)),
+        }
+        if optimizer:
+            content[files.OPTIMIZER] = save_tensors(_optimizer_tensors(found))
+        return files.write_directory(
+            directory, content, {"base": self.name, "lora": asdict(found.config)}
+        )
+
+    def zero_gradients(self, model: str) -> None:
+        """Throw away what was accumulated since the last step."""
+        self.models[model].gradients = None
+
+    def forward_backward(self, model: str, body: bytes) -> bytes:
+        """A serialized ForwardBackwardOutput for a serialized ForwardBackwardRequest.
+
+        Raises:
+            LossError: it cannot be computed; no gradient was added.
+        """
+        request = wire.message("ForwardBackwardRequest").FromString(body)
+        config: dict[str, Any] = dict(request.loss_fn_config)
+        for key, value in request.loss_fn_config_v2.items():
+            config[key] = value.text if value.WhichOneof("one") == "text" else value.number
+        losses.check(request.loss_fn, config)
+        if not request.data:
+            raise LossError("the request has no data")
+        data = [self._datum(datum, request.loss_fn) for datum in request.data]
+        found, backward = self.models[model], not request.forward_only
+        trained = list(found.parameters.values())
+        sums = [torch.zeros_like(value) for value in trained] if backward else []
+        total, outputs = 0.0, []
+        for batch in self._batches(data):
+            with self.base.using(found.parameters), torch.set_grad_enabled(backward):
+                picked = _logprobs(self.base, batch)
+                each = [
+                    losses.loss_of(request.loss_fn, lp, datum.inputs, config)
+                    for lp, datum in zip(picked, batch, strict=True)
+                ]
+                loss = torch.stack(each).sum()
+            if not bool(torch.isfinite(loss)):
+                raise LossError(f"the loss is {loss.item()}: no gradient was added")
+            if backward:
+                gradients = torch.autograd.grad(loss, trained, allow_unused=True)
+                for place, gradient in zip(sums, gradients, strict=True):
+                    if gradient is not None:
+                        place += gradient
+            total += float(loss.detach())
+            outputs += [lp.detach().cpu() for lp in picked]
+        if backward:
+            before = found.gradients
+            found.gradients = (
+                sums if before is None else [a + b for a, b in zip(before, sums, strict=True)]
+            )
+        return _output(outputs, total)
+
+    def optim_step(self, model: str, params: Mapping[str, float]) -> dict[str, float]:
+        """One AdamW step over the gradients since the last one, which are then gone; its metrics.
+
+        Raises:
+            LossError: the gradients are not finite, or a parameter makes no sense.
+        """
+        found = self.models[model]
+        group = _adam(params)
+        clip = float(params.get("grad_clip_norm", 0.0))
+        gradients = found.gradients or [torch.zeros_like(p) for p in found.parameters.values()]
+        found.gradients = None
+        norm = torch.linalg.vector_norm(
+            torch.stack([torch.linalg.vector_norm(gradient) for gradient in gradients])
+        )
+        if not bool(torch.isfinite(norm)):
+            raise LossError("the gradients are not finite: they were dropped, nothing was changed")
+        if clip > 0 and float(norm) > clip:
+            gradients = [gradient * (clip / norm) for gradient in gradients]
+        found.optimizer.param_groups[0].update(group)
+        for parameter, gradient in zip(found.parameters.values(), gradients, strict=True):
+            parameter.grad = gradient
+        found.optimizer.step()
+        found.optimizer.zero_grad(set_to_none=True)
+        return {"grad_norm": float(norm), "learning_rate": group["lr"]}
+
+    def prompt_logprobs(
+        self,
+        directory: Path | None,
+        tokens: Sequence[int],
+        *,
+        top: int,
+        last: int | None,
+        targets: Tensor | None,
+    ) -> dict[str, bytes]:
+        """float32 logprobs of each prompt token (NaN where there is none), with `top` also the most
+        likely ids and their logprobs, (N, top); with int64 `targets` (N−1, K) those tokens' (0 for
+        −1). `directory` holds the sampler's adapter, None is the base; only the `last` rows.
+        """
+        row = torch.tensor(list(tokens), dtype=torch.int64)
+        self._check_tokens(row, "prompt")
+        with torch.no_grad(), self.base.using(self._sampler(directory)):
+            rows = torch.log_softmax(self.base.logits([row])[0, :-1], dim=-1).cpu()
+        first = 0 if last is None else max(len(row) - 1 - last, 0)
+        scored = torch.full((len(row),), float("nan"))
+        scored[1 + first :] = rows.gather(1, row[1:, None])[first:, 0]
+        answer = {"prompt_logprobs": scored.numpy().tobytes()}
+        if top:
+            best = rows.topk(min(top, rows.shape[-1]), dim=-1)
+            ids = torch.zeros(len(row), top, dtype=torch.int32)
+            values = torch.full((len(row), top), -99999.0)
+            ids[1 + first :, : best.indices.shape[1]] = best.indices[first:].to(torch.int32)
+            values[1 + first :, : best.values.shape[1]] = best.values[first:]
+            answer["top_ids"], answer["top_logprobs"] = (
+                ids.numpy().tobytes(),
+                values.numpy().tobytes(),
+            )
+        if targets is not None:
+            if targets.shape[0] != len(row) - 1 or int(targets.max()) >= self.base.vocabulary:
+                raise LossError("target_prompt_logprobs must be (prompt length − 1, K) token ids")
+            asked = rows.gather(1, targets.clamp(min=0))
+            answer["targets"] = asked.masked_fill(targets < 0, 0.0).numpy().tobytes()
+        return answer
+
+    def _sampler(self, directory: Path | None) -> Parameters | None:
+        """A sampler's adapter; the latest few are kept."""
+        if directory is None:
+            return None
+        key = str(directory)
+        if key not in self._samplers:
+            meta = files.read_meta(directory)
+            if meta["base"] != self.name:
+                raise LossError(f"the sampler is of base model {meta['base']}, not {self.name}")
+            tensors = load_tensors(files.read_file(directory, files.ADAPTER, meta))
+            while len(self._samplers) >= 4:
+                del self._samplers[next(iter(self._samplers))]
+            self._samplers[key] = from_peft_tensors(tensors, self.base.device)
+        return self._samplers[key]
+
+    def _datum(self, datum: Any, loss: str) -> Datum:
+        chunks = []
+        for chunk in datum.model_input:
+            if chunk.WhichOneof("one") != "encoded_text":
+                raise LossError("images and audio are not offered here: text tokens only")
+            chunks.append(_array(chunk.encoded_text.tokens, wire.INT32))
+        tokens = torch.from_numpy(np.concatenate(chunks or [np.zeros(0)]).astype(np.int64))
+        self._check_tokens(tokens, "model_input")
+        inputs = {name: tensor_of(name, value) for name, value in datum.loss_fn_inputs.items()}
+        losses.check_inputs(loss, inputs, len(tokens))
+        targets = inputs["target_tokens"]
+        if targets.numel() and not 0 <= int(targets.min()) <= int(targets.max()) < (
+            self.base.vocabulary
+        ):
+            raise LossError(f"target_tokens must be from 0 to {self.base.vocabulary - 1}")
+        return Datum(tokens, {name: value.to(self.base.device) for name, value in inputs.items()})
+
+    def _check_tokens(self, tokens: Tensor, what: str) -> None:
+        if not 1 <= len(tokens) <= self.base.context:
+            raise LossError(f"{what} has {len(tokens)} tokens: 1 to {self.base.context} are taken")
+        if not 0 <= int(tokens.min()) <= int(tokens.max()) < self.base.vocabulary:
+            raise LossError(f"{what} has tokens outside 0 to {self.base.vocabulary - 1}")
+
+    def _batches(self, data: Sequence[Datum]) -> list[list[Datum]]:
+        batches: list[list[Datum]] = []
+        longest = 0
+        for datum in data:
+            longest = max(longest, len(datum.tokens))
+            if batches and longest * (len(batches[-1]) + 1) <= self.batch_tokens:
+                batches[-1].append(datum)
+            else:
+                batches.append([datum])
+                longest = len(datum.tokens)
+        return batches
+
+
+def _model(config: LoraConfig, parameters: Parameters) -> Model:
+    for value in parameters.values():
+        value.requires_grad_(True)
+    # one tensor after the other: the same bits whatever else is there
+    return Model(config, parameters, torch.optim.AdamW(parameters.values(), foreach=False))
+
+
+def _adam(params: Mapping[str, float]) -> dict[str, Any]:
+    value = {
+        name: float(params.get(name, default))
+        for name, default in (
+            ("learning_rate", 1e-4),
+            ("beta1", 0.9),
+            ("beta2", 0.95),
+            ("eps", 1e-12),
+            ("weight_decay", 0.0),
+            ("grad_clip_norm", 0.0),
+        )
+    }
+    for name, number in value.items():
+        if not np.isfinite(number) or number < 0 or (name.startswith("beta") and number >= 1):
+            raise LossError(f"adam_params {name}={number} makes no sense")
+    return {
+        "lr": value["learning_rate"],
+        "betas": (value["beta1"], value["beta2"]),
+        "eps": value["eps"],
+        "weight_decay": value["weight_decay"],
+    }
+
+
+def _logprobs(base: Base, batch: Sequence[Datum]) -> list[Tensor]:
+    """log p of each datum's targets, in their shape."""
+    logits = base.logits([datum.tokens for datum in batch])
+    picked = []
+    for row, datum in zip(logits, batch, strict=True):
+        row = row[: len(datum.tokens)]
+        targets = datum.inputs["target_tokens"]
+        two = targets if targets.dim() == 2 else targets[:, None]
+        lp = row.gather(1, two) - torch.logsumexp(row, dim=-1, keepdim=True)
+        picked.append(lp if targets.dim() == 2 else lp[:, 0])
+    return picked
+
+
+def _output(logprobs: Sequence[Tensor], loss: float) -> bytes:
+    """One record per datum: their shapes may differ."""
+    answer = wire.message("ForwardBackwardOutput")(loss_fn_output_type="ArrayRecord")
+    for value in logprobs:
+        content = value.float().contiguous().numpy().tobytes()
+        record = answer.loss_fn_outputs.add(type_tag="ArrayRecord", num_datums=1)
+        field = record.fields["logprobs"]
+        field.data, field.dtype = content, wire.FLOAT32
+        field.offsets = np.array([0, len(content)], dtype=np.int64).tobytes()
+        field.trailing_shape.extend(value.shape[1:])
+    answer.metrics["loss:sum"] = loss
+    return bytes(answer.SerializeToString())
+
+
+def _array(content: bytes, dtype: int) -> Any:
+    try:
+        if dtype == wire.BFLOAT16:
+            wide = np.frombuffer(content, dtype=np.uint16).astype(np.uint32) << 16
+            return wide.view(np.float32)
+        return np.frombuffer(content, dtype=_NUMPY[dtype])
+    except (KeyError, ValueError) as error:
+        raise LossError(f"a tensor has {len(content)} bytes of dtype {dtype}: {error}") from error
+
+
+def tensor_of(name: str, message: Any) -> Tensor:
+    """A dense tensor of a message; unlisted places of a sparse one are 0."""
+    shape = tuple(message.shape)
+    sparse = message.WhichOneof("one") == "sparse_csr"
+    content = _array(message.sparse_csr.values if sparse else message.dense, message.dtype)
+    shape = shape or (content.size,)
+    if any(size < 0 for size in shape) or np.prod([float(size) for size in shape]) > LARGEST_TENSOR:
+        raise LossError(f"{name} has shape {shape}: larger than {LARGEST_TENSOR} elements")
+    if sparse:
+        content = _dense(name, message.sparse_csr, content, shape)
+    elif content.size != np.prod(shape):
+        raise LossError(f"{name} has {content.size} elements for shape {shape}")
+    dtype = np.int64 if name == "target_tokens" else np.float32
+    if name == "target_tokens" and content.dtype.kind != "i":
+        raise LossError("target_tokens must be int64")
+    return torch.from_numpy(content.reshape(shape).astype(dtype))
+
+
+def _dense(name: str, message: Any, values: np.ndarray[Any, Any], shape: tuple[int, ...]) -> Any:
+    rows = _array(message.crow_indices, wire.INT64)
+    columns = _array(message.col_indices, wire.INT64)
+    fits = (
+        len(shape) == 2
+        and len(rows) == shape[0] + 1
+        and len(columns) == len(values)
+        and rows[0] == 0
+        and rows[-1] == len(values)
+        and bool((np.diff(rows) >= 0).all())
+        and (not len(columns) or 0 <= int(columns.min()) <= int(columns.max()) < shape[1])
+    )
+    if not fits:
+        raise LossError(f"{name} is no CSR tensor of shape {shape}")
+    dense = np.zeros(shape, dtype=values.dtype)
+    dense[np.repeat(np.arange(shape[0]), np.diff(rows)), columns] = values
+    return dense
+
+
+def _optimizer_tensors(model: Model) -> dict[str, Tensor]:
+    """Moments by parameter; none before the first step."""
+    found = {}
+    for name, parameter in model.parameters.items():
+        for key, value in model.optimizer.state.get(parameter, {}).items():
+            found[f"{key}/{name}"] = value.detach().cpu().contiguous()
+    return found
+
+
+def _restore(model: Model, tensors: Mapping[str, Tensor], device: torch.device) -> None:
+    for place, value in tensors.items():
+        key, name = place.split("/", 1)
+        kept = value if key == "step" else value.to(device)
+        model.optimizer.state[model.parameters[name]][key] = kept.clone()
+
+
+def _json(value: Mapping[str, Any]) -> bytes:
+    import json
+
+    return json.dumps(value, indent=1).encode()

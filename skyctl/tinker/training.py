@@ -1,0 +1,439 @@
+"""Carries out training requests: each model's in the order of its seq ids, models in turns.
+
+    accepted ──► its turn ──► the worker does it ──► outcome, position and checkpoint: one commit
+                    ▲                │ the worker dies
+                    └── rebuilt: snapshot, then every request since ──┘
+
+A model's state is its snapshot and the requests after it; the worker holds nothing that cannot be
+computed again. So whoever is killed, a step is neither lost nor done twice.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import shutil
+import sqlite3
+import time
+import uuid
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from skyctl.tinker.ledger import Ledger
+from skyctl.tinker.training_process import Refused, Worker, WorkerDied
+from skyctl.tinker.waiting import Doorbell
+
+_LOG = logging.getLogger(__name__)
+
+CREATE, LOAD, SAVE, SAVE_SAMPLER = (
+    "create_model",
+    "load_weights",
+    "save_weights",
+    "save_weights_for_sampler",
+)
+FORWARD, FORWARD_BACKWARD, OPTIM_STEP = "forward", "forward_backward", "optim_step"
+MOST_ATTEMPTS = 3
+"""A request under which the worker died this often has failed."""
+
+BROKEN = (
+    "a forward_backward of this step failed, so its gradient is incomplete: nothing was changed, "
+    "and the gradients were dropped"
+)
+
+
+@dataclass(frozen=True)
+class Limits:
+    """`gap_s`: how long a request waits for one before it that never came. A snapshot is taken
+    after a step when `snapshot_steps` or `snapshot_s` have passed since the last one."""
+
+    gap_s: float = 600.0
+    snapshot_steps: int = 20
+    snapshot_s: float = 60.0
+    open_models: int = 16
+
+
+@dataclass
+class Run:
+    """One model as the scheduler sees it. `waiting`: seq id → request id."""
+
+    next_seq: int
+    broken: bool
+    waiting: dict[int, str] = field(default_factory=dict)
+    arrived: float = 0.0
+    steps: int = 0  # since the snapshot
+    snapshot_at: float = field(default_factory=time.monotonic)
+    life: int = 0  # the worker's, in which it is open
+
+
+@dataclass
+class Outcome:
+    """What a request came to. `rows` are further statements of the commit that records it."""
+
+    result: bytes = b"{}"
+    type: str = "application/json"
+    category: str = ""  # of a failure
+    rows: list[tuple[str, tuple[Any, ...]]] = field(default_factory=list)
+    snapshot: str | None = None
+    garbage: str | None = None  # a directory that nothing names once this is recorded
+
+
+class Training:
+    """All models of one API process. `run` works until it is cancelled."""
+
+    def __init__(
+        self, ledger: Ledger, worker: Worker, directory: Path, bell: Doorbell, limits: Limits
+    ) -> None:
+        self._ledger = ledger
+        self._worker = worker
+        self._snapshots = directory / "snapshots"
+        self._checkpoints = directory / "checkpoints"
+        self._bell = bell
+        self._limits = limits
+        self._runs: dict[str, Run] = {}
+        self._woken = asyncio.Event()
+        self._turns: list[str] = []
+
+    async def load(self) -> None:
+        """What an earlier process left to do; removes what it wrote and did not record."""
+        for row in await self._ledger.rows("SELECT id, done_seq, broken FROM models"):
+            self._runs[row["id"]] = Run(row["done_seq"] + 1, bool(row["broken"]))
+        for row in await self._ledger.rows(
+            "SELECT id, owner, seq FROM requests WHERE state = 'accepted' AND owner IN "
+            "(SELECT id FROM models)"
+        ):
+            self.accepted(row["owner"], row["seq"], row["id"])
+        kept = {row[0] for row in await self._ledger.rows("SELECT directory FROM checkpoints")}
+        kept |= {row[0] for row in await self._ledger.rows("SELECT snapshot FROM models")}
+        for parent in (self._snapshots, self._checkpoints):
+            parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            for found in parent.iterdir():
+                if str(found) not in kept:
+                    shutil.rmtree(found, ignore_errors=True)
+
+    def accepted(self, model: str, seq: int, request: str) -> None:
+        """A request is on disk; it has its turn once those before it are done."""
+        run = self._runs.setdefault(model, Run(0, False))
+        if seq >= run.next_seq:
+            run.waiting[seq] = request
+            run.arrived = time.monotonic()
+            self._woken.set()
+
+    async def run(self) -> None:
+        """Do what is accepted, for ever."""
+        while True:
+            self._woken.clear()
+            if (model := self._next()) is not None:
+                await self._one(model)
+                continue
+            try:
+                async with asyncio.timeout(self._limits.gap_s / 10):
+                    await self._woken.wait()
+            except TimeoutError:
+                await self._skip_gaps()
+
+    def _next(self) -> str | None:
+        """The model whose turn it is: the one that has waited longest since its last turn."""
+        ready = [name for name, run in self._runs.items() if run.next_seq in run.waiting]
+        if not ready:
+            return None
+        order = {name: place for place, name in enumerate(self._turns)}
+        return min(ready, key=lambda name: order.get(name, -1))
+
+    async def _one(self, model: str) -> None:
+        run = self._runs[model]
+        request = run.waiting[run.next_seq]
+        if model in self._turns:
+            self._turns.remove(model)
+        self._turns.append(model)
+        row = await self._ledger.row("SELECT * FROM requests WHERE id = ?", request)
+        assert row is not None  # accepted
+        try:
+            outcome = await self._do(model, run, row)
+        except WorkerDied as error:
+            _LOG.warning("%s %s: %s", row["kind"], request, error)
+            run.life = 0
+            await self._ledger.write(
+                "UPDATE requests SET attempts = attempts + 1 WHERE id = ?", request
+            )
+            if row["attempts"] + 1 < MOST_ATTEMPTS:
+                return
+            outcome = _failed(f"{error}, {MOST_ATTEMPTS} times in a row", "server")
+        except Refused as error:
+            outcome = _failed(str(error), error.category)
+            if error.category != "user":
+                run.life = 0  # what it did is not known: rebuilt
+        await self._record(model, run, row, outcome)
+
+    async def _do(self, model: str, run: Run, row: sqlite3.Row) -> Outcome:
+        kind, extra = row["kind"], json.loads(row["extra"] or "{}")
+        if "refused" in extra and kind != OPTIM_STEP:
+            return _failed(extra["refused"], "user")
+        if kind == CREATE:
+            run.life = await self._worker.ensure()
+            await self._create(model, run.life)
+            return _json({"model_id": model, "type": "create_model"})
+        if kind == LOAD:
+            return await self._load(model, run, extra)
+        await self._open(model, run)
+        if kind in (FORWARD, FORWARD_BACKWARD):
+            header = {"do": "forward_backward", "model": model}
+            _, body = await self._worker.call(header, row["body"], life=run.life)
+            return Outcome(body, "application/x-protobuf")
+        if kind == OPTIM_STEP:
+            return await self._step(model, run, extra)
+        return await self._save(model, run, row, extra)
+
+    async def _create(self, model: str, life: int) -> None:
+        row = await self._model(model)
+        header = {"do": "create", "model": model, "config": json.loads(row["config"])["lora"]}
+        await self._worker.call(header, life=life)
+
+    async def _step(self, model: str, run: Run, extra: dict[str, Any]) -> Outcome:
+        if run.broken or "refused" in extra:
+            header = {"do": "zero_gradients", "model": model}
+            await self._worker.call(header, life=run.life)
+            return _failed(extra.get("refused", BROKEN), "user")
+        header = {"do": "optim_step", "model": model, "params": extra["params"]}
+        answer, _ = await self._worker.call(header, life=run.life)
+        outcome = _json({"metrics": answer["metrics"], "type": "optim_step"})
+        run.steps += 1
+        due = time.monotonic() - run.snapshot_at > self._limits.snapshot_s
+        if due or run.steps >= self._limits.snapshot_steps:
+            outcome.snapshot = await self._snapshot(model, run)
+        return outcome
+
+    async def _load(self, model: str, run: Run, extra: dict[str, Any]) -> Outcome:
+        found = await self._ledger.row(
+            "SELECT directory FROM checkpoints WHERE path = ?", extra["path"]
+        )
+        if found is None:
+            return _failed(f"there is no checkpoint {extra['path']} (any more)", "user")
+        run.life = await self._worker.ensure()
+        await self._worker.call(
+            {
+                "do": "open",
+                "model": model,
+                "directory": found["directory"],
+                "optimizer": extra["optimizer"],
+            },
+            life=run.life,
+        )
+        outcome = _json({"path": extra["path"], "model_id": model, "type": "load_weights"})
+        # its own copy: the checkpoint may be deleted
+        outcome.snapshot = await self._snapshot(model, run)
+        return outcome
+
+    async def _save(self, model: str, run: Run, row: sqlite3.Row, extra: dict[str, Any]) -> Outcome:
+        path, training = extra["path"], row["kind"] == SAVE
+        before = await self._ledger.row("SELECT directory FROM checkpoints WHERE path = ?", path)
+        if before is not None and not extra.get("overwrite"):
+            return _failed(f"{path} is there already; give overwrite=True or another name", "user")
+        directory = self._checkpoints / uuid.uuid4().hex
+        answer, _ = await self._worker.call(
+            {"do": "save", "model": model, "directory": str(directory), "optimizer": training},
+            life=run.life,
+        )
+        config = (await self._model(model))["config"]
+        now = time.time()
+        ttl = extra.get("ttl_seconds")
+        outcome = _json({"path": path, "type": row["kind"]})
+        outcome.rows = [
+            ("DELETE FROM checkpoints WHERE path = ?", (path,)),
+            (
+                "INSERT INTO checkpoints (path, model, kind, name, directory, config, optimizer, "
+                "created, size, metadata, expires, hidden) VALUES (?,?,?,?,?,?,?,?,?,?,?,?)",
+                (
+                    path,
+                    model,
+                    "training" if training else "sampler",
+                    path.rsplit("/", 1)[-1],
+                    str(directory),
+                    config,
+                    int(training),
+                    now,
+                    answer["size"],
+                    json.dumps(extra.get("metadata")),
+                    None if ttl is None else now + ttl,
+                    int("sampler" in extra),
+                ),
+            ),
+        ]
+        if "sampler" in extra:
+            outcome.result = json.dumps({"sampling_session_id": extra["sampler"]}).encode()
+            outcome.rows.append(
+                (
+                    "INSERT OR REPLACE INTO samplers (id, session, path, inflight, created, used) "
+                    "VALUES (?,?,?,?,?,?)",
+                    (
+                        extra["sampler"],
+                        extra["session"],
+                        path,
+                        model if extra["inflight"] else None,
+                        now,
+                        now,
+                    ),
+                )
+            )
+            if extra["inflight"]:  # all of this model's move on together
+                outcome.rows.append(
+                    ("UPDATE samplers SET path = ? WHERE inflight = ?", (path, model))
+                )
+        if before is not None:
+            outcome.garbage = before["directory"]
+        return outcome
+
+    async def _snapshot(self, model: str, run: Run) -> str:
+        directory = str(self._snapshots / uuid.uuid4().hex)
+        header = {"do": "save", "model": model, "directory": directory, "optimizer": True}
+        await self._worker.call(header, life=run.life)
+        return directory
+
+    async def _open(self, model: str, run: Run) -> None:
+        """Make the worker hold the model as it is after the last recorded request."""
+        life = await self._worker.ensure()
+        if run.life == life:
+            return
+        row = await self._model(model)
+        first = await self._ledger.row(
+            "SELECT state, result FROM requests WHERE owner = ? AND seq = 0", model
+        )
+        if first is not None and first["state"] == "failed":
+            raise Refused(f"this model was not created: {first['result'].decode()}", "user")
+        if row["snapshot"] is None:
+            await self._create(model, life)
+        else:
+            header = {"do": "open", "model": model, "directory": row["snapshot"]}
+            await self._worker.call({**header, "optimizer": True}, life=life)
+        since = await self._ledger.rows(
+            "SELECT * FROM requests WHERE owner = ? AND seq > ? AND seq <= ? AND kind IN (?, ?) "
+            "ORDER BY seq",
+            model,
+            row["snapshot_seq"],
+            row["done_seq"],
+            FORWARD_BACKWARD,
+            OPTIM_STEP,
+        )
+        for request in since:
+            await self._again(model, request, life)
+        run.life = life
+        run.steps = sum(request["kind"] == OPTIM_STEP for request in since)
+        await self._close_idle()
+
+    async def _again(self, model: str, request: sqlite3.Row, life: int) -> None:
+        """Repeat what a recorded request did to the model's state."""
+        done = request["state"] != "failed"
+        if request["kind"] == FORWARD_BACKWARD:
+            if done:
+                header: dict[str, Any] = {"do": "forward_backward", "model": model}
+                await self._worker.call(header, request["body"], life=life)
+            return
+        header = {"do": "zero_gradients", "model": model}
+        if done:
+            params = json.loads(request["extra"])["params"]
+            header = {"do": "optim_step", "model": model, "params": params}
+        await self._worker.call(header, life=life)
+
+    async def _close_idle(self) -> None:
+        """Forget in the worker what has not had a turn for longest; it is rebuilt when needed."""
+        held = [name for name in self._turns if self._runs[name].life == self._worker.life]
+        for name in held[: max(0, len(held) - self._limits.open_models)]:
+            self._runs[name].life = 0
+            await self._worker.call({"do": "close", "model": name})
+
+    async def _record(self, model: str, run: Run, row: sqlite3.Row, outcome: Outcome) -> None:
+        """The outcome, the model's position and everything that follows from it: one commit."""
+        seq, kind, now = row["seq"], row["kind"], time.time()
+        failed = bool(outcome.category)
+        broken = run.broken
+        if kind == FORWARD_BACKWARD:
+            broken = broken or failed
+        elif kind in (OPTIM_STEP, LOAD):
+            broken = False
+        old = await self._model(model)
+
+        def commit(connection: sqlite3.Connection) -> None:
+            for sql, parameters in outcome.rows:
+                connection.execute(sql, parameters)
+            record_outcome(connection, row, outcome, now)
+            connection.execute(
+                "UPDATE models SET done_seq = ?, broken = ?, used = ? WHERE id = ?",
+                (seq, broken, now, model),
+            )
+            if outcome.snapshot is not None:
+                connection.execute(
+                    "UPDATE models SET snapshot = ?, snapshot_seq = ? WHERE id = ?",
+                    (outcome.snapshot, seq, model),
+                )
+                connection.execute(
+                    "UPDATE requests SET body = NULL WHERE owner = ? AND seq <= ?", (model, seq)
+                )
+            if kind == LOAD and not failed:
+                connection.execute(
+                    "UPDATE models SET config = (SELECT config FROM checkpoints WHERE path = ?) "
+                    "WHERE id = ?",
+                    (json.loads(row["extra"])["path"], model),
+                )
+
+        await self._ledger.run(commit)
+        del run.waiting[seq]
+        run.next_seq, run.broken, run.arrived = seq + 1, broken, time.monotonic()
+        if outcome.snapshot is not None:
+            run.steps, run.snapshot_at = 0, time.monotonic()
+            outcome.garbage = old["snapshot"]
+        if outcome.garbage is not None:
+            shutil.rmtree(outcome.garbage, ignore_errors=True)
+        self._bell.ring(row["id"])
+
+    async def _skip_gaps(self) -> None:
+        """Fail what has waited too long for a request that never came, and go on after it."""
+        late = time.monotonic() - self._limits.gap_s
+        for model, run in self._runs.items():
+            if not run.waiting or run.next_seq in run.waiting or run.arrived > late:
+                continue
+            missing = run.next_seq
+            for seq in sorted(run.waiting):
+                row = await self._ledger.row(
+                    "SELECT * FROM requests WHERE id = ?", run.waiting[seq]
+                )
+                assert row is not None
+                run.next_seq = seq
+                outcome = _failed(f"request {missing} of this model never came", "user")
+                await self._record(model, run, row, outcome)
+            run.life = 0  # a failed step drops the gradients: so does the rebuilding
+
+    async def _model(self, model: str) -> sqlite3.Row:
+        row = await self._ledger.row("SELECT * FROM models WHERE id = ?", model)
+        assert row is not None  # its requests are in the ledger, so is it
+        return row
+
+
+def record_outcome(
+    connection: sqlite3.Connection, row: sqlite3.Row, outcome: Outcome, now: float
+) -> None:
+    """Give a request its outcome. A body that no replay needs is dropped."""
+    replayed = row["kind"] == FORWARD_BACKWARD and not outcome.category
+    order = connection.execute("SELECT COALESCE(MAX(done_order), 0) + 1 FROM requests").fetchone()
+    connection.execute(
+        "UPDATE requests SET state = ?, result = ?, type = ?, category = ?, done_at = ?, "
+        "done_order = ?, body = CASE WHEN ? THEN body END WHERE id = ?",
+        (
+            "failed" if outcome.category else "done",
+            outcome.result,
+            outcome.type,
+            outcome.category,
+            now,
+            order[0],
+            replayed,
+            row["id"],
+        ),
+    )
+
+
+def _json(value: dict[str, Any]) -> Outcome:
+    return Outcome(json.dumps(value).encode())
+
+
+def _failed(message: str, category: str) -> Outcome:
+    return Outcome(message.encode(), category=category)

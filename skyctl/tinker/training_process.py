@@ -1,0 +1,152 @@
+"""The worker as the API process sees it: started when needed, started again after a death."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from skyctl.tinker import frames
+
+START_TIMEOUT_S = 900.0
+
+
+class WorkerDied(Exception):
+    """The worker ended, or did not answer, while it was asked something."""
+
+
+class Refused(Exception):
+    """The worker answered with an error. `category` is user or server, as the SDK has them."""
+
+    def __init__(self, message: str, category: str) -> None:
+        super().__init__(message)
+        self.category = category
+
+
+@dataclass(frozen=True)
+class WorkerSettings:
+    """`name` is the base model's in the API, `path` where it is; `threads` 0: torch's default."""
+
+    name: str
+    path: str
+    device: str
+    dtype: str
+    threads: int = 0
+    batch_tokens: int = 4096
+    timeout_s: float = 1800.0
+
+
+class Worker:
+    """One worker process at a time. `life` counts them: a model lives in one life only."""
+
+    def __init__(self, settings: WorkerSettings) -> None:
+        self.settings = settings
+        self.life = 0
+        self.hello: dict[str, Any] = {}
+        self._process: asyncio.subprocess.Process | None = None
+        self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
+        self._turn = asyncio.Lock()
+        self._failures = 0
+
+    @property
+    def pid(self) -> int | None:
+        """The live worker's, None when there is none."""
+        process = self._process
+        return process.pid if process is not None and process.returncode is None else None
+
+    async def ensure(self) -> int:
+        """Start a worker unless one lives; its `life`.
+
+        Raises:
+            WorkerDied: it does not start.
+        """
+        async with self._turn:
+            if self._streams is None:
+                await asyncio.sleep(min(2.0**self._failures - 1, 30.0))
+                await self._start()
+            return self.life
+
+    async def call(
+        self, header: dict[str, Any], body: bytes = b"", *, life: int | None = None
+    ) -> tuple[dict[str, Any], bytes]:
+        """Ask the worker; with `life`, only that one.
+
+        Raises:
+            WorkerDied: no answer, or another worker lives now; what it had done is not known.
+            Refused: it did not do it.
+        """
+        exchange = asyncio.create_task(self._exchange(header, body, life))
+        exchange.add_done_callback(lambda task: task.cancelled() or task.exception())
+        # a caller that leaves does not end it: the next one must not read its answer
+        return await asyncio.shield(exchange)
+
+    async def _exchange(
+        self, header: dict[str, Any], body: bytes, life: int | None
+    ) -> tuple[dict[str, Any], bytes]:
+        async with self._turn:
+            if self._streams is None or (life is not None and life != self.life):
+                raise WorkerDied("another worker lives now")
+            reader, writer = self._streams
+            try:
+                async with asyncio.timeout(self.settings.timeout_s):
+                    writer.write(frames.packed(header, body))
+                    await writer.drain()
+                    answer, content = await frames.read_async(reader)
+            except (OSError, EOFError, TimeoutError) as error:
+                await self._end()
+                raise WorkerDied(f"the training worker ended: {error!r}") from error
+        if "error" in answer:
+            raise Refused(answer["error"], answer["category"])
+        return answer, content
+
+    async def stop(self) -> None:
+        """End the worker."""
+        await self._end()
+
+    async def _start(self) -> None:
+        ours, theirs = socket.socketpair()
+        settings = {**vars(self.settings), "parent": os.getpid()}
+        try:
+            self._process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                "-m",
+                "skyctl.tinker.worker",
+                str(theirs.fileno()),
+                json.dumps(settings),
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+            )
+        finally:
+            theirs.close()
+        self._streams = await asyncio.open_connection(sock=ours, limit=2**20)
+        began = time.monotonic()
+        try:
+            async with asyncio.timeout(START_TIMEOUT_S):
+                self.hello, _ = await frames.read_async(self._streams[0])
+        except BaseException as error:
+            await self._end()
+            self._failures += 1
+            if isinstance(error, OSError | EOFError | TimeoutError):
+                took = time.monotonic() - began
+                raise WorkerDied(
+                    f"the training worker did not start ({took:.0f} s); its output has the reason"
+                ) from error
+            raise
+        self._failures = 0
+        self.life += 1
+
+    async def _end(self) -> None:
+        process, streams, self._process, self._streams = self._process, self._streams, None, None
+        if streams is not None:
+            streams[1].close()
+        if process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+            await asyncio.shield(process.wait())

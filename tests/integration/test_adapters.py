@@ -1,0 +1,252 @@
+"""LoRA adapters on real servers behind the real router, against torch's own arithmetic.
+
+What the stub of a server claims of adapters is asserted of it and of a real server by one test.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+import skyctl
+from skyctl.checkpoints.tiny import make_tiny_checkpoint
+from skyctl.engines.base import Refusal
+from skyctl.engines.vllm.server import VLLMServer
+from skyctl.errors import ServerError
+from skyctl.http.client import ControlClient
+from skyctl.http.target import ServerTarget
+from tests.integration.fleet_cli import UP_TIMEOUT_S, FleetCli, bearer, greedy, greedy_body
+from tests.stub.app import StubServer
+from tests.stub.running import running
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+
+FLEET = """
+name: lora
+model: {model}
+served_model_name: base
+replicas: 2
+device: cpu
+args: {{max-model-len: 1024, enforce-eager: true}}
+router: {{policy: round_robin}}
+lora: {{max_adapters: 2, max_rank: 16, adapters: {{first: {first}}}}}
+"""
+MODULES = (
+    "self_attn.q_proj",
+    "self_attn.v_proj",
+    "self_attn.o_proj",
+    "mlp.gate_proj",
+    "mlp.up_proj",
+)
+TOKENS = 12
+PROMPTS = [[300, 401, 302], [333 + i % 150 for i in range(300)]]  # the second fills KV blocks
+
+
+class Reference:
+    """Tokens that a model with an adapter merged into it gives in transformers."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        for seed, name in enumerate(("a", "b"), start=1):
+            make_tiny_checkpoint(root / name, seed=seed)
+        for seed in (1, 2, 3):
+            self._make_adapter(f"x{seed}", seed)
+        self._make_adapter("rank32", 4, rank=32)
+
+    def _make_adapter(self, name: str, seed: int, rank: int = 8) -> None:
+        import torch
+        from safetensors.torch import load_file, save_file
+
+        weights = load_file(self.root / "a" / "model.safetensors")
+        generator = torch.Generator().manual_seed(seed)
+        names = [f"model.layers.{layer}.{one}" for layer in (0, 1) for one in MODULES]
+        tensors = {}
+        for module in [*names, "lm_head"]:
+            rows, columns = weights[f"{module}.weight"].shape
+            for part, shape in (("A", (rank, columns)), ("B", (rows, rank))):
+                values = torch.randn(shape, generator=generator) * 0.15
+                tensors[f"base_model.model.{module}.lora_{part}.weight"] = values
+        directory = self.root / name
+        directory.mkdir()
+        save_file(tensors, directory / "adapter_model.safetensors")
+        config = {"peft_type": "LORA", "r": rank, "lora_alpha": 16, "target_modules": "all-linear"}
+        config["base_model_name_or_path"] = str(self.root / "a")
+        (directory / "adapter_config.json").write_text(json.dumps(config))
+
+    def tensors(self, adapter: str) -> dict[str, Any]:
+        from safetensors.torch import load_file
+
+        found: dict[str, Any] = load_file(self.root / adapter / "adapter_model.safetensors")
+        return found
+
+    def tokens(self, model: str, adapter: str | None = None) -> list[list[int]]:
+        import torch
+        import transformers
+
+        found = transformers.AutoModelForCausalLM.from_pretrained(
+            self.root / model, dtype=torch.float32
+        )
+        weights, tensors = found.state_dict(), self.tensors(adapter) if adapter else {}
+        for name in [name for name in tensors if name.endswith("lora_A.weight")]:
+            module = name.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
+            up = tensors[name.replace("lora_A", "lora_B")]
+            weights[f"{module}.weight"] += (16 / tensors[name].shape[0]) * up @ tensors[name]
+        found.load_state_dict(weights)
+        made = []
+        for prompt in PROMPTS:
+            ids = torch.tensor([prompt])
+            options = {"max_new_tokens": TOKENS, "do_sample": False, "eos_token_id": None}
+            made.append(found.generate(ids, pad_token_id=0, **options)[0, len(prompt) :].tolist())
+        return made
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
+    pytest.importorskip("vllm")
+    return Reference(tmp_path_factory.mktemp("adapters"))
+
+
+@pytest.fixture(scope="module")
+def fleet(reference: Reference) -> Iterator[FleetCli]:
+    root = reference.root
+    fleet = FleetCli(root / "fleet", root / "home")
+    fleet.directory.mkdir()
+    text = FLEET.format(model=root / "a", first=root / "x1")
+    (fleet.directory / "fleet.yaml").write_text(text)
+    try:
+        fleet.run("up", timeout_s=UP_TIMEOUT_S)
+        yield fleet
+    finally:
+        fleet.run("down", expect=None)
+
+
+@pytest.mark.real
+def test_adapters_through_syncs_restarts_and_pushes(
+    fleet: FleetCli, reference: Reference, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url, key, root = fleet.data("urls")["router"], fleet.key, reference.root
+
+    def answers(model: str) -> list[list[int]]:
+        """By the router, which takes turns: both servers answer each prompt."""
+        both = [[greedy(url, model, p, TOKENS, key=key) for p in PROMPTS] for _ in range(2)]
+        assert both[0] == both[1], model
+        return both[0]
+
+    base, first = reference.tokens("a"), reference.tokens("a", "x1")
+    assert base != first
+    assert answers("first") == first  # from the fleet file
+    assert answers("base") == base
+
+    fleet.run("adapters", "load", "x", str(root / "x2"))
+    assert answers("x") == reference.tokens("a", "x2")
+    wanted = reference.tokens("a", "x3")
+    monkeypatch.setenv("SKYCTL_HOME", str(fleet.home))
+    config = {"r": 8, "lora_alpha": 16}
+    adapters = skyctl.Fleet.named("lora").adapters
+    change = asyncio.run(adapters.sync("x", reference.tensors("x3"), config))
+    assert change.adapter is not None and change.adapter.served_as == "x@2"
+    assert answers("x") == wanted  # the same name and prompts: no KV block is stale
+
+    # one batch with all of them, on each server: every row gets its own
+    asked = [(model, prompt) for model in ("base", "x", "first") for prompt in PROMPTS] * 4
+    expected = {"base": base, "x": wanted, "first": first}
+    with ThreadPoolExecutor(len(asked)) as pool:
+        mixed = pool.map(lambda one: greedy(url, one[0], one[1], TOKENS, key=key), asked)
+    assert all(
+        tokens == expected[model][PROMPTS.index(prompt)]
+        for tokens, (model, prompt) in zip(mixed, asked, strict=True)
+    )
+
+    refused = fleet.run("adapters", "sync", "x", str(root / "rank32"), expect=1)
+    assert "rank 32, and this fleet takes 16" in refused.stderr
+    body = {**greedy_body("x", PROMPTS[0], 1), "prompt_logprobs": 0}
+    answer = httpx.post(f"{url}/v1/completions", json=body, headers=bearer(key), timeout=60)
+    assert answer.status_code == 400 and "prompt log-probabilities" in answer.text
+    both = httpx.post(
+        f"{url}/v1/completions", json={**body, "model": "base"}, headers=bearer(key), timeout=60
+    )
+    assert both.status_code == 200
+
+    fleet.run("restart", "lora-0", timeout_s=UP_TIMEOUT_S)
+    assert answers("x") == wanted
+    assert answers("first") == first
+
+    pushed = fleet.run("sync-weights", str(root / "b"))
+    assert "adapters stay: first@1, x@2" in pushed.stderr
+    assert answers("x") == reference.tokens("b", "x3")
+    assert answers("base") == reference.tokens("b")
+
+    fleet.run("adapters", "unload", "x")
+    for _ in range(2):
+        answer = httpx.post(f"{url}/v1/completions", json=body, headers=bearer(key), timeout=60)
+        assert answer.status_code == 404
+    [left] = fleet.data("adapters")["adapters"]
+    assert (left["name"], left["servers"]) == ("first", ["lora-0", "lora-1"])
+
+
+@pytest.fixture(params=["stub", pytest.param("real", marks=pytest.mark.real)])
+async def server(request: pytest.FixtureRequest) -> AsyncIterator[VLLMServer]:
+    async with ControlClient() as client:
+        if request.param == "stub":
+            async with running([StubServer()]) as targets:
+                yield VLLMServer(client, targets[0], timeout_s=10)
+            return
+        fleet = request.getfixturevalue("fleet")
+        url = fleet.data("urls")["servers"]["lora-1"]
+        yield VLLMServer(client, ServerTarget("real", url, fleet.control_token), timeout_s=30)
+
+
+async def test_what_the_stub_says_of_adapters_is_what_a_server_says(
+    server: VLLMServer, reference: Reference
+) -> None:
+    async def mine() -> list[tuple[str, str, bool]]:
+        found = [(one.name, one.path, one.in_flight) for one in await server.adapters()]
+        return [one for one in found if one[0].startswith("c")]
+
+    async def refusal(call: Any) -> tuple[int, str]:
+        with pytest.raises(ServerError) as caught:
+            await call
+        return caught.value.status, caught.value.message
+
+    one, two = str(reference.root / "x1"), str(reference.root / "x2")
+    model = (await server.models())[0]
+    await server.load_adapter("c@1", one)
+    await server.name_adapter("c", "c@1")
+    await server.name_adapter("c", "c@1")
+    assert await mine() == [("c", one, False)]
+    answer = await server.complete({"model": "c", "prompt": [97], "max_tokens": 2})
+    assert answer["model"] == "c@1"
+    status, words = await refusal(server.load_adapter("c", two))
+    assert status == 400 and "already been loaded" in words
+    await server.load_adapter("c@2", two)
+    await server.name_adapter("c", "c@2")
+    assert await mine() == [("c", two, False)]
+    for name, loaded in (("c", "c@9"), (model, "c")):
+        status, words = await refusal(server.name_adapter(name, loaded))
+        assert status == 404 and "which is not loaded" in words
+    assert (await refusal(server.load_adapter("d", "/nowhere")))[0] == 404
+    status, words = await refusal(server.load_adapter("d", str(reference.root / "rank32")))
+    assert status == 500 and "rank 32 is greater than max_lora_rank 16" in words
+    asked = {"model": "c", "prompt": [97], "max_tokens": 1, "prompt_logprobs": 0}
+    status, words = await refusal(server.complete(asked))
+    assert status == 400 and "prompt log-probabilities" in words
+    for _ in range(2):
+        await server.unload_adapter("c")
+    assert await mine() == []
+    assert (await refusal(server.complete({**asked, "prompt_logprobs": None})))[0] == 404
+
+
+async def test_a_server_that_takes_no_adapters_says_so() -> None:
+    stub = StubServer()
+    stub.adapters.enabled = False
+    async with ControlClient() as client, running([stub]) as [target]:
+        with pytest.raises(ServerError) as caught:
+            await VLLMServer(client, target).load_adapter("x", "/x")
+    assert caught.value.refusal == Refusal.NO_ADAPTERS

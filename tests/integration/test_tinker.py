@@ -1,0 +1,153 @@
+"""The unmodified tinker SDK against a real fleet: what was trained is what vLLM samples with."""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.integration.fleet_cli import SKYCTL, UP_TIMEOUT_S, FleetCli
+
+tinker = pytest.importorskip("tinker")
+pytest.importorskip("vllm")
+from tinker import types  # noqa: E402
+
+pytestmark = [
+    pytest.mark.real,
+    pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning"),
+]
+BASE = "org/tiny"
+SENTENCE = "The fleet came up, and every server answered before the kettle had boiled."
+
+
+class TinkerServe:
+    """`skyctl tinker serve`, started again after a kill."""
+
+    def __init__(self, fleet: FleetCli) -> None:
+        lines = fleet.run("urls", "--format", "tinker").stdout.splitlines()
+        self.url = lines[0].partition("=")[2]
+        self.key_file = Path(lines[1].partition("cat ")[2].rstrip(')"'))
+        self._fleet = fleet
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        with (self._fleet.directory / "tinker.log").open("ab") as log:
+            self.process = subprocess.Popen(
+                [SKYCTL, "tinker", "serve"],
+                cwd=self._fleet.directory,
+                env=self._fleet.env,
+                stdout=log,
+                stderr=log,
+            )
+        deadline = time.monotonic() + 60
+        while True:
+            try:
+                httpx.get(f"{self.url}/api/v1/healthz")
+                return
+            except httpx.TransportError:
+                assert self.process.poll() is None, (
+                    self._fleet.directory / "tinker.log"
+                ).read_text()
+                assert time.monotonic() < deadline
+                time.sleep(0.1)
+
+
+@pytest.fixture
+def fleet(tmp_path: Path) -> Iterator[FleetCli]:
+    found = FleetCli(tmp_path / "d", tmp_path / "home", {"HF_HUB_OFFLINE": "1"})
+    found.directory.mkdir()
+    from skyctl.checkpoints.tiny import make_tiny_checkpoint
+    from skyctl.launch.local.ports import free_port
+
+    make_tiny_checkpoint(found.directory / "org" / "tiny", seed=1)
+    (found.directory / "fleet.yaml").write_text(
+        "name: tinker\nmodel: ./org/tiny\nserved_model_name: tiny\nreplicas: 1\n"
+        "args: {max-model-len: 256, enforce-eager: true}\n"
+        "lora: {max_rank: 16, max_adapters: 2}\n"
+        f"tinker: {{base_model: {BASE}, port: {free_port('127.0.0.1')}, max_rank: 16}}\n"
+    )
+    try:
+        found.run("up", timeout_s=UP_TIMEOUT_S)
+        yield found
+    finally:
+        found.run("down", expect=None)
+
+
+def test_vllm_samples_what_the_sdk_trained(
+    fleet: FleetCli, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    monkeypatch.setenv("TINKER_TELEMETRY", "0")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.chdir(fleet.directory)  # the tokenizer is found here under the model's name
+    serving = TinkerServe(fleet)
+    serving.start()
+    request.addfinalizer(lambda: serving.process and serving.process.kill())
+    assert serving.key_file.stat().st_mode & 0o777 == 0o600
+    key = serving.key_file.read_text().strip()
+    with tinker.ServiceClient(base_url=serving.url, api_key=key) as client:
+        trainer = client.create_lora_training_client(base_model=BASE, rank=8, seed=3).result()
+        row = trainer.get_tokenizer().encode(SENTENCE)
+        base = client.create_sampling_client(base_model=BASE).result()
+        before = greedy(base, row[:4])
+        assert agrees_with_trainer(base, row[:4], before)
+
+        samplers = []
+        for _ in range(3):  # one more than the servers hold adapters
+            for _ in range(5):
+                forward = trainer.forward_backward([datum(row)], "cross_entropy")
+                trainer.optim_step(types.AdamParams(learning_rate=5e-3)).result()
+            samplers.append(trainer.save_weights_and_get_sampling_client().result())
+        assert forward.result().metrics["loss:sum"] / len(row) < 1
+        answers = [greedy(sampler, row[:4]) for sampler in samplers]
+        for sampler, answer in zip(samplers, answers, strict=True):
+            assert agrees_with_trainer(sampler, row[:4], answer)
+        tokens = [tuple(answer.tokens) for answer in (before, *answers)]
+        assert len(set(tokens)) > 2
+        # the last one's trainer says the same without going through a checkpoint
+        full = row[:4] + list(answers[-1].tokens)
+        own = trainer.forward([datum(full)], "cross_entropy").result().loss_fn_outputs[0]
+        assert list(own["logprobs"].data)[3:] == pytest.approx(answers[-1].logprobs, abs=1e-3)
+
+        assert serving.process is not None
+        serving.process.kill()
+        serving.process.wait()
+        late = samplers[0].sample(types.ModelInput.from_ints(row[:4]), 1, params(20))
+        serving.start()
+        assert list(late.result(timeout=120).sequences[0].tokens) == list(answers[0].tokens)
+        assert list(greedy(base, row[:4]).tokens) == list(before.tokens)
+        forward = trainer.forward([datum(full)], "cross_entropy").result(timeout=120)
+        assert list(forward.loss_fn_outputs[0]["logprobs"].data) == list(own["logprobs"].data)
+
+
+def datum(tokens: list[int]) -> Any:
+    return types.Datum(
+        model_input=types.ModelInput.from_ints(tokens[:-1]),
+        loss_fn_inputs={"target_tokens": tokens[1:]},
+    )
+
+
+def params(tokens: int) -> Any:
+    return types.SamplingParams(max_tokens=tokens, temperature=0.0)
+
+
+def greedy(sampler: Any, prompt: list[int]) -> Any:
+    answer = sampler.sample(types.ModelInput.from_ints(prompt), 1, params(20)).result(timeout=120)
+    return answer.sequences[0]
+
+
+def agrees_with_trainer(sampler: Any, prompt: list[int], answer: Any) -> bool:
+    """vLLM's tokens are the trainer's most likely ones, its logprobs the trainer's to 1e-3."""
+    whole = types.ModelInput.from_ints(prompt + list(answer.tokens))
+    scored = sampler.sample(
+        whole, 1, params(1), include_prompt_logprobs=True, topk_prompt_logprobs=1
+    ).result(timeout=120)
+    count = len(prompt)
+    best = [top[0][0] for top in scored.topk_prompt_logprobs[count:]]
+    assert best == list(answer.tokens)
+    assert scored.prompt_logprobs[count:] == pytest.approx(answer.logprobs, abs=1e-3)
+    return True

@@ -1,0 +1,150 @@
+"""The API process as tests run it: `python -m tests.unit.tinker.serving DIRECTORY PORT CHECKPOINT`.
+
+Its worker is the real one. Its servers are not: they answer with fixed tokens, and what they were
+asked is in a file.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from skyctl.errors import ServerError
+from skyctl.tinker.api import Offer
+from skyctl.tinker.serve import Settings, serve
+from skyctl.tinker.training import Limits
+from skyctl.tinker.training_process import WorkerSettings
+
+BASE, KEY = "org/tiny", "tml-" + "0" * 32
+
+
+class FixedServers:
+    """Answers 65, 66, 67 … to whatever it is asked; notes calls in `asked.jsonl`."""
+
+    base, context = "served", 256
+
+    def __init__(self, directory: Path) -> None:
+        self._file = directory / "asked.jsonl"
+
+    def _note(self, **what: Any) -> None:
+        with self._file.open("a") as file:
+            file.write(json.dumps(what) + "\n")
+
+    async def complete(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        self._note(complete=dict(body))
+        if body["prompt"] == [13]:
+            raise ServerError("no", status=400)
+        if body["prompt"] == [14]:
+            await asyncio.sleep(600)
+        tokens = list(range(65, 65 + body["max_tokens"]))
+        top = [{f"token_id:{token}": -0.5} for token in tokens]
+        logprobs = {"token_logprobs": [-0.5] * len(tokens), "top_logprobs": top}
+        choice = {"token_ids": tokens, "logprobs": logprobs, "finish_reason": "length"}
+        return {"choices": [{**choice, "index": index} for index in range(body["n"])]}
+
+    @asynccontextmanager
+    async def using(self, name: str, directory: str) -> AsyncIterator[None]:
+        self._note(load=name, directory=directory)
+        yield
+
+    async def unload(self, name: str) -> None:
+        self._note(unload=name)
+
+
+class ServingProcess:
+    """One API process over a directory that outlives it."""
+
+    def __init__(self, directory: Path, checkpoint: Path, **limits: float) -> None:
+        self.directory, self.checkpoint, self.limits = directory, checkpoint, limits
+        directory.mkdir(exist_ok=True, mode=0o700)
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self.port = free.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        with (self.directory / "log").open("ab") as log:
+            self.process = subprocess.Popen(
+                [
+                    sys.executable,
+                    "-m",
+                    "tests.unit.tinker.serving",
+                    str(self.directory),
+                    str(self.port),
+                    str(self.checkpoint),
+                    json.dumps(self.limits),
+                ],
+                cwd=Path(__file__).parents[3],
+                env={**os.environ, "HF_HUB_OFFLINE": "1"},
+                stdout=log,
+                stderr=log,
+            )
+        deadline = time.monotonic() + 60
+        while True:
+            try:
+                assert self.get("healthz") == {"status": "ok"}
+                return
+            except httpx.TransportError:
+                assert self.process.poll() is None, (self.directory / "log").read_text()
+                assert time.monotonic() < deadline
+                time.sleep(0.05)
+
+    def get(self, path: str) -> Any:
+        answer = httpx.get(f"{self.url}/api/v1/{path}", headers={"X-API-Key": KEY})
+        answer.raise_for_status()
+        return answer.json()
+
+    def worker_pid(self) -> int | None:
+        """The live worker's."""
+        assert self.process is not None
+        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text()
+        return int(children.split()[0]) if children.split() else None
+
+    def kill(self) -> None:
+        assert self.process is not None
+        self.process.kill()
+        self.process.wait()
+
+    def kill_worker(self) -> None:
+        if (pid := self.worker_pid()) is not None:
+            os.kill(pid, signal.SIGKILL)
+
+    def stop(self) -> int:
+        assert self.process is not None
+        self.process.terminate()
+        return self.process.wait(30)
+
+    def asked(self) -> list[dict[str, Any]]:
+        """What the servers were asked."""
+        file = self.directory / "asked.jsonl"
+        return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+
+def main() -> None:
+    directory, port, checkpoint, limits = sys.argv[1:]
+    settings = Settings(
+        Path(directory),
+        "127.0.0.1",
+        int(port),
+        Offer(BASE, largest_rank=64, body_bytes=1_000_000),
+        WorkerSettings(BASE, checkpoint, "cpu", "float32", threads=1),
+        Limits(**json.loads(limits)),
+    )
+    asyncio.run(serve(settings, KEY, FixedServers(Path(directory))))
+
+
+if __name__ == "__main__":
+    main()

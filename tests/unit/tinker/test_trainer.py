@@ -1,0 +1,353 @@
+"""The trainer against the same computed another way: merged weights, plain loops, float64."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from safetensors.torch import load_file  # noqa: E402
+from torch import Tensor  # noqa: E402
+from torch.func import functional_call  # noqa: E402
+
+from skyctl.tinker import wire  # noqa: E402
+from skyctl.tinker.adapter import Base  # noqa: E402
+from skyctl.tinker.files import DamagedCheckpoint  # noqa: E402
+from skyctl.tinker.losses import LossError  # noqa: E402
+from skyctl.tinker.trainer import Trainer  # noqa: E402
+
+LORA = {"rank": 4, "seed": 7, "train_unembed": True, "train_mlp": True, "train_attn": True}
+ROWS = ([5, 300, 41, 8, 77, 260], [9, 280, 411], [100, 101, 102, 103])
+RL = {"logprobs", "advantages"}
+
+
+@pytest.fixture(scope="module")
+def base(tiny_base: Path) -> Base:
+    torch.set_num_threads(1)
+    return Base(str(tiny_base / "org" / "tiny"), device="cpu", dtype="float32")
+
+
+@pytest.fixture
+def trainer(base: Base) -> Trainer:
+    """One model with a B that is not zero, so that A has a gradient too."""
+    trainer = Trainer(base, name="org/tiny", batch_tokens=16)
+    trainer.create("m", LORA)
+    with torch.no_grad():
+        generator = torch.Generator().manual_seed(1)
+        for name, value in trainer.models["m"].parameters.items():
+            if name.endswith("lora_B"):
+                value.copy_(0.05 * torch.randn(value.shape, generator=generator))
+    return trainer
+
+
+def tensor(value: Tensor, sparse: bool = False) -> Any:
+    kinds = {torch.int64: wire.INT64, torch.float32: wire.FLOAT32}
+    message = wire.message("Tensor")(dtype=kinds[value.dtype], shape=value.shape)
+    if sparse:
+        csr = value.to_sparse_csr()
+        message.sparse_csr.values = csr.values().numpy().tobytes()
+        message.sparse_csr.crow_indices = csr.crow_indices().numpy().tobytes()
+        message.sparse_csr.col_indices = csr.col_indices().numpy().tobytes()
+    else:
+        message.dense = value.numpy().tobytes()
+    return message
+
+
+def request(
+    loss: str,
+    data: list[tuple[list[int], dict[str, Tensor]]],
+    config: dict[str, float] | None = None,
+    *,
+    forward_only: bool = False,
+    sparse: bool = False,
+) -> bytes:
+    message = wire.message("ForwardBackwardRequest")(
+        model_id="m", seq_id=1, loss_fn=loss, loss_fn_config=config, forward_only=forward_only
+    )
+    for tokens, inputs in data:
+        datum = message.data.add()
+        chunk = torch.tensor(tokens, dtype=torch.int32).numpy().tobytes()
+        datum.model_input.add().encoded_text.tokens = chunk
+        for name, value in inputs.items():
+            datum.loss_fn_inputs[name].CopyFrom(tensor(value, sparse and value.dim() == 2))
+    return bytes(message.SerializeToString())
+
+
+def inputs_for(loss: str, count: int, generator: Any) -> dict[str, Tensor]:
+    found = {"target_tokens": torch.randint(0, 512, (count,), generator=generator)}
+    if loss == "cross_entropy":
+        return {**found, "weights": torch.rand(count, generator=generator)}
+    found["logprobs"] = -6 - 0.5 * torch.rand(count, generator=generator)
+    found["advantages"] = torch.randn(count, generator=generator)
+    if loss == "gspo":
+        found["sequence_ratio_mask"] = (torch.arange(count) > 0).float()
+    return found
+
+
+def reference(
+    trainer: Trainer, loss: str, data: list[tuple[list[int], dict[str, Tensor]]], config: Any
+) -> tuple[float, dict[str, Tensor], list[Tensor]]:
+    """Loss, gradients and logprobs from merged weights, one row and one token at a time."""
+    found = trainer.models["m"]
+    lora = {
+        name: value.detach().clone().requires_grad_() for name, value in found.parameters.items()
+    }
+    weights = dict(trainer.base.model.state_dict())
+    for name in [key[: -len(".lora_A")] for key in lora if key.endswith("lora_A")]:
+        change = lora[f"{name}.lora_B"] @ lora[f"{name}.lora_A"]
+        weights[f"{name}.weight"] = weights[f"{name}.weight"] + 32 / found.config.rank * change
+    total, all_logprobs = torch.zeros((), dtype=torch.float64), []
+    for tokens, inputs in data:
+        answer = functional_call(trainer.base.model, weights, (torch.tensor([tokens]),))
+        distribution = torch.log_softmax(answer.logits[0].double(), -1)
+        rows = []
+        for place in range(len(tokens)):
+            target = inputs["target_tokens"][place]
+            rows.append(distribution[place][target])
+        lp = torch.stack(rows)
+        all_logprobs.append(lp.detach())
+        total = total + by_hand(loss, lp, inputs, config)
+    names = list(lora)
+    gradients = torch.autograd.grad(total, [lora[name] for name in names])
+    return float(total.detach()), dict(zip(names, gradients, strict=True)), all_logprobs
+
+
+def by_hand(loss: str, lp: Tensor, inputs: dict[str, Tensor], config: Any) -> Tensor:
+    if loss == "cross_entropy":
+        return -(lp * inputs.get("weights", torch.ones(1)).double()).sum()
+    q, advantage = inputs["logprobs"].double(), inputs["advantages"].double()
+    low, high = config.get("clip_low_threshold", 0.8), config.get("clip_high_threshold", 1.2)
+    total = torch.zeros((), dtype=torch.float64)
+    if loss == "gspo":
+        mask = inputs["sequence_ratio_mask"].bool()
+        sequence = math.exp(float((lp.detach() - q)[mask].mean()))
+    for t in range(len(lp)):
+        ratio = torch.exp(lp[t] - q[t])
+        a = advantage[t]
+        if loss == "importance_sampling":
+            total = total - ratio * a
+        elif loss == "cispo":
+            total = total - min(max(float(ratio), low), high) * lp[t] * a
+        elif loss == "dro":
+            total = total - (lp[t] * a - 0.5 * config["beta"] * (lp[t] - q[t]) ** 2)
+        else:
+            if loss == "gspo":
+                ratio = sequence * torch.exp(lp[t] - float(lp[t].detach()))
+            unclipped, clipped = ratio * a, ratio.clamp(low, high) * a
+            total = total - (unclipped if unclipped <= clipped else clipped)
+    return total
+
+
+@pytest.mark.parametrize(
+    ("loss", "config"),
+    [
+        ("cross_entropy", {}),
+        ("importance_sampling", {}),
+        ("ppo", {}),
+        ("ppo", {"clip_low_threshold": 0.5, "clip_high_threshold": 3.0}),
+        ("cispo", {}),
+        ("dro", {"beta": 0.3}),
+        ("gspo", {}),
+    ],
+)
+def test_losses_and_their_gradients_are_those_of_the_formula(
+    trainer: Trainer, loss: str, config: dict[str, float]
+) -> None:
+    generator = torch.Generator().manual_seed(3)
+    data = [(row, inputs_for(loss, len(row), generator)) for row in ROWS]
+    total, gradients, logprobs = reference(trainer, loss, data, config)
+    answer = wire.message("ForwardBackwardOutput").FromString(
+        trainer.forward_backward("m", request(loss, data, config))
+    )
+    assert answer.metrics["loss:sum"] == pytest.approx(total, rel=1e-5)
+    assert len(answer.loss_fn_outputs) == len(ROWS)
+    for record, expected in zip(answer.loss_fn_outputs, logprobs, strict=True):
+        got = torch.frombuffer(bytearray(record.fields["logprobs"].data), dtype=torch.float32)
+        assert torch.allclose(got.double(), expected, atol=1e-5)
+    found = trainer.models["m"]
+    assert found.gradients is not None
+    for (name, expected), got in zip(gradients.items(), found.gradients, strict=True):
+        scale = float(expected.abs().max())
+        assert scale > 0 or loss == "ppo", name
+        assert float((got - expected).abs().max()) <= 1e-5 * max(scale, 1.0), name
+
+
+@pytest.mark.parametrize("sparse", [False, True])
+def test_several_targets_of_a_token_are_summed_with_their_weights(
+    trainer: Trainer, sparse: bool
+) -> None:
+    targets = torch.tensor([[4, 9], [0, 7], [3, 0]])
+    weights = torch.tensor([[0.5, 0.5], [0.0, 1.0], [0.25, 0.0]])
+    tokens = [5, 6, 7]
+    body = request(
+        "cross_entropy", [(tokens, {"target_tokens": targets, "weights": weights})], sparse=sparse
+    )
+    answer = wire.message("ForwardBackwardOutput").FromString(trainer.forward_backward("m", body))
+    with torch.no_grad(), trainer.base.using(trainer.models["m"].parameters):
+        rows = torch.log_softmax(trainer.base.logits([torch.tensor(tokens)])[0], -1)
+    expected = -(rows.gather(1, targets) * weights).sum()
+    assert answer.metrics["loss:sum"] == pytest.approx(float(expected), rel=1e-5)
+    assert list(answer.loss_fn_outputs[0].fields["logprobs"].trailing_shape) == [2]
+
+
+def test_a_step_is_adamw_over_the_sum_of_all_gradients_since_the_last(trainer: Trainer) -> None:
+    generator = torch.Generator().manual_seed(3)
+    data = [(row, inputs_for("cross_entropy", len(row), generator)) for row in ROWS]
+    found = trainer.models["m"]
+    mine = {
+        name: value.detach().clone().requires_grad_() for name, value in found.parameters.items()
+    }
+    adam = torch.optim.AdamW(mine.values(), lr=3e-3, betas=(0.8, 0.9), eps=1e-8, weight_decay=0.1)
+    params = {
+        "learning_rate": 3e-3, "beta1": 0.8, "beta2": 0.9, "eps": 1e-8, "weight_decay": 0.1,
+        "grad_clip_norm": 5.0,
+    }  # fmt: skip
+    for _ in range(3):
+        _, gradients, _ = reference(trainer, "cross_entropy", data, {})
+        for datum in data:  # one request each
+            trainer.forward_backward("m", request("cross_entropy", [datum]))
+        metrics = trainer.optim_step("m", params)
+        for name, value in mine.items():
+            value.grad = gradients[name].float()
+        norm = torch.nn.utils.clip_grad_norm_(mine.values(), 5.0)
+        adam.step()
+        assert metrics["grad_norm"] == pytest.approx(float(norm), rel=1e-4)
+        for name, value in mine.items():
+            assert torch.allclose(found.parameters[name], value, atol=1e-5), name
+        with torch.no_grad():  # the next step begins at the same point
+            for name, value in mine.items():
+                value.copy_(found.parameters[name])
+
+
+@pytest.mark.parametrize("rank", [1, 128])
+def test_a_checkpoint_gives_back_every_bit(trainer: Trainer, tmp_path: Path, rank: int) -> None:
+    generator = torch.Generator().manual_seed(3)
+    body = request("cross_entropy", [(ROWS[0], inputs_for("cross_entropy", 6, generator))])
+    trainer.create("a", {**LORA, "rank": rank})
+    trainer.save("a", tmp_path / "fresh", optimizer=True)
+    trainer.open("b", tmp_path / "fresh", optimizer=True)
+    for model in ("a", "b"):
+        trainer.forward_backward(model, body)
+        trainer.optim_step(model, {"learning_rate": 1e-2})
+    trainer.save("a", tmp_path / "one", optimizer=True)
+    trainer.open("b", tmp_path / "one", optimizer=True)
+    outputs = []
+    for model in ("a", "b"):
+        trainer.forward_backward(model, body)
+        trainer.optim_step(model, {"learning_rate": 1e-2})
+        outputs.append(trainer.forward_backward(model, body))
+    assert outputs[0] == outputs[1]
+    for name, value in trainer.models["a"].parameters.items():
+        assert torch.equal(value, trainer.models["b"].parameters[name])
+    names = set(load_file(tmp_path / "one" / "adapter_model.safetensors"))
+    assert "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight" in names
+    assert "base_model.model.lm_head.lora_B.weight" in names
+
+
+def test_a_damaged_checkpoint_is_not_opened(trainer: Trainer, tmp_path: Path) -> None:
+    trainer.save("m", tmp_path / "c", optimizer=False)
+    with pytest.raises(LossError, match="no optimizer state"):
+        trainer.open("n", tmp_path / "c", optimizer=True)
+    file = tmp_path / "c" / "adapter_model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1] + b"\1")
+    with pytest.raises(DamagedCheckpoint, match="not what was written"):
+        trainer.open("n", tmp_path / "c", optimizer=False)
+    assert "n" not in trainer.models
+
+
+def one(**changes: Any) -> list[tuple[list[int], dict[str, Tensor]]]:
+    inputs = {"target_tokens": torch.tensor([1, 2]), **changes}
+    return [([5, 6], {name: value for name, value in inputs.items() if value is not None})]
+
+
+RATIO = {"logprobs": torch.zeros(2), "advantages": torch.ones(2)}
+
+
+@pytest.mark.parametrize(
+    ("loss", "data", "config", "said"),
+    [
+        ("nothing", one(), {}, "not offered"),
+        ("stable_reinforce", one(), {}, "not offered"),
+        ("cross_entropy", [], {}, "no data"),
+        ("cross_entropy", one(target_tokens=None), {}, "needs loss_fn_inputs"),
+        ("cross_entropy", one(weight=torch.ones(2)), {}, "no input 'weight'"),
+        ("cross_entropy", one(weights=torch.ones(3)), {}, "must be the same"),
+        ("cross_entropy", one(target_tokens=torch.tensor([1])), {}, "has shape"),
+        ("cross_entropy", one(target_tokens=torch.tensor([1, 512])), {}, "0 to 511"),
+        ("cross_entropy", one(target_tokens=torch.tensor([1, -100])), {}, "0 to 511"),
+        ("cross_entropy", one(weights=torch.tensor([1, float("nan")])), {}, "not finite"),
+        ("cross_entropy", one(), {"beta": 1.0}, "no key 'beta'"),
+        ("ppo", one(), {}, "needs loss_fn_inputs"),
+        ("ppo", one(**RATIO), {"clip_low_threshold": float("nan")}, "finite"),
+        ("dro", one(**RATIO), {}, "beta"),
+        (
+            "importance_sampling",
+            one(**{**RATIO, "logprobs": torch.full((2,), -1e4)}),
+            {},
+            "loss is",
+        ),
+        ("cross_entropy", [([5] * 5000, {"target_tokens": torch.ones(5000).long()})], {}, "tokens"),
+        ("cross_entropy", [([600], {"target_tokens": torch.tensor([1])})], {}, "tokens outside"),
+        ("cross_entropy", [([], {"target_tokens": torch.ones(0).long()})], {}, "0 tokens"),
+    ],
+)
+def test_what_cannot_be_trained_on_is_refused_and_leaves_no_gradient(
+    trainer: Trainer, loss: str, data: Any, config: Any, said: str
+) -> None:
+    good = request("cross_entropy", one())
+    trainer.forward_backward("m", good)
+    before = trainer.models["m"].gradients
+    with pytest.raises(LossError, match=said):
+        # behind a datum that can be, in the batch before
+        first = one() * 8 if data and loss == "cross_entropy" else []
+        trainer.forward_backward("m", request(loss, first + data, config))
+    assert trainer.models["m"].gradients is before
+
+
+def test_a_sparse_tensor_may_not_claim_any_shape(trainer: Trainer) -> None:
+    message = wire.message("ForwardBackwardRequest")(loss_fn="cross_entropy")
+    datum = message.data.add()
+    datum.model_input.add().encoded_text.tokens = b"\5\0\0\0"
+    target = datum.loss_fn_inputs["target_tokens"]
+    target.dtype, target.sparse_csr.values = wire.INT64, b""
+    target.shape.extend([1, 2**40])
+    with pytest.raises(LossError, match="larger than"):
+        trainer.forward_backward("m", message.SerializeToString())
+
+
+def test_only_what_is_asked_for_is_trained(base: Base) -> None:
+    trainer = Trainer(base, name="org/tiny")
+    trainer.create("m", {**LORA, "train_mlp": False, "train_unembed": False})
+    names = {name.rsplit(".", 2)[-2] for name in trainer.models["m"].parameters}
+    assert names == {"q_proj", "k_proj", "v_proj", "o_proj"}
+    for rank in (0, 129):
+        with pytest.raises(LossError, match="rank"):
+            trainer.create("n", {**LORA, "rank": rank})
+    with pytest.raises(LossError, match="nothing to do"):
+        nothing = {"train_mlp": False, "train_unembed": False, "train_attn": False}
+        trainer.create("n", {**LORA, **nothing})
+
+
+def test_prompt_logprobs_are_the_models_own(trainer: Trainer, tmp_path: Path) -> None:
+    import numpy as np
+
+    trainer.save("m", tmp_path / "c", optimizer=False)
+    tokens = ROWS[0]
+    with torch.no_grad(), trainer.base.using(trainer.models["m"].parameters):
+        rows = torch.log_softmax(trainer.base.logits([torch.tensor(tokens)])[0], -1).numpy()
+    targets = torch.tensor([[1, -1]] * 5)
+    found = trainer.prompt_logprobs(tmp_path / "c", tokens, top=2, last=2, targets=targets)
+    scored = np.frombuffer(found["prompt_logprobs"], np.float32)
+    assert np.isnan(scored[:4]).all()
+    assert np.allclose(scored[4:], [rows[3, tokens[4]], rows[4, tokens[5]]], atol=1e-6)
+    best = np.frombuffer(found["top_ids"], np.int32).reshape(6, 2)
+    assert list(best[5]) == list(np.argsort(-rows[4])[:2])
+    asked = np.frombuffer(found["targets"], np.float32).reshape(5, 2)
+    assert np.allclose(asked[:, 0], rows[:5, 1], atol=1e-6)
+    assert not asked[:, 1].any()
+    plain = trainer.prompt_logprobs(None, tokens, top=0, last=None, targets=None)
+    assert not np.allclose(np.frombuffer(plain["prompt_logprobs"], np.float32)[4:], scored[4:])
