@@ -6,11 +6,12 @@
     push       no     no      no     no
     recover    no     no      no     no        its own pushes are part of it
 
-Pauses and resumes share the fleet. Whatever else acts has it to itself, so that nobody thaws what a
-push has paused, and the record of a sleep is in the order in which servers slept. Changes of
-processes (up, restart, scale) happen in the supervisor alone, which does one at a time, none beside
-a push or a recovery, and lets verbs pass. The admission of a restarted server is outside the rule:
-nobody else acts on a server that is not up yet. `down` ends whatever goes on.
+Pauses and resumes share the fleet; the one that ends last asks the servers what to record. Whatever
+else acts has it to itself, so that nobody thaws what a push has paused, and the record of a sleep
+is in the order in which servers slept. Changes of processes (up, restart, scale) happen in the
+supervisor alone, which does one at a time, none beside a push or a recovery, and lets verbs pass.
+The admission of a restarted server is outside the rule: nobody else acts on a server that is not up
+yet. `down` ends whatever goes on.
 
 The rule is the same for attached and supervised fleets: one kernel lock in the fleet's directory
 (`store/locks.py`), taken by the process that acts. Two machines that attach the same servers do not
@@ -27,6 +28,7 @@ import os
 import shlex
 import sys
 import time
+from collections.abc import Awaitable, Callable
 from contextvars import ContextVar
 from enum import Enum
 from pathlib import Path
@@ -42,6 +44,14 @@ _POLL_S = 0.02
 
 caller: ContextVar[str] = ContextVar("caller", default="")
 """The command that asked for what is being done, where another process carries it out."""
+
+
+async def _listens() -> bool:
+    return False
+
+
+hung_up: ContextVar[Callable[[], Awaitable[bool]]] = ContextVar("hung_up", default=_listens)
+"""Whether that command has gone meanwhile."""
 
 
 class Act(Enum):

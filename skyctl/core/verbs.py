@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from skyctl import engines
 from skyctl.core import actions
 from skyctl.core.health import sleep_level
 from skyctl.core.service import Control, Outcomes, Pause, Resume, Sleep, Wake
@@ -20,6 +21,8 @@ from skyctl.http.target import ServerTarget
 from skyctl.store.adapters import is_current
 from skyctl.store.in_doubt import in_doubt
 from skyctl.store.state import FleetState, ServerRow
+
+_ENDED = "verbs_ended"  # how many have; a pause and a resume may be under way at once
 
 
 async def run(
@@ -50,7 +53,7 @@ async def run(
     if isinstance(asked, Wake):
         rows |= await _put_sleep_on_record(targets, rows, client, state, timeout_s)
         _refuse_discarded(rows.values(), asked.tags, device)
-    doubted = in_doubt(state)
+    doubted, before = in_doubt(state), state.get(_ENDED)
     skipped = {
         name: why
         for name, row in rows.items()
@@ -61,9 +64,13 @@ async def run(
     if isinstance(asked, Wake):
         outcomes = await _with_adapters(outcomes, state, called, client, timeout_s)
     with state.transaction():
+        ended = state.get(_ENDED)
+        state.set(_ENDED, number := str(int(ended or 0) + 1))
         state.update_servers({o.server: _changes(asked, o) for o in outcomes if o.ok})
         if called:
             state.add_event(*_event(asked, outcomes))
+    if ended != before and isinstance(asked, Pause | Resume):
+        outcomes = await _taken_last(asked, outcomes, state, called, client, number)
     if isinstance(asked, Wake):
         await _pause_again(outcomes, state, called, client, timeout_s)
     found = {o.server: _with_context(asked, o, rows[o.server]) for o in outcomes}
@@ -101,6 +108,36 @@ async def _call(
         case Wake():
             return (*await actions.wake(client, targets, tags=asked.tags, timeout_s=timeout_s),)
     return (*await actions.resume(client, targets, timeout_s=timeout_s),)
+
+
+async def _taken_last(
+    asked: Control,
+    outcomes: Outcomes,
+    state: FleetState,
+    targets: Sequence[ServerTarget],
+    client: ControlClient,
+    number: str,
+) -> Outcomes:
+    """Another pause or resume ended while this one was under way: which of them a server took last
+    it says itself, and that is put on record."""
+    meant, timeout_s = isinstance(asked, Pause), actions.READ_BACK_TIMEOUT_S
+
+    async def ask(target: ServerTarget) -> bool:
+        return await engines.server(client, target, timeout_s=timeout_s).is_paused()
+
+    done = {outcome.server for outcome in outcomes if outcome.ok}
+    found = await fan_out([t for t in targets if t.name in done], ask, timeout_s=timeout_s)
+    paused = {one.server: bool(one.value) for one in found if one.ok}
+    with state.transaction():
+        if state.get(_ENDED) == number:  # who ended after this one has asked after it
+            state.update_servers({name: {"paused": now} for name, now in paused.items()})
+    why = f"{'resumed' if meant else 'paused'} by another command meanwhile"
+    return tuple(
+        replace(one, status=OutcomeStatus.FAILED, detail=why)
+        if paused.get(one.server, meant) != meant
+        else one
+        for one in outcomes
+    )
 
 
 async def _put_sleep_on_record(

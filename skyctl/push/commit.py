@@ -24,7 +24,10 @@ async def verify(run: Run, prepared: Prepared, content_digest: str) -> None:
     loaded = alive([site for site in prepared.sites if site.holds is Holds.NEW])
 
     async def digest(site: Site) -> None:
-        meanwhile = asyncio.gather(_refuse_thawed(site), site.vllm.reset_caches())
+        # both have ended when this has: a pause of a push that is over would freeze its server
+        meanwhile = asyncio.gather(
+            _refuse_thawed(site), site.vllm.reset_caches(), return_exceptions=True
+        )
         try:
             if not (run.request.verify or site.copied):
                 return
@@ -35,7 +38,9 @@ async def verify(run: Run, prepared: Prepared, content_digest: str) -> None:
                 numbered=numbered(site),
             )
         finally:
-            await meanwhile
+            failed = [one for one in await meanwhile if isinstance(one, BaseException)]
+            if failed:
+                raise failed[0]
         site.digest, site.compared = found.digest, found.compared
         if site.expected:
             said = await settle_parameters(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from skyctl.errors import PushError, SkyctlError, StateUnwritable
+from skyctl.errors import PushError, ServerError, SkyctlError, StateUnwritable
 from skyctl.http.fanout import OutcomeStatus
 from skyctl.kill_points import reached
 from skyctl.push.cancellation import Abandoned
@@ -18,6 +18,7 @@ from skyctl.push.sites import (
     require_paused,
     responsive,
 )
+from skyctl.push.verify import weights_digest
 from skyctl.store.in_doubt import HELD
 
 
@@ -134,11 +135,28 @@ async def roll_back(run: Run, sites: Sequence[Site]) -> None:
         for site in sites:
             if site.open:  # not closed: its layers are empty
                 site.holds = Holds.UNKNOWN
+        await _label_verified(run, [site for site in able if site.holds is Holds.OLD])
         await resume(run, [site for site in able if site.holds is Holds.OLD])
         for site in sites:
             if site.holds is Holds.UNKNOWN:
                 site.failure = site.failure or "an earlier push broke off and left it half updated"
                 run.observer.server(site.name, "quarantined", site.failure)
+
+
+async def _label_verified(run: Run, sites: Sequence[Site]) -> None:
+    """What an earlier push had verified, and died before it labelled it, gets its label: thawed
+    without, it would serve under that of the weights before."""
+
+    async def call(site: Site) -> None:
+        label, site.holds = site.server.verified_as, Holds.UNKNOWN  # until it is done
+        found = await weights_digest(site.vllm, timeout_s=run.fleet.update_timeout_s)
+        if found.digest != site.server.weights_digest:
+            raise ServerError(f"{site.name}: it does not hold {label} (digest {found.digest})")
+        await site.vllm.set_weight_version(label)
+        site.holds, site.old_version = Holds.OLD, label
+
+    verified = [site for site in sites if site.server.verified_as]
+    await each(verified, call, timeout_s=run.fleet.update_timeout_s, what="label")
 
 
 async def resume(run: Run, sites: Sequence[Site]) -> None:

@@ -38,7 +38,8 @@ async def give_back(
         raise ServerError(f"{name}: nobody knows what its weights were before the push")
     if slept:  # the push may have died before it was done
         await server.wake(["weights"])
-    if stage not in _BEFORE_SESSIONS:
+    # nothing would show that a push before this one has left a session open
+    if stage not in _BEFORE_SESSIONS or not digest:
         try:
             await server.finish_weight_update(timeout_s=timeout_s)
         except ServerError as error:

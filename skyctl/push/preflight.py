@@ -289,6 +289,8 @@ def _site(
     *,
     colocated: bool,
 ) -> Site:
+    # is_sleeping and the metric of a CPU server say nothing: what was typed is on record
+    asleep = colocated and (facts.asleep or server.sleep_level > 0)
     return Site(
         server=server,
         vllm=_server(server, facts, client, fleet),
@@ -300,8 +302,8 @@ def _site(
         kv_lease_s=facts.kv_lease_s,
         holds=Holds.UNKNOWN if server.half_updated else Holds.OLD,
         open=server.thaw,  # a push broke off there: its session may be open
-        # is_sleeping and the metric of a CPU server say nothing: what was typed is on record
-        asleep=colocated and (facts.asleep or server.sleep_level > 0),
+        frozen=server.thaw and not asleep,  # and what is undone gives it back
+        asleep=asleep,
     )
 
 

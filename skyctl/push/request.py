@@ -99,8 +99,9 @@ class PushServer:
     x data parallel). `instance` identifies the running process: while it is the same, a group that
     the server joined still stands ("" when unknown: never assumed). `half_updated`: an earlier push
     broke off there, so that it is scrubbed first; `thaw`: that push froze it, so that this one
-    resumes it. `weights_awake`: it sleeps, but for its weights, which were woken. `sleep_level` is
-    how deep it sleeps, as far as is on record; `paused`: somebody wants it paused when it wakes.
+    resumes it. `verified_as` is the label that what it holds gets before that, "" where it needs
+    none. `weights_awake`: it sleeps, but for its weights, which were woken. `sleep_level` is how
+    deep it sleeps, as far as is on record; `paused`: somebody wants it paused when it wakes.
     `weights_digest` is what its weights are on record to come to, "" where nothing is;
     `launched_with` names the content it was started with (`push/expected.py`), "" when that is not
     certain, or something was pushed since; `arguments` names those it was started with, "" where
@@ -114,6 +115,7 @@ class PushServer:
     instance: str = ""
     half_updated: bool = False
     thaw: bool = False
+    verified_as: str = ""
     weights_awake: bool = False
     sleep_level: int = 0
     paused: bool = False

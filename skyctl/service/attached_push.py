@@ -45,6 +45,7 @@ def begin(
                 device="cuda" if ref.config.device == "cuda" else "cpu",
                 half_updated=doubts.get(target.name, NO_DOUBT).half_updated,
                 thaw=doubts.get(target.name, NO_DOUBT).thaw and not rows[target.name].paused,
+                verified_as=doubts.get(target.name, NO_DOUBT).version,
                 weights_awake=rows[target.name].weights_awake,
                 sleep_level=rows[target.name].sleep_level,
                 paused=rows[target.name].paused,

@@ -146,10 +146,13 @@ def doubt(state: FleetState, found: Mapping[str, InDoubt]) -> None:
                 before is not None and before.half_updated and not one.version
             )
             woken = one.woken or (before is not None and before.woken)
-            digest = one.digest
+            digest, version = one.digest, one.version
             if before is not None and not one.version:
                 digest = before.digest or one.digest
-            _save(state, replace(one, half_updated=half, woken=woken, digest=digest))
+                version = "" if half else before.version
+            _save(
+                state, replace(one, half_updated=half, woken=woken, digest=digest, version=version)
+            )
             changes: dict[str, Any] = {"weights_awake": True} if woken else {}
             if not state.server(name).quarantine:
                 changes["quarantine"] = f"{one.job} broke off in stage {one.stage}"

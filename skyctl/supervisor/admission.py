@@ -48,6 +48,7 @@ def push_fleet(
                 instance=replica.instance,
                 half_updated=doubts.get(replica.name, NO_DOUBT).half_updated,
                 thaw=doubts.get(replica.name, NO_DOUBT).thaw and not replica.row.paused,
+                verified_as=doubts.get(replica.name, NO_DOUBT).version,
                 weights_awake=replica.weights_awake,
                 sleep_level=replica.row.sleep_level,
                 paused=replica.row.paused,

@@ -25,7 +25,7 @@ from starlette.routing import Route
 
 from skyctl import adapters
 from skyctl.core import service
-from skyctl.core.arbiter import caller
+from skyctl.core.arbiter import caller, hung_up
 from skyctl.core.service import FleetService
 from skyctl.errors import NotFoundError, SkyctlError, UsageError
 from skyctl.supervisor import interface
@@ -65,6 +65,7 @@ def make_app(
 
     async def endpoint(request: Request) -> Response:
         caller.set(unquote(request.headers.get(CALLER_HEADER, ""))[:_CALLER_LENGTH])
+        hung_up.set(request.is_disconnected)
         try:
             _refuse_strangers(request, token)
             _refuse_others(request)

@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 
 from skyctl.adapters import AdapterChange, LoadAdapter, UnloadAdapter
 from skyctl.core import verbs
-from skyctl.core.arbiter import Act, Turn
+from skyctl.core.arbiter import Act, Turn, hung_up
 from skyctl.core.diagnosis import Finding
 from skyctl.core.jobs import verify_servers
 from skyctl.core.membership import routable
@@ -327,6 +327,8 @@ class Supervisor(RecordedFleet, SupervisorService):
         self._refuse_beside_operation()
         turn = await self.arbiter.turn(Act.PUSH, "a push that is just starting")
         try:
+            if await hung_up.get()():  # its directory may hold another version by now
+                raise ConflictError("whoever asked for the push has gone meanwhile")
             self._refuse_beside_operation()
             return self.pushes.start(asked, turn).id
         except BaseException:

@@ -170,7 +170,8 @@ class Api:
         if self.app is None:  # it listens, and does not answer yet
             self.waiting.append((request, caller, reply))
             return
-        self.world.loop.create_task(self._answer(request, reply), context=process.context)
+        context = process.context.copy()  # what a request sets is its own
+        self.world.loop.create_task(self._answer(request, reply), context=context)
 
     async def _answer(self, request: Request, reply: Reply) -> None:
         path, _, query = request.path.partition("?")
@@ -188,8 +189,15 @@ class Api:
             "http_version": "1.1",
         }
         status, parts = 500, []
+        heard = False
 
         async def receive() -> Any:
+            nonlocal heard
+            if heard:  # the next thing that a caller does is to hang up
+                while not reply.gone():  # noqa: ASYNC110 - it may die in ways that tell nobody
+                    await asyncio.sleep(0.01)
+                return {"type": "http.disconnect"}
+            heard = True
             return {"type": "http.request", "body": request.body or b"", "more_body": False}
 
         async def send(message: Any) -> None:
@@ -338,15 +346,21 @@ class SupervisedWorld(World):
         supervisor = self.supervisor
         if supervisor is None or self.supervising is None or self.supervising.dead:
             return False
-        operation = supervisor.operation
+        operation, router = supervisor.operation, supervisor.router
         if any(replica.phase in _ON_THE_WAY for replica in supervisor.replicas.values()):
             return True
+        if router is not None:
+            behind = router.workers != set(supervisor.desired().values())
+            # without a server it waits, which may be for ever
+            if router.phase in ("starting", "restarting") or (router.phase == "ready" and behind):
+                return True
         return supervisor.pushes.job is not None or (
             operation is not None and operation.ended_at is None
         )
 
     def _on_record(self, fleet: Any) -> bool:
-        return not (self.disk.full or self.disk.failing)
+        on_disk = self.supervisor is not None and self.supervisor.state.unrecorded is None
+        return on_disk and not (self.disk.full or self.disk.failing)
 
     # --- commands -------------------------------------------------------------------------------
 

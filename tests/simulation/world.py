@@ -341,6 +341,7 @@ class World:
         """Let go of everything; what dead processes left unfinished unwinds into nothing."""
         for process in self.kernel.processes.values():
             self.kernel.kill(process, "is over")
+        self.tracing = False  # what unwinds from here on is no step of it
         self.disk.close()
         self.kernel.processes.clear()
 

@@ -60,11 +60,13 @@ async def test_weights_that_a_sleep_discarded_stay_awake_and_serve_nobody(stubs:
     assert engine.asleep == {"kv_cache"} and engine.paused and engine.served == []
 
 
-async def test_an_open_session_is_closed_first(stubs: Stubs) -> None:
+@pytest.mark.parametrize("stage", ["pause", "start"])
+async def test_an_open_session_is_closed_first(stubs: Stubs, stage: str) -> None:
+    """Also one of a push before the one that broke off."""
     [engine] = stubs.engines
     await engine.pause("keep")
     engine.start_update()
-    await given_back(stubs, "start")
+    await given_back(stubs, stage)
     assert engine.log[-2:] == ["finish", "resume"] and not engine.update_open
 
 

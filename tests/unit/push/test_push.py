@@ -10,9 +10,11 @@ from typing import Any
 
 import pytest
 
+from skyctl import engines
 from skyctl.errors import PreflightError, PushError, SkyctlError, StateUnwritable
 from skyctl.push.request import STAGES
 from skyctl.push.transaction import PushRequest, PushResult, push
+from skyctl.push.verify import weights_digest
 from tests.stub.faults import Fault
 from tests.stub.state import Scheduler, StubEngine, digest_of_updates
 from tests.unit.push.checkpoints import filled, tiny_tensors, write_checkpoint
@@ -435,6 +437,34 @@ async def test_an_intent_that_cannot_be_put_on_record_undoes_the_push(
         assert "update" not in engine.log
 
 
+@pytest.mark.parametrize("holds", ["what was verified", "something else"])
+@pytest.mark.parametrize("stage", ["pause", "start"])
+async def test_an_undone_push_gives_back_what_an_earlier_one_froze_under_the_label_it_verified(
+    stubs: Stubs, stage: str, holds: str
+) -> None:
+    observer = Recorder()
+    async with stubs.client() as client:
+        left = engines.server(client, stubs.fleet.servers[0].target, timeout_s=5.0)
+        digest = (await weights_digest(left, timeout_s=5.0)).digest
+    known = digest if holds == "what was verified" else "another"
+    first = replace(stubs.fleet.servers[0], thaw=True, verified_as="step-7", weights_digest=known)
+    stubs.fleet = replace(stubs.fleet, servers=(first, *stubs.fleet.servers[1:]))
+    await stubs.engines[0].pause("keep")
+
+    def full(name: str) -> None:
+        if name == stage:
+            raise StateUnwritable("cannot write state.sqlite: no space")
+
+    observer.on_stage = full
+    with pytest.raises(PushError) as caught:
+        await push_new(stubs, observer)
+    given_back = holds == "what was verified"
+    assert states(caught.value) == ["ready" if given_back else "quarantined", "ready"]
+    assert [engine.paused for engine in stubs.engines] == [not given_back, False]
+    label = "step-7" if given_back else "default"
+    assert [engine.weight_version for engine in stubs.engines] == [label, "default"]
+
+
 async def test_a_prefill_server_is_paused_before_the_decode_servers_that_fetch_its_kv(
     stubs: Stubs,
 ) -> None:
@@ -496,3 +526,20 @@ async def test_a_server_that_was_thawed_while_it_was_loaded_is_no_success(stubs:
         await push_new(stubs, observer)
     assert states(caught.value) == ["ready", "quarantined"]
     assert thawed.paused
+
+
+async def test_a_push_that_has_ended_pauses_nobody(stubs: Stubs) -> None:
+    """What asked beside the failed call whether its server is frozen has ended with it."""
+    frozen, observer = stubs.servers[1], Recorder()
+
+    def break_down(stage: str) -> None:
+        if stage == "verify":
+            frozen.asgi.faults |= {
+                "/reset_encoder_cache": Fault("status"),
+                "/is_paused": Fault("hang", calls=(frozen.asgi.calls["/is_paused"] + 1,)),
+            }
+
+    observer.on_stage = break_down
+    with pytest.raises(PushError):
+        await push_new(stubs, observer)
+    assert not [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -9,12 +10,14 @@ from typing import Any
 
 import pytest
 
+from skyctl.core import actions
 from skyctl.core.arbiter import Act, Arbiter
 from skyctl.core.registry import FleetRef
 from skyctl.core.service import Pause, Resume, Sleep, Wake
 from skyctl.errors import ConflictError, NotFoundError, UsageError
 from skyctl.fleetfile.schema import FleetConfig
 from skyctl.http.client import ControlClient
+from skyctl.http.fanout import Outcome
 from skyctl.push.request import PushRequest, PushResult, ServerPush
 from skyctl.service.attached import AttachedFleet
 from skyctl.store.in_doubt import touch
@@ -47,6 +50,30 @@ async def test_verbs_change_the_servers_and_status_sees_it(
         assert [r.state for r in (await fleet.status()).replicas] == ["paused", "paused"]
         await fleet.resume(Resume(servers=("far-1",)))
         assert [r.state for r in (await fleet.status()).replicas] == ["paused", "ready"]
+
+
+async def test_of_a_pause_and_a_resume_at_once_what_the_server_took_last_is_on_record(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    resume, taken, paused = actions.resume, asyncio.Event(), asyncio.Event()
+
+    async def answered_late(*arguments: Any, **more: Any) -> list[Outcome[None]]:
+        outcomes = await resume(*arguments, **more)
+        taken.set()
+        await paused.wait()
+        return outcomes
+
+    monkeypatch.setattr(actions, "resume", answered_late)
+    async with attached(tmp_path, monkeypatch, StubServer()) as fleet:
+        resuming = asyncio.create_task(fleet.resume())
+        await taken.wait()
+        await fleet.pause(Pause(mode="keep", clear_cache=False))
+        paused.set()
+        [outcome] = await resuming
+        assert (outcome.ok, outcome.detail) == (False, "paused by another command meanwhile")
+        assert fleet.state.server("far-0").paused
+        assert [outcome.ok for outcome in await fleet.resume()] == [True]
+        assert not fleet.state.server("far-0").paused
 
 
 async def test_a_paused_server_that_slept_is_paused_again_when_it_wakes(

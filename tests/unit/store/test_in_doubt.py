@@ -172,6 +172,17 @@ def test_what_is_half_updated_stays_so_until_it_was_put_right(state: FleetState)
     assert in_doubt(state) == {}
 
 
+@pytest.mark.parametrize("sent", [False, True])
+def test_what_was_verified_keeps_its_label_until_something_is_sent(
+    state: FleetState, sent: bool
+) -> None:
+    verified = InDoubt("a", "push-1", "resume", False, True, digest="weights", version="v2")
+    doubt(state, {"a": verified})
+    doubt(state, {"a": InDoubt("a", "push-2", "update" if sent else "pause", sent, True)})
+    assert in_doubt(state)["a"].version == ("" if sent else "v2")
+    assert in_doubt(state)["a"].digest == "weights"
+
+
 def test_a_push_of_its_own_is_remembered_without_a_quarantine(state: FleetState) -> None:
     touch(state, "a", "a push of its own")
     assert in_doubt(state)["a"].half_updated and in_doubt(state)["a"].thaw

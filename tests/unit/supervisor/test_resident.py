@@ -16,6 +16,7 @@ import psutil
 import pytest
 
 from skyctl.core import arbiter
+from skyctl.core.arbiter import hung_up
 from skyctl.core.plan import FleetPlan
 from skyctl.core.service import Down, Pause, Restart, Resume, Sleep, StatusQuery, Wake
 from skyctl.core.status import Operation
@@ -470,6 +471,22 @@ async def test_a_push_waits_until_its_fleet_is_taken_over_and_for_nothing_else(
         supervisor.operation = Operation(8, "scale", "", time.time())
         with pytest.raises(ConflictError, match="busy: scale"):
             await supervisor.start_push(PushRequest("/ckpt"))
+
+
+async def test_a_push_whose_asker_has_hung_up_meanwhile_is_not_begun(
+    tmp_path: Path, push: FakePush
+) -> None:
+    async def gone() -> bool:
+        return True
+
+    async with supervising(tmp_path) as supervisor:
+        await bring_up(supervisor, fleet_plan([stub_server("a")]))
+        listening = hung_up.set(gone)
+        with pytest.raises(ConflictError, match="has gone meanwhile"):
+            await supervisor.start_push(PushRequest("/ckpt"))
+        hung_up.reset(listening)
+        assert not supervisor.state.journal.jobs() and not supervisor.arbiter.holders()
+        assert (await supervisor.start_push(PushRequest("/ckpt"))).startswith("push-")
 
 
 async def test_a_second_push_is_refused_and_told_of_the_first(
