@@ -260,8 +260,9 @@ class Supervisor(RecordedFleet, SupervisorService):
             drain_timeout_s = self.plan.config.drain_timeout_s if self.plan is not None else 0.0
         names = tuple(row.name for row in self.state.processes() if row.alive())
         await self._stop_operation(BY_DOWN)
-        await self.pushes.stop()
+        # before the push is stopped: what it leaves in doubt is not recovered any more
         self.operation = Operation(next(self._numbers), "down", "", time.time())
+        await self.pushes.stop()
         self.state.set("going_down", "1")  # whoever comes after a death in the middle goes on
         reached("down.begin")
         try:
