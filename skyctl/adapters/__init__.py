@@ -9,6 +9,7 @@ from skyctl.adapters.change import (
     changing,
     enter,
     load,
+    restore,
     retire,
     unload,
 )
@@ -25,6 +26,7 @@ __all__ = [
     "enter",
     "load",
     "read_adapter",
+    "restore",
     "retire",
     "unload",
     "write_adapter",

@@ -25,7 +25,14 @@ from skyctl import engines
 from skyctl.adapters.peft import Adapter, check_fits, copy_adapter, read_adapter
 from skyctl.checkpoints.staging import held, staged, sweep
 from skyctl.engines.base import Refusal, Server
-from skyctl.errors import ConflictError, NotFoundError, ServerError, SkyctlError, UsageError
+from skyctl.errors import (
+    ConflictError,
+    NotFoundError,
+    PreflightError,
+    ServerError,
+    SkyctlError,
+    UsageError,
+)
 from skyctl.http.client import ControlClient
 from skyctl.http.fanout import Outcome, OutcomeStatus, failure, fan_out
 from skyctl.http.target import ServerTarget
@@ -38,7 +45,7 @@ RETIRE_AFTER_S = 10.0
 """How long the files of a version stay at least once nobody can ask for it: a request that was
 accepted just before may not be in the server's list yet."""
 
-_NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._:/-]{0,127}$")
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/-]{0,127}")
 _POLL_S = 0.02
 _ADVICE = {
     Refusal.CANNOT_NAME: "install skyctl in the interpreter that runs this server, and restart it",
@@ -171,6 +178,20 @@ async def enter(fleet: AdapterFleet, asked: LoadAdapter) -> AdapterVersion:
             store.intend_version(fleet.state, new, ())
             store.commit(fleet.state, new.name, ())
     return new
+
+
+async def restore(fleet: AdapterFleet, lost: AdapterVersion) -> None:
+    """Copy a version anew whose files are gone: they lay in memory, and the machine was started
+    anew since.
+
+    Raises:
+        SkyctlError: what it was made from is gone as well, or is something else by now.
+    """
+    adapter = await asyncio.to_thread(read_adapter, lost.source)
+    if adapter.digest != lost.digest:
+        raise PreflightError(f"{lost.source} is not what {lost.served_as} was made from any more")
+    async with _own_copy(fleet.directory, adapter) as copy, changing(fleet, lost.name):
+        store.record_path(fleet.state, lost, str(copy))
 
 
 @asynccontextmanager
@@ -414,7 +435,7 @@ def _version(fleet: AdapterFleet, name: str, adapter: Adapter, copy: Path) -> Ad
 
 
 def _check_name(fleet: AdapterFleet, asked: LoadAdapter) -> None:
-    if not _NAME.match(asked.name) or "//" in asked.name:
+    if not _NAME.fullmatch(asked.name) or "//" in asked.name:
         raise UsageError(
             f"{asked.name!r} cannot be the name of an adapter",
             hint="take letters, digits and . _ - : / (the version is added after an @)",

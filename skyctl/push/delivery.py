@@ -44,6 +44,8 @@ class Delivery(Protocol):
     can_retry: bool
     frees_late: bool
     """What it holds on the servers' devices may stay there until they have been resumed."""
+    copies: bool
+    """Servers copy into their parameters, where vLLM's loader could take over."""
 
     @property
     def content_digest(self) -> str:
@@ -79,6 +81,7 @@ class ChunkDelivery:
     """Chunks read by a sender process and moved by a transport."""
 
     frees_late = False
+    copies = False
     _shows = False
     """Servers copy out of the sender's slots by themselves."""
 
@@ -182,12 +185,14 @@ class ChunkDelivery:
     def _reserve_bytes(self, sites: Sequence[Site], lease: Lease) -> int:
         """What servers will take on the GPUs where the sender's slots lie.
 
-        Nothing where the last push of this sender filled them in the same way: they kept it.
+        Servers take nothing where the last push of this sender filled them in the same way: they
+        kept it. The sender gave back what it had.
         """
-        filling = self._filling(sites)
-        if not self._transport.shares_gpus or (filling and lease.filled == filling):
+        if not self._transport.shares_gpus:
             return 0
-        return self._worker_bytes(sites) + self._numbering_bytes()
+        filling = self._filling(sites)
+        kept = bool(filling) and lease.filled == filling
+        return (0 if kept else self._worker_bytes(sites)) + self._numbering_bytes()
 
     def _worker_bytes(self, sites: Sequence[Site]) -> int:
         gpus = [site.server.gpus for site in sites]

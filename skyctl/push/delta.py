@@ -69,18 +69,19 @@ async def compare(
 def held_tensors(
     tensors: Sequence[Tensor], crc32: Mapping[str, int], before: Mapping[str, int]
 ) -> frozenset[str]:
-    """The tensors of layers in which none differs. A layer is loaded as a whole: vLLM fuses tensors
-    and completes modules. Where no layer differs the smallest is not among them: a push sends
-    something. Pure."""
+    """The tensors of layers in which none differs, and of which none is gone. A layer is loaded as
+    a whole: vLLM fuses tensors and completes modules. Where no layer differs the smallest is not
+    among them: a push sends something. Pure."""
     layers: dict[str, list[Tensor]] = {}
     for tensor in tensors:
         layers.setdefault(layer_of(tensor.name), []).append(tensor)
+    lost = {layer_of(name) for name in before.keys() - crc32.keys()}
     alike = {
         layer: of
         for layer, of in layers.items()
-        if all(before.get(tensor.name) == crc32[tensor.name] for tensor in of)
+        if layer not in lost and all(before.get(tensor.name) == crc32[tensor.name] for tensor in of)
     }
-    if len(alike) == len(layers):
+    if layers and len(alike) == len(layers):
         del alike[min(alike, key=lambda layer: sum(tensor.nbytes for tensor in alike[layer]))]
     return frozenset(tensor.name for of in alike.values() for tensor in of)
 

@@ -17,6 +17,7 @@ class DiskDelivery:
     """One call per server."""
 
     frees_late = False
+    copies = False
     can_retry = False  # no call scrubs a reload which broke off
 
     def __init__(self, checkpoint: Checkpoint, fleet: PushFleet) -> None:

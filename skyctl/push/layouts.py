@@ -150,10 +150,17 @@ async def _ask(
     for site in sites:
         if site.asleep or site.server.weights_awake:
             raise NotInLayout(f"{site.name} sleeps")
+    # also after a push that broke off: who is asked lets go of what that one's sender had shown it
+    asked = (_ask_one(site, timeout_s=timeout_s) for site in sites)
+    found = await asyncio.gather(*asked, return_exceptions=True)
+    for site in sites:
         if site.holds is not Holds.OLD:
             raise NotInLayout(f"an earlier push broke off in {site.name}")
-    found = await asyncio.gather(*(_ask_one(site, timeout_s=timeout_s) for site in sites))
-    return dict(zip([site.name for site in sites], found, strict=True))
+    for one in found:
+        if isinstance(one, BaseException):
+            raise one
+    told = [one for one in found if not isinstance(one, BaseException)]
+    return dict(zip([site.name for site in sites], told, strict=True))
 
 
 async def _ask_one(site: Site, *, timeout_s: float) -> tuple[LayoutReport, ...]:

@@ -43,6 +43,7 @@ class RuntimeDelivery(ChunkDelivery):
     """
 
     frees_late = True  # freeing a model's size takes a tenth of the freeze
+    copies = True
     _shows = True
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
@@ -108,7 +109,10 @@ class RuntimeDelivery(ChunkDelivery):
             await super().init(sites)
 
     async def start(self, sites: Sequence[Site], *, scrubbing: bool = False) -> None:
-        """Nothing to open."""
+        """Nothing to open. Without its sender nothing can be copied: so far it can be undone."""
+        failure = self._opened()[0].sender.failure
+        if failure is not None:
+            self._all_failed(sites, failure)
 
     async def update(self, sites: Sequence[Site], on_progress: Callable[[int], None]) -> None:
         for site in sites:

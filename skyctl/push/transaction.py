@@ -233,14 +233,16 @@ def _tell_verified(run: Run, prepared: Prepared, label: str, content_digest: str
 async def _stage(run: Run, prepared: Prepared, delivery: Delivery) -> Delivery:
     """Do ahead what can be done ahead. Its failures are refusals: nothing was touched.
 
-    Returns what the push goes on with: vLLM's loader, where a server cannot get ready to copy.
+    Returns what the push goes on with: vLLM's loader, where a server cannot get ready to copy, or
+    the sender cannot stage what servers would copy.
     """
     try:
         try:
             await delivery.open(prepared.sites)
             return delivery
-        except CannotCopy as why:
-            if run.request.layout == "runtime":
+        except (CannotCopy, SenderFailed) as why:
+            copies = isinstance(why, CannotCopy) or (delivery.copies and not why.final)
+            if not copies or run.request.layout == "runtime":
                 raise
             run.note(f"by vLLM's loader, not in the runtime's layout: {why.message}")
         await delivery.close()

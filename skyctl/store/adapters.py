@@ -167,6 +167,17 @@ def record_server(state: FleetState, server: str, has: Mapping[str, AdapterVersi
             _record(state, server, name, one.version)
 
 
+def forget(state: FleetState) -> None:
+    """No server takes adapters any more."""
+    left = served(state).keys() | unfinished(state).keys()
+    if not left:
+        return
+    with state.durable():
+        for name in left:
+            intend_unload(state, name, ())
+            commit(state, name, ())
+
+
 def superseded(state: FleetState, before: float) -> list[AdapterVersion]:
     """Versions whose files are still there although nobody has been able to ask for them since
     `before` (epoch seconds)."""
@@ -181,6 +192,14 @@ def forget_version(state: FleetState, gone: AdapterVersion) -> None:
     state.database.write(
         "DELETE FROM adapter_versions WHERE name = ? AND version = ?", gone.name, gone.version
     )
+
+
+def record_path(state: FleetState, one: AdapterVersion, path: str) -> None:
+    """The fleet's own copy of a version lies elsewhere from now on."""
+    state.database.write(
+        "UPDATE adapter_versions SET path = ? WHERE name = ? AND version = ?",
+        path, one.name, one.version,
+    )  # fmt: skip
 
 
 def kept_paths(state: FleetState) -> set[str | None]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from skyctl import adapters
@@ -35,14 +37,22 @@ async def unload(supervisor: Supervisor, asked: UnloadAdapter) -> AdapterChange:
 
 async def take_initial(supervisor: Supervisor, plan: FleetPlan) -> None:
     """Put on record what the fleet file names and nobody has loaded or changed: servers that start
-    take it before they are routed, those that are up take it now.
+    take it before they are routed, those that are up take it now. Files that a reboot took are
+    copied anew, where what they were made from is still there.
 
     Raises:
         SkyctlError: an adapter is not what it was when the plan was checked.
     """
     if plan.config.lora is None:
+        store.forget(supervisor.state)  # or servers that start would wait for what they cannot take
         return
     fleet = _fleet(supervisor, plan)
+    for one in store.served(supervisor.state).values():
+        if not await asyncio.to_thread(Path(one.path).exists):
+            try:
+                await adapters.restore(fleet, one)
+            except SkyctlError as error:
+                supervisor.state.add_event("adapters", f"{one.served_as} is lost: {error.message}")
     for name, path in plan.config.lora.adapters.items():
         if name not in store.served(supervisor.state):
             directory = resolve_relative(path, plan.base_dir)

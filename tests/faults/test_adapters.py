@@ -62,6 +62,14 @@ def test_a_server_that_starts_again_has_the_adapters_before_it_serves(fleet: Stu
     assert [one["servers"] for one in listed] == [["stubs-0", "stubs-1", "stubs-2"]] * 2
 
 
+def test_a_fleet_that_takes_adapters_no_longer_comes_up_without_them(fleet: StubFleet) -> None:
+    fleet.write(extra="router: {enabled: false}")
+    write_checkpoint(fleet.directory / "model")
+    fleet.run("up", "--wait-timeout", "60")
+    assert fleet.json("adapters")["data"]["adapters"] == []
+    assert [row["state"] for row in replicas(fleet)] == ["ready", "ready"]
+
+
 def test_a_supervisor_killed_amid_a_sync_leaves_one_version_everywhere(fleet: StubFleet) -> None:
     marker = fleet.directory / "kill"
     before = served(fleet)
@@ -72,7 +80,7 @@ def test_a_supervisor_killed_amid_a_sync_leaves_one_version_everywhere(fleet: St
         fleet.run("status")  # another supervisor takes its place, and will die at the point
         del fleet.environ["SKYCTL_KILL_AT"]
         fleet.run("adapters", "sync", "first", "x3", expect=4)
-        fleet.run("wait", "--timeout", "60")
+        fleet.run("wait", "--timeout", "20")
         assert served(fleet) == before, point
     fleet.run("adapters", "sync", "first", "x3")
     after = served(fleet)

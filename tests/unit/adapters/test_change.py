@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from pathlib import Path
@@ -129,6 +130,7 @@ async def test_each_version_has_a_directory_of_its_own_that_outlives_the_source(
         (lambda f: f.load("stub", 2), UsageError, "name of the model itself"),
         (lambda f: f.load("x@2", 2), UsageError, "cannot be the name"),
         (lambda f: f.load("", 2), UsageError, "cannot be the name"),
+        (lambda f: f.load("x\n", 2), UsageError, "cannot be the name"),
         (lambda f: f.load("z", 9), NotFoundError, "does not exist"),
         (lambda f: f.load("z", 8), PreflightError, "rank 32"),
     ],
@@ -360,3 +362,19 @@ async def test_nothing_is_sent_that_could_not_be_put_on_record(
     with pytest.raises(ServerError):
         await fleet.load("x", 1)
     assert all(not stub.asgi.calls[LOAD] for stub in fleet.stubs)
+
+
+async def test_files_that_a_reboot_took_are_copied_anew_while_their_source_is_the_same(
+    fleet: Fleet,
+) -> None:
+    await fleet.load("x", 1)
+    lost = store.served(fleet.state)["x"]
+    shutil.rmtree(Path(lost.path).parent)
+    await adapters.restore(fleet.fleet, lost)
+    found = store.served(fleet.state)["x"]
+    assert adapters.read_adapter(found.path).digest == lost.digest
+    assert replace(found, path=lost.path) == lost
+    shutil.rmtree(Path(found.path).parent)
+    make_adapter(fleet.tmp_path / "v1", value=0.9)
+    with pytest.raises(PreflightError, match="is not what x@1 was made from any more"):
+        await adapters.restore(fleet.fleet, lost)

@@ -217,9 +217,14 @@ class Loader:
         monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
         monkeypatch.setattr(layout_load.LayoutLoader, "_map", lambda loader, payload: self.slots)
         self.slots = torch.zeros(0, dtype=torch.uint8)
-        runner = SimpleNamespace(get_model=lambda: model)
         self.loader = layout_load.LayoutLoader(
-            SimpleNamespace(model_runner=runner, device=torch.device("cpu"))
+            SimpleNamespace(
+                model_runner=SimpleNamespace(get_model=lambda: model),
+                device=torch.device("cpu"),
+                vllm_config=SimpleNamespace(
+                    parallel_config=SimpleNamespace(data_parallel_index=0, world_size=1, rank=0)
+                ),
+            )
         )
 
     def copy(self, program: Program, plan: ChunkPlan, chunks: list[Any], slots: int) -> None:
@@ -264,4 +269,7 @@ def test_a_proven_layout_is_copied_through_slots_that_are_filled_again(
         name, parameter = next(iter(model.named_parameters()))
         parameter.data = parameter.data.clone()
         with pytest.raises(RuntimeError, match="not where they were"):
+            worker.loader.load([0], last=False)
+        worker.loader.report()  # the next push begins: that one was killed
+        with pytest.raises(RuntimeError, match="no program"):
             worker.loader.load([0], last=False)

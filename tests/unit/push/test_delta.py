@@ -46,6 +46,8 @@ def test_a_layer_is_sent_as_a_whole_and_something_is_always_sent(tmp_path: Path)
     assert left_out("lm_head") == {n for n in everything if ".layers." in n}
     assert left_out() in ({n for n in everything if layer_of(n) != layer} for layer in LAYERS)
     assert not left_out("layers", "norm")
+    gone = {**before, "model.layers.1.self_attn.q_proj.bias": 7}  # servers hold it still
+    assert not any(".layers.1." in n for n in held_tensors(checkpoint.tensors, before, gone))
     assert layer_of("visual.blocks.3.attn.qkv.weight") == "visual.blocks.3"
     assert content_digest(checkpoint.tensors, {}) == ""
 
@@ -103,6 +105,15 @@ async def test_a_server_that_lost_its_weights_meanwhile_gets_all_of_them(tmp_pat
     assert "recover" in observer.stages and "pushing again" in str(result.notes)
     assert len({engine.digest for engine in stubs.engines}) == 1
     assert stubs.engines[1].contents == rows.of_checkpoint(str(new))
+
+
+async def test_without_verification_nothing_is_left_out(tmp_path: Path) -> None:
+    stubs = Stubs(tmp_path)
+    asked = PushRequest(str(step(tmp_path / "step", "layers.1.")), delta=True, verify=False)
+    async with stubs.client() as client:
+        result = await push(asked, stubs.fleet, client=client, observer=Recorder())
+    assert result.skipped == {"tensors": 0, "bytes": 0} and result.content is not None
+    assert "without verification" in str(result.notes)
 
 
 @pytest.mark.parametrize("text", [b"", b"{", b"[]", b'{"digest": "d", "crc32": [1]}', b"\xff"])

@@ -17,7 +17,7 @@ from skyctl.engines.vllm.inside.layout_wire import (
     Program,
     layout_digest,
 )
-from skyctl.errors import PreflightError, ServerError
+from skyctl.errors import PreflightError, ServerError, SkyctlError
 from skyctl.push import layouts
 from skyctl.push.layouts import LayoutChoice, choose_layout, numbered, settle_parameters
 from skyctl.push.request import PushFleet
@@ -25,7 +25,7 @@ from skyctl.push.runtime_delivery import CannotCopy, RuntimeDelivery
 from skyctl.push.sites import Holds, Site
 from skyctl.push.transaction import _stage
 from skyctl.transfer.plan import plan_chunks
-from skyctl.transfer.sender_client import Opened, SenderProcess
+from skyctl.transfer.sender_client import Opened, SenderFailed, SenderProcess
 from skyctl.transfer.sender_pool import SenderPool
 from skyctl.transfer.transports.base import Filled, Transport
 from skyctl.transfer.transports.ipc import TRANSPORT as IPC
@@ -169,6 +169,14 @@ async def test_everything_else_is_left_to_the_loader_with_a_line_why(
     assert choice.note.startswith("by vLLM's loader") and reason in choice.note
     with pytest.raises(PreflightError, match="--layout runtime"):
         await chosen(checkpoint, one, wanted="runtime")
+
+
+async def test_a_server_in_which_a_push_broke_off_is_asked_so_that_it_lets_go(
+    checkpoint: Checkpoint,
+) -> None:
+    workers = Workers(failing="stuck")
+    assert "broke off in demo-0" in (await chosen(checkpoint, half_updated(site(workers)))).note
+    assert workers.asked == ["skyctl_layout"]
 
 
 async def test_nobody_is_asked_where_it_makes_no_difference(checkpoint: Checkpoint) -> None:
@@ -367,8 +375,8 @@ async def test_a_server_that_cannot_map_lets_go_and_can_be_loaded(
 class Opening:
     """A delivery of which only `open` matters here."""
 
-    def __init__(self, failure: Exception | None = None) -> None:
-        self.failure, self.closed = failure, False
+    def __init__(self, failure: Exception | None = None, *, copies: bool = False) -> None:
+        self.failure, self.copies, self.closed = failure, copies, False
 
     async def open(self, sites: Any) -> None:
         if self.failure is not None:
@@ -378,18 +386,19 @@ class Opening:
         self.closed = True
 
 
+@pytest.mark.parametrize("failure", [CannotCopy("demo-0: no room"), SenderFailed("no room")])
 @pytest.mark.parametrize(
     ("wanted", "second", "ends"),
     [
-        ("auto", Opening(), "by loader"),
-        ("auto", Opening(PreflightError("no GPU")), "no GPU"),
-        ("runtime", Opening(), "no room"),
+        ("auto", lambda: Opening(), "by loader"),
+        ("auto", lambda: Opening(PreflightError("no GPU")), "no GPU"),
+        ("runtime", lambda: Opening(), "no room"),
     ],
 )
 async def test_a_push_goes_on_by_the_loader_unless_copying_was_asked_for(
-    wanted: str, second: Opening, ends: str
+    wanted: str, second: Any, ends: str, failure: SkyctlError
 ) -> None:
-    first, notes = Opening(CannotCopy("demo-0: no room")), []
+    first, second, notes = Opening(failure, copies=True), second(), []
     run: Any = SimpleNamespace(
         request=SimpleNamespace(layout=wanted), fleet=None, senders=None, note=notes.append
     )
@@ -401,6 +410,24 @@ async def test_a_push_goes_on_by_the_loader_unless_copying_was_asked_for(
     with pytest.raises(PreflightError, match=ends):
         await _stage(run, prepared, first)  # type: ignore[arg-type]
     assert second.closed is (wanted == "auto")
+
+
+async def test_the_checkpoint_is_at_fault_whichever_way_it_goes() -> None:
+    failure = SenderFailed("it changed")
+    failure.final = True
+    run: Any = SimpleNamespace(request=SimpleNamespace(layout="auto"))
+    with pytest.raises(PreflightError, match="it changed"):
+        await _stage(run, SimpleNamespace(sites=()), Opening(failure, copies=True))  # type: ignore[arg-type]
+
+
+async def test_a_sender_that_died_before_the_first_copy_leaves_nothing_in_doubt(
+    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    workers = Workers()
+    monkeypatch.setattr(NumberingSender, "failure", SenderFailed("killed"))
+    one, _ = await copied_by(IPC, workers, checkpoint, monkeypatch)
+    assert (one.holds, one.failure) == (Holds.OLD, "killed")
+    assert workers.asked == ["skyctl_layout_open", "skyctl_layout_close"]
 
 
 class Breaking(Workers):

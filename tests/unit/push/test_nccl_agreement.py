@@ -23,7 +23,7 @@ def fact(name: str, settings: Mapping[str, str] | None) -> ServerFacts:
         backend="nccl",
         vllm_version="0.32.0",
         dialect=dialect_for("0.32.0"),
-        world_size=1,
+        ranks=(1, 1),
         paused=False,
         asleep=False,
         weight_version=None,

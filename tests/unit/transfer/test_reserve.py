@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from skyctl.checkpoints.checkpoint import read_checkpoint
+from skyctl.engines.vllm.inside.layout_wire import Copy, Program
 from skyctl.push.delivery import ChunkDelivery
 from skyctl.push.request import PushFleet
 from skyctl.push.worker_memory import worker_bytes
@@ -68,6 +70,15 @@ async def test_processes_of_which_nobody_knows_whether_they_are_the_same_may_tak
     senders = Senders()
     for _ in range(2):
         assert await pushed(senders, tmp_path / "a", ("1@1", "")) > 0
+
+
+def test_a_sender_leaves_room_for_its_own_numbering_at_every_push() -> None:
+    one = Program("layout", (), (Copy(0, 0, 4, 10, 0, 20, 8, 16),))
+    delivery: Any = ChunkDelivery.__new__(ChunkDelivery)
+    delivery._transport, delivery._distinct = Ipc(), [one]
+    delivery._filling = lambda sites: "the same"
+    lease: Any = SimpleNamespace(filled="the same")
+    assert delivery._reserve_bytes([], lease) == 2 * (8 + 3 * 16 + 10)
 
 
 async def test_a_sender_with_a_gpu_of_its_own_leaves_nothing(tmp_path: Path) -> None:

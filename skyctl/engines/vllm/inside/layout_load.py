@@ -57,7 +57,12 @@ class LayoutLoader:
         return int(parallel.data_parallel_index * parallel.world_size + parallel.rank)
 
     def report(self, known: Sequence[str] = ()) -> LayoutReport:
-        """How the model is made, as it is now; layouts of `known` digests are not spelt out."""
+        """How the model is made, as it is now; layouts of `known` digests are not spelt out.
+
+        Asked for as a push begins: what an earlier one mapped and never closed, because it was
+        killed, is let go of, or the sender's memory would stay on this GPU.
+        """
+        self.close()
         model = self._model
         if self._device.type != "cuda":
             return LayoutReport(self.rank, reason="its model is not on a GPU")
