@@ -35,7 +35,21 @@ def plan_warnings(
         *(PlanWarning(*found) for found in engine.warnings(launches, config.share_gpus)),
         *_core_warnings(launches, cpu_count),
         *_router_warnings(config),
+        *_tinker_warnings(config),
     )
+
+
+def _tinker_warnings(config: FleetConfig) -> list[PlanWarning]:
+    tinker = config.tinker
+    if tinker is None or is_loopback(tinker.host):
+        return []
+    return [
+        PlanWarning(
+            f"tinker.host {tinker.host}: its key and the training data cross the network "
+            "unencrypted; whoever reads the key can train, sample and delete checkpoints",
+            "leave `tinker: host` out (127.0.0.1), and reach it through a tunnel or a TLS proxy",
+        )
+    ]
 
 
 def _server_warnings(config: FleetConfig, device: str, backend: str) -> list[PlanWarning]:

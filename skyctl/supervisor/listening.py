@@ -26,6 +26,7 @@ from skyctl.fleetfile.schema import SupervisorSection
 from skyctl.store.credentials import ensure_secret, read_secret
 from skyctl.store.paths import FleetPaths, place_private_file
 from skyctl.supervisor.api import make_app
+from skyctl.supervisor.bounded import BoundedListener, ImpatientProtocol
 
 if TYPE_CHECKING:
     from skyctl.core.plan import FleetPlan
@@ -75,7 +76,7 @@ class Listening:
 
     def __init__(self, supervisor: Supervisor) -> None:
         self._supervisor = supervisor
-        self._section = SupervisorSection()
+        self._as: object = (SupervisorSection(), ())  # what it listens as; None: as it should not
         self._server: uvicorn.Server | None = None
         self._serving: asyncio.Task[None] | None = None
         self._turn = asyncio.Lock()
@@ -84,11 +85,12 @@ class Listening:
         """Begin, end or change listening. What cannot be done is told in the fleet's status."""
         section = plan.config.supervisor
         async with self._turn:
-            if section == self._section:
+            if self._as == (section, self._contents(section, plan.base_dir)):
                 return
             await self.close()
-            self._section, self._supervisor.not_listening = section, ""
+            self._as, self._supervisor.not_listening = None, ""
             if section.listen is None:
+                self._as = (section, ())
                 return
             try:
                 await self._open(section, plan.base_dir)
@@ -98,6 +100,7 @@ class Listening:
                 self._supervisor.not_listening = problem
                 self._supervisor.state.add_event("fleet", problem)
                 return
+            self._as = (section, self._contents(section, plan.base_dir))
             self._supervisor.state.add_event("fleet", f"listens at {section.listen}")
 
     async def close(self) -> None:
@@ -106,6 +109,12 @@ class Listening:
             self._server.should_exit = True
             await self._serving
             self._server = self._serving = None
+
+    def _contents(self, section: SupervisorSection, base_dir: Path) -> tuple[bytes, ...]:
+        """Of its files: a token or a certificate that was replaced must not be taken any more."""
+        found = entrance(section, base_dir, self._supervisor.paths)
+        files = () if found is None else (found.token_file, found.cert, found.key)
+        return tuple(_digest(path) for path in files if path is not None)
 
     async def _open(self, section: SupervisorSection, base_dir: Path) -> None:
         found = entrance(section, base_dir, self._supervisor.paths)
@@ -126,10 +135,11 @@ class Listening:
             timeout_graceful_shutdown=2,
             ssl_certfile=found.cert,
             ssl_keyfile=found.key,
+            http=ImpatientProtocol,
         )
         config.load()
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        listener = socket.create_server((host, port), family=family, backlog=64)
+        listener = BoundedListener(socket.create_server((host, port), family=family, backlog=64))
         self._server = QuietServer(config)
         self._serving = asyncio.create_task(self._server.serve(sockets=[listener]))
 
@@ -140,6 +150,13 @@ class QuietServer(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
+
+
+def _digest(path: Path) -> bytes:
+    try:
+        return hashlib.sha256(path.read_bytes()).digest()
+    except OSError:
+        return b""
 
 
 def ensure_certificate(cert: Path, key: Path, host: str) -> None:

@@ -147,7 +147,7 @@ class Api:
                 raise HTTPException(400, _readable(error)) from error
             except Missing as error:
                 raise HTTPException(404, str(error)) from error
-            except (Unanswerable, ValueError) as error:
+            except (Unanswerable, ValueError, OverflowError) as error:
                 raise HTTPException(400, str(error)) from error
             except StateUnwritable as error:
                 await asyncio.sleep(1.0)  # the SDK asks again at once
@@ -443,7 +443,10 @@ class Api:
     async def _sample(self, request: Request) -> Response:
         body = await self._body(request)
         asked = bodies.Sample.model_validate_json(body)
-        question(json.loads(body))  # what is not offered is refused here, once
+        try:
+            question(json.loads(body))  # what is not offered is refused here, once
+        except (TypeError, AttributeError, LookupError) as error:
+            raise ValueError(f"the body is no sample request: {error}") from error
         if self._sampling.busy > MOST_SAMPLES:
             raise HTTPException(429, "too many samples are under way")
         sampler, seq = asked.sampling_session_id, asked.seq_id
@@ -521,9 +524,9 @@ class Api:
         return JSONResponse({"completions": completions, "cursor": cursor})
 
     async def _cancel(self, request: Request) -> Response:
-        asked = json.loads(await self._body(request))
-        for name in asked.get("request_ids") or [asked.get("request_id")]:
-            self._sampling.cancel(str(name))
+        asked = await self._json(request, bodies.Cancel)
+        for name in asked.request_ids or [asked.request_id or ""]:
+            self._sampling.cancel(name)
         return JSONResponse({})
 
     # --- runs and checkpoints ------------------------------------------------------------------

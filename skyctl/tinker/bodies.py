@@ -118,16 +118,21 @@ class Future(_Body):
     allow_metadata_only: bool = False
 
 
+class Cancel(_Body):
+    request_id: str | None = None
+    request_ids: list[str] | None = None
+
+
 class FuturesTarget(_Body):
     type: Literal["sampling_session"]
     sampling_session_id: str
-    cloned_sampler_id: int = 0
+    cloned_sampler_id: From0 = 0
 
 
 class Futures(_Body):
     target: FuturesTarget
-    prev_cursor: int = 0
-    timeout: float | None = None
+    prev_cursor: From0 = 0
+    timeout: Annotated[float, Field(allow_inf_nan=False)] | None = None
     retrieved_request_ids: list[str] = []
 
 

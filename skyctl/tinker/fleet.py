@@ -13,7 +13,7 @@ from contextlib import asynccontextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 from skyctl.adapters import LoadAdapter, UnloadAdapter
-from skyctl.errors import ConflictError, NotFoundError, SkyctlError
+from skyctl.errors import ConflictError, FleetDownError, NotFoundError, SkyctlError
 from skyctl.generate.requests import GenerationClient
 from skyctl.service.endpoint import find_endpoint
 from skyctl.tinker.sampling import COMPLETIONS
@@ -37,6 +37,7 @@ class FleetServers:
         self._client = client
         self._most = most
         self._loaded: dict[str, int] = {}  # name → requests that use it; least recently used first
+        self._unwanted: set[str] = set()  # on servers, perhaps on some of them: go first
         self._changing = asyncio.Lock()
         self._freed = asyncio.Event()
 
@@ -52,18 +53,24 @@ class FleetServers:
                 if name not in self._loaded:
                     await self._make_room()
                     await self._load(name, directory)
+                    self._unwanted.discard(name)
                     self._loaded[name] = 0
         self._loaded[name] = self._loaded.pop(name) + 1
         try:
             yield
         finally:
             self._loaded[name] -= 1
+            if name in self._unwanted and not self._loaded[name]:
+                del self._loaded[name]
             self._freed.set()
 
     async def unload(self, name: str) -> None:
-        """See `Servers`."""
+        """See `Servers`. One that answers something now stays until its place is needed: whoever
+        unloads it ends what is under way."""
         async with self._changing:
-            if self._loaded.pop(name, None) is not None:
+            if self._loaded.get(name, 0):
+                self._unwanted.add(name)
+            elif self._loaded.pop(name, None) is not None:
                 await self._unload(name)
 
     async def adopt(self) -> None:
@@ -73,6 +80,8 @@ class FleetServers:
                 self._loaded[adapter.name] = 0
 
     async def _make_room(self) -> None:
+        for name in self._unwanted - self._loaded.keys():
+            await self._unload(name)
         while len(self._loaded) >= max(1, self._most - await self._others()):
             idle = [name for name, users in self._loaded.items() if users == 0]
             if idle:
@@ -92,8 +101,14 @@ class FleetServers:
         await _when_free(lambda: self._fleet.load_adapter(asked))
 
     async def _unload(self, name: str) -> None:
-        with suppress(NotFoundError):
+        self._unwanted.add(name)
+        try:
             await _when_free(lambda: self._fleet.unload_adapter(UnloadAdapter(name=name)))
+        except FleetDownError:  # a NotFoundError too, but of the fleet: it still has the adapter
+            raise
+        except NotFoundError:
+            pass
+        self._unwanted.discard(name)
 
 
 async def _when_free(change: Any) -> None:

@@ -10,6 +10,7 @@ import array
 import asyncio
 import json
 import logging
+import math
 import sqlite3
 import time
 from collections.abc import Mapping, Sequence
@@ -98,6 +99,8 @@ def question(body: Mapping[str, Any]) -> Question:
         tokens += [int(token) for token in chunk["tokens"]]
     if not tokens:
         raise Unanswerable("the prompt has no tokens")
+    if min(tokens) < 0:
+        raise Unanswerable("the prompt has negative tokens")
     params = body.get("sampling_params") or {}
     stop = params.get("stop")
     samples, top = int(body.get("num_samples") or 1), int(body.get("topk_sample_logprobs") or 0)
@@ -109,6 +112,9 @@ def question(body: Mapping[str, Any]) -> Question:
     last = body.get("prompt_logprobs_last_n")
     if last is not None and not 1 <= last < len(tokens):
         raise Unanswerable("prompt_logprobs_last_n must be from 1 to the prompt's length − 1")
+    for name in ("temperature", "top_p"):
+        if not math.isfinite(float(params.get(name, 1.0))):
+            raise Unanswerable(f"{name} is not finite")
     return Question(
         tokens=tuple(tokens),
         samples=samples,
@@ -237,7 +243,8 @@ class Sampling:
     def cancel(self, request: str) -> None:
         """Stop generating; the request fails."""
         if (task := self._tasks.get(request)) is not None:
-            task.cancel("cancelled by its client")
+            task.add_done_callback(lambda _: self._drop(request))
+            task.cancel()
 
     async def stop(self) -> None:
         """Let go of everything; what is not finished stays accepted."""
@@ -247,8 +254,29 @@ class Sampling:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def unload(self, directory: str) -> None:
-        """The servers may forget an adapter whose directory goes away."""
-        await self._servers.unload(adapter_name(directory))
+        """The servers may forget an adapter whose directory goes away. Where they cannot be told
+        now, they have it until its place is needed."""
+        try:
+            await self._servers.unload(adapter_name(directory))
+        except SkyctlError as error:
+            _LOG.warning("%s: %s", adapter_name(directory), error)
+
+    def _drop(self, request: str) -> None:
+        task = asyncio.create_task(self._record_cancelled(request), name=request)
+        self._tasks[request] = task
+        task.add_done_callback(lambda _: self._tasks.pop(request, None))
+
+    async def _record_cancelled(self, request: str) -> None:
+        """Wherever its task was when it was cancelled: waiting for a slot, or not begun."""
+
+        def commit(connection: sqlite3.Connection) -> str:
+            row = connection.execute("SELECT * FROM requests WHERE id = ?", (request,)).fetchone()
+            if row["state"] == "accepted":
+                outcome = Outcome(b"cancelled by its client", category="user")
+                record_outcome(connection, row, outcome, time.time())
+            return str(row["owner"])
+
+        self._bell.ring(request, await self._ledger.run(commit))
 
     async def _one(self, request: str) -> None:
         async with self._slots:
@@ -268,10 +296,6 @@ class Sampling:
                 outcome = Outcome(error.message.encode(), category=category)
             except (SkyctlError, WorkerDied) as error:
                 outcome = Outcome(str(error).encode(), category="server")
-            except asyncio.CancelledError as error:
-                if not error.args:
-                    raise
-                outcome = Outcome(b"cancelled by its client", category="user")
             except Exception as error:
                 _LOG.exception("%s", request)
                 outcome = Outcome(f"the sample failed: {error!r}".encode(), category="server")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import fcntl
+import logging
 import os
 import signal
 import socket
@@ -15,7 +16,7 @@ from pathlib import Path
 
 import uvicorn
 
-from skyctl.errors import ConflictError, SkyctlError
+from skyctl.errors import ConflictError, SkyctlError, StateUnwritable
 from skyctl.store.paths import create_private_file, private_directory
 from skyctl.tinker import records
 from skyctl.tinker.api import Api, Offer
@@ -25,6 +26,7 @@ from skyctl.tinker.training import Limits, Training
 from skyctl.tinker.training_process import Worker, WorkerSettings
 from skyctl.tinker.waiting import Doorbell
 
+_LOG = logging.getLogger(__name__)
 HOUSEKEEPING_S = 60.0
 UNUSED_SAMPLER_S = 2 * 3600.0
 """Weights that were saved for one sampling client only are kept this long after its last use."""
@@ -116,17 +118,24 @@ def _listen(host: str, port: int) -> socket.socket:
 
 async def _keep_house(ledger: Ledger, sampling: Sampling) -> None:
     while True:
-        now = time.time()
-        over = await ledger.rows(
-            "SELECT * FROM checkpoints WHERE expires < ? OR (hidden AND NOT EXISTS (SELECT 1 FROM "
-            "samplers WHERE samplers.path = checkpoints.path AND used > ?))",
-            now,
-            now - UNUSED_SAMPLER_S,
-        )
-        await records.delete_checkpoints(ledger, sampling, over)
-        await ledger.write(
-            "UPDATE requests SET state = 'gone', result = NULL WHERE state IN ('done', 'failed') "
-            "AND result IS NOT NULL AND done_at < ? AND seq > 0",
-            now - RESULT_S,
-        )
+        try:
+            await _remove_old(ledger, sampling)
+        except StateUnwritable as error:  # it waits until there is room; those who ask are told
+            _LOG.warning("%s", error)
         await asyncio.sleep(HOUSEKEEPING_S)
+
+
+async def _remove_old(ledger: Ledger, sampling: Sampling) -> None:
+    now = time.time()
+    over = await ledger.rows(
+        "SELECT * FROM checkpoints WHERE expires < ? OR (hidden AND NOT EXISTS (SELECT 1 FROM "
+        "samplers WHERE samplers.path = checkpoints.path AND used > ?))",
+        now,
+        now - UNUSED_SAMPLER_S,
+    )
+    await records.delete_checkpoints(ledger, sampling, over)
+    await ledger.write(
+        "UPDATE requests SET state = 'gone', result = NULL WHERE state IN ('done', 'failed') "
+        "AND result IS NOT NULL AND done_at < ? AND seq > 0",
+        now - RESULT_S,
+    )

@@ -154,13 +154,14 @@ class Trainer:
         """One AdamW step over the gradients since the last one, which are then gone; its metrics.
 
         Raises:
-            LossError: the gradients are not finite, or a parameter makes no sense.
+            LossError: the gradients are not finite, or a parameter makes no sense; the gradients
+                were dropped.
         """
         found = self.models[model]
+        gradients = found.gradients or [torch.zeros_like(p) for p in found.parameters.values()]
+        found.gradients = None  # also where it fails: so it is when the model is rebuilt
         group = _adam(params)
         clip = float(params.get("grad_clip_norm", 0.0))
-        gradients = found.gradients or [torch.zeros_like(p) for p in found.parameters.values()]
-        found.gradients = None
         norm = torch.linalg.vector_norm(
             torch.stack([torch.linalg.vector_norm(gradient) for gradient in gradients])
         )

@@ -11,6 +11,7 @@ computed again. So whoever is killed, a step is neither lost nor done twice.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import shutil
@@ -104,13 +105,30 @@ class Training:
             "(SELECT id FROM models)"
         ):
             self.accepted(row["owner"], row["seq"], row["id"])
-        kept = {row[0] for row in await self._ledger.rows("SELECT directory FROM checkpoints")}
-        kept |= {row[0] for row in await self._ledger.rows("SELECT snapshot FROM models")}
+        kept = await self._ledger.run(self._follow_move)
         for parent in (self._snapshots, self._checkpoints):
             parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             for found in parent.iterdir():
-                if str(found) not in kept:
+                if found.name not in kept:
                     shutil.rmtree(found, ignore_errors=True)
+
+    def _follow_move(self, connection: sqlite3.Connection) -> set[str]:
+        """Names of the directories on record, which are unique. Paths are corrected: storage may
+        lie elsewhere now, or the way there may be spelled otherwise."""
+        kept = set()
+        for table, column, parent in (
+            ("checkpoints", "directory", self._checkpoints),
+            ("models", "snapshot", self._snapshots),
+        ):
+            sql = f"SELECT {column} FROM {table} WHERE {column} IS NOT NULL"
+            for (before,) in connection.execute(sql).fetchall():
+                name = Path(before).name
+                kept.add(name)
+                now = str(parent / name)
+                if now != before and Path(now).is_dir():
+                    sql = f"UPDATE {table} SET {column} = ? WHERE {column} = ?"
+                    connection.execute(sql, (now, before))
+        return kept
 
     def accepted(self, model: str, seq: int, request: str) -> None:
         """A request is on disk; it has its turn once those before it are done."""
@@ -122,16 +140,18 @@ class Training:
 
     async def run(self) -> None:
         """Do what is accepted, for ever."""
+        looked = time.monotonic()
         while True:
             self._woken.clear()
+            if time.monotonic() - looked >= self._limits.gap_s / 10:
+                await self._skip_gaps()  # also while other models keep it busy
+                looked = time.monotonic()
             if (model := self._next()) is not None:
                 await self._one(model)
                 continue
-            try:
+            with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._limits.gap_s / 10):
                     await self._woken.wait()
-            except TimeoutError:
-                await self._skip_gaps()
 
     def _next(self) -> str | None:
         """The model whose turn it is: the one that has waited longest since its last turn."""
@@ -171,8 +191,9 @@ class Training:
         if "refused" in extra and kind != OPTIM_STEP:
             return _failed(extra["refused"], "user")
         if kind == CREATE:
-            run.life = await self._worker.ensure()
-            await self._create(model, run.life)
+            life = await self._worker.ensure()
+            await self._create(model, life)
+            run.life = life
             return _json({"model_id": model, "type": "create_model"})
         if kind == LOAD:
             return await self._load(model, run, extra)
@@ -210,7 +231,7 @@ class Training:
         )
         if found is None:
             return _failed(f"there is no checkpoint {extra['path']} (any more)", "user")
-        run.life = await self._worker.ensure()
+        life = await self._worker.ensure()
         await self._worker.call(
             {
                 "do": "open",
@@ -218,8 +239,9 @@ class Training:
                 "directory": found["directory"],
                 "optimizer": extra["optimizer"],
             },
-            life=run.life,
+            life=life,
         )
+        run.life = life
         outcome = _json({"path": extra["path"], "model_id": model, "type": "load_weights"})
         # its own copy: the checkpoint may be deleted
         outcome.snapshot = await self._snapshot(model, run)
@@ -349,7 +371,7 @@ class Training:
         broken = run.broken
         if kind == FORWARD_BACKWARD:
             broken = broken or failed
-        elif kind in (OPTIM_STEP, LOAD):
+        elif kind == OPTIM_STEP or (kind == LOAD and not failed):
             broken = False
         old = await self._model(model)
 
@@ -389,7 +411,7 @@ class Training:
     async def _skip_gaps(self) -> None:
         """Fail what has waited too long for a request that never came, and go on after it."""
         late = time.monotonic() - self._limits.gap_s
-        for model, run in self._runs.items():
+        for model, run in list(self._runs.items()):  # a model may be made meanwhile
             if not run.waiting or run.next_seq in run.waiting or run.arrived > late:
                 continue
             missing = run.next_seq

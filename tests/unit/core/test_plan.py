@@ -319,6 +319,7 @@ def test_urls_are_those_of_this_machine(host: str, url: str) -> None:
     ("config", "part"),
     [
         ({"host": "0.0.0.0"}, "cross the network unencrypted"),
+        ({"tinker": {"host": "0.0.0.0"}}, "reads the key can train"),
         ({"host": "0.0.0.0", "auth": "control"}, "inference asks for nothing"),
         ({"auth": "none"}, "every user of this machine"),
         ({"router": {"host": "0.0.0.0"}}, "router.host"),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import socket
 import stat
 from collections.abc import AsyncIterator
 from dataclasses import replace
@@ -10,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import uvicorn
 from pydantic import ValidationError
 
 from skyctl.core.registry import CA_VARIABLE, TOKEN_VARIABLE, RemoteRef, find, select
@@ -20,8 +23,9 @@ from skyctl.launch.local.ports import free_port
 from skyctl.push.request import PushRequest
 from skyctl.service import connect
 from skyctl.service.network import NetworkFleet
+from skyctl.supervisor.bounded import BoundedListener, ImpatientProtocol
 from skyctl.supervisor.interface import Reconcile, SupervisorClient
-from skyctl.supervisor.listening import Listening, ensure_certificate, entrance
+from skyctl.supervisor.listening import Listening, QuietServer, ensure_certificate, entrance
 from skyctl.supervisor.resident import Supervisor
 from tests.unit.supervisor.fleets import fleet_plan, stub_server
 from tests.unit.supervisor.test_resident import bring_up, supervising
@@ -130,6 +134,67 @@ async def test_it_listens_as_the_latest_plan_says(there: There) -> None:
     async with connect(there.ref) as fleet:
         with pytest.raises(FleetDownError, match="no supervisor answers"):
             await fleet.status()
+
+
+async def test_another_up_listens_where_it_could_not(there: There) -> None:
+    plan, other = there.supervisor.plan, Listening(there.supervisor)
+    assert plan is not None
+    await other.become(plan)
+    assert there.supervisor.not_listening
+    await there.listening.close()
+    await other.become(plan)
+    assert there.supervisor.not_listening == ""
+    async with connect(there.ref) as fleet:
+        assert (await fleet.status()).health == "healthy"
+    await other.close()
+
+
+async def test_a_token_that_was_replaced_is_not_taken_after_another_up(
+    there: There, tmp_path: Path
+) -> None:
+    plan = there.supervisor.plan
+    assert plan is not None and there.ref.token_file is not None
+    old = tmp_path / "old"
+    old.write_text(there.ref.token_file.read_text())
+    old.chmod(0o600)
+    there.ref.token_file.write_text("1" * 64)
+    await there.listening.become(plan)
+    async with connect(replace(there.ref, token_file=old)) as fleet:
+        with pytest.raises(SkyctlError, match="does not know that token"):
+            await fleet.status()
+    async with connect(there.ref) as fleet:
+        assert (await fleet.status()).health == "healthy"
+
+
+async def test_strangers_hold_only_so_many_connections_and_not_for_long(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(ImpatientProtocol, "idle_s", 0.05)
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 401, "headers": []})
+        await send({"type": "http.response.body", "body": b""})
+
+    listener = BoundedListener(socket.create_server(("127.0.0.1", 0)), most=2)
+    port = listener.getsockname()[1]
+    server = QuietServer(uvicorn.Config(app, lifespan="off", http=ImpatientProtocol))
+    serving = asyncio.create_task(server.serve(sockets=[listener]))
+    async with asyncio.timeout(10):
+        silent = await asyncio.open_connection("127.0.0.1", port)
+        half = await asyncio.open_connection("127.0.0.1", port)
+        half[1].write(b"GET / HTTP/1.1\r\nhost: x\r\n\r\nGET / HTTP/1.1\r\n")
+        third = await asyncio.open_connection("127.0.0.1", port)
+        with contextlib.suppress(ConnectionError):
+            assert await third[0].read() == b""
+        assert await silent[0].read() == b""
+        assert (await half[0].read()).startswith(b"HTTP/1.1 401")
+        again = await asyncio.open_connection("127.0.0.1", port)
+        again[1].write(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
+        assert (await again[0].readline()).startswith(b"HTTP/1.1 401")
+    for _, writer in (silent, half, third, again):
+        writer.close()
+    server.should_exit = True
+    await serving
 
 
 def test_a_certificate_is_made_once_and_its_key_is_private(tmp_path: Path) -> None:

@@ -351,3 +351,12 @@ def test_prompt_logprobs_are_the_models_own(trainer: Trainer, tmp_path: Path) ->
     assert not asked[:, 1].any()
     plain = trainer.prompt_logprobs(None, tokens, top=0, last=None, targets=None)
     assert not np.allclose(np.frombuffer(plain["prompt_logprobs"], np.float32)[4:], scored[4:])
+
+
+def test_a_step_that_is_refused_drops_its_gradients(trainer: Trainer) -> None:
+    """As a model does that is rebuilt: nothing of them is in the next step."""
+    data = [(ROWS[0], {"target_tokens": torch.tensor(ROWS[0])})]
+    trainer.forward_backward("m", request("cross_entropy", data))
+    with pytest.raises(LossError, match="beta1=1"):
+        trainer.optim_step("m", {"beta1": 1.0})
+    assert trainer.models["m"].gradients is None

@@ -1,0 +1,145 @@
+"""Sampling and the adapters it needs, without a server: what is cancelled, deleted or expires."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("google.protobuf")
+from skyctl.errors import FleetDownError
+from skyctl.tinker import records
+from skyctl.tinker.fleet import FleetServers
+from skyctl.tinker.ledger import Ledger
+from skyctl.tinker.sampling import SAMPLE, Sampling, Unanswerable, question
+from skyctl.tinker.waiting import Doorbell
+
+
+class Busy:
+    """Servers that never answer and cannot be told to forget anything."""
+
+    base, context = "served", 64
+
+    async def complete(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    @asynccontextmanager
+    async def using(self, name: str, directory: str) -> AsyncIterator[None]:
+        yield
+
+    async def unload(self, name: str) -> None:
+        raise FleetDownError("down")
+
+
+@pytest.fixture
+def ledger(tmp_path: Path) -> Any:
+    found = Ledger(tmp_path / "ledger.sqlite")
+    yield found
+    found.close()
+
+
+def sampling_of(ledger: Ledger, **kwargs: Any) -> Sampling:
+    return Sampling(ledger, Busy(), SimpleNamespace(), Doorbell(), **kwargs)  # type: ignore[arg-type]
+
+
+async def accept(ledger: Ledger, seq: int) -> str:
+    body = json.dumps({"prompt": {"chunks": [{"tokens": [1]}]}}).encode()
+    now = time.time()
+    await ledger.write(
+        "INSERT OR IGNORE INTO samplers VALUES ('s', 'x', NULL, NULL, ?, ?)", now, now
+    )
+    await ledger.run(lambda c: records.add_request(c, "s", seq, SAMPLE, body=body))
+    return records.request_id("s", seq)
+
+
+async def test_a_cancelled_sample_has_an_outcome_wherever_it_was(ledger: Ledger) -> None:
+    sampling = sampling_of(ledger, concurrency=1)
+    names = [await accept(ledger, seq) for seq in range(3)]
+    for name in names[:2]:
+        sampling.accepted(name)
+    await asyncio.sleep(0.05)  # the first is with the servers, the second waits for its slot
+    sampling.accepted(names[2])  # has not begun
+    for name in names:
+        sampling.cancel(name)
+    async with asyncio.timeout(5):
+        while sampling.busy:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    rows = await ledger.rows("SELECT state, category, result FROM requests")
+    assert [tuple(row) for row in rows] == [("failed", "user", b"cancelled by its client")] * 3
+
+
+async def test_a_checkpoint_is_deleted_though_no_server_can_be_told(
+    ledger: Ledger, tmp_path: Path
+) -> None:
+    (tmp_path / "c").mkdir()
+    await records.delete_checkpoints(
+        ledger,
+        sampling_of(ledger),
+        [{"path": "tinker://m/weights/c", "directory": str(tmp_path / "c")}],  # type: ignore[list-item]
+    )
+    assert not (tmp_path / "c").exists()
+
+
+class Fleet:
+    """Notes what is loaded; `broken` makes the next unload fail."""
+
+    def __init__(self) -> None:
+        self.loaded: list[str] = []
+        self.broken = False
+
+    async def adapters(self) -> tuple[Any, ...]:
+        return ()
+
+    async def load_adapter(self, asked: Any) -> None:
+        self.loaded.append(asked.name)
+
+    async def unload_adapter(self, asked: Any) -> None:
+        if self.broken:
+            self.broken = False
+            raise FleetDownError("down")
+        self.loaded.remove(asked.name)
+
+
+async def test_an_adapter_that_answers_something_stays_until_its_place_is_needed() -> None:
+    fleet = Fleet()
+    servers = FleetServers(fleet, None, "served", 64, 1)  # type: ignore[arg-type]
+    async with servers.using("tinker-a", "/a"):
+        await servers.unload("tinker-a")  # its checkpoint was replaced by a newer one
+        assert fleet.loaded == ["tinker-a"]
+    async with servers.using("tinker-b", "/b"):
+        assert fleet.loaded == ["tinker-b"]
+    await servers.unload("tinker-b")
+    assert fleet.loaded == []
+
+
+async def test_an_adapter_whose_unloading_failed_goes_before_the_next_is_loaded() -> None:
+    fleet = Fleet()
+    servers = FleetServers(fleet, None, "served", 64, 1)  # type: ignore[arg-type]
+    async with servers.using("tinker-a", "/a"):
+        pass
+    fleet.broken = True
+    with pytest.raises(FleetDownError):
+        await servers.unload("tinker-a")
+    async with servers.using("tinker-b", "/b"):
+        assert fleet.loaded == ["tinker-b"]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"sampling_params": {"temperature": float("nan")}},
+        {"sampling_params": {"top_p": float("inf")}},
+        {"prompt": {"chunks": [{"tokens": [3, -1]}]}},
+    ],
+)
+def test_numbers_that_no_server_should_see_are_refused(change: dict[str, Any]) -> None:
+    with pytest.raises(Unanswerable, match=r"not finite|negative"):
+        question({"prompt": {"chunks": [{"tokens": [1]}]}, **change})

@@ -1,0 +1,128 @@
+"""The scheduler of training requests with a worker that only takes notes."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("google.protobuf")
+from skyctl.tinker import records, training
+from skyctl.tinker.ledger import Ledger
+from skyctl.tinker.training import Limits, Training
+from skyctl.tinker.training_process import Refused
+from skyctl.tinker.waiting import Doorbell
+
+
+class Notes:
+    """A worker that does everything, and refuses what is in `refused`."""
+
+    def __init__(self) -> None:
+        self.life = 1
+        self.asked: list[str] = []
+        self.refused: set[str] = set()
+
+    async def ensure(self) -> int:
+        return self.life
+
+    async def call(
+        self, header: dict[str, Any], body: bytes = b"", *, life: int | None = None
+    ) -> Any:
+        self.asked.append(header["do"])
+        if header["do"] in self.refused:
+            raise Refused("no", "user")
+        return {"metrics": {}, "size": 1}, b""
+
+
+@pytest.fixture
+def ledger(tmp_path: Path) -> Iterator[Ledger]:
+    found = Ledger(tmp_path / "ledger.sqlite")
+    yield found
+    found.close()
+
+
+def training_of(ledger: Ledger, directory: Path, worker: Notes, **limits: float) -> Training:
+    kept = Limits(**limits)  # type: ignore[arg-type]
+    return Training(ledger, worker, directory, Doorbell(), kept)  # type: ignore[arg-type]
+
+
+async def add(ledger: Ledger, found: Training, model: str, *kinds: str, first: int = 0) -> None:
+    """Accept requests of a model, in this order."""
+    for seq, kind in enumerate(kinds, first):
+
+        def commit(connection: Any, seq: int = seq, kind: str = kind) -> None:
+            if seq == 0:
+                records.add_model(connection, model, "s", {"lora": {}}, None)
+            extra = {"params": {}, "path": "tinker://gone", "optimizer": False}
+            records.add_request(connection, model, seq, kind, extra, b"")
+
+        await ledger.run(commit)
+        found.accepted(model, seq, records.request_id(model, seq))
+
+
+async def until_ended(ledger: Ledger, model: str) -> list[str]:
+    sql = "SELECT state FROM requests WHERE owner = ? ORDER BY seq"
+    async with asyncio.timeout(5):
+        while "accepted" in (found := [row[0] for row in await ledger.rows(sql, model)]):  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    return found
+
+
+async def test_checkpoints_of_a_storage_that_was_moved_are_kept_and_found(
+    ledger: Ledger, tmp_path: Path
+) -> None:
+    now, here = time.time(), tmp_path / "here"
+    for name in ("checkpoints/c", "snapshots/s", "checkpoints/unrecorded"):
+        (here / name).mkdir(parents=True)
+    await ledger.run(lambda c: records.add_model(c, "m", "s", {}, None))
+    await ledger.write("UPDATE models SET snapshot = '/before/snapshots/s'")
+    await ledger.write(
+        "INSERT INTO checkpoints (path, model, kind, name, directory, config, optimizer, created, "
+        "size) VALUES ('tinker://m/weights/c', 'm', 'training', 'c', '/before/checkpoints/c', "
+        "'{}', 1, ?, 1)",
+        now,
+    )
+    await training_of(ledger, here, Notes()).load()
+    assert sorted(found.name for found in here.glob("*/*")) == ["c", "s"]
+    [row] = await ledger.rows("SELECT directory, snapshot FROM checkpoints, models")
+    assert tuple(row) == (str(here / "checkpoints/c"), str(here / "snapshots/s"))
+
+
+async def test_a_load_that_fails_leaves_an_incomplete_gradient_incomplete(
+    ledger: Ledger, tmp_path: Path
+) -> None:
+    worker = Notes()
+    worker.refused.add("forward_backward")
+    found = training_of(ledger, tmp_path, worker)
+    kinds = (training.CREATE, training.FORWARD_BACKWARD, training.LOAD, training.OPTIM_STEP)
+    await add(ledger, found, "m", *kinds)
+    task = asyncio.create_task(found.run())
+    assert await until_ended(ledger, "m") == ["done", "failed", "failed", "failed"]
+    assert worker.asked[-1] == "zero_gradients" and "optim_step" not in worker.asked
+    task.cancel()
+
+
+async def test_a_gap_is_given_up_while_another_model_is_busy(
+    ledger: Ledger, tmp_path: Path
+) -> None:
+    found = training_of(ledger, tmp_path, Notes(), gap_s=1.0)
+    await add(ledger, found, "gap", training.CREATE)
+    await add(ledger, found, "gap", training.OPTIM_STEP, first=2)
+    await add(ledger, found, "busy", training.CREATE)
+    task = asyncio.create_task(found.run())
+
+    async def keep_busy() -> None:
+        for seq in range(1, 10_000):
+            await add(ledger, found, "busy", training.OPTIM_STEP, first=seq)
+            await asyncio.sleep(0.005)
+
+    busy = asyncio.create_task(keep_busy())
+    assert await until_ended(ledger, "gap") == ["done", "failed"]
+    busy.cancel()
+    task.cancel()
+    [row] = await ledger.rows("SELECT result FROM requests WHERE owner = 'gap' AND seq = 2")
+    assert b"request 1 of this model never came" in row[0]
