@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import Mapping
 
@@ -84,7 +85,8 @@ async def test_the_sender_starts_with_them_and_counts_gpus_as_we_do(
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
     sender = await SenderProcess.spawn("", settings)
     try:
-        told = psutil.Process(sender.pid).environ()
+        while "PATH" not in (told := psutil.Process(sender.pid).environ()):
+            await asyncio.sleep(0.01)  # the kernel shows it a moment after the process is there
     finally:
         await sender.close()
     assert (told.get("NCCL_ALGO"), told.get("NCCL_PROTO")) == (algo, proto)
