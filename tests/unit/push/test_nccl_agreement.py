@@ -85,7 +85,7 @@ async def test_the_sender_starts_with_them_and_counts_gpus_as_we_do(
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
     sender = await SenderProcess.spawn("", settings)
     try:
-        while "PATH" not in (told := psutil.Process(sender.pid).environ()):
+        while "PATH" not in (told := psutil.Process(sender.pid).environ()):  # noqa: ASYNC110
             await asyncio.sleep(0.01)  # the kernel shows it a moment after the process is there
     finally:
         await sender.close()
