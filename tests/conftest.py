@@ -2,10 +2,26 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
 
 
 def pytest_configure() -> None:
     # a shell that puts us into the background has SIGINT ignored, and so would every command that
     # a test interrupts; a handler is not inherited, it becomes the default
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def nothing_staged_remains(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Weights in memory go when their state directory does: pytest keeps those of three runs."""
+    yield
+    for origin in Path(f"/dev/shm/skyctl-{os.getuid()}").glob("*.origin"):
+        if tmp_path_factory.getbasetemp() in origin.readlink().parents:
+            shutil.rmtree(origin.with_suffix(""), ignore_errors=True)
+            origin.unlink()
