@@ -18,7 +18,7 @@ from pathlib import Path
 
 from skyctl.checkpoints.checkpoint import Checkpoint, read_checkpoint
 from skyctl.errors import PreflightError, SkyctlError
-from skyctl.store.paths import private_directory
+from skyctl.store.paths import private_directory, sync_directory
 from skyctl.units import format_bytes
 
 _SMALL = (".json", ".txt", ".model", ".jinja", ".py")
@@ -44,8 +44,8 @@ def keep_copy(source: Checkpoint, directory: Path, known: Collection[str]) -> Pa
         copy.mkdir(mode=0o700)
         for path in _files(source):
             _copy(path, copy / path.name)
-        _flush(copy)
-        _flush(entry)
+        sync_directory(copy)
+        sync_directory(entry)
         if read_checkpoint(str(source.path)).identity_digest != source.identity_digest:
             raise PreflightError(f"{source.path} changed while it was copied")
     except BaseException as error:
@@ -111,11 +111,3 @@ def _copy(source: Path, target: Path) -> None:
             shutil.copyfileobj(read, write, 16 * 1024 * 1024)
         write.flush()
         os.fsync(write.fileno())
-
-
-def _flush(directory: Path) -> None:
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

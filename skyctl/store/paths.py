@@ -118,6 +118,19 @@ def create_private_file(path: Path, flags: int = 0) -> int:
         raise _failed("open", path, error) from error
 
 
+def sync_directory(directory: Path) -> None:
+    """Put the names in a directory on disk: a file that was made or renamed is there after a crash.
+
+    Raises:
+        OSError: it cannot be opened, or the disk fails.
+    """
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 def flocked(path: Path) -> bool:
     """True when a live process holds the lock of this file."""
     try:

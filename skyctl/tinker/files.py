@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from skyctl.store.paths import sync_directory
+
 ADAPTER, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
 OPTIMIZER, META = "optimizer.safetensors", "meta.json"
 
@@ -36,10 +38,10 @@ def write_directory(directory: Path, files: Mapping[str, bytes], meta: Mapping[s
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
-    _sync(beside)
+    sync_directory(beside)
     shutil.rmtree(directory, ignore_errors=True)
     beside.rename(directory)
-    _sync(directory.parent)
+    sync_directory(directory.parent)
     return sum(len(content) for content in everything.values())
 
 
@@ -71,11 +73,3 @@ def read_file(directory: Path, name: str, meta: Mapping[str, Any]) -> bytes:
     if hashlib.sha256(content).hexdigest() != meta["files"].get(name):
         raise DamagedCheckpoint(f"{directory / name} is not what was written")
     return content
-
-
-def _sync(directory: Path) -> None:
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
