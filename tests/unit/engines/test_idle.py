@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import sys
-from types import FunctionType, ModuleType, SimpleNamespace
+import time
+from types import FunctionType, ModuleType
 from typing import Any
 
 import pytest
 
 from skyctl.engines.vllm.inside.idle import spin_less
 
-MODULE = "vllm.distributed.device_communicators.shm_broadcast"
+PACKAGE = "vllm.distributed.device_communicators"
+MODULE = f"{PACKAGE}.shm_broadcast"
 
 
 class Known:
@@ -23,14 +25,21 @@ class Changed:
         self.seconds = timeout_s
 
 
+def stand_in(monkeypatch: pytest.MonkeyPatch, **names: Any) -> Any:
+    """A module in the place of vLLM's, with these names."""
+    module: Any = ModuleType(MODULE)
+    vars(module).update(names)
+    for name in ("vllm", "vllm.distributed", PACKAGE):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    vars(sys.modules[PACKAGE])["shm_broadcast"] = module
+    monkeypatch.setitem(sys.modules, MODULE, module)
+    return module
+
+
 def seconds_of(kind: Any, monkeypatch: pytest.MonkeyPatch) -> float:
     """What a reader of this kind, made afresh, spins."""
     fresh = type(kind.__name__, (), {"__init__": _copy(kind.__init__)})
-    module: Any = ModuleType(MODULE)
-    module.SpinCondition = fresh
-    for name in ("vllm", "vllm.distributed", "vllm.distributed.device_communicators"):
-        monkeypatch.setitem(sys.modules, name, ModuleType(name))
-    monkeypatch.setitem(sys.modules, MODULE, module)
+    stand_in(monkeypatch, SpinCondition=fresh)
     spin_less()
     made: Any = fresh(True)
     return float(made.seconds)
@@ -53,5 +62,19 @@ def test_without_the_variable_vllm_is_left_as_it_is(monkeypatch: pytest.MonkeyPa
 def test_a_reader_of_another_make_is_left_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SKYCTL_SPIN_S", "0.02")
     assert seconds_of(Changed, monkeypatch) == 5
-    monkeypatch.setitem(sys.modules, MODULE, SimpleNamespace())  # type: ignore[arg-type]
+    stand_in(monkeypatch)
     spin_less()  # no such class: no complaint
+
+
+def test_a_reader_sleeps_between_two_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    slept: list[Any] = []
+    monkeypatch.delenv("SKYCTL_SPIN_S", raising=False)
+    monkeypatch.setattr(time, "sleep", slept.append)
+    for variable, expected in ((None, ["vllm's"]), ("0.02", [50e-6])):
+        vllms = stand_in(monkeypatch, sched_yield=lambda: slept.append("vllm's"))
+        if variable is not None:
+            monkeypatch.setenv("SKYCTL_SPIN_S", variable)
+        spin_less()
+        vllms.sched_yield()
+        assert slept == expected
+        slept.clear()

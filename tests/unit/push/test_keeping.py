@@ -20,6 +20,7 @@ from skyctl.errors import PreflightError, SkyctlError
 from skyctl.push.request import PushRequest
 from skyctl.push.rollback import rollback
 from skyctl.store.kept_weights import KeptWeights, forget, kept_weights, remember
+from skyctl.store.paths import sync_directory
 from skyctl.store.state import FleetState
 from tests.unit.push.checkpoints import tiny_tensors, write_checkpoint
 from tests.unit.push.fleets import Stubs
@@ -179,14 +180,13 @@ def test_a_source_that_changes_while_it_is_copied_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = read_checkpoint(str(write_checkpoint(tmp_path / "new", tiny_tensors(5))))
-    flush = keeping._flush
 
     def touch(directory: Path) -> None:
         for shard in source.path.glob("*.safetensors"):
             os.utime(shard, ns=(1, 1))
-        flush(directory)
+        sync_directory(directory)
 
-    monkeypatch.setattr(keeping, "_flush", touch)
+    monkeypatch.setattr(keeping, "sync_directory", touch)
     with pytest.raises(PreflightError, match="changed while it was copied"):
         keep_copy(source, tmp_path / "kept", ())
     assert list((tmp_path / "kept").iterdir()) == []
