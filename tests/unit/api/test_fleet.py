@@ -66,9 +66,9 @@ def base(tmp_path: Path) -> Path:
     return write_checkpoint(tmp_path / "base")
 
 
-def in_memory() -> list[str]:
-    """What is staged in memory on this machine."""
-    return sorted(p.name for p in Path(f"/dev/shm/skyctl-{os.getuid()}").glob("*"))
+def in_memory() -> set[str]:
+    """What is staged in memory on this machine, by any process: others' may go at any time."""
+    return {p.name for p in Path(f"/dev/shm/skyctl-{os.getuid()}").glob("*")}
 
 
 def state_dict(seed: int) -> dict[str, Any]:
@@ -222,7 +222,7 @@ async def test_tensors_from_memory_come_to_what_a_checkpoint_of_them_does(
         assert not any(server.engine.paused for server in servers)
     # nobody restarts these servers: nothing is kept for them
     assert list((home / "fleets" / "demo" / "weights").iterdir()) == []
-    assert in_memory() == before
+    assert in_memory() <= before
 
 
 async def test_tensors_that_do_not_fit_are_refused_before_anything_is_paused(
