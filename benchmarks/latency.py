@@ -6,6 +6,9 @@
 Without more it asks an attached fleet of two stubs that answer after 5 and 50 ms. Runs of all
 cases take turns, on a real fleet with a rest between; medians count. `/ bare` is over
 `python -c pass`. The curl loop asks the same servers one after the other.
+
+Then `skyctl pause` of 2, 64, 512 and 2,048 such stubs: the command's own CPU time, its wall time,
+and that over the slowest stub's answer, medians of five. The stubs share the processors with it.
 """
 
 from __future__ import annotations
@@ -13,13 +16,15 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import resource
 import statistics
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +32,7 @@ from benchmarks.fanout import Stubs
 
 HELP_GOAL_RATIO, PAUSE_GOAL_S = 5.0, 0.35
 TIMEOUT_S = 120.0
+ROOT = Path(__file__).parents[1]
 REST_S = 2.0
 """vLLM's workers spin for a second after each call, which on few processors slows the next."""
 SKYCTL = [sys.executable, "-m", "skyctl"]
@@ -113,14 +119,37 @@ def measure(
     }
 
 
-def on_stubs(runs: int) -> dict[str, Any]:
-    root = Path(__file__).parents[1]
-    with tempfile.TemporaryDirectory() as work, Stubs(2) as stubs:
+@contextmanager
+def attached(count: int) -> Iterator[tuple[str, list[str], dict[str, str]]]:
+    """A fleet of stubs: its fleet file, their URLs, and the environment of its commands."""
+    with tempfile.TemporaryDirectory() as work, Stubs(count) as stubs:
         file = Path(work) / "fleet.yaml"
         file.write_text(f"name: stubs\nservers: {json.dumps(stubs.urls)}\n")
         environ = {k: v for k, v in os.environ.items() if not k.startswith("SKYCTL_")}
-        environ |= {"SKYCTL_HOME": work, "PYTHONPATH": str(root)}
-        return measure(["-f", str(file)], stubs.urls, runs, environ, Path(work))
+        yield str(file), stubs.urls, environ | {"SKYCTL_HOME": work, "PYTHONPATH": str(ROOT)}
+
+
+def on_stubs(runs: int) -> dict[str, Any]:
+    with attached(2) as (file, urls, environ):
+        return measure(["-f", file], urls, runs, environ, Path(file).parent)
+
+
+def cpu_s() -> float:
+    """CPU seconds of processes that have ended."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+def on_many(count: int, runs: int) -> dict[str, float]:
+    """What `skyctl pause` of `count` stubs takes, medians."""
+    cpu, wall = [], []
+    with attached(count) as (file, _, environ):
+        for _ in range(runs + 1):
+            before = cpu_s()
+            wall.append(wall_s([*SKYCTL, "pause", "-f", file], environ, Path(file).parent))
+            cpu.append(cpu_s() - before)
+    found = {"cpu_s": statistics.median(cpu[1:]), "wall_s": statistics.median(wall[1:])}
+    return {name: round(value, 3) for name, value in found.items()}
 
 
 def on_fleet(name: str, runs: int) -> dict[str, Any]:
@@ -142,6 +171,11 @@ def main() -> None:
     report: dict[str, Any] = {"cores": os.cpu_count(), "runs": options.runs}
     print("two stubs, attached")
     report["stubs"] = on_stubs(options.runs)
+    print(f"{'pause of':>9} {'CPU s':>7} {'wall s':>7}")
+    report["many"] = {}
+    for count in (2, 64, 512, 2048):
+        report["many"][count] = row = on_many(count, 5)
+        print(f"{count:9} {row['cpu_s']:7.2f} {row['wall_s']:7.2f}")
     if options.fleet:
         print(f"fleet {options.fleet}")
         report["fleet"] = on_fleet(options.fleet, options.runs)

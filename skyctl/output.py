@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from io import StringIO
 from typing import Any
 
-from rich.console import Console, ConsoleOptions, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType
 from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.segment import Segment
@@ -66,6 +66,8 @@ class Mode:
 
 # A table written to a file or a pipe is not cut to the width of a terminal that is not there.
 WIDTH_WITHOUT_TERMINAL = 200
+_MOST_OUTCOMES = 64
+"""Servers of a fan-out that are listed one by one."""
 
 
 class SafeConsole(Console):
@@ -303,18 +305,25 @@ _SVG_THEME = TerminalTheme(
 _FONTS = "ui-monospace, SFMono-Regular, Menlo, Consolas, 'DejaVu Sans Mono', monospace"
 
 
-def outcome_table(outcomes: Sequence[Any]) -> Table:
+def outcome_table(outcomes: Sequence[Any]) -> RenderableType:
     """One row per server of a fan-out: SERVER, RESULT, MS, DETAIL.
 
-    Takes `Outcome`s or their JSON mappings.
+    Takes `Outcome`s or their JSON mappings. Of more than `_MOST_OUTCOMES`, those that did as they
+    were told with nothing to add are left out.
     """
-    rows = []
-    for outcome in outcomes:
-        row = outcome if isinstance(outcome, dict) else outcome.to_json()
-        rows.append(
-            [row["server"], styled(row["status"]), f"{row['elapsed_ms']:.0f}", row["detail"]]
-        )
-    return table(["SERVER", "RESULT", ">MS", "DETAIL"], rows)
+    rows = [one if isinstance(one, dict) else one.to_json() for one in outcomes]
+    shown = rows
+    if len(rows) > _MOST_OUTCOMES:
+        shown = [row for row in rows if row["status"] != "ok" or row["detail"]]
+    cells = [
+        [row["server"], styled(row["status"]), f"{row['elapsed_ms']:.0f}", row["detail"]]
+        for row in shown
+    ]
+    listed = table(["SERVER", "RESULT", ">MS", "DETAIL"], cells)
+    if len(shown) == len(rows):
+        return listed
+    rest = Text(f"{len(rows) - len(shown)} servers ok (--json lists them)")
+    return Group(listed, rest) if shown else rest
 
 
 def progress_line(done: float, total: float, text: str) -> Table:

@@ -112,7 +112,8 @@ class KeptConnections:
         tls: ssl.SSLContext | None = None,
     ) -> None:
         self._most = max_connections or _most_by_open_files()
-        self._used = self._kept = 0
+        self._used = 0
+        self._idle: dict[Connection, _Server] = {}  # oldest first
         self._slots = asyncio.Semaphore(self._most)
         self._unix_socket, self._keep_idle_s = unix_socket, keep_idle_s
         self._servers: dict[str, _Server] = {}
@@ -155,7 +156,7 @@ class KeptConnections:
 
     async def aclose(self) -> None:
         """Close every kept connection."""
-        while self._kept:
+        while self._idle:
             self._close_oldest()
         await asyncio.sleep(0)  # they are gone with the next turn of the event loop
 
@@ -164,7 +165,7 @@ class KeptConnections:
         loop = asyncio.get_running_loop()
         while server.idle:
             connection = server.idle.pop()
-            self._kept -= 1
+            del self._idle[connection]
             if connection.loop is not loop:
                 continue  # closed with its loop
             if loop.time() - connection.free_since < self._keep_idle_s and connection.is_fresh():
@@ -178,25 +179,22 @@ class KeptConnections:
             return
         connection.free_since = connection.loop.time()
         server.idle.append(connection)
-        self._kept += 1
+        self._idle[connection] = server
 
     def _forget(self, server: _Server, connection: Connection) -> None:
         """Drop a connection that was closed, by either side."""
-        if connection in server.idle:
+        if self._idle.pop(connection, None) is not None:
             server.idle.remove(connection)
-            self._kept -= 1
 
     def _close_oldest(self) -> None:
-        waiting = [server for server in self._servers.values() if server.idle]
-        server = min(waiting, key=lambda server: server.idle[0].free_since)
-        connection = server.idle[0]
+        connection, server = next(iter(self._idle.items()))
         self._forget(server, connection)
         if connection.loop is asyncio.get_running_loop():
             connection.close()
 
     async def _open(self, server: _Server) -> Connection:
         """Raises CannotConnect."""
-        if self._kept and self._used + self._kept > self._most:
+        if self._idle and self._used + len(self._idle) > self._most:
             self._close_oldest()
         loop = asyncio.get_running_loop()
         origin = server.origin
