@@ -55,8 +55,10 @@ def replicas(ctx: typer.Context, incomplete: str) -> Iterable[str]:
     from skyctl.errors import SkyctlError
 
     ref = select(*_chosen(ctx))
-    if ref.config.servers is not None:
+    if isinstance(ref.config.servers, list):
         names = [f"{ref.name}-{index}" for index in range(len(ref.config.servers))]
+    elif ref.config.attached:
+        names = []  # a key press does not look for servers
     else:
         names = [replica.name for replica in expand_replicas(ref.config)]
     # a fleet that was scaled has replicas its file does not know

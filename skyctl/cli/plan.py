@@ -38,7 +38,7 @@ def plan(
     from skyctl.core.machine import plan_here
 
     ref = chosen_fleet(path, file, fleet)
-    if ref.config.servers is not None:
+    if ref.config.attached:
         _emit_attached(ref)
         return
     planned = plan_here(ref.config, ref.base_dir, known_ports=held_ports(ref))
@@ -48,11 +48,14 @@ def plan(
 
 
 def _emit_attached(ref: FleetRef) -> None:
+    import asyncio
+
     from rich.text import Text
 
     from skyctl import output
+    from skyctl.service.discovery import locate
 
-    urls = list(ref.config.servers or ())
+    urls = [url for _, url in asyncio.run(locate(ref))]
     router = ref.config.router if isinstance(ref.config.router, str) else None
     data: dict[str, Any] = {"name": ref.name, "attached": urls, "router": router, "servers": []}
     lines = [f"fleet {ref.name}: nothing to start, its servers run already", ""]

@@ -74,7 +74,8 @@ def _findings(ref: FleetRef, *, offline: bool) -> tuple[list[str], list[Problem]
 
     servers = ref.config.servers
     if servers is not None:
-        return [], [], f"{_count(len(servers), 'server')} that skyctl did not start"
+        count = _count(len(servers), "server") if isinstance(servers, list) else "found servers"
+        return [], [], f"{count} that skyctl did not start"
     if offline:
         plan = plan_offline(ref.config, ref.base_dir)
         return list(plan.warnings), [], f"{_summary(plan)} (this machine was not looked at)"

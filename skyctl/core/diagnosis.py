@@ -143,7 +143,9 @@ def judge(
     foreign = foreign_version(row.weight_version, seen.version)
     if foreign and row.weight_version is not None:
         return Finding(name, "wrong-version", foreign, back)
-    if behind := _behind(row.weight_version, weights, ours=ours):
+    # a server that somebody else starts, and that no push of ours reached, says what it holds
+    holds = row.weight_version or (None if ours else seen.version)
+    if behind := _behind(holds, weights, ours=ours):
         return Finding(name, "wrong-version", behind, back)
     if foreign and ours:  # a trainer that pushes by itself, maybe: nothing of ours to put right
         return Finding(name, "healthy", foreign)
@@ -156,9 +158,11 @@ def judge(
 
 
 def _behind(version: str | None, weights: FleetWeights, *, ours: bool) -> str:
-    """How a server's version differs from the fleet's, or "". A server that is not ours may have
-    been started with anything."""
+    """How a server's version differs from the fleet's, or "". Before a first push, a server that is
+    not ours may have been started with anything."""
     if version is None and (not ours or weights.checkpoint is None):
+        return ""
+    if not ours and weights.version is None:
         return ""
     if version == weights.version:
         return ""

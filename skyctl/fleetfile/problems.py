@@ -39,9 +39,11 @@ _PATTERNS = {
     "name": "lower-case letters, digits and dashes (40 at most, no dash at either end)",
     "servers": "a URL like http://127.0.0.1:8000",
     "router": "a URL like http://127.0.0.1:8000",
+    "dns": "a host name and a port, like gpus.example:8000",
     "api_key_env": "the name of an environment variable",
     "control_token_env": "the name of an environment variable",
 }
+_LISTS = {("replicas",): "a list of groups", ("servers",): "a list of URLs"}
 # Keys that only another kind of file has at its top, and what that file is.
 _OTHER_FILES = (
     ({"services"}, "a Docker Compose file"),
@@ -143,8 +145,8 @@ def _expectation(location: Location, errors: Sequence[Mapping[str, Any]]) -> str
             word = _PATTERNS.get(key, str(error["msg"]))
         elif kind == "too_short":
             word = "at least one entry"
-        elif kind == "list_type" and location == ("replicas",):
-            word = "a list of groups"
+        elif kind == "list_type" and location in _LISTS:
+            word = _LISTS[location]
         else:
             word = _EXPECTED.get(kind) or str(error["msg"])
         if word not in words:

@@ -294,6 +294,26 @@ class TinkerSection(_Section):
     )
 
 
+class DiscoverySection(_Section):
+    """Servers that somebody else places: each command asks anew where they are. One key of two."""
+
+    dns: str | None = Field(
+        None,
+        pattern=r"^[^\s:/@]+:[0-9]{1,5}$",
+        description="Every address of a host name, as in `gpus.example:8000`.",
+    )
+    command: str | None = Field(
+        None,
+        description="A shell command that prints one server per line: `URL`, or `NAME URL`.",
+    )
+
+    @model_validator(mode="after")
+    def _one_way(self) -> DiscoverySection:
+        if (self.dns is None) == (self.command is None):
+            raise ValueError("write either `dns` or `command`")
+        return self
+
+
 class FleetConfig(_Section):
     """One fleet: either started by skyctl (`model` + `replicas`) or attached to (`servers`)."""
 
@@ -344,8 +364,9 @@ class FleetConfig(_Section):
         None, description="Python interpreter that has vLLM; skyctl's own by default."
     )
 
-    servers: list[Url] | None = Field(
-        None, description="URLs of servers that skyctl did not start: control only."
+    servers: list[Url] | DiscoverySection | None = Field(
+        None,
+        description="URLs of servers that skyctl did not start, or how to find them: control only.",
     )
 
     router: RouterSection | Url = Field(

@@ -26,6 +26,7 @@ from skyctl.core.urls import FleetUrls, access
 from skyctl.errors import NotFoundError, StateUnwritable, UsageError
 from skyctl.http.client import ControlClient
 from skyctl.http.target import ServerTarget
+from skyctl.service.discovery import locate
 from skyctl.service.keys import control_token
 from skyctl.store.in_doubt import close_orphans
 from skyctl.store.retention import Retention
@@ -41,7 +42,8 @@ if TYPE_CHECKING:
 
 
 class AttachedFleet(RecordedFleet):
-    """Servers by URL, named `<fleet>-0`, `-1`, … in the fleet file's order.
+    """Servers by URL, named `<fleet>-0`, `-1`, … in the fleet file's order; where the file says how
+    to find them, they are found anew before each verb.
 
     Pushes run in this process: `start_push` begins one and `wait_job` must be awaited in the same
     `connect` block, or the push is cancelled when the block ends.
@@ -52,11 +54,16 @@ class AttachedFleet(RecordedFleet):
         self.ref = ref
         self._client = client or ControlClient()
         self._pushes: dict[str, asyncio.Task[None]] = {}
-        token = control_token(access(ref.config, ref.paths))
+        self._token = control_token(access(ref.config, ref.paths))
+        self.targets: tuple[ServerTarget, ...] = ()
+
+    async def _located(self) -> tuple[ServerTarget, ...]:
+        """The servers as they are now. Raises as `locate`."""
         self.targets = tuple(
-            ServerTarget(f"{ref.name}-{index}", url.rstrip("/"), token, ref.config.engine)
-            for index, url in enumerate(ref.config.servers or ())
+            ServerTarget(name, url, self._token, self.ref.config.engine)
+            for name, url in await locate(self.ref)
         )
+        return self.targets
 
     async def __aenter__(self) -> Self:
         # a disk that fails must not take away what thaws a fleet
@@ -102,18 +109,17 @@ class AttachedFleet(RecordedFleet):
         return await attached_status(
             self._client,
             self.ref.name,
-            self.targets,
+            await self._located(),
             router if isinstance(router, str) else None,
             self.state,
             engine=self.ref.config.engine,
         )
 
     async def control(self, asked: Control) -> Outcomes:
-        targets = self._named(asked.servers)
         with await self._turn(Act.of_verb(asked.verb), f"skyctl {asked.verb}"):
             return await verbs.run(
                 asked,
-                targets,
+                self._named(asked.servers),
                 client=self._client,
                 state=self.state,
                 timeout_s=self.ref.config.control_timeout_s,
@@ -138,20 +144,20 @@ class AttachedFleet(RecordedFleet):
         """As the servers or the last push say."""
         from skyctl.service.attached_push import model_path
 
-        return await model_path(self.targets, self._client, self.state)
+        return await model_path(await self._located(), self._client, self.state)
 
     async def staging(self) -> Staging:
         return Staging(self.paths.staging, frozenset(), self.paths.adapters)
 
     async def weights(self) -> WeightsState:
         known = {row.name: row for row in self.state.servers()}
-        rows = tuple(known.get(t.name, ServerRow(t.name)) for t in self.targets)
+        rows = tuple(known.get(t.name, ServerRow(t.name)) for t in await self._located())
         return replace(await super().weights(), servers=rows)
 
     async def verify_weights(self) -> Verification:
         from skyctl.core.jobs import verify_servers
 
-        return await verify_servers(self.targets, self._client, self.state)
+        return await verify_servers(await self._located(), self._client, self.state)
 
     async def load_adapter(self, asked: LoadAdapter) -> AdapterChange:
         from skyctl.adapters import load, retire
@@ -202,15 +208,14 @@ class AttachedFleet(RecordedFleet):
     async def findings(self) -> tuple[Finding, ...]:
         from skyctl.service.attached_recovery import find
 
-        return await find(self.targets, self._client, self.state)
+        return await find(await self._located(), self._client, self.state)
 
     async def recover(self, asked: Recover = Recover()) -> tuple[Recovered, ...]:
         """From outside. A push, or another recovery, is waited for, `timeout_s` at most."""
         from skyctl.service.attached_recovery import recover
 
-        return await recover(
-            self.ref, self.targets, self._client, self.state, wait_s=asked.timeout_s
-        )
+        targets = await self._located()
+        return await recover(self.ref, targets, self._client, self.state, wait_s=asked.timeout_s)
 
     async def urls(self) -> FleetUrls:
         """Where to send requests; the router's metrics are not known."""
@@ -219,7 +224,7 @@ class AttachedFleet(RecordedFleet):
             name=self.ref.name,
             model=self.ref.config.served_model_name,
             router=router.rstrip("/") if isinstance(router, str) else None,
-            servers={target.name: target.url for target in self.targets},
+            servers={target.name: target.url for target in await self._located()},
             access=access(self.ref.config, self.paths),
             engine=self.ref.config.engine,
         )
@@ -234,6 +239,7 @@ class AttachedFleet(RecordedFleet):
         """The right to act on a fleet in which no dead push is left unnoticed."""
         turn = await self.arbiter.turn(act, what)
         try:
+            await self._located()
             close_orphans(self.state, in_turn=True)
         except BaseException:
             turn.release()

@@ -24,6 +24,7 @@ from skyctl.store.state import FleetState, FleetWeights, ServerRow
 
 _TURN_WAIT_S = 120.0
 _ROUTER_TIMEOUT_S = 5.0
+_GONE = "not among the servers that were found"
 
 
 async def find(
@@ -33,7 +34,7 @@ async def find(
     seen = await observe(client, targets)
     doubts, weights = in_doubt(state), state.weights()
     rows = {row.name: row for row in state.servers()}
-    return tuple(
+    judged = [
         judge(
             one,
             rows.get(one.server, ServerRow(one.server)),
@@ -42,7 +43,15 @@ async def find(
             ours=False,
         )
         for one in seen
-    )
+    ]
+    # said once: what a push left in a server that is gone matters when it comes back
+    gone = [
+        Finding(name, "unreachable", f"{_GONE}; {one.why}", "quarantine")
+        for name, one in doubts.items()
+        if name not in {target.name for target in targets}
+        and not (rows[name].quarantine or "").startswith(_GONE)
+    ]
+    return (*judged, *gone)
 
 
 async def recover(
@@ -120,8 +129,10 @@ class _Hands:
             raise SkyctlError(str(job.error["message"]))
 
     async def replace(self, name: str, why: str) -> str:
-        target = self.targets[name]
         self.state.update_server(name, quarantine=why or "recovery could not put it right")
+        if name not in self.targets:
+            return f"{why}; when it is back: skyctl recover"
+        target = self.targets[name]
         router = self._ref.config.router
         if isinstance(router, str):
             with suppress(SkyctlError):  # it may be gone itself: `status` says so

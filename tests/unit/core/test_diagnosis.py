@@ -69,9 +69,11 @@ def test_a_server_that_answers(what: dict[str, Any], ours: bool, expected: objec
 
 
 def test_from_outside_the_label_that_a_server_carries_counts() -> None:
-    row = ServerRow("a", weight_version="v1")
-    seen = Observed("a", version="default")  # started anew by somebody else
-    assert found(seen, row, weights=V1, ours=False) == ("wrong-version", "push")
+    seen = Observed("a", version="default")  # started by somebody else
+    for version in ("v1", None):  # anew; or no push of ours has reached it yet
+        row = ServerRow("a", weight_version=version)
+        assert found(seen, row, weights=V1, ours=False) == ("wrong-version", "push")
+    assert found(seen, weights=BASE, ours=False) == ("healthy", "nothing")
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,114 @@
+"""Where the servers of an attached fleet are: listed in the fleet file, or found anew."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import signal
+import socket
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from skyctl.core.registry import FleetRef
+from skyctl.errors import NotFoundError, SkyctlError
+
+Located = tuple[str, str]
+"""A server's name and URL."""
+
+_LINE = re.compile(r"(?:(?P<name>[A-Za-z0-9][A-Za-z0-9._-]{0,62})\s+)?(?P<url>https?://[^\s/]+\S*)")
+_MOST = 4096
+
+
+async def locate(ref: FleetRef) -> tuple[Located, ...]:
+    """The servers of an attached fleet. Those listed in its file are `<fleet>-0`, `-1`, …; found
+    ones have the name they were given, else that of host and port, which stays theirs when others
+    come and go.
+
+    Raises:
+        NotFoundError: nothing was found.
+        SkyctlError: the name or the command failed, took too long, or said something else.
+    """
+    servers = ref.config.servers
+    if servers is None or isinstance(servers, list):
+        listed = enumerate(servers or ())
+        return tuple((f"{ref.name}-{index}", url.rstrip("/")) for index, url in listed)
+    if servers.dns is not None:
+        what, asked = f"the address of {servers.dns}", _addresses(servers.dns)
+    else:
+        assert servers.command is not None  # the schema asks for one of the two
+        what, asked = f"`{servers.command}`", _printed(servers.command, ref.base_dir)
+    try:
+        found = await asyncio.wait_for(asked, ref.config.control_timeout_s)
+    except TimeoutError:
+        limit = f"{ref.config.control_timeout_s:g} s (control_timeout_s)"
+        raise _failed(ref, f"{what} gave no answer in {limit}") from None
+    except (OSError, ValueError) as error:
+        raise _failed(ref, f"{what}: {error}") from None
+    if not found:
+        raise NotFoundError(
+            f"fleet {ref.name} has no server: {what} named none",
+            hint="skyctl asks this for the servers: see `servers:` in the fleet file",
+        )
+    for kind, number in (("named", 0), ("at", 1)):
+        often = [key for key, count in Counter(one[number] for one in found).items() if count > 1]
+        if often:
+            raise _failed(ref, f"{what} has more than one server {kind} {often[0]}")
+    return tuple(found)
+
+
+def _failed(ref: FleetRef, why: str) -> SkyctlError:
+    return SkyctlError(
+        f"cannot find the servers of fleet {ref.name}: {why}",
+        hint="nothing was touched; put it right, or list URLs under `servers:`",
+    )
+
+
+async def _addresses(dns: str) -> Sequence[Located]:
+    """Every address of a name, in order. Raises OSError for a name that is not known."""
+    host, _, port = dns.rpartition(":")
+    found = await asyncio.get_running_loop().getaddrinfo(host, int(port), type=socket.SOCK_STREAM)
+    addresses = sorted({str(address[0]) for *_, address in found})
+    hosts = [f"[{one}]" if ":" in one else one for one in addresses]
+    return [(_name(f"http://{one}:{port}"), f"http://{one}:{port}") for one in hosts]
+
+
+async def _printed(command: str, directory: Path) -> Sequence[Located]:
+    """What a shell command prints. Raises ValueError for anything but servers, or its failure."""
+    process = await asyncio.create_subprocess_shell(
+        command,
+        cwd=directory,
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        start_new_session=True,
+    )
+    try:
+        out, errors = await process.communicate()
+    except BaseException:  # too late, or Ctrl-C: with all that it started
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        await process.wait()
+        raise
+    if process.returncode:
+        said = errors.decode(errors="replace").strip().splitlines()
+        raise ValueError(f"exit code {process.returncode}{f', {said[-1]}' if said else ''}")
+    lines = [line for line in out.decode(errors="replace").splitlines() if line.strip()]
+    if len(lines) > _MOST:
+        raise ValueError(f"{len(lines)} lines (at most {_MOST} servers)")
+    return [_read(line.strip()) for line in lines]
+
+
+def _read(line: str) -> Located:
+    parts = _LINE.fullmatch(line)
+    if parts is None:
+        raise ValueError(f"{line[:80]!r} is no line of the form `URL` or `NAME URL`")
+    url = parts["url"].rstrip("/")
+    return parts["name"] or _name(url), url
+
+
+def _name(url: str) -> str:
+    """`http://10.0.0.3:8000` is `10-0-0-3-8000`."""
+    return re.sub(r"[^A-Za-z0-9]+", "-", url.partition("://")[2]).strip("-")

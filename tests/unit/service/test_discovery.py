@@ -1,0 +1,124 @@
+"""Servers that are found anew by each verb."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from skyctl.core.registry import FleetRef
+from skyctl.core.service import Pause, Resume
+from skyctl.errors import NotFoundError, SkyctlError
+from skyctl.fleetfile.schema import FleetConfig
+from skyctl.http.client import ControlClient
+from skyctl.service.attached import AttachedFleet
+from skyctl.service.discovery import locate
+from skyctl.store.in_doubt import InDoubt, doubt
+from skyctl.store.paths import fleet_paths
+from tests.stub.app import StubServer
+from tests.stub.inprocess import StubTransport
+
+
+def reference(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, servers: Any, timeout_s: float = 30
+) -> FleetRef:
+    monkeypatch.setenv("SKYCTL_HOME", str(tmp_path))
+    written = {"name": "far", "servers": servers, "control_timeout_s": timeout_s}
+    config = FleetConfig.model_validate(written)
+    return FleetRef("far", fleet_paths("far"), config, tmp_path, None)
+
+
+async def test_a_command_names_servers_relative_to_the_fleet_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = "http://10.0.0.3:8000/\n\npod-1 https://b.example/base\nhttp://[::1]:8000\n"
+    (tmp_path / "servers.txt").write_text(lines)
+    ref = reference(tmp_path, monkeypatch, {"command": "cat servers.txt"})
+    assert await locate(ref) == (
+        ("10-0-0-3-8000", "http://10.0.0.3:8000"),
+        ("pod-1", "https://b.example/base"),
+        ("1-8000", "http://[::1]:8000"),
+    )
+
+
+@pytest.mark.parametrize(
+    ("command", "expected"),
+    [
+        ("true", "named none"),
+        ("echo no such cluster >&2; exit 3", "exit code 3, no such cluster"),
+        ("echo 10.0.0.3:8000", "'10.0.0.3:8000' is no line of the form `URL` or `NAME URL`"),
+        ("echo a http://x:1; echo a http://x:2", "more than one server named a"),
+        ("echo a http://x:1; echo b http://x:1", "more than one server at http://x:1"),
+        ("yes http://x:1 | head -n 5000", "5000 lines (at most 4096 servers)"),
+    ],
+)
+async def test_what_is_not_a_list_of_servers_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str, expected: str
+) -> None:
+    with pytest.raises(SkyctlError, match=r"(?i)server") as raised:
+        await locate(reference(tmp_path, monkeypatch, {"command": command}))
+    assert expected in raised.value.message
+
+
+async def test_a_command_that_hangs_ends_with_what_it_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = "sleep 600 & echo $! > pid; wait"
+    ref = reference(tmp_path, monkeypatch, {"command": command}, timeout_s=0.5)
+    with pytest.raises(SkyctlError, match=r"no answer in 0\.5 s"):
+        await locate(ref)
+    started = Path("/proc") / (tmp_path / "pid").read_text().strip()
+    for _ in range(100):
+        if not started.exists() or "\nState:\tZ" in (started / "status").read_text():
+            return
+        await asyncio.sleep(0.05)
+    raise AssertionError("what the command started is still running")
+
+
+async def test_every_address_of_a_name_is_a_server(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def resolved(_: Any, host: str, port: int, **__: Any) -> list[Any]:
+        if host != "vllm.prod.svc":
+            raise socket.gaierror(-2, "Name or service not known")
+        found = ("10.0.0.9", "10.0.0.3", "fd00::3", "10.0.0.3")
+        return [(None, None, 0, "", (address, port)) for address in found]
+
+    monkeypatch.setattr(asyncio.BaseEventLoop, "getaddrinfo", resolved)
+    ref = reference(tmp_path, monkeypatch, {"dns": "vllm.prod.svc:8000"})
+    assert [url for _, url in await locate(ref)] == [
+        "http://10.0.0.3:8000",
+        "http://10.0.0.9:8000",
+        "http://[fd00::3]:8000",
+    ]
+    with pytest.raises(SkyctlError, match=r"vllm\.dev\.svc:8000: .*not known"):
+        await locate(reference(tmp_path, monkeypatch, {"dns": "vllm.dev.svc:8000"}))
+
+
+async def test_each_verb_asks_again_and_recovery_says_who_is_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    transport = StubTransport([StubServer(), StubServer()])
+    first, second = (target.url for target in transport.targets)
+    listed = tmp_path / "servers.txt"
+    listed.write_text(f"a {first}\nb {second}\n")
+    ref = reference(tmp_path, monkeypatch, {"command": "cat servers.txt"})
+    async with AttachedFleet(ref, client=ControlClient(transport=transport)) as fleet:
+        paused = Pause(mode="keep", clear_cache=False)
+        assert [one.server for one in await fleet.pause(paused)] == ["a", "b"]
+        doubt(fleet.state, {"b": InDoubt("b", "push-1", "pause", half_updated=False, thaw=True)})
+        listed.write_text(f"a {first}\n")
+        assert [one.server for one in await fleet.resume(Resume())] == ["a"]
+        assert [one.name for one in (await fleet.status()).replicas] == ["a"]
+        found = {one.server: one for one in await fleet.recover()}
+        assert found["a"].ok and not found["b"].ok
+        assert "not among the servers that were found; push-1" in found["b"].detail
+        assert [one.server for one in await fleet.recover()] == ["a"]
+        listed.write_text(f"b {second}\n")  # it is back, as the push left it
+        assert [(one.server, one.ok) for one in await fleet.recover()] == [("b", True)]
+        listed.write_text("")
+        with pytest.raises(NotFoundError, match="has no server"):
+            await fleet.resume(Resume())
