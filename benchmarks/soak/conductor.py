@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.soak.fleet import Done, SoakFleet, finish
+from benchmarks.soak.fleet import Done, SoakFleet
 
 SETTLE_S = 180.0
 PUSH_S = 150.0
@@ -153,7 +153,7 @@ class Conductor:
         """Ask for a push, kill `victim` when it is at some stage, and wait for the command."""
         last = self._fleet.last_job()
         process = await self._fleet.spawn(*self._next_push())
-        reading = asyncio.create_task(finish(process, PUSH_S))
+        reading = asyncio.create_task(self._fleet.finish(process, PUSH_S))
         wanted = self._dice.choice(stages)
         reached = await self._reached(last.id if last else None, wanted, process)
         pid = (process.pid if kind == "command" else victim()) if reached else None
@@ -281,7 +281,7 @@ class Conductor:
             return
         last = self._fleet.last_job()
         process = await self._fleet.spawn(*self._next_push())
-        reading = asyncio.create_task(finish(process, PUSH_S))
+        reading = asyncio.create_task(self._fleet.finish(process, PUSH_S))
         try:
             wanted = self._dice.choice(_STAGES)
             if await self._reached(last.id if last else None, wanted, process):

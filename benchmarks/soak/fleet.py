@@ -155,7 +155,30 @@ class SoakFleet:
 
     async def command(self, *arguments: str, timeout_s: float = 120.0) -> Done:
         """One command to its end, or killed after `timeout_s` seconds."""
-        return await finish(await self.spawn(*arguments), timeout_s)
+        return await self.finish(await self.spawn(*arguments), timeout_s)
+
+    async def finish(self, process: asyncio.subprocess.Process, timeout_s: float) -> Done:
+        """Wait for a command that was spawned. What it said names no directory of the machine."""
+        began = time.monotonic()
+        try:
+            async with asyncio.timeout(timeout_s):
+                stdout, stderr = await process.communicate()
+        except TimeoutError:
+            process.kill()
+            await process.wait()
+            return Done(None, {}, time.monotonic() - began, f"no end within {timeout_s:g} s")
+        except asyncio.CancelledError:
+            process.kill()
+            await process.wait()
+            raise
+        try:
+            envelope = json.loads(stdout)
+        except ValueError:
+            envelope = {}
+        error = envelope.get("error")
+        said = str(error or stderr.decode(errors="replace")).replace(str(self.directory), "DIR")
+        took_s = time.monotonic() - began
+        return Done(process.returncode, envelope, took_s, said if error else said[-300:])
 
     # --- who runs ------------------------------------------------------------------------------
 
@@ -255,28 +278,6 @@ def _mounted(directory: Path) -> bool:
 
 def _unmount(directory: Path) -> None:
     subprocess.run(["umount", "-l", str(directory)], check=False)
-
-
-async def finish(process: asyncio.subprocess.Process, timeout_s: float) -> Done:
-    """Wait for a command that was spawned."""
-    began = time.monotonic()
-    try:
-        async with asyncio.timeout(timeout_s):
-            stdout, stderr = await process.communicate()
-    except TimeoutError:
-        process.kill()
-        await process.wait()
-        return Done(None, {}, time.monotonic() - began, f"no end within {timeout_s:g} s")
-    except asyncio.CancelledError:
-        process.kill()
-        await process.wait()
-        raise
-    try:
-        envelope = json.loads(stdout)
-    except ValueError:
-        envelope = {}
-    said = str(envelope.get("error") or stderr.decode(errors="replace")[-300:])
-    return Done(process.returncode, envelope, time.monotonic() - began, said)
 
 
 def _expect(done: Done, what: str) -> dict[str, Any]:

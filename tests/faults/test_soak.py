@@ -10,6 +10,7 @@ import pytest
 
 from benchmarks.soak.__main__ import Asked, soak
 from benchmarks.soak.checker import Expected, Record, Span, committed_spans, judge
+from benchmarks.soak.fleet import SoakFleet
 from skyctl.store.journal import Job, JobEvent
 
 EXPECTED = Expected(
@@ -39,6 +40,12 @@ def test_a_short_soak_finds_every_answer_at_a_committed_version(tmp_path: Path) 
     assert result["unsettled"] == result["bugs"] == []
     assert sum(map(len, result["second_terminal"].values())) >= 1
     assert result["left_behind"] == []
+
+
+async def test_what_a_command_said_names_no_directory_of_the_machine(tmp_path: Path) -> None:
+    tmp_path.joinpath("home").mkdir()
+    done = await SoakFleet(tmp_path, stub=True, bound_s=1.0).command("status", "-f", str(tmp_path))
+    assert "DIR" in done.said and str(tmp_path) not in done.said
 
 
 def job(
