@@ -9,7 +9,6 @@ import sys
 import termios
 import tty
 from collections.abc import Callable
-from types import TracebackType
 from typing import TYPE_CHECKING
 
 from skyctl import output
@@ -78,12 +77,7 @@ class Keyboard:
         asyncio.get_running_loop().add_reader(self._descriptor, self._read)
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         asyncio.get_running_loop().remove_reader(self._descriptor)
         termios.tcsetattr(self._descriptor, termios.TCSADRAIN, self._before)
 

@@ -259,7 +259,7 @@ def _history(pushes: Any) -> Any:
 
 def _agreement(servers: Sequence[Mapping[str, Any]]) -> str:
     """What equal digests, records and rows tell."""
-    from skyctl.push.alike import comparable
+    from skyctl.push.arrangement import comparable
 
     groups = comparable([row["digest"] for row in servers], str)
     if len(servers) == 1:

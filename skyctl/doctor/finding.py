@@ -32,6 +32,22 @@ class Finding:
         return asdict(self)
 
 
+@dataclass(frozen=True)
+class About:
+    """Makes the findings of one section."""
+
+    section: Section
+
+    def ok(self, check: str, message: str) -> Finding:
+        return Finding(self.section, check, Severity.OK, message)
+
+    def warning(self, check: str, message: str, fix: str) -> Finding:
+        return Finding(self.section, check, Severity.WARNING, message, fix)
+
+    def error(self, check: str, message: str, fix: str) -> Finding:
+        return Finding(self.section, check, Severity.ERROR, message, fix)
+
+
 def count(findings: Iterable[Finding], severity: Severity) -> int:
     """How many findings are of this severity."""
     return sum(finding.severity is severity for finding in findings)

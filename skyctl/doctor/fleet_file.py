@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from skyctl.core.check import Problem
 from skyctl.core.plan import FleetPlan
 from skyctl.doctor.facts import MachineFacts
-from skyctl.doctor.finding import Finding, Severity
+from skyctl.doctor.finding import About, Finding
 from skyctl.engines import ENGINES
 from skyctl.fleetfile.schema import RouterSection, is_loopback
 from skyctl.units import format_bytes
 
+_about = About("fleet-file")
 _SLOTS = 2  # chunks that a push has in memory at once, and one more per worker
 _BUSY_SHARE = 0.05
 
@@ -47,24 +48,24 @@ def check_fleet_file(given: FilePlan, facts: MachineFacts) -> list[Finding]:
 def plan_problems(given: FilePlan, facts: MachineFacts) -> Iterator[Finding]:
     """What `up` would refuse: ports, GPUs, model, interpreter."""
     for problem in given.problems:
-        yield _error("plan", problem.message, problem.hint)
+        yield _about.error("plan", problem.message, problem.hint)
     if not given.problems:
         number, device = len(given.plan.servers), given.plan.device
         noun = "replica" if number == 1 else "replicas"
-        yield _ok("plan", f"{number} {noun} of {given.plan.served_model_name} on {device}")
+        yield _about.ok("plan", f"{number} {noun} of {given.plan.served_model_name} on {device}")
 
 
 def plan_advice(given: FilePlan, facts: MachineFacts) -> Iterator[Finding]:
     """What is allowed but probably not meant."""
     for warning in given.plan.warnings:
-        yield _warning("advice", str(warning), warning.fix)
+        yield _about.warning("advice", str(warning), warning.fix)
 
 
 def public_pickle(given: FilePlan, facts: MachineFacts) -> Iterator[Finding]:
     """Servers that unpickle must not be reached from outside."""
     plan = given.plan
     if not is_loopback(plan.config.host) and any(s.backend == "ipc" for s in plan.servers):
-        yield _error(
+        yield _about.error(
             "public-pickle",
             f"host {plan.config.host} with CUDA IPC: whoever reads the control token on its way "
             "runs code in the servers",
@@ -82,14 +83,16 @@ def router_patience(given: FilePlan, facts: MachineFacts) -> Iterator[Finding]:
     freeze_s = transfer.rendezvous_timeout_s + transfer.update_timeout_s
     freeze_s += 2 * config.control_timeout_s  # pause and resume
     if router.request_timeout_s <= freeze_s:
-        yield _warning(
+        yield _about.warning(
             "router-patience",
             f"router.request_timeout_s {router.request_timeout_s} is less than the "
             f"{freeze_s:g} s that a push may freeze requests for",
             f"raise it above {freeze_s:g}, or lower the timeouts of weight_transfer",
         )
     else:
-        yield _ok("router-patience", f"the router waits {router.request_timeout_s} s for an answer")
+        yield _about.ok(
+            "router-patience", f"the router waits {router.request_timeout_s} s for an answer"
+        )
 
 
 def chunk_size(given: FilePlan, facts: MachineFacts) -> Iterator[Finding]:
@@ -98,13 +101,13 @@ def chunk_size(given: FilePlan, facts: MachineFacts) -> Iterator[Finding]:
     if model is None or given.plan.config.weight_transfer.transport == "disk":
         return
     if model.largest_tensor_bytes > size:
-        yield _ok(
+        yield _about.ok(
             "chunk-size",
             f"chunks of {format_bytes(size)} grow to {format_bytes(model.largest_tensor_bytes)} "
             f"for {model.largest_tensor}",
         )
     else:
-        yield _ok("chunk-size", f"chunks of {format_bytes(size)} hold every tensor")
+        yield _about.ok("chunk-size", f"chunks of {format_bytes(size)} hold every tensor")
 
 
 def staging_memory(given: FilePlan, facts: MachineFacts) -> Iterator[Finding]:
@@ -118,13 +121,13 @@ def staging_memory(given: FilePlan, facts: MachineFacts) -> Iterator[Finding]:
     needed = (_SLOTS + workers) * chunk
     said = f"a push needs up to {format_bytes(needed)} of memory, {format_bytes(available)}"
     if needed > available:
-        yield _error(
+        yield _about.error(
             "staging-memory",
             f"{said} are available",
             "lower weight_transfer.chunk_size, or set its transport to disk",
         )
     else:
-        yield _ok("staging-memory", f"{said} are available")
+        yield _about.ok("staging-memory", f"{said} are available")
 
 
 def server_memory(given: FilePlan, facts: MachineFacts) -> Iterator[Finding]:
@@ -138,13 +141,13 @@ def server_memory(given: FilePlan, facts: MachineFacts) -> Iterator[Finding]:
     )
     said = f"{len(plan.servers)} servers take about {format_bytes(needed)} of memory"
     if needed > available:
-        yield _warning(
+        yield _about.warning(
             "server-memory",
             f"{said}, {format_bytes(available)} are available",
             "lower `replicas`, or VLLM_CPU_KVCACHE_SPACE under `env`",
         )
     else:
-        yield _ok("server-memory", f"{said} of {format_bytes(available)}")
+        yield _about.ok("server-memory", f"{said} of {format_bytes(available)}")
 
 
 def gpu_memory(given: FilePlan, facts: MachineFacts) -> Iterator[Finding]:
@@ -161,7 +164,7 @@ def gpu_memory(given: FilePlan, facts: MachineFacts) -> Iterator[Finding]:
         room = min(gpu.memory_bytes for gpu in gpus) * sizes.gpu_share
         needed = model.total_bytes * sizes.copies / len(gpus)
         if needed > room:
-            yield _error(
+            yield _about.error(
                 "gpu-memory",
                 f"{server.name}: {format_bytes(needed)} of weights per GPU, and it takes "
                 f"{format_bytes(room)} of each",
@@ -179,7 +182,7 @@ def gpus_in_use(given: FilePlan, facts: MachineFacts) -> Iterator[Finding]:
             users.setdefault(index, []).append(server.name)
     for gpu in facts.gpus:
         if gpu.index in users and gpu.used_bytes > _BUSY_SHARE * gpu.memory_bytes:
-            yield _warning(
+            yield _about.warning(
                 "gpus-in-use",
                 f"GPU {gpu.index} ({', '.join(users[gpu.index])}) has "
                 f"{format_bytes(gpu.used_bytes)} of {format_bytes(gpu.memory_bytes)} in use",
@@ -198,15 +201,3 @@ CHECKS: tuple[Callable[[FilePlan, MachineFacts], Iterator[Finding]], ...] = (
     gpu_memory,
     gpus_in_use,
 )
-
-
-def _ok(check: str, message: str) -> Finding:
-    return Finding("fleet-file", check, Severity.OK, message)
-
-
-def _warning(check: str, message: str, fix: str) -> Finding:
-    return Finding("fleet-file", check, Severity.WARNING, message, fix)
-
-
-def _error(check: str, message: str, fix: str) -> Finding:
-    return Finding("fleet-file", check, Severity.ERROR, message, fix)

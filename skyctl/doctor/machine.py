@@ -7,9 +7,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from skyctl.doctor.facts import UNLIMITED, MachineFacts
-from skyctl.doctor.finding import Finding, Severity
+from skyctl.doctor.finding import About, Finding
 from skyctl.units import format_bytes
 
+_about = About("machine")
 # The oldest drivers that run a CUDA of this major version (NVIDIA's compatibility table).
 _OLDEST_DRIVER = {12: 525, 13: 580}
 _SMALLEST_SHM = 64 * 1024**2  # what a container gets unless told otherwise
@@ -38,20 +39,20 @@ def gpus(facts: MachineFacts, needs: Needs) -> Iterator[Finding]:
     """Are there GPUs, and are they sound?"""
     if not facts.gpus:
         if needs.cuda:
-            yield _error(
+            yield _about.error(
                 "gpus",
                 "no NVIDIA GPU: nvidia-smi lists none",
                 "run nvidia-smi to see why; in a container: docker run --gpus all",
             )
         else:
-            yield _ok("gpus", "no NVIDIA GPU: servers run on CPU")
+            yield _about.ok("gpus", "no NVIDIA GPU: servers run on CPU")
         return
     kinds = Counter((gpu.name, format_bytes(gpu.memory_bytes)) for gpu in facts.gpus)
     listed = ", ".join(f"{number} × {name} ({size})" for (name, size), number in kinds.items())
-    yield _ok("gpus", listed)
+    yield _about.ok("gpus", listed)
     for gpu in facts.gpus:
         if gpu.ecc_errors:
-            yield _error(
+            yield _about.error(
                 "gpus",
                 f"GPU {gpu.index} had {gpu.ecc_errors} uncorrected memory errors since boot",
                 "reset or replace it; meanwhile leave it out of `gpus`",
@@ -65,13 +66,13 @@ def driver(facts: MachineFacts, needs: Needs) -> Iterator[Finding]:
     cuda = next((major for major in (13, 12) if f"nvidia-nccl-cu{major}" in facts.packages), None)
     oldest = _OLDEST_DRIVER.get(cuda or 0, 0)
     if int(facts.driver.split(".")[0]) < oldest:
-        yield _error(
+        yield _about.error(
             "driver",
             f"driver {facts.driver} is too old for CUDA {cuda}, which torch was built for",
             f"install driver {oldest} or newer, or a torch built for CUDA 12",
         )
     else:
-        yield _ok("driver", f"driver {facts.driver}" + (f", CUDA {cuda}" if cuda else ""))
+        yield _about.ok("driver", f"driver {facts.driver}" + (f", CUDA {cuda}" if cuda else ""))
 
 
 def nccl(facts: MachineFacts, needs: Needs) -> Iterator[Finding]:
@@ -80,15 +81,15 @@ def nccl(facts: MachineFacts, needs: Needs) -> Iterator[Finding]:
         return
     found = [name for name in facts.packages if name.startswith("nvidia-nccl")]
     if len(found) == 1:
-        yield _ok("nccl", f"NCCL {facts.packages[found[0]]}")
+        yield _about.ok("nccl", f"NCCL {facts.packages[found[0]]}")
     elif found:
-        yield _warning(
+        yield _about.warning(
             "nccl",
             f"{' and '.join(found)} are both installed: which one is loaded is chance",
             "uninstall the one of another CUDA than torch's",
         )
     else:
-        yield _warning(
+        yield _about.warning(
             "nccl",
             "NCCL is not installed as a package (torch may bring its own)",
             "if pushes by nccl fail: pip install nvidia-nccl-cu13, of torch's CUDA version",
@@ -99,9 +100,9 @@ def packages(facts: MachineFacts, needs: Needs) -> Iterator[Finding]:
     """Which vLLM, torch and router would run."""
     shown = [name for name in (*_VLLM, "vllm-router", "torch") if name in facts.packages]
     if any(name in shown for name in _VLLM):
-        yield _ok("packages", ", ".join(f"{name} {facts.packages[name]}" for name in shown))
+        yield _about.ok("packages", ", ".join(f"{name} {facts.packages[name]}" for name in shown))
     elif needs.cuda is None:  # with a fleet file, its own checks say so, with the interpreter
-        yield _warning(
+        yield _about.warning(
             "packages",
             "vLLM is not installed here: servers elsewhere can be controlled, none started",
             "in skyctl's clone: pip install '.[gpu]', or bash scripts/setup.sh for CPUs",
@@ -115,11 +116,13 @@ def shared_memory(facts: MachineFacts, needs: Needs) -> Iterator[Finding]:
     said = f"/dev/shm holds {format_bytes(facts.shm_size)}"
     fix = "docker run --shm-size 8g (or --ipc host); or: mount -o remount,size=8G /dev/shm"
     if facts.shm_size <= _SMALLEST_SHM and needs.largest_world_size > 1:
-        yield _error("shared-memory", f"{said}: servers of several workers fail in it", fix)
+        yield _about.error("shared-memory", f"{said}: servers of several workers fail in it", fix)
     elif facts.shm_size < _ENOUGH_SHM:
-        yield _warning("shared-memory", f"{said}: NCCL and vLLM's workers may run out of it", fix)
+        yield _about.warning(
+            "shared-memory", f"{said}: NCCL and vLLM's workers may run out of it", fix
+        )
     else:
-        yield _ok("shared-memory", said)
+        yield _about.ok("shared-memory", said)
 
 
 def memory_lock(facts: MachineFacts, needs: Needs) -> Iterator[Finding]:
@@ -127,9 +130,9 @@ def memory_lock(facts: MachineFacts, needs: Needs) -> Iterator[Finding]:
     if facts.memory_lock is None:
         return
     if facts.memory_lock == UNLIMITED:
-        yield _ok("memory-lock", "memory may be locked without limit")
+        yield _about.ok("memory-lock", "memory may be locked without limit")
     elif facts.infiniband:
-        yield _warning(
+        yield _about.warning(
             "memory-lock",
             f"only {format_bytes(facts.memory_lock)} of memory may be locked, and there is "
             "InfiniBand: NCCL over it fails",
@@ -137,7 +140,9 @@ def memory_lock(facts: MachineFacts, needs: Needs) -> Iterator[Finding]:
             "docker run --ulimit memlock=-1",
         )
     else:
-        yield _ok("memory-lock", f"{format_bytes(facts.memory_lock)} may be locked (no InfiniBand)")
+        yield _about.ok(
+            "memory-lock", f"{format_bytes(facts.memory_lock)} may be locked (no InfiniBand)"
+        )
 
 
 def open_files(facts: MachineFacts, needs: Needs) -> Iterator[Finding]:
@@ -147,18 +152,18 @@ def open_files(facts: MachineFacts, needs: Needs) -> Iterator[Finding]:
         return
     fix = f"ulimit -n {_WANTED_FILES} before `skyctl up` (in limits.conf: nofile)"
     if hard != UNLIMITED and hard < _ENOUGH_FILES:
-        yield _warning(
+        yield _about.warning(
             "open-files",
             f"at most {hard} open files: about {hard // 2} streams at once",
             fix + "; docker run --ulimit nofile=65535",
         )
     elif needs.router and soft != UNLIMITED and soft < _ENOUGH_FILES:
-        yield _warning(
+        yield _about.warning(
             "open-files", f"{soft} open files: the router takes about {soft // 2} streams", fix
         )
     else:
         shown = "without limit" if soft == UNLIMITED else f"up to {soft}"
-        yield _ok("open-files", f"open files {shown}")
+        yield _about.ok("open-files", f"open files {shown}")
 
 
 def disk_space(facts: MachineFacts, needs: Needs) -> Iterator[Finding]:
@@ -167,9 +172,9 @@ def disk_space(facts: MachineFacts, needs: Needs) -> Iterator[Finding]:
         return
     said = f"{format_bytes(facts.state_free)} free for state and logs in {facts.state_root}"
     if facts.state_free < _LITTLE_DISK:
-        yield _error("disk-space", said, "make room there, or point SKYCTL_HOME elsewhere")
+        yield _about.error("disk-space", said, "make room there, or point SKYCTL_HOME elsewhere")
     else:
-        yield _ok("disk-space", said)
+        yield _about.ok("disk-space", said)
 
 
 CHECKS: tuple[Callable[[MachineFacts, Needs], Iterator[Finding]], ...] = (
@@ -182,15 +187,3 @@ CHECKS: tuple[Callable[[MachineFacts, Needs], Iterator[Finding]], ...] = (
     open_files,
     disk_space,
 )
-
-
-def _ok(check: str, message: str) -> Finding:
-    return Finding("machine", check, Severity.OK, message)
-
-
-def _warning(check: str, message: str, fix: str) -> Finding:
-    return Finding("machine", check, Severity.WARNING, message, fix)
-
-
-def _error(check: str, message: str, fix: str) -> Finding:
-    return Finding("machine", check, Severity.ERROR, message, fix)

@@ -8,13 +8,14 @@ from typing import Any
 
 from skyctl import engines
 from skyctl.core.status import MIXED, TRANSIENT_STATES, FleetStatus
-from skyctl.doctor.finding import Finding, Severity
-from skyctl.push.alike import comparable
+from skyctl.doctor.finding import About, Finding, Severity
+from skyctl.push.arrangement import comparable
 from skyctl.service.drift import Drift
 from skyctl.store.journal import PushRecord
 from skyctl.store.state import ServerRow
 from skyctl.units import count_of, format_seconds
 
+_about = About("running")
 LONG_PAUSE_S = 600.0
 # States whose servers a router may list.
 _MAY_BE_ROUTED = ("ready", "paused", "updating", "starting", "restarting", "unsupervised")
@@ -44,7 +45,7 @@ class RunningFacts:
 def check_running(facts: RunningFacts) -> list[Finding]:
     """All checks of this section; one line for a fleet that is down."""
     if facts.status.health == "down" and not facts.status.replicas:
-        return [_ok("supervisor", f"fleet {facts.status.name} is not running")]
+        return [_about.ok("supervisor", f"fleet {facts.status.name} is not running")]
     return [finding for check in CHECKS for finding in check(facts)]
 
 
@@ -52,11 +53,11 @@ def supervisor(facts: RunningFacts) -> Iterator[Finding]:
     """Is there a supervisor over what runs?"""
     status = facts.status
     if status.supervised:
-        yield _ok(
+        yield _about.ok(
             "supervisor", f"fleet {status.name}: supervisor runs, pid {status.supervisor_pid}"
         )
     elif status.supervised is False:
-        yield _error(
+        yield _about.error(
             "supervisor",
             f"fleet {status.name}: the supervisor is gone, its servers run on without restarts",
             "take them over: skyctl up; or stop them: skyctl down",
@@ -75,10 +76,10 @@ def replicas(facts: RunningFacts) -> Iterator[Finding]:
         yield Finding("running", "replicas", severity, reason.message, fix)
     if not status.reasons:
         states = ", ".join(sorted({replica.state for replica in status.replicas}))
-        yield _ok("replicas", f"{len(status.replicas)} replicas: {states}")
+        yield _about.ok("replicas", f"{len(status.replicas)} replicas: {states}")
     for replica in status.replicas:
         if replica.restarts:
-            yield _warning(
+            yield _about.warning(
                 "restarts",
                 f"{replica.name} was started again {replica.restarts} times"
                 + (f", last: {replica.restart_reason}" if replica.restart_reason else ""),
@@ -90,7 +91,7 @@ def paused_too_long(facts: RunningFacts) -> Iterator[Finding]:
     """Did somebody forget to resume?"""
     for replica in facts.status.replicas:
         if replica.state == "paused" and (replica.state_s or 0.0) > LONG_PAUSE_S:
-            yield _warning(
+            yield _about.warning(
                 "paused",
                 f"{replica.name} has been paused for {format_seconds(replica.state_s or 0.0)}; "
                 "its requests wait",
@@ -101,7 +102,7 @@ def paused_too_long(facts: RunningFacts) -> Iterator[Finding]:
 def drifted(facts: RunningFacts) -> Iterator[Finding]:
     """Is the fleet what its file says and what was asked of it?"""
     for drift in facts.drift:
-        yield _warning("drift", f"{drift.subject} {drift.message}", drift.hint)
+        yield _about.warning("drift", f"{drift.subject} {drift.message}", drift.hint)
 
 
 def vllm_versions(facts: RunningFacts) -> Iterator[Finding]:
@@ -109,9 +110,11 @@ def vllm_versions(facts: RunningFacts) -> Iterator[Finding]:
     found = sorted(set(facts.vllm.values()))
     if len(found) > 1:
         listed = ", ".join(f"{name} {version}" for name, version in sorted(facts.vllm.items()))
-        yield _error("vllm-versions", f"servers run different vLLMs: {listed}", "skyctl restart")
+        yield _about.error(
+            "vllm-versions", f"servers run different vLLMs: {listed}", "skyctl restart"
+        )
     elif found:
-        yield _ok("vllm-versions", f"every server runs vLLM {found[0]}")
+        yield _about.ok("vllm-versions", f"every server runs vLLM {found[0]}")
 
 
 def weight_versions(facts: RunningFacts) -> Iterator[Finding]:
@@ -119,7 +122,7 @@ def weight_versions(facts: RunningFacts) -> Iterator[Finding]:
     found = {r.name: r.weight_version for r in facts.status.replicas if r.state != "starting"}
     if len(set(found.values())) > 1:
         listed = ", ".join(f"{name} {version or 'base'}" for name, version in found.items())
-        yield _error(
+        yield _about.error(
             "weight-versions",
             f"servers are at different weight versions: {listed}",
             "push once more: skyctl sync-weights CKPT",
@@ -127,7 +130,7 @@ def weight_versions(facts: RunningFacts) -> Iterator[Finding]:
     for name, recorded in found.items():
         said = facts.versions.get(name)
         if recorded is not None and said is not None and said != recorded:
-            yield _error(
+            yield _about.error(
                 "weight-versions",
                 f"{name} says it has weights {said}, and {recorded} was pushed to it",
                 "somebody else pushed to it; push once more: skyctl sync-weights CKPT",
@@ -148,7 +151,7 @@ def weight_digests(facts: RunningFacts) -> Iterator[Finding]:
                 digests.setdefault(row.weights_digest or "", []).append(row.name)
             if len(digests) > 1:
                 listed = "; ".join(f"{', '.join(n)} {d[:12]}" for d, n in digests.items())
-                yield _error(
+                yield _about.error(
                     "weight-digests",
                     f"servers at version {version} hold different weights: {listed}",
                     "push once more: skyctl sync-weights CKPT",
@@ -174,37 +177,39 @@ def router(facts: RunningFacts) -> Iterator[Finding]:
             continue
         in_step = False
         target = f"--server {replica.name}" if "resume" in fix else replica.name
-        yield _error("router", f"{replica.name} {problem}", fix + target)
+        yield _about.error("router", f"{replica.name} {problem}", fix + target)
     for url in sorted(listed - {replica.url for replica in status.replicas}):
         in_step = False
-        yield _error(
+        yield _about.error(
             "router",
             f"the router lists {url}, which is no server of this fleet",
             engines.routing(facts.engine).removal(status.router.url, url),
         )
     if in_step:
-        yield _ok("router", f"the router lists what it should: {count_of(len(listed), 'server')}")
+        yield _about.ok(
+            "router", f"the router lists what it should: {count_of(len(listed), 'server')}"
+        )
 
 
 def control_tokens(facts: RunningFacts) -> Iterator[Finding]:
     """Can whoever reaches a server's port control it?"""
     open_to_all = sorted(name for name, asks in facts.asks_token.items() if not asks)
     if open_to_all and facts.status.supervised is None:
-        yield _warning(
+        yield _about.warning(
             "control-tokens",
             f"{', '.join(open_to_all)}: control routes ask for no token; whoever reaches these "
             "ports can replace the weights",
             "bind them to loopback, or start them with skyctl, which guards them",
         )
     elif open_to_all:
-        yield _warning(
+        yield _about.warning(
             "control-tokens",
             f"{', '.join(open_to_all)}: control routes ask for no token; every user of this "
             "machine can replace the weights",
             "leave `auth` out of the fleet file; then: skyctl up",
         )
     elif facts.asks_token:
-        yield _ok("control-tokens", "control routes of every server ask for a token")
+        yield _about.ok("control-tokens", "control routes of every server ask for a token")
 
 
 def last_push(facts: RunningFacts) -> Iterator[Finding]:
@@ -215,10 +220,10 @@ def last_push(facts: RunningFacts) -> Iterator[Finding]:
     if push.ok:
         frozen = push.result.get("freeze_window_s")
         shown = f", frozen for {format_seconds(frozen)}" if frozen else ""
-        yield _ok("last-push", f"{push.job} went well: {push.version}{shown}")
+        yield _about.ok("last-push", f"{push.job} went well: {push.version}{shown}")
     else:
         error = str(push.result.get("error", ""))
-        yield _warning(
+        yield _about.warning(
             "last-push", f"{push.job} failed: {error}", f"look: skyctl jobs show {push.job}"
         )
 
@@ -241,35 +246,25 @@ def _verified(report: Mapping[str, Any]) -> Iterator[Finding]:
     servers = report["servers"]
     for row in servers:
         if row["as_recorded"] is False:
-            yield _error(
+            yield _about.error(
                 "weight-digests",
                 f"{row['server']}: {row['detail']}",
                 "somebody else may push to it; push once more: skyctl sync-weights CKPT",
             )
     if report["agree"]:
-        yield _ok("weight-digests", f"{len(servers)} servers hold the same weights (verified now)")
+        yield _about.ok(
+            "weight-digests", f"{len(servers)} servers hold the same weights (verified now)"
+        )
     elif report["agree"] is False:
         listed = ", ".join(f"{row['server']} {row['digest'][:12] or '?'}" for row in servers)
-        yield _error(
+        yield _about.error(
             "weight-digests",
             f"servers hold different weights: {listed}",
             "push once more: skyctl sync-weights CKPT",
         )
     else:
-        yield _warning(
+        yield _about.warning(
             "weight-digests",
             "not every server could digest its weights",
             "see which: skyctl weights verify",
         )
-
-
-def _ok(check: str, message: str) -> Finding:
-    return Finding("running", check, Severity.OK, message)
-
-
-def _warning(check: str, message: str, fix: str) -> Finding:
-    return Finding("running", check, Severity.WARNING, message, fix)
-
-
-def _error(check: str, message: str, fix: str) -> Finding:
-    return Finding("running", check, Severity.ERROR, message, fix)

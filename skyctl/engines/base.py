@@ -168,13 +168,6 @@ class ServerMetrics:
         """Requests that are running or waiting: zero means drained."""
         return self.running + self.waiting
 
-    @property
-    def prefix_cache_hit_rate(self) -> float | None:
-        """Hits per queried token, 0..1; None before the first query."""
-        if not self.prefix_cache_queries:
-            return None
-        return self.prefix_cache_hits / self.prefix_cache_queries
-
 
 @dataclass(frozen=True)
 class ServedAdapter:
@@ -448,13 +441,11 @@ class RouterMetrics:
     """Counters since the router started, over all routes.
 
     `errors` counts requests it answered with an error, `retries` attempts beyond the first.
-    `healthy_workers` is None where it does not say.
     """
 
     requests: int = 0
     errors: int = 0
     retries: int = 0
-    healthy_workers: int | None = None
 
 
 class Router(Protocol):
@@ -469,10 +460,6 @@ class Router(Protocol):
         Raises:
             ServerUnreachable, DeadlineExceeded: the router itself does not answer.
         """
-        ...
-
-    async def all_healthy(self) -> bool:
-        """True when it believes every worker healthy. Raises as `ready` does."""
         ...
 
     async def workers(self) -> list[str]:

@@ -6,7 +6,6 @@ import json as json_module
 import time
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from types import TracebackType
 from typing import Any, Self
 from urllib.parse import urlencode
 
@@ -43,12 +42,7 @@ class ControlClient:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.aclose()
 
     async def aclose(self) -> None:

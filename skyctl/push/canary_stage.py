@@ -14,7 +14,7 @@ from typing import Any
 from skyctl.errors import CanaryFailed, DeadlineExceeded, ServerUnreachable, SkyctlError
 from skyctl.kill_points import reached
 from skyctl.push.canary import Canary, CanaryResult, failed, judge, parse_canary, read_answer
-from skyctl.push.cancellation import Shelter
+from skyctl.push.cancel_guard import CancelGuard
 from skyctl.push.request import PushRequest, PushResult, ServerPush
 from skyctl.push.rotation import abort_stragglers
 from skyctl.push.run import Run
@@ -38,7 +38,7 @@ async def try_canary(run: Run, sites: Sequence[Site]) -> list[CanaryResult]:
         await site.vllm.resume()
         reached("push.canary.call")
         try:
-            await _ask_all(site, canary, results[site.name], run.fleet.control_timeout_s)
+            await _ask_all(site, canary, results[site.name])
         finally:
             await site.vllm.pause("abort", clear_cache=False)
 
@@ -52,9 +52,7 @@ async def try_canary(run: Run, sites: Sequence[Site]) -> list[CanaryResult]:
     return [result for site in loaded for result in results[site.name]]
 
 
-async def _ask_all(
-    site: Site, canary: Canary, results: list[CanaryResult], control_timeout_s: float
-) -> None:
+async def _ask_all(site: Site, canary: Canary, results: list[CanaryResult]) -> None:
     model = (await site.vllm.models())[0]
     for number, prompt in enumerate(canary.prompts):
         name = canary.name_of(number)
@@ -141,7 +139,7 @@ async def _push_back(
         run,
         request=request,
         fleet=replace(run.fleet, servers=servers),
-        shelter=Shelter(),  # whoever cancelled the push wants this all the more
+        cancel_guard=CancelGuard(),  # whoever cancelled the push wants this all the more
     )
     try:
         result = await transaction(again)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from skyctl.errors import ServerError
 from skyctl.kill_points import reached
-from skyctl.push.alike import comparable
+from skyctl.push.arrangement import comparable
 from skyctl.push.expected import agreed, names_of, unexpected
 from skyctl.push.layouts import numbered, settle_parameters
 from skyctl.push.preflight import Prepared

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from skyctl.checkpoints.checkpoint import Checkpoint
 from skyctl.errors import PreflightError
-from skyctl.push.alike import arrangement_of, comparable
+from skyctl.push.arrangement import arrangement_of, comparable
 from skyctl.push.request import PushFleet, PushRequest
 from skyctl.push.sites import Site
 from skyctl.push.verify import UNLABELLED
@@ -58,9 +58,9 @@ def expected_of(
     site: Site, known: Sequence[ExpectedDigest], names: Sequence[str]
 ) -> ExpectedDigest | None:
     """What a server should have come to, if that is known. Pushes count first."""
-    alike = (site.engine, arrangement_of(site.digest))
+    wanted = (site.engine, arrangement_of(site.digest))
     found = [
-        one for one in known if one.content in names and (one.engine, one.arrangement) == alike
+        one for one in known if one.content in names and (one.engine, one.arrangement) == wanted
     ]
     return next((one for one in found if one.origin == "push"), next(iter(found), None))
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from skyctl.errors import PushError, ServerError, SkyctlError, StateUnwritable
 from skyctl.http.fanout import OutcomeStatus
 from skyctl.kill_points import reached
-from skyctl.push.cancellation import Abandoned
+from skyctl.push.cancel_guard import Abandoned
 from skyctl.push.run import Run
 from skyctl.push.sites import (
     Holds,
@@ -54,7 +54,7 @@ class NotYet(Exception):
 
 
 def require_all(run: Run, sites: Sequence[Site]) -> None:
-    if run.shelter.cancelled:
+    if run.cancel_guard.cancelled:
         raise NotYet(abandoned=True)
     if len(alive(sites)) < len(sites):
         raise NotYet

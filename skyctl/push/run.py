@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from skyctl.http.client import ControlClient
 from skyctl.push.canary import CanaryResult
-from skyctl.push.cancellation import Shelter
+from skyctl.push.cancel_guard import CancelGuard
 from skyctl.push.delivery import Delivery
 from skyctl.push.preflight import Prepared
 from skyctl.push.request import CarefulObserver, PushFleet, PushRequest
@@ -29,7 +29,7 @@ class Run:
     client: ControlClient
     observer: CarefulObserver
     clock: Callable[[], float]
-    shelter: Shelter
+    cancel_guard: CancelGuard
     senders: SenderPool
     rotation: Rotation | None = None
     began: float = 0.0

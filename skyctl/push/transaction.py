@@ -23,7 +23,7 @@ from skyctl.kill_points import reached
 from skyctl.push import sleeping
 from skyctl.push.canary import failed
 from skyctl.push.canary_stage import refuse_commit, try_canary
-from skyctl.push.cancellation import Shelter
+from skyctl.push.cancel_guard import CancelGuard
 from skyctl.push.commit import publish, verify
 from skyctl.push.delivery import Delivery
 from skyctl.push.expected import launch_digests
@@ -84,13 +84,13 @@ async def push(
         PreflightError, NotFoundError, ServerError: nothing was touched.
         PushError: it failed after the pause; `details["servers"]` has one ServerPush mapping each.
     """
-    shelter = Shelter()
+    cancel_guard = CancelGuard()
     pool = senders or SenderPool()
     try:
         with traced(request, fleet, observer) as watched:
             told = CarefulObserver(watched)
-            run = Run(request, fleet, client, told, clock, shelter, pool, rotation)
-            result = await shelter.run(_transaction(run))
+            run = Run(request, fleet, client, told, clock, cancel_guard, pool, rotation)
+            result = await cancel_guard.run(_transaction(run))
             watched.finish(result)
             return result
     finally:
@@ -134,7 +134,7 @@ async def _carry_out(run: Run, prepared: Prepared) -> PushResult:
         with run.stage("stage"):
             delivery = await _stage(run, prepared, delivery)
             reached("push.staged")
-        run.shelter.enter()  # from here on a cancellation must not leave servers frozen
+        run.cancel_guard.enter()  # from here on a cancellation must not leave servers frozen
         await _until_started(run, delivery, sites)
         with run.stage("update", announced=True):
             await delivery.update(sites, _progress(run, prepared))
@@ -206,7 +206,6 @@ async def _until_started(run: Run, delivery: Delivery, sites: Sequence[Site]) ->
             reached("push.start.done")
             require_all(run, sites)
         run.observer.stage("update")  # on record before the first byte, or nothing is sent
-        run.shelter.commit()
     except (NotYet, StateUnwritable) as stop:
         await roll_back(run, sites)
         await sleeping.sleep_again(run, sites)

@@ -15,7 +15,7 @@ from skyctl.errors import ServerError
 from skyctl.http.client import ControlClient
 from skyctl.http.fanout import fan_out
 from skyctl.http.target import ServerTarget
-from skyctl.push.alike import arranged, arrangement_of, comparable
+from skyctl.push.arrangement import arranged, arrangement_of, comparable
 from skyctl.push.rows import Compared, KnownRows, Mismatch, compare
 
 DIGEST_METHOD = "skyctl_weight_digest"
@@ -62,7 +62,7 @@ class WeightsReport:
 
 @dataclass(frozen=True)
 class Verification:
-    """All servers' reports, and whether those that can be compared (`push/alike.py`) hold the
+    """All servers' reports, and whether those that can be compared (`push/arrangement.py`) hold the
     same: None when too few could say."""
 
     servers: tuple[WeightsReport, ...]
@@ -117,15 +117,15 @@ def _unlike(record: Record, digest: str, version: str | None) -> str:
     """What is not as it is on record; "" when all is, as far as it can be compared."""
     if version is not None and version != (record.version or UNLABELLED):
         return f"labelled {version}, on record is {record.version or 'what it was started with'}"
-    alike = arrangement_of(record.digest) == arrangement_of(digest)
-    if record.digest and alike and record.digest != digest:
+    same_arrangement = arrangement_of(record.digest) == arrangement_of(digest)
+    if record.digest and same_arrangement and record.digest != digest:
         return f"it holds other weights than those on record (digest {digest}, {record.digest})"
     return ""
 
 
 @dataclass(frozen=True)
 class WeightsDigest:
-    """Digest over all workers of a server, with their arrangement (`push/alike.py`).
+    """Digest over all workers of a server, with their arrangement (`push/arrangement.py`).
 
     `compared` is None where the workers cannot be asked for rows; `how` then says how else the
     digest was made. `numbers` are those of the parameters that were asked for, by rank.

@@ -2,7 +2,7 @@
 
 A version's label is only a name. That a server holds certain weights is known when its digest is
 the one that the same content came to before, in servers that hold the model in the same way
-(`push/alike.py`) and run the same engine.
+(`push/arrangement.py`) and run the same engine.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from skyctl.errors import ConflictError, SkyctlError
 from skyctl.store.news import News
-from skyctl.store.paths import create_private_file
+from skyctl.store.paths import create_private_file, flocked
 from skyctl.units import format_seconds
 
 ASKED = ", asked for by "
@@ -156,17 +156,7 @@ class Locks:
 
     def taken(self, name: str) -> bool:
         """Whether somebody holds this lock exclusively."""
-        try:
-            descriptor = os.open(self._path(name), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-        except OSError:
-            return False
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            return False
-        except BlockingIOError:
-            return True
-        finally:
-            os.close(descriptor)
+        return flocked(self._path(name))
 
     @contextmanager
     def hold(self, name: str, what: str, *, wait_s: float = 0.0) -> Iterator[Lock]:

@@ -134,7 +134,7 @@ def sync_directory(directory: Path) -> None:
 def flocked(path: Path) -> bool:
     """True when a live process holds the lock of this file."""
     try:
-        descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
     except OSError:
         return False
     try:

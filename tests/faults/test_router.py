@@ -94,7 +94,7 @@ async def test_workers_leave_and_join_and_the_list_is_the_proof(client: ControlC
         await router.add_worker(first + "/")
         await router.add_worker(first)
         assert sorted(await router.workers()) == sorted([first, second])
-        assert await router.all_healthy()
+        assert await router.ready()
 
 
 async def test_a_router_without_workers_is_up_and_not_ready(client: ControlClient) -> None:

@@ -44,16 +44,15 @@ def _headers_to_wire(tensors: TensorHeaders) -> dict[str, Any]:
 class VLLMDialect:
     """One way of speaking the push. `note` is set when the version is not one we know.
 
-    `keeps_streams`: the packed NCCL consumer uses the same CUDA streams in each update. Without it
-    (vllm gh-52950), what torch cached for the last update's streams is never used again.
+    `labels_at_finish`: only the end of an update can label the weights. `keeps_streams`: the packed
+    NCCL consumer uses the same CUDA streams in each update. Without it (vllm gh-52950), what torch
+    cached for the last update's streams is never used again.
     """
 
     name: str
     nccl_buffers_in_init: bool
     ipc_packed_in_init: bool
-    has_weight_version: bool
-    has_checksum: bool
-    has_shutdown: bool
+    labels_at_finish: bool
     keeps_streams: bool
     note: str = ""
 
@@ -105,17 +104,12 @@ class VLLMDialect:
             info["packed"] = sizes_bytes is not None
         return info
 
-    @property
-    def labels_at_finish(self) -> bool:
-        """Without checksums there is no other place to label a push."""
-        return self.has_weight_version and not self.has_checksum
-
 
 _DIALECTS: tuple[tuple[tuple[int, int], VLLMDialect], ...] = (
-    ((0, 26), VLLMDialect("0.26", False, False, False, False, False, False)),
-    ((0, 27), VLLMDialect("0.27", False, True, True, False, False, False)),
-    ((0, 28), VLLMDialect("0.28", True, True, True, False, False, False)),
-    ((0, 32), VLLMDialect("0.32", True, True, True, True, True, True)),
+    ((0, 26), VLLMDialect("0.26", False, False, False, False)),
+    ((0, 27), VLLMDialect("0.27", False, True, True, False)),
+    ((0, 28), VLLMDialect("0.28", True, True, True, False)),
+    ((0, 32), VLLMDialect("0.32", True, True, False, True)),
 )
 _NEWEST_READ = (0, 32)
 

@@ -56,12 +56,8 @@ def parse_metrics(text: str) -> ServerMetrics:
 def parse_router_metrics(text: str) -> RouterMetrics:
     """Read the metrics page of vllm-router 0.1.17. Counters that are absent count as zero."""
     sums: dict[str, float] = {}
-    healthy: list[float] = []
     for name, _labels, value in _samples(text, "vllm_router_"):
-        if name == "vllm_router_worker_health":
-            healthy.append(value)
-        else:
-            sums[name] = sums.get(name, 0.0) + value
+        sums[name] = sums.get(name, 0.0) + value
 
     def total(name: str) -> int:
         return _whole(sums.get(f"vllm_router_{name}", 0))
@@ -70,7 +66,6 @@ def parse_router_metrics(text: str) -> RouterMetrics:
         requests=total("requests_total"),
         errors=total("request_errors_total"),
         retries=total("retries_total"),
-        healthy_workers=sum(value > 0 for value in healthy) if healthy else None,
     )
 
 

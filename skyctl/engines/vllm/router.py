@@ -36,10 +36,6 @@ class RouterClient:
         """
         return await self._is_ok("/readiness")
 
-    async def all_healthy(self) -> bool:
-        """True when it believes every worker healthy. Raises as `ready` does."""
-        return await self._is_ok("/health")
-
     async def workers(self) -> list[str]:
         """URLs it routes to, without trailing slash."""
         return await self._workers(self._timeout_s)

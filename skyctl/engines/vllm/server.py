@@ -352,7 +352,7 @@ class VLLMServer:
     async def finish_weight_update(
         self, weight_version: str | None = None, *, timeout_s: float | None = None
     ) -> None:
-        """Stage 4 of a push. Give a version only where `Dialect.has_weight_version`."""
+        """Stage 4 of a push. Give a version only where `Dialect.labels_at_finish`."""
         body = None if weight_version is None else {"weight_version": weight_version}
         await self._call("POST", "/finish_weight_update", json=body, timeout_s=timeout_s)
 

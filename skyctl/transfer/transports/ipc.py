@@ -13,21 +13,17 @@ from typing import Any
 from skyctl.engines.base import Dialect
 from skyctl.transfer.gpu.carrier import GpuCarrier, pickle_handles
 from skyctl.transfer.gpu.devices import uuid_of
-from skyctl.transfer.plan import Chunk, Packing
-from skyctl.transfer.transports.base import Filled, Session, tensor_headers
+from skyctl.transfer.plan import Chunk
+from skyctl.transfer.transports.base import Filled, Session, Transport, tensor_headers
 
 
-class IpcTransport:
+class IpcTransport(Transport):
     """Servers read by themselves; nothing needs to act at the same time."""
 
     name = "ipc"
-    collective = False
     resident = True
-    one_update = False
     ordered = False
     shares_gpus = True
-    leaves_group = False
-    packing: Packing = "fit"
     alignment = 1  # vLLM's packed format has no padding
 
     def sender_options(self, server_gpus: Sequence[Sequence[int]], **_: Any) -> dict[str, Any]:

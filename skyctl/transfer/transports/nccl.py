@@ -16,21 +16,19 @@ from skyctl.engines.vllm.inside.nccl import nccl_problem
 from skyctl.errors import PreflightError
 from skyctl.transfer.gpu.carrier import GpuCarrier
 from skyctl.transfer.plan import Chunk, Packing
-from skyctl.transfer.transports.base import Filled, Session, tensor_headers
+from skyctl.transfer.transports.base import Filled, Session, Transport, tensor_headers
 from skyctl.transfer.transports.rendezvous import HOST, Rendezvous
 
 WORKER_BUFFERS = 2
 
 
-class NcclTransport:
+class NcclTransport(Transport):
     """Every worker of every server takes part in each broadcast."""
 
     name = "nccl"
     collective = True
     resident = True
     one_update = True  # workers receive one buffer while they load the other
-    ordered = True
-    shares_gpus = False
     leaves_group = True
     packing: Packing = "overflow"
     alignment = 1  # vLLM's packed format has no padding

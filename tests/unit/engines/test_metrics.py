@@ -30,7 +30,7 @@ def test_requests_and_tokens_are_summed_and_kv_use_averaged_over_engines() -> No
     assert (metrics.running, metrics.waiting, metrics.in_flight) == (5, 1, 6)
     assert metrics.kv_usage == 0.5
     assert (metrics.prompt_tokens, metrics.generation_tokens) == (1500, 17)
-    assert metrics.prefix_cache_hit_rate == 0.25
+    assert (metrics.prefix_cache_hits, metrics.prefix_cache_queries) == (50, 200)
     assert metrics.sleep_level == 2
 
 
@@ -38,4 +38,3 @@ def test_a_page_without_our_metrics_is_all_zero_and_knows_no_sleep_state() -> No
     metrics = parse_metrics("# nothing here\nvllm:odd{ 1\nvllm:num_requests_running{} +Inf\n")
     assert (metrics.in_flight, metrics.kv_usage) == (0, 0.0)
     assert metrics.sleep_level is None
-    assert metrics.prefix_cache_hit_rate is None

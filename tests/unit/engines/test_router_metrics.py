@@ -20,8 +20,8 @@ vllm_router_generate_duration_seconds_bucket{le="0.001"} 0
 
 def test_requests_errors_and_retries_are_summed_over_routes() -> None:
     metrics = parse_router_metrics(PAGE)
-    assert metrics == RouterMetrics(requests=15, errors=2, retries=5, healthy_workers=1)
+    assert metrics == RouterMetrics(requests=15, errors=2, retries=5)
 
 
 def test_a_router_that_served_nothing_yet_counts_zero() -> None:
-    assert parse_router_metrics("") == RouterMetrics(0, 0, 0, None)
+    assert parse_router_metrics("") == RouterMetrics(0, 0, 0)

@@ -10,7 +10,7 @@ import pytest
 from skyctl.engines.vllm.server import VLLMServer
 from skyctl.errors import PreflightError, PushError, ServerError
 from skyctl.http.target import ServerTarget
-from skyctl.push.alike import arrangement_of
+from skyctl.push.arrangement import arrangement_of
 from skyctl.push.transaction import PushRequest, PushResult, push
 from skyctl.push.verify import CannotDigest, verify, weights_digest
 from tests.stub.faults import Fault

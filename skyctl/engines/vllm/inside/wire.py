@@ -23,7 +23,6 @@ BACKEND = "skyctl"
 BLOCK_WORDS = 4 * 1024 * 1024
 GOLDEN = -7046029254386353131
 MIX = -4658895280553007687
-MASK = (1 << 64) - 1
 """Constants of the tensor numbers (`device_digest.py`), which both sides compute: words per block
 (32 MiB: the product of a block stays in the GPU's cache), 2^64 / golden ratio as a signed number,
 and a multiplier of splitmix64."""

@@ -1,7 +1,7 @@
 """Cancelling a push: at once while nothing is touched, in an orderly way after that.
 
-open ──enter()──► sheltered ──commit()──► committed
-cancelled at once   told: undo            told: complete; a second time: stop where it is
+Before enter() a cancellation ends the push at once. After it the push is told, which undoes what
+it did or, once bytes were sent, completes; cancelled a second time it stops where it is.
 """
 
 from __future__ import annotations
@@ -17,21 +17,16 @@ class Abandoned(asyncio.CancelledError):
     """The push was cancelled, and everything it had done was undone."""
 
 
-class Shelter:
+class CancelGuard:
     """Runs one transaction in a task of its own and decides what a cancellation does to it."""
 
     def __init__(self) -> None:
         self.cancelled = False
-        self._sheltered = False
-        self._committed = False
+        self._entered = False
 
     def enter(self) -> None:
         """Servers are about to be touched: from here on a cancellation is a request."""
-        self._sheltered = True
-
-    def commit(self) -> None:
-        """Bytes are about to be sent: from here on the only good end is the end."""
-        self._committed = True
+        self._entered = True
 
     async def run(self, transaction: Coroutine[Any, Any, T]) -> T:
         """The transaction's result. Raises CancelledError when it was cancelled and undone."""
@@ -43,5 +38,5 @@ class Shelter:
                 if task.done():
                     raise
                 again, self.cancelled = self.cancelled, True
-                if again or not self._sheltered:
+                if again or not self._entered:
                     task.cancel()
