@@ -11,13 +11,14 @@ import os
 import sqlite3
 import struct
 import zlib
+from functools import cache
 from hashlib import blake2b
 from pathlib import Path
 from random import Random
 from typing import Any
 
 from skyctl.store import opening
-from skyctl.store.schema import migrate
+from skyctl.store.schema import upgrade
 from tests.simulation.kernel import Kernel, Process, current
 from tests.simulation.loop import PROCESS
 
@@ -47,18 +48,15 @@ class Disk:
         if found is None or (self.full and self._dice.random() < 0.5):
             self.write_or_fail()
         if found is None:
-            found = opening.in_memory()
-            migrate(found, path)
-            self.files[str(path)] = found
+            found = self.files[str(path)] = _new_file()
         return Connection(self, found, process)
 
     def read(self, path: Path) -> sqlite3.Connection:
         """What `opening.read_into_memory` does."""
         current()
         self.end_transaction_of_the_dead()
-        memory = opening.in_memory(self.files.get(str(path)))
-        migrate(memory, path)
-        return memory
+        found = self.files.get(str(path))
+        return _new_file() if found is None else opening.in_memory(found)
 
     def write_or_fail(self) -> None:
         """Raise what a write raises while the disk is not well; die where that was decided."""
@@ -86,6 +84,20 @@ class Disk:
         self.closed = True
         for file in self.files.values():
             file.close()
+
+
+def _new_file() -> sqlite3.Connection:
+    """One of this version, without a row."""
+    file = opening.in_memory()
+    file.deserialize(_empty())
+    return file
+
+
+@cache
+def _empty() -> bytes:
+    file = opening.in_memory()
+    upgrade(file, Path("state.db"))
+    return file.serialize()
 
 
 class Connection:

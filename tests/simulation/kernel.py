@@ -116,6 +116,13 @@ class Kernel:
         found = self.processes.get(pid)
         return found is not None and not found.dead
 
+    def forget(self) -> None:
+        """Forget every process, with what it left unfinished."""
+        for process in self.processes.values():
+            process.tasks.clear()
+            process.on_death.clear()
+        self.processes.clear()
+
 
 def current() -> Process | None:
     """The process that runs; raises Killed inside one that is dead by now."""

@@ -28,10 +28,11 @@ class Handle:
     ) -> None:
         self.callback = callback
         self.args = args
-        self.context = copy_context() if context is None else context
-        self.process = self.context.get(PROCESS)
+        if context is None:
+            context = copy_context()
+        self.context = context
+        self.process = context.get(PROCESS)
         self.off = False
-        self.when = 0.0
 
     def cancel(self) -> None:
         self.off = True
@@ -91,12 +92,14 @@ class VirtualLoop(asyncio.AbstractEventLoop):
     def call_later(
         self, delay: float, callback: Any, *args: Any, context: Context | None = None
     ) -> Any:
-        return self.call_at(self.now + delay, callback, *args, context=context)
+        return self._at(self.now + delay, Handle(callback, args, context))
 
     def call_at(
         self, when: float, callback: Any, *args: Any, context: Context | None = None
     ) -> Any:
-        handle = Handle(callback, args, context)
+        return self._at(when, Handle(callback, args, context))
+
+    def _at(self, when: float, handle: Handle) -> Handle:
         handle.when = when
         self._numbers += 1
         heapq.heappush(self._timers, (when, self._numbers, handle))
@@ -114,7 +117,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
     ) -> asyncio.Task[Any]:
         self._numbers += 1
         task = Task(coro, self._numbers, loop=self, name=name, context=context)
-        process = (context or copy_context()).get(PROCESS)
+        process = context.get(PROCESS) if context else PROCESS.get()
         if process is not None:
             process.tasks.append(task)  # never collected before the schedule ends
         return task
@@ -150,27 +153,33 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         """Run everything that is due up to `when`, or until `done()`, asked between instants."""
         events._set_running_loop(self)
         self._running = True
+        ready, timers, run = self._ready, self._timers, self._run
         try:
             while True:
-                while self._ready:
-                    self._run(self._ready.popleft())
+                while ready:
+                    run(ready.popleft())
                 if done():
                     return
-                timers = self._timers
                 while timers and timers[0][2].off:
                     heapq.heappop(timers)
                 if not timers or timers[0][0] > when:
                     self.now = max(self.now, when)
                     return
-                self.now = max(self.now, timers[0][0])
-                while timers and timers[0][0] <= self.now:
-                    self._ready.append(heapq.heappop(timers)[2])
+                now = self.now = max(self.now, timers[0][0])
+                while timers and timers[0][0] <= now:
+                    ready.append(heapq.heappop(timers)[2])
         finally:
             self._running = False
             events._set_running_loop(None)
 
+    def forget(self) -> None:
+        """Forget what is due."""
+        self._ready.clear()
+        self._timers.clear()
+
     def _run(self, handle: Handle) -> None:
-        if handle.off or (handle.process is not None and handle.process.dead):
+        process = handle.process
+        if handle.off or (process is not None and process.dead):
             return
         self.steps += 1
         try:

@@ -185,6 +185,7 @@ SEAMS: dict[str, Any] = {
     "time.monotonic": lambda: UPTIME + _now(),
     "time.perf_counter": lambda: UPTIME + _now(),
     "time.sleep": _sleep,
+    "asyncio.tasks._all_tasks.add": lambda task: None,  # nobody asks for all tasks of a loop
     "skyctl.store.journal.own_identity": _own_identity,
     "skyctl.store.locks.os": _OS,
     "skyctl.store.locks.fcntl": _FCNTL,
@@ -198,6 +199,7 @@ SEAMS: dict[str, Any] = {
     "skyctl.store.opening.open_file": lambda path, *_, **__: here().disk.open(path),
     "skyctl.store.opening.read_into_memory": lambda path, *_, **__: here().disk.read(path),
     "skyctl.store.database.private_directory": lambda path: path,
+    "skyctl.store.database.RESERVE_BYTES": 1,
     "skyctl.store.paths.FleetPaths.prepare": lambda self: self,
     "skyctl.http.client.KeptConnections": SimTransport,
     "skyctl.transfer.sender_pool.SenderProcess": SimSender,
@@ -248,14 +250,14 @@ def installed() -> Iterator[None]:
     """Inside the block, the product runs in whatever world was entered."""
     from tests.simulation import supervised
 
-    gc.collect()
-    gc.freeze()
     logging.disable(logging.CRITICAL)
     # what dead processes left open is unwound between schedules, into closed files
     hook, sys.unraisablehook = sys.unraisablehook, lambda unraisable: None
     try:
         with replaced({**SEAMS, **_LATER, **supervised.SEAMS}), warnings.catch_warnings():
             warnings.simplefilter("ignore", RuntimeWarning)  # coroutines that were never awaited
+            gc.collect()
+            gc.freeze()  # what is loaded by now stays
             try:
                 yield
             finally:

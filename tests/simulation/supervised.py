@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -234,7 +236,7 @@ class SupervisedWorld(World):
         for engine in self.engines:
             held = self.ref.paths.held(engine.name)
             held.unlink(missing_ok=True)
-            engine.held = held.exists
+            engine.held = partial(os.path.exists, str(held))
         self.ref.paths.database.touch()
         self.plan = self._plan()
         up = self._command("up", self._up)
@@ -285,8 +287,7 @@ class SupervisedWorld(World):
             # the port is taken
             self.loop.call_later(0.5, self.kernel.kill, process, "cannot bind", context=_NOBODY)
             return process
-        held = Path(env[HELD_VARIABLE])
-        engine.held = held.exists
+        engine.held = partial(os.path.exists, env[HELD_VARIABLE])
         engine.start(process, self.dice.uniform(0.5, 2.0))
         return process
 
@@ -296,9 +297,10 @@ class SupervisedWorld(World):
     def _look(self) -> None:
         """A server may begin to answer because time passed, or a file is gone."""
         for engine in self.engines:
-            if engine.serving and not engine.seen_serving:
+            serving = engine.serving
+            if serving and not engine.seen_serving:
                 self._watch(engine, "answers")
-            engine.seen_serving = engine.serving
+            engine.seen_serving = serving
 
     def _restart_servers(self) -> None:
         """Whoever supervises them does."""
@@ -428,17 +430,28 @@ def _socket(paths: FleetPaths) -> Iterator[Api]:
 
 
 class _Uvicorn:
-    """Serves an app at the fleet's socket until `should_exit`."""
+    """Serves an app at the fleet's socket until `should_exit`, which it looks at now and then."""
 
     def __init__(self, app: Any) -> None:
         self.app = app
-        self.should_exit = False
+        self._asked = asyncio.Event()
+
+    @property
+    def should_exit(self) -> bool:
+        return self._asked.is_set()
+
+    @should_exit.setter
+    def should_exit(self, value: bool) -> None:
+        assert value
+        self._asked.set()
 
     async def serve(self, sockets: list[Api]) -> None:
+        loop = SimManaged.world.loop
         await asyncio.sleep(SimManaged.world.dice.random() * 0.05)
         sockets[0].serve(self.app)
-        while not self.should_exit:  # noqa: ASYNC110 - as uvicorn does
-            await asyncio.sleep(0.1)
+        began = loop.now
+        await self._asked.wait()
+        await asyncio.sleep(0.1 - (loop.now - began) % 0.1)
 
 
 class _Supervisor(Supervisor):
@@ -449,7 +462,10 @@ class _Supervisor(Supervisor):
         SimManaged.world.supervisor, SimManaged.world.supervising = self, current()
 
 
+daemon.load_everything()  # as each supervisor does when it starts
+
 SEAMS: dict[str, Any] = {
+    "skyctl.supervisor.daemon.load_everything": lambda: None,
     "skyctl.supervisor.daemon._spawn": _spawn_supervisor,
     "skyctl.supervisor.daemon._socket": _socket,
     "skyctl.supervisor.daemon.QuietServer": _Uvicorn,

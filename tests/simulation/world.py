@@ -270,7 +270,10 @@ class World:
         people.weaken(self)
         self.tell(f"faults: {', '.join(sorted(self.faults))}; {len(self.engines)} servers")
         tasks = [self.loop.create_task(one) for one in people.all_of(self)]
-        self.loop.run_until(self.loop.now + _BEGINNING_S, lambda: all(t.done() for t in tasks))
+        busy = set(tasks)
+        for task in tasks:
+            task.add_done_callback(busy.discard)
+        self.loop.run_until(self.loop.now + _BEGINNING_S, lambda: not busy)
         for task in tasks:
             task.cancel()
         self.loop.run_until(self.loop.now + 0.5)
@@ -343,7 +346,11 @@ class World:
             self.kernel.kill(process, "is over")
         self.tracing = False  # what unwinds from here on is no step of it
         self.disk.close()
-        self.kernel.processes.clear()
+
+    def forget(self) -> None:
+        """Unwind what is left, so that little is to be collected."""
+        self.kernel.forget()
+        self.loop.forget()
 
 
 _CONFIGS: dict[str, FleetConfig] = {}
@@ -382,5 +389,6 @@ def play(schedule: Schedule, home: Path, *, tracing: bool = False) -> Ended:
     finally:
         world.close()
         seams.enter(None)
+        world.forget()
         del world
         gc.collect()
