@@ -11,7 +11,6 @@ import os
 import sqlite3
 import struct
 import zlib
-from functools import cache
 from hashlib import blake2b
 from pathlib import Path
 from random import Random
@@ -81,23 +80,31 @@ class Disk:
         owner._undo()
 
     def close(self) -> None:
-        self.closed = True
-        for file in self.files.values():
-            file.close()
+        if not self.closed:
+            self.closed = True
+            for file in self.files.values():
+                _empty(file)
+                _EMPTY.append(file)
+
+
+_EMPTY: list[sqlite3.Connection] = []
+"""Used again by later schedules: what a connection has prepared stays so."""
 
 
 def _new_file() -> sqlite3.Connection:
     """One of this version, without a row."""
+    if _EMPTY:
+        return _EMPTY.pop()
     file = opening.in_memory()
-    file.deserialize(_empty())
+    upgrade(file, Path("state.db"))
     return file
 
 
-@cache
-def _empty() -> bytes:
-    file = opening.in_memory()
-    upgrade(file, Path("state.db"))
-    return file.serialize()
+def _empty(file: sqlite3.Connection) -> None:
+    if file.in_transaction:
+        file.rollback()
+    for (table,) in file.execute("SELECT name FROM sqlite_schema WHERE type = 'table'").fetchall():
+        file.execute(f"DELETE FROM {table}")
 
 
 class Connection:
@@ -115,9 +122,7 @@ class Connection:
 
     def execute(self, sql: str, parameters: Any = ()) -> sqlite3.Cursor:
         disk = self._disk
-        current()
-        if disk.closed or not self._open:
-            raise sqlite3.ProgrammingError("Cannot operate on a closed database.")
+        self._require_open()
         disk.end_transaction_of_the_dead(self)
         verb = sql[:6].upper()
         if verb == "SELECT" or verb == "PRAGMA":
@@ -136,9 +141,14 @@ class Connection:
         return cursor
 
     def backup(self, target: sqlite3.Connection) -> None:
-        current()
+        self._require_open()
         self._disk.end_transaction_of_the_dead(self)
         self._file.backup(target)
+
+    def _require_open(self) -> None:
+        current()
+        if self._disk.closed or not self._open:
+            raise sqlite3.ProgrammingError("Cannot operate on a closed database.")
 
     def rollback(self) -> None:
         current()

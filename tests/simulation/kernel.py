@@ -41,6 +41,16 @@ class Process:
     def __repr__(self) -> str:
         return f"{self.label}[{self.pid}]"
 
+    async def gone(self, *, within_s: float) -> None:
+        """Until it is dead, noticed by somebody who looks this often."""
+        if self.dead:
+            return
+        loop = self.kernel.loop
+        began, died = loop.now, asyncio.Event()
+        self.on_death.append(died.set)
+        await died.wait()
+        await asyncio.sleep(within_s - (loop.now - began) % within_s)
+
 
 class Kernel:
     """Knows every process. Deaths close descriptors, which gives back their locks."""

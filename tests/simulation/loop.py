@@ -21,7 +21,7 @@ class Killed(BaseException):
 class Handle:
     """A callback, skipped when its process is dead by the time it is due."""
 
-    __slots__ = ("args", "callback", "context", "off", "process", "when")
+    __slots__ = ("args", "callback", "context", "off", "process")
 
     def __init__(
         self, callback: Callable[..., Any], args: tuple[Any, ...], context: Context | None
@@ -100,7 +100,6 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         return self._at(when, Handle(callback, args, context))
 
     def _at(self, when: float, handle: Handle) -> Handle:
-        handle.when = when
         self._numbers += 1
         heapq.heappush(self._timers, (when, self._numbers, handle))
         return handle

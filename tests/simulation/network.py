@@ -17,7 +17,7 @@ _LINGERS_S = 0.5
 """How much later than its delay a request of a sender that died may arrive."""
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Reply:
     """The way back of one request. `gone`: whether its caller has hung up."""
 

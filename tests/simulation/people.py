@@ -138,8 +138,7 @@ async def _train(world: World, name: str) -> None:
             world.loop.call_later(dice.random() * 2.0, _kill_labelled, world, "sender")
         if "overwrite" in world.faults and dice.random() < 0.4:
             world.loop.call_later(dice.random() * 1.5, _overwrite, world, directory)
-        while not process.dead:  # noqa: ASYNC110 - it may die in ways that tell nobody
-            await asyncio.sleep(0.1)
+        await process.gone(within_s=0.1)
         if process.error is None and process.code is None:  # killed: it is started again
             await asyncio.sleep(dice.random() * 3.0)
 
