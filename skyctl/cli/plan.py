@@ -35,7 +35,7 @@ def plan(
     """
     from skyctl import output
     from skyctl.cli.fleet_file import chosen_fleet, held_ports
-    from skyctl.core.machine import plan_here
+    from skyctl.core.planning import plan_here
 
     ref = chosen_fleet(path, file, fleet)
     if ref.config.attached:

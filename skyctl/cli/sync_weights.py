@@ -301,12 +301,12 @@ async def _looked_up(
         return request
     pushes = (await running.weights()).pushes
     if back:
-        from skyctl.push.rollback import rollback
+        from skyctl.push.versions import rollback
 
         kept = [one.kept for one in await running.kept_versions()]
         return rollback(request, pushes, kept, version)
     from skyctl import output
-    from skyctl.push.labels import reused_label
+    from skyctl.push.versions import reused_label
 
     if warning := reused_label(request, pushes):
         output.warn(warning)

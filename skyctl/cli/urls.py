@@ -164,7 +164,7 @@ def _lines(found: FleetUrls) -> str:
 def _write(found: FleetUrls, path: Path) -> str:
     """Write the service discovery and say so; the file's absolute path."""
     from skyctl import output
-    from skyctl.service.prometheus import write_targets
+    from skyctl.service.formats import write_targets
 
     count = write_targets(found, path)
     output.note(f"{count} targets in {path}")

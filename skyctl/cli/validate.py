@@ -70,7 +70,7 @@ def _findings(ref: FleetRef, *, offline: bool) -> tuple[list[str], list[Problem]
     from skyctl import output
     from skyctl.cli.fleet_file import held_ports
     from skyctl.core.check import check_plan, learn_arguments
-    from skyctl.core.machine import plan_here, plan_offline
+    from skyctl.core.planning import plan_here, plan_offline
 
     servers = ref.config.servers
     if servers is not None:

@@ -1,7 +1,8 @@
-"""Is a server ready, and is it alive: probes with deadlines, and the count of failures."""
+"""Is a server ready, is it alive, and who receives requests: probes with deadlines, and rules."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from skyctl import engines
@@ -9,6 +10,9 @@ from skyctl.errors import ServerError
 from skyctl.fleetfile.schema import HealthPolicy
 from skyctl.http.client import ControlClient
 from skyctl.http.target import ServerTarget
+
+# Frozen, but nothing is lost by queueing there: requests wait for the resume.
+_FROZEN = ("paused", "updating")
 
 
 async def probe_ready(client: ControlClient, target: ServerTarget, timeout_s: float) -> bool | None:
@@ -55,3 +59,13 @@ class FailureCount:
         if self.count < self.policy.failures:
             return ""
         return f"stopped by skyctl after {self.count} missed health probes: {error.message}"
+
+
+def routable(states: Mapping[str, str]) -> set[str]:
+    """Names of the servers to route to, from each server's state.
+
+    While any server is ready, only ready ones. When the whole fleet is frozen, the frozen ones:
+    their requests continue on resume. Asleep, quarantined and dead servers never.
+    """
+    ready = {name for name, state in states.items() if state == "ready"}
+    return ready or {name for name, state in states.items() if state in _FROZEN}

@@ -12,7 +12,7 @@ from pathlib import Path
 from skyctl.checkpoints.checkpoint import Checkpoint, read_checkpoint
 from skyctl.checkpoints.keeping import delete_copy, keep_copy
 from skyctl.push.request import PushRequest, PushResult
-from skyctl.push.rollback import refuse_changed
+from skyctl.push.versions import refuse_changed
 from skyctl.store.kept_weights import KeptWeights, kept_weights, remember
 from skyctl.store.state import FleetState
 

@@ -76,7 +76,7 @@ class RecordedFleet(FleetService):
 
     async def forget_version(self, asked: Forget) -> int:
         from skyctl.checkpoints.keeping import delete_copy
-        from skyctl.push.labels import meant
+        from skyctl.push.versions import meant
 
         versions = await self.kept_versions()
         version = meant(asked.version, (one.kept.version for one in versions))

@@ -19,18 +19,21 @@ from typing import Any, Protocol
 
 from skyctl import engines
 from skyctl.core.diagnosis import Action, Finding
-from skyctl.errors import SkyctlError, StateUnwritable, WeightsGone
+from skyctl.engines.base import Refusal, Server
+from skyctl.errors import ServerError, SkyctlError, StateUnwritable, WeightsGone
 from skyctl.http.client import ControlClient
 from skyctl.http.target import ServerTarget
 from skyctl.kill_points import reached
-from skyctl.push.give_back import give_back
 from skyctl.push.request import PushRequest
-from skyctl.push.sleeping import DISCARDED
+from skyctl.push.sleeping import DISCARDED, back_to_sleep
+from skyctl.push.verify import weights_digest
 from skyctl.store.in_doubt import doubt, in_doubt, leave_to_next_push, trust
 from skyctl.store.journal import Job
 from skyctl.store.state import FleetState, FleetWeights
 
 _ROOM_AGAIN = "then type: skyctl recover"
+_BEFORE_SESSIONS = ("wake", "pause", "init")
+_NOTHING_SENT = (*_BEFORE_SESSIONS, "start")
 
 
 @dataclass(frozen=True)
@@ -51,7 +54,7 @@ class Recovered:
         return asdict(self)
 
 
-class Hands(Protocol):
+class Actions(Protocol):
     """What recovery can do to one fleet: by its supervisor, or from outside."""
 
     state: FleetState
@@ -97,25 +100,25 @@ class _Case:
         )
 
 
-async def recover(findings: Sequence[Finding], hands: Hands) -> list[Recovered]:
+async def recover(findings: Sequence[Finding], actions: Actions) -> list[Recovered]:
     """Do what the findings call for; one report per server, in their order. Never raises."""
     cases = [_Case(finding) for finding in findings]
     reached("recover.begin")
     chosen = [case for case in cases if case.action in ("resume", "sleep")]
-    await asyncio.gather(*(_give_back(case, hands) for case in chosen))
+    await asyncio.gather(*(_release_one(case, actions) for case in chosen))
     # whoever cannot take part is replaced or quarantined below: nobody stays at older weights
     able = [case.name for case in cases if case.action not in ("restart", "quarantine")]
-    await _push([case for case in cases if case.action == "push"], able, hands)
+    await _push([case for case in cases if case.action == "push"], able, actions)
     left = [case for case in cases if case.ended is None]
-    await _replace([case for case in left if case.action in ("restart", "quarantine")], hands)
+    await _replace([case for case in left if case.action in ("restart", "quarantine")], actions)
     return [case.report() for case in cases]
 
 
-async def _replace(cases: Sequence[_Case], hands: Hands) -> None:
+async def _replace(cases: Sequence[_Case], actions: Actions) -> None:
     """Those that serve until then one after the other, the rest at once."""
 
     async def replace_one(case: _Case) -> None:
-        case.done(await hands.replace(case.name, case.problem or case.finding.detail))
+        case.done(await actions.replace(case.name, case.problem or case.finding.detail))
 
     serving = [case for case in cases if case.finding.found == "wrong-version"]
     await asyncio.gather(*(replace_one(case) for case in cases if case not in serving))
@@ -123,83 +126,83 @@ async def _replace(cases: Sequence[_Case], hands: Hands) -> None:
         await replace_one(case)
 
 
-async def _give_back(case: _Case, hands: Hands) -> None:
-    found = in_doubt(hands.state).get(case.name)
+async def _release_one(case: _Case, actions: Actions) -> None:
+    found = in_doubt(actions.state).get(case.name)
     if found is None:
         return case.done()  # put right meanwhile
     server = engines.server(
-        hands.client, hands.targets[case.name], timeout_s=hands.control_timeout_s
+        actions.client, actions.targets[case.name], timeout_s=actions.control_timeout_s
     )
-    row = hands.state.server(case.name)
+    row = actions.state.server(case.name)
     slept = max(1, row.sleep_level) if found.woken else 0
     try:
-        await give_back(
+        await release(
             server,
             stage=found.stage,
             thaw=found.thaw and not row.paused,
             digest=found.digest or row.weights_digest,
             label=found.version,
-            timeout_s=hands.control_timeout_s,
+            timeout_s=actions.control_timeout_s,
             slept=slept,
         )
     except SkyctlError as error:
-        doubt(hands.state, {case.name: replace(found, half_updated=True)})
+        doubt(actions.state, {case.name: replace(found, half_updated=True)})
         case.action, case.problem = "push", error.message
         return None
-    settle(hands.state, case.name)
+    settle(actions.state, case.name)
     if slept:
-        hands.state.set_weights_awake(case.name, slept == DISCARDED)
+        actions.state.set_weights_awake(case.name, slept == DISCARDED)
     return case.done()
 
 
-async def _push(cases: Sequence[_Case], able: Collection[str], hands: Hands) -> None:
+async def _push(cases: Sequence[_Case], able: Collection[str], actions: Actions) -> None:
     """Finish the push that broke off, in all that are `able`; else the fleet's weights, one by
     one."""
     open_cases = list(cases)
-    request = interrupted_request(hands.state)
-    if request is not None and any(case.name in in_doubt(hands.state) for case in open_cases):
-        doubted = set(in_doubt(hands.state))
+    request = interrupted_request(actions.state)
+    if request is not None and any(case.name in in_doubt(actions.state) for case in open_cases):
+        doubted = set(in_doubt(actions.state))
         try:
-            job = await hands.push(request, able)
+            job = await actions.push(request, able)
         except StateUnwritable as error:
-            _wait(open_cases, hands, error, _ROOM_AGAIN)
+            _wait(open_cases, actions, error, _ROOM_AGAIN)
             return
         problem = "" if job.error is None else str(job.error["message"])
-        open_cases = _still_open(open_cases, hands, problem, doubted)
+        open_cases = _still_open(open_cases, actions, problem, doubted)
     for case in open_cases:
         try:
-            await hands.bring(case.name)
-            settle(hands.state, case.name)
+            await actions.bring(case.name)
+            settle(actions.state, case.name)
             case.done()
         except StateUnwritable as error:  # nothing was touched; and a restart loses what it holds
-            _wait([case], hands, error, _ROOM_AGAIN)
+            _wait([case], actions, error, _ROOM_AGAIN)
         except WeightsGone as error:
             # a directory that is overwritten at every step: a restarted server could not have its
             # fleet's weights either, and the next push scrubs this one
-            leave_to_next_push(hands.state, case.name)
-            _wait([case], hands, error, "push again: skyctl sync-weights CKPT")
+            leave_to_next_push(actions.state, case.name)
+            _wait([case], actions, error, "push again: skyctl sync-weights CKPT")
         except SkyctlError as error:
             case.action = "restart"
             case.problem = case.problem or error.message
 
 
-def _wait(cases: Sequence[_Case], hands: Hands, error: SkyctlError, then: str) -> None:
+def _wait(cases: Sequence[_Case], actions: Actions, error: SkyctlError, then: str) -> None:
     """Leave these servers quarantined; `then` is what to type."""
     reason = "; ".join(part for part in (error.message, error.hint, then) if part)
     for case in cases:
-        hands.waits(case.name, reason)
+        actions.waits(case.name, reason)
         case.done(reason)
 
 
 def _still_open(
-    cases: Sequence[_Case], hands: Hands, problem: str, doubted: Collection[str]
+    cases: Sequence[_Case], actions: Actions, problem: str, doubted: Collection[str]
 ) -> list[_Case]:
     """Those that the push did not put right. It takes off the list what was `doubted`; what was in
     no doubt it put right only if it went well."""
-    left, listed = [], in_doubt(hands.state)
+    left, listed = [], in_doubt(actions.state)
     for case in cases:
         failed = bool(problem) and case.name not in doubted
-        if failed or case.name in listed or hands.state.server(case.name).quarantine:
+        if failed or case.name in listed or actions.state.server(case.name).quarantine:
             case.problem = problem
             left.append(case)
         else:
@@ -276,3 +279,52 @@ def settle(state: FleetState, name: str) -> None:
     with state.transaction():
         trust(state, name)
         state.update_server(name, quarantine=None)
+
+
+async def release(
+    server: Server,
+    *,
+    stage: str,
+    thaw: bool,
+    digest: str | None,
+    timeout_s: float,
+    label: str = "",
+    slept: int = 0,
+) -> None:
+    """Close the session that a push left open at `stage`, and resume the server if `thaw`.
+
+    `digest` is what its weights must come to, None where that is not known: then only a server to
+    which nothing can have been sent is given back. `label` is the version they get, if they have
+    not got it yet. `slept` is the level at which it slept before the push woke its weights, 0 when
+    that did not happen: it sleeps again afterwards, unless that sleep had discarded its weights,
+    which stay awake, and empty.
+
+    Raises:
+        ServerError: it does not answer, or is not known to hold what it held before: do not resume
+            it.
+    """
+    name = server.target.name
+    if not digest and stage not in _NOTHING_SENT:
+        raise ServerError(f"{name}: nobody knows what its weights were before the push")
+    if slept:  # the push may have died before it was done
+        await server.wake(["weights"])
+    # nothing would show that a push before this one has left a session open
+    if stage not in _BEFORE_SESSIONS or not digest:
+        try:
+            await server.finish_weight_update(timeout_s=timeout_s)
+        except ServerError as error:
+            if error.refusal not in (Refusal.NO_SESSION, Refusal.NO_TRANSFER):
+                raise
+    if digest and slept != DISCARDED:
+        found = (await weights_digest(server, timeout_s=timeout_s)).digest
+        if found != digest:
+            raise ServerError(
+                f"{name}: its weights are not what they were (digest {found}, before {digest})"
+            )
+    if label:
+        await server.set_weight_version(label)
+    if slept:
+        if slept != DISCARDED:
+            await back_to_sleep(server, slept)
+    elif thaw:
+        await server.resume()

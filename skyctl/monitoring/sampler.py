@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
+
+import psutil
 
 from skyctl import engines
 from skyctl.core.service import EventQuery, StatusQuery
@@ -19,17 +22,102 @@ from skyctl.engines.base import RouterMetrics
 from skyctl.errors import SkyctlError
 from skyctl.http.client import ControlClient
 from skyctl.monitoring.gpus import GpuUsage, gpu_reader
-from skyctl.monitoring.processes import ProcessTrees, TreeUsage
 from skyctl.monitoring.sample import FleetSample, JobSample, ReplicaSample, RouterSample
 from skyctl.store.journal import Job
 
 if TYPE_CHECKING:
     from skyctl.service import FleetService
 
+# Finding children reads all of /proc, so it is done this seldom; servers rarely get new ones.
+TREES_EVERY_S = 5.0
 ROUTER_TIMEOUT_S = 2.0
 EVENTS = 50
 # nvidia-smi takes tenths of a second of a core; utilisation moves slowly enough for this
 GPUS_EVERY_S = 2.0
+
+
+@dataclass(frozen=True)
+class TreeUsage:
+    """What one tree takes. `cpu_percent` is 100 per busy core, None in the first sample.
+
+    `rss_bytes` counts memory that its processes share in each of them.
+    """
+
+    cpu_percent: float | None
+    rss_bytes: int
+    processes: int
+
+
+class ProcessTrees:
+    """Watches trees by the pid of their first process. Not for several threads at once."""
+
+    def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._members: dict[int, list[psutil.Process]] = {}
+        self._looked_at = float("-inf")
+        self._cpu: dict[tuple[int, float], float] = {}
+        self._measured_at: float | None = None
+
+    def usage(self, roots: Iterable[int]) -> dict[int, TreeUsage]:
+        """Usage by root pid since the last call; roots that are gone are left out."""
+        now = self._clock()
+        wanted = set(roots)
+        if now - self._looked_at >= TREES_EVERY_S or wanted - self._members.keys():
+            self._members, self._looked_at = _trees(wanted), now
+        before, since = self._cpu, self._measured_at
+        self._cpu, self._measured_at = {}, now
+        found = {}
+        for root in wanted:
+            usage = self._measure(self._members.get(root, []), before, since and now - since)
+            if usage.processes:
+                found[root] = usage
+        return found
+
+    def _measure(
+        self,
+        members: Iterable[psutil.Process],
+        before: Mapping[tuple[int, float], float],
+        seconds: float | None,
+    ) -> TreeUsage:
+        spent, rss, count, known = 0.0, 0, 0, False
+        for process in members:
+            try:
+                with process.oneshot():
+                    key = (process.pid, process.create_time())
+                    times = process.cpu_times()
+                    rss += process.memory_info().rss
+            except psutil.Error:
+                continue
+            count += 1
+            self._cpu[key] = times.user + times.system
+            if key in before:
+                known = True
+                spent += self._cpu[key] - before[key]
+        percent = 100 * spent / seconds if known and seconds else None
+        return TreeUsage(percent, rss, count)
+
+
+def _trees(roots: Iterable[int]) -> dict[int, list[psutil.Process]]:
+    """Each root with all its descendants."""
+    children: dict[int, list[psutil.Process]] = {}
+    processes: dict[int, psutil.Process] = {}
+    for process in psutil.process_iter():
+        try:
+            parent = process.ppid()
+        except psutil.Error:
+            continue
+        processes[process.pid] = process
+        children.setdefault(parent, []).append(process)
+    trees = {}
+    for root in roots:
+        members: list[psutil.Process] = []
+        waiting = [processes[root]] if root in processes else []
+        while waiting:
+            process = waiting.pop()
+            members.append(process)
+            waiting += children.get(process.pid, [])
+        trees[root] = members
+    return trees
 
 
 class RateMeter:

@@ -419,7 +419,7 @@ class ChunkDelivery:
         lease, self._lease = self._lease, None
         if lease is not None:
             keep = self._transport.resident and self._delivered
-            await self._senders.give_back(lease, keep=keep)
+            await self._senders.release(lease, keep=keep)
 
     def _opened(self) -> tuple[Lease, Session]:
         if self._lease is None or self._session is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -17,22 +17,29 @@ from skyctl.checkpoints.finite import refuse_not_finite
 from skyctl.engines.base import Server
 from skyctl.errors import PreflightError
 from skyctl.http.client import ControlClient
+from skyctl.http.fanout import fan_out
+from skyctl.http.target import ServerTarget
 from skyctl.push.delivery import ChunkDelivery, Delivery
 from skyctl.push.delta import Delta, compare
 from skyctl.push.disk import DiskDelivery
 from skyctl.push.expected import refuse_broken
 from skyctl.push.forecast import Forecast, refusal, slots_of
-from skyctl.push.foretelling import foretell, subject_of
 from skyctl.push.layouts import LayoutChoice, choose_layout
+from skyctl.push.machine_facts import forecast_push, free_gpu, subject_of
 from skyctl.push.nccl_agreement import common_settings, pace_notes, refuse_without_nccl
 from skyctl.push.request import PushFleet, PushRequest, PushServer
-from skyctl.push.rollback import refuse_changed
 from skyctl.push.rows import KnownRows, read_rows
 from skyctl.push.runtime_delivery import RuntimeDelivery
-from skyctl.push.sender_gpu import free_gpu
-from skyctl.push.server_facts import ServerFacts, ask_servers
+from skyctl.push.server_facts import (
+    ServerFacts,
+    ask_servers,
+    check_servers,
+    refuse_dummy,
+    refuse_update_problems,
+)
 from skyctl.push.sites import Holds, Site
-from skyctl.push.weighing import weigh
+from skyctl.push.verify import HOW_TO_DIGEST, CannotDigest, weights_digest
+from skyctl.push.versions import refuse_changed
 from skyctl.transfer.plan import ChunkPlan, order_tensors, plan_chunks
 from skyctl.transfer.sender_pool import Lease, SenderPool
 from skyctl.transfer.transports.base import Transport
@@ -231,7 +238,7 @@ async def preflight(
             idle=idle,
             copied=layout.name == "runtime",
         )
-        forecasts, said = await foretell(request, fleet, checkpoint, subject)
+        forecasts, said = await forecast_push(request, fleet, checkpoint, subject)
     if request.verify and not request.dry_run:
         notes += await weigh(sites, facts, timeout_s=fleet.update_timeout_s)
     prepared = Prepared(
@@ -318,52 +325,6 @@ def _server(
     return found
 
 
-def check_servers(facts: Sequence[ServerFacts], weights_awake: Collection[str] = ()) -> list[str]:
-    """Servers, or at least their weights, must be awake, and of one version; notes about it.
-
-    Raises:
-        PreflightError: names the servers that are not.
-    """
-    asleep = [fact.name for fact in facts if fact.asleep and fact.name not in weights_awake]
-    if asleep:
-        raise PreflightError(
-            f"{', '.join(asleep)} {'is' if len(asleep) == 1 else 'are'} asleep",
-            hint="wake the weights as a part of it: --colocated; or skyctl wake --tags weights",
-        )
-    versions = {fact.name: fact.vllm_version for fact in facts}
-    if len(set(versions.values())) > 1:
-        listing = ", ".join(f"{name}: {version}" for name, version in versions.items())
-        raise PreflightError(
-            f"the servers run different versions of vLLM ({listing})", hint="restart them alike"
-        )
-    return sorted({fact.dialect.note for fact in facts if fact.dialect.note})
-
-
-def refuse_update_problems(facts: Sequence[ServerFacts]) -> None:
-    """Raise PreflightError, naming the server, where an update would leave wrong weights."""
-    for fact in facts:
-        if fact.update_problem:
-            raise PreflightError(
-                f"{fact.name}: {fact.update_problem}",
-                hint="restart the servers on the checkpoint instead",
-            )
-
-
-def refuse_dummy(facts: Sequence[ServerFacts]) -> None:
-    """vLLM cannot reload from disk what it did not load from disk.
-
-    Raises:
-        PreflightError: a server was started with `--load-format dummy`.
-    """
-    dummy = [fact.name for fact in facts if fact.load_format == "dummy"]
-    if dummy:
-        raise PreflightError(
-            f"{', '.join(dummy)} was started with --load-format dummy, which transport disk "
-            "cannot push to",
-            hint="push with another transport, or start it without `load-format: dummy`",
-        )
-
-
 def grown_notes(plan: ChunkPlan) -> list[str]:
     """A note when tensors are larger than the chunk size."""
     if not plan.grown:
@@ -389,3 +350,49 @@ def check_memory(needed_bytes: int, meminfo: Path = Path("/proc/meminfo")) -> No
             f"{format_bytes(available)} are available",
             hint="take a smaller --chunk-size, or --transport disk",
         )
+
+
+async def weigh(
+    sites: Sequence[Site], facts: Sequence[ServerFacts], *, timeout_s: float
+) -> list[str]:
+    """Fill `digest_before` of servers of which no digest is on record; notes about it.
+
+    Not of those that sleep: their memory may be unmapped. One that fails to answer is only noted,
+    as an earlier push may have left it half loaded.
+
+    Raises:
+        PreflightError: a server could not be verified after the push either.
+    """
+    by_name = {
+        site.name: site
+        for site, fact in zip(sites, facts, strict=True)
+        if not (fact.asleep or site.asleep or site.server.weights_awake or site.server.sleep_level)
+        and not site.server.weights_digest
+        and site.holds is Holds.OLD
+    }
+
+    async def ask(target: ServerTarget) -> PreflightError | None:
+        """Why its weights can never be verified; None where they can."""
+        try:
+            found = await weights_digest(by_name[target.name].vllm, timeout_s=timeout_s)
+        except CannotDigest as error:
+            return PreflightError(error.message, hint=error.hint)
+        if found.compared is None:
+            return PreflightError(
+                f"{target.name} cannot be compared with the checkpoint: its workers lack skyctl's "
+                "extension",
+                hint=HOW_TO_DIGEST,
+            )
+        by_name[target.name].digest_before = found.digest
+        return None
+
+    targets = [site.target for site in by_name.values()]
+    outcomes = await fan_out(targets, ask, timeout_s=timeout_s)
+    for outcome in outcomes:
+        if outcome.value is not None:
+            raise outcome.value
+    return [
+        f"{outcome.server} could not be looked at before the push: {outcome.detail}"
+        for outcome in outcomes
+        if not outcome.ok
+    ]

@@ -1,15 +1,15 @@
-"""What servers say of themselves before a push."""
+"""What servers say of themselves before a push, and what of it refuses one."""
 
 from __future__ import annotations
 
 from asyncio import gather
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from skyctl import engines
 from skyctl.engines.base import Dialect, Feature, Server, lacks_method
-from skyctl.errors import ServerError
+from skyctl.errors import PreflightError, ServerError
 from skyctl.http.client import ControlClient
 from skyctl.http.fanout import fan_out, require_all
 from skyctl.http.target import ServerTarget
@@ -18,6 +18,7 @@ from skyctl.push.request import PushFleet, PushServer
 NCCL_METHOD = "skyctl_nccl"
 _PROBLEM_METHOD = "skyctl_update_problem"
 _NCCL_TIMEOUT_S = 30.0
+_MOST = 4096
 
 
 @dataclass(frozen=True)
@@ -123,7 +124,6 @@ class _Make:
 _makes: dict[str, _Make] = {}
 """By `PushServer.instance`: a trainer pushes to the same processes again and again, and the
 configuration alone costs vLLM longer than all other questions together."""
-_MOST = 4096
 
 
 async def _make(server: Server, pushed: PushServer) -> _Make:
@@ -191,3 +191,49 @@ def _dialect(target: ServerTarget, version: str) -> Dialect:
     dialect = engines.ENGINES[target.engine].dialect
     assert dialect is not None  # an engine with pushes speaks them
     return dialect(version)
+
+
+def check_servers(facts: Sequence[ServerFacts], weights_awake: Collection[str] = ()) -> list[str]:
+    """Servers, or at least their weights, must be awake, and of one version; notes about it.
+
+    Raises:
+        PreflightError: names the servers that are not.
+    """
+    asleep = [fact.name for fact in facts if fact.asleep and fact.name not in weights_awake]
+    if asleep:
+        raise PreflightError(
+            f"{', '.join(asleep)} {'is' if len(asleep) == 1 else 'are'} asleep",
+            hint="wake the weights as a part of it: --colocated; or skyctl wake --tags weights",
+        )
+    versions = {fact.name: fact.vllm_version for fact in facts}
+    if len(set(versions.values())) > 1:
+        listing = ", ".join(f"{name}: {version}" for name, version in versions.items())
+        raise PreflightError(
+            f"the servers run different versions of vLLM ({listing})", hint="restart them alike"
+        )
+    return sorted({fact.dialect.note for fact in facts if fact.dialect.note})
+
+
+def refuse_update_problems(facts: Sequence[ServerFacts]) -> None:
+    """Raise PreflightError, naming the server, where an update would leave wrong weights."""
+    for fact in facts:
+        if fact.update_problem:
+            raise PreflightError(
+                f"{fact.name}: {fact.update_problem}",
+                hint="restart the servers on the checkpoint instead",
+            )
+
+
+def refuse_dummy(facts: Sequence[ServerFacts]) -> None:
+    """vLLM cannot reload from disk what it did not load from disk.
+
+    Raises:
+        PreflightError: a server was started with `--load-format dummy`.
+    """
+    dummy = [fact.name for fact in facts if fact.load_format == "dummy"]
+    if dummy:
+        raise PreflightError(
+            f"{', '.join(dummy)} was started with --load-format dummy, which transport disk "
+            "cannot push to",
+            hint="push with another transport, or start it without `load-format: dummy`",
+        )

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+import time
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any, TypeVar
@@ -14,13 +16,56 @@ from skyctl.http.fanout import Outcome, fan_out
 from skyctl.http.target import ServerTarget
 from skyctl.push.request import PushServer, ServerPush
 from skyctl.push.rows import Compared
-from skyctl.push.spans import Spans
 
 T = TypeVar("T")
-
 ENGINE_TIMEOUT_S = 10.0
 """How long an engine may take to answer before it counts as stuck: it may still load the chunk
 that a dead push sent it."""
+
+
+@dataclass
+class Spans:
+    """Moments of one server's push, in seconds of `clock`. Calls that load may overlap."""
+
+    clock: Callable[[], float] = time.perf_counter
+    frozen_at: float | None = None
+    thawed_at: float | None = None
+    _loads: list[tuple[float, float]] = field(default_factory=list)
+
+    @contextmanager
+    def loading(self) -> Iterator[None]:
+        """Around a call in which the server takes and loads tensors."""
+        began = self.clock()
+        try:
+            yield
+        finally:
+            self._loads.append((began, self.clock()))
+
+    @property
+    def load_s(self) -> float:
+        """Seconds in which at least one such call was under way."""
+        total, reached = 0.0, float("-inf")
+        for began, ended in sorted(self._loads):
+            total += max(0.0, ended - max(began, reached))
+            reached = max(reached, ended)
+        return total
+
+    @property
+    def wait_s(self) -> float:
+        """Seconds between the first call and the last in which none was: the server waited for the
+        sender, or for the slowest server."""
+        if not self._loads:
+            return 0.0
+        first = min(began for began, _ in self._loads)
+        last = max(ended for _, ended in self._loads)
+        return last - first - self.load_s
+
+    @property
+    def freeze_s(self) -> float | None:
+        """From its own answer to the pause to its own answer to the resume; None without both."""
+        if self.frozen_at is None or self.thawed_at is None:
+            return None
+        return self.thawed_at - self.frozen_at
 
 
 class Holds(IntEnum):

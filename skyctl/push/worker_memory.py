@@ -106,7 +106,7 @@ class _Block:
             self._segment.insert(place + 1, _Block(rest, self._segment))
             self.size = size
 
-    def give_back(self) -> None:
+    def release(self) -> None:
         self.free = True
         place = self._segment.index(self)
         for neighbour in self._segment[place + 1 : place + 2]:
@@ -131,7 +131,7 @@ class _Buffer:
     def let_go(self) -> None:
         self._holders -= 1
         if not self._holders:
-            self._block.give_back()
+            self._block.release()
 
 
 def _pooled_bytes(plan: ChunkPlan) -> int:
@@ -164,6 +164,6 @@ def _load(
         parts.append((placed.tensor.nbytes, buffer))
         buffer.hold()
         if sum(size for size, _ in parts) >= sizes[module]:
-            pool.take(sizes[module]).give_back()
+            pool.take(sizes[module]).release()
             for _, held in waiting.pop(module):
                 held.let_go()

@@ -73,8 +73,8 @@ async def recover(
     close_orphans(state)  # before any wait: whoever follows a job learns that its process is dead
     with await Arbiter(state.locks).turn(Act.RECOVER, "skyctl recover", wait_s=wait_s):
         close_orphans(state, in_turn=True)
-        hands = _Hands(ref, targets, client, state)
-        recovered = await carry_out(await find(targets, client, state), hands)
+        actions = _Actions(ref, targets, client, state)
+        recovered = await carry_out(await find(targets, client, state), actions)
         for one in recovered:
             if one.action != "nothing":
                 end = one.detail if not one.ok else f"done: {one.action}"
@@ -102,8 +102,8 @@ async def _bring_to_adapters(
         store.withdraw(state, name)
 
 
-class _Hands:
-    """What can be done from outside (see recovery.Hands)."""
+class _Actions:
+    """What can be done from outside (see recovery.Actions)."""
 
     def __init__(
         self,

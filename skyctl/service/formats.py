@@ -1,4 +1,5 @@
-"""A fleet's URLs as other programs want to read them: trainers, OpenAI clients, a shell.
+"""A fleet's URLs as other programs want to read them: trainers, OpenAI clients, a shell,
+Prometheus.
 
 Key names were read in these projects' own sources; each function cites its own. What a trainer's
 weight sync needs beyond URLs is said by `notes`.
@@ -7,8 +8,12 @@ weight sync needs beyond URLs is said by `notes`.
 from __future__ import annotations
 
 import json
+import os
 import shlex
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
 
 from skyctl.core.urls import FleetUrls
 from skyctl.errors import UsageError
@@ -18,6 +23,17 @@ OWN_KEY_VARIABLE = "SKYCTL_API_KEY"
 """Stands for the key that skyctl made, where a format can only name a variable."""
 NO_KEY = "EMPTY"
 """What vLLM's own examples give as a key where none is wanted."""
+SKYRL_ARGS = ("enable-scale-out",)
+"""vLLM arguments without which SkyRL's rollouts (`/inference/v1/generate`) have no route."""
+_NOTES = {
+    "skyrl": "SkyRL syncs weights by itself: its worker extension must be in the servers "
+    "(args: worker-extension-cls), or push with skyctl. It sends no key: set `auth: none`",
+    "verl": "verl has no setting for rollout servers it did not start: this is for a custom "
+    "reward function that asks a judge",
+    "prime-rl": "prime-rl's own server takes its weight updates, vLLM's does not: roll out and "
+    "evaluate here, push with skyctl",
+}
+_TARGETS_MODE = 0o644  # Prometheus runs as another user, and there is no secret in it
 
 
 def as_skyrl(urls: FleetUrls) -> str:
@@ -122,18 +138,6 @@ FORMATS: Mapping[str, Callable[[FleetUrls], str]] = {
     "env": as_env,
 }
 
-SKYRL_ARGS = ("enable-scale-out",)
-"""vLLM arguments without which SkyRL's rollouts (`/inference/v1/generate`) have no route."""
-
-_NOTES = {
-    "skyrl": "SkyRL syncs weights by itself: its worker extension must be in the servers "
-    "(args: worker-extension-cls), or push with skyctl. It sends no key: set `auth: none`",
-    "verl": "verl has no setting for rollout servers it did not start: this is for a custom "
-    "reward function that asks a judge",
-    "prime-rl": "prime-rl's own server takes its weight updates, vLLM's does not: roll out and "
-    "evaluate here, push with skyctl",
-}
-
 
 def refused_rollouts(servers: Sequence[str]) -> str:
     """The warning for SkyRL about servers that were started without its route; "" for none."""
@@ -165,3 +169,49 @@ def _entry(urls: FleetUrls) -> str:
     if urls.entry is None:
         raise UsageError(f"fleet {urls.name} has neither a router nor a server")
     return urls.entry
+
+
+def target_groups(urls: FleetUrls) -> list[dict[str, Any]]:
+    """One group per server and one for the router, with labels fleet, server, role and model."""
+    groups = [_group(urls, name, "server", url) for name, url in urls.servers.items()]
+    if urls.router_metrics:
+        groups.append(_group(urls, "router", "router", urls.router_metrics))
+    return groups
+
+
+def write_targets(urls: FleetUrls, path: Path) -> int:
+    """Write the groups to a .json file, whole or not at all; how many there are.
+
+    Raises:
+        UsageError: it cannot be written, or Prometheus would not read it.
+    """
+    if path.suffix != ".json":
+        raise UsageError(
+            f"{path}: Prometheus reads file_sd files only when they end in .json, .yml or .yaml",
+            hint=f"name it {path.with_suffix('.json')}",
+        )
+    groups = target_groups(urls)
+    # same directory: a rename is atomic within a file system; no watched suffix
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, _TARGETS_MODE)
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            os.fchmod(descriptor, _TARGETS_MODE)  # whatever the umask is
+            file.write(json.dumps(groups, indent=2) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise UsageError(f"cannot write {path}: {error.strerror}") from error
+    return len(groups)
+
+
+def _group(urls: FleetUrls, name: str, role: str, url: str) -> dict[str, Any]:
+    parts = urlsplit(url)
+    labels = {"fleet": urls.name, "server": name, "role": role}
+    if urls.model:
+        labels["model"] = urls.model
+    if parts.scheme != "http":
+        labels["__scheme__"] = parts.scheme
+    return {"targets": [parts.netloc], "labels": labels}

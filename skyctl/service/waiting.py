@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from skyctl.core.status import INTENDED_STATES, FleetStatus, ReplicaStatus
 from skyctl.errors import DeadlineExceeded, NotFoundError, SkyctlError, UsageError
-from skyctl.push.labels import means
+from skyctl.push.versions import means
 
 if TYPE_CHECKING:
     from skyctl.service import FleetService

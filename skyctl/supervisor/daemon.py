@@ -7,6 +7,7 @@ import contextlib
 import ctypes
 import fcntl
 import importlib
+import logging
 import os
 import pkgutil
 import signal
@@ -15,6 +16,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import uvicorn
 
@@ -25,15 +27,20 @@ from skyctl.core.registry import supervisor_running
 from skyctl.core.service import TakenDown
 from skyctl.engines.logs import tail, telling_line
 from skyctl.errors import ConflictError, FleetDownError, SkyctlError
+from skyctl.fleetfile.schema import FleetConfig
 from skyctl.http.client import ControlClient
+from skyctl.launch.local.rotation import rotate
 from skyctl.startup import inherited
 from skyctl.store.paths import FleetPaths, create_private_file
 from skyctl.store.state import FleetState
+from skyctl.supervisor import adapters
 from skyctl.supervisor.api import make_app
 from skyctl.supervisor.client import RemoteFleet
-from skyctl.supervisor.housekeeping import keep_house
 from skyctl.supervisor.listening import Listening, QuietServer
 from skyctl.supervisor.resident import Supervisor
+
+if TYPE_CHECKING:
+    from skyctl.supervisor.resident import Supervisor
 
 START_TIMEOUT_S = 20.0
 _LOCK_TIMEOUT_S = 1.0
@@ -58,6 +65,9 @@ _PACKAGES = tuple(
 )
 _ELSEWHERE = ("skyctl.engines.vllm.inside.", "skyctl.transfer.gpu", "skyctl.transfer.sender")
 """What runs in vLLM's processes and in the sender, some of it beside torch."""
+INTERVAL_S = 5.0
+PRUNE_INTERVAL_S = 3600.0
+_LOG = logging.getLogger(__name__)
 
 
 async def ensure_running(paths: FleetPaths) -> bool:
@@ -250,3 +260,26 @@ def _log(line: str) -> None:
     """One line of the supervisor's log (its stderr)."""
     sys.stderr.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {line}\n")
     sys.stderr.flush()
+
+
+async def keep_house(supervisor: Supervisor) -> None:
+    """Logs, history and state are looked after until this is cancelled."""
+    pruned_at = -PRUNE_INTERVAL_S
+    while True:
+        try:
+            if supervisor.plan is not None:
+                await look_after_logs(supervisor.paths, supervisor.plan.config)
+            supervisor.state.complete()
+            await adapters.retire(supervisor)
+            if time.monotonic() - pruned_at > PRUNE_INTERVAL_S:
+                supervisor.state.prune()
+                pruned_at = time.monotonic()
+        except Exception:
+            _LOG.exception("housekeeping")
+        await asyncio.sleep(INTERVAL_S)
+
+
+async def look_after_logs(paths: FleetPaths, config: FleetConfig) -> None:
+    """Rotate each log of the fleet that is too large, the supervisor's own too."""
+    for log in sorted(paths.logs.glob("*.log")):
+        await asyncio.to_thread(rotate, log, config.logs.max_size, config.logs.keep)

@@ -52,8 +52,8 @@ async def heal(supervisor: Supervisor) -> None:
         SkyctlError: something could not be put right.
     """
     supervisor.recovered = ()
-    hands = _Hands(supervisor)
-    recovered = await recover(await find(supervisor), hands)
+    actions = _Actions(supervisor)
+    recovered = await recover(await find(supervisor), actions)
     supervisor.recovered = tuple(recovered)
     for one in recovered:
         if one.action != "nothing":
@@ -68,8 +68,8 @@ async def heal(supervisor: Supervisor) -> None:
         raise SkyctlError("; ".join(f"{one.server}: {one.detail}" for one in failed))
 
 
-class _Hands:
-    """What a supervisor can do (see recovery.Hands)."""
+class _Actions:
+    """What a supervisor can do (see recovery.Actions)."""
 
     def __init__(self, supervisor: Supervisor) -> None:
         self._supervisor = supervisor

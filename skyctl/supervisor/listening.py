@@ -15,10 +15,11 @@ import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import psutil
 import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from skyctl.core.service import FleetService
 from skyctl.errors import SkyctlError
@@ -26,7 +27,6 @@ from skyctl.fleetfile.schema import SupervisorSection
 from skyctl.store.credentials import ensure_secret, read_secret
 from skyctl.store.paths import FleetPaths, place_private_file
 from skyctl.supervisor.api import make_app
-from skyctl.supervisor.bounded import BoundedListener, ImpatientProtocol
 
 if TYPE_CHECKING:
     from skyctl.core.plan import FleetPlan
@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 
 _DAYS = 3650
 _OPENSSL_TIMEOUT_S = 30.0
+MOST_CONNECTIONS = 64
+IDLE_S = 15.0
 
 
 @dataclass(frozen=True)
@@ -198,3 +200,47 @@ def ensure_certificate(cert: Path, key: Path, host: str) -> None:
     for path, content in ((key, done.stdout[:middle]), (cert, done.stdout[middle:])):
         path.unlink(missing_ok=True)
         place_private_file(path, content)
+
+
+class BoundedListener(socket.socket):
+    """Closes at once what comes while `most` connections are open, in a TLS handshake or after."""
+
+    def __init__(self, listener: socket.socket, *, most: int = MOST_CONNECTIONS) -> None:
+        super().__init__(fileno=listener.detach())
+        self._most = most
+        self._accepted: list[socket.socket] = []
+
+    def accept(self) -> tuple[socket.socket, Any]:
+        """Raises ConnectionAbortedError, after which asyncio waits for the next."""
+        connection, address = super().accept()
+        self._accepted = [one for one in self._accepted if one.fileno() >= 0]
+        if len(self._accepted) >= self._most:
+            connection.close()
+            raise ConnectionAbortedError
+        self._accepted.append(connection)
+        return connection, address
+
+
+class ImpatientProtocol(H11Protocol):
+    """Closes a connection on which no whole request head came for `idle_s` seconds."""
+
+    idle_s = IDLE_S
+    _timer: asyncio.TimerHandle | None = None
+    _before: object = None
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        self._timer = self.loop.call_later(self.idle_s, self._look)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        super().connection_lost(exc)
+
+    def _look(self) -> None:
+        idle = self.cycle is None or self.cycle.response_complete
+        if idle and self.cycle is self._before:
+            self.transport.close()
+            return
+        self._before = self.cycle
+        self._timer = self.loop.call_later(self.idle_s, self._look)

@@ -21,8 +21,8 @@ from skyctl.adapters import AdapterChange, LoadAdapter, UnloadAdapter
 from skyctl.core import verbs
 from skyctl.core.arbiter import Act, Turn, hung_up
 from skyctl.core.diagnosis import Finding
+from skyctl.core.health import routable
 from skyctl.core.jobs import verify_servers
-from skyctl.core.membership import routable
 from skyctl.core.plan import FleetPlan, ServerSpec, local_url
 from skyctl.core.planning import planned, ports_of, scaled, usable
 from skyctl.core.recorded import RecordedFleet, down_error

@@ -82,7 +82,7 @@ class SenderPool:
             await idle.sender.close()
         return Lease(await SenderProcess.spawn(python, nccl_settings), key, session)
 
-    async def give_back(self, lease: Lease, *, keep: bool) -> None:
+    async def release(self, lease: Lease, *, keep: bool) -> None:
         """End a loan. Only a sender whose push went well is kept."""
         if keep and lease.sender.healthy:
             try:

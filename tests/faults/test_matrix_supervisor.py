@@ -20,7 +20,7 @@ from skyctl.core.service import Down, Pause, Restart, Resume, Sleep, Wake
 from skyctl.core.status import FleetStatus
 from skyctl.engines.vllm.server import VLLMServer
 from skyctl.errors import DeadlineExceeded
-from skyctl.launch.local.ports import free_port
+from skyctl.launch.local.host import free_port
 from skyctl.push.request import PushRequest
 from skyctl.store.identity import identify
 from skyctl.store.paths import FleetPaths

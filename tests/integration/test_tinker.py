@@ -62,7 +62,7 @@ def fleet(tmp_path: Path) -> Iterator[FleetCli]:
     found = FleetCli(tmp_path / "d", tmp_path / "home", {"HF_HUB_OFFLINE": "1"})
     found.directory.mkdir()
     from skyctl.checkpoints.tiny import make_tiny_checkpoint
-    from skyctl.launch.local.ports import free_port
+    from skyctl.launch.local.host import free_port
 
     make_tiny_checkpoint(found.directory / "org" / "tiny", seed=1)
     (found.directory / "fleet.yaml").write_text(

@@ -1,16 +1,136 @@
-"""This machine as a `Host`."""
+"""This machine as a `Host`: its ports, and scratch directories of fleets."""
 
 from __future__ import annotations
 
+import errno
 import os
+import random
+import shlex
 import shutil
+import socket
+import threading
+from collections import deque
 
 from skyctl.launch.base import Host
 from skyctl.launch.local.devices import discover_cpus, discover_gpus
-from skyctl.launch.local.ports import bind_error, free_port, port_holder
 from skyctl.launch.local.process import ManagedProcess
 from skyctl.launch.local.segments import remove_left
 from skyctl.store.paths import FleetPaths, private_directory
+
+# Below Linux's range for outgoing connections (32768 up): a port found free here is not lost to
+# some client's connection while vLLM is still loading.
+_FIRST, _LAST = 20000, 32000
+_TRIES = 200
+_MOST_CLAIMS = 256
+_given: set[int] = set()
+_claims: deque[socket.socket] = deque()
+_lock = threading.Lock()
+
+
+def free_port(host: str) -> int:
+    """A port nobody listens on at `host`; never the same one twice in this process.
+
+    Nor one that another process of skyctl has just chosen: nobody listens there yet, because its
+    server is still loading.
+
+    Raises:
+        OSError: `host` is no address of this machine, or no port is free.
+    """
+    with _lock:
+        for _ in range(_TRIES):
+            port = random.randint(_FIRST, _LAST)
+            free = port not in _given and _bind(host, port, reuse=False) is None
+            if free and _claim(port):
+                _given.add(port)
+                return port
+        port = _any_port(host)
+        _given.add(port)
+        return port
+
+
+def _claim(port: int) -> bool:
+    """Whether no other process has chosen it; ours is told of by a name (Linux) while we live."""
+    claim = socket.socket(socket.AF_UNIX)
+    try:
+        claim.bind(f"\0skyctl-port-{port}")
+    except OSError as error:
+        claim.close()
+        return error.errno != errno.EADDRINUSE
+    _claims.append(claim)
+    if len(_claims) > _MOST_CLAIMS:
+        _claims.popleft().close()
+    return True
+
+
+def _any_port(host: str) -> int:
+    """The kernel's choice, for machines where the usual range is full (or `host` is wrong)."""
+    for _ in range(_TRIES):
+        with socket.socket(_family(host), socket.SOCK_STREAM) as probe:
+            probe.bind((host, 0))
+            port = int(probe.getsockname()[1])
+        if port not in _given:
+            return port
+    raise OSError(f"no free port at {host}")
+
+
+def port_holder(host: str, port: int) -> str | None:
+    """Who listens at `host:port`: `pid 4711 (python -m …)`, or None when it is free."""
+    error = _bind(host, port, reuse=True)
+    if error is None or error.errno != errno.EADDRINUSE:
+        return None
+    return _listener(port) or "another process"
+
+
+def bind_error(host: str, port: int) -> str | None:
+    """Why no process of ours could listen at `host:port`, whoever holds it; None when it can."""
+    error = _bind(host, port, reuse=True)
+    if error is None or error.errno == errno.EADDRINUSE:
+        return None
+    return error.strerror or str(error)
+
+
+def _listener(port: int) -> str | None:
+    import psutil
+
+    try:
+        connections = psutil.net_connections(kind="tcp")
+    except (psutil.Error, OSError):
+        return None
+    for connection in connections:
+        if connection.status != psutil.CONN_LISTEN or not connection.pid:
+            continue
+        if connection.laddr and connection.laddr.port == port:
+            return f"pid {connection.pid} ({_command(connection.pid)})"
+    return None
+
+
+def _command(pid: int, *, longest: int = 60) -> str:
+    import psutil
+
+    try:
+        process = psutil.Process(pid)
+        command = shlex.join(process.cmdline()) or process.name()
+    except (psutil.Error, OSError):
+        return "unknown command"
+    return command if len(command) <= longest else command[: longest - 1] + "…"
+
+
+def _bind(host: str, port: int, *, reuse: bool) -> OSError | None:
+    """Listen for a moment. `reuse` is SO_REUSEADDR, as servers set it: closed connections that
+    linger in TIME_WAIT then do not count."""
+    try:
+        with socket.socket(_family(host), socket.SOCK_STREAM) as probe:
+            if reuse:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind((host, port))
+            probe.listen(1)
+    except OSError as error:
+        return error
+    return None
+
+
+def _family(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
 
 
 def scratch_environment(paths: FleetPaths) -> dict[str, str]:

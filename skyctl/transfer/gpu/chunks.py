@@ -65,7 +65,6 @@ class DeviceChunkReader:
             on_filled(FilledSlot(chunk, slot, []))
 
     def release(self, chunk: int) -> None:
-        """Every server has loaded `chunk`: its slot may be filled again."""
         self._turns.release(chunk)
 
     def stop(self) -> None:

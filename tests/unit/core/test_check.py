@@ -17,7 +17,7 @@ from skyctl.core.check import check_plan
 from skyctl.core.plan import FleetPlan, plan_fleet
 from skyctl.fleetfile.schema import FleetConfig
 from skyctl.launch.base import Gpu
-from skyctl.launch.local.ports import free_port
+from skyctl.launch.local.host import free_port
 
 
 @pytest.fixture

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
-from skyctl.launch.local import ports
-from skyctl.launch.local.ports import bind_error, free_port, port_holder
+from skyctl.launch.local import host as ports
+from skyctl.launch.local.host import bind_error, free_port, port_holder
 
 HOST = "127.0.0.1"
 

@@ -16,7 +16,7 @@ from skyctl.fleetfile.schema import FleetConfig
 from skyctl.launch.local import rotation
 from skyctl.launch.local.rotation import rotate
 from skyctl.store.paths import FleetPaths
-from skyctl.supervisor.housekeeping import look_after_logs
+from skyctl.supervisor.daemon import look_after_logs
 from tests.unit.store.disks import fill, mounted
 
 _WRITER = """

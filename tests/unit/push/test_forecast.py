@@ -21,7 +21,7 @@ from skyctl.push.forecast import (
     refusal,
     slots_of,
 )
-from skyctl.push.measuring import measure_reading, measured_before
+from skyctl.push.machine_facts import measure_reading, measured_before
 from skyctl.push.transaction import PushRequest, PushResult, push
 from skyctl.push.worker_memory import copier_bytes
 from skyctl.store.journal import PushRecord

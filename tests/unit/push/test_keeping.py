@@ -18,7 +18,7 @@ from skyctl.core import jobs
 from skyctl.core.arbiter import Turn
 from skyctl.errors import PreflightError, SkyctlError
 from skyctl.push.request import PushRequest
-from skyctl.push.rollback import rollback
+from skyctl.push.versions import rollback
 from skyctl.store.kept_weights import KeptWeights, forget, kept_weights, remember
 from skyctl.store.paths import sync_directory
 from skyctl.store.state import FleetState

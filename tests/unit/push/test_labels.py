@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from skyctl.errors import UsageError
-from skyctl.push.labels import meant, reused_label
 from skyctl.push.request import PushRequest
+from skyctl.push.versions import meant, reused_label
 from skyctl.store.journal import PushRecord
 
 

@@ -9,8 +9,8 @@ import pytest
 
 from skyctl.checkpoints.checkpoint import read_checkpoint
 from skyctl.errors import NotFoundError, PreflightError
-from skyctl.push.rollback import rollback
 from skyctl.push.transaction import PushRequest, SilentObserver, push
+from skyctl.push.versions import rollback
 from skyctl.store.journal import PushRecord
 from tests.unit.push.fleets import Stubs
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from skyctl.push.spans import Spans
+from skyctl.push.sites import Spans
 from skyctl.push.transaction import PushRequest, push
 from tests.stub.faults import Fault
 from tests.unit.push.fleets import Recorder, Stubs

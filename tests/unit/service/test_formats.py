@@ -24,8 +24,7 @@ from skyctl.core.urls import Access, FleetUrls
 from skyctl.errors import UsageError
 from skyctl.http.client import ControlClient
 from skyctl.service.endpoint import without_token_route
-from skyctl.service.formats import FORMATS, notes, refused_rollouts
-from skyctl.service.prometheus import target_groups, write_targets
+from skyctl.service.formats import FORMATS, notes, refused_rollouts, target_groups, write_targets
 from tests.stub.through_httpx import ThroughHttpx
 
 URLS = FleetUrls(

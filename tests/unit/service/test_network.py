@@ -19,13 +19,19 @@ from skyctl.core.registry import CA_VARIABLE, TOKEN_VARIABLE, RemoteRef, find, s
 from skyctl.core.service import Pause, Resume
 from skyctl.errors import FleetDownError, NotFoundError, SkyctlError, UsageError
 from skyctl.fleetfile.schema import SupervisorSection
-from skyctl.launch.local.ports import free_port
+from skyctl.launch.local.host import free_port
 from skyctl.push.request import PushRequest
 from skyctl.service import connect
 from skyctl.service.network import NetworkFleet
-from skyctl.supervisor.bounded import BoundedListener, ImpatientProtocol
 from skyctl.supervisor.interface import Reconcile, SupervisorClient
-from skyctl.supervisor.listening import Listening, QuietServer, ensure_certificate, entrance
+from skyctl.supervisor.listening import (
+    BoundedListener,
+    ImpatientProtocol,
+    Listening,
+    QuietServer,
+    ensure_certificate,
+    entrance,
+)
 from skyctl.supervisor.resident import Supervisor
 from tests.unit.supervisor.fleets import fleet_plan, stub_server
 from tests.unit.supervisor.test_resident import bring_up, supervising

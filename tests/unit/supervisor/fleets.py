@@ -11,7 +11,7 @@ from typing import Any
 
 from skyctl.core.plan import FleetPlan, RouterSpec, ServerSpec
 from skyctl.fleetfile.schema import FleetConfig
-from skyctl.launch.local.ports import free_port
+from skyctl.launch.local.host import free_port
 
 ROOT = Path(__file__).parents[3]
 POLICIES: dict[str, Any] = {

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from skyctl.core.membership import routable
+from skyctl.core.health import routable
 from skyctl.core.plan_warnings import PlanWarning
 from skyctl.engines.logs import latest_message, message, tail, telling_line
 from skyctl.fleetfile.schema import RestartPolicy

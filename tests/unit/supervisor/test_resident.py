@@ -25,7 +25,7 @@ from skyctl.engines.vllm.server import VLLMServer
 from skyctl.errors import ConflictError, NotFoundError, PushError
 from skyctl.http.client import ControlClient
 from skyctl.http.target import ServerTarget
-from skyctl.launch.local.ports import port_holder
+from skyctl.launch.local.host import port_holder
 from skyctl.push.request import PushRequest, PushResult, ServerPush
 from skyctl.service.ended import operation_error
 from skyctl.store.in_doubt import InDoubt, doubt
@@ -33,9 +33,9 @@ from skyctl.store.paths import FleetPaths
 from skyctl.store.state import FleetState, FleetWeights
 from skyctl.supervisor import admission
 from skyctl.supervisor.interface import Adopt, Begun
+from skyctl.supervisor.pushes import RouterRotation
 from skyctl.supervisor.report import report
 from skyctl.supervisor.resident import Supervisor
-from skyctl.supervisor.rotation import RouterRotation
 from tests.unit.supervisor.fleets import (
     command_server,
     eventually,

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from skyctl.core.recovery import release
 from skyctl.engines.vllm.server import VLLMServer
 from skyctl.errors import ServerError
-from skyctl.push.give_back import give_back
 from skyctl.push.verify import weights_digest
 from tests.stub.faults import Fault
 from tests.unit.push.fleets import Stubs
@@ -24,7 +24,7 @@ async def given_back(
 ) -> None:
     async with stubs.client() as client:
         server = VLLMServer(client, stubs.fleet.servers[0].target)
-        await give_back(server, stage=stage, thaw=thaw, digest=digest, timeout_s=5.0, slept=slept)
+        await release(server, stage=stage, thaw=thaw, digest=digest, timeout_s=5.0, slept=slept)
 
 
 async def digest_of(stubs: Stubs) -> str:

@@ -1,0 +1,155 @@
+"""What a push asks of this machine: a GPU for the sender, how fast files are read, what is free."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import cache
+
+from skyctl.checkpoints.checkpoint import Checkpoint
+from skyctl.errors import PreflightError
+from skyctl.launch.local.devices import discover_gpus, free_gpu_memory, visible_gpus
+from skyctl.push.forecast import GPU_TRANSPORTS, Forecast, Measured, Subject, assumptions, forecast
+from skyctl.push.request import PushFleet, PushRequest, PushServer
+from skyctl.push.worker_memory import bytes_beside, copier_bytes, worker_bytes
+from skyctl.store.journal import PushRecord
+from skyctl.transfer.plan import ChunkPlan
+from skyctl.transfer.sender_pool import Lease
+from skyctl.transfer.transports.choose import load_transport
+
+_SAMPLE_BYTES = 128 * 1024 * 1024
+_PIECE_BYTES = 4 * 1024 * 1024
+_SAMPLE_S = 0.5
+_LEAST_S = 1e-4
+
+
+def free_for_sender(
+    servers: Sequence[PushServer], transport: str, free: Mapping[int, int]
+) -> int | None:
+    """Free bytes on the fullest GPU that the sender would use; None where none was asked.
+
+    `free` are the bytes of each GPU by its index.
+    """
+    used = [gpu for server in servers for gpu in server.gpus]
+    sender = [free_gpu(servers)] if transport == "nccl" else used
+    return min((free[gpu] for gpu in sender if gpu in free), default=None)
+
+
+def free_gpu(servers: Sequence[PushServer]) -> int:
+    """A GPU that no server uses, for the sender of an NCCL push.
+
+    Raises:
+        PreflightError: all GPUs are taken.
+    """
+    used = {gpu for server in servers for gpu in server.gpus}
+    free = [gpu for gpu in _gpus_of_this_machine() if gpu not in used]
+    if not free:
+        raise PreflightError(
+            "transport nccl needs a GPU that no server uses, and all are taken",
+            hint="use `weight_transfer: {transport: ipc}` in the fleet file",
+        )
+    return free[0]
+
+
+@cache
+def _gpus_of_this_machine() -> tuple[int, ...]:
+    """Those that CUDA_VISIBLE_DEVICES leaves to us.
+
+    Asked once: it takes longer than the rest of the preflight together.
+    """
+    return tuple(gpu.index for gpu in visible_gpus(discover_gpus(), os.environ))
+
+
+def measured_before(pushes: Iterable[PushRecord], transport: str) -> Measured:
+    """Of the newest push by `transport` that went well into all its servers at once."""
+    for push in pushes:
+        result = push.result
+        if not push.ok or result.get("transport") != transport:
+            continue
+        if "drain" in result.get("stages", {}):
+            continue  # its servers left the router: parts, or a canary, are in its freeze
+        update_s = float(result.get("stages", {}).get("update", 0.0))
+        freeze_s = float(result.get("freeze_window_s", 0.0))
+        if update_s > _LEAST_S and freeze_s > update_s and result.get("total_bytes"):
+            return Measured(
+                fixed_s=freeze_s - update_s,
+                loads=result["total_bytes"] / update_s,
+                source=push.job,
+            )
+    return Measured()
+
+
+def measure_reading(checkpoint: Checkpoint) -> float | None:
+    """Bytes per second at which the first shards are read now, for half a second at most.
+
+    None where they are too small to tell. What lies in the page cache is read from there, as the
+    push would.
+    """
+    buffer = memoryview(bytearray(_PIECE_BYTES))
+    done, began = 0, time.perf_counter()
+    for shard in checkpoint.shards:
+        descriptor = os.open(shard.path, os.O_RDONLY)
+        try:
+            at = 0
+            while done < _SAMPLE_BYTES and time.perf_counter() - began < _SAMPLE_S:
+                got = os.preadv(descriptor, [buffer], at)
+                if got <= 0:
+                    break
+                at, done = at + got, done + got
+        finally:
+            os.close(descriptor)
+    taken_s = time.perf_counter() - began
+    return done / taken_s if done >= _PIECE_BYTES and taken_s > _LEAST_S else None
+
+
+async def subject_of(
+    fleet: PushFleet,
+    plan: ChunkPlan,
+    transport: str,
+    *,
+    workers: int,
+    idle: Lease | None,
+    copied: bool = False,
+) -> Subject:
+    """What is to be pushed, and where it has to fit.
+
+    An idle sender has its context already; servers that it filled keep what they took. `copied`:
+    servers do not load it, but copy it into their parameters.
+    """
+    on_gpus = transport in GPU_TRANSPORTS
+    free = await asyncio.to_thread(free_gpu_memory) if on_gpus else {}
+    gpus = [server.gpus for server in fleet.servers]
+    shares = load_transport(transport).shares_gpus
+    reserve = 0
+    if shares and not copied and not (idle and idle.filled):
+        reserve = bytes_beside(transport, plan, gpus)
+    if not copied:
+        taken = await asyncio.to_thread(worker_bytes, transport, plan)
+    else:
+        taken = 0 if shares else copier_bytes(plan, gpus, free)
+    return Subject(
+        transport=transport,
+        chunk_bytes=tuple(chunk.size for chunk in plan.chunks),
+        workers=workers,
+        worker_bytes=taken,
+        free_gpu_bytes=free_for_sender(fleet.servers, transport, free),
+        reserve_bytes=reserve,
+        gpus=len(free),
+        has_context=idle is not None,
+        copied=copied,
+    )
+
+
+async def forecast_push(
+    request: PushRequest, fleet: PushFleet, checkpoint: Checkpoint, subject: Subject
+) -> tuple[tuple[Forecast, ...], tuple[str, ...]]:
+    """What each way of staging would take, and what that stands on."""
+    measured = replace(
+        measured_before(fleet.pushes, subject.transport),
+        reads=await asyncio.to_thread(measure_reading, checkpoint),
+    )
+    found = forecast(subject, request.stage, measured)
+    return tuple(found), tuple(assumptions(subject, measured))
