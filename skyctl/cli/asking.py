@@ -1,4 +1,4 @@
-"""What read-only commands share: one question to one fleet."""
+"""What commands share: one question to one fleet, and the table of what a verb did."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, TypeVar
 import typer
 
 if TYPE_CHECKING:
+    from skyctl.core.registry import FleetRef, RemoteRef
+    from skyctl.core.service import Control
     from skyctl.service import FleetService
 
 T = TypeVar("T")
@@ -28,12 +30,39 @@ def ask_fleet(
 ) -> T:
     """One call to the chosen fleet, in an event loop of its own."""
     from skyctl.core.registry import find
-    from skyctl.service.connect import connect
 
-    ref = find(file, fleet)
+    return ask(find(file, fleet), call)
+
+
+def ask(ref: FleetRef | RemoteRef, call: Callable[[FleetService], Awaitable[T]]) -> T:
+    """One call to a fleet, in an event loop of its own."""
+    from skyctl.service.connect import connect
 
     async def run() -> T:
         async with connect(ref) as running:
             return await call(running)
 
     return asyncio.run(run())
+
+
+def run_verb(
+    file: Path | None, fleet: str | None, asked: Control, *, done: str, note: str = ""
+) -> None:
+    """Call every server, then print the outcomes and a line such as `paused 2 of 2 servers …`.
+
+    Ends the process with 3 when some servers failed, 1 when all did, 124 when all timed out.
+    """
+    from skyctl import output
+    from skyctl.http.fanout import failure
+
+    outcomes = ask_fleet(file, fleet, lambda running: running.control(asked))
+    rows = [outcome.to_json() for outcome in outcomes]
+    ok = sum(row["status"] == "ok" for row in rows)
+    elapsed_ms = max((row["elapsed_ms"] for row in rows), default=0.0)
+    footer = f"{done} {ok} of {len(rows)} servers in {elapsed_ms:.0f} ms"
+    output.emit(
+        {"outcomes": rows, "done": ok, "servers": len(rows), "elapsed_ms": elapsed_ms},
+        output.outcome_table(rows),
+        f"{footer} ({note})" if note else footer,
+        error=failure(outcomes, asked.verb),
+    )

@@ -7,19 +7,13 @@ nothing, and return nothing rather than raise.
 from __future__ import annotations
 
 import os
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any
 
 import typer
-
-if TYPE_CHECKING:
-    from skyctl.core.registry import FleetRef
-    from skyctl.service import FleetService
-
-T = TypeVar("T")
 
 TRANSPORTS = ("auto", "nccl", "ipc", "gloo", "shm", "disk")
 PAUSE_MODES = ("abort", "wait", "keep")
@@ -50,6 +44,7 @@ def fleets(incomplete: str) -> Iterable[str]:
 @_silent
 def replicas(ctx: typer.Context, incomplete: str) -> Iterable[str]:
     """Names of the chosen fleet's replicas, from its file and its state."""
+    from skyctl.cli.asking import ask
     from skyctl.core.placement import expand_replicas
     from skyctl.core.registry import select
     from skyctl.errors import SkyctlError
@@ -63,7 +58,7 @@ def replicas(ctx: typer.Context, incomplete: str) -> Iterable[str]:
         names = [replica.name for replica in expand_replicas(ref.config)]
     # a fleet that was scaled has replicas its file does not know
     with suppress(SkyctlError):
-        names += [row.name for row in _ask(ref, lambda fleet: fleet.weights()).servers]
+        names += [row.name for row in ask(ref, lambda fleet: fleet.weights()).servers]
     return [name for name in names if name.startswith(incomplete)]
 
 
@@ -77,18 +72,20 @@ def processes(ctx: typer.Context, incomplete: str) -> Iterable[str]:
 @_silent
 def jobs(ctx: typer.Context, incomplete: str) -> Iterable[str]:
     """Ids of the chosen fleet's latest jobs."""
+    from skyctl.cli.asking import ask
     from skyctl.core.registry import select
 
-    found = _ask(select(*_chosen(ctx)), lambda fleet: fleet.jobs())
+    found = ask(select(*_chosen(ctx)), lambda fleet: fleet.jobs())
     return [job.id for job in found if job.id.startswith(incomplete)]
 
 
 @_silent
 def versions(ctx: typer.Context, incomplete: str) -> Iterable[str]:
     """Weight versions the chosen fleet was pushed."""
+    from skyctl.cli.asking import ask
     from skyctl.core.registry import select
 
-    pushes = _ask(select(*_chosen(ctx)), lambda fleet: fleet.weights()).pushes
+    pushes = ask(select(*_chosen(ctx)), lambda fleet: fleet.weights()).pushes
     found = [push.version for push in pushes if push.version]
     return [version for version in found if version.startswith(incomplete)]
 
@@ -137,16 +134,3 @@ def _chosen(ctx: typer.Context) -> tuple[Path | None, str | None]:
     file = ctx.params.get("file") or os.environ.get("SKYCTL_FILE")
     name = ctx.params.get("fleet") or os.environ.get("SKYCTL_FLEET")
     return (Path(file) if file else None), (str(name) if name else None)
-
-
-def _ask(ref: FleetRef, call: Callable[[FleetService], Awaitable[T]]) -> T:
-    """What the fleet has on record: nothing is started for it."""
-    import asyncio
-
-    from skyctl.service import connect
-
-    async def ask() -> T:
-        async with connect(ref) as fleet:
-            return await call(fleet)
-
-    return asyncio.run(ask())

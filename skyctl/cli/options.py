@@ -39,6 +39,16 @@ FleetOption = Annotated[
         autocompletion=complete.fleets,
     ),
 ]
+ServerOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--server",
+        metavar="NAME",
+        help="Only this server; repeat for several (default: all).",
+        show_default=False,
+        autocompletion=complete.replicas,
+    ),
+]
 JsonOption = Annotated[
     bool, typer.Option("--json", help="Print one JSON envelope on stdout, also on failure.")
 ]

@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from skyctl.cli.options import FileOption, FleetOption, JsonOption, TimeoutOption
-from skyctl.cli.verbs import ServerOption, run_verb
+from skyctl.cli.asking import run_verb
+from skyctl.cli.options import FileOption, FleetOption, JsonOption, ServerOption, TimeoutOption
 
 
 class PauseModeOption(StrEnum):

@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from skyctl.cli.options import FileOption, FleetOption, JsonOption
-
-if TYPE_CHECKING:
-    from skyctl.core.diagnosis import Finding
-    from skyctl.core.recovery import Recovered
-    from skyctl.core.registry import FleetRef, RemoteRef
 
 
 def recover(
@@ -44,12 +38,14 @@ def recover(
       skyctl recover --yes --json
     """
     from skyctl import output
+    from skyctl.cli.asking import ask
     from skyctl.cli.recover_view import failure, findings_table, recovered_table
     from skyctl.core.registry import find
+    from skyctl.core.service import Recover
     from skyctl.errors import UsageError
 
     ref = find(file, fleet)
-    findings = asyncio.run(_find(ref))
+    findings = ask(ref, lambda running: running.findings())
     wrong = [finding for finding in findings if finding.action != "nothing"]
     data = {"findings": [one.to_json() for one in findings], "recovered": []}
     if dry_run or not wrong:
@@ -61,21 +57,6 @@ def recover(
             raise UsageError("recover asks before it acts", hint="give --yes, or --dry-run")
         output.err.print(findings_table(findings))
         typer.confirm("do this?", abort=True, err=True)
-    recovered = asyncio.run(_recover(ref, timeout))
+    recovered = ask(ref, lambda running: running.recover(Recover(timeout)))
     data["recovered"] = [one.to_json() for one in recovered]
     output.emit({**data, "dry_run": False}, recovered_table(recovered), error=failure(recovered))
-
-
-async def _find(ref: FleetRef | RemoteRef) -> tuple[Finding, ...]:
-    from skyctl.service.connect import connect
-
-    async with connect(ref) as running:
-        return await running.findings()
-
-
-async def _recover(ref: FleetRef | RemoteRef, timeout_s: float) -> tuple[Recovered, ...]:
-    from skyctl.core.service import Recover
-    from skyctl.service.connect import connect
-
-    async with connect(ref) as running:
-        return await running.recover(Recover(timeout_s))

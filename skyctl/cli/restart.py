@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -11,8 +10,8 @@ from skyctl.cli import complete
 from skyctl.cli.options import FileOption, FleetOption, JsonOption
 
 if TYPE_CHECKING:
-    from skyctl.core.registry import FleetRef, RemoteRef
     from skyctl.core.status import FleetStatus
+    from skyctl.service import FleetService
 
 
 def restart(
@@ -40,18 +39,19 @@ def restart(
       skyctl restart tiny-1
     """
     from skyctl import output
+    from skyctl.cli.asking import ask
     from skyctl.cli.fleet_view import status_view
     from skyctl.core.registry import find
 
-    done = asyncio.run(_restart(find(file, fleet), names or []))
+    ref = find(file, fleet)
+    title = f"restarting {', '.join(names or ()) or ref.name}"
+    done = ask(ref, lambda running: _restart(running, names or [], title))
     output.emit(done.to_json(), status_view(done))
 
 
-async def _restart(ref: FleetRef | RemoteRef, names: list[str]) -> FleetStatus:
+async def _restart(running: FleetService, names: list[str], title: str) -> FleetStatus:
     from skyctl.cli.operation import follow
     from skyctl.core.service import Restart
-    from skyctl.service.connect import connect
 
-    async with connect(ref) as running:
-        operation = await running.restart(Restart(tuple(names)))
-        return await follow(running, operation, f"restarting {', '.join(names) or ref.name}")
+    operation = await running.restart(Restart(tuple(names)))
+    return await follow(running, operation, title)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -10,8 +9,8 @@ import typer
 from skyctl.cli.options import FileOption, FleetOption, JsonOption
 
 if TYPE_CHECKING:
-    from skyctl.core.registry import FleetRef, RemoteRef
     from skyctl.core.status import FleetStatus
+    from skyctl.service import FleetService
 
 
 def scale(
@@ -31,22 +30,22 @@ def scale(
       skyctl scale 1 --fleet tiny
     """
     from skyctl import output
+    from skyctl.cli.asking import ask
     from skyctl.cli.fleet_view import status_view
     from skyctl.core.registry import find
 
-    done = asyncio.run(_scale(find(file, fleet), replicas))
+    ref = find(file, fleet)
+    done = ask(ref, lambda running: _scale(running, ref.name, replicas))
     output.emit(done.to_json(), status_view(done))
 
 
-async def _scale(ref: FleetRef | RemoteRef, replicas: int) -> FleetStatus:
+async def _scale(running: FleetService, name: str, replicas: int) -> FleetStatus:
     from skyctl import output
     from skyctl.cli.operation import follow
     from skyctl.core.service import Scale
-    from skyctl.service.connect import connect
 
-    async with connect(ref) as running:
-        operation = await running.scale(Scale(replicas))
-        if operation == 0:
-            output.note(f"fleet {ref.name} has {replicas} replicas, nothing to do")
-            return await running.status()
-        return await follow(running, operation, f"scaling {ref.name} to {replicas}")
+    operation = await running.scale(Scale(replicas))
+    if operation == 0:
+        output.note(f"fleet {name} has {replicas} replicas, nothing to do")
+        return await running.status()
+    return await follow(running, operation, f"scaling {name} to {replicas}")

@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from skyctl.cli import complete
-from skyctl.cli.options import FileOption, FleetOption, JsonOption
-from skyctl.cli.verbs import ServerOption
-
-if TYPE_CHECKING:
-    from skyctl.core.registry import FleetRef, RemoteRef
-    from skyctl.core.status import FleetStatus
-    from skyctl.service.waiting import Condition
+from skyctl.cli.options import FileOption, FleetOption, JsonOption, ServerOption
 
 
 def wait(
@@ -49,25 +42,10 @@ def wait(
       skyctl wait --for version=step-200 && ./evaluate.sh
     """
     from skyctl import output
-    from skyctl.core.registry import find
-    from skyctl.service.waiting import Condition
+    from skyctl.cli.asking import ask_fleet
+    from skyctl.service.waiting import Condition, wait_for
 
-    wanted = Condition.parse(condition)
-    began = time.perf_counter()
-    status = asyncio.run(_wait(find(file, fleet), wanted, server or [], timeout))
-    seconds = time.perf_counter() - began
-    data = {"for": condition, "seconds": round(seconds, 3), "status": status.to_json()}
-    output.emit(data, f"fleet {status.name} is {wanted} (waited {seconds:.1f} s)")
-
-
-async def _wait(
-    ref: FleetRef | RemoteRef, wanted: Condition, names: Sequence[str], timeout_s: float
-) -> FleetStatus:
-    from skyctl import output
-    from skyctl.service.connect import connect
-    from skyctl.service.waiting import wait_for
-
-    said = ""
+    wanted, said = Condition.parse(condition), ""
 
     def tell(pending: Sequence[str]) -> None:
         nonlocal said
@@ -75,5 +53,14 @@ async def _wait(
             said = text
             output.note(f"waiting: {text}")
 
-    async with connect(ref) as running:
-        return await wait_for(running, wanted, timeout_s=timeout_s, names=names, on_pending=tell)
+    began = time.perf_counter()
+    status = ask_fleet(
+        file,
+        fleet,
+        lambda running: wait_for(
+            running, wanted, timeout_s=timeout, names=server or (), on_pending=tell
+        ),
+    )
+    seconds = time.perf_counter() - began
+    data = {"for": condition, "seconds": round(seconds, 3), "status": status.to_json()}
+    output.emit(data, f"fleet {status.name} is {wanted} (waited {seconds:.1f} s)")

@@ -110,7 +110,6 @@ async def sleep(
     targets: Sequence[ServerTarget],
     *,
     level: int = 1,
-    mode: PauseMode = "abort",
     timeout_s: float = 60.0,
     device: str = "",
     read_back_timeout_s: float = READ_BACK_TIMEOUT_S,
@@ -135,7 +134,7 @@ async def sleep(
     _require_sleep(targets)
     outcomes = await fan_out(
         targets,
-        lambda t: engines.server(client, t, timeout_s=timeout_s).sleep(level, mode),
+        lambda t: engines.server(client, t, timeout_s=timeout_s).sleep(level),
         timeout_s=timeout_s,
     )
     outcomes = await _each(

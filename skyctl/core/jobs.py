@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from skyctl.push.verify import Verification
 
 _PROGRESS_S = 0.15
+_VERIFY_TIMEOUT_S = 120.0
 
 
 INTENT_STAGES = frozenset(("start", "update"))
@@ -338,11 +339,7 @@ def _publish_in_part(state: FleetState, result: Mapping[str, Any]) -> None:
 
 
 async def verify_servers(
-    targets: Sequence[ServerTarget],
-    client: ControlClient,
-    state: FleetState,
-    *,
-    timeout_s: float = 120.0,
+    targets: Sequence[ServerTarget], client: ControlClient, state: FleetState
 ) -> Verification:
     """Compare what the servers hold now with each other, with what is on record and with the
     fleet's checkpoint."""
@@ -350,7 +347,7 @@ async def verify_servers(
 
     rows = await asyncio.to_thread(rows_of, state.weights())
     records = records_of(state, rows)
-    return await verify(targets, client=client, timeout_s=timeout_s, records=records)
+    return await verify(targets, client=client, timeout_s=_VERIFY_TIMEOUT_S, records=records)
 
 
 def _error_json(error: SkyctlError) -> dict[str, Any]:

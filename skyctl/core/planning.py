@@ -16,11 +16,7 @@ from skyctl.launch import HOSTS
 
 
 def plan_here(
-    config: FleetConfig,
-    base_dir: Path,
-    *,
-    known_ports: Mapping[str, int] | None = None,
-    environ: Mapping[str, str] = os.environ,
+    config: FleetConfig, base_dir: Path, *, known_ports: Mapping[str, int] | None = None
 ) -> FleetPlan:
     """`plan_fleet` with the GPUs, CPU cores and free ports of its machine.
 
@@ -34,7 +30,7 @@ def plan_here(
         gpus=[] if config.device == "cpu" else host.gpus(),
         cpus=host.cpus(),
         next_port=lambda: host.free_port("127.0.0.1"),
-        environ=environ,
+        environ=os.environ,
         known_ports=known_ports,
     )
 

@@ -323,7 +323,6 @@ class Server(Protocol):
     async def collective_rpc(
         self,
         method: str,
-        args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
         *,
         timeout_s: float | None = None,

@@ -28,8 +28,8 @@ UP_LOCK_WAIT_S = 30.0
 ADOPT_WAIT_S = 5.0
 
 
-async def revive(ref: FleetRef, *, wait_s: float = ADOPT_WAIT_S) -> bool:
-    """Start a supervisor that adopts what runs, and wait `wait_s` seconds for it to be done.
+async def revive(ref: FleetRef) -> bool:
+    """Start a supervisor that adopts what runs, and wait a few seconds for it to be done.
 
     It puts right what an interrupted push left. False: nothing was left alone.
 
@@ -46,7 +46,7 @@ async def revive(ref: FleetRef, *, wait_s: float = ADOPT_WAIT_S) -> bool:
         plan = as_it_ran(ref)
         await daemon.ensure_running(ref.paths)
         async with SupervisorClient.on_this_machine(ref.paths) as client:
-            await _until_ended(client, await client.adopt(Adopt(plan)), wait_s)
+            await _until_ended(client, await client.adopt(Adopt(plan)), ADOPT_WAIT_S)
     return True
 
 

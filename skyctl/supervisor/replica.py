@@ -147,12 +147,10 @@ class Replica(KeptRunning):
         return "paused" if self.observed_paused else "ready"
 
     def start(self, adopted: ChildProcess | None = None) -> None:
-        """Run the server from now on, beginning with an adopted process if there is one."""
         self._proven = self._proven or adopted is not None
         super().start(adopted)
 
     async def stop(self) -> None:
-        """Stop the server's whole tree and keep it stopped."""
         await super().stop()
         self._proven = False
         self._release()

@@ -246,7 +246,6 @@ class Supervisor(RecordedFleet, SupervisorService):
         return await verify_servers(targets, self.client, self.state)
 
     async def undo(self) -> None:
-        """Stop the operation in progress and what it started; the whole fleet if that is all."""
         await self._stop_operation(INTERRUPTED)
         for name in [n for n in self.started_by_operation if n in self.replicas]:
             await rollout.remove(self, self.replicas[name])

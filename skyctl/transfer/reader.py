@@ -176,7 +176,6 @@ class ChunkReader:
             self._pool.shutdown()
 
     def release(self, chunk: int) -> None:
-        """Every server has loaded `chunk`: its slot may be filled again."""
         self._turns.release(chunk)
 
     def stop(self) -> None:

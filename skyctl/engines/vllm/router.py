@@ -37,7 +37,6 @@ class RouterClient:
         return await self._is_ok("/readiness")
 
     async def workers(self) -> list[str]:
-        """URLs it routes to, without trailing slash."""
         return await self._workers(self._timeout_s)
 
     async def add_worker(self, url: str) -> None:

@@ -47,11 +47,9 @@ class VLLMServer:
         await self._client.text(self.target, "/health", timeout_s=self._timeout_s)
 
     async def version(self) -> str:
-        """vLLM's version, such as `0.32.0`."""
         return str(await self._field("GET", "/version", "version"))
 
     async def models(self) -> list[str]:
-        """Served model names."""
         data = await self._field("GET", "/v1/models", "data")
         return self._understood("/v1/models", lambda: [str(model["id"]) for model in data])
 
@@ -88,7 +86,6 @@ class VLLMServer:
         return self._understood("/get_world_size", lambda: int(found))
 
     async def started_with(self) -> StartedWith:
-        """From its configuration; where that cannot be had as JSON, it does not say."""
         try:
             info = (await self.server_info()).get("vllm_config")
         except ServerError as error:
@@ -151,7 +148,6 @@ class VLLMServer:
         await self._call("POST", "/pause", params=params, timeout_s=timeout_s)
 
     async def resume(self) -> None:
-        """Schedule again."""
         await self._call("POST", "/resume")
 
     async def is_sleeping(self) -> bool:
@@ -218,13 +214,12 @@ class VLLMServer:
     async def collective_rpc(
         self,
         method: str,
-        args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
         *,
         timeout_s: float | None = None,
     ) -> list[Any]:
         """Call `method` on every worker; one result per worker, non-containers as strings."""
-        body = {"method": method, "args": list(args), "kwargs": dict(kwargs or {})}
+        body = {"method": method, "kwargs": dict(kwargs or {})}
         try:
             answer = await self._call("POST", "/collective_rpc", json=body, timeout_s=timeout_s)
         except ServerError as error:
@@ -284,12 +279,10 @@ class VLLMServer:
     async def complete(
         self, body: Mapping[str, Any], *, chat: bool = False, timeout_s: float | None = None
     ) -> Any:
-        """One completion, or chat completion, that is not streamed: vLLM's answer as it is."""
         path = "/v1/chat/completions" if chat else "/v1/completions"
         return await self._call("POST", path, json=dict(body), timeout_s=timeout_s)
 
     async def adapters(self) -> list[ServedAdapter]:
-        """The LoRA adapters that this server has."""
         data = await self._field("GET", "/v1/models", "data")
         return self._understood(
             "/v1/models",
@@ -334,18 +327,15 @@ class VLLMServer:
     async def init_weight_transfer(
         self, init_info: Mapping[str, Any], *, timeout_s: float | None = None
     ) -> None:
-        """Stage 1 of a push. Blocks in the server until the rendezvous is complete."""
         body = {"init_info": dict(init_info)}
         await self._call("POST", "/init_weight_transfer_engine", json=body, timeout_s=timeout_s)
 
     async def start_weight_update(self, *, timeout_s: float | None = None) -> None:
-        """Stage 2 of a push. Fails when an update is open already."""
         await self._call("POST", "/start_weight_update", timeout_s=timeout_s)
 
     async def update_weights(
         self, update_info: Mapping[str, Any], *, timeout_s: float | None = None
     ) -> None:
-        """Stage 3 of a push, once per chunk. An error closes the update, weights half loaded."""
         body = {"update_info": dict(update_info)}
         await self._call("POST", "/update_weights", json=body, timeout_s=timeout_s)
 

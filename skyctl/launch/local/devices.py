@@ -31,9 +31,9 @@ def discover_gpus(timeout_s: float = 10.0, *, command: Sequence[str] = _QUERY) -
 _FREE_QUERY = [word.replace("memory.total", "memory.free") for word in _QUERY]
 
 
-def free_gpu_memory(*, command: Sequence[str] = _FREE_QUERY) -> dict[int, int]:
+def free_gpu_memory() -> dict[int, int]:
     """Free bytes of each GPU now, by index; {} without a driver or when it does not answer."""
-    return {gpu.index: gpu.memory_bytes for gpu in discover_gpus(command=command)}
+    return {gpu.index: gpu.memory_bytes for gpu in discover_gpus(command=_FREE_QUERY)}
 
 
 def _parse_gpu(line: str) -> Gpu | None:

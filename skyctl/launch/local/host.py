@@ -104,7 +104,7 @@ def _listener(port: int) -> str | None:
     return None
 
 
-def _command(pid: int, *, longest: int = 60) -> str:
+def _command(pid: int) -> str:
     import psutil
 
     try:
@@ -112,7 +112,7 @@ def _command(pid: int, *, longest: int = 60) -> str:
         command = shlex.join(process.cmdline()) or process.name()
     except (psutil.Error, OSError):
         return "unknown command"
-    return command if len(command) <= longest else command[: longest - 1] + "…"
+    return command if len(command) <= 60 else command[:59] + "…"
 
 
 def _bind(host: str, port: int, *, reuse: bool) -> OSError | None:

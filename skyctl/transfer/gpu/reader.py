@@ -1,6 +1,6 @@
 """Files to GPU memory at close to the pinned-copy limit: parallel reads, a small ring, async copy.
 
-Each thread owns `depth` pinned buffers of `piece_bytes` and one stream: it reads a piece with
+Each thread owns `DEPTH` pinned buffers of `PIECE_BYTES` and one stream: it reads a piece with
 preadv into a buffer while the copy engine drains the other. Spans that follow each other in device
 memory, such as the experts of a mixture, share a piece. The ring is small on purpose (12 x 2 x
 4 MiB): it stays in the last-level cache, which is worth a fifth of the rate, and pinning it is
@@ -61,30 +61,22 @@ class DeviceReader:
     """Reads spans into one GPU's memory. `submit` returns at once; `wait` blocks for one batch.
 
     Batches complete in the order they were submitted. Not for use from several threads at once.
-    Pinned host memory: threads x depth x piece_bytes.
+    Pinned host memory: threads x DEPTH x PIECE_BYTES.
     """
 
-    def __init__(
-        self,
-        device: int,
-        *,
-        threads: int = THREADS,
-        piece_bytes: int = PIECE_BYTES,
-        depth: int = DEPTH,
-    ) -> None:
+    def __init__(self, device: int, *, threads: int = THREADS) -> None:
         import torch
 
-        self.pinned_bytes = threads * depth * piece_bytes
         self._device = device
-        self._piece_bytes = piece_bytes
-        self._pinned = torch.empty(self.pinned_bytes, dtype=torch.uint8, pin_memory=True)
+        pinned_bytes = threads * DEPTH * PIECE_BYTES
+        self._pinned = torch.empty(pinned_bytes, dtype=torch.uint8, pin_memory=True)
         self._streams = [torch.cuda.Stream(device=device) for _ in range(threads)]
         self._queue: deque[tuple[_Piece, ReadBatch]] = deque()
         self._lock = threading.Condition()
         self._closed = False
         self._failure: BaseException | None = None
         self._threads = [
-            threading.Thread(target=self._work, args=(i, depth), daemon=True, name=f"reader-{i}")
+            threading.Thread(target=self._work, args=(i,), daemon=True, name=f"reader-{i}")
             for i in range(threads)
         ]
         for thread in self._threads:
@@ -92,7 +84,7 @@ class DeviceReader:
 
     def submit(self, spans: Sequence[Span]) -> ReadBatch:
         """Queue spans; returns a batch for `wait`."""
-        pieces = list(_pieces(spans, self._piece_bytes))
+        pieces = list(_pieces(spans, PIECE_BYTES))
         batch = ReadBatch(len(pieces))
         with self._lock:
             self._queue.extend((piece, batch) for piece in pieces)
@@ -128,12 +120,12 @@ class DeviceReader:
                 self._lock.wait()
             return self._queue.popleft() if self._queue else None
 
-    def _work(self, number: int, depth: int) -> None:
+    def _work(self, number: int) -> None:
         cudart.set_device(self._device)
         stream: int = self._streams[number].cuda_stream
         slots = [
-            _Slot(self._pinned, (number * depth + i) * self._piece_bytes, self._piece_bytes)
-            for i in range(depth)
+            _Slot(self._pinned, (number * DEPTH + i) * PIECE_BYTES, PIECE_BYTES)
+            for i in range(DEPTH)
         ]
         turn = 0
         while True:
@@ -146,7 +138,7 @@ class DeviceReader:
                 break
             piece, batch = item
             slot = slots[turn]
-            turn = (turn + 1) % depth
+            turn = (turn + 1) % DEPTH
             self._settle(slot)
             slot.batch = batch
             if self._failure is not None:
