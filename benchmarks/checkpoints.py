@@ -23,6 +23,20 @@ _SMALL: dict[str, int | bool] = {
     "vocab_size": 65536,
     "tie_word_embeddings": False,
 }
+_MOE: dict[str, int | bool] = {
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "vocab_size": 151936,
+    "tie_word_embeddings": False,
+    "moe_intermediate_size": 768,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "decoder_sparse_step": 1,
+    "norm_topk_prob": True,
+}
 SHAPES: dict[str, dict[str, int | bool]] = {
     "qwen3-8b": {
         "hidden_size": 4096,
@@ -35,34 +49,8 @@ SHAPES: dict[str, dict[str, int | bool]] = {
     },
     "qwen3-0.5b": _SMALL,
     "qwen3-0.5b-tied": {**_SMALL, "tie_word_embeddings": True},
-    "qwen3-30b-a3b-24": {  # half of its layers
-        "hidden_size": 2048,
-        "intermediate_size": 6144,
-        "num_hidden_layers": 24,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 4,
-        "vocab_size": 151936,
-        "tie_word_embeddings": False,
-        "moe_intermediate_size": 768,
-        "num_experts": 128,
-        "num_experts_per_tok": 8,
-        "decoder_sparse_step": 1,
-        "norm_topk_prob": True,
-    },
-    "qwen3-30b-a3b": {
-        "hidden_size": 2048,
-        "intermediate_size": 6144,
-        "num_hidden_layers": 48,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 4,
-        "vocab_size": 151936,
-        "tie_word_embeddings": False,
-        "moe_intermediate_size": 768,
-        "num_experts": 128,
-        "num_experts_per_tok": 8,
-        "decoder_sparse_step": 1,
-        "norm_topk_prob": True,
-    },
+    "qwen3-30b-a3b-24": {**_MOE, "num_hidden_layers": 24},  # half of its layers
+    "qwen3-30b-a3b": _MOE,
     "qwen3-moe-0.6b": {
         **_SMALL,
         "num_hidden_layers": 12,

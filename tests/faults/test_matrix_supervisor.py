@@ -7,6 +7,8 @@ import json
 import os
 import signal
 import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -445,6 +447,17 @@ async def test_a_router_killed_while_the_fleet_is_paused_comes_back_with_every_s
 # --- replica -------------------------------------------------------------------------------------
 
 
+@asynccontextmanager
+async def two_pushable(tmp_path: Path) -> AsyncIterator[tuple[Supervisor, Path]]:
+    """Servers `a` and `b` behind a router, on one checkpoint; and another to push."""
+    base = write_checkpoint(tmp_path / "base")
+    new = write_checkpoint(tmp_path / "new", tiny_tensors(50))
+    async with supervising(tmp_path) as supervisor:
+        plan = fleet_plan([pushable("a", base), pushable("b", base)], stub_router())
+        await bring_up(supervisor, plan)
+        yield supervisor, new
+
+
 async def pushed(supervisor: Supervisor, checkpoint: Path) -> None:
     job = await supervisor.start_push(PushRequest(str(checkpoint)))
     await eventually(lambda: supervisor.pushes.job is None)
@@ -454,11 +467,7 @@ async def pushed(supervisor: Supervisor, checkpoint: Path) -> None:
 async def test_a_replica_killed_after_a_push_is_routed_only_with_the_weights_of_the_push(
     tmp_path: Path,
 ) -> None:
-    base = write_checkpoint(tmp_path / "base")
-    new = write_checkpoint(tmp_path / "new", tiny_tensors(50))
-    async with supervising(tmp_path) as supervisor:
-        plan = fleet_plan([pushable("a", base), pushable("b", base)], stub_router())
-        await bring_up(supervisor, plan)
+    async with two_pushable(tmp_path) as (supervisor, new):
         await pushed(supervisor, new)
         expected = (await stub_state(supervisor, "b"))["digest"]
         os.kill(pid_of(supervisor, "a"), signal.SIGKILL)
@@ -470,11 +479,7 @@ async def test_a_replica_killed_after_a_push_is_routed_only_with_the_weights_of_
 async def test_a_replica_that_dies_while_it_takes_the_fleets_weights_is_not_routed_without_them(
     tmp_path: Path,
 ) -> None:
-    base = write_checkpoint(tmp_path / "base")
-    new = write_checkpoint(tmp_path / "new", tiny_tensors(50))
-    async with supervising(tmp_path) as supervisor:
-        plan = fleet_plan([pushable("a", base), pushable("b", base)], stub_router())
-        await bring_up(supervisor, plan)
+    async with two_pushable(tmp_path) as (supervisor, new):
         await pushed(supervisor, new)
         expected = (await stub_state(supervisor, "b"))["digest"]
         replica = supervisor.replicas["a"]
@@ -490,11 +495,7 @@ async def test_a_replica_that_dies_while_it_takes_the_fleets_weights_is_not_rout
 async def test_a_replica_whose_fleets_checkpoint_was_deleted_is_quarantined(
     tmp_path: Path,
 ) -> None:
-    base = write_checkpoint(tmp_path / "base")
-    new = write_checkpoint(tmp_path / "new", tiny_tensors(50))
-    async with supervising(tmp_path) as supervisor:
-        plan = fleet_plan([pushable("a", base), pushable("b", base)], stub_router())
-        await bring_up(supervisor, plan)
+    async with two_pushable(tmp_path) as (supervisor, new):
         await pushed(supervisor, new)
         (new / "model.safetensors").unlink()
         os.kill(pid_of(supervisor, "a"), signal.SIGKILL)
@@ -512,12 +513,8 @@ async def test_a_replica_whose_fleets_checkpoint_was_deleted_is_quarantined(
 async def test_what_a_push_left_in_doubt_is_put_right_without_being_asked(
     tmp_path: Path, left: str
 ) -> None:
-    base = write_checkpoint(tmp_path / "base")
-    new = write_checkpoint(tmp_path / "new", tiny_tensors(50))
     bad = ["a", "b"] if left == "both" else ["b"]
-    async with supervising(tmp_path) as supervisor:
-        plan = fleet_plan([pushable("a", base), pushable("b", base)], stub_router())
-        await bring_up(supervisor, plan)
+    async with two_pushable(tmp_path) as (supervisor, new):
         for name in bad:  # every update, again and again, as long as this process lives
             await set_faults(supervisor, name, {"/update_weights": {"kind": "status"}})
         job = await supervisor.start_push(PushRequest(str(new)))
@@ -535,11 +532,7 @@ async def test_what_a_push_left_in_doubt_is_put_right_without_being_asked(
 async def test_a_server_killed_in_a_push_is_replaced_at_the_version_of_the_others(
     tmp_path: Path,
 ) -> None:
-    base = write_checkpoint(tmp_path / "base")
-    new = write_checkpoint(tmp_path / "new", tiny_tensors(50))
-    async with supervising(tmp_path) as supervisor:
-        plan = fleet_plan([pushable("a", base), pushable("b", base)], stub_router())
-        await bring_up(supervisor, plan)
+    async with two_pushable(tmp_path) as (supervisor, new):
         # held in its update until it is killed
         await set_faults(supervisor, "a", {"/update_weights": {"kind": "hang"}})
         pid = pid_of(supervisor, "a")

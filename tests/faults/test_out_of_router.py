@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 
 from skyctl.core.service import Pause
 from skyctl.push.canary import read_canary
@@ -158,12 +159,13 @@ async def test_servers_without_a_version_to_go_back_to_are_restarted(tmp_path: P
         assert {(await stub_state(supervisor, n))["weight_version"] for n in "ab"} == {"default"}
 
 
-async def test_a_push_that_died_in_its_canary_goes_back_to_what_was_committed(
-    tmp_path: Path,
+@pytest.mark.parametrize("point", ["push.canary.call", "push.part.done"])
+async def test_a_push_whose_process_died_out_of_the_router_goes_back_to_what_was_committed(
+    tmp_path: Path, point: str
 ) -> None:
     def cycle() -> tuple[list[str], bool, set[str]]:
         with supervised_fleet(tmp_path) as fleet:
-            came = fleet.cycle(Dice("push.canary.call", 7, "push.canary.call:1", 1024, False))
+            came = fleet.cycle(Dice(point, 7, f"{point}:1", 1024, False))
             return came.violations, came.killed, {s["weight_version"] for s in fleet._states()}
 
     violations, killed, versions = await asyncio.to_thread(cycle)
@@ -230,15 +232,3 @@ async def test_the_last_server_that_serves_is_not_taken_out(tmp_path: Path) -> N
         assert job.error is not None
         assert "no other server is ready to serve meanwhile" in job.error["message"]
         assert client.failures == []
-
-
-async def test_a_supervisor_that_died_between_two_parts_goes_back(tmp_path: Path) -> None:
-    def cycle() -> tuple[list[str], bool, set[str]]:
-        with supervised_fleet(tmp_path) as fleet:
-            came = fleet.cycle(Dice("push.part.done", 7, "push.part.done:1", 1024, False))
-            return came.violations, came.killed, {s["weight_version"] for s in fleet._states()}
-
-    violations, killed, versions = await asyncio.to_thread(cycle)
-    assert violations == []
-    assert killed
-    assert {version.partition("@")[0] for version in versions} == {"b"}

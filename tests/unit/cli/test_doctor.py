@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
 from skyctl import output
-from skyctl.cli import app as app_module
 from skyctl.cli.doctor import _lines
 from skyctl.doctor.finding import Finding, Severity
+from tests.unit.cli.commands import run
 
 
 @pytest.fixture
@@ -29,17 +28,6 @@ def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def doctor(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str
-) -> tuple[int, str, str]:
-    monkeypatch.setattr(sys, "argv", ["skyctl", *arguments])
-    with pytest.raises(SystemExit) as ended:
-        app_module.main()
-    captured = capsys.readouterr()
-    assert isinstance(ended.value.code, int)
-    return ended.value.code, captured.out, captured.err
-
-
 def write(directory: Path, more: str = "") -> None:
     text = f"name: f\nmodel: ./model\npython: ./python\ndevice: cpu\n{more}"
     (directory / "fleet.yaml").write_text(text)
@@ -49,15 +37,15 @@ def test_exit_code_and_words_follow_the_severity(
     directory: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write(directory)
-    code, out, _ = doctor(monkeypatch, capsys, "doctor")
+    code, out, _ = run(monkeypatch, capsys, "doctor")
     assert code == 0 and "fleet f is not running" in out
     write(directory, "router: {host: 0.0.0.0}\n")
-    code, out, _ = doctor(monkeypatch, capsys, "doctor")
+    code, out, _ = run(monkeypatch, capsys, "doctor")
     assert code == 0 and "! router.host 0.0.0.0" in out and "→ " in out
-    code, _, err = doctor(monkeypatch, capsys, "doctor", "--strict")
+    code, _, err = run(monkeypatch, capsys, "doctor", "--strict")
     assert code == 1 and "1 warning" in err
     write(directory, "ports: [1]\nreplicas: 2\nrouter: {port: 1}\n")
-    code, out, err = doctor(monkeypatch, capsys, "doctor")
+    code, out, err = run(monkeypatch, capsys, "doctor")
     assert code == 1 and "✗ port 1 is given to" in out and "error" in err
 
 
@@ -65,7 +53,7 @@ def test_a_file_that_does_not_load_is_a_finding_and_the_machine_is_examined_all_
     directory: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write(directory, "replcas: 2\n")
-    code, out, _ = doctor(monkeypatch, capsys, "doctor", "--json")
+    code, out, _ = run(monkeypatch, capsys, "doctor", "--json")
     found = json.loads(out)["data"]["findings"]
     assert code == 1
     assert "replicas" in found[-1]["message"] + found[-1]["fix"]
@@ -75,9 +63,9 @@ def test_a_file_that_does_not_load_is_a_finding_and_the_machine_is_examined_all_
 def test_without_a_fleet_the_machine_is_examined_but_a_named_one_must_exist(
     directory: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    code, out, err = doctor(monkeypatch, capsys, "doctor")
+    code, out, err = run(monkeypatch, capsys, "doctor")
     assert code == 0 and "Machine" in out and "no fleet file" in err
-    code, _, _ = doctor(monkeypatch, capsys, "doctor", "--fleet", "nope")
+    code, _, _ = run(monkeypatch, capsys, "doctor", "--fleet", "nope")
     assert code == 4
 
 
@@ -85,7 +73,7 @@ def test_quiet_prints_only_what_is_wrong(
     directory: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write(directory, "router: {host: 0.0.0.0}\n")
-    _, out, _ = doctor(monkeypatch, capsys, "-q", "doctor")
+    _, out, _ = run(monkeypatch, capsys, "-q", "doctor")
     assert "✓" not in out and "!" in out
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from pathlib import Path
 
 import pytest
@@ -17,17 +16,7 @@ from skyctl.help import text_of
 from skyctl.help import topics as known_topics
 from skyctl.output import STATE_STYLES
 from skyctl.store import journal
-
-
-def run(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str
-) -> tuple[int, str, str]:
-    monkeypatch.setattr(sys, "argv", ["skyctl", *arguments])
-    with pytest.raises(SystemExit) as ended:
-        app_module.main()
-    captured = capsys.readouterr()
-    assert isinstance(ended.value.code, int)
-    return ended.value.code, captured.out, captured.err
+from tests.unit.cli.commands import run
 
 
 def test_every_topic_is_listed_and_completed(
