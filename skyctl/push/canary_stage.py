@@ -18,7 +18,7 @@ from skyctl.push.cancel_guard import CancelGuard
 from skyctl.push.request import PushRequest, PushResult, ServerPush
 from skyctl.push.rotation import abort_stragglers
 from skyctl.push.run import Run
-from skyctl.push.sites import Holds, Site, alive, each
+from skyctl.push.sites import Site, Weights, alive, each
 
 Transaction = Callable[[Run], Awaitable[PushResult]]
 
@@ -29,7 +29,7 @@ async def try_canary(run: Run, sites: Sequence[Site]) -> list[CanaryResult]:
     Servers generate only while their prompts run, and are paused again afterwards.
     """
     canary = parse_canary(run.request.canary)
-    loaded = alive([site for site in sites if site.holds is Holds.NEW])
+    loaded = alive([site for site in sites if site.weights is Weights.NEW])
     results: dict[str, list[CanaryResult]] = {site.name: [] for site in loaded}
 
     async def call(site: Site) -> None:
@@ -80,7 +80,7 @@ async def refuse_commit(
     why = f"canary: {where}: {first.problem}"
     returned, problem = await _push_back(run, sites, transaction)
     for site in sites:
-        if site.holds is Holds.NEW:
+        if site.weights is Weights.NEW:
             site.failure = site.failure or why
     rows = [_row(site, returned.get(site.name)) for site in sites]
     left = [row.server for row in rows if row.state == "quarantined"]
@@ -118,7 +118,7 @@ async def _push_back(
 ) -> tuple[dict[str, dict[str, Any]], str]:
     """How each server was left by a push of the committed weights, by name; and what failed."""
     committed = run.fleet.committed
-    loaded = [site for site in sites if site.holds is Holds.NEW]
+    loaded = [site for site in sites if site.weights is Weights.NEW]
     if committed is None:
         return {}, "nothing is known of it"
     run.note(f"the canary failed; {_version_before(run)} is pushed back")

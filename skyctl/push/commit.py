@@ -12,7 +12,7 @@ from skyctl.push.expected import agreed, names_of, unexpected
 from skyctl.push.layouts import numbered, settle_parameters
 from skyctl.push.preflight import Prepared
 from skyctl.push.run import Run
-from skyctl.push.sites import Holds, Site, alive, each, require_paused
+from skyctl.push.sites import Site, Weights, alive, each, require_paused
 from skyctl.push.verify import HOW_TO_DIGEST, weights_digest
 from skyctl.store.expected import BrokenReload
 
@@ -21,7 +21,7 @@ async def verify(run: Run, prepared: Prepared, content_digest: str) -> None:
     """Drop caches of the old weights, and compare what the servers hold: with the checkpoint, with
     what it came to before, and with each other."""
     timeout_s = run.fleet.update_timeout_s
-    loaded = alive([site for site in prepared.sites if site.holds is Holds.NEW])
+    loaded = alive([site for site in prepared.sites if site.weights is Weights.NEW])
 
     async def digest(site: Site) -> None:
         # both have ended when this has: a pause of a push that is over would freeze its server
@@ -109,10 +109,10 @@ async def publish(run: Run, sites: Sequence[Site], label: str) -> None:
         await require_paused(site)  # a process that was started meanwhile holds something else
         await site.vllm.set_weight_version(label)
         site.version = label
-        site.holds = Holds.VERIFIED
+        site.weights = Weights.VERIFIED
         run.observer.server(site.name, "updated", label)
 
-    loaded = alive([site for site in sites if site.holds is Holds.NEW])
+    loaded = alive([site for site in sites if site.weights is Weights.NEW])
     await each(loaded, call, timeout_s=run.fleet.control_timeout_s, what="publish the version")
     reached("push.published")
 

@@ -15,7 +15,7 @@ from skyctl.kill_points import reached
 from skyctl.push.delta import content_digest
 from skyctl.push.forecast import slots_of
 from skyctl.push.request import PushFleet
-from skyctl.push.sites import Holds, Site, alive, each, open_session, require_paused, scrub
+from skyctl.push.sites import Site, Weights, alive, each, open_session, require_paused, scrub
 from skyctl.push.worker_memory import bytes_beside
 from skyctl.store.contents import Content
 from skyctl.transfer.head_start import enough_is_read
@@ -275,7 +275,7 @@ class ChunkDelivery:
         async def begin(site: Site) -> None:
             if scrubbing:  # long after it was frozen: it may have been started anew since
                 await require_paused(site)
-            half_updated = scrubbing or site.holds is Holds.UNKNOWN
+            half_updated = scrubbing or site.weights is Weights.UNKNOWN
             await (scrub if half_updated else open_session)(site, timeout_s=timeout_s)
 
         await each(alive(sites), begin, timeout_s=timeout_s * 5, what="start")
@@ -395,7 +395,7 @@ class ChunkDelivery:
         info = self._transport.update_info(
             session, chunk, filled, server=self._numbers[site.name], dialect=site.dialect
         )
-        site.holds = Holds.UNKNOWN
+        site.weights = Weights.UNKNOWN
         reached("push.update.call")
         with site.spans.loading():
             await site.vllm.update_weights(info, timeout_s=self._fleet.update_timeout_s + _GRACE_S)
@@ -411,7 +411,7 @@ class ChunkDelivery:
             site.open = False
             if self._transport.leaves_group and not site.dialect.keeps_streams:
                 await site.vllm.extension_rpc(_FREE_METHOD, timeout_s=timeout_s)
-            site.holds = Holds.NEW
+            site.weights = Weights.NEW
 
         await each(alive(sites), call, timeout_s=timeout_s, what="finish")
 

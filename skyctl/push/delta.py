@@ -21,7 +21,7 @@ from skyctl.checkpoints.header import Tensor
 from skyctl.http.fanout import fan_out
 from skyctl.http.target import ServerTarget
 from skyctl.push.request import PushFleet
-from skyctl.push.sites import Holds, Site
+from skyctl.push.sites import Site, Weights
 from skyctl.push.verify import weights_digest
 from skyctl.store.contents import Content
 from skyctl.transfer.reader import ShardFiles
@@ -134,7 +134,7 @@ async def _unlike(
     content: Content, fleet: PushFleet, sites: Sequence[Site], *, timeout_s: float
 ) -> str:
     """Why a server may hold something else than this content; "" when all are seen to hold it."""
-    unsure = [site.name for site in sites if site.holds is not Holds.OLD or site.asleep]
+    unsure = [site.name for site in sites if site.weights is not Weights.OLD or site.asleep]
     if unsure:
         return f"{unsure[0]} may hold parts of several checkpoints, or sleeps"
     by_name = {site.name: site for site in sites}

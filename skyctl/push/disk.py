@@ -8,7 +8,7 @@ from skyctl.checkpoints.checkpoint import Checkpoint, read_checkpoint
 from skyctl.engines.base import Refusal
 from skyctl.errors import PreflightError, ServerError
 from skyctl.push.request import PushFleet
-from skyctl.push.sites import Holds, Site, alive, each
+from skyctl.push.sites import Site, Weights, alive, each
 
 _SLOWEST_BYTES_PER_S = 50e6  # a cold network disk; below it, raise update_timeout_s
 
@@ -43,14 +43,14 @@ class DiskDelivery:
         path = str(self._checkpoint.path)
 
         async def call(site: Site) -> None:
-            site.holds = Holds.UNKNOWN
+            site.weights = Weights.UNKNOWN
             try:
                 with site.spans.loading():
                     await site.vllm.reload_weights(path, timeout_s=self._timeout_s)
             except ServerError as error:
                 if error.refusal != Refusal.CANNOT_RELOAD:
                     raise
-                site.holds = Holds.OLD
+                site.weights = Weights.OLD
                 raise ServerError(f"{error.message}, or push with another transport") from error
 
         await each(alive(sites), call, timeout_s=self._timeout_s, what="reload")
@@ -63,7 +63,7 @@ class DiskDelivery:
 
     async def finish(self, sites: Sequence[Site], version: Callable[[], str]) -> None:
         for site in alive(sites):
-            site.holds = Holds.NEW
+            site.weights = Weights.NEW
 
     async def close(self) -> None: ...
 

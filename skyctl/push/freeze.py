@@ -10,8 +10,8 @@ from skyctl.kill_points import reached
 from skyctl.push.cancel_guard import Abandoned
 from skyctl.push.run import Run
 from skyctl.push.sites import (
-    Holds,
     Site,
+    Weights,
     alive,
     close_session,
     each,
@@ -134,11 +134,11 @@ async def roll_back(run: Run, sites: Sequence[Site]) -> None:
         )
         for site in sites:
             if site.open:  # not closed: its layers are empty
-                site.holds = Holds.UNKNOWN
-        await _label_verified(run, [site for site in able if site.holds is Holds.OLD])
-        await resume(run, [site for site in able if site.holds is Holds.OLD])
+                site.weights = Weights.UNKNOWN
+        await _label_verified(run, [site for site in able if site.weights is Weights.OLD])
+        await resume(run, [site for site in able if site.weights is Weights.OLD])
         for site in sites:
-            if site.holds is Holds.UNKNOWN:
+            if site.weights is Weights.UNKNOWN:
                 site.failure = site.failure or "an earlier push broke off and left it half updated"
                 run.observer.server(site.name, "quarantined", site.failure)
 
@@ -148,12 +148,12 @@ async def _label_verified(run: Run, sites: Sequence[Site]) -> None:
     without, it would serve under that of the weights before."""
 
     async def call(site: Site) -> None:
-        label, site.holds = site.server.verified_as, Holds.UNKNOWN  # until it is done
+        label, site.weights = site.server.verified_as, Weights.UNKNOWN  # until it is done
         found = await weights_digest(site.vllm, timeout_s=run.fleet.update_timeout_s)
         if found.digest != site.server.weights_digest:
             raise ServerError(f"{site.name}: it does not hold {label} (digest {found.digest})")
         await site.vllm.set_weight_version(label)
-        site.holds, site.old_version = Holds.OLD, label
+        site.weights, site.old_version = Weights.OLD, label
 
     verified = [site for site in sites if site.server.verified_as]
     await each(verified, call, timeout_s=run.fleet.update_timeout_s, what="label")

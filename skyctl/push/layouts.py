@@ -24,7 +24,7 @@ from skyctl.engines.vllm.inside.layout_wire import LayoutReport, ParameterLayout
 from skyctl.errors import PreflightError, ServerError
 from skyctl.push.request import Layout
 from skyctl.push.rows import Compared
-from skyctl.push.sites import Holds, Site
+from skyctl.push.sites import Site, Weights
 from skyctl.transfer.layout import NotInLayout, check_layouts, order_for_runtime, program_for
 from skyctl.transfer.plan import ChunkPlan
 
@@ -154,7 +154,7 @@ async def _ask(
     asked = (_ask_one(site, timeout_s=timeout_s) for site in sites)
     found = await asyncio.gather(*asked, return_exceptions=True)
     for site in sites:
-        if site.holds is not Holds.OLD:
+        if site.weights is not Weights.OLD:
             raise NotInLayout(f"an earlier push broke off in {site.name}")
     for one in found:
         if isinstance(one, BaseException):

@@ -9,7 +9,7 @@ from skyctl.push.delivery import Delivery
 from skyctl.push.preflight import Prepared
 from skyctl.push.request import PushResult
 from skyctl.push.run import Run
-from skyctl.push.sites import Holds, Site
+from skyctl.push.sites import Site, Weights
 
 
 def cut_short(run: Run, sites: Sequence[Site], error: BaseException) -> BaseException:
@@ -19,7 +19,7 @@ def cut_short(run: Run, sites: Sequence[Site], error: BaseException) -> BaseExce
     """
     if isinstance(error, PushError) and "servers" in error.details:
         return error
-    in_doubt = [site for site in sites if site.holds in (Holds.UNKNOWN, Holds.NEW)]
+    in_doubt = [site for site in sites if site.weights in (Weights.UNKNOWN, Weights.NEW)]
     for site in in_doubt:
         site.failure = site.failure or f"the push was interrupted ({error!r})"
         run.observer.server(site.name, "quarantined", site.failure)
@@ -90,7 +90,7 @@ def result_of(
 def _compared(prepared: Prepared) -> dict[str, int] | None:
     """How much of the checkpoint each verified server was seen to hold: that of the one of which
     the least was seen."""
-    seen = [s.compared for s in prepared.sites if s.compared and s.holds is Holds.VERIFIED]
+    seen = [s.compared for s in prepared.sites if s.compared and s.weights is Weights.VERIFIED]
     if not seen:
         return None
     least = min(seen, key=lambda one: one.bytes)

@@ -37,7 +37,7 @@ from skyctl.push.server_facts import (
     refuse_dummy,
     refuse_update_problems,
 )
-from skyctl.push.sites import Holds, Site
+from skyctl.push.sites import Site, Weights
 from skyctl.push.verify import HOW_TO_DIGEST, CannotDigest, weights_digest
 from skyctl.push.versions import refuse_changed
 from skyctl.transfer.plan import ChunkPlan, order_tensors, plan_chunks
@@ -309,7 +309,7 @@ def _site(
         old_version=facts.weight_version,
         engine="+".join(part for part in (facts.vllm_version, server.arguments) if part),
         kv_lease_s=facts.kv_lease_s,
-        holds=Holds.UNKNOWN if server.half_updated else Holds.OLD,
+        weights=Weights.UNKNOWN if server.half_updated else Weights.OLD,
         open=server.thaw,  # a push broke off there: its session may be open
         frozen=server.thaw and not asleep,  # and what is undone gives it back
         asleep=asleep,
@@ -368,7 +368,7 @@ async def weigh(
         for site, fact in zip(sites, facts, strict=True)
         if not (fact.asleep or site.asleep or site.server.weights_awake or site.server.sleep_level)
         and not site.server.weights_digest
-        and site.holds is Holds.OLD
+        and site.weights is Weights.OLD
     }
 
     async def ask(target: ServerTarget) -> PreflightError | None:

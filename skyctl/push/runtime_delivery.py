@@ -16,7 +16,7 @@ from skyctl.http.fanout import fan_out
 from skyctl.http.target import ServerTarget
 from skyctl.kill_points import reached
 from skyctl.push.delivery import ChunkDelivery
-from skyctl.push.sites import Holds, Site, alive, each
+from skyctl.push.sites import Site, Weights, alive, each
 from skyctl.transfer.plan import Chunk
 from skyctl.transfer.sender_client import Opened
 from skyctl.transfer.sender_pool import Lease
@@ -151,7 +151,7 @@ class RuntimeDelivery(ChunkDelivery):
         await self._rpc(site, RECEIVE_METHOD, {"sizes": sizes})
 
     async def _rpc(self, site: Site, method: str, arguments: Mapping[str, Any]) -> None:
-        site.holds = Holds.UNKNOWN
+        site.weights = Weights.UNKNOWN
         reached("push.update.call")
         with site.spans.loading():
             await site.vllm.collective_rpc(
@@ -162,12 +162,12 @@ class RuntimeDelivery(ChunkDelivery):
     async def finish(self, sites: Sequence[Site], version: Callable[[], str]) -> None:
         """Nothing to close: the calls that copied have ended."""
         for site in alive(sites):
-            site.holds = Holds.NEW
+            site.weights = Weights.NEW
 
     async def close(self) -> None:
         """Also has servers let go that were told what to copy and have not copied it all."""
         told, self._told = self._told, {}
-        left = [site for site in told.values() if site.holds < Holds.NEW]
+        left = [site for site in told.values() if site.weights < Weights.NEW]
 
         async def let_go(target: ServerTarget) -> None:
             await told[target.name].vllm.collective_rpc(CLOSE_METHOD, timeout_s=_CLOSE_TIMEOUT_S)

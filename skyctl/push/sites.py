@@ -68,7 +68,7 @@ class Spans:
         return self.thawed_at - self.frozen_at
 
 
-class Holds(IntEnum):
+class Weights(IntEnum):
     """What a server's model is made of."""
 
     OLD = 0  # the weights it had: nothing was sent
@@ -102,7 +102,7 @@ class Site:
     kv_lease_s: float = 0.0
     frozen: bool = False
     open: bool = False
-    holds: Holds = Holds.OLD
+    weights: Weights = Weights.OLD
     failure: str = ""
     version: str | None = None
     digest_before: str = ""
@@ -126,7 +126,7 @@ class Site:
 
     def report(self) -> ServerPush:
         """How the push leaves this server."""
-        safe = self.holds in (Holds.OLD, Holds.VERIFIED)
+        safe = self.weights in (Weights.OLD, Weights.VERIFIED)
         if not safe:
             state = "quarantined"
         elif self.slept or (self.asleep and self.slept is None):
@@ -135,13 +135,15 @@ class Site:
             state = "ready"
         else:
             state = "paused"
-        version = self.old_version if self.holds is Holds.OLD else self.version if safe else None
+        version = (
+            self.old_version if self.weights is Weights.OLD else self.version if safe else None
+        )
         return ServerPush(
             server=self.name,
             ok=safe and not self.failure,
             state=state,
             version=version,
-            weights_digest=self.digest if self.holds is Holds.VERIFIED else "",
+            weights_digest=self.digest if self.weights is Weights.VERIFIED else "",
             detail=self.failure,
             sleep_level=self.slept,
             weights_awake=self.woken,
@@ -207,13 +209,13 @@ async def open_session(site: Site, *, timeout_s: float) -> None:
         if not error.status:
             raise  # no answer: whether it started is unknown, and asking again changes nothing
         if await _close_leftover(site, timeout_s):
-            site.holds = Holds.UNKNOWN
+            site.weights = Weights.UNKNOWN
         try:
             await site.vllm.start_weight_update(timeout_s=timeout_s)
         except ServerError as again:
             site.open = not again.status
             raise error from None
-        site.holds = Holds.UNKNOWN
+        site.weights = Weights.UNKNOWN
 
 
 async def close_session(site: Site, *, timeout_s: float) -> None:
@@ -225,7 +227,7 @@ async def close_session(site: Site, *, timeout_s: float) -> None:
         await site.vllm.finish_weight_update(timeout_s=timeout_s)
     except ServerError as error:
         if error.refusal != Refusal.NO_SESSION:
-            site.holds = Holds.UNKNOWN
+            site.weights = Weights.UNKNOWN
             raise
     site.open = False
 

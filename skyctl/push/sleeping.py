@@ -18,7 +18,7 @@ from skyctl.kill_points import reached
 from skyctl.push.freeze import require_all
 from skyctl.push.request import PushRequest
 from skyctl.push.run import Run
-from skyctl.push.sites import Holds, Site, alive, each, responsive
+from skyctl.push.sites import Site, Weights, alive, each, responsive
 
 DISCARDED = 2
 
@@ -55,7 +55,7 @@ async def wake_weights(run: Run, sites: Sequence[Site]) -> None:
 
 async def sleep_again(run: Run, sites: Sequence[Site]) -> None:
     """Nothing was sent: free the memory that was taken, where that is possible."""
-    woken = [site for site in sites if site.woken and site.holds is Holds.OLD]
+    woken = [site for site in sites if site.woken and site.weights is Weights.OLD]
     for site in woken:
         if site.server.sleep_level == DISCARDED:
             site.failure = site.failure or "its weights are awake, and empty: push again"
@@ -93,7 +93,7 @@ async def wake_all(run: Run, sites: Sequence[Site]) -> None:
         else:
             site.was_paused, site.resumed = False, True
 
-    asleep = [site for site in alive(sites) if site.asleep and site.holds is Holds.VERIFIED]
+    asleep = [site for site in alive(sites) if site.asleep and site.weights is Weights.VERIFIED]
     await each(asleep, call, timeout_s=2 * _patience_s(run), what="wake the cache")
     reached("push.awake")
 
@@ -105,7 +105,7 @@ async def sleep_after(run: Run, sites: Sequence[Site]) -> None:
         return
     if level == DISCARDED:
         run.note("a level-2 sleep discards the weights that were just pushed: push before waking")
-    able = [site for site in alive(sites) if site.holds is Holds.VERIFIED]
+    able = [site for site in alive(sites) if site.weights is Weights.VERIFIED]
     await each(able, lambda site: _sleep(site, level), timeout_s=_patience_s(run), what="sleep")
 
 

@@ -43,7 +43,7 @@ from skyctl.push.request import (
 from skyctl.push.rotation import Rotation, leave, refuse_impossible, refuse_paused, rejoin
 from skyctl.push.run import Run, label_of
 from skyctl.push.runtime_delivery import CannotCopy
-from skyctl.push.sites import Holds, Site, alive, responsive
+from skyctl.push.sites import Site, Weights, alive, responsive
 from skyctl.push.tracing import traced
 from skyctl.transfer.sender_client import SenderFailed
 from skyctl.transfer.sender_pool import SenderPool
@@ -177,7 +177,9 @@ async def _commit(run: Run, prepared: Prepared, delivery: Delivery) -> PushResul
         await publish(run, sites, label)
         reached("push.resume.call")
         await sleeping.wake_all(run, sites)
-        await resume(run, [site for site in sites if site.holds in (Holds.OLD, Holds.VERIFIED)])
+        await resume(
+            run, [site for site in sites if site.weights in (Weights.OLD, Weights.VERIFIED)]
+        )
         await sleeping.sleep_after(run, sites)
         reached("push.resume.done")
     return settle(run, prepared, label, delivery)
@@ -214,7 +216,7 @@ async def _until_started(run: Run, delivery: Delivery, sites: Sequence[Site]) ->
 
 def _tell_verified(run: Run, prepared: Prepared, label: str, content_digest: str) -> None:
     """From here on whoever finds this push dead commits it: nothing is left but to thaw."""
-    loaded = alive([site for site in prepared.sites if site.holds is Holds.NEW])
+    loaded = alive([site for site in prepared.sites if site.weights is Weights.NEW])
     run.observer.fact(
         "verified",
         {

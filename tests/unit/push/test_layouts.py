@@ -22,7 +22,7 @@ from skyctl.push import layouts
 from skyctl.push.layouts import LayoutChoice, choose_layout, numbered, settle_parameters
 from skyctl.push.request import PushFleet
 from skyctl.push.runtime_delivery import CannotCopy, RuntimeDelivery
-from skyctl.push.sites import Holds, Site
+from skyctl.push.sites import Site, Weights
 from skyctl.push.transaction import _stage
 from skyctl.transfer.plan import plan_chunks
 from skyctl.transfer.sender_client import Opened, SenderFailed, SenderProcess
@@ -137,7 +137,7 @@ def asleep(one: Site) -> Site:
 
 
 def half_updated(one: Site) -> Site:
-    one.holds = Holds.UNKNOWN
+    one.weights = Weights.UNKNOWN
     return one
 
 
@@ -319,7 +319,7 @@ async def test_servers_map_the_slots_before_and_copy_in_as_few_calls_as_these_al
     loads = [{"chunks": chunks, "last": last} for chunks, last in calls]
     assert [arguments for _, arguments in workers.calls[1:]] == loads
     assert (sender.joins, sender.sent) == (0, [])
-    assert (one.holds, one.copied, one.failure) == (Holds.NEW, True, "")
+    assert (one.weights, one.copied, one.failure) == (Weights.NEW, True, "")
     assert one.expected == [(sender.programs[0], NUMBERS)]
 
 
@@ -349,7 +349,7 @@ async def test_broadcast_chunks_are_copied_in_one_call(
     assert workers.asked == ["skyctl_layout_open", "skyctl_layout_receive"]
     assert workers.calls[0][1]["buffer_bytes"] == 64
     assert workers.calls[1][1] == {"sizes": [64, 64, 64]}
-    assert sender.sent == [0, 1, 2] and one.holds is Holds.NEW
+    assert sender.sent == [0, 1, 2] and one.weights is Weights.NEW
 
 
 class Refusing(Workers):
@@ -426,7 +426,7 @@ async def test_a_sender_that_died_before_the_first_copy_leaves_nothing_in_doubt(
     workers = Workers()
     monkeypatch.setattr(NumberingSender, "failure", SenderFailed("killed"))
     one, _ = await copied_by(IPC, workers, checkpoint, monkeypatch)
-    assert (one.holds, one.failure) == (Holds.OLD, "killed")
+    assert (one.weights, one.failure) == (Weights.OLD, "killed")
     assert workers.asked == ["skyctl_layout_open", "skyctl_layout_close"]
 
 
@@ -444,6 +444,6 @@ async def test_a_copy_that_breaks_off_leaves_the_server_in_doubt(
 ) -> None:
     workers = Breaking()
     one, _ = await copied_by(IPC, workers, checkpoint, monkeypatch)
-    assert one.holds is Holds.UNKNOWN
+    assert one.weights is Weights.UNKNOWN
     assert one.failure == "update: an illegal memory access"
     assert workers.asked[-1] == "skyctl_layout_close"
