@@ -28,7 +28,7 @@ from skyctl.transfer.sender_pool import SenderPool
 from skyctl.units import format_seconds
 
 if TYPE_CHECKING:
-    from skyctl.push.rotation import Rotation
+    from skyctl.push.run import Rotation
     from skyctl.push.verify import Verification
 
 _PROGRESS_S = 0.15

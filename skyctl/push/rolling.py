@@ -25,7 +25,7 @@ from skyctl.push.request import (
     PushServer,
     SilentObserver,
 )
-from skyctl.push.rotation import Rotation
+from skyctl.push.run import Rotation
 from skyctl.push.transaction import push
 from skyctl.transfer.sender_pool import SenderPool
 

@@ -4,33 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Collection, Sequence
-from typing import Protocol
+from collections.abc import Sequence
 
 from skyctl.errors import PreflightError, ServerError, SkyctlError
 from skyctl.kill_points import reached
 from skyctl.push.freeze import require_all
 from skyctl.push.request import PushRequest
-from skyctl.push.run import Run
+from skyctl.push.run import Rotation, Run
 from skyctl.push.sites import Site, each
 
 _DRAIN_POLL_S = 0.25
 # a request that the router had picked a server for may arrive after the server left it
 _EMPTY_POLLS = 2
-
-
-class Rotation(Protocol):
-    """Who receives users' requests, for whoever pushes."""
-
-    async def leave(
-        self, names: Collection[str], *, others_serve: bool, closed: bool = False
-    ) -> None:
-        """Returns once the router sends these servers nothing. `closed`: they refuse users who ask
-        them directly, too. Raises SkyctlError, also when `others_serve` is asked for and nobody
-        else would be left."""
-
-    async def rejoin(self, names: Collection[str]) -> None:
-        """They may be routed to again, if their state allows it. Never raises."""
 
 
 def refuse_impossible(request: PushRequest, rotation: Rotation | None) -> None:

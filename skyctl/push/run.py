@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from skyctl.http.client import ControlClient
 from skyctl.push.canary import CanaryResult
@@ -16,8 +16,19 @@ from skyctl.push.request import CarefulObserver, PushFleet, PushRequest
 from skyctl.store.expected import Learned
 from skyctl.transfer.sender_pool import SenderPool
 
-if TYPE_CHECKING:
-    from skyctl.push.rotation import Rotation
+
+class Rotation(Protocol):
+    """Who receives users' requests, for whoever pushes."""
+
+    async def leave(
+        self, names: Collection[str], *, others_serve: bool, closed: bool = False
+    ) -> None:
+        """Returns once the router sends these servers nothing. `closed`: they refuse users who ask
+        them directly, too. Raises SkyctlError, also when `others_serve` is asked for and nobody
+        else would be left."""
+
+    async def rejoin(self, names: Collection[str]) -> None:
+        """They may be routed to again, if their state allows it. Never raises."""
 
 
 @dataclass

@@ -40,8 +40,8 @@ from skyctl.push.request import (
     ServerPush,
     SilentObserver,
 )
-from skyctl.push.rotation import Rotation, leave, refuse_impossible, refuse_paused, rejoin
-from skyctl.push.run import Run, label_of
+from skyctl.push.rotation import leave, refuse_impossible, refuse_paused, rejoin
+from skyctl.push.run import Rotation, Run, label_of
 from skyctl.push.runtime_delivery import CannotCopy
 from skyctl.push.sites import Site, Weights, alive, responsive
 from skyctl.push.tracing import traced

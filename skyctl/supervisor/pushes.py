@@ -214,7 +214,7 @@ class Pushes:
 
 
 class RouterRotation:
-    """See `push.rotation.Rotation`. Servers are held out by name, whatever their state."""
+    """See `push.run.Rotation`. Servers are held out by name, whatever their state."""
 
     def __init__(self, supervisor: Supervisor) -> None:
         self._supervisor = supervisor
