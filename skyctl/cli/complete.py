@@ -15,8 +15,6 @@ from typing import Any
 
 import typer
 
-TRANSPORTS = ("auto", "nccl", "ipc", "gloo", "shm", "disk")
-PAUSE_MODES = ("abort", "wait", "keep")
 _MOST = 200
 
 
@@ -104,16 +102,6 @@ def topics(incomplete: str) -> Iterable[str]:
     from skyctl.help import topics
 
     return [name for name in topics() if name.startswith(incomplete)]
-
-
-def transports(incomplete: str) -> list[str]:
-    """Weight transports."""
-    return [name for name in TRANSPORTS if name.startswith(incomplete)]
-
-
-def modes(incomplete: str) -> list[str]:
-    """Pause modes."""
-    return [name for name in PAUSE_MODES if name.startswith(incomplete)]
 
 
 @_silent

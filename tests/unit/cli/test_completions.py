@@ -125,8 +125,3 @@ def test_checkpoints_are_told_from_other_directories(
     assert complete.checkpoints("") == ["checkpoints/"]
     assert complete.checkpoints("checkpoints/") == ["checkpoints/a", "checkpoints/deep/"]
     assert complete.checkpoints("nowhere/x") == []
-
-
-def test_fixed_words_are_filtered() -> None:
-    assert complete.transports("g") == ["gloo"]
-    assert complete.modes("") == ["abort", "wait", "keep"]
