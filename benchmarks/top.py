@@ -26,10 +26,10 @@ from typing import Any
 import psutil
 
 from skyctl.core.registry import select
+from skyctl.core.urls import api_key
 from skyctl.generate.prompts import GenerationRequest
 from skyctl.generate.requests import Endpoint, GenerationClient, GenerationResult
 from skyctl.service.connect import connect
-from skyctl.service.keys import api_key
 
 INTERVAL_S = 1.0
 TOKENS = 64

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from io import StringIO
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType
@@ -26,7 +27,7 @@ from rich.table import Table
 from rich.terminal_theme import TerminalTheme
 from rich.text import Text
 
-from skyctl.errors import ExitCode, SkyctlError
+from skyctl.errors import ExitCode, SkyctlError, UsageError
 from skyctl.sanitize import sanitized
 
 ENVELOPE_VERSION = 1
@@ -274,6 +275,19 @@ def svg(title: str, *views: RenderableType, width: int, identifier: str = "") ->
     drawn = console.export_svg(title=title, unique_id=identifier, theme=_SVG_THEME)
     drawn = re.sub(r"@font-face \{.*?\}\s*", "", drawn, flags=re.DOTALL)
     return drawn.replace("font-family: Fira Code, monospace", f"font-family: {_FONTS}")
+
+
+def write_picture(path: Path, drawn: str) -> None:
+    """Write an SVG, and say where.
+
+    Raises:
+        UsageError: the file cannot be written.
+    """
+    try:
+        path.write_text(drawn, encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"cannot write {path}: {error.strerror}") from error
+    note(f"wrote {path}")
 
 
 # Colours that can be told apart on the picture's background, blue from cyan too.

@@ -10,7 +10,6 @@ import typer
 from skyctl.cli import complete
 from skyctl.cli.asking import ask_fleet, chosen
 from skyctl.cli.options import FileOption, FleetOption, JsonOption, SvgOption
-from skyctl.cli.pictures import write_picture
 
 if TYPE_CHECKING:
     from skyctl.core.following import JobChanges
@@ -101,7 +100,7 @@ def show(
         picture = output.svg(
             title, timeline_view(drawn, columns=_SVG_COLUMNS), "", legend(drawn), width=_SVG_COLUMNS
         )
-        write_picture(svg, picture)
+        output.write_picture(svg, picture)
     if timeline or svg is not None:
         output.emit(data, timeline_view(drawn, columns=output.columns()), "", legend(drawn))
         return

@@ -50,7 +50,7 @@ def restart(
 
 
 async def _restart(running: FleetService, names: list[str], title: str) -> FleetStatus:
-    from skyctl.cli.operation import follow
+    from skyctl.cli.asking import follow
     from skyctl.core.service import Restart
 
     operation = await running.restart(Restart(tuple(names)))

@@ -41,7 +41,7 @@ def scale(
 
 async def _scale(running: FleetService, name: str, replicas: int) -> FleetStatus:
     from skyctl import output
-    from skyctl.cli.operation import follow
+    from skyctl.cli.asking import follow
     from skyctl.core.service import Scale
 
     operation = await running.scale(Scale(replicas))

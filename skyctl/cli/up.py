@@ -71,7 +71,7 @@ def _bring_up(
 ) -> tuple[FleetStatus, str]:
     """The status once all is ready, and one line that says what was done."""
     from skyctl import output
-    from skyctl.cli.operation import follow
+    from skyctl.cli.asking import follow
     from skyctl.errors import DeadlineExceeded, SkyctlError
     from skyctl.service.bring_up import begin_up, undo
     from skyctl.service.connect import connect

@@ -129,9 +129,8 @@ async def _urls(ref: FleetRef | RemoteRef, *, rollouts: bool) -> tuple[FleetUrls
 
 def _key(ref: FleetRef) -> str:
     """The key of inference. Raises NotFoundError where there is none."""
-    from skyctl.core.urls import access
+    from skyctl.core.urls import access, api_key
     from skyctl.errors import NotFoundError
-    from skyctl.service.keys import api_key
 
     key = api_key(access(ref.config, ref.paths))
     if key is None:

@@ -10,7 +10,6 @@ import typer
 
 from skyctl.cli.asking import ask_fleet, chosen
 from skyctl.cli.options import FileOption, FleetOption, JsonOption, SvgOption
-from skyctl.cli.pictures import write_picture
 
 if TYPE_CHECKING:
     from skyctl.core.service import WeightsState
@@ -112,7 +111,7 @@ def history(
     pushes = ask_fleet(*chosen(context, file, fleet), lambda running: running.weights()).pushes
     if svg is not None:
         title = "skyctl weights history --plot"
-        write_picture(svg, output.svg(title, history_plot(pushes), width=_SVG_COLUMNS))
+        output.write_picture(svg, output.svg(title, history_plot(pushes), width=_SVG_COLUMNS))
     show = history_plot if plot or svg is not None else _history
     output.emit(
         {"pushes": [push.to_json() for push in pushes]},

@@ -1,10 +1,15 @@
-"""Where a fleet is reached: the router for generation, every server for control and metrics."""
+"""Where a fleet is reached: the router for generation, every server for control and metrics; and
+the keys that they ask for."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from skyctl.store.credentials import read_secret
 
 if TYPE_CHECKING:
     from skyctl.fleetfile.schema import FleetConfig
@@ -65,3 +70,23 @@ class FleetUrls:
             "servers": dict(self.servers),
             "access": asdict(self.access),
         }
+
+
+def api_key(access: Access) -> str | None:
+    """The key of inference. Raises SkyctlError when its file is not ours alone."""
+    return _secret(access.api_key_env, access.api_key_file)
+
+
+def control_token(access: Access) -> str | None:
+    """The token of the control routes; where they have none of their own, the key of inference.
+
+    Raises:
+        SkyctlError: its file is not ours alone.
+    """
+    return _secret(access.control_token_env, access.control_token_file) or api_key(access)
+
+
+def _secret(variable: str | None, file: str | None) -> str | None:
+    if variable:
+        return os.environ.get(variable)
+    return read_secret(Path(file)) if file else None

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from skyctl import engines
-from skyctl.core.urls import access
+from skyctl.core.urls import access, control_token
 from skyctl.doctor.facts import MachineFacts, gather
 from skyctl.doctor.finding import Finding, Severity
 from skyctl.doctor.fleet_file import FilePlan, ModelFacts, check_fleet_file
@@ -19,7 +19,6 @@ from skyctl.errors import ServerError, SkyctlError
 from skyctl.http.client import ControlClient
 from skyctl.http.fanout import fan_out
 from skyctl.http.target import ServerTarget
-from skyctl.service.keys import control_token
 from skyctl.store.paths import state_root
 
 if TYPE_CHECKING:

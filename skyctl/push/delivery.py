@@ -18,10 +18,9 @@ from skyctl.push.request import PushFleet
 from skyctl.push.sites import Site, Weights, alive, each, open_session, require_paused, scrub
 from skyctl.push.worker_memory import bytes_beside
 from skyctl.store.contents import Content
-from skyctl.transfer.head_start import enough_is_read
 from skyctl.transfer.plan import Chunk, ChunkPlan
 from skyctl.transfer.sender_client import Opened, SenderFailed
-from skyctl.transfer.sender_pool import Lease, SenderPool
+from skyctl.transfer.sender_pool import Lease, SenderPool, enough_is_read
 from skyctl.transfer.transports.base import Filled, Session, Transport, rank_offsets
 
 OUTSTANDING = 3

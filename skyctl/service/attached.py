@@ -22,12 +22,11 @@ from skyctl.core.service import (
     WeightsState,
 )
 from skyctl.core.status import FleetStatus
-from skyctl.core.urls import FleetUrls, access
+from skyctl.core.urls import FleetUrls, access, control_token
 from skyctl.errors import NotFoundError, StateUnwritable, UsageError
 from skyctl.http.client import ControlClient
 from skyctl.http.target import ServerTarget
 from skyctl.service.discovery import locate
-from skyctl.service.keys import control_token
 from skyctl.store.in_doubt import close_orphans
 from skyctl.store.retention import Retention
 from skyctl.store.state import FleetState, ServerRow

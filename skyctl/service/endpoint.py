@@ -6,11 +6,11 @@ import asyncio
 from typing import TYPE_CHECKING
 
 from skyctl import engines
+from skyctl.core.urls import api_key, control_token
 from skyctl.errors import NotFoundError, ServerError, UsageError
 from skyctl.generate.requests import Endpoint
 from skyctl.http.client import ControlClient
 from skyctl.http.target import ServerTarget
-from skyctl.service.keys import api_key, control_token
 
 if TYPE_CHECKING:
     from skyctl.service import FleetService

@@ -99,9 +99,9 @@ class UnsupervisedFleet(RecordedFleet):
         return tuple(findings)
 
     async def _look(self, rows: Sequence[ProcessRow]) -> list[Observed]:
+        from skyctl.core.urls import control_token
         from skyctl.http.client import ControlClient
         from skyctl.http.target import ServerTarget
-        from skyctl.service.keys import control_token
 
         key = control_token(access(self._ref.config, self.paths))
         engine = self._ref.config.engine

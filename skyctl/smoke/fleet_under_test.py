@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING
 
 from skyctl import engines
 from skyctl.core.registry import FleetRef
+from skyctl.core.urls import api_key
 from skyctl.errors import ServerError, SkyctlError
 from skyctl.generate.prompts import GenerationRequest
 from skyctl.generate.requests import Endpoint, GenerationClient, GenerationResult, RetryPolicy
 from skyctl.http.client import ControlClient
 from skyctl.http.target import ServerTarget
-from skyctl.service.keys import api_key
 
 if TYPE_CHECKING:
     from skyctl.service import FleetService

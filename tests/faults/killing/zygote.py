@@ -27,7 +27,7 @@ _WARM = (
     "skyctl.cli.app",
     "skyctl.cli.fleet_view",
     "skyctl.cli.job_view",
-    "skyctl.cli.operation",
+    "skyctl.cli.asking",
     "skyctl.cli.recover",
     "skyctl.service.attached",
     "skyctl.service.attached_push",

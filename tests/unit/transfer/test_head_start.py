@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from skyctl.transfer.head_start import enough_is_read
-from skyctl.transfer.sender_pool import Lease
+from skyctl.transfer.sender_pool import Lease, enough_is_read
 
 GB = 10**9
 
