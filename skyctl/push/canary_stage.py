@@ -14,10 +14,9 @@ from typing import Any
 from skyctl.errors import CanaryFailed, DeadlineExceeded, ServerUnreachable, SkyctlError
 from skyctl.kill_points import reached
 from skyctl.push.canary import Canary, CanaryResult, failed, judge, parse_canary, read_answer
-from skyctl.push.cancel_guard import CancelGuard
 from skyctl.push.request import PushRequest, PushResult, ServerPush
 from skyctl.push.rotation import abort_stragglers
-from skyctl.push.run import Run
+from skyctl.push.run import CancelGuard, Run
 from skyctl.push.sites import Site, Weights, alive, each
 
 Transaction = Callable[[Run], Awaitable[PushResult]]

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from skyctl.errors import PushError, ServerError, SkyctlError, StateUnwritable
 from skyctl.http.fanout import OutcomeStatus
 from skyctl.kill_points import reached
-from skyctl.push.cancel_guard import Abandoned
-from skyctl.push.run import Run
+from skyctl.push.run import Abandoned, Run
 from skyctl.push.sites import (
     Site,
     Weights,

@@ -1,20 +1,56 @@
-"""One push under way: what it was asked, whom it tells, its stopwatch, and its label."""
+"""One push under way: what it was asked, whom it tells, its stopwatch, its label, and what a
+cancellation does to it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+import asyncio
+from collections.abc import Callable, Collection, Coroutine, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
 
 from skyctl.http.client import ControlClient
 from skyctl.push.canary import CanaryResult
-from skyctl.push.cancel_guard import CancelGuard
 from skyctl.push.delivery import Delivery
 from skyctl.push.preflight import Prepared
 from skyctl.push.request import CarefulObserver, PushFleet, PushRequest
 from skyctl.store.expected import Learned
 from skyctl.transfer.sender_pool import SenderPool
+
+T = TypeVar("T")
+
+
+class Abandoned(asyncio.CancelledError):
+    """The push was cancelled, and everything it had done was undone."""
+
+
+class CancelGuard:
+    """Runs one transaction in a task of its own and decides what a cancellation does to it.
+
+    Before `enter` a cancellation ends the push at once. After it the push is told, which undoes
+    what it did or, once bytes were sent, completes; cancelled a second time it stops where it is.
+    """
+
+    def __init__(self) -> None:
+        self.cancelled = False
+        self._entered = False
+
+    def enter(self) -> None:
+        """Servers are about to be touched: from here on a cancellation is a request."""
+        self._entered = True
+
+    async def run(self, transaction: Coroutine[Any, Any, T]) -> T:
+        """The transaction's result. Raises CancelledError when it was cancelled and undone."""
+        task = asyncio.ensure_future(transaction)
+        while True:
+            try:
+                return await asyncio.shield(task)
+            except asyncio.CancelledError:
+                if task.done():
+                    raise
+                again, self.cancelled = self.cancelled, True
+                if again or not self._entered:
+                    task.cancel()
 
 
 class Rotation(Protocol):

@@ -23,7 +23,6 @@ from skyctl.kill_points import reached
 from skyctl.push import sleeping
 from skyctl.push.canary import failed
 from skyctl.push.canary_stage import refuse_commit, try_canary
-from skyctl.push.cancel_guard import CancelGuard
 from skyctl.push.commit import publish, verify
 from skyctl.push.delivery import Delivery
 from skyctl.push.expected import launch_digests
@@ -41,7 +40,7 @@ from skyctl.push.request import (
     SilentObserver,
 )
 from skyctl.push.rotation import leave, refuse_impossible, refuse_paused, rejoin
-from skyctl.push.run import Rotation, Run, label_of
+from skyctl.push.run import CancelGuard, Rotation, Run, label_of
 from skyctl.push.runtime_delivery import CannotCopy
 from skyctl.push.sites import Site, Weights, alive, responsive
 from skyctl.push.tracing import traced

@@ -63,7 +63,7 @@ from skyctl.store.journal import Job
 from skyctl.store.paths import FleetPaths
 from skyctl.store.retention import Retention
 from skyctl.store.state import FleetState
-from skyctl.supervisor import adapters, admission, adoption, healing, rollout
+from skyctl.supervisor import adapters, admission, healing, rollout
 from skyctl.supervisor.interface import Adopt, Begun, Reconcile, SupervisorService
 from skyctl.supervisor.pushes import Pushes
 from skyctl.supervisor.reconcile import Changes, Running, compare
@@ -133,7 +133,7 @@ class Supervisor(RecordedFleet, SupervisorService):
         with self.state.durable():  # no process is started that could not be put on record
             self.state.set("going_down", "")
         detail = "" if first else str(self.changes(plan))
-        work = adoption.adopt_and_apply if first else rollout.apply_plan
+        work = healing.adopt_and_apply if first else rollout.apply_plan
         self._take(plan)
         return Begun(self._begin(kind, detail, work(self, plan)))
 
@@ -143,7 +143,7 @@ class Supervisor(RecordedFleet, SupervisorService):
         if self.plan is not None:
             return self.operation.id if self.operation is not None else 0
         self._take(asked.plan)
-        return self._begin("adopt", "", adoption.take_over(self, asked.plan))
+        return self._begin("adopt", "", healing.take_over(self, asked.plan))
 
     async def scale(self, asked: Scale) -> int:
         before = self.require_plan()
