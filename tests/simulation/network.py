@@ -10,22 +10,11 @@ from random import Random
 from typing import Any, Protocol
 
 from skyctl.http.transport import Answer, CannotConnect, ConnectionBroke, NoAnswer, Request
-from tests.simulation.kernel import Kernel, Process, current
+from tests.simulation.kernel import Process, current
 from tests.simulation.loop import Killed, VirtualLoop
 
 _LINGERS_S = 0.5
 """How much later than its delay a request of a sender that died may arrive."""
-
-
-@dataclass(slots=True)
-class Reply:
-    """The way back of one request. `gone`: whether its caller has hung up."""
-
-    send: Callable[[int, bytes], None]
-    gone: Callable[[], bool]
-
-    def __call__(self, status: int, body: bytes) -> None:
-        self.send(status, body)
 
 
 class Host(Protocol):
@@ -49,84 +38,36 @@ class Weather:
 
 
 class Network:
-    def __init__(self, loop: VirtualLoop, kernel: Kernel, dice: Random) -> None:
+    def __init__(self, loop: VirtualLoop, dice: Random) -> None:
         self.hosts: dict[str, Host] = {}
         self.weather = Weather()
-        self.calls = 0
         self.on_arrival: Callable[[], None] = lambda: None
-        self._loop = loop
-        self._kernel = kernel
-        self._dice = dice
-        self._open: dict[int, list[asyncio.Future[Answer]]] = {}
+        self.loop = loop
+        self.dice = dice
+        self._open: dict[int, list[Reply]] = {}
 
     def serve(self, url: str, host: Host) -> None:
         self.hosts[url] = host
 
     def delay(self) -> float:
         """One way, in seconds."""
-        dice = self._dice
+        dice = self.dice
         slow = dice.random() < self.weather.slow
         return dice.random() * (0.4 if slow else 0.003)
 
     async def call(self, request: Request, timeout_s: float) -> Answer:
         """One request of the process that runs, and its answer."""
-        caller, loop, dice, weather = current(), self._loop, self._dice, self.weather
-        self.calls += 1
-        future: asyncio.Future[Answer] = loop.create_future()
-        luck = dice.random()
-        # a socket of this machine breaks or answers: what is lost on it is lost with a process
-        lost = luck < weather.lost_answer and not request.url.startswith("/")
-        reset_after = not lost and luck < weather.lost_answer + weather.reset_after
-        luck = dice.random()
-        refused = luck < weather.refused
-        reset_before = not refused and luck < weather.refused + weather.reset_before
-
-        def fail(error: Exception) -> None:
-            if not future.done():
-                future.set_exception(error)
-
-        def arrive(late: bool = False) -> None:
-            if caller is not None and caller.dead and not late:
-                loop.call_later(dice.random() * _LINGERS_S, arrive, True, context=_NOBODY)
-                return
-            host = self.hosts.get(request.url)
-            process = host.process if host is not None else None
-            if host is None or process is None or process.dead or refused:
-                fail(CannotConnect("Connection refused"))
-                return
-            if reset_before:
-                fail(ConnectionBroke("Connection reset by peer"))
-                return
-            self._watch(process, future)
-            self.on_arrival()
-
-            def reply(status: int, body: bytes) -> None:
-                if lost or future.done():
-                    return
-                back = self.delay()
-                if reset_after:
-                    loop.call_later(back, fail, ConnectionBroke("Connection reset by peer"))
-                else:
-                    loop.call_later(back, answer, Answer(status, "", {}, body))
-
-            def gone() -> bool:
-                return future.done() or (caller is not None and caller.dead)
-
-            host.receive(request, caller, Reply(reply, gone))
-
-        def answer(found: Answer) -> None:
-            if not future.done():
-                future.set_result(found)
-
+        caller, loop = current(), self.loop
+        reply = Reply(self, request, caller, loop.create_future())
         # as the kernel's: they go on when the caller dies, its request is on its way
-        loop.call_later(self.delay(), arrive, context=_NOBODY)
-        late = loop.call_later(timeout_s, fail, NoAnswer("no answer"), context=_NOBODY)
+        loop.call_later(self.delay(), reply.arrive, context=_NOBODY)
+        late = loop.call_later(timeout_s, reply.fail, NoAnswer("no answer"), context=_NOBODY)
         try:
-            return await future
+            return await reply.future
         finally:
             late.cancel()
 
-    def _watch(self, process: Process, future: asyncio.Future[Answer]) -> None:
+    def watch(self, process: Process, reply: Reply) -> None:
         """The caller's connection breaks when the process dies."""
         waiting = self._open.get(process.pid)
         if waiting is None:
@@ -134,20 +75,89 @@ class Network:
 
             def broke() -> None:
                 for one in waiting:
-                    if not one.done():
-                        self._loop.call_later(
-                            self.delay(), _fail, one, ConnectionBroke("it died"), context=_NOBODY
-                        )
+                    if not one.future.done():
+                        error = ConnectionBroke("it died")
+                        self.loop.call_later(self.delay(), one.fail, error, context=_NOBODY)
 
             process.on_death.append(broke)
         if len(waiting) > 32:
-            waiting[:] = [one for one in waiting if not one.done()]
-        waiting.append(future)
+            waiting[:] = [one for one in waiting if not one.future.done()]
+        waiting.append(reply)
 
 
-def _fail(future: asyncio.Future[Answer], error: Exception) -> None:
-    if not future.done():
-        future.set_exception(error)
+class Reply:
+    """One request on its way, and the way back of its answer. Its luck is decided when it leaves.
+
+    No closures: each would be a cycle, thousands of which are to be collected.
+    """
+
+    __slots__ = (
+        "caller",
+        "future",
+        "lost",
+        "network",
+        "refused",
+        "request",
+        "reset_after",
+        "reset_before",
+    )
+
+    def __init__(
+        self,
+        network: Network,
+        request: Request,
+        caller: Process | None,
+        future: asyncio.Future[Answer],
+    ) -> None:
+        self.network, self.request, self.caller, self.future = network, request, caller, future
+        weather, dice = network.weather, network.dice
+        luck = dice.random()
+        # a socket of this machine breaks or answers: what is lost on it is lost with a process
+        self.lost = luck < weather.lost_answer and not request.url.startswith("/")
+        self.reset_after = not self.lost and luck < weather.lost_answer + weather.reset_after
+        luck = dice.random()
+        self.refused = luck < weather.refused
+        self.reset_before = not self.refused and luck < weather.refused + weather.reset_before
+
+    def arrive(self, late: bool = False) -> None:
+        network, caller = self.network, self.caller
+        if caller is not None and caller.dead and not late:
+            after_s = network.dice.random() * _LINGERS_S
+            network.loop.call_later(after_s, self.arrive, True, context=_NOBODY)
+            return
+        host = network.hosts.get(self.request.url)
+        process = host.process if host is not None else None
+        if host is None or process is None or process.dead or self.refused:
+            self.fail(CannotConnect("Connection refused"))
+            return
+        if self.reset_before:
+            self.fail(ConnectionBroke("Connection reset by peer"))
+            return
+        network.watch(process, self)
+        network.on_arrival()
+        host.receive(self.request, caller, self)
+
+    def __call__(self, status: int, body: bytes) -> None:
+        """The host answers."""
+        if self.lost or self.future.done():
+            return
+        loop, back = self.network.loop, self.network.delay()
+        if self.reset_after:
+            loop.call_later(back, self.fail, ConnectionBroke("Connection reset by peer"))
+        else:
+            loop.call_later(back, self._succeed, Answer(status, "", {}, body))
+
+    def gone(self) -> bool:
+        """Whether its caller has hung up."""
+        return self.future.done() or (self.caller is not None and self.caller.dead)
+
+    def fail(self, error: Exception) -> None:
+        if not self.future.done():
+            self.future.set_exception(error)
+
+    def _succeed(self, answer: Answer) -> None:
+        if not self.future.done():
+            self.future.set_result(answer)
 
 
 def nobody() -> Any:

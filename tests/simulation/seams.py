@@ -211,6 +211,7 @@ SEAMS: dict[str, Any] = {
 
 _LATER = {
     "skyctl.supervisor.client.KeptConnections": SimTransport,
+    "skyctl.supervisor.client.own_command": lambda: "a command",
     "skyctl.supervisor.daemon.create_private_file": _create_private_file,
     "skyctl.supervisor.daemon.fcntl": _FCNTL,
     "skyctl.supervisor.daemon.os": _OS,

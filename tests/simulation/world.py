@@ -77,7 +77,7 @@ class World:
         self.violations: list[str] = []
         self.loop = VirtualLoop(lambda: self.dice.random() * 0.004)
         self.kernel = Kernel(self.loop, dice, self.tell)
-        self.network = Network(self.loop, self.kernel, dice)
+        self.network = Network(self.loop, dice)
         self.disk = Disk(self.kernel, dice)
         self.frailty = Frailty()
         self.memories: dict[int, Memory] = {}
