@@ -25,7 +25,7 @@ _skyctl() {
         [[ $word == -* ]] && continue
         if [[ -z $path ]]; then
             path=$word
-        elif [[ " jobs weights adapters tinker " == *" $path "* ]]; then
+        elif [[ " jobs weights adapters " == *" $path "* ]]; then
             path="$path $word"
             break
         else
@@ -39,7 +39,7 @@ _skyctl() {
                 --token-file) true; return ;;
                 --ca) true; return ;;
             esac
-            _skyctl_words "init validate plan schema up down status top wait logs restart recover scale pause resume sleep wake sync-weights jobs weights adapters generate urls tinker doctor smoke help --version -q --quiet --no-color --debug --token-file --ca -h --help" ;;
+            _skyctl_words "init validate plan schema up down status top wait logs restart recover scale pause resume sleep wake sync-weights jobs weights adapters generate urls doctor smoke help --version -q --quiet --no-color --debug --token-file --ca -h --help" ;;
         "init")
             case "$prev" in
                 --name) true; return ;;
@@ -304,18 +304,6 @@ _skyctl() {
                 --prometheus-sd) _skyctl_files; return ;;
             esac
             _skyctl_words "-f --file --fleet --format --export --prometheus-sd --show-key --json -h --help -q --quiet --no-color --debug" ;;
-        "tinker")
-            case "$prev" in
-                -f|--file) _skyctl_files; return ;;
-                --fleet) _skyctl_ask; return ;;
-            esac
-            _skyctl_words "serve -f --file --fleet --json -h --help -q --quiet --no-color --debug" ;;
-        "tinker serve")
-            case "$prev" in
-                -f|--file) _skyctl_files; return ;;
-                --fleet) _skyctl_ask; return ;;
-            esac
-            _skyctl_words "-f --file --fleet --json -h --help -q --quiet --no-color --debug" ;;
         "doctor")
             case "$prev" in
                 -f|--file) _skyctl_files; return ;;

@@ -1,6 +1,6 @@
 """Teach a model a few sentences through the Tinker API, and sample before and after.
 
-    skyctl up && skyctl tinker serve            # fleet.yaml has `lora:` and `tinker:`
+    skyctl up                                   # fleet.yaml has `lora:` and `tinker:`
     eval "$(skyctl urls --format tinker)"
     python examples/tinker_sft.py org/tiny      # the `tinker: base_model`
 

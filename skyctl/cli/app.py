@@ -62,7 +62,6 @@ VERBS = [
     Verb("adapters", "adapters", "app", WEIGHTS),
     Verb("generate", "generate", "generate", TRAFFIC),
     Verb("urls", "urls", "urls", TRAFFIC),
-    Verb("tinker", "tinker", "app", WEIGHTS),
     Verb("doctor", "doctor", "doctor", CHECKS),
     Verb("smoke", "smoke", "smoke", CHECKS),
     Verb("help", "help", "help_", CHECKS),

@@ -62,8 +62,8 @@ def replicas(ctx: typer.Context, incomplete: str) -> Iterable[str]:
 
 @_silent
 def processes(ctx: typer.Context, incomplete: str) -> Iterable[str]:
-    """Replicas, and the router and the supervisor, which have logs too."""
-    others = [name for name in ("router", "supervisor") if name.startswith(incomplete)]
+    """Replicas, and the other processes that have logs."""
+    others = [n for n in ("router", "tinker", "supervisor") if n.startswith(incomplete)]
     return [*replicas(ctx, incomplete), *others]
 
 

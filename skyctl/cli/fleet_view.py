@@ -10,13 +10,13 @@ from rich.table import Table
 from rich.text import Text
 
 from skyctl import output
-from skyctl.core.status import INTENDED_STATES
+from skyctl.core.status import INTENDED_STATES, RouterStatus
 from skyctl.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from skyctl.core.status import FleetStatus, ReplicaStatus, RouterStatus
+    from skyctl.core.status import FleetStatus, FrontStatus, ReplicaStatus
     from skyctl.service.drift import Drift
 
 _HEALTH = {"healthy": "bold green", "degraded": "bold yellow", "down": "bold red"}
@@ -24,7 +24,7 @@ _BUSY_SIGNS = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"
 
 
 def status_view(status: FleetStatus) -> RenderableType:
-    """Headline, one row per replica and the router, then what is wrong and what to type."""
+    """Headline, one row per replica and front, then what is wrong and what to type."""
     parts: list[RenderableType] = [headline(status)]
     if status.replicas:
         parts += [Text(), _table(status)]
@@ -91,10 +91,8 @@ def _table(status: FleetStatus) -> RenderableType:
     columns = ["REPLICA", "STATE", "ROUTED", ">RUN", ">WAIT", ">KV", "WEIGHTS", ">UPTIME"]
     columns += [">MEMORY", ">PID", ">PORT"]
     rows = [_replica_cells(replica) for replica in status.replicas]
-    every: list[ReplicaStatus | RouterStatus] = [*status.replicas]
-    if status.router is not None:
-        rows.append(_router_cells(status.router))
-        every.append(status.router)
+    every: list[ReplicaStatus | FrontStatus] = [*status.replicas, *status.fronts.values()]
+    rows += [_front_cells(name, front) for name, front in status.fronts.items()]
     # columns that would be empty are left out: the table fits into 80 characters
     if any(one.restarts for one in every):
         columns.append(">RESTARTS")
@@ -102,7 +100,8 @@ def _table(status: FleetStatus) -> RenderableType:
     if any(replica.gpus for replica in status.replicas):
         columns.append("GPUS")
         gpus = [",".join(map(str, replica.gpus)) for replica in status.replicas]
-        rows = [[*row, cell] for row, cell in zip(rows, [*gpus, ""], strict=False)]
+        gpus += [""] * len(status.fronts)
+        rows = [[*row, cell] for row, cell in zip(rows, gpus, strict=True)]
     return output.table(columns, rows)
 
 
@@ -123,19 +122,22 @@ def _replica_cells(replica: ReplicaStatus) -> list[object]:
     ]
 
 
-def _router_cells(router: RouterStatus) -> list[object]:
+def _front_cells(name: str, front: FrontStatus) -> list[object]:
+    routed: str | None = ""
+    if isinstance(front, RouterStatus):
+        routed = None if front.workers is None else f"→ {front.workers}"
     return [
-        "router",
-        output.styled(router.state),
-        None if router.workers is None else f"→ {router.workers}",
+        name,
+        output.styled(front.state),
+        routed,
         "",
         "",
         "",
         "",
-        None if router.uptime_s is None else format_seconds(router.uptime_s),
-        None if router.rss_bytes is None else format_bytes(router.rss_bytes),
-        router.pid,
-        router.port,
+        None if front.uptime_s is None else format_seconds(front.uptime_s),
+        None if front.rss_bytes is None else format_bytes(front.rss_bytes),
+        front.pid,
+        front.port,
     ]
 
 
@@ -197,8 +199,7 @@ def log_tail(name: str, lines: list[str], telling: str) -> RenderableType:
 
 def _states(status: FleetStatus) -> list[tuple[str, str, str]]:
     rows = [(replica.name, replica.state, replica.reason) for replica in status.replicas]
-    if status.router is not None:
-        rows.append(("router", status.router.state, status.router.reason))
+    rows += [(name, front.state, front.reason) for name, front in status.fronts.items()]
     return rows
 
 

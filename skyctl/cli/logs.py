@@ -1,4 +1,4 @@
-"""`skyctl logs`: the logs of servers, router and supervisor."""
+"""`skyctl logs`: the logs of a fleet's processes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def logs(
         list[str] | None,
         typer.Argument(
             metavar="[NAME]...",
-            help="Replicas, `router` or `supervisor` (default: all).",
+            help="Replicas, `router`, `tinker` or `supervisor` (default: all).",
             autocompletion=complete.processes,
             show_default=False,
         ),

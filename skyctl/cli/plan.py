@@ -101,6 +101,8 @@ def _table(planned: FleetPlan) -> Table:
     if planned.router is not None:
         router = planned.router
         rows.append(["router", router.url, None, None, f"metrics on {router.metrics_port}"])
+    if planned.tinker is not None:
+        rows.append(["tinker", planned.tinker.url, None, None, None])
     return output.table(["PROCESS", "URL", "GPUS", ">WORKERS", "WEIGHT TRANSFER"], rows)
 
 
@@ -111,6 +113,8 @@ def _commands(planned: FleetPlan) -> list[Text]:
     if planned.router is not None:
         workers = " ".join(routing(planned.config.engine).workers(["…"]))
         texts.append(_command("router", planned.router.to_json(), more=workers))
+    if planned.tinker is not None:
+        texts.append(_command("tinker", planned.tinker.to_json()))
     return texts
 
 

@@ -16,7 +16,13 @@ from skyctl.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from skyctl.cli.top_screen import TopScreen
-    from skyctl.monitoring.sample import FleetSample, JobSample, ReplicaSample, RouterSample
+    from skyctl.monitoring.sample import (
+        FleetSample,
+        JobSample,
+        ReplicaSample,
+        RouterSample,
+        TinkerSample,
+    )
     from skyctl.store.state import Event
 
 KEYS = (
@@ -113,10 +119,14 @@ def _fleet_lines(sample: FleetSample, width: int | None) -> list[RenderableType]
 
 
 def _below(sample: FleetSample, width: int | None) -> list[RenderableType]:
-    """The router, the push in progress and what is wrong."""
+    """The fronts, the push in progress and what is wrong."""
     lines: list[RenderableType] = []
     if sample.router is not None:
-        lines += [Text(), _router_line(sample.router)]
+        lines.append(_router_line(sample.router))
+    if sample.tinker is not None:
+        lines.append(_tinker_line(sample.tinker))
+    if lines:
+        lines.insert(0, Text())
     if sample.job is not None:
         lines += [Text(), _job_line(sample.job)]
     reasons = reason_lines(sample.status)
@@ -254,6 +264,15 @@ def _router_line(router: RouterSample) -> Text:
         )
     if router.cpu_percent is not None:
         line.append(f"   {_cpu(router.cpu_percent)} CPU", "dim")
+    return line
+
+
+def _tinker_line(tinker: TinkerSample) -> Text:
+    line = Text.assemble(("tinker  ", "bold"), output.styled(tinker.state))
+    if tinker.cpu_percent is not None:
+        line.append(f"   {_cpu(tinker.cpu_percent)} CPU", "dim")
+    if tinker.rss_bytes is not None:
+        line.append(f"   {format_bytes(tinker.rss_bytes)}", "dim")
     return line
 
 

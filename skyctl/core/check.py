@@ -14,8 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from skyctl.checkpoints.mistaken import mistaken_for
+from skyctl.core import tinker
 from skyctl.core.plan import FleetPlan, interpreter
 from skyctl.engines import ENGINES
+from skyctl.errors import SkyctlError
 from skyctl.fleetfile.arguments import flag_name, server_arguments
 from skyctl.fleetfile.schema import FleetConfig
 from skyctl.fleetfile.yaml_source import YamlSource, read_yaml
@@ -65,6 +67,7 @@ def check_plan(
         *(_check_gpus(plan, (discover or host.gpus)()) if plan.device == "cuda" else ()),
         *_check_interpreter(plan),
         *_check_arguments(plan, file, arguments),
+        *_check_tinker(plan),
     ]
 
 
@@ -155,17 +158,19 @@ def _check_ports(plan: FleetPlan, own_ports: Collection[int], launcher: Host) ->
     for port, owners in by_port.items():
         if port in own_ports:
             continue
-        host = owners[0].host
+        host, key = owners[0].host, owners[0].key
+        section, dot, _ = key.rpartition(".")
         if (holder := launcher.port_holder(host, port)) is not None:
             yield Problem(
                 f"{owners[0].owner}: port {port} is taken by {holder}",
-                f"stop it, change `{owners[0].key}`, or leave it out for a free port",
+                f"stop it, or change `{key}`"
+                if section == "tinker"  # clients know the address: it is never a free port
+                else f"stop it, change `{key}`, or leave it out for a free port",
             )
         elif (reason := launcher.bind_error(host, port)) is not None:
-            key = "router.host" if owners[0].key.startswith("router") else "host"
             yield Problem(
                 f"{owners[0].owner}: cannot listen at {host}:{port}: {reason}",
-                f"change `{key}` or `{owners[0].key}`",
+                f"change `{section}{dot}host` or `{key}`",
             )
 
 
@@ -176,6 +181,8 @@ def _listeners(plan: FleetPlan) -> Iterator[_Listener]:
         router = plan.router
         yield _Listener("router", "router.port", router.host, router.port)
         yield _Listener("router metrics", "router.metrics_port", router.host, router.metrics_port)
+    if plan.tinker is not None:
+        yield _Listener("tinker", "tinker.port", plan.tinker.host, plan.tinker.port)
 
 
 def _check_gpus(plan: FleetPlan, gpus: Sequence[Gpu]) -> Iterator[Problem]:
@@ -241,6 +248,32 @@ def _check_interpreter(plan: FleetPlan) -> Iterator[Problem]:
         missing = found
     for name in missing:
         yield Problem(f"{name} is not installed for {plan.python}", modules[name])
+
+
+def _check_tinker(plan: FleetPlan) -> Iterator[Problem]:
+    """The API runs on skyctl's own interpreter, whatever the servers have."""
+    if plan.tinker is None:
+        return
+    missing = [name for name in tinker.MODULES if not _installed(name)]
+    if missing:
+        yield Problem(f"the Tinker API needs {', '.join(missing)}", tinker.INSTALL)
+    if plan.router is None and len(plan.servers) > 1:
+        yield Problem(
+            "the Tinker API needs a router in front of several servers",
+            "leave out what turns it off: --no-router, or `router: {enabled: false}`",
+        )
+    if tinker.longest(plan.config.args) is None:
+        try:
+            tinker.context_of(plan.model_path)
+        except SkyctlError as error:
+            yield Problem(error.message, error.hint)
+
+
+def _installed(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # not even its package
+        return False
 
 
 def _missing_in(python: str, modules: Sequence[str]) -> list[str] | Problem:

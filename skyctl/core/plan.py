@@ -13,6 +13,7 @@ from pydantic import InstanceOf
 
 from skyctl.core.placement import Replica, bind_to_cores, expand_replicas, place_on_gpus
 from skyctl.core.plan_warnings import PlanWarning, plan_warnings
+from skyctl.core.tinker import TinkerSettings, longest
 from skyctl.engines import DEFAULT, ENGINES, routing
 from skyctl.engines.base import AdapterLimits, Device, RouterLaunch, ServerLaunch
 from skyctl.errors import FleetFileError, UsageError
@@ -67,14 +68,13 @@ class ServerSpec:
 
 
 @dataclass(frozen=True)
-class RouterSpec:
-    """Everything needed to start the router, but for the worker URLs appended at start."""
+class FrontSpec:
+    """Everything needed to start what clients talk to instead of servers: the Tinker API."""
 
     argv: tuple[str, ...]
     env: dict[str, str] = field(repr=False)
     host: str
     port: int
-    metrics_port: int
 
     @property
     def url(self) -> str:
@@ -82,14 +82,14 @@ class RouterSpec:
 
     def to_json(self) -> dict[str, Any]:
         """All fields and `url`; secrets in `env` are masked."""
-        return {
-            "url": self.url,
-            "host": self.host,
-            "port": self.port,
-            "metrics_port": self.metrics_port,
-            "argv": list(self.argv),
-            "env": masked(self.env),
-        }
+        return {"url": self.url, **vars(self), "argv": list(self.argv), "env": masked(self.env)}
+
+
+@dataclass(frozen=True)
+class RouterSpec(FrontSpec):
+    """The router, but for the worker URLs appended at start."""
+
+    metrics_port: int
 
 
 @dataclass(frozen=True)
@@ -110,6 +110,7 @@ class FleetPlan:
     base_dir: Path = Path()
     python: str = sys.executable
     free_gpus: tuple[int, ...] = ()
+    tinker: FrontSpec | None = None
 
     def to_json(self) -> dict[str, Any]:
         """What `skyctl plan --json` prints. Secrets are replaced by `***`."""
@@ -123,6 +124,7 @@ class FleetPlan:
             "free_gpus": list(self.free_gpus),
             "servers": [server.to_json() for server in self.servers],
             "router": None if self.router is None else self.router.to_json(),
+            "tinker": None if self.tinker is None else self.tinker.to_json(),
             "warnings": list(self.warnings),
         }
 
@@ -197,6 +199,7 @@ class _Planner:
         self.environ = environ
         self.cpus = cpus
         self.known_ports = known_ports
+        self.own_python = python
         self.python = interpreter(config.python, base_dir) if config.python else python
         self.replicas = expand_replicas(config)
         visible = [gpu.index for gpu in visible_gpus(gpus, environ)]
@@ -242,6 +245,7 @@ class _Planner:
             base_dir=self.base_dir,
             python=self.python,
             free_gpus=free,
+            tinker=self._tinker(),
         )
 
     def _launch(
@@ -318,6 +322,30 @@ class _Planner:
         argv = routing(self.engine.name).command(launch)
         return RouterSpec(argv, dict(section.env), launch.host, launch.port, launch.metrics_port)
 
+    def _tinker(self) -> FrontSpec | None:
+        section, lora = self.config.tinker, self.config.lora
+        if section is None or lora is None:  # the schema has both or no `tinker`
+            return None
+        storage = section.storage and (self.base_dir / Path(section.storage).expanduser()).resolve()
+        settings = TinkerSettings(
+            fleet=self.config.name,
+            model=self.model_path,
+            base_model=section.base_model or self.served_model_name,
+            host=section.host,
+            port=section.port,
+            storage=str(storage) if storage else None,
+            device=section.device,
+            dtype=section.dtype,
+            threads=section.threads,
+            batch_tokens=section.batch_tokens,
+            max_rank=section.max_rank,
+            max_body=section.max_body,
+            max_adapters=lora.max_adapters,
+            context=longest(self.config.args),
+        )
+        argv = (self.own_python, "-m", "skyctl.tinker", settings.argument())
+        return FrontSpec(argv, {}, section.host, section.port)
+
     def _with_absolute_paths(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
         """Values written like relative paths (`./chat.jinja`) are relative to the fleet file."""
         return {
@@ -332,6 +360,8 @@ class _Planner:
         router = self.config.router
         if isinstance(router, RouterSection):
             ports.update(port for port in (router.port, router.metrics_port) if port is not None)
+        if self.config.tinker is not None:
+            ports.add(self.config.tinker.port)
         return ports
 
     def _port(self, owner: str) -> int:

@@ -49,11 +49,18 @@ def plan_offline(config: FleetConfig, base_dir: Path) -> FleetPlan:
 
 
 def planned(
-    config: FleetConfig, base_dir: Path, ports: Mapping[str, int], *, router: bool = True
+    config: FleetConfig,
+    base_dir: Path,
+    ports: Mapping[str, int],
+    *,
+    router: bool = True,
+    tinker: bool = True,
 ) -> FleetPlan:
-    """The plan of a fleet; what runs already keeps its `ports`. `router` False plans none."""
+    """The plan of a fleet; what runs already keeps its `ports`. False plans none of these."""
     plan = plan_here(config, base_dir, known_ports=ports)
-    return plan if router else replace(plan, router=None)
+    return replace(
+        plan, router=plan.router if router else None, tinker=plan.tinker if tinker else None
+    )
 
 
 def scaled(config: FleetConfig, replicas: int) -> FleetConfig:
@@ -99,6 +106,8 @@ def ports_of(plan: FleetPlan) -> dict[str, int]:
     ports = {spec.name: spec.port for spec in plan.servers}
     if plan.router is not None:
         ports |= {"router": plan.router.port, "router-metrics": plan.router.metrics_port}
+    if plan.tinker is not None:
+        ports["tinker"] = plan.tinker.port
     return ports
 
 

@@ -1,4 +1,4 @@
-"""What `skyctl status` knows: one row per replica and the router, and a verdict with reasons."""
+"""What `skyctl status` knows: one row per replica and front, and a verdict with reasons."""
 
 from __future__ import annotations
 
@@ -51,20 +51,27 @@ class ReplicaStatus:
 
 
 @dataclass(frozen=True)
-class RouterStatus:
-    """The router. `state` is starting, ready, restarting, stopped, dead, failed or unreachable."""
+class FrontStatus:
+    """The Tinker API. `state` is starting, ready, restarting, stopped, dead, failed, unsupervised
+    or unreachable."""
 
     state: str
     url: str
     reason: str = ""
     pid: int | None = None
     port: int | None = None
-    metrics_port: int | None = None
-    workers: int | None = None
     uptime_s: float | None = None
     rss_bytes: int | None = None
     restarts: int = 0
     restart_reason: str = ""
+
+
+@dataclass(frozen=True)
+class RouterStatus(FrontStatus):
+    """The router; states as above."""
+
+    metrics_port: int | None = None
+    workers: int | None = None
 
 
 @dataclass(frozen=True)
@@ -119,6 +126,13 @@ class FleetStatus:
     job: str | None = None
     rollout: str | None = None
     adapters: tuple[str, ...] = ()
+    tinker: FrontStatus | None = None
+
+    @property
+    def fronts(self) -> dict[str, FrontStatus]:
+        """The router and the Tinker API, those that there are, by name."""
+        found = {"router": self.router, "tinker": self.tinker}
+        return {name: front for name, front in found.items() if front is not None}
 
     def to_json(self) -> dict[str, Any]:
         """What `skyctl status --json` prints."""
@@ -130,15 +144,20 @@ MIXED = "weights are mixed"
 
 
 def assess(
-    replicas: Sequence[ReplicaStatus], router: RouterStatus | None, *, rolling: bool = False
+    replicas: Sequence[ReplicaStatus],
+    router: RouterStatus | None,
+    tinker: FrontStatus | None = None,
+    *,
+    rolling: bool = False,
 ) -> tuple[Health, tuple[Reason, ...]]:
     """The verdict over a fleet: down when nothing runs, degraded when anything is amiss. Two
     versions are not amiss while a push is `rolling`."""
     reasons = [_replica_reason(replica) for replica in replicas]
-    if router is not None and router.state != "ready":
-        detail = f": {router.reason}" if router.reason else ""
-        hint = "" if router.state in TRANSIENT_STATES else "skyctl logs router"
-        reasons.append(Reason(f"the router is {router.state}{detail}", hint))
+    for name, title, front in (("router", "router", router), ("tinker", "Tinker API", tinker)):
+        if front is not None and front.state != "ready":
+            detail = f": {front.reason}" if front.reason else ""
+            hint = "" if front.state in TRANSIENT_STATES else f"skyctl logs {name}"
+            reasons.append(Reason(f"the {title} is {front.state}{detail}", hint))
     versions = {r.weight_version for r in replicas if r.state in INTENDED_STATES}
     if len(versions) > 1 and not rolling:
         named = ", ".join(sorted(str(v or "base") for v in versions))

@@ -382,7 +382,7 @@ class FleetConfig(_Section):
     logs: LogsSection = Field(default_factory=LogsSection)
     history: HistorySection = Field(default_factory=HistorySection)
     tinker: TinkerSection | None = Field(
-        None, description="Serve the Tinker API beside the fleet (`skyctl tinker serve`)."
+        None, description="Serve the Tinker API beside the fleet; needs `lora`."
     )
     supervisor: SupervisorSection = Field(default_factory=SupervisorSection)
     control_timeout_s: Seconds = Field(
@@ -437,6 +437,23 @@ class FleetConfig(_Section):
             raise ValueError(
                 "`lora.adapters` is for servers that skyctl starts; with `servers`, type: "
                 "skyctl adapters load NAME DIR"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _tinker_has_adapters(self) -> FleetConfig:
+        if self.tinker is None:
+            return self
+        if self.attached:
+            raise ValueError("`tinker` is for servers that skyctl starts: it trains their `model`")
+        if self.lora is None or self.lora.max_rank < self.tinker.max_rank:
+            rank = "without `lora` they take none"
+            if self.lora is not None:
+                rank = f"their `lora: max_rank` is {self.lora.max_rank}"
+            raise ValueError(
+                f"`tinker` trains adapters of rank {self.tinker.max_rank} for the servers; {rank}: "
+                f"write `lora: {{max_rank: {self.tinker.max_rank}}}`, or a smaller "
+                "`tinker: max_rank`"
             )
         return self
 

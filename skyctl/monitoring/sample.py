@@ -52,6 +52,15 @@ class RouterSample:
 
 
 @dataclass(frozen=True)
+class TinkerSample:
+    """The Tinker API with its training process; None where unknown."""
+
+    state: str
+    cpu_percent: float | None
+    rss_bytes: int | None
+
+
+@dataclass(frozen=True)
 class JobSample:
     """The push in progress."""
 
@@ -76,6 +85,7 @@ class FleetSample:
     status: FleetStatus
     replicas: tuple[ReplicaSample, ...]
     router: RouterSample | None
+    tinker: TinkerSample | None
     job: JobSample | None
     events: tuple[Event, ...]
 
@@ -93,6 +103,7 @@ class FleetSample:
             "interval_s": self.interval_s,
             "replicas": [asdict(replica) for replica in self.replicas],
             "router": self.router and asdict(self.router),
+            "tinker": self.tinker and asdict(self.tinker),
             "job": self.job and asdict(self.job),
             "events": [asdict(event) for event in self.events],
         }

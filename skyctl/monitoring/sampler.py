@@ -17,12 +17,18 @@ import psutil
 
 from skyctl import engines
 from skyctl.core.service import EventQuery, StatusQuery
-from skyctl.core.status import FleetStatus, ReplicaStatus, RouterStatus
+from skyctl.core.status import FleetStatus, FrontStatus, ReplicaStatus, RouterStatus
 from skyctl.engines.base import RouterMetrics
 from skyctl.errors import SkyctlError
 from skyctl.http.client import ControlClient
 from skyctl.monitoring.gpus import GpuUsage, gpu_reader
-from skyctl.monitoring.sample import FleetSample, JobSample, ReplicaSample, RouterSample
+from skyctl.monitoring.sample import (
+    FleetSample,
+    JobSample,
+    ReplicaSample,
+    RouterSample,
+    TinkerSample,
+)
 from skyctl.store.journal import Job
 
 if TYPE_CHECKING:
@@ -194,9 +200,8 @@ class Sampler:
         began = self._clock()
         status = await self._fleet.status(StatusQuery(fresh=self._last is None))
         at = self._clock()
-        pids = [r.pid for r in status.replicas if r.pid]
-        if status.router is not None and status.router.pid:
-            pids.append(status.router.pid)
+        pids = [replica.pid for replica in status.replicas if replica.pid]
+        pids += [front.pid for front in status.fronts.values() if front.pid]
         router_metrics, trees, gpus = await asyncio.gather(
             self._router_metrics(status.router),
             asyncio.to_thread(self._trees.usage, pids),
@@ -211,6 +216,7 @@ class Sampler:
             status=status,
             replicas=tuple(self._replica(r, trees, gpus, at) for r in status.replicas),
             router=self._router(status.router, router_metrics, trees, at),
+            tinker=_tinker(status.tinker, trees),
             job=await self._job(status),
             events=tuple(await self._fleet.events(EventQuery(EVENTS))),
         )
@@ -321,3 +327,14 @@ class Sampler:
         # nobody but the journal knows of a push into servers that we did not start
         latest = (await self._fleet.jobs())[:1]
         return next((job for job in latest if not job.ended), None)
+
+
+def _tinker(tinker: FrontStatus | None, trees: Mapping[int, TreeUsage]) -> TinkerSample | None:
+    if tinker is None:
+        return None
+    tree = trees.get(tinker.pid or 0)
+    return TinkerSample(
+        state=tinker.state,
+        cpu_percent=tree.cpu_percent if tree else None,
+        rss_bytes=tree.rss_bytes if tree else tinker.rss_bytes,
+    )

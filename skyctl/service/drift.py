@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Drift:
-    """One difference. `subject` is a replica, `router` or `fleet`; `hint` what ends it."""
+    """One difference. `subject` is a replica, a front or `fleet`; `hint` what ends it."""
 
     subject: str
     message: str
@@ -61,8 +61,9 @@ def from_file(changes: Changes | None) -> list[Drift]:
         Drift(name, "runs with other settings than the file's", up) for name in changes.restart
     ]
     found += [Drift(name, "runs and is not in the fleet file", up) for name in changes.stop]
-    if changes.router:
-        found.append(Drift("router", "is not what the fleet file says", up))
+    for name, differs in (("router", changes.router), ("tinker", changes.tinker)):
+        if differs:
+            found.append(Drift(name, "is not what the fleet file says", up))
     return found
 
 
@@ -126,7 +127,7 @@ def _changes(ref: FleetRef, found: Processes, status: FleetStatus) -> Changes:
         for row in found.rows
         if row.role == "server"
     }
-    routers = [Running(row.spec_hash) for row in found.rows if row.role == "router"]
+    fronts = {row.role: Running(row.spec_hash) for row in found.rows if row.role != "server"}
     # `up --no-router` was somebody's wish, not drift
-    plan = planned(ref.config, ref.base_dir, found.ports, router=bool(routers))
-    return compare(plan, running, routers[0] if routers else None)
+    plan = planned(ref.config, ref.base_dir, found.ports, router="router" in fronts)
+    return compare(plan, running, fronts.get("router"), fronts.get("tinker"))

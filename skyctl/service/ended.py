@@ -39,8 +39,7 @@ async def operation_error(fleet: FleetService, status: FleetStatus) -> SkyctlErr
         return ended_by_others(status.operation.kind, status.operation.error)
     failing = [r for r in status.replicas if r.state in ("failed", "dead", "quarantined")]
     names = [replica.name for replica in failing]
-    if status.router is not None and status.router.state in ("failed", "dead"):
-        names.append("router")
+    names += [name for name, front in status.fronts.items() if front.state in ("failed", "dead")]
     running = sum(replica.state == "ready" for replica in status.replicas)
     kept = f"{running} of {len(status.replicas)} replicas run on; " if running else ""
     first = names[0] if names else "supervisor"

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from typing import TypeVar
 
 from skyctl.core.diagnosis import Action, Finding, Observed, judge, observe
 from skyctl.core.plan import local_url
 from skyctl.core.recorded import RecordedFleet
 from skyctl.core.registry import FleetRef, supervisor_running
 from skyctl.core.service import StatusQuery
-from skyctl.core.status import FleetStatus, Reason, ReplicaStatus, RouterStatus
+from skyctl.core.status import FleetStatus, FrontStatus, Reason, ReplicaStatus, RouterStatus
 from skyctl.core.urls import access
 from skyctl.store.identity import ProcessIdentity, boot_id
 from skyctl.store.in_doubt import InDoubt, in_doubt, left_behind
@@ -18,6 +19,8 @@ from skyctl.store.paths import FleetPaths
 from skyctl.store.rebuild import unrecorded_processes
 from skyctl.store.state import FleetState, ProcessRow
 from skyctl.supervisor.restarts import remembered
+
+F = TypeVar("F", bound=FrontStatus)
 
 
 def left_alone(paths: FleetPaths) -> bool:
@@ -52,7 +55,7 @@ class UnsupervisedFleet(RecordedFleet):
             for row in processes
             if row.role == "server"
         )
-        routers = [_router(row) for row in processes if row.role == "router"]
+        fronts = {row.role: row for row in processes if row.role != "server"}
         left = [row.name for row in processes if _alive(row)]
         reasons: tuple[Reason, ...] = ()
         if left and state.get("going_down"):
@@ -69,7 +72,8 @@ class UnsupervisedFleet(RecordedFleet):
             name=self.paths.name,
             health="degraded" if left else "down",
             replicas=replicas if left else (),
-            router=routers[0] if left and routers else None,
+            router=_front(RouterStatus, fronts.get("router")) if left else None,
+            tinker=_front(FrontStatus, fronts.get("tinker")) if left else None,
             reasons=reasons,
             supervised=False,
             weight_version=state.weights().version,
@@ -130,9 +134,11 @@ def _replica(
     )
 
 
-def _router(row: ProcessRow) -> RouterStatus:
+def _front(kind: type[F], row: ProcessRow | None) -> F | None:
+    if row is None:
+        return None
     identity = _alive(row)
-    return RouterStatus(
+    return kind(
         state="unsupervised" if identity else "stopped",
         url=local_url(row.host, row.port),
         pid=identity.pid if identity else None,

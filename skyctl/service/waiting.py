@@ -70,9 +70,10 @@ class Condition:
             for r in chosen
             if not self.met_by(r)
         ]
-        router = status.router
-        if self.kind == "ready" and not names and router is not None and router.state != "ready":
-            waiting.append(f"router is {router.state}")
+        if self.kind == "ready" and not names:
+            for name, front in status.fronts.items():
+                if front.state != "ready":
+                    waiting.append(f"{name} is {front.state}")
         return waiting
 
 

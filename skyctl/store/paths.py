@@ -271,7 +271,7 @@ class FleetPaths:
         return self.directory / "adapters"
 
     def log(self, name: str) -> Path:
-        """Log file of one server, `router` or `supervisor`."""
+        """Log file of one server, `router`, `tinker` or `supervisor`."""
         return self.logs / f"{name}.log"
 
     def refuse_foreign(self) -> None:

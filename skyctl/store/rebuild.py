@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from skyctl.store.identity import ProcessIdentity, identify, own_processes
 
 if TYPE_CHECKING:
-    from skyctl.store.state import FleetState, ProcessRow
+    from skyctl.store.state import FleetState, ProcessRow, Role
 
 TOKEN_VARIABLE = "SKYCTL_TOKEN"
 """Names one spawn; everything below it inherits it."""
@@ -22,6 +22,7 @@ LOG_VARIABLE = "SKYCTL_LOG"
 """The log of a spawn, `<directory of the fleet>/logs/<name>.log`: it says whose the process is."""
 
 _UNKNOWN = "unknown"
+_FRONTS: dict[str, Role] = {"router": "router", "tinker": "tinker"}
 
 
 def remember_live_processes(state: FleetState, directory: Path) -> list[str]:
@@ -63,7 +64,7 @@ def live_processes(directory: Path) -> list[ProcessRow]:
         found.append(
             ProcessRow(
                 name=name,
-                role="router" if name == "router" else "server",
+                role=_FRONTS.get(name, "server"),
                 phase="running",
                 token=token,
                 identity=leader,

@@ -25,6 +25,7 @@ from skyctl.store.unrecorded import Unrecorded
 _PRUNE_EVERY_EVENTS = 500
 
 Phase = Literal["intended", "running", "stale"]
+Role = Literal["server", "router", "tinker"]
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ class ProcessRow:
     """
 
     name: str
-    role: Literal["server", "router"]
+    role: Role
     phase: Phase
     token: str
     identity: ProcessIdentity | None
@@ -309,7 +310,7 @@ class FleetState:
             )
 
     def add_event(self, subject: str, message: str) -> None:
-        """One line of history about a server, the router or the fleet."""
+        """One line of history about a process or the fleet."""
         written = self._database.write(
             "INSERT INTO events (at, subject, message) VALUES (?, ?, ?)",
             time.time(), subject, message,

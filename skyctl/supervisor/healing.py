@@ -23,6 +23,8 @@ from skyctl.store.rebuild import unrecorded_processes
 from skyctl.supervisor import admission, rollout
 
 if TYPE_CHECKING:
+    from skyctl.store.state import ProcessRow
+    from skyctl.supervisor.kept import KeptRunning
     from skyctl.supervisor.resident import Supervisor
 
 _TURN_WAIT_S = 120.0
@@ -116,7 +118,7 @@ async def take_over(supervisor: Supervisor, plan: FleetPlan) -> None:
     """Leave what lives as it is, even where it differs from the plan; start what died meanwhile.
 
     Raises:
-        SkyctlError: a replica or the router was given up, or could not be put right.
+        SkyctlError: a replica or a front was given up, or could not be put right.
     """
     reached("adopt.begin")
     await _adopt(supervisor, plan)
@@ -125,13 +127,12 @@ async def take_over(supervisor: Supervisor, plan: FleetPlan) -> None:
         if name not in supervisor.replicas:
             supervisor.new_replica(spec).start()
     supervisor.replicas = {name: supervisor.replicas[name] for name in specs}
-    if plan.router is not None:
-        (supervisor.router or rollout.new_router(supervisor, plan)).start()
+    rollout.start_fronts(supervisor, plan)
     reached("adopt.done")
     await _heal_adopted(supervisor)
     supervisor.taken_over = True
     await asyncio.gather(*(r.settled.wait() for r in supervisor.replicas.values()))
-    await rollout.settle_router(supervisor)
+    await rollout.settle_fronts(supervisor)
     rollout.raise_for_failures(supervisor)
 
 
@@ -157,18 +158,14 @@ async def _adopt(supervisor: Supervisor, plan: FleetPlan) -> None:
     One that differs from the plan is adopted as well: to restart it is for whoever wants the plan.
     """
     host = HOSTS[plan.config.launcher]
-    specs = {spec.name: spec for spec in plan.servers}
+    specs = {spec.name for spec in plan.servers}
     for row in unrecorded_processes(supervisor.state, supervisor.paths.directory):
         supervisor.state.add_event(row.name, "ended a process that was not on record")
         await rollout.stop_recorded(row, host, plan.config.stop_timeout_s)
     for row in supervisor.state.processes():
         process = host.adopt(row.identity, row.token, row.descendants)
-        wanted = row.name in specs or (row.role == "router" and plan.router is not None)
-        if process.alive() and wanted:
-            if row.role == "server":
-                supervisor.new_replica(specs[row.name]).start(process)
-            else:
-                rollout.new_router(supervisor, plan).start(process)
+        if process.alive() and (child := _wanted(supervisor, plan, row)) is not None:
+            child.start(process)
             continue
         if left := process.members():
             why = "it is not in the plan" if process.alive() else "its server is gone"
@@ -179,3 +176,13 @@ async def _adopt(supervisor: Supervisor, plan: FleetPlan) -> None:
         if row.role == "server" and row.name not in specs:
             supervisor.state.forget_process(row.name)
             supervisor.state.forget_server(row.name)
+
+
+def _wanted(supervisor: Supervisor, plan: FleetPlan, row: ProcessRow) -> KeptRunning | None:
+    """What is to keep a process of this name running; None where the plan has none."""
+    if row.role == "router":
+        return rollout.new_router(supervisor, plan.router) if plan.router else None
+    if row.role == "tinker":
+        return rollout.new_tinker(supervisor, plan.tinker) if plan.tinker else None
+    spec = next((spec for spec in plan.servers if spec.name == row.name), None)
+    return supervisor.new_replica(spec) if spec else None

@@ -1,4 +1,4 @@
-"""What replicas and the router have in common: one child process, kept running until `stop()`."""
+"""What replicas and fronts have in common: one child process, kept running until `stop()`."""
 
 from __future__ import annotations
 
@@ -10,16 +10,15 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Literal
 
-from skyctl.core.plan import RouterSpec, ServerSpec
+from skyctl.core.plan import FrontSpec, ServerSpec
 from skyctl.errors import SkyctlError
 from skyctl.fleetfile.schema import FleetConfig
 from skyctl.kill_points import reached
 from skyctl.launch import HOSTS
 from skyctl.launch.base import ChildProcess, Host
 from skyctl.store.paths import FleetPaths
-from skyctl.store.state import FleetState, ProcessRow
+from skyctl.store.state import FleetState, ProcessRow, Role
 from skyctl.supervisor.restarts import decide, forget, remember, remembered
 from skyctl.supervisor.wire import spec_hash
 from skyctl.units import format_seconds
@@ -44,7 +43,7 @@ class KeptRunning(ABC):
     `settled` is set while it is up, or was given up.
     """
 
-    role: Literal["server", "router"]
+    role: Role
 
     def __init__(
         self,
@@ -74,7 +73,7 @@ class KeptRunning(ABC):
 
     @property
     @abstractmethod
-    def running_spec(self) -> ServerSpec | RouterSpec:
+    def running_spec(self) -> ServerSpec | FrontSpec:
         """What its next process is started as."""
 
     @property

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from skyctl.core.plan import FleetPlan
+from skyctl.core.plan import FleetPlan, FrontSpec
 from skyctl.supervisor.wire import spec_hash
 
 
 @dataclass(frozen=True)
 class Running:
-    """One replica as it is: its spec's hash, and whether it was given up or stopped."""
+    """One process as it is: its spec's hash, and whether it was given up or stopped."""
 
     spec_hash: str
     given_up: bool = False
@@ -25,9 +25,10 @@ class Changes:
     restart: tuple[str, ...] = ()
     stop: tuple[str, ...] = ()
     router: bool = False
+    tinker: bool = False
 
     def __bool__(self) -> bool:
-        return bool(self.start or self.restart or self.stop or self.router)
+        return bool(self.start or self.restart or self.stop or self.router or self.tinker)
 
     def __str__(self) -> str:
         parts = [
@@ -39,10 +40,16 @@ class Changes:
             )
             if names
         ]
-        return "; ".join(parts) or ("router" if self.router else "nothing to do")
+        fronts = [name for name in ("router", "tinker") if getattr(self, name)]
+        return "; ".join(parts) or ", ".join(fronts) or "nothing to do"
 
 
-def compare(plan: FleetPlan, running: Mapping[str, Running], router: Running | None) -> Changes:
+def compare(
+    plan: FleetPlan,
+    running: Mapping[str, Running],
+    router: Running | None,
+    tinker: Running | None = None,
+) -> Changes:
     """What to do so that `running` becomes `plan`."""
     wanted = {spec.name: spec_hash(spec) for spec in plan.servers}
     start, restart = [], []
@@ -52,11 +59,15 @@ def compare(plan: FleetPlan, running: Mapping[str, Running], router: Running | N
             start.append(name)
         elif found.spec_hash != digest:
             restart.append(name)
-    router_wanted = plan.router and spec_hash(plan.router)
-    router_found = router.spec_hash if router and not router.given_up else None
     return Changes(
         start=tuple(start),
         restart=tuple(restart),
         stop=tuple(name for name in running if name not in wanted),
-        router=router_wanted != router_found,
+        router=_differs(plan.router, router),
+        tinker=_differs(plan.tinker, tinker),
     )
+
+
+def _differs(wanted: FrontSpec | None, found: Running | None) -> bool:
+    runs = found.spec_hash if found is not None and not found.given_up else None
+    return runs != (wanted and spec_hash(wanted))

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import os
 import time
+from typing import Any
 
 from skyctl import engines
 from skyctl.core.status import (
     INTENDED_STATES,
     FleetStatus,
+    FrontStatus,
     Reason,
     ReplicaStatus,
     RouterStatus,
@@ -20,6 +22,7 @@ from skyctl.engines.logs import latest_message, tail
 from skyctl.errors import SkyctlError
 from skyctl.store.adapters import served
 from skyctl.supervisor.admission import refresh_all
+from skyctl.supervisor.front import Front
 from skyctl.supervisor.replica import Replica
 from skyctl.supervisor.resident import Supervisor
 
@@ -44,9 +47,9 @@ async def report(supervisor: Supervisor, *, fresh: bool = True) -> FleetStatus:
         _replica_row(supervisor, replica, found, version, failed.get(replica.name, ""))
         for replica, found, version in zip(replicas, metrics, versions, strict=True)
     )
-    router = _router_row(supervisor)
+    router, tinker = _router_row(supervisor), _tinker_row(supervisor)
     rollout = _rollout(supervisor)
-    health, reasons = assess(rows, router, rolling=rollout is not None)
+    health, reasons = assess(rows, router, tinker, rolling=rollout is not None)
     if (lost := supervisor.state.unrecorded) is not None:
         reasons += (Reason(f"{lost.path} cannot be written: {lost.why}", lost.hint),)
     if supervisor.not_listening:
@@ -66,6 +69,7 @@ async def report(supervisor: Supervisor, *, fresh: bool = True) -> FleetStatus:
         job=supervisor.pushes.job.id if supervisor.pushes.job else None,
         rollout=rollout,
         adapters=tuple(one.served_as for one in served(supervisor.state).values()),
+        tinker=tinker,
     )
 
 
@@ -142,18 +146,30 @@ def _router_row(supervisor: Supervisor) -> RouterStatus | None:
     if router is None:
         return None
     return RouterStatus(
-        state="starting" if router.state == "waiting" else router.state,
-        url=router.spec.url,
-        reason="waits for a server" if router.state == "waiting" else router.reason,
-        pid=router.process.pid if router.process else None,
-        port=router.spec.port,
+        **_front_row(router),
         metrics_port=router.spec.metrics_port,
         workers=len(router.workers),
-        uptime_s=_since(router.started_at),
-        rss_bytes=router.process.resident_bytes() if router.process else None,
-        restarts=len(router.restarts),
-        restart_reason=router.restart_reason,
     )
+
+
+def _tinker_row(supervisor: Supervisor) -> FrontStatus | None:
+    tinker = supervisor.tinker
+    return None if tinker is None else FrontStatus(**_front_row(tinker))
+
+
+def _front_row(front: Front) -> dict[str, Any]:
+    waits = front.state == "waiting"
+    return {
+        "state": "starting" if waits else front.state,
+        "url": front.spec.url,
+        "reason": "waits for a server" if waits else front.reason,
+        "pid": front.process.pid if front.process else None,
+        "port": front.spec.port,
+        "uptime_s": _since(front.started_at),
+        "rss_bytes": front.process.resident_bytes() if front.process else None,
+        "restarts": len(front.restarts),
+        "restart_reason": front.restart_reason,
+    }
 
 
 def _since(started_at: float | None) -> float | None:

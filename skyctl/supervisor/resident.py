@@ -1,4 +1,4 @@
-"""The supervisor of one fleet: it owns the replicas and the router, and does one thing at a time.
+"""The supervisor of one fleet: it owns replicas and fronts, and does one thing at a time.
 
 An operation (up, restart, scale, undo, down) changes which processes there are; a push job changes
 their weights. Only one of all these runs at any time; a second is refused and told of the first.
@@ -64,15 +64,18 @@ from skyctl.store.paths import FleetPaths
 from skyctl.store.retention import Retention
 from skyctl.store.state import FleetState
 from skyctl.supervisor import adapters, admission, healing, rollout
+from skyctl.supervisor.front import Front
 from skyctl.supervisor.interface import Adopt, Begun, Reconcile, SupervisorService
 from skyctl.supervisor.pushes import Pushes
 from skyctl.supervisor.reconcile import Changes, Running, compare
 from skyctl.supervisor.replica import Replica, ReplicaContext, reload_rows
 from skyctl.supervisor.router import RouterChild
+from skyctl.supervisor.tinker import TinkerChild
 from skyctl.supervisor.wire import spec_hash
 
 _RECOVERIES = 2  # what the first finds, and what is to be found after it
 _ADOPTION_POLL_S = 0.05
+_GIVEN_UP = ("failed", "dead", "stopped")
 
 
 class Supervisor(RecordedFleet, SupervisorService):
@@ -86,6 +89,7 @@ class Supervisor(RecordedFleet, SupervisorService):
         self.plan: FleetPlan | None = None
         self.replicas: dict[str, Replica] = {}
         self.router: RouterChild | None = None
+        self.tinker: TinkerChild | None = None
         self.held_out: set[str] = set()  # kept from the router while something is done to them
         self.draining = False
         self.operation: Operation | None = None
@@ -150,8 +154,8 @@ class Supervisor(RecordedFleet, SupervisorService):
         config, ports = scaled(before.config, asked.replicas), ports_of(before)
 
         def plan() -> FleetPlan:
-            router = before.router is not None
-            return usable(planned(config, before.base_dir, ports, router=router), ports)
+            has = {"router": before.router is not None, "tinker": before.tinker is not None}
+            return usable(planned(config, before.base_dir, ports, **has), ports)
 
         return self.change_to(await asyncio.to_thread(plan), "scale").operation
 
@@ -249,11 +253,14 @@ class Supervisor(RecordedFleet, SupervisorService):
         await self._stop_operation(INTERRUPTED)
         for name in [n for n in self.started_by_operation if n in self.replicas]:
             await rollout.remove(self, self.replicas[name])
+        for front in (self.router, self.tinker):
+            if front is not None and front.name in self.started_by_operation:
+                await rollout.remove_front(self, front)
         if not self.replicas:
             await self.down(Down(0.0))
 
     async def down(self, asked: Down = Down()) -> TakenDown:
-        """Drain, stop the router and then every server, and end the supervisor. Idempotent."""
+        """Drain, stop the fronts and then every server, and end the supervisor. Idempotent."""
         drain_timeout_s = asked.drain_timeout_s
         if drain_timeout_s is None:
             drain_timeout_s = self.plan.config.drain_timeout_s if self.plan is not None else 0.0
@@ -357,13 +364,9 @@ class Supervisor(RecordedFleet, SupervisorService):
     def changes(self, plan: FleetPlan) -> Changes:
         """What a plan would change."""
         running = {
-            r.name: Running(r.running_hash, r.phase in ("failed", "dead", "stopped"))
-            for r in self.replicas.values()
+            r.name: Running(r.running_hash, r.phase in _GIVEN_UP) for r in self.replicas.values()
         }
-        router = self.router and Running(
-            self.router.running_hash, self.router.state in ("failed", "dead", "stopped")
-        )
-        return compare(plan, running, router or None)
+        return compare(plan, running, _running(self.router), _running(self.tinker))
 
     def new_replica(self, spec: ServerSpec) -> Replica:
         """A replica of this fleet, not started yet."""
@@ -384,6 +387,15 @@ class Supervisor(RecordedFleet, SupervisorService):
         }
         return {name: self.replicas[name].spec.url for name in sorted(routable(states))}
 
+    def routed(self) -> dict[str, str]:
+        """The same for whoever goes through the router, where there is one: none until it is up."""
+        return self.desired() if self.router is None or self.router.state == "ready" else {}
+
+    def wake_tinker(self) -> None:
+        """The Tinker API may have waited for a server, or for the router."""
+        if self.tinker is not None and self.tinker.state == "waiting":
+            self.tinker.wake()
+
     def changed(self) -> None:
         """Some replica's state changed: all are looked at soon, once however many did."""
         if not self._looking:
@@ -396,6 +408,7 @@ class Supervisor(RecordedFleet, SupervisorService):
             replica.note_state()
         if self.router is not None:
             self.router.wake()
+        self.wake_tinker()
 
     # --- inside ---------------------------------------------------------------------------------
 
@@ -535,9 +548,13 @@ class Supervisor(RecordedFleet, SupervisorService):
             yield
 
 
+def _running(front: Front | None) -> Running | None:
+    return Running(front.running_hash, front.phase in _GIVEN_UP) if front else None
+
+
 def _same(one: FleetPlan, other: FleetPlan) -> bool:
     def hashes(plan: FleetPlan) -> list[str]:
-        router = [spec_hash(plan.router)] if plan.router else []
-        return [spec_hash(spec) for spec in plan.servers] + router
+        specs = (*plan.servers, plan.router, plan.tinker)
+        return [spec_hash(spec) if spec else "" for spec in specs]
 
     return hashes(one) == hashes(other)

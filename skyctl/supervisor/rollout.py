@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from skyctl import engines
-from skyctl.core.plan import FleetPlan
+from skyctl.core.plan import FleetPlan, FrontSpec, RouterSpec
 from skyctl.errors import SkyctlError
 from skyctl.kill_points import reached
 from skyctl.launch import DEFAULT, HOSTS
 from skyctl.launch.base import Host
 from skyctl.store.state import FleetState, ProcessRow
 from skyctl.supervisor import adapters
+from skyctl.supervisor.front import Front, FrontContext
 from skyctl.supervisor.replica import Replica
-from skyctl.supervisor.router import NAME as ROUTER
 from skyctl.supervisor.router import RouterChild
+from skyctl.supervisor.tinker import TinkerChild
 from skyctl.supervisor.wire import spec_hash
 
 if TYPE_CHECKING:
@@ -27,10 +29,10 @@ _DRAIN_POLL_S = 0.25
 
 
 async def apply_plan(supervisor: Supervisor, plan: FleetPlan) -> None:
-    """Make the fleet what the plan says; returns once every new replica and the router settled.
+    """Make the fleet what the plan says; returns once every new replica and front settled.
 
     Raises:
-        SkyctlError: a replica or the router was given up. The others run.
+        SkyctlError: a replica or a front was given up. The others run.
     """
     await adapters.take_initial(supervisor, plan)
     changes = supervisor.changes(plan)
@@ -44,12 +46,12 @@ async def apply_plan(supervisor: Supervisor, plan: FleetPlan) -> None:
         replica.spec = specs[name]
         supervisor.started_by_operation.append(name)
         replica.start()
-    await _apply_router(supervisor, plan)
+    await _apply_fronts(supervisor, plan)
     for name in changes.restart:
         await restart(supervisor, supervisor.replicas[name], plan)
     supervisor.replicas = {name: supervisor.replicas[name] for name in specs}
     await asyncio.gather(*(r.settled.wait() for r in supervisor.replicas.values()))
-    await settle_router(supervisor)
+    await settle_fronts(supervisor)
     raise_for_failures(supervisor)
 
 
@@ -78,7 +80,8 @@ async def remove(supervisor: Supervisor, replica: Replica) -> None:
 
 
 async def take_down(supervisor: Supervisor, drain_timeout_s: float) -> None:
-    """Stop routing, drain, stop the router, stop the servers, forget the run.
+    """Stop the Tinker API, which has requests of its own, stop routing, drain, stop the router,
+    stop the servers, forget the run.
 
     Raises:
         SkyctlError: some process could not be stopped; everything else was.
@@ -86,10 +89,12 @@ async def take_down(supervisor: Supervisor, drain_timeout_s: float) -> None:
     supervisor.draining = True
     host = host_of(supervisor.state)
     replicas = list(supervisor.replicas.values())
+    problems: list[object] = []
+    if supervisor.tinker is not None:
+        problems += await asyncio.gather(supervisor.tinker.stop(), return_exceptions=True)
     if drain_timeout_s > 0:
         await sync_router(supervisor)
         await asyncio.gather(*(_drain(supervisor, r, drain_timeout_s) for r in replicas))
-    problems: list[object] = []
     if supervisor.router is not None:
         problems += await asyncio.gather(supervisor.router.stop(), return_exceptions=True)
     problems += await asyncio.gather(*(r.stop() for r in replicas), return_exceptions=True)
@@ -138,30 +143,57 @@ async def sync_router(supervisor: Supervisor) -> None:
         router.wake()
 
 
-async def _apply_router(supervisor: Supervisor, plan: FleetPlan) -> None:
-    router = supervisor.router
-    same = router and plan.router and router.running_hash == spec_hash(plan.router)
-    if router is not None and not same:
-        await router.stop()
-        supervisor.router = router = None
-        supervisor.state.forget_process(ROUTER)
+async def _apply_fronts(supervisor: Supervisor, plan: FleetPlan) -> None:
+    anew = False  # the API keeps the router's address
+    for role in ("router", "tinker"):
+        front, wanted = getattr(supervisor, role), getattr(plan, role)
+        same = front and wanted and front.running_hash == spec_hash(wanted)
+        if front is not None and (anew or not same):
+            await remove_front(supervisor, front)
+            anew = True
+        elif front is None and wanted is not None:
+            supervisor.started_by_operation.append(role)
+    start_fronts(supervisor, plan)
+
+
+async def remove_front(supervisor: Supervisor, front: Front) -> None:
+    """Take a front out of the fleet: stopped, forgotten."""
+    await front.stop()
+    supervisor.state.forget_process(front.name)
+    setattr(supervisor, front.name, None)
+
+
+def start_fronts(supervisor: Supervisor, plan: FleetPlan) -> None:
+    """Start those of a plan that do not run yet."""
     if plan.router is not None:
-        (router or new_router(supervisor, plan)).start()
+        (supervisor.router or new_router(supervisor, plan.router)).start()
+    if plan.tinker is not None:
+        (supervisor.tinker or new_tinker(supervisor, plan.tinker)).start()
 
 
-def new_router(supervisor: Supervisor, plan: FleetPlan) -> RouterChild:
-    """The router of a plan that has one, not started yet."""
-    assert plan.router is not None  # only called where the plan has one
-    supervisor.router = RouterChild(
-        plan.router,
+def new_router(supervisor: Supervisor, spec: RouterSpec) -> RouterChild:
+    """The fleet's router, not started yet."""
+    context = _front_context(supervisor, supervisor.desired)
+    supervisor.router = RouterChild(spec, replace(context, changed=supervisor.wake_tinker))
+    return supervisor.router
+
+
+def new_tinker(supervisor: Supervisor, spec: FrontSpec) -> TinkerChild:
+    """The fleet's Tinker API, not started yet."""
+    supervisor.tinker = TinkerChild(spec, _front_context(supervisor, supervisor.routed))
+    return supervisor.tinker
+
+
+def _front_context(
+    supervisor: Supervisor, desired: Callable[[], Mapping[str, str]]
+) -> FrontContext:
+    return FrontContext(
         state=supervisor.state,
         paths=supervisor.paths,
         client=supervisor.client,
-        config=plan.config,
-        desired=supervisor.desired,
-        changed=lambda: None,
+        config=supervisor.require_plan().config,
+        desired=desired,
     )
-    return supervisor.router
 
 
 async def settle_router(supervisor: Supervisor) -> None:
@@ -171,13 +203,20 @@ async def settle_router(supervisor: Supervisor) -> None:
         await sync_router(supervisor)
 
 
+async def settle_fronts(supervisor: Supervisor) -> None:
+    """Wait for the router, its workers and the Tinker API, each unless it has nothing to serve."""
+    await settle_router(supervisor)
+    if supervisor.tinker is not None and supervisor.routed():
+        await supervisor.tinker.settled.wait()
+
+
 def raise_for_failures(supervisor: Supervisor) -> None:
-    """Raise SkyctlError when a replica or the router was given up."""
+    """Raise SkyctlError when a replica or a front was given up."""
     failed = [r for r in supervisor.replicas.values() if r.phase != "up"]
     problems = [f"{r.name} {r.reason or r.phase}" for r in failed]
-    router = supervisor.router
-    if router is not None and router.state in ("failed", "dead"):
-        problems.append(f"router {router.reason}")
+    for front in (supervisor.router, supervisor.tinker):
+        if front is not None and front.state in ("failed", "dead"):
+            problems.append(f"{front.name} {front.reason}")
     if problems:
         raise SkyctlError("; ".join(problems))
 

@@ -12,13 +12,13 @@ from pydantic import TypeAdapter
 
 import skyctl
 from skyctl import __version__
-from skyctl.core.plan import RouterSpec, ServerSpec
+from skyctl.core.plan import FrontSpec, ServerSpec
 from skyctl.engines import ENGINES
 from skyctl.errors import VersionMismatch
 
 T = TypeVar("T")
 
-PROTOCOL = 10
+PROTOCOL = 11
 """Of the supervisor's API. Count it up with every change that the other side has to know of."""
 
 VERSION_HEADER = "x-skyctl"
@@ -50,7 +50,7 @@ def adapter(kind: type[T]) -> TypeAdapter[T]:
     return _adapters[kind]
 
 
-def spec_hash(spec: ServerSpec | RouterSpec) -> str:
+def spec_hash(spec: ServerSpec | FrontSpec) -> str:
     """Changes whenever a process would have to be started anew to match the plan."""
     placement = ENGINES[spec.engine].placement_variables if isinstance(spec, ServerSpec) else ()
     env = sorted(item for item in spec.env.items() if item[0] not in placement)

@@ -110,13 +110,13 @@ class Api:
             "weights_info": self._weights_info,
             "telemetry": self._telemetry,
         }
-        routes = [_route(path, self._guarded(handle), "POST") for path, handle in posts.items()]
+        routes = [_route("healthz", self._healthz, "GET")]
+        routes += [_route(path, self._guarded(handle), "POST") for path, handle in posts.items()]
         routes += [
             _route(path, self._guarded(_refusal(text)), "POST") for path, text in REFUSED.items()
         ]
         checkpoint = "training_runs/{model}/checkpoints/{checkpoint:path}"
         for path, handle, method in (
-            ("healthz", self._healthz, "GET"),
             ("get_server_capabilities", self._capabilities, "GET"),
             ("sessions", self._sessions, "GET"),
             ("sessions/{session}", self._session, "GET"),

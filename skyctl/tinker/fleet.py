@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 from skyctl.adapters import LoadAdapter, UnloadAdapter
@@ -51,8 +51,8 @@ class FleetServers:
         if name not in self._loaded:
             async with self._changing:
                 if name not in self._loaded:
-                    await self._make_room()
-                    await self._load(name, directory)
+                    # without a supervisor too: the next one takes the servers over
+                    await _when_free(lambda: self._place(name, directory), FleetDownError)
                     self._unwanted.discard(name)
                     self._loaded[name] = 0
         self._loaded[name] = self._loaded.pop(name) + 1
@@ -95,10 +95,11 @@ class FleetServers:
         """Adapters of this fleet that are not ours."""
         return sum(not adapter.name.startswith(PREFIX) for adapter in await self._fleet.adapters())
 
-    async def _load(self, name: str, directory: str) -> None:
+    async def _place(self, name: str, directory: str) -> None:
+        await self._make_room()
         # any base: it says the base's name in this API, which is not the fleet's path to it
         asked = LoadAdapter(name=name, directory=directory, new=None, any_base=True)
-        await _when_free(lambda: self._fleet.load_adapter(asked))
+        await self._fleet.load_adapter(asked)
 
     async def _unload(self, name: str) -> None:
         self._unwanted.add(name)
@@ -111,14 +112,17 @@ class FleetServers:
         self._unwanted.discard(name)
 
 
-async def _when_free(change: Any) -> None:
-    """Once nobody else has the fleet to themselves (a push, a recovery)."""
+async def _when_free(change: Any, *passing: type[SkyctlError]) -> None:
+    """Once nobody else has the fleet to themselves (a push, a recovery); `passing` errors too are
+    waited out."""
     deadline = time.monotonic() + _BUSY_TIMEOUT_S
     while True:
         try:
             await change()
             return
-        except ConflictError:
+        except SkyctlError as error:
+            if not isinstance(error, (ConflictError, *passing)):
+                raise
             if time.monotonic() > deadline:
                 raise
         await asyncio.sleep(_BUSY_S)
@@ -136,25 +140,3 @@ async def connected(fleet: FleetService, *, context: int, most: int) -> AsyncIte
         servers = FleetServers(fleet, client, endpoint.model, context, most)
         await servers.adopt()
         yield servers
-
-
-def context_of(model: str, args: Mapping[str, Any]) -> int:
-    """Tokens that a server takes, prompt and answer: `max-model-len`, else the model's own limit.
-
-    Raises:
-        SkyctlError: neither says it.
-    """
-    import json
-    from pathlib import Path
-
-    for name, value in args.items():
-        if name.lstrip("-").replace("_", "-") == "max-model-len":
-            return int(value)
-    with suppress(OSError, ValueError):
-        config = json.loads((Path(model) / "config.json").read_bytes())
-        found = config.get("text_config", config).get("max_position_embeddings")
-        if isinstance(found, int):
-            return found
-    raise SkyctlError(
-        f"how many tokens {model} takes is not known", hint="write max-model-len under `args:`"
-    )

@@ -1,4 +1,4 @@
-"""The Tinker API of one fleet: where it is, what its fleet file says, and how it is served."""
+"""Where clients find the Tinker API of a fleet."""
 
 from __future__ import annotations
 
@@ -7,12 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from skyctl.errors import SkyctlError, UsageError
-from skyctl.fleetfile.schema import resolve_relative
+from skyctl.core.plan import local_url
+from skyctl.errors import UsageError
 
 if TYPE_CHECKING:
     from skyctl.core.registry import FleetRef
-    from skyctl.fleetfile.schema import LoraSection, TinkerSection
 
 
 @dataclass(frozen=True)
@@ -38,79 +37,11 @@ def place_of(ref: FleetRef) -> Place:
     Raises:
         UsageError: its fleet file has no section `tinker:`.
     """
-    section, _ = sections(ref)
-    host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(section.host, section.host)
-    return Place(f"http://{host}:{section.port}", ref.paths.tinker_key)
-
-
-def sections(ref: FleetRef) -> tuple[TinkerSection, LoraSection]:
-    """`tinker:` and `lora:` of the fleet file. Raises UsageError where one is missing."""
-    tinker, lora = ref.config.tinker, ref.config.lora
-    if tinker is None:
+    section = ref.config.tinker
+    if section is None:
         raise UsageError(
             f"fleet {ref.name} has no Tinker API",
-            hint="write `tinker: {base_model: ORG/NAME}` into its fleet file",
+            hint="write `tinker: {base_model: ORG/NAME}` and `lora: {max_rank: 32}` into its "
+            "fleet file; then: skyctl up",
         )
-    if lora is None:
-        raise UsageError(
-            f"fleet {ref.name} takes no adapters, which is what the Tinker API trains",
-            hint=f"write `lora: {{max_rank: {tinker.max_rank}}}` into its fleet file; then: "
-            "skyctl up",
-        )
-    if lora.max_rank < tinker.max_rank:
-        raise UsageError(
-            f"`tinker: max_rank` is {tinker.max_rank}, but the servers take rank {lora.max_rank}",
-            hint=f"write `lora: {{max_rank: {tinker.max_rank}}}`; then: skyctl up",
-        )
-    return tinker, lora
-
-
-async def serve_beside(ref: FleetRef) -> None:
-    """Serve the API of a fleet that runs, until TERM.
-
-    Raises:
-        UsageError: the fleet file does not offer it. FleetDownError: the fleet does not run.
-        SkyctlError: a package is missing, or an address cannot be used.
-    """
-    tinker, lora = sections(ref)
-    try:
-        from skyctl.tinker.api import Offer
-        from skyctl.tinker.fleet import connected, context_of
-        from skyctl.tinker.serve import Settings, serve
-        from skyctl.tinker.training_process import WorkerSettings
-    except ImportError as error:
-        raise SkyctlError(
-            f"the Tinker API needs {error.name}", hint="pip install 'skyctl-fleet[tinker]'"
-        ) from error
-    from skyctl.service.connect import connect
-    from skyctl.store.credentials import ensure_tinker_key
-
-    model = ref.config.model
-    if model is None:
-        raise UsageError(
-            "the Tinker API needs a fleet that skyctl starts: it trains on the fleet's `model`"
-        )
-    path = resolve_relative(model, ref.base_dir)
-    async with connect(ref) as fleet:
-        context = context_of(path, ref.config.args)
-        async with connected(fleet, context=context, most=lora.max_adapters) as servers:
-            base = tinker.base_model or servers.base
-            storage = tinker.storage and resolve_relative(tinker.storage, ref.base_dir)
-            await serve(
-                Settings(
-                    Path(storage) if storage else ref.paths.tinker,
-                    tinker.host,
-                    tinker.port,
-                    Offer(base, tinker.max_rank, tinker.max_body),
-                    WorkerSettings(
-                        base,
-                        path,
-                        tinker.device,
-                        tinker.dtype,
-                        tinker.threads,
-                        tinker.batch_tokens,
-                    ),
-                ),
-                ensure_tinker_key(ref.paths),
-                servers,
-            )
+    return Place(local_url(section.host, section.port), ref.paths.tinker_key)

@@ -401,7 +401,7 @@ async def test_a_router_that_hangs_is_restarted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("skyctl.supervisor.router.CALL_TIMEOUT_S", 0.3)
-    monkeypatch.setattr("skyctl.supervisor.router.SYNC_INTERVAL_S", 0.1)
+    monkeypatch.setattr("skyctl.supervisor.front.ASK_INTERVAL_S", 0.1)
     async with supervising(tmp_path) as supervisor:
         plan = fleet_plan([stub_server("a"), stub_server("b")], stub_router(), stop_timeout_s=0.5)
         await bring_up(supervisor, plan)

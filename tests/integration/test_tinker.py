@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
-from tests.integration.fleet_cli import SKYCTL, UP_TIMEOUT_S, FleetCli
+from tests.integration.fleet_cli import UP_TIMEOUT_S, FleetCli
 
 tinker = pytest.importorskip("tinker")
 pytest.importorskip("vllm")
@@ -23,38 +23,6 @@ pytestmark = [
 ]
 BASE = "org/tiny"
 SENTENCE = "The fleet came up, and every server answered before the kettle had boiled."
-
-
-class TinkerServe:
-    """`skyctl tinker serve`, started again after a kill."""
-
-    def __init__(self, fleet: FleetCli) -> None:
-        lines = fleet.run("urls", "--format", "tinker").stdout.splitlines()
-        self.url = lines[0].partition("=")[2]
-        self.key_file = Path(lines[1].partition("cat ")[2].rstrip(')"'))
-        self._fleet = fleet
-        self.process: subprocess.Popen[bytes] | None = None
-
-    def start(self) -> None:
-        with (self._fleet.directory / "tinker.log").open("ab") as log:
-            self.process = subprocess.Popen(
-                [SKYCTL, "tinker", "serve"],
-                cwd=self._fleet.directory,
-                env=self._fleet.env,
-                stdout=log,
-                stderr=log,
-            )
-        deadline = time.monotonic() + 60
-        while True:
-            try:
-                httpx.get(f"{self.url}/api/v1/healthz")
-                return
-            except httpx.TransportError:
-                assert self.process.poll() is None, (
-                    self._fleet.directory / "tinker.log"
-                ).read_text()
-                assert time.monotonic() < deadline
-                time.sleep(0.1)
 
 
 @pytest.fixture
@@ -79,17 +47,16 @@ def fleet(tmp_path: Path) -> Iterator[FleetCli]:
 
 
 def test_vllm_samples_what_the_sdk_trained(
-    fleet: FleetCli, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+    fleet: FleetCli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TINKER_TELEMETRY", "0")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.chdir(fleet.directory)  # the tokenizer is found here under the model's name
-    serving = TinkerServe(fleet)
-    serving.start()
-    request.addfinalizer(lambda: serving.process and serving.process.kill())
-    assert serving.key_file.stat().st_mode & 0o777 == 0o600
-    key = serving.key_file.read_text().strip()
-    with tinker.ServiceClient(base_url=serving.url, api_key=key) as client:
+    exports = fleet.run("urls", "--format", "tinker").stdout
+    for name in ("TINKER_BASE_URL", "TINKER_API_KEY"):
+        shown = subprocess.check_output(["sh", "-c", f'{exports}\nprintf %s "${name}"'], text=True)
+        monkeypatch.setenv(name, shown)
+    with tinker.ServiceClient() as client:
         trainer = client.create_lora_training_client(base_model=BASE, rank=8, seed=3).result()
         row = trainer.get_tokenizer().encode(SENTENCE)
         base = client.create_sampling_client(base_model=BASE).result()
@@ -113,11 +80,8 @@ def test_vllm_samples_what_the_sdk_trained(
         own = trainer.forward([datum(full)], "cross_entropy").result().loss_fn_outputs[0]
         assert list(own["logprobs"].data)[3:] == pytest.approx(answers[-1].logprobs, abs=1e-3)
 
-        assert serving.process is not None
-        serving.process.kill()
-        serving.process.wait()
+        os.kill(fleet.data("status")["tinker"]["pid"], signal.SIGKILL)
         late = samplers[0].sample(types.ModelInput.from_ints(row[:4]), 1, params(20))
-        serving.start()
         assert list(late.result(timeout=120).sequences[0].tokens) == list(answers[0].tokens)
         assert list(greedy(base, row[:4]).tokens) == list(before.tokens)
         forward = trainer.forward([datum(full)], "cross_entropy").result(timeout=120)

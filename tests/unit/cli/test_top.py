@@ -130,6 +130,7 @@ def test_a_fleet_that_is_down_is_a_line_and_not_an_empty_table() -> None:
     down = fleet_sample(
         status=FleetStatus("tiny", "down", (), None, supervised=False),
         router=None,
+        tinker=None,
         job=None,
         events=(),
     )

@@ -87,6 +87,24 @@ def test_a_model_that_is_an_adapter_is_told_so(base_dir: Path, interpreter: str)
     assert message == f"{told} model"
 
 
+def test_what_the_tinker_api_lacks_is_said_before_anything_is_started(
+    base_dir: Path, interpreter: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("skyctl.core.tinker.MODULES", ("json", "no_such_module", "nor.this_one"))
+    config: dict[str, Any] = {"tinker": {"port": free_port("127.0.0.1")}, "lora": {"max_rank": 32}}
+    found = check_plan(plan(base_dir, interpreter, **config))
+    assert [problem.message for problem in found] == [
+        "the Tinker API needs no_such_module, nor.this_one",
+        f"how many tokens {base_dir / 'checkpoints/a'} takes is not known",
+    ]
+    assert found[0].hint == "pip install 'skyctl-fleet[tinker]'"
+    monkeypatch.setattr("skyctl.core.tinker.MODULES", ())
+    config |= {"args": {"max-model-len": 512}, "replicas": 2}
+    assert problems(plan(base_dir, interpreter, **config)) == []
+    (message,) = problems(plan(base_dir, interpreter, **config, router={"enabled": False}))
+    assert "needs a router" in message
+
+
 @pytest.fixture
 def taken() -> Iterator[int]:
     with socket.socket() as listener:
@@ -101,6 +119,14 @@ def taken() -> Iterator[int]:
         ({"ports": ["PORT"]}, "f-0"),
         ({"router": {"port": "PORT"}}, "router"),
         ({"router": {"metrics_port": "PORT"}}, "router metrics"),
+        (
+            {
+                "tinker": {"port": "PORT"},
+                "lora": {"max_rank": 32},
+                "args": {"max-model-len": 512},
+            },
+            "tinker",
+        ),
     ],
 )
 def test_a_taken_port_is_reported_with_its_holder(
@@ -109,7 +135,9 @@ def test_a_taken_port_is_reported_with_its_holder(
     def fill(value: Any) -> Any:
         if isinstance(value, dict):
             return {key: fill(item) for key, item in value.items()}
-        return [fill(item) for item in value] if isinstance(value, list) else taken
+        if isinstance(value, list):
+            return [fill(item) for item in value]
+        return taken if value == "PORT" else value
 
     planned = plan(base_dir, interpreter, **fill(config))
     (message,) = problems(planned)

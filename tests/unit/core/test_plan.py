@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from skyctl.core.plan import FleetPlan, ServerSpec, plan_fleet
+from skyctl.core.tinker import TinkerSettings
 from skyctl.errors import FleetFileError, UsageError
 from skyctl.fleetfile.schema import FleetConfig
 from skyctl.launch.base import Cpu, Gpu
@@ -298,6 +299,27 @@ def test_a_key_that_is_not_set_is_refused() -> None:
     assert "export MY_KEY" in caught.value.hint
 
 
+def test_the_tinker_api_is_told_all_it_needs_in_its_command_line(tmp_path: Path) -> None:
+    section = {"max_rank": 8, "storage": "runs", "host": "::", "port": 20000}
+    planned = plan(
+        tmp_path,
+        device="cpu",
+        python="./venv/bin/python",
+        lora={"max_rank": 16, "max_adapters": 3},
+        tinker=section,
+        args={"max_model_len": 512},
+    )
+    assert planned.tinker is not None
+    python, *entry, argument = planned.tinker.argv
+    assert (python, entry) == (PYTHON, ["-m", "skyctl.tinker"])  # skyctl's own, not the servers'
+    settings = TinkerSettings.of_argument(argument)
+    assert settings.storage == str(tmp_path / "runs")
+    assert (settings.fleet, settings.base_model, settings.context) == ("demo", "org/model", 512)
+    assert (settings.max_rank, settings.max_adapters) == (8, 3)
+    assert planned.tinker.url == "http://127.0.0.1:20000"
+    assert 20000 not in {server.port for server in planned.servers}
+
+
 def test_an_attached_fleet_has_nothing_to_plan() -> None:
     with pytest.raises(UsageError, match="attached"):
         plan(model=None, servers=["http://h:1"])
@@ -319,7 +341,7 @@ def test_urls_are_those_of_this_machine(host: str, url: str) -> None:
     ("config", "part"),
     [
         ({"host": "0.0.0.0"}, "cross the network unencrypted"),
-        ({"tinker": {"host": "0.0.0.0"}}, "reads the key can train"),
+        ({"tinker": {"host": "0.0.0.0"}, "lora": {"max_rank": 32}}, "reads the key can train"),
         ({"host": "0.0.0.0", "auth": "control"}, "inference asks for nothing"),
         ({"auth": "none"}, "every user of this machine"),
         ({"router": {"host": "0.0.0.0"}}, "router.host"),

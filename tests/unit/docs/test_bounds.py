@@ -92,7 +92,7 @@ def test_a_worst_case_follows_from_the_deadlines(row: list[str]) -> None:
     if row[0] == "status":
         known["CALL_TIMEOUT_S"] = constant("skyctl.supervisor.client.CALL_TIMEOUT_S")
     if row[0].startswith("the router"):
-        known["CALL_TIMEOUT_S"] = constant("skyctl.supervisor.router.CALL_TIMEOUT_S")
+        known["CALL_TIMEOUT_S"] = constant("skyctl.supervisor.front.CALL_TIMEOUT_S")
     assert evaluated(row[2], known) == float(row[3])
 
 

@@ -108,6 +108,20 @@ def test_a_wrong_value_is_told_what_was_expected(line: str, expected: str) -> No
     assert refused(f"name: demo\nmodel: x\n{line}\n") == [f"fleet.yaml:3: {expected}"]
 
 
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("model: x\ntinker: {}\n", "without `lora` they take none: write `lora: {max_rank: 32}`"),
+        ("model: x\ntinker: {}\nlora: {max_rank: 16}\n", "their `lora: max_rank` is 16"),
+        ("servers: [http://h:1]\ntinker: {}\n", "`tinker` is for servers that skyctl starts"),
+    ],
+)
+def test_a_tinker_api_without_servers_for_its_adapters_is_refused(text: str, expected: str) -> None:
+    (line,) = refused(f"name: demo\n{text}")
+    assert line.startswith("fleet.yaml:3: ") and expected in line
+    assert parse("name: demo\nmodel: x\nlora: {max_rank: 32}\ntinker: {}\n").tinker is not None
+
+
 def test_all_problems_are_reported_in_the_order_of_the_file() -> None:
     with pytest.raises(FleetFileError) as caught:
         parse("name: Demo\nmodel: x\nreplcias: 2\nrouter:\n  port: 99999\n")

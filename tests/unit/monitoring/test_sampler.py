@@ -6,9 +6,10 @@ from typing import Any
 
 import httpx
 
-from skyctl.core.status import ReplicaStatus
+from skyctl.core.status import FrontStatus, ReplicaStatus
 from skyctl.http.client import ControlClient
 from skyctl.monitoring.gpus import GpuUsage
+from skyctl.monitoring.sample import TinkerSample
 from skyctl.monitoring.sampler import Sampler
 from skyctl.store.journal import Job
 from tests.stub.through_httpx import ThroughHttpx
@@ -78,18 +79,21 @@ async def test_the_hit_rate_of_an_idle_server_is_its_last_one() -> None:
     assert sample.replicas[0].prefix_hit_rate == 0.5
 
 
-async def test_the_routers_page_gives_its_request_and_error_rates() -> None:
+async def test_the_routers_page_gives_its_rates_and_the_tinker_api_is_beside_it() -> None:
     clock = Clock()
     pages = [
         'vllm_router_requests_total{route="/v1/completions"} 10\n',
         'vllm_router_requests_total{route="/v1/completions"} 30\n'
         'vllm_router_request_errors_total{route="/v1/completions"} 1\n',
     ]
-    async with sampler(ToldFleet(status(replica())), clock, pages) as looks:
+    api = FrontStatus("starting", "http://127.0.0.1:3", rss_bytes=7)
+    async with sampler(ToldFleet(status(replica(), tinker=api)), clock, pages) as looks:
         await looks.sample()
         clock.now += 2.0
-        router = (await looks.sample()).router
+        sample = await looks.sample()
         silent = (await looks.sample()).router
+    router = sample.router
+    assert sample.tinker == TinkerSample("starting", None, 7)
     assert router is not None and silent is not None
     assert (router.requests, router.requests_per_s, router.errors_per_s) == (30, 10.0, 0.5)
     assert (silent.state, silent.requests, silent.requests_per_s) == ("ready", None, None)

@@ -21,9 +21,9 @@ def status(*replicas: ReplicaStatus, version: str | None = None) -> FleetStatus:
 
 
 def test_what_up_would_change_is_drift() -> None:
-    changes = Changes(start=("a",), restart=("b",), stop=("c",), router=True)
+    changes = Changes(start=("a",), restart=("b",), stop=("c",), router=True, tinker=True)
     found = {drift.subject: drift for drift in from_file(changes)}
-    assert list(found) == ["a", "b", "c", "router"]
+    assert list(found) == ["a", "b", "c", "router", "tinker"]
     assert "does not run" in found["a"].message
     assert "other settings" in found["b"].message
     assert "not in the fleet file" in found["c"].message

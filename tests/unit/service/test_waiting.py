@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from skyctl.core.status import FleetStatus, ReplicaStatus, RouterStatus
+from skyctl.core.status import FleetStatus, FrontStatus, ReplicaStatus, RouterStatus
 from skyctl.errors import DeadlineExceeded, NotFoundError, SkyctlError, UsageError
 from skyctl.service import waiting
 from skyctl.service.waiting import Condition, wait_for
@@ -16,9 +16,11 @@ def replica(name: str, **fields: Any) -> ReplicaStatus:
     return ReplicaStatus(**{"name": name, "state": "ready", "url": "http://h:1", **fields})
 
 
-def status(*replicas: ReplicaStatus, router: str = "ready") -> FleetStatus:
-    made = RouterStatus(router, "http://h:2") if replicas else None
-    return FleetStatus("tiny", "healthy" if replicas else "down", replicas, made)
+def status(*replicas: ReplicaStatus, router: str = "ready", tinker: str = "ready") -> FleetStatus:
+    if not replicas:
+        return FleetStatus("tiny", "down", (), None)
+    made, api = RouterStatus(router, "http://h:2"), FrontStatus(tinker, "http://h:3")
+    return FleetStatus("tiny", "healthy", replicas, made, tinker=api)
 
 
 class Fleet:
@@ -66,16 +68,18 @@ def test_each_condition_is_met_by_what_it_says(
     assert not condition.met_by(replica("a", **unmet))
 
 
-async def test_it_ends_when_the_last_server_and_the_router_are_there() -> None:
+async def test_it_ends_when_the_last_server_and_the_fronts_are_there() -> None:
     fleet = Fleet(
         status(),
         status(replica("a", state="starting"), replica("b")),
         status(replica("a"), replica("b"), router="starting"),
+        status(replica("a"), replica("b"), tinker="starting"),
         status(replica("a"), replica("b")),
     )
     heard: list[str] = []
     await wait(fleet, "ready", on_pending=lambda pending: heard.append("; ".join(pending)))
-    assert heard == ["fleet tiny is down", "a is starting", "router is starting"]
+    fronts = ["router is starting", "tinker is starting"]
+    assert heard == ["fleet tiny is down", "a is starting", *fronts]
 
 
 async def test_only_the_named_servers_are_waited_for() -> None:

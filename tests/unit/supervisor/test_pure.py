@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from skyctl.core.health import routable
+from skyctl.core.plan import FrontSpec
 from skyctl.core.plan_warnings import PlanWarning
 from skyctl.engines.logs import latest_message, message, tail, telling_line
 from skyctl.fleetfile.schema import RestartPolicy
@@ -83,6 +84,12 @@ def test_a_plan_is_compared_replica_by_replica() -> None:
     same = {"a": Running(a), "b": Running(b), "c": Running(c)}
     assert not compare(plan, same, router)
     assert compare(plan, same, None).router
+    api = FrontSpec(("api",), {}, "127.0.0.1", 8790)
+    with_api, runs = replace(plan, tinker=api), Running(spec_hash(api))
+    assert not compare(with_api, same, router, runs)
+    for found in (None, Running("differs"), Running(spec_hash(api), given_up=True)):
+        assert str(compare(with_api, same, router, found)) == "tinker"
+    assert compare(plan, same, router, runs).tinker
 
 
 def test_how_cores_are_shared_out_does_not_make_a_server_another() -> None:

@@ -6,7 +6,7 @@ import hashlib
 from dataclasses import fields
 
 from skyctl.core.following import JobChanges
-from skyctl.core.plan import FleetPlan, RouterSpec, ServerSpec
+from skyctl.core.plan import FleetPlan, FrontSpec, RouterSpec, ServerSpec
 from skyctl.core.service import Processes
 from skyctl.core.status import FleetStatus
 from skyctl.http.fanout import Outcome
@@ -16,12 +16,13 @@ from skyctl.supervisor.interface import SupervisorService
 
 # What the two sides exchanged when PROTOCOL was counted up last. It differs? Count PROTOCOL up, and
 # put the new pair here: an older supervisor then says what to do, and not what is unknown.
-KNOWN = (10, "d84f254fb30a8a37")
+KNOWN = (11, "408306c178e32801")
 
 
 def test_a_change_of_what_is_exchanged_counts_the_protocol_up() -> None:
     asked = requests(SupervisorService)
-    answered = (FleetPlan, ServerSpec, RouterSpec, FleetStatus, JobChanges, Outcome, Processes)
+    plans = (FleetPlan, ServerSpec, FrontSpec, RouterSpec)
+    answered = (*plans, FleetStatus, JobChanges, Outcome, Processes)
     parts = [
         sorted(asked),
         *(

@@ -89,7 +89,7 @@ async def test_a_checkpoint_is_deleted_though_no_server_can_be_told(
 
 
 class Fleet:
-    """Notes what is loaded; `broken` makes the next unload fail."""
+    """Notes what is loaded; `broken` makes the next change fail."""
 
     def __init__(self) -> None:
         self.loaded: list[str] = []
@@ -99,13 +99,17 @@ class Fleet:
         return ()
 
     async def load_adapter(self, asked: Any) -> None:
+        self._fail_if_broken()
         self.loaded.append(asked.name)
 
     async def unload_adapter(self, asked: Any) -> None:
+        self._fail_if_broken()
+        self.loaded.remove(asked.name)
+
+    def _fail_if_broken(self) -> None:
         if self.broken:
             self.broken = False
             raise FleetDownError("down")
-        self.loaded.remove(asked.name)
 
 
 async def test_an_adapter_that_answers_something_stays_until_its_place_is_needed() -> None:
@@ -118,6 +122,17 @@ async def test_an_adapter_that_answers_something_stays_until_its_place_is_needed
         assert fleet.loaded == ["tinker-b"]
     await servers.unload("tinker-b")
     assert fleet.loaded == []
+
+
+async def test_a_sample_waits_while_the_fleet_has_no_supervisor(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("skyctl.tinker.fleet._BUSY_S", 0.0)
+    fleet = Fleet()
+    servers = FleetServers(fleet, None, "served", 64, 1)  # type: ignore[arg-type]
+    fleet.broken = True
+    async with servers.using("tinker-a", "/a"):
+        assert fleet.loaded == ["tinker-a"]
 
 
 async def test_an_adapter_whose_unloading_failed_goes_before_the_next_is_loaded() -> None:

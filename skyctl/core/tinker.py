@@ -1,0 +1,67 @@
+"""The Tinker API as a process of the fleet: what it is started with, and what it needs here."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from skyctl.errors import SkyctlError
+
+MODULES = ("google.protobuf", "zstandard", "numpy", "torch", "transformers", "safetensors")
+INSTALL = "pip install 'skyctl-fleet[tinker]'"
+
+
+@dataclass(frozen=True)
+class TinkerSettings:
+    """All that the API process is told. `storage` None is the fleet's own directory; `context` is
+    how many tokens a server takes, prompt and answer, None where only the model says so."""
+
+    fleet: str
+    model: str
+    base_model: str
+    host: str
+    port: int
+    storage: str | None
+    device: str
+    dtype: str
+    threads: int
+    batch_tokens: int
+    max_rank: int
+    max_body: int
+    max_adapters: int
+    context: int | None
+
+    def argument(self) -> str:
+        """As one word of a command line."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def of_argument(cls, text: str) -> Self:
+        """What `argument` made."""
+        return cls(**json.loads(text))
+
+
+def longest(args: Mapping[str, Any]) -> int | None:
+    """`max-model-len` of a server's arguments, where that is a number."""
+    found = (v for k, v in args.items() if k.lstrip("-").replace("_", "-") == "max-model-len")
+    return next((int(value) for value in found if str(value).isdigit()), None)
+
+
+def context_of(model: str) -> int:
+    """Tokens that a model takes, as its configuration says.
+
+    Raises:
+        SkyctlError: it does not.
+    """
+    with suppress(OSError, ValueError):
+        config = json.loads((Path(model) / "config.json").read_bytes())
+        found = config.get("text_config", config).get("max_position_embeddings")
+        if isinstance(found, int):
+            return found
+    raise SkyctlError(
+        f"how many tokens {model} takes is not known", hint="write max-model-len under `args:`"
+    )

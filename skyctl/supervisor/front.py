@@ -1,0 +1,147 @@
+"""What clients talk to: the router and the Tinker API. Started once there is a server to talk to,
+and asked again and again whether it answers."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from abc import abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from skyctl.core.plan import FrontSpec
+from skyctl.engines.logs import tail, telling_line
+from skyctl.errors import SkyctlError
+from skyctl.fleetfile.schema import FleetConfig
+from skyctl.http.client import ControlClient
+from skyctl.launch.base import ChildProcess
+from skyctl.store.paths import FleetPaths
+from skyctl.store.state import FleetState
+from skyctl.supervisor.kept import KeptRunning
+from skyctl.units import format_seconds
+
+READY_TIMEOUT_S = 60.0
+CALL_TIMEOUT_S = 10.0
+ASK_INTERVAL_S = 5.0
+
+
+@dataclass(frozen=True)
+class FrontContext:
+    """What a front is told of its fleet. `desired()` gives what it serves, URLs by name: it is not
+    started before there is some. `changed()` hears of each change of its own state."""
+
+    state: FleetState
+    paths: FleetPaths
+    client: ControlClient
+    config: FleetConfig
+    desired: Callable[[], Mapping[str, str]]
+    changed: Callable[[], None] = lambda: None
+
+
+class Front(KeptRunning):
+    """One such process.
+
+    States: waiting (for what it serves), starting, ready, restarting, stopping, stopped, dead,
+    failed. Call `wake()` whenever `desired()` may have changed.
+    """
+
+    def __init__(self, spec: FrontSpec, context: FrontContext) -> None:
+        super().__init__(
+            self.role,
+            state=context.state,
+            paths=context.paths,
+            changed=context.changed,
+            clock=time.monotonic,
+        )
+        self.spec = spec
+        self._config = context.config
+        self._desired = context.desired
+        self._woken = asyncio.Event()
+        self._heard = False  # it answered since this was last set
+
+    @abstractmethod
+    async def _first_answer(self) -> None:
+        """Raises SkyctlError while it does not answer yet."""
+
+    @abstractmethod
+    async def _tend(self) -> None:
+        """Ask it, and put right what it should know; sets `_heard` once it answers. Raises
+        SkyctlError."""
+
+    def _command(self) -> tuple[str, ...]:
+        """What its next process is started with."""
+        return self.spec.argv
+
+    @property
+    def state(self) -> str:
+        """One word for `status`."""
+        return self.phase
+
+    @property
+    def running_spec(self) -> FrontSpec:
+        return self.spec
+
+    @property
+    def config(self) -> FleetConfig:
+        return self._config
+
+    def wake(self) -> None:
+        """Look at `desired()` again."""
+        self._woken.set()
+
+    async def _one_life(self, adopted: ChildProcess | None) -> str:
+        self._to("waiting")
+        while not adopted and not self._desired():
+            self._woken.clear()
+            await self._woken.wait()
+        self._to("starting")
+        started = self._adopt(adopted) if adopted else self._spawn(self._command(), self.spec.env)
+        self.process = started
+        if reason := await self._until_ready(started):
+            return reason
+        self._to("ready")
+        return await self._until_silent(started)
+
+    async def _until_ready(self, process: ChildProcess) -> str:
+        deadline = self._clock() + READY_TIMEOUT_S
+        while not process.exited.is_set():
+            with contextlib.suppress(SkyctlError):
+                await self._first_answer()
+                return ""
+            if self._clock() > deadline:
+                return f"not ready after {format_seconds(READY_TIMEOUT_S)}"
+            await asyncio.sleep(0.2)
+        return self._death(process)
+
+    async def _until_silent(self, process: ChildProcess) -> str:
+        exited, unheard = asyncio.create_task(process.exited.wait()), 0
+        try:
+            while not process.exited.is_set():
+                self._woken.clear()
+                self._heard = False
+                try:
+                    await self._tend()
+                    self._note("")
+                except SkyctlError as error:
+                    self._note(error.message)
+                unheard = 0 if self._heard else unheard + 1
+                if unheard >= self._config.health.failures:
+                    return f"does not answer: {self.reason}"
+                woken = asyncio.create_task(self._woken.wait())
+                await asyncio.wait(
+                    {exited, woken}, timeout=ASK_INTERVAL_S, return_when=asyncio.FIRST_COMPLETED
+                )
+                woken.cancel()
+        finally:
+            exited.cancel()
+        return self._death(process)
+
+    def _death(self, process: ChildProcess) -> str:
+        why = telling_line(tail(self._paths.log(self.name), 100))
+        return process.exit_text() + (f": {why}" if why else "")
+
+    def _note(self, reason: str) -> None:
+        if reason != self.reason:
+            self.reason = reason
+            self._changed()

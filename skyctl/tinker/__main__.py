@@ -1,0 +1,65 @@
+"""`python -m skyctl.tinker SETTINGS`: the API process, started by the fleet's supervisor.
+
+It asks that supervisor, and never starts one: what it starts would be ended with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from pathlib import Path
+
+from skyctl.core.tinker import TinkerSettings, context_of
+from skyctl.errors import SkyctlError
+from skyctl.store.credentials import ensure_tinker_key
+from skyctl.store.paths import fleet_paths
+from skyctl.supervisor.client import RemoteFleet
+from skyctl.tinker.api import Offer
+from skyctl.tinker.fleet import connected
+from skyctl.tinker.serve import Settings, serve
+from skyctl.tinker.training_process import WorkerSettings
+
+
+async def beside(asked: TinkerSettings) -> None:
+    """Serve the API of a fleet that runs, until TERM.
+
+    Raises:
+        FleetDownError: the fleet does not run. SkyctlError: an address cannot be used.
+    """
+    paths = fleet_paths(asked.fleet)
+    worker = WorkerSettings(
+        asked.base_model,
+        asked.model,
+        asked.device,
+        asked.dtype,
+        asked.threads,
+        asked.batch_tokens,
+    )
+    settings = Settings(
+        Path(asked.storage) if asked.storage else paths.tinker,
+        asked.host,
+        asked.port,
+        Offer(asked.base_model, asked.max_rank, asked.max_body),
+        worker,
+    )
+    context = asked.context or context_of(asked.model)
+    async with (
+        RemoteFleet.on_this_machine(paths) as fleet,
+        connected(fleet, context=context, most=asked.max_adapters) as servers,
+    ):
+        await serve(settings, ensure_tinker_key(paths), servers)
+
+
+def main() -> int:
+    settings = TinkerSettings.of_argument(sys.argv[1])
+    sys.argv = ["tinker"]  # whoever waits for what it does is told who does it
+    try:
+        asyncio.run(beside(settings))
+    except SkyctlError as error:
+        sys.stderr.write(f"{error.kind}: {error.message}\n")
+        return int(error.exit_code)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,108 @@
+"""`tinker:` in a fleet file: the API is a process of the fleet, whoever is killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("google.protobuf")
+
+from skyctl.launch.local.host import free_port
+from tests.faults.stub_fleet import StubFleet
+from tests.faults.test_matrix_supervisor import gone
+
+EXTRA = """\
+args: {{max-model-len: 256}}
+lora: {{max_rank: 32}}
+tinker: {{base_model: org/tiny, port: {port}, storage: {storage}}}
+"""
+
+
+@pytest.fixture
+def fleet(tmp_path: Path) -> Iterator[StubFleet]:
+    found = StubFleet(tmp_path)
+    yield found
+    found.run("down")
+
+
+def tinker(fleet: StubFleet) -> dict[str, Any]:
+    """Its row in `status`."""
+    row: dict[str, Any] = fleet.json("status")["data"]["tinker"]
+    return row
+
+
+def healthy(url: str) -> bool:
+    try:
+        return httpx.get(f"{url}/api/v1/healthz").json() == {"status": "ok"}
+    except httpx.TransportError:
+        return False
+
+
+def write(fleet: StubFleet, *, storage: str = "./runs") -> str:
+    """The fleet file, with an address of its own for the API; its URL."""
+    port = free_port("127.0.0.1")
+    fleet.write(extra=EXTRA.format(storage=storage, port=port))
+    return f"http://127.0.0.1:{port}"
+
+
+def test_an_api_that_is_killed_is_back_at_its_address_and_down_ends_it(fleet: StubFleet) -> None:
+    url = write(fleet)
+    first = fleet.json("up")["data"]["tinker"]
+    assert (first["state"], first["url"]) == ("ready", url)
+    exports = fleet.run("urls", "--format", "tinker").stdout.splitlines()
+    assert exports[0] == f"export TINKER_BASE_URL={url}"
+    key_file = Path(exports[1].removeprefix('export TINKER_API_KEY="$(cat ').removesuffix(')"'))
+    key = key_file.read_text()
+    assert key.startswith("tml-") and key_file.stat().st_mode & 0o777 == 0o600
+
+    os.kill(first["pid"], signal.SIGKILL)
+    deadline = time.monotonic() + 60
+    while (second := tinker(fleet))["state"] != "ready" or second["pid"] == first["pid"]:
+        assert time.monotonic() < deadline, second
+        time.sleep(0.1)
+    assert healthy(url) and second["restart_reason"] == "was killed by SIGKILL"
+    answer = httpx.get(f"{url}/api/v1/sessions", headers={"X-API-Key": key.strip()})
+    assert answer.status_code == 200  # its key is that of before
+    assert (fleet.directory / "runs" / "ledger.sqlite").exists()
+
+    fleet.run("down")
+    assert gone(second["pid"]) and not healthy(url)
+    assert "tinker" in fleet.json("logs", "tinker")["data"]["logs"]
+    assert key_file.read_text() == key
+
+
+def test_an_api_outlives_its_supervisor_and_another_address_restarts_it_alone(
+    fleet: StubFleet,
+) -> None:
+    write(fleet)
+    before = fleet.json("up")["data"]
+    os.kill(before["supervisor_pid"], signal.SIGKILL)
+    after = fleet.json("up")["data"]
+    assert after["supervisor_pid"] != before["supervisor_pid"]
+    assert (after["tinker"]["state"], after["tinker"]["pid"]) == ("ready", before["tinker"]["pid"])
+
+    url = write(fleet)
+    moved = fleet.json("up")["data"]
+    assert moved["tinker"]["url"] == url and healthy(url)
+    assert gone(before["tinker"]["pid"])
+    assert [row["pid"] for row in moved["replicas"]] == [row["pid"] for row in before["replicas"]]
+
+
+def test_an_up_whose_api_cannot_start_says_why_and_leaves_nothing(fleet: StubFleet) -> None:
+    (fleet.directory / "taken").write_text("")  # where its directory should be
+    write(fleet, storage="./taken")
+    file = fleet.directory / "fleet.yaml"
+    file.write_text(file.read_text().replace("{backoff_s: 0.05}", "{policy: never}"))
+    failed = fleet.json("up", "--rollback", expect=1)
+    said = failed["error"]["message"]
+    assert "tinker exited with code" in said and "taken" in said
+    assert "taken" in failed["data"]["logs"]["tinker"][-1]
+    assert fleet.json("status", expect=0)["data"]["health"] == "down"
