@@ -287,6 +287,7 @@ _skyctl() {
                 --fleet) _skyctl_ask; return ;;
                 -i|--input) _skyctl_files; return ;;
                 -o|--output) _skyctl_files; return ;;
+                --model) true; return ;;
                 --max-tokens) true; return ;;
                 --temperature) true; return ;;
                 --session-id) true; return ;;
@@ -295,7 +296,7 @@ _skyctl() {
                 --retries) true; return ;;
                 --timeout) true; return ;;
             esac
-            _skyctl_words "-f --file --fleet -i --input -o --output --chat --max-tokens --temperature --ignore-eos --session-id --server --concurrency --retries --timeout --json -h --help -q --quiet --no-color --debug" ;;
+            _skyctl_words "-f --file --fleet -i --input -o --output --model --chat --max-tokens --temperature --ignore-eos --session-id --server --concurrency --retries --timeout --json -h --help -q --quiet --no-color --debug" ;;
         "urls")
             case "$prev" in
                 -f|--file) _skyctl_files; return ;;

@@ -348,6 +348,7 @@ complete -c skyctl -n '__fish_seen_subcommand_from generate' -s f -l file -r -F 
 complete -c skyctl -n '__fish_seen_subcommand_from generate' -l fleet -x -a '(__skyctl_ask)' -d 'Fleet by name, from any directory.'
 complete -c skyctl -n '__fish_seen_subcommand_from generate' -s i -l input -r -F -d 'JSONL file of prompts; - reads stdin.'
 complete -c skyctl -n '__fish_seen_subcommand_from generate' -s o -l output -r -F -d 'Write JSONL results here (default: stdout).'
+complete -c skyctl -n '__fish_seen_subcommand_from generate' -l model -x -d 'An adapter of the fleet, unless a line sets it (default: its model).'
 complete -c skyctl -n '__fish_seen_subcommand_from generate' -l chat -d 'Send text prompts as chats.'
 complete -c skyctl -n '__fish_seen_subcommand_from generate' -l max-tokens -x -d 'Tokens per answer, unless a line sets it.'
 complete -c skyctl -n '__fish_seen_subcommand_from generate' -l temperature -x -d 'Sampling temperature, unless a line sets it; 0 is greedy.'

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
-# Set everything up, then check the code, build the documentation and run every test. Arguments go to pytest:
-#   bash scripts/test.sh -m "not real"      without the real servers (many minutes on two cores: hundreds of tests start stubs and commands)
-#   bash scripts/test.sh tests/unit         functions alone
+# Set everything up, then check the code, build the documentation and run every test: those with real
+# servers, which want all cores, one by one after the others. Arguments go to pytest:
+#   bash scripts/test.sh -m "not real" -n auto      without the real servers, on all cores
+#   bash scripts/test.sh tests/unit                 functions alone
 set -euo pipefail
 cd "$(dirname "$0")/.."
 bash scripts/setup.sh
@@ -15,4 +16,10 @@ trap 'rm -rf "$site"' EXIT
 # without --quiet, which hides warnings from --strict
 NO_MKDOCS_2_WARNING=1 "$bin/mkdocs" build --strict --site-dir "$site"
 rm -rf "$site"
-exec "$bin/python" -m pytest "$@"
+if [ $# -gt 0 ]; then
+  exec "$bin/python" -m pytest "$@"
+fi
+code=0
+"$bin/python" -m pytest -m "not real" -n auto --dist worksteal || code=$?
+"$bin/python" -m pytest -m real || code=$?
+exit "$code"

@@ -33,6 +33,14 @@ def generate(
         Path | None,
         typer.Option("-o", "--output", help="Write JSONL results here (default: stdout)."),
     ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="An adapter of the fleet, unless a line sets it (default: its model).",
+            show_default=False,
+        ),
+    ] = None,
     chat: Annotated[bool, typer.Option("--chat", help="Send text prompts as chats.")] = False,
     max_tokens: Annotated[
         int, typer.Option(min=1, help="Tokens per answer, unless a line sets it.")
@@ -80,6 +88,7 @@ def generate(
 
     \b
     skyctl generate "Once upon a time" --temperature 0
+    skyctl generate "7 times 6 is" --model math
     skyctl generate -i prompts.jsonl -o answers.jsonl --concurrency 64
     """
     from skyctl import output
@@ -87,6 +96,8 @@ def generate(
     from skyctl.generate.requests import RetryPolicy, failure
 
     defaults: dict[str, Any] = {"max_tokens": max_tokens}
+    if model is not None:
+        defaults["model"] = model
     if temperature is not None:
         defaults["temperature"] = temperature
     if ignore_eos:

@@ -153,15 +153,20 @@ def test_adapters_through_syncs_restarts_and_pushes(
     change = asyncio.run(adapters.sync("x", reference.tensors("x3"), config))
     assert change.adapter is not None and change.adapter.served_as == "x@2"
     assert answers("x") == wanted  # the same name and prompts: no KV block is stale
+    lines = root / "prompts.jsonl"
+    lines.write_text("".join(json.dumps({"prompt_token_ids": p}) + "\n" for p in PROMPTS))
+    asked = ("generate", "--input", str(lines), "--max-tokens", str(TOKENS), "--ignore-eos")
+    told = fleet.data(*asked, "--temperature", "0", "--model", "x")
+    assert [row["token_ids"] for row in told["results"]] == wanted
 
     # one batch with all of them, on each server: every row gets its own
-    asked = [(model, prompt) for model in ("base", "x", "first") for prompt in PROMPTS] * 4
+    batch = [(model, prompt) for model in ("base", "x", "first") for prompt in PROMPTS] * 4
     expected = {"base": base, "x": wanted, "first": first}
-    with ThreadPoolExecutor(len(asked)) as pool:
-        mixed = pool.map(lambda one: greedy(url, one[0], one[1], TOKENS, key=key), asked)
+    with ThreadPoolExecutor(len(batch)) as pool:
+        mixed = pool.map(lambda one: greedy(url, one[0], one[1], TOKENS, key=key), batch)
     assert all(
         tokens == expected[model][PROMPTS.index(prompt)]
-        for tokens, (model, prompt) in zip(mixed, asked, strict=True)
+        for tokens, (model, prompt) in zip(mixed, batch, strict=True)
     )
 
     refused = fleet.run("adapters", "sync", "x", str(root / "rank32"), expect=1)

@@ -66,9 +66,10 @@ def base(tmp_path: Path) -> Path:
     return write_checkpoint(tmp_path / "base")
 
 
-def in_memory() -> set[str]:
-    """What is staged in memory on this machine, by any process: others' may go at any time."""
-    return {p.name for p in Path(f"/dev/shm/skyctl-{os.getuid()}").glob("*")}
+def in_memory(home: Path) -> list[str]:
+    """What fleets of this state directory have staged in memory."""
+    origins = Path(f"/dev/shm/skyctl-{os.getuid()}").glob("*.origin")
+    return [origin.stem for origin in origins if home in Path(os.path.realpath(origin)).parents]
 
 
 def state_dict(seed: int) -> dict[str, Any]:
@@ -202,11 +203,12 @@ async def test_a_checkpoint_is_pushed_and_verified(tmp_path: Path, base: Path) -
 async def test_tensors_from_memory_come_to_what_a_checkpoint_of_them_does(
     tmp_path: Path, base: Path, home: Path
 ) -> None:
-    servers, before = stubs(base), in_memory()
+    servers = stubs(base)
     written = write_checkpoint(tmp_path / "new", tiny_tensors(50))
 
     async def gathered() -> AsyncIterator[tuple[str, Any]]:
         for name, tensor in state_dict(50).items():
+            assert in_memory(home)
             yield name, tensor
 
     async with attached(tmp_path, servers) as fleet, fleet:
@@ -222,7 +224,7 @@ async def test_tensors_from_memory_come_to_what_a_checkpoint_of_them_does(
         assert not any(server.engine.paused for server in servers)
     # nobody restarts these servers: nothing is kept for them
     assert list((home / "fleets" / "demo" / "weights").iterdir()) == []
-    assert in_memory() <= before
+    assert in_memory(home) == []
 
 
 async def test_tensors_that_do_not_fit_are_refused_before_anything_is_paused(
