@@ -5,9 +5,8 @@ second after each message, yielding its core between two looks, before it sleeps
 (`shm_broadcast.py`, 0.26 to 0.32). Beside GPUs that costs nothing that is wanted elsewhere. On CPU
 the cores are what the other replicas, the router and skyctl compute with. After a pause, every
 replica kept a core busy for a second; and on two cores under Linux 6.18 the yielding reader of one
-long generation kept other processes from running at all, for up to four seconds (a pause arrived
-when the generation had ended). A reader that sleeps between two looks leaves them at most 12 ms
-behind and makes that generation 15 % slower.
+long generation kept other processes from running at all, for seconds: a pause arrived when the
+generation had ended. A reader that sleeps between two looks costs a lone generation some speed.
 """
 
 from __future__ import annotations
