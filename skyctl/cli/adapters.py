@@ -136,10 +136,12 @@ def _change(
     timeout_s: float | None,
 ) -> None:
     from skyctl.adapters import LoadAdapter
+    from skyctl.core.registry import FleetRef, find
 
+    here = isinstance(find(file, fleet), FleetRef)  # else the path is one of another machine
     asked = LoadAdapter(
         name=name,
-        directory=str(directory.expanduser().absolute()),
+        directory=str(directory.expanduser().absolute() if here else directory),
         new=new,
         any_base=any_base,
         timeout_s=timeout_s,

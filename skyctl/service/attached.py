@@ -40,6 +40,10 @@ if TYPE_CHECKING:
     from skyctl.push.verify import Verification
 
 
+_WATCHED_S = 5.0
+"""How long found servers are those of `status`: `top` and `wait` ask again and again."""
+
+
 class AttachedFleet(RecordedFleet):
     """Servers by URL, named `<fleet>-0`, `-1`, … in the fleet file's order; where the file says how
     to find them, they are found anew before each verb.
@@ -55,9 +59,14 @@ class AttachedFleet(RecordedFleet):
         self._pushes: dict[str, asyncio.Task[None]] = {}
         self._token = control_token(access(ref.config, ref.paths))
         self.targets: tuple[ServerTarget, ...] = ()
+        self._located_at = 0.0
 
-    async def _located(self) -> tuple[ServerTarget, ...]:
-        """The servers as they are now. Raises as `locate`."""
+    async def _located(self, *, within_s: float = 0.0) -> tuple[ServerTarget, ...]:
+        """The servers as they are now, or were `within_s` seconds ago. Raises as `locate`."""
+        now = asyncio.get_running_loop().time()
+        if self.targets and now - self._located_at < within_s:
+            return self.targets
+        self._located_at = now
         self.targets = tuple(
             ServerTarget(name, url, self._token, self.ref.config.engine)
             for name, url in await locate(self.ref)
@@ -108,7 +117,7 @@ class AttachedFleet(RecordedFleet):
         return await attached_status(
             self._client,
             self.ref.name,
-            await self._located(),
+            await self._located(within_s=_WATCHED_S),
             router if isinstance(router, str) else None,
             self.state,
             engine=self.ref.config.engine,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ssl
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from skyctl.core.following import JobChanges
@@ -16,6 +17,9 @@ from skyctl.http.transport import Transport, TransportError
 from skyctl.push.request import PushRequest
 from skyctl.store.credentials import read_secret
 from skyctl.supervisor.client import RemoteFleet
+
+if TYPE_CHECKING:
+    from skyctl.adapters import AdapterChange, LoadAdapter
 
 
 class NetworkFleet(RemoteFleet):
@@ -35,6 +39,15 @@ class NetworkFleet(RemoteFleet):
         """Raises UsageError for a relative path: it would mean another directory there."""
         _refuse_local(asked.checkpoint, self.host)
         return await super().start_push(asked)
+
+    async def load_adapter(self, asked: LoadAdapter) -> AdapterChange:
+        """Raises UsageError for a relative path: it would mean another directory there."""
+        if not Path(asked.directory).is_absolute():
+            raise UsageError(
+                f"{asked.directory} is relative, and the fleet is on {self.host}",
+                hint=f"give the absolute path that it has on {self.host}",
+            )
+        return await super().load_adapter(asked)
 
     async def job_changes(self, asked: JobQuery) -> JobChanges:
         """The error of a push says on which machine a checkpoint was looked for."""

@@ -113,12 +113,22 @@ def _refuse_others(request: Request) -> None:
         raise version_mismatch(spoken(), theirs)
 
 
+def _number(text: str) -> float:
+    """Raises ValueError for NaN and for what has no 64 bits."""
+    if not abs(float(text)) < 2**63:
+        raise ValueError(text)
+    return float(text)
+
+
 def _asked(verb: str, kind: type | None, body: bytes) -> tuple[Any, ...]:
     """The verb's arguments. Raises UsageError for what no skyctl of this protocol writes."""
     try:
-        sent = json.loads(body or b"{}")
+        # NaN defeats every limit, and SQLite's numbers have 64 bits
+        sent = json.loads(
+            body or b"{}", parse_constant=_number, parse_float=_number, parse_int=_number
+        )
     except (ValueError, RecursionError) as error:
-        raise UsageError(f"{verb}: not JSON") from error
+        raise UsageError(f"{verb}: not JSON, or a number without bounds") from error
     known = {field.name for field in fields(kind)} if kind is not None else set()
     if not isinstance(sent, dict) or not sent.keys() <= known:
         raise UsageError(f"{verb}: a request has only: {', '.join(sorted(known)) or 'nothing'}")

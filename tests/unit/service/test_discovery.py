@@ -112,7 +112,9 @@ async def test_each_verb_asks_again_and_recovery_says_who_is_gone(
         doubt(fleet.state, {"b": InDoubt("b", "push-1", "pause", half_updated=False, thaw=True)})
         listed.write_text(f"a {first}\n")
         assert [one.server for one in await fleet.resume(Resume())] == ["a"]
+        listed.write_text("not asked again so soon")
         assert [one.name for one in (await fleet.status()).replicas] == ["a"]
+        listed.write_text(f"a {first}\n")
         found = {one.server: one for one in await fleet.recover()}
         assert found["a"].ok and not found["b"].ok
         assert "not among the servers that were found; push-1" in found["b"].detail

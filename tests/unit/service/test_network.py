@@ -15,6 +15,7 @@ import pytest
 import uvicorn
 from pydantic import ValidationError
 
+from skyctl.adapters import LoadAdapter
 from skyctl.core.registry import CA_VARIABLE, TOKEN_VARIABLE, RemoteRef, find, select
 from skyctl.core.service import Pause, Resume
 from skyctl.errors import FleetDownError, NotFoundError, SkyctlError, UsageError
@@ -120,6 +121,8 @@ async def test_paths_are_those_of_the_fleets_machine(
     async with connect(there.ref) as fleet:
         with pytest.raises(UsageError, match="runs is a directory of this machine"):
             await fleet.start_push(PushRequest("runs"))
+        with pytest.raises(UsageError, match="runs is relative, and the fleet is on 127"):
+            await fleet.load_adapter(LoadAdapter(name="x", directory="runs"))
         with pytest.raises(UsageError, match="on the fleet's own machine"):
             await fleet.staging()
         job = await fleet.wait_job(await fleet.start_push(PushRequest("/not/there")), timeout_s=30)

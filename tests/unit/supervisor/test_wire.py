@@ -5,13 +5,16 @@ from __future__ import annotations
 import hashlib
 from dataclasses import fields
 
+import pytest
+
 from skyctl.core.following import JobChanges
 from skyctl.core.plan import FleetPlan, FrontSpec, RouterSpec, ServerSpec
-from skyctl.core.service import Processes
+from skyctl.core.service import JobQuery, Processes
 from skyctl.core.status import FleetStatus
+from skyctl.errors import UsageError
 from skyctl.http.fanout import Outcome
 from skyctl.supervisor import wire
-from skyctl.supervisor.api import requests
+from skyctl.supervisor.api import _asked, requests
 from skyctl.supervisor.interface import SupervisorService
 
 # What the two sides exchanged when PROTOCOL was counted up last. It differs? Count PROTOCOL up, and
@@ -32,3 +35,12 @@ def test_a_change_of_what_is_exchanged_counts_the_protocol_up() -> None:
     ]
     digest = hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
     assert (wire.PROTOCOL, digest) == KNOWN
+
+
+@pytest.mark.parametrize("wait_s", ["NaN", "Infinity", "1e999", str(2**63)])
+def test_a_number_without_bounds_is_refused(wait_s: str) -> None:
+    assert _asked("job_changes", JobQuery, b'{"job": "push-1", "wait_s": 5}') == (
+        JobQuery("push-1", wait_s=5),
+    )
+    with pytest.raises(UsageError, match="a number without bounds"):
+        _asked("job_changes", JobQuery, f'{{"job": "push-1", "wait_s": {wait_s}}}'.encode())
