@@ -453,14 +453,6 @@ class Router(Protocol):
     @property
     def url(self) -> str: ...
 
-    async def ready(self) -> bool:
-        """True when it runs and believes at least one worker healthy.
-
-        Raises:
-            ServerUnreachable, DeadlineExceeded: the router itself does not answer.
-        """
-        ...
-
     async def workers(self) -> list[str]:
         """URLs it routes to, without trailing slash."""
         ...
@@ -477,7 +469,6 @@ class Routing:
     """An engine's router. `command` starts it, but for the workers, which `workers` adds;
     `client` has its routes, `metrics` asks its metrics port; both get a deadline in seconds."""
 
-    package: str
     command: Callable[[RouterLaunch], tuple[str, ...]]
     workers: Callable[[Sequence[str]], Sequence[str]]
     client: Callable[[ControlClient, str, float], Router]

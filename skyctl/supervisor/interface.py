@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TypeVar
 
 from skyctl.core.plan import FleetPlan
 from skyctl.core.service import FleetService
 from skyctl.supervisor.client import RemoteFleet
 from skyctl.supervisor.wire import adapter
 
-T = TypeVar("T")
 _UNDO_S = 120.0
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from skyctl.engines.vllm.router import RouterClient
-from skyctl.errors import DeadlineExceeded, ServerUnreachable
+from skyctl.errors import DeadlineExceeded, ServerError, ServerUnreachable
 from skyctl.generate.prompts import GenerationRequest
 from skyctl.generate.requests import Endpoint, GenerationClient
 from skyctl.http.client import ControlClient
@@ -51,8 +51,7 @@ async def routing(targets: list[ServerTarget], *arguments: str) -> AsyncIterator
     url = f"http://127.0.0.1:{port}"
     try:
         async with ControlClient() as control, asyncio.timeout(30):
-            router = RouterClient(control, url)
-            while not await is_up(router):  # noqa: ASYNC110 - another process's state
+            while not await is_up(control, url):  # noqa: ASYNC110 - another process's state
                 await asyncio.sleep(0.05)
         yield url
     finally:
@@ -65,11 +64,12 @@ async def routing(targets: list[ServerTarget], *arguments: str) -> AsyncIterator
             await process.wait()
 
 
-async def is_up(router: RouterClient) -> bool:
+async def is_up(client: ControlClient, url: str) -> bool:
     try:
-        return await router.ready()
-    except ServerUnreachable:
+        await client.text(ServerTarget("router", url), "/readiness", timeout_s=10.0)
+    except ServerError:
         return False
+    return True
 
 
 def free_ports(count: int) -> list[int]:
@@ -94,14 +94,6 @@ async def test_workers_leave_and_join_and_the_list_is_the_proof(client: ControlC
         await router.add_worker(first + "/")
         await router.add_worker(first)
         assert sorted(await router.workers()) == sorted([first, second])
-        assert await router.ready()
-
-
-async def test_a_router_without_workers_is_up_and_not_ready(client: ControlClient) -> None:
-    async with running([StubServer()]) as targets, routing(targets) as url:
-        router = RouterClient(client, url)
-        await router.remove_worker(targets[0].url)
-        assert await router.ready() is False
 
 
 async def test_adding_a_dead_worker_ends_at_our_deadline(client: ControlClient) -> None:

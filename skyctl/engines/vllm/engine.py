@@ -55,7 +55,6 @@ VLLM = Engine(
     warnings=command.warnings,
     sizes=command.sizes,
     routing=Routing(
-        package="vllm-router",
         command=command.router_command,
         workers=lambda urls: ["--worker-urls", *urls],
         client=_router,

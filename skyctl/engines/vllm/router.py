@@ -26,16 +26,6 @@ class RouterClient:
     def url(self) -> str:
         return self._target.url
 
-    async def ready(self) -> bool:
-        """True when the router runs and believes at least one worker healthy.
-
-        It is late to notice: a dead worker counts as healthy until its health checks failed.
-
-        Raises:
-            ServerUnreachable, DeadlineExceeded: the router itself does not answer.
-        """
-        return await self._is_ok("/readiness")
-
     async def workers(self) -> list[str]:
         return await self._workers(self._timeout_s)
 
@@ -75,17 +65,6 @@ class RouterClient:
         if not isinstance(urls, list):
             raise ServerError(f"router: {self.url}/list_workers answered {answer!r:.100}")
         return [str(url).rstrip("/") for url in urls]
-
-    async def _is_ok(self, path: str) -> bool:
-        try:
-            await self._client.text(self._target, path, timeout_s=self._timeout_s)
-        except DeadlineExceeded:
-            raise
-        except ServerError as error:
-            if error.status == 503:
-                return False
-            raise
-        return True
 
 
 async def router_metrics(client: ControlClient, url: str, timeout_s: float) -> RouterMetrics:
