@@ -1,4 +1,4 @@
-"""A frozen server is given back only with the weights it had."""
+"""A frozen server is released only with the weights it had."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def stubs(tmp_path: Path) -> Stubs:
     return Stubs(tmp_path, count=1)
 
 
-async def given_back(
+async def released(
     stubs: Stubs, stage: str, *, digest: str | None = None, thaw: bool = True, slept: int = 0
 ) -> None:
     async with stubs.client() as client:
@@ -37,7 +37,7 @@ async def digest_of(stubs: Stubs) -> str:
 async def test_one_without_a_session_is_resumed(stubs: Stubs, stage: str) -> None:
     [engine] = stubs.engines
     await engine.pause("keep")
-    await given_back(stubs, stage, digest=await digest_of(stubs))
+    await released(stubs, stage, digest=await digest_of(stubs))
     assert not engine.paused
     assert ("finish" in engine.log) is False
 
@@ -49,14 +49,14 @@ async def test_one_that_slept_sleeps_again(stubs: Stubs, woken: bool) -> None:
     await engine.sleep(1, "abort")
     if woken:
         await engine.wake(["weights"])
-    await given_back(stubs, "wake", digest=digest, slept=1)
+    await released(stubs, "wake", digest=digest, slept=1)
     assert engine.asleep == {"weights", "kv_cache"} and engine.served == []
 
 
 async def test_weights_that_a_sleep_discarded_stay_awake_and_serve_nobody(stubs: Stubs) -> None:
     [engine] = stubs.engines
     await engine.sleep(2, "abort")
-    await given_back(stubs, "pause", digest="what it had", slept=2)
+    await released(stubs, "pause", digest="what it had", slept=2)
     assert engine.asleep == {"kv_cache"} and engine.paused and engine.served == []
 
 
@@ -66,14 +66,14 @@ async def test_an_open_session_is_closed_first(stubs: Stubs, stage: str) -> None
     [engine] = stubs.engines
     await engine.pause("keep")
     engine.start_update()
-    await given_back(stubs, stage)
+    await released(stubs, stage)
     assert engine.log[-2:] == ["finish", "resume"] and not engine.update_open
 
 
 async def test_one_that_was_paused_before_stays_so(stubs: Stubs) -> None:
     [engine] = stubs.engines
     await engine.pause("keep")
-    await given_back(stubs, "start", thaw=False)
+    await released(stubs, "start", thaw=False)
     assert engine.paused
 
 
@@ -83,7 +83,7 @@ async def test_one_that_holds_something_else_is_not_resumed(stubs: Stubs) -> Non
     await engine.pause("keep")
     engine.digest = "something else"
     with pytest.raises(ServerError, match="not what they were"):
-        await given_back(stubs, "start", digest=before)
+        await released(stubs, "start", digest=before)
     assert engine.paused
 
 
@@ -93,7 +93,7 @@ async def test_one_that_cannot_digest_its_weights_stays_paused(stubs: Stubs) -> 
     await engine.pause("keep")
     stubs.servers[0].asgi.faults["/collective_rpc"] = Fault("status", text="out of memory")
     with pytest.raises(ServerError, match="out of memory"):
-        await given_back(stubs, "start", digest=before)
+        await released(stubs, "start", digest=before)
     assert engine.paused
 
 
@@ -104,5 +104,5 @@ async def test_one_that_may_have_got_bytes_is_not_resumed_without_a_digest(
     [engine] = stubs.engines
     await engine.pause("keep")
     with pytest.raises(ServerError, match="nobody knows what its weights were"):
-        await given_back(stubs, stage)
+        await released(stubs, stage)
     assert engine.paused and engine.log == ["pause keep"]

@@ -5,25 +5,20 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from skyctl.core.service import Down, Pause, Resume
+from skyctl.core.service import Pause, Resume
 from skyctl.errors import SkyctlError, StateUnwritable
-from skyctl.http.client import ControlClient
 from skyctl.launch.local.process import ManagedProcess
 from skyctl.store import unrecorded
-from skyctl.store.paths import FleetPaths
 from skyctl.store.state import FleetState, ProcessRow
 from skyctl.supervisor.report import report
 from skyctl.supervisor.resident import Supervisor
 from tests.unit.store.disks import FAULTS, FailingDisk
 from tests.unit.supervisor.fleets import eventually, fleet_plan, stub_router, stub_server
-from tests.unit.supervisor.test_resident import bring_up, pid_of, routed, states
+from tests.unit.supervisor.test_resident import bring_up, pid_of, routed, states, supervising
 
 QUICK = {"interval_s": 0.1}
 
@@ -48,20 +43,6 @@ class Unlucky(FleetState):
     def _fail(self, fails: bool) -> None:
         if fails:
             raise SkyctlError("cannot use the state file: database is locked")
-
-
-@asynccontextmanager
-async def supervising(
-    tmp_path: Path, kind: type[FleetState] = FleetState, **options: Any
-) -> AsyncIterator[Supervisor]:
-    paths = FleetPaths(tmp_path, "stubs").prepare()
-    async with ControlClient() as client:
-        with kind(paths.database, **options) as state:
-            supervisor = Supervisor(paths, state, client)
-            try:
-                yield supervisor
-            finally:
-                await supervisor.down(Down(0.0))
 
 
 async def kill_and_wait_for_another(supervisor: Supervisor) -> None:

@@ -46,11 +46,14 @@ from tests.unit.supervisor.fleets import (
 
 
 @asynccontextmanager
-async def supervising(tmp_path: Path) -> AsyncIterator[Supervisor]:
-    """A supervisor whose fleet is brought down at the end, whatever happened."""
+async def supervising(
+    tmp_path: Path, kind: type[FleetState] = FleetState, **options: Any
+) -> AsyncIterator[Supervisor]:
+    """A supervisor whose fleet is brought down at the end, whatever happened; its state is a `kind`
+    with these `options`."""
     paths = FleetPaths(tmp_path, "stubs").prepare()
     async with ControlClient() as client:
-        with FleetState(paths.database) as state:
+        with kind(paths.database, **options) as state:
             supervisor = Supervisor(paths, state, client)
             try:
                 yield supervisor
