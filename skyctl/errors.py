@@ -61,6 +61,10 @@ class SkyctlError(Exception):
         """Stable machine-readable name of the error, as `--json` prints it."""
         return type(self).__name__
 
+    def to_json(self) -> dict[str, str]:
+        """What `--json` prints of the error, beside its details and exit code."""
+        return {"kind": self.kind, "message": self.message, "hint": self.hint}
+
 
 class UsageError(SkyctlError):
     """The command line or a file the user wrote is wrong; nothing was touched."""

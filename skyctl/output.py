@@ -177,9 +177,7 @@ def _print_envelope(data: dict[str, Any], exit_code: ExitCode, error: SkyctlErro
         "ok": exit_code is ExitCode.OK,
         "exit_code": int(exit_code),
         "data": data,
-        "error": None
-        if error is None
-        else {"kind": error.kind, "message": error.message, "hint": error.hint},
+        "error": None if error is None else error.to_json(),
     }
     sys.stdout.write(json.dumps(envelope, indent=2, default=str) + "\n")
     sys.stdout.flush()

@@ -351,10 +351,4 @@ async def verify_servers(
 
 
 def _error_json(error: SkyctlError) -> dict[str, Any]:
-    return {
-        "kind": error.kind,
-        "message": error.message,
-        "hint": error.hint,
-        "exit_code": int(error.exit_code),
-        "details": error.details,
-    }
+    return {**error.to_json(), "exit_code": int(error.exit_code), "details": error.details}

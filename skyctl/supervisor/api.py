@@ -75,12 +75,7 @@ def make_app(
             arguments = _asked(verb, verbs[verb], await request.body())
             content, status = to_json(await getattr(fleet, verb)(*arguments)), 200
         except SkyctlError as error:
-            shown = {
-                "kind": error.kind,
-                "message": error.message,
-                "hint": error.hint,
-                "details": error.details,
-            }
+            shown = {**error.to_json(), "details": error.details}
             content = json.dumps({"error": shown}).encode()
             status = _STATUS.get(type(error), 404 if isinstance(error, NotFoundError) else 409)
         return Response(content, status, headers, media_type="application/json")
