@@ -118,7 +118,7 @@ async def _push_back(
     """How each server was left by a push of the committed weights, by name; and what failed."""
     committed = run.fleet.committed
     loaded = [site for site in sites if site.weights is Weights.NEW]
-    if committed is None:
+    if committed is None or committed.checkpoint is None:
         return {}, "nothing is known of it"
     run.note(f"the canary failed; {_version_before(run)} is pushed back")
     request = PushRequest(
@@ -130,7 +130,7 @@ async def _push_back(
         verify=run.request.verify,
         scan_nan=False,  # they were accepted when they were pushed
         allow_unproven_reload=run.request.allow_unproven_reload,
-        expected_digest=committed.digest,
+        expected_digest=committed.checkpoint_digest,
     )
     # half updated: what they hold was never accepted, so that nothing but a whole push frees them
     servers = tuple(replace(site.server, half_updated=True, thaw=True) for site in loaded)

@@ -13,6 +13,7 @@ from skyctl.store.expected import Expectations
 
 if TYPE_CHECKING:
     from skyctl.store.journal import PushRecord
+    from skyctl.store.state import FleetWeights
 
 STAGES = (
     "preflight",
@@ -129,25 +130,15 @@ class PushServer:
 
 
 @dataclass(frozen=True)
-class Committed:
-    """The weights that a fleet serves: what a push that is refused goes back to. `version` None:
-    those it was started with; `digest` None: the files were not looked at then."""
-
-    checkpoint: str
-    version: str | None = None
-    digest: str | None = None
-    transport: str = "auto"
-
-
-@dataclass(frozen=True)
 class PushFleet:
     """The servers of a push and the bounds it keeps.
 
     `model_path` is the directory or hub id of the checkpoint the servers run now, None when
     unknown. `transport` is what the fleet file says, used when the request says "auto". `python`
     is the interpreter that runs the sender process (it needs torch); "" is this one. `committed`
-    is None where it is not known. `pushes` are the fleet's latest, newest first. `expected` is
-    what servers must come to. `content` is what they hold, tensor by tensor, as far as is known.
+    are the weights it serves, and goes back to when a push is refused; None where that is not
+    known. `pushes` are the fleet's latest, newest first. `expected` is what servers must come to.
+    `content` is what they hold, tensor by tensor, as far as is known.
     """
 
     name: str
@@ -161,7 +152,7 @@ class PushFleet:
     transport: str = "auto"
     drain_timeout_s: float = 30.0
     pushes: tuple[PushRecord, ...] = ()
-    committed: Committed | None = None
+    committed: FleetWeights | None = None
     expected: Expectations = field(default_factory=Expectations)
     content: Content | None = None
 

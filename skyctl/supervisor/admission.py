@@ -17,10 +17,10 @@ from skyctl.errors import (
     WeightsGone,
 )
 from skyctl.http.client import ControlClient
-from skyctl.push.request import Committed, PushFleet, PushServer, SilentObserver
+from skyctl.push.request import PushFleet, PushServer, SilentObserver
 from skyctl.store.in_doubt import NO_DOUBT, InDoubt, in_doubt, leave_to_next_push, touch, trust
 from skyctl.store.journal import PushRecord
-from skyctl.store.state import FleetState
+from skyctl.store.state import FleetState, FleetWeights
 from skyctl.supervisor.replica import Replica
 
 
@@ -29,7 +29,7 @@ def push_fleet(
     replicas: Sequence[Replica],
     model_path: str,
     doubts: Mapping[str, InDoubt],
-    committed: Committed | None = None,
+    committed: FleetWeights | None = None,
     pushes: Sequence[PushRecord] = (),
 ) -> PushFleet:
     """The servers of a push, as the push wants to know them. `model_path` is what they run now,

@@ -16,7 +16,7 @@ from skyctl.core.guardian import guarded
 from skyctl.core.plan import FleetPlan
 from skyctl.core.recovery import needed
 from skyctl.errors import ConflictError, SkyctlError
-from skyctl.push.request import Committed, PushRequest
+from skyctl.push.request import PushRequest
 from skyctl.store.in_doubt import in_doubt
 from skyctl.store.journal import Job, Told
 from skyctl.store.state import FleetWeights
@@ -35,15 +35,13 @@ _ABANDON_TIMEOUT_S = 1.0
 _ASK_TIMEOUT_S = 5.0
 
 
-def committed(plan: FleetPlan, weights: FleetWeights) -> Committed | None:
+def committed(plan: FleetPlan, weights: FleetWeights) -> FleetWeights | None:
     """The weights that the fleet serves; before a first push, those it was started with."""
     if weights.checkpoint is not None:
-        return Committed(
-            weights.checkpoint, weights.version, weights.checkpoint_digest, weights.transport
-        )
+        return weights
     directory = locate(plan.model_path)
     started_with_files = directory is not None and any(directory.glob("*.safetensors"))
-    return Committed(plan.model_path) if started_with_files else None
+    return FleetWeights(checkpoint=plan.model_path) if started_with_files else None
 
 
 class Pushes:

@@ -14,8 +14,8 @@ import pytest
 from skyctl.checkpoints.checkpoint import read_checkpoint
 from skyctl.errors import CanaryFailed, PreflightError, PushError, SkyctlError, UsageError
 from skyctl.push.canary import Answer, Expectation, judge, parse_canary, read_answer, read_canary
-from skyctl.push.request import Committed
 from skyctl.push.transaction import PushRequest, PushResult, push
+from skyctl.store.state import FleetWeights
 from tests.stub.faults import Fault
 from tests.stub.generation import next_token
 from tests.unit.push.fleets import Recorder, Rotation, Stubs
@@ -43,7 +43,7 @@ def answer_of(digest: str) -> str:
 def remember(stubs: Stubs) -> None:
     """What the fleet serves is known: its base checkpoint, pushed as step-1."""
     digest = read_checkpoint(str(stubs.base)).identity_digest
-    stubs.fleet = replace(stubs.fleet, committed=Committed(str(stubs.base), "step-1", digest))
+    stubs.fleet = replace(stubs.fleet, committed=FleetWeights("step-1", str(stubs.base), digest))
 
 
 async def push_with(
