@@ -19,9 +19,10 @@ from skyctl.push.sites import Site, Weights, alive, each, open_session, require_
 from skyctl.push.worker_memory import bytes_beside
 from skyctl.store.contents import Content
 from skyctl.transfer.plan import Chunk, ChunkPlan
+from skyctl.transfer.reader import Filled
 from skyctl.transfer.sender_client import Opened, SenderFailed
 from skyctl.transfer.sender_pool import Lease, SenderPool, enough_is_read
-from skyctl.transfer.transports.base import Filled, Session, Transport, rank_offsets
+from skyctl.transfer.transports.base import Session, Transport, rank_offsets
 
 OUTSTANDING = 3
 """Updates under way at once where their order is free: while a server loads one chunk, the call

@@ -18,9 +18,9 @@ from skyctl.kill_points import reached
 from skyctl.push.delivery import ChunkDelivery
 from skyctl.push.sites import Site, Weights, alive, each
 from skyctl.transfer.plan import Chunk
+from skyctl.transfer.reader import Filled
 from skyctl.transfer.sender_client import Opened
 from skyctl.transfer.sender_pool import Lease
-from skyctl.transfer.transports.base import Filled
 
 OPEN_METHOD = "skyctl_layout_open"
 LOAD_METHOD = "skyctl_layout_load"

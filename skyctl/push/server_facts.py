@@ -21,30 +21,37 @@ _NCCL_TIMEOUT_S = 30.0
 _MOST = 4096
 
 
-@dataclass(frozen=True)
-class ServerFacts:
-    """What one server said of itself. Empty strings where it does not tell.
+@dataclass(frozen=True, kw_only=True)
+class ProcessFacts:
+    """What one server said of itself that does not change while its process lives. Empty strings
+    where it does not tell.
 
     `ranks` counts the workers of all data-parallel ranks and those of one. `nccl_settings` are
     NCCL's variables in its workers, None where it does not tell.
     `update_problem` is why its model must not be updated. `kv_lease_s`: see `StartedWith`.
     """
 
-    name: str
-    url: str
     backend: str
     vllm_version: str
-    dialect: Dialect
     ranks: tuple[int, int]
-    paused: bool
-    asleep: bool
-    weight_version: str | None
     model: str = ""
     load_format: str = ""
     nccl_problem: str = ""
     nccl_settings: Mapping[str, str] | None = None
     update_problem: str = ""
     kv_lease_s: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerFacts(ProcessFacts):
+    """All that one server said of itself."""
+
+    name: str
+    url: str
+    dialect: Dialect
+    paused: bool
+    asleep: bool
+    weight_version: str | None
 
     @property
     def world_size(self) -> int:
@@ -83,19 +90,11 @@ async def ask_servers(fleet: PushFleet, *, client: ControlClient) -> tuple[Serve
         return ServerFacts(
             name=target.name,
             url=target.url,
-            backend=made.backend,
-            vllm_version=made.vllm_version,
             dialect=_dialect(target, made.vllm_version),
-            ranks=made.ranks,
             paused=paused,
             asleep=asleep,
             weight_version=weight_version,
-            model=made.model,
-            load_format=made.load_format,
-            nccl_problem=made.nccl_problem,
-            nccl_settings=made.nccl_settings,
-            update_problem=made.update_problem,
-            kv_lease_s=made.kv_lease_s,
+            **vars(made),
         )
 
     targets = [server.target for server in fleet.servers]
@@ -106,27 +105,12 @@ async def ask_servers(fleet: PushFleet, *, client: ControlClient) -> tuple[Serve
     return tuple(outcome.value for outcome in outcomes if outcome.value is not None)
 
 
-@dataclass(frozen=True)
-class _Make:
-    """What does not change while a server's process lives."""
-
-    backend: str
-    vllm_version: str
-    ranks: tuple[int, int]
-    model: str
-    load_format: str
-    nccl_problem: str
-    nccl_settings: Mapping[str, str] | None
-    update_problem: str
-    kv_lease_s: float
-
-
-_makes: dict[str, _Make] = {}
+_makes: dict[str, ProcessFacts] = {}
 """By `PushServer.instance`: a trainer pushes to the same processes again and again, and the
 configuration alone costs vLLM longer than all other questions together."""
 
 
-async def _make(server: Server, pushed: PushServer) -> _Make:
+async def _make(server: Server, pushed: PushServer) -> ProcessFacts:
     known = _makes.get(pushed.instance)
     if known is not None:
         return known
@@ -139,7 +123,7 @@ async def _make(server: Server, pushed: PushServer) -> _Make:
     # what it says it was started with, else what the fleet believes
     backend = pushed.backend if started.backend is None else started.backend
     problem, settings = await _nccl(server) if backend == "nccl" else ("", None)
-    made = _Make(
+    made = ProcessFacts(
         backend=backend,
         vllm_version=version,
         ranks=ranks,

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from mmap import mmap
 from pathlib import Path
 from threading import Condition
+from typing import Any
 
 from skyctl.checkpoints.finite import NotFinite, first_not_finite
 from skyctl.checkpoints.header import Shard, digest_header, read_header, read_raw_header
@@ -36,12 +37,14 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class FilledSlot:
-    """A chunk in its slot, with the crc32 of each of its pieces, in their order."""
+class Filled:
+    """A chunk that lies in a slot of the sender. `crc32` has one checksum per tensor, none
+    where bytes never pass the CPU; `extra` is what the carrier adds (such as memory handles)."""
 
     chunk: int
     slot: int
-    crc32: list[int]
+    crc32: tuple[int, ...]
+    extra: Mapping[str, Any] = field(default_factory=dict)
 
 
 class ShardFiles:
@@ -158,7 +161,7 @@ class ChunkReader:
         self._turns = SlotTurns(len(slots))
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="read")
 
-    def run(self, on_filled: Callable[[FilledSlot], None]) -> None:
+    def run(self, on_filled: Callable[[Filled], None]) -> None:
         """Fill every chunk in order, calling `on_filled` after each. Returns early when stopped.
 
         Raises:
@@ -171,7 +174,7 @@ class ChunkReader:
                 if not self._turns.wait(chunk):
                     return
                 slot = self._turns.slot(chunk)
-                on_filled(FilledSlot(chunk, slot, self._fill(pieces, self._slots[slot])))
+                on_filled(Filled(chunk, slot, tuple(self._fill(pieces, self._slots[slot]))))
         finally:
             self._pool.shutdown()
 

@@ -32,7 +32,7 @@ from skyctl.checkpoints.header import Shard
 from skyctl.engines.vllm.inside.layout_wire import Program
 from skyctl.errors import PreflightError, SkyctlError
 from skyctl.kill_points import reached
-from skyctl.transfer.reader import FilledSlot, Piece, ShardFiles
+from skyctl.transfer.reader import Filled, Piece, ShardFiles
 from skyctl.transfer.transports.base import Carrier, Reader
 
 _PR_SET_PDEATHSIG = 1
@@ -123,7 +123,7 @@ class Sender:
         carrier, reader = self._opened(), self._reader
         assert reader is not None
 
-        def filled(slot: FilledSlot) -> None:
+        def filled(slot: Filled) -> None:
             extra = carrier.extra(slot.slot)
             if self._programs:
                 extra["numbers"] = carrier.numbers(slot.chunk, slot.slot)  # type: ignore[attr-defined]

@@ -17,7 +17,7 @@ from skyctl.errors import SkyctlError
 from skyctl.startup import inherited
 from skyctl.transfer.nccl_settings import applied
 from skyctl.transfer.plan import ChunkPlan, Placed
-from skyctl.transfer.transports.base import Filled
+from skyctl.transfer.reader import Filled
 
 _LINE_LIMIT = 256 * 1024 * 1024  # a header of a very large model is a few megabytes of JSON
 _STDERR_KEPT = 64 * 1024

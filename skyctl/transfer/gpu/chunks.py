@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from skyctl.transfer.gpu.reader import DeviceReader, ReadBatch, Span
-from skyctl.transfer.reader import FilledSlot, Piece, ShardFiles, SlotTurns
+from skyctl.transfer.reader import Filled, Piece, ShardFiles, SlotTurns
 
 READ_TIMEOUT_S = 600.0
 
@@ -39,7 +39,7 @@ class DeviceChunkReader:
         self._bytes_of = bytes_of
         self._turns = SlotTurns(len(addresses))
 
-    def run(self, on_filled: Callable[[FilledSlot], None]) -> None:
+    def run(self, on_filled: Callable[[Filled], None]) -> None:
         """Fill every chunk in order, calling `on_filled` after each. Returns early when stopped.
 
         Raises:
@@ -62,7 +62,7 @@ class DeviceChunkReader:
             slot = self._turns.slot(chunk)
             self._refuse_not_finite(chunk, slot)
             self._after_fill(slot)
-            on_filled(FilledSlot(chunk, slot, []))
+            on_filled(Filled(chunk, slot, ()))
 
     def release(self, chunk: int) -> None:
         self._turns.release(chunk)

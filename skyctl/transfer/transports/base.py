@@ -8,25 +8,14 @@ One module per mechanism holds both: `TRANSPORT` (used by the push, imports no t
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
 from skyctl.checkpoints.dtypes import torch_name
 from skyctl.engines.base import Dialect, TensorHeaders
 from skyctl.engines.vllm.inside.wire import ChunkUpdate, ReceiverInit
 from skyctl.transfer.plan import ALIGNMENT, Chunk, ChunkPlan, Packing
-from skyctl.transfer.reader import ChunkReader, FilledSlot, Piece, ShardFiles
-
-
-@dataclass(frozen=True)
-class Filled:
-    """A chunk that lies in a slot of the sender. `crc32` has one checksum per tensor, none
-    where bytes never pass the CPU; `extra` is what the carrier adds (such as memory handles)."""
-
-    chunk: int
-    slot: int
-    crc32: tuple[int, ...]
-    extra: Mapping[str, Any] = field(default_factory=dict)
+from skyctl.transfer.reader import ChunkReader, Filled, Piece, ShardFiles
 
 
 @dataclass(frozen=True)
@@ -96,7 +85,7 @@ class Transport(Protocol):
 class Reader(Protocol):
     """Fills slots from files, ahead of their use (`transfer/reader.py`)."""
 
-    def run(self, on_filled: Callable[[FilledSlot], None]) -> None:
+    def run(self, on_filled: Callable[[Filled], None]) -> None:
         """Fill chunk after chunk. Blocks; belongs in a thread of its own."""
 
     def release(self, chunk: int) -> None:

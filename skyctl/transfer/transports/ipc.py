@@ -14,7 +14,8 @@ from skyctl.engines.base import Dialect
 from skyctl.transfer.gpu.carrier import GpuCarrier, pickle_handles
 from skyctl.transfer.gpu.devices import uuid_of
 from skyctl.transfer.plan import Chunk
-from skyctl.transfer.transports.base import Filled, Session, Transport, tensor_headers
+from skyctl.transfer.reader import Filled
+from skyctl.transfer.transports.base import Session, Transport, tensor_headers
 
 
 class IpcTransport(Transport):

@@ -16,7 +16,8 @@ from skyctl.engines.vllm.inside.nccl import nccl_problem
 from skyctl.errors import PreflightError
 from skyctl.transfer.gpu.carrier import GpuCarrier
 from skyctl.transfer.plan import Chunk, Packing
-from skyctl.transfer.transports.base import Filled, Session, Transport, tensor_headers
+from skyctl.transfer.reader import Filled
+from skyctl.transfer.transports.base import Session, Transport, tensor_headers
 from skyctl.transfer.transports.rendezvous import HOST, Rendezvous
 
 WORKER_BUFFERS = 2

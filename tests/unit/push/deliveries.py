@@ -8,8 +8,8 @@ from skyctl.engines.vllm.dialects import dialect_for
 from skyctl.http.target import ServerTarget
 from skyctl.push.request import PushServer
 from skyctl.push.sites import Site
+from skyctl.transfer.reader import Filled
 from skyctl.transfer.sender_client import Opened, SenderFailed
-from skyctl.transfer.transports.base import Filled
 from skyctl.transfer.transports.ipc import IpcTransport
 
 

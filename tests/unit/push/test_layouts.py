@@ -25,9 +25,10 @@ from skyctl.push.runtime_delivery import CannotCopy, RuntimeDelivery
 from skyctl.push.sites import Site, Weights
 from skyctl.push.transaction import _stage
 from skyctl.transfer.plan import plan_chunks
+from skyctl.transfer.reader import Filled
 from skyctl.transfer.sender_client import Opened, SenderFailed, SenderProcess
 from skyctl.transfer.sender_pool import SenderPool
-from skyctl.transfer.transports.base import Filled, Transport
+from skyctl.transfer.transports.base import Transport
 from skyctl.transfer.transports.ipc import TRANSPORT as IPC
 from skyctl.transfer.transports.nccl import TRANSPORT as NCCL
 from tests.unit.push.checkpoints import filled, write_checkpoint

@@ -16,7 +16,7 @@ from skyctl.checkpoints.finite import NotFinite
 from skyctl.transfer.gpu.chunks import DeviceChunkReader, merged
 from skyctl.transfer.gpu.reader import Span, _pieces
 from skyctl.transfer.plan import ChunkPlan, plan_chunks
-from skyctl.transfer.reader import FilledSlot, Piece, ShardFiles
+from skyctl.transfer.reader import Filled, Piece, ShardFiles
 from tests.unit.checkpoints.test_finite import BAD, LARGEST
 from tests.unit.push.checkpoints import tiny_tensors, write_checkpoint
 
@@ -74,7 +74,7 @@ def test_every_chunk_is_whole_in_its_slot_when_it_is_announced(tmp_path: Path, s
     expected = tiny_tensors()
     seen: list[int] = []
 
-    def check(filled: FilledSlot) -> None:
+    def check(filled: Filled) -> None:
         base = filled.slot * size
         for placed in plan.chunks[filled.chunk].placed:
             begin = base + placed.offset
@@ -102,7 +102,7 @@ def test_a_slot_waits_for_its_release_and_a_stopped_reader_ends(tmp_path: Path) 
     seen: list[int] = []
     both = Event()
 
-    def filled(slot: FilledSlot) -> None:
+    def filled(slot: Filled) -> None:
         seen.append(slot.chunk)
         if len(seen) == 2:
             both.set()
