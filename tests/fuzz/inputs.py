@@ -20,6 +20,7 @@ import yaml
 
 from skyctl.checkpoints.checkpoint import INDEX_NAME, read_checkpoint
 from skyctl.checkpoints.header import read_header
+from skyctl.core.service import T
 from skyctl.engines.vllm.metrics import parse_metrics, parse_router_metrics
 from skyctl.engines.vllm.router import RouterClient
 from skyctl.engines.vllm.server import VLLMServer
@@ -32,7 +33,7 @@ from skyctl.store.identity import own_identity
 from skyctl.store.in_doubt import close_orphans, in_doubt, touch
 from skyctl.store.journal import Told
 from skyctl.store.state import FleetState, FleetWeights, ProcessRow
-from skyctl.supervisor.interface import SupervisorClient, SupervisorService, T
+from skyctl.supervisor.interface import SupervisorClient, SupervisorService
 from tests.fuzz.mutation import as_json, broken, mutated, nasty
 from tests.stub.through_httpx import ThroughHttpx
 from tests.unit.push.checkpoints import tiny_tensors, write_checkpoint
