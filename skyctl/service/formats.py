@@ -172,7 +172,10 @@ def _entry(urls: FleetUrls) -> str:
 
 
 def target_groups(urls: FleetUrls) -> list[dict[str, Any]]:
-    """One group per server and one for the router, with labels fleet, server, role and model."""
+    """One group per server and one for the router, with labels fleet, server, role and model.
+
+    Source: prometheus.io/docs/prometheus/latest/configuration/configuration/#file_sd_config
+    """
     groups = [_group(urls, name, "server", url) for name, url in urls.servers.items()]
     if urls.router_metrics:
         groups.append(_group(urls, "router", "router", urls.router_metrics))

@@ -65,8 +65,8 @@ _PACKAGES = tuple(
 )
 _ELSEWHERE = ("skyctl.engines.vllm.inside.", "skyctl.transfer.gpu", "skyctl.transfer.sender")
 """What runs in vLLM's processes and in the sender, some of it beside torch."""
-INTERVAL_S = 5.0
-PRUNE_INTERVAL_S = 3600.0
+_HOUSEKEEPING_INTERVAL_S = 5.0
+_PRUNE_INTERVAL_S = 3600.0
 _LOG = logging.getLogger(__name__)
 
 
@@ -264,19 +264,19 @@ def _log(line: str) -> None:
 
 async def keep_house(supervisor: Supervisor) -> None:
     """Logs, history and state are looked after until this is cancelled."""
-    pruned_at = -PRUNE_INTERVAL_S
+    pruned_at = -_PRUNE_INTERVAL_S
     while True:
         try:
             if supervisor.plan is not None:
                 await look_after_logs(supervisor.paths, supervisor.plan.config)
             supervisor.state.complete()
             await adapters.retire(supervisor)
-            if time.monotonic() - pruned_at > PRUNE_INTERVAL_S:
+            if time.monotonic() - pruned_at > _PRUNE_INTERVAL_S:
                 supervisor.state.prune()
                 pruned_at = time.monotonic()
         except Exception:
             _LOG.exception("housekeeping")
-        await asyncio.sleep(INTERVAL_S)
+        await asyncio.sleep(_HOUSEKEEPING_INTERVAL_S)
 
 
 async def look_after_logs(paths: FleetPaths, config: FleetConfig) -> None:

@@ -203,7 +203,11 @@ def ensure_certificate(cert: Path, key: Path, host: str) -> None:
 
 
 class BoundedListener(socket.socket):
-    """Closes at once what comes while `most` connections are open, in a TLS handshake or after."""
+    """Closes at once what comes while `most` connections are open, in a TLS handshake or after.
+
+    The supervisor's probes of servers need descriptors too: where a stranger has them all, servers
+    look dead.
+    """
 
     def __init__(self, listener: socket.socket, *, most: int = MOST_CONNECTIONS) -> None:
         super().__init__(fileno=listener.detach())
