@@ -28,6 +28,7 @@ class Defect:
     patches: Mapping[str, Any]
 
 
+_VERBS = (Act.VERB, Act.SLEEP)
 _take = Arbiter.take
 _interrupted_request = recovery.interrupted_request
 
@@ -42,13 +43,13 @@ def _recovery_only_looks(self: Arbiter, act: Act, what: str) -> Turn:
 
 
 def _verbs_do_not_look(self: Arbiter, act: Act, what: str) -> Turn:
-    return Turn(None) if act is Act.VERB else _take(self, act, what)
+    return Turn(None) if act in _VERBS else _take(self, act, what)
 
 
 def _verbs_look_once(self: Arbiter, act: Act, what: str) -> Turn:
     """A verb is refused during a push; a push is not refused during a verb."""
     turn = _take(self, act, what)
-    if act is Act.VERB:
+    if act in _VERBS:
         turn.release()
         return Turn(None)
     return turn
@@ -107,7 +108,7 @@ DEFECTS: dict[str, Defect] = {
         "attached", {"skyctl.core.arbiter.Arbiter.take": _verbs_do_not_look}
     ),
     "03 a push begins during a verb": Defect(
-        "supervised", {"skyctl.core.arbiter.Arbiter.take": _verbs_look_once}
+        "attached", {"skyctl.core.arbiter.Arbiter.take": _verbs_look_once}
     ),
     "04 a push goes on when its journal cannot be written": Defect(
         "attached",
