@@ -137,6 +137,10 @@ def judge(
         # the fleet moved on without it; a push that touched it has made it one of the fleet's
         if behind := _behind(version, weights, ours=True):
             return Finding(name, "wrong-version", behind, back)
+        # started anew since, by somebody else; a label that the push owes it is not on it yet
+        anew = not ours and not doubt.version and row.weight_version is not None
+        if anew and (foreign := foreign_version(row.weight_version, seen.version)):
+            return Finding(name, "wrong-version", foreign, back)
         return Finding(name, "frozen", doubt.why, "resume")
     if row.quarantine:
         return Finding(name, "quarantined", row.quarantine, "restart" if ours else "push")

@@ -64,9 +64,14 @@ async def run(
     if isinstance(asked, Wake):
         outcomes = await _with_adapters(outcomes, state, called, client, timeout_s)
     with state.transaction():
-        ended = state.get(_ENDED)
-        state.set(_ENDED, number := str(int(ended or 0) + 1))
-        state.update_servers({o.server: _changes(asked, o) for o in outcomes if o.ok})
+        ended, number = state.get(_ENDED), count(state)
+        changes = {o.server: _changes(asked, o) for o in outcomes if o.ok}
+        if ended != before and isinstance(asked, Pause | Resume):
+            # what another put on record meanwhile stays, unless the server says otherwise
+            now = {row.name: row.paused for row in state.servers()}
+            meanwhile = {name for name in changes if now.get(name, False) != rows[name].paused}
+            changes = {name: one for name, one in changes.items() if name not in meanwhile}
+        state.update_servers(changes)
         if called:
             state.add_event(*_event(asked, outcomes))
     if ended != before and isinstance(asked, Pause | Resume):
@@ -78,6 +83,13 @@ async def run(
         found.get(t.name) or Outcome(t.name, OutcomeStatus.SKIPPED, 0.0, skipped[t.name])
         for t in targets
     )
+
+
+def count(state: FleetState) -> str:
+    """Count a verb that ended, or that was put on record for a server that starts; its number."""
+    number = str(int(state.get(_ENDED) or 0) + 1)
+    state.set(_ENDED, number)
+    return number
 
 
 async def _call(

@@ -6,7 +6,7 @@ here until a push, a restart or `skyctl recover` has put them right.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -197,18 +197,24 @@ def close_orphans(state: FleetState, *, in_turn: bool = False) -> list[Job]:
         for job in state.journal.interrupt_orphans(living=in_turn):
             orphans.append(job)
             events = state.journal.events(job.id)
-            doubt(state, left_behind(job, events))
-            _roll_forward(state, job, verified(events))
+            left = left_behind(job, events)
+            doubt(state, left)
+            _roll_forward(state, job, verified(events), left)
     return orphans
 
 
-def _roll_forward(state: FleetState, job: Job, done: Sequence[Mapping[str, Any]]) -> None:
+def _roll_forward(
+    state: FleetState, job: Job, done: Sequence[Mapping[str, Any]], left: Collection[str]
+) -> None:
     """Every byte was sent and verified: the weights are the servers', and the fleet's if the push
-    was for all of it. A server that was not to be verified has them if the push gave it back."""
-    doubted = in_doubt(state)
+    was for all of it. A server that was not to be verified has them if the push gave it back, and
+    is not one of those that it `left`. What an earlier push left of it is over."""
     for one in done:
         what = {key: one[key] for key in ("checkpoint", "checkpoint_digest")}
-        holding = {n: digest for n, digest in one["servers"].items() if digest or n not in doubted}
+        holding = {n: digest for n, digest in one["servers"].items() if digest or n not in left}
+        released = [name for name in in_doubt(state) if name in holding and name not in left]
+        trust(state, *released)
+        state.update_servers({name: {"quarantine": None} for name in released})
         for name, digest in holding.items():
             state.update_server(
                 name, weight_version=one["version"], weights_digest=digest or None, **what

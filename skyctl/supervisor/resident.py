@@ -483,7 +483,9 @@ class Supervisor(RecordedFleet, SupervisorService):
         """The outcome of a verb for a replica that does not run; pauses are remembered for it."""
         detail = f"not running ({replica.state})"
         if isinstance(asked, Pause | Resume):
-            replica.update_row(paused=isinstance(asked, Pause))
+            with self.state.transaction():
+                replica.update_row(paused=isinstance(asked, Pause))
+                verbs.count(self.state)
             replica.intent_changed = True
             replica.resume_when_up = isinstance(asked, Resume)
             if replica.phase not in ("failed", "dead", "stopped"):

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from skyctl.core import actions
+from skyctl.core import actions, verbs
 from skyctl.core.arbiter import Act, Arbiter
 from skyctl.core.registry import FleetRef
 from skyctl.core.service import Pause, Resume, Sleep, Wake
@@ -25,6 +25,7 @@ from skyctl.store.journal import Told
 from skyctl.store.paths import fleet_paths
 from skyctl.store.state import FleetState
 from tests.stub.app import StubServer
+from tests.stub.faults import Fault
 from tests.stub.inprocess import StubTransport
 
 
@@ -50,6 +51,29 @@ async def test_verbs_change_the_servers_and_status_sees_it(
         assert [r.state for r in (await fleet.status()).replicas] == ["paused", "paused"]
         await fleet.resume(Resume(servers=("far-1",)))
         assert [r.state for r in (await fleet.status()).replicas] == ["paused", "ready"]
+
+
+@pytest.mark.parametrize("answers", [True, False])
+async def test_a_pause_put_on_record_for_a_server_that_starts_outlives_an_earlier_resume(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answers: bool
+) -> None:
+    resume, stub = actions.resume, StubServer()
+
+    async def started_anew(*arguments: Any, **more: Any) -> list[Outcome[None]]:
+        outcomes = await resume(*arguments, **more)
+        with fleet.state.transaction():  # as a supervisor does for a replica that starts
+            fleet.state.update_server("far-0", paused=True)
+            verbs.count(fleet.state)
+        if answers:
+            await stub.engine.pause("keep")
+        else:
+            stub.asgi.faults["/is_paused"] = Fault("status")
+        return outcomes
+
+    monkeypatch.setattr(actions, "resume", started_anew)
+    async with attached(tmp_path, monkeypatch, stub) as fleet:
+        await fleet.resume()
+        assert fleet.state.server("far-0").paused
 
 
 async def test_of_a_pause_and_a_resume_at_once_what_the_server_took_last_is_on_record(

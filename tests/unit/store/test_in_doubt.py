@@ -124,7 +124,9 @@ def test_a_dead_push_quarantines_what_it_left_and_is_closed_once(state: FleetSta
 
 @pytest.mark.parametrize("whole", [True, False])
 def test_what_a_dead_push_had_verified_is_committed(state: FleetState, whole: bool) -> None:
-    """Of a part of a roll only the servers are: the fleet's version is the one before."""
+    """Of a part of a roll only the servers are: the fleet's version is the one before. What an
+    earlier push had left of a server that this one gave back is over."""
+    doubt(state, {"b": InDoubt("b", "push-0", "init", half_updated=False, thaw=True)})
     job = journaled(
         state, "pause", "a:pausing", "b:pausing", "c:pausing", "update", "resume", dead=True
     )
@@ -146,6 +148,7 @@ def test_what_a_dead_push_had_verified_is_committed(state: FleetState, whole: bo
     for name in ("a", "b"):
         row = state.server(name)
         assert (row.weight_version, row.weights_digest) == ("v2", "weights")
+    assert state.server("a").quarantine and not state.server("b").quarantine
     assert state.weights().version == ("v2" if whole else None)
     assert [push.ok for push in state.journal.pushes()] == ([True] if whole else [])
 
