@@ -27,7 +27,7 @@ from skyctl.errors import NotFoundError, StateUnwritable, UsageError
 from skyctl.http.client import ControlClient
 from skyctl.http.target import ServerTarget
 from skyctl.service.discovery import locate
-from skyctl.store.in_doubt import close_orphans
+from skyctl.store.in_doubt import close_orphans, in_doubt
 from skyctl.store.retention import Retention
 from skyctl.store.state import FleetState, ServerRow
 from skyctl.store.unrecorded import LOST, Unrecorded
@@ -66,11 +66,11 @@ class AttachedFleet(RecordedFleet):
         now = asyncio.get_running_loop().time()
         if self.targets and now - self._located_at < within_s:
             return self.targets
-        self._located_at = now
         self.targets = tuple(
             ServerTarget(name, url, self._token, self.ref.config.engine)
             for name, url in await locate(self.ref)
         )
+        self._located_at = now
         return self.targets
 
     async def __aenter__(self) -> Self:
@@ -141,12 +141,21 @@ class AttachedFleet(RecordedFleet):
         asked = replace(asked, traceparent=current_traceparent())
         turn = await self._turn(Act.PUSH, "a push that is just starting")
         try:
+            self._forget_gone()
             job, task = begin(self.ref, self.targets, asked, self._client, self.state, turn)
         except BaseException:
             turn.release()
             raise
         self._pushes[job.id] = task
         return job.id
+
+    def _forget_gone(self) -> None:
+        """Servers that are not there any more, and that nothing is to be remembered of."""
+        there, doubted = {target.name for target in self.targets}, in_doubt(self.state)
+        for row in self.state.servers():
+            meant = row.paused or row.sleep_level or row.quarantine or row.name in doubted
+            if row.name not in there and not meant:
+                self.state.forget_server(row.name)
 
     async def model_path(self) -> str | None:
         """As the servers or the last push say."""
@@ -158,9 +167,11 @@ class AttachedFleet(RecordedFleet):
         return Staging(self.paths.staging, frozenset(), self.paths.adapters)
 
     async def weights(self) -> WeightsState:
-        known = {row.name: row for row in self.state.servers()}
-        rows = tuple(known.get(t.name, ServerRow(t.name)) for t in await self._located())
-        return replace(await super().weights(), servers=rows)
+        """Of found servers, what is on record: nobody is looked for."""
+        rows = {row.name: row for row in self.state.servers()}
+        if isinstance(self.ref.config.servers, list):
+            rows = {t.name: rows.get(t.name, ServerRow(t.name)) for t in await self._located()}
+        return replace(await super().weights(), servers=tuple(rows.values()))
 
     async def verify_weights(self) -> Verification:
         from skyctl.core.jobs import verify_servers
@@ -222,8 +233,9 @@ class AttachedFleet(RecordedFleet):
         """From outside. A push, or another recovery, is waited for, `timeout_s` at most."""
         from skyctl.service.attached_recovery import recover
 
-        targets = await self._located()
-        return await recover(self.ref, targets, self._client, self.state, wait_s=asked.timeout_s)
+        return await recover(
+            self.ref, self._located, self._client, self.state, wait_s=asked.timeout_s
+        )
 
     async def urls(self) -> FleetUrls:
         """Where to send requests; the router's metrics are not known."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 
 from skyctl import engines
@@ -49,14 +49,14 @@ async def find(
         Finding(name, "unreachable", f"{_GONE}; {one.why}", "quarantine")
         for name, one in doubts.items()
         if name not in {target.name for target in targets}
-        and not (rows[name].quarantine or "").startswith(_GONE)
+        and not (rows.get(name, ServerRow(name)).quarantine or "").startswith(_GONE)
     ]
     return (*judged, *gone)
 
 
 async def recover(
     ref: FleetRef,
-    targets: Sequence[ServerTarget],
+    locate: Callable[[], Awaitable[Sequence[ServerTarget]]],
     client: ControlClient,
     state: FleetState,
     *,
@@ -64,7 +64,8 @@ async def recover(
 ) -> tuple[Recovered, ...]:
     """Find what is wrong and put it right; one report per server.
 
-    A push, or another recovery, is waited for, `wait_s` seconds at most.
+    A push, or another recovery, is waited for, `wait_s` seconds at most. Who is there, `locate`
+    says after that.
 
     Raises:
         ConflictError: another recovery, or a push, has not ended by then.
@@ -72,6 +73,7 @@ async def recover(
     wait_s = _TURN_WAIT_S if wait_s is None else wait_s
     close_orphans(state)  # before any wait: whoever follows a job learns that its process is dead
     with await Arbiter(state.locks).turn(Act.RECOVER, "skyctl recover", wait_s=wait_s):
+        targets = await locate()
         close_orphans(state, in_turn=True)
         actions = _Actions(ref, targets, client, state)
         recovered = await carry_out(await find(targets, client, state), actions)

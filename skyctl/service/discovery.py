@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from skyctl.core.registry import FleetRef
 from skyctl.errors import NotFoundError, SkyctlError
@@ -19,7 +20,7 @@ Located = tuple[str, str]
 """A server's name and URL."""
 
 _LINE = re.compile(r"(?:(?P<name>[A-Za-z0-9][A-Za-z0-9._-]{0,62})\s+)?(?P<url>https?://[^\s/]+\S*)")
-_MOST = 4096
+_MOST, _MOST_BYTES = 4096, 2**20
 
 
 async def locate(ref: FleetRef) -> tuple[Located, ...]:
@@ -85,20 +86,35 @@ async def _printed(command: str, directory: Path) -> Sequence[Located]:
         stderr=asyncio.subprocess.PIPE,
         start_new_session=True,
     )
+    assert process.stdout is not None and process.stderr is not None
     try:
-        out, errors = await process.communicate()
+        out, errors = await asyncio.gather(_bounded(process.stdout), _bounded(process.stderr))
+        await process.wait()
     except BaseException:  # too late, or Ctrl-C: with all that it started
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
+        with suppress(TimeoutError):  # of pipes that are read to their end nothing is left open
+            async with asyncio.timeout(1):
+                await asyncio.gather(_bounded(process.stdout), _bounded(process.stderr))
         await process.wait()
         raise
     if process.returncode:
         said = errors.decode(errors="replace").strip().splitlines()
         raise ValueError(f"exit code {process.returncode}{f', {said[-1]}' if said else ''}")
+    if len(out) > _MOST_BYTES:
+        raise ValueError(f"it prints more than {_MOST_BYTES} bytes")
     lines = [line for line in out.decode(errors="replace").splitlines() if line.strip()]
     if len(lines) > _MOST:
         raise ValueError(f"{len(lines)} lines (at most {_MOST} servers)")
     return [_read(line.strip()) for line in lines]
+
+
+async def _bounded(stream: asyncio.StreamReader) -> bytes:
+    """What is read until its end, as far as it is of use."""
+    kept = b""
+    while part := await stream.read(2**16):
+        kept += part[: _MOST_BYTES + 1 - len(kept)]
+    return kept
 
 
 def _read(line: str) -> Located:
@@ -106,9 +122,15 @@ def _read(line: str) -> Located:
     if parts is None:
         raise ValueError(f"{line[:80]!r} is no line of the form `URL` or `NAME URL`")
     url = parts["url"].rstrip("/")
-    return parts["name"] or _name(url), url
+    by_address = _name(url)
+    return parts["name"] or by_address, url
 
 
 def _name(url: str) -> str:
-    """`http://10.0.0.3:8000` is `10-0-0-3-8000`."""
-    return re.sub(r"[^A-Za-z0-9]+", "-", url.partition("://")[2]).strip("-")
+    """`http://10.0.0.3:8000` is `10-0-0-3-8000`. Raises ValueError for what is no URL."""
+    found = urlsplit(url)
+    port = f"-{found.port}" if found.port else ""
+    name = re.sub(r"[^A-Za-z0-9]+", "-", found.hostname or "").strip("-")
+    if not name:
+        raise ValueError(f"{url[:80]!r} has no host")
+    return f"{name}{port}"

@@ -9,11 +9,13 @@ from typing import Any
 
 import pytest
 
+from skyctl.core.arbiter import Act
 from skyctl.core.registry import FleetRef
 from skyctl.core.service import Pause, Resume
 from skyctl.errors import NotFoundError, SkyctlError
 from skyctl.fleetfile.schema import FleetConfig
 from skyctl.http.client import ControlClient
+from skyctl.push.request import PushRequest
 from skyctl.service.attached import AttachedFleet
 from skyctl.service.discovery import locate
 from skyctl.store.in_doubt import InDoubt, doubt
@@ -53,6 +55,9 @@ async def test_a_command_names_servers_relative_to_the_fleet_file(
         ("echo a http://x:1; echo a http://x:2", "more than one server named a"),
         ("echo a http://x:1; echo b http://x:1", "more than one server at http://x:1"),
         ("yes http://x:1 | head -n 5000", "5000 lines (at most 4096 servers)"),
+        ("yes http://x:1 | head -n 200000", "it prints more than 1048576 bytes"),
+        ("echo a http://x:99999", "Port out of range"),
+        ("echo http://_", "'http://_' has no host"),
     ],
 )
 async def test_what_is_not_a_list_of_servers_is_said(
@@ -63,10 +68,11 @@ async def test_what_is_not_a_list_of_servers_is_said(
     assert expected in raised.value.message
 
 
+@pytest.mark.parametrize("hangs", ["wait", "yes"])
 async def test_a_command_that_hangs_ends_with_what_it_started(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hangs: str
 ) -> None:
-    command = "sleep 600 & echo $! > pid; wait"
+    command = f"sleep 600 & echo $! > pid; {hangs}"
     ref = reference(tmp_path, monkeypatch, {"command": command}, timeout_s=0.5)
     with pytest.raises(SkyctlError, match=r"no answer in 0\.5 s"):
         await locate(ref)
@@ -119,8 +125,33 @@ async def test_each_verb_asks_again_and_recovery_says_who_is_gone(
         assert found["a"].ok and not found["b"].ok
         assert "not among the servers that were found; push-1" in found["b"].detail
         assert [one.server for one in await fleet.recover()] == ["a"]
+        listed.write_text("")
+        assert [row.name for row in (await fleet.weights()).servers] == ["a", "b"]
         listed.write_text(f"b {second}\n")  # it is back, as the push left it
         assert [(one.server, one.ok) for one in await fleet.recover()] == [("b", True)]
         listed.write_text("")
         with pytest.raises(NotFoundError, match="has no server"):
             await fleet.resume(Resume())
+
+
+async def test_recovery_looks_for_servers_when_it_has_its_turn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    transport = StubTransport([StubServer(), StubServer()])
+    first, second = (target.url for target in transport.targets)
+    listed = tmp_path / "servers.txt"
+    listed.write_text(f"a {first}\n")
+    ref = reference(tmp_path, monkeypatch, {"command": "cat servers.txt"})
+    async with AttachedFleet(ref, client=ControlClient(transport=transport)) as fleet:
+        turn = await fleet.arbiter.turn(Act.PUSH, "a push")
+        recovering = asyncio.create_task(fleet.recover())
+        await asyncio.sleep(0.1)
+        listed.write_text(f"a {first}\nb {second}\n")
+        turn.release()
+        assert [one.server for one in await recovering] == ["a", "b"]
+        fleet.state.update_server("b", weight_version="v1")
+        fleet.state.update_server("c", paused=True)
+        listed.write_text(f"a {first}\n")
+        await fleet.wait_job(await fleet.start_push(PushRequest("/none")), timeout_s=30)
+        # of one that is gone only what it is meant to be is remembered
+        assert [row.name for row in fleet.state.servers() if row.name != "a"] == ["c"]

@@ -37,7 +37,7 @@ def test_a_change_of_what_is_exchanged_counts_the_protocol_up() -> None:
     assert (wire.PROTOCOL, digest) == KNOWN
 
 
-@pytest.mark.parametrize("wait_s", ["NaN", "Infinity", "1e999", str(2**63)])
+@pytest.mark.parametrize("wait_s", ["NaN", "Infinity", '"NaN"', "1e999", str(2**63)])
 def test_a_number_without_bounds_is_refused(wait_s: str) -> None:
     assert _asked("job_changes", JobQuery, b'{"job": "push-1", "wait_s": 5}') == (
         JobQuery("push-1", wait_s=5),
