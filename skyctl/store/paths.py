@@ -8,7 +8,6 @@ import fcntl
 import hashlib
 import os
 import stat
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +30,7 @@ _DISK = (
 # sun_path holds 108 bytes on Linux and 104 elsewhere, with the terminating zero.
 LONGEST_SOCKET_PATH_BYTES = 100
 # a server names its sockets <directory>/<36 characters>
+_EVERYBODYS = Path("/tmp")
 _LONGEST_SCRATCH_PATH_BYTES = LONGEST_SOCKET_PATH_BYTES - 37
 
 
@@ -196,7 +196,7 @@ class FleetPaths:
 
     @property
     def socket(self) -> Path:
-        """The supervisor's unix socket; under the temporary directory when the path is too long."""
+        """The supervisor's unix socket; under /tmp when the path is too long."""
         path = self.directory / "supervisor.sock"
         if len(os.fsencode(path)) <= LONGEST_SOCKET_PATH_BYTES:
             return path
@@ -290,9 +290,10 @@ class FleetPaths:
 
 
 def _short(path: Path, suffix: str) -> Path:
-    """What stands for `path` in this user's directory under the temporary one."""
+    """What stands for `path` in this user's directory under /tmp, the same for every process:
+    commands of other terminals, and the fleet's own, may have another TMPDIR."""
     digest = hashlib.sha256(os.fsencode(path)).hexdigest()[:16]
-    return Path(tempfile.gettempdir()) / f"skyctl-{os.getuid()}" / f"{digest}{suffix}"
+    return _EVERYBODYS / f"skyctl-{os.getuid()}" / f"{digest}{suffix}"
 
 
 def fleet_paths(name: str, environ: Mapping[str, str] | None = None) -> FleetPaths:

@@ -58,8 +58,8 @@ def test_a_directory_of_another_user_is_refused(
 async def test_a_socket_in_somebody_elses_directory_is_not_talked_to(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The path is too long for a socket: it lies in the temporary directory, open to all."""
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "tmp"))
+    """The path is too long for a socket: it lies in /tmp, open to all."""
+    monkeypatch.setattr("skyctl.store.paths._EVERYBODYS", tmp_path / "tmp")
     (tmp_path / "tmp").mkdir()
     paths = FleetPaths(tmp_path / ("long" * 30), "demo")
     assert paths.socket.is_relative_to(tmp_path / "tmp")
@@ -77,6 +77,15 @@ def test_a_private_file_is_neither_shared_nor_redirected(tmp_path: Path) -> None
     (tmp_path / "link").symlink_to(tmp_path / "file")
     with pytest.raises(SkyctlError, match="cannot open"):
         create_private_file(tmp_path / "link")
+
+
+def test_every_process_finds_the_socket_whatever_its_temporary_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paths = FleetPaths(Path("/var") / ("long" * 30), "demo")
+    found = paths.socket, paths.scratch
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    assert (paths.socket, paths.scratch) == found
 
 
 @pytest.mark.parametrize("depth", [1, 12])
