@@ -233,19 +233,20 @@ class _Planner:
             for replica, replica_gpus, cores in zip(self.replicas, placed, bindings, strict=True)
         ]
         servers = tuple(map(self._server, self.replicas, launches))
+        router = self._router(config.router)
         return FleetPlan(
             name=config.name,
             device=self.device,
             model_path=self.model_path,
             served_model_name=self.served_model_name,
             servers=servers,
-            router=self._router(config.router),
+            router=router,
             config=config,
             warnings=plan_warnings(config, launches, len(self.cpus)),
             base_dir=self.base_dir,
             python=self.python,
             free_gpus=free,
-            tinker=self._tinker(),
+            tinker=self._tinker(router or servers[0]),
         )
 
     def _launch(
@@ -322,7 +323,7 @@ class _Planner:
         argv = routing(self.engine.name).command(launch)
         return RouterSpec(argv, dict(section.env), launch.host, launch.port, launch.metrics_port)
 
-    def _tinker(self) -> FrontSpec | None:
+    def _tinker(self, entry: FrontSpec | ServerSpec) -> FrontSpec | None:
         section, lora = self.config.tinker, self.config.lora
         if section is None or lora is None:  # the schema has both or no `tinker`
             return None
@@ -342,6 +343,9 @@ class _Planner:
             max_body=section.max_body,
             max_adapters=lora.max_adapters,
             context=longest(self.config.args),
+            entry=entry.url,
+            served_model_name=self.served_model_name,
+            key_source=self.config.api_key_env or ("file" if self.config.auth == "all" else None),
         )
         argv = (self.own_python, "-m", "skyctl.tinker", settings.argument())
         return FrontSpec(argv, {}, section.host, section.port)

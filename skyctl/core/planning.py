@@ -11,7 +11,7 @@ from pathlib import Path
 from skyctl.core.check import check_plan
 from skyctl.core.plan import FleetPlan, plan_fleet
 from skyctl.errors import UsageError
-from skyctl.fleetfile.schema import FleetConfig
+from skyctl.fleetfile.schema import FleetConfig, RouterSection
 from skyctl.launch import HOSTS
 
 
@@ -57,10 +57,10 @@ def planned(
     tinker: bool = True,
 ) -> FleetPlan:
     """The plan of a fleet; what runs already keeps its `ports`. False plans none of these."""
+    if not router:  # the Tinker API goes past it then
+        config = config.model_copy(update={"router": RouterSection(enabled=False)})
     plan = plan_here(config, base_dir, known_ports=ports)
-    return replace(
-        plan, router=plan.router if router else None, tinker=plan.tinker if tinker else None
-    )
+    return plan if tinker else replace(plan, tinker=None)
 
 
 def scaled(config: FleetConfig, replicas: int) -> FleetConfig:

@@ -18,7 +18,11 @@ INSTALL = "pip install 'skyctl-fleet[tinker]'"
 @dataclass(frozen=True)
 class TinkerSettings:
     """All that the API process is told. `storage` None is the fleet's own directory; `context` is
-    how many tokens a server takes, prompt and answer, None where only the model says so."""
+    how many tokens a server takes, prompt and answer, None where only the model says so.
+
+    It asks its supervisor for its endpoint, once. `entry` (its URL), `served_model_name` and
+    `key_source` (a variable, a file or none) are here so that another one starts it anew.
+    """
 
     fleet: str
     model: str
@@ -34,6 +38,9 @@ class TinkerSettings:
     max_body: int
     max_adapters: int
     context: int | None
+    entry: str
+    served_model_name: str
+    key_source: str | None
 
     def argument(self) -> str:
         """As one word of a command line."""

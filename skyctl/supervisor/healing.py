@@ -21,6 +21,7 @@ from skyctl.store.in_doubt import in_doubt
 from skyctl.store.journal import Job
 from skyctl.store.rebuild import unrecorded_processes
 from skyctl.supervisor import admission, rollout
+from skyctl.supervisor.wire import spec_hash
 
 if TYPE_CHECKING:
     from skyctl.store.state import ProcessRow
@@ -127,7 +128,8 @@ async def take_over(supervisor: Supervisor, plan: FleetPlan) -> None:
         if name not in supervisor.replicas:
             supervisor.new_replica(spec).start()
     supervisor.replicas = {name: supervisor.replicas[name] for name in specs}
-    rollout.start_fronts(supervisor, plan)
+    rollout.start_router(supervisor, plan)
+    rollout.start_tinker(supervisor, plan)
     reached("adopt.done")
     await _heal_adopted(supervisor)
     supervisor.taken_over = True
@@ -156,6 +158,8 @@ async def _adopt(supervisor: Supervisor, plan: FleetPlan) -> None:
     """Take over what an earlier supervisor started and still runs; end what nobody wants.
 
     One that differs from the plan is adopted as well: to restart it is for whoever wants the plan.
+    But for the Tinker API: another endpoint or another skyctl's supervisor would be lost on it, and
+    what it was asked for is on disk.
     """
     host = HOSTS[plan.config.launcher]
     specs = {spec.name for spec in plan.servers}
@@ -168,7 +172,7 @@ async def _adopt(supervisor: Supervisor, plan: FleetPlan) -> None:
             child.start(process)
             continue
         if left := process.members():
-            why = "it is not in the plan" if process.alive() else "its server is gone"
+            why = "it is not what the plan has" if process.alive() else "its server is gone"
             pids = ", ".join(str(member.pid) for member in left)
             supervisor.state.add_event(row.name, f"ended what was left (pid {pids}): {why}")
             await process.stop(plan.config.stop_timeout_s)
@@ -183,6 +187,7 @@ def _wanted(supervisor: Supervisor, plan: FleetPlan, row: ProcessRow) -> KeptRun
     if row.role == "router":
         return rollout.new_router(supervisor, plan.router) if plan.router else None
     if row.role == "tinker":
-        return rollout.new_tinker(supervisor, plan.tinker) if plan.tinker else None
+        same = plan.tinker is not None and row.spec_hash == spec_hash(plan.tinker)
+        return rollout.new_tinker(supervisor, plan.tinker) if plan.tinker and same else None
     spec = next((spec for spec in plan.servers if spec.name == row.name), None)
     return supervisor.new_replica(spec) if spec else None

@@ -17,6 +17,7 @@ from skyctl.launch.base import Host
 from skyctl.store.state import FleetState, ProcessRow
 from skyctl.supervisor import adapters
 from skyctl.supervisor.front import Front, FrontContext
+from skyctl.supervisor.kept import SETTLED
 from skyctl.supervisor.replica import Replica
 from skyctl.supervisor.router import RouterChild
 from skyctl.supervisor.tinker import TinkerChild
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
     from skyctl.supervisor.resident import Supervisor
 
 _DRAIN_POLL_S = 0.25
+_SETTLE_POLL_S = 0.25
+_GIVEN_UP = ("failed", "dead")
 
 
 async def apply_plan(supervisor: Supervisor, plan: FleetPlan) -> None:
@@ -46,9 +49,11 @@ async def apply_plan(supervisor: Supervisor, plan: FleetPlan) -> None:
         replica.spec = specs[name]
         supervisor.started_by_operation.append(name)
         replica.start()
-    await _apply_fronts(supervisor, plan)
+    await _remove_other_fronts(supervisor, plan)
+    start_router(supervisor, plan)
     for name in changes.restart:
         await restart(supervisor, supervisor.replicas[name], plan)
+    start_tinker(supervisor, plan)  # it asks for its endpoint once: servers are the plan's by now
     supervisor.replicas = {name: supervisor.replicas[name] for name in specs}
     await asyncio.gather(*(r.settled.wait() for r in supervisor.replicas.values()))
     await settle_fronts(supervisor)
@@ -143,17 +148,14 @@ async def sync_router(supervisor: Supervisor) -> None:
         router.wake()
 
 
-async def _apply_fronts(supervisor: Supervisor, plan: FleetPlan) -> None:
-    anew = False  # the API keeps the router's address
+async def _remove_other_fronts(supervisor: Supervisor, plan: FleetPlan) -> None:
     for role in ("router", "tinker"):
         front, wanted = getattr(supervisor, role), getattr(plan, role)
         same = front and wanted and front.running_hash == spec_hash(wanted)
-        if front is not None and (anew or not same):
+        if front is not None and not same:
             await remove_front(supervisor, front)
-            anew = True
         elif front is None and wanted is not None:
             supervisor.started_by_operation.append(role)
-    start_fronts(supervisor, plan)
 
 
 async def remove_front(supervisor: Supervisor, front: Front) -> None:
@@ -163,10 +165,14 @@ async def remove_front(supervisor: Supervisor, front: Front) -> None:
     setattr(supervisor, front.name, None)
 
 
-def start_fronts(supervisor: Supervisor, plan: FleetPlan) -> None:
-    """Start those of a plan that do not run yet."""
+def start_router(supervisor: Supervisor, plan: FleetPlan) -> None:
+    """Start that of a plan, unless it runs."""
     if plan.router is not None:
         (supervisor.router or new_router(supervisor, plan.router)).start()
+
+
+def start_tinker(supervisor: Supervisor, plan: FleetPlan) -> None:
+    """Start the Tinker API of a plan, unless it runs."""
     if plan.tinker is not None:
         (supervisor.tinker or new_tinker(supervisor, plan.tinker)).start()
 
@@ -198,16 +204,38 @@ def _front_context(
 
 async def settle_router(supervisor: Supervisor) -> None:
     """Wait for the router and its workers, unless there is nothing to route to."""
-    if supervisor.router is not None and supervisor.desired():
-        await supervisor.router.settled.wait()
-        await sync_router(supervisor)
+    if supervisor.router is not None:
+        await _settle(supervisor, supervisor.router, lambda: _to_come(supervisor))
+        if supervisor.desired():
+            await sync_router(supervisor)
 
 
 async def settle_fronts(supervisor: Supervisor) -> None:
     """Wait for the router, its workers and the Tinker API, each unless it has nothing to serve."""
     await settle_router(supervisor)
-    if supervisor.tinker is not None and supervisor.routed():
-        await supervisor.tinker.settled.wait()
+    router = supervisor.router
+    if supervisor.tinker is not None:
+        await _settle(
+            supervisor,
+            supervisor.tinker,
+            lambda: _to_come(supervisor) and (router is None or router.state not in _GIVEN_UP),
+        )
+
+
+async def _settle(supervisor: Supervisor, front: Front, worth: Callable[[], bool]) -> None:
+    """Wait for a front while that is worth it: one that waits may have lost what it waits for."""
+    settled = asyncio.create_task(front.settled.wait())
+    try:
+        while not settled.done() and (front.state != "waiting" or worth()):
+            await asyncio.wait({settled}, timeout=_SETTLE_POLL_S)
+    finally:
+        settled.cancel()
+
+
+def _to_come(supervisor: Supervisor) -> bool:
+    """Whether there is a server to route to, or one on its way."""
+    replicas = supervisor.replicas.values()
+    return bool(supervisor.desired()) or any(r.phase not in SETTLED for r in replicas)
 
 
 def raise_for_failures(supervisor: Supervisor) -> None:
@@ -215,7 +243,7 @@ def raise_for_failures(supervisor: Supervisor) -> None:
     failed = [r for r in supervisor.replicas.values() if r.phase != "up"]
     problems = [f"{r.name} {r.reason or r.phase}" for r in failed]
     for front in (supervisor.router, supervisor.tinker):
-        if front is not None and front.state in ("failed", "dead"):
+        if front is not None and front.state in _GIVEN_UP:
             problems.append(f"{front.name} {front.reason}")
     if problems:
         raise SkyctlError("; ".join(problems))

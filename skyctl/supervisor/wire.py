@@ -12,7 +12,7 @@ from pydantic import TypeAdapter
 
 import skyctl
 from skyctl import __version__
-from skyctl.core.plan import FrontSpec, ServerSpec
+from skyctl.core.plan import FrontSpec, RouterSpec, ServerSpec
 from skyctl.engines import ENGINES
 from skyctl.errors import VersionMismatch
 
@@ -54,8 +54,10 @@ def spec_hash(spec: ServerSpec | FrontSpec) -> str:
     """Changes whenever a process would have to be started anew to match the plan."""
     placement = ENGINES[spec.engine].placement_variables if isinstance(spec, ServerSpec) else ()
     env = sorted(item for item in spec.env.items() if item[0] not in placement)
-    material = json.dumps([list(spec.argv), env])
-    return hashlib.sha256(material.encode()).hexdigest()
+    material: list[Any] = [list(spec.argv), env]
+    if not isinstance(spec, ServerSpec | RouterSpec):  # the Tinker API asks the supervisor
+        material.append(PROTOCOL)
+    return hashlib.sha256(json.dumps(material).encode()).hexdigest()
 
 
 def version_mismatch(supervisor: str, command: str) -> VersionMismatch:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from skyctl.core.plan import FleetPlan, ServerSpec, plan_fleet
+from skyctl.core.planning import planned
 from skyctl.core.tinker import TinkerSettings
 from skyctl.errors import FleetFileError, UsageError
 from skyctl.fleetfile.schema import FleetConfig
@@ -318,6 +319,34 @@ def test_the_tinker_api_is_told_all_it_needs_in_its_command_line(tmp_path: Path)
     assert (settings.max_rank, settings.max_adapters) == (8, 3)
     assert planned.tinker.url == "http://127.0.0.1:20000"
     assert 20000 not in {server.port for server in planned.servers}
+
+
+def test_the_tinker_api_is_another_where_it_reaches_the_servers_in_another_way(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def api(*, router: bool = True, **config: Any) -> TinkerSettings:
+        config = {
+            "name": "demo",
+            "model": "org/model",
+            "device": "cpu",
+            "lora": {"max_rank": 32},
+            "tinker": {"base_model": "base"},
+            "router": {"port": 9000},
+            "ports": [9001],
+        } | config
+        fleet = FleetConfig.model_validate(config)
+        found = planned(fleet, Path("/nowhere"), {}, router=router).tinker
+        assert found is not None
+        return TinkerSettings.of_argument(found.argv[-1])
+
+    usual = api()
+    assert (usual.entry, usual.served_model_name) == ("http://127.0.0.1:9000", "org/model")
+    assert usual.key_source == "file"
+    assert api(router=False).entry == "http://127.0.0.1:9001"
+    assert api(served_model_name="s").served_model_name == "s"
+    assert api(auth="control").key_source is None
+    monkeypatch.setenv("PLANNED_KEY", "s3cret")
+    assert api(api_key_env="PLANNED_KEY").key_source == "PLANNED_KEY"
 
 
 def test_an_attached_fleet_has_nothing_to_plan() -> None:

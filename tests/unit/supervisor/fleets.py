@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from skyctl.core.plan import FleetPlan, RouterSpec, ServerSpec
+from skyctl.core.plan import FleetPlan, FrontSpec, RouterSpec, ServerSpec
 from skyctl.fleetfile.schema import FleetConfig
 from skyctl.launch.local.host import free_port
 
@@ -60,6 +60,12 @@ def stub_router() -> RouterSpec:
     port, metrics_port = free_port("127.0.0.1"), free_port("127.0.0.1")
     argv = (sys.executable, "-I", "-S", _ROUTER, "--port", str(port))
     return RouterSpec(argv, {}, "127.0.0.1", port, metrics_port)
+
+
+def light_front() -> FrontSpec:
+    """In place of the Tinker API: it answers its probe as well."""
+    spec = stub_router()
+    return FrontSpec(spec.argv, spec.env, spec.host, spec.port)
 
 
 def fleet_plan(

@@ -13,6 +13,7 @@ from skyctl.core.plan_warnings import PlanWarning
 from skyctl.engines.logs import latest_message, message, tail, telling_line
 from skyctl.fleetfile.schema import RestartPolicy
 from skyctl.http.connections import KeptConnections
+from skyctl.supervisor import wire
 from skyctl.supervisor.interface import Reconcile, SupervisorClient
 from skyctl.supervisor.reconcile import Running, compare
 from skyctl.supervisor.restarts import decide
@@ -97,6 +98,16 @@ def test_how_cores_are_shared_out_does_not_make_a_server_another() -> None:
     moved = replace(spec, env={**spec.env, "VLLM_CPU_OMP_THREADS_BIND": "0-3"})
     other = replace(spec, env={**spec.env, "VLLM_USE": "1"})
     assert spec_hash(spec) == spec_hash(moved) != spec_hash(other)
+
+
+def test_only_the_tinker_api_is_another_for_another_skyctls_supervisor(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    specs = (stub_server("a"), stub_router(), FrontSpec(("api",), {}, "127.0.0.1", 8790))
+    before = [spec_hash(spec) for spec in specs]
+    monkeypatch.setattr(wire, "PROTOCOL", wire.PROTOCOL + 1)
+    server, router, api = (spec_hash(spec) == old for spec, old in zip(specs, before, strict=True))
+    assert server and router and not api
 
 
 def test_a_plan_survives_the_wire() -> None:

@@ -10,7 +10,9 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import AsyncMock
 
 import psutil
 import pytest
@@ -31,7 +33,7 @@ from skyctl.service.ended import operation_error
 from skyctl.store.in_doubt import InDoubt, doubt
 from skyctl.store.paths import FleetPaths
 from skyctl.store.state import FleetState, FleetWeights
-from skyctl.supervisor import admission
+from skyctl.supervisor import admission, healing, rollout
 from skyctl.supervisor.interface import Adopt, Begun
 from skyctl.supervisor.pushes import RouterRotation
 from skyctl.supervisor.report import report
@@ -40,6 +42,7 @@ from tests.unit.supervisor.fleets import (
     command_server,
     eventually,
     fleet_plan,
+    light_front,
     stub_router,
     stub_server,
 )
@@ -241,6 +244,57 @@ async def test_restarts_are_counted_on_by_the_next_supervisor(tmp_path: Path) ->
         assert abs(counted["a"].restarts[0] - supervisor.replicas["a"].restarts[0]) < 1.0
         await supervisor.down(Down(0.0))
         assert later.new_replica(a).restarts == []
+
+
+async def test_a_takeover_adopts_no_api_that_has_another_endpoint_or_protocol(
+    tmp_path: Path,
+) -> None:
+    api = light_front()
+    plan = replace(fleet_plan([stub_server("a")]), tinker=api)
+    async with supervising(tmp_path) as supervisor:
+        await bring_up(supervisor, plan)
+        first = supervisor.state.process("tinker")
+        assert first is not None and first.alive()
+        for changed in (plan, replace(plan, tinker=replace(api, argv=(*api.argv, "--other")))):
+            # what another supervisor of this fleet would begin with
+            later = Supervisor(supervisor.paths, supervisor.state, supervisor.client)
+            later._take(changed)
+            found = healing._wanted(later, changed, first)
+            assert (found is None) == (changed is not plan)
+
+
+async def test_an_api_starts_once_the_servers_are_those_of_the_plan(tmp_path: Path) -> None:
+    servers = [stub_server("a"), stub_server("b")]
+    plan = replace(fleet_plan(servers, stub_router()), tinker=light_front())
+    async with supervising(tmp_path) as supervisor:
+        await bring_up(supervisor, plan)
+        moved = replace(plan, servers=(stub_server("a"), stub_server("b")), tinker=light_front())
+        await bring_up(supervisor, moved)
+        started = {row.name: row.started_at for row in supervisor.state.processes()}
+        assert max(started["a"], started["b"]) < started["tinker"]
+
+
+@pytest.mark.parametrize("given_up", ["router", "server"])
+async def test_an_up_does_not_wait_for_an_api_that_lost_what_it_waits_for(given_up: str) -> None:
+    server, router = SimpleNamespace(phase="up"), SimpleNamespace(state="ready")
+    router.settled, settled = asyncio.Event(), asyncio.Event()
+    router.settled.set()
+    fleet: Any = SimpleNamespace(
+        replicas={"a": server},
+        router=router if given_up == "router" else None,
+        tinker=SimpleNamespace(state="waiting", settled=settled),
+        desired=lambda: {"a": "http://a"} if server.phase == "up" else {},
+    )
+    router.sync = AsyncMock()
+    waiting = asyncio.create_task(rollout.settle_fronts(fleet))
+    await asyncio.sleep(0)
+    if given_up == "router":
+        router.state = "failed"
+        router.wake = lambda: None
+    else:
+        server.phase = "failed"
+    async with asyncio.timeout(10):
+        await waiting
 
 
 @pytest.mark.parametrize(
