@@ -135,7 +135,7 @@ def judge(
     if doubt is not None:
         version = doubt.version or row.weight_version
         # the fleet moved on without it; a push that touched it has made it one of the fleet's
-        if behind := _behind(version, weights, ours=True):
+        if behind := _behind(version, row, weights, ours=True):
             return Finding(name, "wrong-version", behind, back)
         # started anew since, by somebody else; a label that the push owes it is not on it yet
         anew = not ours and not doubt.version and row.weight_version is not None
@@ -149,7 +149,7 @@ def judge(
         return Finding(name, "wrong-version", foreign, back)
     # a server that somebody else starts, and that no push of ours reached, says what it holds
     holds = row.weight_version or (None if ours else seen.version)
-    if behind := _behind(holds, weights, ours=ours):
+    if behind := _behind(holds, row, weights, ours=ours):
         return Finding(name, "wrong-version", behind, back)
     if foreign and ours:  # a trainer that pushes by itself, maybe: nothing of ours to put right
         return Finding(name, "healthy", foreign)
@@ -161,7 +161,7 @@ def judge(
     return Finding(name, "healthy", row.intended if row.intended != "running" else "")
 
 
-def _behind(version: str | None, weights: FleetWeights, *, ours: bool) -> str:
+def _behind(version: str | None, row: ServerRow, weights: FleetWeights, *, ours: bool) -> str:
     """How a server's version differs from the fleet's, or "". Before a first push, a server that is
     not ours may have been started with anything."""
     if version is None and (not ours or weights.checkpoint is None):
@@ -169,5 +169,7 @@ def _behind(version: str | None, weights: FleetWeights, *, ours: bool) -> str:
     if not ours and weights.version is None:
         return ""
     if version == weights.version:
-        return ""
+        digests = row.checkpoint_digest, weights.checkpoint_digest
+        other = all(digests) and digests[0] != digests[1] and row.weight_version == version
+        return f"holds other files than the fleet under the label {version}" if other else ""
     return f"holds {version or 'the base weights'}, the fleet {weights.version or 'its base'}"

@@ -302,6 +302,7 @@ def record_failure(
             changes["weight_version"] = version
             changes["weights_digest"] = server.get("weights_digest") or None
             changes["checkpoint"] = request.checkpoint
+            changes["checkpoint_digest"] = error.details.get("checkpoint_digest")
         if version and server.get("ok") and server["server"] in doubted:
             # what was in doubt is only well when it is verified
             changes["quarantine"] = None

@@ -145,6 +145,8 @@ def doubt(state: FleetState, found: Mapping[str, InDoubt]) -> None:
             half = one.half_updated or (
                 before is not None and before.half_updated and not one.version
             )
+            if before is not None and half and not one.half_updated:
+                one = replace(one, job=before.job, stage=before.stage)
             woken = one.woken or (before is not None and before.woken)
             digest, version = one.digest, one.version
             if before is not None and not one.version:

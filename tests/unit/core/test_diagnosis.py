@@ -62,6 +62,11 @@ def found(
         ({"row": ServerRow("a"), "weights": V1}, True, ("wrong-version", "push")),
         ({"row": ServerRow("a", weight_version="v0")}, True, ("wrong-version", "restart")),
         ({"row": ServerRow("a", weight_version="v1"), "weights": V1}, True, ("healthy", "nothing")),
+        (
+            {"row": ServerRow("a", weight_version="v1", checkpoint_digest="x"), "weights": V1},
+            True,
+            ("wrong-version", "push"),
+        ),
     ],
 )
 def test_a_server_that_answers(what: dict[str, Any], ours: bool, expected: object) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -53,6 +54,19 @@ def test_a_push_that_failed_has_learned_too(state: FleetState) -> None:
     record_failure(state, job.id, PushRequest("/c"), PushError("no", details=details))
     known = informed(fleet("a"), state).expected
     assert (known.digests, known.broken) == ((DIGEST,), (broken,))
+
+
+def test_of_a_push_that_failed_on_some_servers_the_others_files_are_on_record(
+    state: FleetState,
+) -> None:
+    job = state.journal.begin("push", PushRequest("/c").to_json())
+    state.update_server("a", weight_version="v1", checkpoint_digest="of an earlier push")
+    failed = ServerPush("b", False, "failed", None, "")
+    part = replace(result(), servers=[*result().servers, failed])
+    record_failure(state, job.id, PushRequest("/c"), PushError("no", details=part.to_json()))
+    row, weights = state.server("a"), state.weights()
+    assert (row.checkpoint, row.checkpoint_digest) == ("/c", "id")
+    assert (weights.version, weights.checkpoint_digest) == ("v1", "id")
 
 
 def test_a_launch_counts_until_something_is_pushed(state: FleetState) -> None:
