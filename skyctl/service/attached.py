@@ -150,7 +150,9 @@ class AttachedFleet(RecordedFleet):
         return job.id
 
     def _forget_gone(self) -> None:
-        """Servers that are not there any more, and that nothing is to be remembered of."""
+        """Found servers that are not there any more, and that nothing is to be remembered of."""
+        if isinstance(self.ref.config.servers, list):
+            return
         there, doubted = {target.name for target in self.targets}, in_doubt(self.state)
         for row in self.state.servers():
             meant = row.paused or row.sleep_level or row.quarantine or row.name in doubted
