@@ -63,7 +63,9 @@ def _holds_exactly(values: torch.Tensor, dtype: torch.dtype) -> bool:
 
 
 def _octets(values: torch.Tensor) -> bytes:
-    return bytes(values.contiguous().view(torch.uint8).cpu().numpy())
+    # a single value counts as contiguous whatever its stride, and then has no view as bytes
+    whole = values.clone(memory_format=torch.contiguous_format)
+    return bytes(whole.view(torch.uint8).cpu().numpy())
 
 
 def _read(placement: Placement, question: RowQuestion) -> list[tuple[int, int, int, torch.Tensor]]:
