@@ -263,6 +263,7 @@ def published(weights: FleetWeights, *, verify: bool) -> PushRequest:
         checkpoint=weights.checkpoint,
         transport=weights.transport,
         weight_version=weights.version,
+        expected_digest=found.identity_digest,  # a trainer may overwrite them at any moment
         verify=verify,
         scan_nan=False,  # they were accepted when they were pushed
     )

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from skyctl.checkpoints.checkpoint import Checkpoint
-from skyctl.errors import NotFoundError, PreflightError, UsageError
+from skyctl.errors import NotFoundError, UsageError, WeightsGone
 from skyctl.push.request import PushRequest
 from skyctl.store.journal import PushRecord
 from skyctl.store.kept_weights import KeptWeights
@@ -103,12 +103,12 @@ def refuse_changed(request: PushRequest, checkpoint: Checkpoint) -> None:
     """A version means certain bytes.
 
     Raises:
-        PreflightError: the files are not those that were pushed under this version.
+        WeightsGone: the files are not those that were pushed under this version.
     """
     if request.expected_digest and request.expected_digest != checkpoint.identity_digest:
         version = request.weight_version
         pushed = f"pushed as {version}" if version else "last looked at"
-        raise PreflightError(
+        raise WeightsGone(
             f"{checkpoint.path} was written anew since it was {pushed}",
             hint="push it as what it is now: skyctl sync-weights " + str(checkpoint.path),
         )

@@ -2,10 +2,11 @@
 
 When the file cannot be written (the disk is full, read-only, or fails) its connection goes on with
 a copy in memory. What is written from then on is kept, and written to the file once there is room:
-now and then, before a `durable` transaction, and at the end. While nothing is kept, the copy is
-made anew now and then: who only follows what another process writes hears of it. Statements are
-repeated in their order, in one transaction: where another process wrote the same field meanwhile,
-the last writer wins; what is added to a history comes after what others added.
+now and then, before a `durable` transaction, and at the end. The copy is made anew now and then,
+and for whoever gets the fleet's turn: others may have acted meanwhile. Statements are repeated in
+their order, in one transaction: where another process wrote the same field meanwhile, the last
+writer wins; what is added to a history comes after what others added. Only where another job began
+meanwhile they are given up: it found the fleet as it was, and its records are the later ones.
 """
 
 from __future__ import annotations
@@ -229,8 +230,7 @@ class Database:
             return False
         try:
             file.execute("BEGIN IMMEDIATE")
-            for sql, parameters in self._kept:
-                file.execute(sql, parameters)
+            self._repeat_kept(file)
             file.execute("COMMIT")
         except sqlite3.Error as error:
             self._fails(error)
@@ -243,6 +243,16 @@ class Database:
         self.unread = False
         self._warn(f"{self.path} can be written again, and is complete")
         return True
+
+    def refresh(self) -> None:
+        """Look what others wrote to the file since it was copied."""
+        if self._memory is None or self._transaction is not None or self.complete():
+            return
+        with suppress(sqlite3.Error, OSError):
+            again = opening.read_into_memory(self.path)
+            self._repeat_kept(again)
+            self._memory.close()
+            self._memory, self.unread = again, False
 
     def require_read(self) -> None:
         """Raise StateUnwritable while this is an empty state because the file cannot be read."""
@@ -348,15 +358,20 @@ class Database:
             self.complete()
 
     def _look_again(self) -> None:
-        """Now and then, before a read: others may have written to the file since it was copied."""
-        if self._memory is None or self._transaction is not None:
-            return
-        if time.monotonic() - self._tried <= RETRY_S or self.complete() or self._kept:
-            return
-        with suppress(sqlite3.Error, OSError):
-            again = opening.read_into_memory(self.path)
-            self._memory.close()
-            self._memory, self.unread = again, False
+        """`refresh`, now and then."""
+        if self._memory is not None and time.monotonic() - self._tried > RETRY_S:
+            self.refresh()
+
+    def _repeat_kept(self, connection: sqlite3.Connection) -> None:
+        """What is kept, unless another job began since the file was copied."""
+        assert self._memory is not None  # what is kept is in it
+        if _latest_job(connection) > _latest_job(self._memory):
+            if self._kept:
+                why = "another job began meanwhile"
+                LOST.append(Unrecorded(self.path, len(self._kept), why, "see: skyctl status"))
+            self._kept.clear()
+        for sql, parameters in self._kept:
+            connection.execute(sql, parameters)
 
     def _fails(self, error: Exception) -> None:
         self._why = _reason(error)
@@ -366,6 +381,11 @@ class Database:
 
     def _unwritable(self) -> StateUnwritable:
         return StateUnwritable(f"cannot write {self.path}: {self._why}", hint=self._hint)
+
+
+def _latest_job(connection: sqlite3.Connection) -> int:
+    number: int | None = connection.execute("SELECT max(number) FROM jobs").fetchone()[0]
+    return number or 0
 
 
 def damaged(path: Path, error: Exception) -> SkyctlError:

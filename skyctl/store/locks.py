@@ -14,7 +14,7 @@ import json
 import os
 import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -106,12 +106,16 @@ class Lock:
 
 
 class Locks:
-    """The locks of one fleet's directory. `news` tells when one of these is let go."""
+    """The locks of one fleet's directory. `news` tells when one of these is let go; `on_taken`
+    is called when one is taken: what its holder knows may be what was before."""
 
     own_of_directory: dict[Path, set[Lock]] = {}  # noqa: RUF012 - shared by all of this process
 
-    def __init__(self, directory: Path, news: News | None = None) -> None:
+    def __init__(
+        self, directory: Path, news: News | None = None, on_taken: Callable[[], None] | None = None
+    ) -> None:
         self.fleet = directory.name
+        self._on_taken = on_taken
         self.news = news or News()
         self._directory = directory
         self.own = self.own_of_directory.setdefault(directory, set())
@@ -138,7 +142,10 @@ class Locks:
         except BlockingIOError:
             os.close(descriptor)
             raise self._conflict(name) from None
-        return Lock(self, name, descriptor, shared, what)
+        lock = Lock(self, name, descriptor, shared, what)
+        if self._on_taken is not None:
+            self._on_taken()
+        return lock
 
     def holders(self, name: str) -> list[Holder]:
         """Everybody who holds this lock now, in this process or another."""

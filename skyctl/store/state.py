@@ -121,7 +121,7 @@ class FleetState:
         )
         news = News()
         self.journal = Journal(self._database, news)
-        self.locks = Locks(path.parent, news)
+        self.locks = Locks(path.parent, news, self._database.refresh)
         self.expected = ExpectedDigests(self._database)
         if self._database.begun_anew and (found := remember_live_processes(self, path.parent)):
             warn(f"found alive: {', '.join(found)}")

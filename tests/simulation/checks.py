@@ -86,9 +86,9 @@ def _at_the_end(world: World, last: Process) -> None:
             if row.quarantine:
                 # of a server that is not ours, it may serve what it was restarted with
                 continue
-            if engine.name in doubts:
-                world.violate("records: in doubt and not quarantined")
             down = world.is_down()
+            if engine.name in doubts and not down:  # a new process is in no doubt
+                world.violate("records: in doubt and not quarantined")
             if not engine.serving and row.intended == "running" and not (world.verbs_open or down):
                 world.violate("frozen: it does not serve, and nobody says why")
             if engine.serving and row.weight_version not in (None, engine.label):

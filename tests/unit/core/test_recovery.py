@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import AsyncIterator, Collection
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from skyctl.checkpoints.checkpoint import read_checkpoint
 from skyctl.core.diagnosis import Finding
-from skyctl.core.recovery import Recovered, interrupted_request, needed, recover, settle
+from skyctl.core.recovery import (
+    Recovered,
+    interrupted_request,
+    needed,
+    published,
+    recover,
+    settle,
+)
 from skyctl.engines.vllm.server import VLLMServer
 from skyctl.errors import SkyctlError, StateUnwritable, WeightsGone
 from skyctl.http.client import ControlClient
@@ -19,9 +28,10 @@ from skyctl.push.request import PushRequest
 from skyctl.push.verify import weights_digest
 from skyctl.store.in_doubt import InDoubt, doubt, in_doubt
 from skyctl.store.journal import Job, Told
-from skyctl.store.state import FleetState
+from skyctl.store.state import FleetState, FleetWeights
 from tests.stub.app import StubServer
 from tests.stub.inprocess import StubTransport
+from tests.unit.push.checkpoints import write_checkpoint
 
 
 class Actions:
@@ -264,6 +274,16 @@ async def test_what_is_pushed_again_are_the_files_that_the_dead_push_had(actions
     leave(actions, "stub-0", half=True)
     request = interrupted_request(actions.state)
     assert request is not None and request.expected_digest == "of these files"
+
+
+def test_the_fleets_weights_are_asked_for_by_the_files_that_were_looked_at(tmp_path: Path) -> None:
+    """A trainer may overwrite them before the push reads them."""
+    checkpoint = read_checkpoint(str(write_checkpoint(tmp_path / "step")))
+    weights = FleetWeights("v1", str(checkpoint.path), checkpoint.identity_digest)
+    assert published(weights, verify=True).expected_digest == checkpoint.identity_digest
+    os.utime(checkpoint.shards[0].path, ns=(1, 1))
+    with pytest.raises(WeightsGone, match="was overwritten"):
+        published(weights, verify=True)
 
 
 async def test_a_push_that_failed_puts_right_nobody_who_was_in_no_doubt(actions: Actions) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from skyctl.checkpoints.checkpoint import read_checkpoint
-from skyctl.errors import NotFoundError, PreflightError
+from skyctl.errors import NotFoundError, WeightsGone
 from skyctl.push.transaction import PushRequest, SilentObserver, push
 from skyctl.push.versions import rollback
 from skyctl.store.journal import PushRecord
@@ -47,6 +47,6 @@ async def test_a_checkpoint_that_was_written_anew_is_refused_before_anything_is_
         assert all(server.ok for server in result.servers)
         shard = next(stubs.new.glob("*.safetensors"))
         os.utime(shard, ns=(1, 1))
-        with pytest.raises(PreflightError, match="written anew since it was pushed as 1"):
+        with pytest.raises(WeightsGone, match="written anew since it was pushed as 1"):
             await push(request, stubs.fleet, client=client, observer=SilentObserver())
     assert not any(engine.paused for engine in stubs.engines)

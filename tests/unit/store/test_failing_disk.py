@@ -299,6 +299,46 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
         yield directory
 
 
+def in_memory_with_a_doubt(path: Path, disk: FailingDisk) -> FleetState:
+    state = FleetState(path, connect=disk.connect)
+    disk.fail("full")
+    doubt(state, {"a-0": InDoubt("a-0", "push-1", BIG, half_updated=False, thaw=True)})
+    assert state.unrecorded is not None
+    return state
+
+
+@pytest.mark.parametrize("mended", [True, False])
+def test_whoever_gets_the_turn_knows_what_others_did_meanwhile(
+    path: Path, disk: FailingDisk, mended: bool
+) -> None:
+    """What was kept before another push began is over: its records are the later ones."""
+    with in_memory_with_a_doubt(path, disk) as state:
+        with FleetState(path) as other:
+            job = other.journal.begin("push", {"checkpoint": "/new"})
+            left = InDoubt("a-0", job.id, "update", half_updated=True, thaw=True)
+            doubt(other, {"a-0": left})
+        if mended:
+            disk.mend()
+        turn = state.locks.take("turn", "skyctl recover")
+        assert in_doubt(state) == {"a-0": left}
+        turn.release()
+    with FleetState(path) as other:
+        assert in_doubt(other) == {"a-0": left}
+    assert [lost.why for lost in unrecorded.LOST] == ["another job began meanwhile"]
+
+
+def test_what_is_kept_outlives_a_look_at_what_others_wrote(path: Path, disk: FailingDisk) -> None:
+    with in_memory_with_a_doubt(path, disk) as state:
+        with FleetState(path) as other:
+            other.update_server("a-1", paused=True)
+        turn = state.locks.take("turn", "skyctl recover")
+        assert list(in_doubt(state)) == ["a-0"] and state.server("a-1").paused
+        turn.release()
+        disk.mend()
+    with FleetState(path) as other:
+        assert list(in_doubt(other)) == ["a-0"] and other.server("a-1").paused
+
+
 _DIES = (
     "import os, sys; from pathlib import Path; from skyctl.store.state import FleetState\n"
     "s = FleetState(Path(sys.argv[1])); s.update_server('a-0', quarantine='why'); os._exit(0)"
