@@ -118,3 +118,20 @@ async def test_each_log_of_a_fleet_is_looked_after_as_its_file_says(tmp_path: Pa
     await look_after_logs(paths, config)
     left = {path.name: path.stat().st_size for path in paths.logs.glob("*.log")}
     assert left.pop("a-1.log") == 1000 and set(left.values()) == {0}
+
+
+async def test_logs_of_a_hundred_thousand_pushes_stay_within_their_bound(tmp_path: Path) -> None:
+    """A push writes some 2 KB to a server's log; they are looked at between any thousand."""
+    paths = FleetPaths(tmp_path, "a").prepare()
+    logs = {"max_size": "1MiB", "keep": 2}
+    config = FleetConfig.model_validate({"name": "a", "model": "m", "logs": logs})
+    lines = b"INFO weights were updated, and the prefix cache was reset: 0123456789\n" * 30_000
+    sizes = []
+    for _ in range(100):
+        for name in ("a-0", "supervisor"):
+            with paths.log(name).open("ab") as log:
+                log.write(lines)
+        await look_after_logs(paths, config)
+        sizes.append(sum(path.stat().st_size for path in paths.logs.iterdir()))
+    assert max(sizes) == sizes[-1] <= 2 * config.logs.keep * len(lines)
+    assert len(list(paths.logs.iterdir())) == 2 * (1 + config.logs.keep)
