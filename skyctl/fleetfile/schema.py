@@ -206,6 +206,11 @@ class WeightTransferSection(_Section):
         120.0, description="Deadline for one chunk to be loaded by every server."
     )
     verify: bool = Field(True, description="Compare the servers' weights after each push.")
+    warm: bool | None = Field(
+        None,
+        description="Rehearse the first push once all servers are up, and keep a GPU sender ready "
+        "(default: unless `share_gpus`).",
+    )
 
 
 class LoraSection(_Section):
@@ -493,6 +498,12 @@ class FleetConfig(_Section):
                 "`auth: none` with transport ipc: servers unpickle what is sent to them; leave "
                 "`auth` out, or take nccl or disk"
             )
+
+    @property
+    def warms(self) -> bool:
+        """Whether a push is rehearsed before the first one: it takes memory that must be free."""
+        warm = self.weight_transfer.warm
+        return not self.share_gpus if warm is None else warm
 
 
 def is_loopback(host: str) -> bool:

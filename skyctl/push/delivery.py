@@ -6,7 +6,7 @@ import asyncio
 import json
 import secrets
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from skyctl.checkpoints.checkpoint import Checkpoint
 from skyctl.engines.vllm.inside.layout_wire import Program
@@ -140,47 +140,78 @@ class ChunkDelivery:
         digest = self.content_digest
         return Content(digest, self._checksums) if digest else None
 
+    async def warm(self, sites: Sequence[Site]) -> None:
+        """Have the pool hold a sender that is as far as it gets without a checkpoint, where the
+        transport keeps one. Raises SenderFailed."""
+        if not self._transport.resident:
+            return
+        sender = await self._senders.warm(
+            self._fleet.python,
+            self._transport.name,
+            self._options(sites),
+            secrets.token_hex(8),
+            nccl_settings=self._nccl_settings,
+        )
+        await sender.warmed(timeout_s=_STARTUP_TIMEOUT_S)
+
     async def open(self, sites: Sequence[Site]) -> None:
         offsets, world_size = rank_offsets([site.world_size for site in sites])
         self._offsets = {site.name: offset for site, offset in zip(sites, offsets, strict=True)}
         self._numbers = {site.name: number for number, site in enumerate(sites)}
-        options = self._transport.sender_options(
-            world_size=world_size,
-            server_gpus=[site.server.gpus for site in sites],
-            sender_gpu=self._sender_gpu,
-            rendezvous_timeout_s=self._fleet.rendezvous_timeout_s,
-            update_timeout_s=self._fleet.update_timeout_s,
-        )
-        lease = self._lease = await self._senders.take(
-            self._fleet.python,
-            self._transport.name,
-            options,
-            secrets.token_hex(8),
-            group=group_of(sites) if self._transport.collective else None,
-            nccl_settings=self._nccl_settings,
-        )
-        chunks = len(self._plan.chunks)
-        slots = slots_of(self._stage, chunks)
-        await lease.sender.open(
-            transport=self._transport.name,
-            session=lease.session,
-            checkpoint=self._checkpoint,
-            plan=self._plan,
-            slots=slots,
-            ring_only=self._stage == "stream",
-            reserve_bytes=self._reserve_bytes(sites, lease),
-            scan=self._scan,
-            carrier=options if lease.fresh else None,
-            programs=self._distinct,
-            shown=self._shows,
-        )
-        opened = await lease.sender.opened(timeout_s=_STARTUP_TIMEOUT_S)
+        opened = None
+        while opened is None:
+            lease = self._lease = await self._senders.take(
+                self._fleet.python,
+                self._transport.name,
+                self._options(sites),
+                secrets.token_hex(8),
+                group=group_of(sites) if self._transport.collective else None,
+                nccl_settings=self._nccl_settings,
+            )
+            opened = await self._opened_by(lease, sites)
         self._session = Session(
             lease.session, self._plan, world_size, opened.endpoint, partial=self._partial
         )
         if opened.staged_whole and not self._transport.ordered:
             self._outstanding = OUTSTANDING
-        await self._get_ready(sites, lease, opened, chunks if opened.staged_whole else slots)
+        chunks = len(self._plan.chunks)
+        slots = chunks if opened.staged_whole else slots_of(self._stage, chunks)
+        await self._get_ready(sites, lease, opened, slots)
+
+    def _options(self, sites: Sequence[Site]) -> dict[str, Any]:
+        """What the sender's carrier is opened with."""
+        return self._transport.sender_options(
+            world_size=rank_offsets([site.world_size for site in sites])[1],
+            server_gpus=[site.server.gpus for site in sites],
+            sender_gpu=self._sender_gpu,
+            rendezvous_timeout_s=self._fleet.rendezvous_timeout_s,
+            update_timeout_s=self._fleet.update_timeout_s,
+        )
+
+    async def _opened_by(self, lease: Lease, sites: Sequence[Site]) -> Opened | None:
+        """What a sender says that has opened the push; None where it waited in the pool and is of
+        no use any more, so that another is needed."""
+        try:
+            await lease.sender.open(
+                transport=self._transport.name,
+                session=lease.session,
+                checkpoint=self._checkpoint,
+                plan=self._plan,
+                slots=slots_of(self._stage, len(self._plan.chunks)),
+                ring_only=self._stage == "stream",
+                reserve_bytes=self._reserve_bytes(sites, lease),
+                scan=self._scan,
+                carrier=self._options(sites) if lease.fresh else None,
+                programs=self._distinct,
+                shown=self._shows,
+            )
+            return await lease.sender.opened(timeout_s=_STARTUP_TIMEOUT_S)
+        except SenderFailed as error:
+            # what does not fit, or is wrong on disk, would not be better with another sender
+            if lease.fresh or error.final or error.details.get("kind") == "MemoryError":
+                raise
+            await self._senders.release(lease, keep=False)
+            return None
 
     def _reserve_bytes(self, sites: Sequence[Site], lease: Lease) -> int:
         """What servers will take on the GPUs where the sender's slots lie.

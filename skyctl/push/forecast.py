@@ -27,7 +27,7 @@ RING = 2
 PINNED_BYTES = 12 * 2 * 4 * 1024 * 1024
 """The GPU reader's ring of pinned memory: threads x buffers x piece (weights/gpu/reader.py)."""
 _MIB = 1024 * 1024
-_SENDER_CONTEXT = {"ipc": SENDER_CONTEXT_BYTES, "nccl": 1466 * _MIB}
+SENDER_CONTEXT = {"ipc": SENDER_CONTEXT_BYTES, "nccl": 1466 * _MIB}
 """GPU memory of a sender that holds no slots: CUDA context, and with NCCL its library and group.
 Measured on H200 (driver's choice, so it differs a little between GPUs)."""
 _SENDER_PROCESS = {"ipc": 385 * _MIB, "nccl": 810 * _MIB}
@@ -119,7 +119,7 @@ def forecast(subject: Subject, asked: str, measured: Measured) -> list[Forecast]
     free = subject.free_gpu_bytes
     taken = subject.reserve_bytes
     if not subject.has_context:
-        taken += _SENDER_CONTEXT.get(subject.transport, 0)
+        taken += SENDER_CONTEXT.get(subject.transport, 0)
     found = []
     for stage in stages:
         problem = ""
@@ -177,7 +177,7 @@ def _forecast(
         stage=stage,
         chosen=False,
         slots=slots,
-        sender_gpu_bytes=slot_bytes + _SENDER_CONTEXT[subject.transport] if on_gpu else 0,
+        sender_gpu_bytes=slot_bytes + SENDER_CONTEXT[subject.transport] if on_gpu else 0,
         worker_gpu_bytes=subject.worker_bytes,
         host_bytes=host_bytes,
         freeze_s=None if problem else _freeze_s(subject, stage, measured, ring),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Collection, Mapping, Sequence
 
+from skyctl.checkpoints.checkpoint import locate
 from skyctl.core.expectations import arguments_of, informed, remember
 from skyctl.core.health import probe_alive
 from skyctl.core.plan import FleetPlan
@@ -67,6 +68,15 @@ def push_fleet(
         committed=committed,
         pushes=tuple(pushes),
     )
+
+
+def committed(plan: FleetPlan, weights: FleetWeights) -> FleetWeights | None:
+    """The weights that the fleet serves; before a first push, those it was started with."""
+    if weights.checkpoint is not None:
+        return weights
+    directory = locate(plan.model_path)
+    started_with_files = directory is not None and any(directory.glob("*.safetensors"))
+    return FleetWeights(checkpoint=plan.model_path) if started_with_files else None
 
 
 async def bring_to_weights(

@@ -7,7 +7,6 @@ import asyncio
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
-from skyctl.checkpoints.checkpoint import locate
 from skyctl.checkpoints.compat import reference
 from skyctl.checkpoints.staging import sweep
 from skyctl.core import jobs
@@ -19,11 +18,11 @@ from skyctl.errors import ConflictError, SkyctlError
 from skyctl.push.request import PushRequest
 from skyctl.store.in_doubt import in_doubt
 from skyctl.store.journal import Job, Told
-from skyctl.store.state import FleetWeights
 from skyctl.supervisor import admission
-from skyctl.supervisor.admission import refresh_all
+from skyctl.supervisor.admission import committed, refresh_all
 from skyctl.supervisor.replica import Replica, reload_rows
 from skyctl.supervisor.rollout import sync_router
+from skyctl.supervisor.warming import Warming
 from skyctl.transfer.sender_pool import SenderPool
 
 if TYPE_CHECKING:
@@ -33,15 +32,6 @@ _IN_PUSH = ("draining", "pausing", "paused", "updating", "trying", "updated", "r
 _UNDO_TIMEOUT_S = 5.0
 _ABANDON_TIMEOUT_S = 1.0
 _ASK_TIMEOUT_S = 5.0
-
-
-def committed(plan: FleetPlan, weights: FleetWeights) -> FleetWeights | None:
-    """The weights that the fleet serves; before a first push, those it was started with."""
-    if weights.checkpoint is not None:
-        return weights
-    directory = locate(plan.model_path)
-    started_with_files = directory is not None and any(directory.glob("*.safetensors"))
-    return FleetWeights(checkpoint=plan.model_path) if started_with_files else None
 
 
 class Pushes:
@@ -54,6 +44,7 @@ class Pushes:
         self._supervisor = supervisor
         self._task: asyncio.Task[None] | None = None
         self._senders = SenderPool()
+        self.warming = Warming(supervisor, self._senders)
 
     def start(self, request: PushRequest, turn: Turn) -> Job:
         """Begin a push into every server that is up; the job, which releases the turn at its end.
@@ -91,6 +82,7 @@ class Pushes:
             StateUnwritable: it cannot be put on record.
         """
         supervisor = self._supervisor
+        await self.warming.stop()
         doubts = in_doubt(supervisor.state)
         up = [r for r in supervisor.replicas.values() if r.phase == "up" and r.name in servers]
         up = [r for r in up if r.name in doubts or not r.row.quarantine]
@@ -101,6 +93,7 @@ class Pushes:
     async def stop(self) -> None:
         """End a push where it is: its servers are about to be stopped. Before its first byte it is
         undone, after it the first cancellation only asks it to complete."""
+        await self.warming.stop()
         task, patience_s = self._task, _UNDO_TIMEOUT_S
         while task is not None and not task.done():
             task.cancel()
@@ -109,6 +102,7 @@ class Pushes:
 
     async def close(self) -> None:
         """End the sender that rests between pushes."""
+        await self.warming.stop()
         await self._senders.close()
 
     def _open(
@@ -155,6 +149,7 @@ class Pushes:
             self.over.set()
             if not (heals and supervisor.heal_after(job, turn)):
                 turn.release()
+            supervisor.changed()  # what was rehearsed may have been ended for it
         keep = state.checkpoints() | needed(state)
         await asyncio.to_thread(sweep, supervisor.paths.staging, keep)
 

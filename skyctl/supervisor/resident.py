@@ -287,6 +287,8 @@ class Supervisor(RecordedFleet, SupervisorService):
         everyone = self.named(asked.servers)
         chosen = [replica for replica in everyone if replica.phase == "up"]
         absent = {r.name: self._meant_for(asked, r) for r in everyone if r.phase != "up"}
+        if isinstance(asked, Sleep):
+            await self.pushes.warming.stop()  # nobody looks at weights that are not there
         if isinstance(asked, Pause | Sleep) and len(chosen) < len(self.replicas):
             # out of rotation before it freezes, so that no request waits behind it
             self.held_out |= {replica.name for replica in chosen}
@@ -336,6 +338,7 @@ class Supervisor(RecordedFleet, SupervisorService):
         try:
             if await hung_up.get()():  # its directory may hold another version by now
                 raise ConflictError("whoever asked for the push has gone meanwhile")
+            await self.pushes.warming.stop()
             self._refuse_beside_operation()
             return self.pushes.start(asked, turn).id
         except BaseException:
@@ -409,6 +412,7 @@ class Supervisor(RecordedFleet, SupervisorService):
         if self.router is not None:
             self.router.wake()
         self.wake_tinker()
+        self.pushes.warming.look()
 
     # --- inside ---------------------------------------------------------------------------------
 
@@ -459,6 +463,7 @@ class Supervisor(RecordedFleet, SupervisorService):
         assert self.operation is not None  # set by _begin
         operation, error = self.operation, ""
         try:
+            await self.pushes.warming.stop()
             await work
         except asyncio.CancelledError:
             error = self._stopped_by
@@ -472,6 +477,7 @@ class Supervisor(RecordedFleet, SupervisorService):
             self.operation = replace(operation, ended_at=time.time(), error=error)
             self._ended_operations.append(self.operation)
             self.state.add_event("fleet", f"{operation.kind}: {error or 'done'}")
+            self.changed()
 
     async def _stop_operation(self, by: str) -> None:
         self._stopped_by = by

@@ -1,13 +1,15 @@
 """The sender process: `python -m skyctl.transfer.sender`, driven by JSON lines.
 
     parent                              sender
-    {"op": "open", …}  ───────────────► opens files, imports what the transport needs, allocates
+    {"op": "warm", …}  ───────────────► imports what the transport needs: what a first push would
+                       ◄─────────────── {"event": "warmed"}                          wait for else
+    {"op": "open", …}  ───────────────► opens files, allocates
                        ◄─────────────── {"event": "opened", "endpoint": …}
                        ◄─────────────── {"event": "filled", "chunk": 0, "slot": 0, "crc32": […]} …
     {"op": "join"}     ───────────────► forms the group        ─► {"event": "joined"}
     {"op": "send", "chunk": k, …} ────► moves the slot         ─► {"event": "sent", "chunk": k}
     {"op": "release", "chunk": k} ────► the slot is filled again
-    {"op": "rest"}     ───────────────► frees the slots        ─► {"event": "rested"}
+    {"op": "rest"}     ───────────────► stops reading, frees the slots  ─► {"event": "rested"}
     {"op": "open", …}                   the next push, with the same carrier or another
     end of input       ───────────────► the process ends
 
@@ -80,17 +82,22 @@ class Sender:
         self._channel = channel
         self._carrier: Carrier | None = None
         self._reader: Reader | None = None
+        self._reading: threading.Thread | None = None
         self._files: ShardFiles | None = None
         self._programs: list[Program] = []
 
+    def warm(self, message: dict[str, Any]) -> None:
+        """Open the carrier of the pushes to come."""
+        module = import_module(f"skyctl.transfer.transports.{message['transport']}")
+        self._carrier = module.open_carrier(message["session"], message["carrier"])
+
     def open(self, message: dict[str, Any]) -> None:
-        """Begin a push. The carrier of the last one goes on when `message["carrier"]` is None."""
+        """Begin a push. The carrier there is goes on when `message["carrier"]` is None."""
         reached("sender.open")
         self._files = ShardFiles([Shard(**shard) for shard in message["shards"]])
         chunks = [[Piece(*piece) for piece in chunk] for chunk in message["chunks"]]
         if message["carrier"] is not None:
-            module = import_module(f"skyctl.transfer.transports.{message['transport']}")
-            self._carrier = module.open_carrier(message["session"], message["carrier"])
+            self.warm(message)
         carrier = self._opened()
         self._reader = carrier.open_reader(
             self._files,
@@ -112,7 +119,8 @@ class Sender:
             slots=carrier.export() if message["shown"] else None,  # type: ignore[attr-defined]
         )
         reached("sender.opened")
-        threading.Thread(target=self._read, name="reader", daemon=True).start()
+        self._reading = threading.Thread(target=self._read, name="reader", daemon=True)
+        self._reading.start()
 
     def _opened(self) -> Carrier:
         if self._carrier is None:
@@ -143,7 +151,10 @@ class Sender:
     def obey(self, message: dict[str, Any]) -> None:
         """Carry out one command."""
         operation = message["op"]
-        if operation == "open":
+        if operation == "warm":
+            self.warm(message)
+            self._channel.tell("warmed")
+        elif operation == "open":
             self.open(message)
         elif operation == "join":
             reached("sender.join")
@@ -162,11 +173,14 @@ class Sender:
             raise ValueError(f"unknown command {operation!r}")
 
     def _rest(self) -> None:
-        """A push is over: let go of what the next one makes anew."""
+        """A push is over, or was given up while it read: let go of what the next one makes anew."""
+        if self._reader is not None and self._reading is not None:
+            self._reader.stop()
+            self._reading.join()
         self._opened().rest()  # type: ignore[attr-defined]  # resident transports have it
         if self._files is not None:
             self._files.close()
-        self._files = self._reader = None
+        self._files = self._reader = self._reading = None
 
 
 def die_with_parent() -> None:

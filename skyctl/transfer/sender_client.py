@@ -91,6 +91,15 @@ class SenderProcess:
         )
         return cls(process)
 
+    async def warm(self, *, transport: str, session: str, carrier: Mapping[str, Any]) -> None:
+        """Have it import and allocate what every push by this carrier needs. A push may be opened
+        before it is `warmed`, and waits its turn."""
+        await self._command(op="warm", transport=transport, session=session, carrier=dict(carrier))
+
+    async def warmed(self, *, timeout_s: float) -> None:
+        """Wait until it is."""
+        await self._event("warmed", 0, timeout_s)
+
     async def open(
         self,
         *,

@@ -72,7 +72,7 @@ class SenderPool:
         members have died. `nccl_settings` are the variables of NCCL that it has, None for those of
         this process.
         """
-        key = json.dumps([python, transport, options, nccl_settings], sort_keys=True, default=dict)
+        key = _key(python, transport, options, nccl_settings)
         idle, self._idle = self._idle, None
         if idle is not None:
             same = bool(group) and idle.group == group
@@ -81,6 +81,26 @@ class SenderPool:
                 return idle
             await idle.sender.close()
         return Lease(await SenderProcess.spawn(python, nccl_settings), key, session)
+
+    async def warm(
+        self,
+        python: str,
+        transport: str,
+        options: Mapping[str, Any],
+        session: str,
+        *,
+        nccl_settings: Mapping[str, str] | None = None,
+    ) -> SenderProcess:
+        """The sender that waits for the next push by this carrier, a new one where none does. A
+        push that comes before it is warm takes it as it is."""
+        key = _key(python, transport, options, nccl_settings)
+        if self.idle is None or self.idle.key != key:
+            await self.close()
+            sender = await SenderProcess.spawn(python, nccl_settings)
+            self._idle = Lease(sender, key, session, fresh=False)
+            await sender.warm(transport=transport, session=session, carrier=options)
+        assert self._idle is not None
+        return self._idle.sender
 
     async def release(self, lease: Lease, *, keep: bool) -> None:
         """End a loan. Only a sender whose push went well is kept."""
@@ -100,6 +120,11 @@ class SenderPool:
         idle, self._idle = self._idle, None
         if idle is not None:
             await idle.sender.close()
+
+
+def _key(*carrier: Any) -> str:
+    """Names a carrier: senders of the same can take each other's place."""
+    return json.dumps(carrier, sort_keys=True, default=dict)
 
 
 def enough_is_read(*, done_bytes: int, total_bytes: int, read_s: float, lead_s: float) -> bool:

@@ -155,3 +155,19 @@ def test_a_sender_dies_with_its_parent(checkpoint: Checkpoint) -> None:
         ended, _, _ = select.select([watch], [], [], TIMEOUT_S)
         os.close(watch)
     assert ended
+
+
+async def test_a_push_goes_on_with_the_carrier_of_a_sender_that_was_warmed(
+    checkpoint: Checkpoint,
+) -> None:
+    plan = plan_chunks(checkpoint.tensors, 1 << 20)
+    sender = await SenderProcess.spawn("")
+    try:
+        await sender.warm(transport="shm", session="ab12ab12", carrier={})
+        opening = {"transport": "shm", "session": "", "slots": 1, "carrier": None}
+        await sender.open(checkpoint=checkpoint, plan=plan, **opening)  # before it is warm
+        await sender.opened(timeout_s=TIMEOUT_S)
+        filled = await sender.filled(0, timeout_s=TIMEOUT_S)
+        assert len(filled.crc32) == len(checkpoint.tensors)
+    finally:
+        await sender.close()

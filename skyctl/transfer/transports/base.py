@@ -91,6 +91,9 @@ class Reader(Protocol):
     def release(self, chunk: int) -> None:
         """Every server has loaded `chunk`: its slot may be filled again."""
 
+    def stop(self) -> None:
+        """Make `run` return once what is being read is in its slots."""
+
 
 class Carrier(Protocol):
     """The sender's half: owns the slots and moves them.

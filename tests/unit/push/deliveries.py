@@ -21,10 +21,18 @@ class ReadySender:
 
     def __init__(self) -> None:
         self.reserves: list[int] = []
+        self.carriers: list[Any] = []  # what it was told of them: None where it has one
+        self.warm_by: str = ""
         self.joins = 0
 
-    async def open(self, *, reserve_bytes: int, **_: Any) -> None:
+    async def warm(self, *, transport: str, **_: Any) -> None:
+        self.warm_by = transport
+
+    async def warmed(self, **_: Any) -> None: ...
+
+    async def open(self, *, reserve_bytes: int, carrier: Any = None, **_: Any) -> None:
         self.reserves.append(reserve_bytes)
+        self.carriers.append(carrier)
 
     async def opened(self, **_: Any) -> Opened:
         return Opened({"host": "127.0.0.1", "port": 1}, staged_whole=True)

@@ -1,0 +1,122 @@
+"""What a fleet's first push would otherwise wait for, done beside serving: a push up to its freeze.
+
+    servers   say what they are, and number their weights: kernels are compiled, nothing is written
+    sender    imports, makes its CUDA context and pins its buffers, and rests in the pool
+    layout    is proven: the sender reads the checkpoint that the servers hold, and what each
+              parameter must come to by their layout is compared with what it comes to
+
+So the first push by a GPU transport copies into parameters already, as later ones do. A rehearsal
+may be cancelled at any time, and what it was about to find out, the push finds out itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine, Sequence
+from typing import Any
+
+from skyctl.http.client import ControlClient
+from skyctl.launch.local.devices import free_gpu_memory
+from skyctl.push.delivery import ChunkDelivery
+from skyctl.push.forecast import SENDER_CONTEXT
+from skyctl.push.layouts import numbered, settle_parameters
+from skyctl.push.machine_facts import free_for_sender
+from skyctl.push.preflight import Prepared, preflight
+from skyctl.push.request import PushFleet, PushRequest
+from skyctl.push.sites import Site
+from skyctl.push.verify import weights_digest
+from skyctl.transfer.sender_client import Opened
+from skyctl.transfer.sender_pool import Lease, SenderPool
+
+_SHARE_OF_FREE = 0.5
+"""Of a GPU's free memory, what nobody has asked for may take."""
+
+
+async def rehearse(
+    request: PushRequest, fleet: PushFleet, *, client: ControlClient, senders: SenderPool
+) -> tuple[Site, ...]:
+    """Prepare a push of what the servers hold, and leave it at that; `senders` has a warm sender
+    afterwards, where the transport keeps one and there is room for it.
+
+    Returns:
+        the servers, with `digest_before` of those of which no digest was on record.
+
+    Raises:
+        SkyctlError: why something could not be done; a push may do it all the same.
+    """
+    prepared = await preflight(request, fleet, client=client, idle=senders.idle)
+    if prepared.transport is None or not prepared.transport.resident:
+        return prepared.sites
+    context = 0 if senders.idle else SENDER_CONTEXT[prepared.choice.name]
+    free = await asyncio.to_thread(free_gpu_memory)
+    known = free_for_sender(fleet.servers, prepared.choice.name, free) or 0
+    room = int(known * _SHARE_OF_FREE) - context
+    if room < 0:
+        return prepared.sites
+    delivery = _numbering(prepared, fleet, senders)
+    await delivery.warm(prepared.sites)
+    if prepared.layout.programs and prepared.layout.name != "runtime" and delivery.takes <= room:
+        await _prove(prepared, fleet, delivery)
+    return prepared.sites
+
+
+async def _prove(prepared: Prepared, fleet: PushFleet, delivery: _Numbering) -> None:
+    """Compare what servers hold with what their layout makes of the checkpoint."""
+    try:
+        await delivery.open(prepared.sites)
+    finally:
+        await _to_its_end(delivery.close())
+
+    async def compare(site: Site) -> None:
+        timeout_s = fleet.update_timeout_s
+        found = await weights_digest(site.vllm, timeout_s=timeout_s, numbered=numbered(site))
+        await settle_parameters(site, found.numbers, prepared.checkpoint, timeout_s=timeout_s)
+
+    await asyncio.gather(*map(compare, prepared.sites))
+
+
+async def _to_its_end(work: Coroutine[Any, Any, None]) -> None:
+    """Do it all, also when cancelled meanwhile."""
+    task = asyncio.ensure_future(work)
+    try:
+        await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await task
+        raise
+
+
+def _numbering(prepared: Prepared, fleet: PushFleet, senders: SenderPool) -> _Numbering:
+    assert prepared.transport is not None  # else nobody reads
+    return _Numbering(
+        prepared.transport,
+        prepared.checkpoint,
+        prepared.plan,
+        fleet,
+        senders=senders,
+        sender_gpu=prepared.sender_gpu,
+        nccl_settings=prepared.nccl_settings,
+        stage="stream",
+        programs=prepared.layout.programs,
+        scan=False,
+    )
+
+
+class _Numbering(ChunkDelivery):
+    """Reads everything through two slots, and delivers nothing."""
+
+    @property
+    def takes(self) -> int:
+        """Bytes on the sender's GPU, beside its context."""
+        return 2 * self._plan.slot_bytes + self._numbering_bytes()
+
+    async def open(self, sites: Sequence[Site]) -> None:
+        self._delivered = True  # whatever becomes of it: the sender is kept
+        await super().open(sites)
+
+    async def _get_ready(
+        self, sites: Sequence[Site], lease: Lease, opened: Opened, slots: int
+    ) -> None:
+        for chunk in self._plan.chunks:
+            filled = await lease.sender.filled(chunk.index, timeout_s=self._fleet.update_timeout_s)
+            await self._sent(chunk, filled)
+        self._tell_numbers(sites)

@@ -1,0 +1,104 @@
+"""Rehearses a fleet's next push as soon as all its servers are up (`push/rehearsal.py`)."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from skyctl.core.arbiter import Act
+from skyctl.core.expectations import informed, remember
+from skyctl.errors import ConflictError, SkyctlError
+from skyctl.push.request import PushRequest
+from skyctl.store.expected import Learned
+from skyctl.store.in_doubt import in_doubt
+from skyctl.supervisor import admission
+from skyctl.supervisor.replica import Replica
+from skyctl.transfer.sender_pool import SenderPool
+
+if TYPE_CHECKING:
+    from skyctl.supervisor.resident import Supervisor
+
+_LOG = logging.getLogger(__name__)
+_STOP_TIMEOUT_S = 15.0
+_RUNS_NO_MORE = ("dead", "failed", "stopped")
+
+
+class Warming:
+    """Runs a rehearsal when it is due, in a task of its own, which whoever needs the servers or the
+    sender stops. Servers that took part are not asked again while their processes live."""
+
+    def __init__(self, supervisor: Supervisor, senders: SenderPool) -> None:
+        self._supervisor = supervisor
+        self._senders = senders
+        self._task: asyncio.Task[None] | None = None
+        self._rehearsed: set[str] = set()
+
+    def look(self) -> None:
+        """Begin one if it is due: every server that should be up is, and nothing else is done."""
+        if (self._task is None or self._task.done()) and (replicas := self._due()):
+            self._rehearsed = {replica.instance for replica in replicas}
+            self._task = asyncio.create_task(self._rehearse(replicas), name="rehearsal")
+
+    async def stop(self) -> None:
+        """End one that is under way; it is due again afterwards. The caller has its turn, or is an
+        operation, so that none begins meanwhile."""
+        if self._task is not None and not self._task.done():
+            self._rehearsed = set()
+            self._task.cancel()
+            await asyncio.wait({self._task}, timeout=_STOP_TIMEOUT_S)
+
+    def _due(self) -> list[Replica]:
+        supervisor = self._supervisor
+        plan, operation = supervisor.plan, supervisor.operation
+        if plan is None or not plan.config.warms or supervisor.draining or supervisor.pushes.job:
+            return []
+        if operation is not None and operation.ended_at is None:
+            return []
+        replicas = [r for r in supervisor.replicas.values() if r.phase not in _RUNS_NO_MORE]
+        if {replica.instance for replica in replicas} <= self._rehearsed:
+            return []
+        if not all(replica.state in ("ready", "paused") for replica in replicas):
+            return []
+        if plan.device == "cpu" and supervisor.state.weights().checkpoint is not None:
+            return []  # a push into CPU servers leaves nothing that the next one would not have
+        try:
+            supervisor.arbiter.take(Act.VERB, "a look").release()
+        except ConflictError:
+            return []
+        return replicas
+
+    async def _rehearse(self, replicas: Sequence[Replica]) -> None:
+        supervisor = self._supervisor
+        state, plan = supervisor.state, supervisor.require_plan()
+        instances = {replica.name: replica.instance for replica in replicas}
+        weights = admission.committed(plan, state.weights())
+        if weights is None or weights.checkpoint is None or in_doubt(state):
+            return
+        from skyctl.push.expected import launch_digests
+        from skyctl.push.rehearsal import rehearse
+
+        request = PushRequest(weights.checkpoint, verify=plan.config.weight_transfer.verify)
+        fleet = admission.push_fleet(plan, replicas, plan.model_path, {})
+        try:
+            sites = await rehearse(
+                request,
+                informed(fleet, state),
+                client=supervisor.client,
+                senders=self._senders,
+            )
+        except SkyctlError as error:
+            _LOG.info("the first push begins cold: %s", error.message)
+            return
+        except Exception:
+            _LOG.exception("rehearsal")
+            return
+        with state.transaction():
+            remember(state, Learned(launch_digests(sites)).to_json())
+            for site in sites:
+                replica = supervisor.replicas.get(site.name)
+                same = replica is not None and replica.instance == instances[site.name]
+                if replica is not None and same and site.digest_before:
+                    replica.update_row(weights_digest=site.digest_before)
+        state.add_event("fleet", "ready for a push")

@@ -1,0 +1,69 @@
+"""A sender that is told to rest while it reads: what is freed, nobody writes to."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+import threading
+from dataclasses import asdict
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from skyctl.checkpoints.checkpoint import read_checkpoint
+from skyctl.transfer.plan import plan_chunks
+from skyctl.transfer.sender import Channel, Sender
+from skyctl.transfer.transports.base import CpuCarrier
+from tests.unit.push.checkpoints import write_checkpoint
+
+
+class Slots(CpuCarrier):
+    """Slots in this process; notes who still reads when they are freed."""
+
+    def __init__(self) -> None:
+        self.readers: list[str] = []
+
+    def allocate(self, slots: int, slot_bytes: int) -> list[memoryview]:
+        return [memoryview(bytearray(slot_bytes)) for _ in range(slots)]
+
+    def close(self) -> None: ...
+
+    def rest(self) -> None:
+        self.readers = [one.name for one in threading.enumerate() if one.name == "reader"]
+
+
+def test_slots_are_freed_once_nobody_reads_into_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    carrier = Slots()
+    module = SimpleNamespace(open_carrier=lambda session, options: carrier)
+    monkeypatch.setitem(sys.modules, "skyctl.transfer.transports.slots", module)
+    checkpoint = read_checkpoint(str(write_checkpoint(tmp_path / "a")))
+    plan = plan_chunks(checkpoint.tensors, 300)
+    told = io.StringIO()
+    sender = Sender(Channel(told))
+    opening: dict[str, Any] = {
+        "shards": [asdict(shard) for shard in checkpoint.shards],
+        "chunks": [
+            [(p.tensor.shard, p.tensor.begin, p.tensor.nbytes, p.offset, "") for p in chunk.placed]
+            for chunk in plan.chunks
+        ],
+        "slots": 1,
+        "slot_bytes": plan.slot_bytes,
+        "ring_only": True,
+        "reserve_bytes": 0,
+        "programs": [],
+        "shown": False,
+    }
+    sender.obey({"op": "warm", "transport": "slots", "session": "s", "carrier": {}})
+    for _ in range(2):  # the second push finds everything as the first did
+        sender.obey({"op": "open", "carrier": None, **opening})
+        sender.obey({"op": "rest"})  # while it waits for the release of its only slot
+        assert carrier.readers == []
+    events = [json.loads(line)["event"] for line in told.getvalue().splitlines()]
+    assert [event for event in events if event != "filled"] == [
+        *("warmed", "opened", "rested", "opened", "rested")
+    ]
