@@ -31,6 +31,7 @@ COMMAND_TIMEOUT_S = 400
 PROMPTS = ([40, 41, 42, 43], [7, 300, 12], [1000, 2000, 3000])
 STREAMS = 16
 STREAM_TOKENS = 1500
+WARM_TIMEOUT_S = 90
 
 
 class Fleet:
@@ -84,7 +85,11 @@ def settings(options: argparse.Namespace, model: Path) -> dict[str, Any]:
             "enforce-eager": not options.cuda_graphs,
             "gpu-memory-utilization": options.memory,
         },
-        "weight_transfer": {"transport": options.transport, "chunk_size": options.chunk_size},
+        "weight_transfer": {
+            "transport": options.transport,
+            "chunk_size": options.chunk_size,
+            "warm": options.warm == "true",
+        },
         "router": {"enabled": False},
     }
 
@@ -146,6 +151,16 @@ def start(fleet: Fleet, checkpoints: list[Path], options: argparse.Namespace) ->
         raise SystemExit(f"the checkpoints answer alike: {found}")
 
 
+def wait_until_warm(fleet: Fleet) -> float:
+    """Seconds until the supervisor has rehearsed a push: it puts the servers' digests on record."""
+    began = time.perf_counter()
+    while time.perf_counter() - began < WARM_TIMEOUT_S:
+        if all(server["weights_digest"] for server in fleet.data("weights")["servers"]):
+            return time.perf_counter() - began
+        time.sleep(0.5)
+    raise SystemExit("no push was rehearsed: see skyctl logs supervisor")
+
+
 def skyctl_pushes(
     fleet: Fleet, checkpoints: list[Path], options: argparse.Namespace
 ) -> list[dict[str, Any]]:
@@ -186,10 +201,10 @@ def gpu_memory() -> list[int]:
 
 
 def serving_ratio(
-    fleet: Fleet, checkpoints: list[Path], options: argparse.Namespace
+    fleet: Fleet, checkpoint: Path, options: argparse.Namespace, *more: str
 ) -> float | None:
-    """Tokens per second of streams while a push prepares, outside its freeze, over those without a
-    push. The streams run on the first server."""
+    """Tokens per second of streams while a push stages its checkpoint, over those in the second
+    before it. The streams run on the first server."""
     url, token = fleet.urls[0], control_token(fleet)
     times: list[float] = []
     stop = threading.Event()
@@ -200,15 +215,21 @@ def serving_ratio(
     for reader in readers:
         reader.start()
     time.sleep(2.5)  # they begin one after the other
-    began = time.perf_counter()
-    arguments = ["--layout", options.layout, *options.push_options.split()]
-    result = fleet.data("sync-weights", str(checkpoints[1]), *arguments)["job"]["result"]
-    ended = time.perf_counter()
+    arguments = ["--layout", options.layout, *options.push_options.split(), *more]
+    job = fleet.data("sync-weights", str(checkpoint), *arguments)["job"]
     stop.set()
     for reader in readers:
         reader.join(30)
-    before = sum(began - 1.0 <= at < began for at in times)
-    during = sum(began <= at < ended for at in times) / (ended - began - result["freeze_window_s"])
+    asked = job["created_at"]
+    stages = fleet.data("jobs", "show", job["id"])["timeline"]["stages"]
+    staging = next(stage for stage in stages if stage["name"] == "stage")
+    began, ended = asked + staging["begin_s"], asked + staging["end_s"]
+    before = sum(asked - 1.0 <= at < asked for at in times)
+    during = sum(began <= at < ended for at in times) / (ended - began)
+    print(
+        f"serving {' '.join(more)}: {before} tokens/s, staging took {ended - began:.2f} s, ", end=""
+    )
+    print(f"{during:.0f} tokens/s meanwhile, frozen {job['result']['freeze_window_s']:.3f}")
     return round(during / before, 3) if before else None
 
 
@@ -232,7 +253,7 @@ def _stream(url: str, token: str, number: int, times: list[float], stop: threadi
             if stop.is_set():
                 return
             if line.startswith("data: {"):
-                times.append(time.perf_counter())
+                times.append(time.time())
 
 
 def native_pushes(
@@ -266,7 +287,7 @@ def record(
     options: argparse.Namespace,
     pushes: list[dict[str, Any]],
     native: dict[str, Any],
-    serving: float | None,
+    serving: dict[str, float | None],
 ) -> dict[str, Any]:
     """One object per figure, as benchmarks/results/ keeps them."""
     import torch
@@ -302,7 +323,9 @@ def record(
             "last": counted[-1]["gpu_memory_mib"],
         },
         "layout_share": median(push["layout_share"] for push in counted),
-        "serving_ratio": serving,
+        "warm": options.warm == "true",
+        "serving_ratio": serving.get(""),
+        "serving_ratio_limited": {rate: ratio for rate, ratio in serving.items() if rate},
         "options": (
             f"{options.shape} chunk {options.chunk_size}, layout {options.layout}, "
             f"{options.warmups} warm-ups, "
@@ -339,7 +362,9 @@ def main() -> None:
     parser.add_argument("--warmups", type=int, default=1)
     parser.add_argument("--reference", type=int, nargs="*", help="GPUs of a server on the second")
     parser.add_argument("--answers", type=Path, help="those of servers that were started alike")
+    parser.add_argument("--warm", choices=["true", "false"], default="true")
     parser.add_argument("--serving", action="store_true", help="one more push, beside streams")
+    parser.add_argument("--stage-rates", nargs="*", default=[], help="the same, bounded to these")
     parser.add_argument("--scratch", type=Path, default=Path("/dev/shm/skyctl-bench"))
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--name", default="", help="of the result")
@@ -357,8 +382,14 @@ def main() -> None:
             start(fleet, checkpoints, options)
         if options.phase in ("up", "down"):
             return
+        if options.warm == "true" and options.phase in ("all", "push"):
+            print(f"warm after {wait_until_warm(fleet):.1f} s", flush=True)
         pushes = skyctl_pushes(fleet, checkpoints, options)
-        serving = serving_ratio(fleet, checkpoints, options) if options.serving else None
+        serving: dict[str, float | None] = {}
+        for number, rate in enumerate(("", *options.stage_rates) if options.serving else ()):
+            more = ("--stage-rate", rate) if rate else ()
+            checkpoint = checkpoints[(options.warmups + options.runs + 1 + number) % 2]
+            serving[rate] = serving_ratio(fleet, checkpoint, options, *more)
         native: dict[str, Any] = {"runs_s": [], "vllm": ""}
         if not options.no_native:
             native = native_pushes(fleet, checkpoints, options)

@@ -4,6 +4,8 @@
     python -m benchmarks.push_matrix --out DIR --only ipc-1,tp2   some of it
     python -m benchmarks.push_matrix --out DIR --deadline-s 480   what can be done until then
     python -m benchmarks.push_matrix --checkpoints                write the checkpoints beforehand
+    python -m benchmarks.push_matrix --out DIR --only ipc-1,ipc-1-cold,nccl-1,nccl-1-cold
+                          a first push that was rehearsed and one that was not; serving, bounded
 
 Checkpoints lie in /dev/shm. Servers have CUDA graphs, without torch.compile, which would take
 longer to start than all pushes together. Each figure is one run of `benchmarks.push`. Prints a
@@ -57,9 +59,11 @@ class Figure:
 
 _FP8 = {"quantization": "fp8"}
 _EXPERTS = {"enable-expert-parallel": True}
+_SERVING = ("--serving", "--stage-rates", "8GB", "4GB")
+_COLD = ("--warm", "false", "--runs", "2", "--warmups", "1")
 FIGURES = (
-    Figure("ipc-1", 1, "ipc", "qwen3-8b", (0,), (0,), options=("--serving",)),
-    Figure("nccl-1", 1, "nccl", "qwen3-8b", (0,), (), options=("--serving",), same_as="ipc-1"),
+    Figure("ipc-1", 1, "ipc", "qwen3-8b", (0,), (0,), options=_SERVING),
+    Figure("nccl-1", 1, "nccl", "qwen3-8b", (0,), (), options=_SERVING, same_as="ipc-1"),
     Figure("ipc-2-tp2", 1, "ipc", "qwen3-8b", (0, 1), (0, 1), 2),
     Figure(
         *("ipc-1-moe61", 1, "ipc", "qwen3-30b-a3b", (1,), ()),
@@ -71,6 +75,8 @@ FIGURES = (
     Figure("nccl-1-moe31", 2, "nccl", "qwen3-30b-a3b-24", (1,), (), same_as="ipc-1-moe31"),
     Figure("ipc-2-ep2", 2, "ipc", "qwen3-30b-a3b-24", (0, 1), (0, 1), 2, args=_EXPERTS),
     Figure("ipc-1-fp8", 2, "ipc", "qwen3-8b", (0,), (1,), args=_FP8),
+    Figure("ipc-1-cold", 3, "ipc", "qwen3-8b", (0,), (), options=_COLD, same_as="ipc-1"),
+    Figure("nccl-1-cold", 3, "nccl", "qwen3-8b", (0,), (), options=_COLD, same_as="ipc-1"),
 )
 
 
@@ -183,7 +189,8 @@ def row(found: dict[str, Any]) -> str:
         f" frozen {found['freeze_window_s']:.3f} ({min(found['freeze_windows_s']):.3f} to "
         f"{max(found['freeze_windows_s']):.3f}) command {found['command_wall_s']:.2f} first "
         f"{found['first_push_s']:.2f} native {found['native_median_s']} copied "
-        f"{found['layout_share']:.0%} serving {found['serving_ratio']}; {stages}"
+        f"{found['layout_share']:.0%} serving {found['serving_ratio']} bounded "
+        f"{found['serving_ratio_limited']} warm {found['warm']}; {stages}"
     )
 
 

@@ -70,6 +70,8 @@ def _overview(planned: FleetPlan) -> Text:
 
     from rich.text import Text
 
+    from skyctl.units import format_bytes
+
     origin = "" if Path(planned.model_path).is_absolute() else "  (from the hub)"
     rows = [
         ("fleet", planned.name),
@@ -79,6 +81,9 @@ def _overview(planned: FleetPlan) -> Text:
     ]
     if planned.free_gpus:
         rows.append(("free GPUs", ", ".join(str(gpu) for gpu in planned.free_gpus)))
+    if planned.warm_sender["gpu_bytes"]:
+        gpu, host = (format_bytes(planned.warm_sender[one]) for one in ("gpu_bytes", "host_bytes"))
+        rows.append(("sender", f"waits for pushes: {gpu} on its GPUs, {host} of host memory"))
     text = Text()
     for label, value in rows:
         text.append(f"{label:<10}", "bold").append(f"{value}\n")

@@ -97,6 +97,7 @@ class FleetPlan:
     """A fleet ready to start. `device` is resolved; `model_path` is absolute or a hub id.
 
     `free_gpus` are GPUs the fleet may use and no server does: a push's sender can run there.
+    `warm_sender` is the memory of one that waits for the first push.
     """
 
     name: str
@@ -112,6 +113,16 @@ class FleetPlan:
     free_gpus: tuple[int, ...] = ()
     tinker: FrontSpec | None = None
 
+    @property
+    def warm_sender(self) -> dict[str, int]:
+        """Bytes: `gpu_bytes` on each of its GPUs, `host_bytes` of the machine; zeros for none."""
+        from skyctl.push.forecast import waiting_bytes
+
+        gpu_bytes, host_bytes = 0, 0
+        if self.config.warms and self.servers:
+            gpu_bytes, host_bytes = waiting_bytes(self.servers[0].backend)
+        return {"gpu_bytes": gpu_bytes, "host_bytes": host_bytes}
+
     def to_json(self) -> dict[str, Any]:
         """What `skyctl plan --json` prints. Secrets are replaced by `***`."""
         return {
@@ -122,6 +133,7 @@ class FleetPlan:
             "python": self.python,
             "base_dir": str(self.base_dir),
             "free_gpus": list(self.free_gpus),
+            "warm_sender": self.warm_sender,
             "servers": [server.to_json() for server in self.servers],
             "router": None if self.router is None else self.router.to_json(),
             "tinker": None if self.tinker is None else self.tinker.to_json(),

@@ -94,6 +94,14 @@ class Subject:
     copied: bool = False
 
 
+def waiting_bytes(transport: str) -> tuple[int, int]:
+    """Memory of a sender that waits for a push: on each of its GPUs, and of the host; zeros for
+    transports whose senders end with their push."""
+    if transport not in GPU_TRANSPORTS:
+        return 0, 0
+    return SENDER_CONTEXT[transport], PINNED_BYTES + _SENDER_PROCESS[transport]
+
+
 def slots_of(stage: str, chunks: int) -> int:
     """How many slots the sender is asked for; a GPU sender may take one per chunk with `auto`."""
     return chunks if stage in ("gpu", "host") else min(RING, chunks)

@@ -4,9 +4,9 @@
     runtime     chunks are copied into the running parameters: fast, for parameters that are pieces
                 of checkpoint tensors, and only after the servers' processes have seen it proven
 
-A layout is proven in a process when a push by vLLM's loader left in every parameter, byte for byte,
-what the layout says. The numbers that every byte is compared by come from the sender, which
-computes them from what it read.
+A layout is proven in a process when vLLM's loader left in every parameter, byte for byte, what the
+layout says: in a push, or as the server started (`push/rehearsal.py`). The numbers that every byte
+is compared by come from the sender, which computes them from what it read.
 """
 
 from __future__ import annotations

@@ -151,8 +151,8 @@ class LayoutLoader:
         self._finish()
 
     def trust(self, layout: str) -> None:
-        """A push by vLLM's loader left in every parameter what this layout says. It holds as long
-        as the model is still described like this."""
+        """vLLM's loader left in every parameter what this layout says. It holds as long as the
+        model is still described like this."""
         if self._described()[0] == layout:
             self._proven.add(layout)
 
