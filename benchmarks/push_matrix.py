@@ -59,7 +59,7 @@ class Figure:
 
 _FP8 = {"quantization": "fp8"}
 _EXPERTS = {"enable-expert-parallel": True}
-_SERVING = ("--serving",)
+_SERVING = ("--serving", "--stage-rates", "8GB", "4GB")
 _COLD = ("--warm", "false", "--runs", "2", "--warmups", "1")
 FIGURES = (
     Figure("ipc-1", 1, "ipc", "qwen3-8b", (0,), (0,), options=_SERVING),

@@ -176,6 +176,7 @@ _skyctl() {
                 --fleet) _skyctl_ask; return ;;
                 --transport) _skyctl_words "auto nccl ipc gloo shm disk"; return ;;
                 --stage) _skyctl_words "auto gpu host stream"; return ;;
+                --stage-rate) true; return ;;
                 --layout) _skyctl_words "auto runtime checkpoint"; return ;;
                 --chunk-size) true; return ;;
                 --weight-version) true; return ;;
@@ -186,7 +187,7 @@ _skyctl() {
                 --sleep-after) true; return ;;
                 --timeout) true; return ;;
             esac
-            if [[ $cur == -* ]]; then _skyctl_words "-f --file --fleet --transport --stage --layout --delta --chunk-size --weight-version --mode --verify --no-verify --dry-run --scan-nan --no-scan --allow-unproven-reload --canary --keep --rolling --colocated --sleep-after --rollback --detach --timeout --json -h --help -q --quiet --no-color --debug"; else
+            if [[ $cur == -* ]]; then _skyctl_words "-f --file --fleet --transport --stage --stage-rate --layout --delta --chunk-size --weight-version --mode --verify --no-verify --dry-run --scan-nan --no-scan --allow-unproven-reload --canary --keep --rolling --colocated --sleep-after --rollback --detach --timeout --json -h --help -q --quiet --no-color --debug"; else
                 _skyctl_ask
             fi ;;
         "jobs")

@@ -205,6 +205,7 @@ complete -c skyctl -n '__fish_seen_subcommand_from sync-weights' -s f -l file -r
 complete -c skyctl -n '__fish_seen_subcommand_from sync-weights' -l fleet -x -a '(__skyctl_ask)' -d 'Fleet by name, from any directory.'
 complete -c skyctl -n '__fish_seen_subcommand_from sync-weights' -l transport -x -a 'auto nccl ipc gloo shm disk' -d 'How tensors travel (auto: by topology).'
 complete -c skyctl -n '__fish_seen_subcommand_from sync-weights' -l stage -x -a 'auto gpu host stream' -d 'Where the checkpoint lies before the freeze: all of it on the sender\'s GPU or in host memory, or only a ring of chunks (auto: the GPU when it fits, else the ring).'
+complete -c skyctl -n '__fish_seen_subcommand_from sync-weights' -l stage-rate -x -d 'What the sender reads at most per second while the servers serve, such as 2GB (default: the fleet file\'s, else no bound).'
 complete -c skyctl -n '__fish_seen_subcommand_from sync-weights' -l layout -x -a 'auto runtime checkpoint' -d 'Copy tensors straight into the parameters (GPU servers that have seen it proven) or give them to vLLM\'s loader (auto: copy where it can be).'
 complete -c skyctl -n '__fish_seen_subcommand_from sync-weights' -l delta -d 'Leave out layers whose bytes the servers hold already, by the last push; costs one more read of the checkpoint before the freeze.'
 complete -c skyctl -n '__fish_seen_subcommand_from sync-weights' -l chunk-size -x -d 'Bytes per chunk, such as 256MiB (default: the fleet file\'s).'

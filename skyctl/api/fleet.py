@@ -243,6 +243,7 @@ class Fleet(GeneratingFleet):
         transport: str = "auto",
         chunk_size: int | None = None,
         stage: Stage = "auto",
+        stage_rate: int | None = None,
         layout: Layout = "auto",
         delta: bool = False,
         pause_mode: PauseMode | None = None,
@@ -281,6 +282,8 @@ class Fleet(GeneratingFleet):
                 floating-point tensors; "as-is" leaves it to the servers to cast.
             chunk_size: bytes per chunk; None takes the fleet's.
             stage: where the checkpoint lies before servers are frozen: "gpu", "host" or "stream".
+            stage_rate: bytes per second that are read at most while servers serve; None takes the
+                fleet's.
             delta: leave out layers whose bytes the servers hold already (docs/concepts/push.md).
             layout: "runtime" copies tensors straight into parameters, "checkpoint" gives them to
                 vLLM's loader; "auto" copies where a server has seen it proven.
@@ -309,6 +312,7 @@ class Fleet(GeneratingFleet):
             transport=transport,
             chunk_size=chunk_size,
             stage=stage,
+            stage_rate=stage_rate,
             layout=layout,
             delta=delta,
             weight_version=weight_version,

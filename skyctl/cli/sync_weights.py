@@ -68,6 +68,15 @@ def sync_weights(
             "host memory, or only a ring of chunks (auto: the GPU when it fits, else the ring)."
         ),
     ] = StageOption.AUTO,
+    stage_rate: Annotated[
+        str | None,
+        typer.Option(
+            metavar="BYTES_PER_S",
+            help="What the sender reads at most per second while the servers serve, such as 2GB "
+            "(default: the fleet file's, else no bound).",
+            show_default=False,
+        ),
+    ] = None,
     layout: Annotated[
         LayoutOption,
         typer.Option(
@@ -231,10 +240,12 @@ def sync_weights(
         raise UsageError(
             "missing argument 'CKPT'", hint="how it is typed: skyctl sync-weights --help"
         )
-    try:
-        size = parse_bytes(chunk_size) if chunk_size else None
-    except ValueError as error:
-        raise UsageError(f"--chunk-size: {error}") from error
+    sizes: dict[str, int | None] = {}
+    for option, text in (("--chunk-size", chunk_size), ("--stage-rate", stage_rate)):
+        try:
+            sizes[option] = parse_bytes(text) if text else None
+        except ValueError as error:
+            raise UsageError(f"{option}: {error}") from error
     ref = find(file, fleet)
     here = isinstance(ref, FleetRef)  # else the path is one of another machine
     request = PushRequest(
@@ -242,8 +253,9 @@ def sync_weights(
         if checkpoint and not back
         else "",
         transport=transport.value,
-        chunk_size=size,
+        chunk_size=sizes["--chunk-size"],
         stage=stage.value,
+        stage_rate=sizes["--stage-rate"],
         layout=layout.value,
         delta=delta,
         weight_version=weight_version,

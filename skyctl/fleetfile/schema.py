@@ -63,6 +63,14 @@ ByteSize = Annotated[
     BeforeValidator(parse_bytes),
     WithJsonSchema({"type": ["integer", "string"], "examples": ["256MiB", 268435456]}),
 ]
+LEAST_STAGE_RATE = 10_000_000
+"""Bytes per second: with less, a sender's deadlines would have to be hours."""
+StageRate = Annotated[
+    int,
+    Field(ge=LEAST_STAGE_RATE),
+    BeforeValidator(parse_bytes),
+    WithJsonSchema({"type": ["integer", "string"], "examples": ["2GB"]}),
+]
 Name = Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?$")]
 AdapterName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._:/-]{0,127}$")]
 Url = Annotated[str, Field(pattern=r"^https?://[^\s/]+(/\S*)?$")]
@@ -206,6 +214,11 @@ class WeightTransferSection(_Section):
         120.0, description="Deadline for one chunk to be loaded by every server."
     )
     verify: bool = Field(True, description="Compare the servers' weights after each push.")
+    stage_rate: StageRate | None = Field(
+        None,
+        description="Bytes per second that the sender reads at most while the servers serve, 10MB "
+        "or more (default: no bound).",
+    )
     warm: bool | None = Field(
         None,
         description="Rehearse the first push once all servers are up, and keep a GPU sender ready "

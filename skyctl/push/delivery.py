@@ -100,8 +100,10 @@ class ChunkDelivery:
         scan: bool = True,
         crc32: Mapping[str, int] | None = None,
         partial: bool = False,
+        stage_rate: int | None = None,
     ) -> None:
         self._transport = transport
+        self._stage_rate = stage_rate
         self._scan = scan
         self._senders = senders
         self._checkpoint = checkpoint
@@ -177,6 +179,8 @@ class ChunkDelivery:
         chunks = len(self._plan.chunks)
         slots = chunks if opened.staged_whole else slots_of(self._stage, chunks)
         await self._get_ready(sites, lease, opened, slots)
+        if self._stage_rate is not None:
+            await lease.sender.hurry()
 
     def _options(self, sites: Sequence[Site]) -> dict[str, Any]:
         """What the sender's carrier is opened with."""
@@ -191,6 +195,8 @@ class ChunkDelivery:
     async def _opened_by(self, lease: Lease, sites: Sequence[Site]) -> Opened | None:
         """What a sender says that has opened the push; None where it waited in the pool and is of
         no use any more, so that another is needed."""
+        if any(site.frozen or site.weights is Weights.UNKNOWN for site in sites):
+            self._stage_rate = None  # nobody serves beside it
         try:
             await lease.sender.open(
                 transport=self._transport.name,
@@ -204,6 +210,7 @@ class ChunkDelivery:
                 carrier=self._options(sites) if lease.fresh else None,
                 programs=self._distinct,
                 shown=self._shows,
+                bytes_per_s=self._stage_rate,
             )
             return await lease.sender.opened(timeout_s=_STARTUP_TIMEOUT_S)
         except SenderFailed as error:
@@ -254,7 +261,7 @@ class ChunkDelivery:
         began, done = clock(), 0
         lead_s = lease.lead_s + lease.load_s_per_byte * self._plan.total_bytes
         for chunk in self._plan.chunks[:chunks]:
-            await lease.sender.filled(chunk.index, timeout_s=self._fleet.update_timeout_s)
+            await self._staged(lease, chunk)
             done += chunk.payload_bytes
             if enough_is_read(
                 done_bytes=done,
@@ -264,6 +271,12 @@ class ChunkDelivery:
             ):
                 break
         self._read_ahead_until = clock()
+
+    async def _staged(self, lease: Lease, chunk: Chunk) -> Filled:
+        """Wait for a chunk that is read before the freeze."""
+        paced_s = chunk.size / self._stage_rate if self._stage_rate else 0.0
+        timeout_s = self._fleet.update_timeout_s + paced_s
+        return await lease.sender.filled(chunk.index, timeout_s=timeout_s)
 
     async def init(self, sites: Sequence[Site]) -> None:
         lease, session = self._opened()

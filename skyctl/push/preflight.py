@@ -16,6 +16,7 @@ from skyctl.checkpoints.compat import check_compatible
 from skyctl.checkpoints.finite import refuse_not_finite
 from skyctl.engines.base import Server
 from skyctl.errors import PreflightError
+from skyctl.fleetfile.schema import LEAST_STAGE_RATE
 from skyctl.http.client import ControlClient
 from skyctl.http.fanout import fan_out
 from skyctl.http.target import ServerTarget
@@ -70,6 +71,7 @@ class Prepared:
     assumptions: tuple[str, ...] = ()
     delta: Delta | None = None
     whole: ChunkPlan | None = None
+    stage_rate: int | None = None
 
     def delivery(
         self, fleet: PushFleet, senders: SenderPool, *, by_loader: bool = False
@@ -93,6 +95,7 @@ class Prepared:
             scan=self.scan,
             crc32=self.delta.crc32 if self.delta is not None else None,
             partial=partial,
+            stage_rate=self.stage_rate,
         )
 
     @cached_property
@@ -178,6 +181,7 @@ async def preflight(
             f"--stage {request.stage}: {problem}", hint="leave --stage out: it is chosen then"
         )
     transport = None if choice.name == "disk" else load_transport(choice.name)
+    refuse_stage_rate(request, choice.name)
     nccl_settings: Mapping[str, str] | None = None
     if choice.name == "nccl":
         refuse_without_nccl(facts)
@@ -260,6 +264,7 @@ async def preflight(
         assumptions=said,
         delta=delta,
         whole=whole,
+        stage_rate=request.stage_rate or fleet.stage_rate,
     )
     if layout.name == "checkpoint":  # of what is copied every byte is compared
         await asyncio.to_thread(lambda: prepared.rows)
@@ -323,6 +328,19 @@ def _server(
     found = engines.server(client, server.target, timeout_s=fleet.control_timeout_s)
     found.known_ranks = facts.ranks
     return found
+
+
+def refuse_stage_rate(request: PushRequest, transport: str) -> None:
+    """Raise PreflightError for a rate that cannot be kept."""
+    if request.stage_rate is None:
+        return
+    if request.stage_rate < LEAST_STAGE_RATE:
+        raise PreflightError(
+            f"--stage-rate {request.stage_rate}: at least {LEAST_STAGE_RATE} bytes per second",
+            hint="write it like 500MB or 2GB",
+        )
+    if problem := refusal("stream", transport):
+        raise PreflightError(f"--stage-rate: {problem}", hint="leave --stage-rate out")
 
 
 def grown_notes(plan: ChunkPlan) -> list[str]:

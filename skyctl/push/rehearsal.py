@@ -98,6 +98,7 @@ def _numbering(prepared: Prepared, fleet: PushFleet, senders: SenderPool) -> _Nu
         stage="stream",
         programs=prepared.layout.programs,
         scan=False,
+        stage_rate=fleet.stage_rate,
     )
 
 
@@ -117,6 +118,6 @@ class _Numbering(ChunkDelivery):
         self, sites: Sequence[Site], lease: Lease, opened: Opened, slots: int
     ) -> None:
         for chunk in self._plan.chunks:
-            filled = await lease.sender.filled(chunk.index, timeout_s=self._fleet.update_timeout_s)
+            filled = await self._staged(lease, chunk)
             await self._sent(chunk, filled)
         self._tell_numbers(sites)

@@ -55,7 +55,8 @@ class PushRequest:
     servers that sleep are woken for it. `sleep_after` is the level to sleep at afterwards, 0: none.
     `stage` is where the checkpoint lies before servers are frozen (`push/forecast.py`), `layout`
     how it gets into their parameters (`push/layouts.py`). `delta`: layers that servers hold already
-    are not sent (`push/delta.py`).
+    are not sent (`push/delta.py`). `stage_rate`: the sender reads at most so many bytes per second
+    as long as servers are not frozen; None takes the fleet's.
     """
 
     checkpoint: str
@@ -77,6 +78,7 @@ class PushRequest:
     stage: Literal["auto", "gpu", "host", "stream"] = "auto"
     layout: Layout = "auto"
     delta: bool = False
+    stage_rate: int | None = None
 
     @property
     def leaves_router(self) -> bool:
@@ -138,7 +140,8 @@ class PushFleet:
     is the interpreter that runs the sender process (it needs torch); "" is this one. `committed`
     are the weights it serves, and goes back to when a push is refused; None where that is not
     known. `pushes` are the fleet's latest, newest first. `expected` is what servers must come to.
-    `content` is what they hold, tensor by tensor, as far as is known.
+    `content` is what they hold, tensor by tensor, as far as is known. `stage_rate` is None for no
+    bound.
     """
 
     name: str
@@ -150,6 +153,7 @@ class PushFleet:
     control_timeout_s: float = 30.0
     python: str = ""
     transport: str = "auto"
+    stage_rate: int | None = None
     drain_timeout_s: float = 30.0
     pushes: tuple[PushRecord, ...] = ()
     committed: FleetWeights | None = None

@@ -99,7 +99,7 @@ class RuntimeDelivery(ChunkDelivery):
     async def _read_ahead(self, lease: Lease, chunks: int) -> None:
         """As much as there are slots: servers copy faster than files are read."""
         for chunk in self._plan.chunks[:chunks]:
-            filled = await lease.sender.filled(chunk.index, timeout_s=self._fleet.update_timeout_s)
+            filled = await self._staged(lease, chunk)
             if self._slots is not None:
                 self._filled[chunk.index] = filled
         self._read_ahead_until = asyncio.get_running_loop().time()

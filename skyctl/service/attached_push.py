@@ -60,6 +60,7 @@ def begin(
         control_timeout_s=ref.config.control_timeout_s,
         python=ref.config.python or sys.executable,
         transport=transfer.transport,
+        stage_rate=transfer.stage_rate,
         pushes=tuple(state.journal.pushes()) if request.dry_run else (),
     )
     job = jobs.open_push(state.journal, turn, request)

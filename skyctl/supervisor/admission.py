@@ -64,6 +64,7 @@ def push_fleet(
         control_timeout_s=plan.config.control_timeout_s,
         python=plan.python,
         transport=transfer.transport,
+        stage_rate=transfer.stage_rate,
         drain_timeout_s=plan.config.drain_timeout_s,
         committed=committed,
         pushes=tuple(pushes),

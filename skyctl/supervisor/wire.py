@@ -18,7 +18,7 @@ from skyctl.errors import VersionMismatch
 
 T = TypeVar("T")
 
-PROTOCOL = 11
+PROTOCOL = 12
 """Of the supervisor's API. Count it up with every change that the other side has to know of."""
 
 VERSION_HEADER = "x-skyctl"

@@ -15,6 +15,7 @@ from typing import Any
 from skyctl.checkpoints.finite import NotFinite, first_not_finite
 from skyctl.checkpoints.header import Shard, digest_header, read_header, read_raw_header
 from skyctl.errors import PreflightError
+from skyctl.transfer.pace import Pace
 
 _RUN_BYTES = 16 * 1024 * 1024
 _MAX_BUFFERS = 512  # per preadv; the kernel takes 1024
@@ -154,8 +155,10 @@ class ChunkReader:
         slots: Sequence[memoryview],
         *,
         threads: int,
+        pace: Pace,
     ) -> None:
         self._files = files
+        self._pace = pace
         self._chunks = chunks
         self._slots = slots
         self._turns = SlotTurns(len(slots))
@@ -191,6 +194,7 @@ class ChunkReader:
         whole = owner if isinstance(owner, mmap) and len(owner) == slot.nbytes else None
 
         def read(run: list[int]) -> None:
+            self._pace.take(sum(pieces[i].nbytes for i in run))
             views = [slot[pieces[i].offset : pieces[i].offset + pieces[i].nbytes] for i in run]
             self._files.read(pieces[run[0]].shard, pieces[run[0]].begin, views)
             for i, view in zip(run, views, strict=True):

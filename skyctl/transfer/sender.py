@@ -6,6 +6,7 @@
     {"op": "open", …}  ───────────────► opens files, allocates
                        ◄─────────────── {"event": "opened", "endpoint": …}
                        ◄─────────────── {"event": "filled", "chunk": 0, "slot": 0, "crc32": […]} …
+    {"op": "hurry"}    ───────────────► reads as fast as it can from here on
     {"op": "join"}     ───────────────► forms the group        ─► {"event": "joined"}
     {"op": "send", "chunk": k, …} ────► moves the slot         ─► {"event": "sent", "chunk": k}
     {"op": "release", "chunk": k} ────► the slot is filled again
@@ -34,6 +35,7 @@ from skyctl.checkpoints.header import Shard
 from skyctl.engines.vllm.inside.layout_wire import Program
 from skyctl.errors import PreflightError, SkyctlError
 from skyctl.kill_points import reached
+from skyctl.transfer.pace import Pace
 from skyctl.transfer.reader import Filled, Piece, ShardFiles
 from skyctl.transfer.transports.base import Carrier, Reader
 
@@ -84,6 +86,7 @@ class Sender:
         self._reader: Reader | None = None
         self._reading: threading.Thread | None = None
         self._files: ShardFiles | None = None
+        self._pace = Pace()
         self._programs: list[Program] = []
 
     def warm(self, message: dict[str, Any]) -> None:
@@ -99,6 +102,7 @@ class Sender:
         if message["carrier"] is not None:
             self.warm(message)
         carrier = self._opened()
+        self._pace = Pace(message["bytes_per_s"])
         self._reader = carrier.open_reader(
             self._files,
             chunks,
@@ -107,6 +111,7 @@ class Sender:
             reserve_bytes=message["reserve_bytes"],
             slot_bytes=message["slot_bytes"],
             threads=max(1, min(_MAX_THREADS, len(os.sched_getaffinity(0)))),
+            pace=self._pace,
             **({"shown": True} if message["shown"] else {}),
         )
         self._programs = [Program.from_wire(program) for program in message["programs"]]
@@ -156,6 +161,8 @@ class Sender:
             self._channel.tell("warmed")
         elif operation == "open":
             self.open(message)
+        elif operation == "hurry":
+            self._pace.lift()
         elif operation == "join":
             reached("sender.join")
             self._opened().join()
@@ -175,6 +182,7 @@ class Sender:
     def _rest(self) -> None:
         """A push is over, or was given up while it read: let go of what the next one makes anew."""
         if self._reader is not None and self._reading is not None:
+            self._pace.lift()
             self._reader.stop()
             self._reading.join()
         self._opened().rest()  # type: ignore[attr-defined]  # resident transports have it

@@ -22,6 +22,7 @@ from skyctl.transfer.gpu.devices import (
 )
 from skyctl.transfer.gpu.numbering import Numbering
 from skyctl.transfer.gpu.reader import THREADS, DeviceReader
+from skyctl.transfer.pace import Pace
 from skyctl.transfer.reader import Piece, ShardFiles
 
 
@@ -64,6 +65,7 @@ class GpuCarrier:
         slots: int,
         slot_bytes: int,
         threads: int,
+        pace: Pace,
         ring_only: bool = False,
         reserve_bytes: int = 0,
         shown: bool = False,
@@ -89,6 +91,7 @@ class GpuCarrier:
             chunks,
             mirrored.addresses(),
             self._reader,
+            pace=pace,
             after_fill=mirrored.mirror,
             bytes_of=lambda slot: mirrored.view(self.devices[0], slot),
         )

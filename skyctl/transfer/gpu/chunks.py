@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from skyctl.transfer.gpu.reader import DeviceReader, ReadBatch, Span
+from skyctl.transfer.pace import Pace
 from skyctl.transfer.reader import Filled, Piece, ShardFiles, SlotTurns
 
 READ_TIMEOUT_S = 600.0
@@ -28,6 +29,7 @@ class DeviceChunkReader:
         addresses: Sequence[int],
         reader: DeviceReader,
         *,
+        pace: Pace,
         after_fill: Callable[[int], None],
         bytes_of: Callable[[int], Any],
     ) -> None:
@@ -35,6 +37,7 @@ class DeviceChunkReader:
         self._chunks = chunks
         self._addresses = addresses
         self._reader = reader
+        self._pace = pace
         self._after_fill = after_fill
         self._bytes_of = bytes_of
         self._turns = SlotTurns(len(addresses))
@@ -85,7 +88,8 @@ class DeviceChunkReader:
             [
                 Span(self._files.descriptor(shard), begin, nbytes, base + offset)
                 for shard, begin, nbytes, offset in merged(self._chunks[chunk])
-            ]
+            ],
+            self._pace,
         )
 
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from skyctl.transfer.gpu import cudart
+from skyctl.transfer.pace import Pace
 
 PIECE_BYTES = 4 * 1024 * 1024
 THREADS = 12
@@ -48,10 +49,11 @@ class ReadFailed(Exception):
 
 
 class ReadBatch:
-    """Pieces that are waited for together."""
+    """Pieces that are waited for together, and read at a `pace`."""
 
-    def __init__(self, pieces: int) -> None:
+    def __init__(self, pieces: int, pace: Pace) -> None:
         self.left = pieces
+        self.pace = pace
         self.done = threading.Event()
         if not pieces:
             self.done.set()
@@ -82,10 +84,10 @@ class DeviceReader:
         for thread in self._threads:
             thread.start()
 
-    def submit(self, spans: Sequence[Span]) -> ReadBatch:
+    def submit(self, spans: Sequence[Span], pace: Pace | None = None) -> ReadBatch:
         """Queue spans; returns a batch for `wait`."""
         pieces = list(_pieces(spans, PIECE_BYTES))
-        batch = ReadBatch(len(pieces))
+        batch = ReadBatch(len(pieces), pace or Pace())
         with self._lock:
             self._queue.extend((piece, batch) for piece in pieces)
             self._lock.notify_all()
@@ -144,6 +146,7 @@ class DeviceReader:
             if self._failure is not None:
                 continue
             try:
+                batch.pace.take(piece.size)
                 slot.fill(piece)
                 cudart.copy_to_device(piece.device_address, slot.address, piece.size, stream)
                 slot.event.record(stream)

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 from skyctl.checkpoints.dtypes import torch_name
 from skyctl.engines.base import Dialect, TensorHeaders
 from skyctl.engines.vllm.inside.wire import ChunkUpdate, ReceiverInit
+from skyctl.transfer.pace import Pace
 from skyctl.transfer.plan import ALIGNMENT, Chunk, ChunkPlan, Packing
 from skyctl.transfer.reader import ChunkReader, Filled, Piece, ShardFiles
 
@@ -112,6 +113,7 @@ class Carrier(Protocol):
         slots: int,
         slot_bytes: int,
         threads: int,
+        pace: Pace,
         ring_only: bool = False,
         reserve_bytes: int = 0,
     ) -> Reader:
@@ -119,7 +121,7 @@ class Carrier(Protocol):
 
         `slots` is the least number of slots; a carrier may take more when `staged_whole` says so,
         unless it is to take a ring only. `reserve_bytes`: of what is free on its GPUs, servers will
-        take so much while they load.
+        take so much while they load. `pace` bounds how fast files are read.
         """
 
     def extra(self, slot: int) -> dict[str, Any]:
@@ -159,10 +161,12 @@ class CpuCarrier(Carrier):
         slots: int,
         slot_bytes: int,
         threads: int,
+        pace: Pace,
         ring_only: bool = False,
         reserve_bytes: int = 0,
     ) -> ChunkReader:
-        return ChunkReader(files, chunks, self.allocate(slots, slot_bytes), threads=threads)
+        memory = self.allocate(slots, slot_bytes)
+        return ChunkReader(files, chunks, memory, threads=threads, pace=pace)
 
 
 def rank_offsets(world_sizes: Sequence[int]) -> tuple[list[int], int]:

@@ -23,6 +23,8 @@ class ReadySender:
         self.reserves: list[int] = []
         self.carriers: list[Any] = []  # what it was told of them: None where it has one
         self.warm_by: str = ""
+        self.paces: list[int | None] = []
+        self.hurried = False
         self.joins = 0
 
     async def warm(self, *, transport: str, **_: Any) -> None:
@@ -30,7 +32,15 @@ class ReadySender:
 
     async def warmed(self, **_: Any) -> None: ...
 
-    async def open(self, *, reserve_bytes: int, carrier: Any = None, **_: Any) -> None:
+    async def open(
+        self,
+        *,
+        reserve_bytes: int,
+        carrier: Any = None,
+        bytes_per_s: int | None = None,
+        **_: Any,
+    ) -> None:
+        self.paces.append(bytes_per_s)
         self.reserves.append(reserve_bytes)
         self.carriers.append(carrier)
 
@@ -39,6 +49,9 @@ class ReadySender:
 
     async def filled(self, chunk: int, **_: Any) -> Filled:
         return Filled(chunk, chunk, ())
+
+    async def hurry(self) -> None:
+        self.hurried = True
 
     async def join(self, **_: Any) -> None:
         self.joins += 1

@@ -15,6 +15,7 @@ from skyctl.checkpoints.checkpoint import read_checkpoint
 from skyctl.checkpoints.finite import NotFinite
 from skyctl.transfer.gpu.chunks import DeviceChunkReader, merged
 from skyctl.transfer.gpu.reader import Span, _pieces
+from skyctl.transfer.pace import Pace
 from skyctl.transfer.plan import ChunkPlan, plan_chunks
 from skyctl.transfer.reader import Filled, Piece, ShardFiles
 from tests.unit.checkpoints.test_finite import BAD, LARGEST
@@ -27,7 +28,7 @@ class MemoryReader:
     def __init__(self, size: int) -> None:
         self.memory = bytearray(size)
 
-    def submit(self, spans: Sequence[Span]) -> None:
+    def submit(self, spans: Sequence[Span], pace: Pace) -> None:
         for span in spans:
             data = os.pread(span.fd, span.size, span.file_offset)
             self.memory[span.device_address : span.device_address + span.size] = data
@@ -68,6 +69,7 @@ def test_every_chunk_is_whole_in_its_slot_when_it_is_announced(tmp_path: Path, s
         chunks,
         [slot * size for slot in range(slots)],
         device,  # type: ignore[arg-type]
+        pace=Pace(),
         after_fill=mirrored.append,
         bytes_of=device.slot_of(size),
     )
@@ -96,6 +98,7 @@ def test_a_slot_waits_for_its_release_and_a_stopped_reader_ends(tmp_path: Path) 
         chunks,
         [0, plan.slot_bytes],
         device,  # type: ignore[arg-type]
+        pace=Pace(),
         after_fill=lambda slot: None,
         bytes_of=device.slot_of(plan.slot_bytes),
     )
@@ -161,6 +164,7 @@ def read_all(tmp_path: Path, tensors: Any) -> list[int]:
         chunks,
         [slot * plan.slot_bytes for slot in range(len(chunks))],
         device,  # type: ignore[arg-type]
+        pace=Pace(),
         after_fill=lambda slot: None,
         bytes_of=device.slot_of(plan.slot_bytes),
     )

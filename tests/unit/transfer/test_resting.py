@@ -57,6 +57,7 @@ def test_slots_are_freed_once_nobody_reads_into_them(
         "reserve_bytes": 0,
         "programs": [],
         "shown": False,
+        "bytes_per_s": 1,  # what reads at a pace does not keep it waiting either
     }
     sender.obey({"op": "warm", "transport": "slots", "session": "s", "carrier": {}})
     for _ in range(2):  # the second push finds everything as the first did
