@@ -28,7 +28,7 @@ class Patience(ReadySender):
         super().__init__()
         self.waits: list[float] = []
 
-    async def filled(self, chunk: int, *, timeout_s: float, **_: Any) -> Filled:
+    async def filled(self, chunk: int, *, timeout_s: float = 0.0, **_: Any) -> Filled:
         assert not self.hurried
         self.waits.append(timeout_s)
         return Filled(chunk, chunk, ())
