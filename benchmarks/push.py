@@ -99,6 +99,7 @@ def fleet_of(options: argparse.Namespace, model: Path, gpus: list[int], suffix: 
     found = settings(argparse.Namespace(**{**vars(options), "gpus": gpus}), model)
     found["args"] |= json.loads(options.args)
     found["share_gpus"] |= options.share_gpus
+    found["weight_transfer"]["warm"] &= suffix != "reference"
     return Fleet(options.scratch / "-".join(filter(None, ("fleet", options.name, suffix))), found)
 
 

@@ -84,6 +84,8 @@ class ChunkDelivery:
     copies = False
     _shows = False
     """Servers copy out of the sender's slots by themselves."""
+    _exports = True
+    """Servers are told where the slots are."""
 
     def __init__(
         self,
@@ -210,6 +212,7 @@ class ChunkDelivery:
                 carrier=self._options(sites) if lease.fresh else None,
                 programs=self._distinct,
                 shown=self._shows,
+                exports=self._exports,
                 bytes_per_s=self._stage_rate,
             )
             return await lease.sender.opened(timeout_s=_STARTUP_TIMEOUT_S)

@@ -105,6 +105,8 @@ def _numbering(prepared: Prepared, fleet: PushFleet, senders: SenderPool) -> _Nu
 class _Numbering(ChunkDelivery):
     """Reads everything through two slots, and delivers nothing."""
 
+    _exports = False
+
     @property
     def takes(self) -> int:
         """Bytes on the sender's GPU, beside its context."""

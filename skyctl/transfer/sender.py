@@ -87,6 +87,7 @@ class Sender:
         self._reading: threading.Thread | None = None
         self._files: ShardFiles | None = None
         self._pace = Pace()
+        self._exports = True
         self._programs: list[Program] = []
 
     def warm(self, message: dict[str, Any]) -> None:
@@ -102,7 +103,7 @@ class Sender:
         if message["carrier"] is not None:
             self.warm(message)
         carrier = self._opened()
-        self._pace = Pace(message["bytes_per_s"])
+        self._pace, self._exports = Pace(message["bytes_per_s"]), message["exports"]
         self._reader = carrier.open_reader(
             self._files,
             chunks,
@@ -137,7 +138,8 @@ class Sender:
         assert reader is not None
 
         def filled(slot: Filled) -> None:
-            extra = carrier.extra(slot.slot)
+            # what is exported and never mapped would not be freed
+            extra = carrier.extra(slot.slot) if self._exports else {}
             if self._programs:
                 extra["numbers"] = carrier.numbers(slot.chunk, slot.slot)  # type: ignore[attr-defined]
             self._channel.tell(

@@ -114,13 +114,15 @@ class SenderProcess:
         scan: bool = True,
         programs: Sequence[Program] = (),
         shown: bool = False,
+        exports: bool = True,
         bytes_per_s: int | None = None,
     ) -> None:
         """Tell it what to read; it starts filling its slots at once. `ring_only`: it takes no more
         slots than these, though it could; `reserve_bytes`: what it leaves free for that. `scan`: it
         refuses NaN and infinity. `programs`: each filled chunk comes with the numbers of the
-        parameters it completes. `shown`: servers copy out of the slots by themselves. It reads at
-        most `bytes_per_s` until `hurry`; None: as fast as it can.
+        parameters it completes. `shown`: servers copy out of the slots by themselves; without
+        `exports` none looks at them. It reads at most `bytes_per_s` until `hurry`; None: as fast as
+        it can.
 
         `carrier` has the options of a new carrier; None goes on with the one there is.
         """
@@ -140,6 +142,7 @@ class SenderProcess:
             carrier=None if carrier is None else dict(carrier),
             programs=[program.to_wire() for program in programs],
             shown=shown,
+            exports=exports,
             bytes_per_s=bytes_per_s,
         )
 

@@ -25,6 +25,7 @@ class ReadySender:
         self.warm_by: str = ""
         self.paces: list[int | None] = []
         self.hurried = False
+        self.exports = True
         self.joins = 0
 
     async def warm(self, *, transport: str, **_: Any) -> None:
@@ -38,8 +39,10 @@ class ReadySender:
         reserve_bytes: int,
         carrier: Any = None,
         bytes_per_s: int | None = None,
+        exports: bool = True,
         **_: Any,
     ) -> None:
+        self.exports = exports
         self.paces.append(bytes_per_s)
         self.reserves.append(reserve_bytes)
         self.carriers.append(carrier)

@@ -140,7 +140,7 @@ async def test_a_layout_is_proven_by_what_the_servers_were_started_with(
     pool = await rehearsed(server, checkpoint, monkeypatch, transport=Ipc())
     [sender] = senders
     assert pool.idle is not None and pool.idle.sender is sender  # type: ignore[comparison-overlap]
-    assert (sender.warm_by, sender.carriers) == ("ipc", [None])
+    assert (sender.warm_by, sender.carriers, sender.exports) == ("ipc", [None], False)
     assert [asked for method, asked in server.calls if method == "skyctl_layout_trust"] == trusted
     assert not {"skyctl_layout_open", "skyctl_layout_load"} & set(server.asked)
 

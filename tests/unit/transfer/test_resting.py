@@ -25,9 +25,14 @@ class Slots(CpuCarrier):
 
     def __init__(self) -> None:
         self.readers: list[str] = []
+        self.exported: list[int] = []
 
     def allocate(self, slots: int, slot_bytes: int) -> list[memoryview]:
         return [memoryview(bytearray(slot_bytes)) for _ in range(slots)]
+
+    def extra(self, slot: int) -> dict[str, Any]:
+        self.exported.append(slot)
+        return {}
 
     def close(self) -> None: ...
 
@@ -57,13 +62,14 @@ def test_slots_are_freed_once_nobody_reads_into_them(
         "reserve_bytes": 0,
         "programs": [],
         "shown": False,
+        "exports": False,
         "bytes_per_s": 1,  # what reads at a pace does not keep it waiting either
     }
     sender.obey({"op": "warm", "transport": "slots", "session": "s", "carrier": {}})
     for _ in range(2):  # the second push finds everything as the first did
         sender.obey({"op": "open", "carrier": None, **opening})
         sender.obey({"op": "rest"})  # while it waits for the release of its only slot
-        assert carrier.readers == []
+        assert carrier.readers == carrier.exported == []
     events = [json.loads(line)["event"] for line in told.getvalue().splitlines()]
     assert [event for event in events if event != "filled"] == [
         *("warmed", "opened", "rested", "opened", "rested")
