@@ -18,7 +18,7 @@ The rule is the same for attached and supervised fleets: one kernel lock in the 
 share it.
 
 vLLM has no fencing token: a server carries out whatever reaches it. So after a holder that died
-with the lock, the next one waits for `LATE_S` before it acts.
+with the lock, of a verb too, the next one waits for `LATE_S` before it acts.
 """
 
 from __future__ import annotations

@@ -55,8 +55,8 @@ class Holder:
 class Lock:
     """One taken lock. Shared locks of one name coexist; an exclusive one excludes all others.
 
-    `after_death`: whoever held it exclusively before died with it: what it stands for is still in
-    the file, and stays there until `settle`.
+    `after_death`: somebody who held it before died with it: what he did is still in the file, and
+    stays there until `settle`. Of several who share it, the file names the first.
     """
 
     def __init__(self, locks: Locks, name: str, descriptor: int, shared: bool, what: str) -> None:
@@ -65,8 +65,7 @@ class Lock:
         self.holder = Holder(what, os.getpid(), time.time())
         self._locks = locks
         self._descriptor: int | None = descriptor
-        found = os.fstat(descriptor)
-        self.after_death = stat.S_ISREG(found.st_mode) and found.st_size > 0
+        self.after_death = _has_record(descriptor) and not (shared and locks.lives(name))
         self._locks.own.add(self)
         self._record()
 
@@ -81,9 +80,9 @@ class Lock:
         if self._descriptor is None:
             return
         self._locks.own.discard(self)
-        if not self.shared and not self.after_death:
+        if not self.after_death:
             with contextlib.suppress(OSError):
-                os.ftruncate(self._descriptor, 0)
+                self._remove_record(self._descriptor)
         os.close(self._descriptor)
         self._descriptor = None
         self._locks.news.tell()
@@ -96,13 +95,31 @@ class Lock:
                 os.ftruncate(self._descriptor, 0)
         self._record()
 
+    def _remove_record(self, descriptor: int) -> None:
+        """Leave the file empty, or to somebody who shares the lock still."""
+        others: set[int] = set()
+        if self.shared:
+            recorded = self._locks.recorded(self.name)
+            if recorded is None or recorded.pid != os.getpid():
+                return
+            others = _locking_pids(os.fstat(descriptor)) - {os.getpid()}
+        if others:
+            self._write(descriptor, _by_process(min(others)))
+        elif not any(lock.name == self.name for lock in self._locks.own):
+            os.ftruncate(descriptor, 0)
+
     def _record(self) -> None:
-        if self.shared or self.after_death or self._descriptor is None:
+        if self.after_death or self._descriptor is None:
             return
-        text = json.dumps(asdict(self.holder)).encode()
+        if self.shared and _has_record(self._descriptor):
+            return
         with contextlib.suppress(OSError):  # a full disk: the kernel still knows the process
-            os.pwrite(self._descriptor, text, 0)
-            os.ftruncate(self._descriptor, len(text))
+            self._write(self._descriptor, self.holder)
+
+    def _write(self, descriptor: int, holder: Holder) -> None:
+        text = json.dumps(asdict(holder)).encode()
+        os.pwrite(descriptor, text, 0)
+        os.ftruncate(descriptor, len(text))
 
 
 class Locks:
@@ -153,13 +170,32 @@ class Locks:
         path = self._path(name)
         try:
             pids = _locking_pids(path.stat()) - {os.getpid()}
-            recorded = _recorded(path) if pids else None
         except OSError:
             return here
+        recorded = self.recorded(name) if pids else None
         return here + [
             recorded if recorded and recorded.pid == pid else _by_process(pid)
             for pid in sorted(pids)
         ]
+
+    def recorded(self, name: str) -> Holder | None:
+        """Who stands in the lock's file; None where nobody does, or it cannot be read."""
+        try:
+            return _recorded(self._path(name))
+        except OSError:
+            return None
+
+    def lives(self, name: str) -> bool:
+        """Whether who stands in the lock's file holds it."""
+        found = self.recorded(name)
+        if found is None:
+            return False
+        if found.pid == os.getpid():
+            return any(lock.name == name for lock in self.own)
+        try:
+            return found.pid in _locking_pids(self._path(name).stat())
+        except OSError:
+            return False
 
     def taken(self, name: str) -> bool:
         """Whether somebody holds this lock exclusively."""
@@ -224,6 +260,11 @@ class Locks:
                 "since": first.since,
             },
         )
+
+
+def _has_record(descriptor: int) -> bool:
+    found = os.fstat(descriptor)
+    return stat.S_ISREG(found.st_mode) and found.st_size > 0
 
 
 def _locking_pids(found: os.stat_result) -> set[int]:

@@ -67,3 +67,8 @@ def test_every_page_of_the_site_is_in_its_navigation_and_the_other_way_round() -
     named = set(re.findall(r"\S+\.md$", config, re.MULTILINE))
     there = {str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md")}
     assert named == there
+
+
+def test_no_two_pages_of_the_site_are_called_the_same() -> None:
+    entries = re.findall(r"^ *- (.+): \S+\.md$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
+    assert len(entries) > 10 and len(set(entries)) == len(entries)

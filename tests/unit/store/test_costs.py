@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sqlite3
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -16,6 +17,7 @@ from skyctl.core.service import Control, Pause, Resume, Sleep, Wake
 from skyctl.http.fanout import Outcome, OutcomeStatus
 from skyctl.http.target import ServerTarget
 from skyctl.push.request import PushRequest
+from skyctl.store import opening
 from skyctl.store.paths import FleetPaths
 from skyctl.store.state import FleetState
 from skyctl.supervisor.resident import Supervisor
@@ -49,6 +51,20 @@ async def test_a_push_into_two_servers_takes_few_statements(
     # each state of a server is one; those that take and leave the lock are not counted
     counted = [one for one in statements if " locks " not in one]
     assert len(counted) <= 40, "\n".join(counted)
+
+
+def test_only_the_owner_reads_a_whole_file_for_corruption(tmp_path: Path) -> None:
+    """It takes as long as the history is large."""
+    statements: list[str] = []
+
+    def connect(path: Path) -> sqlite3.Connection:
+        connection = opening.connect(path)
+        connection.set_trace_callback(statements.append)
+        return connection
+
+    for owner in (False, True):
+        FleetState(tmp_path / "fleet" / "state.sqlite", connect=connect, owner=owner).close()
+        assert any("quick_check" in one for one in statements) is owner
 
 
 @pytest.fixture

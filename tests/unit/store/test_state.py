@@ -205,33 +205,64 @@ def test_a_held_lock_names_its_holder(path: Path) -> None:
 _HOLD = """
 import sys; from pathlib import Path; from skyctl.store.locks import Locks
 lock = Locks(Path(sys.argv[1])).take("turn", "push-1", shared=sys.argv[2] == "shared")
-print("held", flush=True); input()
+print("held", flush=True); input(); lock.release()
 """
 
 
-@pytest.mark.parametrize(("how", "named"), [("exclusive", "push-1"), ("shared", "python")])
-def test_a_lock_of_another_process_names_it_and_dies_with_it(
-    path: Path, how: str, named: str
-) -> None:
-    path.parent.mkdir(exist_ok=True)
+def _holding(directory: Path, how: str) -> subprocess.Popen[bytes]:
+    """A process that has the lock until it reads a line."""
+    directory.mkdir(exist_ok=True)
     holder = subprocess.Popen(
-        [sys.executable, "-c", _HOLD, path.parent, how],
+        [sys.executable, "-c", _HOLD, directory, how],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
     )
     assert holder.stdout is not None
     holder.stdout.readline()
+    return holder
+
+
+@pytest.mark.parametrize("how", ["exclusive", "shared"])
+def test_a_lock_of_another_process_names_it_and_dies_with_it(path: Path, how: str) -> None:
+    holder = _holding(path.parent, how)
     locks = Locks(path.parent)
     [found] = locks.holders("turn")
-    assert found.pid == holder.pid and found.what.startswith(named)
+    assert found.pid == holder.pid and found.what == "push-1"
     with pytest.raises(ConflictError, match=rf"\(pid {holder.pid}, for "):
         locks.take("turn", "another")
     if how == "shared":
         locks.take("turn", "beside it", shared=True).release()
     holder.kill()
     holder.communicate()
-    locks.take("turn", "the next").release()
-    assert locks.holders("turn") == []
+    following = locks.take("turn", "the next")
+    assert following.after_death
+    following.settle()
+    following.release()
+    assert locks.holders("turn") == [] and not locks.take("turn", "another").after_death
+
+
+@pytest.mark.parametrize("first", ["ends", "ends last", "dies"])
+def test_a_death_is_told_from_an_end_where_a_lock_is_shared(path: Path, first: str) -> None:
+    """The file names one of several; who comes beside him is after nobody's death."""
+    holder = _holding(path.parent, "shared")
+    locks = Locks(path.parent)
+    beside = [locks.take("turn", "beside", shared=True) for _ in range(2)]
+    assert not any(lock.after_death for lock in beside)
+
+    def release() -> None:
+        for lock in beside:
+            lock.release()
+
+    if first == "ends last":
+        release()
+    if first == "dies":
+        holder.kill()
+    holder.communicate(b"\n")
+    release()
+    for shared in (True, False):
+        following = locks.take("turn", "the next", shared=shared)
+        assert following.after_death is (first == "dies")
+        following.release()
 
 
 def test_an_identity_does_not_match_another_process_with_its_pid() -> None:

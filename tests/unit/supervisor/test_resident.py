@@ -19,6 +19,7 @@ import pytest
 
 from skyctl.core import arbiter
 from skyctl.core.arbiter import hung_up
+from skyctl.core.diagnosis import Finding
 from skyctl.core.plan import FleetPlan
 from skyctl.core.service import Down, Pause, Restart, Resume, Sleep, StatusQuery, Wake
 from skyctl.core.status import Operation
@@ -715,6 +716,30 @@ async def test_a_push_is_refused_while_a_verb_is_under_way_and_told_of_it(
         await supervisor.start_push(PushRequest("/ckpt"))
         await eventually(lambda: supervisor.pushes.job is None)
         assert push.calls == [("/ckpt", ["a"])]
+
+
+async def test_nobody_acts_beside_a_recovery(
+    tmp_path: Path, push: FakePush, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looking, go_on = asyncio.Event(), asyncio.Event()
+
+    async def find(_: Supervisor) -> list[Finding]:
+        looking.set()
+        await go_on.wait()
+        return []
+
+    monkeypatch.setattr(healing, "find", find)
+    async with supervising(tmp_path) as supervisor:
+        await bring_up(supervisor, fleet_plan([stub_server("a")]))
+        recovery = asyncio.create_task(healing.heal_in_turn(supervisor))
+        await looking.wait()
+        with pytest.raises(ConflictError, match="busy: recovery"):
+            await supervisor.resume(Resume())
+        with pytest.raises(ConflictError, match="busy: recovery"):
+            await supervisor.start_push(PushRequest("/ckpt"))
+        go_on.set()
+        await recovery
+        assert (await supervisor.resume(Resume()))[0].status == "ok" and push.calls == []
 
 
 async def test_a_label_that_meant_other_files_does_not_make_a_server_current(
