@@ -9,6 +9,7 @@ SkyctlError                     1   something failed; the message says what, whe
 ├── ServerError                 1   a server answered, and the answer was an error
 │   ├── ServerUnreachable       1   no connection, or it broke
 │   └── DeadlineExceeded      124   no answer within the deadline
+├── HostUnreachable             1   a machine of the fleet cannot be asked what runs there
 ├── ConflictError               1   somebody else holds the lock, the port or the name
 │   └── VersionMismatch         1   the fleet's supervisor is of another skyctl
 ├── WeightsGone                 1   the files of a version are not what they were
@@ -129,6 +130,10 @@ class DeadlineExceeded(ServerError):
     """No answer within the deadline; whether the server acted is unknown."""
 
     exit_code = ExitCode.DEADLINE
+
+
+class HostUnreachable(SkyctlError):
+    """A machine that servers run on cannot be asked; what runs there goes on, or does not."""
 
 
 class ConflictError(SkyctlError):

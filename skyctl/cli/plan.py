@@ -100,15 +100,19 @@ def _table(planned: FleetPlan) -> Table:
             ",".join(str(gpu) for gpu in server.gpus) or None,
             server.world_size,
             server.backend or None,
+            server.node.target if server.node else None,
         ]
         for server in planned.servers
     ]
     if planned.router is not None:
         router = planned.router
-        rows.append(["router", router.url, None, None, f"metrics on {router.metrics_port}"])
+        rows.append(["router", router.url, None, None, f"metrics on {router.metrics_port}", None])
     if planned.tinker is not None:
-        rows.append(["tinker", planned.tinker.url, None, None, None])
-    return output.table(["PROCESS", "URL", "GPUS", ">WORKERS", "WEIGHT TRANSFER"], rows)
+        rows.append(["tinker", planned.tinker.url, None, None, None, None])
+    columns = ["PROCESS", "URL", "GPUS", ">WORKERS", "WEIGHT TRANSFER", "NODE"]
+    if not any(server.node for server in planned.servers):
+        columns, rows = columns[:-1], [row[:-1] for row in rows]
+    return output.table(columns, rows)
 
 
 def _commands(planned: FleetPlan) -> list[Text]:

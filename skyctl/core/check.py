@@ -15,6 +15,7 @@ from pathlib import Path
 
 from skyctl.checkpoints.mistaken import mistaken_for
 from skyctl.core import tinker
+from skyctl.core.check_machines import check_machines
 from skyctl.core.plan import FleetPlan, interpreter
 from skyctl.engines import ENGINES
 from skyctl.errors import SkyctlError
@@ -64,10 +65,11 @@ def check_plan(
     return [
         *_check_model(plan),
         *_check_ports(plan, own_ports, host),
-        *(_check_gpus(plan, (discover or host.gpus)()) if plan.device == "cuda" else ()),
+        *(_check_gpus(plan, discover or host.gpus) if plan.device == "cuda" else ()),
         *_check_interpreter(plan),
         *_check_arguments(plan, file, arguments),
         *_check_tinker(plan),
+        *(Problem(*found) for found in check_machines(plan, own_ports)),
     ]
 
 
@@ -176,7 +178,8 @@ def _check_ports(plan: FleetPlan, own_ports: Collection[int], launcher: Host) ->
 
 def _listeners(plan: FleetPlan) -> Iterator[_Listener]:
     for server in plan.servers:
-        yield _Listener(server.name, "ports", server.host, server.port)
+        if server.node is None:
+            yield _Listener(server.name, "ports", server.host, server.port)
     if plan.router is not None:
         router = plan.router
         yield _Listener("router", "router.port", router.host, router.port)
@@ -185,8 +188,12 @@ def _listeners(plan: FleetPlan) -> Iterator[_Listener]:
         yield _Listener("tinker", "tinker.port", plan.tinker.host, plan.tinker.port)
 
 
-def _check_gpus(plan: FleetPlan, gpus: Sequence[Gpu]) -> Iterator[Problem]:
-    existing = {gpu.index for gpu in gpus}
+def _check_gpus(plan: FleetPlan, discover: Callable[[], Sequence[Gpu]]) -> Iterator[Problem]:
+    if any(server.node for server in plan.servers):  # `check_machines` knows which there are
+        for server in plan.servers:
+            yield from _check_gpu_count(server.name, server.gpus, server.world_size)
+        return
+    existing = {gpu.index for gpu in discover()}
     if not existing:
         yield Problem(
             "device is cuda, and this machine has no NVIDIA GPU (nvidia-smi lists none)",
@@ -235,6 +242,9 @@ def _check_gpu_count(name: str, gpus: Sequence[int], world_size: int) -> Iterato
 def _check_interpreter(plan: FleetPlan) -> Iterator[Problem]:
     engine, backend = ENGINES[plan.config.engine], plan.servers[0].backend
     modules = engine.modules(plan.device, plan.router is not None, backend)
+    if plan.servers[0].node is not None:  # only the router runs here
+        servers = engine.modules(plan.device, False, backend)
+        modules = {name: hint for name, hint in modules.items() if name not in servers}
     if plan.python == sys.executable:
         missing = [name for name in modules if importlib.util.find_spec(name) is None]
     else:

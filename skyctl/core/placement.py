@@ -10,7 +10,7 @@ from typing import Any
 
 from skyctl.fleetfile.arguments import merge_arguments
 from skyctl.fleetfile.schema import FleetConfig, ReplicaGroup
-from skyctl.launch.base import Cpu
+from skyctl.launch.base import Cpu, Machine
 
 
 @dataclass(frozen=True)
@@ -71,6 +71,55 @@ def _replica(
         pipeline_parallel_size=group.pipeline_parallel_size or config.pipeline_parallel_size,
         data_parallel_size=group.data_parallel_size or config.data_parallel_size,
     )
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where one replica runs: its machine, the GPUs there (() on CPU), and the cores of each of its
+    workers (() leaves them to the engine)."""
+
+    machine: Machine
+    gpus: tuple[int, ...]
+    cores: tuple[tuple[int, ...], ...]
+
+
+def place_replicas(
+    replicas: Sequence[Replica],
+    machines: Sequence[Machine],
+    *,
+    allowed: Sequence[int] | None,
+    on_gpus: bool,
+    share: bool,
+) -> list[Place]:
+    """A place for each replica. `allowed` are the GPU indices that may be used; None: all of them.
+
+    Of the machines with room the one with the fewest replicas takes the next, so that a fleet that
+    grows moves none. Where none has room, `check_plan` reports it.
+    """
+    gpus = [
+        (list(allowed) if allowed is not None else [gpu.index for gpu in machine.gpus])
+        if on_gpus
+        else []
+        for machine in machines
+    ]
+    homes: list[list[int]] = [[] for _ in machines]
+    for number, replica in enumerate(replicas):
+
+        def fits(index: int, size: int = replica.world_size) -> bool:
+            taken = 0 if share else sum(replicas[n].world_size for n in homes[index])
+            return not on_gpus or len(gpus[index]) - taken >= size
+
+        indices = range(len(machines))
+        home = min(filter(fits, indices), key=lambda i: len(homes[i]), default=None)
+        homes[min(indices, key=lambda i: len(homes[i])) if home is None else home].append(number)
+    found: dict[int, Place] = {}
+    for machine, numbers, free in zip(machines, homes, gpus, strict=True):
+        here = [replicas[number] for number in numbers]
+        placed = place_on_gpus(here, free, share=share) if on_gpus else [()] * len(here)
+        bound = bind_to_cores([replica.world_size for replica in here], machine.cpus)
+        for number, chosen, cores in zip(numbers, placed, bound, strict=True):
+            found[number] = Place(machine, chosen, cores)
+    return [found[number] for number in range(len(replicas))]
 
 
 def place_on_gpus(

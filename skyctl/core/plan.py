@@ -11,7 +11,7 @@ from typing import Any
 
 from pydantic import InstanceOf
 
-from skyctl.core.placement import Replica, bind_to_cores, expand_replicas, place_on_gpus
+from skyctl.core.placement import Place, Replica, expand_replicas, place_replicas
 from skyctl.core.plan_warnings import PlanWarning, plan_warnings
 from skyctl.core.tinker import TinkerSettings, longest
 from skyctl.engines import DEFAULT, ENGINES, routing
@@ -19,7 +19,7 @@ from skyctl.engines.base import AdapterLimits, Device, RouterLaunch, ServerLaunc
 from skyctl.errors import FleetFileError, UsageError
 from skyctl.fleetfile.arguments import merge_arguments, refusals
 from skyctl.fleetfile.schema import FleetConfig, RouterSection, resolve_relative
-from skyctl.launch.base import Cpu, Gpu
+from skyctl.launch.base import Cpu, Gpu, Machine, Node
 from skyctl.launch.local.devices import visible_gpus
 from skyctl.store.credentials import AT_SPAWN
 
@@ -35,6 +35,7 @@ class ServerSpec:
     `env` holds only what is added to the inherited environment. `world_size` counts its workers:
     tensor x pipeline x data parallel. `gpus` are physical indices, empty on CPU. `backend` is the
     weight-transfer backend the server is started with, or "" for none; `engine` what it runs.
+    `node` is the machine it runs on, None for this one.
     """
 
     name: str
@@ -46,6 +47,7 @@ class ServerSpec:
     world_size: int = 1
     backend: str = ""
     engine: str = DEFAULT
+    node: Node | None = None
 
     @property
     def url(self) -> str:
@@ -59,6 +61,7 @@ class ServerSpec:
             "url": self.url,
             "host": self.host,
             "port": self.port,
+            "node": self.node.target if self.node else None,
             "gpus": list(self.gpus),
             "world_size": self.world_size,
             "backend": self.backend,
@@ -166,13 +169,15 @@ def plan_fleet(
     cpus: Sequence[Cpu] = (),
     known_ports: Mapping[str, int] | None = None,
     python: str = sys.executable,
+    machines: Sequence[Machine] = (),
 ) -> FleetPlan:
     """Everything `skyctl up` will start, from the file and what the machine has.
 
     Pure but for looking whether the model is a local directory. Ports come from the file, else
     from `known_ports` (server name, "router" or "router-metrics" → the port it already has), else
     from `next_port`. `environ` is the environment the servers will inherit. Without `cpus`, the
-    engine chooses the cores of CPU servers.
+    engine chooses the cores of CPU servers. With `machines` servers run on those, and the router
+    here.
 
     Raises:
         FleetFileError: the file sets an argument or variable that skyctl keeps to itself.
@@ -186,7 +191,7 @@ def plan_fleet(
     for _, reason in refusals(config):
         raise FleetFileError(reason)
     return _Planner(
-        config, base_dir, gpus, next_port, environ, cpus, known_ports or {}, python
+        config, base_dir, gpus, next_port, environ, cpus, known_ports or {}, python, machines
     ).plan()
 
 
@@ -203,19 +208,21 @@ class _Planner:
         cpus: Sequence[Cpu],
         known_ports: Mapping[str, int],
         python: str,
+        machines: Sequence[Machine],
     ) -> None:
         self.config = config
         self.engine = ENGINES[config.engine]
         self.base_dir = base_dir
         self.next_port = next_port
         self.environ = environ
-        self.cpus = cpus
         self.known_ports = known_ports
         self.own_python = python
         self.python = interpreter(config.python, base_dir) if config.python else python
         self.replicas = expand_replicas(config)
-        visible = [gpu.index for gpu in visible_gpus(gpus, environ)]
-        self.allowed_gpus = visible if config.gpus is None else list(config.gpus)
+        here = Machine(None, tuple(visible_gpus(gpus, environ)), tuple(cpus), next_port)
+        self.remote = bool(machines)
+        self.machines = tuple(machines) or (here,)
+        visible = all(machine.gpus for machine in self.machines)
         self.device: Device = (
             ("cuda" if visible else "cpu") if config.device == "auto" else config.device
         )
@@ -229,22 +236,23 @@ class _Planner:
 
     def plan(self) -> FleetPlan:
         config, on_gpus = self.config, self.device == "cuda"
-        placed = (
-            place_on_gpus(self.replicas, self.allowed_gpus, share=config.share_gpus)
-            if on_gpus
-            else [()] * len(self.replicas)
+        placed = place_replicas(
+            self.replicas,
+            self.machines,
+            allowed=config.gpus,
+            on_gpus=on_gpus,
+            share=config.share_gpus,
         )
-        bindings = bind_to_cores([replica.world_size for replica in self.replicas], self.cpus)
-        used = {gpu for replica_gpus in placed for gpu in replica_gpus}
-        free = tuple(gpu for gpu in self.allowed_gpus if on_gpus and gpu not in used)
-        transport = config.weight_transfer.transport
+        transport = "disk" if self.remote else config.weight_transfer.transport
+        free = self._free_gpus(placed) if on_gpus and not self.remote else ()
         backend = self.engine.backend(transport, self.device, free, config.auth)
         api_key = self._own_api_key()
         launches = [
-            self._launch(replica, replica_gpus, cores, backend, api_key)
-            for replica, replica_gpus, cores in zip(self.replicas, placed, bindings, strict=True)
+            self._launch(replica, place, backend, api_key)
+            for replica, place in zip(self.replicas, placed, strict=True)
         ]
-        servers = tuple(map(self._server, self.replicas, launches))
+        nodes = [place.machine.node for place in placed]
+        servers = tuple(map(self._server, self.replicas, launches, nodes))
         router = self._router(config.router)
         return FleetPlan(
             name=config.name,
@@ -254,47 +262,49 @@ class _Planner:
             servers=servers,
             router=router,
             config=config,
-            warnings=plan_warnings(config, launches, len(self.cpus)),
+            warnings=plan_warnings(config, launches, sum(len(one.cpus) for one in self.machines)),
             base_dir=self.base_dir,
             python=self.python,
             free_gpus=free,
             tinker=self._tinker(router or servers[0]),
         )
 
+    def _free_gpus(self, placed: Sequence[Place]) -> tuple[int, ...]:
+        """Those that no server uses. Only of this machine: a push's sender runs here."""
+        used = {gpu for place in placed for gpu in place.gpus}
+        gpus = self.config.gpus
+        allowed = [gpu.index for gpu in self.machines[0].gpus] if gpus is None else gpus
+        return tuple(gpu for gpu in allowed if gpu not in used)
+
     def _launch(
-        self,
-        replica: Replica,
-        gpus: tuple[int, ...],
-        cores: tuple[tuple[int, ...], ...],
-        backend: str,
-        api_key: str | None,
+        self, replica: Replica, place: Place, backend: str, api_key: str | None
     ) -> ServerLaunch:
-        lora = self.config.lora
+        lora, node = self.config.lora, place.machine.node
         return ServerLaunch(
-            python=self.python,
+            python=node.python if node else self.python,
             model_path=self.model_path,
             served_model_name=self.served_model_name,
-            host=self.config.host,
-            port=replica.port or self._port(replica.name),
+            host=node.address if node else self.config.host,
+            port=replica.port or self._port(replica.name, place.machine.next_port),
             device=self.device,
             backend=backend,
             args=self._with_absolute_paths(replica.args),
             env=replica.env,
-            environ=self.environ,
+            environ={} if node else self.environ,
             secret=AT_SPAWN,
-            gpus=gpus,
-            cores=cores,
+            gpus=place.gpus,
+            cores=place.cores,
             tensor_parallel_size=replica.tensor_parallel_size,
             pipeline_parallel_size=replica.pipeline_parallel_size,
             data_parallel_size=replica.data_parallel_size,
-            own_python=self.config.python is None,
+            own_python=node is not None or self.config.python is None,
             local_model=self.local_model,
             auth=self.config.auth,
             api_key=api_key,
             adapters=None if lora is None else AdapterLimits(lora.max_adapters, lora.max_rank),
         )
 
-    def _server(self, replica: Replica, launch: ServerLaunch) -> ServerSpec:
+    def _server(self, replica: Replica, launch: ServerLaunch, node: Node | None) -> ServerSpec:
         command = self.engine.server_command(launch)
         return ServerSpec(
             name=replica.name,
@@ -306,6 +316,7 @@ class _Planner:
             world_size=replica.world_size,
             backend=launch.backend,
             engine=self.engine.name,
+            node=node,
         )
 
     def _own_api_key(self) -> str | None:
@@ -380,11 +391,12 @@ class _Planner:
             ports.add(self.config.tinker.port)
         return ports
 
-    def _port(self, owner: str) -> int:
+    def _port(self, owner: str, next_port: Callable[[], int] | None = None) -> int:
         if owner in self.known_ports:
             return self.known_ports[owner]
         for _ in range(_PORT_TRIES):
-            if (port := self.next_port()) not in self.taken:
+            port = (next_port or self.next_port)()
+            if port and port not in self.taken:
                 self.taken.add(port)
                 return port
         raise UsageError(f"no free port for {owner}")

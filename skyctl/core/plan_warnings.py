@@ -54,7 +54,16 @@ def _tinker_warnings(config: FleetConfig) -> list[PlanWarning]:
 
 def _server_warnings(config: FleetConfig, device: str, backend: str) -> list[PlanWarning]:
     warnings = []
-    if not is_loopback(config.host):
+    if config.launcher == "ssh":
+        open_too = "; inference asks for nothing" if _inference_is_open(config) else ""
+        warnings.append(
+            PlanWarning(
+                "launcher ssh: tokens cross the network unencrypted; whoever reads the control "
+                f"token can replace the servers' weights{open_too}",
+                "let nobody else into the network between the machines",
+            )
+        )
+    elif not is_loopback(config.host):
         danger = ", and with the ipc backend run code in it" if backend == "ipc" else ""
         open_too = "; inference asks for nothing" if _inference_is_open(config) else ""
         warnings.append(

@@ -9,10 +9,14 @@ from dataclasses import replace
 from pathlib import Path
 
 from skyctl.core.check import check_plan
+from skyctl.core.placement import expand_replicas
 from skyctl.core.plan import FleetPlan, plan_fleet
 from skyctl.errors import UsageError
 from skyctl.fleetfile.schema import FleetConfig, RouterSection
 from skyctl.launch import HOSTS
+from skyctl.launch.base import Machine, Node
+from skyctl.launch.ssh.machines import look
+from skyctl.store.paths import fleet_paths
 
 
 def plan_here(
@@ -24,6 +28,7 @@ def plan_here(
         UsageError: as `plan_fleet`.
     """
     host = HOSTS[config.launcher]
+    machines = machines_of(config, running=bool(known_ports)) if config.launcher == "ssh" else ()
     return plan_fleet(
         config,
         base_dir,
@@ -32,7 +37,23 @@ def plan_here(
         next_port=lambda: host.free_port("127.0.0.1"),
         environ=os.environ,
         known_ports=known_ports,
+        machines=machines,
     )
+
+
+def machines_of(config: FleetConfig, *, running: bool) -> list[Machine]:
+    """The machines of `launcher: ssh`, with what they have.
+
+    Raises:
+        HostUnreachable: one cannot be asked, and the fleet does not run there already.
+    """
+    ssh = config.ssh
+    nodes = [
+        Node(target, "", ssh.python, tuple(ssh.command), ssh.orphan_grace_s) for target in ssh.hosts
+    ]
+    replicas = expand_replicas(config)
+    known = fleet_paths(config.name).directory / "machines.json"
+    return look(nodes, ports=2 * len(replicas) + 8, known=known, running=running)
 
 
 def plan_offline(config: FleetConfig, base_dir: Path) -> FleetPlan:
@@ -45,7 +66,18 @@ def plan_offline(config: FleetConfig, base_dir: Path) -> FleetPlan:
         config = config.model_copy(update={"device": "cuda"})  # it is meant for such a machine
     environ = {} if config.api_key_env is None else {config.api_key_env: "not looked up"}
     ports = itertools.count(20000)
-    return plan_fleet(config, base_dir, gpus=[], next_port=lambda: next(ports), environ=environ)
+
+    def next_port() -> int:
+        return next(ports)
+
+    nodes = [
+        Node(target, target.rpartition("@")[2], config.ssh.python, (), 0.0)
+        for target in config.ssh.hosts
+    ]
+    machines = [Machine(node, (), (), next_port) for node in nodes]
+    return plan_fleet(
+        config, base_dir, gpus=[], next_port=next_port, environ=environ, machines=machines
+    )
 
 
 def planned(

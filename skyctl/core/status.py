@@ -22,7 +22,8 @@ class ReplicaStatus:
     failed, quarantined or unreachable; `reason` says why. `state_s` is the seconds spent in it.
     `restart_reason` says why it was started again, the last of `restarts` times. The token and
     cache fields are counters since the server started. `weight_version` is what this fleet gave it,
-    `reported_version` the label that the server itself carries now.
+    `reported_version` the label that the server itself carries now. `node` is the machine that it
+    and its `pid` are on, None for this one.
     """
 
     name: str
@@ -48,6 +49,7 @@ class ReplicaStatus:
     restarts: int = 0
     restart_reason: str = ""
     log_line: str = ""
+    node: str | None = None
 
 
 @dataclass(frozen=True)

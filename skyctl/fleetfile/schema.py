@@ -120,6 +120,29 @@ class RestartPolicy(_Section):
     backoff_max_s: Seconds = Field(30.0, description="Longest wait before a restart.")
 
 
+class SshSection(_Section):
+    """Other machines that servers run on (`launcher: ssh`)."""
+
+    hosts: list[Annotated[str, Field(pattern=r"^[^\s-]\S*$")]] = Field(
+        default_factory=list, description="Machines as ssh knows them, as in user@gpu-1."
+    )
+    python: str = Field(
+        "python3", description="Interpreter on each of them that has skyctl and the engine."
+    )
+    command: Annotated[list[str], Field(min_length=1)] = Field(
+        default=[
+            *("ssh", "-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10"),
+            *("-o", "ControlPath=none"),  # or one connection that breaks would take all others
+            *("-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=3"),
+        ],
+        description="The ssh client; host and command are added.",
+    )
+    orphan_grace_s: Seconds = Field(
+        120.0,
+        description="Seconds without a word from its supervisor after which a server ends.",
+    )
+
+
 class LogsSection(_Section):
     """How large the logs of servers, router and supervisor get."""
 
@@ -342,6 +365,9 @@ class FleetConfig(_Section):
     launcher: Annotated[str, _chosen(HOSTS)] = Field(
         DEFAULT_LAUNCHER, description="What starts the processes, and where."
     )
+    ssh: SshSection = Field(
+        default_factory=SshSection, description="Where `launcher: ssh` starts servers."
+    )
 
     model: str | None = Field(
         None, description="Checkpoint directory (relative to this file) or a hub model id."
@@ -447,6 +473,35 @@ class FleetConfig(_Section):
                 raise ValueError("`model` is missing (or `servers`, for servers already running)")
             if isinstance(self.router, str):
                 raise ValueError("`router` as a URL goes with `servers`")
+        return self
+
+    @model_validator(mode="after")
+    def _ssh_has_machines(self) -> FleetConfig:
+        hosts = self.ssh.hosts
+        if self.launcher != "ssh":
+            if "ssh" in self.model_fields_set:
+                raise ValueError("`ssh` goes with `launcher: ssh`")
+            return self
+        if not hosts or len(set(hosts)) < len(hosts):
+            raise ValueError("`launcher: ssh` needs `ssh: {hosts: [...]}`, each machine once")
+        if "host" in self.model_fields_set:
+            raise ValueError("`host` goes with one machine; a server binds its machine's address")
+        if isinstance(self.replicas, list) and any(group.gpus for group in self.replicas):
+            raise ValueError("a group's `gpus` goes with one machine; leave it out")
+        if self.lora is not None:
+            raise ValueError(
+                "`lora` goes with one machine: servers read adapters from the state directory here"
+            )
+        if self.auth == "none":
+            raise ValueError(
+                "`auth: none` with `launcher: ssh`: whoever reaches the machines could replace the "
+                "weights; leave `auth` out"
+            )
+        if self.weight_transfer.transport not in ("auto", "disk"):
+            raise ValueError(
+                f"transport {self.weight_transfer.transport} works on one machine; with `launcher: "
+                "ssh` each server reads a path that all machines share: leave it out, or write disk"
+            )
         return self
 
     @model_validator(mode="after")

@@ -13,7 +13,9 @@ __all__ = ["DEFAULT", "HOSTS"]
 
 DEFAULT = "local"
 HOSTS: Plugins[Host] = Plugins(
-    "launcher", "skyctl.launchers", {DEFAULT: "skyctl.launch.local.host:LOCAL"}
+    "launcher",
+    "skyctl.launchers",
+    {DEFAULT: "skyctl.launch.local.host:LOCAL", "ssh": "skyctl.launch.ssh.host:SSH"},
 )
 """By the fleet file's `launcher:`. Other packages add theirs as entry points of
 `skyctl.launchers`."""

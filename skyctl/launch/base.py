@@ -35,6 +35,30 @@ class Cpu:
     core: int
 
 
+@dataclass(frozen=True)
+class Node:
+    """Another machine that servers run on. `target` is what ssh is given (`user@host`), `address`
+    what servers bind there, `python` its interpreter with skyctl and the engine, `command` the ssh
+    client; a server there ends `grace_s` seconds after nobody was heard of it any more."""
+
+    target: str
+    address: str
+    python: str
+    command: tuple[str, ...]
+    grace_s: float
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What one machine has for servers: the GPUs they may use, CPUs, and free ports at its address.
+    `node` is None for this one."""
+
+    node: Node | None
+    gpus: tuple[Gpu, ...]
+    cpus: tuple[Cpu, ...]
+    next_port: Callable[[], int]
+
+
 class ChildProcess(Protocol):
     """A process and everything below it. Belongs to the running loop.
 
@@ -78,12 +102,21 @@ class ChildProcess(Protocol):
         """Memory of the tree; None where nobody can tell."""
         ...
 
+    async def lost(self) -> str:
+        """Why nobody can tell whether it still runs; "" while that is known."""
+        ...
+
+    async def settled(self) -> None:
+        """Return once it sees the files of this machine that it reads as they are now."""
+        ...
+
     async def stop(self, timeout_s: float) -> bool:
         """End the whole tree: gently, after `timeout_s` seconds by force. False when that was
         needed.
 
         Raises:
             SkyctlError: a process outlived even that.
+            HostUnreachable: nobody can tell what became of it.
         """
         ...
 
@@ -112,3 +145,5 @@ class Host:
     adopt: Callable[[ProcessIdentity | None, str, Sequence[ProcessIdentity]], ChildProcess]
     environment: Callable[[FleetPaths], dict[str, str]]
     sweep: Callable[[FleetPaths], None]
+    on: Callable[[Node], Host] | None = None
+    """The same on another machine; None for a launcher that knows only this one."""

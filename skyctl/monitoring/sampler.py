@@ -200,7 +200,7 @@ class Sampler:
         began = self._clock()
         status = await self._fleet.status(StatusQuery(fresh=self._last is None))
         at = self._clock()
-        pids = [replica.pid for replica in status.replicas if replica.pid]
+        pids = [one.pid for one in status.replicas if one.pid and one.node is None]
         pids += [front.pid for front in status.fronts.values() if front.pid]
         router_metrics, trees, gpus = await asyncio.gather(
             self._router_metrics(status.router),
@@ -228,7 +228,8 @@ class Sampler:
         gpus: Mapping[int, GpuUsage],
         at: float,
     ) -> ReplicaSample:
-        name, tree = replica.name, trees.get(replica.pid or 0)
+        name = replica.name
+        tree = trees.get(replica.pid or 0) if replica.node is None else None
         recent = self._rates.ratio(
             name, replica.prefix_cache_hits, replica.prefix_cache_queries, at
         )

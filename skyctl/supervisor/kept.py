@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from skyctl.core.plan import FrontSpec, ServerSpec
-from skyctl.errors import SkyctlError
+from skyctl.errors import HostUnreachable, SkyctlError
 from skyctl.fleetfile.schema import FleetConfig
 from skyctl.kill_points import reached
 from skyctl.launch import HOSTS
@@ -88,7 +88,9 @@ class KeptRunning(ABC):
     @property
     def host(self) -> Host:
         """Where its process runs."""
-        return HOSTS[self.config.launcher]
+        host, spec = HOSTS[self.config.launcher], self.running_spec
+        node = spec.node if isinstance(spec, ServerSpec) else None
+        return host.on(node) if node is not None and host.on is not None else host
 
     def _worth_restarting(self) -> bool:
         """False: it is given up, whatever the policy says."""
@@ -120,7 +122,11 @@ class KeptRunning(ABC):
             await asyncio.gather(self._task, return_exceptions=True)
             self._task = None
         self._to("stopping")
-        await self._end_process()
+        try:
+            await self._end_process()
+        except HostUnreachable as error:  # whoever starts it again ends this one first
+            self._to("failed", error.message)
+            raise
         self.restarts.clear()
         self.restart_reason = ""
         with contextlib.suppress(SkyctlError):
@@ -130,6 +136,8 @@ class KeptRunning(ABC):
     async def _run(self, adopted: ChildProcess | None) -> None:
         while True:
             try:
+                if self._ending is not None:  # could not be ended before
+                    await self._end_for_certain()
                 reason = await self._one_life(adopted)
             except SkyctlError as error:
                 reason = error.message
@@ -155,7 +163,7 @@ class KeptRunning(ABC):
             # out of the router at once, while the rest of its tree is still being stopped
             self._to("restarting", f"{reason}; starting again in {wait}")
             try:
-                await self._end_process()
+                await self._end_for_certain()
             except SkyctlError as error:  # what cannot be ended has its port and its GPU still
                 await self._give_up("failed", f"{reason}; {error.message}")
                 return
@@ -243,6 +251,15 @@ class KeptRunning(ABC):
                 self._store.mark_stale(self.name)
         self.started_at = None
         self._after_end()
+
+    async def _end_for_certain(self) -> None:
+        """As `_end_process`; as long as its machine cannot be asked, it may run on there."""
+        while True:
+            try:
+                return await self._end_process()
+            except HostUnreachable as error:
+                self._to("unreachable", error.message)
+            await asyncio.sleep(self.config.restart.backoff_max_s)
 
     def _to(self, phase: str, reason: str = "") -> None:
         self.phase, self.reason = phase, reason

@@ -4,6 +4,7 @@ router for it and rejoin."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
@@ -240,6 +241,21 @@ class RouterRotation:
         if closed:
             for name in names:
                 supervisor.replicas[name].close()
+            await self._seen(names)
+
+    async def _seen(self, names: Collection[str]) -> None:
+        """Wait until these servers are closed, or open, where they run.
+
+        Raises:
+            SkyctlError: the machine of one does not say so.
+        """
+        replicas = self._supervisor.replicas
+        processes = [replicas[name].process for name in names if name in replicas]
+        try:
+            async with asyncio.timeout(_ASK_TIMEOUT_S):
+                await asyncio.gather(*(process.settled() for process in processes if process))
+        except TimeoutError as error:
+            raise SkyctlError(f"the machines of {', '.join(names)} do not answer") from error
 
     async def rejoin(self, names: Collection[str]) -> None:
         """Route to these servers again, as far as their states allow, which are asked now: what
@@ -248,6 +264,8 @@ class RouterRotation:
         replicas = [supervisor.replicas[name] for name in names if name in supervisor.replicas]
         for replica in replicas:
             replica.open_again()
+        with contextlib.suppress(SkyctlError):  # it answers users when its machine is heard again
+            await self._seen(names)
         await refresh_all(replicas, supervisor.client, _ASK_TIMEOUT_S)
         supervisor.held_out -= set(names)
         await sync_router(supervisor)

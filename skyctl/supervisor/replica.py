@@ -7,6 +7,7 @@
     admitting    ready; taking the fleet's weights        up
     up           serves                                   restarting, dead
     restarting   died; waits for its backoff              starting
+    unreachable  gone, or not: its machine does not say   restarting
     stopping     being stopped                            stopped
     dead         died, and the policy is never restart    starting (by hand)
     failed       never got ready, or restarted too often  starting (by hand)
@@ -84,6 +85,7 @@ class Replica(KeptRunning):
         )
         self.spec = spec
         self.observed_paused: bool | None = None
+        self.lost = ""  # why nobody can tell whether it still runs
         self.update_state = ""  # what a push job says of this server while it runs
         self.state_since = time.time()  # epoch seconds
         self._context = context
@@ -138,6 +140,8 @@ class Replica(KeptRunning):
             return "quarantined" if self._row.quarantine else "updating"
         if self.phase != "up":
             return self.phase
+        if self.lost:
+            return "unreachable"
         if self._row.quarantine:
             return "quarantined"
         if self.update_state:
@@ -236,6 +240,8 @@ class Replica(KeptRunning):
             admitted = self._context.admitted(self)
         if not self._row.quarantine:
             self._release()
+        if reason := await self._unless_dead(self.process, self.process.settled()):
+            return reason
         self._proven = True
         self._event("ready")
         self._to("up")
@@ -272,7 +278,7 @@ class Replica(KeptRunning):
             held.unlink(missing_ok=True)
 
     def _after_end(self) -> None:
-        self.observed_paused, self.update_state = None, ""
+        self.observed_paused, self.update_state, self.lost = None, "", ""
 
     async def _until_ready(self, process: ChildProcess) -> str:
         """ "" once the server is ready, else why it never was."""
@@ -323,16 +329,20 @@ class Replica(KeptRunning):
             except ServerError as error:
                 # A push may block the engine for as long as its own deadlines allow.
                 if not self.update_state and (verdict := failures.failed(error)):
-                    return verdict
+                    self.lost = await process.lost()
+                    if not self.lost:
+                        return self._death(process) if process.exited.is_set() else verdict
                 self._note_failures(failures)
                 continue
             failures.succeeded()
+            self.lost = ""
             self._note_failures(failures)
             self.observe(paused=paused)
         return self._death(process)
 
     def _note_failures(self, failures: FailureCount) -> None:
         reason = f"{failures.count} health probes in a row failed" if failures.count else ""
+        reason = self.lost or reason
         if reason != self.reason:
             self.reason = reason
             self._context.changed()

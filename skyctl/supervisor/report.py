@@ -129,6 +129,7 @@ def _replica_row(
         pid=replica.process.pid if replica.process else None,
         port=replica.spec.port,
         gpus=replica.spec.gpus,
+        node=replica.spec.node.target if replica.spec.node else None,
         **(metrics.load() if metrics else {}),
         weight_version=replica.row.weight_version,
         reported_version=version,

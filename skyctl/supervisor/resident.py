@@ -20,6 +20,7 @@ from urllib.parse import urlsplit
 from skyctl.adapters import AdapterChange, LoadAdapter, UnloadAdapter
 from skyctl.core import verbs
 from skyctl.core.arbiter import Act, Turn, hung_up
+from skyctl.core.check_machines import refuse_unseen
 from skyctl.core.diagnosis import Finding
 from skyctl.core.health import routable
 from skyctl.core.jobs import verify_servers
@@ -105,7 +106,7 @@ class Supervisor(RecordedFleet, SupervisorService):
         self._ended_operations: deque[Operation] = deque(maxlen=20)
         self._operation_task: asyncio.Task[None] | None = None
         self._stopped_by = INTERRUPTED
-        self._gpu_locks: dict[int, asyncio.Lock] = {}
+        self._gpu_locks: dict[tuple[str, int], asyncio.Lock] = {}
         self.pushes = Pushes(self)
         self.started_by_operation: list[str] = []
 
@@ -334,6 +335,8 @@ class Supervisor(RecordedFleet, SupervisorService):
         while self._takes_over() and time.monotonic() < until:  # noqa: ASYNC110
             await asyncio.sleep(_ADOPTION_POLL_S)
         self._refuse_beside_operation()
+        if any(spec.node for spec in self.require_plan().servers):
+            await asyncio.to_thread(refuse_unseen, self.require_plan(), asked.checkpoint)
         turn = await self.arbiter.turn(Act.PUSH, "a push that is just starting")
         try:
             if await hung_up.get()():  # its directory may hold another version by now
@@ -552,7 +555,8 @@ class Supervisor(RecordedFleet, SupervisorService):
         """One start at a time on a GPU: concurrent memory profiling of two servers fails."""
         async with AsyncExitStack() as stack:
             for gpu in sorted(spec.gpus):
-                await stack.enter_async_context(self._gpu_locks.setdefault(gpu, asyncio.Lock()))
+                which = (spec.node.target if spec.node else "", gpu)
+                await stack.enter_async_context(self._gpu_locks.setdefault(which, asyncio.Lock()))
             yield
 
 

@@ -111,7 +111,7 @@ async def take_down(supervisor: Supervisor, drain_timeout_s: float) -> None:
     reached("down.stopped")
     failed = [problem for problem in problems if isinstance(problem, BaseException)]
     if failed:
-        raise SkyctlError("; ".join(str(problem) for problem in failed))
+        raise SkyctlError("; ".join(dict.fromkeys(str(problem) for problem in failed)))
     supervisor.state.forget_run()
     await asyncio.to_thread(host.sweep, supervisor.paths)
 

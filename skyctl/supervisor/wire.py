@@ -18,7 +18,7 @@ from skyctl.errors import VersionMismatch
 
 T = TypeVar("T")
 
-PROTOCOL = 12
+PROTOCOL = 13
 """Of the supervisor's API. Count it up with every change that the other side has to know of."""
 
 VERSION_HEADER = "x-skyctl"
@@ -55,6 +55,8 @@ def spec_hash(spec: ServerSpec | FrontSpec) -> str:
     placement = ENGINES[spec.engine].placement_variables if isinstance(spec, ServerSpec) else ()
     env = sorted(item for item in spec.env.items() if item[0] not in placement)
     material: list[Any] = [list(spec.argv), env]
+    if isinstance(spec, ServerSpec) and spec.node is not None:
+        material.append(spec.node.target)
     if not isinstance(spec, ServerSpec | RouterSpec):  # the Tinker API asks the supervisor
         material.append(PROTOCOL)
     return hashlib.sha256(json.dumps(material).encode()).hexdigest()

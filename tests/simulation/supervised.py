@@ -93,6 +93,11 @@ class SimManaged:
 
     def record_segments(self) -> None: ...
 
+    async def lost(self) -> str:
+        return ""
+
+    async def settled(self) -> None: ...
+
     def resident_bytes(self) -> int | None:
         return None
 

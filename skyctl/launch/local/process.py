@@ -138,6 +138,13 @@ class ManagedProcess:
             return None
         return _resident_bytes((self.identity, *self.descendants))
 
+    async def lost(self) -> str:
+        """Never: it runs here."""
+        return ""
+
+    async def settled(self) -> None:
+        """At once: it reads the files themselves."""
+
     async def stop(self, timeout_s: float) -> bool:
         """TERM to the whole tree, wait up to `timeout_s`, KILL what is left, reap.
 

@@ -57,8 +57,8 @@ def choose(requested: str, configured: str, servers: Sequence[Reachable]) -> Cho
         return choice
     if choice.name not in BACKENDS:
         raise PreflightError(f"there is no transport {choice.name!r}")
-    _check_backends(choice.name, servers)
     _check_local(choice.name, servers)
+    _check_backends(choice.name, servers)
     return choice
 
 

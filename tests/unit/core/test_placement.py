@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from skyctl.core.placement import bind_to_cores, expand_replicas, place_on_gpus
+from skyctl.core.placement import bind_to_cores, expand_replicas, place_on_gpus, place_replicas
 from skyctl.fleetfile.schema import FleetConfig
-from skyctl.launch.base import Cpu
+from skyctl.launch.base import Cpu, Gpu, Machine, Node
 
 
 def place(allowed: list[int], *, share: bool = False, **config: Any) -> list[tuple[int, ...]]:
@@ -72,3 +72,37 @@ def test_one_hardware_thread_per_core_while_there_are_enough() -> None:
 
 def test_more_workers_than_cores_share_them_in_turn() -> None:
     assert bind_to_cores([1, 1, 1], plain(2)) == [((0,),), ((1,),), ((0,),)]
+
+
+def spread(
+    gpus: dict[str, int], *, share: bool = False, on_gpus: bool = True, **config: Any
+) -> list[tuple[str, tuple[int, ...]]]:
+    machines = [
+        Machine(
+            Node(name, name, "python3", ("ssh",), 60.0),
+            tuple(Gpu(index, f"GPU-{index}", "H100", 0) for index in range(count)),
+            tuple(plain(4)),
+            lambda: 0,
+        )
+        for name, count in gpus.items()
+    ]
+    replicas = expand_replicas(FleetConfig.model_validate({"name": "f", "model": "m", **config}))
+    places = place_replicas(replicas, machines, allowed=None, on_gpus=on_gpus, share=share)
+    return [(one.machine.node.target, one.gpus) for one in places if one.machine.node]
+
+
+def test_replicas_are_spread_over_machines_that_have_room() -> None:
+    two = {"a": 2, "b": 2}
+    assert spread(two, replicas=3) == [("a", (0,)), ("b", (0,)), ("a", (1,))]
+    assert spread(two, replicas=2, tensor_parallel_size=2) == [("a", (0, 1)), ("b", (0, 1))]
+    assert spread({"a": 1, "b": 4}, replicas=3) == [("a", (0,)), ("b", (0,)), ("b", (1,))]
+    assert spread({"a": 1, "b": 2}, replicas=1, tensor_parallel_size=2) == [("b", (0, 1))]
+    assert spread(two, share=True, replicas=5)[-1] == ("a", (0,))
+
+
+def test_a_replica_without_room_anywhere_gets_fewer_gpus_than_it_needs() -> None:
+    assert spread({"a": 1, "b": 1}, replicas=3)[-1] == ("a", ())
+
+
+def test_without_gpus_machines_take_turns() -> None:
+    assert [name for name, _ in spread({"a": 0, "b": 0}, on_gpus=False, replicas=3)] == list("aba")

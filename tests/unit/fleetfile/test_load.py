@@ -357,6 +357,7 @@ def test_any_value_under_a_known_key_is_a_fleet_or_an_error(values: dict[str, ob
 
 
 STARTED = "name: demo\nmodel: x\n"
+SSH = "launcher: ssh\nssh: {hosts: [a]}\n"
 ATTACHED = "name: demo\nservers: [http://h:1]\n"
 
 
@@ -382,6 +383,25 @@ def test_auth_is_one_of_three_words_and_all_when_not_said(written: str) -> None:
     ],
 )
 def test_what_would_leave_servers_open_is_refused(text: str, expected: str) -> None:
+    (line,) = refused(STARTED + text)
+    assert expected in line
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("launcher: ssh\n", "needs `ssh: {hosts: [...]}`"),
+        ("launcher: ssh\nssh: {hosts: [a, a]}\n", "each machine once"),
+        ("launcher: ssh\nssh: {hosts: [-oProxyCommand=x]}\n", "4: ssh.hosts.0: expected"),
+        ("ssh: {hosts: [a]}\n", "`ssh` goes with `launcher: ssh`"),
+        (SSH + "host: 0.0.0.0\n", "a server binds its machine's address"),
+        (SSH + "auth: none\n", "whoever reaches the machines could replace the weights"),
+        (SSH + "lora: {}\n", "servers read adapters from the state directory here"),
+        (SSH + "replicas: [{gpus: [[0]]}]\n", "a group's `gpus` goes with one machine"),
+        (SSH + "weight_transfer: {transport: shm}\n", "transport shm works on one machine"),
+    ],
+)
+def test_what_does_not_go_with_other_machines_is_refused(text: str, expected: str) -> None:
     (line,) = refused(STARTED + text)
     assert expected in line
 

@@ -1,0 +1,353 @@
+"""What runs on the other machine: `PYTHON -m skyctl.launch.ssh.agent`, started by ssh.
+
+One request per connection, a JSON line: `facts` (what the machine has), `keep` (start a server, or
+take up the one that runs, and tell of it until it ends), `stop` (end a server for certain).
+
+A server is the child of a keeper, which is nobody's child: it outlives the agent and the
+connection. While a tether is heard, the agent touches a file (`lease`); when nobody has touched it
+for the fleet's grace, the keeper ends the server and removes every trace of it. Times are
+differences on the keeper's own clock, so that nobody's calendar matters.
+
+    <state directory>/hosted/fleets/<token>/
+        lease          touched while the supervisor's side is heard
+        server.json    who the server and its keeper are
+        ended          how it ended, once it did
+        server.held    there while it must not answer users yet
+        logs/, tmp/    its output until that was sent; its TMPDIR
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib.util
+import json
+import os
+import selectors
+import shutil
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from skyctl import __version__
+from skyctl.errors import SkyctlError
+from skyctl.launch.local.devices import discover_cpus, discover_gpus, visible_gpus
+from skyctl.launch.local.host import LOCAL, free_port, port_holder
+from skyctl.launch.local.process import ManagedProcess
+from skyctl.launch.ssh.session import PROTOCOL
+from skyctl.store.identity import ProcessIdentity, own_identity
+from skyctl.store.paths import FleetPaths, create_private_file, state_root
+
+STOP_TIMEOUT_S = 15.0
+SILENCE_S = 20.0
+_TICK_S = 0.05
+_STATE_S = 1.0
+_TREE_S = 5.0
+_GUARD_S = 0.2
+_BEGIN_S = 20.0
+_PIECE = 64 * 1024
+_LOG_BYTES = 32 * 1024 * 1024
+_NAME = "server"
+
+
+def main() -> None:
+    """Answer one request on stdin and stdout."""
+    lines = _Lines()
+    try:
+        _say({"agent": PROTOCOL, "skyctl": __version__})
+        request = lines.next(SILENCE_S)
+        if request is None:
+            return
+        work: dict[str, Callable[..., None]] = {"facts": facts, "keep": keep, "stop": stop}
+        try:
+            work[request.pop("do")](lines, **request)
+        except (SkyctlError, OSError) as error:
+            _say({"error": str(error)})
+    except BrokenPipeError:  # nobody listens any more
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+
+
+def facts(
+    lines: _Lines,
+    *,
+    ports: int,
+    modules: Sequence[str] = (),
+    paths: Sequence[str] = (),
+    listening: Sequence[int] = (),
+) -> None:
+    """GPUs, CPUs, the address that ssh came by and free ports there; what of the wanted modules and
+    paths is missing, and who holds the ports that are asked for."""
+    connection = os.environ.get("SSH_CONNECTION", "").split()
+    if len(connection) != 4:
+        raise SkyctlError("its sshd does not say by which address it was reached (SSH_CONNECTION)")
+    address = connection[2]
+    holders = {port: port_holder(address, port) for port in listening}
+    _say(
+        {
+            "address": address,
+            "gpus": [asdict(gpu) for gpu in visible_gpus(discover_gpus(), os.environ)],
+            "cpus": [asdict(cpu) for cpu in discover_cpus()],
+            "ports": [free_port(address) for _ in range(ports)],
+            "missing": [name for name in modules if importlib.util.find_spec(name) is None],
+            "absent": [path for path in paths if not Path(path).exists()],
+            "taken": {port: holder for port, holder in holders.items() if holder},
+        }
+    )
+
+
+def stop(lines: _Lines, *, token: str, timeout_s: float) -> None:
+    """End a server's whole tree, and answer when nothing of it is left."""
+    paths = _paths(token)
+
+    async def end() -> bool:
+        return await ManagedProcess(_server(paths), token).stop(timeout_s)
+
+    gently = asyncio.run(end())
+    _remove(paths)
+    _say({"gently": gently})
+
+
+def keep(
+    lines: _Lines,
+    *,
+    token: str,
+    fresh: bool,
+    argv: Sequence[str],
+    env: Mapping[str, str],
+    held: bool,
+    held_variables: Sequence[str],
+    grace_s: float,
+    at: int,
+) -> None:
+    """Start the server (`fresh`), or take up the one that runs; then tell its state and its output
+    from byte `at` on, until it ends or nobody is heard any more."""
+    paths = _paths(token)
+    if fresh:
+        paths.prepare()
+        _hold(paths, held)
+        variables = dict.fromkeys(held_variables, str(paths.held(_NAME)))
+        env = {**LOCAL.environment(paths), **env, **variables}
+        _begin(paths, lambda: ManagedProcess.spawn(argv, env, paths.log(_NAME), token), grace_s)
+    elif not paths.directory.exists():
+        _say({"ended": "is not on its machine any more"})
+        return
+    _Telling(paths, at).until_ended(lines, grace_s)
+
+
+class _Telling:
+    """Tells of one server: what it is, what it writes, and how it ended."""
+
+    def __init__(self, paths: FleetPaths, at: int) -> None:
+        self._paths = paths
+        self._at = at
+        self._told = float("-inf")
+        self._looked = float("-inf")
+        self._tree: list[psutil.Process] = []
+        self._ports: set[int] = set()
+
+    def until_ended(self, lines: _Lines, grace_s: float) -> None:
+        heard = time.monotonic()
+        while time.monotonic() - heard < SILENCE_S:
+            message = lines.next(_TICK_S)
+            if lines.ended:
+                return
+            if message is not None:
+                heard = time.monotonic()
+                _hold(self._paths, bool(message["held"]))
+                _touch(self._paths)
+                self._told = float("-inf")
+            ended = _read(self._paths.directory / "ended")
+            self._send_log()
+            if ended is not None or not self._paths.directory.exists():
+                _say({"ended": ended["how"] if ended else "was ended"})
+                _remove(self._paths)
+                return
+            self._replace_keeper(grace_s)
+            if time.monotonic() - self._told >= _STATE_S:
+                self._tell()
+
+    def _tell(self) -> None:
+        self._told = time.monotonic()
+        server = _server(self._paths)
+        process = server.process() if server else None
+        if process is not None and self._told - self._looked > _TREE_S:
+            self._looked = self._told
+            self._tree = [process, *_gently(lambda: process.children(recursive=True), [])]
+            self._ports = {port for one in self._tree for port in _listening(one)}
+        if process is not None:  # the one that usually has the port, looked at more often
+            self._ports.update(_listening(process))
+        rss = sum(map(_resident, self._tree))
+        held = self._paths.held(_NAME).exists()
+        pid = process.pid if process else None
+        _say({"pid": pid, "rss": rss, "ports": sorted(self._ports), "held": held})
+
+    def _send_log(self) -> None:
+        log = self._paths.log(_NAME)
+        with contextlib.suppress(FileNotFoundError), log.open("rb") as file:
+            if self._at > os.fstat(file.fileno()).st_size:
+                self._at = 0
+            file.seek(self._at)
+            while data := file.read(_PIECE):
+                self._at += len(data)
+                _say({"log": data.decode(errors="surrogateescape"), "at": self._at})
+            if self._at > _LOG_BYTES:  # all of it is on the other machine
+                os.truncate(log, 0)
+                self._at = 0
+
+    def _replace_keeper(self, grace_s: float) -> None:
+        """A server without its keeper would have nobody to end it."""
+        found = _read(self._paths.directory / "server.json")
+        if found and not ProcessIdentity(**found["keeper"]).alive():
+            server = ProcessIdentity(**found["server"])
+            token = self._paths.name
+            _begin(self._paths, lambda: ManagedProcess(server, token), grace_s)
+
+
+def _begin(paths: FleetPaths, start: Callable[[], ManagedProcess], grace_s: float) -> None:
+    """Put a keeper over a server, and wait until it has it (or could not start it)."""
+    (paths.directory / "server.json").unlink(missing_ok=True)
+    _touch(paths)
+    child = os.fork()
+    if child == 0:
+        os.setsid()
+        if os.fork():
+            os._exit(0)
+        nothing = os.open(os.devnull, os.O_RDWR)
+        for descriptor in (0, 1, 2):
+            os.dup2(nothing, descriptor)
+        try:
+            asyncio.run(_guard(paths, start, grace_s))
+        finally:
+            os._exit(0)
+    os.waitpid(child, 0)
+    deadline = time.monotonic() + _BEGIN_S
+    while not any((paths.directory / name).exists() for name in ("server.json", "ended")):
+        if time.monotonic() > deadline:
+            raise SkyctlError("its keeper does not start")
+        time.sleep(_TICK_S)
+
+
+async def _guard(paths: FleetPaths, start: Callable[[], ManagedProcess], grace_s: float) -> None:
+    """Be a server's keeper until it was told of that it ended, or nobody asks for it any more."""
+    try:
+        process = start()
+    except SkyctlError as error:
+        _write(paths.directory / "ended", {"how": error.message})
+        return
+    assert process.identity is not None  # it was just started, or is taken up by its identity
+    told = {"server": asdict(process.identity), "keeper": asdict(own_identity())}
+    _write(paths.directory / "server.json", told)
+    lease, since, ended = 0, time.monotonic(), False
+    while (found := _lease(paths)) is not None:
+        if process.exited.is_set() and not ended:
+            how, ended = process.exit_text(), True
+            await process.stop(STOP_TIMEOUT_S)  # what it left below it
+            _write(paths.directory / "ended", {"how": how})
+        if found != lease:
+            lease, since = found, time.monotonic()
+        elif time.monotonic() - since > grace_s:
+            break
+        await asyncio.sleep(_GUARD_S)
+    await process.stop(STOP_TIMEOUT_S)
+    _remove(paths)
+
+
+def _paths(token: str) -> FleetPaths:
+    return FleetPaths(state_root() / "hosted", token)
+
+
+def _remove(paths: FleetPaths) -> None:
+    LOCAL.sweep(paths)
+    shutil.rmtree(paths.directory, ignore_errors=True)
+
+
+def _server(paths: FleetPaths) -> ProcessIdentity | None:
+    found = _read(paths.directory / "server.json")
+    return ProcessIdentity(**found["server"]) if found else None
+
+
+def _hold(paths: FleetPaths, held: bool) -> None:
+    file = paths.held(_NAME)
+    if held and not file.exists():
+        os.close(create_private_file(file))
+    elif not held:
+        file.unlink(missing_ok=True)
+
+
+def _touch(paths: FleetPaths) -> None:
+    lease = paths.directory / "lease"
+    with contextlib.suppress(FileNotFoundError):
+        os.close(os.open(lease, os.O_CREAT | os.O_WRONLY | os.O_NOFOLLOW, 0o600))
+        os.utime(lease)
+
+
+def _lease(paths: FleetPaths) -> int | None:
+    with contextlib.suppress(OSError):
+        return (paths.directory / "lease").stat().st_mtime_ns
+    return None
+
+
+def _write(path: Path, content: Mapping[str, Any]) -> None:
+    temporary = path.with_suffix(".tmp")
+    with contextlib.suppress(OSError):  # its directory was removed: nobody asks any more
+        temporary.write_text(json.dumps(content))
+        temporary.replace(path)
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    with contextlib.suppress(OSError, ValueError):
+        return dict(json.loads(path.read_text()))
+    return None
+
+
+def _listening(process: psutil.Process) -> list[int]:
+    connections = getattr(process, "net_connections", None) or process.connections  # psutil < 6
+    found = _gently(lambda: connections(kind="tcp"), [])
+    return [one.laddr.port for one in found if one.status == psutil.CONN_LISTEN]
+
+
+def _resident(process: psutil.Process) -> int:
+    return int(_gently(lambda: process.memory_info().rss, 0))
+
+
+def _gently(look: Callable[[], Any], otherwise: Any) -> Any:
+    """What a look at a process finds; it may have ended."""
+    try:
+        return look()
+    except psutil.Error:
+        return otherwise
+
+
+def _say(message: Mapping[str, Any]) -> None:
+    sys.stdout.write(json.dumps(message) + "\n")
+    sys.stdout.flush()
+
+
+class _Lines:
+    """The messages on stdin, each waited for a bounded time."""
+
+    def __init__(self) -> None:
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(0, selectors.EVENT_READ)
+        self._buffer = b""
+        self.ended = False
+
+    def next(self, timeout_s: float) -> dict[str, Any] | None:
+        """The next one, None when there is none in time; `ended` is set at the end of all."""
+        while b"\n" not in self._buffer:
+            if self.ended or not self._selector.select(timeout_s):
+                return None
+            data = os.read(0, _PIECE)
+            self.ended = not data
+            self._buffer += data
+        line, _, self._buffer = self._buffer.partition(b"\n")
+        return dict(json.loads(line))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,85 @@
+"""The machines of a fleet file's `ssh:`, asked for what they have, all at once."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from skyctl import __version__
+from skyctl.errors import HostUnreachable, SkyctlError
+from skyctl.launch.base import Cpu, Gpu, Machine, Node
+from skyctl.launch.ssh.session import another_version, ask
+from skyctl.store.paths import create_private_file, private_directory
+
+FACTS_TIMEOUT_S = 30.0
+
+
+def look(nodes: Sequence[Node], *, ports: int, known: Path, running: bool) -> list[Machine]:
+    """What each node has, and its address. `known` keeps it for a fleet that is `running`: to plan
+    that again, a node need not answer.
+
+    Raises:
+        HostUnreachable: some node cannot be asked; every one is named.
+    """
+    asked = answers(nodes, [{"ports": ports}] * len(nodes))
+    kept: dict[str, Any] = {}
+    with contextlib.suppress(OSError, ValueError):
+        kept = json.loads(known.read_text())
+    found: list[dict[str, Any]] = []
+    lost: list[SkyctlError] = []
+    for node, answer in zip(nodes, asked, strict=True):
+        if isinstance(answer, dict):
+            found.append(answer)
+        elif running and node.target in kept:
+            found.append({**kept[node.target], "ports": []})
+        else:
+            lost.append(answer)
+    if lost:
+        raise HostUnreachable("; ".join(one.message for one in lost), hint=lost[0].hint)
+    told = {node.target: facts for node, facts in zip(nodes, found, strict=True)}
+    with contextlib.suppress(OSError, SkyctlError):  # it only spares a question later
+        private_directory(known.parent)
+        known.unlink(missing_ok=True)
+        with os.fdopen(create_private_file(known), "w") as file:
+            json.dump(told, file)
+    return [_machine(node, facts) for node, facts in zip(nodes, found, strict=True)]
+
+
+def answers(
+    nodes: Sequence[Node], questions: Sequence[dict[str, Any]]
+) -> list[dict[str, Any] | SkyctlError]:
+    """What each node answers to its question for facts, or why it does not."""
+
+    async def one(node: Node, question: dict[str, Any]) -> dict[str, Any] | SkyctlError:
+        try:
+            answer = await ask(node, {"do": "facts", **question}, FACTS_TIMEOUT_S)
+        except SkyctlError as error:
+            return error
+        if answer["skyctl"] != __version__:
+            return another_version(node, answer["skyctl"])
+        return answer
+
+    async def every() -> list[dict[str, Any] | SkyctlError]:
+        pairs = zip(nodes, questions, strict=True)
+        return await asyncio.gather(*(one(node, question) for node, question in pairs))
+
+    # in a loop of its own: plans are made within one that runs, and outside of any
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(asyncio.run, every()).result()
+
+
+def _machine(node: Node, facts: dict[str, Any]) -> Machine:
+    ports = iter(facts["ports"])
+    return Machine(
+        node=replace(node, address=facts["address"]),
+        gpus=tuple(Gpu(**gpu) for gpu in facts["gpus"]),
+        cpus=tuple(Cpu(**cpu) for cpu in facts["cpus"]),
+        next_port=lambda: next(ports, 0),
+    )

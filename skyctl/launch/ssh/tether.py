@@ -1,0 +1,133 @@
+"""A server on another machine, as a process of this one: `python -m skyctl.launch.ssh.tether`.
+
+To the supervisor it is the server: recorded, adopted and ended like any child. It writes what the
+server writes to its own output, carries the file that keeps the server closed, and ends when the
+server has ended for certain. While the other machine cannot be asked it asks again, and says so in
+the server's record (`record.py`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from skyctl.errors import SkyctlError
+from skyctl.launch.ssh import record
+from skyctl.launch.ssh.session import Session
+from skyctl.store.rebuild import TOKEN_VARIABLE
+
+VARIABLE = "SKYCTL_TETHER"
+"""A `Task` as JSON: what it starts, with its secrets. Readable by this user only, as theirs is."""
+RETRY_S = 2.0
+SILENCE_S = 15.0
+_SPEAK_S = 1.0
+_LOOK_S = 0.05
+
+
+@dataclass(frozen=True)
+class Task:
+    """`env` is added to the other machine's; `held_variables` of it name the file that keeps the
+    server closed."""
+
+    argv: Sequence[str]
+    env: Mapping[str, str]
+    held_variables: Sequence[str]
+
+
+class _Tether:
+    def __init__(self, token: str, task: Task) -> None:
+        found = record.read(token)
+        if found is None:
+            raise SkyctlError(f"there is no record of spawn {token}")
+        self._token, self._task, self._record = token, task, found
+        self._held = Path(found.closed_by)
+        self._at = 0
+        self._heard = False  # the server is there
+
+    async def run(self) -> None:
+        """Until the server has ended, or could not be started."""
+        while not self._record.ended:
+            try:
+                async with Session(self._record.node) as session:
+                    self._note(begun=True)
+                    await self._follow(session)
+            except SkyctlError as error:
+                if not self._heard:
+                    _print(f"{type(error).__name__}: {error.message}\n".encode())
+                    self._note(ended="could not be started")
+                    return
+                self._note(lost=error.message)
+                await asyncio.sleep(RETRY_S)
+
+    async def _follow(self, session: Session) -> None:
+        node, task = self._record.node, self._task
+        await session.say(
+            {
+                "do": "keep",
+                "token": record.hosted(self._token),
+                "fresh": not self._heard,
+                "argv": task.argv,
+                "env": task.env,
+                "held": self._held.exists(),
+                "held_variables": task.held_variables,
+                "grace_s": node.grace_s,
+                "at": self._at,
+            }
+        )
+        speaking = asyncio.create_task(self._speak(session))
+        try:
+            while not self._record.ended:
+                message = await session.hear(SILENCE_S)
+                if "log" in message:
+                    _print(message["log"].encode(errors="surrogateescape"))
+                    self._at = message["at"]
+                elif "ended" in message:
+                    self._note(ended=message["ended"])
+                else:
+                    self._heard = True
+                    beat = self._record.beat + 1
+                    self._note(**{**message, "ports": tuple(message["ports"])}, beat=beat, lost="")
+        finally:
+            speaking.cancel()
+
+    async def _speak(self, session: Session) -> None:
+        """Say that somebody is there, and whether the server is to be closed, at once."""
+        said, at = None, float("-inf")
+        while True:
+            held = self._held.exists()
+            if held != said or time.monotonic() - at > _SPEAK_S:
+                said, at = held, time.monotonic()
+                await session.say({"held": held})
+            await asyncio.sleep(_LOOK_S)
+
+    def _note(self, **changes: object) -> None:
+        try:
+            self._record = record.write(self._token, self._record, **changes)
+        except (
+            SkyctlError,
+            OSError,
+        ):  # a full disk: what is not told counts as lost
+            with contextlib.suppress(KeyError):
+                self._record = replace(self._record, ended=str(changes["ended"]))
+
+
+def _print(data: bytes) -> None:
+    with contextlib.suppress(OSError):  # a full disk
+        os.write(sys.stdout.fileno(), data)
+
+
+def main() -> None:
+    """Be the tether that the environment asks for."""
+    task = Task(**json.loads(os.environ.pop(VARIABLE)))
+    asyncio.run(_Tether(os.environ[TOKEN_VARIABLE], task).run())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,82 @@
+"""What a plan needs of other machines is asked there; each lack is a sentence."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from skyctl import __version__
+from skyctl.core.check_machines import check_machines, refuse_unseen
+from skyctl.core.plan import FleetPlan, plan_fleet
+from skyctl.errors import PreflightError
+from skyctl.fleetfile.schema import FleetConfig
+from skyctl.launch.base import Gpu, Machine, Node
+from skyctl.launch.ssh.session import PROTOCOL
+
+HELLO = json.dumps({"agent": PROTOCOL, "skyctl": __version__})
+WELL = {"missing": [], "absent": [], "taken": {}, "gpus": [{"index": 0}, {"index": 1}]}
+
+
+def plan(base_dir: Path, **answers: dict[str, Any] | str) -> FleetPlan:
+    """Of a replica on each machine, which answers so; a text is what ssh fails with."""
+    machines: list[Machine] = []
+    for name, answer in answers.items():
+        script = (
+            f"echo '{answer}' >&2; exit 255"
+            if isinstance(answer, str)
+            else f"echo '{HELLO}'; read asked; echo '{json.dumps({**WELL, **answer})}'; cat"
+        )
+        node = Node(name, "10.0.0.7", "/opt/python", ("sh", "-c", script, "ssh"), 60.0)
+        gpus = tuple(Gpu(index, f"GPU-{index}", "H100", 0) for index in range(2))
+        machines.append(Machine(node, gpus, (), lambda: 0))
+    config = FleetConfig.model_validate(
+        {
+            "name": "f",
+            "model": "org/model",
+            "launcher": "ssh",
+            "ssh": {"hosts": list(answers)},
+            "replicas": len(answers),
+            "ports": [20001 + number for number in range(len(answers))],
+        }
+    )
+    ports = itertools.count(30000)
+    return plan_fleet(
+        config, base_dir, gpus=[], next_port=lambda: next(ports), environ={}, machines=machines
+    )
+
+
+def test_a_machine_that_has_all_is_no_problem(tmp_path: Path) -> None:
+    planned = plan(tmp_path, a={}, b={})
+    assert [(spec.host, spec.gpus, spec.backend) for spec in planned.servers] == [
+        ("10.0.0.7", (0,), "")
+    ] * 2
+    assert planned.servers[0].argv[0] == "/opt/python"
+    assert list(check_machines(planned, ())) == []
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        ({"missing": ["engine"]}, "b: /opt/python has no engine"),
+        ({"absent": ["/models/m"]}, "b has no /models/m"),
+        ({"taken": {"20002": "pid 7 (x)"}}, "b: port 20002 is taken by pid 7 (x)"),
+        ({"gpus": []}, "b has no GPU 0"),
+        ("no route", "b cannot be asked over ssh: no route"),
+    ],
+)
+def test_each_lack_names_its_machine(
+    tmp_path: Path, answer: dict[str, Any] | str, message: str
+) -> None:
+    assert [found for found, _ in check_machines(plan(tmp_path, a={}, b=answer), ())] == [message]
+
+
+def test_a_push_of_what_a_machine_does_not_see_is_refused(tmp_path: Path) -> None:
+    planned = plan(tmp_path, a={}, b={"absent": [str(tmp_path)]})
+    with pytest.raises(PreflightError, match=f"b has no {tmp_path}"):
+        refuse_unseen(planned, str(tmp_path))
+    refuse_unseen(plan(tmp_path, a={}, b={}), str(tmp_path))
+    refuse_unseen(planned, str(tmp_path / "nothing"))  # the push itself says so

@@ -1,0 +1,154 @@
+"""What an ssh that fails is to the user, and what a machine says of itself."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from skyctl import __version__
+from skyctl.errors import HostUnreachable, SkyctlError
+from skyctl.launch.base import Node
+from skyctl.launch.ssh import record
+from skyctl.launch.ssh.host import RemoteProcess, adopt
+from skyctl.launch.ssh.machines import look
+from skyctl.launch.ssh.session import PROTOCOL, ask
+
+HELLO = json.dumps({"agent": PROTOCOL, "skyctl": __version__})
+FACTS = {"address": "10.0.0.7", "gpus": [], "cpus": [{"id": 0, "core": 0}], "ports": [20001]}
+
+
+def node(script: str, target: str = "me@far") -> Node:
+    """A machine whose ssh is a line of shell."""
+    return Node(target, "", "/opt/python", ("sh", "-c", script, "ssh"), 60.0)
+
+
+@pytest.mark.parametrize(
+    ("script", "message", "hint"),
+    [
+        pytest.param(
+            "echo 'ssh: connect to host far port 22: Connection refused' >&2; exit 255",
+            "me@far cannot be asked over ssh: ssh: connect to host far port 22: Connection refused",
+            "ssh me@far",
+            id="unreachable",
+        ),
+        pytest.param(
+            "echo 'Host key verification failed.' >&2; exit 255",
+            "its host key is not known here, or has changed",
+            "look at it once by hand",
+            id="host key",
+        ),
+        pytest.param(
+            "echo 'me@far: Permission denied (publickey,password).' >&2; exit 255",
+            "does not let us in without a password",
+            "ssh-copy-id me@far",
+            id="no key",
+        ),
+        pytest.param(
+            "echo 'sh: 1: /opt/python: not found' >&2; exit 127",
+            "me@far has no Python at /opt/python",
+            "correct `ssh: {python: ...}`",
+            id="no python",
+        ),
+        pytest.param(
+            "echo '/opt/python: No module named skyctl' >&2; exit 1",
+            "me@far: /opt/python has no skyctl",
+            f"install skyctl {__version__} there",
+            id="no skyctl",
+        ),
+        pytest.param(
+            'echo \'{"agent": 999, "skyctl": "9.9"}\'; cat',
+            f"me@far has skyctl 9.9 in /opt/python, and this machine {__version__}",
+            "install the same version there",
+            id="another protocol",
+        ),
+        pytest.param(
+            f"echo '{HELLO}'; read question; exit 0",
+            "me@far cannot be asked over ssh: ssh exited with code 0",
+            "ssh me@far",
+            id="ends before it answers",
+        ),
+    ],
+)
+async def test_a_machine_that_cannot_be_asked_is_one_sentence(
+    script: str, message: str, hint: str
+) -> None:
+    with pytest.raises(HostUnreachable) as caught:
+        await ask(node(script), {"do": "facts"}, 20)
+    assert message in caught.value.message and hint in caught.value.hint
+
+
+async def test_nothing_is_sent_to_an_agent_of_another_protocol(tmp_path: Path) -> None:
+    heard = tmp_path / "heard"
+    script = f'echo \'{{"agent": 999, "skyctl": "9.9"}}\'; cat > {heard}'
+    with pytest.raises(HostUnreachable):
+        await ask(node(script), {"do": "keep", "env": {"KEY": "secret"}}, 20)
+    assert not heard.exists() or not heard.read_text()
+
+
+async def test_a_silent_machine_is_given_up_in_time() -> None:
+    with pytest.raises(HostUnreachable, match="me@far does not answer over ssh"):
+        await ask(node(f"echo '{HELLO}'; exec sleep 60"), {"do": "facts"}, 0.2)
+
+
+async def test_what_an_agent_could_not_do_is_its_machines_sentence() -> None:
+    error = json.dumps({"error": "no room"})
+    with pytest.raises(SkyctlError, match="me@far: no room"):
+        await ask(node(f"echo welcome; echo '{HELLO}'; echo '{error}'"), {"do": "stop"}, 20)
+
+
+def test_what_machines_have_is_kept_for_a_fleet_that_runs(tmp_path: Path) -> None:
+    known = tmp_path / "machines.json"
+    well = node(f"echo '{HELLO}'; echo '{json.dumps(FACTS)}'; cat")
+    gone = node("echo 'no route' >&2; exit 255")
+    (machine,) = look([well], ports=1, known=known, running=False)
+    assert machine.node is not None and machine.node.address == "10.0.0.7"
+    assert [machine.next_port(), machine.next_port()] == [20001, 0]
+    (machine,) = look([gone], ports=1, known=known, running=True)
+    assert machine.node is not None and machine.node.address == "10.0.0.7"
+    with pytest.raises(HostUnreachable, match="me@far cannot be asked over ssh: no route"):
+        look([gone], ports=1, known=known, running=False)
+
+
+def test_another_version_of_skyctl_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    hello = json.dumps({"agent": PROTOCOL, "skyctl": "0.0.1"})
+    old = node(f"echo '{hello}'; echo '{json.dumps(FACTS)}'; cat")
+    with pytest.raises(HostUnreachable, match=r"me@far has skyctl 0\.0\.1 in /opt/python"):
+        look([old], ports=1, known=tmp_path / "machines.json", running=False)
+
+
+async def test_a_server_counts_as_there_until_its_machine_has_said_otherwise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SKYCTL_HOME", str(tmp_path))
+    gone = record.Record(node("exit 255"), str(tmp_path / "held"), begun=True, pid=7)
+    record.write("t", gone)
+    process = adopt(None, "t", ())
+    assert isinstance(process, RemoteProcess)
+    assert [one.pid for one in process.members()] == [7] and not process.alive()
+    with pytest.raises(HostUnreachable, match="its server ends by itself after 60 s without us"):
+        await process.stop(0.1)
+    record.write("t", gone, node=node(f"echo '{HELLO}'; echo '{{\"gently\": true}}'; cat"))
+    assert await process.stop(0.1)
+    assert process.members() == [] and record.read("t") is None
+
+
+async def test_a_server_that_was_never_begun_asks_no_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SKYCTL_HOME", str(tmp_path))
+    record.write("t", record.Record(node("exit 255"), str(tmp_path / "held")))
+    process = adopt(None, "t", ())
+    assert process.members() == [] and await process.stop(0.1)
+    assert not list((tmp_path / "ssh").iterdir())
+
+
+def test_a_record_holds_no_secret_and_is_ours_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SKYCTL_HOME", str(tmp_path))
+    record.write("t", record.Record(node("true"), "x.held", ports=(1, 2)))
+    assert record.path_of("t").stat().st_mode & 0o077 == 0
+    found = record.read("t")
+    assert found is not None and found.ports == (1, 2) and found.node == node("true")
