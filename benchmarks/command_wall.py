@@ -24,6 +24,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from benchmarks.push import AS_INSTALLED
 from tests.faults.attached_fleet import free_port
 from tests.faults.stub_fleet import ROOT, StubFleet
 from tests.unit.push.checkpoints import tiny_tensors, write_checkpoint
@@ -59,7 +60,7 @@ def measure(fleet: StubFleet, runs: int) -> dict[str, float]:
 
 @contextlib.contextmanager
 def supervised(directory: Path) -> Iterator[StubFleet]:
-    fleet = StubFleet(directory)
+    fleet = StubFleet(directory, environ=AS_INSTALLED)
     fleet.write(replicas=2)
     fleet.run("up")
     try:
@@ -81,7 +82,7 @@ def attached(directory: Path) -> Iterator[StubFleet]:
         )
         for port in ports
     ]
-    fleet = StubFleet(directory)
+    fleet = StubFleet(directory, environ=AS_INSTALLED)
     urls = [f"http://127.0.0.1:{port}" for port in ports]
     (directory / "fleet.yaml").write_text(f"name: far\nservers: {json.dumps(urls)}\n")
     try:

@@ -1,10 +1,13 @@
 """shm and gloo against disk: one checkpoint into real vLLM CPU servers, in turns.
 
     python -m benchmarks.cpu_transports [--servers 2] [--runs 5] [--shape qwen3-0.5b]
+    python -m benchmarks.cpu_transports --first-push      a fleet's first push over its later ones
 
 Makes two checkpoints in --scratch (default /dev/shm), starts a fleet with `skyctl up`, pushes one
 after the other by every transport in turn, checks the answers after each push, and takes the fleet
-down. Writes benchmarks/results/cpu-transports.json and prints a table.
+down. Writes benchmarks/results/cpu-transports.json and prints a table. `--first-push` starts a
+fleet by which the first push was rehearsed and one by which it was not, side by side, and writes
+benchmarks/results/first-push-cpu.json.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.checkpoints import SHAPES, write_checkpoint
-from benchmarks.push import RESULTS, Fleet, answer, control_token
+from benchmarks.push import RESULTS, Fleet, answer, control_token, wait_until_warm
 
 TRANSPORTS = ("disk", "shm", "gloo")
 
@@ -99,18 +102,57 @@ def taken_on() -> dict[str, Any]:
     }
 
 
+def first_pushes(checkpoints: list[Path], options: argparse.Namespace) -> dict[str, Any]:
+    """Seconds of the pushes of two fleets, in turns: one with `warm`, one without."""
+    fleets: dict[bool, Fleet] = {}
+    seconds: dict[bool, list[float]] = {False: [], True: []}
+    preflights: dict[bool, list[float]] = {False: [], True: []}
+    try:
+        for warm in seconds:
+            wanted = {**settings(options, checkpoints[0]), "name": f"bench-{warm}".lower()}
+            wanted["weight_transfer"] = {"warm": warm}
+            fleets[warm] = Fleet(options.scratch / wanted["name"], wanted)
+            fleets[warm].run("up")
+        wait_until_warm(fleets[True])
+        for run in range(1 + options.runs):
+            for warm, fleet in fleets.items():
+                asked = ("sync-weights", str(checkpoints[(run + 1) % 2]), "--transport", "shm")
+                result = fleet.data(*asked)["job"]["result"]
+                seconds[warm].append(result["seconds"])
+                preflights[warm].append(result["stages"]["preflight"])
+                print(f"warm {warm}, push {run}: {result['seconds']:.2f} s {result['stages']}")
+    finally:
+        for fleet in fleets.values():
+            fleet.run("down", check=False)
+    return {
+        f"warm_{warm}".lower(): {
+            "first_s": round(runs[0], 3),
+            "later_s": [round(one, 3) for one in runs[1:]],
+            "first_over_later": round(runs[0] / statistics.median(runs[1:]), 2),
+            "preflights_s": [round(one, 3) for one in preflights[warm]],
+        }
+        for warm, runs in seconds.items()
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.cpu_transports")
     parser.add_argument("--servers", type=int, default=2)
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--shape", choices=sorted(SHAPES), default="qwen3-0.5b")
     parser.add_argument("--scratch", type=Path, default=Path("/dev/shm/skyctl-bench"))
+    parser.add_argument("--first-push", action="store_true")
     options = parser.parse_args()
     checkpoints = [options.scratch / f"{options.shape}-{seed}" for seed in (1, 2)]
     fleet = None
     try:
         for seed, checkpoint in enumerate(checkpoints, 1):
             write_checkpoint(checkpoint, options.shape, seed)
+        if options.first_push:
+            row = {"benchmark": "first-push-cpu", "servers": options.servers, **taken_on()}
+            row |= first_pushes(checkpoints, options)
+            (RESULTS / "first-push-cpu.json").write_text(json.dumps(row, indent=1) + "\n")
+            return
         fleet = Fleet(options.scratch / "fleet", settings(options, checkpoints[0]))
         fleet.run("up")
         found = pushes(fleet, checkpoints, options)

@@ -8,7 +8,8 @@ async with Fleet.load("fleet.yaml") as fleet:
 
 from skyctl.api.fleet import Fleet
 from skyctl.api.results import VerbResult
-from skyctl.core.service import TakenDown, WeightsState
+from skyctl.core.results import WeightsState
+from skyctl.core.service import TakenDown
 from skyctl.core.status import FleetStatus
 from skyctl.core.urls import FleetUrls
 from skyctl.generate.requests import GenerationResult

@@ -14,10 +14,10 @@ from skyctl.api.results import VerbResult
 from skyctl.checkpoints.checkpoint import absolute
 from skyctl.checkpoints.live import NamedTensors
 from skyctl.core.registry import FleetRef, find, select
+from skyctl.core.results import KeptVersion, WeightsState
 from skyctl.core.service import (
     Down,
     Forget,
-    KeptVersion,
     Outcomes,
     Pause,
     Restart,
@@ -26,7 +26,6 @@ from skyctl.core.service import (
     Sleep,
     TakenDown,
     Wake,
-    WeightsState,
 )
 from skyctl.core.status import FleetStatus
 from skyctl.core.urls import FleetUrls

@@ -12,7 +12,7 @@ from skyctl.cli.asking import ask_fleet, chosen
 from skyctl.cli.options import FileOption, FleetOption, JsonOption, SvgOption
 
 if TYPE_CHECKING:
-    from skyctl.core.service import WeightsState
+    from skyctl.core.results import WeightsState
     from skyctl.service import FleetService
     from skyctl.store.adapters import AdapterVersion
 

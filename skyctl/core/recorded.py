@@ -9,17 +9,15 @@ from pathlib import Path
 
 from skyctl.core.arbiter import Act, Arbiter
 from skyctl.core.following import CHANGES_WAIT_S, JobChanges, job_changes
+from skyctl.core.results import KeptVersion, Processes, WeightsState
 from skyctl.core.service import (
     EventQuery,
     FleetService,
     Forget,
     JobQuery,
-    KeptVersion,
     LogQuery,
-    Processes,
     Staging,
     T,
-    WeightsState,
 )
 from skyctl.engines.logs import tail
 from skyctl.errors import ConflictError, FleetDownError, NotFoundError

@@ -8,32 +8,33 @@
         ├── AttachedFleet     … and servers by URL (`service/`)
         └── Supervisor        … and servers of its own (`supervisor/`)
 
-Requests and results are dataclasses, which pydantic carries over the wire as they are. Paths are
-those of the machine that the fleet runs on. All times are in seconds.
+Requests and results are dataclasses, which pydantic carries over the wire as they are. A result's
+type is imported by the verb that asks for it: a push begins before what shows it is there. Paths
+are those of the machine that the fleet runs on. All times are in seconds.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
-from skyctl.core.following import JobChanges
-from skyctl.core.status import FleetStatus
-from skyctl.core.urls import FleetUrls
 from skyctl.http.fanout import Outcome
 from skyctl.push.request import PauseMode, PushRequest
-from skyctl.store.journal import Job, JobEvent, PushRecord
-from skyctl.store.kept_weights import KeptWeights
-from skyctl.store.state import Event, ProcessRow, ServerRow
 
 if TYPE_CHECKING:
     from skyctl.adapters import AdapterChange, LoadAdapter, UnloadAdapter
     from skyctl.core.diagnosis import Finding
+    from skyctl.core.following import JobChanges
     from skyctl.core.recovery import Recovered
+    from skyctl.core.results import KeptVersion, Processes, WeightsState
+    from skyctl.core.status import FleetStatus
+    from skyctl.core.urls import FleetUrls
     from skyctl.push.verify import Verification
     from skyctl.store.adapters import AdapterVersion
+    from skyctl.store.journal import Job, JobEvent
+    from skyctl.store.state import Event
 
 T = TypeVar("T")
 Outcomes = tuple[Outcome[Any], ...]
@@ -181,26 +182,6 @@ class LogQuery:
 
 
 @dataclass(frozen=True)
-class WeightsState:
-    """What each server carries, as the last push recorded it, and the pushes, newest first."""
-
-    servers: tuple[ServerRow, ...]
-    pushes: tuple[PushRecord, ...]
-
-
-@dataclass(frozen=True)
-class KeptVersion:
-    """`current`: the fleet, or one of its servers, runs it. `there`: its copy is."""
-
-    kept: KeptWeights
-    current: bool
-    there: bool
-
-    def to_json(self) -> dict[str, Any]:
-        return {**self.kept.to_json(), "current": self.current, "there": self.there}
-
-
-@dataclass(frozen=True)
 class Staging:
     """Where weights from memory are written, the checkpoints there that must stay, and where
     `adapters` from memory are written."""
@@ -208,16 +189,6 @@ class Staging:
     directory: Path
     needed: frozenset[str]
     adapters: Path
-
-
-@dataclass(frozen=True)
-class Processes:
-    """The children on record, the ports they have or are about to have, and whether somebody is
-    ending all of them."""
-
-    rows: tuple[ProcessRow, ...] = ()
-    ports: dict[str, int] = field(default_factory=dict)
-    going_down: bool = False
 
 
 @dataclass(frozen=True)
@@ -247,6 +218,8 @@ class FleetService:
 
     async def status(self, asked: StatusQuery = StatusQuery()) -> FleetStatus:
         """Every replica and the router, with a verdict; also of a fleet that is down."""
+        from skyctl.core.status import FleetStatus
+
         return await self._ask("status", asked, FleetStatus)
 
     async def pause(self, asked: Pause = Pause()) -> Outcomes:
@@ -287,11 +260,15 @@ class FleetService:
 
     async def jobs(self) -> tuple[Job, ...]:
         """The latest jobs, newest first."""
+        from skyctl.store.journal import Job
+
         return await self._ask("jobs", None, tuple[Job, ...])
 
     async def job_changes(self, asked: JobQuery) -> JobChanges:
         """A job and what happened in it. With a `wait_s`, also raises FleetDownError when the
         process that ran it died. Raises NotFoundError."""
+        from skyctl.core.following import JobChanges
+
         return await self._ask(
             "job_changes", asked, JobChanges, patience_s=asked.wait_s + CALL_TIMEOUT_S
         )
@@ -323,10 +300,14 @@ class FleetService:
 
     async def events(self, asked: EventQuery = EventQuery()) -> tuple[Event, ...]:
         """The latest lines of the fleet's history, oldest first."""
+        from skyctl.store.state import Event
+
         return await self._ask("events", asked, tuple[Event, ...])
 
     async def weights(self) -> WeightsState:
         """What each server carries (as recorded by the last push), and the pushes."""
+        from skyctl.core.results import WeightsState
+
         return await self._ask("weights", None, WeightsState)
 
     async def verify_weights(self) -> Verification:
@@ -338,6 +319,8 @@ class FleetService:
 
     async def kept_versions(self) -> tuple[KeptVersion, ...]:
         """The versions of which the fleet keeps a copy of its own, newest first."""
+        from skyctl.core.results import KeptVersion
+
         return await self._ask("kept_versions", None, tuple[KeptVersion, ...])
 
     async def forget_version(self, asked: Forget) -> int:
@@ -419,10 +402,14 @@ class FleetService:
 
     async def urls(self) -> FleetUrls:
         """Where to send requests."""
+        from skyctl.core.urls import FleetUrls
+
         return await self._ask("urls", None, FleetUrls)
 
     async def processes(self) -> Processes:
         """What skyctl has started, as it is on record."""
+        from skyctl.core.results import Processes
+
         return await self._ask("processes", None, Processes)
 
     async def logs(self, asked: LogQuery = LogQuery()) -> dict[str, tuple[str, ...]]:

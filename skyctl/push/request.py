@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from skyctl.errors import StateUnwritable
 from skyctl.http.target import ServerTarget
-from skyctl.store.contents import Content
-from skyctl.store.expected import Expectations
 
 if TYPE_CHECKING:
+    from skyctl.store.contents import Content
+    from skyctl.store.expected import Expectations
     from skyctl.store.journal import PushRecord
     from skyctl.store.state import FleetWeights
 
@@ -131,6 +131,12 @@ class PushServer:
         return self.target.name
 
 
+def _nothing_expected() -> Expectations:
+    from skyctl.store.expected import Expectations
+
+    return Expectations()
+
+
 @dataclass(frozen=True)
 class PushFleet:
     """The servers of a push and the bounds it keeps.
@@ -157,7 +163,7 @@ class PushFleet:
     drain_timeout_s: float = 30.0
     pushes: tuple[PushRecord, ...] = ()
     committed: FleetWeights | None = None
-    expected: Expectations = field(default_factory=Expectations)
+    expected: Expectations = field(default_factory=_nothing_expected)
     content: Content | None = None
 
 

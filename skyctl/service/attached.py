@@ -11,6 +11,7 @@ from skyctl.core import verbs
 from skyctl.core.arbiter import Act, Turn
 from skyctl.core.recorded import RecordedFleet
 from skyctl.core.registry import FleetRef, remember
+from skyctl.core.results import WeightsState
 from skyctl.core.service import (
     Control,
     LogQuery,
@@ -19,7 +20,6 @@ from skyctl.core.service import (
     Staging,
     StatusQuery,
     T,
-    WeightsState,
 )
 from skyctl.core.status import FleetStatus
 from skyctl.core.urls import FleetUrls, access, control_token

@@ -8,7 +8,8 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 from skyctl.core.registry import FleetRef, RemoteRef
-from skyctl.core.service import FleetService, Processes
+from skyctl.core.results import Processes
+from skyctl.core.service import FleetService
 from skyctl.core.status import INTENDED_STATES, FleetStatus, ReplicaStatus
 from skyctl.store.state import ServerRow
 

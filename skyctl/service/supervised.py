@@ -11,16 +11,13 @@ from skyctl.core.service import (
     CALL_TIMEOUT_S,
     Control,
     Outcomes,
-    Processes,
     Recover,
     StatusQuery,
     T,
 )
-from skyctl.core.status import FleetStatus
 from skyctl.errors import ConflictError, FleetDownError, SkyctlError, VersionMismatch
 from skyctl.http.transport import Transport
 from skyctl.kill_points import reached
-from skyctl.store.state import FleetState
 from skyctl.supervisor.client import RemoteFleet, by_socket
 
 if TYPE_CHECKING:
@@ -96,7 +93,10 @@ class SupervisedFleet(RemoteFleet):
         return await super().control(replace(asked, timeout_s=timeout_s))
 
     async def _on_record(self, verb: str, asked: object, why: FleetDownError) -> Any:
+        from skyctl.core.results import Processes
+        from skyctl.core.status import FleetStatus
         from skyctl.service.unsupervised import UnsupervisedFleet
+        from skyctl.store.state import FleetState
 
         if not self.ref.paths.database.exists():  # it was never started
             nothing = {
@@ -209,6 +209,7 @@ class SupervisedFleet(RemoteFleet):
     def _close_orphans(self) -> None:
         """Before anything slow: whoever follows a job learns at once that its process is dead."""
         from skyctl.store.in_doubt import close_orphans
+        from skyctl.store.state import FleetState
 
         if self.ref.paths.database.exists():
             with FleetState(self.ref.paths.database) as state:

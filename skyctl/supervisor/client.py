@@ -10,7 +10,6 @@ from pydantic import ValidationError
 from pydantic_core import to_json
 
 from skyctl.core.arbiter import own_command
-from skyctl.core.recorded import down_error
 from skyctl.core.service import CALL_TIMEOUT_S, FleetService, T
 from skyctl.errors import DeadlineExceeded, FleetDownError, ServerError, SkyctlError, error_named
 from skyctl.http.connections import KeptConnections
@@ -91,6 +90,8 @@ class RemoteFleet(FleetService):
         return b"{}" if asked is None else to_json(asked)
 
     def _unreachable(self, error: TransportError) -> FleetDownError:
+        from skyctl.core.recorded import down_error
+
         return down_error(self.name)
 
 

@@ -6,15 +6,16 @@ import hashlib
 import json
 from functools import cache
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from pydantic import TypeAdapter
 
 import skyctl
 from skyctl import __version__
-from skyctl.core.plan import FrontSpec, RouterSpec, ServerSpec
-from skyctl.engines import ENGINES
 from skyctl.errors import VersionMismatch
+
+if TYPE_CHECKING:
+    from skyctl.core.plan import FrontSpec, ServerSpec
 
 T = TypeVar("T")
 
@@ -52,6 +53,9 @@ def adapter(kind: type[T]) -> TypeAdapter[T]:
 
 def spec_hash(spec: ServerSpec | FrontSpec) -> str:
     """Changes whenever a process would have to be started anew to match the plan."""
+    from skyctl.core.plan import RouterSpec, ServerSpec
+    from skyctl.engines import ENGINES
+
     placement = ENGINES[spec.engine].placement_variables if isinstance(spec, ServerSpec) else ()
     env = sorted(item for item in spec.env.items() if item[0] not in placement)
     material: list[Any] = [list(spec.argv), env]

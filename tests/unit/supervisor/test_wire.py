@@ -9,7 +9,8 @@ import pytest
 
 from skyctl.core.following import JobChanges
 from skyctl.core.plan import FleetPlan, FrontSpec, RouterSpec, ServerSpec
-from skyctl.core.service import JobQuery, Processes
+from skyctl.core.results import Processes
+from skyctl.core.service import JobQuery
 from skyctl.core.status import FleetStatus
 from skyctl.errors import UsageError
 from skyctl.http.fanout import Outcome

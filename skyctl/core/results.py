@@ -1,0 +1,41 @@
+"""Results of verbs that are made of what the state file holds: commands that ask for none of them
+need none of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from skyctl.store.journal import PushRecord
+from skyctl.store.kept_weights import KeptWeights
+from skyctl.store.state import ProcessRow, ServerRow
+
+
+@dataclass(frozen=True)
+class WeightsState:
+    """What each server carries, as the last push recorded it, and the pushes, newest first."""
+
+    servers: tuple[ServerRow, ...]
+    pushes: tuple[PushRecord, ...]
+
+
+@dataclass(frozen=True)
+class KeptVersion:
+    """`current`: the fleet, or one of its servers, runs it. `there`: its copy is."""
+
+    kept: KeptWeights
+    current: bool
+    there: bool
+
+    def to_json(self) -> dict[str, Any]:
+        return {**self.kept.to_json(), "current": self.current, "there": self.there}
+
+
+@dataclass(frozen=True)
+class Processes:
+    """The children on record, the ports they have or are about to have, and whether somebody is
+    ending all of them."""
+
+    rows: tuple[ProcessRow, ...] = ()
+    ports: dict[str, int] = field(default_factory=dict)
+    going_down: bool = False
