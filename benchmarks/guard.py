@@ -23,11 +23,16 @@ import time
 from pathlib import Path
 from typing import Any
 
-from skyctl.engines.vllm.inside.guard import HELD_VARIABLE, KEY_VARIABLE, TOKEN_VARIABLE, Guard
+from skyctl.engines.inside.guard import HELD_VARIABLE, TOKEN_VARIABLE, VLLM, Guard
 
 ROOT = Path(__file__).parents[1]
-ENVIRON = {TOKEN_VARIABLE: "t" * 64, KEY_VARIABLE: "k" * 64, HELD_VARIABLE: "/nowhere/s-0.held"}
-HEADERS = {"Authorization": f"Bearer {ENVIRON[KEY_VARIABLE]}", "Content-Type": "application/json"}
+KEY = "k" * 64
+ENVIRON = {
+    TOKEN_VARIABLE: "t" * 64,
+    VLLM.key_variable: KEY,
+    HELD_VARIABLE: "/nowhere/s-0.held",
+}
+HEADERS = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"}
 PATH = "/v1/completions"
 BODY = json.dumps({"model": "m", "prompt": "x" * 1000})
 

@@ -16,7 +16,9 @@ __all__ = ["DEFAULT", "ENGINES", "require", "router", "routing", "server"]
 
 DEFAULT = "vllm"
 ENGINES: Plugins[Engine] = Plugins(
-    "engine", "skyctl.engines", {DEFAULT: "skyctl.engines.vllm.engine:VLLM"}
+    "engine",
+    "skyctl.engines",
+    {DEFAULT: "skyctl.engines.vllm.engine:VLLM", "sglang": "skyctl.engines.sglang.engine:SGLANG"},
 )
 """By the fleet file's `engine:`. Other packages add theirs as entry points of `skyctl.engines`."""
 

@@ -26,6 +26,7 @@ class Feature(StrEnum):
     SLEEP = "sleep and wake"
     PUSH = "weight pushes"
     ADAPTERS = "LoRA adapters"
+    COMPARISON = "comparison of weights with a checkpoint"
 
 
 class Refusal(StrEnum):
@@ -266,6 +267,10 @@ class Server(Protocol):
     async def wake(self, tags: Sequence[str] = ()) -> bool:
         """Take memory back: all of it, or only `tags` (weights, kv_cache). Whether all is back."""
         ...
+
+    async def prepare_reload(self) -> None:
+        """Of a paused server: see to it that `reset_caches` can work after other weights are
+        loaded. Raises ServerError where it could not; nothing was touched."""
 
     async def reset_caches(self) -> None:
         """Drop all that was computed with other weights. Raises ServerError when some is left."""
@@ -509,7 +514,7 @@ class Engine:
     """The weight-transfer backend that servers start with ("" for none), by transport, device, free
     GPUs and `auth:`. Raises UsageError when the transport does not go with the device."""
     dialect: Callable[[str], Dialect] | None = None
-    """How servers of a version speak the push; with Feature.PUSH."""
+    """How servers of a version speak the push; None where they only reload from disk."""
     known_arguments: Callable[[str, Callable[[str], None]], Collection[str]] = lambda *_: ()
     """Names that `args` may have, by interpreter; empty where nobody knows. May take seconds, and
     says so to the function it is given."""

@@ -10,10 +10,12 @@ class ServerTarget:
     """One server. `url` has no trailing slash; `engine` is what runs there, by name.
 
     `api_key` is what every request to it bears: the control token, or an API key where there is no
-    token. It never shows in repr or logs.
+    token. `inference_key` is the API key, where it is known: an engine may take no other on routes
+    that users ask as well. They never show in repr or logs.
     """
 
     name: str
     url: str
     api_key: str | None = field(default=None, repr=False)
     engine: str = "vllm"
+    inference_key: str | None = field(default=None, repr=False)

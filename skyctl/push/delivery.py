@@ -299,7 +299,7 @@ class ChunkDelivery:
             if self._transport.leaves_group:
                 await site.vllm.extension_rpc(_LEAVE_METHOD, timeout_s=timeout_s)
             info = self._transport.init_info(
-                session, rank_offset=self._offsets[site.name], dialect=site.dialect
+                session, rank_offset=self._offsets[site.name], dialect=site.spoken
             )
             await site.vllm.init_weight_transfer(info, timeout_s=timeout_s)
 
@@ -440,7 +440,7 @@ class ChunkDelivery:
         """Have one server load one chunk (all of them, in a single update)."""
         session = self._opened()[1]
         info = self._transport.update_info(
-            session, chunk, filled, server=self._numbers[site.name], dialect=site.dialect
+            session, chunk, filled, server=self._numbers[site.name], dialect=site.spoken
         )
         site.weights = Weights.UNKNOWN
         reached("push.update.call")
@@ -453,10 +453,10 @@ class ChunkDelivery:
 
         async def call(site: Site) -> None:
             # elsewhere weights are labelled once they are verified
-            label = version() if site.dialect.labels_at_finish else None
+            label = version() if site.spoken.labels_at_finish else None
             await site.vllm.finish_weight_update(label, timeout_s=timeout_s)
             site.open = False
-            if self._transport.leaves_group and not site.dialect.keeps_streams:
+            if self._transport.leaves_group and not site.spoken.keeps_streams:
                 await site.vllm.extension_rpc(_FREE_METHOD, timeout_s=timeout_s)
             site.weights = Weights.NEW
 

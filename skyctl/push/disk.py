@@ -22,6 +22,7 @@ class DiskDelivery:
 
     def __init__(self, checkpoint: Checkpoint, fleet: PushFleet) -> None:
         self._checkpoint = checkpoint
+        self._control_timeout_s = fleet.control_timeout_s
         self._timeout_s = fleet.update_timeout_s + checkpoint.total_bytes / _SLOWEST_BYTES_PER_S
 
     @property
@@ -37,7 +38,13 @@ class DiskDelivery:
 
     async def init(self, sites: Sequence[Site]) -> None: ...
 
-    async def start(self, sites: Sequence[Site], *, scrubbing: bool = False) -> None: ...
+    async def start(self, sites: Sequence[Site], *, scrubbing: bool = False) -> None:
+        await each(
+            alive(sites),
+            lambda site: site.vllm.prepare_reload(),
+            timeout_s=self._control_timeout_s,
+            what="start",
+        )
 
     async def update(self, sites: Sequence[Site], on_progress: Callable[[int], None]) -> None:
         path = str(self._checkpoint.path)

@@ -9,7 +9,7 @@ from skyctl.errors import PreflightError
 from skyctl.push.arrangement import arrangement_of, comparable
 from skyctl.push.request import PushFleet, PushRequest
 from skyctl.push.sites import Site
-from skyctl.push.verify import UNLABELLED
+from skyctl.push.verify import UNLABELLED, can_compare
 from skyctl.store.expected import ExpectedDigest, by_files
 
 
@@ -74,13 +74,20 @@ def unexpected(
 
 
 def agreed(sites: Sequence[Site], names: Sequence[str]) -> list[ExpectedDigest]:
-    """What can be expected from now on: where all servers that are alike hold the same, and what
-    the checkpoint holds."""
+    """What can be expected from now on: where all servers that are alike hold the same, and, where
+    their engine lets that be seen, what the checkpoint holds."""
     return [
         ExpectedDigest(name, engine, group[0].digest)
         for group in comparable(sites, lambda site: site.digest)
         if len({site.digest for site in group}) == 1
-        and all(not site.failure and site.compared and site.compared.tensors for site in group)
+        and all(not site.failure and _as_sent(site) for site in group)
         for engine in sorted({site.engine for site in group})
         for name in names
     ]
+
+
+def _as_sent(site: Site) -> bool:
+    """Whether it was seen to hold what was sent, as far as its engine lets that be seen."""
+    if site.compared is None:
+        return not can_compare(site.target)
+    return bool(site.compared.tensors)

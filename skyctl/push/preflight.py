@@ -39,7 +39,7 @@ from skyctl.push.server_facts import (
     refuse_update_problems,
 )
 from skyctl.push.sites import Site, Weights
-from skyctl.push.verify import HOW_TO_DIGEST, CannotDigest, weights_digest
+from skyctl.push.verify import HOW_TO_DIGEST, CannotDigest, can_compare, weights_digest
 from skyctl.push.versions import refuse_changed
 from skyctl.transfer.plan import ChunkPlan, order_tensors, plan_chunks
 from skyctl.transfer.sender_pool import Lease, SenderPool
@@ -112,7 +112,7 @@ class Prepared:
 
     @property
     def engine(self) -> str:
-        """The servers' version of vLLM: one, or there is no push."""
+        """The servers' version of their engine: one, or there is no push."""
         return self.facts[0].vllm_version
 
     @property
@@ -395,7 +395,7 @@ async def weigh(
             found = await weights_digest(by_name[target.name].vllm, timeout_s=timeout_s)
         except CannotDigest as error:
             return PreflightError(error.message, hint=error.hint)
-        if found.compared is None:
+        if found.compared is None and can_compare(target):
             return PreflightError(
                 f"{target.name} cannot be compared with the checkpoint: its workers lack skyctl's "
                 "extension",

@@ -48,10 +48,11 @@ class ServerFacts(ProcessFacts):
 
     name: str
     url: str
-    dialect: Dialect
+    dialect: Dialect | None
     paused: bool
     asleep: bool
     weight_version: str | None
+    title: str = "vLLM"
 
     @property
     def world_size(self) -> int:
@@ -94,6 +95,7 @@ async def ask_servers(fleet: PushFleet, *, client: ControlClient) -> tuple[Serve
             paused=paused,
             asleep=asleep,
             weight_version=weight_version,
+            title=engines.ENGINES[target.engine].title,
             **vars(made),
         )
 
@@ -171,10 +173,9 @@ def _settings(told: Any) -> dict[str, str] | None:
     return {str(k): str(v) for k, v in told.items()} if isinstance(told, dict) else None
 
 
-def _dialect(target: ServerTarget, version: str) -> Dialect:
+def _dialect(target: ServerTarget, version: str) -> Dialect | None:
     dialect = engines.ENGINES[target.engine].dialect
-    assert dialect is not None  # an engine with pushes speaks them
-    return dialect(version)
+    return None if dialect is None else dialect(version)
 
 
 def check_servers(facts: Sequence[ServerFacts], weights_awake: Collection[str] = ()) -> list[str]:
@@ -193,9 +194,10 @@ def check_servers(facts: Sequence[ServerFacts], weights_awake: Collection[str] =
     if len(set(versions.values())) > 1:
         listing = ", ".join(f"{name}: {version}" for name, version in versions.items())
         raise PreflightError(
-            f"the servers run different versions of vLLM ({listing})", hint="restart them alike"
+            f"the servers run different versions of {facts[0].title} ({listing})",
+            hint="restart them alike",
         )
-    return sorted({fact.dialect.note for fact in facts if fact.dialect.note})
+    return sorted({fact.dialect.note for fact in facts if fact.dialect and fact.dialect.note})
 
 
 def refuse_update_problems(facts: Sequence[ServerFacts]) -> None:

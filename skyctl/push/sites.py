@@ -94,7 +94,7 @@ class Site:
 
     server: PushServer
     vllm: Server
-    dialect: Dialect
+    dialect: Dialect | None
     world_size: int
     was_paused: bool
     old_version: str | None
@@ -123,6 +123,12 @@ class Site:
     @property
     def target(self) -> ServerTarget:
         return self.server.target
+
+    @property
+    def spoken(self) -> Dialect:
+        """How tensors are announced to it. Engines that only reload have no transport for them."""
+        assert self.dialect is not None
+        return self.dialect
 
     def report(self) -> ServerPush:
         """How the push leaves this server."""

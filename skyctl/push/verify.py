@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from skyctl import engines
-from skyctl.engines.base import Server, lacks_method
+from skyctl.engines.base import Feature, Server, lacks_method
 from skyctl.errors import ServerError
 from skyctl.http.client import ControlClient
 from skyctl.http.fanout import fan_out
@@ -28,7 +28,7 @@ UNLABELLED = "default"
 
 
 class CannotDigest(ServerError):
-    """A server has neither skyctl's worker extension nor vLLM's checksums."""
+    """A server has neither skyctl's worker extension nor checksums of its engine's."""
 
 
 @dataclass(frozen=True)
@@ -144,9 +144,9 @@ async def weights_digest(
     rows: Sequence[KnownRows] = (),
     numbered: Sequence[Sequence[str]] = (),
 ) -> WeightsDigest:
-    """Digest a server's weights by skyctl's own method, or by vLLM's checksums where its workers
-    say that they have no such method. `rows` are what they must hold of the checkpoint; `numbered`
-    are the parameters, by rank, whose numbers are wanted.
+    """Digest a server's weights by skyctl's own method, or by its engine's checksums where its
+    workers say that they have no such method. `rows` are what they must hold of the checkpoint;
+    `numbered` are the parameters, by rank, whose numbers are wanted.
 
     Raises:
         CannotDigest: the server has no way to digest its weights.
@@ -173,13 +173,19 @@ async def weights_digest(
         ) from error
 
 
+def can_compare(target: ServerTarget) -> bool:
+    """Whether its engine lets skyctl read weights, to compare them with the checkpoint."""
+    return Feature.COMPARISON in engines.ENGINES[target.engine].supports
+
+
 async def _by_checksums(server: Server, *, timeout_s: float) -> WeightsDigest:
     checksums = await server.weight_checksums(timeout_s=timeout_s)
     if not checksums:
         raise CannotDigest(
             f"{server.target.name} has no way to digest its weights", hint=HOW_TO_DIGEST
         )
-    return WeightsDigest(_combined(sorted(checksums.items())), how="by vLLM's checksums")
+    title = engines.ENGINES[server.target.engine].title
+    return WeightsDigest(_combined(sorted(checksums.items())), how=f"by {title}'s checksums")
 
 
 def _digest_of(answers: Sequence[Mapping[str, Any]], rows: Sequence[KnownRows]) -> WeightsDigest:

@@ -22,7 +22,7 @@ from skyctl.core.service import (
     T,
 )
 from skyctl.core.status import FleetStatus
-from skyctl.core.urls import FleetUrls, access, control_token
+from skyctl.core.urls import FleetUrls, access, api_key, control_token
 from skyctl.errors import NotFoundError, StateUnwritable, UsageError
 from skyctl.http.client import ControlClient
 from skyctl.http.target import ServerTarget
@@ -57,7 +57,8 @@ class AttachedFleet(RecordedFleet):
         self.ref = ref
         self._client = client or ControlClient()
         self._pushes: dict[str, asyncio.Task[None]] = {}
-        self._token = control_token(access(ref.config, ref.paths))
+        keys = access(ref.config, ref.paths)
+        self._token, self._key = control_token(keys), api_key(keys)
         self.targets: tuple[ServerTarget, ...] = ()
         self._located_at = 0.0
 
@@ -67,7 +68,7 @@ class AttachedFleet(RecordedFleet):
         if self.targets and now - self._located_at < within_s:
             return self.targets
         self.targets = tuple(
-            ServerTarget(name, url, self._token, self.ref.config.engine)
+            ServerTarget(name, url, self._token, self.ref.config.engine, self._key)
             for name, url in await locate(self.ref)
         )
         self._located_at = now

@@ -211,7 +211,7 @@ class FleetPaths:
         return _short(path, ".tmp")
 
     def held(self, server: str) -> Path:
-        """There while a server that starts must not answer yet (engines/vllm/inside/guard.py)."""
+        """There while a server that starts must not answer yet (engines/inside/guard.py)."""
         return self.directory / f"{server}.held"
 
     @property

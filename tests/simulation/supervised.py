@@ -15,7 +15,7 @@ from urllib.parse import parse_qs
 
 from skyctl.core.plan import FleetPlan, RouterSpec, ServerSpec
 from skyctl.core.service import Restart
-from skyctl.engines.vllm.inside.guard import HELD_VARIABLE
+from skyctl.engines.inside.guard import HELD_VARIABLE
 from skyctl.fleetfile.schema import FleetConfig
 from skyctl.http.transport import Request
 from skyctl.launch.local.host import LOCAL

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from skyctl.engines.base import (
@@ -17,17 +15,18 @@ from skyctl.engines.base import (
     ServerLaunch,
     Sizes,
 )
+from skyctl.engines.guarding import guard_environment
+from skyctl.engines.inside.guard import VLLM
 from skyctl.engines.vllm.inside.adapters import SWITCH as ADAPTER_SWITCH
 from skyctl.engines.vllm.inside.wire import BACKEND, SPIN_VARIABLE
 from skyctl.errors import UsageError
 from skyctl.store.credentials import CONTROL_TOKEN
 
-KEY_VARIABLE = "VLLM_API_KEY"
+KEY_VARIABLE = VLLM.key_variable
 CORES_VARIABLE = "VLLM_CPU_OMP_THREADS_BIND"
 WORKER_EXTENSION = "skyctl.engines.vllm.inside.worker.SkyctlWorkerExtension"
-GUARD = "skyctl.engines.vllm.inside.guard.Guard"
+GUARD = "skyctl.engines.inside.guard.Guard"
 GUARD_ALONE = "skyctl_guard.Guard"
-ALONE = Path(__file__).with_name("inside") / "alone"
 
 _KV_VARIABLE = "VLLM_CPU_KVCACHE_SPACE"
 _SERVER_MODULE = "vllm.entrypoints.openai.api_server"
@@ -163,23 +162,7 @@ def _environment(launch: ServerLaunch) -> dict[str, str]:
     if launch.backend == "ipc":
         # CUDA IPC handles travel pickled in the body of /update_weights
         env["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
-    return env | _guard_environment(launch, env)
-
-
-def _guard_environment(launch: ServerLaunch, env: Mapping[str, str]) -> dict[str, str]:
-    """What the guard reads (`inside/guard.py`). An interpreter named by `python:` may not have
-    skyctl: there the guard is found on PYTHONPATH, in a directory of its own."""
-    added: dict[str, str] = {}
-    if launch.api_key is not None:
-        added[KEY_VARIABLE] = launch.api_key
-    elif launch.auth == "all":
-        added[KEY_VARIABLE] = launch.secret
-    if launch.auth != "none":
-        added[CONTROL_TOKEN] = launch.secret
-        if not launch.own_python:
-            before = env.get("PYTHONPATH", launch.environ.get("PYTHONPATH", ""))
-            added["PYTHONPATH"] = os.pathsep.join([str(ALONE), before] if before else [str(ALONE)])
-    return added
+    return env | guard_environment(launch, env, KEY_VARIABLE)
 
 
 def router_command(launch: RouterLaunch) -> tuple[str, ...]:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from skyctl.engines.base import Engine, Feature, Routing
+from skyctl.engines.inside.guard import HELD_VARIABLE
 from skyctl.engines.vllm import command
 from skyctl.engines.vllm.argument_names import accepts, known_arguments
 from skyctl.engines.vllm.dialects import dialect_for
-from skyctl.engines.vllm.inside.guard import HELD_VARIABLE
 
 if TYPE_CHECKING:
     from skyctl.engines.base import Router, RouterMetrics, Server
@@ -36,6 +36,14 @@ async def _router_metrics(client: ControlClient, url: str, timeout_s: float) -> 
     return await router_metrics(client, url, timeout_s)
 
 
+VLLM_ROUTER = Routing(
+    command=command.router_command,
+    workers=lambda urls: ["--worker-urls", *urls],
+    client=_router,
+    metrics=_router_metrics,
+    removal=lambda router, url: f"curl -X POST '{router}/remove_worker?url={url}'",
+)
+
 VLLM = Engine(
     name="vllm",
     title="vLLM",
@@ -54,11 +62,5 @@ VLLM = Engine(
     accepts=accepts,
     warnings=command.warnings,
     sizes=command.sizes,
-    routing=Routing(
-        command=command.router_command,
-        workers=lambda urls: ["--worker-urls", *urls],
-        client=_router,
-        metrics=_router_metrics,
-        removal=lambda router, url: f"curl -X POST '{router}/remove_worker?url={url}'",
-    ),
+    routing=VLLM_ROUTER,
 )

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterable, Iterator
-
 from skyctl.engines.base import RouterMetrics, ServerMetrics
+from skyctl.engines.prometheus import samples, totals
 
 # What is read of the page. Every server has the first, from its start on.
 METRICS = (
@@ -18,19 +16,15 @@ METRICS = (
     "vllm:prefix_cache_hits_total",
     "vllm:engine_sleep_state",
 )
-_SAMPLE = re.compile(
-    r"^(?P<name>[a-zA-Z_:][\w:]*)(?:\{(?P<labels>.*)\})?\s+(?P<value>[^\s]+)(?:\s+-?\d+)?$"
-)
-_LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 
 
 def parse_metrics(text: str) -> ServerMetrics:
     """Read vLLM's `/metrics` page. Metrics that are absent count as zero."""
-    samples = list(_samples(text, "vllm:"))
-    total = _totals("vllm:", samples)
-    kv_usage = [value for name, _, value in samples if name == "vllm:kv_cache_usage_perc"]
+    found = list(samples(text, "vllm:"))
+    total = totals("vllm:", found)
+    kv_usage = [value for name, _, value in found if name == "vllm:kv_cache_usage_perc"]
     sleep_states: dict[str, float] = {}
-    for name, labels, value in samples:
+    for name, labels, value in found:
         if name == "vllm:engine_sleep_state":
             state = labels.get("sleep_state", "")
             sleep_states[state] = max(value, sleep_states.get(state, 0.0))
@@ -48,25 +42,12 @@ def parse_metrics(text: str) -> ServerMetrics:
 
 def parse_router_metrics(text: str) -> RouterMetrics:
     """Read the metrics page of vllm-router 0.1.17. Counters that are absent count as zero."""
-    total = _totals("vllm_router_", _samples(text, "vllm_router_"))
+    total = totals("vllm_router_", samples(text, "vllm_router_"))
     return RouterMetrics(
         requests=total("requests_total"),
         errors=total("request_errors_total"),
         retries=total("retries_total"),
     )
-
-
-def _totals(prefix: str, samples: Iterable[tuple[str, object, float]]) -> Callable[[str], int]:
-    """Sums over all labels, by name without the prefix."""
-    sums: dict[str, float] = {}
-    for name, _, value in samples:
-        sums[name] = sums.get(name, 0.0) + value
-    return lambda name: _whole(sums.get(prefix + name, 0.0))
-
-
-def _whole(value: float) -> int:
-    """A sum of counters as a number to show; infinity, which sums can reach, is a large one."""
-    return int(max(0.0, min(value, 2.0**63)))
 
 
 def _sleep_level(states: dict[str, float]) -> int | None:
@@ -75,19 +56,3 @@ def _sleep_level(states: dict[str, float]) -> int | None:
     if states.get("discard_all"):
         return 2
     return 1 if states.get("weights_offloaded") else 0
-
-
-def _samples(text: str, prefix: str) -> Iterator[tuple[str, dict[str, str], float]]:
-    """Name, labels and value of finite samples whose name starts with `prefix`."""
-    for line in text.splitlines():
-        if not line.startswith(prefix):
-            continue
-        match = _SAMPLE.match(line)
-        if match is None:
-            continue
-        try:
-            value = float(match["value"])
-        except ValueError:
-            continue
-        if value == value and abs(value) != float("inf"):
-            yield match["name"], dict(_LABEL.findall(match["labels"] or "")), value

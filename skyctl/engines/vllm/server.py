@@ -173,6 +173,9 @@ class VLLMServer:
             return bool(answer["status"] == "awake")
         return not tags
 
+    async def prepare_reload(self) -> None:
+        """Nothing to do: held requests give their KV back at any time."""
+
     async def reset_caches(self) -> None:
         """Drop all that was computed with other weights: KV blocks, here and in what a KV connector
         keeps elsewhere, and the outputs of encoders (of images, for example).

@@ -62,7 +62,7 @@ def test_a_cpu_server_gets_exactly_this_command_and_environment(tmp_path: Path) 
         "--dtype", "float32",
         "--worker-extension-cls", "skyctl.engines.vllm.inside.worker.SkyctlWorkerExtension",
         "--max-model-len", "2048",
-        "--middleware", "skyctl.engines.vllm.inside.guard.Guard",
+        "--middleware", "skyctl.engines.inside.guard.Guard",
     )  # fmt: skip
     assert server.env == {
         "VLLM_NO_USAGE_STATS": "1",
@@ -406,7 +406,7 @@ def guard_of(planned: FleetPlan) -> tuple[str | None, set[str]]:
 
 def test_auth_says_which_secrets_a_server_gets() -> None:
     token, key = "SKYCTL_CONTROL_TOKEN", "VLLM_API_KEY"
-    own = "skyctl.engines.vllm.inside.guard.Guard"
+    own = "skyctl.engines.inside.guard.Guard"
     assert guard_of(plan(device="cpu")) == (own, {token, key})
     assert guard_of(plan(device="cpu", auth="control")) == (own, {token})
     assert guard_of(plan(device="cpu", auth="none")) == (None, set())
@@ -419,7 +419,7 @@ def test_auth_says_which_secrets_a_server_gets() -> None:
 def test_the_guard_is_added_after_the_files_own_middleware() -> None:
     (server,) = plan(device="cpu", args={"middleware": "mine.Own"}).servers
     assert server.argv[-4:] == (
-        "--middleware", "mine.Own", "--middleware", "skyctl.engines.vllm.inside.guard.Guard",
+        "--middleware", "mine.Own", "--middleware", "skyctl.engines.inside.guard.Guard",
     )  # fmt: skip
 
 

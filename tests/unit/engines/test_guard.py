@@ -16,7 +16,7 @@ import httpx
 import pytest
 import uvicorn
 
-from skyctl.engines.vllm.inside.guard import Guard, is_data, route_path
+from skyctl.engines.inside.guard import Guard, is_data, route_path
 from tests.unit.supervisor.fleets import eventually
 
 TOKEN, KEY = "t" * 64, "k" * 64
@@ -222,7 +222,7 @@ def test_a_server_without_a_token_does_not_start(token: str) -> None:
 
 
 def test_the_guard_loads_alone_in_an_interpreter_without_skyctl() -> None:
-    alone = Path(sys.modules["skyctl.engines.vllm.inside.guard"].__file__ or "").parent / "alone"
+    alone = Path(sys.modules["skyctl.engines.inside.guard"].__file__ or "").parent / "alone"
     code = (
         "import sys, skyctl_guard; print(skyctl_guard.Guard.__name__, 'skyctl' in sys.modules, "
         "'torch' in sys.modules)"

@@ -1,7 +1,8 @@
 """What every server asks for before it does anything: a token, on every route but health.
 
-An ASGI middleware that vLLM loads with `--middleware`. Standard library only: it runs in whatever
-interpreter has vLLM (`alone/` is for those without skyctl). Its secrets come in the environment.
+An ASGI middleware: vLLM loads it with `--middleware`, other engines name their `Routes`. Standard
+library only: it runs in whatever interpreter has the engine (`alone/` is for those without skyctl).
+Its secrets come in the environment.
 
     routes                                          without   API key   control token
     /health, /ping                                  open      open      open
@@ -26,7 +27,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from contextvars import ContextVar
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import parse_qs
 
 Scope = MutableMapping[str, Any]
@@ -35,33 +36,47 @@ Send = Callable[[Mapping[str, Any]], Awaitable[None]]
 Application = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 TOKEN_VARIABLE = "SKYCTL_CONTROL_TOKEN"
-KEY_VARIABLE = "VLLM_API_KEY"
 HELD_VARIABLE = "SKYCTL_HELD_WHILE"
 """A path: while there is a file, only the control token opens inference."""
 SHORTEST_TOKEN = 32
 """Characters. A placeholder or an empty variable is no token."""
 
 _OPEN = frozenset({"/health", "/ping"})
-_DATA_PREFIXES = ("/v1/", "/v2/", "/inference/v1/", "/cohere/v2/")
-_DATA = frozenset(
-    {
-        "/classify",
-        "/detokenize",
-        "/generative_scoring",
-        "/invocations",
-        "/load",
-        "/metrics",
-        "/pooling",
-        "/rerank",
-        "/score",
-        "/tokenize",
-        "/tokenizer_info",
-        "/version",
-    }
-)
-# Below a prefix of inference, but they load what somebody names, or end other people's requests.
-_CONTROL = frozenset(
-    {"/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/inference/v1/abort_requests"}
+
+
+class Routes(NamedTuple):
+    """What the API key opens of an engine: routes of inference and of looking on, by path or by the
+    beginning of it, but for those in `control`. `key_variable` has that key."""
+
+    key_variable: str
+    data: frozenset[str]
+    data_prefixes: tuple[str, ...]
+    control: frozenset[str] = frozenset()
+
+
+VLLM = Routes(
+    "VLLM_API_KEY",
+    data=frozenset(
+        {
+            "/classify",
+            "/detokenize",
+            "/generative_scoring",
+            "/invocations",
+            "/load",
+            "/metrics",
+            "/pooling",
+            "/rerank",
+            "/score",
+            "/tokenize",
+            "/tokenizer_info",
+            "/version",
+        }
+    ),
+    data_prefixes=("/v1/", "/v2/", "/inference/v1/", "/cohere/v2/"),
+    # Below a prefix of inference, but they load what somebody names, or end others' requests.
+    control=frozenset(
+        {"/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/inference/v1/abort_requests"}
+    ),
 )
 _ASK = {
     "control": "this route wants the fleet's control token: send the header `Authorization: "
@@ -107,12 +122,19 @@ class Guard:
     is neither HTTP nor a websocket is not served.
     """
 
-    def __init__(self, app: Application, *, environ: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        app: Application,
+        *,
+        environ: Mapping[str, str] | None = None,
+        routes: Routes = VLLM,
+    ) -> None:
         environ = os.environ if environ is None else environ
-        token, key = environ.get(TOKEN_VARIABLE, ""), environ.get(KEY_VARIABLE, "")
+        token, key = environ.get(TOKEN_VARIABLE, ""), environ.get(routes.key_variable, "")
         if len(token) < SHORTEST_TOKEN:
             raise ValueError(f"{TOKEN_VARIABLE} holds no control token: this server stays shut")
         self._app = app
+        self._routes = routes
         self._token = token.encode()
         self._key = key.encode()
         held = environ.get(HELD_VARIABLE)
@@ -150,7 +172,7 @@ class Guard:
         path = route_path(scope)
         if path in _OPEN and scope["type"] == "http":
             return ""
-        wanted = "data" if is_data(path) else "control"
+        wanted = "data" if is_data(path, self._routes) else "control"
         given = _bearer(scope)
         # both are always compared, so that time tells nothing
         has_token = hmac.compare_digest(given, self._token)
@@ -195,12 +217,12 @@ def route_path(scope: Scope) -> str:
     return path
 
 
-def is_data(path: str) -> bool:
+def is_data(path: str, routes: Routes = VLLM) -> bool:
     """True for routes of inference and of looking on, which the API key opens."""
     plain = path.rstrip("/")
-    if plain in _CONTROL or "/.." in path or "//" in path:
+    if plain in routes.control or "/.." in path or "//" in path:
         return False
-    return plain in _DATA or path.startswith(_DATA_PREFIXES)
+    return plain in routes.data or path.startswith(routes.data_prefixes)
 
 
 def _bearer(scope: Scope) -> bytes:

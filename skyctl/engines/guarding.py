@@ -1,0 +1,28 @@
+"""What a server is told of the guard that runs inside it (`inside/guard.py`). Pure."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+from skyctl.engines.base import ServerLaunch
+from skyctl.engines.inside import ALONE
+from skyctl.store.credentials import CONTROL_TOKEN
+
+
+def guard_environment(
+    launch: ServerLaunch, env: Mapping[str, str], key_variable: str
+) -> dict[str, str]:
+    """What the guard reads. An interpreter named by `python:` may not have skyctl: there the guard
+    is found on PYTHONPATH, in a directory of its own."""
+    added: dict[str, str] = {}
+    if launch.api_key is not None:
+        added[key_variable] = launch.api_key
+    elif launch.auth == "all":
+        added[key_variable] = launch.secret
+    if launch.auth != "none":
+        added[CONTROL_TOKEN] = launch.secret
+        if not launch.own_python:
+            before = env.get("PYTHONPATH", launch.environ.get("PYTHONPATH", ""))
+            added["PYTHONPATH"] = os.pathsep.join([str(ALONE), before] if before else [str(ALONE)])
+    return added

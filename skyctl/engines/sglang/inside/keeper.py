@@ -1,0 +1,204 @@
+"""Keeps calls away from an SGLang server that would end it, and tells the states it does not tell.
+
+An ASGI middleware before SGLang's application. Standard library only. Read in SGLang 0.5.14
+(`managers/scheduler_components/weight_updater.py`, `tokenizer_manager.py`); an assertion there ends
+the scheduler, and the server with it:
+
+    call                          ends or hangs the server when        answered here
+    release_memory_occupation     requests run or are held             409
+                                  a tag is released already            409
+    resume_memory_occupation      a tag is not released                409
+    update_weights_from_…         it flushes, and requests are held    409
+                                  the weights are released             409
+    …_from_distributed            no group was made                    409
+    pause_generation abort        requests are held in place           409
+
+    states   running ⇄ paused (abort | in_place | retract)
+             resident → released {weights, kv_cache, cuda_graph} → resident, weights empty without a
+             CPU backup: nothing is generated from them, before an update has filled them
+
+Calls of this table are carried out one after the other. `GET /skyctl/state` tells all of it, after
+a question that the scheduler answers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from typing import Any
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[Mapping[str, Any]], Awaitable[None]]
+Application = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+STATE = "/skyctl/state"
+MEMORY = ("kv_cache", "weights", "cuda_graph")
+"""What SGLang releases and resumes when it is told no tags."""
+PAUSE, CONTINUE = "/pause_generation", "/continue_generation"
+RELEASE, RESUME = "/release_memory_occupation", "/resume_memory_occupation"
+FROM_DISK = "/update_weights_from_disk"
+UPDATES = (
+    FROM_DISK,
+    "/update_weights_from_tensor",
+    "/update_weights_from_distributed",
+    "/update_weights_from_ipc",
+)
+INIT_GROUP, DESTROY_GROUP = "/init_weights_update_group", "/destroy_weights_update_group"
+_GROUP = "weight_update_group"
+_CALLS = frozenset({PAUSE, CONTINUE, RELEASE, RESUME, *UPDATES, INIT_GROUP, DESTROY_GROUP})
+_CHECKER = "/weights_checker"
+
+
+class Keeper:
+    """Before `app`, SGLang's application, whose front end `manager()` returns (its
+    TokenizerManager)."""
+
+    def __init__(self, app: Application, *, manager: Callable[[], Any]) -> None:
+        self._app = app
+        self._manager = manager
+        self._released: set[str] = set()
+        self._empty = False  # the weights are resident, and nobody has filled them
+        self._mode = "abort"  # of the last pause
+        self._groups: set[str] = set()
+        self._turn = asyncio.Lock()
+        self._name: str | None = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        path = str(scope.get("path", "")) if scope["type"] == "http" else ""
+        if path == STATE:
+            await _answer(send, 200, await self._state())
+        elif path == _CHECKER and "weights" in self._released:
+            await _answer(send, 409, _refusal("the weights are released: nothing can be read"))
+        elif path in _CALLS:
+            # an abort may take seconds, and nothing that follows may overtake it
+            async with self._turn:
+                await self._call(path, scope, receive, send)
+        else:
+            await self._app(scope, receive, send)
+
+    async def _state(self) -> dict[str, Any]:
+        manager = self._manager()
+        await manager.get_internal_state()  # the scheduler answers, also while it is paused
+        arguments = manager.server_args
+        return {
+            "paused": bool(manager.is_pause),
+            "held": await manager.model_update_lock.is_locked(),
+            "released": sorted(self._released),
+            "empty": self._empty,
+            "memory_saver": bool(arguments.enable_memory_saver),
+            "cpu_backup": bool(arguments.enable_weights_cpu_backup),
+        }
+
+    async def _call(self, path: str, scope: Scope, receive: Receive, send: Send) -> None:
+        raw = await _body(receive)
+        try:
+            body = json.loads(raw or b"{}")
+            if not isinstance(body, dict):
+                raise ValueError("not an object")
+        except ValueError:
+            await _answer(send, 400, _refusal("the body is not a JSON object"))
+            return
+        if problem := await self._problem(path, body):
+            await _answer(send, 409, _refusal(problem))
+            return
+        if self._name is None:
+            self._name = self._manager().served_model_name
+        status = 0
+
+        async def watching(message: Mapping[str, Any]) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = int(message["status"])
+                if status == 200:
+                    self._done(path, body)
+            await send(message)
+
+        await self._app(scope, _replay(raw, receive), watching)
+
+    async def _problem(self, path: str, body: Mapping[str, Any]) -> str:
+        """Why SGLang must not get this call now; "" where it may."""
+        manager = self._manager()
+        paused, held = bool(manager.is_pause), await manager.model_update_lock.is_locked()
+        tags = _tags(body)
+        if path == PAUSE and paused and held and self._mode == "in_place":
+            if body.get("mode", "abort") == "abort":
+                return "requests are held in place and cannot be aborted: pause with retract first"
+        elif path == CONTINUE and self._released:
+            return f"{', '.join(sorted(self._released))} released: resume the memory first"
+        elif path == CONTINUE and self._empty:
+            return "the weights were released and nothing has filled them since: update them first"
+        elif path == RELEASE:
+            if again := tags & self._released:
+                return f"{', '.join(sorted(again))} released already"
+            if not paused or held:
+                return "requests run or are held: pause with abort first"
+        elif path == RESUME and (missing := tags - self._released):
+            return f"{', '.join(sorted(missing))} not released"
+        elif path in UPDATES:
+            if "weights" in self._released:
+                return "the weights are released: resume their memory first"
+            if paused and held and body.get("flush_cache", True):
+                return "requests are held: send flush_cache: false, or pause with abort first"
+            group = body.get("group_name", _GROUP)
+            if path.endswith("_distributed") and group not in self._groups:
+                return f"there is no group {group}: init_weights_update_group first"
+        return ""
+
+    def _done(self, path: str, body: Mapping[str, Any]) -> None:
+        """What is true once SGLang has answered 200."""
+        if path == PAUSE:
+            self._mode = str(body.get("mode", "abort"))
+        elif path == RELEASE:
+            self._released |= _tags(body)
+        elif path == RESUME:
+            backed_up = bool(self._manager().server_args.enable_weights_cpu_backup)
+            self._empty = self._empty or ("weights" in _tags(body) and not backed_up)
+            self._released -= _tags(body)
+        elif path in UPDATES:
+            self._empty = False
+            # an update from disk gives the model the name of its directory
+            self._manager().served_model_name = self._name
+        elif path == INIT_GROUP:
+            self._groups.add(str(body.get("group_name", _GROUP)))
+        elif path == DESTROY_GROUP:
+            self._groups.discard(str(body.get("group_name", _GROUP)))
+
+
+def _tags(body: Mapping[str, Any]) -> set[str]:
+    return set(map(str, body.get("tags") or MEMORY))
+
+
+def _refusal(problem: str) -> dict[str, Any]:
+    return {"success": False, "message": problem}
+
+
+async def _body(receive: Receive) -> bytes:
+    parts = bytearray()
+    while True:
+        message = await receive()
+        parts += message.get("body", b"")
+        if message["type"] != "http.request" or not message.get("more_body"):
+            return bytes(parts)
+
+
+def _replay(raw: bytes, receive: Receive) -> Receive:
+    """A `receive` that begins with what was read already."""
+    told = False
+
+    async def again() -> MutableMapping[str, Any]:
+        nonlocal told
+        if told:
+            return await receive()
+        told = True
+        return {"type": "http.request", "body": raw, "more_body": False}
+
+    return again
+
+
+async def _answer(send: Send, status: int, content: Mapping[str, Any]) -> None:
+    body = json.dumps(content).encode()
+    headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})

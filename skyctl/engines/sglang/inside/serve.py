@@ -1,0 +1,72 @@
+"""`python -m skyctl.engines.sglang.inside.serve ARGUMENTS`: SGLang's server behind skyctl's guard.
+
+Takes the arguments of `sglang serve`. Where the interpreter does not have skyctl, this file is run
+by its path. What it uses of SGLang was read in 0.5.14 (`entrypoints/http_server.py`): the
+application `app`, `launch_server(execute_warmup_func=)`, and the front end in `get_global_state()`.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+try:
+    from skyctl.engines.inside.guard import Guard, Routes
+    from skyctl.engines.sglang.inside.keeper import Keeper
+except ImportError:  # run by path: the import path has this directory
+    sys.path.append(str(Path(__file__).parents[2] / "inside" / "alone"))
+    from keeper import Keeper  # type: ignore[import-not-found,no-redef]
+    from skyctl_guard import Guard, Routes  # type: ignore[import-not-found,no-redef]
+
+TOKEN_VARIABLE = "SKYCTL_CONTROL_TOKEN"
+ROUTES = Routes(
+    "SKYCTL_API_KEY",
+    data=frozenset(
+        {
+            "/classify",
+            "/encode",
+            "/generate",
+            "/get_model_info",
+            "/get_server_info",
+            "/metrics",
+            "/model_info",
+            "/server_info",
+        }
+    ),
+    data_prefixes=("/v1/",),
+)
+"""SGLang's routes of the level `normal` (`utils/auth.py`) that take requests or tell something."""
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Serve until told to stop."""
+    from sglang.srt.entrypoints import http_server
+    from sglang.srt.server_args import prepare_server_args
+    from sglang.srt.utils import kill_process_tree
+
+    token = os.environ.get(TOKEN_VARIABLE)
+
+    def manager() -> Any:
+        return http_server.get_global_state().tokenizer_manager
+
+    def warm_up(server_args: Any) -> Any:
+        """SGLang's own warm-up, which asks over HTTP and so needs the token."""
+        asking = copy.copy(server_args)
+        asking.api_key = token
+        return http_server._execute_server_warmup(asking)
+
+    http_server.app.add_middleware(Keeper, manager=manager)
+    if token:
+        http_server.app.add_middleware(Guard, routes=ROUTES)  # what is added last comes first
+    try:
+        http_server.launch_server(prepare_server_args(list(arguments)), execute_warmup_func=warm_up)
+    finally:
+        kill_process_tree(os.getpid(), include_parent=False)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

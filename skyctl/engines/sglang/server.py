@@ -1,0 +1,433 @@
+"""One SGLang server's control routes, as typed calls. Read in SGLang 0.5.14
+(`entrypoints/http_server.py`).
+
+No call of these can end a server: behind skyctl's keeper (`inside/keeper.py`) the server refuses
+those that would, and to a server without one they are not sent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NoReturn, TypeVar
+
+from skyctl.engines.base import PauseMode, Refusal, ServedAdapter, ServerMetrics, StartedWith
+from skyctl.engines.sglang.inside import keeper
+from skyctl.engines.sglang.metrics import parse_metrics
+from skyctl.errors import DeadlineExceeded, ServerError
+from skyctl.http.client import ControlClient
+from skyctl.http.target import ServerTarget
+
+Read = TypeVar("Read")
+
+_MANAGED = frozenset(
+    {
+        keeper.STATE,
+        keeper.PAUSE,
+        keeper.CONTINUE,
+        keeper.RELEASE,
+        keeper.RESUME,
+        keeper.FROM_DISK,
+        "/update_weight_version",
+        "/weights_checker",
+        "/flush_cache",
+    }
+)
+"""Routes that want the admin key where there are two (`utils/auth.py`)."""
+_SLEEP_TAGS = ("kv_cache", "weights")
+_POLL_S = 0.1
+_PROBE_S = 1.0
+_PROBE = {
+    "input_ids": [0],
+    "lora_path": "skyctl-asks-whether-you-are-paused",
+    "sampling_params": {"max_new_tokens": 1},
+}
+"""A server that runs refuses it at once, for there is no such adapter; one that is paused looks at
+it when it is resumed."""
+
+
+@dataclass(frozen=True)
+class _State:
+    """What the keeper tells (`inside/keeper.py`)."""
+
+    paused: bool
+    held: bool
+    released: frozenset[str]
+    memory_saver: bool
+    cpu_backup: bool
+
+
+class SGLangServer:
+    """`Server` (`engines/base.py`) of SGLang. `timeout_s` is each call's deadline unless it says
+    other. One that skyctl did not start, and that has no keeper, can neither sleep nor wake."""
+
+    def __init__(
+        self, client: ControlClient, target: ServerTarget, timeout_s: float = 30.0
+    ) -> None:
+        self.target = target
+        self._client = client
+        self._timeout_s = timeout_s
+        self.known_ranks: tuple[int, int] | None = None
+
+    async def health(self) -> None:
+        """Return when it has warmed up. One that was not started by skyctl generates a token for
+        it, unless SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION=false, and fails while it is paused."""
+        await self._text("GET", "/health")
+
+    async def version(self) -> str:
+        return str((await self._info()).get("version", ""))
+
+    async def models(self) -> list[str]:
+        return [str(model["id"]) for model in await self._models()]
+
+    async def longest_context(self) -> int | None:
+        found = await self._models()
+        return int(found[0].get("max_model_len") or 0) or None if found else None
+
+    async def generates_from_tokens(self) -> bool:
+        """It does (`/generate`), but not by the protocol that skyctl's clients speak."""
+        return False
+
+    async def ranks(self) -> tuple[int, int]:
+        if self.known_ranks is None:
+            info = await self._info()
+            within = int(info.get("tp_size") or 1) * int(info.get("pp_size") or 1)
+            self.known_ranks = within * int(info.get("dp_size") or 1), within
+        return self.known_ranks
+
+    async def started_with(self) -> StartedWith:
+        info = await self._info()
+        return StartedWith(
+            str(info.get("model_path") or ""), str(info.get("load_format") or ""), backend=""
+        )
+
+    async def metrics(self) -> ServerMetrics:
+        """Needs --enable-metrics. The sleep level is the keeper's."""
+        page, state = await asyncio.gather(self._text("GET", "/metrics"), self._state())
+        level = None
+        if state is not None:
+            level = (1 if state.cpu_backup else 2) if state.released else 0
+        return parse_metrics(page, level)
+
+    # control
+
+    async def is_paused(self) -> bool:
+        """Round-trips the scheduler, which answers while it is paused."""
+        state = await self._state()
+        if state is not None:
+            return state.paused
+        await self._info()
+        try:
+            await self._call("POST", "/generate", json=_PROBE, timeout_s=_PROBE_S)
+        except DeadlineExceeded:
+            return True
+        except ServerError as error:
+            if error.status != 400:
+                raise
+        return False
+
+    async def pause(
+        self,
+        mode: PauseMode = "abort",
+        *,
+        clear_cache: bool = True,
+        timeout_s: float | None = None,
+    ) -> None:
+        """abort ends running requests, keep holds them in place. wait has no mode of SGLang's: it
+        pauses once nothing runs, and holds nobody back until then.
+
+        The cache is not cleared, whatever `clear_cache` says: `reset_caches` does.
+        """
+        if mode == "wait":
+            await self._drain(self._timeout_s if timeout_s is None else timeout_s)
+        elif mode == "keep":
+            await self._pause("in_place", timeout_s)
+        else:
+            if await self.is_paused():
+                # an abort does not end what is held in place: it would never be answered
+                await self._pause("retract", timeout_s)
+            await self._pause("abort", timeout_s)
+
+    async def resume(self) -> None:
+        await self._call("POST", keeper.CONTINUE, json={})
+
+    async def is_sleeping(self) -> bool:
+        state = await self._state()
+        return state is not None and bool(state.released)
+
+    async def sleep(self, level: int = 1, mode: PauseMode = "abort") -> None:
+        """Release weights and KV cache. Level 1 needs --enable-weights-cpu-backup."""
+        state = await self._kept("sleep")
+        if state.released:
+            return
+        if not state.memory_saver:
+            raise ServerError(
+                f"{self.target.name} would free nothing: it runs without --enable-memory-saver",
+                hint="leave `enable-memory-saver` out of `args`, and restart it",
+            )
+        if level == 1 and not state.cpu_backup:
+            raise ServerError(
+                f"{self.target.name} keeps no copy of its weights: it runs without "
+                "--enable-weights-cpu-backup",
+                hint="skyctl sleep --level 2, and push before it serves again",
+            )
+        await self.pause(mode)
+        await self._call("POST", keeper.RELEASE, json={"tags": list(_SLEEP_TAGS)})
+
+    async def wake(self, tags: Sequence[str] = ()) -> bool:
+        """Only what is released is resumed. When nothing is any more, requests are, too."""
+        state = await self._kept("wake")
+        wanted = state.released & (frozenset(tags) or state.released)
+        # weights first: the cache has its place after them
+        for tag in sorted(wanted, reverse=True):
+            await self._call("POST", keeper.RESUME, json={"tags": [tag]})
+        if state.released - wanted:
+            return False
+        await self.resume()
+        return True
+
+    async def prepare_reload(self) -> None:
+        """Put what is held back into the queue, without KV, and drop the cache.
+
+        Raises:
+            ServerError: requests are held, and the cache that they share could not be dropped.
+        """
+        if await self._flush():
+            return
+        await self._pause("retract", None)  # they compute it anew, under the new weights
+        if not await self._flush() and not (await self._info()).get("disable_radix_cache"):
+            raise ServerError(
+                f"{self.target.name} holds requests, and SGLang drops no cached KV of the old "
+                "weights while it does",
+                hint="push with --mode abort or --mode wait; or start the servers with "
+                "`disable-radix-cache: true`",
+            )
+
+    async def reset_caches(self) -> None:
+        """See `prepare_reload`. Raises ServerError when KV of other weights may be left."""
+        await self.prepare_reload()
+
+    # weights
+
+    async def reload_weights(self, path: str, *, timeout_s: float | None = None) -> None:
+        """A cache that could not be dropped would end the server: `reset_caches` drops it."""
+        body = {"model_path": path, "flush_cache": False}
+        await self._call("POST", keeper.FROM_DISK, json=body, timeout_s=timeout_s)
+
+    async def finish_weight_update(
+        self, weight_version: str | None = None, *, timeout_s: float | None = None
+    ) -> None:
+        """There are no sessions: nothing is ever open."""
+        self._lacks("update sessions", Refusal.NO_SESSION)
+
+    async def init_weight_transfer(
+        self, init_info: Mapping[str, Any], *, timeout_s: float | None = None
+    ) -> None:
+        self._lacks("weight transfer that skyctl speaks", Refusal.NO_TRANSFER)
+
+    async def start_weight_update(self, *, timeout_s: float | None = None) -> None:
+        self._lacks("weight transfer that skyctl speaks", Refusal.NO_TRANSFER)
+
+    async def update_weights(
+        self, update_info: Mapping[str, Any], *, timeout_s: float | None = None
+    ) -> None:
+        self._lacks("weight transfer that skyctl speaks", Refusal.NO_TRANSFER)
+
+    async def weight_version(self) -> str | None:
+        found = self._mapping(await self._call("GET", "/model_info"), "/model_info")
+        version = found.get("weight_version")
+        return None if version is None else str(version)
+
+    async def set_weight_version(self, version: str) -> bool:
+        body = {"new_version": version, "abort_all_requests": False}  # it aborts by default
+        await self._call("POST", "/update_weight_version", json=body)
+        return True
+
+    async def weight_checksums(self, *, timeout_s: float | None = None) -> dict[str, str] | None:
+        """Checksum per parameter of every rank: `tp1.pp0.NAME`.
+
+        Raises:
+            ServerError: data-parallel ranks differ, or it answers something else.
+        """
+        body = {"action": "checksum"}
+        answer = await self._call("POST", "/weights_checker", json=body, timeout_s=timeout_s)
+        ranks = self._mapping(answer, "/weights_checker").get("ranks")
+        return self._understood("/weights_checker", lambda: self._by_rank(ranks or ()))
+
+    def _by_rank(self, ranks: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+        found: dict[str, str] = {}
+        for rank in ranks:
+            at = rank["parallelism_info"]
+            for name, checksum in rank["checksums"].items():
+                place = f"tp{at['tp_rank']}.pp{at['pp_rank']}.{name}"
+                if found.setdefault(place, checksum) != checksum:
+                    raise ServerError(
+                        f"{self.target.name}: data-parallel ranks hold different weights: {name}"
+                    )
+        return found
+
+    async def collective_rpc(
+        self,
+        method: str,
+        kwargs: Mapping[str, Any] | None = None,
+        *,
+        timeout_s: float | None = None,
+    ) -> list[Any]:
+        self._lacks("workers with skyctl's methods", Refusal.NO_METHOD)
+
+    ask_workers = collective_rpc
+
+    async def extension_rpc(self, method: str, *, timeout_s: float | None = None) -> None:
+        """Nothing happens."""
+
+    async def complete(
+        self, body: Mapping[str, Any], *, chat: bool = False, timeout_s: float | None = None
+    ) -> Any:
+        path = "/v1/chat/completions" if chat else "/v1/completions"
+        return await self._call("POST", path, json=dict(body), timeout_s=timeout_s)
+
+    async def adapters(self) -> list[ServedAdapter]:
+        return []
+
+    async def load_adapter(self, name: str, path: str) -> None:
+        self._lacks("LoRA adapters that skyctl serves", Refusal.NO_ADAPTERS)
+
+    async def name_adapter(self, name: str, loaded: str) -> None:
+        self._lacks("LoRA adapters that skyctl serves", Refusal.CANNOT_NAME)
+
+    async def unload_adapter(self, name: str) -> None:
+        """There is none."""
+
+    # how it is asked
+
+    async def _state(self) -> _State | None:
+        """What the keeper tells; None where there is none."""
+        try:
+            answer = await self._call("GET", keeper.STATE)
+        except ServerError as error:
+            if error.status != 404:
+                raise
+            return None
+        told = self._mapping(answer, keeper.STATE)
+        return self._understood(
+            keeper.STATE,
+            lambda: _State(
+                bool(told["paused"]),
+                bool(told["held"]),
+                frozenset(map(str, told["released"])),
+                bool(told["memory_saver"]),
+                bool(told["cpu_backup"]),
+            ),
+        )
+
+    async def _kept(self, verb: str) -> _State:
+        state = await self._state()
+        if state is None:
+            raise ServerError(
+                f"{self.target.name} cannot {verb} by skyctl: SGLang does not say what memory it "
+                "has released, and ends when it is asked for the same twice",
+                hint="let skyctl start it; or start it with `python -m "
+                "skyctl.engines.sglang.inside.serve` in place of `sglang serve`",
+            )
+        return state
+
+    async def _drain(self, timeout_s: float) -> None:
+        """Pause once nothing runs."""
+        ends = asyncio.get_running_loop().time() + timeout_s
+        if await self.is_paused():
+            if not await self._idle():
+                raise ServerError(
+                    f"{self.target.name} is paused and holds requests, which cannot end",
+                    hint="skyctl resume, or: skyctl pause --mode abort",
+                )
+            return
+        while True:
+            if await self._idle():
+                await self._pause("in_place", None)
+                if await self._flush():  # what came between the two
+                    return
+                await self.resume()
+            if asyncio.get_running_loop().time() + _POLL_S > ends:
+                raise DeadlineExceeded(
+                    f"{self.target.name} was not idle within {timeout_s:g} s, and runs on: SGLang "
+                    "holds no new requests back while it waits for those that run"
+                )
+            await asyncio.sleep(_POLL_S)
+
+    async def _idle(self) -> bool:
+        state = await self._state()
+        if state is not None:
+            return not state.held
+        loads = self._mapping(await self._call("GET", "/v1/loads"), "/v1/loads").get("loads")
+        return self._understood(
+            "/v1/loads",
+            lambda: (
+                not any(load["num_running_reqs"] + load["num_waiting_reqs"] for load in loads or ())
+            ),
+        )
+
+    async def _flush(self) -> bool:
+        """Drop the KV cache; False while requests run or are held."""
+        try:
+            await self._text("POST", "/flush_cache")
+        except ServerError as error:
+            if error.status != 400:
+                raise
+            return False
+        return True
+
+    async def _pause(self, mode: str, timeout_s: float | None) -> None:
+        await self._call("POST", keeper.PAUSE, json={"mode": mode}, timeout_s=timeout_s)
+
+    async def _models(self) -> list[dict[str, Any]]:
+        answer = self._mapping(await self._call("GET", "/v1/models"), "/v1/models")
+        return self._understood("/v1/models", lambda: [dict(one) for one in answer["data"]])
+
+    async def _info(self) -> dict[str, Any]:
+        """Its arguments and version. The scheduler answers, too."""
+        return self._mapping(await self._call("GET", "/server_info"), "/server_info")
+
+    async def _call(
+        self, method: str, path: str, *, json: Any = None, timeout_s: float | None = None
+    ) -> Any:
+        return await self._client.call(
+            self._asked(path),
+            method,
+            path,
+            json=json,
+            timeout_s=self._timeout_s if timeout_s is None else timeout_s,
+        )
+
+    async def _text(self, method: str, path: str) -> str:
+        return await self._client.text(
+            self._asked(path), path, method=method, timeout_s=self._timeout_s
+        )
+
+    def _asked(self, path: str) -> ServerTarget:
+        """The server, with the key that this route wants."""
+        if path in _MANAGED or self.target.inference_key is None:
+            return self.target
+        return replace(self.target, api_key=self.target.inference_key)
+
+    def _lacks(self, what: str, refusal: Refusal) -> NoReturn:
+        error = ServerError(f"{self.target.name}: SGLang servers have no {what}")
+        error.refusal = refusal
+        raise error
+
+    def _understood(self, path: str, read: Callable[[], Read]) -> Read:
+        """What `read` makes of an answer; ServerError where the answer is of another shape."""
+        try:
+            return read()
+        except (TypeError, ValueError, LookupError, AttributeError, OverflowError) as error:
+            raise ServerError(
+                f"{self.target.name}: {self.target.url}{path} answered something else: {error!r}"
+            ) from error
+
+    def _mapping(self, answer: Any, path: str) -> dict[str, Any]:
+        if not isinstance(answer, dict):
+            raise ServerError(
+                f"{self.target.name}: {self.target.url}{path} answered {answer!r:.100}, "
+                "not a JSON object"
+            )
+        return answer
