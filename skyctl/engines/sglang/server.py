@@ -37,7 +37,6 @@ _MANAGED = frozenset(
 """Routes that want the admin key where there are two (`utils/auth.py`)."""
 _SLEEP_TAGS = ("kv_cache", "weights")
 _POLL_S = 0.1
-_PROBE_S = 1.0
 _PROBE = {
     "input_ids": [0],
     "lora_path": "skyctl-asks-whether-you-are-paused",
@@ -60,7 +59,10 @@ class _State:
 
 class SGLangServer:
     """`Server` (`engines/base.py`) of SGLang. `timeout_s` is each call's deadline unless it says
-    other. One that skyctl did not start, and that has no keeper, can neither sleep nor wake."""
+    other. One that skyctl did not start, and that has no keeper, can neither sleep nor wake; that
+    it is paused shows in what it does not answer for `probe_s` seconds."""
+
+    probe_s = 1.0
 
     def __init__(
         self, client: ControlClient, target: ServerTarget, timeout_s: float = 30.0
@@ -119,7 +121,7 @@ class SGLangServer:
             return state.paused
         await self._info()
         try:
-            await self._call("POST", "/generate", json=_PROBE, timeout_s=_PROBE_S)
+            await self._call("POST", "/generate", json=_PROBE, timeout_s=self.probe_s)
         except DeadlineExceeded:
             return True
         except ServerError as error:

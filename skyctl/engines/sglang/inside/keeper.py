@@ -153,8 +153,9 @@ class Keeper:
         elif path == RELEASE:
             self._released |= _tags(body)
         elif path == RESUME:
-            backed_up = bool(self._manager().server_args.enable_weights_cpu_backup)
-            self._empty = self._empty or ("weights" in _tags(body) and not backed_up)
+            arguments = self._manager().server_args
+            lost = arguments.enable_memory_saver and not arguments.enable_weights_cpu_backup
+            self._empty = self._empty or ("weights" in _tags(body) and lost)
             self._released -= _tags(body)
         elif path in UPDATES:
             self._empty = False

@@ -1,0 +1,474 @@
+"""A stub of an SGLang server: its front end, its scheduler, and the calls that end it.
+
+    front end   running ⇄ paused: new requests wait. `model_update_lock` is held by those inside
+    scheduler   running ⇄ paused (in_place, retract; not abort). Requests run, are held in place
+                with their KV, or wait without
+    memory      resident → released {kv_cache, weights, cuda_graph} → resident; weights come back
+                as zeros without a CPU backup, until an update
+
+What it does was read in SGLang 0.5.14 (`managers/scheduler.py`, `tokenizer_manager.py`,
+`scheduler_components/weight_updater.py`), and most of it seen on a GPU. A failed assertion ends the
+scheduler, and the server with it (`dead` says of what); one call never returns (`hung`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NoReturn
+
+import httpx
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from skyctl.engines.sglang.inside.keeper import MEMORY, Keeper
+from tests.stub.faults import Fault, FaultLayer
+from tests.stub.generation import TokenGate, next_token, prompt_ids
+from tests.stub.state import digest_of_checkpoint
+
+ZEROS = "zeros"
+
+
+class Died(httpx.ReadError):
+    """The scheduler failed an assertion; nothing answers any more, connections break."""
+
+
+@dataclass
+class _Request:
+    """One request in the scheduler. `kv` is the digest of the weights that its KV was computed
+    with; "" while it waits for its prefill."""
+
+    kv: str = ""
+
+
+@dataclass
+class SGLangEngine:
+    """Front end and scheduler of one stub server. To the keeper it is the front end."""
+
+    model: str = "stub-model"
+    served_model_name: str = "stub"
+    version: str = "0.5.14"
+    radix_cache: bool = True
+    memory_saver: bool = True
+    cpu_backup: bool = False
+    digest: str = ""
+    weight_version: str = "default"
+    is_pause: bool = False
+    scheduler_paused: bool = False
+    released: set[str] = field(default_factory=set)
+    dead: str = ""
+    hung: bool = False
+    starting: bool = False
+    requests: list[_Request] = field(default_factory=list)
+    waiting: int = 0  # at the front end's gate
+    cached: set[str] = field(default_factory=set)  # digests of the weights of what is in the tree
+    stale: list[str] = field(default_factory=list)  # KV of other weights that was decoded
+    zeros: int = 0  # tokens that came of weights which nobody had filled
+    log: list[str] = field(default_factory=list)
+    prompt_tokens: int = 0
+    generation_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        self.digest = self.digest or digest_of_checkpoint(self.model)
+        self.changed = asyncio.Condition()
+        self.aborts = 0
+        self.on_death: Callable[[], object] = lambda: None
+        self.model_update_lock = SimpleNamespace(is_locked=self._is_locked)
+        self.server_args = SimpleNamespace(
+            enable_memory_saver=self.memory_saver, enable_weights_cpu_backup=self.cpu_backup
+        )
+
+    async def get_internal_state(self) -> list[dict[str, Any]]:
+        self._alive()
+        return [{}]
+
+    async def _is_locked(self) -> bool:
+        return bool(self.requests)
+
+    # the front end
+
+    async def pause(self, mode: str) -> None:
+        await self._front_end()
+        if mode == "abort":
+            if self.scheduler_paused and any(request.kv for request in self.requests):
+                self.hung = True  # it waits for the end of what is held in place
+                await self._front_end()
+            self.is_pause = True
+            self.aborts += 1
+            await self._notify()
+            async with self.changed:
+                await self.changed.wait_for(lambda: not self.requests or bool(self.dead))
+        else:
+            self.is_pause = self.scheduler_paused = True
+            if mode == "retract":
+                for request in self.requests:
+                    request.kv = ""
+        await self._notify(f"pause {mode}")
+
+    async def resume(self) -> None:
+        await self._front_end()
+        self.is_pause = self.scheduler_paused = False
+        await self._notify("continue")
+
+    async def _front_end(self) -> None:
+        """Behind an abort that never ends nothing is carried out."""
+        self._alive()
+        if self.hung:
+            await asyncio.Event().wait()
+
+    async def update_from_disk(self, body: Mapping[str, Any]) -> str:
+        """Why it failed; "" when it did not."""
+        self._alive()
+        if not self.is_pause:
+            async with self.changed:
+                await self.changed.wait_for(lambda: not self.requests)
+        path = body["model_path"]
+        if not Path(path).is_dir():  # noqa: ASYNC240 # nothing else runs here
+            return f"Failed to update weights: no model at {path}"
+        if "weights" in self.released:
+            self._die("weights were loaded into memory that is released")
+        self.digest = digest_of_checkpoint(path)
+        if body.get("flush_cache", True) and not self.flush():
+            self._die("Cache flush failed after updating weights")
+        self.model = self.served_model_name = path
+        if body.get("weight_version"):
+            self.weight_version = body["weight_version"]
+        self.log.append("update")
+        return ""
+
+    # the scheduler
+
+    def flush(self) -> bool:
+        self._alive()
+        if self.requests:
+            return False
+        self.cached.clear()
+        self.log.append("flush")
+        return True
+
+    def release(self, tags: list[str]) -> None:
+        self._alive()
+        if self.requests:
+            self._die("release_memory_occupation should be called only when server is idle.")
+        tags = tags or list(MEMORY)
+        if self.released & set(tags):
+            self._die("memory that is released was read")
+        self.released |= set(tags)  # whether or not that frees anything
+        if "kv_cache" in tags:
+            self.cached.clear()
+        self.log.append(f"release {','.join(tags)}")
+
+    def resume_memory(self, tags: list[str]) -> None:
+        self._alive()
+        for tag in tags or MEMORY:
+            if tag not in self.released:
+                self._die(f"KeyError: {tag!r}")
+            self.released.remove(tag)
+        if "weights" in (tags or MEMORY) and self.memory_saver and not self.cpu_backup:
+            self.digest = ZEROS
+        self.log.append(f"resume {','.join(tags)}")
+
+    async def generate(
+        self, gate: TokenGate, prompt: list[int], most: int, delay_s: float = 0.0
+    ) -> AsyncIterator[int | None]:
+        """Token ids; None at the end of a request that was aborted."""
+        self.waiting += 1
+        try:
+            await self._until(lambda: not self.is_pause)
+        finally:
+            self.waiting -= 1
+        request, aborts, tokens = _Request(), self.aborts, list(prompt)
+        self.requests.append(request)
+        self.prompt_tokens += len(prompt)
+        try:
+            for _ in range(most):
+                await asyncio.sleep(delay_s)
+                step = asyncio.create_task(gate.pass_one())
+                abort = asyncio.create_task(self._until(lambda: self._aborted(request, aborts)))
+                try:
+                    await asyncio.wait({step, abort}, return_when=asyncio.FIRST_COMPLETED)
+                    await self._until(
+                        lambda: self._aborted(request, aborts) or not self.scheduler_paused
+                    )
+                finally:
+                    step.cancel()
+                    abort.cancel()
+                if self._aborted(request, aborts):
+                    yield None
+                    return
+                self._step(request)
+                token = 0 if self.digest == ZEROS else next_token(self.digest, tokens)
+                self.zeros += self.digest == ZEROS
+                tokens.append(token)
+                self.generation_tokens += 1
+                yield token
+        finally:
+            self.requests.remove(request)
+            await self._notify()
+
+    def _aborted(self, request: _Request, aborts: int) -> bool:
+        """One that is held in place is marked, and ends with its next step."""
+        return self.aborts != aborts and not (self.scheduler_paused and request.kv)
+
+    def _step(self, request: _Request) -> None:
+        if request.kv:
+            return  # what it has of other weights is its own
+        if self.radix_cache:
+            self.stale += [f"{kv} under {self.digest}" for kv in self.cached - {self.digest}]
+            self.cached.add(self.digest)
+        request.kv = self.digest
+
+    async def _until(self, condition: Callable[[], bool]) -> None:
+        async with self.changed:
+            await self.changed.wait_for(lambda: bool(self.dead) or condition())
+        self._alive()
+
+    async def _notify(self, entry: str = "") -> None:
+        async with self.changed:
+            self.log += [entry] if entry else []
+            self.changed.notify_all()
+
+    def _alive(self) -> None:
+        if self.dead:
+            raise Died(self.dead)
+
+    def _die(self, why: str) -> NoReturn:
+        self.dead = why
+        self.on_death()
+        raise Died(why)
+
+
+class SGLangStub:
+    """One stub SGLang server as an ASGI app (`asgi`). Without `keeper` it is one that skyctl did
+    not start."""
+
+    def __init__(
+        self,
+        engine: SGLangEngine | None = None,
+        *,
+        keeper: bool = True,
+        keys: tuple[str | None, str | None] = (None, None),
+        faults: Mapping[str, Fault] | None = None,
+        token_delay_s: float = 0.0,
+    ) -> None:
+        self.engine = engine or SGLangEngine()
+        self.gate = TokenGate()
+        self._keys = keys
+        self._token_delay_s = token_delay_s
+        more = [Middleware(Keeper, manager=lambda: self.engine)] if keeper else []
+        self.app = self._app(more)
+        self.asgi = FaultLayer(self.app, faults or {})
+
+    def _app(self, middleware: list[Middleware]) -> Starlette:
+        get = {
+            "/health": self._health,
+            "/v1/models": self._models,
+            "/model_info": self._model_info,
+            "/server_info": self._server_info,
+            "/v1/loads": self._loads,
+            "/metrics": self._metrics,
+        }
+        post = {
+            "/generate": self._generate,
+            "/v1/completions": self._completions,
+        }
+        managed = {
+            "/pause_generation": self._pause,
+            "/continue_generation": self._continue,
+            "/release_memory_occupation": self._release,
+            "/resume_memory_occupation": self._resume,
+            "/update_weights_from_disk": self._update,
+            "/update_weights_from_distributed": self._distributed,
+            "/update_weight_version": self._version,
+            "/weights_checker": self._checker,
+            "/flush_cache": self._flush,
+        }
+        routes = [Route(path, self._guarded(one, 0), methods=["GET"]) for path, one in get.items()]
+        routes += [
+            Route(path, self._guarded(one, 0), methods=["POST"]) for path, one in post.items()
+        ]
+        routes += [
+            Route(path, self._guarded(one, 1), methods=["POST"]) for path, one in managed.items()
+        ]
+        routes.append(Route("/stub/state", self._state, methods=["GET"]))
+        return Starlette(routes=routes, middleware=middleware)
+
+    def _guarded(self, handler: Callable[..., Any], level: int) -> Callable[..., Any]:
+        """As `utils/auth.py`: routes of level 1 want the admin key, where there is one."""
+
+        async def guarded(request: Request) -> Response:
+            key, admin = self._keys
+            wanted = (admin or key) if level else key
+            open_route = request.url.path in ("/health", "/metrics")
+            given = request.headers.get("authorization", "").removeprefix("Bearer ")
+            if wanted and not open_route and given != wanted:
+                return JSONResponse({"error": "Unauthorized"}, 401)
+            self.engine._alive()
+            response: Response = await handler(request)
+            return response
+
+        return guarded
+
+    async def _health(self, _: Request) -> Response:
+        if self.engine.starting:
+            return Response(status_code=503)
+        return Response()  # with SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION=false
+
+    async def _models(self, _: Request) -> Response:
+        name = self.engine.served_model_name
+        return JSONResponse({"data": [{"id": name, "root": name, "max_model_len": 4096}]})
+
+    async def _model_info(self, _: Request) -> Response:
+        engine = self.engine
+        return JSONResponse({"model_path": engine.model, "weight_version": engine.weight_version})
+
+    async def _server_info(self, _: Request) -> Response:
+        await self.engine.get_internal_state()
+        return JSONResponse(
+            {
+                "model_path": self.engine.model,
+                "load_format": "auto",
+                "tp_size": 1,
+                "pp_size": 1,
+                "dp_size": 1,
+                "disable_radix_cache": not self.engine.radix_cache,
+                "version": self.engine.version,
+            }
+        )
+
+    async def _loads(self, _: Request) -> Response:
+        running = len(self.engine.requests)
+        return JSONResponse({"loads": [{"num_running_reqs": running, "num_waiting_reqs": 0}]})
+
+    async def _metrics(self, _: Request) -> Response:
+        engine, labels = self.engine, 'engine_type="unified",model_name="stub",tp_rank="0"'
+        return PlainTextResponse(
+            f"# TYPE sglang:num_running_reqs gauge\n"
+            f"sglang:num_running_reqs{{{labels}}} {float(len(engine.requests))}\n"
+            f"sglang:num_queue_reqs{{{labels}}} 0.0\n"
+            f"sglang:token_usage{{{labels}}} 0.25\n"
+            f"sglang:prompt_tokens_total{{{labels}}} {float(engine.prompt_tokens)}\n"
+            f"sglang:generation_tokens_total{{{labels}}} {float(engine.generation_tokens)}\n"
+            f"sglang:cached_tokens_total{{{labels}}} 3.0\n"
+        )
+
+    async def _generate(self, request: Request) -> Response:
+        body = await request.json()
+        if body.get("lora_path"):
+            await self.engine._until(lambda: not self.engine.is_pause)
+            return JSONResponse({"error": {"message": "LoRA is not enabled"}}, 400)
+        tokens = [
+            token
+            async for token in self.engine.generate(
+                self.gate, body["input_ids"], body["sampling_params"]["max_new_tokens"]
+            )
+        ]
+        aborted = tokens[-1:] == [None]
+        return JSONResponse(
+            {
+                "output_ids": tokens[: -1 if aborted else None],
+                "meta_info": {
+                    "finish_reason": {"type": "abort" if aborted else "length"},
+                    "weight_version": self.engine.weight_version,
+                },
+            }
+        )
+
+    async def _completions(self, request: Request) -> Response:
+        """OpenAI's format has no token ids here."""
+        body = await request.json()
+        prompt, most = prompt_ids(body), int(body.get("max_tokens", 16))
+        tokens = self.engine.generate(self.gate, prompt, most, self._token_delay_s)
+        if body.get("stream"):
+            return StreamingResponse(_events(tokens, most), media_type="text/event-stream")
+        made = [token async for token in tokens]
+        choice = {
+            "index": 0,
+            "text": "".join(chr(token) for token in made if token is not None),
+            "finish_reason": "abort" if made[-1] is None else "length",
+        }
+        return JSONResponse({"object": "text_completion", "choices": [choice]})
+
+    async def _pause(self, request: Request) -> Response:
+        mode = (await request.json()).get("mode", "abort")
+        if mode not in ("abort", "in_place", "retract"):
+            return JSONResponse({"error": {"message": f"mode {mode}"}}, 400)
+        await self.engine.pause(mode)
+        return JSONResponse({"message": "Generation paused successfully.", "status": "ok"})
+
+    async def _continue(self, request: Request) -> Response:
+        await request.json()
+        await self.engine.resume()
+        return JSONResponse({"message": "Generation continued successfully.", "status": "ok"})
+
+    async def _release(self, request: Request) -> Response:
+        self.engine.release((await request.json()).get("tags") or [])
+        return JSONResponse(None)
+
+    async def _resume(self, request: Request) -> Response:
+        self.engine.resume_memory((await request.json()).get("tags") or [])
+        return JSONResponse(None)
+
+    async def _update(self, request: Request) -> Response:
+        problem = await self.engine.update_from_disk(await request.json())
+        content = {"success": not problem, "message": problem or "Succeeded", "num_paused": 0}
+        return JSONResponse(content, 400 if problem else 200)
+
+    async def _distributed(self, request: Request) -> Response:
+        await request.json()
+        self.engine._die("there is no group")
+
+    async def _version(self, request: Request) -> Response:
+        body = await request.json()
+        if body.get("abort_all_requests", True):
+            self.engine.aborts += 1
+        self.engine.weight_version = body["new_version"]
+        return JSONResponse({"success": True, "new_version": body["new_version"]})
+
+    async def _checker(self, _: Request) -> Response:
+        if "weights" in self.engine.released:
+            self.engine._die("memory that is released was read")
+        rank = {
+            "checksums": {"model.embed_tokens.weight": self.engine.digest},
+            "per_gpu_checksum": self.engine.digest,
+            "parallelism_info": {"tp_rank": 0, "pp_rank": 0, "dp_rank": 0},
+        }
+        return JSONResponse({"success": True, "message": "Success.", "ranks": [rank]})
+
+    async def _flush(self, _: Request) -> Response:
+        if self.engine.flush():
+            return PlainTextResponse("Cache flushed.\n")
+        return PlainTextResponse("Cache not flushed: requests are running.\n", 400)
+
+    async def _state(self, _: Request) -> Response:
+        """What tests want to know of a stub in another process; the tests' own route."""
+        engine = self.engine
+        return JSONResponse(
+            {
+                "digest": engine.digest,
+                "paused": engine.is_pause,
+                "released": sorted(engine.released),
+                "weight_version": engine.weight_version,
+                "log": engine.log,
+                "stale": engine.stale,
+                "dead": engine.dead,
+            }
+        )
+
+
+async def _events(tokens: AsyncIterator[int | None], most: int) -> AsyncIterator[str]:
+    count = 0
+    async for token in tokens:
+        count += 1
+        finish = "abort" if token is None else "length" if count == most else None
+        text = "" if token is None else chr(token)
+        choice = {"index": 0, "text": text, "finish_reason": finish}
+        yield f"data: {json.dumps({'choices': [choice]})}\n\n"
+    yield "data: [DONE]\n\n"
