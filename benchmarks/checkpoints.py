@@ -47,6 +47,14 @@ SHAPES: dict[str, dict[str, int | bool]] = {
         "vocab_size": 151936,
         "tie_word_embeddings": False,
     },
+    "qwen3-4-layers": {
+        **_SMALL,
+        "intermediate_size": 2048,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "vocab_size": 4096,
+    },
     "qwen3-0.5b": _SMALL,
     "qwen3-0.5b-tied": {**_SMALL, "tie_word_embeddings": True},
     "qwen3-30b-a3b-24": {**_MOE, "num_hidden_layers": 24},  # half of its layers

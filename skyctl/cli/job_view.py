@@ -116,14 +116,17 @@ def job_views(job: Job) -> list[RenderableType]:
                 f"not sent: {count_of(skipped['tensors'], 'tensor')} "
                 f"({format_bytes(skipped['bytes'])}) that the servers held already"
             )
-        views.append(_compared(result.get("compared")))
+        views.append(_compared(result))
     return views
 
 
-def _compared(compared: dict[str, int] | None) -> str:
+def _compared(result: dict[str, Any]) -> str:
     """How much of the checkpoint was looked for in the servers."""
     from skyctl.units import format_bytes
 
+    compared = result.get("compared")
+    if compared is None and all(server["weights_digest"] for server in result["servers"]):
+        return "verified: the servers' checksums agree; their weights cannot be read otherwise"
     if compared is None:
         return "not verified: nothing was compared with the checkpoint"
     return (

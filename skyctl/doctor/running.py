@@ -106,15 +106,17 @@ def drifted(facts: RunningFacts) -> Iterator[Finding]:
 
 
 def vllm_versions(facts: RunningFacts) -> Iterator[Finding]:
-    """Do all servers run the same vLLM? A push refuses to mix them."""
-    found = sorted(set(facts.vllm.values()))
+    """Do all servers run the same version? A push refuses to mix them."""
+    found, title = sorted(set(facts.vllm.values())), engines.ENGINES[facts.engine].title
     if len(found) > 1:
         listed = ", ".join(f"{name} {version}" for name, version in sorted(facts.vllm.items()))
         yield _about.error(
-            "vllm-versions", f"servers run different vLLMs: {listed}", "skyctl restart"
+            "vllm-versions",
+            f"servers run different versions of {title}: {listed}",
+            "skyctl restart",
         )
     elif found:
-        yield _about.ok("vllm-versions", f"every server runs vLLM {found[0]}")
+        yield _about.ok("vllm-versions", f"every server runs {title} {found[0]}")
 
 
 def weight_versions(facts: RunningFacts) -> Iterator[Finding]:

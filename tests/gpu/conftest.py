@@ -24,12 +24,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.gpu)
 
 
-def need_gpus(count: int) -> None:
+def need_gpus(count: int, engine: str = "vllm") -> None:
     found = len(available())
     if found < count:
         pytest.skip(f"needs {count} CUDA device{'s' if count > 1 else ''}, {found} found")
-    if importlib.util.find_spec("vllm") is None:
-        pytest.skip("needs vLLM")
+    if importlib.util.find_spec(engine) is None:
+        pytest.skip(f"needs {engine}")
 
 
 def make_checkpoints(directory: Path, shape: str) -> dict[str, Path]:

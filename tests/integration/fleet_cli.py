@@ -15,6 +15,8 @@ from typing import Any
 import httpx
 
 SKYCTL = str(Path(sys.executable).parent / "skyctl")
+# a machine that got skyctl as a directory on its import path has no script
+_COMMAND = [SKYCTL] if Path(SKYCTL).exists() else [sys.executable, "-m", "skyctl"]
 UP_TIMEOUT_S = 420.0
 COMMAND_TIMEOUT_S = 180.0
 Prompt = str | list[int]
@@ -38,7 +40,7 @@ class FleetCli:
     ) -> subprocess.CompletedProcess[str]:
         """Run one command to its end; fail the test with its output on another exit code."""
         done = subprocess.run(
-            [SKYCTL, *arguments],
+            [*_COMMAND, *arguments],
             cwd=self.directory,
             env=self.env,
             text=True,
@@ -109,7 +111,7 @@ class FleetCli:
     def start(self, *arguments: str) -> subprocess.Popen[str]:
         """Start a command and leave it running."""
         return subprocess.Popen(
-            [SKYCTL, *arguments],
+            [*_COMMAND, *arguments],
             cwd=self.directory,
             env=self.env,
             text=True,

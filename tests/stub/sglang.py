@@ -367,7 +367,10 @@ class SGLangStub:
         tokens = [
             token
             async for token in self.engine.generate(
-                self.gate, body["input_ids"], body["sampling_params"]["max_new_tokens"]
+                self.gate,
+                body["input_ids"],
+                body["sampling_params"]["max_new_tokens"],
+                self._token_delay_s,
             )
         ]
         aborted = tokens[-1:] == [None]

@@ -15,7 +15,7 @@ import uvicorn
 from sglang.srt.server_args import ServerArgs
 from tests.stub.sglang import SGLangEngine, SGLangStub
 
-_stub = SGLangStub(SGLangEngine(), keeper=False, token_delay_s=0.02)
+_stub = SGLangStub(SGLangEngine(), keeper=False, token_delay_s=0.004)
 _stub.engine.starting = True
 app = _stub.app
 

@@ -1,0 +1,43 @@
+#!/usr/bin/env bash
+# Two SGLang servers through skyctl on one GPU of a machine without a network, in some five minutes:
+# starts, pushes, pauses, sleeps, restarts and random verbs, and a table last (tests/gpu/sglang.py).
+#
+#   bash scripts/gpu-sglang.sh SITE [OUTDIR]
+#
+# SITE is a directory with SGLang and what it needs, and an env.sh to source. OUTDIR gets run.log and
+# the servers' logs, and jit.tar.gz, the kernels that SGLang compiled: JIT=that file spares a later
+# run the compiling. The router takes part where `vllm_router` can be imported.
+set -uo pipefail
+site=$(realpath "$1")
+out=$(realpath -m "${2:-/tmp/skyctl-sglang}")
+cd "$(dirname "$0")/.."
+mkdir -p "$out"
+. "$site/env.sh"
+export PYTHONPATH="$PWD:$PYTHONPATH" PYTHONUNBUFFERED=1
+export TVM_FFI_CACHE_DIR="${TVM_FFI_CACHE_DIR:-/tmp/sgl-jit}"
+mkdir -p "$TVM_FFI_CACHE_DIR"
+
+# all at once, since a server compiles them one after the other
+if [ -n "${JIT:-}" ] && [ -e "$JIT" ]; then
+  tar xzf "$JIT" -C "$TVM_FFI_CACHE_DIR"
+else
+  while read -r module function arguments; do
+    python3 -c "import torch; from sglang.jit_kernel.$module import $function as compile_it; compile_it($arguments)" \
+      > "$out/kernel-$module.log" 2>&1 || echo "kernel $module was not compiled: the server tries" &
+  done <<'KERNELS'
+norm _jit_qknorm_module 128, torch.bfloat16
+norm _jit_fused_add_rmsnorm_module torch.bfloat16, False
+activation _jit_activation_module torch.bfloat16
+rope _jit_fused_rope_module True, 128, torch.bfloat16
+kvcache _jit_kvcache_module 1024
+clamp_position _jit_clamp_position_module torch.int64
+resolve_future_token_ids _jit_resolve_future_token_ids_module torch.int64
+KERNELS
+  wait
+  tar czf "$out/jit.tar.gz" -C "$TVM_FFI_CACHE_DIR" .
+fi
+
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+python3 -m tests.gpu.sglang "$work" "$out" 2>&1 | tee "$out/run.log"
+exit "${PIPESTATUS[0]}"

@@ -1,0 +1,394 @@
+"""Two SGLang servers on one GPU, through skyctl from a fleet file, and a third that was started on
+the other checkpoint and says what is right. `python -m tests.gpu.sglang WORK OUT` prints a table;
+`tests/gpu/test_sglang.py` asserts the same steps. `scripts/gpu-sglang.sh` sets a machine up for it.
+
+Every step has a deadline, and what is left when `DEADLINE_S` is over is not begun.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import yaml
+
+from benchmarks.checkpoints import write_checkpoint
+from skyctl.engines.sglang.server import SGLangServer
+from skyctl.http.client import ControlClient
+from skyctl.http.target import ServerTarget
+from tests.integration.fleet_cli import FleetCli, bearer
+from tests.stub.sglang_verbs import Verbs
+
+SHAPE = "qwen3-4-layers"
+DEADLINE_S = 300.0
+UP_TIMEOUT_S = 240.0
+PUSHES, VERBS = 20, 120
+SERVER: dict[str, Any] = {
+    "dtype": "bfloat16",
+    "attention-backend": "triton",
+    "sampling-backend": "pytorch",
+    "grammar-backend": "none",
+    "disable-cuda-graph": True,
+    # three servers start side by side: none may take a share of what the others have not taken yet
+    "mem-fraction-static": 0.5,
+    "max-total-tokens": 500_000,
+    "context-length": 2048,
+    "max-running-requests": 64,
+}
+PROMPTS = [list(range(5, 25)), [40, 41, 42, 43], [7, 300, 12]]
+HELD_TOKENS = 400
+
+
+@dataclass
+class SGLangRun:
+    """The fleet `sgl` (sgl-0 with its prefix cache, plain-0 without) on checkpoint `a`, and the
+    fleet `right`, a server on `b`. `extra` goes into both fleet files."""
+
+    directory: Path
+    extra: dict[str, Any] = field(default_factory=lambda: {"share_gpus": True, "args": SERVER})
+    router: bool = False
+    write: Callable[[Path, int], object] = lambda path, seed: write_checkpoint(path, SHAPE, seed)
+    held_s: float = 0.3
+
+    def __post_init__(self) -> None:
+        self.fleets = {name: self._fleet(name) for name in ("sgl", "right")}
+        self.cli = self.fleets["sgl"]
+        self.a, self.b = self.directory / "a", self.directory / "b"
+        for seed, path in enumerate((self.a, self.b), 1):
+            self.write(path, seed)
+        plain = {"name": "plain", "args": {"disable-radix-cache": True}}
+        self._write("sgl", self.a, replicas=[{"name": "sgl"}, plain])
+        self._write("right", self.b, replicas=1)
+
+    def _fleet(self, name: str) -> FleetCli:
+        (self.directory / name).mkdir(parents=True, exist_ok=True)
+        return FleetCli(self.directory / name, self.directory / "home")
+
+    def _write(self, name: str, model: Path, **more: Any) -> None:
+        settings = {
+            "name": name,
+            "engine": "sglang",
+            "model": str(model),
+            "served_model_name": "tiny",
+            "router": {"enabled": self.router and name == "sgl"},
+            "health": {"startup_timeout_s": UP_TIMEOUT_S},
+            **self.extra,
+            **more,
+        }
+        (self.directory / name / "fleet.yaml").write_text(yaml.safe_dump(settings))
+
+    # what steps use
+
+    def up(self) -> None:
+        failed: list[BaseException] = []
+
+        def one(fleet: FleetCli) -> None:
+            try:
+                fleet.run("up", timeout_s=UP_TIMEOUT_S + 30)
+            except BaseException as error:
+                failed.append(error)
+
+        threads = [threading.Thread(target=one, args=(fleet,)) for fleet in self.fleets.values()]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if failed:
+            raise failed[0]
+
+    def down(self) -> None:
+        for fleet in self.fleets.values():
+            fleet.run("down", expect=None, timeout_s=90)
+
+    def servers(self, fleet: str = "sgl") -> dict[str, str]:
+        found: dict[str, str] = self.fleets[fleet].data("urls", timeout_s=30)["servers"]
+        return found
+
+    def rows(self) -> dict[str, dict[str, Any]]:
+        rows = self.cli.data("status", timeout_s=30)["replicas"]
+        return {row["name"]: row for row in rows if row["name"] in ("sgl-0", "plain-0")}
+
+    def post(self, url: str, body: dict[str, Any], key: str) -> dict[str, Any]:
+        answer = httpx.post(f"{url}/generate", json=body, headers=bearer(key), timeout=90)
+        answer.raise_for_status()
+        found: dict[str, Any] = answer.json()
+        return found
+
+    def answers(self, fleet: str = "sgl") -> dict[str, list[list[int]]]:
+        """Greedy tokens of each server."""
+        key = self.fleets[fleet].key
+        settings = {"temperature": 0.0, "max_new_tokens": 16, "ignore_eos": True}
+        return {
+            name: [
+                self.post(url, {"input_ids": p, "sampling_params": settings}, key)["output_ids"]
+                for p in PROMPTS
+            ]
+            for name, url in self.servers(fleet).items()
+        }
+
+    def push(self, path: Path, *more: str) -> dict[str, Any]:
+        job: dict[str, Any] = self.cli.data("sync-weights", str(path), *more, timeout_s=90)["job"]
+        result: dict[str, Any] = job["result"]
+        return result
+
+    def held(self, server: str) -> tuple[threading.Thread, dict[str, Any]]:
+        """A long request on a server, under way; what it came to."""
+        url, key, result = self.servers()[server], self.cli.key, dict[str, Any]()
+        settings = {"temperature": 0.0, "max_new_tokens": HELD_TOKENS, "ignore_eos": True}
+
+        def ask() -> None:
+            body = {"input_ids": list(range(30, 60)), "sampling_params": settings}
+            try:
+                result.update(self.post(url, body, key))
+            except Exception as error:
+                result["error"] = repr(error)
+
+        thread = threading.Thread(target=ask)
+        thread.start()
+        time.sleep(self.held_s)
+        assert thread.is_alive(), f"it was over before anything was done: {result}"
+        return thread, result
+
+    def ended(self, held: tuple[threading.Thread, dict[str, Any]]) -> tuple[int, str]:
+        """Tokens and finish reason of a request that was held."""
+        thread, result = held
+        thread.join(60)
+        assert not thread.is_alive(), "it never ended"
+        assert "error" not in result, result
+        return len(result["output_ids"]), result["meta_info"]["finish_reason"]["type"]
+
+    def refusal(self, *command: str) -> str:
+        done = self.cli.run(*command, "--json", expect=None, timeout_s=90)
+        assert done.returncode, f"skyctl {' '.join(command)} was not refused: {done.stdout}"
+        return done.stdout
+
+
+def used_mib() -> int:
+    """Of the first GPU; 0 without one."""
+    command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    try:
+        text = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return 0
+    return int(text.stdout.split()[0])
+
+
+# --- the steps, in their order --------------------------------------------------------------------
+
+
+def starts(run: SGLangRun) -> str:
+    began = time.monotonic()
+    run.up()
+    assert {row["state"] for row in run.rows().values()} == {"ready"}, run.rows()
+    return f"three servers in {time.monotonic() - began:.0f} s"
+
+
+def a_b_a(run: SGLangRun) -> str:
+    right, first = run.answers("right")["right-0"], run.answers()
+    assert first["sgl-0"] == first["plain-0"] != right
+    pushed = run.push(run.b)
+    assert run.answers() == {"sgl-0": right, "plain-0": right}
+    digests = {s["weights_digest"] for s in pushed["servers"]}
+    verified = run.fleets["right"].data("weights", "verify", timeout_s=90)["servers"][0]["digest"]
+    assert digests == {verified}, f"{digests} after a push, {verified} of a server started on it"
+    back = run.push(run.a)
+    assert run.answers() == first
+    freezes = [1000 * one["freeze_window_s"] for one in (pushed, back)]
+    frozen = f"frozen {freezes[0]:.0f}, {freezes[1]:.0f} ms"
+    return f"tokens and checksums of a server started on B; {frozen}"
+
+
+def many_pushes(run: SGLangRun) -> str:
+    before, freezes = used_mib(), []
+    for number in range(PUSHES):
+        pushed = run.push(run.b if number % 2 == 0 else run.a)
+        assert all(server["ok"] for server in pushed["servers"]), pushed
+        freezes.append(1000 * pushed["freeze_window_s"])
+    after = used_mib()
+    assert abs(after - before) < 200, f"{before} MiB before, {after} after"
+    return f"{PUSHES}; frozen {statistics.median(freezes):.0f} ms (median); {before} to {after} MiB"
+
+
+def pauses(run: SGLangRun) -> str:
+    held = run.held("sgl-0")
+    run.cli.run("pause", "--mode", "keep", timeout_s=60)
+    time.sleep(1)
+    assert held[0].is_alive()
+    assert {row["state"] for row in run.rows().values()} == {"paused"}
+    # an abort of what is held in place would never be answered
+    run.cli.run("pause", "--mode", "abort", timeout_s=60)
+    tokens, reason = run.ended(held)
+    assert reason == "abort" and tokens < HELD_TOKENS, (tokens, reason)
+    run.cli.run("resume", timeout_s=60)
+    held = run.held("sgl-0")
+    run.cli.run("pause", "--mode", "keep", timeout_s=60)
+    run.cli.run("resume", timeout_s=60)
+    assert run.ended(held) == (HELD_TOKENS, "length")
+    held = run.held("sgl-0")
+    run.cli.run("pause", "--mode", "wait", timeout_s=60)
+    assert run.ended(held) == (HELD_TOKENS, "length")
+    run.cli.run("resume", timeout_s=60)
+    return "keep, keep then abort, wait"
+
+
+def pushes_under_held(run: SGLangRun) -> str:
+    before = run.answers()
+    held = run.held("sgl-0")
+    refused = run.refusal("sync-weights", str(run.b))
+    assert "drops no cached KV" in refused, refused
+    assert run.ended(held) == (HELD_TOKENS, "length")
+    assert run.answers() == before
+    held = run.held("plain-0")
+    run.push(run.b)
+    assert run.ended(held) == (HELD_TOKENS, "length")
+    assert run.answers()["plain-0"] == run.answers("right")["right-0"]
+    held = run.held("sgl-0")
+    run.push(run.a, "--mode", "abort")
+    assert run.ended(held)[1] == "abort"
+    assert run.answers() == before
+    return "with a prefix cache refused, without one carried on; abort"
+
+
+def sleeps(run: SGLangRun) -> str:
+    before, awake = run.answers(), used_mib()
+    run.cli.run("sleep", timeout_s=90)
+    asleep = used_mib()
+    run.cli.run("wake", timeout_s=90)
+    assert run.answers() == before, "other tokens after a sleep"
+    run.cli.run("sleep", "--level", "2", timeout_s=90)
+    if run.extra.get("device") != "cpu":  # which frees no memory
+        assert "discarded" in run.refusal("wake")
+    run.push(run.b, "--colocated")
+    assert set(map(str, run.answers().values())) == {str(run.answers("right")["right-0"])}
+    run.push(run.a)
+    assert run.answers() == before
+    return f"{awake} MiB awake, {asleep} asleep; into a sleeping fleet"
+
+
+def restarts(run: SGLangRun) -> str:
+    run.push(run.b)
+    right, pid = run.answers("right")["right-0"], run.rows()["plain-0"]["pid"]
+    psutil.Process(pid).kill()
+    began = time.monotonic()
+    while (row := run.rows()["plain-0"])["state"] != "ready" or row["pid"] == pid:
+        assert time.monotonic() - began < UP_TIMEOUT_S, row
+        time.sleep(1)
+    took = time.monotonic() - began
+    assert run.answers()["plain-0"] == right, "re-admitted with other weights than the fleet's"
+    versions = {row["weight_version"] for row in run.rows().values()}
+    assert len(versions) == 1, versions
+    run.push(run.a)
+    return f"back at the fleet's version after {took:.0f} s"
+
+
+def any_verbs(run: SGLangRun) -> str:
+    pids = {name: row["pid"] for name, row in run.rows().items()}
+    before = run.answers()
+    token = run.cli.control_token
+
+    async def live(url: str, seed: int) -> None:
+        target = ServerTarget("s", url, token, "sglang")
+        async with ControlClient() as client:
+            server = SGLangServer(client, target, timeout_s=20.0)
+            verbs = Verbs(
+                server,
+                client,
+                [str(run.a), str(run.b)],
+                random.Random(seed),
+                wait_s=1.0,
+                tokens=60,
+            )
+            try:
+                for number in range(VERBS):
+                    others = verbs.others() if number % 3 == 0 else {}
+                    await verbs.any({**verbs.ours(), **others})
+            finally:
+                await verbs.leave()
+                await server.wake()  # resumes it, too, where its weights are whole
+            if (await server.metrics()).sleep_level:
+                raise AssertionError("still asleep")
+
+    async def both() -> None:
+        urls = run.servers().values()
+        await asyncio.gather(*(live(url, seed) for seed, url in enumerate(urls)))
+
+    began = time.monotonic()
+    asyncio.run(asyncio.wait_for(both(), 120))
+    now = {name: row["pid"] for name, row in run.rows().items()}
+    assert now == pids, f"a server was ended: {pids}, {now}"
+    run.push(run.a, "--colocated", "--mode", "abort")
+    assert run.answers() == before
+    return f"{VERBS} on each server in {time.monotonic() - began:.0f} s, none was ended"
+
+
+def looks(run: SGLangRun) -> str:
+    assert run.cli.data("weights", "verify", timeout_s=90)["agree"] is True
+    run.cli.run("top", "--once", timeout_s=60)
+    told = run.cli.run("doctor", expect=None, timeout_s=120).stdout
+    assert "SGLang 0." in told, told
+    key, url = run.cli.key, run.servers()["sgl-0"]
+    assert httpx.get(f"{url}/model_info", timeout=10).status_code == 401
+    assert httpx.get(f"{url}/model_info", headers=bearer(key), timeout=10).status_code == 200
+    assert httpx.post(f"{url}/pause_generation", headers=bearer(key), json={}).status_code == 401
+    where = () if run.router else ("--server", "sgl-0")
+    data = run.cli.data("generate", "hello", "--max-tokens", "8", *where, timeout_s=90)
+    assert data["results"][0]["text"] and not data["results"][0].get("error"), data
+    return "verify, top, doctor, keys, generate" + (" through the router" if run.router else "")
+
+
+STEPS = (
+    starts,
+    a_b_a,
+    many_pushes,
+    pauses,
+    pushes_under_held,
+    sleeps,
+    restarts,
+    any_verbs,
+    looks,
+)
+
+
+def main(run: SGLangRun, out: Path) -> int:
+    """Carry out all steps and print what they came to; 1 when one failed. Logs go to `out`."""
+    began, table = time.monotonic(), list[tuple[str, str, str]]()
+    try:
+        for step in STEPS:
+            name, at = step.__name__, time.monotonic()
+            if at - began > DEADLINE_S:
+                table.append((name, "not begun", ""))
+                continue
+            try:
+                came_to, outcome = step(run), "ok"
+            except Exception as error:
+                came_to, outcome = f"{type(error).__name__}: {error}", "FAILED"
+            print(f"{name}: {outcome} ({time.monotonic() - at:.0f} s) {came_to}", flush=True)
+            table.append((name, outcome, " ".join(came_to.split())[:150]))
+            if step is starts and outcome != "ok":
+                break
+    finally:
+        for fleet in run.fleets.values():
+            logs = fleet.run("logs", "-n", "150", expect=None, timeout_s=60).stdout
+            (out / f"{fleet.directory.name}.log").write_text(logs)
+        run.down()
+    print(f"\n{'step':<20}{'outcome':<11}figure")
+    for row in table:
+        print(f"{row[0]:<20}{row[1]:<11}{row[2]}")
+    return int(any(outcome != "ok" for _, outcome, _ in table))
+
+
+if __name__ == "__main__":
+    routed = find_spec("vllm_router") is not None
+    sys.exit(main(SGLangRun(Path(sys.argv[1]), router=routed), Path(sys.argv[2])))
