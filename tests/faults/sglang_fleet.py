@@ -38,5 +38,6 @@ def stub_run(directory: Path) -> SGLangRun:
         directory,
         extra=settings,
         router=True,
+        held_tokens=400,
         write=lambda path, seed: make_tiny_checkpoint(path, seed=seed),
     )

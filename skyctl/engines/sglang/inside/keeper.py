@@ -49,6 +49,7 @@ INIT_GROUP, DESTROY_GROUP = "/init_weights_update_group", "/destroy_weights_upda
 _GROUP = "weight_update_group"
 _CALLS = frozenset({PAUSE, CONTINUE, RELEASE, RESUME, *UPDATES, INIT_GROUP, DESTROY_GROUP})
 _CHECKER = "/weights_checker"
+_ABORT_TIMEOUT_S = 20.0
 
 
 class Keeper:
@@ -105,17 +106,18 @@ class Keeper:
             return
         if self._name is None:
             self._name = self._manager().served_model_name
-        status = 0
 
         async def watching(message: Mapping[str, Any]) -> None:
-            nonlocal status
-            if message["type"] == "http.response.start":
-                status = int(message["status"])
-                if status == 200:
-                    self._done(path, body)
+            if message["type"] == "http.response.start" and message["status"] == 200:
+                self._done(path, body)
             await send(message)
 
-        await self._app(scope, _replay(raw, receive), watching)
+        try:
+            # SGLang's front end obeys nobody while an abort waits for requests that do not end
+            async with asyncio.timeout(_ABORT_TIMEOUT_S if path == PAUSE else None):
+                await self._app(scope, _replay(raw, receive), watching)
+        except TimeoutError:
+            await _answer(send, 504, _refusal(f"not all ended within {_ABORT_TIMEOUT_S:g} s"))
 
     async def _problem(self, path: str, body: Mapping[str, Any]) -> str:
         """Why SGLang must not get this call now; "" where it may."""

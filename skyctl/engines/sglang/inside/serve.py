@@ -45,6 +45,7 @@ ROUTES = Routes(
 def main(arguments: Sequence[str]) -> None:
     """Serve until told to stop."""
     from sglang.srt.entrypoints import http_server
+    from sglang.srt.plugins import load_plugins
     from sglang.srt.server_args import prepare_server_args
     from sglang.srt.utils import kill_process_tree
 
@@ -59,6 +60,7 @@ def main(arguments: Sequence[str]) -> None:
         asking.api_key = token
         return http_server._execute_server_warmup(asking)
 
+    load_plugins()
     http_server.app.add_middleware(Keeper, manager=manager)
     if token:
         http_server.app.add_middleware(Guard, routes=ROUTES)  # what is added last comes first
