@@ -22,7 +22,10 @@ _LONGEST_TAIL_BYTES = 16 * 1024 * 1024
 
 
 # What health probes and `status` leave in a server's access log, every few seconds.
-_PROBE = re.compile(r'"GET /(?:is_paused|metrics|metrics/\?\S+|health|v1/models) HTTP/1\.1" 200')
+_PROBE = re.compile(
+    r'"GET /(?:is_paused|skyctl/state|metrics|metrics/\?\S+|health|model_info|v1/models) '
+    r'HTTP/1\.1" 200'
+)
 
 
 def tail(path: Path, lines: int, *, probes: bool = False) -> list[str]:

@@ -225,7 +225,8 @@ class GenerationClient:
                     raise ServerError(
                         f"given up after {progress.fruitless} attempts in a row: {cut}"
                     ) from cut
-            if _NOT_CONTINUED & request.body.keys():
+            # without token ids there is nothing to go on from
+            if not progress.tokens or _NOT_CONTINUED & request.body.keys():
                 progress.start_again()
             progress.retries += 1
             await self._sleep(self._retry.wait_s(progress.fruitless))

@@ -38,6 +38,8 @@ def stub_run(directory: Path) -> SGLangRun:
         directory,
         extra=settings,
         router=True,
-        held_tokens=400,
+        held_tokens=1000,
+        pushes=4,
+        verbs=60,
         write=lambda path, seed: make_tiny_checkpoint(path, seed=seed),
     )

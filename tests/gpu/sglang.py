@@ -34,7 +34,6 @@ from tests.stub.sglang_verbs import Verbs
 SHAPE = "qwen3-4-layers"
 DEADLINE_S = 300.0
 UP_TIMEOUT_S = 240.0
-PUSHES, VERBS = 20, 120
 SERVER: dict[str, Any] = {
     "dtype": "bfloat16",
     "attention-backend": "triton",
@@ -60,6 +59,8 @@ class SGLangRun:
     router: bool = False
     write: Callable[[Path, int], object] = lambda path, seed: write_checkpoint(path, SHAPE, seed)
     held_tokens: int = 1800
+    pushes: int = 20
+    verbs: int = 120
 
     def __post_init__(self) -> None:
         self.fleets = {name: self._fleet(name) for name in ("sgl", "right")}
@@ -126,8 +127,8 @@ class SGLangRun:
         return found
 
     def answers(self, fleet: str = "sgl") -> dict[str, list[list[int]]]:
-        """Greedy tokens of each server. The cache is emptied first: with a prefix that is cached the
-        same sums are made in another order."""
+        """Greedy tokens of each server. Its cache is emptied first: with a prefix that is cached
+        the same sums are made in another order."""
         key, token = self.fleets[fleet].key, self.fleets[fleet].control_token
         for url in self.servers(fleet).values():
             done = httpx.post(f"{url}/flush_cache", headers=bearer(token), timeout=30)
@@ -215,13 +216,14 @@ def a_b_a(run: SGLangRun) -> str:
 
 def many_pushes(run: SGLangRun) -> str:
     before, freezes = used_mib(), []
-    for number in range(PUSHES):
+    for number in range(run.pushes):
         pushed = run.push(run.b if number % 2 == 0 else run.a)
         assert all(server["ok"] for server in pushed["servers"]), pushed
         freezes.append(1000 * pushed["freeze_window_s"])
     after = used_mib()
     assert abs(after - before) < 200, f"{before} MiB before, {after} after"
-    return f"{PUSHES}; frozen {statistics.median(freezes):.0f} ms (median); {before} to {after} MiB"
+    frozen = f"frozen {statistics.median(freezes):.0f} ms (median)"
+    return f"{run.pushes}; {frozen}; {before} to {after} MiB"
 
 
 def pauses(run: SGLangRun) -> str:
@@ -314,7 +316,7 @@ def any_verbs(run: SGLangRun) -> str:
                 tokens=60,
             )
             try:
-                for number in range(VERBS):
+                for number in range(run.verbs):
                     others = verbs.others() if number % 3 == 0 else {}
                     await verbs.any({**verbs.ours(), **others})
             finally:
@@ -333,7 +335,7 @@ def any_verbs(run: SGLangRun) -> str:
     assert now == pids, f"a server was ended: {pids}, {now}"
     run.push(run.a, "--colocated", "--mode", "abort")
     assert run.answers() == before
-    return f"{VERBS} on each server in {time.monotonic() - began:.0f} s, none was ended"
+    return f"{run.verbs} on each server in {time.monotonic() - began:.0f} s, none was ended"
 
 
 def looks(run: SGLangRun) -> str:

@@ -108,6 +108,16 @@ async def test_an_aborted_request_goes_on_from_its_tokens_for_the_rest() -> None
     assert (script.bodies[1]["max_tokens"], script.bodies[1]["min_tokens"]) == (2, 1)
 
 
+async def test_a_cut_answer_without_token_ids_begins_anew() -> None:
+    def piece(text: str, finish: str | None = None) -> dict[str, Any]:
+        return {"choices": [{"text": text, "finish_reason": finish}]}
+
+    script = Script(stream(piece("ab"), done=False), stream(piece("abc"), piece("d", "length")))
+    result = await run(script)
+    assert (result.text, result.token_ids, result.retries) == ("abcd", [], 1)
+    assert script.bodies[1]["prompt"] == "p"
+
+
 @pytest.mark.parametrize(
     "cut",
     [
