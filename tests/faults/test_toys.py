@@ -106,5 +106,5 @@ def test_what_an_engine_lacks_is_refused_with_a_sentence(fleet: ToyFleet) -> Non
     assert fleet.replica()["pid"] == before
     file.write_text(FLEET.replace("engine: toy", "engine: toi"))
     problem = fleet.run("validate", expect=2)["error"]["message"]
-    assert "fleet.yaml:3: engine: there is no engine 'toi'; there are: toy, vllm" in problem
+    assert "fleet.yaml:3: engine: there is no engine 'toi'; there are: sglang, toy, vllm" in problem
     file.write_text(FLEET)
