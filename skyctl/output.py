@@ -14,7 +14,6 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -28,6 +27,7 @@ from rich.terminal_theme import TerminalTheme
 from rich.text import Text
 
 from skyctl.errors import ExitCode, SkyctlError, UsageError
+from skyctl.printing import heard, mode
 from skyctl.sanitize import sanitized
 
 ENVELOPE_VERSION = 1
@@ -54,15 +54,6 @@ STATE_STYLES = {
     "dead": "red",
     "quarantined": "red",
 }
-
-
-@dataclass
-class Mode:
-    """How this process prints. Set once, at the entry point."""
-
-    command: str = "skyctl"
-    json: bool = False
-    quiet: bool = False
 
 
 # A table written to a file or a pipe is not cut to the width of a terminal that is not there.
@@ -100,18 +91,18 @@ def _console(*, stderr: bool = False, no_color: bool | None = None) -> Console:
     return console
 
 
-mode = Mode()
-out = _console()
-err = _console(stderr=True)
-
-
-def configure(*, command: str, json: bool, quiet: bool = False, color: bool = True) -> None:
-    """Set the mode and rebuild the consoles (they look at the current stdout and stderr)."""
+def _as_configured() -> None:
+    """Build the consoles: they look at the current stdout and stderr."""
     global out, err
-    mode.command, mode.json, mode.quiet = command, json, quiet
-    no_color = not color or None
+    no_color = not mode.color or None
     out = _console(no_color=no_color)
     err = _console(stderr=True, no_color=no_color)
+
+
+out: Console
+err: Console
+_as_configured()
+heard.append(_as_configured)
 
 
 def styled(state: str) -> Text:

@@ -16,6 +16,7 @@ import typer
 from skyctl import __version__
 from skyctl.cli.command_line import command_name, explain, flowing, given, options_first
 from skyctl.errors import ExitCode, InternalError, Interrupted, SkyctlError, UsageError
+from skyctl.printing import configure, mode
 from skyctl.sanitize import sanitized
 from skyctl.store.unrecorded import LOST
 
@@ -148,11 +149,9 @@ def asked_for(arguments: Sequence[str]) -> Sequence[Verb]:
 
 def main() -> None:
     """Entry point: run one command, print one error, exit with its documented code."""
-    from skyctl import output
-
     arguments = sys.argv[1:]
     register(asked_for(arguments))
-    output.configure(
+    configure(
         command=command_name(arguments, _groups()),
         json=given("--json", arguments),
         quiet=given("-q", arguments) or given("--quiet", arguments),
@@ -169,6 +168,8 @@ def main() -> None:
     finally:
         with contextlib.suppress(OSError):
             for path in {lost.path for lost in LOST}:
+                from skyctl import output
+
                 of_it = [lost for lost in LOST if lost.path == path]
                 output.print_warning(str(of_it[-1].with_all(of_it)))
 
@@ -229,20 +230,18 @@ def _fail(error: SkyctlError) -> NoReturn:
     from skyctl import output
 
     if isinstance(error, UsageError) and not error.hint:
-        error.hint = f"how it is typed: skyctl {output.mode.command} --help"
+        error.hint = f"how it is typed: skyctl {mode.command} --help"
     output.emit_error(error)
     sys.exit(int(error.exit_code))
 
 
 def _fail_unexpectedly(error: Exception) -> NoReturn:
     """A wrong command line, as the parser found it, or a bug."""
-    from skyctl import output
-
     show = getattr(error, "show", None)
     if show is None:
         sys.stderr.write(sanitized(traceback.format_exc()))
         _fail(InternalError(f"a bug in skyctl: {error!r}", hint="report it with the lines above"))
-    command = output.mode.command
+    command = mode.command
     known = command.split()[0] in {verb.name for verb in VERBS}
     text: str = getattr(error, "format_message", error.__str__)()
     message, hint = explain(text, command if known else "")

@@ -79,6 +79,7 @@ async def follow(
     """
     from skyctl import output
     from skyctl.cli.fleet_view import OperationView
+    from skyctl.printing import mode
     from skyctl.service.bring_up import follow_operation
     from skyctl.service.ended import operation_error
 
@@ -88,7 +89,7 @@ async def follow(
         status = await follow_operation(fleet, operation, view.see, timeout_s=timeout_s)
     error = await operation_error(fleet, status)
     if error is not None:
-        if not output.mode.json:
+        if not mode.json:
             _show_logs(error.details["logs"])
         raise error
     return status

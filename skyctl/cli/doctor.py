@@ -46,6 +46,7 @@ def doctor(
     from skyctl.core.registry import select
     from skyctl.doctor.finding import Severity, count
     from skyctl.errors import FleetFileError, NotFoundError
+    from skyctl.printing import mode
 
     ref: FleetRef | None = None
     refusal: FleetFileError | None = None
@@ -64,7 +65,7 @@ def doctor(
         "errors": errors,
         "warnings": warnings,
     }
-    shown = [f for f in findings if f.severity is not Severity.OK or not output.mode.quiet]
+    shown = [f for f in findings if f.severity is not Severity.OK or not mode.quiet]
     verdict = _verdict(errors, warnings)
     failed = _failed(verdict) if errors or (strict and warnings) else None
     output.emit(data, *_lines(shown), None if failed else verdict, error=failed)

@@ -219,11 +219,11 @@ def _forecast_views(plan: dict[str, Any]) -> list[RenderableType]:
 
 def run_following(body: Coroutine[Any, Any, T], job_hint: Callable[[], str]) -> T:
     """Run a coroutine that follows a job; Ctrl-C leaves the job running and says how to go on."""
-    from skyctl import output
-
     try:
         return asyncio.run(body)
     except KeyboardInterrupt:
+        from skyctl import output
+
         hint = job_hint()
         if hint:
             output.warn(hint)

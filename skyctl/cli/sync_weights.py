@@ -227,7 +227,6 @@ def sync_weights(
     the roll ends. A failure stops it.
     """
     # what a push is asked for comes first; what shows it is imported while it runs
-    from skyctl import output
     from skyctl.checkpoints.checkpoint import absolute
     from skyctl.cli.job_view import emit_job, follow_job, run_following
     from skyctl.core.registry import FleetRef, find
@@ -291,6 +290,8 @@ def sync_weights(
         return f"the push goes on without you: skyctl jobs wait {started[0]}"
 
     job = run_following(run(), on_interrupt)
+    from skyctl import output
+
     if job is None:
         output.emit({"job": started[0]}, f"{started[0]} (follow it: skyctl jobs wait {started[0]})")
     else:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from rich.text import Text
 
-from skyctl import output
+from skyctl import output, printing
 from skyctl.engines.logs import tail, telling_line
 from skyctl.errors import SkyctlError
 from skyctl.sanitize import sanitized
@@ -59,7 +59,7 @@ def test_nothing_that_is_printed_reaches_the_terminal_raw(monkeypatch: pytest.Mo
     monkeypatch.setattr(sys, "stdout", written)
     monkeypatch.setattr(sys, "stderr", written)
     monkeypatch.setenv("TERM", "xterm-256color")
-    output.configure(command="test", json=False, color=False)
+    printing.configure(command="test", json=False, color=False)
     hostile = "[/nomarkup]" + "".join(text for text, _ in HOSTILE)
     output.print_error(SkyctlError(hostile, hint=hostile))
     output.warn(hostile)
@@ -73,7 +73,7 @@ def test_nothing_that_is_printed_reaches_the_terminal_raw(monkeypatch: pytest.Mo
 
 
 def test_generated_text_goes_into_a_pipe_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
-    output.configure(command="generate", json=False)
+    printing.configure(command="generate", json=False)
     output.raw(CLIPBOARD)
     assert capsys.readouterr().out == CLIPBOARD
 

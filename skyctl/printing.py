@@ -1,0 +1,28 @@
+"""How this process prints: set at the entry point, before `output.py` and Rich are imported."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+
+@dataclass
+class Mode:
+    """`color` False: none, not even in a terminal."""
+
+    command: str = "skyctl"
+    json: bool = False
+    quiet: bool = False
+    color: bool = True
+
+
+mode = Mode()
+heard: list[Callable[[], None]] = []
+"""Called when it changes."""
+
+
+def configure(*, command: str, json: bool, quiet: bool = False, color: bool = True) -> None:
+    """Set the mode of what is printed from now on, to the current stdout and stderr."""
+    mode.command, mode.json, mode.quiet, mode.color = command, json, quiet, color
+    for hear in heard:
+        hear()
