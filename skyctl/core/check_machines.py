@@ -11,6 +11,8 @@ from skyctl.engines import ENGINES
 from skyctl.errors import PreflightError, SkyctlError
 from skyctl.launch.base import Node
 from skyctl.launch.ssh.machines import answers
+from skyctl.push.request import PushRequest
+from skyctl.store.paths import FleetPaths
 
 
 def check_machines(plan: FleetPlan, own_ports: Collection[int]) -> Iterator[tuple[str, str]]:
@@ -47,13 +49,18 @@ def check_machines(plan: FleetPlan, own_ports: Collection[int]) -> Iterator[tupl
                 yield f"{node.target} has no GPU {index}", "correct `gpus`"
 
 
-def refuse_unseen(plan: FleetPlan, path: str) -> None:
-    """Refuse a push of what some machine does not have at this path.
+def refuse_unseen(plan: FleetPlan, asked: PushRequest, paths: FleetPaths) -> None:
+    """Refuse a push of what some machine does not have at its path: the checkpoint, or the copy of
+    it that is to be kept.
 
     Raises:
         PreflightError: one lacks it, or cannot be asked.
     """
-    nodes, found = list(_by_node(plan)), locate(path)
+    nodes, found = list(_by_node(plan)), locate(asked.checkpoint)
+    hint = "push from a path that all machines of the fleet share"
+    if asked.keep:
+        found = paths.directory
+        hint = "push without --keep, or set SKYCTL_HOME to a directory that all machines share"
     if found is None:  # the push itself says that there is none
         return
     questions = [{"ports": 0, "paths": [str(found)]} for _ in nodes]
@@ -61,10 +68,7 @@ def refuse_unseen(plan: FleetPlan, path: str) -> None:
         if isinstance(answer, SkyctlError):
             raise PreflightError(answer.message, hint=answer.hint)
         if answer["absent"]:
-            raise PreflightError(
-                f"{node.target} has no {found}",
-                hint="push from a path that all machines of the fleet share",
-            )
+            raise PreflightError(f"{node.target} has no {found}", hint=hint)
 
 
 def _by_node(plan: FleetPlan) -> dict[Node, list[ServerSpec]]:

@@ -42,7 +42,9 @@ class FilePlan:
 
 def check_fleet_file(given: FilePlan, facts: MachineFacts) -> list[Finding]:
     """All checks of this section."""
-    return [finding for check in CHECKS for finding in check(given, facts)]
+    here = all(server.node is None for server in given.plan.servers)
+    checks = (*CHECKS, *OF_THIS_MACHINE) if here else CHECKS
+    return [finding for check in checks for finding in check(given, facts)]
 
 
 def plan_problems(given: FilePlan, facts: MachineFacts) -> Iterator[Finding]:
@@ -195,6 +197,8 @@ CHECKS: tuple[Callable[[FilePlan, MachineFacts], Iterator[Finding]], ...] = (
     plan_advice,
     public_pickle,
     router_patience,
+)
+OF_THIS_MACHINE: tuple[Callable[[FilePlan, MachineFacts], Iterator[Finding]], ...] = (
     chunk_size,
     staging_memory,
     server_memory,

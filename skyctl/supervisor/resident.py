@@ -336,7 +336,7 @@ class Supervisor(RecordedFleet, SupervisorService):
             await asyncio.sleep(_ADOPTION_POLL_S)
         self._refuse_beside_operation()
         if any(spec.node for spec in self.require_plan().servers):
-            await asyncio.to_thread(refuse_unseen, self.require_plan(), asked.checkpoint)
+            await asyncio.to_thread(refuse_unseen, self.require_plan(), asked, self.paths)
         turn = await self.arbiter.turn(Act.PUSH, "a push that is just starting")
         try:
             if await hung_up.get()():  # its directory may hold another version by now

@@ -12,14 +12,14 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from tests.faults.stub_fleet import ROOT, StubFleet
+from tests.faults.stub_fleet import StubFleet
 
 HOSTS = ("me@127.0.0.2", "me@127.0.0.3")
 _SSH = """#!{python}
@@ -60,7 +60,7 @@ launcher: ssh
 ssh:
   hosts: [{hosts}]
   python: {python}
-  command: [{ssh}]
+  command: {ssh}
   orphan_grace_s: {grace_s}
 """
 
@@ -73,14 +73,27 @@ class SshFleet(StubFleet):
     def hosts(self) -> Path:
         return self.directory / "hosts"
 
-    def lay_out(self, replicas: int = 2, *, grace_s: float = 60, python: str = "") -> None:
+    def lay_out(
+        self,
+        replicas: int = 2,
+        *,
+        grace_s: float = 60,
+        python: str = "",
+        hosts: Sequence[str] = HOSTS,
+        command: Sequence[str] = (),
+    ) -> None:
         """Write the fleet file, the interpreter of the machines and the ssh that reaches them."""
         self.hosts.mkdir(exist_ok=True)
         ssh = self.directory / "ssh"
         ssh.write_text(_SSH.format(python=sys.executable, hosts=str(self.hosts)))
         ssh.chmod(0o755)
         python = python or str(self.directory / "python")
-        more = _EXTRA.format(hosts=", ".join(HOSTS), python=python, ssh=ssh, grace_s=grace_s)
+        more = _EXTRA.format(
+            hosts=", ".join(hosts),
+            python=python,
+            ssh=json.dumps(list(command) or [str(ssh)]),
+            grace_s=grace_s,
+        )
         self.write(replicas, extra=more)
         text = (self.directory / "fleet.yaml").read_text()
         text = text.replace("model: ./model", f"model: {self.directory}/model")
@@ -183,6 +196,3 @@ def _environ(process: psutil.Process) -> dict[str, str]:
         return process.environ()
     except psutil.Error:
         return {}
-
-
-__all__ = ["HOSTS", "ROOT", "SshFleet"]

@@ -141,6 +141,15 @@ def test_a_machine_that_does_not_answer_at_all_is_no_dead_server(lasting: SshFle
     assert [one.pid for one in lasting.servers(B)] == [row["pid"]]
 
 
+def test_other_machines_in_the_file_move_a_replica(fleet: SshFleet) -> None:
+    fleet.lay_out()
+    fleet.run("up")
+    fleet.lay_out(hosts=[f"me@{A}"])
+    fleet.run("up")
+    assert [row["node"] for row in fleet.replicas().values()] == [f"me@{A}"] * 2
+    assert (len(fleet.servers(A)), fleet.servers(B)) == (2, [])
+
+
 def test_servers_end_by_themselves_when_nobody_is_heard_of_any_more(fleet: SshFleet) -> None:
     fleet.lay_out(grace_s=2)
     fleet.run("up")

@@ -165,8 +165,7 @@ class _Telling:
             self._send_log()
             if ended is not None or not self._paths.directory.exists():
                 _say({"ended": ended["how"] if ended else "was ended"})
-                _remove(self._paths)
-                return
+                return  # what it left is still being ended; `stop` comes next
             self._replace_keeper(grace_s)
             if time.monotonic() - self._told >= _STATE_S:
                 self._tell()
@@ -233,7 +232,7 @@ def _begin(paths: FleetPaths, start: Callable[[], ManagedProcess], grace_s: floa
 
 
 async def _guard(paths: FleetPaths, start: Callable[[], ManagedProcess], grace_s: float) -> None:
-    """Be a server's keeper until it was told of that it ended, or nobody asks for it any more."""
+    """Be a server's keeper until `stop` has removed its directory, or nobody is heard any more."""
     try:
         process = start()
     except SkyctlError as error:
@@ -245,9 +244,9 @@ async def _guard(paths: FleetPaths, start: Callable[[], ManagedProcess], grace_s
     lease, since, ended = 0, time.monotonic(), False
     while (found := _lease(paths)) is not None:
         if process.exited.is_set() and not ended:
-            how, ended = process.exit_text(), True
+            ended = True
+            _write(paths.directory / "ended", {"how": process.exit_text()})
             await process.stop(STOP_TIMEOUT_S)  # what it left below it
-            _write(paths.directory / "ended", {"how": how})
         if found != lease:
             lease, since = found, time.monotonic()
         elif time.monotonic() - since > grace_s:

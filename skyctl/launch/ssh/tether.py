@@ -56,12 +56,12 @@ class _Tether:
         while not self._record.ended:
             try:
                 async with Session(self._record.node) as session:
-                    self._note(begun=True)
+                    if not self._record.begun:  # on record first, or not at all
+                        self._record = record.write(self._token, self._record, begun=True)
                     await self._follow(session)
             except SkyctlError as error:
                 if not self._heard:
-                    _print(f"{type(error).__name__}: {error.message}\n".encode())
-                    self._note(ended="could not be started")
+                    self._note(ended=f"could not be started: {error.message}")
                     return
                 self._note(lost=error.message)
                 await asyncio.sleep(RETRY_S)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ from skyctl.errors import PreflightError
 from skyctl.fleetfile.schema import FleetConfig
 from skyctl.launch.base import Gpu, Machine, Node
 from skyctl.launch.ssh.session import PROTOCOL
+from skyctl.push.request import PushRequest
+from skyctl.store.paths import FleetPaths
 
 HELLO = json.dumps({"agent": PROTOCOL, "skyctl": __version__})
 WELL = {"missing": [], "absent": [], "taken": {}, "gpus": [{"index": 0}, {"index": 1}]}
@@ -75,8 +78,13 @@ def test_each_lack_names_its_machine(
 
 
 def test_a_push_of_what_a_machine_does_not_see_is_refused(tmp_path: Path) -> None:
-    planned = plan(tmp_path, a={}, b={"absent": [str(tmp_path)]})
-    with pytest.raises(PreflightError, match=f"b has no {tmp_path}"):
-        refuse_unseen(planned, str(tmp_path))
-    refuse_unseen(plan(tmp_path, a={}, b={}), str(tmp_path))
-    refuse_unseen(planned, str(tmp_path / "nothing"))  # the push itself says so
+    paths = FleetPaths(tmp_path / "state", "f")
+    blind = plan(tmp_path, a={}, b={"absent": ["it"]})
+    asked = PushRequest(str(tmp_path))
+    with pytest.raises(PreflightError, match=f"^b has no {tmp_path}$"):
+        refuse_unseen(blind, asked, paths)
+    with pytest.raises(PreflightError, match=f"^b has no {paths.directory}$") as caught:
+        refuse_unseen(blind, replace(asked, keep=True), paths)
+    assert "push without --keep" in caught.value.hint
+    refuse_unseen(plan(tmp_path, a={}, b={}), asked, paths)
+    refuse_unseen(blind, PushRequest(str(tmp_path / "nothing")), paths)  # the push says so
