@@ -39,7 +39,7 @@ def stub_run(directory: Path) -> SGLangRun:
         extra=settings,
         router=True,
         held_tokens=1000,
-        pushes=4,
-        verbs=60,
+        pushes=2,
+        verbs=40,
         write=lambda path, seed: make_tiny_checkpoint(path, seed=seed),
     )

@@ -49,6 +49,19 @@ SERVER: dict[str, Any] = {
 PROMPTS = [list(range(5, 25)), [40, 41, 42, 43], [7, 300, 12]]
 
 
+@dataclass(frozen=True)
+class Place:
+    """Where a fleet's servers are, by name, and what they ask for. It stays when they restart."""
+
+    servers: dict[str, str]
+    key: str
+    token: str
+
+    @classmethod
+    def of(cls, fleet: FleetCli) -> Place:
+        return cls(fleet.data("urls", timeout_s=30)["servers"], fleet.key, fleet.control_token)
+
+
 @dataclass
 class SGLangRun:
     """The fleet `sgl` (sgl-0 with its prefix cache, plain-0 without) on checkpoint `a`, and the
@@ -65,6 +78,7 @@ class SGLangRun:
     def __post_init__(self) -> None:
         self.fleets = {name: self._fleet(name) for name in ("sgl", "right")}
         self.cli = self.fleets["sgl"]
+        self.places: dict[str, Place] = {}
         self.a, self.b = self.directory / "a", self.directory / "b"
         for seed, path in enumerate((self.a, self.b), 1):
             self.write(path, seed)
@@ -107,20 +121,18 @@ class SGLangRun:
             thread.join()
         if failed:
             raise failed[0]
+        self.places = {name: Place.of(fleet) for name, fleet in self.fleets.items()}
 
     def down(self) -> None:
         for fleet in self.fleets.values():
             fleet.run("down", expect=None, timeout_s=90)
 
-    def servers(self, fleet: str = "sgl") -> dict[str, str]:
-        found: dict[str, str] = self.fleets[fleet].data("urls", timeout_s=30)["servers"]
-        return found
-
     def rows(self) -> dict[str, dict[str, Any]]:
         rows = self.cli.data("status", timeout_s=30)["replicas"]
         return {row["name"]: row for row in rows if row["name"] in ("sgl-0", "plain-0")}
 
-    def post(self, url: str, body: dict[str, Any], key: str) -> dict[str, Any]:
+    def post(self, url: str, body: dict[str, Any]) -> dict[str, Any]:
+        key = next(p.key for p in self.places.values() if url in p.servers.values())
         answer = httpx.post(f"{url}/generate", json=body, headers=bearer(key), timeout=90)
         answer.raise_for_status()
         found: dict[str, Any] = answer.json()
@@ -129,17 +141,17 @@ class SGLangRun:
     def answers(self, fleet: str = "sgl") -> dict[str, list[list[int]]]:
         """Greedy tokens of each server. Its cache is emptied first: with a prefix that is cached
         the same sums are made in another order."""
-        key, token = self.fleets[fleet].key, self.fleets[fleet].control_token
-        for url in self.servers(fleet).values():
-            done = httpx.post(f"{url}/flush_cache", headers=bearer(token), timeout=30)
+        place = self.places[fleet]
+        for url in place.servers.values():
+            done = httpx.post(f"{url}/flush_cache", headers=bearer(place.token), timeout=30)
             assert done.status_code == 200, done.text
         settings = {"temperature": 0.0, "max_new_tokens": 16, "ignore_eos": True}
         return {
             name: [
-                self.post(url, {"input_ids": p, "sampling_params": settings}, key)["output_ids"]
+                self.post(url, {"input_ids": p, "sampling_params": settings})["output_ids"]
                 for p in PROMPTS
             ]
-            for name, url in self.servers(fleet).items()
+            for name, url in place.servers.items()
         }
 
     def push(self, path: Path, *more: str) -> dict[str, Any]:
@@ -149,13 +161,13 @@ class SGLangRun:
 
     def held(self, server: str) -> tuple[threading.Thread, dict[str, Any]]:
         """A long request on a server, under way; what it came to."""
-        url, key, result = self.servers()[server], self.cli.key, dict[str, Any]()
+        url, result = self.places["sgl"].servers[server], dict[str, Any]()
         settings = {"temperature": 0.0, "max_new_tokens": self.held_tokens, "ignore_eos": True}
 
         def ask() -> None:
             body = {"input_ids": list(range(30, 60)), "sampling_params": settings}
             try:
-                result.update(self.post(url, body, key))
+                result.update(self.post(url, body))
             except Exception as error:
                 result["error"] = repr(error)
 
@@ -301,10 +313,10 @@ def restarts(run: SGLangRun) -> str:
 def any_verbs(run: SGLangRun) -> str:
     pids = {name: row["pid"] for name, row in run.rows().items()}
     before = run.answers()
-    token = run.cli.control_token
+    place = run.places["sgl"]
 
     async def live(url: str, seed: int) -> None:
-        target = ServerTarget("s", url, token, "sglang")
+        target = ServerTarget("s", url, place.token, "sglang")
         async with ControlClient() as client:
             server = SGLangServer(client, target, timeout_s=20.0)
             verbs = Verbs(
@@ -326,7 +338,7 @@ def any_verbs(run: SGLangRun) -> str:
                 raise AssertionError("still asleep")
 
     async def both() -> None:
-        urls = run.servers().values()
+        urls = place.servers.values()
         await asyncio.gather(*(live(url, seed) for seed, url in enumerate(urls)))
 
     began = time.monotonic()
@@ -343,7 +355,7 @@ def looks(run: SGLangRun) -> str:
     run.cli.run("top", "--once", timeout_s=60)
     told = run.cli.run("doctor", expect=None, timeout_s=120).stdout
     assert "SGLang 0." in told, told
-    key, url = run.cli.key, run.servers()["sgl-0"]
+    key, url = run.places["sgl"].key, run.places["sgl"].servers["sgl-0"]
     assert httpx.get(f"{url}/model_info", timeout=10).status_code == 401
     assert httpx.get(f"{url}/model_info", headers=bearer(key), timeout=10).status_code == 200
     assert httpx.post(f"{url}/pause_generation", headers=bearer(key), json={}).status_code == 401

@@ -119,14 +119,26 @@ class SGLangServer:
         state = await self._state()
         if state is not None:
             return state.paused
-        await self._info()
+        return await self._holds_a_probe()
+
+    async def _holds_a_probe(self) -> bool:
+        """Whether it answers what came later, and the probe not. A busy server is late with all."""
+        probe = asyncio.create_task(self._call("POST", "/generate", json=_PROBE))
         try:
-            await self._call("POST", "/generate", json=_PROBE, timeout_s=self.probe_s)
-        except DeadlineExceeded:
-            return True
+            for _ in range(2):
+                await asyncio.wait([probe], timeout=self.probe_s / 2)
+                if probe.done():
+                    break
+                await self._info()
+            if not probe.done():
+                return True
+            await probe
         except ServerError as error:
             if error.status != 400:
                 raise
+        finally:
+            probe.cancel()
+            await asyncio.wait([probe])
         return False
 
     async def pause(

@@ -1,0 +1,163 @@
+"""SGLang's command line, keys and keeper. The rest: tests/integration/test_engine_contract.py,
+tests/faults/test_sglang_states.py and test_sglang_fleet.py."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import skyctl.engines.sglang.inside.serve as serve
+from skyctl.checkpoints.tiny import make_tiny_checkpoint
+from skyctl.core.service import Pause, Resume, Sleep
+from skyctl.engines.inside import ALONE
+from skyctl.engines.inside.guard import Guard, is_data
+from skyctl.engines.sglang.inside import keeper
+from skyctl.engines.sglang.server import SGLangServer
+from skyctl.errors import ServerError, UsageError
+from skyctl.http.client import ControlClient
+from skyctl.http.target import ServerTarget
+from skyctl.push.request import PushRequest
+from skyctl.store.credentials import AT_SPAWN
+from tests.faults.attached_fleet import attached_fleet
+from tests.stub.inprocess import StubTransport
+from tests.stub.sglang import SGLangEngine, SGLangStub
+from tests.unit.core.test_plan import PYTHON, gpus, plan
+
+
+def test_a_gpu_server_gets_exactly_this_command_and_environment() -> None:
+    planned = plan(
+        engine="sglang",
+        machine_gpus=gpus(2),
+        tensor_parallel_size=2,
+        args={"mem_fraction_static": 0.5, "enable-weights-cpu-backup": False},
+    )
+    (server,) = planned.servers
+    assert server.argv == (
+        PYTHON, "-m", "skyctl.engines.sglang.inside.serve",
+        "--model", "org/model", "--served-model-name", "org/model",
+        "--host", "127.0.0.1", "--port", "20000", "--tp-size", "2",
+        "--enable-metrics", "--enable-memory-saver", "--mem-fraction-static", "0.5",
+    )  # fmt: skip
+    assert server.env == {
+        "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "false",
+        "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
+        "CUDA_VISIBLE_DEVICES": "0,1",
+        "SKYCTL_API_KEY": AT_SPAWN,
+        "SKYCTL_CONTROL_TOKEN": AT_SPAWN,
+    }
+    assert server.backend == "" and planned.router is not None
+    assert "vllm_router.launch_router" in planned.router.argv
+
+
+def test_an_interpreter_without_skyctl_runs_the_file() -> None:
+    (server,) = plan(engine="sglang", device="cpu", python="/opt/sgl/bin/python").servers
+    assert server.argv[:2] == ("/opt/sgl/bin/python", serve.__file__)
+    assert server.env["PYTHONPATH"] == str(ALONE)
+
+
+@pytest.mark.parametrize(
+    ("settings", "why"),
+    [
+        ({"weight_transfer": {"transport": "nccl"}}, "by disk alone"),
+        ({"weight_transfer": {"transport": "ipc"}}, "by disk alone"),
+        ({"lora": {}}, "no LoRA adapters"),
+        ({"data_parallel_size": 2}, "no data-parallel SGLang servers"),
+    ],
+)
+def test_what_skyctl_does_not_do_with_sglang_is_refused(settings: dict[str, Any], why: str) -> None:
+    with pytest.raises(UsageError, match=why):
+        plan(engine="sglang", machine_gpus=gpus(2), **settings)
+
+
+def test_the_file_finds_its_layers_without_skyctl() -> None:
+    code = (
+        f"import runpy; told = runpy.run_path({serve.__file__!r}); print(told['Keeper'].__name__)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-S", "-P", "-c", f"import sys; sys.path.insert(0, {HERE!r}); {code}"],
+        env={"PYTHONPATH": str(ALONE)},
+        cwd="/",
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stdout.split() == ["Keeper"], done.stderr
+
+
+HERE = str(Path(serve.__file__).parent)
+
+
+def test_the_api_key_opens_inference_and_nothing_that_changes_a_server() -> None:
+    for path in ("/generate", "/v1/completions", "/model_info", "/metrics"):
+        assert is_data(path, serve.ROUTES)
+    for path in (keeper.PAUSE, keeper.FROM_DISK, keeper.STATE, "/flush_cache", "/abort_request"):
+        assert not is_data(path, serve.ROUTES)
+
+
+async def test_one_that_has_just_started_is_closed_to_users_while_the_file_is_there(
+    tmp_path: Path,
+) -> None:
+    stub, token, key = SGLangStub(), "t" * 32, "k" * 32
+    held = tmp_path / "held"
+    held.touch()
+    stub.asgi = Guard(  # type: ignore[assignment] # what every request meets first
+        stub.app,
+        environ={
+            "SKYCTL_CONTROL_TOKEN": token,
+            "SKYCTL_API_KEY": key,
+            "SKYCTL_HELD_WHILE": str(held),
+        },
+        routes=serve.ROUTES,
+    )
+    client = ControlClient(transport=StubTransport([stub]))
+    body = {"prompt": "a", "max_tokens": 1}
+
+    async def status(bearer: str) -> int | None:
+        target = ServerTarget("s-0", "http://stub-0", bearer, "sglang")
+        try:
+            await SGLangServer(client, target).complete(body)
+        except ServerError as error:
+            return error.status
+        return 200
+
+    assert (await status(key), await status(token)) == (503, 200)
+    held.unlink()
+    assert (await status(key), await status("other")) == (200, 401)
+
+
+async def test_listed_servers_with_both_keys_take_the_verbs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a, b = (str(make_tiny_checkpoint(tmp_path / n, seed=i)) for i, n in enumerate("ab"))
+    monkeypatch.setenv("THE_KEY", "k")
+    monkeypatch.setenv("THE_ADMIN_KEY", "a")
+    monkeypatch.setattr(SGLangServer, "probe_s", 0.05)
+    stubs = [SGLangStub(SGLangEngine(model=a), keeper=False, keys=("k", "a")) for _ in range(2)]
+    settings = {"api_key_env": "THE_KEY", "control_token_env": "THE_ADMIN_KEY"}
+    async with attached_fleet(tmp_path, monkeypatch, stubs, engine="sglang", **settings) as fleet:
+        assert all(one.ok for one in await fleet.control(Pause(mode="keep")))
+        assert {row.state for row in (await fleet.status()).replicas} == {"paused"}
+        assert all(one.ok for one in await fleet.control(Resume()))
+        job = await fleet.wait_job(await fleet.start_push(PushRequest(b, weight_version="2")))
+        assert job.state == "succeeded", job
+        assert {stub.engine.digest for stub in stubs} == {SGLangEngine(model=b).digest}
+        assert {stub.engine.weight_version for stub in stubs} == {"2"}
+        asleep = await fleet.control(Sleep())
+        assert all("does not say what memory it has released" in one.detail for one in asleep)
+    assert not any(stub.engine.dead or stub.engine.is_pause for stub in stubs)
+
+
+async def test_an_abort_that_never_ends_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(keeper, "_ABORT_TIMEOUT_S", 0.05)
+    stub = SGLangStub()
+    stub.engine.hung = True
+    target = ServerTarget("s-0", "http://stub-0", engine="sglang")
+    server = SGLangServer(ControlClient(transport=StubTransport([stub])), target)
+    with pytest.raises(ServerError, match="not all ended") as caught:
+        await asyncio.wait_for(server.pause("abort"), 5)
+    assert caught.value.status == 504
