@@ -107,6 +107,7 @@ def first_pushes(checkpoints: list[Path], options: argparse.Namespace) -> dict[s
     fleets: dict[bool, Fleet] = {}
     seconds: dict[bool, list[float]] = {False: [], True: []}
     preflights: dict[bool, list[float]] = {False: [], True: []}
+    beyond: dict[bool, list[float]] = {False: [], True: []}
     try:
         for warm in seconds:
             wanted = {**settings(options, checkpoints[0]), "name": f"bench-{warm}".lower()}
@@ -117,7 +118,9 @@ def first_pushes(checkpoints: list[Path], options: argparse.Namespace) -> dict[s
         for run in range(1 + options.runs):
             for warm, fleet in fleets.items():
                 asked = ("sync-weights", str(checkpoints[(run + 1) % 2]), "--transport", "shm")
+                began = time.perf_counter()
                 result = fleet.data(*asked)["job"]["result"]
+                beyond[warm].append(time.perf_counter() - began - result["seconds"])
                 seconds[warm].append(result["seconds"])
                 preflights[warm].append(result["stages"]["preflight"])
                 print(f"warm {warm}, push {run}: {result['seconds']:.2f} s {result['stages']}")
@@ -130,6 +133,7 @@ def first_pushes(checkpoints: list[Path], options: argparse.Namespace) -> dict[s
             "later_s": [round(one, 3) for one in runs[1:]],
             "first_over_later": round(runs[0] / statistics.median(runs[1:]), 2),
             "preflights_s": [round(one, 3) for one in preflights[warm]],
+            "commands_beyond_s": [round(one, 3) for one in beyond[warm]],
         }
         for warm, runs in seconds.items()
     }

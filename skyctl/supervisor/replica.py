@@ -87,6 +87,7 @@ class Replica(KeptRunning):
         self.observed_paused: bool | None = None
         self.lost = ""  # why nobody can tell whether it still runs
         self.update_state = ""  # what a push job says of this server while it runs
+        self.rehearsing = False  # its engine is busy with what we asked
         self.state_since = time.time()  # epoch seconds
         self._context = context
         self.resume_when_up = False  # it may be paused, and is meant to run
@@ -328,7 +329,8 @@ class Replica(KeptRunning):
                 paused = await probe_alive(self._context.client, self.target, policy.timeout_s)
             except ServerError as error:
                 # A push may block the engine for as long as its own deadlines allow.
-                if not self.update_state and (verdict := failures.failed(error)):
+                busy = self.update_state or self.rehearsing
+                if not busy and (verdict := failures.failed(error)):
                     self.lost = await process.lost()
                     if not self.lost:
                         return self._death(process) if process.exited.is_set() else verdict

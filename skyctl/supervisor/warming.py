@@ -81,6 +81,8 @@ class Warming:
 
         request = PushRequest(weights.checkpoint, verify=plan.config.weight_transfer.verify)
         fleet = admission.push_fleet(plan, replicas, plan.model_path, {})
+        for replica in replicas:
+            replica.rehearsing = True
         try:
             sites = await rehearse(
                 request,
@@ -94,11 +96,13 @@ class Warming:
         except Exception:
             _LOG.exception("rehearsal")
             return
+        finally:
+            for replica in replicas:
+                replica.rehearsing = False
         with state.transaction():
             remember(state, Learned(launch_digests(sites)).to_json())
             for site in sites:
-                replica = supervisor.replicas.get(site.name)
-                same = replica is not None and replica.instance == instances[site.name]
-                if replica is not None and same and site.digest_before:
-                    replica.update_row(weights_digest=site.digest_before)
+                now = supervisor.replicas.get(site.name)
+                if now and now.instance == instances[site.name] and site.digest_before:
+                    now.update_row(weights_digest=site.digest_before)
         state.add_event("fleet", "ready for a push")

@@ -9,15 +9,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from skyctl.core.plan import FleetPlan
 from skyctl.core.service import Sleep
-from skyctl.errors import PreflightError
+from skyctl.errors import PreflightError, ServerUnreachable
 from skyctl.push import rehearsal
 from skyctl.push.request import PushFleet, PushRequest, PushServer
 from skyctl.push.sites import Site
 from skyctl.store.state import FleetWeights
+from skyctl.supervisor import replica
 from skyctl.supervisor.resident import Supervisor
 from tests.unit.push.checkpoints import write_checkpoint
 from tests.unit.push.deliveries import site
@@ -121,6 +123,28 @@ async def test_a_rehearsal_that_fails_changes_nothing(
         supervisor.pushes.warming.look()
         await asyncio.sleep(0)
         assert len(rehearsals.asked) == 1 and digests(supervisor) == [None]
+
+
+async def test_a_server_that_is_busy_with_a_rehearsal_is_not_taken_for_dead(
+    tmp_path: Path, rehearsals: Rehearsals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    probes = 0
+
+    async def unanswered(*_: Any) -> bool:
+        nonlocal probes
+        probes += 1
+        raise ServerUnreachable("a: no answer")
+
+    async with supervising(tmp_path) as supervisor:
+        await bring_up(supervisor, plan_of(tmp_path / "model", "a"))
+        await eventually(lambda: len(rehearsals.asked) == 1)
+        pid = pid_of(supervisor, "a")
+        with monkeypatch.context() as patched:
+            patched.setattr(replica, "probe_alive", unanswered)
+            await eventually(lambda: probes > 5)
+            assert psutil.pid_exists(pid)
+            rehearsals.may_end.set()
+            await eventually(lambda: not psutil.pid_exists(pid))
 
 
 @pytest.mark.parametrize("asked", ["push", "sleep", "down", "restart"])
