@@ -228,8 +228,9 @@ class Sampler:
         gpus: Mapping[int, GpuUsage],
         at: float,
     ) -> ReplicaSample:
-        name = replica.name
-        tree = trees.get(replica.pid or 0) if replica.node is None else None
+        name, tree = replica.name, trees.get(replica.pid or 0)
+        if replica.node is not None:  # its pid and its GPUs are another machine's
+            tree, gpus = None, {}
         recent = self._rates.ratio(
             name, replica.prefix_cache_hits, replica.prefix_cache_queries, at
         )

@@ -101,14 +101,18 @@ def facts(
 
 
 def stop(lines: _Lines, *, token: str, timeout_s: float) -> None:
-    """End a server's whole tree, and answer when nothing of it is left."""
+    """End a server's whole tree, and answer when nothing of it is left, its keeper neither."""
     paths = _paths(token)
+    found = _read(paths.directory / "server.json")
 
     async def end() -> bool:
         return await ManagedProcess(_server(paths), token).stop(timeout_s)
 
     gently = asyncio.run(end())
     _remove(paths)
+    deadline = time.monotonic() + STOP_TIMEOUT_S
+    while found and ProcessIdentity(**found["keeper"]).alive() and time.monotonic() < deadline:
+        time.sleep(_TICK_S)
     _say({"gently": gently})
 
 

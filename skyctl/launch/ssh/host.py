@@ -28,7 +28,7 @@ from skyctl.store.identity import ProcessIdentity
 
 LOST_S = 5.0
 _POLL_S = 0.05
-_END_S = 10.0
+_END_S = 20.0
 _TETHER_S = 2.0
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from skyctl import __version__
+from skyctl.core.check import check_plan
 from skyctl.core.check_machines import check_machines, refuse_unseen
 from skyctl.core.plan import FleetPlan, plan_fleet
 from skyctl.errors import PreflightError
@@ -24,7 +25,9 @@ HELLO = json.dumps({"agent": PROTOCOL, "skyctl": __version__})
 WELL = {"missing": [], "absent": [], "taken": {}, "gpus": [{"index": 0}, {"index": 1}]}
 
 
-def plan(base_dir: Path, **answers: dict[str, Any] | str) -> FleetPlan:
+def plan(
+    base_dir: Path, *, tensor_parallel_size: int = 1, **answers: dict[str, Any] | str
+) -> FleetPlan:
     """Of a replica on each machine, which answers so; a text is what ssh fails with."""
     machines: list[Machine] = []
     for name, answer in answers.items():
@@ -43,6 +46,7 @@ def plan(base_dir: Path, **answers: dict[str, Any] | str) -> FleetPlan:
             "launcher": "ssh",
             "ssh": {"hosts": list(answers)},
             "replicas": len(answers),
+            "tensor_parallel_size": tensor_parallel_size,
             "ports": [20001 + number for number in range(len(answers))],
         }
     )
@@ -88,3 +92,9 @@ def test_a_push_of_what_a_machine_does_not_see_is_refused(tmp_path: Path) -> Non
     assert "push without --keep" in caught.value.hint
     refuse_unseen(plan(tmp_path, a={}, b={}), asked, paths)
     refuse_unseen(blind, PushRequest(str(tmp_path / "nothing")), paths)  # the push says so
+
+
+def test_a_replica_that_fits_no_machine_says_how_many_gpus_it_lacks(tmp_path: Path) -> None:
+    found = check_plan(plan(tmp_path, tensor_parallel_size=3, a={}, b={}))
+    told = {problem.message for problem in found}
+    assert "f-0: not enough GPUs: it needs 3, and 2 of them can be had" in told

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import httpx
@@ -134,6 +135,17 @@ async def test_gpus_are_those_the_replica_runs_on_and_looked_at_seldom() -> None
             clock.now += 0.5
     assert [gpu.index for gpu in sample.replicas[0].gpus] == [1]
     assert looked == 1
+
+
+async def test_the_pid_and_gpus_of_another_machine_are_not_looked_for_here() -> None:
+    told = status(
+        replica(pid=os.getpid(), gpus=(1,), rss_bytes=7, node="me@far"),
+        replica(pid=os.getpid(), gpus=(1,)),
+    )
+    async with sampler(ToldFleet(told), Clock()) as looks:
+        far, near = (await looks.sample()).replicas
+    assert (far.rss_bytes, far.gpus) == (7, ())
+    assert near.rss_bytes and near.rss_bytes > 7 and [gpu.index for gpu in near.gpus] == [1]
 
 
 async def test_the_push_in_progress_is_shown_with_how_far_it_is() -> None:
