@@ -219,7 +219,7 @@ _skyctl() {
                 -f|--file) _skyctl_files; return ;;
                 --fleet) _skyctl_ask; return ;;
             esac
-            _skyctl_words "history verify kept forget -f --file --fleet --json -h --help -q --quiet --no-color --debug" ;;
+            _skyctl_words "history verify kept rendezvous forget -f --file --fleet --json -h --help -q --quiet --no-color --debug" ;;
         "weights history")
             case "$prev" in
                 -f|--file) _skyctl_files; return ;;
@@ -239,6 +239,14 @@ _skyctl() {
                 --fleet) _skyctl_ask; return ;;
             esac
             _skyctl_words "-f --file --fleet --json -h --help -q --quiet --no-color --debug" ;;
+        "weights rendezvous")
+            case "$prev" in
+                -f|--file) _skyctl_files; return ;;
+                --fleet) _skyctl_ask; return ;;
+                --master-address) true; return ;;
+                --master-port) true; return ;;
+            esac
+            _skyctl_words "-f --file --fleet --master-address --master-port --json -h --help -q --quiet --no-color --debug" ;;
         "weights forget")
             case "$prev" in
                 -f|--file) _skyctl_files; return ;;

@@ -8,6 +8,7 @@ async with Fleet.load("fleet.yaml") as fleet:
 
 from skyctl.api.fleet import Fleet
 from skyctl.api.results import VerbResult
+from skyctl.api.updates import Update
 from skyctl.core.results import WeightsState
 from skyctl.core.service import TakenDown
 from skyctl.core.status import FleetStatus
@@ -15,6 +16,7 @@ from skyctl.core.urls import FleetUrls
 from skyctl.generate.requests import GenerationResult
 from skyctl.http.fanout import Outcome, OutcomeStatus
 from skyctl.push.request import PushResult, ServerPush
+from skyctl.push.trainer import SendTarget
 from skyctl.push.verify import Verification
 
 __all__ = [
@@ -25,8 +27,10 @@ __all__ = [
     "Outcome",
     "OutcomeStatus",
     "PushResult",
+    "SendTarget",
     "ServerPush",
     "TakenDown",
+    "Update",
     "VerbResult",
     "Verification",
     "WeightsState",

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from os import PathLike
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any, Self
 from skyctl.api.adapters import Adapters
 from skyctl.api.generation import GeneratingFleet
 from skyctl.api.results import VerbResult
+from skyctl.api.updates import Update, updating
 from skyctl.checkpoints.checkpoint import absolute
 from skyctl.checkpoints.live import NamedTensors
 from skyctl.core.registry import FleetRef, find, select
@@ -40,6 +42,7 @@ from skyctl.service.bring_down import take_down
 from skyctl.service.ended import job_error, operation_error
 from skyctl.service.live_weights import push_tensors
 from skyctl.store.journal import JobEvent
+from skyctl.store.state import TRAINER
 
 
 class Fleet(GeneratingFleet):
@@ -341,6 +344,59 @@ class Fleet(GeneratingFleet):
             raise error
         assert job.result is not None  # it succeeded
         return PushResult.from_json(job.result)
+
+    @asynccontextmanager
+    async def update(
+        self,
+        version: str,
+        *,
+        checkpoint: str | PathLike[str] | None = None,
+        digest: str | None = None,
+        pause_mode: PauseMode = "keep",
+        verify: bool = True,
+        on_event: Callable[[JobEvent], None] = lambda event: None,
+        timeout_s: float | None = None,
+    ) -> AsyncIterator[Update]:
+        """Freeze the fleet while this process sends weights with an engine of its own.
+
+            async with fleet.update("step-12") as update:
+                for server in update.servers: ...  # init, start, update and finish, as it does
+
+        The block is entered when all servers are frozen. As it is left, sessions that are still
+        open are finished, caches dropped, the servers' weights compared, labelled with `version`
+        and resumed; `update.result` says what came of it. When the block raises, what nobody wrote
+        to goes on at its old weights, and the rest is quarantined, as after a push that broke off.
+
+        Args:
+            checkpoint: the same weights on disk: servers are compared with it, and one that
+                restarts gets them. Without it servers are compared with each other alone, and one
+                that restarts stays closed until the next push or update.
+            digest: what each server's weights must come to (`weights_digest` of an earlier push).
+            pause_mode: what becomes of running requests.
+            verify: compare at all.
+            timeout_s: for the block; None takes `weight_transfer.update_timeout_s`.
+
+        Raises:
+            PreflightError: refused; nothing was paused. ConflictError: somebody else acts.
+            PushError: `details["servers"]` says how each server was left.
+        """
+        request = PushRequest(
+            checkpoint="",
+            transport=TRAINER,
+            weight_version=version,
+            pause_mode=pause_mode,
+            verify=verify,
+            weights_digest=digest,
+        )
+        if checkpoint is not None:
+            here = isinstance(self._ref, FleetRef)
+            path = absolute(str(checkpoint)) if here else str(checkpoint)
+            request = replace(request, checkpoint=path)
+        async with (
+            self._connected() as fleet,
+            updating(fleet, request, on_event=on_event, timeout_s=timeout_s) as update,
+        ):
+            yield update
 
     async def model_path(self) -> str | None:
         """Directory or hub id of what the servers run now: what a trainer can start from.

@@ -209,6 +209,58 @@ def kept(
 
 
 @app.command()
+def rendezvous(
+    context: typer.Context,
+    file: FileOption = None,
+    fleet: FleetOption = None,
+    master_address: Annotated[
+        str | None, typer.Option(help="Where the trainer will listen; this machine if not given.")
+    ] = None,
+    master_port: Annotated[
+        int | None, typer.Option(help="Its port; one that is free here if not given.")
+    ] = None,
+    json: JsonOption = False,
+) -> None:
+    """What a trainer that sends weights itself must know of each server. Changes nothing.
+
+    The trainer has rank 0 in one group with the workers of all servers. It sends within
+    `Fleet.update` (docs/trainers.md), which freezes the fleet, verifies, and undoes.
+
+    \b
+    skyctl weights rendezvous --json
+    """
+    from dataclasses import replace
+
+    from skyctl import output
+    from skyctl.push.trainer import Rendezvous, SendTarget, suggest
+
+    async def ask(running: FleetService) -> tuple[Rendezvous, tuple[SendTarget, ...]]:
+        at = suggest((await running.urls()).servers.values())
+        if master_address is not None:
+            at = replace(at, master_address=master_address)
+        if master_port is not None:
+            at = replace(at, master_port=master_port)
+        return at, await running.rendezvous(at)
+
+    at, targets = ask_fleet(*chosen(context, file, fleet), ask)
+    rows = [
+        [one.server, one.url, one.backend, str(one.rank_offset), str(one.workers)]
+        for one in targets
+    ]
+    output.emit(
+        {
+            "master_address": at.master_address,
+            "master_port": at.master_port,
+            "world_size": targets[0].world_size,
+            "servers": [one.to_json() for one in targets],
+        },
+        output.table(["SERVER", "URL", "BACKEND", ">RANK OFFSET", ">WORKERS"], rows),
+        f"world size {targets[0].world_size}; the trainer is rank 0, for example at "
+        f"{at.master_address}:{at.master_port}",
+    )
+
+
+@app.command()
 def forget(
     context: typer.Context,
     version: Annotated[str, typer.Argument(metavar="VERSION", help="As `weights kept` shows it.")],

@@ -131,7 +131,7 @@ def judge(
         return Finding(name, "half-updated", doubt.why, "push")
     if doubt is not None and doubt.woken:
         return Finding(name, "woken", doubt.why, "sleep")
-    back: Action = "restart" if ours and weights.checkpoint is None else "push"
+    back: Action = "restart" if ours and weights.version is None else "push"
     if doubt is not None:
         version = doubt.version or row.weight_version
         # the fleet moved on without it; a push that touched it has made it one of the fleet's
@@ -164,7 +164,7 @@ def judge(
 def _behind(version: str | None, row: ServerRow, weights: FleetWeights, *, ours: bool) -> str:
     """How a server's version differs from the fleet's, or "". Before a first push, a server that is
     not ours may have been started with anything."""
-    if version is None and (not ours or weights.checkpoint is None):
+    if version is None and (not ours or weights.version is None):
         return ""
     if not ours and weights.version is None:
         return ""

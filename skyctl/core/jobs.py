@@ -258,7 +258,7 @@ def _record_servers(state: FleetState, result: PushResult) -> None:
     for server in result.servers:
         changes[server.server] = {
             "weight_version": server.version or result.version,
-            "checkpoint": result.checkpoint,
+            "checkpoint": result.checkpoint or None,
             "checkpoint_digest": result.checkpoint_digest,
             "weights_digest": server.weights_digest or None,
             "quarantine": None,
@@ -272,9 +272,8 @@ def _record_servers(state: FleetState, result: PushResult) -> None:
 
 def _record_result(state: FleetState, job_id: str, result: PushResult) -> None:
     _record_servers(state, result)
-    state.set_weights(
-        FleetWeights(result.version, result.checkpoint, result.checkpoint_digest, result.transport)
-    )
+    told = (result.version, result.checkpoint, result.checkpoint_digest, result.transport)
+    state.set_weights(FleetWeights.pushed(*told))
     frozen = format_seconds(result.freeze_window_s)
     state.add_event("fleet", f"{job_id}: weights {result.version}, frozen for {frozen}")
     state.journal.record_push(
@@ -336,7 +335,7 @@ def _publish_in_part(state: FleetState, result: Mapping[str, Any]) -> None:
     rows = result.get("servers", ()) if version else ()
     if any(row.get("ok") and row.get("version") == version for row in rows):
         found = (result[key] for key in ("version", "checkpoint", "checkpoint_digest", "transport"))
-        state.set_weights(FleetWeights(*found))
+        state.set_weights(FleetWeights.pushed(*found))
 
 
 async def verify_servers(

@@ -243,9 +243,10 @@ class _Planner:
             on_gpus=on_gpus,
             share=config.share_gpus,
         )
-        transport = "disk" if self.remote else config.weight_transfer.transport
+        transfer = config.weight_transfer
+        transport = "disk" if self.remote else transfer.transport
         free = self._free_gpus(placed) if on_gpus and not self.remote else ()
-        backend = self.engine.backend(transport, self.device, free, config.auth)
+        backend = transfer.backend or self.engine.backend(transport, self.device, free, config.auth)
         api_key = self._own_api_key()
         launches = [
             self._launch(replica, place, backend, api_key)

@@ -29,7 +29,7 @@ from skyctl.push.sleeping import DISCARDED, back_to_sleep
 from skyctl.push.verify import weights_digest
 from skyctl.store.in_doubt import doubt, in_doubt, leave_to_next_push, trust
 from skyctl.store.journal import Job
-from skyctl.store.state import FleetState, FleetWeights
+from skyctl.store.state import TRAINER, FleetState, FleetWeights
 
 _ROOM_AGAIN = "then type: skyctl recover"
 _BEFORE_SESSIONS = ("wake", "pause", "init")
@@ -180,7 +180,7 @@ async def _push(cases: Sequence[_Case], able: Collection[str], actions: Actions)
             # a directory that is overwritten at every step: a restarted server could not have its
             # fleet's weights either, and the next push scrubs this one
             leave_to_next_push(actions.state, case.name)
-            _wait([case], actions, error, "push again: skyctl sync-weights CKPT")
+            _wait([case], actions, error, "push or update again: skyctl sync-weights CKPT")
         except SkyctlError as error:
             case.action = "restart"
             case.problem = case.problem or error.message
@@ -226,8 +226,10 @@ def interrupted_request(state: FleetState) -> PushRequest | None:
     except (SkyctlError, TypeError):  # forgotten, or written by another skyctl
         return None
     prepared = [e.data for e in state.journal.events(latest.id) if e.kind == "prepared"]
-    if not prepared:
-        return None  # it never looked at its files: nothing says which they were
+    if not prepared or not prepared[-1]["checkpoint"]:
+        return None  # it never looked at its files, or had none: nothing says which they were
+    if request.transport == TRAINER:  # nobody can ask it again; what it wrote to disk can be pushed
+        request = replace(request, transport="auto", weights_digest=None)
     request = replace(
         request,
         checkpoint=prepared[-1]["checkpoint"],  # the fleet's own copy, if it made one
@@ -248,8 +250,10 @@ def published(weights: FleetWeights, *, verify: bool) -> PushRequest:
     """
     from skyctl.checkpoints.checkpoint import read_checkpoint
 
-    if weights.checkpoint is None:
+    if weights.version is None:
         raise SkyctlError("nothing was pushed into this fleet yet")
+    if weights.checkpoint is None:
+        raise WeightsGone(f"{weights.version} was sent by a trainer, and no file has it")
     try:
         found = read_checkpoint(weights.checkpoint)
     except SkyctlError as error:

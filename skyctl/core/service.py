@@ -22,6 +22,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from skyctl.http.fanout import Outcome
 from skyctl.push.request import PauseMode, PushRequest
+from skyctl.push.trainer import Rendezvous, SendTarget
+from skyctl.store.identity import ProcessIdentity
 
 if TYPE_CHECKING:
     from skyctl.adapters import AdapterChange, LoadAdapter, UnloadAdapter
@@ -128,6 +130,25 @@ class JobQuery:
 
 
 @dataclass(frozen=True)
+class OpenUpdate:
+    """A push whose weights a trainer sends itself: from `at`, as `process`, within `timeout_s`
+    (None: the fleet file's time for an update)."""
+
+    push: PushRequest
+    at: Rendezvous
+    process: ProcessIdentity | None = None
+    timeout_s: float | None = None
+
+
+@dataclass(frozen=True)
+class CloseUpdate:
+    """The trainer's word: all is sent, or why not."""
+
+    job: str
+    failure: str = ""
+
+
+@dataclass(frozen=True)
 class EventQuery:
     """The latest lines of the fleet's history."""
 
@@ -179,6 +200,14 @@ class LogQuery:
 
 
 # --- results --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class OpenedUpdate:
+    """A push that waits for its trainer to send to these servers; none when it has ended."""
+
+    job: str
+    servers: tuple[SendTarget, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -257,6 +286,28 @@ class FleetService:
         return await self._ask(
             "start_push", asked, str, patience_s=ADOPTION_WAIT_S + CALL_TIMEOUT_S
         )
+
+    async def open_update(self, asked: OpenUpdate) -> OpenedUpdate:
+        """Begin a push whose weights a trainer sends itself; returns once the servers are frozen
+        and wait for them. Raises as `start_push`."""
+        from skyctl.push.tracing import current_traceparent
+
+        traced = replace(asked.push, traceparent=current_traceparent())
+        return await self._ask(
+            "open_update", replace(asked, push=traced), OpenedUpdate, patience_s=_VERIFY_S
+        )
+
+    async def close_update(self, asked: CloseUpdate) -> None:
+        """Say that an update is sent, or will not be; nothing happens when it is over."""
+        return await self._ask("close_update", asked, type(None))
+
+    async def rendezvous(self, asked: Rendezvous) -> tuple[SendTarget, ...]:
+        """What a trainer must know of each server to send to it. Changes nothing.
+
+        Raises:
+            PreflightError: a server takes no weights. ServerError: one does not answer.
+        """
+        return await self._ask("rendezvous", asked, tuple[SendTarget, ...], patience_s=_ASK_S)
 
     async def jobs(self) -> tuple[Job, ...]:
         """The latest jobs, newest first."""

@@ -424,6 +424,19 @@ class Dialect(Protocol):
         """init_info of CUDA IPC: no rendezvous."""
         ...
 
+    def trainer_init_info(
+        self,
+        backend: str,
+        *,
+        master_address: str,
+        master_port: int,
+        rank_offset: int,
+        world_size: int,
+    ) -> dict[str, Any] | None:
+        """init_info of one server for a trainer that sends tensors one by one, by its own engine;
+        None for a backend that only that engine knows how to open."""
+        ...
+
     def ipc_update_info(
         self,
         tensors: TensorHeaders,

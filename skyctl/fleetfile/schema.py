@@ -72,6 +72,7 @@ StageRate = Annotated[
     WithJsonSchema({"type": ["integer", "string"], "examples": ["2GB"]}),
 ]
 Name = Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?$")]
+BackendName = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_-]{0,63}$")]
 AdapterName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._:/-]{0,127}$")]
 Url = Annotated[str, Field(pattern=r"^https?://[^\s/]+(/\S*)?$")]
 VariableName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
@@ -227,6 +228,10 @@ class WeightTransferSection(_Section):
     transport: Transport = Field(
         "auto", description="auto picks shm on CPU; ipc or nccl on GPUs by topology."
     )
+    backend: BackendName | None = Field(
+        None,
+        description="Weight-transfer backend of servers for a trainer that sends by itself.",
+    )
     chunk_size: ByteSize = Field(
         256 * 1024 * 1024, description="Bytes per chunk; grows to fit the largest tensor."
     )
@@ -245,7 +250,7 @@ class WeightTransferSection(_Section):
     warm: bool | None = Field(
         None,
         description="Rehearse the first push once all servers are up, and keep a GPU sender ready "
-        "(default: unless `share_gpus`).",
+        "(default: unless `share_gpus` or `backend`).",
     )
 
 
@@ -571,7 +576,9 @@ class FleetConfig(_Section):
     def warms(self) -> bool:
         """Whether a push is rehearsed before the first one: it takes memory that must be free."""
         warm = self.weight_transfer.warm
-        return not self.share_gpus if warm is None else warm
+        if warm is None:  # the GPU that is free is that of a trainer which sends by itself
+            return not (self.share_gpus or self.weight_transfer.backend)
+        return warm
 
 
 def is_loopback(host: str) -> bool:

@@ -36,6 +36,7 @@ async def verify(run: Run, prepared: Prepared, content_digest: str) -> None:
                 timeout_s=timeout_s,
                 rows=() if site.copied else prepared.rows,  # every byte is compared then
                 numbered=numbered(site),
+                finite=run.fleet.trainer is not None,
             )
         finally:
             failed = [one for one in await meanwhile if isinstance(one, BaseException)]
@@ -48,10 +49,16 @@ async def verify(run: Run, prepared: Prepared, content_digest: str) -> None:
             )
             if said:
                 run.note(said)
-        _require_comparison(site)
+        if run.request.weights_digest not in (None, site.digest):
+            raise ServerError(
+                f"{site.name} does not hold what was announced (digest {site.digest}, "
+                f"announced {run.request.weights_digest})"
+            )
+        if prepared.source:
+            _require_comparison(site)
 
     await each(loaded, digest, timeout_s=timeout_s * 2, what="verify")
-    names = names_of(prepared.checkpoint, content_digest)
+    names = names_of(prepared.checkpoint, content_digest) if prepared.source else ()
     _enforce(run, prepared, alive(loaded), names)
     _outvote(alive(loaded))
     run.learned.digests += agreed(loaded, names)

@@ -28,7 +28,7 @@ OUTSTANDING = 3
 """Updates under way at once where their order is free: while a server loads one chunk, the call
 for the next has already crossed the wire."""
 
-_LEAVE_METHOD = "skyctl_leave_group"
+LEAVE_METHOD = "skyctl_leave_group"
 _FREE_METHOD = "skyctl_free_cached"
 _STARTUP_TIMEOUT_S = 120.0  # importing torch from a cold disk takes tens of seconds
 _GRACE_S = 5.0  # a server's own deadline should end before ours, so that its reason arrives
@@ -297,7 +297,7 @@ class ChunkDelivery:
 
         async def call(site: Site) -> None:
             if self._transport.leaves_group:
-                await site.vllm.extension_rpc(_LEAVE_METHOD, timeout_s=timeout_s)
+                await site.vllm.extension_rpc(LEAVE_METHOD, timeout_s=timeout_s)
             info = self._transport.init_info(
                 session, rank_offset=self._offsets[site.name], dialect=site.spoken
             )

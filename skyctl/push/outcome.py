@@ -65,8 +65,8 @@ def result_of(
     sent = total - (skipped["bytes"] if skipped is not None else 0)
     return PushResult(
         version=label,
-        checkpoint=str(prepared.checkpoint.path),
-        checkpoint_digest=prepared.checkpoint.identity_digest,
+        checkpoint=prepared.source,
+        checkpoint_digest=prepared.identity,
         transport=prepared.choice.name,
         total_bytes=total,
         chunks=prepared.chunks,
@@ -91,7 +91,7 @@ def _compared(prepared: Prepared) -> dict[str, int] | None:
     """How much of the checkpoint each verified server was seen to hold: that of the one of which
     the least was seen."""
     seen = [s.compared for s in prepared.sites if s.compared and s.weights is Weights.VERIFIED]
-    if not seen:
+    if not (seen and prepared.source):
         return None
     least = min(seen, key=lambda one: one.bytes)
     return {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -39,8 +40,10 @@ from skyctl.push.server_facts import (
     refuse_update_problems,
 )
 from skyctl.push.sites import Site, Weights
+from skyctl.push.trainer_delivery import TrainerDelivery
 from skyctl.push.verify import HOW_TO_DIGEST, CannotDigest, can_compare, weights_digest
 from skyctl.push.versions import refuse_changed
+from skyctl.store.state import TRAINER
 from skyctl.transfer.plan import ChunkPlan, order_tensors, plan_chunks
 from skyctl.transfer.sender_pool import Lease, SenderPool
 from skyctl.transfer.transports.base import Transport
@@ -51,7 +54,8 @@ from skyctl.units import format_bytes
 @dataclass(frozen=True)
 class Prepared:
     """A push that may begin. `memory_bytes` is what this machine needs for it at most. Where
-    servers hold some of it (`delta`) `plan` is of the rest, and `whole` of all."""
+    servers hold some of it (`delta`) `plan` is of the rest, and `whole` of all. `identity` names
+    the files, or weights that no file has."""
 
     checkpoint: Checkpoint
     plan: ChunkPlan
@@ -72,11 +76,19 @@ class Prepared:
     delta: Delta | None = None
     whole: ChunkPlan | None = None
     stage_rate: int | None = None
+    identity: str = ""
+
+    @property
+    def source(self) -> str:
+        """The checkpoint's directory; "" for weights that no file has."""
+        return str(self.checkpoint.path) if self.checkpoint.shards else ""
 
     def delivery(
         self, fleet: PushFleet, senders: SenderPool, *, by_loader: bool = False
     ) -> Delivery:
         """A fresh attempt, with a sender from the pool; with `by_loader` all of it by vLLM's."""
+        if fleet.trainer is not None:
+            return TrainerDelivery(fleet.trainer, self.facts, fleet, senders)
         if self.transport is None:
             return DiskDelivery(self.checkpoint, fleet)
         copied = self.layout.name == "runtime" and not by_loader
@@ -165,6 +177,8 @@ async def preflight(
     """
     if not fleet.servers:
         raise PreflightError("the fleet has no servers")
+    if fleet.trainer is not None:
+        return await _preflight_update(request, fleet, client=client)
     asked = asyncio.create_task(ask_servers(fleet, client=client))
     try:
         checkpoint = await asyncio.to_thread(_read, request)
@@ -247,6 +261,7 @@ async def preflight(
         notes += await weigh(sites, facts, timeout_s=fleet.update_timeout_s)
     prepared = Prepared(
         checkpoint=checkpoint,
+        identity=checkpoint.identity_digest,
         plan=plan,
         choice=choice,
         transport=transport,
@@ -268,6 +283,42 @@ async def preflight(
     )
     if layout.name == "checkpoint":  # of what is copied every byte is compared
         await asyncio.to_thread(lambda: prepared.rows)
+    return prepared
+
+
+async def _preflight_update(
+    request: PushRequest, fleet: PushFleet, *, client: ControlClient
+) -> Prepared:
+    """The same for weights that a trainer sends itself."""
+    facts = await ask_servers(fleet, client=client)
+    notes = check_servers(facts)
+    refuse_update_problems(facts)
+    checkpoint, identity = Checkpoint(Path(), (), (), {}), secrets.token_hex(16)
+    if request.checkpoint:
+        checkpoint = await asyncio.to_thread(_read, request)
+        identity = checkpoint.identity_digest
+        notes += await asyncio.to_thread(check_compatible, checkpoint, fleet.model_path)
+    elif request.verify:
+        notes.append("no checkpoint of these weights: servers are compared with each other alone")
+    sites = tuple(
+        _site(server, fact, client, fleet, colocated=False)
+        for server, fact in zip(fleet.servers, facts, strict=True)
+    )
+    if request.verify:
+        notes += await weigh(sites, facts, timeout_s=fleet.update_timeout_s)
+    prepared = Prepared(
+        checkpoint=checkpoint,
+        identity=identity,
+        plan=ChunkPlan((), fleet.chunk_size, ()),
+        choice=Choice(TRAINER, "the trainer sends them itself"),
+        transport=None,
+        facts=facts,
+        sites=sites,
+        memory_bytes=0,
+        notes=tuple(notes),
+        verify=request.verify and bool(request.checkpoint),
+    )
+    await asyncio.to_thread(lambda: prepared.rows)
     return prepared
 
 

@@ -10,6 +10,7 @@ from skyctl.errors import StateUnwritable
 from skyctl.http.target import ServerTarget
 
 if TYPE_CHECKING:
+    from skyctl.push.trainer import Trainer
     from skyctl.store.contents import Content
     from skyctl.store.expected import Expectations
     from skyctl.store.journal import PushRecord
@@ -56,7 +57,10 @@ class PushRequest:
     `stage` is where the checkpoint lies before servers are frozen (`push/forecast.py`), `layout`
     how it gets into their parameters (`push/layouts.py`). `delta`: layers that servers hold already
     are not sent (`push/delta.py`). `stage_rate`: the sender reads at most so many bytes per second
-    as long as servers are not frozen; None takes the fleet's.
+    as long as servers are not frozen; None takes the fleet's. `weights_digest` is what servers must
+    come to, where whoever asks knows it. With transport `store.state.TRAINER` a trainer sends the
+    weights itself, and `checkpoint` is "" unless it has written them to disk as well
+    (`push/trainer.py`).
     """
 
     checkpoint: str
@@ -79,6 +83,7 @@ class PushRequest:
     layout: Layout = "auto"
     delta: bool = False
     stage_rate: int | None = None
+    weights_digest: str | None = None
 
     @property
     def leaves_router(self) -> bool:
@@ -147,7 +152,7 @@ class PushFleet:
     are the weights it serves, and goes back to when a push is refused; None where that is not
     known. `pushes` are the fleet's latest, newest first. `expected` is what servers must come to.
     `content` is what they hold, tensor by tensor, as far as is known. `stage_rate` is None for no
-    bound.
+    bound. `trainer` sends the weights of a push that skyctl has no sender for.
     """
 
     name: str
@@ -165,12 +170,14 @@ class PushFleet:
     committed: FleetWeights | None = None
     expected: Expectations = field(default_factory=_nothing_expected)
     content: Content | None = None
+    trainer: Trainer | None = None
 
 
 FACTS = ("prepared", "verified")
 """What a push tells of itself for whoever finds it dead:
 
-prepared  {checkpoint, checkpoint_digest}: which files it pushes
+prepared  {checkpoint, checkpoint_digest}: which files it pushes ("" for weights that a trainer
+          sends and no file has, and a digest that no other push has)
 verified  {version, checkpoint, checkpoint_digest, content_digest, transport, whole, servers}: these
           servers (name → weights digest, "" where it was not asked for) hold all of it, paused;
           `whole`: it is the fleet's version
@@ -286,6 +293,7 @@ class ServerPush:
 class PushResult:
     """What a push came to. Sizes in bytes, times in seconds, rate in 10^9 bytes per second.
 
+    `checkpoint` is "" for weights that a trainer sent itself, and that no file has.
     `checkpoint_digest` is the cheap identity of the checkpoint (headers and sizes);
     `content_digest` covers every byte that was sent ("" for transports that send none, and for a
     dry run). `freeze_window_s` runs from the first pause sent to the last resume answered. `canary`

@@ -107,10 +107,9 @@ async def _transaction(run: Run) -> PushResult:
         for note in prepared.notes:
             run.note(note)
         refuse_paused(run.request, prepared.sites)
-        checkpoint = prepared.checkpoint
         run.observer.fact(
             "prepared",
-            {"checkpoint": str(checkpoint.path), "checkpoint_digest": checkpoint.identity_digest},
+            {"checkpoint": prepared.source, "checkpoint_digest": prepared.identity},
         )
         run.learned.digests += launch_digests(prepared.sites)
         for site in prepared.sites:
@@ -220,8 +219,8 @@ def _tell_verified(run: Run, prepared: Prepared, label: str, content_digest: str
         "verified",
         {
             "version": label,
-            "checkpoint": str(prepared.checkpoint.path),
-            "checkpoint_digest": prepared.checkpoint.identity_digest,
+            "checkpoint": prepared.source,
+            "checkpoint_digest": prepared.identity,
             "content_digest": content_digest,
             "transport": prepared.choice.name,
             "whole": not run.request.rolling,

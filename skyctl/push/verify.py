@@ -143,10 +143,12 @@ async def weights_digest(
     timeout_s: float,
     rows: Sequence[KnownRows] = (),
     numbered: Sequence[Sequence[str]] = (),
+    finite: bool = False,
 ) -> WeightsDigest:
     """Digest a server's weights by skyctl's own method, or by its engine's checksums where its
     workers say that they have no such method. `rows` are what they must hold of the checkpoint;
-    `numbered` are the parameters, by rank, whose numbers are wanted.
+    `numbered` are the parameters, by rank, whose numbers are wanted. `finite`: none of them may
+    hold NaN or infinity.
 
     Raises:
         CannotDigest: the server has no way to digest its weights.
@@ -156,6 +158,8 @@ async def weights_digest(
     arguments: dict[str, Any] = {"rows": [asdict(one.question) for one in rows]}
     if numbered:
         arguments["numbered"] = [list(names) for names in numbered]
+    if finite:
+        arguments["finite"] = True
     try:
         answers = await server.ask_workers(DIGEST_METHOD, arguments, timeout_s=timeout_s)
     except ServerError as error:
@@ -163,7 +167,8 @@ async def weights_digest(
             raise
         return await _by_checksums(server, timeout_s=timeout_s)
     try:
-        return _digest_of(answers, rows)
+        found = _digest_of(answers, rows)
+        wrong = [a["not_finite"] for a in answers if a["not_finite"]] if finite else []
     except Mismatch as error:
         raise ServerError(f"{name} does not hold what was sent: {error}") from error
     except (TypeError, LookupError, ValueError, AttributeError) as error:
@@ -171,6 +176,9 @@ async def weights_digest(
             f"{name} digested its weights in a way that is not understood ({error!r})",
             hint="it may run another skyctl: restart it",
         ) from error
+    if wrong:
+        raise ServerError(f"{name} holds NaN or infinity in {wrong[0]}")
+    return found
 
 
 def can_compare(target: ServerTarget) -> bool:

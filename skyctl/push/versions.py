@@ -67,10 +67,11 @@ def rollback(
         UsageError: `version` may be any of several.
     """
     done = [push for push in pushes if push.ok]
-    known = dict.fromkeys([p.version for p in done if p.version] + [k.version for k in kept])
+    had = [push for push in done if push.checkpoint]  # no file has what a trainer sent itself
+    known = dict.fromkeys([p.version for p in had if p.version] + [k.version for k in kept])
     if version is not None:
         version = meant(version, known)
-    wanted = version or next((p.version for p in done if p.version != done[0].version), None)
+    wanted = version or next((p.version for p in had if p.version != done[0].version), None)
     copy = next((one for one in kept if wanted and one.version == wanted), None)
     if copy is not None:
         return replace(
@@ -79,7 +80,7 @@ def rollback(
             weight_version=copy.version,
             expected_digest=copy.checkpoint_digest,
         )
-    before = next((push for push in done if push.version == wanted), None)
+    before = next((push for push in had if push.version == wanted), None)
     if before is None and version is not None:
         raise NotFoundError(
             f"no version {version} was pushed into this fleet",

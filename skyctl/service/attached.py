@@ -13,8 +13,11 @@ from skyctl.core.recorded import RecordedFleet
 from skyctl.core.registry import FleetRef, remember
 from skyctl.core.results import WeightsState
 from skyctl.core.service import (
+    CloseUpdate,
     Control,
     LogQuery,
+    OpenedUpdate,
+    OpenUpdate,
     Outcomes,
     Recover,
     Staging,
@@ -37,6 +40,7 @@ if TYPE_CHECKING:
     from skyctl.core.diagnosis import Finding
     from skyctl.core.recovery import Recovered
     from skyctl.push.request import PushRequest
+    from skyctl.push.trainer import Rendezvous, SendTarget, Trainer
     from skyctl.push.verify import Verification
 
 
@@ -59,6 +63,7 @@ class AttachedFleet(RecordedFleet):
         self._pushes: dict[str, asyncio.Task[None]] = {}
         keys = access(ref.config, ref.paths)
         self._token, self._key = control_token(keys), api_key(keys)
+        self._trainers: dict[str, Trainer] = {}
         self.targets: tuple[ServerTarget, ...] = ()
         self._located_at = 0.0
 
@@ -96,6 +101,8 @@ class AttachedFleet(RecordedFleet):
         await asyncio.to_thread(sweep, self.paths.staging, needed(self.state))
 
     async def __aexit__(self, *exception: object) -> None:
+        for trainer in self._trainers.values():
+            trainer.say("its connection to the fleet was closed")
         for task in self._pushes.values():
             task.cancel()
         await asyncio.gather(*self._pushes.values(), return_exceptions=True)
@@ -137,13 +144,42 @@ class AttachedFleet(RecordedFleet):
     async def start_push(self, asked: PushRequest) -> str:
         """Begin a push in this process."""
         from skyctl.push.tracing import current_traceparent
+
+        return await self._begin(replace(asked, traceparent=current_traceparent()))
+
+    async def open_update(self, asked: OpenUpdate) -> OpenedUpdate:
+        """Begin an update in this process, which is the trainer's."""
+        from skyctl.push.tracing import current_traceparent
+        from skyctl.push.trainer import Trainer
+
+        transfer = self.ref.config.weight_transfer
+        trainer = Trainer(asked.at, asked.process, asked.timeout_s or transfer.update_timeout_s)
+        traced = replace(asked.push, traceparent=current_traceparent())
+        job = await self._begin(traced, trainer)
+        self._trainers[job] = trainer
+        return OpenedUpdate(job, await trainer.targets(self._pushes[job]))
+
+    async def close_update(self, asked: CloseUpdate) -> None:
+        if asked.job in self._trainers:
+            self._trainers.pop(asked.job).say(asked.failure)
+
+    async def rendezvous(self, asked: Rendezvous) -> tuple[SendTarget, ...]:
+        from skyctl.push.request import PushRequest
+        from skyctl.push.trainer_delivery import ask_targets
+        from skyctl.service.attached_push import push_fleet
+
+        fleet = push_fleet(self.ref, await self._located(), PushRequest(""), self.state)
+        return await ask_targets(fleet, asked, self._client)
+
+    async def _begin(self, asked: PushRequest, trainer: Trainer | None = None) -> str:
         from skyctl.service.attached_push import begin
 
-        asked = replace(asked, traceparent=current_traceparent())
         turn = await self._turn(Act.PUSH, "a push that is just starting")
         try:
             self._forget_gone()
-            job, task = begin(self.ref, self.targets, asked, self._client, self.state, turn)
+            job, task = begin(
+                self.ref, self.targets, asked, self._client, self.state, turn, trainer
+            )
         except BaseException:
             turn.release()
             raise

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 
 from skyctl import engines
 from skyctl.checkpoints.checkpoint import locate
@@ -15,6 +16,7 @@ from skyctl.core.registry import FleetRef
 from skyctl.http.client import ControlClient
 from skyctl.http.target import ServerTarget
 from skyctl.push.request import PushFleet, PushRequest, PushServer
+from skyctl.push.trainer import Trainer
 from skyctl.store.in_doubt import NO_DOUBT, in_doubt
 from skyctl.store.journal import Job
 from skyctl.store.state import FleetState, ServerRow
@@ -27,16 +29,39 @@ def begin(
     client: ControlClient,
     state: FleetState,
     turn: Turn,
+    trainer: Trainer | None = None,
 ) -> tuple[Job, asyncio.Task[None]]:
-    """Open a push job and start its task, which releases the turn.
+    """Open a push job and start its task, which releases the turn. A `trainer` sends its weights.
 
     Raises:
         StateUnwritable: it cannot be put on record; nothing was touched.
     """
+    fleet = replace(push_fleet(ref, targets, request, state), trainer=trainer)
+    job = jobs.open_push(state.journal, turn, request)
+
+    async def run() -> None:
+        with turn:
+            await jobs.run_push(
+                job,
+                request,
+                fleet,
+                client=client,
+                state=state,
+                guardian=guarded(ref.paths),
+                kept=ref.paths.kept,
+            )
+
+    return job, asyncio.create_task(run(), name=job.id)
+
+
+def push_fleet(
+    ref: FleetRef, targets: Sequence[ServerTarget], request: PushRequest, state: FleetState
+) -> PushFleet:
+    """The servers of a push, as the push wants to know them."""
     transfer, doubts = ref.config.weight_transfer, in_doubt(state)
     known = {row.name: row for row in state.servers()}
     rows = {target.name: known.get(target.name, ServerRow(target.name)) for target in targets}
-    fleet = PushFleet(
+    return PushFleet(
         name=ref.name,
         # backend, device and world size are found out by the push's preflight
         servers=tuple(
@@ -63,21 +88,6 @@ def begin(
         stage_rate=transfer.stage_rate,
         pushes=tuple(state.journal.pushes()) if request.dry_run else (),
     )
-    job = jobs.open_push(state.journal, turn, request)
-
-    async def run() -> None:
-        with turn:
-            await jobs.run_push(
-                job,
-                request,
-                fleet,
-                client=client,
-                state=state,
-                guardian=guarded(ref.paths),
-                kept=ref.paths.kept,
-            )
-
-    return job, asyncio.create_task(run(), name=job.id)
 
 
 async def model_path(

@@ -150,7 +150,7 @@ class _Actions:
     async def _fleets(self, target: ServerTarget) -> PushRequest:
         """The fleet's weights; before a first push, the checkpoint the server was started with."""
         weights: FleetWeights = self.state.weights()
-        if weights.checkpoint is not None:
+        if weights.version is not None:
             return published(weights, verify=True)
         model = (await engines.server(self.client, target).started_with()).model
         if not model:

@@ -218,11 +218,13 @@ def _roll_forward(
         trust(state, *released)
         state.update_servers({name: {"quarantine": None} for name in released})
         for name, digest in holding.items():
+            now = {**what, "checkpoint": one["checkpoint"] or None}
             state.update_server(
-                name, weight_version=one["version"], weights_digest=digest or None, **what
+                name, weight_version=one["version"], weights_digest=digest or None, **now
             )
         if one["whole"] and holding:
-            state.set_weights(FleetWeights(one["version"], **what, transport=one["transport"]))
+            told = (one[key] for key in ("version", *what, "transport"))
+            state.set_weights(FleetWeights.pushed(*told))
             state.add_event("fleet", f"{job.id} died; weights {one['version']} were verified")
             state.journal.record_push(
                 job.id, ok=True, version=one["version"], result=dict(one), **what

@@ -24,6 +24,9 @@ from skyctl.store.unrecorded import Unrecorded
 
 _PRUNE_EVERY_EVENTS = 500
 
+TRAINER = "trainer"
+"""Transport of weights that a trainer sends itself."""
+
 Phase = Literal["intended", "running", "stale"]
 Role = Literal["server", "router", "tinker"]
 
@@ -84,12 +87,21 @@ class ServerRow:
 
 @dataclass(frozen=True)
 class FleetWeights:
-    """The weights every routed server must have; `checkpoint` None means the base model."""
+    """The weights every routed server must have; `version` None means the base model. `checkpoint`
+    is None where no file has them: a trainer sent them itself, and only servers hold them."""
 
     version: str | None = None
     checkpoint: str | None = None
     checkpoint_digest: str | None = None
     transport: str = "auto"
+
+    @classmethod
+    def pushed(
+        cls, version: str, checkpoint: str, checkpoint_digest: str, transport: str
+    ) -> FleetWeights:
+        """As a push tells of them: whoever brings them again needs no trainer for it."""
+        again = "auto" if transport == TRAINER else transport
+        return cls(version, checkpoint or None, checkpoint_digest, again)
 
 
 @dataclass(frozen=True)

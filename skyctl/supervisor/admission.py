@@ -72,9 +72,10 @@ def push_fleet(
 
 
 def committed(plan: FleetPlan, weights: FleetWeights) -> FleetWeights | None:
-    """The weights that the fleet serves; before a first push, those it was started with."""
-    if weights.checkpoint is not None:
-        return weights
+    """The weights that the fleet serves, None where no file has them; before a first push, those
+    it was started with."""
+    if weights.version is not None:
+        return weights if weights.checkpoint else None
     directory = locate(plan.model_path)
     started_with_files = directory is not None and any(directory.glob("*.safetensors"))
     return FleetWeights(checkpoint=plan.model_path) if started_with_files else None
@@ -95,7 +96,8 @@ async def bring_to_weights(
             return  # what was pushed may be gone from disk by now: the caller tries the new ones
         if isinstance(error, WeightsGone):
             leave_to_next_push(state, replica.name)
-        hint = f"push again (skyctl sync-weights CKPT), then: skyctl restart {replica.name}"
+        again = "push or update again (skyctl sync-weights CKPT)"
+        hint = f"{again}, then: skyctl restart {replica.name}"
         if isinstance(error, StateUnwritable):
             hint = f"{error.hint}, then: skyctl recover"
         replica.update_row(
@@ -178,7 +180,7 @@ async def refresh_all(
 def is_current(state: FleetState, replica: Replica) -> bool:
     """Whether the server has the weights every routed server must have."""
     weights, row = state.weights(), replica.row
-    if weights.checkpoint is None:
+    if weights.version is None:
         return True
     # a label alone says little: "latest" may have meant other bytes
     return (row.weight_version, row.checkpoint_digest) == (

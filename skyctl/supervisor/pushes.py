@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from skyctl.checkpoints.compat import reference
@@ -16,7 +17,8 @@ from skyctl.core.guardian import guarded
 from skyctl.core.plan import FleetPlan
 from skyctl.core.recovery import needed
 from skyctl.errors import ConflictError, SkyctlError
-from skyctl.push.request import PushRequest
+from skyctl.push.request import PushFleet, PushRequest
+from skyctl.push.trainer import SendTarget, Trainer
 from skyctl.store.in_doubt import in_doubt
 from skyctl.store.journal import Job, Told
 from skyctl.supervisor import admission
@@ -36,10 +38,12 @@ _ASK_TIMEOUT_S = 5.0
 
 
 class Pushes:
-    """`job` is the one under way, None between them; `over` is set as long as it is None."""
+    """`job` is the one under way, None between them; `over` is set as long as it is None.
+    `trainer` sends its weights, where skyctl does not."""
 
     def __init__(self, supervisor: Supervisor) -> None:
         self.job: Job | None = None
+        self.trainer: Trainer | None = None
         self.over = asyncio.Event()
         self.over.set()
         self._supervisor = supervisor
@@ -47,15 +51,39 @@ class Pushes:
         self._senders = SenderPool()
         self.warming = Warming(supervisor, self._senders)
 
-    def start(self, request: PushRequest, turn: Turn) -> Job:
+    def start(self, request: PushRequest, turn: Turn, trainer: Trainer | None = None) -> Job:
         """Begin a push into every server that is up; the job, which releases the turn at its end.
+        A `trainer` sends its weights.
+
+        Raises:
+            ConflictError: no server can take one.
+            StateUnwritable: it cannot be put on record; nothing was touched.
+        """
+        up = self._able()
+        self.trainer = trainer
+        try:
+            return self._open(request, self._supervisor.require_plan(), up, turn, heals=True)
+        except BaseException:
+            self.trainer = None
+            raise
+
+    async def opened(self, trainer: Trainer) -> tuple[SendTarget, ...]:
+        """As `Trainer.targets`, of the push that was just started for it."""
+        assert self._task is not None
+        return await trainer.targets(self._task)
+
+    def would_take(self) -> PushFleet:
+        """Those that a push would be for now. Raises ConflictError: none."""
+        return self._fleet(self._supervisor.require_plan(), self._able(), dry_run=False)
+
+    def _able(self) -> list[Replica]:
+        """The servers that a push is for.
 
         Of those that are quarantined only the ones that wait for weights take part: what they hold
         is not known, or is not the fleet's, and a push is what helps them.
 
         Raises:
-            ConflictError: no server can take one.
-            StateUnwritable: it cannot be put on record; nothing was touched.
+            ConflictError: there is none.
         """
         supervisor = self._supervisor
         plan, doubts = supervisor.require_plan(), in_doubt(supervisor.state)
@@ -73,7 +101,7 @@ class Pushes:
             raise ConflictError(
                 f"no server of fleet {plan.name} can take a push", hint="look: skyctl status"
             )
-        return self._open(request, plan, up, turn, heals=True)
+        return up
 
     async def again(self, request: PushRequest, servers: Collection[str]) -> Job:
         """A push as a part of recovery, under its turn: into those of these servers that are up,
@@ -95,6 +123,8 @@ class Pushes:
         """End a push where it is: its servers are about to be stopped. Before its first byte it is
         undone, after it the first cancellation only asks it to complete."""
         await self.warming.stop()
+        if self.trainer is not None:
+            self.trainer.say("the fleet is taken down")
         task, patience_s = self._task, _UNDO_TIMEOUT_S
         while task is not None and not task.done():
             task.cancel()
@@ -146,7 +176,7 @@ class Pushes:
             await self._push(job, request, plan, up)
             await admission.refresh_all(up, supervisor.client, 5.0)
         finally:
-            self.job = None
+            self.job = self.trainer = None
             self.over.set()
             if not (heals and supervisor.heal_after(job, turn)):
                 turn.release()
@@ -164,14 +194,7 @@ class Pushes:
             await jobs.run_push(
                 job,
                 request,
-                admission.push_fleet(
-                    plan,
-                    up,
-                    reference(plan.model_path, state.weights().checkpoint),
-                    in_doubt(state),
-                    committed(plan, state.weights()),
-                    state.journal.pushes() if request.dry_run else (),
-                ),
+                replace(self._fleet(plan, up, dry_run=request.dry_run), trainer=self.trainer),
                 client=client,
                 state=state,
                 senders=self._senders,
@@ -196,6 +219,17 @@ class Pushes:
                         replica.reached_by_push = job.id
                     replica.forget_weights()
                     replica.resume_when_up = True
+
+    def _fleet(self, plan: FleetPlan, up: Sequence[Replica], *, dry_run: bool) -> PushFleet:
+        state = self._supervisor.state
+        return admission.push_fleet(
+            plan,
+            up,
+            reference(plan.model_path, state.weights().checkpoint),
+            in_doubt(state),
+            committed(plan, state.weights()),
+            state.journal.pushes() if dry_run else (),
+        )
 
     def _on_server(self, name: str, state: str, detail: str) -> None:
         replica = self._supervisor.replicas.get(name)

@@ -266,7 +266,7 @@ class Replica(KeptRunning):
         self._context.state.expected.launched(self.name, "")
         self._after_end()
         record_server(self._context.state, self.name, {})
-        moved_on = self._context.state.weights().checkpoint is not None
+        moved_on = self._context.state.weights().version is not None
         moved_on = moved_on or bool(served(self._context.state))
         if self._context.pushing() or moved_on or self._row.paused or self._row.sleep_level:
             self.hold()

@@ -30,8 +30,11 @@ from skyctl.core.recorded import RecordedFleet, down_error
 from skyctl.core.recovery import Recovered
 from skyctl.core.service import (
     ADOPTION_WAIT_S,
+    CloseUpdate,
     Control,
     Down,
+    OpenedUpdate,
+    OpenUpdate,
     Outcomes,
     Pause,
     Recover,
@@ -57,6 +60,8 @@ from skyctl.http.fanout import Outcome, OutcomeStatus
 from skyctl.kill_points import reached
 from skyctl.launch import DEFAULT as LAUNCHER
 from skyctl.push.request import PushRequest
+from skyctl.push.trainer import Rendezvous, SendTarget, Trainer
+from skyctl.push.trainer_delivery import ask_targets
 from skyctl.push.verify import Verification
 from skyctl.store.credentials import ensure_credentials
 from skyctl.store.in_doubt import close_orphans, in_doubt
@@ -330,6 +335,26 @@ class Supervisor(RecordedFleet, SupervisorService):
 
     async def start_push(self, asked: PushRequest) -> str:
         """Into every server that is up."""
+        return (await self._begin_push(asked)).id
+
+    async def open_update(self, asked: OpenUpdate) -> OpenedUpdate:
+        transfer = self.require_plan().config.weight_transfer
+        trainer = Trainer(asked.at, asked.process, asked.timeout_s or transfer.update_timeout_s)
+        job = await self._begin_push(asked.push, trainer)
+        servers = await self.pushes.opened(trainer)
+        if await hung_up.get()():
+            trainer.say("whoever asked for the update has gone meanwhile")
+        return OpenedUpdate(job.id, servers)
+
+    async def close_update(self, asked: CloseUpdate) -> None:
+        pushes = self.pushes
+        if pushes.job is not None and pushes.job.id == asked.job and pushes.trainer is not None:
+            pushes.trainer.say(asked.failure)
+
+    async def rendezvous(self, asked: Rendezvous) -> tuple[SendTarget, ...]:
+        return await ask_targets(self.pushes.would_take(), asked, self.client)
+
+    async def _begin_push(self, asked: PushRequest, trainer: Trainer | None = None) -> Job:
         self.require_plan()
         until = time.monotonic() + ADOPTION_WAIT_S
         while self._takes_over() and time.monotonic() < until:  # noqa: ASYNC110
@@ -343,7 +368,7 @@ class Supervisor(RecordedFleet, SupervisorService):
                 raise ConflictError("whoever asked for the push has gone meanwhile")
             await self.pushes.warming.stop()
             self._refuse_beside_operation()
-            return self.pushes.start(asked, turn).id
+            return self.pushes.start(asked, turn, trainer)
         except BaseException:
             turn.release()
             raise

@@ -204,9 +204,10 @@ class StubServer:
             raise EngineRefused(f"Call to collective_rpc method failed: {_missing(method)}")
         if method == "skyctl_weight_digest":
             asked = body["kwargs"].get("rows", [])
-            answer = {
+            answer: dict[str, Any] = {
                 "digest": self.engine.digest,
                 "arrangement": self.engine.arrangement,
+                "not_finite": self.engine.not_finite,
                 "rows": answers(self.engine.contents, asked),
             }
             return JSONResponse({"results": [answer] * workers})

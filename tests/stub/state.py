@@ -85,6 +85,7 @@ class StubEngine:
     weigh: Callable[[list[dict[str, Any]]], str] = digest_of_updates
     digest: str = ""
     nccl_problem: str = ""
+    not_finite: str = ""
     update_problem: str = ""
     nccl_settings: dict[str, str] = field(default_factory=dict)
     weight_version: str = "default"

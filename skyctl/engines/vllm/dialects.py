@@ -86,6 +86,13 @@ class VLLMDialect:
     def ipc_init_info(self, *, packed: bool) -> dict[str, Any]:
         return {"packed": packed} if self.ipc_packed_in_init else {}
 
+    def trainer_init_info(self, backend: str, **rendezvous: Any) -> dict[str, Any] | None:
+        if backend == "ipc":
+            return self.ipc_init_info(packed=False)
+        if backend not in ("nccl", "sparse_nccl"):
+            return None
+        return self.nccl_init_info(**rendezvous, buffers=None)
+
     def ipc_update_info(
         self,
         tensors: TensorHeaders,

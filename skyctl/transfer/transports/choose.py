@@ -72,6 +72,8 @@ def _automatic(servers: Sequence[Reachable]) -> Choice:
         return Choice("nccl", "a GPU is free for the sender")
     if backends == {""}:
         return Choice("disk", "the servers were started without a weight-transfer backend")
+    if backends.isdisjoint(BACKENDS.values()):
+        return Choice("disk", "the servers' backend is for a trainer's own sender")
     mixed = ", ".join(f"{server.name}: {server.backend or 'none'}" for server in servers)
     raise PreflightError(
         f"the servers have different weight-transfer backends ({mixed})",

@@ -55,6 +55,7 @@ CALLS = [
     "weights",
     "weights history",
     "weights verify",
+    "weights rendezvous",
     "sync-weights b --keep --weight-version k1",
     "weights kept",
     "sync-weights model --weight-version k2",
@@ -78,7 +79,8 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StubFleet]:
     fleet = StubFleet(directory)
     fleet.write(
         replicas=2,
-        extra="args: {token-delay-s: 0.005}\nweight_transfer: {transport: disk}\nlora: {}",
+        extra="args: {token-delay-s: 0.005}\nlora: {}\n"
+        "weight_transfer: {transport: disk, backend: nccl}",
     )
     up_proj = lora("base_model.model.model.layers.0.mlp.up_proj")
     for number in (1, 2):

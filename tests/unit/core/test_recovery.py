@@ -248,7 +248,7 @@ async def test_servers_whose_weights_are_gone_wait_for_the_next_push(actions: Ac
     assert not report.ok and "written anew" not in report.detail
     assert actions.done[:2] == ["push /new", "bring stub-0"]
     assert actions.done[2:] == [f"wait stub-0: {report.detail}"]
-    assert report.detail.endswith("push again: skyctl sync-weights CKPT")
+    assert report.detail.endswith("push or update again: skyctl sync-weights CKPT")
 
 
 @pytest.mark.parametrize("readable", [True, False])

@@ -56,6 +56,15 @@ def test_ipc_says_packed_in_each_update_to_026_and_at_init_from_027_on() -> None
     assert "packed" not in new.ipc_update_info(TENSORS, handles, sizes_bytes=[12, 16])
 
 
+def test_a_trainers_own_engine_is_told_where_to_meet() -> None:
+    old, new = dialect_for("0.26.0"), dialect_for("0.32.0")
+    for backend in ("nccl", "sparse_nccl"):
+        assert old.trainer_init_info(backend, **RENDEZVOUS) == RENDEZVOUS
+        assert new.trainer_init_info(backend, **RENDEZVOUS) == {**RENDEZVOUS, "packed": False}
+    assert new.trainer_init_info("ipc", **RENDEZVOUS) == {"packed": False}
+    assert new.trainer_init_info("sharded_rdt", **RENDEZVOUS) is None
+
+
 def test_ipc_handles_travel_pickled_in_base64() -> None:
     handles = {"GPU-1": ("storage", 7)}
     info = dialect_for("0.32.0").ipc_update_info(

@@ -14,6 +14,7 @@ from skyctl.engines.vllm.inside.digest import (  # noqa: E402
     _SPAN,
     _factors,
     digest_model,
+    not_finite,
 )
 
 
@@ -53,6 +54,23 @@ def test_equal_weights_have_equal_digests() -> None:
     assert first == second
     assert first["probed"] == 1
     assert first["tensors"] == 2
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("width", [96, 2048])
+def test_a_parameter_that_is_not_finite_is_named(value: float, width: int) -> None:
+    module, weight = model(width)
+    module.scale = torch.nn.Parameter(torch.ones(8).to(torch.float8_e4m3fn), requires_grad=False)
+    module.places = torch.nn.Parameter(torch.arange(8), requires_grad=False)
+    assert not_finite(module) == ""
+    weight[3, 70] = value
+    assert not_finite(module) == "packed"
+    weight[3, 70] = 0
+    module.norm.bias.data[2] = value
+    assert not_finite(module) == "norm.bias"
+    module.norm.bias.data[2] = 0
+    module.scale.view(torch.uint8)[5] = 0x7F
+    assert not_finite(module) == "scale"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

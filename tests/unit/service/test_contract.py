@@ -5,13 +5,16 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
+from skyctl.api.updates import updating
 from skyctl.core.service import (
+    CloseUpdate,
     EventQuery,
     FleetService,
     Forget,
@@ -23,6 +26,8 @@ from skyctl.core.service import (
 )
 from skyctl.errors import ConflictError, NotFoundError
 from skyctl.push.request import PushRequest, PushResult, ServerPush
+from skyctl.push.trainer import Rendezvous
+from skyctl.store.state import TRAINER
 from skyctl.supervisor.api import make_app, requests
 from skyctl.supervisor.client import RemoteFleet
 from tests.faults.attached_fleet import attached_fleet
@@ -30,6 +35,7 @@ from tests.faults.test_matrix_supervisor import pushable
 from tests.stub.app import StubServer
 from tests.stub.state import StubEngine
 from tests.stub.through_httpx import ThroughHttpx
+from tests.stub.trainer import send
 from tests.unit.push.checkpoints import write_checkpoint
 from tests.unit.supervisor.fleets import fleet_plan
 from tests.unit.supervisor.test_resident import bring_up, supervising
@@ -118,6 +124,27 @@ async def test_a_push_is_a_job_that_anybody_follows(
     ]
     assert weights.pushes[0].version == "v7" and weights.pushes[0].job == job_id
     assert await fleet.start_push(PushRequest("/c")) != job_id, "who hears of the end may push"
+
+
+async def test_a_trainer_sends_the_weights_itself(fleet: FleetService) -> None:
+    request = PushRequest("", transport=TRAINER, weight_version="step-1")
+    suggested = Rendezvous("127.0.0.1", 12345)
+    targets = await fleet.rendezvous(suggested)
+    assert [(one.server, one.rank_offset, one.world_size) for one in targets] == [
+        ("far-0", 1, 3),
+        ("far-1", 2, 3),
+    ]
+    async with updating(fleet, request, on_event=lambda event: None, timeout_s=20) as update:
+        assert [replace(one, init_info=None) for one in update.servers] == list(targets)
+        assert await states(fleet) in (["updating"] * 2, ["paused"] * 2)
+        with pytest.raises(ConflictError, match=update.job):
+            await fleet.start_push(PushRequest("/c"))
+        await send(update, 1)
+    assert update.result is not None and await states(fleet) == ["ready", "ready"]
+    rows = (await fleet.weights()).servers
+    assert {(row.weight_version, row.checkpoint) for row in rows} == {("step-1", None)}
+    await fleet.close_update(CloseUpdate(update.job, "too late"))
+    assert (await fleet.job(update.job)).state == "succeeded"
 
 
 async def test_what_is_asked_of_a_healthy_fleet(fleet: FleetService, tmp_path: Path) -> None:

@@ -18,7 +18,8 @@ class Server:
 
 
 @pytest.mark.parametrize(
-    ("backend", "transport"), [("skyctl", "shm"), ("ipc", "ipc"), ("nccl", "nccl"), ("", "disk")]
+    ("backend", "transport"),
+    [("skyctl", "shm"), ("ipc", "ipc"), ("nccl", "nccl"), ("", "disk"), ("sparse_nccl", "disk")],
 )
 def test_auto_follows_the_servers_backend_and_says_why(backend: str, transport: str) -> None:
     choice = choose("auto", "auto", [Server(backend), Server(backend)])

@@ -25,6 +25,8 @@ from skyctl.engines.vllm.inside.device_digest import digest_on_device
 _EXACT_WIDTH = 512
 _SPAN = 512
 _PROBE_ROWS = 64
+_LARGEST_FP8 = {torch.float8_e5m2: 0x7B, torch.float8_e4m3fn: 0x7E}
+"""Of types that are not reduced as numbers: the bits of the largest finite one, unsigned."""
 _MULTIPLIERS = (173, 397)  # odd: each sends the places of a span to different factors
 
 
@@ -125,18 +127,48 @@ def input_size(layer: Any) -> int:
 def _digest_packed(layer: Any) -> bytes:
     """Digest of a packed layer's weight: of the tensor that its kernel keeps, where that is one,
     else read out through the kernel."""
-    width = input_size(layer)
-    dtype = layer.weight.dtype
-    digest = hashlib.blake2b(f"{dtype}{width}".encode(), digest_size=16)
-    if kept := _kept_tensors(layer.cpu_linear):
-        outputs: Iterator[torch.Tensor] = iter(kept)
-    elif width <= _EXACT_WIDTH:
-        outputs = (layer.cpu_linear(probe, layer.weight, None) for probe in _units(width, dtype))
-    else:
-        outputs = _products(layer, width, dtype)
-    for output in outputs:
+    digest = hashlib.blake2b(f"{layer.weight.dtype}{input_size(layer)}".encode(), digest_size=16)
+    for output in _read_out(layer):
         digest.update(_digest_tensor(output))
     return digest.digest()
+
+
+def _read_out(layer: Any) -> Iterator[torch.Tensor]:
+    """Tensors that a packed layer's weight decides."""
+    width, dtype = input_size(layer), layer.weight.dtype
+    if kept := _kept_tensors(layer.cpu_linear):
+        yield from kept
+    elif width <= _EXACT_WIDTH:
+        for probe in _units(width, dtype):
+            yield layer.cpu_linear(probe, layer.weight, None)
+    else:
+        yield from _products(layer, width, dtype)
+
+
+def not_finite(model: torch.nn.Module) -> str:
+    """A parameter, or a packed layer, that holds NaN or infinity; "" when none does."""
+    with torch.inference_mode():
+        looked: dict[str, torch.Tensor] = {
+            name: _all_finite(parameter)
+            for name, parameter in model.named_parameters()
+            if parameter.numel() and parameter.is_floating_point()
+        }
+        on_cpu = not looked or any(one.device.type == "cpu" for one in looked.values())
+        for name, layer in model.named_modules() if on_cpu else ():
+            if is_packed(layer):
+                kept = [one for one in _read_out(layer) if one.is_floating_point()]
+                looked[name] = torch.stack([_all_finite(one) for one in kept]).all()
+        finite = torch.stack(list(looked.values())).tolist()
+    return next((name for name, good in zip(looked, finite, strict=True) if not good), "")
+
+
+def _all_finite(tensor: torch.Tensor) -> torch.Tensor:
+    """One boolean, still on the device."""
+    if (largest := _LARGEST_FP8.get(tensor.dtype)) is not None:
+        return (tensor.view(torch.uint8) & 0x7F).amax() <= largest
+    # both carry NaN on; no memory is needed beside the result
+    least, most = torch.aminmax(tensor)
+    return torch.isfinite(least) & torch.isfinite(most)
 
 
 def _kept_tensors(kernel: Any) -> list[torch.Tensor]:

@@ -26,16 +26,20 @@ class SkyctlWorkerExtension:
     weight_transfer_engine: Any
 
     def skyctl_weight_digest(
-        self, rows: Sequence[dict[str, Any]] = (), numbered: Sequence[Sequence[str]] = ()
+        self,
+        rows: Sequence[dict[str, Any]] = (),
+        numbered: Sequence[Sequence[str]] = (),
+        finite: bool = False,
     ) -> dict[str, Any]:
         """Digest of the weights this worker computes with; see `digest.py`.
 
         `arrangement` tells with which servers' it can be compared (`arrangement.py`), if they have
         the same `digest_version`. `rows` are `RowQuestion`s, whose `RowAnswer`s come back in order
-        (`rows.py`). `numbered` names parameters by rank, whose `numbers` are told.
+        (`rows.py`). `numbered` names parameters by rank, whose `numbers` are told. With `finite`,
+        `not_finite` names a parameter that holds NaN or infinity, "" where none does.
         """
         from skyctl.engines.vllm.inside.arrangement import arrangement
-        from skyctl.engines.vllm.inside.digest import digest_model
+        from skyctl.engines.vllm.inside.digest import digest_model, not_finite
         from skyctl.engines.vllm.inside.rows import answer_rows
 
         model = self.model_runner.get_model()
@@ -48,6 +52,7 @@ class SkyctlWorkerExtension:
             "arrangement": arrangement(self.vllm_config),
             "data_parallel_rank": parallel.data_parallel_index,
             "rank": parallel.rank,
+            "not_finite": not_finite(model) if finite else "",
             "rows": [asdict(row) for row in answer_rows(model, [RowQuestion(**q) for q in rows])],
         }
 

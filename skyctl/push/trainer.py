@@ -1,0 +1,129 @@
+"""Weights that a trainer sends itself, with an engine of its own: who it is, and whom it sends to.
+
+    push     preflight ─► pause ─► start ─► update: waits ─────────────► finish ─► verify ─► resume
+    trainer                                 └► init, start, update, … ─► "sent" ┘
+
+`push/trainer_delivery.py` has the push's side.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Collection
+from dataclasses import asdict, dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+from skyctl.store.identity import ProcessIdentity, boot_id
+
+_LOOK_S = 0.5
+
+
+@dataclass(frozen=True)
+class Rendezvous:
+    """Where the trainer will wait for the workers of all servers."""
+
+    master_address: str
+    master_port: int
+
+
+@dataclass(frozen=True)
+class SendTarget:
+    """One server, for a trainer that sends by itself.
+
+    Its `workers` take the ranks from `rank_offset` up in a group of `world_size`, in which the
+    sender has rank 0. `init_info` is the body of the server's init call, in the dialect of its
+    `version`; None for a backend that only the trainer's own engine knows how to open.
+    """
+
+    server: str
+    url: str
+    version: str
+    backend: str
+    rank_offset: int
+    workers: int
+    world_size: int
+    init_info: dict[str, Any] | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def suggest(urls: Collection[str]) -> Rendezvous:
+    """An address of this machine that servers at these URLs can reach, and a port that is free."""
+    from skyctl.fleetfile.schema import is_loopback
+
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        port = int(probe.getsockname()[1])
+    hosts = (urlsplit(url).hostname or "" for url in urls)
+    far = next((host for host in hosts if not is_loopback(host)), None)
+    return Rendezvous("127.0.0.1" if far is None else _address_towards(far), port)
+
+
+def _address_towards(host: str) -> str:
+    """The address of this machine in packets to `host`; nothing is sent."""
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(address)
+            return str(probe.getsockname()[0])
+    except OSError:
+        return socket.gethostname()
+
+
+class Trainer:
+    """Who sends the weights of one update. Belongs to one event loop.
+
+    `process` is watched where it can be seen: a trainer on another machine, or in another
+    container, is bounded by `timeout_s` alone, the seconds in which it must have sent.
+    """
+
+    def __init__(self, at: Rendezvous, process: ProcessIdentity | None, timeout_s: float) -> None:
+        self.at = at
+        seen = process is not None and process.boot_id == boot_id() and process.alive()
+        self._process = process if seen else None
+        self._timeout_s = timeout_s
+        loop = asyncio.get_running_loop()
+        self._opened: asyncio.Future[tuple[SendTarget, ...]] = loop.create_future()
+        self._word: asyncio.Future[str] = loop.create_future()
+
+    @property
+    def has_spoken(self) -> bool:
+        """It sends nothing any more."""
+        return self._word.done()
+
+    @property
+    def failure(self) -> str:
+        """Why it sends nothing, or sent too little; "" as long as nothing is wrong."""
+        if self._word.done():
+            return self._word.result()
+        if self._process is not None and not self._process.alive():
+            return f"the trainer (pid {self._process.pid}) died"
+        return ""
+
+    def say(self, failure: str = "") -> None:
+        """Its word: everything is sent, or why not. Only the first counts."""
+        if not self._word.done():
+            self._word.set_result(failure)
+
+    async def targets(self, push: asyncio.Task[Any]) -> tuple[SendTarget, ...]:
+        """The servers, once they wait for it; none when the `push` has ended instead."""
+        try:
+            await asyncio.wait({self._opened, push}, return_when=asyncio.FIRST_COMPLETED)
+        except BaseException:
+            self.say("the trainer did not wait for the servers")
+            raise
+        return self._opened.result() if self._opened.done() else ()
+
+    async def send(self, targets: tuple[SendTarget, ...]) -> str:
+        """Let it send to servers that are ready for it; why it failed, "" when all is sent."""
+        self._opened.set_result(targets)
+        clock = asyncio.get_running_loop().time
+        until = clock() + self._timeout_s
+        while not (self.has_spoken or self.failure):
+            if (left_s := until - clock()) <= 0:
+                return f"the trainer has not sent its weights within {self._timeout_s:g} s"
+            await asyncio.wait({self._word}, timeout=min(left_s, _LOOK_S))
+        return self.failure

@@ -1,0 +1,155 @@
+"""A delivery that waits while a trainer sends the weights itself.
+
+skyctl does not see what it sends: from the beginning of `update` until its word every server may
+hold parts of several checkpoints. A trainer that dies, or says nothing in time, has failed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+
+from skyctl.engines.base import Refusal
+from skyctl.errors import PreflightError, ServerError
+from skyctl.http.client import ControlClient
+from skyctl.kill_points import reached
+from skyctl.push.delivery import LEAVE_METHOD
+from skyctl.push.request import PushFleet
+from skyctl.push.server_facts import ServerFacts, ask_servers
+from skyctl.push.sites import Site, Weights, alive, close_session, each, scrub
+from skyctl.push.trainer import Rendezvous, SendTarget, Trainer
+from skyctl.push.verify import weights_digest
+from skyctl.transfer.sender_pool import SenderPool
+from skyctl.transfer.transports.base import rank_offsets
+
+
+def send_targets(facts: Sequence[ServerFacts], at: Rendezvous) -> tuple[SendTarget, ...]:
+    """All servers of one group, in fleet order.
+
+    Raises:
+        PreflightError: a server takes no weights from anybody.
+    """
+    for fact in facts:
+        if not fact.backend:
+            raise PreflightError(
+                f"{fact.name} was started without a weight-transfer backend",
+                hint="name the trainer's in the fleet file, `weight_transfer: {backend: …}`, "
+                "and restart the servers",
+            )
+    offsets, world_size = rank_offsets([fact.world_size for fact in facts])
+    return tuple(
+        SendTarget(
+            server=fact.name,
+            url=fact.url,
+            version=fact.vllm_version,
+            backend=fact.backend,
+            rank_offset=offset,
+            workers=fact.world_size,
+            world_size=world_size,
+            init_info=None
+            if fact.dialect is None
+            else fact.dialect.trainer_init_info(
+                fact.backend, **asdict(at), rank_offset=offset, world_size=world_size
+            ),
+        )
+        for fact, offset in zip(facts, offsets, strict=True)
+    )
+
+
+async def ask_targets(
+    fleet: PushFleet, at: Rendezvous, client: ControlClient
+) -> tuple[SendTarget, ...]:
+    """What a trainer must know of each server. Raises as `ask_servers` and `send_targets`."""
+    return send_targets(await ask_servers(fleet, client=client), at)
+
+
+class TrainerDelivery:
+    """Waits for a trainer; see `push.delivery.Delivery`."""
+
+    can_retry = False  # who has failed is not asked again
+    frees_late = False
+    copies = False
+    content_digest = ""
+    content = None
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        facts: Sequence[ServerFacts],
+        fleet: PushFleet,
+        senders: SenderPool,
+    ) -> None:
+        self._trainer = trainer
+        self._targets = send_targets(facts, trainer.at)
+        self._fleet = fleet
+        self._senders = senders
+        self._leaves_group = False
+
+    async def open(self, sites: Sequence[Site]) -> None:
+        self._leaves_group = self._senders.idle is not None
+        await self._senders.close()  # workers leave its group for the trainer's
+
+    async def init(self, sites: Sequence[Site]) -> None: ...
+
+    async def start(self, sites: Sequence[Site], *, scrubbing: bool = False) -> None:
+        """The trainer's engine opens its sessions itself: none of an earlier push may be open."""
+        timeout_s = self._fleet.control_timeout_s
+
+        async def clear(site: Site) -> None:
+            if self._leaves_group:
+                await site.vllm.extension_rpc(LEAVE_METHOD, timeout_s=timeout_s)
+            if site.weights is Weights.UNKNOWN or site.open:
+                await scrub(site, timeout_s=timeout_s)
+                await close_session(site, timeout_s=timeout_s)
+
+        await each(sites, clear, timeout_s=timeout_s * 7, what="start")
+        _fail(sites, self._trainer.failure)  # nothing was sent yet: it can still be undone
+
+    async def update(self, sites: Sequence[Site], on_progress: Callable[[int], None]) -> None:
+        before = {site.name: site.weights for site in sites}
+        for site in sites:
+            site.weights = Weights.UNKNOWN
+        reached("push.update.call")
+        failure = await self._trainer.send(self._targets)
+        reached("push.update.done")
+        if failure and self._trainer.has_spoken:
+            old = [site for site in sites if before[site.name] is Weights.OLD]
+            timeout_s = self._fleet.update_timeout_s
+            await each(old, self._keep_if_untouched, timeout_s=timeout_s * 2, what="update")
+        _fail(sites, failure)
+
+    async def finish(self, sites: Sequence[Site], version: Callable[[], str]) -> None:
+        async def call(site: Site) -> None:
+            label = version() if site.spoken.labels_at_finish else None
+            await self._close(site, label)
+            site.weights = Weights.NEW
+
+        timeout_s = self._fleet.update_timeout_s
+        await each(alive(sites), call, timeout_s=timeout_s * 2, what="finish")
+
+    async def close(self) -> None: ...
+
+    async def _close(self, site: Site, label: str | None = None) -> None:
+        """Finish the session that the trainer's engine left open, if it did."""
+        timeout_s = self._fleet.update_timeout_s
+        try:
+            await site.vllm.finish_weight_update(label, timeout_s=timeout_s)
+        except ServerError as error:
+            if error.refusal != Refusal.NO_SESSION:
+                raise
+            if label is not None:  # only the end of a session can label the weights
+                await site.vllm.start_weight_update(timeout_s=timeout_s)
+                await site.vllm.finish_weight_update(label, timeout_s=timeout_s)
+
+    async def _keep_if_untouched(self, site: Site) -> None:
+        """A trainer that failed before it sent anything leaves the weights that were there."""
+        before = site.server.weights_digest or site.digest_before
+        await self._close(site)
+        found = await weights_digest(site.vllm, timeout_s=self._fleet.update_timeout_s)
+        if before and found.digest == before:
+            site.weights = Weights.OLD
+
+
+def _fail(sites: Sequence[Site], failure: str) -> None:
+    for site in sites:
+        site.failure = site.failure or failure

@@ -1,0 +1,174 @@
+"""A trainer sends the weights itself, and somebody dies: the fleet ends committed or undone."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from skyctl.kill_points import VARIABLE
+from skyctl.store.paths import FleetPaths
+from tests.faults.killing import checks
+from tests.faults.stub_fleet import ROOT, StubFleet
+from tests.stub.app import StubServer
+from tests.stub.running import running
+from tests.stub.state import StubEngine
+from tests.unit.push.checkpoints import tiny_tensors, write_checkpoint
+
+BASE, SENT, NEXT = "default", "step-1", "step-2"
+COMMITTED = ("push.published", "push.record")
+POINTS = ("push.begun", "push.prepared", "push.pause.call", "push.start.done", "push.update.call",
+          "push.update.done", "push.finish.done", "push.verify.done", *COMMITTED)  # fmt: skip
+BOUND_S = 60.0
+
+
+async def train(
+    directory: Path, home: Path, version: str, seed: int, *options: str, kill_at: str = ""
+) -> tuple[int, str]:
+    """A trainer's process to its end: exit code, and what it said."""
+    environ = {k: v for k, v in os.environ.items() if not k.startswith("SKYCTL_")}
+    run = ("-m", "tests.stub.trainer", str(directory / "fleet.yaml"), version, str(seed))
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, *run, *options),
+        cwd=directory,
+        env={**environ, "SKYCTL_HOME": str(home), "PYTHONPATH": str(ROOT), VARIABLE: kill_at},
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.DEVNULL,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    _, said = await asyncio.wait_for(process.communicate(), BOUND_S)
+    assert process.returncode is not None
+    return process.returncode, said.decode()
+
+
+def seen(stub: StubServer) -> dict[str, Any]:
+    engine = stub.engine
+    keys = ("served", "paused", "update_open", "half_loaded", "digest", "weight_version")
+    return {key: getattr(engine, key) for key in keys}
+
+
+@pytest.mark.parametrize("point", [*POINTS, "between two servers"])
+async def test_a_trainer_that_is_the_pusher_may_die_anywhere(tmp_path: Path, point: str) -> None:
+    """Its guardian puts the servers right, and the next update goes well."""
+    model, home = str(write_checkpoint(tmp_path / "base")), tmp_path / "home"
+    stubs = [StubServer(StubEngine(model=model, transfer_backend="sparse_nccl")) for _ in range(2)]
+    before = stubs[0].engine.digest
+    async with running(stubs) as targets:
+        urls = ", ".join(target.url for target in targets)
+        (tmp_path / "fleet.yaml").write_text(
+            f"name: far\nservers: [{urls}]\ncontrol_timeout_s: 5\n"
+            "weight_transfer: {update_timeout_s: 10}\n"
+        )
+        options = ("--dies-after", "1") if point not in POINTS else ()
+        kill_at = point if point in POINTS else ""
+        code, said = await train(tmp_path, home, SENT, 1, *options, kill_at=kill_at)
+        assert code == -signal.SIGKILL, said
+        if point == "push.begun":  # before there is a guardian; and nothing was touched
+            assert all(stub.engine.log == [] for stub in stubs)
+        assert await asyncio.to_thread(checks.nothing_left_soon, home, BOUND_S) == []
+        states = [seen(stub) for stub in stubs]
+        sent = {before: BASE}
+        if point in COMMITTED:
+            sent = {states[0]["digest"]: SENT}
+            assert states[0]["digest"] != before
+        assert checks.at_one_version(states, sent) == []
+        assert checks.served_only(states, {before, *sent}) == []
+        code, said = await train(tmp_path, home, NEXT, 2)
+        assert code == 0, said
+        states = [seen(stub) for stub in stubs]
+        assert checks.at_one_version(states, {states[0]["digest"]: NEXT}) == []
+        database = FleetPaths(home, "far").database
+        assert checks.state_is_whole(database, NEXT) == []
+
+
+class Supervised(StubFleet):
+    """Two stubs with a supervisor."""
+
+    def train(self, version: str, seed: int, *options: str) -> tuple[int, str]:
+        home = self.directory / "home"
+        return asyncio.run(train(self.directory, home, version, seed, *options))
+
+    def states(self) -> list[dict[str, Any]]:
+        urls = [row["url"] for row in self.replicas().values()]
+        return [httpx.get(f"{url}/stub/state", trust_env=False).json() for url in urls]
+
+    def until(self, state: str, *names: str) -> dict[str, dict[str, Any]]:
+        """The replicas, once these are in this state, or all."""
+        deadline = time.monotonic() + BOUND_S
+        while True:
+            rows = self.replicas()
+            if {rows[name]["state"] for name in names or rows} == {state}:
+                return rows
+            assert time.monotonic() < deadline, rows
+            time.sleep(0.1)
+
+
+@pytest.fixture
+def supervised(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Supervised]:
+    """Its first supervisor dies at the test's `point`, if it has one."""
+    fleet = Supervised(tmp_path)
+    fleet.write(extra="auth: none\nweight_transfer: {backend: sparse_nccl, update_timeout_s: 20}")
+    write_checkpoint(tmp_path / "model", tiny_tensors(1))
+    callspec = getattr(request.node, "callspec", None)
+    fleet.environ = {VARIABLE: callspec.params["point"]} if callspec else {}
+    fleet.run("up")
+    fleet.environ = {}
+    try:
+        yield fleet
+    finally:
+        fleet.run("down", "--drain-timeout", "0")
+
+
+def test_a_trainer_that_dies_is_noticed_and_undone(supervised: Supervised) -> None:
+    before = {state["digest"] for state in supervised.states()}
+    code, said = supervised.train(SENT, 1, "--dies-after", "1")
+    assert code == -signal.SIGKILL, said
+    supervised.until("ready")
+    assert {state["digest"] for state in supervised.states()} == before
+    jobs = supervised.json("jobs")["data"]["jobs"]
+    assert "the trainer (pid" in jobs[-1]["error"]["message"] + jobs[0]["error"]["message"]
+    code, said = supervised.train(NEXT, 2)
+    assert code == 0, said
+    assert {state["weight_version"] for state in supervised.states()} == {NEXT}
+
+
+def test_a_server_that_restarts_after_an_update_waits_for_the_next(
+    supervised: Supervised,
+) -> None:
+    """No file has its weights: it serves nobody what it was started with."""
+    code, said = supervised.train(SENT, 1)
+    assert code == 0, said
+    os.kill(supervised.replicas()["stubs-1"]["pid"], signal.SIGKILL)
+    rows = supervised.until("quarantined", "stubs-1")
+    assert "no file has it" in rows["stubs-1"]["reason"]
+    assert rows["stubs-0"]["state"] == "ready"
+    refused = supervised.json("sync-weights", "--rollback", expect=4)
+    assert "nothing to roll back to" in refused["error"]["message"]
+    code, said = supervised.train(NEXT, 2)
+    assert code == 0, said
+    rows = supervised.until("ready")
+    assert {row["weight_version"] for row in rows.values()} == {NEXT}
+
+
+@pytest.mark.parametrize("point", ["push.start.done", "push.update.call", "push.published"])
+def test_a_supervisor_that_dies_under_a_trainer_is_followed_by_another(
+    supervised: Supervised, point: str
+) -> None:
+    before = {state["digest"] for state in supervised.states()}
+    code, said = supervised.train(SENT, 1)
+    assert code == 1, said
+    rows = supervised.until("ready")
+    now = {state["digest"] for state in supervised.states()}
+    assert (now == before) == (point != "push.published") and len(now) == 1
+    versions = {row["weight_version"] for row in rows.values()}
+    assert versions == {SENT if point == "push.published" else None}
+    code, said = supervised.train(NEXT, 2)
+    assert code == 0, said

@@ -1,0 +1,58 @@
+"""`python -m tests.stub.trainer FLEET_FILE VERSION SEED`: a trainer with an engine of its own.
+
+With `--dies-after N` it kills itself once N servers have their weights.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import signal
+from typing import Any
+
+import httpx
+
+from skyctl import Fleet
+from skyctl.api import Update
+from tests.unit.push.checkpoints import tiny_tensors
+
+_ROUTES = ("init_weight_transfer_engine", "start_weight_update", "update_weights")
+
+
+async def send(update: Update, seed: int, *, only: int | None = None, finish: bool = True) -> None:
+    """What a trainer's engine does with each server; `only` with that many of them."""
+    names = list(tiny_tensors())
+    info = {
+        "names": names,
+        "dtype_names": ["float32"] * len(names),
+        "shapes": [[seed]] * len(names),
+    }
+    async with httpx.AsyncClient(trust_env=False, headers=update.headers) as client:
+        for server in update.servers[:only]:
+            bodies: list[Any] = [
+                {"init_info": server.init_info or {}},
+                None,
+                {"update_info": info},
+            ]
+            for route, body in zip(_ROUTES, bodies, strict=True):
+                (await client.post(f"{server.url}/{route}", json=body)).raise_for_status()
+            if finish:
+                await client.post(f"{server.url}/finish_weight_update")
+
+
+async def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("file")
+    parser.add_argument("version")
+    parser.add_argument("seed", type=int)
+    parser.add_argument("--dies-after", type=int)
+    asked = parser.parse_args()
+    async with Fleet.load(asked.file) as fleet, fleet.update(asked.version) as update:
+        await send(update, asked.seed, only=asked.dies_after)
+        if asked.dies_after is not None:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    asyncio.run(main())

@@ -1,0 +1,236 @@
+"""A trainer that sends by itself, inside the push's transaction, over stubs in this process."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from skyctl import Fleet
+from skyctl.errors import ConflictError, PreflightError, PushError
+from skyctl.push.request import PushResult
+from skyctl.push.trainer import suggest
+from tests.stub.app import StubServer
+from tests.stub.faults import Fault
+from tests.stub.running import running
+from tests.stub.state import StubEngine
+from tests.stub.trainer import send
+from tests.unit.push.checkpoints import tiny_tensors, write_checkpoint
+
+
+@dataclass
+class Trained:
+    """Two attached stubs with a backend that skyctl has no sender for."""
+
+    fleet: Fleet
+    stubs: list[StubServer]
+    directory: Path
+
+    @property
+    def engines(self) -> list[StubEngine]:
+        return [stub.engine for stub in self.stubs]
+
+    @property
+    def digests(self) -> set[str]:
+        return {engine.digest for engine in self.engines}
+
+    async def update(self, version: str, seed: int, **options: Any) -> PushResult:
+        async with self.fleet.update(version, **options) as update:
+            await send(update, seed)
+        assert update.result is not None
+        return update.result
+
+    def served_whole(self) -> None:
+        """Nobody was let go with parts of two checkpoints."""
+        for engine in self.engines:
+            assert "half loaded" not in engine.served
+            assert engine.paused or not (engine.half_loaded or engine.update_open)
+
+
+@pytest.fixture
+async def trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Trained]:
+    monkeypatch.setenv("SKYCTL_HOME", str(tmp_path / "home"))
+    model = str(write_checkpoint(tmp_path / "base"))
+    stubs = [StubServer(StubEngine(model=model, transfer_backend="sparse_nccl")) for _ in range(2)]
+    async with running(stubs) as targets:
+        file = tmp_path / "fleet.yaml"
+        urls = [target.url for target in targets]
+        file.write_text(
+            f"name: demo\nservers: {urls}\ncontrol_timeout_s: 5\n"
+            "weight_transfer: {update_timeout_s: 5}\n"
+        )
+        async with Fleet.load(file) as fleet:
+            yield Trained(fleet, stubs, tmp_path)
+
+
+@pytest.mark.parametrize("finish", [True, False])  # vLLM's own engine does it, others may not
+async def test_an_update_is_verified_labelled_and_resumed(trained: Trained, finish: bool) -> None:
+    before = trained.digests
+    async with trained.fleet.update("step-1") as update:
+        assert all(engine.paused for engine in trained.engines)
+        assert [(one.server, one.rank_offset, one.workers) for one in update.servers] == [
+            ("demo-0", 1, 1),
+            ("demo-1", 2, 1),
+        ]
+        assert update.world_size == 3
+        await send(update, 1, finish=finish)
+    assert update.result is not None and update.result.version == "step-1"
+    assert (update.result.checkpoint, update.result.compared) == ("", None)
+    assert any("with each other alone" in note for note in update.result.notes)
+    assert len(trained.digests) == 1 and trained.digests != before
+    for engine in trained.engines:
+        assert (engine.weight_version, engine.paused, engine.cached) == ("step-1", False, set())
+    rows = (await trained.fleet.weights()).servers
+    assert {(row.weight_version, row.checkpoint, row.weights_digest) for row in rows} == {
+        ("step-1", None, update.result.servers[0].weights_digest)
+    }
+    assert (await trained.fleet.verify_weights()).agree is True
+    assert (await trained.update("step-1", 2)).checkpoint_digest != update.result.checkpoint_digest
+
+
+async def test_a_server_paused_before_stays_paused(trained: Trained) -> None:
+    await trained.fleet.pause("keep", servers=["demo-1"])
+    result = await trained.update("step-1", 1)
+    assert [server.state for server in result.servers] == ["ready", "paused"]
+    assert [engine.paused for engine in trained.engines] == [False, True]
+
+
+async def test_nobody_else_acts_meanwhile(trained: Trained) -> None:
+    async with trained.fleet.update("step-1") as update:
+        for other in (trained.update("step-2", 2), trained.fleet.pause("keep")):
+            with pytest.raises(ConflictError, match="push-1"):
+                await other
+        await send(update, 1)
+    assert update.result is not None
+
+
+async def test_a_trainer_that_fails_before_it_sends_leaves_the_old_weights(
+    trained: Trained,
+) -> None:
+    before = trained.digests
+    with pytest.raises(ZeroDivisionError) as caught:
+        async with trained.fleet.update("step-1"):
+            raise ZeroDivisionError
+    assert "demo-0 ready, demo-1 ready" in caught.value.__notes__[0]
+    assert trained.digests == before
+    assert not any(engine.paused for engine in trained.engines)
+    assert not any(row.quarantine for row in (await trained.fleet.weights()).servers)
+
+
+@pytest.mark.parametrize("how", ["raises", "is cancelled", "is late", "forgets one"])
+async def test_what_may_be_half_updated_stays_closed_until_the_next_update(
+    trained: Trained, how: str
+) -> None:
+    before = trained.digests
+
+    async def fail() -> None:
+        timeout_s = 0.05 if how == "is late" else None
+        async with trained.fleet.update("step-1", timeout_s=timeout_s) as update:
+            await send(update, 1, only=1, finish=how == "forgets one")
+            if how == "raises":
+                raise ValueError("out of memory")
+            if how != "forgets one":
+                await asyncio.sleep(0.5 if how == "is late" else 60)
+
+    failing = asyncio.create_task(fail())
+    if how == "is cancelled":
+        await trained.engines[0].until_logged("pause keep")
+        while "update" not in trained.engines[0].log:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        failing.cancel()
+    expected = {"raises": ValueError, "is cancelled": asyncio.CancelledError}.get(how, PushError)
+    with pytest.raises(expected):
+        await asyncio.wait_for(failing, 20)
+    rows = {row.name: row for row in (await trained.fleet.weights()).servers}
+    assert rows["demo-0"].quarantine and trained.engines[0].paused
+    trained.served_whole()
+    served = {digest for engine in trained.engines for digest in engine.served}
+    assert served <= before, "only old weights may have been let go"
+    await trained.update("step-2", 2)
+    assert len(trained.digests) == 1 and not any(engine.paused for engine in trained.engines)
+    rows = {row.name: row for row in (await trained.fleet.weights()).servers}
+    assert [(row.weight_version, row.quarantine) for row in rows.values()] == [("step-2", None)] * 2
+    trained.served_whole()
+
+
+async def test_a_dead_update_is_undone_by_recovery(trained: Trained) -> None:
+    """To the fleet's weights, while a file has them; else the servers wait for the next."""
+    before = trained.digests
+    with pytest.raises(ValueError, match="no"):
+        async with trained.fleet.update("step-1") as update:
+            await send(update, 1)
+            raise ValueError("no")
+    async with trained.fleet._connected() as fleet:
+        assert [(one.action, one.ok) for one in await fleet.recover()] == [("push", True)] * 2
+    assert trained.digests == before and not any(e.paused for e in trained.engines)
+    await trained.update("step-2", 2)
+    with pytest.raises(ValueError, match="no"):
+        async with trained.fleet.update("step-3") as update:
+            await send(update, 3)
+            raise ValueError("no")
+    async with trained.fleet._connected() as fleet:
+        for one in await fleet.recover():
+            assert not one.ok and "no file has it; push or update again" in one.detail
+    assert all(engine.paused for engine in trained.engines)
+    new = write_checkpoint(trained.directory / "new", tiny_tensors(50))
+    await trained.fleet.sync_weights(new)
+    assert not any(engine.paused for engine in trained.engines)
+
+
+async def test_a_checkpoint_of_the_same_weights_is_compared_and_kept_for_recovery(
+    trained: Trained,
+) -> None:
+    new = write_checkpoint(trained.directory / "new", tiny_tensors(50))
+    for stub in trained.stubs:  # it holds what is on disk, as far as anybody asks
+        finish = stub.engine.finish_update
+        stub.engine.finish_update = lambda v, f=finish, e=stub.engine: (f(v), e.reload(str(new)))  # type: ignore[method-assign,misc,assignment]
+    result = await trained.update("step-1", 1, checkpoint=new)
+    assert result.checkpoint == str(new) and result.compared
+    assert result.compared["tensors"] > 0
+    with pytest.raises(PushError, match="does not hold what was sent"):
+        await trained.update("step-2", 2, checkpoint=trained.directory / "base")
+
+
+@pytest.mark.parametrize("wrong", ["digest", "not finite"])
+async def test_weights_that_are_not_what_they_must_be_serve_nobody(
+    trained: Trained, wrong: str
+) -> None:
+    if wrong == "not finite":
+        trained.engines[1].not_finite = "lm_head.weight"
+    digest = "another" if wrong == "digest" else None
+    words = "not hold what was announced" if wrong == "digest" else "NaN or infinity in lm_head"
+    with pytest.raises(PushError, match=words):
+        await trained.update("step-1", 1, digest=digest)
+    assert trained.engines[1].paused
+    trained.engines[1].not_finite = ""
+    result = await trained.update("step-2", 2)
+    assert (await trained.update("step-3", 2, digest=result.servers[0].weights_digest)).version
+
+
+async def test_servers_without_a_backend_are_refused_before_anything_is_touched(
+    trained: Trained,
+) -> None:
+    trained.engines[1].transfer_backend = ""
+    with pytest.raises(PreflightError, match="demo-1 was started without"):
+        await trained.update("step-1", 1)
+    assert all(engine.log == [] for engine in trained.engines)
+
+
+def test_a_trainer_meets_servers_where_they_reach_it() -> None:
+    near, far = (
+        suggest(["http://127.0.0.1:8000", "http://localhost:1"]),
+        suggest(["http://192.0.2.1"]),
+    )
+    assert near.master_address == "127.0.0.1" and near.master_port > 0
+    assert not far.master_address.startswith("127.")
+
+
+async def test_a_server_that_cannot_be_frozen_undoes_it(trained: Trained) -> None:
+    trained.stubs[1].asgi.faults["/pause"] = Fault("status")
+    with pytest.raises(PushError, match="was undone"):
+        await trained.update("step-1", 1)
+    assert not any(engine.paused for engine in trained.engines)
