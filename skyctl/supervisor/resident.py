@@ -360,7 +360,7 @@ class Supervisor(RecordedFleet, SupervisorService):
         while self._takes_over() and time.monotonic() < until:  # noqa: ASYNC110
             await asyncio.sleep(_ADOPTION_POLL_S)
         self._refuse_beside_operation()
-        if any(spec.node for spec in self.require_plan().servers):
+        if asked.checkpoint and any(spec.node for spec in self.require_plan().servers):
             await asyncio.to_thread(refuse_unseen, self.require_plan(), asked, self.paths)
         turn = await self.arbiter.turn(Act.PUSH, "a push that is just starting")
         try:
