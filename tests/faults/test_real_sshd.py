@@ -9,6 +9,7 @@ import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import psutil
 import pytest
@@ -89,9 +90,7 @@ def test_a_fleet_over_a_real_sshd(fleet: SshFleet) -> None:
     fleet.run("up")
     rows = fleet.until({"stubs-0": "ready", "stubs-1": "ready"})
     assert [row["node"] for row in rows.values()] == list(HOSTS)
-    assert [row["url"].partition(":2")[0] for row in rows.values()] == [
-        f"http://{host}" for host in HOSTS
-    ]
+    assert [urlsplit(row["url"]).hostname for row in rows.values()] == list(HOSTS)
     for connection in fleet.tether("stubs-0").children():
         connection.kill()
     time.sleep(3)
