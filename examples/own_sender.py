@@ -88,6 +88,7 @@ def send(update: Update, weights: WeightSource) -> None:
             master_address=update.master_address,
             master_port=update.master_port,
             world_size=update.world_size,
+            rank=0,
         ),
         client=servers,
         source=weights,

@@ -8,9 +8,9 @@ Every step has a deadline, and what is left when `DEADLINE_S` is over is not beg
 from __future__ import annotations
 
 import asyncio
+import os
 import random
 import statistics
-import subprocess
 import sys
 import threading
 import time
@@ -28,6 +28,7 @@ from benchmarks.checkpoints import write_checkpoint
 from skyctl.engines.sglang.server import SGLangServer
 from skyctl.http.client import ControlClient
 from skyctl.http.target import ServerTarget
+from skyctl.launch.local.devices import discover_gpus, free_gpu_memory, visible_gpus
 from tests.integration.fleet_cli import FleetCli, bearer
 from tests.stub.sglang_verbs import Verbs
 
@@ -192,13 +193,11 @@ class SGLangRun:
 
 
 def used_mib() -> int:
-    """Of the first GPU; 0 without one."""
-    command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
-    try:
-        text = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
-    except (OSError, subprocess.SubprocessError):
+    """Of the first GPU that is ours; 0 without one."""
+    gpus = visible_gpus(discover_gpus(), os.environ)
+    if not gpus:
         return 0
-    return int(text.stdout.split()[0])
+    return (gpus[0].memory_bytes - free_gpu_memory()[gpus[0].index]) // 1024**2
 
 
 # --- the steps, in their order --------------------------------------------------------------------
@@ -282,6 +281,7 @@ def sleeps(run: SGLangRun) -> str:
     before, awake = run.answers(), used_mib()
     run.cli.run("sleep", timeout_s=90)
     asleep = used_mib()
+    assert asleep < awake or not awake, f"{awake} MiB awake, {asleep} asleep"
     run.cli.run("wake", timeout_s=90)
     assert run.answers() == before, "other tokens after a sleep"
     run.cli.run("sleep", "--level", "2", timeout_s=90)
