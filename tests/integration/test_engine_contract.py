@@ -192,16 +192,10 @@ async def test_a_reload_brings_other_weights_and_a_label_names_them(subject: Sub
     assert await server.is_paused()
     await server.resume()
     assert await server.weight_version() == "step-2"
-    other = await subject.answer(8)
-    assert other != first
+    assert await subject.answer(8) != first
     if checksums is not None:  # of linear layers on CPU, vLLM hashes nothing
         found = await server.weight_checksums(timeout_s=60.0)
         assert found is not None and found.keys() == checksums.keys()
-    await server.pause("abort")
-    with pytest.raises(ServerError):
-        await server.reload_weights("/nowhere", timeout_s=60.0)
-    await server.resume()
-    assert await subject.answer(8) == other
 
 
 async def test_what_is_missing_is_said_by_a_refusal(subject: Subject) -> None:

@@ -228,7 +228,9 @@ class VLLMServer:
         except ServerError as error:
             # any other error, one raised by the method itself above all, says nothing of the kind
             asked = (method, (kwargs or {}).get("method"))
-            if any(f"Method '{name}' is not implemented" in error.message for name in asked):
+            # the executor of several processes says it by Python's own words
+            words = "Method '{}' is not implemented", "object has no attribute '{}'"
+            if any(said.format(name) in error.message for said in words for name in asked):
                 error.refusal = Refusal.NO_METHOD
             raise
         if not isinstance(answer, dict):

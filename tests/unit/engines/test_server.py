@@ -226,6 +226,7 @@ async def test_a_server_without_control_routes_says_how_to_start_it() -> None:
     ("text", "refusal"),
     [
         ("Call to collective_rpc method failed: Method 'm' is not implemented", Refusal.NO_METHOD),
+        ("Worker failed with error ''CPUWorker' object has no attribute 'm''", Refusal.NO_METHOD),
         ("Method 'other' is not implemented", ""),
         ("finish_weight_update called without a matching start", Refusal.NO_SESSION),
         ("weight transfer is not configured", Refusal.NO_TRANSFER),
