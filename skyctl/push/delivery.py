@@ -320,8 +320,8 @@ class ChunkDelivery:
         timeout_s = self._fleet.control_timeout_s
 
         async def begin(site: Site) -> None:
-            if scrubbing:  # long after it was frozen: it may have been started anew since
-                await require_paused(site)
+            # others may have taken long: it may have been started anew since it was seen frozen
+            await require_paused(site)
             half_updated = scrubbing or site.weights is Weights.UNKNOWN
             await (scrub if half_updated else open_session)(site, timeout_s=timeout_s)
 

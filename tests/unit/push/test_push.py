@@ -225,7 +225,7 @@ async def test_a_server_that_fails_twice_is_quarantined_and_the_others_go_on(stu
 async def test_a_server_that_hangs_is_quarantined_without_a_second_try(stubs: Stubs) -> None:
     stubs.servers[1].asgi.faults = {
         "/update_weights": Fault("reset"),
-        "/is_paused": Fault("reset", calls=(4, 5, 6, 7)),
+        "/is_paused": Fault("reset", calls=(5, 6, 7, 8)),
     }
     error = await failing_push(stubs)
     assert states(error) == ["ready", "quarantined"]
@@ -512,6 +512,22 @@ async def test_nothing_is_sent_to_a_server_that_was_not_seen_paused(stubs: Stubs
     error = await failing_push(stubs)
     assert "is not paused" in error.message
     assert all("start" not in engine.log for engine in stubs.engines)
+    check_invariant(stubs)
+
+
+async def test_no_update_is_opened_in_a_server_started_anew_since_all_were_seen_paused(
+    stubs: Stubs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The start empties layers."""
+
+    def reach(point: str) -> None:
+        if point == "push.start.call":
+            stubs.engines[1].scheduler = Scheduler.RUNNING
+
+    monkeypatch.setattr("skyctl.push.transaction.reached", reach)
+    error = await failing_push(stubs)
+    assert "started it anew" in error.message
+    assert "start" not in stubs.engines[1].log
     check_invariant(stubs)
 
 
