@@ -42,6 +42,8 @@ SHORTEST_TOKEN = 32
 """Characters. A placeholder or an empty variable is no token."""
 
 _OPEN = frozenset({"/health", "/ping"})
+_LOOKING_ON = frozenset({"GET", "HEAD", "OPTIONS"})
+"""Methods that ask for no inference. SGLang's `/generate` takes PUT as well as POST."""
 
 
 class Routes(NamedTuple):
@@ -187,9 +189,9 @@ class Guard:
 
     def _is_held(self, scope: Scope) -> bool:
         """Whether this asks for inference, and not yet."""
-        if self._held_while is None or (scope["type"] == "http" and scope["method"] != "POST"):
+        if scope["type"] == "http" and scope["method"] in _LOOKING_ON:
             return False
-        return self._held_while.exists()
+        return self._held_while is not None and self._held_while.exists()
 
 
 def _engine_pause(scope: Scope) -> Callable[..., Awaitable[None]] | None:

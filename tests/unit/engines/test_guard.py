@@ -204,6 +204,7 @@ def test_while_a_server_is_held_only_the_control_token_opens_inference(
     refused = ask("/v1/completions", user, method="POST", key=key, held=held)
     assert refused.status_code == 503 and refused.headers["retry-after"] == "1"
     assert "does not have its fleet's weights yet" in refused.json()["error"]["message"]
+    assert asked("/v1/completions", user, "PUT") == asked("/v1/completions", user, "QUERY") == 503
     assert asked("/v1/completions", f"Bearer {TOKEN}") == 200
     assert asked("/v1/models", user, "GET") == asked("/health", None, "GET") == 200
     assert asked("/pause", f"Bearer {TOKEN}") == 200
