@@ -68,6 +68,11 @@ def server_command(launch: ServerLaunch) -> Command:
             "data_parallel_size: skyctl starts no data-parallel SGLang servers",
             hint="use `replicas`",
         )
+    if launch.auth == "none" and launch.api_key is not None:
+        raise UsageError(
+            "auth: none with api_key_env: nothing would ask for the key, which skyctl's guard does",
+            hint="take `auth: none` out, or `api_key_env`",
+        )
     start = ("-m", _SERVE) if launch.own_python else (str(_SERVE_FILE),)
     argv = [launch.python, *start, "--model", launch.model_path]
     argv += ["--served-model-name", launch.served_model_name]

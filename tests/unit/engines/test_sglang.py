@@ -24,6 +24,7 @@ from skyctl.http.target import ServerTarget
 from skyctl.push.request import PushRequest
 from skyctl.store.credentials import AT_SPAWN
 from tests.faults.attached_fleet import attached_fleet
+from tests.faults.stub_fleet import ROOT
 from tests.stub.inprocess import StubTransport
 from tests.stub.sglang import SGLangEngine, SGLangStub
 from tests.unit.core.test_plan import PYTHON, gpus, plan
@@ -67,11 +68,12 @@ def test_an_interpreter_without_skyctl_runs_the_file() -> None:
         ({"weight_transfer": {"transport": "ipc"}}, "by disk alone"),
         ({"lora": {}}, "no LoRA adapters"),
         ({"data_parallel_size": 2}, "no data-parallel SGLang servers"),
+        ({"auth": "none", "api_key_env": "THE_KEY"}, "nothing would ask for the key"),
     ],
 )
 def test_what_skyctl_does_not_do_with_sglang_is_refused(settings: dict[str, Any], why: str) -> None:
     with pytest.raises(UsageError, match=why):
-        plan(engine="sglang", machine_gpus=gpus(2), **settings)
+        plan(engine="sglang", machine_gpus=gpus(2), environ={"THE_KEY": "k"}, **settings)
 
 
 def test_the_file_finds_its_layers_without_skyctl() -> None:
@@ -90,6 +92,18 @@ def test_the_file_finds_its_layers_without_skyctl() -> None:
 
 
 HERE = str(Path(serve.__file__).parent)
+
+
+def test_a_server_with_a_key_and_no_control_token_does_not_start() -> None:
+    done = subprocess.run(
+        [sys.executable, serve.__file__, "--model", "stub-model", "--port", "0"],
+        env={"PYTHONPATH": f"{ROOT}/tests/stub/fake_sglang:{ROOT}", "SKYCTL_API_KEY": "k" * 32},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=30,
+    )
+    assert done.returncode and "holds no control token" in done.stderr
 
 
 def test_the_api_key_opens_inference_and_nothing_that_changes_a_server() -> None:

@@ -62,7 +62,8 @@ def main(arguments: Sequence[str]) -> None:
 
     load_plugins()
     http_server.app.add_middleware(Keeper, manager=manager)
-    if token:
+    if {TOKEN_VARIABLE, ROUTES.key_variable} & os.environ.keys():
+        Guard(http_server.app, routes=ROUTES)  # without a token it ends here, not at a request
         http_server.app.add_middleware(Guard, routes=ROUTES)  # what is added last comes first
     try:
         http_server.launch_server(prepare_server_args(list(arguments)), execute_warmup_func=warm_up)
