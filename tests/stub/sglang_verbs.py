@@ -63,7 +63,7 @@ class Verbs:
             target, wait_s = self.server.target, self._wait_s
             return lambda: self.client.call(target, "POST", path, json=body, timeout_s=wait_s)
 
-        tags = self.chance.sample(keeper.MEMORY, self.chance.randrange(4))
+        tags = self.chance.choices(keeper.MEMORY, k=self.chance.randrange(4))
         path, flush = self.chance.choice(self.checkpoints), self.chance.random() < 0.5
         return {
             **{f"{m}!": sent(keeper.PAUSE, mode=m) for m in ("abort", "in_place", "retract")},

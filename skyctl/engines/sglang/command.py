@@ -40,6 +40,7 @@ RESERVED = Reserved(
         "tokenizer-worker-num": "skyctl's guard and SGLang's pause need one front end",
         "grpc-mode": "skyctl talks HTTP to its servers",
         "enable-http2": "skyctl talks plain HTTP to its servers",
+        "fastapi-root-path": "skyctl asks its servers at the root",
         "nnodes": "skyctl starts servers of one machine",
         "config": "write its settings under `args`",
         "ssl-keyfile": "skyctl talks plain HTTP to its servers; end TLS in front of the router",

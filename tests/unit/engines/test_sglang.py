@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from httpx import ASGITransport, AsyncClient
 
 import skyctl.engines.sglang.inside.serve as serve
 from skyctl.checkpoints.tiny import make_tiny_checkpoint
@@ -68,6 +69,7 @@ def test_an_interpreter_without_skyctl_runs_the_file() -> None:
         ({"weight_transfer": {"transport": "ipc"}}, "by disk alone"),
         ({"lora": {}}, "no LoRA adapters"),
         ({"data_parallel_size": 2}, "no data-parallel SGLang servers"),
+        ({"args": {"fastapi-root-path": "/below"}}, "asks its servers at the root"),
         ({"auth": "none", "api_key_env": "THE_KEY"}, "nothing would ask for the key"),
     ],
 )
@@ -164,6 +166,30 @@ async def test_listed_servers_with_both_keys_take_the_verbs(
         asleep = await fleet.control(Sleep())
         assert all("does not say what memory it has released" in one.detail for one in asleep)
     assert not any(stub.engine.dead or stub.engine.is_pause for stub in stubs)
+
+
+@pytest.mark.parametrize("root", ["", "/below"])
+@pytest.mark.parametrize(
+    ("path", "body", "why"),
+    [
+        (keeper.RESUME, {"tags": ["weights", "weights"]}, "twice"),
+        (keeper.RELEASE, {"tags": ["cuda_graph", "cuda_graph"]}, "twice"),
+        ("/get_weights_by_name", {"name": "lm_head.weight"}, "the weights are released"),
+        ("/weights_checker", {"action": "checksum"}, "the weights are released"),
+    ],
+)
+async def test_the_keeper_refuses_what_a_server_that_sleeps_would_end_of(
+    path: str, body: dict[str, Any], why: str, root: str
+) -> None:
+    engine = SGLangEngine(cpu_backup=True)
+    server = ASGITransport(SGLangStub(engine).asgi, root_path=root)
+    async with AsyncClient(transport=server, base_url=f"http://stub{root}") as client:
+        assert (await client.post(keeper.PAUSE, json={})).status_code == 200
+        sleep = await client.post(keeper.RELEASE, json={"tags": ["weights", "kv_cache"]})
+        assert sleep.status_code == 200
+        refused = await client.post(path, json=body)
+    assert (refused.status_code, why in refused.json()["message"]) == (409, True)
+    assert not engine.dead
 
 
 async def test_an_abort_that_never_ends_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,4 +12,4 @@ assert _spec is not None and _spec.loader is not None  # it lies beside this dir
 _module = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(_module)
 
-Guard, Routes = _module.Guard, _module.Routes
+Guard, Routes, route_path = _module.Guard, _module.Routes, _module.route_path

@@ -7,11 +7,14 @@ the scheduler, and the server with it:
     call                          ends or hangs the server when        answered here
     release_memory_occupation     requests run or are held             409
                                   a tag is released already            409
-    resume_memory_occupation      a tag is not released                409
+    resume_memory_occupation      a tag is not released, or is there   409
+                                  twice
     update_weights_from_…         it flushes, and requests are held    409
                                   the weights are released             409
     …_from_distributed            no group was made                    409
     pause_generation abort        requests are held in place           409
+    weights_checker,              the weights are released             409
+    get_weights_by_name
 
     states   running ⇄ paused (abort | in_place | retract)
              resident → released {weights, kv_cache, cuda_graph} → resident, weights empty without a
@@ -27,6 +30,11 @@ import asyncio
 import json
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from typing import Any
+
+try:
+    from skyctl.engines.inside.guard import route_path
+except ImportError:  # `serve` was run by path
+    from skyctl_guard import route_path  # type: ignore[import-not-found,no-redef]
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -48,7 +56,7 @@ UPDATES = (
 INIT_GROUP, DESTROY_GROUP = "/init_weights_update_group", "/destroy_weights_update_group"
 _GROUP = "weight_update_group"
 _CALLS = frozenset({PAUSE, CONTINUE, RELEASE, RESUME, *UPDATES, INIT_GROUP, DESTROY_GROUP})
-_CHECKER = "/weights_checker"
+_READS = frozenset({"/weights_checker", "/get_weights_by_name"})
 _ABORT_TIMEOUT_S = 20.0
 
 
@@ -67,10 +75,10 @@ class Keeper:
         self._name: str | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        path = str(scope.get("path", "")) if scope["type"] == "http" else ""
+        path = route_path(scope) if scope["type"] == "http" else ""
         if path == STATE:
             await _answer(send, 200, await self._state())
-        elif path == _CHECKER and "weights" in self._released:
+        elif path in _READS and "weights" in self._released:
             await _answer(send, 409, _refusal("the weights are released: nothing can be read"))
         elif path in _CALLS:
             # an abort may take seconds, and nothing that follows may overtake it
@@ -124,6 +132,8 @@ class Keeper:
         manager = self._manager()
         paused, held = bool(manager.is_pause), await manager.model_update_lock.is_locked()
         tags = _tags(body)
+        if path in (RELEASE, RESUME) and len(tags) < len(body.get("tags") or MEMORY):
+            return "a tag is there twice"
         if path == PAUSE and paused and held and self._mode == "in_place":
             if body.get("mode", "abort") == "abort":
                 return "requests are held in place and cannot be aborted: pause with retract first"
