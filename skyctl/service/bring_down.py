@@ -17,7 +17,7 @@ from skyctl.store.rebuild import unrecorded_processes
 from skyctl.store.state import FleetState
 from skyctl.supervisor import daemon
 from skyctl.supervisor.interface import SupervisorClient
-from skyctl.supervisor.rollout import host_of, stop_recorded
+from skyctl.supervisor.rollout import host_of, raise_all, stop_recorded
 
 
 def goes_down(error: SkyctlError) -> bool:
@@ -69,7 +69,11 @@ async def _stop_leftovers(
         host = host_of(state)
         left = [*unrecorded_processes(state, paths.directory), *state.processes()]
         rows = list({row.token: row for row in left}.values())
-        stopped = await asyncio.gather(*(stop_recorded(row, host, timeout_s) for row in rows))
+        state.set("going_down", "1")  # whoever comes after one that could not be ended goes on
+        stopped = await asyncio.gather(
+            *(stop_recorded(row, host, timeout_s) for row in rows), return_exceptions=True
+        )
+        raise_all(stopped)
         close_orphans(state)
         state.forget_run()
     for directory in (paths.staging, paths.adapters):

@@ -103,17 +103,22 @@ async def take_down(supervisor: Supervisor, drain_timeout_s: float) -> None:
     if supervisor.router is not None:
         problems += await asyncio.gather(supervisor.router.stop(), return_exceptions=True)
     problems += await asyncio.gather(*(r.stop() for r in replicas), return_exceptions=True)
-    for row in supervisor.state.processes():  # never adopted, or of an interrupted spawn
-        stop_timeout_s = supervisor.plan.config.stop_timeout_s if supervisor.plan else 15.0
-        stopping = stop_recorded(row, host, stop_timeout_s)
-        problems += await asyncio.gather(stopping, return_exceptions=True)
+    stop_timeout_s = supervisor.plan.config.stop_timeout_s if supervisor.plan else 15.0
+    rows = supervisor.state.processes()  # never adopted, or of an interrupted spawn
+    stopping = (stop_recorded(row, host, stop_timeout_s) for row in rows)
+    problems += await asyncio.gather(*stopping, return_exceptions=True)
     supervisor.replicas.clear()
     reached("down.stopped")
-    failed = [problem for problem in problems if isinstance(problem, BaseException)]
-    if failed:
-        raise SkyctlError("; ".join(dict.fromkeys(str(problem) for problem in failed)))
+    raise_all(problems)
     supervisor.state.forget_run()
     await asyncio.to_thread(host.sweep, supervisor.paths)
+
+
+def raise_all(outcomes: Sequence[object]) -> None:
+    """Raise SkyctlError with what went wrong among what was done side by side, each once."""
+    failed = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
+    if failed:
+        raise SkyctlError("; ".join(dict.fromkeys(str(one) for one in failed)))
 
 
 def host_of(state: FleetState) -> Host:

@@ -18,9 +18,10 @@ import pytest
 from skyctl.core.plan import FleetPlan
 from skyctl.core.registry import FleetRef, supervisor_running
 from skyctl.core.status import FleetStatus
-from skyctl.errors import ConflictError, FleetDownError
+from skyctl.errors import ConflictError, FleetDownError, HostUnreachable, SkyctlError
 from skyctl.launch.local.host import scratch_environment
 from skyctl.launch.local.process import ManagedProcess
+from skyctl.service import bring_down
 from skyctl.service.bring_down import take_down
 from skyctl.service.bring_up import follow_operation
 from skyctl.service.unsupervised import UnsupervisedFleet, left_alone
@@ -322,3 +323,28 @@ async def test_down_ends_a_process_of_the_fleet_that_its_supervisor_could_not_pu
     assert left_alone(paths)
     assert (await take_down(paths, drain_timeout_s=0.0)).stopped == ("a",)
     assert not forgotten.alive()
+
+
+async def test_down_without_a_supervisor_ends_the_rest_when_one_cannot_be_ended(
+    paths: FleetPaths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And forgets neither of them, so that the next one goes on."""
+
+    async def stop(row: ProcessRow, host: object, timeout_s: float) -> bool:
+        if row.name == "a":
+            raise HostUnreachable("me@far cannot be asked")
+        await asyncio.sleep(0.05)
+        ended.append(row.name)
+        return True
+
+    ended: list[str] = []
+    with FleetState(paths.database) as state:
+        for name in ("a", "b"):
+            state.save_process(ProcessRow(name, "server", "running", name, None, "h", "", 1))
+    with monkeypatch.context() as patched:
+        patched.setattr(bring_down, "stop_recorded", stop)
+        with pytest.raises(SkyctlError, match="me@far cannot be asked"):
+            await take_down(paths, drain_timeout_s=0.0)
+    assert ended == ["b"]
+    with FleetState(paths.database) as state:
+        assert state.get("going_down") and len(state.processes()) == 2
