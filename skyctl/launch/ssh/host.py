@@ -12,6 +12,7 @@ import json
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -45,14 +46,14 @@ class RemoteProcess:
 
     @property
     def pid(self) -> int | None:
-        found = record.read(self.token)
+        found = record.glance(self.token)
         return found.pid if found else None
 
     def alive(self) -> bool:
         return self._tether.alive()
 
     def exit_text(self) -> str:
-        found = record.read(self.token)
+        found = record.glance(self.token)
         if found is not None and found.ended:
             return found.ended
         return f"lost its connection: the process that held it {self._tether.exit_text()}"
@@ -66,26 +67,33 @@ class RemoteProcess:
         """They are its keeper's to know."""
 
     def listens_at(self, port: int) -> bool:
-        found = record.read(self.token)
+        found = record.glance(self.token)
         return found is not None and port in found.ports
 
     def members(self) -> list[Any]:
         """The tether's, and the server as long as its end is not certain."""
-        found = record.read(self.token)
-        there = [SimpleNamespace(pid=found.pid)] if found and found.begun else []
+        try:
+            found = record.read(self.token)
+            there = [SimpleNamespace(pid=found.pid)] if found and found.begun else []
+        except SkyctlError:  # `stop` raises it
+            there = [SimpleNamespace(pid=None)]
         return [*self._tether.members(), *there]
 
     def resident_bytes(self) -> int | None:
-        found = record.read(self.token)
+        found = record.glance(self.token)
         return found.rss if found else None
 
     async def lost(self) -> str:
         """ "" once its machine has said that it runs, or how it ended."""
-        before, deadline = record.read(self.token), time.monotonic() + LOST_S
-        while before is not None and not self.exited.is_set():
-            now = record.read(self.token)
+        before, deadline = None, time.monotonic() + LOST_S
+        while not self.exited.is_set():
+            try:
+                now = record.read(self.token)
+            except SkyctlError as error:
+                return error.message
             if now is None:
                 break
+            before = before or now
             heard = now.beat != before.beat
             if heard and now.pid is not None:
                 break
@@ -97,9 +105,10 @@ class RemoteProcess:
 
     async def settled(self) -> None:
         """Once its machine has told that the server is closed there as it is here."""
-        while (found := record.read(self.token)) is not None and not self.exited.is_set():
-            if found.follows():
-                return
+        while not self.exited.is_set():
+            with suppress(SkyctlError):
+                if (found := record.read(self.token)) is None or found.follows():
+                    return
             await asyncio.sleep(_POLL_S)
 
     async def stop(self, timeout_s: float) -> bool:
@@ -108,6 +117,7 @@ class RemoteProcess:
         Raises:
             HostUnreachable: its machine cannot be asked. The tether is gone, so that the server
                 ends by itself; the record stays.
+            SkyctlError: its record cannot be read.
         """
         found, gently = record.read(self.token), True
         if found is not None and not found.begun:
@@ -150,7 +160,11 @@ def spawn(
 def adopt(
     identity: ProcessIdentity | None, token: str, descendants: Sequence[ProcessIdentity]
 ) -> ChildProcess:
-    """A front runs here, a server where its record says."""
+    """A front runs here, a server where its record says.
+
+    Raises:
+        SkyctlError: its record cannot be read.
+    """
     process = LOCAL.adopt(identity, token, descendants)
     return process if record.read(token) is None else RemoteProcess(process)
 

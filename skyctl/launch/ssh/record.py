@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from skyctl.errors import SkyctlError
 from skyctl.launch.base import Node
 from skyctl.store.paths import create_private_file, private_directory, state_root
 
@@ -52,12 +53,30 @@ def path_of(token: str) -> Path:
 
 
 def read(token: str) -> Record | None:
-    """The record of a spawn, None when there is none."""
-    with contextlib.suppress(OSError, ValueError):
-        found: dict[str, Any] = json.loads(path_of(token).read_text())
+    """The record of a spawn, None when there is none.
+
+    Raises:
+        SkyctlError: it cannot be read, so that nobody can tell what is left of the spawn.
+    """
+    path = path_of(token)
+    try:
+        found: dict[str, Any] = json.loads(path.read_text())
         node = found.pop("node")
         node = Node(**{**node, "command": tuple(node["command"])})
         return Record(**{**found, "node": node, "ports": tuple(found["ports"])})
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise SkyctlError(
+            f"{path}, the record of a server on another machine, cannot be read: {error!r}",
+            hint="try again; if it is damaged, end the server there and remove the file",
+        ) from error
+
+
+def glance(token: str) -> Record | None:
+    """As `read`, for whoever only shows it: None too where it cannot be read now."""
+    with contextlib.suppress(SkyctlError):
+        return read(token)
     return None
 
 

@@ -91,15 +91,19 @@ class Session:
         assert self._ssh.stdout is not None
         try:
             async with asyncio.timeout(timeout_s):
-                # what a login shell prints comes first
-                while not (line := await self._ssh.stdout.readline()).startswith(b'{"'):
-                    if not line:
+                line = b""
+                while not line.startswith(b'{"'):  # what a login shell prints comes first
+                    line = await self._ssh.stdout.readline()
+                    if not line.endswith(b"\n"):  # the end, maybe in the middle of a message
                         await self._drain
                         raise _explained(self._node, await self._ssh.wait(), self._stderr)
+            message = json.loads(line)
         except TimeoutError as error:
-            message = f"{self._node.target} does not answer over ssh"
-            raise HostUnreachable(message, hint=_by_hand(self._node)) from error
-        message = json.loads(line)
+            silent = f"{self._node.target} does not answer over ssh"
+            raise HostUnreachable(silent, hint=_by_hand(self._node)) from error
+        except ValueError as error:  # a line that is too long, or no JSON
+            garbled = f"{self._node.target} does not answer over ssh as its agent would"
+            raise HostUnreachable(garbled, hint=_by_hand(self._node)) from error
         if "error" in message:
             raise SkyctlError(f"{self._node.target}: {message['error']}")
         return dict(message)

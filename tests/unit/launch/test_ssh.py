@@ -69,6 +69,18 @@ def node(script: str, target: str = "me@far") -> Node:
             "ssh me@far",
             id="ends before it answers",
         ),
+        pytest.param(
+            f"echo '{HELLO}'; read question; printf '{{\"ended\": \"was'",
+            "me@far cannot be asked over ssh: ssh exited with code 0",
+            "ssh me@far",
+            id="ends in the middle of a line",
+        ),
+        pytest.param(
+            f"echo '{HELLO}'; read question; echo '{{\"ended\": \"was'; cat",
+            "me@far does not answer over ssh as its agent would",
+            "ssh me@far",
+            id="no message",
+        ),
     ],
 )
 async def test_a_machine_that_cannot_be_asked_is_one_sentence(
@@ -142,6 +154,21 @@ async def test_a_server_that_was_never_begun_asks_no_machine(
     process = adopt(None, "t", ())
     assert process.members() == [] and await process.stop(0.1)
     assert not list((tmp_path / "ssh").iterdir())
+
+
+async def test_a_record_that_cannot_be_read_is_no_record_that_is_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SKYCTL_HOME", str(tmp_path))
+    record.write("t", record.Record(node("exit 255"), str(tmp_path / "held"), begun=True, pid=7))
+    process = adopt(None, "t", ())
+    record.path_of("t").unlink()
+    record.path_of("t").mkdir()  # read_text raises an OSError that is no FileNotFoundError
+    assert process.pid is None and len(process.members()) == 1
+    with pytest.raises(SkyctlError, match="cannot be read"):
+        await process.stop(0.1)
+    with pytest.raises(SkyctlError, match="cannot be read"):
+        adopt(None, "t", ())
 
 
 def test_a_record_holds_no_secret_and_is_ours_alone(
