@@ -102,7 +102,11 @@ async def update(
 ) -> PushResult:
     """One update; `checkpoint` has the same weights on disk."""
     async with fleet.update(version, checkpoint=checkpoint) as opened:
-        await asyncio.to_thread(send, opened, weights)
+        sending = asyncio.create_task(asyncio.to_thread(send, opened, weights))
+        try:
+            await asyncio.shield(sending)
+        finally:  # a cancelled wait does not end the thread, and nobody may send after the block
+            await asyncio.wait({sending})
     assert opened.result is not None
     return opened.result
 

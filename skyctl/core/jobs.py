@@ -21,7 +21,7 @@ from skyctl.kill_points import reached
 from skyctl.push.request import PushFleet, PushRequest, PushResult
 from skyctl.store.adapters import served
 from skyctl.store.contents import remember_content
-from skyctl.store.in_doubt import doubt, in_doubt, left_behind, trust
+from skyctl.store.in_doubt import doubt, in_doubt, left_behind, open_sender, trust
 from skyctl.store.journal import DRY_RUN, Job, Journal, Told
 from skyctl.store.state import FleetState, FleetWeights
 from skyctl.transfer.sender_pool import SenderPool
@@ -157,6 +157,8 @@ async def run_push(
     from skyctl.push.transaction import push
 
     observer = JournalObserver(state.journal, job.id, on_server)
+    if fleet.trainer is not None:
+        open_sender(state, job.id, fleet.trainer.process)
 
     def part_over(result: PushResult) -> None:
         record_part(state, result)

@@ -6,7 +6,7 @@
                   └─ cannot be: push the fleet's weights to it alone
                      └─ cannot be: restart it, or leave it quarantined
 
-Nothing is resumed before it is known what it holds.
+Nothing is resumed before it is known what it holds, and nothing to which a trainer may still send.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from skyctl.kill_points import reached
 from skyctl.push.request import PushRequest
 from skyctl.push.sleeping import DISCARDED, back_to_sleep
 from skyctl.push.verify import weights_digest
-from skyctl.store.in_doubt import doubt, in_doubt, leave_to_next_push, trust
+from skyctl.store.in_doubt import doubt, held_by, in_doubt, leave_to_next_push, trust, why_held
 from skyctl.store.journal import Job
 from skyctl.store.state import TRAINER, FleetState, FleetWeights
 
@@ -104,6 +104,7 @@ async def recover(findings: Sequence[Finding], actions: Actions) -> list[Recover
     """Do what the findings call for; one report per server, in their order. Never raises."""
     cases = [_Case(finding) for finding in findings]
     reached("recover.begin")
+    _leave_held(cases, actions)
     chosen = [case for case in cases if case.action in ("resume", "sleep")]
     await asyncio.gather(*(_release_one(case, actions) for case in chosen))
     # whoever cannot take part is replaced or quarantined below: nobody stays at older weights
@@ -112,6 +113,16 @@ async def recover(findings: Sequence[Finding], actions: Actions) -> list[Recover
     left = [case for case in cases if case.ended is None]
     await _replace([case for case in left if case.action in ("restart", "quarantine")], actions)
     return [case.report() for case in cases]
+
+
+def _leave_held(cases: Sequence[_Case], actions: Actions) -> None:
+    """Servers of a trainer that lives stay as they are until it has ended."""
+    process, names = held_by(actions.state) or (None, ())
+    for case in cases:
+        if process is not None and case.name in names and case.action != "nothing":
+            case.action = "quarantine"
+            then = f"once it has left its update, or was ended (kill {process.pid}): skyctl recover"
+            _wait([case], actions, SkyctlError(why_held(process)), then)
 
 
 async def _replace(cases: Sequence[_Case], actions: Actions) -> None:

@@ -83,7 +83,7 @@ class Trainer:
     def __init__(self, at: Rendezvous, process: ProcessIdentity | None, timeout_s: float) -> None:
         self.at = at
         seen = process is not None and process.boot_id == boot_id() and process.alive()
-        self._process = process if seen else None
+        self.process = process if seen else None
         self._timeout_s = timeout_s
         loop = asyncio.get_running_loop()
         self._opened: asyncio.Future[tuple[SendTarget, ...]] = loop.create_future()
@@ -99,8 +99,8 @@ class Trainer:
         """Why it sends nothing, or sent too little; "" as long as nothing is wrong."""
         if self._word.done():
             return self._word.result()
-        if self._process is not None and not self._process.alive():
-            return f"the trainer (pid {self._process.pid}) died"
+        if self.process is not None and not self.process.alive():
+            return f"the trainer (pid {self.process.pid}) died"
         return ""
 
     def say(self, failure: str = "") -> None:

@@ -30,7 +30,7 @@ from skyctl.errors import NotFoundError, StateUnwritable, UsageError
 from skyctl.http.client import ControlClient
 from skyctl.http.target import ServerTarget
 from skyctl.service.discovery import locate
-from skyctl.store.in_doubt import close_orphans, in_doubt
+from skyctl.store.in_doubt import close_orphans, close_sender, in_doubt, refuse_held
 from skyctl.store.retention import Retention
 from skyctl.store.state import FleetState, ServerRow
 from skyctl.store.unrecorded import LOST, Unrecorded
@@ -160,6 +160,7 @@ class AttachedFleet(RecordedFleet):
         return OpenedUpdate(job, await trainer.targets(self._pushes[job]))
 
     async def close_update(self, asked: CloseUpdate) -> None:
+        close_sender(self.state, asked.job)
         if asked.job in self._trainers:
             self._trainers.pop(asked.job).say(asked.failure)
 
@@ -176,6 +177,7 @@ class AttachedFleet(RecordedFleet):
 
         turn = await self._turn(Act.PUSH, "a push that is just starting")
         try:
+            refuse_held(self.state, trainer.process if trainer else None)
             self._forget_gone()
             job, task = begin(
                 self.ref, self.targets, asked, self._client, self.state, turn, trainer

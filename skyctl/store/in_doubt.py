@@ -6,10 +6,13 @@ here until a push, a restart or `skyctl recover` has put them right.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from skyctl.errors import ConflictError
+from skyctl.store.identity import ProcessIdentity
 from skyctl.store.journal import Job, JobEvent
 from skyctl.store.state import FleetState, FleetWeights
 
@@ -57,6 +60,9 @@ class InDoubt:
             return f"{said}: it sleeps, and its weights do not"
         return f"{said}, before anything was sent"
 
+
+_SENDER = "sender"
+"""Key of the trainer that sends: `{"job": …}` and its process; "" once it said that it ended."""
 
 NO_DOUBT = InDoubt("", "", "", half_updated=False, thaw=False)
 
@@ -159,6 +165,43 @@ def doubt(state: FleetState, found: Mapping[str, InDoubt]) -> None:
             if not state.server(name).quarantine:
                 changes["quarantine"] = f"{one.job} broke off in stage {one.stage}"
             state.update_server(name, **changes)
+
+
+def open_sender(state: FleetState, job: str, process: ProcessIdentity | None) -> None:
+    """This process may write to servers from now on, beside us; None: nobody sees whether it
+    lives."""
+    state.set(_SENDER, json.dumps({"job": job, **asdict(process)}) if process else "")
+
+
+def close_sender(state: FleetState, job: str) -> None:
+    """The trainer of this update has said that it sends nothing any more."""
+    if (known := state.get(_SENDER)) and json.loads(known)["job"] == job:
+        state.set(_SENDER, "")
+
+
+def held_by(state: FleetState) -> tuple[ProcessIdentity, frozenset[str]] | None:
+    """A trainer that lives and has not ended an update that is over, and the servers to which it
+    may still send: resumed, they would serve whatever it writes."""
+    if not (known := state.get(_SENDER)):
+        return None
+    found = json.loads(known)
+    job, process = found.pop("job"), ProcessIdentity(**found)
+    names = {n for n, one in in_doubt(state).items() if one.half_updated and one.job == job}
+    return (process, frozenset(names)) if names and process.alive() else None
+
+
+def why_held(process: ProcessIdentity) -> str:
+    return f"its trainer (pid {process.pid}) lives, and may still send to it"
+
+
+def refuse_held(state: FleetState, process: ProcessIdentity | None) -> None:
+    """Raise ConflictError where another trainer than this one holds servers."""
+    held = held_by(state)
+    if held is not None and held[0] != process:
+        raise ConflictError(
+            f"{', '.join(sorted(held[1]))}: {why_held(held[0])}",
+            hint=f"leave its update, or end it (kill {held[0].pid})",
+        )
 
 
 def touch(state: FleetState, name: str, why: str) -> None:

@@ -19,7 +19,7 @@ from skyctl.core.recovery import needed
 from skyctl.errors import ConflictError, SkyctlError
 from skyctl.push.request import PushFleet, PushRequest
 from skyctl.push.trainer import SendTarget, Trainer
-from skyctl.store.in_doubt import in_doubt
+from skyctl.store.in_doubt import in_doubt, refuse_held
 from skyctl.store.journal import Job, Told
 from skyctl.supervisor import admission
 from skyctl.supervisor.admission import committed, refresh_all
@@ -56,10 +56,11 @@ class Pushes:
         A `trainer` sends its weights.
 
         Raises:
-            ConflictError: no server can take one.
+            ConflictError: no server can take one, or another trainer may still send to some.
             StateUnwritable: it cannot be put on record; nothing was touched.
         """
         up = self._able()
+        refuse_held(self._supervisor.state, trainer.process if trainer else None)
         self.trainer = trainer
         try:
             return self._open(request, self._supervisor.require_plan(), up, turn, heals=True)

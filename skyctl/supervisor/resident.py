@@ -7,6 +7,7 @@ their weights. Only one of all these runs at any time; a second is refused and t
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import json
 import time
@@ -64,7 +65,7 @@ from skyctl.push.trainer import Rendezvous, SendTarget, Trainer
 from skyctl.push.trainer_delivery import ask_targets
 from skyctl.push.verify import Verification
 from skyctl.store.credentials import ensure_credentials
-from skyctl.store.in_doubt import close_orphans, in_doubt
+from skyctl.store.in_doubt import close_orphans, close_sender, held_by, in_doubt
 from skyctl.store.journal import Job
 from skyctl.store.paths import FleetPaths
 from skyctl.store.retention import Retention
@@ -343,13 +344,20 @@ class Supervisor(RecordedFleet, SupervisorService):
         job = await self._begin_push(asked.push, trainer)
         servers = await self.pushes.opened(trainer)
         if await hung_up.get()():
+            close_sender(self.state, job.id)
             trainer.say("whoever asked for the update has gone meanwhile")
         return OpenedUpdate(job.id, servers)
 
     async def close_update(self, asked: CloseUpdate) -> None:
+        """One that comes after the push has ended releases the servers that waited for it."""
         pushes = self.pushes
+        held = held_by(self.state)
+        close_sender(self.state, asked.job)
         if pushes.job is not None and pushes.job.id == asked.job and pushes.trainer is not None:
             pushes.trainer.say(asked.failure)
+        elif held is not None and held_by(self.state) is None:
+            with contextlib.suppress(SkyctlError):  # somebody acts: `skyctl recover` does it later
+                self.begin_recovery()
 
     async def rendezvous(self, asked: Rendezvous) -> tuple[SendTarget, ...]:
         return await ask_targets(self.pushes.would_take(), asked, self.client)

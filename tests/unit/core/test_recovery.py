@@ -26,7 +26,8 @@ from skyctl.http.client import ControlClient
 from skyctl.http.target import ServerTarget
 from skyctl.push.request import PushRequest
 from skyctl.push.verify import weights_digest
-from skyctl.store.in_doubt import InDoubt, doubt, in_doubt
+from skyctl.store.identity import own_identity
+from skyctl.store.in_doubt import InDoubt, close_sender, doubt, in_doubt, open_sender
 from skyctl.store.journal import Job, Told
 from skyctl.store.state import FleetState, FleetWeights
 from tests.stub.app import StubServer
@@ -208,6 +209,27 @@ async def test_a_fleet_that_moved_on_does_not_go_back_to_a_push_that_broke_off(
     )
     assert outcomes(await recover(findings, actions)) == [("push", True)]
     assert actions.done == ["bring stub-0"]
+
+
+@pytest.mark.parametrize("how", ["it says so", "it dies"])
+async def test_servers_to_which_a_live_trainer_may_send_wait_until_it_has_ended(
+    actions: Actions, how: str
+) -> None:
+    findings = leave(actions, "stub-0", half=True)
+    findings += [Finding("stub-1", "stuck", "", "restart")]
+    job = in_doubt(actions.state)["stub-0"].job
+    open_sender(actions.state, job, own_identity())
+    left, other = await recover(findings, actions)
+    assert (left.action, left.ok, other.action) == ("quarantine", False, "restart")
+    assert f"(pid {os.getpid()}) lives" in left.detail and left.detail.endswith("skyctl recover")
+    assert actions.done == [f"wait stub-0: {left.detail}", "replace stub-1: "]
+    if how == "it says so":
+        close_sender(actions.state, "push-99")
+        assert not (await recover(findings[:1], actions))[0].ok
+        close_sender(actions.state, job)
+    else:
+        open_sender(actions.state, job, replace(own_identity(), create_time=1.0))
+    assert outcomes(await recover(findings[:1], actions)) == [("push", True)]
 
 
 async def test_when_that_cannot_be_had_they_get_the_fleets_weights(actions: Actions) -> None:

@@ -24,7 +24,7 @@ from skyctl.core.service import (
     Sleep,
     Wake,
 )
-from skyctl.errors import ConflictError, NotFoundError
+from skyctl.errors import ConflictError, NotFoundError, PushError
 from skyctl.push.request import PushRequest, PushResult, ServerPush
 from skyctl.push.trainer import Rendezvous
 from skyctl.store.state import TRAINER
@@ -145,6 +145,26 @@ async def test_a_trainer_sends_the_weights_itself(fleet: FleetService) -> None:
     assert {(row.weight_version, row.checkpoint) for row in rows} == {("step-1", None)}
     await fleet.close_update(CloseUpdate(update.job, "too late"))
     assert (await fleet.job(update.job)).state == "succeeded"
+
+
+async def test_servers_of_a_late_trainer_serve_nobody_until_it_has_left(
+    fleet: FleetService,
+) -> None:
+    request = PushRequest("", transport=TRAINER, weight_version="step-1")
+    with pytest.raises(PushError, match="not sent its weights within"):
+        async with updating(fleet, request, on_event=lambda e: None, timeout_s=0.05) as update:
+            assert (await fleet.wait_job(update.job, lambda e: None, 20)).state == "failed"
+            recovered = await fleet.recover()
+            assert [(one.action, one.ok) for one in recovered] == [("quarantine", False)] * 2
+            assert all("may still send" in one.detail for one in recovered)
+            with pytest.raises(ConflictError, match="far-0, far-1: its trainer"):
+                await fleet.start_push(PushRequest("/c"))
+            await send(update, 1)  # as if it were on time: nobody serves it
+            assert all(row.quarantine for row in (await fleet.weights()).servers)
+            assert "ready" not in await states(fleet)
+    await fleet.recover()  # a supervisor has begun by itself
+    assert await states(fleet) == ["ready", "ready"]
+    assert not any(row.quarantine for row in (await fleet.weights()).servers)
 
 
 async def test_what_is_asked_of_a_healthy_fleet(fleet: FleetService, tmp_path: Path) -> None:
