@@ -25,7 +25,7 @@ from skyctl.units import format_seconds
 
 _LOG = logging.getLogger(__name__)
 
-SETTLED = ("up", "ready", "dead", "failed", "stopped")
+SETTLED = ("up", "ready", "unreachable", "dead", "failed", "stopped")
 
 
 @contextlib.contextmanager
@@ -40,7 +40,7 @@ class KeptRunning(ABC):
     """Started again when it dies, as the restart policy allows. Its attributes are for reading.
 
     A subclass says what one life is, from spawn to death, and may give up before the policy does.
-    `settled` is set while it is up, or was given up.
+    `settled` is set while it is up, was given up, or waits for a machine that does not answer.
     """
 
     role: Role

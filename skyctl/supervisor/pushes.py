@@ -4,7 +4,6 @@ router for it and rejoin."""
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -299,8 +298,8 @@ class RouterRotation:
         replicas = [supervisor.replicas[name] for name in names if name in supervisor.replicas]
         for replica in replicas:
             replica.open_again()
-        with contextlib.suppress(SkyctlError):  # it answers users when its machine is heard again
-            await self._seen(names)
+        # one whose machine does not say that it is open is routed to when that is heard again
+        await asyncio.gather(*(replica.settle() for replica in replicas))
         await refresh_all(replicas, supervisor.client, _ASK_TIMEOUT_S)
         supervisor.held_out -= set(names)
         await sync_router(supervisor)

@@ -46,6 +46,7 @@ from skyctl.units import format_seconds
 
 READY_POLL_S = 0.5
 _ADOPTED_TIMEOUT_S = 10.0
+_SETTLE_TIMEOUT_S = 5.0
 
 
 @dataclass
@@ -192,6 +193,20 @@ class Replica(KeptRunning):
         self._closed = False
         self.reload_row()
 
+    async def settle(self) -> bool:
+        """Wait until it is closed, or open, where it runs. False: it is `lost` until its machine
+        says so."""
+        if self.process is None:
+            return True
+        try:
+            async with asyncio.timeout(_SETTLE_TIMEOUT_S):
+                await self.process.settled()
+        except TimeoutError:
+            self.lost = self.reason = "its machine does not say whether it is closed to users"
+            self._context.changed()
+            return False
+        return True
+
     def reload_row(self, row: ServerRow | None = None) -> None:
         """Take over what somebody else wrote to the state file (`row`, where it was read)."""
         self._row_is(row or self._context.state.server(self.name))
@@ -241,11 +256,11 @@ class Replica(KeptRunning):
             admitted = self._context.admitted(self)
         if not self._row.quarantine:
             self._release()
-        if reason := await self._unless_dead(self.process, self.process.settled()):
+        if reason := await self._unless_dead(self.process, self.settle()):
             return reason
         self._proven = True
         self._event("ready")
-        self._to("up")
+        self._to("up", self.lost)
         return await self._watch(self.process)
 
     def _spawn_server(self) -> ChildProcess:
@@ -304,7 +319,7 @@ class Replica(KeptRunning):
             await _wait(process.exited, READY_POLL_S)
         return self._death(process)
 
-    async def _unless_dead(self, process: ChildProcess, work: Awaitable[None]) -> str:
+    async def _unless_dead(self, process: ChildProcess, work: Awaitable[object]) -> str:
         """Await `work` unless the process dies first; why it died, or ""."""
         working = asyncio.ensure_future(work)
         dying = asyncio.create_task(process.exited.wait())
@@ -337,7 +352,8 @@ class Replica(KeptRunning):
                 self._note_failures(failures)
                 continue
             failures.succeeded()
-            self.lost = ""
+            if self.lost and await self.settle():
+                self.lost = ""
             self._note_failures(failures)
             self.observe(paused=paused)
         return self._death(process)

@@ -29,12 +29,13 @@ from skyctl.errors import ConflictError, NotFoundError, PushError
 from skyctl.http.client import ControlClient
 from skyctl.http.target import ServerTarget
 from skyctl.launch.local.host import port_holder
+from skyctl.launch.local.process import ManagedProcess
 from skyctl.push.request import PushRequest, PushResult, ServerPush
 from skyctl.service.ended import operation_error
 from skyctl.store.in_doubt import InDoubt, doubt
 from skyctl.store.paths import FleetPaths
 from skyctl.store.state import FleetState, FleetWeights
-from skyctl.supervisor import admission, healing, rollout
+from skyctl.supervisor import admission, healing, replica, rollout
 from skyctl.supervisor.interface import Adopt, Begun
 from skyctl.supervisor.pushes import RouterRotation
 from skyctl.supervisor.report import report
@@ -819,3 +820,22 @@ async def test_a_server_with_a_canary_is_closed_until_it_rejoins(tmp_path: Path)
         assert held.exists() and not supervisor.paths.held("b").exists()
         await rotation.rejoin(["a"])
         assert not held.exists()
+
+
+async def test_a_server_whose_machine_does_not_say_that_it_is_open_is_not_routed_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heard = asyncio.Event()
+    monkeypatch.setattr(replica, "_SETTLE_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(ManagedProcess, "settled", lambda process: heard.wait())
+    async with supervising(tmp_path) as supervisor:
+        plan = fleet_plan([stub_server("a"), stub_server("b")], stub_router())
+        await bring_up(supervisor, plan)  # which does not wait for it
+        assert states(supervisor) == {"a": "unreachable", "b": "unreachable"}
+        heard.set()
+        await eventually(lambda: routed(supervisor) == {"a", "b"})
+        heard.clear()
+        await RouterRotation(supervisor).rejoin(["a"])
+        assert routed(supervisor) == {"b"}
+        heard.set()
+        await eventually(lambda: routed(supervisor) == {"a", "b"})
