@@ -181,7 +181,10 @@ class SshFleet(StubFleet):
 
 
 def _stdin(process: psutil.Process) -> str:
-    return str(Path(f"/proc/{process.pid}/fd/0").readlink())
+    try:
+        return str(Path(f"/proc/{process.pid}/fd/0").readlink())
+    except OSError:  # it has just ended
+        return ""
 
 
 def _words(process: psutil.Process) -> list[str]:
