@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from skyctl import engines
-from skyctl.core.urls import access, control_token
+from skyctl.core.urls import access, api_key, control_token
 from skyctl.doctor.facts import MachineFacts, gather
 from skyctl.doctor.finding import Finding, Severity
 from skyctl.doctor.fleet_file import FilePlan, ModelFacts, check_fleet_file
@@ -109,10 +109,11 @@ async def _examine_running(ref: FleetRef, plan: FleetPlan | None, verify: bool) 
         status = await fleet.status()
         if status.health == "down" and not status.replicas:
             return check_running(RunningFacts(status))
-        weights, token = await fleet.weights(), control_token(access(ref.config, ref.paths))
+        weights, keys = await fleet.weights(), access(ref.config, ref.paths)
         up = [r for r in status.replicas if r.state in ("ready", "paused", "asleep")]
         engine = ref.config.engine
-        targets = [ServerTarget(r.name, r.url, token, engine) for r in up]
+        token, key = control_token(keys), api_key(keys)
+        targets = [ServerTarget(r.name, r.url, token, engine, key) for r in up]
         async with ControlClient() as client:
             (vllm, versions), workers, asks_token = await asyncio.gather(
                 _ask_servers(client, targets),
@@ -165,7 +166,8 @@ async def _ask_token(client: ControlClient, targets: list[ServerTarget]) -> dict
     """Whether a control route refuses who sends no token, of each server that answers."""
 
     async def refuses(target: ServerTarget) -> bool | None:
-        stranger = engines.server(client, replace(target, api_key=None), timeout_s=ASK_TIMEOUT_S)
+        keyless = replace(target, api_key=None, inference_key=None)
+        stranger = engines.server(client, keyless, timeout_s=ASK_TIMEOUT_S)
         try:
             await stranger.is_paused()
         except ServerError as error:

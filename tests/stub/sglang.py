@@ -27,6 +27,7 @@ from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from skyctl.engines.sglang.inside.keeper import MEMORY, Keeper
 from tests.stub.faults import Fault, FaultLayer
@@ -262,7 +263,8 @@ class SGLangStub:
         self.gate = TokenGate()
         self._keys = keys
         self._token_delay_s = token_delay_s
-        more = [Middleware(Keeper, manager=lambda: self.engine)] if keeper else []
+        more = [Middleware(self._auth)]
+        more += [Middleware(Keeper, manager=lambda: self.engine)] if keeper else []
         self.app = self._app(more)
         self.asgi = FaultLayer(self.app, faults or {})
 
@@ -290,31 +292,37 @@ class SGLangStub:
             "/weights_checker": self._checker,
             "/flush_cache": self._flush,
         }
-        routes = [Route(path, self._guarded(one, 0), methods=["GET"]) for path, one in get.items()]
-        routes += [
-            Route(path, self._guarded(one, 0), methods=["POST"]) for path, one in post.items()
-        ]
-        routes += [
-            Route(path, self._guarded(one, 1), methods=["POST"]) for path, one in managed.items()
-        ]
+        self._managed = frozenset(managed)
+        routes = [Route(path, self._alive(one), methods=["GET"]) for path, one in get.items()]
+        post |= managed
+        routes += [Route(path, self._alive(one), methods=["POST"]) for path, one in post.items()]
         routes.append(Route("/stub/state", self._state, methods=["GET"]))
         return Starlette(routes=routes, middleware=middleware)
 
-    def _guarded(self, handler: Callable[..., Any], level: int) -> Callable[..., Any]:
-        """As `utils/auth.py`: routes of level 1 want the admin key, where there is one."""
+    def _auth(self, app: ASGIApp) -> ASGIApp:
+        """As `utils/auth.py`: managed routes want the admin key, where there is one. All others
+        want the users' key, and so do paths that there are not."""
 
-        async def guarded(request: Request) -> Response:
-            key, admin = self._keys
-            wanted = (admin or key) if level else key
-            open_route = request.url.path in ("/health", "/metrics")
-            given = request.headers.get("authorization", "").removeprefix("Bearer ")
-            if wanted and not open_route and given != wanted:
-                return JSONResponse({"error": "Unauthorized"}, 401)
+        async def guarded(scope: Scope, receive: Receive, send: Send) -> None:
+            if scope["type"] == "http":
+                request, (key, admin) = Request(scope), self._keys
+                wanted = (admin or key) if request.url.path in self._managed else key
+                open_route = request.url.path in ("/health", "/metrics", "/stub/state")
+                given = request.headers.get("authorization", "").removeprefix("Bearer ")
+                if wanted and not open_route and given != wanted:
+                    await JSONResponse({"error": "Unauthorized"}, 401)(scope, receive, send)
+                    return
+            await app(scope, receive, send)
+
+        return guarded
+
+    def _alive(self, handler: Callable[..., Any]) -> Callable[..., Any]:
+        async def alive(request: Request) -> Response:
             self.engine._alive()
             response: Response = await handler(request)
             return response
 
-        return guarded
+        return alive
 
     async def _health(self, _: Request) -> Response:
         if self.engine.starting:

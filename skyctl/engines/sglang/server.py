@@ -23,7 +23,6 @@ Read = TypeVar("Read")
 
 _MANAGED = frozenset(
     {
-        keeper.STATE,
         keeper.PAUSE,
         keeper.CONTINUE,
         keeper.RELEASE,
@@ -315,11 +314,15 @@ class SGLangServer:
 
     # how it is asked
 
-    async def _state(self) -> _State | None:
+    async def _state(self, target: ServerTarget | None = None) -> _State | None:
         """What the keeper tells; None where there is none."""
+        target, key = target or self.target, self.target.inference_key
         try:
-            answer = await self._call("GET", keeper.STATE)
+            answer = await self._client.call(target, "GET", keeper.STATE, timeout_s=self._timeout_s)
         except ServerError as error:
+            if error.status == 401 and key not in (None, target.api_key):
+                # SGLang's own keys take a path that they do not know for one of the users'
+                return await self._state(replace(target, api_key=key))
             if error.status != 404:
                 raise
             return None

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from httpx import ASGITransport, AsyncClient
 import skyctl.engines.sglang.inside.serve as serve
 from skyctl.checkpoints.tiny import make_tiny_checkpoint
 from skyctl.core.service import Pause, Resume, Sleep
+from skyctl.doctor.examine import examine
 from skyctl.engines.inside import ALONE
 from skyctl.engines.inside.guard import Guard, is_data
 from skyctl.engines.sglang.inside import keeper
@@ -146,6 +148,19 @@ async def test_one_that_has_just_started_is_closed_to_users_while_the_file_is_th
     assert (await status(key), await status("other")) == (200, 401)
 
 
+async def test_the_keeper_tells_its_state_behind_either_of_sglangs_own_keys() -> None:
+    stub = SGLangStub(SGLangEngine(cpu_backup=True), keys=("k", "a"))
+    client = ControlClient(transport=StubTransport([stub]))
+    target = ServerTarget("s-0", "http://stub-0", "a", "sglang", "k")
+    server = SGLangServer(client, target)
+    await server.sleep()
+    assert await server.is_sleeping() and stub.engine.released
+    for other in (None, "a", "x"):
+        with pytest.raises(ServerError) as caught:
+            await SGLangServer(client, replace(target, inference_key=other)).is_sleeping()
+        assert caught.value.status == 401
+
+
 async def test_listed_servers_with_both_keys_take_the_verbs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -165,6 +180,9 @@ async def test_listed_servers_with_both_keys_take_the_verbs(
         assert {stub.engine.weight_version for stub in stubs} == {"2"}
         asleep = await fleet.control(Sleep())
         assert all("does not say what memory it has released" in one.detail for one in asleep)
+        found = {one.check: one.message for one in await examine(fleet.ref)}
+        assert found["vllm-versions"] == "every server runs SGLang 0.5.14"
+        assert "ask for a token" in found["control-tokens"]
     assert not any(stub.engine.dead or stub.engine.is_pause for stub in stubs)
 
 
