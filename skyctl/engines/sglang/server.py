@@ -104,8 +104,17 @@ class SGLangServer:
         )
 
     async def metrics(self) -> ServerMetrics:
-        """Needs --enable-metrics. The sleep level is the keeper's."""
-        page, state = await asyncio.gather(self._text("GET", "/metrics"), self._state())
+        """The sleep level is the keeper's. Raises ServerError without --enable-metrics."""
+        try:
+            page, state = await asyncio.gather(self._text("GET", "/metrics"), self._state())
+        except ServerError as error:
+            if error.status != 404:
+                raise
+            raise ServerError(
+                f"{self.target.name} tells nothing of its load: it runs without --enable-metrics",
+                status=404,
+                hint="start it with --enable-metrics",
+            ) from error
         level = None
         if state is not None:
             level = (1 if state.cpu_backup else 2) if state.released else 0

@@ -28,6 +28,7 @@ from skyctl.push.request import PushRequest
 from skyctl.store.credentials import AT_SPAWN
 from tests.faults.attached_fleet import attached_fleet
 from tests.faults.stub_fleet import ROOT
+from tests.stub.faults import Fault
 from tests.stub.inprocess import StubTransport
 from tests.stub.sglang import SGLangEngine, SGLangStub
 from tests.unit.core.test_plan import PYTHON, gpus, plan
@@ -208,6 +209,15 @@ async def test_the_keeper_refuses_what_a_server_that_sleeps_would_end_of(
         refused = await client.post(path, json=body)
     assert (refused.status_code, why in refused.json()["message"]) == (409, True)
     assert not engine.dead
+
+
+async def test_a_server_without_metrics_says_how_to_start_it() -> None:
+    stub = SGLangStub(faults={"/metrics": Fault("status", status=404)})
+    target = ServerTarget("s-0", "http://stub-0", engine="sglang")
+    server = SGLangServer(ControlClient(transport=StubTransport([stub])), target)
+    with pytest.raises(ServerError, match="runs without --enable-metrics") as caught:
+        await server.metrics()
+    assert caught.value.hint == "start it with --enable-metrics"
 
 
 async def test_an_abort_that_never_ends_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
