@@ -57,6 +57,7 @@ class SGLangEngine:
     served_model_name: str = "stub"
     version: str = "0.5.14"
     radix_cache: bool = True
+    hicache_storage_backend: str | None = None
     memory_saver: bool = True
     cpu_backup: bool = False
     digest: str = ""
@@ -347,6 +348,7 @@ class SGLangStub:
                 "pp_size": 1,
                 "dp_size": 1,
                 "disable_radix_cache": not self.engine.radix_cache,
+                "hicache_storage_backend": self.engine.hicache_storage_backend,
                 "version": self.engine.version,
             }
         )

@@ -41,6 +41,7 @@ RESERVED = Reserved(
         "grpc-mode": "skyctl talks HTTP to its servers",
         "enable-http2": "skyctl talks plain HTTP to its servers",
         "fastapi-root-path": "skyctl asks its servers at the root",
+        "hicache-storage-backend": "KV stored there would outlive the weights that it is of",
         "nnodes": "skyctl starts servers of one machine",
         "config": "write its settings under `args`",
         "ssl-keyfile": "skyctl talks plain HTTP to its servers; end TLS in front of the router",

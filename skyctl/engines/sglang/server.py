@@ -213,8 +213,15 @@ class SGLangServer:
         """Put what is held back into the queue, without KV, and drop the cache.
 
         Raises:
-            ServerError: requests are held, and the cache that they share could not be dropped.
+            ServerError: requests are held, and the cache that they share could not be dropped; or
+                it stores KV outside of its memory, where a flush leaves it.
         """
+        if storage := (await self._info()).get("hicache_storage_backend"):
+            raise ServerError(
+                f"{self.target.name} stores KV of the old weights in HiCache's {storage}, which "
+                "SGLang's flush does not clear",
+                hint="start the servers without --hicache-storage-backend",
+            )
         if await self._flush():
             return
         await self._pause("retract", None)  # they compute it anew, under the new weights

@@ -73,6 +73,7 @@ def test_an_interpreter_without_skyctl_runs_the_file() -> None:
         ({"lora": {}}, "no LoRA adapters"),
         ({"data_parallel_size": 2}, "no data-parallel SGLang servers"),
         ({"args": {"fastapi-root-path": "/below"}}, "asks its servers at the root"),
+        ({"args": {"hicache_storage_backend": "file"}}, "outlive the weights"),
         ({"auth": "none", "api_key_env": "THE_KEY"}, "nothing would ask for the key"),
     ],
 )
@@ -209,6 +210,15 @@ async def test_the_keeper_refuses_what_a_server_that_sleeps_would_end_of(
         refused = await client.post(path, json=body)
     assert (refused.status_code, why in refused.json()["message"]) == (409, True)
     assert not engine.dead
+
+
+async def test_a_server_that_stores_kv_elsewhere_is_not_reloaded() -> None:
+    stub = SGLangStub(SGLangEngine(hicache_storage_backend="file"))
+    target = ServerTarget("s-0", "http://stub-0", engine="sglang")
+    server = SGLangServer(ControlClient(transport=StubTransport([stub])), target)
+    with pytest.raises(ServerError, match="HiCache's file"):
+        await server.prepare_reload()
+    assert stub.engine.log == []
 
 
 async def test_a_server_without_metrics_says_how_to_start_it() -> None:
