@@ -12,6 +12,7 @@ import pytest
 from skyctl.launch.base import Node
 from skyctl.launch.ssh import record
 from skyctl.launch.ssh.host import SSH
+from skyctl.launch.ssh.session import Session, ask
 from skyctl.store.paths import FleetPaths
 from tests.faults.ssh_fleet import SshFleet
 
@@ -69,3 +70,24 @@ async def test_what_keeps_a_server_closed_here_keeps_it_closed_there(
     finally:
         assert await process.stop(5)
     assert machines.everything() == [] and record.read("token") is None
+
+
+async def test_what_was_ended_is_not_started_by_a_request_that_comes_late(tmp_path: Path) -> None:
+    machines = SshFleet(tmp_path)
+    machines.lay_out()
+    command, python = (str(tmp_path / "ssh"),), str(tmp_path / "python")
+    node = Node("me@127.0.0.2", "127.0.0.2", python, command, 60.0)
+    stop = {"do": "stop", "token": "token", "timeout_s": 5}
+    argv = ["touch", str(tmp_path / "started")]
+    keep = {"do": "keep", "token": "token", "fresh": True, "argv": argv, "env": {}}
+    keep |= {"held": False, "held_variables": [], "grace_s": 60.0, "at": 0}
+    try:
+        await ask(node, stop, 30)
+        async with asyncio.timeout(30), Session(node) as session:
+            await session.say(keep)
+            while "ended" not in (message := await session.hear(20)):
+                pass
+        assert message == {"ended": "was ended"} and not there(str(tmp_path / "started"))
+    finally:
+        await ask(node, stop, 30)
+    assert machines.everything() == []

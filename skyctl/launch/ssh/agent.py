@@ -14,6 +14,7 @@ differences on the keeper's own clock, so that nobody's calendar matters.
         ended          how it ended, once it did
         server.held    there while it must not answer users yet
         logs/, tmp/    its output until that was sent; its TMPDIR
+    <state directory>/hosted/<token>.stopped    it was ended, and is not started by who comes late
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ from skyctl.launch.local.host import LOCAL, free_port, port_holder
 from skyctl.launch.local.process import ManagedProcess
 from skyctl.launch.ssh.session import PROTOCOL
 from skyctl.store.identity import ProcessIdentity, own_identity
-from skyctl.store.paths import FleetPaths, create_private_file, state_root
+from skyctl.store.paths import FleetPaths, create_private_file, private_directory, state_root
 
 STOP_TIMEOUT_S = 15.0
 SILENCE_S = 20.0
@@ -50,6 +51,7 @@ _STATE_S = 1.0
 _TREE_S = 5.0
 _GUARD_S = 0.2
 _BEGIN_S = 20.0
+_MARKED_S = 24 * 3600.0
 _PIECE = 64 * 1024
 _LOG_BYTES = 32 * 1024 * 1024
 _NAME = "server"
@@ -104,6 +106,7 @@ def stop(lines: _Lines, *, token: str, timeout_s: float) -> None:
     """End a server's whole tree, and answer when nothing of it is left, its keeper neither."""
     paths = _paths(token)
     found = _read(paths.directory / "server.json")
+    _mark_stopped(paths)  # first: a `keep` that is late starts nothing, or ends it itself
 
     async def end() -> bool:
         return await ManagedProcess(_server(paths), token).stop(timeout_s)
@@ -229,7 +232,8 @@ def _begin(paths: FleetPaths, start: Callable[[], ManagedProcess], grace_s: floa
             os._exit(0)
     os.waitpid(child, 0)
     deadline = time.monotonic() + _BEGIN_S
-    while not any((paths.directory / name).exists() for name in ("server.json", "ended")):
+    known = (paths.directory / "server.json", paths.directory / "ended", _stopped(paths))
+    while not any(path.exists() for path in known):
         if time.monotonic() > deadline:
             raise SkyctlError("its keeper does not start")
         time.sleep(_TICK_S)
@@ -237,10 +241,17 @@ def _begin(paths: FleetPaths, start: Callable[[], ManagedProcess], grace_s: floa
 
 async def _guard(paths: FleetPaths, start: Callable[[], ManagedProcess], grace_s: float) -> None:
     """Be a server's keeper until `stop` has removed its directory, or nobody is heard any more."""
+    if _stopped(paths).exists():
+        _remove(paths)
+        return
     try:
         process = start()
     except SkyctlError as error:
         _write(paths.directory / "ended", {"how": error.message})
+        return
+    if _stopped(paths).exists():  # its look round may have been before the start
+        await process.stop(STOP_TIMEOUT_S)
+        _remove(paths)
         return
     assert process.identity is not None  # it was just started, or is taken up by its identity
     told = {"server": asdict(process.identity), "keeper": asdict(own_identity())}
@@ -262,6 +273,20 @@ async def _guard(paths: FleetPaths, start: Callable[[], ManagedProcess], grace_s
 
 def _paths(token: str) -> FleetPaths:
     return FleetPaths(state_root() / "hosted", token)
+
+
+def _stopped(paths: FleetPaths) -> Path:
+    """Is there once `stop` was asked to end the server."""
+    return paths.root / f"{paths.name}.stopped"
+
+
+def _mark_stopped(paths: FleetPaths) -> None:
+    private_directory(paths.root)
+    os.close(create_private_file(_stopped(paths)))
+    for mark in paths.root.glob("*.stopped"):
+        with contextlib.suppress(OSError):
+            if time.time() - mark.stat().st_mtime > _MARKED_S:
+                mark.unlink()
 
 
 def _remove(paths: FleetPaths) -> None:

@@ -38,8 +38,8 @@ class Record:
     held: bool = False
 
     def follows(self) -> bool:
-        """Whether the server is closed there as it is to be."""
-        return self.held == Path(self.closed_by).exists()
+        """Whether the server is closed there as it is to be, as was heard of it."""
+        return self.beat > 0 and self.held == Path(self.closed_by).exists()
 
 
 def hosted(token: str) -> str:
