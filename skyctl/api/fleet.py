@@ -370,16 +370,23 @@ class Fleet(GeneratingFleet):
         Args:
             checkpoint: the same weights on disk: servers are compared with it, and one that
                 restarts gets them. Without it servers are compared with each other alone, and one
-                that restarts stays closed until the next push or update.
+                that restarts stays closed until the next push or update; weights that are what
+                they were have failed, too.
             digest: what each server's weights must come to (`weights_digest` of an earlier push).
             pause_mode: what becomes of running requests.
             verify: compare at all.
             timeout_s: for the block; None takes `weight_transfer.update_timeout_s`.
 
         Raises:
+            UsageError: a `digest` without `verify`.
             PreflightError: refused; nothing was paused. ConflictError: somebody else acts.
             PushError: `details["servers"]` says how each server was left.
         """
+        if digest is not None and not verify:
+            raise UsageError(
+                "a digest is compared as weights are verified, and verify is False",
+                hint="leave one of the two out",
+            )
         request = PushRequest(
             checkpoint="",
             transport=TRAINER,

@@ -299,12 +299,13 @@ def record_failure(
         if server["state"] == "quarantined":
             changes["quarantine"] = server.get("detail") or error.message
         version = server.get("version")
-        if version and version == error.details.get("version"):  # else it holds what it held
+        verified = version and server.get("ok")
+        if verified and version == error.details.get("version"):  # else it holds what it held
             changes["weight_version"] = version
             changes["weights_digest"] = server.get("weights_digest") or None
-            changes["checkpoint"] = request.checkpoint
+            changes["checkpoint"] = request.checkpoint or None
             changes["checkpoint_digest"] = error.details.get("checkpoint_digest")
-        if version and server.get("ok") and server["server"] in doubted:
+        if verified and server["server"] in doubted:
             # what was in doubt is only well when it is verified
             changes["quarantine"] = None
             trust(state, server["server"])

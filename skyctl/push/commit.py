@@ -61,7 +61,10 @@ async def verify(run: Run, prepared: Prepared, content_digest: str) -> None:
     names = names_of(prepared.checkpoint, content_digest) if prepared.source else ()
     _enforce(run, prepared, alive(loaded), names)
     _outvote(alive(loaded))
-    run.learned.digests += agreed(loaded, names)
+    if run.fleet.trainer is not None and not prepared.source:
+        _require_change(alive(loaded))
+    if run.fleet.trainer is None:  # else only rows were compared: it may have sent something else
+        run.learned.digests += agreed(loaded, names)
     reached("push.verify.done")
 
 
@@ -72,6 +75,17 @@ async def _refuse_thawed(site: Site) -> None:
     except ServerError:
         await site.vllm.pause("abort", clear_cache=False)
         raise
+
+
+def _require_change(sites: Sequence[Site]) -> None:
+    """Servers that agree with each other, and with what they held before, were sent nothing."""
+    for site in sites:
+        before = site.server.weights_digest or site.digest_before
+        if site.digest and site.digest == before and not site.server.half_updated:
+            site.failure = (
+                "verify: the trainer sent nothing: the weights are what they were "
+                f"(digest {before})"
+            )
 
 
 def _require_comparison(site: Site) -> None:

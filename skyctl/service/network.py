@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 from skyctl.core.following import JobChanges
 from skyctl.core.registry import RemoteRef
-from skyctl.core.service import JobQuery, Staging
+from skyctl.core.service import JobQuery, OpenedUpdate, OpenUpdate, Staging
 from skyctl.errors import FleetDownError, UsageError
 from skyctl.http.connections import KeptConnections
 from skyctl.http.transport import Transport, TransportError
@@ -39,6 +39,12 @@ class NetworkFleet(RemoteFleet):
         """Raises UsageError for a relative path: it would mean another directory there."""
         _refuse_local(asked.checkpoint, self.host)
         return await super().start_push(asked)
+
+    async def open_update(self, asked: OpenUpdate) -> OpenedUpdate:
+        """Raises UsageError for a relative path: it would mean another directory there."""
+        if asked.push.checkpoint:
+            _refuse_local(asked.push.checkpoint, self.host)
+        return await super().open_update(asked)
 
     async def load_adapter(self, asked: LoadAdapter) -> AdapterChange:
         """Raises UsageError for a relative path: it would mean another directory there."""

@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 
 from skyctl import Fleet
-from skyctl.errors import ConflictError, PreflightError, PushError
+from skyctl.errors import ConflictError, PreflightError, PushError, UsageError
 from skyctl.push.request import PushResult
 from skyctl.push.trainer import suggest
+from skyctl.service.attached import AttachedFleet
 from tests.stub.app import StubServer
 from tests.stub.faults import Fault
 from tests.stub.running import running
@@ -191,6 +192,10 @@ async def test_a_checkpoint_of_the_same_weights_is_compared_and_kept_for_recover
     result = await trained.update("step-1", 1, checkpoint=new)
     assert result.checkpoint == str(new) and result.compared
     assert result.compared["tensors"] > 0
+    async with trained.fleet._connected() as fleet:
+        assert isinstance(fleet, AttachedFleet)
+        learned = fleet.state.expected.known().digests
+    assert not any(one.origin == "push" for one in learned), "only rows of it were compared"
     with pytest.raises(PushError, match="does not hold what was sent"):
         await trained.update("step-2", 2, checkpoint=trained.directory / "base")
 
@@ -208,7 +213,23 @@ async def test_weights_that_are_not_what_they_must_be_serve_nobody(
     assert trained.engines[1].paused
     trained.engines[1].not_finite = ""
     result = await trained.update("step-2", 2)
-    assert (await trained.update("step-3", 2, digest=result.servers[0].weights_digest)).version
+    await trained.update("step-3", 3)
+    assert (await trained.update("step-4", 2, digest=result.servers[0].weights_digest)).version
+
+
+async def test_an_update_into_which_nothing_was_sent_has_failed(trained: Trained) -> None:
+    for version in ("step-1", "step-2"):  # compared with what the servers held, then on record
+        with pytest.raises(PushError, match="sent nothing: the weights are what they were"):
+            async with trained.fleet.update(version):
+                pass
+        assert version not in {engine.weight_version for engine in trained.engines}
+        await trained.update("step-0", 7)
+
+
+async def test_a_digest_that_nobody_would_compare_is_refused(trained: Trained) -> None:
+    with pytest.raises(UsageError, match="verify is False"):
+        await trained.update("step-1", 1, digest="one", verify=False)
+    assert all(engine.log == [] for engine in trained.engines)
 
 
 async def test_servers_without_a_backend_are_refused_before_anything_is_touched(

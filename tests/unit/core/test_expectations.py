@@ -69,6 +69,19 @@ def test_of_a_push_that_failed_on_some_servers_the_others_files_are_on_record(
     assert (weights.version, weights.checkpoint_digest) == ("v1", "id")
 
 
+def test_a_push_that_failed_under_a_label_in_use_leaves_the_records_of_that_label(
+    state: FleetState,
+) -> None:
+    job = state.journal.begin("push", PushRequest("/other").to_json())
+    state.update_server("a", weight_version="v1", weights_digest="x", checkpoint="/c")
+    held = replace(result(), servers=[ServerPush("a", False, "ready", "v1", "other")])
+    record_failure(state, job.id, PushRequest("/other"), PushError("no", details=held.to_json()))
+    assert (state.server("a").weights_digest, state.server("a").checkpoint) == ("x", "/c")
+    part = replace(result(), checkpoint="")
+    record_failure(state, job.id, PushRequest(""), PushError("no", details=part.to_json()))
+    assert state.server("a").checkpoint is None
+
+
 def test_a_launch_counts_until_something_is_pushed(state: FleetState) -> None:
     state.expected.launched("a", "files:1")
     assert informed(fleet("a"), state).servers[0].launched_with == "files:1"

@@ -17,11 +17,12 @@ from pydantic import ValidationError
 
 from skyctl.adapters import LoadAdapter
 from skyctl.core.registry import CA_VARIABLE, TOKEN_VARIABLE, RemoteRef, find, select
-from skyctl.core.service import Pause, Resume
+from skyctl.core.service import OpenUpdate, Pause, Resume
 from skyctl.errors import FleetDownError, NotFoundError, SkyctlError, UsageError
 from skyctl.fleetfile.schema import SupervisorSection
 from skyctl.launch.local.host import free_port
 from skyctl.push.request import PushRequest
+from skyctl.push.trainer import Rendezvous
 from skyctl.service import connect
 from skyctl.service.network import NetworkFleet
 from skyctl.supervisor.interface import Reconcile, SupervisorClient
@@ -121,6 +122,8 @@ async def test_paths_are_those_of_the_fleets_machine(
     async with connect(there.ref) as fleet:
         with pytest.raises(UsageError, match="runs is a directory of this machine"):
             await fleet.start_push(PushRequest("runs"))
+        with pytest.raises(UsageError, match="runs is a directory of this machine"):
+            await fleet.open_update(OpenUpdate(PushRequest("runs"), Rendezvous("127.0.0.1", 1)))
         with pytest.raises(UsageError, match="runs is relative, and the fleet is on 127"):
             await fleet.load_adapter(LoadAdapter(name="x", directory="runs"))
         with pytest.raises(UsageError, match="on the fleet's own machine"):
