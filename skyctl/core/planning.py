@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,7 +16,9 @@ from skyctl.fleetfile.schema import FleetConfig, RouterSection
 from skyctl.launch import HOSTS
 from skyctl.launch.base import Machine, Node
 from skyctl.launch.ssh.machines import look
+from skyctl.launch.ssh.record import begun
 from skyctl.store.paths import fleet_paths
+from skyctl.store.state import ProcessRow
 
 
 def plan_here(
@@ -143,7 +145,9 @@ def ports_of(plan: FleetPlan) -> dict[str, int]:
     return ports
 
 
-def living(ports: Mapping[str, int], alive: Collection[str]) -> dict[str, int]:
-    """Those ports of dead processes do not count: they may have been taken since."""
-    named = {*alive, *(["router-metrics"] if "router" in alive else ())}
+def living(ports: Mapping[str, int], rows: Iterable[ProcessRow]) -> dict[str, int]:
+    """Those ports of dead processes do not count: they may have been taken since. A server that may
+    still run on another machine has its own."""
+    named = {row.name for row in rows if row.alive() or begun(row.token)}
+    named |= {"router-metrics"} if "router" in named else set()
     return {name: port for name, port in ports.items() if name in named}

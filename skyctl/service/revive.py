@@ -58,12 +58,12 @@ def as_it_ran(ref: FleetRef) -> FleetPlan:
     """
     with FleetState(ref.paths.database) as state:
         ports: dict[str, int] = json.loads(state.get("ports") or "{}")
-        alive = {row.name for row in state.processes() if row.alive()}
+        held = living(ports, state.processes())
     servers, config = ports.keys() - {"router", "router-metrics", "tinker"}, ref.config
     if isinstance(config.replicas, int) and servers and config.replicas != len(servers):
         config = scaled(config, len(servers))
     ran = {"router": "router" in ports, "tinker": "tinker" in ports}
-    return planned(config, ref.base_dir, living(ports, alive), **ran)
+    return planned(config, ref.base_dir, held, **ran)
 
 
 async def replace_other(ref: FleetRef) -> None:

@@ -84,7 +84,7 @@ class SupervisedFleet(RemoteFleet):
         found = await self.processes()
         if supervisor_running(self.ref.paths):
             return found.ports
-        return living(found.ports, {row.name for row in found.rows if row.alive()})
+        return living(found.ports, found.rows)
 
     async def control(self, asked: Control) -> Outcomes:
         from dataclasses import replace

@@ -12,7 +12,7 @@ from skyctl.core.arbiter import Act
 from skyctl.core.diagnosis import Finding, Observed, judge, observe
 from skyctl.core.plan import FleetPlan
 from skyctl.core.recovery import recover
-from skyctl.errors import SkyctlError
+from skyctl.errors import HostUnreachable, SkyctlError
 from skyctl.http.target import ServerTarget
 from skyctl.kill_points import reached
 from skyctl.launch import HOSTS
@@ -165,7 +165,10 @@ async def _adopt(supervisor: Supervisor, plan: FleetPlan) -> None:
     specs = {spec.name for spec in plan.servers}
     for row in unrecorded_processes(supervisor.state, supervisor.paths.directory):
         supervisor.state.add_event(row.name, "ended a process that was not on record")
-        await rollout.stop_recorded(row, host, plan.config.stop_timeout_s)
+        try:
+            await rollout.stop_recorded(row, host, plan.config.stop_timeout_s)
+        except HostUnreachable:  # it is left, as those on record may be
+            supervisor.state.save_process(row)
     for row in supervisor.state.processes():
         process = host.adopt(row.identity, row.token, row.descendants)
         if process.alive() and (child := _wanted(supervisor, plan, row)) is not None:
@@ -175,7 +178,13 @@ async def _adopt(supervisor: Supervisor, plan: FleetPlan) -> None:
             why = "it is not what the plan has" if process.alive() else "its server is gone"
             pids = ", ".join(str(member.pid) for member in left)
             supervisor.state.add_event(row.name, f"ended what was left (pid {pids}): {why}")
-            await process.stop(plan.config.stop_timeout_s)
+            try:
+                await process.stop(plan.config.stop_timeout_s)
+            except HostUnreachable as error:  # it may run on: whoever takes its place waits
+                supervisor.state.add_event(row.name, error.message)
+                if (child := _wanted(supervisor, plan, row)) is not None:
+                    child.start_after(process)
+                continue
         supervisor.state.mark_stale(row.name)
         if row.role == "server" and row.name not in specs:
             supervisor.state.forget_process(row.name)

@@ -115,6 +115,11 @@ class KeptRunning(ABC):
         self.adopted = adopted is not None
         self._task = asyncio.create_task(self._run(adopted), name=self.name)
 
+    def start_after(self, ending: ChildProcess) -> None:
+        """Run it once what is left of an earlier process was ended for certain."""
+        self._ending = ending
+        self.start()
+
     async def stop(self) -> None:
         """Stop its whole tree and keep it stopped."""
         if self._task is not None:

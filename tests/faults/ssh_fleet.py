@@ -97,6 +97,7 @@ class SshFleet(StubFleet):
         self.write(replicas, extra=more)
         text = (self.directory / "fleet.yaml").read_text()
         text = text.replace("model: ./model", f"model: {self.directory}/model")
+        text = text.replace("{backoff_s: 0.05}", "{backoff_s: 0.05, backoff_max_s: 2}")
         (self.directory / "fleet.yaml").write_text(text)
 
     def cut(self, address: str, why: str = "ssh: connect to host: No route to host") -> None:

@@ -129,6 +129,19 @@ def test_a_machine_that_does_not_answer_ssh_serves_on(lasting: SshFleet) -> None
     lasting.mend(B)
 
 
+def test_a_supervisor_is_replaced_while_a_machine_is_away(lasting: SshFleet) -> None:
+    pid = lasting.until({"stubs-0": "ready", "stubs-1": "ready"})["stubs-0"]["pid"]
+    lasting.cut(B)
+    psutil.Process(lasting.json("status")["data"]["supervisor_pid"]).kill()
+    lasting.tether("stubs-1").kill()
+    rows = lasting.until({"stubs-0": "ready", "stubs-1": "unreachable"}, 60)
+    assert rows["stubs-0"]["pid"] == pid
+    lasting.run("restart", "stubs-0")  # nothing waits for the other machine
+    lasting.mend(B)
+    row = lasting.until({"stubs-1": "ready"}, 90)["stubs-1"]
+    assert [one.pid for one in lasting.servers(B)] == [row["pid"]]
+
+
 def test_a_machine_that_does_not_answer_at_all_is_no_dead_server(lasting: SshFleet) -> None:
     lasting.until({"stubs-1": "ready"})
     (server,) = lasting.servers(B)

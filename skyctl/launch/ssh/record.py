@@ -80,6 +80,12 @@ def glance(token: str) -> Record | None:
     return None
 
 
+def begun(token: str) -> bool:
+    """Whether a spawn may run on another machine: the end of it is not certain."""
+    found = glance(token)
+    return found is not None and found.begun
+
+
 def write(token: str, record: Record, **changes: Any) -> Record:
     """Put a record, with changes, in the place of the one before it.
 
