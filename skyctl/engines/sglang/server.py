@@ -8,7 +8,8 @@ those that would, and to a server without one they are not sent.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn, TypeVar
 
@@ -166,10 +167,25 @@ class SGLangServer:
         elif mode == "keep":
             await self._pause("in_place", timeout_s)
         else:
-            if await self.is_paused():
-                # an abort does not end what is held in place: it would never be answered
-                await self._pause("retract", timeout_s)
-            await self._pause("abort", timeout_s)
+            paused = await self.is_paused()
+            async with self._resumed_on_failure(paused):
+                if paused:
+                    # an abort does not end what is held in place: it would never be answered
+                    await self._pause("retract", timeout_s)
+                await self._pause("abort", timeout_s)
+
+    @asynccontextmanager
+    async def _resumed_on_failure(self, paused: bool) -> AsyncIterator[None]:
+        """A pause that is given up leaves a server running that was not `paused` before. SGLang is
+        paused from the beginning of an abort, and stays so when the abort does not come to an
+        end."""
+        try:
+            yield
+        except ServerError:
+            if not paused:
+                with suppress(ServerError):  # what failed first is what the caller hears of
+                    await self.resume()
+            raise
 
     async def resume(self) -> None:
         await self._call("POST", keeper.CONTINUE, json={})
@@ -194,8 +210,9 @@ class SGLangServer:
                 "--enable-weights-cpu-backup",
                 hint="skyctl sleep --level 2, and push before it serves again",
             )
-        await self.pause(mode)
-        await self._call("POST", keeper.RELEASE, json={"tags": list(_SLEEP_TAGS)})
+        async with self._resumed_on_failure(state.paused):
+            await self.pause(mode)
+            await self._call("POST", keeper.RELEASE, json={"tags": list(_SLEEP_TAGS)})
 
     async def wake(self, tags: Sequence[str] = ()) -> bool:
         """Only what is released is resumed. When nothing is any more, requests are, too."""

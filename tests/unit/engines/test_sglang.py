@@ -30,7 +30,7 @@ from tests.faults.attached_fleet import attached_fleet
 from tests.faults.stub_fleet import ROOT
 from tests.stub.faults import Fault
 from tests.stub.inprocess import StubTransport
-from tests.stub.sglang import SGLangEngine, SGLangStub
+from tests.stub.sglang import SGLangEngine, SGLangStub, _Request
 from tests.unit.core.test_plan import PYTHON, gpus, plan
 
 
@@ -230,12 +230,22 @@ async def test_a_server_without_metrics_says_how_to_start_it() -> None:
     assert caught.value.hint == "start it with --enable-metrics"
 
 
-async def test_an_abort_that_never_ends_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_pause_that_is_given_up_leaves_a_server_as_it_was(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(keeper, "_ABORT_TIMEOUT_S", 0.05)
-    stub = SGLangStub()
-    stub.engine.hung = True
+    stub = SGLangStub(SGLangEngine(cpu_backup=True))
+    stub.engine.requests.append(_Request())  # ends for nobody
     target = ServerTarget("s-0", "http://stub-0", engine="sglang")
     server = SGLangServer(ControlClient(transport=StubTransport([stub])), target)
     with pytest.raises(ServerError, match="not all ended") as caught:
         await asyncio.wait_for(server.pause("abort"), 5)
     assert caught.value.status == 504
+    assert not stub.engine.is_pause
+    with pytest.raises(ServerError, match="requests run or are held"):
+        await server.sleep(mode="keep")
+    assert not stub.engine.is_pause
+    await server.pause("keep")
+    with pytest.raises(ServerError):
+        await server.sleep(mode="keep")
+    assert stub.engine.is_pause  # as it was before
