@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from skyctl.errors import ServerError
 from skyctl.kill_points import reached
 from skyctl.push.arrangement import comparable
-from skyctl.push.expected import agreed, names_of, unexpected
+from skyctl.push.expected import agreed, expected_of, names_of, unexpected
 from skyctl.push.layouts import numbered, settle_parameters
 from skyctl.push.preflight import Prepared
 from skyctl.push.run import Run
@@ -106,6 +106,10 @@ def _require_comparison(site: Site) -> None:
 def _enforce(run: Run, prepared: Prepared, sites: Sequence[Site], names: Sequence[str]) -> None:
     """Weights that came to certain digests before come to the same again."""
     known = (*run.learned.digests, *run.fleet.expected.digests)
+    unseen = [one for one in sites if one.compared is None and not expected_of(one, known, names)]
+    if names and unseen:
+        servers = ", ".join(site.name for site in unseen)
+        run.note(f"{servers}: nothing was compared with the checkpoint's bytes")
     for site, one in unexpected(sites, known, names):
         by_launch = one.origin == "launch"
         when = "when vLLM loaded it" if by_launch else "when it was pushed before"

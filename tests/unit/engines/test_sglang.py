@@ -178,6 +178,9 @@ async def test_listed_servers_with_both_keys_take_the_verbs(
         assert all(one.ok for one in await fleet.control(Resume()))
         job = await fleet.wait_job(await fleet.start_push(PushRequest(b, weight_version="2")))
         assert job.state == "succeeded", job
+        assert job.result and job.result["notes"] == [
+            "far-0, far-1: nothing was compared with the checkpoint's bytes"
+        ]
         assert {stub.engine.digest for stub in stubs} == {SGLangEngine(model=b).digest}
         assert {stub.engine.weight_version for stub in stubs} == {"2"}
         asleep = await fleet.control(Sleep())

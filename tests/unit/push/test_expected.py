@@ -10,11 +10,15 @@ import pytest
 
 from skyctl.checkpoints.checkpoint import read_checkpoint
 from skyctl.errors import PreflightError, PushError
+from skyctl.http.target import ServerTarget
+from skyctl.push.expected import expected_of
+from skyctl.push.request import PushServer
 from skyctl.push.rolling import push_rolling
 from skyctl.push.transaction import PushRequest, PushResult, push
-from skyctl.store.expected import Expectations, by_files
+from skyctl.store.expected import Expectations, ExpectedDigest, by_files
 from skyctl.store.state import FleetState
 from tests.unit.push.checkpoints import tiny_tensors, write_checkpoint
+from tests.unit.push.deliveries import site
 from tests.unit.push.fleets import Recorder, Rotation, Stubs
 
 
@@ -207,3 +211,19 @@ def test_what_is_learned_later_comes_first() -> None:
     row = {"content": "c", "engine": "e", "digest": "old"}
     known = Expectations().with_learned([row]).with_learned([{**row, "digest": "new"}])
     assert [one.digest for one in known.digests] == ["new", "old"]
+
+
+@pytest.mark.parametrize(("engine", "counts"), [("vllm", "push"), ("sglang", "launch")])
+def test_a_push_counts_before_a_launch_where_it_is_compared_with_the_checkpoint(
+    engine: str, counts: str
+) -> None:
+    one = site(None)
+    one.server = PushServer(ServerTarget("demo-0", "http://127.0.0.1:1", engine=engine))
+    one.engine, one.digest = "1", "new:tp1"
+    pushed = ExpectedDigest("files:1", "1", "a:tp1", "push")
+    launched = ExpectedDigest("files:1", "1", "b:tp1", "launch")
+    for known in ([pushed, launched], [launched, pushed]):
+        found = expected_of(one, known, ["files:1"])
+        assert found is not None and found.origin == counts
+    assert expected_of(one, [pushed], ["files:1"]) == pushed
+    assert expected_of(one, [launched], ["files:1"]) == launched
