@@ -12,7 +12,8 @@ may be cancelled at any time, and what it was about to find out, the push finds 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 from skyctl.http.client import ControlClient
@@ -33,10 +34,16 @@ _SHARE_OF_FREE = 0.5
 
 
 async def rehearse(
-    request: PushRequest, fleet: PushFleet, *, client: ControlClient, senders: SenderPool
+    request: PushRequest,
+    fleet: PushFleet,
+    *,
+    client: ControlClient,
+    senders: SenderPool,
+    asking: Callable[[], AbstractContextManager[None]],
 ) -> tuple[Site, ...]:
     """Prepare a push of what the servers hold, and leave it at that; `senders` has a warm sender
-    afterwards, where the transport keeps one and there is room for it.
+    afterwards, where the transport keeps one and there is room for it. Engines are asked only
+    within `asking`: not while the sender starts and reads.
 
     Returns:
         the servers, with `digest_before` of those of which no digest was on record.
@@ -44,7 +51,8 @@ async def rehearse(
     Raises:
         SkyctlError: why something could not be done; a push may do it all the same.
     """
-    prepared = await preflight(request, fleet, client=client, idle=senders.idle)
+    with asking():
+        prepared = await preflight(request, fleet, client=client, idle=senders.idle)
     if prepared.transport is None or not prepared.transport.resident:
         return prepared.sites
     context = 0 if senders.idle else SENDER_CONTEXT[prepared.choice.name]
@@ -56,16 +64,22 @@ async def rehearse(
     delivery = _numbering(prepared, fleet, senders)
     await delivery.warm(prepared.sites)
     if prepared.layout.programs and prepared.layout.name != "runtime" and delivery.takes <= room:
-        await _prove(prepared, fleet, delivery)
+        await _read(prepared, delivery)
+        with asking():
+            await _compare(prepared, fleet)
     return prepared.sites
 
 
-async def _prove(prepared: Prepared, fleet: PushFleet, delivery: _Numbering) -> None:
-    """Compare what servers hold with what their layout makes of the checkpoint."""
+async def _read(prepared: Prepared, delivery: _Numbering) -> None:
+    """Find out what each parameter must come to by its server's layout."""
     try:
         await delivery.open(prepared.sites)
     finally:
         await _to_its_end(delivery.close())
+
+
+async def _compare(prepared: Prepared, fleet: PushFleet) -> None:
+    """Compare what servers hold with what their layout makes of the checkpoint."""
 
     async def compare(site: Site) -> None:
         timeout_s = fleet.update_timeout_s

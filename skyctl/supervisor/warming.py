@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from skyctl.core.arbiter import Act
@@ -81,14 +82,13 @@ class Warming:
 
         request = PushRequest(weights.checkpoint, verify=plan.config.weight_transfer.verify)
         fleet = admission.push_fleet(plan, replicas, plan.model_path, {})
-        for replica in replicas:
-            replica.rehearsing = True
         try:
             sites = await rehearse(
                 request,
                 informed(fleet, state),
                 client=supervisor.client,
                 senders=self._senders,
+                asking=lambda: _asking(replicas),
             )
         except SkyctlError as error:
             _LOG.info("the first push begins cold: %s", error.message)
@@ -96,9 +96,6 @@ class Warming:
         except Exception:
             _LOG.exception("rehearsal")
             return
-        finally:
-            for replica in replicas:
-                replica.rehearsing = False
         with state.transaction():
             remember(state, Learned(launch_digests(sites)).to_json())
             for site in sites:
@@ -106,3 +103,15 @@ class Warming:
                 if now and now.instance == instances[site.name] and site.digest_before:
                     now.update_row(weights_digest=site.digest_before)
         state.add_event("fleet", "ready for a push")
+
+
+@contextmanager
+def _asking(replicas: Sequence[Replica]) -> Iterator[None]:
+    """Probes that their engines do not answer meanwhile are not counted against them."""
+    for replica in replicas:
+        replica.rehearsing = True
+    try:
+        yield
+    finally:
+        for replica in replicas:
+            replica.rehearsing = False

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -62,11 +64,19 @@ class Server(Workers):
     def __init__(self, numbers: dict[str, int]) -> None:
         super().__init__(report(proven=False))
         self.numbers = numbers
+        self.busy = False
+
+    @contextmanager
+    def asking(self) -> Iterator[None]:
+        self.busy = True
+        yield
+        self.busy = False
 
     async def ask_workers(self, method: str, kwargs: dict[str, Any], **more: Any) -> list[Any]:
         answers = await super().ask_workers(method, kwargs, **more)
         if method != "skyctl_weight_digest":
             return answers
+        assert self.busy
         return [{"digest": "d", "place": 0, "rank": 0, "numbers": self.numbers, "rows": []}]
 
 
@@ -119,7 +129,7 @@ async def rehearsed(
     monkeypatch.setattr(rehearsal, "free_gpu_memory", lambda: {0: free})
     pool = SenderPool()
     async with ControlClient() as client:
-        await rehearse(PushRequest("a"), fleet, client=client, senders=pool)
+        await rehearse(PushRequest("a"), fleet, client=client, senders=pool, asking=server.asking)
     assert one.weights is Weights.OLD and not one.failure
     return pool
 
@@ -194,6 +204,7 @@ async def test_a_rehearsal_that_is_ended_leaves_its_sender_to_the_push(
     server = Server(NUMBERS)
     task = asyncio.create_task(rehearsed(server, checkpoint, monkeypatch, transport=Ipc()))
     await sender.reading.wait()
+    assert not server.busy
     task.cancel()
     await asyncio.wait({task})
     assert task.cancelled() and sender.rests == 1

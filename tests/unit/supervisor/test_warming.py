@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -35,11 +36,15 @@ class Rehearsals:
         self.ends: list[str] = []
         self.may_end = asyncio.Event()
         self.failing = False
+        self.reads = False
 
-    async def __call__(self, request: PushRequest, fleet: PushFleet, **_: Any) -> tuple[Site, ...]:
+    async def __call__(
+        self, request: PushRequest, fleet: PushFleet, *, asking: Any, **_: Any
+    ) -> tuple[Site, ...]:
         self.asked.append((request.checkpoint, [server.name for server in fleet.servers]))
         try:
-            await self.may_end.wait()
+            with nullcontext() if self.reads else asking():
+                await self.may_end.wait()
         except asyncio.CancelledError:
             self.ends.append("cancelled")
             raise
@@ -125,9 +130,11 @@ async def test_a_rehearsal_that_fails_changes_nothing(
         assert len(rehearsals.asked) == 1 and digests(supervisor) == [None]
 
 
-async def test_a_server_that_is_busy_with_a_rehearsal_is_not_taken_for_dead(
-    tmp_path: Path, rehearsals: Rehearsals, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("reads", [False, True], ids=["asked", "reading"])
+async def test_a_server_is_not_taken_for_dead_while_a_rehearsal_asks_it_and_no_longer(
+    reads: bool, tmp_path: Path, rehearsals: Rehearsals, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    rehearsals.reads = reads
     probes = 0
 
     async def unanswered(*_: Any) -> bool:
@@ -141,9 +148,10 @@ async def test_a_server_that_is_busy_with_a_rehearsal_is_not_taken_for_dead(
         pid = pid_of(supervisor, "a")
         with monkeypatch.context() as patched:
             patched.setattr(replica, "probe_alive", unanswered)
-            await eventually(lambda: probes > 5)
-            assert psutil.pid_exists(pid)
-            rehearsals.may_end.set()
+            if not reads:
+                await eventually(lambda: probes > 5)
+                assert psutil.pid_exists(pid)
+                rehearsals.may_end.set()
             await eventually(lambda: not psutil.pid_exists(pid))
 
 
