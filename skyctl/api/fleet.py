@@ -408,9 +408,12 @@ class Fleet(GeneratingFleet):
     async def model_path(self) -> str | None:
         """Directory or hub id of what the servers run now: what a trainer can start from.
 
-        None when an attached fleet does not tell.
+        None when an attached fleet does not tell, or after an update that no file has.
         """
         async with self._connected() as fleet:
+            rows = (await fleet.weights()).servers
+            if any(row.weight_version is not None and not row.checkpoint for row in rows):
+                return None
             return await fleet.model_path()
 
     async def weights(self) -> WeightsState:

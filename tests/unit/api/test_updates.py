@@ -90,6 +90,7 @@ async def test_an_update_is_verified_labelled_and_resumed(trained: Trained, fini
         ("step-1", None, update.result.servers[0].weights_digest)
     }
     assert (await trained.fleet.verify_weights()).agree is True
+    assert await trained.fleet.model_path() is None, "no file has them"
     assert (await trained.update("step-1", 2)).checkpoint_digest != update.result.checkpoint_digest
 
 
@@ -189,7 +190,9 @@ async def test_a_checkpoint_of_the_same_weights_is_compared_and_kept_for_recover
     for stub in trained.stubs:  # it holds what is on disk, as far as anybody asks
         finish = stub.engine.finish_update
         stub.engine.finish_update = lambda v, f=finish, e=stub.engine: (f(v), e.reload(str(new)))  # type: ignore[method-assign,misc,assignment]
+    assert await trained.fleet.model_path() == str(trained.directory / "base")
     result = await trained.update("step-1", 1, checkpoint=new)
+    assert await trained.fleet.model_path() == str(new)
     assert result.checkpoint == str(new) and result.compared
     assert result.compared["tensors"] > 0
     async with trained.fleet._connected() as fleet:
