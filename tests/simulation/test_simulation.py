@@ -47,12 +47,12 @@ def test_a_seed_goes_the_same_way_each_time(kind: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", FOUND_BY)
 def test_a_defect_that_is_put_back_is_found(name: str, tmp_path: Path) -> None:
-    defect, seed = reinserted.DEFECTS[name], FOUND_BY[name]
+    """Soon after a seed that found it: what changes the dice may move it."""
+    defect, first = reinserted.DEFECTS[name], FOUND_BY[name]
     with seams.installed():
-        with seams.replaced(defect.patches):
-            found = [
-                one
-                for one in range(max(0, seed - 20), seed + 60)
-                if play(Schedule(one, defect.kind), tmp_path).violations
-            ]
-        assert any(not play(Schedule(one, defect.kind), tmp_path).violations for one in found)
+        for seed in range(first, first + 1000):
+            with seams.replaced(defect.patches):
+                found = play(Schedule(seed, defect.kind), tmp_path).violations
+            if found and not play(Schedule(seed, defect.kind), tmp_path).violations:
+                return
+    pytest.fail(f"{name}: not found")
