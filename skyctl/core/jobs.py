@@ -300,7 +300,9 @@ def record_failure(
             changes["quarantine"] = server.get("detail") or error.message
         version = server.get("version")
         verified = version and server.get("ok")
-        if verified and version == error.details.get("version"):  # else it holds what it held
+        # else it holds what it held, maybe under the same label
+        new = verified or version != state.server(server["server"]).weight_version
+        if version and version == error.details.get("version") and new:
             changes["weight_version"] = version
             changes["weights_digest"] = server.get("weights_digest") or None
             changes["checkpoint"] = request.checkpoint or None

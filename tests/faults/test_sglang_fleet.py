@@ -3,21 +3,16 @@ ones take on a GPU (`tests/gpu/test_sglang.py`). They build on each other."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-
-import pytest
+from pathlib import Path
 
 from tests.faults.sglang_fleet import stub_run
-from tests.gpu.sglang import STEPS, SGLangRun
+from tests.gpu.sglang import STEPS
 
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SGLangRun]:
-    run = stub_run(tmp_path_factory.mktemp("sglang"))
-    yield run
-    run.down()
-
-
-@pytest.mark.parametrize("step", STEPS, ids=lambda step: step.__name__)
-def test_a_fleet_of_sglang_servers(step: Callable[[SGLangRun], str], run: SGLangRun) -> None:
-    assert step(run)
+def test_a_fleet_of_sglang_servers(tmp_path: Path) -> None:
+    run = stub_run(tmp_path)
+    try:
+        for step in STEPS:  # one test: several would be shared out to several processes
+            assert step(run), step.__name__
+    finally:
+        run.down()
