@@ -20,9 +20,12 @@ from skyctl.supervisor.daemon import look_after_logs
 from tests.unit.store.disks import fill, mounted
 
 _WRITER = """
-import sys
-for number in range(20_000):
+import itertools, os, sys
+for number in itertools.count():
     print("line", number, flush=True)
+    if os.path.exists(sys.argv[1]):
+        break
+print(number, file=sys.stderr)
 """
 
 
@@ -37,18 +40,23 @@ def numbers(*paths: Path) -> list[int]:
 
 def test_a_log_is_rotated_while_its_writer_goes_on(tmp_path: Path) -> None:
     log = tmp_path / "a.log"
+    enough = tmp_path.with_name("enough")
     with log.open("ab") as opened:
-        writer = subprocess.Popen([sys.executable, "-c", _WRITER], stdout=opened)
+        writer = subprocess.Popen(
+            [sys.executable, "-c", _WRITER, enough], stdout=opened, stderr=subprocess.PIPE
+        )
     rotations = 0
-    while writer.poll() is None:
+    while rotations < 5:
+        assert writer.poll() is None
         rotations += rotate(log, 20_000, keep=2)
         time.sleep(0.001)
-    assert rotations > 2
+    enough.touch()
+    _, last = writer.communicate()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.log", "a.log.1", "a.log.2"]
     paths = [tmp_path / name for name in ("a.log.2", "a.log.1", "a.log")]
     assert "\0" not in paths[2].read_text()  # the writer appends: no hole where it was
     found = numbers(*paths)
-    assert found == sorted(found) and found[-1] == 19_999
+    assert found == sorted(found) and found[-1] == int(last)
     # lines may fall between copy and truncation; none is there twice
     assert len(set(found)) == len(found)
     assert all(path.stat().st_mode & 0o077 == 0 for path in tmp_path.glob("*.log.*"))
