@@ -57,7 +57,7 @@ async def run(
     skipped = {
         name: why
         for name, row in rows.items()
-        if (why := _pointless(asked, row, in_doubt=name in doubted))
+        if (why := pointless(asked, row, in_doubt=name in doubted))
     }
     called = [target for target in targets if target.name not in skipped]
     outcomes = await _call(asked, called, client, timeout_s, device)
@@ -205,7 +205,7 @@ def _event(asked: Control, outcomes: Outcomes) -> tuple[str, str]:
     return "fleet", f"{said}: {ok} of {len(outcomes)} servers"
 
 
-def _pointless(asked: Control, row: ServerRow, *, in_doubt: bool) -> str:
+def pointless(asked: Control, row: ServerRow, *, in_doubt: bool) -> str:
     """Why this server is not asked, or "". What a dead push left is not thawed by hand: waking
     thaws too, but for waking the weights alone of one that sleeps."""
     weights_alone = bool(row.sleep_level) and isinstance(asked, Wake) and asked.tags == ("weights",)

@@ -27,13 +27,14 @@ _PRUNE_EVERY_EVENTS = 500
 TRAINER = "trainer"
 """Transport of weights that a trainer sends itself."""
 
-Phase = Literal["intended", "running", "stale"]
+Phase = Literal["intended", "running", "ready", "stale"]
 Role = Literal["server", "router", "tinker"]
 
 
 @dataclass(frozen=True)
 class ProcessRow:
-    """One child: `intended` before its spawn, `running` with an identity after it.
+    """One child: `intended` before its spawn, `running` with an identity after it, and `ready` once
+    it has answered, if it is a server.
 
     `token` is in its environment (SKYCTL_TOKEN), so that a child spawned just before a crash is
     recognised. `descendants` are the processes seen below it while it lived.

@@ -244,6 +244,8 @@ class Replica(KeptRunning):
             self._to("starting", self.reason)
             if reason := await self._until_ready(self.process):
                 return reason
+        if self._record.phase != "ready":
+            self._save(replace(self._record, phase="ready"))
         self.process.record_segments()  # its ranks have met: a crash may leave nobody to ask
         reached("server.ready")
         if not adopted:
@@ -312,7 +314,12 @@ class Replica(KeptRunning):
             if paused is not None:
                 self.observed_paused = paused
                 return ""
-            if self._context.clock() - began > patience_s:
+            waited_s = self._context.clock() - began
+            if self._record.phase == "ready" and not ours and waited_s > _ADOPTED_TIMEOUT_S:
+                # vLLM closes its port when its engine has died, and may then not end
+                if not await process.lost():
+                    return "it closed its port and did not end"
+            if waited_s > patience_s:
                 holder = None if ours else self.host.port_holder(self.spec.host, self.spec.port)
                 why = f": another process answers at port {self.spec.port}" if holder else ""
                 return f"not ready after {format_seconds(patience_s)}{why}"

@@ -523,6 +523,9 @@ class Supervisor(RecordedFleet, SupervisorService):
 
     def _meant_for(self, asked: Control, replica: Replica) -> Outcome[None]:
         """The outcome of a verb for a replica that does not run; pauses are remembered for it."""
+        doubted = replica.name in in_doubt(self.state)
+        if why := verbs.pointless(asked, replica.row, in_doubt=doubted):
+            return Outcome(replica.name, OutcomeStatus.SKIPPED, 0.0, why)
         detail = f"not running ({replica.state})"
         if isinstance(asked, Pause | Resume):
             with self.state.transaction():

@@ -14,6 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import AsyncMock
 
+import httpx
 import psutil
 import pytest
 
@@ -227,6 +228,35 @@ async def test_a_server_that_stops_answering_is_killed_and_restarted(tmp_path: P
         assert any(event.message.startswith(why) for event in supervisor.state.events())
         (row,) = (await report(supervisor)).replicas
         assert row.restarts == 1 and row.restart_reason.startswith(why)
+
+
+async def test_an_adopted_server_that_closed_its_port_is_not_waited_for_as_one_that_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As vLLM does whose engine died: it closes its port, and waits for a request for ever."""
+    monkeypatch.setattr(replica, "_ADOPTED_TIMEOUT_S", 0.2)
+    async with supervising(tmp_path) as supervisor, httpx.AsyncClient() as client:
+        server = stub_server("a", faults={"/tokenize": {"kind": "hang"}})
+        plan = fleet_plan([server], stop_timeout_s=0.3)
+        await bring_up(supervisor, plan)
+        before, pid = supervisor.replicas["a"], pid_of(supervisor, "a")
+        assert before._task is not None
+        before._task.cancel()  # its supervisor is gone
+        url = f"{server.url}/tokenize"
+        waiting = asyncio.create_task(client.post(url, json={}, timeout=60))
+        await asyncio.sleep(0.2)
+        os.kill(pid, signal.SIGTERM)
+        await eventually(lambda: port_holder(server.host, server.port) is None)
+        os.kill(pid, signal.SIGSTOP)  # before the stub gives its request up
+
+        later = Supervisor(supervisor.paths, supervisor.state, supervisor.client)
+        await later.adopt(Adopt(plan))
+        assert await ended(later) == ""
+        assert states(later) == {"a": "ready"} and pid_of(later, "a") != pid
+        messages = [event.message for event in later.state.events()]
+        assert "it closed its port and did not end" in messages
+        waiting.cancel()
+        await later.down(Down(0.0))
 
 
 async def test_restarts_are_counted_on_by_the_next_supervisor(tmp_path: Path) -> None:
@@ -571,6 +601,21 @@ async def test_a_second_push_is_refused_and_told_of_the_first(
         assert states(supervisor)["a"] == "ready"
         assert supervisor.replicas["a"].row.weights_digest == "digest-v1"
         assert supervisor.state.locks.holders("turn") == []
+
+
+async def test_what_a_dead_push_left_is_not_said_to_be_resumed_when_it_is_ready(
+    tmp_path: Path,
+) -> None:
+    """Recovery leaves it paused if it was paused before that push."""
+    async with supervising(tmp_path) as supervisor:
+        supervisor.change_to(fleet_plan([command_server("a", "import time; time.sleep(600)")]))
+        await eventually(lambda: states(supervisor).get("a") == "starting")
+        supervisor.state.update_server("a", paused=True)
+        supervisor.replicas["a"].reload_row()
+        doubt(supervisor.state, {"a": InDoubt("a", "push-1", "update", True, False)})
+        (outcome,) = await supervisor.control(Resume())
+        assert outcome.detail.endswith("type: skyctl recover")
+        assert supervisor.state.server("a").paused
 
 
 async def test_a_fleet_that_was_taken_over_can_be_pushed_to_while_a_dead_server_starts(
