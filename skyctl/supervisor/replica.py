@@ -315,10 +315,10 @@ class Replica(KeptRunning):
                 self.observed_paused = paused
                 return ""
             waited_s = self._context.clock() - began
-            if self._record.phase == "ready" and not ours and waited_s > _ADOPTED_TIMEOUT_S:
-                # vLLM closes its port when its engine has died, and may then not end
-                if not await process.lost():
-                    return "it closed its port and did not end"
+            # vLLM closes its port when its engine has died, and may then not end
+            closed = self._record.phase == "ready" and not ours
+            if closed and waited_s > _ADOPTED_TIMEOUT_S and not await process.lost():
+                return "it closed its port and did not end"
             if waited_s > patience_s:
                 holder = None if ours else self.host.port_holder(self.spec.host, self.spec.port)
                 why = f": another process answers at port {self.spec.port}" if holder else ""
