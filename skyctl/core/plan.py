@@ -364,6 +364,7 @@ class _Planner:
             threads=section.threads,
             batch_tokens=section.batch_tokens,
             max_rank=section.max_rank,
+            full_parameters=section.full_parameters,
             max_body=section.max_body,
             max_adapters=lora.max_adapters,
             context=longest(self.config.args),

@@ -35,6 +35,7 @@ class TinkerSettings:
     threads: int
     batch_tokens: int
     max_rank: int
+    full_parameters: bool
     max_body: int
     max_adapters: int
     context: int | None

@@ -332,6 +332,11 @@ class TinkerSection(_Section):
     max_rank: Annotated[int, Field(ge=1, le=128), BeforeValidator(_whole)] = Field(
         32, description="Largest rank of an adapter; the servers' `lora: max_rank` must allow it."
     )
+    full_parameters: bool = Field(
+        False,
+        description="Rank 0 trains all of a model's parameters. Whoever samples from such a model "
+        "has its weights pushed to every server.",
+    )
     batch_tokens: Size = Field(
         4096, description="Tokens of one forward pass of the trainer, padding included."
     )

@@ -15,8 +15,9 @@ from skyctl.store.credentials import ensure_tinker_key
 from skyctl.store.paths import fleet_paths
 from skyctl.supervisor.client import RemoteFleet
 from skyctl.tinker.api import Offer
-from skyctl.tinker.fleet import connected
+from skyctl.tinker.fleet import Pushing, connected
 from skyctl.tinker.serve import Settings, serve
+from skyctl.tinker.training import checkpoints_of
 from skyctl.tinker.training_process import WorkerSettings
 
 
@@ -39,13 +40,19 @@ async def beside(asked: TinkerSettings) -> None:
         Path(asked.storage) if asked.storage else paths.tinker,
         asked.host,
         asked.port,
-        Offer(asked.base_model, asked.max_rank, asked.max_body),
+        Offer(asked.base_model, asked.max_rank, asked.full_parameters, asked.max_body),
         worker,
     )
     context = asked.context or context_of(asked.model)
+    pushing = Pushing(asked.model, checkpoints_of(settings.directory))
     async with (
         RemoteFleet.on_this_machine(paths) as fleet,
-        connected(fleet, context=context, most=asked.max_adapters) as servers,
+        connected(
+            fleet,
+            context=context,
+            most=asked.max_adapters,
+            pushing=pushing if asked.full_parameters else None,
+        ) as servers,
     ):
         await serve(settings, ensure_tinker_key(paths), servers)
 

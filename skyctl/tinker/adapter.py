@@ -1,12 +1,15 @@
-"""A frozen causal LM from a Hugging Face checkpoint, and LoRA adapters over its linear layers.
+"""A frozen causal LM from a Hugging Face checkpoint, and what is trained over it.
 
-Adapters are applied by forward hooks, so those of many models share one base. Files are PEFT's:
-`base_model.model.<module>.lora_{A,B}.weight`, with alpha 32, so the scale is 32/rank.
+That is LoRA adapters, which forward hooks apply, so that those of many models share one base; or
+with rank 0 a copy of all its parameters. An adapter's files are PEFT's:
+`base_model.model.<module>.lora_{A,B}.weight`, with alpha 32, so the scale is 32/rank. Those of a
+whole model are what transformers writes.
 """
 
 from __future__ import annotations
 
 import math
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,8 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from skyctl.tinker import files
 from skyctl.tinker.losses import LossError
 
 ALPHA = 32
@@ -26,12 +31,14 @@ UNEMBED = ("lm_head",)
 _PREFIX = "base_model.model."
 
 Parameters = dict[str, Tensor]
-"""`<module>.lora_A` of shape (rank, in) and `<module>.lora_B` of shape (out, rank), float32."""
+"""float32: `<module>.lora_A` of shape (rank, in) and `<module>.lora_B` of shape (out, rank); or
+every parameter of the model under its name, tied ones once."""
 
 
 @dataclass(frozen=True)
 class LoraConfig:
-    """What the SDK's `lora_config` says; the seed is chosen by the server where it is absent."""
+    """What the SDK's `lora_config` says; the seed is chosen by the server where it is absent. Rank
+    0 trains all parameters."""
 
     rank: int
     seed: int
@@ -56,7 +63,9 @@ class Base:
             path, dtype=getattr(torch, dtype), local_files_only=Path(path).is_dir()
         )
         self.model: Any = model.to(device).eval().requires_grad_(False)
+        self.path = path
         self.device = torch.device(device)
+        self.dtype: torch.dtype = getattr(torch, dtype)
         self.architecture = str((model.config.architectures or [type(model).__name__])[0])
         text = model.config.get_text_config()
         self.vocabulary = int(model.get_input_embeddings().weight.shape[0])
@@ -69,6 +78,7 @@ class Base:
             if isinstance(module, torch.nn.Linear) and name.rsplit(".", 1)[-1] in wanted
         }
         self._active: tuple[Mapping[str, Tensor], float] | None = None
+        self._whole: Mapping[str, Tensor] = {}
         for name, module in self.linears.items():
             module.register_forward_hook(self._hook(name))
 
@@ -84,7 +94,7 @@ class Base:
             (config.train_unembed, "train_unembed", UNEMBED),
         )
         if not 1 <= config.rank <= LARGEST_RANK:
-            raise LossError(f"rank {config.rank} is not offered: 1 to {LARGEST_RANK}")
+            raise LossError(f"rank {config.rank} is not offered: 0 to {LARGEST_RANK}")
         if config.train_mlp and self.experts:
             raise LossError(
                 "train_mlp is not offered for mixture-of-experts models here: set train_mlp=False"
@@ -99,8 +109,18 @@ class Base:
             raise LossError("train_attn, train_mlp and train_unembed are all false: nothing to do")
         return found
 
-    def new_adapter(self, config: LoraConfig) -> Parameters:
-        """A random A and a zero B for each layer; the same config gives the same bits."""
+    def new_parameters(self, config: LoraConfig) -> Parameters:
+        """A random A and a zero B for each layer, the same bits for the same config; with rank 0 a
+        copy of the base's own.
+
+        Raises:
+            LossError: they cannot be trained here.
+        """
+        if config.rank == 0:
+            if not (config.train_attn and config.train_mlp and config.train_unembed):
+                raise LossError("rank 0 trains all parameters: leave train_* at their defaults")
+            named = self.model.named_parameters()
+            return {name: value.detach().float().clone() for name, value in named}
         generator = torch.Generator().manual_seed(config.seed)
         parameters: Parameters = {}
         for name in self.targets(config):
@@ -117,17 +137,17 @@ class Base:
 
     @contextmanager
     def using(self, parameters: Mapping[str, Tensor] | None) -> Iterator[None]:
-        """Apply this adapter (None: the base alone) to what is computed inside."""
-        before = self._active
-        if parameters:
-            rank = next(value.shape[0] for name, value in parameters.items() if name[-1] == "A")
+        """Compute with these (None: the base alone) what is computed inside."""
+        before = self._active, self._whole
+        self._active, self._whole = None, {}
+        if parameters and (rank := rank_of(parameters)):
             self._active = (parameters, ALPHA / rank)
-        else:
-            self._active = None
+        elif parameters:
+            self._whole = {name: value.to(self.dtype) for name, value in parameters.items()}
         try:
             yield
         finally:
-            self._active = before
+            self._active, self._whole = before
 
     def logits(self, rows: Sequence[Tensor]) -> Tensor:
         """float32 logits (rows, longest row, vocabulary) of int64 token rows, padded on the right.
@@ -139,11 +159,40 @@ class Base:
         mask = torch.zeros(len(rows), longest, dtype=torch.int64)
         for place, row in enumerate(rows):
             tokens[place, : len(row)], mask[place, : len(row)] = row, 1
-        answer = self.model(
-            input_ids=tokens.to(self.device), attention_mask=mask.to(self.device), use_cache=False
-        )
+        inputs = {
+            "input_ids": tokens.to(self.device),
+            "attention_mask": mask.to(self.device),
+            "use_cache": False,
+        }
+        answer = torch.func.functional_call(self.model, dict(self._whole), kwargs=inputs)
         logits: Tensor = answer.logits.float()
         return logits
+
+    def write(self, parameters: Parameters, directory: Path, dtype: torch.dtype) -> None:
+        """Write what is trained: an adapter for PEFT, or a model in `dtype` for transformers, with
+        the base's tokenizer."""
+        if rank_of(parameters):
+            save_file(peft_tensors(parameters), directory / files.ADAPTER, {"format": "pt"})
+            return
+        state = {name: value.detach().to(dtype) for name, value in parameters.items()}
+        kept = self.model.state_dict().keys()
+        state |= {name: value for name, value in self.model.named_buffers() if name in kept}
+        self.model.save_pretrained(directory, state_dict=state)
+        for path in Path(self.path).glob("*") if Path(self.path).is_dir() else ():
+            if path.is_file() and not _of_the_model(path) and not (directory / path.name).exists():
+                shutil.copyfile(path, directory / path.name)
+
+    def read(self, directory: Path, config: LoraConfig) -> Parameters:
+        """What `write` wrote."""
+        if config.rank:
+            tensors = load_file(directory / files.ADAPTER)
+            return from_peft_tensors(tensors, self.device)
+        import transformers
+
+        found = transformers.AutoModelForCausalLM.from_pretrained(
+            directory, dtype=torch.float32, local_files_only=True
+        )
+        return {name: value.to(self.device).detach() for name, value in found.named_parameters()}
 
     def _hook(self, name: str) -> Any:
         key_a, key_b = f"{name}.lora_A", f"{name}.lora_B"
@@ -159,6 +208,17 @@ class Base:
             )
 
         return add
+
+
+def rank_of(parameters: Mapping[str, Tensor]) -> int:
+    """Of an adapter; 0 for a whole model."""
+    return next((len(value) for name, value in parameters.items() if name.endswith("lora_A")), 0)
+
+
+def _of_the_model(path: Path) -> bool:
+    """Weights, their index, or what says how to read them."""
+    kinds = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
+    return path.name.endswith(kinds) or path.name == "config.json"
 
 
 def peft_tensors(parameters: Parameters) -> dict[str, Tensor]:
@@ -180,12 +240,11 @@ def from_peft_tensors(tensors: Mapping[str, Tensor], device: torch.device) -> Pa
 def peft_config(parameters: Parameters, base: str) -> dict[str, Any]:
     """What `adapter_config.json` says."""
     modules = {name.rsplit(".", 2)[-2] for name in parameters}
-    rank = next(value.shape[0] for name, value in parameters.items() if name[-1] == "A")
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base,
-        "r": rank,
+        "r": rank_of(parameters),
         "lora_alpha": ALPHA,
         "lora_dropout": 0.0,
         "bias": "none",

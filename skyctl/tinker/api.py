@@ -53,10 +53,12 @@ REFUSED = {
 @dataclass(frozen=True)
 class Offer:
     """What this server has. `base` is the model's name in the API, with which SDKs also find a
-    tokenizer; `body_bytes` bounds a body as it comes, and four times that once it is unpacked."""
+    tokenizer; `full`: rank 0 trains all parameters; `body_bytes` bounds a body as it comes, and
+    four times that once it is unpacked."""
 
     base: str
     largest_rank: int
+    full: bool = False
     body_bytes: int = 64 * 1024 * 1024
 
 
@@ -249,10 +251,8 @@ class Api:
         asked = await self._json(request, bodies.CreateModel)
         self._check_base(asked.base_model)
         self._check_optimizer(asked.optimizer_config)
-        if asked.lora_config is None:
-            raise ValueError("full-parameter training is not offered here: give a lora_config")
-        self._check_rank(asked.lora_config.rank)
-        lora = asked.lora_config.model_dump()
+        lora = (asked.lora_config or bodies.Lora(rank=0)).model_dump()
+        self._check_rank(lora["rank"])
         if lora["seed"] is None:
             lora["seed"] = secrets.randbelow(2**31)
         config = {"base": self._offer.base, "lora": lora}
@@ -282,8 +282,7 @@ class Api:
                     "model_name": config["base"],
                     "tokenizer_id": config["base"],
                 },
-                "is_lora": True,
-                "lora_rank": config["lora"]["rank"],
+                **records.rank(config),
                 "optimizer_config": {"type": "adamw"},
             }
         )
@@ -556,8 +555,7 @@ class Api:
         return JSONResponse(
             {
                 "base_model": config["base"],
-                "is_lora": True,
-                "lora_rank": lora["rank"],
+                **records.rank(config),
                 "optimizer_config": {"type": "adamw"},
                 **{name: lora[name] for name in ("train_unembed", "train_mlp", "train_attn")},
             }
@@ -619,7 +617,12 @@ class Api:
             raise Missing(f"base model {name} is not served here; this is: {self._offer.base}")
 
     def _check_rank(self, rank: int) -> None:
-        if not 1 <= rank <= self._offer.largest_rank:
+        if rank == 0 and not self._offer.full:
+            raise ValueError(
+                "rank 0 trains all parameters, which is not offered here "
+                "(`tinker: full_parameters` in the fleet file)"
+            )
+        if not 0 <= rank <= self._offer.largest_rank:
             raise ValueError(
                 f"rank {rank} is not offered here: 1 to {self._offer.largest_rank} "
                 "(`tinker: max_rank` in the fleet file)"

@@ -1,4 +1,4 @@
-"""Checkpoints of adapters on disk: a directory is whole or not there, and is read back checked."""
+"""Checkpoints on disk: a directory is whole or not there, and is read back checked."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,29 +20,33 @@ class DamagedCheckpoint(Exception):
     """Files are missing or differ from what was written."""
 
 
-def write_directory(directory: Path, files: Mapping[str, bytes], meta: Mapping[str, Any]) -> int:
-    """Write `files` and a `meta.json` with their digests beside `directory`, then rename.
+def write_directory(directory: Path, write: Callable[[Path], None], meta: Mapping[str, Any]) -> int:
+    """Let `write` fill a directory beside `directory`, add a `meta.json` with the digests of its
+    files, then rename.
 
     Bytes written. What was at `directory` (a save that was not recorded) is replaced.
     """
-    digests = {name: hashlib.sha256(content).hexdigest() for name, content in files.items()}
-    everything = {
-        **files,
-        META: json.dumps({**meta, "files": digests}, indent=1, sort_keys=True).encode(),
-    }
     beside = directory.with_name(f".{directory.name}.partial")
     shutil.rmtree(beside, ignore_errors=True)
     beside.mkdir(parents=True, mode=0o700)
-    for name, content in everything.items():
-        with (beside / name).open("wb") as file:
-            file.write(content)
-            file.flush()
+    write(beside)
+    digests = {path.name: _digest(path) for path in sorted(beside.iterdir())}
+    (beside / META).write_text(json.dumps({**meta, "files": digests}, indent=1, sort_keys=True))
+    size = 0
+    for path in beside.iterdir():
+        with path.open("rb") as file:
             os.fsync(file.fileno())
+            size += os.fstat(file.fileno()).st_size
     sync_directory(beside)
     shutil.rmtree(directory, ignore_errors=True)
     beside.rename(directory)
     sync_directory(directory.parent)
-    return sum(len(content) for content in everything.values())
+    return size
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def read_meta(directory: Path) -> dict[str, Any]:
@@ -60,16 +64,18 @@ def read_meta(directory: Path) -> dict[str, Any]:
     return found
 
 
-def read_file(directory: Path, name: str, meta: Mapping[str, Any]) -> bytes:
-    """One file, compared with its digest.
+def check(directory: Path, meta: Mapping[str, Any], *, optimizer: bool) -> None:
+    """Compare each file with its digest, the optimizer's state only where it is asked for.
 
     Raises:
-        DamagedCheckpoint: it is missing or differs.
+        DamagedCheckpoint: one is missing or differs.
     """
-    try:
-        content = (directory / name).read_bytes()
-    except OSError as error:
-        raise DamagedCheckpoint(f"{directory / name}: {error}") from error
-    if hashlib.sha256(content).hexdigest() != meta["files"].get(name):
-        raise DamagedCheckpoint(f"{directory / name} is not what was written")
-    return content
+    for name, digest in meta["files"].items():
+        if name == OPTIMIZER and not optimizer:
+            continue
+        try:
+            found = _digest(directory / name)
+        except OSError as error:
+            raise DamagedCheckpoint(f"{directory / name}: {error}") from error
+        if found != digest:
+            raise DamagedCheckpoint(f"{directory / name} is not what was written")

@@ -139,14 +139,19 @@ def run(connection: sqlite3.Connection, row: sqlite3.Row) -> dict[str, Any]:
         "training_run_id": row["id"],
         "base_model": config["base"],
         "model_owner": "skyctl",
-        "is_lora": True,
-        "lora_rank": config["lora"]["rank"],
+        **rank(config),
         "corrupted": False,
         "last_request_time": _time(row["used"]),
         "last_checkpoint": last("training"),
         "last_sampler_checkpoint": last("sampler"),
         "user_metadata": _texts(row["metadata"]),
     }
+
+
+def rank(config: Mapping[str, Any]) -> dict[str, Any]:
+    """What answers say of how a model is trained."""
+    found = config["lora"]["rank"]
+    return {"is_lora": found > 0, "lora_rank": found or None}
 
 
 def checkpoints(

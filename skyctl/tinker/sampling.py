@@ -43,16 +43,21 @@ class Servers(Protocol):
     """The name that requests to the base model carry."""
     context: int
 
-    async def complete(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        """The answer to a /v1/completions body. Raises ServerError when it was refused."""
+    async def complete(self, body: Mapping[str, Any], weights: str | None) -> dict[str, Any]:
+        """The answer to a /v1/completions body, by servers whose own weights are those in this
+        directory; None: those that the fleet was given.
+
+        Raises:
+            ServerError: it was refused. SkyctlError: the weights cannot be brought there.
+        """
         ...
 
     def using(self, name: str, directory: str) -> AbstractAsyncContextManager[None]:
         """Inside, every server serves this adapter under this name. Raises SkyctlError."""
         ...
 
-    async def unload(self, name: str) -> None:
-        """Forget an adapter; one that nobody has is no error. Raises SkyctlError."""
+    async def unload(self, name: str, directory: str) -> None:
+        """Forget an adapter, or weights; what nobody has is no error. Raises SkyctlError."""
         ...
 
 
@@ -257,7 +262,7 @@ class Sampling:
         """The servers may forget an adapter whose directory goes away. Where they cannot be told
         now, they have it until its place is needed."""
         try:
-            await self._servers.unload(adapter_name(directory))
+            await self._servers.unload(adapter_name(directory), directory)
         except SkyctlError as error:
             _LOG.warning("%s: %s", adapter_name(directory), error)
 
@@ -310,21 +315,26 @@ class Sampling:
         asked = question(json.loads(row["body"]))
         sampler = await self._ledger.row("SELECT * FROM samplers WHERE id = ?", row["owner"])
         assert sampler is not None  # checked when it was accepted
-        name, directory = self._servers.base, None
+        name, directory, weights = self._servers.base, None, None
         if sampler["path"] is not None:
             checkpoint = await self._ledger.row(
-                "SELECT directory FROM checkpoints WHERE path = ?", sampler["path"]
+                "SELECT directory, config FROM checkpoints WHERE path = ?", sampler["path"]
             )
             if checkpoint is None:
                 raise Unanswerable(f"{sampler['path']} was deleted, or its time is over")
             directory = str(checkpoint["directory"])
-            name = adapter_name(directory)
+            if json.loads(checkpoint["config"])["lora"]["rank"]:
+                name = adapter_name(directory)
+            else:
+                weights = directory
         body = completion_body(asked, name, self._servers.context)
         prompt = asyncio.create_task(self._about_prompt(asked, directory))
         try:
-            adapter = self._servers.using(name, directory) if directory else nullcontext()
+            adapter: AbstractAsyncContextManager[None] = nullcontext()
+            if directory is not None and weights is None:
+                adapter = self._servers.using(name, directory)
             async with adapter:
-                answer = await self._servers.complete(body)
+                answer = await self._servers.complete(body, weights)
             return sample_response(asked, answer, await prompt)
         finally:
             prompt.add_done_callback(lambda task: task.cancelled() or task.exception())

@@ -6,6 +6,7 @@ model is rebuilt, after a death, from its last snapshot and the requests since.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -13,19 +14,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors.torch import load as load_tensors
-from safetensors.torch import save as save_tensors
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from skyctl.tinker import files, losses, wire
-from skyctl.tinker.adapter import (
-    Base,
-    LoraConfig,
-    Parameters,
-    from_peft_tensors,
-    peft_config,
-    peft_tensors,
-)
+from skyctl.tinker.adapter import Base, LoraConfig, Parameters, peft_config
 from skyctl.tinker.losses import LossError
 
 LARGEST_TENSOR = 1 << 26
@@ -63,9 +56,9 @@ class Trainer:
         self._samplers: dict[str, Parameters] = {}
 
     def create(self, model: str, config: Mapping[str, Any]) -> None:
-        """A new adapter, the same for the same config."""
+        """A new model, the same for the same config."""
         lora = LoraConfig(**config)
-        self.models[model] = _model(lora, self.base.new_adapter(lora))
+        self.models[model] = _model(lora, self.base.new_parameters(lora))
 
     def open(self, model: str, directory: Path, *, optimizer: bool) -> None:
         """A model as it is in a checkpoint; without its `optimizer` state, a fresh one.
@@ -74,35 +67,43 @@ class Trainer:
             LossError: it has another base, or no optimizer state.
             DamagedCheckpoint: its files are not what was written.
         """
+        config, parameters = self._read(directory, optimizer=optimizer)
+        opened = _model(config, parameters)
+        if optimizer:
+            _restore(opened, load_file(directory / files.OPTIMIZER), self.base.device)
+        self.models[model] = opened
+
+    def _read(self, directory: Path, *, optimizer: bool) -> tuple[LoraConfig, Parameters]:
         meta = files.read_meta(directory)
         if meta["base"] != self.name:
             raise LossError(f"the checkpoint is of base model {meta['base']}, not {self.name}")
-        tensors = load_tensors(files.read_file(directory, files.ADAPTER, meta))
-        parameters = from_peft_tensors(tensors, self.base.device)
-        opened = _model(LoraConfig(**meta["lora"]), parameters)
-        if optimizer:
-            if files.OPTIMIZER not in meta["files"]:
-                raise LossError("the checkpoint has no optimizer state: it was saved for a sampler")
-            state = load_tensors(files.read_file(directory, files.OPTIMIZER, meta))
-            _restore(opened, state, self.base.device)
-        self.models[model] = opened
+        if optimizer and files.OPTIMIZER not in meta["files"]:
+            raise LossError("the checkpoint has no optimizer state: it was saved for a sampler")
+        files.check(directory, meta, optimizer=optimizer)
+        config = LoraConfig(**meta["lora"])
+        return config, self.base.read(directory, config)
 
     def close(self, model: str) -> None:
         """Forget a model."""
         self.models.pop(model, None)
 
     def save(self, model: str, directory: Path, *, optimizer: bool) -> int:
-        """Write a checkpoint; its size in bytes."""
+        """Write a checkpoint; its size in bytes. A whole model is in float32 where its optimizer's
+        state is with it, else in the base's dtype."""
         found = self.models[model]
-        content = {
-            files.ADAPTER: save_tensors(peft_tensors(found.parameters), {"format": "pt"}),
-            files.ADAPTER_CONFIG: _json(peft_config(found.parameters, self.name)),
-        }
-        if optimizer:
-            content[files.OPTIMIZER] = save_tensors(_optimizer_tensors(found))
-        return files.write_directory(
-            directory, content, {"base": self.name, "lora": asdict(found.config)}
-        )
+
+        def write(beside: Path) -> None:
+            self.base.write(
+                found.parameters, beside, torch.float32 if optimizer else self.base.dtype
+            )
+            if found.config.rank:
+                said = json.dumps(peft_config(found.parameters, self.name), indent=1)
+                (beside / files.ADAPTER_CONFIG).write_text(said)
+            if optimizer:
+                save_file(_optimizer_tensors(found), beside / files.OPTIMIZER)
+
+        meta = {"base": self.name, "lora": asdict(found.config)}
+        return files.write_directory(directory, write, meta)
 
     def zero_gradients(self, model: str) -> None:
         """Throw away what was accumulated since the last step."""
@@ -215,18 +216,15 @@ class Trainer:
         return answer
 
     def _sampler(self, directory: Path | None) -> Parameters | None:
-        """A sampler's adapter; the latest few are kept."""
+        """A sampler's parameters; the latest few adapters, or the latest model, are kept."""
         if directory is None:
             return None
         key = str(directory)
         if key not in self._samplers:
-            meta = files.read_meta(directory)
-            if meta["base"] != self.name:
-                raise LossError(f"the sampler is of base model {meta['base']}, not {self.name}")
-            tensors = load_tensors(files.read_file(directory, files.ADAPTER, meta))
-            while len(self._samplers) >= 4:
+            config, parameters = self._read(directory, optimizer=False)
+            while len(self._samplers) >= (4 if config.rank else 1):
                 del self._samplers[next(iter(self._samplers))]
-            self._samplers[key] = from_peft_tensors(tensors, self.base.device)
+            self._samplers[key] = parameters
         return self._samplers[key]
 
     def _datum(self, datum: Any, loss: str) -> Datum:
@@ -383,9 +381,3 @@ def _restore(model: Model, tensors: Mapping[str, Tensor], device: torch.device) 
         key, name = place.split("/", 1)
         kept = value if key == "step" else value.to(device)
         model.optimizer.state[model.parameters[name]][key] = kept.clone()
-
-
-def _json(value: Mapping[str, Any]) -> bytes:
-    import json
-
-    return json.dumps(value, indent=1).encode()

@@ -47,11 +47,14 @@ BROKEN = (
 @dataclass(frozen=True)
 class Limits:
     """`gap_s`: how long a request waits for one before it that never came. A snapshot is taken
-    after a step when `snapshot_steps` or `snapshot_s` have passed since the last one."""
+    after a step when `snapshot_steps` or `snapshot_s` have passed since the last one, but not
+    before it makes up `snapshot_share` of the time. Of models that are trained as a whole, the
+    worker holds one."""
 
     gap_s: float = 600.0
     snapshot_steps: int = 20
     snapshot_s: float = 60.0
+    snapshot_share: float = 0.1
     open_models: int = 16
 
 
@@ -65,6 +68,7 @@ class Run:
     arrived: float = 0.0
     steps: int = 0  # since the snapshot
     snapshot_at: float = field(default_factory=time.monotonic)
+    snapshot_took_s: float = 0.0
     life: int = 0  # the worker's, in which it is open
 
 
@@ -80,6 +84,11 @@ class Outcome:
     garbage: str | None = None  # a directory that nothing names once this is recorded
 
 
+def checkpoints_of(directory: Path) -> Path:
+    """Where an API process writes checkpoints: each a directory with a name of its own."""
+    return directory / "checkpoints"
+
+
 class Training:
     """All models of one API process. `run` works until it is cancelled."""
 
@@ -89,7 +98,7 @@ class Training:
         self._ledger = ledger
         self._worker = worker
         self._snapshots = directory / "snapshots"
-        self._checkpoints = directory / "checkpoints"
+        self._checkpoints = checkpoints_of(directory)
         self._bell = bell
         self._limits = limits
         self._runs: dict[str, Run] = {}
@@ -194,6 +203,7 @@ class Training:
             life = await self._worker.ensure()
             await self._create(model, life)
             run.life = life
+            await self._close_idle()
             return _json({"model_id": model, "type": "create_model"})
         if kind == LOAD:
             return await self._load(model, run, extra)
@@ -220,8 +230,9 @@ class Training:
         answer, _ = await self._worker.call(header, life=run.life)
         outcome = _json({"metrics": answer["metrics"], "type": "optim_step"})
         run.steps += 1
-        due = time.monotonic() - run.snapshot_at > self._limits.snapshot_s
-        if due or run.steps >= self._limits.snapshot_steps:
+        since_s = time.monotonic() - run.snapshot_at
+        due = since_s > self._limits.snapshot_s or run.steps >= self._limits.snapshot_steps
+        if due and run.snapshot_took_s <= since_s * self._limits.snapshot_share:
             outcome.snapshot = await self._snapshot(model, run)
         return outcome
 
@@ -242,6 +253,7 @@ class Training:
             life=life,
         )
         run.life = life
+        await self._close_idle()
         outcome = _json({"path": extra["path"], "model_id": model, "type": "load_weights"})
         # its own copy: the checkpoint may be deleted
         outcome.snapshot = await self._snapshot(model, run)
@@ -309,7 +321,9 @@ class Training:
     async def _snapshot(self, model: str, run: Run) -> str:
         directory = str(self._snapshots / uuid.uuid4().hex)
         header = {"do": "save", "model": model, "directory": directory, "optimizer": True}
+        began = time.monotonic()
         await self._worker.call(header, life=run.life)
+        run.snapshot_took_s = time.monotonic() - began
         return directory
 
     async def _open(self, model: str, run: Run) -> None:
@@ -360,7 +374,12 @@ class Training:
     async def _close_idle(self) -> None:
         """Forget in the worker what has not had a turn for longest; it is rebuilt when needed."""
         held = [name for name in self._turns if self._runs[name].life == self._worker.life]
-        for name in held[: max(0, len(held) - self._limits.open_models)]:
+        rows = await self._ledger.rows(
+            "SELECT id FROM models WHERE json_extract(config, '$.lora.rank') = 0"
+        )
+        whole = {row["id"] for row in rows}
+        idle = [name for name in held if name in whole][:-1]
+        for name in {*held[: max(0, len(held) - self._limits.open_models)], *idle}:
             self._runs[name].life = 0
             await self._worker.call({"do": "close", "model": name})
 

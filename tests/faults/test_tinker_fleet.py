@@ -69,8 +69,12 @@ def test_an_api_that_is_killed_is_back_at_its_address_and_down_ends_it(fleet: St
         assert time.monotonic() < deadline, second
         time.sleep(0.1)
     assert healthy(url) and second["restart_reason"] == "was killed by SIGKILL"
-    answer = httpx.get(f"{url}/api/v1/sessions", headers={"X-API-Key": key.strip()})
+    headers = {"X-API-Key": key.strip()}
+    answer = httpx.get(f"{url}/api/v1/sessions", headers=headers)
     assert answer.status_code == 200  # its key is that of before
+    whole = {"session_id": "s", "model_seq_id": 0, "base_model": "org/tiny"}
+    answer = httpx.post(f"{url}/api/v1/create_model", headers=headers, json=whole)
+    assert answer.status_code == 400 and "tinker: full_parameters" in answer.json()["detail"]
     assert (fleet.directory / "runs" / "ledger.sqlite").exists()
 
     fleet.run("down")

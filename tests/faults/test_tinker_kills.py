@@ -28,10 +28,10 @@ def data(step: int) -> list[Any]:
     return [types.Datum(model_input=types.ModelInput.from_ints(tokens[:-1]), loss_fn_inputs=inputs)]
 
 
-def train(serving: ServingProcess, disturb: Callable[[int], None]) -> list[float]:
+def train(serving: ServingProcess, rank: int, disturb: Callable[[int], None]) -> list[float]:
     """The loss of each step, and after them that of a model loaded from the last checkpoint."""
     with tinker.ServiceClient(base_url=serving.url, api_key=KEY) as client:
-        trainer = client.create_lora_training_client(base_model=BASE, rank=4, seed=1).result()
+        trainer = client.create_lora_training_client(base_model=BASE, rank=rank, seed=1).result()
         losses = []
         for step in range(STEPS):
             first = trainer.forward_backward(data(step), "cross_entropy")
@@ -55,16 +55,17 @@ def train(serving: ServingProcess, disturb: Callable[[int], None]) -> list[float
     return losses
 
 
+@pytest.mark.parametrize("rank", [4, 0])
 def test_no_step_is_lost_or_done_twice(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest, rank: int
 ) -> None:
     monkeypatch.setenv("TINKER_TELEMETRY", "0")
     checkpoint = make_tiny_checkpoint(tmp_path / "tiny", seed=1)
     # snapshots every third step: a rebuilt model repeats up to two
-    serving = ServingProcess(tmp_path / "d", checkpoint, snapshot_steps=3)
+    serving = ServingProcess(tmp_path / "d", checkpoint, snapshot_steps=3, snapshot_share=1.0)
     request.addfinalizer(lambda: serving.kill())
     serving.start()
-    undisturbed = train(serving, lambda step: None)
+    undisturbed = train(serving, rank, lambda step: None)
     dice = random.Random(5)
 
     def disturb(step: int) -> None:
@@ -76,7 +77,7 @@ def test_no_step_is_lost_or_done_twice(
             serving.kill()
             serving.start()
 
-    assert train(serving, disturb) == undisturbed
+    assert train(serving, rank, disturb) == undisturbed
     assert undisturbed[-1] == undisturbed[-2]
     left = {path.name for path in (serving.directory / "snapshots").iterdir()}
     assert len(left) <= 4  # one for each model

@@ -37,7 +37,8 @@ def fleet(tmp_path: Path) -> Iterator[FleetCli]:
         "name: tinker\nmodel: ./org/tiny\nserved_model_name: tiny\nreplicas: 1\n"
         "args: {max-model-len: 256, enforce-eager: true}\n"
         "lora: {max_rank: 16, max_adapters: 2}\n"
-        f"tinker: {{base_model: {BASE}, port: {free_port('127.0.0.1')}, max_rank: 16}}\n"
+        f"tinker: {{base_model: {BASE}, port: {free_port('127.0.0.1')}, max_rank: 16, "
+        "full_parameters: true}\n"
     )
     try:
         found.run("up", timeout_s=UP_TIMEOUT_S)
@@ -79,6 +80,19 @@ def test_vllm_samples_what_the_sdk_trained(
         full = row[:4] + list(answers[-1].tokens)
         own = trainer.forward([datum(full)], "cross_entropy").result().loss_fn_outputs[0]
         assert list(own["logprobs"].data)[3:] == pytest.approx(answers[-1].logprobs, abs=1e-3)
+
+        # all of a model's parameters: its weights are pushed, and those of before pushed back
+        whole = client.create_lora_training_client(base_model=BASE, rank=0).result()
+        for _ in range(5):
+            whole.forward_backward([datum(row)], "cross_entropy")
+            whole.optim_step(types.AdamParams(learning_rate=2e-3)).result()
+        trained = whole.save_weights_and_get_sampling_client().result()
+        answer = greedy(trained, row[:4])
+        assert agrees_with_trainer(trained, row[:4], answer)
+        assert tuple(answer.tokens) not in tokens
+        assert [push["ok"] for push in fleet.data("weights")["pushes"]] == [True]
+        assert tuple(greedy(samplers[-1], row[:4]).tokens) == tokens[-1]
+        assert tuple(greedy(trained, row[:4]).tokens) == tuple(answer.tokens)
 
         os.kill(fleet.data("status")["tinker"]["pid"], signal.SIGKILL)
         late = samplers[0].sample(types.ModelInput.from_ints(row[:4]), 1, params(20))

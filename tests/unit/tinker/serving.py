@@ -42,8 +42,8 @@ class FixedServers:
         with self._file.open("a") as file:
             file.write(json.dumps(what) + "\n")
 
-    async def complete(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        self._note(complete=dict(body))
+    async def complete(self, body: Mapping[str, Any], weights: str | None) -> dict[str, Any]:
+        self._note(complete=dict(body), weights=weights)
         if body["prompt"] == [13]:
             raise ServerError("no", status=400)
         if body["prompt"] == [14]:
@@ -59,7 +59,7 @@ class FixedServers:
         self._note(load=name, directory=directory)
         yield
 
-    async def unload(self, name: str) -> None:
+    async def unload(self, name: str, directory: str) -> None:
         self._note(unload=name)
 
 
@@ -139,7 +139,7 @@ def main() -> None:
         Path(directory),
         "127.0.0.1",
         int(port),
-        Offer(BASE, largest_rank=64, body_bytes=1_000_000),
+        Offer(BASE, largest_rank=64, full=True, body_bytes=1_000_000),
         WorkerSettings(BASE, checkpoint, "cpu", "float32", threads=1),
         Limits(**json.loads(limits)),
     )

@@ -71,6 +71,30 @@ def test_training_lowers_the_loss_and_resumes_to_the_bit(client: Any, trainer: A
     trainer.save_state("six", overwrite=True).result()
 
 
+def test_a_model_of_rank_0_is_trained_and_sampled_as_a_whole(
+    serving: ServingProcess, client: Any
+) -> None:
+    trainer = client.create_lora_training_client(base_model=BASE, rank=0).result()
+    info = trainer.get_info()
+    assert (info.is_lora, info.lora_rank) == (False, None)
+    losses = [step(trainer) for _ in range(3)]
+    assert losses[-1] < losses[0] / 2
+    saved = trainer.save_state("three").result().path
+    again = client.create_training_client_from_state_with_optimizer(saved).result()
+    assert [step(again) for _ in range(2)] == [step(trainer) for _ in range(2)]
+    with pytest.raises(tinker.RequestFailedError, match="has rank 0, the model rank 8"):
+        eight = client.create_lora_training_client(base_model=BASE, rank=8).result()
+        eight.load_state(saved).result()
+    sampler = trainer.save_weights_and_get_sampling_client().result()
+    sampler.sample(types.ModelInput.from_ints([65]), 1, types.SamplingParams(max_tokens=1)).result()
+    asked = serving.asked()[-1]
+    assert asked["complete"]["model"] == "served"  # the servers' own weights, not an adapter
+    assert (Path(asked["weights"]) / "model.safetensors").exists()
+    rest = client.create_rest_client()
+    assert rest.get_weights_info_by_tinker_path(saved).result().is_lora is False
+    assert rest.get_training_run_by_tinker_path(saved).result().lora_rank is None
+
+
 def test_chunks_of_one_call_are_one_step(client: Any, trainer: Any) -> None:
     """The SDK cuts large calls at 1024 data, and sends the first chunk last."""
     other = client.create_lora_training_client(base_model=BASE, rank=8, seed=3).result()

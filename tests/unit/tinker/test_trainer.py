@@ -21,6 +21,7 @@ from skyctl.tinker.losses import LossError  # noqa: E402
 from skyctl.tinker.trainer import Trainer  # noqa: E402
 
 LORA = {"rank": 4, "seed": 7, "train_unembed": True, "train_mlp": True, "train_attn": True}
+WHOLE = {**LORA, "rank": 0}
 ROWS = ([5, 300, 41, 8, 77, 260], [9, 280, 411], [100, 101, 102, 103])
 RL = {"logprobs", "advantages"}
 
@@ -96,7 +97,7 @@ def reference(
     lora = {
         name: value.detach().clone().requires_grad_() for name, value in found.parameters.items()
     }
-    weights = dict(trainer.base.model.state_dict())
+    weights = {**trainer.base.model.state_dict(), **({} if found.config.rank else lora)}
     for name in [key[: -len(".lora_A")] for key in lora if key.endswith("lora_A")]:
         change = lora[f"{name}.lora_B"] @ lora[f"{name}.lora_A"]
         weights[f"{name}.weight"] = weights[f"{name}.weight"] + 32 / found.config.rank * change
@@ -223,7 +224,56 @@ def test_a_step_is_adamw_over_the_sum_of_all_gradients_since_the_last(trainer: T
                 value.copy_(found.parameters[name])
 
 
-@pytest.mark.parametrize("rank", [1, 128])
+def test_a_whole_model_is_trained_as_an_adapter_is(base: Base) -> None:
+    trainer = Trainer(base, name="org/tiny", batch_tokens=16)
+    trainer.create("m", WHOLE)
+    found = trainer.models["m"]
+    assert found.parameters.keys() == dict(base.model.named_parameters()).keys()
+    generator = torch.Generator().manual_seed(5)
+    data = [(row, inputs_for("cross_entropy", len(row), generator)) for row in ROWS]
+    loss, gradients, logprobs = reference(trainer, "cross_entropy", data, {})
+    answer = wire.message("ForwardBackwardOutput").FromString(
+        trainer.forward_backward("m", request("cross_entropy", data))
+    )
+    assert answer.metrics["loss:sum"] == pytest.approx(loss, abs=1e-4)
+    for output, wanted in zip(answer.loss_fn_outputs, logprobs, strict=True):
+        seen = torch.frombuffer(bytearray(output.fields["logprobs"].data), dtype=torch.float32)
+        assert torch.allclose(seen.double(), wanted, atol=1e-5)
+    assert found.gradients is not None
+    for name, gradient in zip(found.parameters, found.gradients, strict=True):
+        assert torch.allclose(gradient, gradients[name].float(), atol=1e-5), name
+    before = {name: value.clone() for name, value in base.model.named_parameters()}
+    trainer.optim_step("m", {"learning_rate": 1e-2})
+    for name, value in base.model.named_parameters():
+        assert torch.equal(value, before[name])  # nobody else's base
+        assert not torch.equal(found.parameters[name], value), name
+
+
+def test_a_whole_model_is_saved_as_a_checkpoint_that_a_server_starts_on(
+    base: Base, tmp_path: Path
+) -> None:
+    import transformers
+
+    trainer = Trainer(base, name="org/tiny")
+    trainer.create("m", WHOLE)
+    trainer.forward_backward("m", request("cross_entropy", one()))
+    trainer.optim_step("m", {"learning_rate": 1e-2})
+    trainer.save("m", tmp_path / "c", optimizer=False)
+    read = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "c", dtype="auto")
+    for name, value in read.named_parameters():
+        assert value.dtype == torch.float32
+        assert torch.equal(value, trainer.models["m"].parameters[name])
+    assert {path.name for path in Path(base.path).iterdir()} <= {
+        path.name for path in (tmp_path / "c").iterdir()
+    }
+    rows = trainer.prompt_logprobs(tmp_path / "c", ROWS[0], top=0, last=None, targets=None)
+    with torch.no_grad():
+        wanted = torch.log_softmax(read(torch.tensor([ROWS[0]])).logits[0], -1)
+    seen = torch.frombuffer(bytearray(rows["prompt_logprobs"]), dtype=torch.float32)
+    assert torch.allclose(seen[1:], wanted[range(5), ROWS[0][1:]], atol=1e-5)
+
+
+@pytest.mark.parametrize("rank", [0, 1, 128])
 def test_a_checkpoint_gives_back_every_bit(trainer: Trainer, tmp_path: Path, rank: int) -> None:
     generator = torch.Generator().manual_seed(3)
     body = request("cross_entropy", [(ROWS[0], inputs_for("cross_entropy", 6, generator))])
@@ -243,6 +293,8 @@ def test_a_checkpoint_gives_back_every_bit(trainer: Trainer, tmp_path: Path, ran
     assert outputs[0] == outputs[1]
     for name, value in trainer.models["a"].parameters.items():
         assert torch.equal(value, trainer.models["b"].parameters[name])
+    if rank == 0:
+        return
     names = set(load_file(tmp_path / "one" / "adapter_model.safetensors"))
     assert "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight" in names
     assert "base_model.model.lm_head.lora_B.weight" in names
@@ -324,9 +376,10 @@ def test_only_what_is_asked_for_is_trained(base: Base) -> None:
     trainer.create("m", {**LORA, "train_mlp": False, "train_unembed": False})
     names = {name.rsplit(".", 2)[-2] for name in trainer.models["m"].parameters}
     assert names == {"q_proj", "k_proj", "v_proj", "o_proj"}
-    for rank in (0, 129):
-        with pytest.raises(LossError, match="rank"):
-            trainer.create("n", {**LORA, "rank": rank})
+    with pytest.raises(LossError, match="rank 129"):
+        trainer.create("n", {**LORA, "rank": 129})
+    with pytest.raises(LossError, match="rank 0 trains all"):
+        trainer.create("n", {**WHOLE, "train_mlp": False})
     with pytest.raises(LossError, match="nothing to do"):
         nothing = {"train_mlp": False, "train_unembed": False, "train_attn": False}
         trainer.create("n", {**LORA, **nothing})
