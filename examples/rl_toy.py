@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 import transformers
-from rl_plot import reward_plot
+from plots import Panel, plot
 
 from skyctl import Fleet
 from skyctl.api import GenerationResult
@@ -179,8 +179,10 @@ async def main() -> None:
     }
     options.history.write_text(json.dumps(document, indent=2) + "\n")
     if options.plot:
-        rewards = [step.reward for step in history]
-        options.plot.write_text(reward_plot(rewards, [step.freeze_window_s for step in history]))
+        rewards = Panel("reward (share of vowels)", [step.reward for step in history])
+        windows_ms = [1000 * step.freeze_window_s for step in history]
+        frozen = Panel("freeze window per push (ms)", windows_ms, bars=True)
+        options.plot.write_text(plot(rewards, frozen))
 
 
 if __name__ == "__main__":

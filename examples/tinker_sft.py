@@ -2,14 +2,16 @@
 
     skyctl up                                   # fleet.yaml has `lora:` and `tinker:`
     eval "$(skyctl urls --format tinker)"
-    python examples/tinker_sft.py org/tiny      # the `tinker: base_model`
+    python examples/tinker_sft.py org/tiny --plot loss.svg      # the `tinker: base_model`
 
 The tokenizer is found under the model's name: on the hub, or in ./org/tiny.
 """
 
-import sys
+import argparse
+from pathlib import Path
 
 import tinker
+from plots import Panel, plot
 from tinker import types
 
 SENTENCES = (
@@ -19,9 +21,13 @@ SENTENCES = (
 
 
 def main() -> None:
-    base_model = sys.argv[1]
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("base_model")
+    parser.add_argument("--plot", type=Path, help="SVG to write")
+    options = parser.parse_args()
     with tinker.ServiceClient() as service:
-        trainer = service.create_lora_training_client(base_model=base_model, rank=16).result()
+        make = service.create_lora_training_client
+        trainer = make(base_model=options.base_model, rank=16).result()
         tokenizer = trainer.get_tokenizer()
         rows = [tokenizer.encode(sentence) for sentence in SENTENCES]
         data = [
@@ -39,16 +45,19 @@ def main() -> None:
                 answer = sampler.sample(prompt, num_samples=1, sampling_params=params).result()
                 print(f"{label}: {tokenizer.decode(row[:4] + list(answer.sequences[0].tokens))}")
 
-        show("before", service.create_sampling_client(base_model=base_model).result())
+        show("before", service.create_sampling_client(base_model=options.base_model).result())
         tokens = sum(len(row) - 1 for row in rows)
+        losses = []
         for step in range(20):  # both requests are under way at once
             forward = trainer.forward_backward(data, "cross_entropy")
             optim = trainer.optim_step(types.AdamParams(learning_rate=5e-3))
-            loss = forward.result().metrics["loss:sum"] / tokens
+            losses.append(forward.result().metrics["loss:sum"] / tokens)
             optim.result()
-            print(f"step {step:2}: loss per token {loss:.3f}")
+            print(f"step {step:2}: loss per token {losses[-1]:.3f}")
         show("after", trainer.save_weights_and_get_sampling_client().result())
         print("saved:", trainer.save_state("sft").result().path)
+    if options.plot:
+        options.plot.write_text(plot(Panel("loss per token", losses)))
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,12 +23,14 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning"),
 ]
 BASE = "org/tiny"
+EXAMPLES = Path(__file__).parents[2] / "examples"
 SENTENCE = "The fleet came up, and every server answered before the kettle had boiled."
 
 
-@pytest.fixture
-def fleet(tmp_path: Path) -> Iterator[FleetCli]:
-    found = FleetCli(tmp_path / "d", tmp_path / "home", {"HF_HUB_OFFLINE": "1"})
+@pytest.fixture(scope="module")
+def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FleetCli]:
+    root = tmp_path_factory.mktemp("tinker")
+    found = FleetCli(root / "d", root / "home", {"HF_HUB_OFFLINE": "1"})
     found.directory.mkdir()
     from skyctl.checkpoints.tiny import make_tiny_checkpoint
     from skyctl.launch.local.host import free_port
@@ -47,9 +50,9 @@ def fleet(tmp_path: Path) -> Iterator[FleetCli]:
         found.run("down", expect=None)
 
 
-def test_vllm_samples_what_the_sdk_trained(
-    fleet: FleetCli, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def addressed(fleet: FleetCli, monkeypatch: pytest.MonkeyPatch) -> FleetCli:
+    """As a terminal is after `eval "$(skyctl urls --format tinker)"`."""
     monkeypatch.setenv("TINKER_TELEMETRY", "0")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.chdir(fleet.directory)  # the tokenizer is found here under the model's name
@@ -57,6 +60,11 @@ def test_vllm_samples_what_the_sdk_trained(
     for name in ("TINKER_BASE_URL", "TINKER_API_KEY"):
         shown = subprocess.check_output(["sh", "-c", f'{exports}\nprintf %s "${name}"'], text=True)
         monkeypatch.setenv(name, shown)
+    return fleet
+
+
+def test_vllm_samples_what_the_sdk_trained(addressed: FleetCli) -> None:
+    fleet = addressed
     with tinker.ServiceClient() as client:
         trainer = client.create_lora_training_client(base_model=BASE, rank=8, seed=3).result()
         row = trainer.get_tokenizer().encode(SENTENCE)
@@ -100,6 +108,25 @@ def test_vllm_samples_what_the_sdk_trained(
         assert list(greedy(base, row[:4]).tokens) == list(before.tokens)
         forward = trainer.forward([datum(full)], "cross_entropy").result(timeout=120)
         assert list(forward.loss_fn_outputs[0]["logprobs"].data) == list(own["logprobs"].data)
+
+
+@pytest.mark.parametrize(
+    ("script", "options", "said"),
+    [
+        ("tinker_sft.py", (), "The fleet came up"),
+        ("tinker_rl.py", ("--rank", "0", "--steps", "2", "--samples", "4"), "reward 0."),
+    ],
+)
+def test_the_examples_run(
+    addressed: FleetCli, script: str, options: tuple[str, ...], said: str
+) -> None:
+    command = [sys.executable, str(EXAMPLES / script), BASE, *options, "--plot", "plot.svg"]
+    ended = subprocess.run(
+        command, cwd=addressed.directory, capture_output=True, text=True, timeout=240, check=False
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert said in ended.stdout
+    assert (addressed.directory / "plot.svg").read_text().startswith("<svg")
 
 
 def datum(tokens: list[int]) -> Any:

@@ -1,8 +1,9 @@
-"""The toy's two curves as an SVG, without a plotting library."""
+"""Curves over the steps of a training loop as an SVG, without a plotting library."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 WIDTH, HEIGHT, MARGIN = 640, 220, 48
 STYLE = """<style>
@@ -12,24 +13,29 @@ text { font: 12px system-ui, sans-serif; fill: #57606a } .title { font-weight: 6
 </style>"""
 
 
-def reward_plot(rewards: Sequence[float], freeze_windows_s: Sequence[float]) -> str:
-    """Reward by step above, the freeze window of each push in milliseconds below."""
-    windows_ms = [1000 * seconds for seconds in freeze_windows_s]
+@dataclass(frozen=True)
+class Panel:
+    """One curve; with `bars` a bar for each step."""
+
+    title: str
+    values: Sequence[float]
+    bars: bool = False
+
+
+def plot(*panels: Panel) -> str:
+    """The panels, one below the other."""
+    height = len(panels) * HEIGHT
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {2 * HEIGHT}" '
-        f'width="{WIDTH}" height="{2 * HEIGHT}" role="img">',
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" '
+        f'width="{WIDTH}" height="{height}" role="img">',
         STYLE,
         '<rect width="100%" height="100%" fill="#ffffff"/>',
-        _panel("reward (share of vowels)", _line(rewards, top=_top(rewards)), _top(rewards), 0),
-        _panel(
-            "freeze window per push (ms)",
-            _bars(windows_ms, top=_top(windows_ms)),
-            _top(windows_ms),
-            HEIGHT,
-        ),
-        "</svg>",
     ]
-    return "\n".join(parts) + "\n"
+    for place, panel in enumerate(panels):
+        top = _top(panel.values)
+        marks = _bars(panel.values, top) if panel.bars else _line(panel.values, top)
+        parts.append(_panel(panel.title, marks, top, place * HEIGHT))
+    return "\n".join([*parts, "</svg>"]) + "\n"
 
 
 def _top(values: Sequence[float]) -> float:
@@ -68,7 +74,7 @@ def _bars(values: Sequence[float], top: float) -> str:
         x, y = _x(i, len(values)), _y(value / top)
         bars.append(
             f'<rect class="bar" x="{x - 6:.1f}" y="{y:.1f}" width="12" '
-            f'height="{_y(0.0) - y:.1f}"><title>{value:.0f} ms</title></rect>'
+            f'height="{_y(0.0) - y:.1f}"><title>{value:,.3g}</title></rect>'
         )
     return "".join(bars) + _steps(len(values))
 
