@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +94,28 @@ def test_a_model_of_rank_0_is_trained_and_sampled_as_a_whole(
     rest = client.create_rest_client()
     assert rest.get_weights_info_by_tinker_path(saved).result().is_lora is False
     assert rest.get_training_run_by_tinker_path(saved).result().lora_rank is None
+
+
+def test_eight_tenants_at_once_train_and_sample_as_each_does_alone(
+    serving: ServingProcess, client: Any
+) -> None:
+    params = types.SamplingParams(max_tokens=1)
+
+    def tenant(number: int) -> list[float]:
+        make = client.create_lora_training_client
+        trainer = make(base_model=BASE, rank=8, seed=number).result()
+        mine = [datum([(number + token) % 500 for token in TOKENS])]
+        losses = [step(trainer, mine) for _ in range(3)]
+        sampler = trainer.save_weights_and_get_sampling_client().result()
+        sampler.sample(types.ModelInput.from_ints([65]), 1, params).result()
+        return losses
+
+    alone = [tenant(number) for number in range(8)]
+    before = len(serving.asked())
+    with ThreadPoolExecutor(8) as pool:
+        assert list(pool.map(tenant, range(8))) == alone
+    loaded = [asked["load"] for asked in serving.asked()[before:] if "load" in asked]
+    assert len(set(loaded)) == 8
 
 
 def test_chunks_of_one_call_are_one_step(client: Any, trainer: Any) -> None:

@@ -24,6 +24,8 @@ class Notes:
     def __init__(self) -> None:
         self.life = 1
         self.asked: list[str] = []
+        self.held: set[str] = set()
+        self.turns: list[str] = []
         self.refused: set[str] = set()
 
     async def ensure(self) -> int:
@@ -33,6 +35,11 @@ class Notes:
         self, header: dict[str, Any], body: bytes = b"", *, life: int | None = None
     ) -> Any:
         self.asked.append(header["do"])
+        if header["do"] == "close":
+            self.held.discard(header["model"])
+        elif header["do"] != "save":
+            self.held.add(header["model"])
+            self.turns.append(header["model"])
         if header["do"] in self.refused:
             raise Refused("no", "user")
         return {"metrics": {}, "size": 1}, b""
@@ -50,13 +57,15 @@ def training_of(ledger: Ledger, directory: Path, worker: Notes, **limits: float)
     return Training(ledger, worker, directory, Doorbell(), kept)  # type: ignore[arg-type]
 
 
-async def add(ledger: Ledger, found: Training, model: str, *kinds: str, first: int = 0) -> None:
+async def add(
+    ledger: Ledger, found: Training, model: str, *kinds: str, first: int = 0, rank: int = 8
+) -> None:
     """Accept requests of a model, in this order."""
     for seq, kind in enumerate(kinds, first):
 
         def commit(connection: Any, seq: int = seq, kind: str = kind) -> None:
             if seq == 0:
-                records.add_model(connection, model, "s", {"lora": {}}, None)
+                records.add_model(connection, model, "s", {"lora": {"rank": rank}}, None)
             extra = {"params": {}, "path": "tinker://gone", "optimizer": False}
             records.add_request(connection, model, seq, kind, extra, b"")
 
@@ -104,6 +113,42 @@ async def test_a_load_that_fails_leaves_an_incomplete_gradient_incomplete(
     assert await until_ended(ledger, "m") == ["done", "failed", "failed", "failed"]
     assert worker.asked[-1] == "zero_gradients" and "optim_step" not in worker.asked
     task.cancel()
+
+
+async def test_eight_models_have_turns_and_nobody_waits_for_anothers_queue(
+    ledger: Ledger, tmp_path: Path
+) -> None:
+    worker = Notes()
+    found = training_of(ledger, tmp_path, worker)
+    models = [f"m{number}" for number in range(8)]
+    await add(ledger, found, models[0], training.CREATE, *[training.OPTIM_STEP] * 30)
+    for model in models[1:]:
+        await add(ledger, found, model, training.CREATE, *[training.OPTIM_STEP] * 3)
+    task = asyncio.create_task(found.run())
+    for model in models:
+        await until_ended(ledger, model)
+    task.cancel()
+    for begin in range(0, 32, 8):  # everybody's first request, everybody's second, …
+        assert sorted(worker.turns[begin : begin + 8]) == models
+    assert set(worker.turns[32:]) == {models[0]}
+
+
+async def test_the_worker_holds_one_whole_model_and_few_adapters(
+    ledger: Ledger, tmp_path: Path
+) -> None:
+    worker = Notes()
+    found = training_of(ledger, tmp_path, worker, open_models=3)
+    kinds = (training.CREATE, training.OPTIM_STEP)
+    for number in range(4):
+        await add(ledger, found, f"whole-{number}", *kinds, rank=0)
+        await add(ledger, found, f"lora-{number}", *kinds)
+    task = asyncio.create_task(found.run())
+    for number in range(4):
+        assert await until_ended(ledger, f"whole-{number}") == ["done", "done"]
+        assert await until_ended(ledger, f"lora-{number}") == ["done", "done"]
+    task.cancel()
+    assert len([name for name in worker.held if name.startswith("whole")]) == 1
+    assert len(worker.held) <= 3
 
 
 async def test_a_gap_is_given_up_while_another_model_is_busy(
