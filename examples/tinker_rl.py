@@ -44,10 +44,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("base_model")
     parser.add_argument("--rank", type=int, default=16)
-    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--steps", type=int, default=24)
     parser.add_argument("--samples", type=int, default=16, help="answers to each prompt")
     parser.add_argument("--tokens", type=int, default=16, help="of each answer")
-    parser.add_argument("--learning-rate", type=float, default=4e-3)
+    parser.add_argument("--learning-rate", type=float, default=1e-2)
     parser.add_argument("--plot", type=Path, help="SVG to write")
     options = parser.parse_args()
     rewards = []
