@@ -50,7 +50,7 @@ def main() -> int:
     options = parser.parse_args()
     os.environ["TINKER_TELEMETRY"] = "0"
     warnings.simplefilter("ignore")  # the SDK says of `load_state` that it will go
-    logging.getLogger("tinker").setLevel(logging.ERROR)
+    logging.disable(logging.WARNING)
     with tempfile.TemporaryDirectory(prefix="tinker-kills-") as directory:
         checkpoint = make_tiny_checkpoint(Path(directory) / "tiny", seed=1)
         serving = ServingProcess(
