@@ -46,5 +46,7 @@ fi
 # under the name it had before, its entry points would be there twice
 "$venv/bin/python" -m pip uninstall --quiet --yes --disable-pip-version-check skyctl 2>/dev/null || true
 "${pip[@]}" --no-build-isolation --editable .
+# tests start these by the thousand, and where PYTHONDONTWRITEBYTECODE is set each would compile them
+"$venv/bin/python" -m compileall -q skyctl tests
 printf '%s' "$wanted" >"$stamp"
 echo "==> ready: $("$venv/bin/skyctl" --version)"
