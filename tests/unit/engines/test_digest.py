@@ -137,14 +137,14 @@ def test_most_single_weights_of_a_wide_layer_can_not_change_by_2_percent_unseen(
     before = digest_model(module)["digest"]
     generator = torch.Generator().manual_seed(3)
     unseen = 0
-    for _ in range(200):
+    for _ in range(50):
         row = int(torch.randint(32, (), generator=generator))
         column = int(torch.randint(1152, (), generator=generator))
         kept = weight[row, column].clone()
         weight[row, column] *= 1.02
         unseen += digest_model(module)["digest"] == before
         weight[row, column] = kept
-    assert unseen <= 4  # those that are small beside their neighbours
+    assert unseen <= 1  # those that are small beside their neighbours
 
 
 def test_factors_of_a_span_differ_and_are_exact() -> None:
