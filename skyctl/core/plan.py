@@ -363,6 +363,7 @@ class _Planner:
             dtype=section.dtype,
             threads=section.threads,
             batch_tokens=section.batch_tokens,
+            gradient_checkpointing=section.recomputes,
             max_rank=section.max_rank,
             full_parameters=section.full_parameters,
             max_body=section.max_body,

@@ -34,6 +34,7 @@ class TinkerSettings:
     dtype: str
     threads: int
     batch_tokens: int
+    gradient_checkpointing: bool
     max_rank: int
     full_parameters: bool
     max_body: int

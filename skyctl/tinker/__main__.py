@@ -35,6 +35,7 @@ async def beside(asked: TinkerSettings) -> None:
         asked.dtype,
         asked.threads,
         asked.batch_tokens,
+        asked.gradient_checkpointing,
     )
     settings = Settings(
         Path(asked.storage) if asked.storage else paths.tinker,

@@ -48,13 +48,14 @@ class LoraConfig:
 
 
 class Base:
-    """The shared base model. Weights stay as they are; `using` says which adapter applies.
+    """The shared base model. Weights stay as they are; `using` says what is computed with. With
+    `checkpointing`, what layers computed is not kept for the gradient, but computed again.
 
     Raises:
         OSError, ValueError: transformers cannot load the checkpoint.
     """
 
-    def __init__(self, path: str, *, device: str, dtype: str) -> None:
+    def __init__(self, path: str, *, device: str, dtype: str, checkpointing: bool = False) -> None:
         import transformers
 
         transformers.logging.set_verbosity_error()
@@ -78,9 +79,16 @@ class Base:
             if isinstance(module, torch.nn.Linear) and name.rsplit(".", 1)[-1] in wanted
         }
         self._active: tuple[Mapping[str, Tensor], float] | None = None
-        self._whole: Mapping[str, Tensor] = {}
-        for name, module in self.linears.items():
-            module.register_forward_hook(self._hook(name))
+        self._places: dict[int, list[tuple[Any, str]]] = {}  # of each parameter; tied: several
+        for module in model.modules():
+            for leaf, value in module.named_parameters(recurse=False):
+                self._places.setdefault(id(value), []).append((module, leaf))
+        for name, linear in self.linears.items():
+            linear.register_forward_hook(self._hook(name))
+        if checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+            for module in model.modules():  # only they look at it: dropout stays off below them
+                module.training = bool(getattr(module, "gradient_checkpointing", False))
 
     def targets(self, config: LoraConfig) -> list[str]:
         """The linear layers that an adapter with this configuration trains.
@@ -137,17 +145,24 @@ class Base:
 
     @contextmanager
     def using(self, parameters: Mapping[str, Tensor] | None) -> Iterator[None]:
-        """Compute with these (None: the base alone) what is computed inside."""
-        before = self._active, self._whole
-        self._active, self._whole = None, {}
-        if parameters and (rank := rank_of(parameters)):
-            self._active = (parameters, ALPHA / rank)
-        elif parameters:
-            self._whole = {name: value.to(self.dtype) for name, value in parameters.items()}
+        """Compute with these (None: the base alone) what is computed inside, gradients too."""
+        before = self._active
+        rank = rank_of(parameters or {})
+        self._active = (parameters, ALPHA / rank) if parameters and rank else None
+        own = dict(self.model.named_parameters()) if parameters and not rank else {}
         try:
+            for name, value in own.items():
+                self._put(value, (parameters or {})[name].to(self.dtype))
             yield
         finally:
-            self._active, self._whole = before
+            self._active = before
+            for value in own.values():
+                self._put(value, value)
+
+    def _put(self, own: Tensor, value: Tensor) -> None:
+        """Put a value where this parameter of the base is."""
+        for module, leaf in self._places[id(own)]:
+            module._parameters[leaf] = value
 
     def logits(self, rows: Sequence[Tensor]) -> Tensor:
         """float32 logits (rows, longest row, vocabulary) of int64 token rows, padded on the right.
@@ -159,12 +174,9 @@ class Base:
         mask = torch.zeros(len(rows), longest, dtype=torch.int64)
         for place, row in enumerate(rows):
             tokens[place, : len(row)], mask[place, : len(row)] = row, 1
-        inputs = {
-            "input_ids": tokens.to(self.device),
-            "attention_mask": mask.to(self.device),
-            "use_cache": False,
-        }
-        answer = torch.func.functional_call(self.model, dict(self._whole), kwargs=inputs)
+        answer = self.model(
+            input_ids=tokens.to(self.device), attention_mask=mask.to(self.device), use_cache=False
+        )
         logits: Tensor = answer.logits.float()
         return logits
 

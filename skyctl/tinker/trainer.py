@@ -7,6 +7,7 @@ model is rebuilt, after a death, from its last snapshot and the requests since.
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -29,12 +30,15 @@ _NUMPY = {wire.FLOAT32: np.float32, wire.INT64: np.int64, wire.INT32: np.int32}
 
 @dataclass
 class Model:
-    """One training run. `gradients` are summed since the last optimizer step, None before any."""
+    """One training run. `gradients` are summed since the last optimizer step, None before any;
+    `tokens` were computed in `seconds` for them."""
 
     config: LoraConfig
     parameters: Parameters
     optimizer: torch.optim.AdamW
     gradients: list[Tensor] | None = None
+    tokens: int = 0
+    seconds: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -115,6 +119,7 @@ class Trainer:
         Raises:
             LossError: it cannot be computed; no gradient was added.
         """
+        began = time.perf_counter()
         request = wire.message("ForwardBackwardRequest").FromString(body)
         config: dict[str, Any] = dict(request.loss_fn_config)
         for key, value in request.loss_fn_config_v2.items():
@@ -125,7 +130,7 @@ class Trainer:
         data = [self._datum(datum, request.loss_fn) for datum in request.data]
         found, backward = self.models[model], not request.forward_only
         trained = list(found.parameters.values())
-        sums = [torch.zeros_like(value) for value in trained] if backward else []
+        sums: list[Tensor] = []
         total, outputs = 0.0, []
         for batch in self._batches(data):
             with self.base.using(found.parameters), torch.set_grad_enabled(backward):
@@ -135,20 +140,18 @@ class Trainer:
                     for lp, datum in zip(picked, batch, strict=True)
                 ]
                 loss = torch.stack(each).sum()
-            if not bool(torch.isfinite(loss)):
-                raise LossError(f"the loss is {loss.item()}: no gradient was added")
-            if backward:
-                gradients = torch.autograd.grad(loss, trained, allow_unused=True)
-                for place, gradient in zip(sums, gradients, strict=True):
-                    if gradient is not None:
-                        place += gradient
+                if not bool(torch.isfinite(loss)):
+                    raise LossError(f"the loss is {loss.item()}: no gradient was added")
+                if backward:
+                    gradients = torch.autograd.grad(loss, trained, materialize_grads=True)
+                    sums = _added(sums, gradients)
+                    del gradients  # a whole model's must not be there twice
             total += float(loss.detach())
             outputs += [lp.detach().cpu() for lp in picked]
         if backward:
-            before = found.gradients
-            found.gradients = (
-                sums if before is None else [a + b for a, b in zip(before, sums, strict=True)]
-            )
+            found.gradients = _added(found.gradients, sums)
+            found.tokens += sum(len(datum.tokens) for datum in data)
+            found.seconds += time.perf_counter() - began
         return _output(outputs, total)
 
     def optim_step(self, model: str, params: Mapping[str, float]) -> dict[str, float]:
@@ -161,6 +164,8 @@ class Trainer:
         found = self.models[model]
         gradients = found.gradients or [torch.zeros_like(p) for p in found.parameters.values()]
         found.gradients = None  # also where it fails: so it is when the model is rebuilt
+        speed = {"tokens_per_s": found.tokens / found.seconds} if found.tokens else {}
+        found.tokens, found.seconds = 0, 0.0
         group = _adam(params)
         clip = float(params.get("grad_clip_norm", 0.0))
         norm = torch.linalg.vector_norm(
@@ -169,13 +174,14 @@ class Trainer:
         if not bool(torch.isfinite(norm)):
             raise LossError("the gradients are not finite: they were dropped, nothing was changed")
         if clip > 0 and float(norm) > clip:
-            gradients = [gradient * (clip / norm) for gradient in gradients]
+            for gradient in gradients:
+                gradient *= clip / norm
         found.optimizer.param_groups[0].update(group)
         for parameter, gradient in zip(found.parameters.values(), gradients, strict=True):
             parameter.grad = gradient
         found.optimizer.step()
         found.optimizer.zero_grad(set_to_none=True)
-        return {"grad_norm": float(norm), "learning_rate": group["lr"]}
+        return {"grad_norm": float(norm), "learning_rate": group["lr"], **speed}
 
     def prompt_logprobs(
         self,
@@ -261,6 +267,15 @@ class Trainer:
                 batches.append([datum])
                 longest = len(datum.tokens)
         return batches
+
+
+def _added(sums: list[Tensor] | None, more: Sequence[Tensor]) -> list[Tensor]:
+    """Sums with more added in place: a whole model's are as large as it."""
+    if not sums:
+        return list(more)
+    for place, one in zip(sums, more, strict=True):
+        place += one
+    return sums
 
 
 def _model(config: LoraConfig, parameters: Parameters) -> Model:

@@ -40,6 +40,7 @@ class WorkerSettings:
     dtype: str
     threads: int = 0
     batch_tokens: int = 4096
+    checkpointing: bool = False
     timeout_s: float = 1800.0
 
 

@@ -37,7 +37,12 @@ def main() -> int:
     if settings["threads"]:
         torch.set_num_threads(settings["threads"])
     torch.use_deterministic_algorithms(True, warn_only=True)
-    base = Base(settings["path"], device=settings["device"], dtype=settings["dtype"])
+    base = Base(
+        settings["path"],
+        device=settings["device"],
+        dtype=settings["dtype"],
+        checkpointing=settings["checkpointing"],
+    )
     trainer = Trainer(base, name=settings["name"], batch_tokens=settings["batch_tokens"])
     stream = connection.makefile("rb")
     connection.sendall(frames.packed({"architecture": base.architecture, "context": base.context}))

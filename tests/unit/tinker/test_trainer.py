@@ -14,6 +14,7 @@ from safetensors.torch import load_file  # noqa: E402
 from torch import Tensor  # noqa: E402
 from torch.func import functional_call  # noqa: E402
 
+from skyctl.checkpoints.tiny import make_tiny_checkpoint  # noqa: E402
 from skyctl.tinker import wire  # noqa: E402
 from skyctl.tinker.adapter import Base  # noqa: E402
 from skyctl.tinker.files import DamagedCheckpoint  # noqa: E402
@@ -217,6 +218,7 @@ def test_a_step_is_adamw_over_the_sum_of_all_gradients_since_the_last(trainer: T
         norm = torch.nn.utils.clip_grad_norm_(mine.values(), 5.0)
         adam.step()
         assert metrics["grad_norm"] == pytest.approx(float(norm), rel=1e-4)
+        assert metrics["tokens_per_s"] > 0
         for name, value in mine.items():
             assert torch.allclose(found.parameters[name], value, atol=1e-5), name
         with torch.no_grad():  # the next step begins at the same point
@@ -247,6 +249,46 @@ def test_a_whole_model_is_trained_as_an_adapter_is(base: Base) -> None:
     for name, value in base.model.named_parameters():
         assert torch.equal(value, before[name])  # nobody else's base
         assert not torch.equal(found.parameters[name], value), name
+
+
+@pytest.mark.parametrize("config", [LORA, WHOLE], ids=["adapter", "whole"])
+def test_what_is_computed_again_comes_to_the_same_bits(
+    base: Base, tiny_base: Path, config: Any
+) -> None:
+    again = Base(str(tiny_base / "org/tiny"), device="cpu", dtype="float32", checkpointing=True)
+    entered = []
+    again.model.model.layers[0].mlp.register_forward_pre_hook(lambda *_: entered.append(1))
+    outputs, gradients = [], []
+    for model in (base, again):
+        trainer = Trainer(model, name="org/tiny")
+        trainer.create("m", config)
+        for _ in range(2):
+            data = [(row, {"target_tokens": torch.tensor(row)}) for row in ROWS]
+            outputs.append(trainer.forward_backward("m", request("cross_entropy", data)))
+            gradients.append([one.clone() for one in trainer.models["m"].gradients or ()])
+            trainer.optim_step("m", {"learning_rate": 1e-2})
+    assert len(entered) == 4  # each step once more for its gradient
+    assert outputs[:2] == outputs[2:] and outputs[0] != outputs[1]
+    for kept, recomputed in zip(gradients[:2], gradients[2:], strict=True):
+        assert all(map(torch.equal, kept, recomputed))
+
+
+def test_a_tied_embedding_is_trained_once_and_used_in_both_places(tmp_path: Path) -> None:
+    made = make_tiny_checkpoint(tmp_path / "org" / "tied", seed=2, tie_word_embeddings=True)
+    trainer = Trainer(Base(str(made), device="cpu", dtype="float32"), name="org/tied")
+    trainer.create("m", WHOLE)
+    assert "lm_head.weight" not in trainer.models["m"].parameters
+    body = request("cross_entropy", [(ROWS[0], {"target_tokens": torch.tensor(ROWS[0])})])
+    for _ in range(2):
+        trainer.forward_backward("m", body)
+        trainer.optim_step("m", {"learning_rate": 1e-2})
+    trainer.save("m", tmp_path / "c", optimizer=True)
+    trainer.open("n", tmp_path / "c", optimizer=True)
+    assert trainer.forward_backward("n", body) == trainer.forward_backward("m", body)
+    server = Base(str(tmp_path / "c"), device="cpu", dtype="float32")  # what a server would load
+    rows = [torch.tensor(ROWS[0])]
+    with torch.no_grad(), trainer.base.using(trainer.models["m"].parameters):
+        assert torch.allclose(trainer.base.logits(rows), server.logits(rows), atol=1e-5)
 
 
 def test_a_whole_model_is_saved_as_a_checkpoint_that_a_server_starts_on(
