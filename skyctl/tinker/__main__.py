@@ -15,10 +15,10 @@ from skyctl.store.credentials import ensure_tinker_key
 from skyctl.store.paths import fleet_paths
 from skyctl.supervisor.client import RemoteFleet
 from skyctl.tinker.api import Offer
-from skyctl.tinker.fleet import Pushing, connected
+from skyctl.tinker.fleet import connected
 from skyctl.tinker.serve import Settings, serve
-from skyctl.tinker.training import checkpoints_of
 from skyctl.tinker.training_process import WorkerSettings
+from skyctl.tinker.weights import ServedWeights
 
 
 async def beside(asked: TinkerSettings) -> None:
@@ -45,17 +45,12 @@ async def beside(asked: TinkerSettings) -> None:
         worker,
     )
     context = asked.context or context_of(asked.model)
-    pushing = Pushing(asked.model, checkpoints_of(settings.directory))
-    async with (
-        RemoteFleet.on_this_machine(paths) as fleet,
-        connected(
-            fleet,
-            context=context,
-            most=asked.max_adapters,
-            pushing=pushing if asked.full_parameters else None,
-        ) as servers,
-    ):
-        await serve(settings, ensure_tinker_key(paths), servers)
+    async with RemoteFleet.on_this_machine(paths) as fleet:
+        weights = ServedWeights(
+            fleet, asked.model, settings.directory, offered=asked.full_parameters
+        )
+        async with connected(fleet, weights, context=context, most=asked.max_adapters) as servers:
+            await serve(settings, ensure_tinker_key(paths), servers)
 
 
 def main() -> int:

@@ -195,16 +195,17 @@ class Base:
                 shutil.copyfile(path, directory / path.name)
 
     def read(self, directory: Path, config: LoraConfig) -> Parameters:
-        """What `write` wrote."""
+        """What `write` wrote, in the order of new ones: sums over all of them are the same bits."""
         if config.rank:
-            tensors = load_file(directory / files.ADAPTER)
-            return from_peft_tensors(tensors, self.device)
+            found = from_peft_tensors(load_file(directory / files.ADAPTER), self.device)
+            names = [f"{name}.lora_{part}" for name in self.targets(config) for part in "AB"]
+            return {name: found[name] for name in names}
         import transformers
 
-        found = transformers.AutoModelForCausalLM.from_pretrained(
+        model = transformers.AutoModelForCausalLM.from_pretrained(
             directory, dtype=torch.float32, local_files_only=True
         )
-        return {name: value.to(self.device).detach() for name, value in found.named_parameters()}
+        return {name: value.to(self.device).detach() for name, value in model.named_parameters()}
 
     def _hook(self, name: str) -> Any:
         key_a, key_b = f"{name}.lora_A", f"{name}.lora_B"

@@ -23,7 +23,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from skyctl.errors import StateUnwritable
+from skyctl.errors import SkyctlError, StateUnwritable
 from skyctl.tinker import bodies, records, training, wire
 from skyctl.tinker.ledger import Ledger
 from skyctl.tinker.records import Missing
@@ -153,6 +153,9 @@ class Api:
                 raise HTTPException(400, str(error)) from error
             except StateUnwritable as error:
                 await asyncio.sleep(1.0)  # the SDK asks again at once
+                raise HTTPException(503, error.message) from error
+            except SkyctlError as error:  # servers keep what was to go: the SDK asks again
+                await asyncio.sleep(1.0)
                 raise HTTPException(503, error.message) from error
 
         return guarded
@@ -410,7 +413,10 @@ class Api:
             records.session(connection, asked.session_id)
             if asked.model_path is not None:
                 found = records.checkpoint(connection, asked.model_path)
-                self._check_base(json.loads(found["config"])["base"])
+                config = json.loads(found["config"])
+                self._check_base(config["base"])
+                if not config["lora"]["rank"]:
+                    self._check_rank(0)
             now = time.time()
             connection.execute(
                 "INSERT OR IGNORE INTO samplers (id, session, path, created, used) "

@@ -13,7 +13,9 @@ from typing import Any
 from skyctl.store.paths import sync_directory
 
 ADAPTER, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
-OPTIMIZER, META = "optimizer.safetensors", "meta.json"
+OPTIMIZER, META = "optimizer.state", "meta.json"
+"""The optimizer's state is in safetensors' format, under a name that nobody takes for weights."""
+_OPTIMIZERS = (OPTIMIZER, "optimizer.safetensors")  # as earlier versions named it
 
 
 class DamagedCheckpoint(Exception):
@@ -29,7 +31,11 @@ def write_directory(directory: Path, write: Callable[[Path], None], meta: Mappin
     beside = directory.with_name(f".{directory.name}.partial")
     shutil.rmtree(beside, ignore_errors=True)
     beside.mkdir(parents=True, mode=0o700)
-    write(beside)
+    try:
+        write(beside)
+    except BaseException:
+        shutil.rmtree(beside, ignore_errors=True)
+        raise
     digests = {path.name: _digest(path) for path in sorted(beside.iterdir())}
     (beside / META).write_text(json.dumps({**meta, "files": digests}, indent=1, sort_keys=True))
     size = 0
@@ -59,9 +65,18 @@ def read_meta(directory: Path) -> dict[str, Any]:
         found = json.loads((directory / META).read_bytes())
     except (OSError, ValueError) as error:
         raise DamagedCheckpoint(f"{directory / META}: {error}") from error
-    if not isinstance(found, dict) or not isinstance(found.get("files"), dict):
+    if (
+        not isinstance(found, dict)
+        or not isinstance(found.get("files"), dict)
+        or not found["files"]
+    ):
         raise DamagedCheckpoint(f"{directory / META} is no checkpoint's")
     return found
+
+
+def optimizer_of(directory: Path, meta: Mapping[str, Any]) -> Path | None:
+    """The file with the optimizer's state, None where there is none."""
+    return next((directory / name for name in _OPTIMIZERS if name in meta["files"]), None)
 
 
 def check(directory: Path, meta: Mapping[str, Any], *, optimizer: bool) -> None:
@@ -71,7 +86,7 @@ def check(directory: Path, meta: Mapping[str, Any], *, optimizer: bool) -> None:
         DamagedCheckpoint: one is missing or differs.
     """
     for name, digest in meta["files"].items():
-        if name == OPTIMIZER and not optimizer:
+        if name in _OPTIMIZERS and not optimizer:
             continue
         try:
             found = _digest(directory / name)

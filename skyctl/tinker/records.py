@@ -209,10 +209,10 @@ def forget_results(connection: sqlite3.Connection, owner: str, names: Iterable[s
 async def delete_checkpoints(
     ledger: Ledger, sampling: Sampling, rows: Iterable[sqlite3.Row]
 ) -> None:
-    """The row first, then the servers' adapter, then the files."""
+    """Rows, what servers have of them, and files. Raises SkyctlError where servers keep one."""
     for row in rows:
-        await ledger.write("DELETE FROM checkpoints WHERE path = ?", row["path"])
-        await sampling.unload(row["directory"])
+        async with sampling.leaving(row):
+            await ledger.write("DELETE FROM checkpoints WHERE path = ?", row["path"])
         shutil.rmtree(row["directory"], ignore_errors=True)
 
 

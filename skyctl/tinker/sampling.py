@@ -13,8 +13,8 @@ import logging
 import math
 import sqlite3
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, nullcontext
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -24,6 +24,7 @@ from skyctl.tinker.ledger import Ledger
 from skyctl.tinker.training import Outcome, record_outcome
 from skyctl.tinker.training_process import Refused, Worker, WorkerDied
 from skyctl.tinker.waiting import Doorbell
+from skyctl.tinker.weights import label_of
 
 _LOG = logging.getLogger(__name__)
 SAMPLE = "sample"
@@ -56,8 +57,13 @@ class Servers(Protocol):
         """Inside, every server serves this adapter under this name. Raises SkyctlError."""
         ...
 
-    async def unload(self, name: str, directory: str) -> None:
-        """Forget an adapter, or weights; what nobody has is no error. Raises SkyctlError."""
+    async def unload(self, name: str) -> None:
+        """Forget an adapter; one that nobody has is no error. Raises SkyctlError."""
+        ...
+
+    def leaving(self, directory: str) -> AbstractAsyncContextManager[None]:
+        """Inside, no server has the weights in this directory, nor gets them. Raises SkyctlError
+        where those that it has cannot be replaced now."""
         ...
 
 
@@ -258,13 +264,26 @@ class Sampling:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def unload(self, directory: str) -> None:
-        """The servers may forget an adapter whose directory goes away. Where they cannot be told
-        now, they have it until its place is needed."""
+    @asynccontextmanager
+    async def leaving(self, checkpoint: sqlite3.Row) -> AsyncIterator[None]:
+        """Inside, the row of a checkpoint goes; afterwards its directory may.
+
+        An adapter is forgotten after it; where servers cannot be told now, they have it until its
+        place is needed. The weights of a whole model must be off the servers before.
+
+        Raises:
+            SkyctlError: they cannot be taken off now.
+        """
+        directory = str(checkpoint["directory"])
+        if not _is_adapter(checkpoint):
+            async with self._servers.leaving(directory):
+                yield
+            return
+        yield
         try:
-            await self._servers.unload(adapter_name(directory), directory)
+            await self._servers.unload(label_of(directory))
         except SkyctlError as error:
-            _LOG.warning("%s: %s", adapter_name(directory), error)
+            _LOG.warning("%s: %s", label_of(directory), error)
 
     def _drop(self, request: str) -> None:
         task = asyncio.create_task(self._record_cancelled(request), name=request)
@@ -323,8 +342,8 @@ class Sampling:
             if checkpoint is None:
                 raise Unanswerable(f"{sampler['path']} was deleted, or its time is over")
             directory = str(checkpoint["directory"])
-            if json.loads(checkpoint["config"])["lora"]["rank"]:
-                name = adapter_name(directory)
+            if _is_adapter(checkpoint):
+                name = label_of(directory)
             else:
                 weights = directory
         body = completion_body(asked, name, self._servers.context)
@@ -357,10 +376,8 @@ class Sampling:
         return answer
 
 
-def adapter_name(directory: str) -> str:
-    """The name under which servers know a checkpoint: one of its own, so that no answer and no
-    cached prefix of another version is taken for it."""
-    return f"tinker-{directory.rsplit('/', 1)[-1]}"
+def _is_adapter(checkpoint: sqlite3.Row) -> bool:
+    return bool(json.loads(checkpoint["config"])["lora"]["rank"])
 
 
 def _tensor(value: Mapping[str, Any]) -> bytes:

@@ -29,7 +29,9 @@ from skyctl.tinker.waiting import Doorbell
 _LOG = logging.getLogger(__name__)
 HOUSEKEEPING_S = 60.0
 UNUSED_SAMPLER_S = 2 * 3600.0
-"""Weights that were saved for one sampling client only are kept this long after its last use."""
+UNUSED_MODEL_S = 600.0
+"""Weights that were saved for one sampling client only are kept this long after its last use: an
+adapter, and a whole model."""
 RESULT_S = 24 * 3600.0
 
 
@@ -129,11 +131,17 @@ async def _remove_old(ledger: Ledger, sampling: Sampling) -> None:
     now = time.time()
     over = await ledger.rows(
         "SELECT * FROM checkpoints WHERE expires < ? OR (hidden AND NOT EXISTS (SELECT 1 FROM "
-        "samplers WHERE samplers.path = checkpoints.path AND used > ?))",
+        "samplers WHERE samplers.path = checkpoints.path AND used > "
+        "CASE json_extract(config, '$.lora.rank') WHEN 0 THEN ? ELSE ? END))",
         now,
+        now - UNUSED_MODEL_S,
         now - UNUSED_SAMPLER_S,
     )
-    await records.delete_checkpoints(ledger, sampling, over)
+    for row in over:
+        try:
+            await records.delete_checkpoints(ledger, sampling, [row])
+        except SkyctlError as error:  # servers have it, and keep it for now
+            _LOG.warning("%s: %s", row["directory"], error.message)
     await ledger.write(
         "UPDATE requests SET state = 'gone', result = NULL WHERE state IN ('done', 'failed') "
         "AND result IS NOT NULL AND done_at < ? AND seq > 0",

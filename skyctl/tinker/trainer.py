@@ -62,6 +62,7 @@ class Trainer:
     def create(self, model: str, config: Mapping[str, Any]) -> None:
         """A new model, the same for the same config."""
         lora = LoraConfig(**config)
+        self.close(model)  # one that a failure left here; two may not fit
         self.models[model] = _model(lora, self.base.new_parameters(lora))
 
     def open(self, model: str, directory: Path, *, optimizer: bool) -> None:
@@ -71,21 +72,24 @@ class Trainer:
             LossError: it has another base, or no optimizer state.
             DamagedCheckpoint: its files are not what was written.
         """
-        config, parameters = self._read(directory, optimizer=optimizer)
+        config, state = self._checked(directory, optimizer=optimizer)
+        self.close(model)  # two may not fit
+        parameters = self.base.read(directory, config)
         opened = _model(config, parameters)
-        if optimizer:
-            _restore(opened, load_file(directory / files.OPTIMIZER), self.base.device)
+        if state is not None:
+            _restore(opened, load_file(state), self.base.device)
         self.models[model] = opened
 
-    def _read(self, directory: Path, *, optimizer: bool) -> tuple[LoraConfig, Parameters]:
+    def _checked(self, directory: Path, *, optimizer: bool) -> tuple[LoraConfig, Path | None]:
+        """How a checkpoint was trained, and where its optimizer's state is, if that is wanted."""
         meta = files.read_meta(directory)
         if meta["base"] != self.name:
             raise LossError(f"the checkpoint is of base model {meta['base']}, not {self.name}")
-        if optimizer and files.OPTIMIZER not in meta["files"]:
+        state = files.optimizer_of(directory, meta) if optimizer else None
+        if optimizer and state is None:
             raise LossError("the checkpoint has no optimizer state: it was saved for a sampler")
         files.check(directory, meta, optimizer=optimizer)
-        config = LoraConfig(**meta["lora"])
-        return config, self.base.read(directory, config)
+        return LoraConfig(**meta["lora"]), state
 
     def close(self, model: str) -> None:
         """Forget a model."""
@@ -227,10 +231,10 @@ class Trainer:
             return None
         key = str(directory)
         if key not in self._samplers:
-            config, parameters = self._read(directory, optimizer=False)
+            config, _ = self._checked(directory, optimizer=False)
             while len(self._samplers) >= (4 if config.rank else 1):
                 del self._samplers[next(iter(self._samplers))]
-            self._samplers[key] = parameters
+            self._samplers[key] = self.base.read(directory, config)
         return self._samplers[key]
 
     def _datum(self, datum: Any, loss: str) -> Datum:

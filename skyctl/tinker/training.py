@@ -70,6 +70,7 @@ class Run:
     snapshot_at: float = field(default_factory=time.monotonic)
     snapshot_took_s: float = 0.0
     life: int = 0  # the worker's, in which it is open
+    tried: int = 0  # the worker's, in which it may have memory: opening it was begun
 
 
 @dataclass
@@ -84,11 +85,6 @@ class Outcome:
     garbage: str | None = None  # a directory that nothing names once this is recorded
 
 
-def checkpoints_of(directory: Path) -> Path:
-    """Where an API process writes checkpoints: each a directory with a name of its own."""
-    return directory / "checkpoints"
-
-
 class Training:
     """All models of one API process. `run` works until it is cancelled."""
 
@@ -98,7 +94,7 @@ class Training:
         self._ledger = ledger
         self._worker = worker
         self._snapshots = directory / "snapshots"
-        self._checkpoints = checkpoints_of(directory)
+        self._checkpoints = directory / "checkpoints"
         self._bell = bell
         self._limits = limits
         self._runs: dict[str, Run] = {}
@@ -201,9 +197,9 @@ class Training:
             return _failed(extra["refused"], "user")
         if kind == CREATE:
             life = await self._worker.ensure()
+            await self._make_room(model, await self._model(model))
             await self._create(model, life)
             run.life = life
-            await self._close_idle()
             return _json({"model_id": model, "type": "create_model"})
         if kind == LOAD:
             return await self._load(model, run, extra)
@@ -238,11 +234,12 @@ class Training:
 
     async def _load(self, model: str, run: Run, extra: dict[str, Any]) -> Outcome:
         found = await self._ledger.row(
-            "SELECT directory FROM checkpoints WHERE path = ?", extra["path"]
+            "SELECT directory, config FROM checkpoints WHERE path = ?", extra["path"]
         )
         if found is None:
             return _failed(f"there is no checkpoint {extra['path']} (any more)", "user")
         life = await self._worker.ensure()
+        await self._make_room(model, found)
         await self._worker.call(
             {
                 "do": "open",
@@ -253,7 +250,6 @@ class Training:
             life=life,
         )
         run.life = life
-        await self._close_idle()
         outcome = _json({"path": extra["path"], "model_id": model, "type": "load_weights"})
         # its own copy: the checkpoint may be deleted
         outcome.snapshot = await self._snapshot(model, run)
@@ -274,7 +270,11 @@ class Training:
         ttl = extra.get("ttl_seconds")
         outcome = _json({"path": path, "type": row["kind"]})
         outcome.rows = [
-            ("DELETE FROM checkpoints WHERE path = ?", (path,)),
+            # what is written over goes as those go that nobody can name any more
+            (
+                "UPDATE checkpoints SET path = path || '#' || directory, hidden = 1 WHERE path = ?",
+                (path,),
+            ),
             (
                 "INSERT INTO checkpoints (path, model, kind, name, directory, config, optimizer, "
                 "created, size, metadata, expires, hidden) VALUES (?,?,?,?,?,?,?,?,?,?,?,?)",
@@ -314,8 +314,6 @@ class Training:
                 outcome.rows.append(
                     ("UPDATE samplers SET path = ? WHERE inflight = ?", (path, model))
                 )
-        if before is not None:
-            outcome.garbage = before["directory"]
         return outcome
 
     async def _snapshot(self, model: str, run: Run) -> str:
@@ -337,6 +335,7 @@ class Training:
         )
         if first is not None and first["state"] == "failed":
             raise Refused(f"this model was not created: {first['result'].decode()}", "user")
+        await self._make_room(model, row)
         if row["snapshot"] is None:
             await self._create(model, life)
         else:
@@ -355,7 +354,6 @@ class Training:
             await self._again(model, request, life)
         run.life = life
         run.steps = sum(request["kind"] == OPTIM_STEP for request in since)
-        await self._close_idle()
 
     async def _again(self, model: str, request: sqlite3.Row, life: int) -> None:
         """Repeat what a recorded request did to the model's state."""
@@ -371,17 +369,23 @@ class Training:
             header = {"do": "optim_step", "model": model, "params": params}
         await self._worker.call(header, life=life)
 
-    async def _close_idle(self) -> None:
-        """Forget in the worker what has not had a turn for longest; it is rebuilt when needed."""
-        held = [name for name in self._turns if self._runs[name].life == self._worker.life]
-        rows = await self._ledger.rows(
-            "SELECT id FROM models WHERE json_extract(config, '$.lora.rank') = 0"
-        )
-        whole = {row["id"] for row in rows}
-        idle = [name for name in held if name in whole][:-1]
-        for name in {*held[: max(0, len(held) - self._limits.open_models)], *idle}:
-            self._runs[name].life = 0
+    async def _make_room(self, model: str, row: sqlite3.Row) -> None:
+        """Before a model is opened, forget in the worker what has not had a turn for longest, and
+        every other whole model if it is one (`row` has its `config`); they are rebuilt when needed.
+        """
+        life = self._worker.life
+        held = [name for name in self._turns if self._runs[name].tried == life and name != model]
+        gone = held[: max(0, len(held) + 1 - self._limits.open_models)]
+        if json.loads(row["config"])["lora"].get("rank") == 0:
+            rows = await self._ledger.rows(
+                "SELECT id FROM models WHERE json_extract(config, '$.lora.rank') = 0"
+            )
+            whole = {found["id"] for found in rows}
+            gone += [name for name in held if name in whole and name not in gone]
+        for name in gone:
+            self._runs[name].life = self._runs[name].tried = 0
             await self._worker.call({"do": "close", "model": name})
+        self._runs[model].tried = life
 
     async def _record(self, model: str, run: Run, row: sqlite3.Row, outcome: Outcome) -> None:
         """The outcome, the model's position and everything that follows from it: one commit."""

@@ -59,8 +59,13 @@ class FixedServers:
         self._note(load=name, directory=directory)
         yield
 
-    async def unload(self, name: str, directory: str) -> None:
+    async def unload(self, name: str) -> None:
         self._note(unload=name)
+
+    @asynccontextmanager
+    async def leaving(self, directory: str) -> AsyncIterator[None]:
+        self._note(leave=directory)
+        yield
 
 
 class ServingProcess:

@@ -14,6 +14,7 @@ from safetensors.torch import load_file  # noqa: E402
 from torch import Tensor  # noqa: E402
 from torch.func import functional_call  # noqa: E402
 
+from skyctl.checkpoints.checkpoint import read_checkpoint  # noqa: E402
 from skyctl.checkpoints.tiny import make_tiny_checkpoint  # noqa: E402
 from skyctl.tinker import wire  # noqa: E402
 from skyctl.tinker.adapter import Base  # noqa: E402
@@ -308,6 +309,9 @@ def test_a_whole_model_is_saved_as_a_checkpoint_that_a_server_starts_on(
     assert {path.name for path in Path(base.path).iterdir()} <= {
         path.name for path in (tmp_path / "c").iterdir()
     }
+    trainer.save("m", tmp_path / "t", optimizer=True)  # its optimizer's state is no part of it
+    names = {tensor.name for tensor in read_checkpoint(str(tmp_path / "t")).tensors}
+    assert names == {tensor.name for tensor in read_checkpoint(base.path).tensors}
     rows = trainer.prompt_logprobs(tmp_path / "c", ROWS[0], top=0, last=None, targets=None)
     with torch.no_grad():
         wanted = torch.log_softmax(read(torch.tensor([ROWS[0]])).logits[0], -1)
@@ -324,13 +328,13 @@ def test_a_checkpoint_gives_back_every_bit(trainer: Trainer, tmp_path: Path, ran
     trainer.open("b", tmp_path / "fresh", optimizer=True)
     for model in ("a", "b"):
         trainer.forward_backward(model, body)
-        trainer.optim_step(model, {"learning_rate": 1e-2})
+        trainer.optim_step(model, {"learning_rate": 1e-2, "grad_clip_norm": 0.1})
     trainer.save("a", tmp_path / "one", optimizer=True)
     trainer.open("b", tmp_path / "one", optimizer=True)
     outputs = []
     for model in ("a", "b"):
         trainer.forward_backward(model, body)
-        trainer.optim_step(model, {"learning_rate": 1e-2})
+        trainer.optim_step(model, {"learning_rate": 1e-2, "grad_clip_norm": 0.1})
         outputs.append(trainer.forward_backward(model, body))
     assert outputs[0] == outputs[1]
     for name, value in trainer.models["a"].parameters.items():

@@ -1,0 +1,249 @@
+"""Whose weights a fleet's servers have: its own, or those of one model that was trained as a whole.
+
+Whoever samples from such a model has its checkpoint pushed, under a label that names it, and waits
+until those who use other weights are done. The fleet's journal tells what servers have: the last
+push that succeeded, as long as nobody has begun another.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from skyctl.errors import ConflictError, DeadlineExceeded, FleetDownError, SkyctlError
+from skyctl.push.request import PushRequest
+from skyctl.service.ended import job_error
+from skyctl.tinker import files
+
+if TYPE_CHECKING:
+    from skyctl.core.service import FleetService
+
+T = TypeVar("T")
+PREFIX = "tinker-"
+_BUSY_S, _BUSY_TIMEOUT_S = 1.0, 600.0
+_LEAVE_TIMEOUT_S = 60.0
+_MIXED = "?"
+_PUSH = "push"
+
+
+def label_of(directory: str) -> str:
+    """The name under which servers know a checkpoint: one of its own, wherever its storage lies, so
+    that no answer and no cached prefix of another version is taken for it."""
+    return f"{PREFIX}{Path(directory).name}"
+
+
+class ServedWeights:
+    """The weights of one fleet that runs. `model` is what it was started with; `directory` is the
+    API's own. Without `offered` servers are brought back to the fleet's weights, and stay there."""
+
+    def __init__(self, fleet: FleetService, model: str, directory: Path, *, offered: bool) -> None:
+        self._fleet = fleet
+        self._model = model
+        self._own = directory / "own-weights.json"
+        self._offered = offered
+        self._turns = OneAtATime()
+        self._bringing = asyncio.Lock()
+        self._began = time.time()
+        self._back = False
+
+    async def answer(self, directory: str | None, ask: Callable[[], Awaitable[T]]) -> T:
+        """What `ask` comes to while the servers have the weights of this checkpoint; None: the
+        fleet's own, or what others pushed. It is asked again where a push was made meanwhile.
+
+        Raises:
+            SkyctlError: they cannot be brought there.
+        """
+        if not self._offered:
+            if directory is not None:
+                raise SkyctlError("whole models are not offered here (`tinker: full_parameters`)")
+            if not self._back:
+                async with self._turns.using(None):
+                    await self._bring(None)
+                self._back = True
+            return await ask()
+        async with self._turns.using(directory):
+            while True:
+                last = await self._bring(directory)
+                answer = await ask()
+                if (await self._jobs())[:1] == last:
+                    return answer
+
+    @asynccontextmanager
+    async def leaving(self, directory: str) -> AsyncIterator[None]:
+        """Inside, servers do not have this checkpoint's weights, and nobody brings them.
+
+        Raises:
+            SkyctlError: they cannot be brought back.
+        """
+        try:
+            async with asyncio.timeout(_LEAVE_TIMEOUT_S) as limit, self._turns.using(None):
+                if _held(await self._settled()) in (label_of(directory), _MIXED):
+                    await self._bring(None)
+                limit.reschedule(None)
+                yield
+        except TimeoutError as error:
+            raise ConflictError(
+                "servers answer from these weights", hint="try again when they are done"
+            ) from error
+
+    async def _bring(self, directory: str | None) -> list[tuple[str, bool]]:
+        """Push what servers do not have; the last job, as `_jobs` tells it."""
+        async with self._bringing:
+            task = asyncio.create_task(self._brought(directory))
+            try:
+                return await asyncio.shield(task)
+            except asyncio.CancelledError:
+                await asyncio.wait({task})  # whoever is next must not meet it half-way
+                raise
+
+    async def _brought(self, directory: str | None) -> list[tuple[str, bool]]:
+        label = None if directory is None else label_of(directory)
+        while True:
+            jobs = await self._settled()
+            if _held(jobs) == label:
+                return [(job.id, job.ended) for job in jobs[:1]]
+            if directory is not None and _held(jobs) is None:
+                await self._remember_own()
+            await self._push(directory, label)
+
+    async def _push(self, directory: str | None, label: str | None) -> None:
+        if directory is None:
+            checkpoint = self._remembered()
+        else:
+            checkpoint = directory
+            await asyncio.to_thread(self._check, Path(directory))
+        asked = PushRequest(checkpoint=checkpoint, weight_version=label)
+        job = await patiently(lambda: self._fleet.start_push(asked), ConflictError, FleetDownError)
+        if (error := job_error(await self._fleet.wait_job(job))) is not None:
+            raise error
+
+    def _check(self, directory: Path) -> None:
+        """Compare a checkpoint with its digests, unless this process has just written it."""
+        try:
+            if (directory / files.META).stat().st_mtime < self._began:
+                files.check(directory, files.read_meta(directory), optimizer=False)
+        except (OSError, files.DamagedCheckpoint) as error:
+            raise SkyctlError(f"a checkpoint is damaged: {error}") from error
+
+    async def _remember_own(self) -> None:
+        """Put on record what to push back, before other weights take its place."""
+        state = await patiently(self._fleet.weights, FleetDownError, DeadlineExceeded)
+        if any(row.weight_version and not row.checkpoint for row in state.servers):
+            raise SkyctlError(
+                "servers have weights that are in no file: nothing could bring them back",
+                hint="push a checkpoint: skyctl sync-weights CKPT",
+            )
+        path = await patiently(self._fleet.model_path, FleetDownError, DeadlineExceeded)
+        await asyncio.to_thread(self._write_own, path or self._model)
+
+    def _write_own(self, checkpoint: str) -> None:
+        beside = self._own.with_name(f".{self._own.name}.partial")
+        with beside.open("w") as file:
+            json.dump({"checkpoint": checkpoint}, file)
+            file.flush()
+            os.fsync(file.fileno())
+        beside.replace(self._own)
+
+    def _remembered(self) -> str:
+        try:
+            return str(json.loads(self._own.read_text())["checkpoint"])
+        except FileNotFoundError:
+            return self._model
+
+    async def _jobs(self) -> list[tuple[str, bool]]:
+        jobs = await patiently(self._fleet.jobs, FleetDownError, DeadlineExceeded)
+        return [(job.id, job.ended) for job in jobs]
+
+    async def _settled(self) -> tuple[Any, ...]:
+        """The latest jobs, once none is under way."""
+        deadline = time.monotonic() + _BUSY_TIMEOUT_S
+        while True:
+            jobs = await patiently(self._fleet.jobs, FleetDownError, DeadlineExceeded)
+            if all(job.ended for job in jobs):
+                return jobs
+            if time.monotonic() > deadline:
+                raise ConflictError("a push has been under way for too long", hint="skyctl jobs")
+            await asyncio.sleep(_BUSY_S)
+
+
+def _held(jobs: tuple[Any, ...]) -> str | None:
+    """The label of trained weights that servers have, None for others, `_MIXED` where a push that
+    failed may have left either."""
+    failed: list[bool] = []
+    for job in jobs:
+        if job.kind != _PUSH:
+            continue
+        version = job.request.get("weight_version") or ""
+        ours = version.startswith(PREFIX)
+        if job.state == "succeeded":
+            return (_MIXED if failed else version) if ours else None
+        failed.append(ours)
+    return None
+
+
+class OneAtATime:
+    """One value at a time, used by any number of those who want it; others in order of arrival."""
+
+    def __init__(self) -> None:
+        self._value: str | None = None
+        self._users = 0
+        self._waiting: deque[tuple[str | None, asyncio.Future[None]]] = deque()
+
+    @asynccontextmanager
+    async def using(self, value: str | None) -> AsyncIterator[None]:
+        """Inside, nobody uses another value."""
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        entry = (value, turn)
+        self._waiting.append(entry)
+        if not self._users or (len(self._waiting) == 1 and value == self._value):
+            self._admit()
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if entry in self._waiting:
+                self._waiting.remove(entry)
+            elif not turn.cancelled():
+                self._leave()
+            raise
+        try:
+            yield
+        finally:
+            self._leave()
+
+    def _leave(self) -> None:
+        self._users -= 1
+        if not self._users:
+            self._admit()
+
+    def _admit(self) -> None:
+        """Let in whoever has waited longest, and all that want the same."""
+        waiting = [entry for entry in self._waiting if not entry[1].done()]
+        self._waiting.clear()
+        for value, turn in waiting:
+            if not self._users:
+                self._value = value
+            if value == self._value:
+                self._users += 1
+                turn.set_result(None)
+            else:
+                self._waiting.append((value, turn))
+
+
+async def patiently(ask: Callable[[], Awaitable[T]], *passing: type[SkyctlError]) -> T:
+    """Ask again while the answer is one of these errors, which pass: nobody else has the fleet to
+    themselves any more (a push, a recovery), or the next supervisor has taken it over."""
+    deadline = time.monotonic() + _BUSY_TIMEOUT_S
+    while True:
+        try:
+            return await ask()
+        except passing:
+            if time.monotonic() > deadline:
+                raise
+        await asyncio.sleep(_BUSY_S)
