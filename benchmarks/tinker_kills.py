@@ -12,11 +12,13 @@ run, to the bit, and the ledger must have every step once. Needs `skyctl-fleet[t
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import json
 import logging
 import os
 import platform
 import random
+import signal
 import sqlite3
 import sys
 import tempfile
@@ -43,6 +45,7 @@ def main() -> int:
     """Exit status 1 when a step was lost, done twice or came out otherwise."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.tinker_kills")
     parser.add_argument("--seeds", type=int, default=20)
+    parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--points", nargs="*", choices=POINTS, default=POINTS)
     parser.add_argument("--rank", type=int, default=4, help="0: all parameters")
     parser.add_argument("--minutes", type=float, default=600.0, help="stop after this long")
@@ -51,6 +54,7 @@ def main() -> int:
     os.environ["TINKER_TELEMETRY"] = "0"
     warnings.simplefilter("ignore")  # the SDK says of `load_state` that it will go
     logging.disable(logging.WARNING)
+    faulthandler.register(signal.SIGUSR1)  # tells where a run is
     with tempfile.TemporaryDirectory(prefix="tinker-kills-") as directory:
         checkpoint = make_tiny_checkpoint(Path(directory) / "tiny", seed=1)
         serving = ServingProcess(
@@ -72,7 +76,7 @@ def _sweep(serving: ServingProcess, options: argparse.Namespace) -> dict[str, An
     done: dict[str, int] = dict.fromkeys(options.points, 0)
     violations: list[str] = []
     # seed by seed: when time runs out, every point had about as many
-    for seed in range(options.seeds):
+    for seed in range(options.first_seed, options.first_seed + options.seeds):
         for point in options.points:
             if time.monotonic() > deadline:
                 break
