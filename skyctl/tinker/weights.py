@@ -120,8 +120,12 @@ class ServedWeights:
             checkpoint = directory
             await asyncio.to_thread(self._check, Path(directory))
         asked = PushRequest(checkpoint=checkpoint, weight_version=label)
-        job = await patiently(lambda: self._fleet.start_push(asked), ConflictError, FleetDownError)
-        if (error := job_error(await self._fleet.wait_job(job))) is not None:
+        name = await patiently(lambda: self._fleet.start_push(asked), ConflictError, FleetDownError)
+        try:
+            job = await self._fleet.wait_job(name)
+        except FleetDownError:
+            return  # what it came to is in the journal once it was recovered
+        if (error := job_error(job)) is not None:
             raise error
 
     def _check(self, directory: Path) -> None:
@@ -175,7 +179,7 @@ class ServedWeights:
 
 def _held(jobs: tuple[Any, ...]) -> str | None:
     """The label of trained weights that servers have, None for others, `_MIXED` where a push that
-    failed may have left either."""
+    failed, or that recovery finished, may have left either."""
     failed: list[bool] = []
     for job in jobs:
         if job.kind != _PUSH:
@@ -183,9 +187,10 @@ def _held(jobs: tuple[Any, ...]) -> str | None:
         version = job.request.get("weight_version") or ""
         ours = version.startswith(PREFIX)
         if job.state == "succeeded":
-            return (_MIXED if failed else version) if ours else None
+            unsure = bool(failed) if ours else any(failed)
+            return _MIXED if unsure else version if ours else None
         failed.append(ours)
-    return None
+    return _MIXED if any(failed) else None
 
 
 class OneAtATime:

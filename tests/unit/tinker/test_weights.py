@@ -191,12 +191,34 @@ async def test_a_push_that_fails_is_an_error_and_the_next_is_made(
     fleet.fails = True
     with pytest.raises(SkyctlError, match="too large"):
         await at(fleet, weights, trained["a"])
-    assert await at(fleet, weights, None) == "base"
+    assert await at(fleet, weights, None) == "base"  # brought: a server may have got something
     assert await at(fleet, weights, trained["b"]) == "b"
     # somebody's roll that stopped half-way: servers may have either
     fleet.push("/theirs", state="failed")
     assert await at(fleet, weights, trained["b"]) == "b"
-    assert fleet.pushed == ["a", "b", "theirs", "b"]
+    assert fleet.pushed == ["a", "base", "b", "theirs", "b"]
+
+
+async def test_a_push_whose_supervisor_died_may_have_been_finished_by_recovery(
+    tmp_path: Path, trained: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fleet = Fleet()
+    weights = served(fleet, tmp_path)
+
+    async def wait_job(job_id: str) -> Job:
+        fleet.done[-1] = replace(fleet.done[-1], state="interrupted")
+        raise FleetDownError("the process that ran it died")
+
+    with monkeypatch.context() as dying:
+        dying.setattr(fleet, "wait_job", wait_job)
+        asked = asyncio.create_task(at(fleet, weights, trained["a"]))
+        while not fleet.done or fleet.done[0].state != "interrupted":  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+    assert await asked == "a"
+    assert fleet.pushed == ["a", "a"]
+    fleet.push(trained["b"], "tinker-b", state="interrupted")  # of an earlier process
+    assert await at(fleet, weights, None) == "base"
+    assert fleet.pushed == ["a", "a", "b", "base"]
 
 
 async def test_a_supervisor_that_is_away_is_waited_for(
