@@ -19,6 +19,7 @@ import multiprocessing
 import multiprocessing.connection
 import os
 import platform
+import signal
 import sys
 import tempfile
 import time
@@ -90,6 +91,7 @@ class _Worker:
 
 def _work(connection: Any, home: Path) -> None:
     """In a worker: orders come in, schedules that have ended go out."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process: the first one acts
     with seams.installed(), contextlib.suppress(EOFError):
         while True:
             kind, seeds = connection.recv()
@@ -181,7 +183,8 @@ def _orders(kinds: list[str], first: int, schedules: int) -> Iterator[tuple[str,
 def soak(
     kinds: list[str], first: int, schedules: int, processes: int, minutes: float
 ) -> dict[str, Any]:
-    """Play `schedules` of each kind, or as many as can be played in so many minutes."""
+    """Play `schedules` of each kind, or as many as can be played in so many minutes or until
+    Ctrl-C."""
     began = time.monotonic()
     counts = {
         kind: {"schedules": 0, "pushes": 0, "succeeded": 0, "steps": 0, "violating": 0}
@@ -189,17 +192,19 @@ def soak(
     }
     found: Found = {}
     orders = _orders(kinds, first, schedules)
-    for kind, ended in _play_all(orders, processes, began + minutes * 60):
-        count = counts[kind]
-        count["schedules"] += 1
-        count["pushes"] += ended.pushes
-        count["succeeded"] += ended.succeeded
-        count["steps"] += ended.steps
-        if ended.violations:
-            count["violating"] += 1
-            _note(found, kind, ended)
-        if sum(one["schedules"] for one in counts.values()) % _BATCH == 0:
-            _report(counts, began)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    with contextlib.suppress(KeyboardInterrupt):  # what has been played counts
+        for kind, ended in _play_all(orders, processes, began + minutes * 60):
+            count = counts[kind]
+            count["schedules"] += 1
+            count["pushes"] += ended.pushes
+            count["succeeded"] += ended.succeeded
+            count["steps"] += ended.steps
+            if ended.violations:
+                count["violating"] += 1
+                _note(found, kind, ended)
+            if sum(one["schedules"] for one in counts.values()) % _BATCH == 0:
+                _report(counts, began)
     return {
         "schedules": sum(count["schedules"] for count in counts.values()),
         "violations": sum(count["violating"] for count in counts.values()),
