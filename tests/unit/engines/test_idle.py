@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 import time
 from types import FunctionType, ModuleType
 from typing import Any
@@ -68,8 +69,13 @@ def test_a_reader_of_another_make_is_left_as_it_is(monkeypatch: pytest.MonkeyPat
 
 def test_a_reader_sleeps_between_two_looks(monkeypatch: pytest.MonkeyPatch) -> None:
     slept: list[Any] = []
+    here, really = threading.get_ident(), time.sleep
+
+    def sleep(seconds: float) -> None:
+        slept.append(seconds) if threading.get_ident() == here else really(seconds)
+
     monkeypatch.delenv("SKYCTL_SPIN_S", raising=False)
-    monkeypatch.setattr(time, "sleep", slept.append)
+    monkeypatch.setattr(time, "sleep", sleep)
     for variable, expected in ((None, ["vllm's"]), ("0.02", [50e-6])):
         vllms = stand_in(monkeypatch, sched_yield=lambda: slept.append("vllm's"))
         if variable is not None:
