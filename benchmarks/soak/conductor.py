@@ -332,6 +332,11 @@ class Conductor:
             if done.code in (1, 3):  # the files it needs were written over: the loop goes on
                 pushed = await self._fleet.command(*self._next_push(), timeout_s=PUSH_S)
                 self._note("push after a recovery in vain", pushed)
+                if (
+                    "asleep" in pushed.said
+                ):  # as its hint says; no other wake reaches a quarantined one
+                    woken = await self._fleet.command("wake", "--tags", "weights")
+                    self._note("wake weights for a push", woken)
         elif any(row["state"] in ("paused", "asleep") for row in rows):
             asleep = any(row["state"] == "asleep" for row in rows)
             verb = "wake" if asleep else "resume"
