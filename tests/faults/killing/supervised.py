@@ -194,8 +194,10 @@ class SupervisedFleet:
         came.killed = code == -signal.SIGKILL
         if not self._pushes_settled():
             came.violations.append("I6: the push did not end")
-        if again:
-            came.violations += self._push_again(path, before, pushed)
+        if again:  # the push may have begun after that: what it finds is what it was asked for
+            came.violations += self._push_again(
+                path, before | {self._digests[self.trainer.at]}, pushed
+            )
         came.violations += self._look()
         return came
 
