@@ -202,19 +202,28 @@ def _digest_of(answers: Sequence[Mapping[str, Any]], rows: Sequence[KnownRows]) 
     replicas: dict[int, list[Mapping[str, Any]]] = {}
     for answer in answers:
         replicas.setdefault(int(answer.get("data_parallel_rank", 0)), []).append(answer)
-    digests = {
-        number: _combined([str(answer["digest"]) for answer in workers])
+    shared_out = any(answer.get("shares_out") for answer in answers)
+    alike = {
+        number: _combined([str(answer["dense" if shared_out else "digest"]) for answer in workers])
         for number, workers in replicas.items()
     }
     first, *others = sorted(replicas)
     for number in others:
-        if digests[number] != digests[first]:
+        if alike[number] != alike[first]:
             raise Mismatch(f"data-parallel rank {number} holds other weights than rank {first}")
-    compared = [compare(rows, replicas[number]) for number in sorted(replicas)]
+    if shared_out:  # all of them hold one model
+        whole = [answer for number in sorted(replicas) for answer in replicas[number]]
+        digest, compared = (
+            _combined([str(answer["digest"]) for answer in whole]),
+            compare(rows, whole),
+        )
+    else:
+        each = [compare(rows, replicas[number]) for number in sorted(replicas)]
+        digest, compared = alike[first], min(each, key=lambda one: one.tensors)
     arrangement, version = answers[0].get("arrangement", ""), answers[0].get("digest_version", 0)
     return WeightsDigest(
-        arranged(digests[first], str(arrangement), int(version)),
-        min(compared, key=lambda one: one.tensors),
+        arranged(digest, str(arrangement), int(version)),
+        compared,
         numbers={
             int(answer["place"]): answer["numbers"] for answer in answers if answer.get("numbers")
         },

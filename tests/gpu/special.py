@@ -1,5 +1,5 @@
-"""Fleets whose servers are not all alike: split over GPUs, quantizing, with experts, with tied
-embeddings. Each pushes the same two checkpoints, "a" and "b"."""
+"""Fleets whose servers are not all alike: split over GPUs, in copies, quantizing, with experts,
+with tied embeddings. Each pushes the same two checkpoints, "a" and "b"."""
 
 from __future__ import annotations
 
@@ -53,11 +53,15 @@ _EXACT = _group("whole", 0, env={"VLLM_BATCH_INVARIANT": "1"})
 # a collective has each GPU once, and the sender one that no server uses; IPC shares them
 _IPC = (_group("whole", 0), _group("split", 0, 1))
 _NCCL = (_group("whole", 0), _group("split", 1, 2))
+# two data-parallel ranks that hold half of the experts each
+_RANKS = {**_group("ranks", 0, 1, **_EP), "tensor_parallel_size": 1, "data_parallel_size": 2}
 
 CASES = (
     Case("ipc", "dense", "qwen3-0.5b", (*_IPC, _group("fp8", 1, **_FP8)), 2, ("a", "b")),
     Case("ipc", "exact", "qwen3-0.5b", (_EXACT,), 1, ("a", "b")),
     Case("ipc", "moe", "qwen3-moe-0.6b", (*_IPC, _group("spread", 0, 1, **_EP)), 2, ("a", "b")),
+    Case("ipc", "ranks", "qwen3-moe-0.6b", (_group("whole", 0), _RANKS), 2, ("a", "b")),
+    Case("ipc", "ranks", "qwen3-moe-0.6b", (_RANKS,), 2, ("b", "a")),
     Case("ipc", "tied", "qwen3-0.5b-tied", _IPC, 2, ("a", "b")),
     Case("nccl", "dense", "qwen3-0.5b", (_group("whole", 0),), 2, ("b", "a")),
     Case("nccl", "dense", "qwen3-0.5b", (_group("fp8", 0, **_FP8), _NCCL[1]), 4, ("b", "a")),
@@ -80,6 +84,11 @@ class SpecialFleet(FleetCli):
         super().__init__(root / "fleet", root / "home")
         self.checkpoints = checkpoints
         self.started: dict[str, list[list[int]]] = {}
+        self._ranks = {
+            f"{group['name']}-0": range(group["data_parallel_size"])
+            for group in case.groups
+            if "data_parallel_size" in group
+        }
         self.directory.mkdir(parents=True)
         settings = {
             "name": MODEL,
@@ -120,10 +129,14 @@ class SpecialFleet(FleetCli):
         return urls
 
     def answers(self) -> dict[str, list[list[int]]]:
-        """Greedy token ids of some prompts, from each server."""
+        """Greedy token ids of some prompts, from each server; one after the other of its ranks."""
         key = self.control_token
         return {
-            name: [greedy(url, MODEL, prompt, 16, key=key) for prompt in _PROMPTS]
+            name: [
+                greedy(url, MODEL, prompt, 16, key=key, rank=rank)
+                for rank in self._ranks.get(name, [None])
+                for prompt in _PROMPTS
+            ]
             for name, url in self.servers.items()
         }
 

@@ -64,14 +64,18 @@ def test_streams_in_flight_go_on_as_if_nobody_had_pushed(
 def test_the_second_push_is_copied_where_every_layer_can_be(
     case: Case, special_fleet: SpecialFleet
 ) -> None:
-    """The first one proves the layout; one server that quantizes sends all through the loader.
+    """The first one proves the layout; one server that quantizes, or has data-parallel ranks, sends
+    all through the loader.
 
     What is copied answers as what vLLM's loader brings, also where it is read meanwhile."""
     a, b = case.checkpoints
     special_fleet.push(b, layout="checkpoint")
     loaded = special_fleet.answers()
     special_fleet.push(b)
-    processed = any("quantization" in group.get("args", {}) for group in case.groups)
+    processed = any(
+        "quantization" in group.get("args", {}) or "data_parallel_size" in group
+        for group in case.groups
+    )
     shares = case.transport == "ipc"
     for name, stage, answers, copied in (
         (a, "auto", special_fleet.started, not processed),

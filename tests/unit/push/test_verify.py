@@ -75,6 +75,18 @@ async def test_data_parallel_ranks_must_hold_the_same() -> None:
     assert await weights_digest(Answering(*ranks[:2]), timeout_s=5) == one
 
 
+async def test_data_parallel_ranks_that_share_out_experts_hold_the_same_of_all_else() -> None:
+    ranks = [
+        {"digest": digest, "dense": "d", "data_parallel_rank": i, "shares_out": True}
+        for i, digest in enumerate("ab")
+    ]
+    found = await weights_digest(Answering(*ranks), timeout_s=5)
+    other = await weights_digest(Answering(ranks[0], {**ranks[1], "digest": "c"}), timeout_s=5)
+    assert found.digest != other.digest
+    with pytest.raises(ServerError, match="data-parallel rank 1 holds other weights than rank 0"):
+        await weights_digest(Answering(ranks[0], {**ranks[1], "dense": "e"}), timeout_s=5)
+
+
 async def test_digests_of_two_algorithms_are_never_compared() -> None:
     answer = {"digest": "ab", "arrangement": "tp2-bfloat16"}
     old = await weights_digest(Answering(answer), timeout_s=5)

@@ -27,6 +27,8 @@ _SPAN = 512
 _PROBE_ROWS = 64
 _LARGEST_FP8 = {torch.float8_e5m2: 0x7B, torch.float8_e4m3fn: 0x7E}
 """Of types that are not reduced as numbers: the bits of the largest finite one, unsigned."""
+_EXPERTS = ".experts."
+"""In the names of parameters that data-parallel ranks of a mixture of experts share out."""
 _MULTIPLIERS = (173, 397)  # odd: each sends the places of a span to different factors
 
 
@@ -36,10 +38,11 @@ def digest_model(model: torch.nn.Module, numbered: Sequence[str] = ()) -> dict[s
     Returns:
         `digest` (32 hex digits), `tensors` (how many were hashed from memory) and `probed` (how
         many packed layers were hashed by their output). Equal for equal weights on one machine
-        with one version of vLLM; not comparable between kinds of processors. `numbers` has those
-        of the parameters `numbered` (`device_digest.py`), on an accelerator.
+        with one version of vLLM; not comparable between kinds of processors. `dense` is the digest
+        of everything but experts. `numbers` has those of the parameters `numbered`
+        (`device_digest.py`), on an accelerator.
     """
-    total = hashlib.blake2b(digest_size=16)
+    total, dense = hashlib.blake2b(digest_size=16), hashlib.blake2b(digest_size=16)
     probed = 0
     numbers: dict[int, int] = {}
     with torch.inference_mode():
@@ -48,15 +51,20 @@ def digest_model(model: torch.nn.Module, numbered: Sequence[str] = ()) -> dict[s
         digests = _digest_tensors([tensor for _, tensor in named], numbers)
         for (name, _), digest in zip(named, digests, strict=True):
             total.update(name.encode() + b"\0" + digest)
+            if _EXPERTS not in name:
+                dense.update(name.encode() + b"\0" + digest)
         # only on CPU is anything packed; to look at every layer takes longer than to sum a GPU's
         packs = not named or any(tensor.device.type == "cpu" for _, tensor in named)
         for name, layer in model.named_modules() if packs else ():
             if is_packed(layer):
-                total.update(name.encode() + b"\0" + _digest_packed(layer))
+                packed = name.encode() + b"\0" + _digest_packed(layer)
+                total.update(packed)
+                dense.update(packed)
                 probed += 1
     parameters = dict(model.named_parameters()) if numbered else {}
     return {
         "digest": total.hexdigest(),
+        "dense": dense.hexdigest(),
         "tensors": tensors,
         "probed": probed,
         "numbers": {name: numbers[id(parameters[name])] for name in numbered},

@@ -36,7 +36,8 @@ class SkyctlWorkerExtension:
         `arrangement` tells with which servers' it can be compared (`arrangement.py`), if they have
         the same `digest_version`. `rows` are `RowQuestion`s, whose `RowAnswer`s come back in order
         (`rows.py`). `numbered` names parameters by rank, whose `numbers` are told. With `finite`,
-        `not_finite` names a parameter that holds NaN or infinity, "" where none does.
+        `not_finite` names a parameter that holds NaN or infinity, "" where none does. `shares_out`:
+        data-parallel ranks hold different experts, or parts of them, and the same of all else.
         """
         from skyctl.engines.vllm.inside.arrangement import arrangement
         from skyctl.engines.vllm.inside.digest import digest_model, not_finite
@@ -52,6 +53,7 @@ class SkyctlWorkerExtension:
             "arrangement": arrangement(self.vllm_config),
             "data_parallel_rank": parallel.data_parallel_index,
             "rank": parallel.rank,
+            "shares_out": parallel.data_parallel_size > 1,  # a dense model's ranks know of none
             "not_finite": not_finite(model) if finite else "",
             "rows": [asdict(row) for row in answer_rows(model, [RowQuestion(**q) for q in rows])],
         }
