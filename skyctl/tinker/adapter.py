@@ -210,17 +210,44 @@ class Base:
     def _hook(self, name: str) -> Any:
         key_a, key_b = f"{name}.lora_A", f"{name}.lora_B"
 
-        def add(module: Any, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor | None:
+        def add(module: Any, inputs: tuple[Tensor, ...], output: Tensor) -> Any:
             if self._active is None or key_a not in self._active[0]:
                 return None
             parameters, scale = self._active
-            x = inputs[0].to(parameters[key_a].dtype)
-            low = torch.nn.functional.linear(x, parameters[key_a])
-            return output + (scale * torch.nn.functional.linear(low, parameters[key_b])).to(
-                output.dtype
-            )
+            a, b = parameters[key_a], parameters[key_b]
+            return _LowRank.apply(output, inputs[0], a, b, scale)
 
         return add
+
+
+class _LowRank(torch.autograd.Function):  # type: ignore[misc]  # torch has no types here
+    """`output` + scale · (x Aᵀ) Bᵀ, computed in the base's dtype; gradients of A and B are summed
+    in float32. By plain operations in float32 all of it would be written several times over."""
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, x: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
+        low = x.flatten(0, -2) @ a.to(x.dtype).T
+        ctx.save_for_backward(x, low, a, b)
+        ctx.scale = scale
+        flat = output.flatten(0, -2)
+        return torch.addmm(flat, low, b.to(x.dtype).T, alpha=scale).view_as(output)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        x, low, a, b = ctx.saved_tensors
+        (gradient,) = gradients
+        flat = gradient.flatten(0, -2)
+        of_low = ctx.scale * (flat @ b.to(flat.dtype))
+        of_x = (of_low @ a.to(flat.dtype)).view_as(x) if ctx.needs_input_grad[1] else None
+        of_a, of_b = _summed(of_low.T, x.flatten(0, -2)), ctx.scale * _summed(flat.T, low)
+        return gradient, of_x, of_a, of_b, None
+
+
+def _summed(left: Tensor, right: Tensor) -> Tensor:
+    """Their product in float32."""
+    if left.is_cuda and left.dtype != torch.float32:
+        return torch.mm(left, right, out_dtype=torch.float32)
+    return (left @ right).float()
 
 
 def rank_of(parameters: Mapping[str, Tensor]) -> int:

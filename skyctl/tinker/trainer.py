@@ -285,8 +285,10 @@ def _added(sums: list[Tensor] | None, more: Sequence[Tensor]) -> list[Tensor]:
 def _model(config: LoraConfig, parameters: Parameters) -> Model:
     for value in parameters.values():
         value.requires_grad_(True)
-    # one tensor after the other: the same bits whatever else is there
-    return Model(config, parameters, torch.optim.AdamW(parameters.values(), foreach=False))
+    on_gpu = next(iter(parameters.values())).is_cuda
+    # on a CPU one tensor after the other: the same bits whatever else is there
+    optimizer = torch.optim.AdamW(parameters.values(), foreach=False, fused=on_gpu)
+    return Model(config, parameters, optimizer)
 
 
 def _adam(params: Mapping[str, float]) -> dict[str, Any]:
@@ -398,5 +400,4 @@ def _optimizer_tensors(model: Model) -> dict[str, Tensor]:
 def _restore(model: Model, tensors: Mapping[str, Tensor], device: torch.device) -> None:
     for place, value in tensors.items():
         key, name = place.split("/", 1)
-        kept = value if key == "step" else value.to(device)
-        model.optimizer.state[model.parameters[name]][key] = kept.clone()
+        model.optimizer.state[model.parameters[name]][key] = value.to(device, copy=True)

@@ -37,6 +37,7 @@ def main() -> int:
     if settings["threads"]:
         torch.set_num_threads(settings["threads"])
     torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # nothing here reads it
     base = Base(
         settings["path"],
         device=settings["device"],
