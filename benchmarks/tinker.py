@@ -1,12 +1,16 @@
-"""What a Tinker client waits for, with the unmodified SDK and real vLLM CPU servers.
+"""What a Tinker client waits for, with the unmodified SDK and real vLLM servers.
 
-    python -m benchmarks.tinker [--servers 2] [--rounds 20]
+    python -m benchmarks.tinker [--servers 2] [--rounds 20]                     on CPU
+    python -m benchmarks.tinker --gpus 0 --device cuda:1 --label -h200          Qwen3-8B's shape
+    python -m benchmarks.tinker --gpus 0 --device cuda:0 --sleep --label -shared    one GPU for both
 
-Makes a tiny model, starts a fleet with its Tinker API by `skyctl up`, and trains an adapter of rank
-32 and a whole model (rank 0) in turns. Writes benchmarks/results/tinker.json, in milliseconds:
-`step` from `forward_backward` and `optim_step`, sent together, to both answers; `sampler` from
-`save_weights_and_get_sampling_client` to the client in hand; `first_sample` from there to the first
-token of new weights, with the adapter's load, or the verified push, in it; `next_sample` another.
+Makes a model, starts a fleet with its Tinker API by `skyctl up`, and trains an adapter of rank 32
+and, on CPU, a whole model (rank 0) in turns. Writes benchmarks/results/tinker.json, in
+milliseconds: `step` from `forward_backward` and `optim_step`, sent together, to both answers;
+`sampler` from `save_weights_and_get_sampling_client` to the client in hand; `first_sample` from
+there to the first token of new weights, with the adapter's load, or the verified push, in it;
+`next_sample` another. With `--sleep`, servers sleep during each step: `sleep` and `wake` are these
+commands, and what the GPU holds meanwhile is told.
 """
 
 from __future__ import annotations
@@ -17,37 +21,58 @@ import logging
 import os
 import shutil
 import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from benchmarks.adapters import spread
+from benchmarks.checkpoints import write_checkpoint
 from benchmarks.cpu_transports import taken_on
-from benchmarks.push import RESULTS, Fleet
+from benchmarks.push import RESULTS, Fleet, gpu_memory
 from skyctl.checkpoints.tiny import make_tiny_checkpoint
 from skyctl.launch.local.host import free_port
 
-BASE = "org/tiny"
-ROWS, TOKENS = 4, 64
+BASE = "org/base"
+SHAPE = "qwen3-8b"
 
 
 def settings(options: argparse.Namespace, model: Path) -> dict[str, Any]:
     """The fleet file of this run."""
-    return {
+    tinker: dict[str, Any] = {"base_model": BASE, "port": free_port("127.0.0.1")}
+    found: dict[str, Any] = {
         "name": "bench",
         "model": str(model),
         "replicas": options.servers,
         "device": "cpu",
         "args": {"max-model-len": 1024, "enforce-eager": True},
         "lora": {"max_rank": 32, "max_adapters": 4},
+        "tinker": {**tinker, "full_parameters": True},
+    }
+    if not options.gpus:
+        return found
+    return {
+        **found,
+        "replicas": len(options.gpus),
+        "device": "cuda",
+        "gpus": options.gpus,
+        "args": {
+            "max-model-len": 2048,
+            "enforce-eager": True,
+            "gpu-memory-utilization": 0.3,
+            "kv-cache-memory-bytes": 8 << 30,
+        },
+        "router": {"enabled": False},
+        "weight_transfer": {"warm": False},
         "tinker": {
-            "base_model": BASE,
-            "port": free_port("127.0.0.1"),
-            "full_parameters": True,
+            **tinker,
+            "device": options.device,
+            "dtype": "bfloat16",
+            "batch_tokens": options.rows * options.tokens,
         },
     }
 
 
-def measure(rounds: int) -> dict[str, Any]:
+def measure(fleet: Fleet, options: argparse.Namespace) -> dict[str, Any]:
     """Times of each kind of model, a round of one after a round of the other."""
     import tinker
     from tinker import types
@@ -56,25 +81,37 @@ def measure(rounds: int) -> dict[str, Any]:
     data = [
         types.Datum(
             model_input=types.ModelInput.from_ints(
-                [(7 * row + place) % 500 for place in range(TOKENS)]
+                [(7 * row + place) % 500 for place in range(options.tokens)]
             ),
             loss_fn_inputs={
-                "target_tokens": [(7 * row + place + 1) % 500 for place in range(TOKENS)]
+                "target_tokens": [(7 * row + place + 1) % 500 for place in range(options.tokens)]
             },
         )
-        for row in range(ROWS)
+        for row in range(options.rows)
     ]
-    times: dict[int, dict[str, list[float]]] = {32: {}, 0: {}}
+    ranks = {32: "rank_32"} if options.gpus else {32: "rank_32", 0: "rank_0"}
+    times: dict[int, dict[str, list[float]]] = {rank: {} for rank in ranks}
+    found: dict[str, Any] = {}
     with tinker.ServiceClient() as service:
         make = service.create_lora_training_client
         models = {rank: make(base_model=BASE, rank=rank, seed=1).result() for rank in times}
-        for number in range(-2, rounds):  # two to warm up
+        for number in range(-2, options.rounds):  # two to warm up
             for rank, model in models.items():
                 clock = [time.perf_counter()]
+                names = ["step", "sampler", "first_sample", "next_sample"]
+                if options.sleep:
+                    found["gpu_memory_awake_mib"] = gpu_memory()
+                    fleet.run("sleep")
+                    clock.append(time.perf_counter())
+                    found["gpu_memory_asleep_mib"] = gpu_memory()
+                    names = ["sleep", "step", "wake", *names[1:]]
                 forward = model.forward_backward(data, "cross_entropy")
-                model.optim_step(types.AdamParams(learning_rate=1e-4)).result()
+                stepped = model.optim_step(types.AdamParams(learning_rate=1e-4)).result()
                 forward.result()
                 clock.append(time.perf_counter())
+                if options.sleep:
+                    fleet.run("wake")
+                    clock.append(time.perf_counter())
                 sampler = model.save_weights_and_get_sampling_client().result()
                 clock.append(time.perf_counter())
                 for _ in range(2):
@@ -82,25 +119,55 @@ def measure(rounds: int) -> dict[str, Any]:
                     clock.append(time.perf_counter())
                 if number < 0:
                     continue
-                names = ("step", "sampler", "first_sample", "next_sample")
-                for name, begin, end in zip(names, clock, clock[1:], strict=False):
+                for name, (begin, end) in zip(names, pairwise(clock), strict=True):
                     times[rank].setdefault(name, []).append((end - begin) * 1000)
+                times[rank].setdefault("tokens_per_s", []).append(stepped.metrics["tokens_per_s"])
+    for rank, name in ranks.items():
+        found[name] = {what: spread(seen) for what, seen in times[rank].items()}
+    return found
+
+
+def machine(options: argparse.Namespace) -> dict[str, Any]:
+    """What a result was taken on."""
+    if not options.gpus:
+        return taken_on()
+    import torch
+    import vllm
+
     return {
-        name: {what: spread(seen) for what, seen in times[rank].items()}
-        for name, rank in (("rank_32", 32), ("rank_0", 0))
+        "gpu": torch.cuda.get_device_name(0),
+        "machine": f"{torch.cuda.device_count()} GPUs, {os.cpu_count()} processors",
+        "gpus": {"servers": options.gpus, "trainer": options.device},
+        "shape": SHAPE,
+        "versions": {"vllm": vllm.__version__, "torch": torch.__version__},
+        "date": time.strftime("%Y-%m-%d"),
     }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.tinker")
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.tinker", description=__doc__)
     parser.add_argument("--servers", type=int, default=2)
+    parser.add_argument("--gpus", type=int, nargs="*", default=[], help="one server on each")
+    parser.add_argument("--device", default="cuda:1", help="the trainer's, with --gpus")
+    parser.add_argument("--sleep", action="store_true", help="servers sleep during each step")
     parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--rows", type=int, help="of a step; 4, on a GPU 8")
+    parser.add_argument("--tokens", type=int, help="of a row; 64, on a GPU 1024")
+    parser.add_argument("--model", type=Path, help="a checkpoint that is there")
+    parser.add_argument("--label", default="", help="more of the result's file name")
+    parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--scratch", type=Path, default=Path("/dev/shm/skyctl-bench-tinker"))
     options = parser.parse_args()
+    options.rows = options.rows or (8 if options.gpus else 4)
+    options.tokens = options.tokens or (1024 if options.gpus else 64)
     logging.disable(logging.WARNING)
     fleet = None
     try:
-        model = make_tiny_checkpoint(options.scratch / "model", seed=1)
+        model = options.model or options.scratch / "model"
+        if not options.gpus:
+            make_tiny_checkpoint(model, seed=1)
+        elif not options.model:
+            write_checkpoint(model, SHAPE, 1)
         fleet = Fleet(options.scratch / "fleet", settings(options, model))
         fleet.run("up")
         exports = dict(
@@ -111,7 +178,7 @@ def main() -> None:
         os.environ["TINKER_BASE_URL"] = exports["TINKER_BASE_URL"]
         os.environ["TINKER_API_KEY"] = Path(key_file).read_text().strip()
         os.environ["TINKER_TELEMETRY"] = "0"
-        found = measure(options.rounds)
+        found = measure(fleet, options)
         pushes = [push["ok"] for push in fleet.data("weights")["pushes"]]
     finally:
         if fleet is not None:
@@ -119,14 +186,15 @@ def main() -> None:
         shutil.rmtree(options.scratch, ignore_errors=True)
     result = {
         "benchmark": "tinker",
-        "servers": options.servers,
-        "tokens_a_step": ROWS * TOKENS,
-        **taken_on(),
+        "servers": len(options.gpus) or options.servers,
+        "tokens_a_step": options.rows * options.tokens,
+        **machine(options),
         **found,
         "pushes": len(pushes),
         "pushes_failed": pushes.count(False),
     }
-    (RESULTS / "tinker.json").write_text(json.dumps(result, indent=1) + "\n")
+    options.out.mkdir(parents=True, exist_ok=True)
+    (options.out / f"tinker{options.label}.json").write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps(result, indent=1))
 
 
