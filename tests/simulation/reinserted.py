@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from skyctl.core import jobs, recovery
+from skyctl.core import diagnosis, jobs, recovery
 from skyctl.core.arbiter import Act, Arbiter, Turn
 from skyctl.errors import ConflictError, ServerError, StateUnwritable
 from skyctl.push.request import PushRequest
@@ -31,6 +31,7 @@ class Defect:
 _VERBS = (Act.VERB, Act.SLEEP)
 _take = Arbiter.take
 _interrupted_request = recovery.interrupted_request
+_behind = diagnosis._behind
 
 
 def _recovery_only_looks(self: Arbiter, act: Act, what: str) -> Turn:
@@ -69,6 +70,10 @@ def _without_digest(state: FleetState) -> PushRequest | None:
 def _same_label(state: FleetState, replica: Any) -> bool:
     weights = state.weights()
     return weights.checkpoint is None or replica.row.weight_version == weights.version
+
+
+def _another_label(version: str | None, row: Any, weights: Any, *, ours: bool) -> str:
+    return _behind(version, replace(row, checkpoint_digest=None), weights, ours=ours)
 
 
 def _unwell() -> bool:
@@ -135,7 +140,11 @@ DEFECTS: dict[str, Defect] = {
         "attached", {"skyctl.core.recovery.interrupted_request": _without_digest}
     ),
     "14 a label alone says that a server is current": Defect(
-        "supervised", {"skyctl.supervisor.admission.is_current": _same_label}
+        "supervised",
+        {
+            "skyctl.supervisor.admission.is_current": _same_label,
+            "skyctl.core.diagnosis._behind": _another_label,
+        },
     ),
     "16 the end of a push cannot be recorded": Defect(
         "supervised", {"skyctl.core.jobs.record_result": _record_result}
