@@ -72,6 +72,14 @@ def settings(options: argparse.Namespace, model: Path) -> dict[str, Any]:
     }
 
 
+def access(fleet: Fleet) -> tuple[str, str]:
+    """URL and key of its Tinker API, as `skyctl urls` exports them."""
+    lines = fleet.run("urls", "--format", "tinker").splitlines()
+    exports = dict(line.removeprefix("export ").split("=", 1) for line in lines)
+    key_file = exports["TINKER_API_KEY"].removeprefix('"$(cat ').removesuffix(')"')
+    return exports["TINKER_BASE_URL"], Path(key_file).read_text().strip()
+
+
 def measure(fleet: Fleet, options: argparse.Namespace) -> dict[str, Any]:
     """Times of each kind of model, a round of one after a round of the other."""
     import tinker
@@ -170,13 +178,7 @@ def main() -> None:
             write_checkpoint(model, SHAPE, 1)
         fleet = Fleet(options.scratch / "fleet", settings(options, model))
         fleet.run("up")
-        exports = dict(
-            line.removeprefix("export ").split("=", 1)
-            for line in fleet.run("urls", "--format", "tinker").splitlines()
-        )
-        key_file = exports["TINKER_API_KEY"].removeprefix('"$(cat ').removesuffix(')"')
-        os.environ["TINKER_BASE_URL"] = exports["TINKER_BASE_URL"]
-        os.environ["TINKER_API_KEY"] = Path(key_file).read_text().strip()
+        os.environ["TINKER_BASE_URL"], os.environ["TINKER_API_KEY"] = access(fleet)
         os.environ["TINKER_TELEMETRY"] = "0"
         found = measure(fleet, options)
         pushes = [push["ok"] for push in fleet.data("weights")["pushes"]]
