@@ -1,8 +1,9 @@
 """What a Tinker client waits for, with the unmodified SDK and real vLLM servers.
 
     python -m benchmarks.tinker [--servers 2] [--rounds 20]                     on CPU
-    python -m benchmarks.tinker --gpus 0 --device cuda:1 --label -h200          Qwen3-8B's shape
-    python -m benchmarks.tinker --gpus 0 --device cuda:0 --sleep --label -shared    one GPU for both
+    python -m benchmarks.tinker --ranks 32 --label=-adapters                    without pushes
+    python -m benchmarks.tinker --gpus 0 --device cuda:1 --label=-h200          Qwen3-8B's shape
+    python -m benchmarks.tinker --gpus 0 --device cuda:0 --sleep --label=-shared    one GPU for both
 
 Makes a model, starts a fleet with its Tinker API by `skyctl up`, and trains an adapter of rank 32
 and, on CPU, a whole model (rank 0) in turns. Writes benchmarks/results/tinker.json, in
@@ -97,7 +98,7 @@ def measure(fleet: Fleet, options: argparse.Namespace) -> dict[str, Any]:
         )
         for row in range(options.rows)
     ]
-    ranks = {32: "rank_32"} if options.gpus else {32: "rank_32", 0: "rank_0"}
+    ranks = {rank: f"rank_{rank}" for rank in options.ranks}
     times: dict[int, dict[str, list[float]]] = {rank: {} for rank in ranks}
     found: dict[str, Any] = {}
     with tinker.ServiceClient() as service:
@@ -158,6 +159,7 @@ def main() -> None:
     parser.add_argument("--gpus", type=int, nargs="*", default=[], help="one server on each")
     parser.add_argument("--device", default="cuda:1", help="the trainer's, with --gpus")
     parser.add_argument("--sleep", action="store_true", help="servers sleep during each step")
+    parser.add_argument("--ranks", type=int, nargs="*", help="32 and 0 (all), on a GPU 32")
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--rows", type=int, help="of a step; 4, on a GPU 8")
     parser.add_argument("--tokens", type=int, help="of a row; 64, on a GPU 1024")
@@ -166,6 +168,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--scratch", type=Path, default=Path("/dev/shm/skyctl-bench-tinker"))
     options = parser.parse_args()
+    options.ranks = options.ranks or ([32] if options.gpus else [32, 0])
     options.rows = options.rows or (8 if options.gpus else 4)
     options.tokens = options.tokens or (1024 if options.gpus else 64)
     logging.disable(logging.WARNING)
