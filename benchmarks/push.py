@@ -286,6 +286,19 @@ def native_pushes(
     return result
 
 
+def taken_on_gpus() -> dict[str, Any]:
+    """The machine of a result, and the day."""
+    import torch
+    import vllm
+
+    return {
+        "gpu": torch.cuda.get_device_name(0),
+        "machine": f"{torch.cuda.device_count()} GPUs, {os.cpu_count()} processors",
+        "versions": {"vllm": vllm.__version__, "torch": torch.__version__},
+        "date": time.strftime("%Y-%m-%d"),
+    }
+
+
 def record(
     options: argparse.Namespace,
     pushes: list[dict[str, Any]],
@@ -293,9 +306,6 @@ def record(
     serving: dict[str, float | None],
 ) -> dict[str, Any]:
     """One object per figure, as benchmarks/results/ keeps them."""
-    import torch
-    import vllm
-
     first, counted = pushes[0], pushes[options.warmups :]
     seconds = [round(push["seconds"], 4) for push in counted]
 
@@ -304,10 +314,7 @@ def record(
 
     return {
         "benchmark": options.name or f"{options.transport}-{options.servers}",
-        "gpu": torch.cuda.get_device_name(0),
-        "machine": f"{torch.cuda.device_count()} GPUs, {os.cpu_count()} processors",
-        "versions": {"vllm": vllm.__version__, "torch": torch.__version__},
-        "date": time.strftime("%Y-%m-%d"),
+        **taken_on_gpus(),
         "bytes": first["total_bytes"],
         "runs_s": seconds,
         "median_s": statistics.median(seconds),

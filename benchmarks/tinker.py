@@ -29,7 +29,7 @@ from typing import Any
 from benchmarks.adapters import spread
 from benchmarks.checkpoints import write_checkpoint
 from benchmarks.cpu_transports import taken_on
-from benchmarks.push import RESULTS, Fleet, gpu_memory
+from benchmarks.push import RESULTS, Fleet, gpu_memory, taken_on_gpus
 from skyctl.checkpoints.tiny import make_tiny_checkpoint
 from skyctl.launch.local.host import free_port
 
@@ -140,17 +140,8 @@ def machine(options: argparse.Namespace) -> dict[str, Any]:
     """What a result was taken on."""
     if not options.gpus:
         return taken_on()
-    import torch
-    import vllm
-
-    return {
-        "gpu": torch.cuda.get_device_name(0),
-        "machine": f"{torch.cuda.device_count()} GPUs, {os.cpu_count()} processors",
-        "gpus": {"servers": options.gpus, "trainer": options.device},
-        "shape": SHAPE,
-        "versions": {"vllm": vllm.__version__, "torch": torch.__version__},
-        "date": time.strftime("%Y-%m-%d"),
-    }
+    gpus = {"servers": options.gpus, "trainer": options.device}
+    return {**taken_on_gpus(), "gpus": gpus, "shape": SHAPE}
 
 
 def main() -> None:

@@ -24,7 +24,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-RESULTS = Path(__file__).parent / "results"
+from benchmarks.push import RESULTS, Fleet
+
 TIMEOUT_S = 30
 ROWS, TOKENS, RANK = 4, 64, 32
 LOSSES = ("cross_entropy", "importance_sampling", "ppo", "cispo", "dro", "gspo")
@@ -202,7 +203,6 @@ def measured(options: argparse.Namespace) -> dict[str, Any]:
 
 def of_a_fleet(options: argparse.Namespace) -> dict[str, Any]:
     """Of a fleet that is started here, and taken down."""
-    from benchmarks.push import Fleet
     from benchmarks.tinker import BASE, access, settings
     from skyctl.checkpoints.tiny import make_tiny_checkpoint
 

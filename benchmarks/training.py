@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import gc
 import json
 import os
 import shutil
@@ -160,7 +159,6 @@ def main() -> None:
         if not (model / INDEX).exists():
             write_checkpoint(model, options.shape, 1)
         found = {"skyctl": asyncio.run(ours(options, model, options.scratch / "adapter"))}
-        gc.collect()
         found["plain"] = plain(options, model, options.scratch / "adapter")
     finally:
         shutil.rmtree(options.scratch, ignore_errors=True)

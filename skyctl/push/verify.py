@@ -211,19 +211,15 @@ def _digest_of(answers: Sequence[Mapping[str, Any]], rows: Sequence[KnownRows]) 
     for number in others:
         if alike[number] != alike[first]:
             raise Mismatch(f"data-parallel rank {number} holds other weights than rank {first}")
-    if shared_out:  # all of them hold one model
-        whole = [answer for number in sorted(replicas) for answer in replicas[number]]
-        digest, compared = (
-            _combined([str(answer["digest"]) for answer in whole]),
-            compare(rows, whole),
-        )
-    else:
-        each = [compare(rows, replicas[number]) for number in sorted(replicas)]
-        digest, compared = alike[first], min(each, key=lambda one: one.tensors)
+    models = [replicas[number] for number in sorted(replicas)]
+    if shared_out:  # all of them hold one
+        models = [[answer for workers in models for answer in workers]]
+    compared = [compare(rows, workers) for workers in models]
+    digest = _combined([str(answer["digest"]) for answer in models[0]])
     arrangement, version = answers[0].get("arrangement", ""), answers[0].get("digest_version", 0)
     return WeightsDigest(
         arranged(digest, str(arrangement), int(version)),
-        compared,
+        min(compared, key=lambda one: one.tensors),
         numbers={
             int(answer["place"]): answer["numbers"] for answer in answers if answer.get("numbers")
         },

@@ -54,7 +54,7 @@ _EXACT = _group("whole", 0, env={"VLLM_BATCH_INVARIANT": "1"})
 _IPC = (_group("whole", 0), _group("split", 0, 1))
 _NCCL = (_group("whole", 0), _group("split", 1, 2))
 # two data-parallel ranks that hold half of the experts each
-_RANKS = {**_group("ranks", 0, 1, **_EP), "tensor_parallel_size": 1, "data_parallel_size": 2}
+_RANKS = _group("ranks", 0, 1, tensor_parallel_size=1, data_parallel_size=2, **_EP)
 
 CASES = (
     Case("ipc", "dense", "qwen3-0.5b", (*_IPC, _group("fp8", 1, **_FP8)), 2, ("a", "b")),

@@ -59,8 +59,14 @@ async def test_a_digest_that_fails_quarantines_the_server(stubs: Stubs, text: st
 
 @pytest.mark.parametrize(
     "answers",
-    [(), ("not a mapping",), ({},), ({"digest": "ab", "digest_version": "two"},)],
-    ids=["none", "a string", "no digest", "no version"],
+    [
+        (),
+        ("not a mapping",),
+        ({},),
+        ({"digest": "ab", "digest_version": "two"},),
+        ({"digest": "ab", "shares_out": True},),
+    ],
+    ids=["none", "a string", "no digest", "no version", "none of what ranks share"],
 )
 async def test_an_answer_of_another_shape_is_no_digest(answers: tuple[Any, ...]) -> None:
     with pytest.raises(ServerError, match="not understood"):
