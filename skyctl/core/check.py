@@ -11,6 +11,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 
 from skyctl.checkpoints.mistaken import mistaken_for
@@ -24,8 +25,10 @@ from skyctl.fleetfile.schema import FleetConfig
 from skyctl.fleetfile.yaml_source import YamlSource, read_yaml
 from skyctl.launch import HOSTS
 from skyctl.launch.base import Gpu, Host
+from skyctl.launch.local.devices import discover_gpus, visible_gpus
 
 _IMPORT_TIMEOUT_S = 20.0
+_DEVICE = "correct `tinker: device`; cpu always works"
 
 
 @dataclass(frozen=True)
@@ -69,6 +72,7 @@ def check_plan(
         *_check_interpreter(plan),
         *_check_arguments(plan, file, arguments),
         *_check_tinker(plan),
+        *_check_trainer(plan, discover or discover_gpus),
         *(Problem(*found) for found in check_machines(plan, own_ports)),
     ]
 
@@ -277,6 +281,20 @@ def _check_tinker(plan: FleetPlan) -> Iterator[Problem]:
             tinker.context_of(plan.model_path)
         except SkyctlError as error:
             yield Problem(error.message, error.hint)
+
+
+def _check_trainer(plan: FleetPlan, discover: Callable[[], Sequence[Gpu]]) -> Iterator[Problem]:
+    """It computes on this machine, wherever the servers are."""
+    section = plan.config.tinker
+    if section is None or section.gpu is None:
+        return
+    device = f"tinker.device {section.device}"
+    count = len(visible_gpus(discover(), os.environ))
+    if section.gpu >= count:
+        there = f"cuda:0 to cuda:{count - 1}" if count else "none (nvidia-smi)"
+        yield Problem(f"{device}: this machine has no such GPU; there are: {there}", _DEVICE)
+    if _installed("torch") and version("torch").endswith("+cpu"):
+        yield Problem(f"{device}: the installed torch {version('torch')} is for CPUs", _DEVICE)
 
 
 def _installed(module: str) -> bool:

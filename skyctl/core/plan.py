@@ -99,7 +99,7 @@ class RouterSpec(FrontSpec):
 class FleetPlan:
     """A fleet ready to start. `device` is resolved; `model_path` is absolute or a hub id.
 
-    `free_gpus` are GPUs the fleet may use and no server does: a push's sender can run there.
+    `free_gpus` are GPUs the fleet may use and nothing of it does: a push's sender can run there.
     `warm_sender` is the memory of one that waits for the first push.
     """
 
@@ -219,9 +219,9 @@ class _Planner:
         self.own_python = python
         self.python = interpreter(config.python, base_dir) if config.python else python
         self.replicas = expand_replicas(config)
-        here = Machine(None, tuple(visible_gpus(gpus, environ)), tuple(cpus), next_port)
+        self.here = Machine(None, tuple(visible_gpus(gpus, environ)), tuple(cpus), next_port)
         self.remote = bool(machines)
-        self.machines = tuple(machines) or (here,)
+        self.machines = tuple(machines) or (self.here,)
         visible = all(machine.gpus for machine in self.machines)
         self.device: Device = (
             ("cuda" if visible else "cpu") if config.device == "auto" else config.device
@@ -239,7 +239,7 @@ class _Planner:
         placed = place_replicas(
             self.replicas,
             self.machines,
-            allowed=config.gpus,
+            allowed=self._allowed_gpus(),
             on_gpus=on_gpus,
             share=config.share_gpus,
         )
@@ -263,18 +263,36 @@ class _Planner:
             servers=servers,
             router=router,
             config=config,
-            warnings=plan_warnings(config, launches, sum(len(one.cpus) for one in self.machines)),
+            warnings=plan_warnings(
+                config,
+                launches,
+                sum(len(one.cpus) for one in self.machines),
+                None if self.remote else self._trainer_gpu(),
+            ),
             base_dir=self.base_dir,
             python=self.python,
             free_gpus=free,
             tinker=self._tinker(router or servers[0]),
         )
 
+    def _allowed_gpus(self) -> Sequence[int] | None:
+        """Those of the file, else all but the trainer's; None is all."""
+        trainer = self._trainer_gpu()
+        if self.config.gpus is not None or trainer is None or self.remote:
+            return self.config.gpus
+        return [gpu.index for gpu in self.here.gpus if gpu.index != trainer]
+
+    def _trainer_gpu(self) -> int | None:
+        """The GPU of this machine that the Tinker API trains on."""
+        number = self.config.tinker.gpu if self.config.tinker else None
+        visible = self.here.gpus
+        return None if number is None or number >= len(visible) else visible[number].index
+
     def _free_gpus(self, placed: Sequence[Place]) -> tuple[int, ...]:
         """Those that no server uses. Only of this machine: a push's sender runs here."""
-        used = {gpu for place in placed for gpu in place.gpus}
+        used = {gpu for place in placed for gpu in place.gpus} | {self._trainer_gpu()}
         gpus = self.config.gpus
-        allowed = [gpu.index for gpu in self.machines[0].gpus] if gpus is None else gpus
+        allowed = [gpu.index for gpu in self.here.gpus] if gpus is None else gpus
         return tuple(gpu for gpu in allowed if gpu not in used)
 
     def _launch(
@@ -374,7 +392,9 @@ class _Planner:
             key_source=self.config.api_key_env or ("file" if self.config.auth == "all" else None),
         )
         argv = (self.own_python, "-m", "skyctl.tinker", settings.argument())
-        return FrontSpec(argv, {}, section.host, section.port)
+        # numbered as nvidia-smi does, and the servers
+        env = {} if section.gpu is None else {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+        return FrontSpec(argv, env, section.host, section.port)
 
     def _with_absolute_paths(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
         """Values written like relative paths (`./chat.jinja`) are relative to the fleet file."""

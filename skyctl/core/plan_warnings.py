@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from skyctl.engines import ENGINES
 from skyctl.engines.base import ServerLaunch
@@ -25,7 +25,10 @@ class PlanWarning(str):
 
 
 def plan_warnings(
-    config: FleetConfig, launches: Sequence[ServerLaunch], cpu_count: int
+    config: FleetConfig,
+    launches: Sequence[ServerLaunch],
+    cpu_count: int,
+    trainer_gpu: int | None = None,
 ) -> tuple[PlanWarning, ...]:
     """One line per thing to look at, in the order of the fleet file. `cpu_count` 0 is unknown."""
     engine = ENGINES[config.engine]
@@ -35,21 +38,26 @@ def plan_warnings(
         *(PlanWarning(*found) for found in engine.warnings(launches, config.share_gpus)),
         *_core_warnings(launches, cpu_count),
         *_router_warnings(config),
-        *_tinker_warnings(config),
+        *_tinker_warnings(config, launches, trainer_gpu),
     )
 
 
-def _tinker_warnings(config: FleetConfig) -> list[PlanWarning]:
+def _tinker_warnings(
+    config: FleetConfig, launches: Sequence[ServerLaunch], trainer_gpu: int | None
+) -> Iterator[PlanWarning]:
     tinker = config.tinker
-    if tinker is None or is_loopback(tinker.host):
-        return []
-    return [
-        PlanWarning(
+    if tinker is not None and not is_loopback(tinker.host):
+        yield PlanWarning(
             f"tinker.host {tinker.host}: its key and the training data cross the network "
             "unencrypted; whoever reads the key can train, sample and delete checkpoints",
             "leave `tinker: host` out (127.0.0.1), and reach it through a tunnel or a TLS proxy",
         )
-    ]
+    if tinker is not None and any(trainer_gpu in launch.gpus for launch in launches):
+        yield PlanWarning(
+            f"tinker.device {tinker.device}: servers use that GPU, too",
+            "lower their `gpu-memory-utilization`, and run `skyctl sleep` before each training "
+            "step and `skyctl wake` after it; or name another GPU",
+        )
 
 
 def _server_warnings(config: FleetConfig, device: str, backend: str) -> list[PlanWarning]:

@@ -322,8 +322,10 @@ class TinkerSection(_Section):
     storage: str | None = Field(
         None, description="Directory of runs and checkpoints; in the fleet's own when absent."
     )
-    device: str = Field(
-        "cpu", description="Where the trainer computes: cpu, cuda or cuda:N, a GPU of its own."
+    device: Annotated[str, Field(pattern=r"^(cpu|cuda(:\d+)?)$")] = Field(
+        "cpu",
+        description="Where the trainer computes: cpu, cuda or cuda:N. No server gets that GPU, "
+        "unless `gpus` lists it.",
     )
     dtype: Literal["float32", "bfloat16"] = Field(
         "float32", description="Of the frozen base model; adapters train in float32."
@@ -354,6 +356,12 @@ class TinkerSection(_Section):
         """`gradient_checkpointing`, or its default for the device."""
         chosen = self.gradient_checkpointing
         return self.device != "cpu" if chosen is None else chosen
+
+    @property
+    def gpu(self) -> int | None:
+        """Which of the visible GPUs `device` is; None on CPU."""
+        kind, _, number = self.device.partition(":")
+        return int(number or 0) if kind == "cuda" else None
 
 
 class DiscoverySection(_Section):

@@ -7,12 +7,19 @@ that answer something now stay.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from skyctl.adapters import LoadAdapter, UnloadAdapter
-from skyctl.errors import ConflictError, FleetDownError, NotFoundError
+from skyctl.errors import (
+    ConflictError,
+    DeadlineExceeded,
+    FleetDownError,
+    NotFoundError,
+    SkyctlError,
+)
 from skyctl.generate.requests import GenerationClient
 from skyctl.service.endpoint import find_endpoint
 from skyctl.tinker.sampling import COMPLETIONS
@@ -20,6 +27,9 @@ from skyctl.tinker.weights import PREFIX, ServedWeights, patiently
 
 if TYPE_CHECKING:
     from skyctl.core.service import FleetService
+
+T = TypeVar("T")
+_LOOK_S = 0.5
 
 
 class FleetServers:
@@ -46,8 +56,12 @@ class FleetServers:
         self._freed = asyncio.Event()
 
     async def complete(self, body: Mapping[str, Any], weights: str | None) -> dict[str, Any]:
-        """See `Servers`. A server that dies or is paused makes it wait, not fail."""
-        return await self._weights.answer(weights, lambda: self._client.ask(COMPLETIONS, body))
+        """See `Servers`. A server that dies, sleeps or is paused makes it wait, not fail."""
+
+        async def ask() -> dict[str, Any]:
+            return await self._client.ask(COMPLETIONS, body)
+
+        return await self._awake(lambda: self._weights.answer(weights, ask))
 
     def leaving(self, directory: str) -> AbstractAsyncContextManager[None]:
         """See `Servers`."""
@@ -60,9 +74,8 @@ class FleetServers:
             async with self._changing:
                 if name not in self._loaded:
                     # without a supervisor too: the next one takes the servers over
-                    await patiently(
-                        lambda: self._place(name, directory), ConflictError, FleetDownError
-                    )
+                    place = partial(self._place, name, directory)
+                    await self._awake(lambda: patiently(place, ConflictError, FleetDownError))
                     self._unwanted.discard(name)
                     self._loaded[name] = 0
         self._loaded[name] = self._loaded.pop(name) + 1
@@ -88,6 +101,27 @@ class FleetServers:
         for adapter in await self._fleet.adapters():
             if adapter.name.startswith(PREFIX):
                 self._loaded[adapter.name] = 0
+
+    async def _awake(self, ask: Callable[[], Awaitable[T]]) -> T:
+        """What `ask` comes to, once servers are awake, where it failed while they slept: however
+        long a trainer needs their memory."""
+        while True:
+            try:
+                return await ask()
+            except SkyctlError as error:
+                if getattr(error, "status", None) == 400 or not await self._slept():
+                    raise
+
+    async def _slept(self) -> bool:
+        """Wait while servers sleep and none is ready; False where that is not so."""
+        slept = False
+        while True:
+            status = await patiently(self._fleet.status, FleetDownError, DeadlineExceeded)
+            states = {replica.state for replica in status.replicas}
+            if "asleep" not in states or "ready" in states:
+                return slept
+            slept = True
+            await asyncio.sleep(_LOOK_S)
 
     async def _make_room(self) -> None:
         for name in self._unwanted - self._loaded.keys():

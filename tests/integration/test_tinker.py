@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import TimeoutError as FutureTimeout
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +109,30 @@ def test_vllm_samples_what_the_sdk_trained(addressed: FleetCli) -> None:
         assert list(greedy(base, row[:4]).tokens) == list(before.tokens)
         forward = trainer.forward([datum(full)], "cross_entropy").result(timeout=120)
         assert list(forward.loss_fn_outputs[0]["logprobs"].data) == list(own["logprobs"].data)
+
+
+def test_a_sample_waits_until_servers_are_awake(addressed: FleetCli) -> None:
+    fleet = addressed
+    with tinker.ServiceClient() as client:
+        trainer = client.create_lora_training_client(base_model=BASE, rank=8, seed=3).result()
+        row = trainer.get_tokenizer().encode(SENTENCE)
+        trainer.forward_backward([datum(row)], "cross_entropy")
+        trainer.optim_step(types.AdamParams(learning_rate=5e-3)).result()
+        loaded = trainer.save_weights_and_get_sampling_client().result()
+        before = greedy(loaded, row[:4])
+        fleet.run("sleep")
+        trainer.forward_backward([datum(row)], "cross_entropy")  # meanwhile
+        trainer.optim_step(types.AdamParams(learning_rate=5e-3)).result()
+        new = trainer.save_weights_and_get_sampling_client().result()
+        prompt = types.ModelInput.from_ints(row[:4])
+        asked = [sampler.sample(prompt, 1, params(20)) for sampler in (loaded, new)]
+        with pytest.raises(FutureTimeout):
+            asked[0].result(timeout=40)  # longer than a request is tried again
+        assert not asked[1].done()
+        fleet.run("wake")
+        answers = [future.result(timeout=120).sequences[0] for future in asked]
+        assert list(answers[0].tokens) == list(before.tokens)
+        assert agrees_with_trainer(new, row[:4], answers[1])
 
 
 @pytest.mark.parametrize(

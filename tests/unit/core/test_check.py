@@ -105,6 +105,34 @@ def test_what_the_tinker_api_lacks_is_said_before_anything_is_started(
     assert "needs a router" in message
 
 
+@pytest.mark.parametrize(
+    ("device", "there", "said"),
+    [
+        ("cuda", 0, "no such GPU; there are: none (nvidia-smi)"),
+        ("cuda:2", 2, "no such GPU; there are: cuda:0 to cuda:1"),
+        ("cuda:1", 2, ""),
+        ("cpu", 0, ""),
+    ],
+)
+def test_a_gpu_that_the_trainer_does_not_find_is_named(
+    base_dir: Path,
+    interpreter: str,
+    monkeypatch: pytest.MonkeyPatch,
+    device: str,
+    there: int,
+    said: str,
+) -> None:
+    monkeypatch.setattr("skyctl.core.tinker.MODULES", ())
+    monkeypatch.setattr("skyctl.core.check.version", lambda name: "2.11.0+cu130")
+    config: dict[str, Any] = {
+        "tinker": {"port": free_port("127.0.0.1"), "device": device},
+        "lora": {"max_rank": 32},
+        "args": {"max-model-len": 512},
+    }
+    found = problems(plan(base_dir, interpreter, device="cpu", **config), gpus(there))
+    assert found == ([f"tinker.device {device}: this machine has {said}"] if said else [])
+
+
 @pytest.fixture
 def taken() -> Iterator[int]:
     with socket.socket() as listener:

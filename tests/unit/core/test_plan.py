@@ -275,6 +275,24 @@ def test_gpus_of_the_file_and_of_the_environment_limit_the_choice() -> None:
     assert nothing_visible.device == "cpu"
 
 
+@pytest.mark.parametrize(
+    ("config", "used", "free", "shared"),
+    [
+        ({"tinker": {"device": "cuda"}}, [(1,), (2,)], (3,), False),
+        ({"tinker": {"device": "cuda:3"}}, [(0,), (1,)], (2,), False),
+        ({"tinker": {"device": "cuda:3"}, "gpus": [2, 3]}, [(2,), (3,)], (), True),
+        ({"tinker": {"device": "cpu"}}, [(0,), (1,)], (2, 3), False),
+    ],
+)
+def test_no_server_and_no_sender_gets_the_trainers_gpu_unasked(
+    config: dict[str, Any], used: list[tuple[int, ...]], free: tuple[int, ...], shared: bool
+) -> None:
+    planned = plan(replicas=2, device="cuda", lora={"max_rank": 32}, machine_gpus=gpus(4), **config)
+    assert [server.gpus for server in planned.servers] == used
+    assert planned.free_gpus == free
+    assert any("servers use that GPU, too" in line for line in planned.warnings) is shared
+
+
 def test_a_server_short_of_gpus_sees_only_what_it_got() -> None:
     planned = plan(machine_gpus=gpus(1), replicas=2)
     assert planned.servers[1].gpus == ()
