@@ -1,8 +1,8 @@
 """What servers must hold after a push, from the bytes that were read: a number per parameter.
 
-Each parameter is built once from the sender's own chunks, as a worker's program says, and numbered
-where it lies. A worker that holds the same numbers (`engines/vllm/inside/device_digest.py`) holds
-the checkpoint, every byte of it.
+A parameter that lies in a chunk as it will lie in a worker is numbered there; others are built
+first from the sender's own chunks, as the worker's program says. A worker that holds the same
+numbers (`engines/vllm/inside/device_digest.py`) holds the checkpoint, every byte of it.
 """
 
 from __future__ import annotations
@@ -20,13 +20,19 @@ _BATCH_BYTES = 256 * 1024 * 1024
 class Numbering:
     """Numbers of the parameters of several programs. Chunks are added once each, in any order.
 
-    Extra memory on the GPU: a batch of parameters, at least the largest one, and those whose bytes
-    are not all there yet.
+    Extra memory on the GPU, where parameters must be built: a batch of them, at least the largest
+    one, and those whose bytes are not all there yet. It is taken at once: allocating beside copies
+    from the host holds these up.
     """
 
     def __init__(self, programs: Sequence[Program], device: int | str) -> None:
         self._device = device
         self._programs = [_Unfinished(program) for program in programs]
+        if largest := max((program.largest_built for program in self._programs), default=0):
+            import torch
+
+            # given back at once: to torch, which cuts what follows out of it
+            torch.empty(max(_BATCH_BYTES, largest), dtype=torch.uint8, device=device)
 
     def add(self, chunk: int, octets: Any) -> list[dict[str, int]]:
         """Numbers of the parameters that this chunk completes, per program. Returns when the
@@ -42,15 +48,20 @@ class Numbering:
         from skyctl.engines.vllm.inside.layout_copy import copy_runs
 
         numbers: dict[str, int] = {}
+        there: dict[str, Any] = {}
         batch: dict[str, Any] = {}
         for parameter, copies in program.copies_of(chunk):
+            if program.lies_whole(parameter):
+                begin = copies[0].source
+                there[program.name(parameter)] = octets[begin : begin + copies[0].row]
+                continue
             built = program.built(parameter, self._device)
             copy_runs(copies, octets, {parameter: built})
             if program.complete(parameter, copies):
                 batch[program.name(parameter)] = built
                 if sum(tensor.numel() for tensor in batch.values()) >= _BATCH_BYTES:
                     numbers |= _numbered(batch)
-        return numbers | _numbered(batch)
+        return numbers | _numbered(batch) | _numbered(there)
 
 
 class _Unfinished:
@@ -65,6 +76,18 @@ class _Unfinished:
             of_chunk = self._copies.setdefault(copy.chunk, {})
             of_chunk.setdefault(copy.parameter, []).append(copy)
             self._left[copy.parameter] += copy.rows * copy.row
+        sizes = list(map(_bytes_of, program.parameters))
+        self._whole = {
+            copy.parameter
+            for copy in program.copies
+            if copy.rows == 1 and copy.row == sizes[copy.parameter]
+        }
+        built = (size for place, size in enumerate(sizes) if place not in self._whole)
+        self.largest_built = max(built, default=0)
+
+    def lies_whole(self, parameter: int) -> bool:
+        """It is one run of one chunk."""
+        return parameter in self._whole
 
     def name(self, parameter: int) -> str:
         return self._program.parameters[parameter][0]
@@ -77,8 +100,7 @@ class _Unfinished:
         import torch
 
         if parameter not in self._building:
-            _, dtype, shape = self._program.parameters[parameter]
-            size = prod(shape) * getattr(torch, dtype).itemsize
+            size = _bytes_of(self._program.parameters[parameter])
             self._building[parameter] = torch.zeros(size, dtype=torch.uint8, device=device)
         return self._building[parameter]
 
@@ -89,6 +111,13 @@ class _Unfinished:
             return False
         del self._building[parameter]
         return True
+
+
+def _bytes_of(parameter: tuple[str, str, tuple[int, ...]]) -> int:
+    import torch
+
+    _, dtype, shape = parameter
+    return prod(shape) * int(getattr(torch, dtype).itemsize)
 
 
 def _numbered(batch: dict[str, Any]) -> dict[str, int]:

@@ -1,0 +1,130 @@
+"""What staging a checkpoint takes on a GPU: the reader alone, beside the look for NaN,
+beside the numbers that servers must come to, and both, as in a push.
+
+    python -m benchmarks.stage CHECKPOINT [--runs 7] [--threads 12 16] [--piece-mib 4 8]
+
+In one process, as the sender does it: files opened, slots allocated, chunks of 1 GiB filled and
+looked through. Medians in milliseconds; `tail` is from the last chunk looked through to the last one
+reported; `own` the process's CPU time. Writes nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+import time
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from skyctl.checkpoints.checkpoint import read_checkpoint
+from skyctl.engines.vllm.inside.layout_wire import Copy, Program
+from skyctl.transfer.gpu import reader as gpu_reader
+from skyctl.transfer.gpu.carrier import GpuCarrier
+from skyctl.transfer.pace import Pace
+from skyctl.transfer.plan import ChunkPlan, plan_chunks
+from skyctl.transfer.reader import Filled, Piece, ShardFiles
+
+CHUNK_BYTES = 1 << 30
+
+
+def program_of(plan: ChunkPlan) -> Program:
+    """As of a server whose parameters are the checkpoint's tensors."""
+    parameters, copies = [], []
+    for chunk in plan.chunks:
+        for placed in chunk.placed:
+            tensor = placed.tensor
+            run = (1, tensor.nbytes, placed.offset, 0, 0, 0)
+            copies.append(Copy(chunk.index, len(parameters), *run))
+            parameters.append((tensor.name, "uint8", (tensor.nbytes,)))
+    return Program("", tuple(parameters), tuple(copies))
+
+
+def stage(
+    carrier: GpuCarrier, shards: Any, plan: ChunkPlan, *, scan: bool, program: Program | None
+) -> dict[str, float]:
+    """One push's staging, in milliseconds."""
+    cpu, began = time.process_time(), time.perf_counter()
+    files = ShardFiles(shards)
+    opened = time.perf_counter()
+    chunks = [
+        [
+            Piece(p.tensor.shard, p.tensor.begin, p.tensor.nbytes, p.offset, p.tensor.dtype * scan)
+            for p in chunk.placed
+        ]
+        for chunk in plan.chunks
+    ]
+    chunk_reader = carrier.open_reader(
+        files, chunks, slots=2, slot_bytes=plan.slot_bytes, threads=8, pace=Pace()
+    )
+    if program is not None:
+        carrier.number([program])
+    allocated = time.perf_counter()
+    read: list[float] = []
+    mirror = carrier.slots.mirror
+    carrier.slots.mirror = lambda slot: (read.append(time.perf_counter()), mirror(slot))[1]  # type: ignore[method-assign,func-returns-value]
+    chunk_reader._after_fill = carrier.slots.mirror
+
+    def filled(chunk: Filled) -> None:
+        carrier.numbers(chunk.chunk, chunk.slot)
+
+    chunk_reader.run(filled)
+    ended = time.perf_counter()
+    carrier.rest()
+    files.close()
+    return {
+        "open": (opened - began) * 1e3,
+        "allocate": (allocated - opened) * 1e3,
+        "read": (ended - allocated) * 1e3,
+        "tail": (ended - read[-1]) * 1e3,
+        "whole": (ended - began) * 1e3,
+        "own": (time.process_time() - cpu) * 1e3,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
+    parser.add_argument("checkpoint", type=Path)
+    parser.add_argument("--runs", type=int, default=7)
+    parser.add_argument("--threads", type=int, nargs="*", default=[gpu_reader.THREADS])
+    parser.add_argument("--depth", type=int, nargs="*", default=[gpu_reader.DEPTH])
+    parser.add_argument("--piece-mib", type=int, nargs="*", default=[4])
+    parser.add_argument("--switch-us", type=int, nargs="*", default=[5000])
+    options = parser.parse_args()
+    checkpoint = read_checkpoint(str(options.checkpoint))
+    plan = plan_chunks(checkpoint.tensors, CHUNK_BYTES)
+    program = program_of(plan)
+    print(
+        f"{plan.total_bytes / 1e9:.1f} GB, {len(plan.tensors)} tensors, {os.cpu_count()} processors"
+    )
+    for threads, depth, piece, switch in product(
+        options.threads, options.depth, options.piece_mib, options.switch_us
+    ):
+        sys.setswitchinterval(switch / 1e6)
+        gpu_reader.PIECE_BYTES = piece << 20
+        gpu_reader.DEPTH = depth
+        carrier = GpuCarrier([0], [])
+        carrier._reader.close()
+        carrier._reader = gpu_reader.DeviceReader(0, threads=threads)
+        print(f"threads {threads}, depth {depth}, piece {piece} MiB, switch {switch} us")
+        for name, scan, numbered in (
+            ("alone", False, None),
+            ("finite", True, None),
+            ("numbers", False, program),
+            ("both", True, program),
+        ):
+            seen = [
+                stage(carrier, checkpoint.shards, plan, scan=scan, program=numbered)
+                for _ in range(options.runs + 1)
+            ][1:]
+            medians = {key: statistics.median(run[key] for run in seen) for key in seen[0]}
+            rate = plan.total_bytes / medians["read"] / 1e6
+            row = "  ".join(f"{key} {value:6.1f}" for key, value in medians.items())
+            print(f"  {name:8} {row}  {rate:5.1f} GB/s", flush=True)
+        carrier.close()
+
+
+if __name__ == "__main__":
+    main()
