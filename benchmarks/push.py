@@ -263,14 +263,16 @@ def native_pushes(
     fleet: Fleet, checkpoints: list[Path], options: argparse.Namespace
 ) -> dict[str, Any]:
     """vLLM's own sender on the first server, from a GPU of its own for NCCL."""
-    device = options.servers * options.tensor_parallel_size if options.transport == "nccl" else 0
+    servers = options.gpus or range(options.servers * options.tensor_parallel_size)
+    own = next(gpu for gpu in range(len(servers) + 1) if gpu not in servers)
+    device = own if options.transport == "nccl" else servers[0]
     done = subprocess.run(
         [
             *(sys.executable, "-m", "benchmarks.native_sender"),
             *("--backend", options.transport, "--url", fleet.urls[0]),
             *("--device", f"cuda:{device}"),
             *("--world-size", str(options.tensor_parallel_size)),
-            *("--runs", str(options.runs), "--warmups", str(options.warmups)),
+            *("--runs", str(options.native_runs), "--warmups", "1"),
             *map(str, checkpoints),
         ],
         env={**os.environ, "BENCHMARK_TOKEN": control_token(fleet)},
@@ -379,7 +381,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--name", default="", help="of the result")
     parser.add_argument("--label", default="", help="more of the result's file name")
-    parser.add_argument("--no-native", action="store_true")
+    parser.add_argument("--native-runs", type=int, default=5, help="of vLLM's own sender; 0: none")
     parser.add_argument("--keep-up", action="store_true", help="leave the fleet running")
     parser.add_argument("--phase", choices=["all", "up", "push", "down"], default="all")
     options = parser.parse_args()
@@ -401,7 +403,7 @@ def main() -> None:
             checkpoint = checkpoints[(options.warmups + options.runs + 1 + number) % 2]
             serving[rate] = serving_ratio(fleet, checkpoint, options, *more)
         native: dict[str, Any] = {"runs_s": [], "vllm": ""}
-        if not options.no_native:
+        if options.native_runs:
             native = native_pushes(fleet, checkpoints, options)
         save(record(options, pushes, native, serving), options.label, options.out)
     finally:

@@ -32,7 +32,7 @@ SCRATCH = Path("/dev/shm/skyctl-bench")
 GIB = 1 << 30
 GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 2, 4, 16]}
 UP_TIMEOUT_S = 240
-PUSH_TIMEOUT_S = 120
+PUSH_TIMEOUT_S = 200
 WRITE_TIMEOUT_S = 150
 
 
@@ -116,8 +116,7 @@ class Suite:
             command += ["--answers", str(SCRATCH / f"fleet-{figure.same_as}" / "answers.json")]
         if figure.reference and phase == "up":
             command += ["--reference", *map(str, figure.reference)]
-        if not self._options.native:
-            command += ["--no-native"]
+        command += ["--native-runs", str(self._options.native_runs)]
         try:
             done = subprocess.run(
                 command,
@@ -203,7 +202,7 @@ def main() -> None:
     parser.add_argument("--only", default="", help="names, separated by commas")
     parser.add_argument("--runs", type=int, default=7)
     parser.add_argument("--warmups", type=int, default=3)
-    parser.add_argument("--native", action="store_true", help="vLLM's own sender, too")
+    parser.add_argument("--native-runs", type=int, default=0, help="of vLLM's own sender, too")
     parser.add_argument("--deadline-s", type=float, default=1e9)
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)

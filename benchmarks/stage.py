@@ -4,8 +4,8 @@ beside the numbers that servers must come to, and both, as in a push.
     python -m benchmarks.stage CHECKPOINT [--runs 7] [--threads 12 16] [--piece-mib 4 8]
 
 In one process, as the sender does it: files opened, slots allocated, chunks of 1 GiB filled and
-looked through. Medians in milliseconds; `tail` is from the last chunk looked through to the last one
-reported; `own` the process's CPU time. Writes nothing.
+looked through. Medians in milliseconds; `tail` is from the last chunk looked through to its report,
+`own` the CPU time of the process. Writes nothing.
 """
 
 from __future__ import annotations

@@ -31,8 +31,9 @@ class Numbering:
         if largest := max((program.largest_built for program in self._programs), default=0):
             import torch
 
-            # given back at once: to torch, which cuts what follows out of it
-            torch.empty(max(_BATCH_BYTES, largest), dtype=torch.uint8, device=device)
+            # given back at once: to torch, which cuts what follows out of them
+            sizes = (largest, max(largest, _BATCH_BYTES))
+            _ = [torch.empty(size, dtype=torch.uint8, device=device) for size in sizes]
 
     def add(self, chunk: int, octets: Any) -> list[dict[str, int]]:
         """Numbers of the parameters that this chunk completes, per program. Returns when the
