@@ -102,6 +102,10 @@ def _table(status: FleetStatus) -> RenderableType:
         gpus = [",".join(map(str, replica.gpus)) for replica in status.replicas]
         gpus += [""] * len(status.fronts)
         rows = [[*row, cell] for row, cell in zip(rows, gpus, strict=True)]
+    if any(replica.role for replica in status.replicas):
+        columns.append("ROLE")
+        roles = [replica.role for replica in status.replicas] + [""] * len(status.fronts)
+        rows = [[*row, cell] for row, cell in zip(rows, roles, strict=True)]
     if any(replica.node for replica in status.replicas):
         columns.append("NODE")
         nodes = [replica.node or "" for replica in status.replicas] + [""] * len(status.fronts)

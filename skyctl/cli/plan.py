@@ -120,7 +120,8 @@ def _commands(planned: FleetPlan) -> list[Text]:
 
     texts = [_command(server.name, server.to_json()) for server in planned.servers]
     if planned.router is not None:
-        workers = " ".join(routing(planned.config.engine).workers(["…"]))
+        roles = dict.fromkeys(server.role for server in planned.servers)
+        workers = " ".join(routing(planned.config.engine).workers({role: ["…"] for role in roles}))
         texts.append(_command("router", planned.router.to_json(), more=workers))
     if planned.tinker is not None:
         texts.append(_command("tinker", planned.tinker.to_json()))

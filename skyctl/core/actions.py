@@ -51,6 +51,7 @@ async def pause(
     read_back_timeout_s: float = READ_BACK_TIMEOUT_S,
 ) -> list[Outcome[None]]:
     """Pause every server, each within `timeout_s` seconds; outcomes in the order of `targets`.
+    Prefill servers are paused before the others.
 
     When some servers paused and some did not, those that this call paused are resumed again
     (status rolled-back), unless `keep_partial`. A server that was paused before stays paused.
@@ -66,7 +67,7 @@ async def pause(
         await server.pause(mode, clear_cache=clear_cache)
         mine.paused_now = True
 
-    outcomes = await fan_out(targets, one, timeout_s=timeout_s)
+    outcomes = await _in_turn(targets, one, timeout_s=timeout_s)
     outcomes = await _each(
         targets,
         outcomes,
@@ -132,7 +133,7 @@ async def sleep(
         return False, "paused, and not known to be asleep"
 
     _require_sleep(targets)
-    outcomes = await fan_out(
+    outcomes = await _in_turn(
         targets,
         lambda t: engines.server(client, t, timeout_s=timeout_s).sleep(level),
         timeout_s=timeout_s,
@@ -143,6 +144,22 @@ async def sleep(
     if device != "cpu":
         return outcomes
     return [_also(o, CPU_SLEEP_DETAIL) if o.ok else o for o in outcomes]
+
+
+async def _in_turn(
+    targets: Sequence[ServerTarget],
+    call: Callable[[ServerTarget], Awaitable[T]],
+    *,
+    timeout_s: float,
+) -> list[Outcome[T]]:
+    """Call prefill servers, then the others: one answers when decode servers, which run on, have
+    fetched the KV cache that waits there."""
+    found: dict[str, Outcome[T]] = {}
+    for first in (True, False):
+        part = [target for target in targets if (target.role == "prefill") is first]
+        for outcome in await fan_out(part, call, timeout_s=timeout_s) if part else ():
+            found[outcome.server] = outcome
+    return [found[target.name] for target in targets]
 
 
 def _require_sleep(targets: Sequence[ServerTarget]) -> None:

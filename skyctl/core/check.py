@@ -245,9 +245,9 @@ def _check_gpu_count(name: str, gpus: Sequence[int], world_size: int) -> Iterato
 
 def _check_interpreter(plan: FleetPlan) -> Iterator[Problem]:
     engine, backend = ENGINES[plan.config.engine], plan.servers[0].backend
-    modules = engine.modules(plan.device, plan.router is not None, backend)
+    modules = engine.modules(plan.device, plan.router is not None, backend, plan.config.pairs)
     if plan.servers[0].node is not None:  # only the router runs here
-        servers = engine.modules(plan.device, False, backend)
+        servers = engine.modules(plan.device, False, backend, False)
         modules = {name: hint for name, hint in modules.items() if name not in servers}
     if plan.python == sys.executable:
         missing = [name for name in modules if importlib.util.find_spec(name) is None]

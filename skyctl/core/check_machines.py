@@ -21,7 +21,7 @@ def check_machines(plan: FleetPlan, own_ports: Collection[int]) -> Iterator[tupl
     if not servers:
         return
     engine = ENGINES[plan.config.engine]
-    modules = engine.modules(plan.device, False, plan.servers[0].backend)
+    modules = engine.modules(plan.device, False, plan.servers[0].backend, False)
     paths = [plan.model_path] if Path(plan.model_path).is_absolute() else []
     questions = []
     for here in servers.values():

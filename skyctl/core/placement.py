@@ -16,7 +16,8 @@ from skyctl.launch.base import Cpu, Machine
 @dataclass(frozen=True)
 class Replica:
     """One replica with its group's settings laid over the fleet's. `args` have normalised names;
-    `gpus` and `port` are what the file asks for, None where it leaves them to us."""
+    `gpus` and `port` are what the file asks for, None where it leaves them to us. `role` is prefill
+    or decode, "" for a server that does both."""
 
     name: str
     args: dict[str, Any]
@@ -26,6 +27,7 @@ class Replica:
     tensor_parallel_size: int
     pipeline_parallel_size: int
     data_parallel_size: int
+    role: str = ""
 
     @property
     def world_size(self) -> int:
@@ -46,7 +48,7 @@ def expand_replicas(config: FleetConfig) -> list[Replica]:
     numbers: Counter[str] = Counter()
     replicas: list[Replica] = []
     for group in groups:
-        prefix = group.name or config.name
+        prefix = group.name or "-".join(filter(None, (config.name, group.role)))
         for index in range(group.count):
             name = f"{prefix}-{numbers[prefix]}"
             numbers[prefix] += 1
@@ -70,6 +72,7 @@ def _replica(
         tensor_parallel_size=group.tensor_parallel_size or config.tensor_parallel_size,
         pipeline_parallel_size=group.pipeline_parallel_size or config.pipeline_parallel_size,
         data_parallel_size=group.data_parallel_size or config.data_parallel_size,
+        role=group.role or "",
     )
 
 

@@ -14,8 +14,15 @@ from pydantic import InstanceOf
 from skyctl.core.placement import Place, Replica, expand_replicas, place_replicas
 from skyctl.core.plan_warnings import PlanWarning, plan_warnings
 from skyctl.core.tinker import TinkerSettings, longest
-from skyctl.engines import DEFAULT, ENGINES, routing
-from skyctl.engines.base import AdapterLimits, Device, RouterLaunch, ServerLaunch
+from skyctl.engines import DEFAULT, ENGINES, require, routing
+from skyctl.engines.base import (
+    AdapterLimits,
+    Device,
+    Feature,
+    HandOver,
+    RouterLaunch,
+    ServerLaunch,
+)
 from skyctl.errors import FleetFileError, UsageError
 from skyctl.fleetfile.arguments import merge_arguments, refusals
 from skyctl.fleetfile.schema import FleetConfig, RouterSection, resolve_relative
@@ -35,7 +42,7 @@ class ServerSpec:
     `env` holds only what is added to the inherited environment. `world_size` counts its workers:
     tensor x pipeline x data parallel. `gpus` are physical indices, empty on CPU. `backend` is the
     weight-transfer backend the server is started with, or "" for none; `engine` what it runs.
-    `node` is the machine it runs on, None for this one.
+    `node` is the machine it runs on, None for this one; `role` prefill, decode or "" for both.
     """
 
     name: str
@@ -48,6 +55,7 @@ class ServerSpec:
     backend: str = ""
     engine: str = DEFAULT
     node: Node | None = None
+    role: str = ""
 
     @property
     def url(self) -> str:
@@ -58,6 +66,7 @@ class ServerSpec:
         """All fields and `url`; secrets in `env` are masked."""
         return {
             "name": self.name,
+            "role": self.role,
             "url": self.url,
             "host": self.host,
             "port": self.port,
@@ -321,7 +330,15 @@ class _Planner:
             auth=self.config.auth,
             api_key=api_key,
             adapters=None if lora is None else AdapterLimits(lora.max_adapters, lora.max_rank),
+            hand_over=self._hand_over(replica, place),
         )
+
+    def _hand_over(self, replica: Replica, place: Place) -> HandOver | None:
+        if not replica.role:
+            return None
+        require(self.config.engine, Feature.PAIRS)
+        port = self._port(f"{replica.name}-kv", place.machine.next_port)
+        return HandOver(replica.role, port, self.config.kv_lease_s)
 
     def _server(self, replica: Replica, launch: ServerLaunch, node: Node | None) -> ServerSpec:
         command = self.engine.server_command(launch)
@@ -336,6 +353,7 @@ class _Planner:
             backend=launch.backend,
             engine=self.engine.name,
             node=node,
+            role=replica.role,
         )
 
     def _own_api_key(self) -> str | None:
@@ -361,6 +379,7 @@ class _Planner:
             health_interval_s=section.health_interval_s,
             request_timeout_s=section.request_timeout_s,
             args=self._with_absolute_paths(merge_arguments(section.args)),
+            pairs=self.config.pairs,
         )
         argv = routing(self.engine.name).command(launch)
         return RouterSpec(argv, dict(section.env), launch.host, launch.port, launch.metrics_port)

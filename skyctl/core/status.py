@@ -23,7 +23,7 @@ class ReplicaStatus:
     `restart_reason` says why it was started again, the last of `restarts` times. The token and
     cache fields are counters since the server started. `weight_version` is what this fleet gave it,
     `reported_version` the label that the server itself carries now. `node` is the machine that it
-    and its `pid` are on, None for this one.
+    and its `pid` are on, None for this one. `role` is prefill or decode, "" for one that does both.
     """
 
     name: str
@@ -50,6 +50,7 @@ class ReplicaStatus:
     restart_reason: str = ""
     log_line: str = ""
     node: str | None = None
+    role: str = ""
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,7 @@ class Feature(StrEnum):
     PUSH = "weight pushes"
     ADAPTERS = "LoRA adapters"
     COMPARISON = "comparison of weights with a checkpoint"
+    PAIRS = "prefill and decode servers"
 
 
 class Refusal(StrEnum):
@@ -59,6 +60,19 @@ class AdapterLimits:
 
 
 @dataclass(frozen=True)
+class HandOver:
+    """How a server that prefills gives its KV cache to one that decodes.
+
+    `role` is prefill or decode; `port` is where the others ask it for what they need to fetch a
+    cache, which is kept for `lease_s` seconds where nobody asks.
+    """
+
+    role: str
+    port: int
+    lease_s: int
+
+
+@dataclass(frozen=True)
 class ServerLaunch:
     """What the plan has settled for one server.
 
@@ -67,6 +81,7 @@ class ServerLaunch:
     process will inherit. `own_python`: it runs in skyctl's interpreter, which has skyctl.
     `auth` says which routes ask for a token; `api_key` is the user's key, None for one that skyctl
     makes (`secret`, a placeholder until the spawn). `adapters` None: it takes no LoRA adapters.
+    `hand_over` None: it both prefills and decodes.
     """
 
     python: str
@@ -90,6 +105,7 @@ class ServerLaunch:
     auth: Literal["all", "control", "none"] = "all"
     api_key: str | None = None
     adapters: AdapterLimits | None = None
+    hand_over: HandOver | None = None
 
     @property
     def world_size(self) -> int:
@@ -99,7 +115,8 @@ class ServerLaunch:
 
 @dataclass(frozen=True)
 class RouterLaunch:
-    """What the plan has settled for the router. `args` are the fleet file's."""
+    """What the plan has settled for the router. `args` are the fleet file's. `pairs`: it sends
+    each request to a prefill and a decode server."""
 
     python: str
     host: str
@@ -109,6 +126,7 @@ class RouterLaunch:
     health_interval_s: int
     request_timeout_s: int
     args: Mapping[str, Any]
+    pairs: bool = False
 
 
 @dataclass(frozen=True)
@@ -484,11 +502,12 @@ class Router(Protocol):
 
 @dataclass(frozen=True)
 class Routing:
-    """An engine's router. `command` starts it, but for the workers, which `workers` adds;
+    """An engine's router. `command` starts it, but for the workers, which `workers` adds by their
+    role ("" where one does all); one that routes to pairs takes more of them only as it starts;
     `client` has its routes, `metrics` asks its metrics port; both get a deadline in seconds."""
 
     command: Callable[[RouterLaunch], tuple[str, ...]]
-    workers: Callable[[Sequence[str]], Sequence[str]]
+    workers: Callable[[Mapping[str, Sequence[str]]], Sequence[str]]
     client: Callable[[ControlClient, str, float], Router]
     metrics: Callable[[ControlClient, str, float], Awaitable[RouterMetrics]]
     removal: Callable[[str, str], str]
@@ -515,9 +534,9 @@ class Engine:
     server: Callable[[ControlClient, ServerTarget, float], Server]
     """Its control routes, given each call's deadline in seconds."""
     server_command: Callable[[ServerLaunch], Command]
-    modules: Callable[[Device, bool, str], Mapping[str, str]]
+    modules: Callable[[Device, bool, str, bool], Mapping[str, str]]
     """Python modules that its interpreter must have, and how to get each: given the device, whether
-    there is a router, and the backend."""
+    there is a router, the backend, and whether servers hand over their KV cache."""
     key_variable: str
     closed_variable: str
     packages: tuple[str, ...] = ()

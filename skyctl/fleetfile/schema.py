@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import (
     AfterValidator,
@@ -275,10 +275,20 @@ class LoraSection(_Section):
         return self
 
 
+ServerRole = Literal["prefill", "decode"]
+
+
 class ReplicaGroup(_Section):
     """A group of replicas that differ from the fleet's defaults."""
 
-    name: Name | None = Field(None, description="Replica names start with it (default: fleet's).")
+    name: Name | None = Field(
+        None, description="Replica names start with it (default: the fleet's, and the `role`)."
+    )
+    role: ServerRole | None = Field(
+        None,
+        description="prefill: computes the KV cache of prompts, and hands it over; decode: fetches "
+        "it and generates. A fleet has groups of both, or of neither.",
+    )
     count: Replicas = Field(1, description="Replicas in this group.")
     args: dict[str, ArgValue] = Field(
         default_factory=dict, description="vLLM arguments, over the fleet's `args`."
@@ -413,6 +423,11 @@ class FleetConfig(_Section):
     gpus: list[Count] | None = Field(
         None, description="GPU indices the fleet may use; all when absent."
     )
+    kv_lease_s: Annotated[int, Field(ge=6, le=3600), BeforeValidator(_whole)] = Field(
+        12,
+        description="Seconds for which a prefill server keeps a KV cache that no decode server has "
+        "asked for. Those that wait for room renew it.",
+    )
     share_gpus: bool = Field(
         False, description="Allow several replicas on one GPU (set gpu-memory-utilization)."
     )
@@ -531,6 +546,40 @@ class FleetConfig(_Section):
                 f"transport {self.weight_transfer.transport} works on one machine; with `launcher: "
                 "ssh` each server reads a path that all machines share: leave it out, or write disk"
             )
+        return self
+
+    @property
+    def pairs(self) -> bool:
+        """Whether prompts and answers are computed by different servers."""
+        groups = self.replicas if isinstance(self.replicas, list) else ()
+        return any(group.role for group in groups)
+
+    @model_validator(mode="after")
+    def _pairs_are_whole(self) -> FleetConfig:
+        if not self.pairs:
+            if "kv_lease_s" in self.model_fields_set:
+                raise ValueError("`kv_lease_s` goes with groups that have a `role`")
+            return self
+        assert isinstance(self.replicas, list)
+        roles = {group.role for group in self.replicas}
+        if roles != set(get_args(ServerRole)):
+            lacking = "`role: decode`" if roles == {"prefill"} else "`role: prefill`"
+            lacking = "a `role` in every group" if None in roles else f"a group with {lacking}"
+            raise ValueError(f"prefill and decode servers work in pairs: there must be {lacking}")
+        if self.auth == "all":
+            raise ValueError(
+                "with prefill and decode servers vllm-router sends no client's key on, and asks "
+                "for none: write `auth: control` (inference asks for nothing)"
+            )
+        if isinstance(self.router, RouterSection) and not self.router.enabled:
+            raise ValueError("prefill and decode servers need the router: leave `enabled` out")
+        if any(
+            (group.data_parallel_size or self.data_parallel_size) > 1 for group in self.replicas
+        ):
+            raise ValueError("`data_parallel_size` does not go with a `role`: write more replicas")
+        if self.lora is not None or self.launcher != DEFAULT_LAUNCHER:
+            key = "lora" if self.lora is not None else "launcher"
+            raise ValueError(f"`{key}` does not go with prefill and decode servers yet")
         return self
 
     @model_validator(mode="after")

@@ -11,7 +11,8 @@ class ServerTarget:
 
     `api_key` is what every request to it bears: the control token, or an API key where there is no
     token. `inference_key` is the API key, where it is known: an engine may take no other on routes
-    that users ask as well. They never show in repr or logs.
+    that users ask as well. They never show in repr or logs. `role` is prefill or decode, "" for a
+    server that does both, or where nobody knows.
     """
 
     name: str
@@ -19,3 +20,4 @@ class ServerTarget:
     api_key: str | None = field(default=None, repr=False)
     engine: str = "vllm"
     inference_key: str | None = field(default=None, repr=False)
+    role: str = ""

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from skyctl.errors import PreflightError, ServerError, SkyctlError
 from skyctl.kill_points import reached
 from skyctl.push.freeze import require_all
-from skyctl.push.request import PushRequest
+from skyctl.push.request import PushFleet, PushRequest
 from skyctl.push.run import Rotation, Run
 from skyctl.push.sites import Site, each
 
@@ -18,7 +18,7 @@ _DRAIN_POLL_S = 0.25
 _EMPTY_POLLS = 2
 
 
-def refuse_impossible(request: PushRequest, rotation: Rotation | None) -> None:
+def refuse_impossible(request: PushRequest, fleet: PushFleet, rotation: Rotation | None) -> None:
     """Raise PreflightError for a push that needs what this fleet has not."""
     if not request.leaves_router:
         return
@@ -28,6 +28,12 @@ def refuse_impossible(request: PushRequest, rotation: Rotation | None) -> None:
             f"{option} cannot keep running requests frozen in servers that are taken out of the "
             "router and drained",
             hint=f"{option} with --mode wait (let them end) or --mode abort",
+        )
+    if any(server.target.role for server in fleet.servers):
+        raise PreflightError(
+            f"{option} would have decode servers go on from what prefill servers computed with "
+            "other weights: the router pairs any two of them",
+            hint="push to all of them at once: leave the option out",
         )
     if rotation is None:
         raise PreflightError(

@@ -101,7 +101,7 @@ async def _transaction(run: Run) -> PushResult:
     run.began = run.clock()
     with run.stage("preflight"):
         sleeping.refuse_impossible(run.request)
-        refuse_impossible(run.request, run.rotation)
+        refuse_impossible(run.request, run.fleet, run.rotation)
         prepared = await preflight(run.request, run.fleet, client=run.client, idle=run.senders.idle)
         reached("push.prepared")
         for note in prepared.notes:

@@ -29,13 +29,15 @@ ASK_INTERVAL_S = 5.0
 @dataclass(frozen=True)
 class FrontContext:
     """What a front is told of its fleet. `desired()` gives what it serves, URLs by name: it is not
-    started before there is some. `changed()` hears of each change of its own state."""
+    started before there is some. `role(name)` is that of a server. `changed()` hears of each change
+    of its own state."""
 
     state: FleetState
     paths: FleetPaths
     client: ControlClient
     config: FleetConfig
     desired: Callable[[], Mapping[str, str]]
+    role: Callable[[str], str] = lambda name: ""
     changed: Callable[[], None] = lambda: None
 
 

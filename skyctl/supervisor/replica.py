@@ -115,7 +115,8 @@ class Replica(KeptRunning):
         env = credentials.fill(self.spec.env, key_variable)
         # one that was adopted may ask for a token that the fleet file no longer asks for
         key = env.get(CONTROL_TOKEN) or env.get(key_variable) or credentials.control
-        return ServerTarget(self.name, self.spec.url, key, self.spec.engine)
+        spec = self.spec
+        return ServerTarget(self.name, spec.url, key, spec.engine, role=spec.role)
 
     @property
     def instance(self) -> str:

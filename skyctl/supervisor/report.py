@@ -130,6 +130,7 @@ def _replica_row(
         port=replica.spec.port,
         gpus=replica.spec.gpus,
         node=replica.spec.node.target if replica.spec.node else None,
+        role=replica.spec.role,
         **(metrics.load() if metrics else {}),
         weight_version=replica.row.weight_version,
         reported_version=version,

@@ -204,6 +204,7 @@ def _front_context(
         client=supervisor.client,
         config=supervisor.require_plan().config,
         desired=desired,
+        role=lambda name: supervisor.replicas[name].spec.role,
     )
 
 

@@ -1,16 +1,23 @@
-"""The router child: its workers are kept right, beside what every front has."""
+"""The router child: its workers are kept right, beside what every front has.
+
+vllm-router drops workers while it runs. It takes more of them, too, unless it routes to pairs of
+prefill and decode servers: then another process takes its place.
+"""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
+from typing import get_args
 
 from skyctl import engines
 from skyctl.core.plan import RouterSpec
+from skyctl.fleetfile.schema import ServerRole
 from skyctl.supervisor.front import CALL_TIMEOUT_S, Front, FrontContext
 
 
 class RouterChild(Front):
-    """One router, which routes to the URLs of `desired()`."""
+    """One router, which routes to the URLs of `desired()`; to none where a role is missing."""
 
     role = "router"
     spec: RouterSpec
@@ -21,6 +28,10 @@ class RouterChild(Front):
         self._routing = engines.routing(self.config.engine)
         self._client = self._routing.client(context.client, spec.url, CALL_TIMEOUT_S)
         self._syncing = asyncio.Lock()
+        self._role = context.role
+        self._renewing: asyncio.Task[None] | None = None
+        if self.config.pairs:
+            self._desired = lambda: self._whole(context.desired())
 
     async def sync(self) -> None:
         """Make the router's workers what `desired()` says, now. A no-op while it is not ready.
@@ -28,27 +39,53 @@ class RouterChild(Front):
         Raises:
             ServerError: the router did not do it.
         """
+        if await self._lacks_workers():
+            self._renewing = self._renewing or asyncio.create_task(self._renew())
+            await asyncio.wait([self._renewing])
+
+    async def _lacks_workers(self) -> bool:
+        """Make its workers right; whether that takes another process."""
         if self.state != "ready":
-            return
+            return self._renewing is not None
         async with self._syncing:
             wanted = set(self._desired().values())
             actual = set(await self._client.workers())
             self._heard = True  # adding a server that is dead takes long; that is not its fault
             for url in sorted(actual - wanted):
                 await self._client.remove_worker(url)
+            if self.config.pairs and wanted - actual:
+                return True
             for url in sorted(wanted - actual):
                 await self._client.add_worker(url)
             self._set_workers(frozenset(wanted))
+            return False
+
+    async def _renew(self) -> None:
+        """Start another process with the workers of now. This is no restart: nothing went wrong."""
+        try:
+            await self.stop()
+            self.start()
+            await self.settled.wait()
+        finally:
+            self._renewing = None
+
+    def _whole(self, desired: Mapping[str, str]) -> Mapping[str, str]:
+        roles = {self._role(name) for name in desired}
+        return desired if len(roles) == len(get_args(ServerRole)) else {}
 
     async def _tend(self) -> None:
-        await self.sync()
+        if await self._lacks_workers():
+            # not by this task, which ends with the process
+            self._renewing = self._renewing or asyncio.create_task(self._renew())
 
     async def _first_answer(self) -> None:
         # answering is enough: its own health checks may lag behind ours
         self._set_workers(frozenset(await self._client.workers()))
 
     def _command(self) -> tuple[str, ...]:
-        urls = sorted(self._desired().values())
+        urls: dict[str, list[str]] = {}
+        for name, url in sorted(self._desired().items()):
+            urls.setdefault(self._role(name), []).append(url)
         return (*self.spec.argv, *self._routing.workers(urls))
 
     def _after_end(self) -> None:

@@ -125,7 +125,7 @@ def backend(transport: str, device: Device, free_gpus: Sequence[int], auth: str)
     )
 
 
-def modules(device: Device, router: bool, backend: str) -> dict[str, str]:
+def modules(device: Device, router: bool, backend: str, pairs: bool) -> dict[str, str]:
     """Modules that the servers' interpreter must have, and how to get each."""
     install = "pip install 'skyctl-fleet[sglang]', or name an interpreter with `python:`"
     found = {"sglang": install}

@@ -10,6 +10,7 @@ from skyctl.engines.base import (
     AdapterLimits,
     Command,
     Device,
+    HandOver,
     Reserved,
     RouterLaunch,
     ServerLaunch,
@@ -24,6 +25,8 @@ from skyctl.store.credentials import CONTROL_TOKEN
 
 KEY_VARIABLE = VLLM.key_variable
 CORES_VARIABLE = "VLLM_CPU_OMP_THREADS_BIND"
+SIDE_HOST_VARIABLE = "VLLM_NIXL_SIDE_CHANNEL_HOST"
+SIDE_PORT_VARIABLE = "VLLM_NIXL_SIDE_CHANNEL_PORT"
 WORKER_EXTENSION = "skyctl.engines.vllm.inside.worker.SkyctlWorkerExtension"
 GUARD = "skyctl.engines.inside.guard.Guard"
 GUARD_ALONE = "skyctl_guard.Guard"
@@ -71,6 +74,9 @@ RESERVED = Reserved(
         "health-check-interval-secs": "use the key `router.health_interval_s`",
         "request-timeout-secs": "use the key `router.request_timeout_s`",
         "worker-urls": "skyctl adds each server when it is ready",
+        "vllm-pd-disaggregation": "give groups under `replicas` a `role`",
+        "prefill": "give groups under `replicas` a `role`",
+        "decode": "give groups under `replicas` a `role`",
         "api-key": "use the key `api_key_env`; keys never go on a command line",
     },
     env={
@@ -79,6 +85,8 @@ RESERVED = Reserved(
         CONTROL_TOKEN: "skyctl makes it; see the key `auth`",
         "VLLM_SERVER_DEV_MODE": "skyctl needs it on: every control call is a development route",
         ADAPTER_SWITCH: "use the key `lora`",
+        SIDE_HOST_VARIABLE: "skyctl sets it for servers with a `role`",
+        SIDE_PORT_VARIABLE: "skyctl takes a free port for servers with a `role`",
         "VLLM_ALLOW_INSECURE_SERIALIZATION": "skyctl sets it when the transport needs it (ipc)",
     },
 )
@@ -113,6 +121,8 @@ def server_command(launch: ServerLaunch) -> Command:
     argv += server_flags(arguments)
     if launch.adapters is not None:
         argv += server_flags(_adapter_arguments(launch.adapters))
+    if launch.hand_over is not None:
+        argv += server_flags(_hand_over_arguments(launch, launch.hand_over))
     if launch.auth != "none":  # last: what is added last sees a request first
         argv += ["--middleware", GUARD if launch.own_python else GUARD_ALONE]
     return Command(tuple(argv), _environment(launch))
@@ -141,6 +151,24 @@ def _adapter_arguments(limits: AdapterLimits) -> dict[str, Any]:
     }
 
 
+def _hand_over_arguments(launch: ServerLaunch, hand_over: HandOver) -> dict[str, Any]:
+    """vLLM's NixlConnector. A decode server that cannot fetch a cache computes it itself."""
+    if "kv-transfer-config" in launch.args:
+        raise UsageError(
+            "argument 'kv-transfer-config' is set by skyctl for servers with a `role`",
+            hint="leave one of the two out; the key `kv_lease_s` is for how long caches are kept",
+        )
+    return {
+        "kv-transfer-config": {
+            "kv_connector": "NixlConnector",
+            "kv_role": "kv_producer" if hand_over.role == "prefill" else "kv_consumer",
+            "kv_buffer_device": launch.device,
+            "kv_load_failure_policy": "recompute",
+            "kv_connector_extra_config": {"kv_lease_duration": hand_over.lease_s},
+        }
+    }
+
+
 def _environment(launch: ServerLaunch) -> dict[str, str]:
     defaults: dict[str, str] = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
     if launch.local_model:
@@ -159,6 +187,9 @@ def _environment(launch: ServerLaunch) -> dict[str, str]:
     if launch.device == "cuda":
         env["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # so that indices mean what nvidia-smi shows
         env["CUDA_VISIBLE_DEVICES"] = ",".join(str(gpu) for gpu in launch.gpus)
+    if launch.hand_over is not None:
+        env[SIDE_HOST_VARIABLE] = "127.0.0.1"
+        env[SIDE_PORT_VARIABLE] = str(launch.hand_over.port)
     if launch.backend == "ipc":
         # CUDA IPC handles travel pickled in the body of /update_weights
         env["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
@@ -175,9 +206,17 @@ def router_command(launch: RouterLaunch) -> tuple[str, ...]:
         "prometheus-port": launch.metrics_port,
         "health-check-interval-secs": launch.health_interval_s,
         "request-timeout-secs": launch.request_timeout_s,
+        "vllm-pd-disaggregation": launch.pairs,
         **launch.args,
     }
     return (launch.python, "-m", _ROUTER_MODULE, *router_flags(arguments))
+
+
+def router_workers(urls: Mapping[str, Sequence[str]]) -> list[str]:
+    """Its workers on that command line, by role."""
+    if "" in urls:
+        return ["--worker-urls", *urls[""]]
+    return router_flags({role: list(of) for role, of in urls.items()})
 
 
 def backend(transport: str, device: Device, free_gpus: Sequence[int], auth: str) -> str:
@@ -207,13 +246,16 @@ def backend(transport: str, device: Device, free_gpus: Sequence[int], auth: str)
     return transport
 
 
-def modules(device: Device, router: bool, backend: str) -> dict[str, str]:
+def modules(device: Device, router: bool, backend: str, pairs: bool) -> dict[str, str]:
     """Modules that the servers' interpreter must have, and how to get each."""
     cpu = device == "cpu"
     install = "bash scripts/setup.sh" if cpu else "pip install '.[gpu]'"
     found = {"vllm": f"in skyctl's clone: {install}; or name an interpreter with `python:`"}
     if router:
         found["vllm_router"] = "pip install vllm-router, or set `router: {enabled: false}`"
+    if pairs:
+        wheels = "--no-deps nixl==1.5.1 nixl-cu12==1.5.1" if cpu else "nixl"
+        found["nixl"] = f"pip install {wheels}"
     if backend == BACKEND:
         found["skyctl"] = "install skyctl there too: its weight receiver runs inside vLLM"
     return found

