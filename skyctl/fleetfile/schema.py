@@ -424,7 +424,7 @@ class FleetConfig(_Section):
         None, description="GPU indices the fleet may use; all when absent."
     )
     kv_lease_s: Annotated[int, Field(ge=6, le=3600), BeforeValidator(_whole)] = Field(
-        12,
+        6,
         description="Seconds for which a prefill server keeps a KV cache that no decode server has "
         "asked for. Those that wait for room renew it.",
     )

@@ -424,7 +424,11 @@ class Supervisor(RecordedFleet, SupervisorService):
             for name, replica in self.replicas.items()
             if name not in self.held_out and replica.phase != "admitting"
         }
-        return {name: self.replicas[name].spec.url for name in sorted(routable(states))}
+        by_role: dict[str, dict[str, str]] = {}
+        for name, state in states.items():
+            by_role.setdefault(self.replicas[name].spec.role, {})[name] = state
+        names = set().union(*map(routable, by_role.values()))
+        return {name: self.replicas[name].spec.url for name in sorted(names)}
 
     def routed(self) -> dict[str, str]:
         """The same for whoever goes through the router, where there is one: none until it is up."""
