@@ -24,6 +24,8 @@ broken=(torchvision torchaudio torchcodec)
 # SkyRL's config schema, which takes what `urls --format skyrl` prints; without what trains
 "${pip[@]}" install --quiet --no-deps "skyrl==0.3.0" "skyrl-gym==0.4.0"
 "${pip[@]}" install --quiet omegaconf pandas
+# `nixl` alone requires its builds for CUDA 12 and for CUDA 13
+"${pip[@]}" install --quiet --no-deps "nixl==1.5.1" "nixl-cu12==1.5.1"
 "${pip[@]}" uninstall --quiet --yes skyctl-fleet
 {
   echo "# What tests, checks and the documentation need on top of cpu.lock. Written by scripts/lock.sh."

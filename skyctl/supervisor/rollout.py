@@ -144,7 +144,7 @@ async def sync_router(supervisor: Supervisor) -> None:
     router = supervisor.router
     if router is None:
         return
-    if router.state != "ready":
+    if router.state != "ready" and not router.renewing:
         router.wake()
         return
     try:

@@ -12,6 +12,7 @@ from typing import get_args
 
 from skyctl import engines
 from skyctl.core.plan import RouterSpec
+from skyctl.errors import SkyctlError
 from skyctl.fleetfile.schema import ServerRole
 from skyctl.supervisor.front import CALL_TIMEOUT_S, Front, FrontContext
 
@@ -39,14 +40,29 @@ class RouterChild(Front):
         Raises:
             ServerError: the router did not do it.
         """
-        if await self._lacks_workers():
-            self._renewing = self._renewing or asyncio.create_task(self._renew())
-            await asyncio.wait([self._renewing])
+        while True:
+            try:
+                if not self.renewing and not await self._lacks_workers():
+                    return
+            except SkyctlError:
+                if not self.renewing:  # else it is being stopped for that
+                    raise
+            await asyncio.wait([self._renewal()])
+
+    @property
+    def renewing(self) -> bool:
+        """Another process is on its way, for workers that this one does not take."""
+        return self._renewing is not None
+
+    def _renewal(self) -> asyncio.Task[None]:
+        """Not in the task of a life, which ends with its process."""
+        self._renewing = self._renewing or asyncio.create_task(self._renew())
+        return self._renewing
 
     async def _lacks_workers(self) -> bool:
         """Make its workers right; whether that takes another process."""
         if self.state != "ready":
-            return self._renewing is not None
+            return False
         async with self._syncing:
             wanted = set(self._desired().values())
             actual = set(await self._client.workers())
@@ -63,11 +79,18 @@ class RouterChild(Front):
     async def _renew(self) -> None:
         """Start another process with the workers of now. This is no restart: nothing went wrong."""
         try:
-            await self.stop()
+            await super().stop()
             self.start()
             await self.settled.wait()
         finally:
             self._renewing = None
+
+    async def stop(self) -> None:
+        """Stop its whole tree and keep it stopped."""
+        if self._renewing is not None:
+            self._renewing.cancel()
+            await asyncio.wait([self._renewing])
+        await super().stop()
 
     def _whole(self, desired: Mapping[str, str]) -> Mapping[str, str]:
         roles = {self._role(name) for name in desired}
@@ -75,8 +98,7 @@ class RouterChild(Front):
 
     async def _tend(self) -> None:
         if await self._lacks_workers():
-            # not by this task, which ends with the process
-            self._renewing = self._renewing or asyncio.create_task(self._renew())
+            self._renewal()
 
     async def _first_answer(self) -> None:
         # answering is enough: its own health checks may lag behind ours

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 from skyctl.core.plan import FleetPlan, ServerSpec, plan_fleet
 from skyctl.core.planning import planned
 from skyctl.core.tinker import TinkerSettings
+from skyctl.engines import routing
 from skyctl.errors import FleetFileError, UsageError
 from skyctl.fleetfile.schema import FleetConfig
 from skyctl.launch.base import Cpu, Gpu
@@ -91,6 +93,32 @@ def test_the_router_gets_exactly_this_command() -> None:
         "--health-check-interval-secs", "5", "--request-timeout-secs", "1800",
         "--retry-max-retries", "2",
     )  # fmt: skip
+
+
+def test_prefill_and_decode_servers_know_their_part(tmp_path: Path) -> None:
+    config: dict[str, Any] = {
+        "device": "cpu",
+        "auth": "control",
+        "replicas": [{"role": "prefill"}, {"role": "decode", "count": 2, "name": "d"}],
+    }
+    planned = plan(tmp_path, **config)
+    assert [server.name for server in planned.servers] == ["demo-prefill-0", "d-0", "d-1"]
+    assert [server.role for server in planned.servers] == ["prefill", "decode", "decode"]
+    roles, ports = set(), set()
+    for server in planned.servers:
+        transfer = json.loads(value_of(server, "--kv-transfer-config"))
+        roles.add((server.role, transfer["kv_role"]))
+        assert transfer["kv_connector_extra_config"] == {"kv_lease_duration": 6}
+        ports |= {server.port, int(server.env["VLLM_NIXL_SIDE_CHANNEL_PORT"])}
+    assert roles == {("prefill", "kv_producer"), ("decode", "kv_consumer")}
+    assert len(ports) == 6
+    assert planned.router is not None and "--vllm-pd-disaggregation" in planned.router.argv
+    workers = routing("vllm").workers({"prefill": ["http://p"], "decode": ["http://d", "http://e"]})
+    assert workers == ["--prefill", "http://p", "--decode", "http://d", "--decode", "http://e"]
+    with pytest.raises(UsageError, match="set by skyctl for servers with a `role`"):
+        plan(tmp_path, args={"kv-transfer-config": {}}, **config)
+    with pytest.raises(UsageError, match="SGLang servers have no prefill and decode servers"):
+        plan(tmp_path, engine="sglang", **config)
 
 
 def test_a_disabled_router_is_not_planned() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -46,6 +47,31 @@ async def test_pause_and_resume_reach_every_server() -> None:
         assert [s.engine.scheduler.value for s in stubs] == ["paused-all"] * 2
         assert statuses(await verbs.resume(client, targets)) == [OK, OK]
     assert not any(s.engine.paused for s in stubs)
+
+
+@pytest.mark.parametrize("verb", [verbs.pause, verbs.sleep])
+async def test_prefill_servers_have_answered_before_decode_servers_are_asked(verb: Any) -> None:
+    """One answers when decode servers have fetched the KV cache that waits there."""
+    slow = Fault("delay", seconds=0.1)
+    stubs = [stub(), stub(pause=slow, sleep=slow)]
+    order: list[str] = []
+
+    class Log(list[str]):
+        def __init__(self, role: str) -> None:
+            self._role = role
+
+        def append(self, line: str) -> None:
+            order.append(self._role)
+
+    async with fleet(*stubs) as (client, targets):
+        roles = ("decode", "prefill")
+        for server, role in zip(stubs, roles, strict=True):
+            server.engine.log = Log(role)
+        asked = [replace(one, role=role) for one, role in zip(targets, roles, strict=True)]
+        outcomes = await verb(client, asked)
+    assert [outcome.server for outcome in outcomes] == [target.name for target in asked]
+    assert statuses(outcomes) == [OK, OK]
+    assert set(order) == set(roles) and order == sorted(order, reverse=True)
 
 
 async def test_a_partial_pause_is_rolled_back_and_says_who_is_to_blame() -> None:

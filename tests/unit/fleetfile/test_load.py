@@ -122,6 +122,29 @@ def test_a_tinker_api_without_servers_for_its_adapters_is_refused(text: str, exp
     assert parse("name: demo\nmodel: x\nlora: {max_rank: 32}\ntinker: {}\n").tinker is not None
 
 
+PAIR = "replicas: [{role: prefill}, {role: decode}]\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("replicas: [{role: prefill}]\n", "there must be a group with `role: decode`"),
+        ("replicas: [{role: decode}]\n", "there must be a group with `role: prefill`"),
+        ("replicas: [{role: decode}, {}]\n", "there must be a `role` in every group"),
+        (PAIR + "auth: all\n", "write `auth: control`"),
+        (PAIR + "router: {enabled: false}\n", "need the router"),
+        (PAIR + "data_parallel_size: 2\n", "write more replicas"),
+        (PAIR + "lora: {}\n", "`lora` does not go with prefill and decode servers yet"),
+        (PAIR + "kv_lease_s: 5\n", "expected at least 6"),
+        ("kv_lease_s: 10\n", "`kv_lease_s` goes with groups that have a `role`"),
+    ],
+)
+def test_half_a_pair_is_refused(text: str, expected: str) -> None:
+    auth = "" if "auth" in text else "auth: control\n"
+    assert expected in "\n".join(refused(f"name: demo\nmodel: x\n{auth}{text}"))
+    assert parse(f"name: demo\nmodel: x\nauth: control\n{PAIR}").pairs
+
+
 def test_all_problems_are_reported_in_the_order_of_the_file() -> None:
     with pytest.raises(FleetFileError) as caught:
         parse("name: Demo\nmodel: x\nreplcias: 2\nrouter:\n  port: 99999\n")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +108,17 @@ async def test_a_failed_canary_in_a_later_part_stops_it(stubs: Stubs) -> None:
     assert versions(caught.value)[0] == ("ready", "step-2")
     assert versions(caught.value)[1] == ("quarantined", None)  # nothing is known to go back to
     assert "init" not in stubs.engines[2].log
+
+
+async def test_pairs_are_not_pushed_to_one_after_the_other(stubs: Stubs) -> None:
+    servers = tuple(
+        replace(server, target=replace(server.target, role=role))
+        for server, role in zip(stubs.fleet.servers, ("prefill", "decode", "decode"), strict=True)
+    )
+    stubs.fleet = replace(stubs.fleet, servers=servers)
+    with pytest.raises(PreflightError, match="computed with other weights"):
+        await roll(stubs)
+    assert not any(engine.log for engine in stubs.engines)
 
 
 @pytest.mark.parametrize("count", [3, 4])

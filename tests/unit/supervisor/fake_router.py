@@ -1,4 +1,7 @@
-"""A small router: list, add and remove workers; requests to them in turn; a page of metrics."""
+"""A small router: list, add and remove workers; requests to them in turn; a page of metrics.
+
+Started with pairs it takes no more workers, as vllm-router 0.1.17 does not.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +17,10 @@ parser = argparse.ArgumentParser()
 parser.add_argument("--port", type=int, required=True)
 parser.add_argument("--prometheus-port", type=int, default=0)
 parser.add_argument("--worker-urls", nargs="*", default=[])
+parser.add_argument("--prefill", action="append", default=[])
+parser.add_argument("--decode", action="append", default=[])
 options, _ignored = parser.parse_known_args()
-workers: list[str] = list(options.worker_urls)
+workers: list[str] = [*options.worker_urls, *options.prefill, *options.decode]
 turns = itertools.count()
 answers = {"requests": 0, "request_errors": 0}
 
@@ -33,6 +38,9 @@ class Handler(BaseHTTPRequestHandler):
             self._forward()
             return
         [url] = parse_qs(split.query)["url"]
+        if split.path == "/add_worker" and options.prefill:
+            self.send_error(400, "PD router requires specific methods")
+            return
         if split.path == "/add_worker" and url not in workers:
             workers.append(url)
         if split.path == "/remove_worker" and url in workers:

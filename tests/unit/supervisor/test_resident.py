@@ -308,7 +308,7 @@ async def test_an_api_starts_once_the_servers_are_those_of_the_plan(tmp_path: Pa
 
 @pytest.mark.parametrize("given_up", ["router", "server"])
 async def test_an_up_does_not_wait_for_an_api_that_lost_what_it_waits_for(given_up: str) -> None:
-    server, router = SimpleNamespace(phase="up"), SimpleNamespace(state="ready")
+    server, router = SimpleNamespace(phase="up"), SimpleNamespace(state="ready", renewing=False)
     router.settled, settled = asyncio.Event(), asyncio.Event()
     router.settled.set()
     fleet: Any = SimpleNamespace(
@@ -402,6 +402,36 @@ async def test_undo_of_a_first_up_ends_the_supervisor(tmp_path: Path) -> None:
         await eventually(lambda: "a" in supervisor.replicas)
         await supervisor.undo()
         assert supervisor.finished.is_set() and supervisor.replicas == {}
+
+
+async def test_a_router_of_pairs_is_started_anew_for_a_server_that_joins(tmp_path: Path) -> None:
+    """It takes none while it runs. What freezes or leaves needs no other router."""
+    servers = [
+        replace(stub_server(name), role=role)
+        for name, role in (("p", "prefill"), ("d", "decode"), ("e", "decode"))
+    ]
+    pairs = {"auth": "control", "replicas": [{"role": "prefill"}, {"role": "decode", "count": 2}]}
+    async with supervising(tmp_path) as supervisor:
+        await bring_up(supervisor, fleet_plan(servers, stub_router(), **pairs))
+        assert supervisor.router is not None and supervisor.router.process is not None
+        first = supervisor.router.process.pid
+        assert routed(supervisor) == {"p", "d", "e"}
+        await supervisor.pause(Pause(mode="keep"))
+        assert routed(supervisor) == {"p", "d", "e"}
+        await supervisor.resume(Resume())
+        supervisor.replicas["d"].update_row(quarantine="for a while")
+        await rollout.sync_router(supervisor)
+        assert routed(supervisor) == {"p", "e"}
+        assert supervisor.router.process.pid == first
+        supervisor.replicas["d"].update_row(quarantine="")
+        await rollout.sync_router(supervisor)
+        assert routed(supervisor) == {"p", "d", "e"}
+        assert supervisor.router.process.pid != first
+        assert not supervisor.router.restarts
+        # half a pair serves nobody
+        supervisor.replicas["p"].update_row(quarantine="for a while")
+        await rollout.sync_router(supervisor)
+        assert routed(supervisor) == set()
 
 
 async def test_a_router_that_dies_is_restarted_with_its_workers(tmp_path: Path) -> None:

@@ -1,0 +1,171 @@
+"""A prefill and a decode server over NIXL, on CPU, behind the real router."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from skyctl.checkpoints.tiny import make_tiny_checkpoint
+from tests.integration.fleet_cli import UP_TIMEOUT_S, FleetCli
+
+pytest.importorskip("vllm")
+pytest.importorskip("nixl")
+pytestmark = pytest.mark.real
+
+PROMPT = " ".join(map(str, range(120)))
+HELD = " ".join(map(str, range(200, 280)))  # another: a cached prefix is not transferred
+PREFILL, DECODE = "pd-prefill-0", "pd-decode-0"
+COMMON = """
+served_model_name: tiny
+args: {max-model-len: 512, enforce-eager: true}
+env: {VLLM_CPU_NUM_OF_RESERVED_CPU: "1"}
+"""
+
+
+def asked(url: str, body: dict[str, Any]) -> dict[str, Any]:
+    request = urllib.request.Request(
+        f"{url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=120) as answer:
+        return json.load(answer)  # type: ignore[no-any-return]
+
+
+def greedy(fleet: FleetCli) -> list[int]:
+    """The tokens that the fleet's users get."""
+    found = fleet.data("generate", PROMPT, "--max-tokens", "8", "--temperature", "0")
+    return list(found["results"][0]["token_ids"])
+
+
+def transferred(fleet: FleetCli) -> float:
+    """Prompt tokens that the decode server did not compute."""
+    with urllib.request.urlopen(f"{servers(fleet)[DECODE]}/metrics", timeout=30) as page:
+        lines = page.read().decode().splitlines()
+    name = "vllm:prompt_tokens_by_source_total"
+    return sum(
+        float(line.split()[-1])
+        for line in lines
+        if line.startswith(name) and 'source="external_kv_transfer"' in line
+    )
+
+
+def servers(fleet: FleetCli) -> dict[str, str]:
+    return dict(fleet.data("urls")["servers"])
+
+
+def hold(fleet: FleetCli) -> None:
+    """Have the prefill server keep a KV cache that nobody fetches."""
+    kept = {"do_remote_decode": True, "do_remote_prefill": False}
+    body = {"model": "tiny", "prompt": HELD, "max_tokens": 1, "kv_transfer_params": kept}
+    assert asked(servers(fleet)[PREFILL], body)["kv_transfer_params"]["remote_block_ids"]
+
+
+def kill(fleet: FleetCli, name: str) -> None:
+    status = fleet.data("status")
+    found = [row["pid"] for row in status["replicas"] if row["name"] == name]
+    os.kill(found[0] if found else status["router"]["pid"], signal.SIGKILL)
+    deadline = time.monotonic() + 30
+    while fleet.data("status")["health"] == "healthy" and time.monotonic() < deadline:
+        time.sleep(0.2)
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("checkpoints")
+    return {
+        name: make_tiny_checkpoint(root / name, seed=seed) for name, seed in (("a", 1), ("b", 2))
+    }
+
+
+@pytest.fixture(scope="module")
+def started(
+    checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, list[int]]:
+    """What servers that were started on each checkpoint answer, without a partner."""
+    root = tmp_path_factory.mktemp("alone")
+    found = {}
+    for name, checkpoint in checkpoints.items():
+        fleet = FleetCli(root / name, root / "home")
+        fleet.directory.mkdir()
+        (fleet.directory / "fleet.yaml").write_text(f"name: alone\nmodel: {checkpoint}\n{COMMON}")
+        try:
+            fleet.run("up", timeout_s=UP_TIMEOUT_S)
+            found[name] = greedy(fleet)
+        finally:
+            fleet.run("down", expect=None)
+    assert found["a"] != found["b"]
+    return found
+
+
+@pytest.fixture(scope="module")
+def fleet(
+    checkpoints: dict[str, Path],
+    started: dict[str, list[int]],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[FleetCli]:
+    root = tmp_path_factory.mktemp("pd")
+    found = FleetCli(root / "d", root / "home")
+    found.directory.mkdir()
+    (found.directory / "fleet.yaml").write_text(
+        f"name: pd\nmodel: {checkpoints['a']}\nauth: control\n"
+        f"replicas: [{{role: prefill}}, {{role: decode}}]\n{COMMON}"
+    )
+    try:
+        found.run("up", timeout_s=UP_TIMEOUT_S)
+        yield found
+    finally:
+        found.run("down", expect=None)
+
+
+def test_a_pair_answers_as_one_server(fleet: FleetCli, started: dict[str, list[int]]) -> None:
+    assert greedy(fleet) == started["a"]
+    assert transferred(fleet) > 100
+    status = fleet.data("status")
+    assert [row["role"] for row in status["replicas"]] == ["prefill", "decode"]
+
+
+def test_a_pause_and_a_push_wait_no_longer_than_the_lease_of_a_cache(
+    fleet: FleetCli, checkpoints: dict[str, Path], started: dict[str, list[int]]
+) -> None:
+    hold(fleet)
+    paused = fleet.data("pause", "--mode", "keep")
+    assert max(row["elapsed_ms"] for row in paused["servers"]) < 6500
+    fleet.run("resume")
+    hold(fleet)
+    for name in ("b", "a", "b"):
+        fleet.run("sync-weights", str(checkpoints[name]))
+        before = transferred(fleet)
+        assert greedy(fleet) == started[name]
+        assert transferred(fleet) > before  # nothing of other weights was cached
+    refused = fleet.json(
+        "sync-weights", str(checkpoints["a"]), "--rolling", "1", "--mode", "wait", expect=1
+    )["error"]
+    assert "computed with other weights" in refused["message"]
+    assert greedy(fleet) == started["b"]
+
+
+@pytest.mark.parametrize("name", [PREFILL, DECODE])
+def test_a_server_that_dies_comes_back_to_the_pair(
+    fleet: FleetCli, started: dict[str, list[int]], name: str
+) -> None:
+    kill(fleet, name)
+    fleet.run("wait", "--timeout", "300", timeout_s=UP_TIMEOUT_S)
+    assert greedy(fleet) == started["b"]
+    assert transferred(fleet) > 0
+
+
+def test_the_router_may_die_while_servers_sleep(
+    fleet: FleetCli, started: dict[str, list[int]]
+) -> None:
+    fleet.run("sleep")
+    kill(fleet, "router")
+    fleet.run("wake")
+    fleet.run("wait", "--timeout", "60")
+    assert greedy(fleet) == started["b"]
