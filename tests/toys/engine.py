@@ -64,7 +64,7 @@ TOY = Engine(
     supports=frozenset(),
     server=ToyServer,  # type: ignore[arg-type] # what its features do not need is left out
     server_command=command,
-    modules=lambda device, router, backend: {},
+    modules=lambda device, router, backend, pairs: {},
     key_variable="TOY_KEY",
     closed_variable="TOY_CLOSED",
 )
