@@ -24,7 +24,8 @@ from skyctl.store.identity import ProcessIdentity, boot_id, create_time, identif
 from skyctl.store.paths import create_private_file
 from skyctl.store.rebuild import LOG_VARIABLE, TOKEN_VARIABLE
 
-KILL_TIMEOUT_S = 10.0
+KILL_TIMEOUT_S = 30.0
+"""A killed process is there until its memory is given back: for one of several GB, seconds."""
 _POLL_S = 0.05
 
 
