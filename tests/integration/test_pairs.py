@@ -8,6 +8,7 @@ import signal
 import time
 import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -90,16 +91,21 @@ def started(
 ) -> dict[str, list[int]]:
     """What servers that were started on each checkpoint answer, without a partner."""
     root = tmp_path_factory.mktemp("alone")
-    found = {}
-    for name, checkpoint in checkpoints.items():
+
+    def answer(name: str) -> list[int]:
         fleet = FleetCli(root / name, root / "home")
         fleet.directory.mkdir()
-        (fleet.directory / "fleet.yaml").write_text(f"name: alone\nmodel: {checkpoint}\n{COMMON}")
+        (fleet.directory / "fleet.yaml").write_text(
+            f"name: alone-{name}\nmodel: {checkpoints[name]}\n{COMMON}"
+        )
         try:
             fleet.run("up", timeout_s=UP_TIMEOUT_S)
-            found[name] = greedy(fleet)
+            return greedy(fleet)
         finally:
             fleet.run("down", expect=None)
+
+    with ThreadPoolExecutor() as pool:
+        found = dict(zip(checkpoints, pool.map(answer, checkpoints), strict=True))
     assert found["a"] != found["b"]
     return found
 
@@ -150,11 +156,11 @@ def test_a_pause_and_a_push_outlast_a_cache_that_nobody_fetches(
     assert greedy(fleet) == started["b"]
 
 
-@pytest.mark.parametrize("name", [PREFILL, DECODE])
-def test_a_server_that_dies_comes_back_to_the_pair(
-    fleet: FleetCli, started: dict[str, list[int]], name: str
+def test_servers_that_die_come_back_to_the_pair(
+    fleet: FleetCli, started: dict[str, list[int]]
 ) -> None:
-    kill(fleet, name)
+    kill(fleet, PREFILL)
+    kill(fleet, DECODE)
     fleet.run("wait", "--timeout", "300", timeout_s=UP_TIMEOUT_S)
     assert greedy(fleet) == started["b"]
     assert transferred(fleet) > 0
