@@ -30,6 +30,7 @@ SIDE_PORT_VARIABLE = "VLLM_NIXL_SIDE_CHANNEL_PORT"
 WORKER_EXTENSION = "skyctl.engines.vllm.inside.worker.SkyctlWorkerExtension"
 GUARD = "skyctl.engines.inside.guard.Guard"
 GUARD_ALONE = "skyctl_guard.Guard"
+CONNECTOR = "skyctl.engines.vllm.inside.pairs"
 
 _KV_VARIABLE = "VLLM_CPU_KVCACHE_SPACE"
 _SERVER_MODULE = "vllm.entrypoints.openai.api_server"
@@ -158,9 +159,12 @@ def _hand_over_arguments(launch: ServerLaunch, hand_over: HandOver) -> dict[str,
             "argument 'kv-transfer-config' is set by skyctl for servers with a `role`",
             hint="leave one of the two out; the key `kv_lease_s` is for how long caches are kept",
         )
+    # another interpreter may not have skyctl
+    own = {"kv_connector_module_path": CONNECTOR} if launch.own_python else {}
     return {
         "kv-transfer-config": {
             "kv_connector": "NixlConnector",
+            **own,
             "kv_role": "kv_producer" if hand_over.role == "prefill" else "kv_consumer",
             "kv_buffer_device": launch.device,
             "kv_load_failure_policy": "recompute",
