@@ -92,6 +92,14 @@ RESERVED = Reserved(
     },
 )
 
+# It answers nobody before all its servers have answered, and by default asks again after 30 s. One
+# that has died since may never answer.
+_PAIRING = {
+    "vllm-pd-disaggregation": True,
+    "worker-startup-timeout-secs": 30,
+    "worker-startup-check-interval": 1,
+}
+
 # The router's argparse takes one value per occurrence of these (action="append").
 _ONE_VALUE_PER_FLAG = frozenset(
     {
@@ -210,7 +218,7 @@ def router_command(launch: RouterLaunch) -> tuple[str, ...]:
         "prometheus-port": launch.metrics_port,
         "health-check-interval-secs": launch.health_interval_s,
         "request-timeout-secs": launch.request_timeout_s,
-        "vllm-pd-disaggregation": launch.pairs,
+        **(_PAIRING if launch.pairs else {}),
         **launch.args,
     }
     return (launch.python, "-m", _ROUTER_MODULE, *router_flags(arguments))
