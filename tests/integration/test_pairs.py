@@ -94,16 +94,20 @@ def started(
 ) -> dict[str, list[int]]:
     """What servers that were started on each checkpoint answer, without a partner."""
     root = tmp_path_factory.mktemp("alone")
-    found = {}
-    for name, checkpoint in checkpoints.items():
-        fleet = FleetCli(root / name, root / "home")
+
+    def answered(name: str) -> list[int]:
+        fleet = FleetCli(root / name, root / f"home-{name}")
         fleet.directory.mkdir()
-        (fleet.directory / "fleet.yaml").write_text(f"name: alone\nmodel: {checkpoint}\n{COMMON}")
+        settings = f"name: alone\nmodel: {checkpoints[name]}\n{COMMON}"
+        (fleet.directory / "fleet.yaml").write_text(settings)
         try:
             fleet.run("up", timeout_s=UP_TIMEOUT_S)
-            found[name] = greedy(fleet)
+            return greedy(fleet)
         finally:
             fleet.run("down", expect=None)
+
+    with ThreadPoolExecutor() as pool:
+        found = dict(zip(checkpoints, pool.map(answered, checkpoints), strict=True))
     assert found["a"] != found["b"]
     return found
 
