@@ -16,6 +16,8 @@ from skyctl.errors import SkyctlError
 from skyctl.fleetfile.schema import ServerRole
 from skyctl.supervisor.front import CALL_TIMEOUT_S, Front, FrontContext
 
+_POLL_S = 0.05
+
 
 class RouterChild(Front):
     """One router, which routes to the URLs of `desired()`; to none where a role is missing."""
@@ -77,11 +79,13 @@ class RouterChild(Front):
             return False
 
     async def _renew(self) -> None:
-        """Start another process with the workers of now. This is no restart: nothing went wrong."""
+        """Start another process with the workers of now. This is no restart: nothing went wrong.
+        It is not waited for where a role is missing meanwhile."""
         try:
             await super().stop()
             self.start()
-            await self.settled.wait()
+            while not self.settled.is_set() and (self.state != "waiting" or self._desired()):
+                await asyncio.sleep(_POLL_S)
         finally:
             self._renewing = None
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from skyctl.checkpoints.tiny import make_tiny_checkpoint
-from tests.integration.fleet_cli import UP_TIMEOUT_S, FleetCli
+from tests.integration.fleet_cli import UP_TIMEOUT_S, FleetCli, greedy_body
 
 pytest.importorskip("vllm")
 pytest.importorskip("nixl")
@@ -23,6 +23,7 @@ pytestmark = pytest.mark.real
 
 PROMPT = " ".join(map(str, range(120)))
 HELD = " ".join(map(str, range(200, 280)))  # another: a cached prefix is not transferred
+LEASE_S = 6
 PREFILL, DECODE = "pd-prefill-0", "pd-decode-0"
 COMMON = """
 served_model_name: tiny
@@ -61,11 +62,13 @@ def servers(fleet: FleetCli) -> dict[str, str]:
     return dict(fleet.data("urls")["servers"])
 
 
-def hold(fleet: FleetCli) -> None:
-    """Have the prefill server keep a KV cache that nobody fetches."""
+def hold(fleet: FleetCli) -> dict[str, Any]:
+    """Have the prefill server keep a KV cache that nobody fetches; what a decode server is told."""
     kept = {"do_remote_decode": True, "do_remote_prefill": False}
     body = {"model": "tiny", "prompt": HELD, "max_tokens": 1, "kv_transfer_params": kept}
-    assert asked(servers(fleet)[PREFILL], body)["kv_transfer_params"]["remote_block_ids"]
+    told: dict[str, Any] = asked(servers(fleet)[PREFILL], body)["kv_transfer_params"]
+    assert told["remote_block_ids"]
+    return told
 
 
 def kill(fleet: FleetCli, name: str) -> None:
@@ -92,12 +95,11 @@ def started(
     """What servers that were started on each checkpoint answer, without a partner."""
     root = tmp_path_factory.mktemp("alone")
 
-    def answer(name: str) -> list[int]:
-        fleet = FleetCli(root / name, root / "home")
+    def answered(name: str) -> list[int]:
+        fleet = FleetCli(root / name, root / f"home-{name}")
         fleet.directory.mkdir()
-        (fleet.directory / "fleet.yaml").write_text(
-            f"name: alone-{name}\nmodel: {checkpoints[name]}\n{COMMON}"
-        )
+        settings = f"name: alone\nmodel: {checkpoints[name]}\n{COMMON}"
+        (fleet.directory / "fleet.yaml").write_text(settings)
         try:
             fleet.run("up", timeout_s=UP_TIMEOUT_S)
             return greedy(fleet)
@@ -105,7 +107,7 @@ def started(
             fleet.run("down", expect=None)
 
     with ThreadPoolExecutor() as pool:
-        found = dict(zip(checkpoints, pool.map(answer, checkpoints), strict=True))
+        found = dict(zip(checkpoints, pool.map(answered, checkpoints), strict=True))
     assert found["a"] != found["b"]
     return found
 
@@ -154,6 +156,24 @@ def test_a_pause_and_a_push_outlast_a_cache_that_nobody_fetches(
     )["error"]
     assert "computed with other weights" in refused["message"]
     assert greedy(fleet) == started["b"]
+
+
+def test_a_cache_is_not_fetched_past_its_lease(fleet: FleetCli) -> None:
+    """Its blocks are another request's by then, and tokens would be wrong."""
+    prefill, decode = (servers(fleet)[name] for name in (PREFILL, DECODE))
+    body = {**greedy_body("tiny", HELD, 8), "kv_transfer_params": hold(fleet)}
+    fleet.run("pause", "--server", DECODE, "--mode", "keep")
+    with ThreadPoolExecutor() as pool:
+        late = pool.submit(asked, decode, body)
+        time.sleep(LEASE_S + 2)
+        for start in range(300, 350, 10):
+            other = " ".join(map(str, range(start, start + 80)))
+            asked(prefill, greedy_body("tiny", other, 1))
+        fleet.run("resume")
+        tokens = late.result()["choices"][0]["token_ids"]
+    alone = asked(prefill, greedy_body("tiny", HELD, 8))
+    assert tokens == alone["choices"][0]["token_ids"]
+    fleet.run("wait", "--timeout", "60")
 
 
 def test_servers_that_die_come_back_to_the_pair(

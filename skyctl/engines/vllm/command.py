@@ -30,6 +30,7 @@ SIDE_PORT_VARIABLE = "VLLM_NIXL_SIDE_CHANNEL_PORT"
 WORKER_EXTENSION = "skyctl.engines.vllm.inside.worker.SkyctlWorkerExtension"
 GUARD = "skyctl.engines.inside.guard.Guard"
 GUARD_ALONE = "skyctl_guard.Guard"
+CONNECTOR = "skyctl.engines.vllm.inside.pairs"
 
 _KV_VARIABLE = "VLLM_CPU_KVCACHE_SPACE"
 _SERVER_MODULE = "vllm.entrypoints.openai.api_server"
@@ -90,6 +91,14 @@ RESERVED = Reserved(
         "VLLM_ALLOW_INSECURE_SERIALIZATION": "skyctl sets it when the transport needs it (ipc)",
     },
 )
+
+# It answers nobody before all its servers have answered, and by default asks again after 30 s. One
+# that has died since may never answer.
+_PAIRING = {
+    "vllm-pd-disaggregation": True,
+    "worker-startup-timeout-secs": 30,
+    "worker-startup-check-interval": 1,
+}
 
 # The router's argparse takes one value per occurrence of these (action="append").
 _ONE_VALUE_PER_FLAG = frozenset(
@@ -158,9 +167,12 @@ def _hand_over_arguments(launch: ServerLaunch, hand_over: HandOver) -> dict[str,
             "argument 'kv-transfer-config' is set by skyctl for servers with a `role`",
             hint="leave one of the two out; the key `kv_lease_s` is for how long caches are kept",
         )
+    # another interpreter may not have skyctl
+    own = {"kv_connector_module_path": CONNECTOR} if launch.own_python else {}
     return {
         "kv-transfer-config": {
             "kv_connector": "NixlConnector",
+            **own,
             "kv_role": "kv_producer" if hand_over.role == "prefill" else "kv_consumer",
             "kv_buffer_device": launch.device,
             "kv_load_failure_policy": "recompute",
@@ -206,7 +218,7 @@ def router_command(launch: RouterLaunch) -> tuple[str, ...]:
         "prometheus-port": launch.metrics_port,
         "health-check-interval-secs": launch.health_interval_s,
         "request-timeout-secs": launch.request_timeout_s,
-        "vllm-pd-disaggregation": launch.pairs,
+        **(_PAIRING if launch.pairs else {}),
         **launch.args,
     }
     return (launch.python, "-m", _ROUTER_MODULE, *router_flags(arguments))

@@ -109,6 +109,7 @@ def test_prefill_and_decode_servers_know_their_part(tmp_path: Path) -> None:
         transfer = json.loads(value_of(server, "--kv-transfer-config"))
         roles.add((server.role, transfer["kv_role"]))
         assert transfer["kv_connector_extra_config"] == {"kv_lease_duration": 6}
+        assert transfer["kv_connector_module_path"] == "skyctl.engines.vllm.inside.pairs"
         ports |= {server.port, int(server.env["VLLM_NIXL_SIDE_CHANNEL_PORT"])}
     assert roles == {("prefill", "kv_producer"), ("decode", "kv_consumer")}
     assert len(ports) == 6

@@ -5,12 +5,12 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from types import FunctionType, ModuleType
+from types import FunctionType, ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 
-from skyctl.engines.vllm.inside.idle import spin_less
+from skyctl.engines.vllm.inside.idle import let_nixl_rest, spin_less
 
 PACKAGE = "vllm.distributed.device_communicators"
 MODULE = f"{PACKAGE}.shm_broadcast"
@@ -84,3 +84,22 @@ def test_a_reader_sleeps_between_two_looks(monkeypatch: pytest.MonkeyPatch) -> N
         vllms.sched_yield()
         assert slept == expected
         slept.clear()
+
+
+def test_nixl_waits_for_events_where_the_environment_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Config:
+        pthrDelay = 0
+
+    api: Any = ModuleType("nixl._api")
+    api.nixlBind = SimpleNamespace(nixlAgent=lambda name, config: (name, config.pthrDelay))
+    package: Any = ModuleType("nixl")
+    package._api = api
+    monkeypatch.setitem(sys.modules, "nixl", package)
+    monkeypatch.setitem(sys.modules, "nixl._api", api)
+    monkeypatch.delenv("SKYCTL_SPIN_S", raising=False)
+    let_nixl_rest()
+    assert api.nixlBind.nixlAgent("as it is", Config()) == ("as it is", 0)
+    monkeypatch.setenv("SKYCTL_SPIN_S", "0.02")
+    for _ in range(2):
+        let_nixl_rest()
+    assert api.nixlBind.nixlAgent("rests", Config()) == ("rests", 1000)

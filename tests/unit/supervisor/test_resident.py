@@ -414,7 +414,7 @@ async def test_a_router_of_pairs_is_started_anew_for_a_server_that_joins(tmp_pat
     async with supervising(tmp_path) as supervisor:
         await bring_up(supervisor, fleet_plan(servers, stub_router(), **pairs))
         assert supervisor.router is not None and supervisor.router.process is not None
-        first = supervisor.router.process.pid
+        router, first = supervisor.router, supervisor.router.process.pid
         assert routed(supervisor) == {"p", "d", "e"}
         await supervisor.pause(Pause(mode="keep"))
         assert routed(supervisor) == {"p", "d", "e"}
@@ -432,6 +432,14 @@ async def test_a_router_of_pairs_is_started_anew_for_a_server_that_joins(tmp_pat
         supervisor.replicas["p"].update_row(quarantine="for a while")
         await rollout.sync_router(supervisor)
         assert routed(supervisor) == set()
+        # nor is one waited for that goes meanwhile
+        supervisor.replicas["p"].update_row(quarantine="")
+        syncing = asyncio.create_task(rollout.sync_router(supervisor))
+        await eventually(lambda: router.renewing)
+        supervisor.replicas["p"].update_row(quarantine="for a while")
+        async with asyncio.timeout(10):
+            await syncing
+        assert supervisor.router.state == "waiting"
 
 
 async def test_a_router_that_dies_is_restarted_with_its_workers(tmp_path: Path) -> None:

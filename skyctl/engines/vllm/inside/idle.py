@@ -7,6 +7,9 @@ the cores are what the other replicas, the router and skyctl compute with. After
 replica kept a core busy for a second; and on two cores under Linux 6.18 the yielding reader of one
 long generation kept other processes from running at all, for seconds: a pause arrived when the
 generation had ended. A reader that sleeps between two looks costs a lone generation some speed.
+
+The progress thread of NIXL, which carries KV caches between servers, polls without a rest: its
+Python API asks for that. On two cores that kept a server from starting for three minutes.
 """
 
 from __future__ import annotations
@@ -14,11 +17,13 @@ from __future__ import annotations
 import inspect
 import os
 import time
+from typing import Any
 
 from skyctl.engines.vllm.inside.wire import SPIN_VARIABLE
 
 _PARAMETER = "busy_loop_s"
 _BETWEEN_LOOKS_S = 50e-6
+_NIXL_WAITS_US = 1000  # for an event: one that comes sooner ends the wait
 
 
 def spin_less() -> None:
@@ -40,3 +45,25 @@ def spin_less() -> None:
     last = list(inspect.signature(create).parameters)[-1:]
     if last == [_PARAMETER] and len(create.__defaults__ or ()) == 1:
         create.__defaults__ = (float(seconds),)
+
+
+def let_nixl_rest() -> None:
+    """Make agents created from here on wait for events, where the environment says so, instead of
+    polling. May be called more than once."""
+    if not os.environ.get(SPIN_VARIABLE):
+        return
+    try:
+        from nixl import _api
+    except ImportError:
+        return
+    bindings: Any = getattr(_api, "nixlBind", None)
+    create = getattr(bindings, "nixlAgent", None)
+    if create is None or getattr(create, "waits_us", None):
+        return
+
+    def agent(name: str, config: Any) -> Any:
+        config.pthrDelay = _NIXL_WAITS_US
+        return create(name, config)
+
+    agent.waits_us = _NIXL_WAITS_US  # type: ignore[attr-defined]  # marks it as done
+    bindings.nixlAgent = agent
