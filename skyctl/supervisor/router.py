@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import get_args
 
 from skyctl import engines
@@ -84,8 +85,11 @@ class RouterChild(Front):
         try:
             await super().stop()
             self.start()
-            while not self.settled.is_set() and (self.state != "waiting" or self._desired()):
-                await asyncio.sleep(_POLL_S)
+            while self.state != "waiting" or self._desired():
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(_POLL_S):
+                        await self.settled.wait()
+                        return
         finally:
             self._renewing = None
 
