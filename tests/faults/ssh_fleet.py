@@ -125,7 +125,7 @@ class SshFleet(StubFleet):
         ]
 
     def _agents(self, address: str) -> list[psutil.Process]:
-        return self._of(address, lambda one: "skyctl.launch.ssh.agent" in one.cmdline())
+        return self._of(address, lambda one: "skyctl.launch.remote.agent" in one.cmdline())
 
     def servers(self, address: str) -> list[psutil.Process]:
         return self._of(address, lambda one: "--port" in one.cmdline())
@@ -150,7 +150,7 @@ class SshFleet(StubFleet):
         (found,) = [
             one
             for one in psutil.process_iter()
-            if "skyctl.launch.ssh.tether" in _words(one)
+            if "skyctl.launch.remote.tether" in _words(one)
             and Path(_environ(one).get("SKYCTL_LOG", "")).stem == name
             and _environ(one).get("SKYCTL_HOME") == str(self.directory / "home")
         ]
