@@ -585,8 +585,8 @@ class FleetConfig(_Section):
             )
         if self.auth == "none":
             raise ValueError(
-                f"`auth: none` with `launcher: {self.launcher}`: whoever reaches the machines could "
-                "replace the weights; leave `auth` out"
+                f"`auth: none` with `launcher: {self.launcher}`: whoever reaches the machines "
+                "could replace the weights; leave `auth` out"
             )
         if self.weight_transfer.transport not in ("auto", "disk"):
             raise ValueError(
