@@ -20,7 +20,6 @@ from skyctl.launch.ray import worker
 from skyctl.launch.ray.connection import LOOK, refuse_open, told
 from skyctl.launch.remote.session import explained
 
-PLACE_TIMEOUT_S = 60.0
 ASK_TIMEOUT_S = 25.0
 _PINNED_S = 5.0
 _LOOK_S = 1.0
@@ -79,17 +78,17 @@ class Cluster:
             }
         return found
 
-    def place(self, token: str, turn: int) -> dict[str, Any]:
+    def place(self, token: str, turn: int, patience_s: float) -> dict[str, Any]:
         """Choose a node for a server and reserve what it needs; its address, a free port there and
         the GPUs it may use. Of nodes that are equal, the one whose `turn` it is.
 
         Raises:
-            SkyctlError: no node has room, all the time.
+            SkyctlError: no node has room, for `patience_s` seconds.
         """
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         wanted = self._wanted
-        group, node = self._reserve(f"{_PREFIX}{token}", turn)
+        group, node = self._reserve(f"{_PREFIX}{token}", turn, patience_s)
         count = wanted.count if wanted.resource == "GPU" else 0
         try:
             within = PlacementGroupSchedulingStrategy(group, 0)
@@ -148,11 +147,11 @@ class Cluster:
             )
         return sorted(found, key=lambda node: str(node["NodeManagerAddress"]))
 
-    def _reserve(self, name: str, turn: int) -> tuple[Any, Mapping[str, Any]]:
+    def _reserve(self, name: str, turn: int, patience_s: float) -> tuple[Any, Mapping[str, Any]]:
         """A placement group on the best node that has room."""
         from ray.util.placement_group import placement_group, remove_placement_group
 
-        wanted, deadline = self._wanted, time.monotonic() + PLACE_TIMEOUT_S
+        wanted, deadline = self._wanted, time.monotonic() + patience_s
         bundles = [{wanted.resource: wanted.count}]
         while True:
             nodes, free = self._candidates(), self._free()

@@ -58,7 +58,7 @@ def connect(cluster: RayCluster) -> None:
     try:
         ray.init(**_where(cluster), log_to_driver=False, logging_level="CRITICAL")
     except Exception as error:
-        raise explained(cluster, error) from error
+        raise _refusal(cluster, error) from error
 
 
 def refuse_open(cluster: RayCluster) -> None:
@@ -89,7 +89,7 @@ def refuse_open(cluster: RayCluster) -> None:
         raise HostUnreachable("nobody can tell whether the Ray cluster asks for a token", hint=LOOK)
 
 
-def explained(cluster: RayCluster, error: Exception) -> HostUnreachable:
+def _refusal(cluster: RayCluster, error: Exception) -> HostUnreachable:
     """Why Ray does not connect."""
     text = told(error)
     where = "" if cluster.address == "auto" else f" at {cluster.address}"

@@ -43,7 +43,11 @@ def main() -> None:
         connect(wanted)
         cluster, address = Cluster(wanted, shlex.split(sys.argv[3])), sys.argv[2]
         if address and (node := cluster.node_at(address)) is not None:
-            _relay(cluster, node, out)
+            try:
+                _relay(cluster, node, out)
+            except Exception as error:  # Ray's, of many kinds
+                lost = f"{address} does not answer over Ray ({type(error).__name__})"
+                raise HostUnreachable(lost, hint=LOOK) from error
         else:
             _answer(cluster, say)
     except HostUnreachable as error:

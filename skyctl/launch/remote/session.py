@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import json
 import os
+import re
 import shlex
 import sys
 from dataclasses import asdict
@@ -29,6 +30,8 @@ _RAY_TIMEOUT_S = 45.0
 _LONGEST_LINE = 1024 * 1024
 _LAST_WORDS = 4096
 _CLOSE_S = 1.0
+_LONGEST_REASON = 200
+_RAYS_LOG = re.compile(r"^\[\d.*?\] \S+: ")
 _MODULE = "skyctl.launch.remote.agent"
 _DRIVER = "skyctl.launch.ray.driver"
 _KEY_PROBLEMS = ("Host key verification failed", "HOST IDENTIFICATION HAS CHANGED")
@@ -155,7 +158,7 @@ def connect_timeout_s(node: Node) -> float:
 
 def silence(node: Node) -> str:
     """What a machine that says nothing is to its user."""
-    return f"{node.target} does not answer over {_way(node)}"
+    return f"{node.target} does not answer" + (f" over {_way(node)}" if node.chosen else "")
 
 
 def _way(node: Node) -> str:
@@ -180,6 +183,7 @@ def explained(node: Node, code: int, stderr: bytes) -> HostUnreachable:
     text = stderr.decode(errors="replace").strip()
     way = _way(node)
     last = text.rpartition("\n")[2].strip() or f"{way} exited with code {code}"
+    last = _RAYS_LOG.sub("", last)[:_LONGEST_REASON]
     target, python = node.target, node.python
     if any(problem in text for problem in _KEY_PROBLEMS):
         return HostUnreachable(

@@ -28,7 +28,8 @@ VARIABLE = "SKYCTL_TETHER"
 """A `Task` as JSON: what it starts, with its secrets. Readable by this user only, as theirs is."""
 RETRY_S = 2.0
 SILENCE_S = 15.0
-_PLACE_S = 120.0
+_PLACE_S = 60.0
+_PLACED_S = 120.0
 _SPEAK_S = 1.0
 _LOOK_S = 0.05
 
@@ -86,7 +87,7 @@ class _Tether:
         self._record = record.write(self._token, self._record, begun=True)  # on record first
         node = self._record.node
         request = {"do": "place", "token": self._token, "turn": self._task.turn}
-        place = await ask(node, request, _PLACE_S)
+        place = await ask(node, {**request, "patience_s": _PLACE_S}, _PLACED_S)
         self._record = record.write(
             self._token,
             self._record,
