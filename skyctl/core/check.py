@@ -195,7 +195,8 @@ def _listeners(plan: FleetPlan) -> Iterator[_Listener]:
 def _check_gpus(plan: FleetPlan, discover: Callable[[], Sequence[Gpu]]) -> Iterator[Problem]:
     if any(server.node for server in plan.servers):  # `check_machines` knows which there are
         for server in plan.servers:
-            yield from _check_gpu_count(server.name, server.gpus, server.world_size)
+            if server.node is None or server.node.chosen:
+                yield from _check_gpu_count(server.name, server.gpus, server.world_size)
         return
     existing = {gpu.index for gpu in discover()}
     if not existing:

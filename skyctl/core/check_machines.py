@@ -1,16 +1,17 @@
-"""Do the machines of `launcher: ssh` have what a plan needs? Asked before anything is spawned."""
+"""Do other machines have what a plan needs? They are asked before anything is spawned."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from skyctl.checkpoints.checkpoint import locate
 from skyctl.core.plan import FleetPlan, ServerSpec
 from skyctl.engines import ENGINES
 from skyctl.errors import PreflightError, SkyctlError
 from skyctl.launch.base import Node
-from skyctl.launch.ssh.machines import answers
+from skyctl.launch.remote.machines import answers, by_machine
 from skyctl.push.request import PushRequest
 from skyctl.store.paths import FleetPaths
 
@@ -25,12 +26,15 @@ def check_machines(plan: FleetPlan, own_ports: Collection[int]) -> Iterator[tupl
     paths = [plan.model_path] if Path(plan.model_path).is_absolute() else []
     questions = []
     for here in servers.values():
-        ports = [server.port for server in here if server.port not in own_ports]
+        ports = [server.port for server in here if server.port and server.port not in own_ports]
         questions.append({"ports": 0, "modules": list(modules), "paths": paths, "listening": ports})
-    for node, answer in zip(servers, answers(list(servers), questions), strict=True):
+    versions: dict[str, dict[str, str]] = {}
+    for node, answer in by_machine(list(servers), answers(list(servers), questions)):
         if isinstance(answer, SkyctlError):
             yield answer.message, answer.hint
             continue
+        for module, version in answer.get("versions", {}).items():
+            versions.setdefault(module, {})[node.target] = version
         for module in answer["missing"]:
             yield f"{node.target}: {node.python} has no {module}", "install it there"
         for path in answer["absent"]:
@@ -44,9 +48,35 @@ def check_machines(plan: FleetPlan, own_ports: Collection[int]) -> Iterator[tupl
                 "stop it, or change `ports`, or leave it out for a free port",
             )
         gpus = {gpu["index"] for gpu in answer["gpus"]}
-        for server in servers[node]:
+        for server in servers.get(node, ()):
             for index in sorted(set(server.gpus) - gpus):
                 yield f"{node.target} has no GPU {index}", "correct `gpus`"
+        yield from _without_room(node, answer, servers.get(node, ()))
+    for module, found in versions.items():
+        if len(set(found.values())) > 1:
+            told = ", ".join(f"{target} {version}" for target, version in found.items())
+            yield f"machines have different versions of {module}: {told}", "install one version"
+
+
+def _without_room(
+    node: Node, facts: Mapping[str, Any], servers: Sequence[ServerSpec]
+) -> Iterator[tuple[str, str]]:
+    """What no node of a cluster could carry, were it empty."""
+    if node.ray is None or "room" not in facts:
+        return
+    need, what, room = node.ray.count, node.ray.resource, facts["room"]
+    if need > max(room):
+        yield (
+            f"{servers[0].name} needs {need} {what}, and no node of the Ray cluster has more than "
+            f"{max(room)}",
+            "a replica runs on one node: lower its parallel sizes",
+        )
+    elif len(servers) > sum(one // need for one in room):
+        yield (
+            f"{len(servers)} servers of {need} {what} each are more than the Ray cluster's nodes "
+            f"carry ({', '.join(map(str, room))})",
+            "lower `replicas`, add nodes, or `ray: {head: true}`",
+        )
 
 
 def refuse_unseen(plan: FleetPlan, asked: PushRequest, paths: FleetPaths) -> None:
@@ -64,10 +94,10 @@ def refuse_unseen(plan: FleetPlan, asked: PushRequest, paths: FleetPaths) -> Non
     if found is None:  # the push itself says that there is none
         return
     questions = [{"ports": 0, "paths": [str(found)]} for _ in nodes]
-    for node, answer in zip(nodes, answers(nodes, questions), strict=True):
+    for node, answer in by_machine(nodes, answers(nodes, questions)):
         if isinstance(answer, SkyctlError):
             raise PreflightError(answer.message, hint=answer.hint)
-        if answer["absent"]:
+        if answer.get("absent"):
             raise PreflightError(f"{node.target} has no {found}", hint=hint)
 
 

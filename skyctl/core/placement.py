@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -97,8 +97,12 @@ def place_replicas(
     """A place for each replica. `allowed` are the GPU indices that may be used; None: all of them.
 
     Of the machines with room the one with the fewest replicas takes the next, so that a fleet that
-    grows moves none. Where none has room, `check_plan` reports it.
+    grows moves none. Where none has room, `check_plan` reports it. A cluster has its own rule, and
+    chooses later: it is told what each replica needs.
     """
+    if machines[0].node is not None and machines[0].node.ray is not None:
+        resource = "GPU" if on_gpus else "CPU"
+        return [Place(_needing(machines[0], resource, r.world_size), (), ()) for r in replicas]
     gpus = [
         (list(allowed) if allowed is not None else [gpu.index for gpu in machine.gpus])
         if on_gpus
@@ -123,6 +127,13 @@ def place_replicas(
         for number, chosen, cores in zip(numbers, placed, bound, strict=True):
             found[number] = Place(machine, chosen, cores)
     return [found[number] for number in range(len(replicas))]
+
+
+def _needing(machine: Machine, resource: str, count: int) -> Machine:
+    node = machine.node
+    assert node is not None and node.ray is not None
+    ray = replace(node.ray, resource=resource, count=count)
+    return replace(machine, node=replace(node, ray=ray))
 
 
 def place_on_gpus(

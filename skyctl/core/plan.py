@@ -26,7 +26,7 @@ from skyctl.engines.base import (
 from skyctl.errors import FleetFileError, UsageError
 from skyctl.fleetfile.arguments import merge_arguments, refusals
 from skyctl.fleetfile.schema import FleetConfig, RouterSection, resolve_relative
-from skyctl.launch.base import Cpu, Gpu, Machine, Node
+from skyctl.launch.base import PORT_AT_SPAWN, Cpu, Gpu, Machine, Node
 from skyctl.launch.local.devices import visible_gpus
 from skyctl.store.credentials import AT_SPAWN
 
@@ -43,6 +43,7 @@ class ServerSpec:
     tensor x pipeline x data parallel. `gpus` are physical indices, empty on CPU. `backend` is the
     weight-transfer backend the server is started with, or "" for none; `engine` what it runs.
     `node` is the machine it runs on, None for this one; `role` prefill, decode or "" for both.
+    Where the node is chosen only when the server is started, `port` is 0 and `url` "" until then.
     """
 
     name: str
@@ -60,14 +61,14 @@ class ServerSpec:
     @property
     def url(self) -> str:
         """URL clients on this machine use (a wildcard bind is reached over loopback)."""
-        return local_url(self.host, self.port)
+        return local_url(self.host, self.port) if self.port else ""
 
     def to_json(self) -> dict[str, Any]:
         """All fields and `url`; secrets in `env` are masked."""
         return {
             "name": self.name,
             "role": self.role,
-            "url": self.url,
+            "url": self.url or None,
             "host": self.host,
             "port": self.port,
             "node": self.node.target if self.node else None,
@@ -313,7 +314,7 @@ class _Planner:
             model_path=self.model_path,
             served_model_name=self.served_model_name,
             host=node.address if node else self.config.host,
-            port=replica.port or self._port(replica.name, place.machine.next_port),
+            port=self._server_port(replica, place),
             device=self.device,
             backend=backend,
             args=self._with_absolute_paths(replica.args),
@@ -333,6 +334,11 @@ class _Planner:
             hand_over=self._hand_over(replica, place),
         )
 
+    def _server_port(self, replica: Replica, place: Place) -> int | str:
+        if place.machine.node is not None and not place.machine.node.chosen:
+            return PORT_AT_SPAWN
+        return replica.port or self._port(replica.name, place.machine.next_port)
+
     def _hand_over(self, replica: Replica, place: Place) -> HandOver | None:
         if not replica.role:
             return None
@@ -347,7 +353,7 @@ class _Planner:
             argv=command.argv,
             env=command.env,
             host=launch.host,
-            port=launch.port,
+            port=launch.port if isinstance(launch.port, int) else 0,
             gpus=launch.gpus,
             world_size=replica.world_size,
             backend=launch.backend,

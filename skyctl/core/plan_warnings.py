@@ -62,12 +62,12 @@ def _tinker_warnings(
 
 def _server_warnings(config: FleetConfig, device: str, backend: str) -> list[PlanWarning]:
     warnings = []
-    if config.launcher == "ssh":
+    if config.launcher in ("ssh", "ray"):
         open_too = "; inference asks for nothing" if _inference_is_open(config) else ""
         warnings.append(
             PlanWarning(
-                "launcher ssh: tokens cross the network unencrypted; whoever reads the control "
-                f"token can replace the servers' weights{open_too}",
+                f"launcher {config.launcher}: tokens cross the network unencrypted; whoever reads "
+                f"the control token can replace the servers' weights{open_too}",
                 "let nobody else into the network between the machines",
             )
         )

@@ -14,9 +14,9 @@ from skyctl.core.plan import FleetPlan, plan_fleet
 from skyctl.errors import UsageError
 from skyctl.fleetfile.schema import FleetConfig, RouterSection
 from skyctl.launch import HOSTS
-from skyctl.launch.base import Machine, Node
-from skyctl.launch.ssh.machines import look
-from skyctl.launch.ssh.record import begun
+from skyctl.launch.base import ADDRESS_AT_SPAWN, Machine, Node, RayCluster
+from skyctl.launch.remote.machines import look
+from skyctl.launch.remote.record import begun
 from skyctl.store.paths import fleet_paths
 from skyctl.store.state import ProcessRow
 
@@ -30,7 +30,7 @@ def plan_here(
         UsageError: as `plan_fleet`.
     """
     host = HOSTS[config.launcher]
-    machines = machines_of(config, running=bool(known_ports)) if config.launcher == "ssh" else ()
+    machines = machines_of(config, running=bool(known_ports)) if nodes_of(config) else ()
     return plan_fleet(
         config,
         base_dir,
@@ -44,18 +44,32 @@ def plan_here(
 
 
 def machines_of(config: FleetConfig, *, running: bool) -> list[Machine]:
-    """The machines of `launcher: ssh`, with what they have.
+    """The machines of `launcher: ssh` or the cluster of `launcher: ray`, with what they have.
 
     Raises:
         HostUnreachable: one cannot be asked, and the fleet does not run there already.
     """
-    ssh = config.ssh
-    nodes = [
-        Node(target, "", ssh.python, tuple(ssh.command), ssh.orphan_grace_s) for target in ssh.hosts
-    ]
     replicas = expand_replicas(config)
     known = fleet_paths(config.name).directory / "machines.json"
-    return look(nodes, ports=2 * len(replicas) + 8, known=known, running=running)
+    return look(nodes_of(config), ports=2 * len(replicas) + 8, known=known, running=running)
+
+
+def nodes_of(config: FleetConfig) -> list[Node]:
+    """Other machines that servers run on; a cluster is one of them until it has chosen a node."""
+    ssh, ray = config.ssh, config.ray
+    if config.launcher == "ray":
+        cluster = RayCluster(
+            ray.address,
+            labels=tuple(sorted(ray.nodes.items())),
+            head=ray.head,
+            spread=ray.strategy == "spread",
+            allow_unauthenticated=ray.allow_unauthenticated,
+        )
+        return [Node("", ADDRESS_AT_SPAWN, ray.python, (), ray.orphan_grace_s, cluster).cluster]
+    return [
+        Node(target, target.rpartition("@")[2], ssh.python, tuple(ssh.command), ssh.orphan_grace_s)
+        for target in ssh.hosts
+    ]
 
 
 def plan_offline(config: FleetConfig, base_dir: Path) -> FleetPlan:
@@ -72,11 +86,7 @@ def plan_offline(config: FleetConfig, base_dir: Path) -> FleetPlan:
     def next_port() -> int:
         return next(ports)
 
-    nodes = [
-        Node(target, target.rpartition("@")[2], config.ssh.python, (), 0.0)
-        for target in config.ssh.hosts
-    ]
-    machines = [Machine(node, (), (), next_port) for node in nodes]
+    machines = [Machine(node, (), (), next_port) for node in nodes_of(config)]
     return plan_fleet(
         config, base_dir, gpus=[], next_port=next_port, environ=environ, machines=machines
     )
@@ -137,7 +147,7 @@ def usable(plan: FleetPlan, ports: Mapping[str, int], file: Path | None = None) 
 
 def ports_of(plan: FleetPlan) -> dict[str, int]:
     """Every port of a plan by name; the router has two."""
-    ports = {spec.name: spec.port for spec in plan.servers}
+    ports = {spec.name: spec.port for spec in plan.servers if spec.port}
     if plan.router is not None:
         ports |= {"router": plan.router.port, "router-metrics": plan.router.metrics_port}
     if plan.tinker is not None:

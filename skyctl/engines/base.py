@@ -81,14 +81,14 @@ class ServerLaunch:
     process will inherit. `own_python`: it runs in skyctl's interpreter, which has skyctl.
     `auth` says which routes ask for a token; `api_key` is the user's key, None for one that skyctl
     makes (`secret`, a placeholder until the spawn). `adapters` None: it takes no LoRA adapters.
-    `hand_over` None: it both prefills and decodes.
+    `hand_over` None: it both prefills and decodes. `host` and `port` may be placeholders, too.
     """
 
     python: str
     model_path: str
     served_model_name: str
     host: str
-    port: int
+    port: int | str
     device: Device
     backend: str
     args: Mapping[str, Any]

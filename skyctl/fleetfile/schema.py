@@ -144,6 +144,29 @@ class SshSection(_Section):
     )
 
 
+class RaySection(_Section):
+    """The Ray cluster that servers run on (`launcher: ray`)."""
+
+    address: str = Field("auto", description="The head's HOST:PORT; auto is this machine's.")
+    nodes: dict[str, str] = Field(
+        default_factory=dict, description="Labels that a node must have to carry servers."
+    )
+    head: bool = Field(False, description="Whether the head's node may carry servers.")
+    strategy: Literal["spread", "pack"] = Field(
+        "spread", description="Prefer nodes with few of skyctl's servers, or with many."
+    )
+    allow_unauthenticated: bool = Field(
+        False, description="Take a cluster without a token, where whoever reaches it runs code."
+    )
+    python: str = Field(
+        "python3", description="Interpreter on each node that has skyctl and the engine."
+    )
+    orphan_grace_s: Seconds = Field(
+        120.0,
+        description="Seconds without a word from its supervisor after which a server ends.",
+    )
+
+
 class LogsSection(_Section):
     """How large the logs of servers, router and supervisor get."""
 
@@ -407,6 +430,9 @@ class FleetConfig(_Section):
     ssh: SshSection = Field(
         default_factory=SshSection, description="Where `launcher: ssh` starts servers."
     )
+    ray: RaySection = Field(
+        default_factory=RaySection, description="Where `launcher: ray` starts servers."
+    )
 
     model: str | None = Field(
         None, description="Checkpoint directory (relative to this file) or a hub model id."
@@ -522,12 +548,33 @@ class FleetConfig(_Section):
     @model_validator(mode="after")
     def _ssh_has_machines(self) -> FleetConfig:
         hosts = self.ssh.hosts
-        if self.launcher != "ssh":
-            if "ssh" in self.model_fields_set:
-                raise ValueError("`ssh` goes with `launcher: ssh`")
-            return self
-        if not hosts or len(set(hosts)) < len(hosts):
+        if self.launcher == "ssh" and (not hosts or len(set(hosts)) < len(hosts)):
             raise ValueError("`launcher: ssh` needs `ssh: {hosts: [...]}`, each machine once")
+        return self
+
+    @model_validator(mode="after")
+    def _ray_places_by_itself(self) -> FleetConfig:
+        if self.launcher != "ray":
+            return self
+        groups = self.replicas if isinstance(self.replicas, list) else []
+        if self.ports or self.gpus or self.share_gpus or any(group.ports for group in groups):
+            raise ValueError(
+                "`ports`, `gpus` and `share_gpus` do not go with `launcher: ray`: Ray chooses node "
+                "and GPUs, skyctl a free port there"
+            )
+        if self.pairs:
+            raise ValueError("groups with a `role` do not go with `launcher: ray`")
+        if self.ray.address.startswith("ray://"):
+            raise ValueError("`ray: {address: ray://...}` is of Ray Client; write HOST:6379")
+        return self
+
+    @model_validator(mode="after")
+    def _others_are_remote(self) -> FleetConfig:
+        for launcher in ("ssh", "ray"):
+            if launcher in self.model_fields_set and self.launcher != launcher:
+                raise ValueError(f"`{launcher}` goes with `launcher: {launcher}`")
+        if self.launcher not in ("ssh", "ray"):
+            return self
         if "host" in self.model_fields_set:
             raise ValueError("`host` goes with one machine; a server binds its machine's address")
         if isinstance(self.replicas, list) and any(group.gpus for group in self.replicas):
@@ -538,13 +585,14 @@ class FleetConfig(_Section):
             )
         if self.auth == "none":
             raise ValueError(
-                "`auth: none` with `launcher: ssh`: whoever reaches the machines could replace the "
-                "weights; leave `auth` out"
+                f"`auth: none` with `launcher: {self.launcher}`: whoever reaches the machines "
+                "could replace the weights; leave `auth` out"
             )
         if self.weight_transfer.transport not in ("auto", "disk"):
             raise ValueError(
                 f"transport {self.weight_transfer.transport} works on one machine; with `launcher: "
-                "ssh` each server reads a path that all machines share: leave it out, or write disk"
+                f"{self.launcher}` each server reads a path that all machines share: leave it out, "
+                "or write disk"
             )
         return self
 

@@ -15,7 +15,11 @@ DEFAULT = "local"
 HOSTS: Plugins[Host] = Plugins(
     "launcher",
     "skyctl.launchers",
-    {DEFAULT: "skyctl.launch.local.host:LOCAL", "ssh": "skyctl.launch.ssh.host:SSH"},
+    {
+        DEFAULT: "skyctl.launch.local.host:LOCAL",
+        "ssh": "skyctl.launch.remote.host:SSH",
+        "ray": "skyctl.launch.remote.host:RAY",
+    },
 )
 """By the fleet file's `launcher:`. Other packages add theirs as entry points of
 `skyctl.launchers`."""

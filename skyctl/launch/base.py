@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -35,17 +35,67 @@ class Cpu:
     core: int
 
 
+ADDRESS_AT_SPAWN = "(address at its start)"
+PORT_AT_SPAWN = "(port at its start)"
+"""Stand in a plan's command line where the node is chosen when the server is started."""
+
+
+LEASE_VARIABLE = "SKYCTL_LEASE"
+"""Names the file that a server's guard touches when it is asked something (`inside/guard.py`)."""
+
+
+@dataclass(frozen=True)
+class RayCluster:
+    """The Ray cluster that chooses a server's node: one of those that have all `labels`, with
+    `count` free of `resource` (GPU or CPU); the head's only with `head`. `spread` prefers nodes
+    with few servers, else those with many."""
+
+    address: str
+    labels: tuple[tuple[str, str], ...] = ()
+    head: bool = False
+    spread: bool = True
+    allow_unauthenticated: bool = False
+    resource: str = "CPU"
+    count: int = 1
+
+
 @dataclass(frozen=True)
 class Node:
     """Another machine that servers run on. `target` is what ssh is given (`user@host`), `address`
     what servers bind there, `python` its interpreter with skyctl and the engine, `command` the ssh
-    client; a server there ends `grace_s` seconds after nobody was heard of it any more."""
+    client; a server there ends `grace_s` seconds after nobody was heard of it any more.
+
+    With `ray` Ray reaches it in place of ssh, and `target` is its address in the cluster; before
+    Ray has chosen a node, `target` stands for the cluster.
+    """
 
     target: str
     address: str
     python: str
     command: tuple[str, ...]
     grace_s: float
+    ray: RayCluster | None = None
+
+    @property
+    def chosen(self) -> bool:
+        """False for a node that is chosen when a server is started."""
+        return self.address != ADDRESS_AT_SPAWN
+
+    @property
+    def cluster(self) -> Node:
+        """Who chose it and can be asked about it: the cluster; itself, where nobody did."""
+        if self.ray is None:
+            return self
+        return replace(self, target="the Ray cluster", address=ADDRESS_AT_SPAWN)
+
+
+@dataclass(frozen=True)
+class ChosenPlace:
+    """Where a server was started, of a node that was chosen only then."""
+
+    node: Node
+    port: int
+    gpus: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -89,6 +139,14 @@ class ChildProcess(Protocol):
 
     def record_segments(self) -> None:
         """Remember the shared memory that it would leave."""
+
+    def place(self) -> ChosenPlace | None:
+        """Where it runs, if that was chosen at its spawn; None before, and for all others."""
+        ...
+
+    def connection_lost(self) -> str:
+        """Why its machine cannot be asked just now, whatever the server itself answers; or ""."""
+        ...
 
     def listens_at(self, port: int) -> bool:
         """False when it is somebody else who answers there; true where nobody can tell."""

@@ -24,6 +24,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
+from typing import Any
 
 from skyctl.core.expectations import model_on_disk
 from skyctl.core.health import FailureCount, probe_alive, probe_ready
@@ -84,7 +85,8 @@ class Replica(KeptRunning):
             changed=context.changed,
             clock=context.clock,
         )
-        self.spec = spec
+        self.planned = spec
+        self._placed: ServerSpec | None = None  # where its node was chosen at its spawn
         self.observed_paused: bool | None = None
         self.lost = ""  # why nobody can tell whether it still runs
         self.update_state = ""  # what a push job says of this server while it runs
@@ -102,7 +104,12 @@ class Replica(KeptRunning):
 
     @property
     def running_spec(self) -> ServerSpec:
-        return self.spec
+        return self.planned
+
+    @property
+    def spec(self) -> ServerSpec:
+        """As planned, at the place where it runs."""
+        return self._placed or self.planned
 
     @property
     def config(self) -> FleetConfig:
@@ -298,6 +305,7 @@ class Replica(KeptRunning):
 
     def _after_end(self) -> None:
         self.observed_paused, self.update_state, self.lost = None, "", ""
+        self._placed = None
 
     async def _until_ready(self, process: ChildProcess) -> str:
         """ "" once the server is ready, else why it never was."""
@@ -309,7 +317,8 @@ class Replica(KeptRunning):
         while not process.exited.is_set():
             self._record_descendants(process)
             # looked at first: a foreign process that took the port must not be sent our token
-            ours, paused = process.listens_at(self.spec.port), None
+            ours, paused = self._takes_place(process), None
+            ours = ours and process.listens_at(self.spec.port)
             if ours:
                 paused = await probe_ready(self._context.client, self.target, policy.timeout_s)
             if paused is not None:
@@ -326,6 +335,18 @@ class Replica(KeptRunning):
                 return f"not ready after {format_seconds(patience_s)}{why}"
             await _wait(process.exited, READY_POLL_S)
         return self._death(process)
+
+    def _takes_place(self, process: ChildProcess) -> bool:
+        """Whether it is known where it runs."""
+        if self.spec.port:
+            return True
+        if (place := process.place()) is None:
+            return False
+        where: dict[str, Any] = {"host": place.node.address, "port": place.port}
+        where |= {"gpus": place.gpus}
+        self._placed = replace(self.planned, **where, node=place.node)
+        self._save(replace(self._record, **where))
+        return True
 
     async def _unless_dead(self, process: ChildProcess, work: Awaitable[object]) -> str:
         """Await `work` unless the process dies first; why it died, or ""."""
@@ -368,7 +389,7 @@ class Replica(KeptRunning):
 
     def _note_failures(self, failures: FailureCount) -> None:
         reason = f"{failures.count} health probes in a row failed" if failures.count else ""
-        reason = self.lost or reason
+        reason = self.lost or reason or (self.process.connection_lost() if self.process else "")
         if reason != self.reason:
             self.reason = reason
             self._context.changed()

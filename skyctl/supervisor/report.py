@@ -120,6 +120,8 @@ def _replica_row(
         state, reason = "unreachable", failed  # the probes have not counted enough of it yet
     if replica.phase == "waiting":
         reason = "waits for its GPU"
+    elif replica.phase == "starting" and not replica.spec.port:
+        reason = "waits for a node"
     return ReplicaStatus(
         name=replica.name,
         state=state,

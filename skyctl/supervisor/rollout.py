@@ -46,7 +46,7 @@ async def apply_plan(supervisor: Supervisor, plan: FleetPlan) -> None:
         replica = supervisor.replicas.get(name)
         if replica is None:
             replica = supervisor.new_replica(specs[name])
-        replica.spec = specs[name]
+        replica.planned = specs[name]
         supervisor.started_by_operation.append(name)
         replica.start()
     await _remove_other_fronts(supervisor, plan)
@@ -260,7 +260,8 @@ async def restart(supervisor: Supervisor, replica: Replica, plan: FleetPlan) -> 
     await _leave_router(supervisor, replica)
     try:
         await replica.stop()
-        replica.spec = next((s for s in plan.servers if s.name == replica.name), replica.spec)
+        named = (spec for spec in plan.servers if spec.name == replica.name)
+        replica.planned = next(named, replica.planned)
         replica.start()
         await replica.settled.wait()
     finally:

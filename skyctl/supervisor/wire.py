@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-PROTOCOL = 15
+PROTOCOL = 16
 """Of the supervisor's API. Count it up with every change that the other side has to know of."""
 
 VERSION_HEADER = "x-skyctl"
@@ -61,6 +61,8 @@ def spec_hash(spec: ServerSpec | FrontSpec) -> str:
     material: list[Any] = [list(spec.argv), env]
     if isinstance(spec, ServerSpec) and spec.node is not None:
         material.append(spec.node.target)
+        if (ray := spec.node.ray) is not None:
+            material.append([ray.address, ray.labels, ray.head, ray.resource, ray.count])
     if not isinstance(spec, ServerSpec | RouterSpec):  # the Tinker API asks the supervisor
         material.append(PROTOCOL)
     return hashlib.sha256(json.dumps(material).encode()).hexdigest()

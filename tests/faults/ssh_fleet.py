@@ -8,20 +8,14 @@ connected is cut.
 from __future__ import annotations
 
 import json
-import os
-import signal
 import sys
-import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from collections.abc import Sequence
 
 import psutil
 
-from tests.faults.stub_fleet import StubFleet
+from tests.faults.remote_fleet import ADDRESSES, RemoteFleet, words
 
-HOSTS = ("me@127.0.0.2", "me@127.0.0.3")
+HOSTS = tuple(f"me@{address}" for address in ADDRESSES)
 _SSH = """#!{python}
 import os, subprocess, sys, threading
 address, hosts = sys.argv[1].partition("@")[2], {hosts!r}
@@ -65,13 +59,10 @@ ssh:
 """
 
 
-@dataclass
-class SshFleet(StubFleet):
-    """A fleet over two machines."""
+class SshFleet(RemoteFleet):
+    """A fleet over two machines that are reached by ssh."""
 
-    @property
-    def hosts(self) -> Path:
-        return self.directory / "hosts"
+    user = "me@"
 
     def lay_out(
         self,
@@ -94,11 +85,7 @@ class SshFleet(StubFleet):
             ssh=json.dumps(list(command) or [str(ssh)]),
             grace_s=grace_s,
         )
-        self.write(replicas, extra=more)
-        text = (self.directory / "fleet.yaml").read_text()
-        text = text.replace("model: ./model", f"model: {self.directory}/model")
-        text = text.replace("{backoff_s: 0.05}", "{backoff_s: 0.05, backoff_max_s: 2}")
-        (self.directory / "fleet.yaml").write_text(text)
+        self.write_remote(replicas, more)
 
     def cut(self, address: str, why: str = "ssh: connect to host: No route to host") -> None:
         """No connection to a machine from now on; those that are end."""
@@ -109,94 +96,14 @@ class SshFleet(StubFleet):
     def mend(self, address: str) -> None:
         (self.hosts / f"{address}.off").unlink()
 
-    def agents(self, address: str) -> list[psutil.Process]:
-        """The connected agents of a machine."""
-        return [one for one in self._agents(address) if _stdin(one) != os.devnull]
-
-    def keepers(self, address: str) -> list[psutil.Process]:
-        return [one for one in self._agents(address) if _stdin(one) == os.devnull]
-
     def connections(self, address: str) -> list[psutil.Process]:
-        """The ssh processes to a machine, those of short questions too."""
         return [
             one
             for one in psutil.process_iter()
-            if str(self.directory / "ssh") in _words(one) and f"me@{address}" in _words(one)
+            if str(self.directory / "ssh") in words(one) and f"me@{address}" in words(one)
         ]
-
-    def _agents(self, address: str) -> list[psutil.Process]:
-        return self._of(address, lambda one: "skyctl.launch.ssh.agent" in one.cmdline())
-
-    def servers(self, address: str) -> list[psutil.Process]:
-        return self._of(address, lambda one: "--port" in one.cmdline())
-
-    def everything(self) -> list[psutil.Process]:
-        """All that runs on any machine."""
-        return [one for host in HOSTS for one in self._of(host[3:], lambda one: True)]
-
-    def _of(self, address: str, wanted: Callable[[psutil.Process], bool]) -> list[psutil.Process]:
-        found = []
-        for process in psutil.process_iter():
-            try:
-                home = process.environ().get("HOME")
-                if home == str(self.hosts / address) and wanted(process):
-                    found.append(process)
-            except (psutil.Error, OSError):
-                continue
-        return found
-
-    def tether(self, name: str) -> psutil.Process:
-        """The process here that stands for a server."""
-        (found,) = [
-            one
-            for one in psutil.process_iter()
-            if "skyctl.launch.ssh.tether" in _words(one)
-            and Path(_environ(one).get("SKYCTL_LOG", "")).stem == name
-            and _environ(one).get("SKYCTL_HOME") == str(self.directory / "home")
-        ]
-        return found
-
-    def until(self, states: dict[str, str], timeout_s: float = 30) -> dict[str, dict[str, Any]]:
-        """Wait until `status` shows these states; its rows."""
-        deadline = time.monotonic() + timeout_s
-        while True:
-            rows = self.replicas()
-            if all(rows[name]["state"] == state for name, state in states.items()):
-                return rows
-            assert time.monotonic() < deadline, json.dumps(rows, indent=1)
-            time.sleep(0.2)
 
     def end(self) -> None:
-        """Whatever a test left."""
-        for address in HOSTS:
-            (self.hosts / f"{address[3:]}.off").unlink(missing_ok=True)
-        down = self.start("down")
-        said = down.communicate(timeout=60)
-        home = str(self.directory / "home")
-        here = [one for one in psutil.process_iter() if _environ(one).get("SKYCTL_HOME") == home]
-        left = [*here, *self.everything()]
-        for process in left:
-            os.kill(process.pid, signal.SIGKILL)
-        assert down.returncode in (0, 4), said
-        assert not left
-
-
-def _stdin(process: psutil.Process) -> str:
-    try:
-        return str(Path(f"/proc/{process.pid}/fd/0").readlink())
-    except OSError:  # it has just ended
-        return ""
-
-
-def _words(process: psutil.Process) -> list[str]:
-    try:
-        return process.cmdline()
-    except psutil.Error:
-        return []
-
-
-def _environ(process: psutil.Process) -> dict[str, str]:
-    try:
-        return process.environ()
-    except psutil.Error:
-        return {}
+        for address in ADDRESSES:
+            (self.hosts / f"{address}.off").unlink(missing_ok=True)
+        super().end()

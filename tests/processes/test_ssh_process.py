@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from skyctl.launch.base import Node
-from skyctl.launch.ssh import record
-from skyctl.launch.ssh.host import SSH
-from skyctl.launch.ssh.session import Session, ask
+from skyctl.launch.remote import record
+from skyctl.launch.remote.host import SSH
+from skyctl.launch.remote.session import Session, ask
 from skyctl.store.paths import FleetPaths
 from tests.faults.ssh_fleet import SshFleet
 

@@ -19,6 +19,7 @@ for inference without the control token, until it has those: a file tells, as lo
 
 from __future__ import annotations
 
+import contextlib
 import hmac
 import json
 import logging
@@ -38,6 +39,8 @@ Application = Callable[[Scope, Receive, Send], Awaitable[None]]
 TOKEN_VARIABLE = "SKYCTL_CONTROL_TOKEN"
 HELD_VARIABLE = "SKYCTL_HELD_WHILE"
 """A path: while there is a file, only the control token opens inference."""
+LEASE_VARIABLE = "SKYCTL_LEASE"
+"""A file that is touched when the control token is shown: somebody minds this server."""
 SHORTEST_TOKEN = 32
 """Characters. A placeholder or an empty variable is no token."""
 
@@ -94,6 +97,7 @@ _LOG = logging.getLogger("uvicorn.error")
 """Where uvicorn says what is not about one request: vLLM shows it."""
 _REFUSING: ContextVar[bool] = ContextVar("refusing", default=False)
 _REPORT_INTERVAL_S = 60.0
+_RENEW_INTERVAL_S = 1.0
 _LONGEST_LOGGED_PATH = 500
 
 
@@ -141,6 +145,7 @@ class Guard:
         self._key = key.encode()
         held = environ.get(HELD_VARIABLE)
         self._held_while = Path(held) if held else None
+        self._lease, self._renewed_at = environ.get(LEASE_VARIABLE), -_RENEW_INTERVAL_S
         self._refused, self._reported_at = 0, -_REPORT_INTERVAL_S
         logging.getLogger("uvicorn.access").addFilter(_ACCESS_LOG)  # once, however often
 
@@ -180,12 +185,20 @@ class Guard:
         has_token = hmac.compare_digest(given, self._token)
         has_key = hmac.compare_digest(given, self._key)
         if has_token:
+            self._renew()
             if self._key:
                 _hand_over(scope, self._key)
             return ""
         if wanted == "control" or (self._key and not has_key):
             return wanted
         return "held" if self._is_held(scope) else ""
+
+    def _renew(self) -> None:
+        now = time.monotonic()
+        if self._lease and now - self._renewed_at > _RENEW_INTERVAL_S:
+            self._renewed_at = now
+            with contextlib.suppress(OSError):  # removed: it is being ended
+                os.utime(self._lease)
 
     def _is_held(self, scope: Scope) -> bool:
         """Whether this asks for inference, and not yet."""

@@ -19,6 +19,7 @@ from pathlib import Path
 import psutil
 
 from skyctl.errors import SkyctlError, StateUnwritable
+from skyctl.launch.base import ChosenPlace
 from skyctl.launch.local import segments
 from skyctl.store.identity import ProcessIdentity, boot_id, create_time, identify, own_processes
 from skyctl.store.paths import create_private_file
@@ -108,6 +109,14 @@ class ManagedProcess:
     def record_segments(self) -> None:
         """Remember the shared memory that this tree would leave: once it is gone, nobody tells."""
         self.segments |= segments.mapped_by(process.pid for process in self.members())
+
+    def place(self) -> ChosenPlace | None:
+        """It runs where it was planned."""
+        return None
+
+    def connection_lost(self) -> str:
+        """Never: it runs here."""
+        return ""
 
     def listens_at(self, port: int) -> bool:
         """False when it is somebody else who answers there; true where the kernel does not tell."""

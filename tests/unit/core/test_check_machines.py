@@ -17,7 +17,7 @@ from skyctl.core.plan import FleetPlan, plan_fleet
 from skyctl.errors import PreflightError
 from skyctl.fleetfile.schema import FleetConfig
 from skyctl.launch.base import Gpu, Machine, Node
-from skyctl.launch.ssh.session import PROTOCOL
+from skyctl.launch.remote.session import PROTOCOL
 from skyctl.push.request import PushRequest
 from skyctl.store.paths import FleetPaths
 

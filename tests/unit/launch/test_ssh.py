@@ -10,10 +10,10 @@ import pytest
 from skyctl import __version__
 from skyctl.errors import HostUnreachable, SkyctlError
 from skyctl.launch.base import Node
-from skyctl.launch.ssh import record
-from skyctl.launch.ssh.host import RemoteProcess, adopt
-from skyctl.launch.ssh.machines import look
-from skyctl.launch.ssh.session import PROTOCOL, ask
+from skyctl.launch.remote import record
+from skyctl.launch.remote.host import RemoteProcess, adopt
+from skyctl.launch.remote.machines import look
+from skyctl.launch.remote.session import PROTOCOL, ask
 
 HELLO = json.dumps({"agent": PROTOCOL, "skyctl": __version__})
 FACTS = {"address": "10.0.0.7", "gpus": [], "cpus": [{"id": 0, "core": 0}], "ports": [20001]}
@@ -153,7 +153,7 @@ async def test_a_server_that_was_never_begun_asks_no_machine(
     record.write("t", record.Record(node("exit 255"), str(tmp_path / "held")))
     process = adopt(None, "t", ())
     assert process.members() == [] and await process.stop(0.1)
-    assert not list((tmp_path / "ssh").iterdir())
+    assert not list((tmp_path / "remote").iterdir())
 
 
 async def test_a_record_that_cannot_be_read_is_no_record_that_is_gone(

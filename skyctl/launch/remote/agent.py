@@ -1,15 +1,16 @@
-"""What runs on the other machine: `PYTHON -m skyctl.launch.ssh.agent`, started by ssh.
+"""What runs on the other machine: `PYTHON -m skyctl.launch.remote.agent`, started by ssh or Ray.
 
 One request per connection, a JSON line: `facts` (what the machine has), `keep` (start a server, or
 take up the one that runs, and tell of it until it ends), `stop` (end a server for certain).
 
 A server is the child of a keeper, which is nobody's child: it outlives the agent and the
-connection. While a tether is heard, the agent touches a file (`lease`); when nobody has touched it
-for the fleet's grace, the keeper ends the server and removes every trace of it. Times are
+connection. While a tether is heard, the agent touches a file (`lease`), and so does the server when
+the supervisor asks it something (`engines/inside/guard.py`); when nobody has touched it for the
+fleet's grace, the keeper ends the server and removes every trace of it. Times are
 differences on the keeper's own clock, so that nobody's calendar matters.
 
     <state directory>/hosted/fleets/<token>/
-        lease          touched while the supervisor's side is heard
+        lease          touched while the supervisor is heard
         server.json    who the server and its keeper are
         ended          how it ended, once it did
         server.held    there while it must not answer users yet
@@ -21,6 +22,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib.metadata
 import importlib.util
 import json
 import os
@@ -37,10 +39,11 @@ import psutil
 
 from skyctl import __version__
 from skyctl.errors import SkyctlError
+from skyctl.launch.base import LEASE_VARIABLE
 from skyctl.launch.local.devices import discover_cpus, discover_gpus, visible_gpus
 from skyctl.launch.local.host import LOCAL, free_port, port_holder
 from skyctl.launch.local.process import ManagedProcess
-from skyctl.launch.ssh.session import PROTOCOL
+from skyctl.launch.remote.session import PROTOCOL
 from skyctl.store.identity import ProcessIdentity, own_identity
 from skyctl.store.paths import FleetPaths, create_private_file, private_directory, state_root
 
@@ -82,12 +85,14 @@ def facts(
     paths: Sequence[str] = (),
     listening: Sequence[int] = (),
 ) -> None:
-    """GPUs, CPUs, the address that ssh came by and free ports there; what of the wanted modules and
-    paths is missing, and who holds the ports that are asked for."""
+    """GPUs, CPUs, the address that ssh came by (or the node's) and free ports there; what of the
+    wanted modules and paths is missing, the versions of the others, and who holds the ports that
+    are asked for."""
+    address = os.environ.get("SKYCTL_NODE_ADDRESS", "")
     connection = os.environ.get("SSH_CONNECTION", "").split()
-    if len(connection) != 4:
+    if not address and len(connection) != 4:
         raise SkyctlError("its sshd does not say by which address it was reached (SSH_CONNECTION)")
-    address = connection[2]
+    address = address or connection[2]
     holders = {port: port_holder(address, port) for port in listening}
     _say(
         {
@@ -95,11 +100,21 @@ def facts(
             "gpus": [asdict(gpu) for gpu in visible_gpus(discover_gpus(), os.environ)],
             "cpus": [asdict(cpu) for cpu in discover_cpus()],
             "ports": [free_port(address) for _ in range(ports)],
+            "versions": _versions(modules),
             "missing": [name for name in modules if importlib.util.find_spec(name) is None],
             "absent": [path for path in paths if not Path(path).exists()],
             "taken": {port: holder for port, holder in holders.items() if holder},
         }
     )
+
+
+def _versions(modules: Sequence[str]) -> dict[str, str]:
+    """By module, of the packages that brought them."""
+    if not modules:
+        return {}
+    brought = importlib.metadata.packages_distributions()
+    found = {name: brought.get(name, []) for name in modules}
+    return {name: importlib.metadata.version(by[0]) for name, by in found.items() if by}
 
 
 def stop(lines: _Lines, *, token: str, timeout_s: float) -> None:
@@ -138,6 +153,7 @@ def keep(
         paths.prepare()
         _hold(paths, held)
         variables = dict.fromkeys(held_variables, str(paths.held(_NAME)))
+        variables[LEASE_VARIABLE] = str(paths.directory / "lease")
         env = {**LOCAL.environment(paths), **env, **variables}
         _begin(paths, lambda: ManagedProcess.spawn(argv, env, paths.log(_NAME), token), grace_s)
     elif not paths.directory.exists():

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from skyctl.errors import SkyctlError
-from skyctl.launch.base import Node
+from skyctl.launch.base import Node, RayCluster
 from skyctl.store.paths import create_private_file, private_directory, state_root
 
 
@@ -24,6 +24,7 @@ class Record:
 
     `begun`: the other machine may have been told to start it. `beat` counts what was heard since;
     `lost` says why nothing is, `ended` how the server ended. The rest is as it was heard last.
+    `port` and `gpus` are known of a server whose `node` was chosen for it.
     """
 
     node: Node
@@ -36,6 +37,8 @@ class Record:
     rss: int | None = None
     ports: tuple[int, ...] = ()
     held: bool = False
+    port: int = 0
+    gpus: tuple[int, ...] = ()
 
     def follows(self) -> bool:
         """Whether the server is closed there as it is to be, as was heard of it."""
@@ -49,7 +52,7 @@ def hosted(token: str) -> str:
 
 def path_of(token: str) -> Path:
     """Where the record of a spawn is."""
-    return state_root() / "ssh" / f"{token}.json"
+    return state_root() / "remote" / f"{token}.json"
 
 
 def read(token: str) -> Record | None:
@@ -61,9 +64,9 @@ def read(token: str) -> Record | None:
     path = path_of(token)
     try:
         found: dict[str, Any] = json.loads(path.read_text())
-        node = found.pop("node")
-        node = Node(**{**node, "command": tuple(node["command"])})
-        return Record(**{**found, "node": node, "ports": tuple(found["ports"])})
+        node = _node(found.pop("node"))
+        lists = {name: tuple(found[name]) for name in ("ports", "gpus")}
+        return Record(**{**found, **lists, "node": node})
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -71,6 +74,12 @@ def read(token: str) -> Record | None:
             f"{path}, the record of a server on another machine, cannot be read: {error!r}",
             hint="try again; if it is damaged, end the server there and remove the file",
         ) from error
+
+
+def _node(found: dict[str, Any]) -> Node:
+    if (ray := found["ray"]) is not None:
+        ray = RayCluster(**{**ray, "labels": tuple(map(tuple, ray["labels"]))})
+    return Node(**{**found, "command": tuple(found["command"]), "ray": ray})
 
 
 def glance(token: str) -> Record | None:

@@ -1,4 +1,4 @@
-"""A server on another machine, as a process of this one: `python -m skyctl.launch.ssh.tether`.
+"""A server on another machine, as a process of this one: `python -m skyctl.launch.remote.tether`.
 
 To the supervisor it is the server: recorded, adopted and ended like any child. It writes what the
 server writes to its own output, carries the file that keeps the server closed, and ends when the
@@ -19,14 +19,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from skyctl.errors import SkyctlError
-from skyctl.launch.ssh import record
-from skyctl.launch.ssh.session import Session
+from skyctl.launch.base import ADDRESS_AT_SPAWN, PORT_AT_SPAWN
+from skyctl.launch.remote import record
+from skyctl.launch.remote.session import Session, ask
 from skyctl.store.rebuild import TOKEN_VARIABLE
 
 VARIABLE = "SKYCTL_TETHER"
 """A `Task` as JSON: what it starts, with its secrets. Readable by this user only, as theirs is."""
 RETRY_S = 2.0
 SILENCE_S = 15.0
+_PLACE_S = 60.0
+_PLACED_S = 120.0
 _SPEAK_S = 1.0
 _LOOK_S = 0.05
 
@@ -34,11 +37,22 @@ _LOOK_S = 0.05
 @dataclass(frozen=True)
 class Task:
     """`env` is added to the other machine's; `held_variables` of it name the file that keeps the
-    server closed."""
+    server closed. `turn` spreads servers that start together."""
 
     argv: Sequence[str]
     env: Mapping[str, str]
     held_variables: Sequence[str]
+    turn: int = 0
+
+    def at(self, found: record.Record) -> Task:
+        """The same on the node, and with the port and GPUs, that were chosen for it."""
+        if not found.port:
+            return self
+        chosen = {ADDRESS_AT_SPAWN: found.node.address, PORT_AT_SPAWN: str(found.port)}
+        env = {name: chosen.get(value, value) for name, value in self.env.items()}
+        if found.gpus:
+            env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, found.gpus))
+        return replace(self, argv=[chosen.get(word, word) for word in self.argv], env=env)
 
 
 class _Tether:
@@ -55,6 +69,8 @@ class _Tether:
         """Until the server has ended, or could not be started."""
         while not self._record.ended:
             try:
+                if not self._record.node.chosen:
+                    await self._choose()
                 async with Session(self._record.node) as session:
                     if not self._record.begun:  # on record first, or not at all
                         self._record = record.write(self._token, self._record, begun=True)
@@ -66,8 +82,22 @@ class _Tether:
                 self._note(lost=error.message)
                 await asyncio.sleep(RETRY_S)
 
+    async def _choose(self) -> None:
+        """Have a node chosen, which is reserved from then on."""
+        self._record = record.write(self._token, self._record, begun=True)  # on record first
+        node = self._record.node
+        request = {"do": "place", "token": self._token, "turn": self._task.turn}
+        place = await ask(node, {**request, "patience_s": _PLACE_S}, _PLACED_S)
+        self._record = record.write(
+            self._token,
+            self._record,
+            node=replace(node, target=place["target"], address=place["address"]),
+            port=place["port"],
+            gpus=tuple(place["gpus"]),
+        )
+
     async def _follow(self, session: Session) -> None:
-        node, task = self._record.node, self._task
+        node, task = self._record.node, self._task.at(self._record)
         await session.say(
             {
                 "do": "keep",

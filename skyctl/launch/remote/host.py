@@ -20,11 +20,11 @@ from types import SimpleNamespace
 from typing import Any
 
 from skyctl.errors import HostUnreachable, SkyctlError
-from skyctl.launch.base import ChildProcess, Host, Node
+from skyctl.launch.base import ChildProcess, ChosenPlace, Host, Node
 from skyctl.launch.local.host import LOCAL
-from skyctl.launch.ssh import record
-from skyctl.launch.ssh.session import CONNECT_TIMEOUT_S, ask
-from skyctl.launch.ssh.tether import VARIABLE, Task
+from skyctl.launch.remote import record
+from skyctl.launch.remote.session import ask, connect_timeout_s, silence
+from skyctl.launch.remote.tether import VARIABLE, Task
 from skyctl.store.identity import ProcessIdentity
 
 LOST_S = 5.0
@@ -66,6 +66,14 @@ class RemoteProcess:
     def record_segments(self) -> None:
         """They are its keeper's to know."""
 
+    def place(self) -> ChosenPlace | None:
+        found = record.glance(self.token)
+        return ChosenPlace(found.node, found.port, found.gpus) if found and found.port else None
+
+    def connection_lost(self) -> str:
+        found = record.glance(self.token)
+        return found.lost if found else ""
+
     def listens_at(self, port: int) -> bool:
         found = record.glance(self.token)
         return found is not None and port in found.ports
@@ -98,7 +106,7 @@ class RemoteProcess:
             if heard and now.pid is not None:
                 break
             if time.monotonic() > deadline:
-                silent = now.lost or f"{now.node.target} does not answer over ssh"
+                silent = now.lost or silence(now.node)
                 return "" if heard else silent
             await asyncio.sleep(_POLL_S)
         return ""
@@ -120,13 +128,18 @@ class RemoteProcess:
             SkyctlError: its record cannot be read.
         """
         found, gently = record.read(self.token), True
-        if found is not None and not found.begun:
+        if found is not None and not (found.begun and found.node.chosen):
             await self._tether.stop(_TETHER_S)  # may be just about to begin
             found = record.read(self.token)
         if found is not None and found.begun:
+            node = found.node
             request = {"do": "stop", "token": record.hosted(self.token), "timeout_s": timeout_s}
+            if node.ray:
+                target = node.target if node.chosen else ""
+                request |= {"token": self.token, "hosted": request["token"], "target": target}
+            patience_s = connect_timeout_s(node) + timeout_s + _END_S
             try:
-                answer = await ask(found.node, request, CONNECT_TIMEOUT_S + timeout_s + _END_S)
+                answer = await ask(node.cluster, request, patience_s)
             except HostUnreachable as error:
                 await self._tether.stop(_TETHER_S)
                 raise HostUnreachable(
@@ -148,8 +161,10 @@ def spawn(
     held = str(log.parent.parent / f"{log.stem}.held")
     closed = [name for name, value in env.items() if value == held]
     record.write(token, record.Record(node, held))
-    task = json.dumps(asdict(Task(list(argv), dict(env), closed)))
-    tether = [sys.executable, "-m", "skyctl.launch.ssh.tether"]
+    number = log.stem.rpartition("-")[2]  # of the replica
+    turn = int(number) if number.isdecimal() else 0
+    task = json.dumps(asdict(Task(list(argv), dict(env), closed, turn)))
+    tether = [sys.executable, "-m", "skyctl.launch.remote.tether"]
     try:
         return RemoteProcess(LOCAL.spawn(tether, {VARIABLE: task}, log, token))
     except SkyctlError:
@@ -180,3 +195,4 @@ def on(node: Node) -> Host:
 
 
 SSH = replace(LOCAL, name="ssh", adopt=adopt, on=on)
+RAY = replace(SSH, name="ray")

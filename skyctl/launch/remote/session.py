@@ -1,7 +1,9 @@
-"""A conversation with the agent of another machine: JSON lines over the pipes of one ssh.
+"""A conversation with the agent of another machine: JSON lines over the pipes of one process, ssh's
+or that which talks to Ray (`ray/driver.py`).
 
 The agent speaks first, `{"agent": protocol, "skyctl": version}`; only then is anything sent to it.
-What is secret goes through the pipe, never on a command line or into the environment of ssh.
+What is secret goes through the pipe, never on a command line or into the environment of that
+process.
 """
 
 from __future__ import annotations
@@ -10,7 +12,10 @@ import asyncio
 import contextlib
 import json
 import os
+import re
 import shlex
+import sys
+from dataclasses import asdict
 from types import TracebackType
 from typing import Any
 
@@ -21,14 +26,19 @@ from skyctl.launch.base import Node
 PROTOCOL = 1
 """Of the agent. Count it up when a tether that runs could not talk to a new agent any more."""
 CONNECT_TIMEOUT_S = 20.0
+_RAY_TIMEOUT_S = 45.0
 _LONGEST_LINE = 1024 * 1024
 _LAST_WORDS = 4096
 _CLOSE_S = 1.0
+_LONGEST_REASON = 200
+_RAYS_LOG = re.compile(r"^\[\d.*?\] \S+: ")
+_MODULE = "skyctl.launch.remote.agent"
+_DRIVER = "skyctl.launch.ray.driver"
 _KEY_PROBLEMS = ("Host key verification failed", "HOST IDENTIFICATION HAS CHANGED")
 
 
 class Session:
-    """One ssh to one machine, for an `async with`: entered, its agent answers.
+    """One connection to one machine, for an `async with`: entered, its agent answers.
 
     Raises:
         HostUnreachable: the machine cannot be asked; one sentence says why.
@@ -40,10 +50,10 @@ class Session:
 
     async def __aenter__(self) -> Session:
         node = self._node
-        there = shlex.join([node.python, "-P", "-m", "skyctl.launch.ssh.agent"])
+        client, *arguments = _command(node)
         try:
-            self._ssh = await asyncio.create_subprocess_exec(
-                *(*node.command, node.target, there),
+            self._client = await asyncio.create_subprocess_exec(
+                *(client, *arguments),
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.PIPE,
@@ -52,12 +62,12 @@ class Session:
             )
         except OSError as error:
             raise HostUnreachable(
-                f"{node.command[0]} cannot be started: {error.strerror}",
+                f"{client} cannot be started: {error.strerror}",
                 hint="install an ssh client, or name one with `ssh: {command: [...]}`",
             ) from error
         self._drain = asyncio.create_task(self._keep_last_words())
         try:
-            hello = await self.hear(CONNECT_TIMEOUT_S)
+            hello = await self.hear(connect_timeout_s(node))
             if hello.get("agent") != PROTOCOL:
                 raise another_version(node, str(hello.get("skyctl")))
         except BaseException:
@@ -76,10 +86,10 @@ class Session:
 
     async def say(self, message: dict[str, Any]) -> None:
         """Send one message."""
-        assert self._ssh.stdin is not None
-        self._ssh.stdin.write(json.dumps(message).encode() + b"\n")
+        assert self._client.stdin is not None
+        self._client.stdin.write(json.dumps(message).encode() + b"\n")
         with contextlib.suppress(ConnectionError):  # `hear` says why
-            await self._ssh.stdin.drain()
+            await self._client.stdin.drain()
 
     async def hear(self, timeout_s: float) -> dict[str, Any]:
         """The agent's next message.
@@ -88,41 +98,42 @@ class Session:
             HostUnreachable: none within `timeout_s` seconds, or the connection ended.
             SkyctlError: the agent could not do what it was asked for.
         """
-        assert self._ssh.stdout is not None
+        assert self._client.stdout is not None
         try:
             async with asyncio.timeout(timeout_s):
                 line = b""
                 while not line.startswith(b'{"'):  # what a login shell prints comes first
-                    line = await self._ssh.stdout.readline()
+                    line = await self._client.stdout.readline()
                     if not line.endswith(b"\n"):  # the end, maybe in the middle of a message
                         await self._drain
-                        raise _explained(self._node, await self._ssh.wait(), self._stderr)
+                        raise explained(self._node, await self._client.wait(), self._stderr)
             message = json.loads(line)
         except TimeoutError as error:
-            silent = f"{self._node.target} does not answer over ssh"
-            raise HostUnreachable(silent, hint=_by_hand(self._node)) from error
+            raise HostUnreachable(silence(self._node), hint=_by_hand(self._node)) from error
         except ValueError as error:  # a line that is too long, or no JSON
-            garbled = f"{self._node.target} does not answer over ssh as its agent would"
+            garbled = f"{silence(self._node)} as its agent would"
             raise HostUnreachable(garbled, hint=_by_hand(self._node)) from error
+        if "unreachable" in message:
+            raise HostUnreachable(message["unreachable"], hint=message["hint"])
         if "error" in message:
             raise SkyctlError(f"{self._node.target}: {message['error']}")
         return dict(message)
 
     async def _keep_last_words(self) -> None:
-        assert self._ssh.stderr is not None
-        while data := await self._ssh.stderr.read(_LAST_WORDS):
+        assert self._client.stderr is not None
+        while data := await self._client.stderr.read(_LAST_WORDS):
             self._stderr = (self._stderr + data)[-_LAST_WORDS:]
 
     async def _close(self) -> None:
-        assert self._ssh.stdin is not None
+        assert self._client.stdin is not None
         self._drain.cancel()
-        self._ssh.stdin.close()
-        if self._ssh.returncode is None:
+        self._client.stdin.close()
+        if self._client.returncode is None:
             with contextlib.suppress(ProcessLookupError):
-                self._ssh.kill()
+                self._client.kill()
         with contextlib.suppress(TimeoutError):  # what ssh left behind may hold its pipes
             async with asyncio.timeout(_CLOSE_S):
-                await self._ssh.wait()
+                await self._client.wait()
 
 
 async def ask(node: Node, request: dict[str, Any], timeout_s: float) -> dict[str, Any]:
@@ -140,14 +151,39 @@ def another_version(node: Node, theirs: str) -> HostUnreachable:
     )
 
 
+def connect_timeout_s(node: Node) -> float:
+    """How long an agent may take to answer first. Ray alone takes seconds to import."""
+    return _RAY_TIMEOUT_S if node.ray else CONNECT_TIMEOUT_S
+
+
+def silence(node: Node) -> str:
+    """What a machine that says nothing is to its user."""
+    return f"{node.target} does not answer" + (f" over {_way(node)}" if node.chosen else "")
+
+
+def _way(node: Node) -> str:
+    return "Ray" if node.ray else "ssh"
+
+
+def _command(node: Node) -> list[str]:
+    """The program whose pipes are the agent's."""
+    there = shlex.join([node.python, "-P", "-m", _MODULE])
+    if node.ray is None:
+        return [*node.command, node.target, there]
+    cluster = json.dumps(asdict(node.ray))
+    return [sys.executable, "-P", "-m", _DRIVER, cluster, node.target if node.chosen else "", there]
+
+
 def _by_hand(node: Node) -> str:
-    return f"try it by hand: ssh {node.target}"
+    return "look at the cluster: ray status" if node.ray else f"try it by hand: ssh {node.target}"
 
 
-def _explained(node: Node, code: int, stderr: bytes) -> HostUnreachable:
-    """Why ssh, or what it ran, ended before it said anything."""
+def explained(node: Node, code: int, stderr: bytes) -> HostUnreachable:
+    """Why the connection, or what it ran, ended before it said anything."""
     text = stderr.decode(errors="replace").strip()
-    last = text.rpartition("\n")[2].strip() or f"ssh exited with code {code}"
+    way = _way(node)
+    last = text.rpartition("\n")[2].strip() or f"{way} exited with code {code}"
+    last = _RAYS_LOG.sub("", last)[:_LONGEST_REASON]
     target, python = node.target, node.python
     if any(problem in text for problem in _KEY_PROBLEMS):
         return HostUnreachable(
@@ -162,10 +198,10 @@ def _explained(node: Node, code: int, stderr: bytes) -> HostUnreachable:
     if "No module named" in last:
         return HostUnreachable(
             f"{target}: {python} has no skyctl",
-            hint=f"install skyctl {__version__} there, or correct `ssh: {{python: ...}}`",
+            hint=f"install skyctl {__version__} there, or correct `{way.lower()}: {{python: ...}}`",
         )
     if code in (126, 127):
         return HostUnreachable(
-            f"{target} has no Python at {python}", hint="correct `ssh: {python: ...}`"
+            f"{target} has no Python at {python}", hint=f"correct `{way.lower()}: {{python: ...}}`"
         )
-    return HostUnreachable(f"{target} cannot be asked over ssh: {last}", hint=_by_hand(node))
+    return HostUnreachable(f"{target} cannot be asked over {way}: {last}", hint=_by_hand(node))

@@ -1,4 +1,4 @@
-"""The machines of a fleet file's `ssh:`, asked for what they have, all at once."""
+"""The machines of a fleet file's `ssh:`, or the cluster of its `ray:`, asked for what they have."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -15,10 +15,11 @@ from typing import Any
 from skyctl import __version__
 from skyctl.errors import HostUnreachable, SkyctlError
 from skyctl.launch.base import Cpu, Gpu, Machine, Node
-from skyctl.launch.ssh.session import another_version, ask
+from skyctl.launch.remote.session import another_version, ask
 from skyctl.store.paths import create_private_file, private_directory
 
 FACTS_TIMEOUT_S = 30.0
+_CLUSTER_TIMEOUT_S = 90.0
 
 
 def look(nodes: Sequence[Node], *, ports: int, known: Path, running: bool) -> list[Machine]:
@@ -59,7 +60,8 @@ def answers(
 
     async def one(node: Node, question: dict[str, Any]) -> dict[str, Any] | SkyctlError:
         try:
-            answer = await ask(node, {"do": "facts", **question}, FACTS_TIMEOUT_S)
+            patience_s = _CLUSTER_TIMEOUT_S if node.ray else FACTS_TIMEOUT_S
+            answer = await ask(node, {"do": "facts", **question}, patience_s)
         except SkyctlError as error:
             return error
         if answer["skyctl"] != __version__:
@@ -73,6 +75,25 @@ def answers(
     # in a loop of its own: plans are made within one that runs, and outside of any
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(asyncio.run, every()).result()
+
+
+def by_machine(
+    nodes: Sequence[Node], answers: Sequence[dict[str, Any] | SkyctlError]
+) -> Iterator[tuple[Node, dict[str, Any] | SkyctlError]]:
+    """The same, and after a cluster's answer that of each of its nodes."""
+    for node, answer in zip(nodes, answers, strict=True):
+        if isinstance(answer, SkyctlError) or "nodes" not in answer:
+            yield node, answer
+            continue
+        yield node, {**answer, "missing": [], "absent": [], "taken": {}}
+        for address, facts in answer["nodes"].items():
+            one = replace(node, target=address, address=address)
+            if "error" in facts:
+                yield one, HostUnreachable(facts["error"], hint="ray status")
+            elif facts["skyctl"] != __version__:
+                yield one, another_version(one, facts["skyctl"])
+            else:
+                yield one, {**facts, "taken": {}}
 
 
 def _machine(node: Node, facts: dict[str, Any]) -> Machine:

@@ -1,0 +1,229 @@
+"""A Ray cluster, asked as one machine: what its nodes have, and a node for each server.
+
+Ray reserves and starts agents, no more. What a server needs is reserved in a placement group of its
+own, which outlives every process of ours; the server belongs to its keeper (`remote/agent.py`), so
+nothing that Ray ends ends it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from skyctl.errors import HostUnreachable, SkyctlError
+from skyctl.launch.base import ADDRESS_AT_SPAWN, Node, RayCluster
+from skyctl.launch.ray import worker
+from skyctl.launch.ray.connection import LOOK, refuse_open, told
+from skyctl.launch.remote.session import explained
+
+ASK_TIMEOUT_S = 25.0
+_PINNED_S = 5.0
+_LOOK_S = 1.0
+_HEAD = "node:__internal_head__"
+_NODE_LABEL = "ray.io/node-id"
+_PREFIX = "skyctl-"
+
+
+class Cluster:
+    """What a connected process asks of Ray. `command` runs an agent on a node."""
+
+    def __init__(self, wanted: RayCluster, command: Sequence[str]) -> None:
+        import ray
+
+        ray.cloudpickle.register_pickle_by_value(worker)
+        self._ray = ray
+        self._wanted = wanted
+        self.command = list(command)
+
+    def node_at(self, address: str) -> Mapping[str, Any] | None:
+        """The node with this address; None when Ray is certain that it is dead.
+
+        Raises:
+            HostUnreachable: Ray knows of none.
+        """
+        known = [node for node in self._ray.nodes() if node["NodeManagerAddress"] == address]
+        if not known:
+            raise HostUnreachable(
+                f"Ray knows no node {address}; was the cluster started anew?", hint=LOOK
+            )
+        return next((node for node in known if node["Alive"]), None)
+
+    def on(self, node: Mapping[str, Any]) -> Any:
+        """The strategy that runs something on this node or not at all."""
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        return NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+
+    def facts(self, **question: Any) -> dict[str, Any]:
+        """As many GPUs as the node with the most has, and how much `room` each node has when it is
+        empty; `nodes` has what each one's agent says, where only agents know what is asked."""
+        refuse_open(self._wanted)
+        nodes = self._candidates()
+        most = max(int(node["Resources"].get("GPU", 0)) for node in nodes)
+        found: dict[str, Any] = {
+            "address": ADDRESS_AT_SPAWN,
+            "gpus": [{"index": i, "uuid": "", "name": "", "memory_bytes": 0} for i in range(most)],
+            "cpus": [],
+            "ports": [],
+            "room": [int(node["Resources"].get(self._wanted.resource, 0)) for node in nodes],
+        }
+        if question.get("modules") or question.get("paths"):
+            asked = [(node, self._ask(node, {"do": "facts", **question})) for node in nodes]
+            found["nodes"] = {
+                node["NodeManagerAddress"]: self._answer(node, one)[0] for node, one in asked
+            }
+        return found
+
+    def place(self, token: str, turn: int, patience_s: float) -> dict[str, Any]:
+        """Choose a node for a server and reserve what it needs; its address, a free port there and
+        the GPUs it may use. Of nodes that are equal, the one whose `turn` it is.
+
+        Raises:
+            SkyctlError: no node has room, for `patience_s` seconds.
+        """
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        wanted = self._wanted
+        group, node = self._reserve(f"{_PREFIX}{token}", turn, patience_s)
+        count = wanted.count if wanted.resource == "GPU" else 0
+        try:
+            within = PlacementGroupSchedulingStrategy(group, 0)
+            request = {"do": "facts", "ports": 1}
+            asked = self._ask(node, request, num_gpus=count, scheduling_strategy=within)
+            answer, visible = self._answer(node, asked)
+            if "error" in answer:
+                raise SkyctlError(answer["error"])
+            gpus = [gpu["index"] for gpu in answer["gpus"]]
+            if visible.replace(",", "").isdigit():  # else uuids, of which the agent knows more
+                gpus = [int(index) for index in visible.split(",")]
+            if count and len(gpus) != count:
+                raise SkyctlError(f"{answer['address']} has given GPUs {visible!r}, not {count}")
+        except BaseException:
+            self._release(token)
+            raise
+        address = answer["address"]
+        place = {"target": address, "address": address, "port": answer["ports"][0]}
+        return {**place, "gpus": gpus if count else []}
+
+    def stop(self, token: str, hosted: str, target: str, timeout_s: float) -> dict[str, Any]:
+        """End a server on its node, where one was chosen, and give back what was reserved for it.
+        On a node that is dead for Ray it ends by itself, if it still runs.
+
+        Raises:
+            SkyctlError: nobody can tell whether it has ended.
+        """
+        answer: dict[str, Any] = {"gently": True}
+        if target and (node := self.node_at(target)) is not None:
+            request = {"do": "stop", "token": hosted, "timeout_s": timeout_s}
+            answer, _ = self._answer(node, self._ask(node, request), timeout_s + ASK_TIMEOUT_S)
+        if "error" in answer:
+            raise HostUnreachable(answer["error"], hint=LOOK)
+        self._release(token)
+        return answer
+
+    # --- nodes ---------------------------------------------------------------------------------
+
+    def _candidates(self) -> list[Mapping[str, Any]]:
+        wanted = self._wanted
+        found = [
+            node
+            for node in self._ray.nodes()
+            if node["Alive"]
+            and (wanted.head or _HEAD not in node["Resources"])
+            and all(node["Labels"].get(name) == value for name, value in wanted.labels)
+        ]
+        if not found:
+            labels = ", ".join(f"{name}: {value}" for name, value in wanted.labels)
+            raise HostUnreachable(
+                "the Ray cluster has no node for servers"
+                + (f" with the labels {labels}" if labels else "")
+                + ("" if wanted.head else "; its head carries none"),
+                hint="add nodes, or `ray: {head: true}`"
+                + (", or correct `ray: {nodes: ...}`" if labels else ""),
+            )
+        return sorted(found, key=lambda node: str(node["NodeManagerAddress"]))
+
+    def _reserve(self, name: str, turn: int, patience_s: float) -> tuple[Any, Mapping[str, Any]]:
+        """A placement group on the best node that has room."""
+        from ray.util.placement_group import placement_group, remove_placement_group
+
+        wanted, deadline = self._wanted, time.monotonic() + patience_s
+        bundles = [{wanted.resource: wanted.count}]
+        while True:
+            nodes, free = self._candidates(), self._free()
+            for node in self._in_order(nodes, turn):
+                if free.get(node["NodeID"], 0) < wanted.count:
+                    continue
+                pinned = [{_NODE_LABEL: node["NodeID"]}]
+                group = placement_group(
+                    bundles, name=name, lifetime="detached", bundle_label_selector=pinned
+                )
+                if group.wait(_PINNED_S):
+                    return group, node
+                remove_placement_group(group)  # somebody else was faster
+            if time.monotonic() > deadline:
+                there = ", ".join(
+                    f"{node['NodeManagerAddress']} {free.get(node['NodeID'], 0):g} of "
+                    f"{node['Resources'].get(wanted.resource, 0):g}"
+                    for node in nodes
+                )
+                raise SkyctlError(
+                    f"no node has {wanted.count} {wanted.resource} free for it (free: {there})"
+                )
+            time.sleep(_LOOK_S)
+
+    def _in_order(self, nodes: list[Mapping[str, Any]], turn: int) -> list[Mapping[str, Any]]:
+        """Nodes with few servers first, or with many. Servers that start together do not see each
+        other: they begin with different nodes."""
+        from ray.util.placement_group import placement_group_table
+
+        servers = Counter(
+            node
+            for group in placement_group_table().values()
+            if str(group["name"]).startswith(_PREFIX) and group["state"] == "CREATED"
+            for node in group["bundles_to_node_id"].values()
+        )
+        if not self._wanted.spread:
+            return sorted(nodes, key=lambda node: -servers[node["NodeID"]])
+        first = turn % len(nodes)
+        return sorted(nodes[first:] + nodes[:first], key=lambda node: servers[node["NodeID"]])
+
+    def _free(self) -> dict[str, float]:
+        from ray._private.state import available_resources_per_node  # as vLLM asks, too
+
+        found = available_resources_per_node()
+        return {node: free.get(self._wanted.resource, 0.0) for node, free in found.items()}
+
+    def _release(self, token: str) -> None:
+        from ray.util.placement_group import get_placement_group, remove_placement_group
+
+        with contextlib.suppress(ValueError):  # there is none
+            remove_placement_group(get_placement_group(f"{_PREFIX}{token}"))
+
+    # --- their agents --------------------------------------------------------------------------
+
+    def _ask(self, node: Mapping[str, Any], request: Mapping[str, Any], **options: Any) -> Any:
+        """Begin to ask a node's agent."""
+        options = {"num_cpus": 0, "max_retries": 0, "scheduling_strategy": self.on(node), **options}
+        task = self._ray.remote(**options)(worker.ask)
+        line = json.dumps(request).encode() + b"\n"
+        return task.remote(self.command, node["NodeManagerAddress"], line)
+
+    def _answer(
+        self, node: Mapping[str, Any], asked: Any, timeout_s: float = ASK_TIMEOUT_S
+    ) -> tuple[dict[str, Any], str]:
+        """What an agent answers, or its `error`; and the GPUs that Ray showed to it."""
+        address = node["NodeManagerAddress"]
+        try:
+            code, said, stderr, visible = self._ray.get(asked, timeout=timeout_s)
+        except Exception as error:  # Ray's, of many kinds
+            return {"error": f"{address} does not answer over Ray: {told(error)}"}, ""
+        messages = [json.loads(line) for line in said.splitlines() if line.startswith(b'{"')]
+        if len(messages) < 2:
+            there = Node(address, address, self.command[0], (), 0.0, self._wanted)
+            return {"error": explained(there, code, stderr).message}, ""
+        return {"skyctl": messages[0]["skyctl"], **messages[1]}, visible

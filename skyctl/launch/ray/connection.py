@@ -1,0 +1,180 @@
+"""From a fleet file's `ray:` to a connected process, or to one sentence that says why not."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from skyctl.errors import HostUnreachable
+from skyctl.launch.base import RayCluster
+
+LOOK = "look at the cluster: ray status"
+NAMESPACE = "skyctl"
+_DIAL_S = 5.0
+_OPEN_S = 30.0
+_WIDEST = 300
+_TOKEN_HINT = (
+    "start the cluster with a token (ray get-auth-token --generate, the same on every node), or "
+    "write `ray: {allow_unauthenticated: true}` where nobody else reaches it"
+)
+_REFUSED = 3
+# Whether the cluster lets in who has no token. In a process of its own: Ray reads the mode once.
+_KNOCK = f"""
+import json, sys, ray
+try:
+    ray.init(**json.loads(sys.argv[1]), log_to_driver=False, logging_level="CRITICAL")
+except Exception as error:
+    sys.exit({_REFUSED} if "Authentication" in repr(error) else 1)
+"""
+
+
+def connect(cluster: RayCluster) -> None:
+    """Be a driver of the cluster from now on.
+
+    Raises:
+        SkyctlError: Ray is missing here, or too old; there is no token.
+        HostUnreachable: the cluster cannot be reached, or does not let us in.
+    """
+    _installed()
+    has_token = _token(os.environ, Path.home()) is not None
+    if not has_token and not cluster.allow_unauthenticated:
+        raise HostUnreachable(
+            "there is no token for the Ray cluster: whoever reaches one without runs code there",
+            hint=_TOKEN_HINT,
+        )
+    # it must be said: without a token Ray does not raise in token mode, it aborts the process
+    os.environ["RAY_AUTH_MODE"] = "token" if has_token else "disabled"
+    os.environ["RAY_ENABLE_UV_RUN_RUNTIME_ENV"] = "0"
+    _dial(cluster.address)
+    import ray
+
+    try:
+        ray.init(**_where(cluster), log_to_driver=False, logging_level="CRITICAL")
+    except Exception as error:
+        raise _refusal(cluster, error) from error
+
+
+def refuse_open(cluster: RayCluster) -> None:
+    """Refuse a cluster that lets in who has no token, unless the fleet file allows that.
+
+    Raises:
+        HostUnreachable: it does, or nobody can tell.
+    """
+    if cluster.allow_unauthenticated:
+        return
+    import json
+
+    knock = [sys.executable, "-P", "-c", _KNOCK, json.dumps(_where(cluster))]
+    environ = {name: value for name, value in os.environ.items() if "RAY_AUTH" not in name}
+    environ |= {"RAY_AUTH_MODE": "disabled"}
+    try:
+        let_in = subprocess.run(
+            knock, env=environ, capture_output=True, timeout=_OPEN_S, stdin=subprocess.DEVNULL
+        ).returncode
+    except subprocess.TimeoutExpired:
+        let_in = -1
+    if let_in == 0:
+        raise HostUnreachable(
+            "the Ray cluster asks for no token: whoever reaches it runs code there",
+            hint=_TOKEN_HINT,
+        )
+    if let_in != _REFUSED:
+        raise HostUnreachable("nobody can tell whether the Ray cluster asks for a token", hint=LOOK)
+
+
+def _refusal(cluster: RayCluster, error: Exception) -> HostUnreachable:
+    """Why Ray does not connect."""
+    text = told(error)
+    where = "" if cluster.address == "auto" else f" at {cluster.address}"
+    if "Authentication" in repr(error):
+        return HostUnreachable(
+            f"the Ray cluster{where} does not take our token",
+            hint="it must be the same on every node: RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH, or "
+            "~/.ray/auth_token",
+        )
+    if "ersion mismatch" in text:
+        return HostUnreachable(
+            f"the Ray cluster{where} has another Ray or Python than this machine: {text}",
+            hint="install the cluster's versions here",
+        )
+    if isinstance(error, ConnectionError):
+        return HostUnreachable(
+            f"no Ray cluster answers{where}: {text}",
+            hint="this machine must be one of its nodes: ray start --address=HEAD:6379",
+        )
+    return HostUnreachable(f"the Ray cluster{where} does not let us in: {text}", hint=LOOK)
+
+
+def told(error: BaseException) -> str:
+    """An error of Ray's in one line."""
+    text = re.sub(r"\x1b\[[0-9;]*m", "", str(error)).strip() or type(error).__name__
+    text = " ".join(text.split())
+    return text if len(text) <= _WIDEST else f"{text[:_WIDEST]}…"
+
+
+def _installed() -> None:
+    try:
+        found = version("ray")
+    except PackageNotFoundError:
+        raise HostUnreachable(
+            f"{sys.executable} has no ray, which `launcher: ray` needs",
+            hint='the cluster\'s version: pip install "skyctl-fleet[ray]" "ray==VERSION"',
+        ) from None
+    numbers = tuple(int(one) for one in re.findall(r"\d+", found)[:2])
+    if not (2, 52) <= numbers < (3, 0):
+        raise HostUnreachable(
+            f"{sys.executable} has ray {found}, and `launcher: ray` needs 2.52 to 2.x",
+            hint="older ones ask for no token, so that whoever reaches them runs code",
+        )
+
+
+def _token(environ: Mapping[str, str], home: Path) -> str | None:
+    """Where Ray finds a token; None where it would not."""
+    if environ.get("RAY_AUTH_TOKEN", "").strip():
+        return "RAY_AUTH_TOKEN"
+    named = environ.get("RAY_AUTH_TOKEN_PATH")
+    path = Path(named) if named else home / ".ray" / "auth_token"
+    try:
+        return str(path) if path.read_text().strip() else None
+    except OSError:
+        return None
+
+
+def _dial(address: str) -> None:
+    """Ray itself tries a head that is not there for half a minute."""
+    host, _, port = address.rpartition(":")
+    if address == "auto":
+        return
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), _DIAL_S).close()
+    except (OSError, ValueError) as error:
+        raise HostUnreachable(
+            f"no Ray cluster answers at {address}: {getattr(error, 'strerror', None) or error}",
+            hint="correct `ray: {address: ...}`, or start the cluster's head",
+        ) from error
+
+
+def _where(cluster: RayCluster) -> dict[str, Any]:
+    """What `ray.init` is told. On the head's machine its address is ours: by itself Ray takes the
+    first interface's."""
+    where: dict[str, Any] = {"address": cluster.address, "namespace": NAMESPACE}
+    host = cluster.address.rpartition(":")[0].strip("[]")
+    if host and _is_here(host):
+        where["_node_ip_address"] = host
+    return where
+
+
+def _is_here(host: str) -> bool:
+    try:
+        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+            probe.bind((host, 0))
+    except OSError:
+        return False
+    return True

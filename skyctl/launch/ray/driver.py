@@ -1,0 +1,101 @@
+"""What talks to Ray, as ssh does to a machine: the only process that imports it.
+
+    python -m skyctl.launch.ray.driver CLUSTER ADDRESS COMMAND
+
+runs COMMAND, which is an agent, on the node at ADDRESS, with its pipes for ours. With "" for an
+ADDRESS it is itself the agent of the cluster, and answers one request (`cluster.py`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shlex
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from skyctl import __version__
+from skyctl.errors import HostUnreachable, SkyctlError
+from skyctl.launch.base import RayCluster
+from skyctl.launch.ray import worker
+from skyctl.launch.ray.cluster import Cluster
+from skyctl.launch.ray.connection import LOOK, connect, told
+from skyctl.launch.remote.session import PROTOCOL
+
+_PIECE = 64 * 1024
+_START_S = 25.0
+
+
+def main() -> None:
+    """Be ssh to a node, or the agent of the cluster."""
+    out = os.dup(1)
+    os.dup2(2, 1)  # Ray prints what it likes
+
+    def say(message: Mapping[str, Any]) -> None:
+        os.write(out, json.dumps(message).encode() + b"\n")
+
+    try:
+        wanted = json.loads(sys.argv[1])
+        wanted = RayCluster(**{**wanted, "labels": tuple(map(tuple, wanted["labels"]))})
+        connect(wanted)
+        cluster, address = Cluster(wanted, shlex.split(sys.argv[3])), sys.argv[2]
+        if address and (node := cluster.node_at(address)) is not None:
+            try:
+                _relay(cluster, node, out)
+            except Exception as error:  # Ray's, of many kinds
+                lost = f"{address} does not answer over Ray ({type(error).__name__})"
+                raise HostUnreachable(lost, hint=LOOK) from error
+        else:
+            _answer(cluster, say)
+    except HostUnreachable as error:
+        say({"unreachable": error.message, "hint": error.hint})
+    except SkyctlError as error:
+        say({"error": error.message})
+    except Exception as error:  # Ray's, of many kinds
+        say({"unreachable": f"Ray: {told(error)}", "hint": LOOK})
+    sys.stderr.flush()
+    os._exit(0)  # what reads our stdin reads on
+
+
+def _answer(cluster: Cluster, say: Callable[[Mapping[str, Any]], None]) -> None:
+    """One request. Of a node that is dead for Ray, only that is told."""
+    say({"agent": PROTOCOL, "skyctl": __version__})
+    request = json.loads(sys.stdin.readline() or '{"do": ""}')
+    if sys.argv[2]:
+        say({"ended": f"lost its node: Ray says that {sys.argv[2]} is dead"})
+        return
+    work: dict[str, Callable[..., dict[str, Any]]]
+    work = {"facts": cluster.facts, "place": cluster.place, "stop": cluster.stop}
+    if (kind := request.pop("do")) in work:
+        say(work[kind](**request))
+
+
+def _relay(cluster: Cluster, node: Mapping[str, Any], out: int) -> None:
+    """Our pipes to an agent on a node, until that has ended; then end as it did."""
+    import ray
+
+    remote = ray.remote(num_cpus=0, max_concurrency=4)(worker.Agent)
+    agent = remote.options(scheduling_strategy=cluster.on(node)).remote()
+    address = node["NodeManagerAddress"]
+    ray.get(agent.start.remote(cluster.command, address), timeout=_START_S)
+
+    def listen() -> None:
+        data = b" "
+        with contextlib.suppress(Exception):  # who reads comes to an end, too, and says why
+            while data:
+                data = os.read(0, _PIECE)
+                ray.get(agent.write.remote(data))
+
+    threading.Thread(target=listen, daemon=True).start()
+    while data := ray.get(agent.read.remote()):
+        os.write(out, data)
+    code, words = ray.get(agent.end.remote())
+    os.write(2, words)
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,101 @@
+"""What runs in Ray's workers: the agent of a machine, with pipes.
+
+Carried there by value, so that a worker needs no skyctl. Standard library only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import threading
+from collections.abc import Mapping, Sequence
+
+_PIECE = 64 * 1024
+_LAST_WORDS = 4096
+_NOT_FOUND = 127
+# What Ray puts into the environment of a worker, and a server must not inherit: one thread per
+# process, a debugger, the cluster's token.
+_OF_RAY = ("OMP_NUM_THREADS", "PYTHONBREAKPOINT", "SPT_NOENV")
+
+
+def environment(environ: Mapping[str, str], address: str) -> dict[str, str]:
+    """What an agent gets of a worker's environment, and the address that servers bind."""
+    kept = {
+        name: value
+        for name, value in environ.items()
+        if name not in _OF_RAY and not name.startswith("RAY_")
+    }
+    return {**kept, "SKYCTL_NODE_ADDRESS": address}
+
+
+class Agent:
+    """An agent's process, for an actor that may do several things at once."""
+
+    def start(self, argv: Sequence[str], address: str) -> None:
+        """Start it. One that cannot be started ends as a shell says so."""
+        self._code, self._last_words = _NOT_FOUND, b""
+        self._process: subprocess.Popen[bytes] | None = None
+        try:
+            self._process = subprocess.Popen(
+                list(argv),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                env=environment(os.environ, address),
+                cwd=os.path.expanduser("~"),  # noqa: PTH111 - as sshd has it
+            )
+        except OSError as error:
+            self._last_words = str(error).encode()
+            return
+        self._draining = threading.Thread(target=self._drain, args=(self._process,), daemon=True)
+        self._draining.start()
+
+    def write(self, data: bytes) -> None:
+        """To its stdin; b"" is the end of it."""
+        if self._process is None:
+            return
+        stdin = self._process.stdin
+        assert stdin is not None
+        with contextlib.suppress(OSError):  # `read` comes to the end
+            if data:
+                stdin.write(data)
+                stdin.flush()
+            else:
+                stdin.close()
+
+    def read(self) -> bytes:
+        """What it says next; b"" at the end."""
+        if self._process is None:
+            return b""
+        assert self._process.stdout is not None
+        return os.read(self._process.stdout.fileno(), _PIECE)
+
+    def end(self) -> tuple[int, bytes]:
+        """Its exit code, and the end of what it wrote to stderr."""
+        if self._process is not None:
+            self._code = self._process.wait()
+            self._draining.join(1.0)
+        return self._code, self._last_words
+
+    def _drain(self, process: subprocess.Popen[bytes]) -> None:
+        assert process.stderr is not None
+        while data := os.read(process.stderr.fileno(), _LAST_WORDS):
+            self._last_words = (self._last_words + data)[-_LAST_WORDS:]
+
+
+def ask(argv: Sequence[str], address: str, line: bytes) -> tuple[int, bytes, bytes, str]:
+    """One question to an agent of its own: its exit code, what it said, what it wrote to stderr,
+    and the GPUs that Ray shows to this worker."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    try:
+        asked = subprocess.run(
+            list(argv),
+            input=line,
+            capture_output=True,
+            env=environment(os.environ, address),
+            cwd=os.path.expanduser("~"),  # noqa: PTH111 - as sshd has it
+        )
+    except OSError as error:
+        return _NOT_FOUND, b"", str(error).encode(), visible
+    return asked.returncode, asked.stdout, asked.stderr[-_LAST_WORDS:], visible

@@ -1,1 +1,0 @@
-"""Processes on other machines, reached by ssh: an agent there, a tether here for each server."""

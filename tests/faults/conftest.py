@@ -1,0 +1,33 @@
+"""Other machines: by ssh, which is a script, and by Ray, which is a real cluster."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from tests.faults.ray_fleet import RayCluster, RayFleet, has_ray
+from tests.faults.remote_fleet import RemoteFleet
+from tests.faults.ssh_fleet import SshFleet
+
+
+@pytest.fixture(scope="session")
+def cluster() -> Iterator[RayCluster]:
+    if not has_ray():
+        pytest.skip("ray is not installed")
+    cluster = RayCluster()
+    try:
+        cluster.begin()
+        yield cluster
+    finally:
+        cluster.end()
+
+
+@pytest.fixture(scope="module", params=["ssh", "ray"])
+def way(request: pytest.FixtureRequest) -> Callable[[Path], RemoteFleet]:
+    """Makes a fleet over two machines."""
+    if request.param == "ssh":
+        return SshFleet
+    return partial(RayFleet, cluster=request.getfixturevalue("cluster"))

@@ -1,0 +1,177 @@
+"""A fleet on a real Ray cluster: what is true of Ray alone."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from skyctl.checkpoints.tiny import make_tiny_checkpoint
+from skyctl.errors import SkyctlError
+from skyctl.launch.base import ADDRESS_AT_SPAWN, Node, RayCluster
+from skyctl.launch.remote.session import ask
+from tests.faults.ray_fleet import HEAD, RayFleet
+from tests.faults.ray_fleet import RayCluster as Cluster
+from tests.faults.remote_fleet import A, B
+
+
+@pytest.fixture
+def fleet(cluster: Cluster, tmp_path: Path) -> Iterator[RayFleet]:
+    fleet = RayFleet(tmp_path, cluster)
+    yield fleet
+    fleet.environ = dict(cluster.environ)
+    fleet.end()
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        pytest.param(
+            lambda fleet: fleet.environ.update(RAY_AUTH_TOKEN_PATH="/no/such/token"),
+            "there is no token for the Ray cluster: whoever reaches one without runs code there",
+            id="no token",
+        ),
+        pytest.param(
+            lambda fleet: fleet.environ.update(RAY_AUTH_TOKEN="w" * 32),
+            "does not take our token",
+            id="wrong token",
+        ),
+        pytest.param(
+            lambda fleet: fleet.lay_out(ray="address: 127.0.0.4:9"),
+            "no Ray cluster answers at 127.0.0.4:9: Connection refused",
+            id="no cluster",
+        ),
+        pytest.param(
+            lambda fleet: fleet.lay_out(ray="nodes: {zone: moon}"),
+            "the Ray cluster has no node for servers with the labels zone: moon",
+            id="no node",
+        ),
+        pytest.param(
+            lambda fleet: fleet.lay_out(more="tensor_parallel_size: 3"),
+            "stubs-0 needs 3 CPU, and no node of the Ray cluster has more than 2",
+            id="too wide",
+        ),
+        pytest.param(
+            lambda fleet: fleet.lay_out(5),
+            "5 servers of 1 CPU each are more than the Ray cluster's nodes carry (2, 2)",
+            id="too many",
+        ),
+        pytest.param(
+            lambda fleet: fleet.lay_out(ray="python: /no/such/python"),
+            f"{A} has no Python at /no/such/python; {B} has no Python",
+            id="python",
+        ),
+    ],
+)
+def test_nothing_is_started_where_the_cluster_lacks_something(
+    fleet: RayFleet, spoil: Callable[[RayFleet], object], message: str
+) -> None:
+    fleet.lay_out()
+    spoil(fleet)
+    process = fleet.start("up", "--json")
+    said, _ = process.communicate(timeout=120)
+    assert process.returncode in (1, 2)
+    assert message in json.loads(said)["error"]["message"]
+    assert fleet.everything() == []
+    assert not (fleet.directory / "home/fleets/stubs/supervisor.lock").exists()
+
+
+async def test_gpus_are_rays_to_give(
+    fleet: RayFleet, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = "tensor_parallel_size: 2"
+    fleet.lay_out(more=text)
+    file = fleet.directory / "fleet.yaml"
+    file.write_text(file.read_text().replace("device: cpu", "device: cuda"))
+    fleet.run("up")
+    rows = fleet.until({"stubs-0": "ready", "stubs-1": "ready"})
+    assert {row["node"]: row["gpus"] for row in rows.values()} == {A: [0, 1], B: [0, 1]}
+    for address in (A, B):
+        (server,) = fleet.servers(address)
+        environ = server.environ()
+        assert environ["CUDA_VISIBLE_DEVICES"] == "0,1" and "OMP_NUM_THREADS" not in environ
+        assert not [name for name in environ if name.startswith("RAY_")]
+    for name, value in cluster.environ.items():
+        monkeypatch.setenv(name, value)
+    wanted = RayCluster(cluster.address, resource="GPU")
+    node = Node("", ADDRESS_AT_SPAWN, str(fleet.directory / "python"), (), 60.0, wanted).cluster
+    request = {"do": "place", "token": "more", "turn": 0, "patience_s": 1.0}
+    with pytest.raises(SkyctlError, match=f"no node has 1 GPU free .*{A} 0 of 2, {B} 0 of 2"):
+        await ask(node, request, 60)
+    fleet.run("down")
+    assert cluster.groups() == []
+
+
+def test_a_server_outlives_its_actor(fleet: RayFleet) -> None:
+    fleet.lay_out()
+    fleet.run("up")
+    before = fleet.until({"stubs-0": "ready", "stubs-1": "ready"})
+    (agent,) = fleet.agents(A)
+    actor = agent.parent()
+    assert actor is not None and actor.cmdline()[0].startswith("ray::")
+    actor.kill()
+    deadline = time.monotonic() + 30
+    while agent.is_running() or len(fleet.agents(A)) != 1:
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+    rows = fleet.until({"stubs-0": "ready", "stubs-1": "ready"})
+    assert {name: row["pid"] for name, row in rows.items()} == {
+        name: row["pid"] for name, row in before.items()
+    }
+
+
+def test_a_node_that_is_lost_is_replaced_by_another(fleet: RayFleet, cluster: Cluster) -> None:
+    fleet.lay_out(more="drain_timeout_s: 1")
+    fleet.run("up")
+    checkpoint = make_tiny_checkpoint(fleet.directory / "tiny", seed=1)
+    fleet.run("sync-weights", str(checkpoint))
+    before = fleet.until({"stubs-0": "ready", "stubs-1": "ready"})
+    cluster.lose(B)
+    deadline = time.monotonic() + 60
+    while (row := fleet.replicas()["stubs-1"])["restarts"] == 0:
+        assert time.monotonic() < deadline
+        if row["state"] != "ready":
+            assert row["routed"] is False
+    row = fleet.until({"stubs-0": "ready", "stubs-1": "ready"}, 60)["stubs-1"]
+    assert (row["node"], row["routed"]) == (A, True)
+    assert f"Ray says that {B} is dead" in row["restart_reason"]
+    assert row["weight_version"] == before["stubs-1"]["weight_version"] == row["reported_version"]
+    cluster.add(B)
+    fleet.run("restart", "stubs-1")
+    assert fleet.replicas()["stubs-1"]["node"] == B
+    fleet.run("down")
+    assert fleet.everything() == [] and cluster.groups() == []
+
+
+def test_servers_go_on_without_the_head(tmp_path: Path) -> None:
+    alone = Cluster()
+    fleet = RayFleet(tmp_path, alone)
+    try:
+        alone.begin(nodes=())
+        fleet.lay_out(1, grace_s=8, ray="head: true")
+        fleet.run("up")
+        before = fleet.until({"stubs-0": "ready"})["stubs-0"]
+        assert before["node"] == HEAD
+        (gcs,) = [one for one in alone.processes() if one.name() == "gcs_server"]
+        gcs.kill()
+        for connection in fleet.connections(HEAD):
+            connection.kill()
+        time.sleep(12)  # more than its grace: it is asked, so somebody minds it
+        row = fleet.replicas()["stubs-0"]
+        assert (row["state"], row["pid"], row["routed"]) == ("ready", before["pid"], True)
+        assert row["reason"] == f"no Ray cluster answers at {alone.address}: Connection refused"
+        message = fleet.json("down", expect=1)["error"]["message"]
+        assert "its server ends by itself after 8 s without us" in message
+        deadline = time.monotonic() + 30
+        while psutil.pid_exists(before["pid"]):
+            assert time.monotonic() < deadline
+            time.sleep(0.2)
+    finally:
+        for record in (tmp_path / "home/remote").glob("*.json"):
+            record.unlink()
+        fleet.end()
+        alone.end()
