@@ -6,6 +6,7 @@ which what runs there is found. All of it asks for a token.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import os
@@ -194,10 +195,8 @@ def _below(process: psutil.Process) -> list[psutil.Process]:
 
 
 def _kill(process: psutil.Process) -> None:
-    try:
+    with contextlib.suppress(psutil.Error):
         process.kill()
-    except psutil.Error:
-        pass
 
 
 def _environ(process: psutil.Process) -> dict[str, str]:
