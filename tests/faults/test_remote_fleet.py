@@ -1,4 +1,4 @@
-"""A fleet over two machines, from `up` to `down`, and what dies meanwhile: whatever the way there."""
+"""A fleet over two machines, from `up` to `down`, and what dies meanwhile; by ssh and by Ray."""
 
 from __future__ import annotations
 
