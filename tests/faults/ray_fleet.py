@@ -55,9 +55,10 @@ def modules_path() -> str:
 
 
 class RayCluster:
-    """A head and nodes, each with two CPUs and two GPUs that do not exist."""
+    """A head and nodes, each with two CPUs; nodes have two GPUs, which do not exist."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, open_to_all: bool = False) -> None:
+        self._mode = "disabled" if open_to_all else "token"
         self.directory = Path(tempfile.mkdtemp(prefix="skyray", dir="/tmp"))  # sockets: short
         self.hosts = self.directory / "hosts"
         (self.directory / "token").write_text(TOKEN)
@@ -71,9 +72,8 @@ class RayCluster:
 
     def begin(self, nodes: Sequence[str] = ADDRESSES) -> None:
         """Start the head and the nodes."""
-        head = self._starting(
-            HEAD, "--head", f"--port={self.port}", f"--temp-dir={self.directory}/r", "--num-gpus=0"
-        )
+        only = [f"--port={self.port}", f"--temp-dir={self.directory}/r", "--num-gpus=0"]
+        head = self._starting(HEAD, "--head", *only, "--include-dashboard=false")
         self._until_there(HEAD, head)
         starting = {address: self._node(address) for address in nodes}
         for address, node in starting.items():
@@ -129,10 +129,10 @@ class RayCluster:
         ports = [f"--{name}={free_port(address)}" for name in _PORTS]
         command = [sys.executable, "-m", "ray.scripts.scripts", "start", *arguments, *ports]
         command += [f"--node-ip-address={address}", "--num-cpus=2", "--disable-usage-stats"]
-        command += ["--include-dashboard=false", "--object-store-memory=80000000"]
+        command += ["--object-store-memory=80000000"]
         environ = {k: v for k, v in os.environ.items() if not k.startswith(("SKYCTL_", "RAY_"))}
         environ |= {**self.environ, "HOME": str(home), _MARK: str(self.directory)}
-        environ |= {"RAY_AUTH_MODE": "token", "RAY_memory_monitor_refresh_ms": "0"}
+        environ |= {"RAY_AUTH_MODE": self._mode, "RAY_memory_monitor_refresh_ms": "0"}
         environ |= {"RAY_enable_worker_prestart": "0"}
         log = (self.directory / f"{address}.log").open("a")
         return subprocess.Popen(

@@ -148,11 +148,14 @@ def test_a_node_that_is_lost_is_replaced_by_another(fleet: RayFleet, cluster: Cl
 
 
 def test_servers_go_on_without_the_head(tmp_path: Path) -> None:
-    alone = Cluster()
+    alone = Cluster(open_to_all=True)
     fleet = RayFleet(tmp_path, alone)
     try:
         alone.begin(nodes=())
-        fleet.lay_out(1, grace_s=8, ray="head: true")
+        fleet.lay_out(1, ray="head: true")
+        refused = fleet.json("up", expect=1)["error"]["message"]
+        assert "the Ray cluster asks for no token" in refused
+        fleet.lay_out(1, grace_s=8, ray="head: true, allow_unauthenticated: true")
         fleet.run("up")
         before = fleet.until({"stubs-0": "ready"})["stubs-0"]
         assert before["node"] == HEAD

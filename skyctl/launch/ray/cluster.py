@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
+import socket
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from skyctl.errors import HostUnreachable, SkyctlError
@@ -23,9 +25,25 @@ from skyctl.launch.remote.session import explained
 ASK_TIMEOUT_S = 25.0
 _PINNED_S = 5.0
 _LOOK_S = 1.0
+_TURN_S = 0.05
 _HEAD = "node:__internal_head__"
 _NODE_LABEL = "ray.io/node-id"
 _PREFIX = "skyctl-"
+
+
+@contextlib.contextmanager
+def _one_at_a_time(deadline: float) -> Iterator[None]:
+    """Servers that start together are to see each other. A name (Linux) that dies with its process
+    says who chooses; past the deadline one chooses all the same."""
+    with socket.socket(socket.AF_UNIX) as claim:
+        while time.monotonic() < deadline:
+            try:
+                claim.bind(f"\0skyctl-ray-{os.getuid()}")
+            except OSError:
+                time.sleep(_TURN_S)
+                continue
+            break
+        yield
 
 
 class Cluster:
@@ -154,17 +172,18 @@ class Cluster:
         wanted, deadline = self._wanted, time.monotonic() + patience_s
         bundles = [{wanted.resource: wanted.count}]
         while True:
-            nodes, free = self._candidates(), self._free()
-            for node in self._in_order(nodes, turn):
-                if free.get(node["NodeID"], 0) < wanted.count:
-                    continue
-                pinned = [{_NODE_LABEL: node["NodeID"]}]
-                group = placement_group(
-                    bundles, name=name, lifetime="detached", bundle_label_selector=pinned
-                )
-                if group.wait(_PINNED_S):
-                    return group, node
-                remove_placement_group(group)  # somebody else was faster
+            with _one_at_a_time(deadline):
+                nodes, free = self._candidates(), self._free()
+                for node in self._in_order(nodes, turn):
+                    if free.get(node["NodeID"], 0) < wanted.count:
+                        continue
+                    pinned = [{_NODE_LABEL: node["NodeID"]}]
+                    group = placement_group(
+                        bundles, name=name, lifetime="detached", bundle_label_selector=pinned
+                    )
+                    if group.wait(_PINNED_S):
+                        return group, node
+                    remove_placement_group(group)  # somebody else was faster
             if time.monotonic() > deadline:
                 there = ", ".join(
                     f"{node['NodeManagerAddress']} {free.get(node['NodeID'], 0):g} of "
@@ -177,8 +196,7 @@ class Cluster:
             time.sleep(_LOOK_S)
 
     def _in_order(self, nodes: list[Mapping[str, Any]], turn: int) -> list[Mapping[str, Any]]:
-        """Nodes with few servers first, or with many. Servers that start together do not see each
-        other: they begin with different nodes."""
+        """Nodes with few servers first, or with many; of equals the one whose turn it is."""
         from ray.util.placement_group import placement_group_table
 
         servers = Counter(

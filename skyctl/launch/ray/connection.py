@@ -27,9 +27,10 @@ _TOKEN_HINT = (
 _REFUSED = 3
 # Whether the cluster lets in who has no token. In a process of its own: Ray reads the mode once.
 _KNOCK = f"""
-import json, sys, ray
+import sys
+from ray._raylet import GcsClient
 try:
-    ray.init(**json.loads(sys.argv[1]), log_to_driver=False, logging_level="CRITICAL")
+    GcsClient(address=sys.argv[1]).get_all_node_info(timeout={_DIAL_S})
 except Exception as error:
     sys.exit({_REFUSED} if "Authentication" in repr(error) else 1)
 """
@@ -52,11 +53,19 @@ def connect(cluster: RayCluster) -> None:
     # it must be said: without a token Ray does not raise in token mode, it aborts the process
     os.environ["RAY_AUTH_MODE"] = "token" if has_token else "disabled"
     os.environ["RAY_ENABLE_UV_RUN_RUNTIME_ENV"] = "0"
-    _dial(cluster.address)
     import ray
+    from ray._private.services import canonicalize_bootstrap_address_or_die
+    from ray._raylet import GcsClient
 
     try:
-        ray.init(**_where(cluster), log_to_driver=False, logging_level="CRITICAL")
+        address = canonicalize_bootstrap_address_or_die(cluster.address)
+        # both first: to `init`, a head that is not there or a wrong token is worth half a minute
+        _dial(address)
+        GcsClient(address=address).get_all_node_info(timeout=_DIAL_S)
+        where = {"address": address, "namespace": NAMESPACE, **_own_address(address)}
+        ray.init(**where, log_to_driver=False, logging_level="CRITICAL")
+    except HostUnreachable:
+        raise
     except Exception as error:
         raise _refusal(cluster, error) from error
 
@@ -69,9 +78,9 @@ def refuse_open(cluster: RayCluster) -> None:
     """
     if cluster.allow_unauthenticated:
         return
-    import json
+    import ray
 
-    knock = [sys.executable, "-P", "-c", _KNOCK, json.dumps(_where(cluster))]
+    knock = [sys.executable, "-P", "-c", _KNOCK, ray.get_runtime_context().gcs_address]
     environ = {name: value for name, value in os.environ.items() if "RAY_AUTH" not in name}
     environ |= {"RAY_AUTH_MODE": "disabled"}
     try:
@@ -148,10 +157,7 @@ def _token(environ: Mapping[str, str], home: Path) -> str | None:
 
 
 def _dial(address: str) -> None:
-    """Ray itself tries a head that is not there for half a minute."""
     host, _, port = address.rpartition(":")
-    if address == "auto":
-        return
     try:
         socket.create_connection((host.strip("[]"), int(port)), _DIAL_S).close()
     except (OSError, ValueError) as error:
@@ -161,20 +167,12 @@ def _dial(address: str) -> None:
         ) from error
 
 
-def _where(cluster: RayCluster) -> dict[str, Any]:
-    """What `ray.init` is told. On the head's machine its address is ours: by itself Ray takes the
-    first interface's."""
-    where: dict[str, Any] = {"address": cluster.address, "namespace": NAMESPACE}
-    host = cluster.address.rpartition(":")[0].strip("[]")
-    if host and _is_here(host):
-        where["_node_ip_address"] = host
-    return where
-
-
-def _is_here(host: str) -> bool:
+def _own_address(address: str) -> dict[str, Any]:
+    """The head's, on its machine: by itself Ray takes that of the first interface."""
+    host = address.rpartition(":")[0].strip("[]")
     try:
         with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
             probe.bind((host, 0))
     except OSError:
-        return False
-    return True
+        return {}
+    return {"_node_ip_address": host}
