@@ -100,19 +100,22 @@ def _table(planned: FleetPlan) -> Table:
             ",".join(str(gpu) for gpu in server.gpus) or None,
             server.world_size,
             server.backend or None,
+            server.role or None,
             server.node.target if server.node else None,
         ]
         for server in planned.servers
     ]
     if planned.router is not None:
         router = planned.router
-        rows.append(["router", router.url, None, None, f"metrics on {router.metrics_port}", None])
+        metrics = f"metrics on {router.metrics_port}"
+        rows.append(["router", router.url, None, None, metrics, None, None])
     if planned.tinker is not None:
-        rows.append(["tinker", planned.tinker.url, None, None, None, None])
-    columns = ["PROCESS", "URL", "GPUS", ">WORKERS", "WEIGHT TRANSFER", "NODE"]
-    if not any(server.node for server in planned.servers):
-        columns, rows = columns[:-1], [row[:-1] for row in rows]
-    return output.table(columns, rows)
+        rows.append(["tinker", planned.tinker.url, None, None, None, None, None])
+    columns = ["PROCESS", "URL", "GPUS", ">WORKERS", "WEIGHT TRANSFER", "ROLE", "NODE"]
+    servers = planned.servers
+    tells = {"ROLE": any(s.role for s in servers), "NODE": any(s.node for s in servers)}
+    shown = [index for index, name in enumerate(columns) if tells.get(name, True)]
+    return output.table([columns[i] for i in shown], [[row[i] for i in shown] for row in rows])
 
 
 def _commands(planned: FleetPlan) -> list[Text]:

@@ -226,6 +226,8 @@ def _columns(replicas: Sequence[ReplicaSample]) -> list[Column]:
             Column(">GPU", _gpu_utilization),
             Column(">GPU MEMORY", _gpu_memory, drop=3),
         ]
+    if any(replica.role for replica in replicas):
+        columns.insert(1, Column("ROLE", lambda r: r.role, drop=3))
     return [
         *columns,
         Column(">CPU", lambda r: _known(r.cpu_percent, _cpu), drop=8 if on_gpus else 1),

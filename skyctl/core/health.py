@@ -12,7 +12,7 @@ from skyctl.http.client import ControlClient
 from skyctl.http.target import ServerTarget
 
 # Frozen, but nothing is lost by queueing there: requests wait for the resume.
-_FROZEN = ("paused", "updating")
+FROZEN = ("paused", "updating")
 
 
 async def probe_ready(client: ControlClient, target: ServerTarget, timeout_s: float) -> bool | None:
@@ -68,4 +68,4 @@ def routable(states: Mapping[str, str]) -> set[str]:
     their requests continue on resume. Asleep, quarantined and dead servers never.
     """
     ready = {name for name, state in states.items() if state == "ready"}
-    return ready or {name for name, state in states.items() if state in _FROZEN}
+    return ready or {name for name, state in states.items() if state in FROZEN}

@@ -16,6 +16,7 @@ class ReplicaSample:
 
     `prefix_hit_rate` is hits per queried token, 0..1, of the last interval that had queries.
     `cpu_percent` is 100 per busy core of its process tree; `gpus` those it runs on.
+    `role` is prefill or decode, "" for one that does both.
     """
 
     name: str
@@ -34,6 +35,7 @@ class ReplicaSample:
     gpus: tuple[GpuUsage, ...]
     weight_version: str | None
     restarts: int
+    role: str = ""
 
 
 @dataclass(frozen=True)

@@ -255,6 +255,7 @@ class Sampler:
             gpus=tuple(gpus[index] for index in replica.gpus if index in gpus),
             weight_version=replica.weight_version,
             restarts=replica.restarts,
+            role=replica.role,
         )
 
     def _state_s(self, replica: ReplicaStatus, at: float) -> float:

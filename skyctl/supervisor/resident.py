@@ -23,7 +23,7 @@ from skyctl.core import verbs
 from skyctl.core.arbiter import Act, Turn, hung_up
 from skyctl.core.check_machines import refuse_unseen
 from skyctl.core.diagnosis import Finding
-from skyctl.core.health import routable
+from skyctl.core.health import FROZEN, routable
 from skyctl.core.jobs import verify_servers
 from skyctl.core.plan import FleetPlan, ServerSpec, local_url
 from skyctl.core.planning import planned, ports_of, scaled, usable
@@ -98,6 +98,7 @@ class Supervisor(RecordedFleet, SupervisorService):
         self.router: RouterChild | None = None
         self.tinker: TinkerChild | None = None
         self.held_out: set[str] = set()  # kept from the router while something is done to them
+        self.verbs_under_way = 0
         self.draining = False
         self.operation: Operation | None = None
         self.finished = asyncio.Event()
@@ -300,6 +301,7 @@ class Supervisor(RecordedFleet, SupervisorService):
             # out of rotation before it freezes, so that no request waits behind it
             self.held_out |= {replica.name for replica in chosen}
             await rollout.sync_router(self)
+        self.verbs_under_way += 1
         try:
             outcomes = await verbs.run(
                 asked,
@@ -312,6 +314,7 @@ class Supervisor(RecordedFleet, SupervisorService):
             reload_rows(chosen, self.state)
             await self._see(asked, chosen, outcomes)
         finally:
+            self.verbs_under_way -= 1
             self.held_out -= {replica.name for replica in chosen}
             if self.router is not None and self.router.workers != set(self.desired().values()):
                 await rollout.sync_router(self)
@@ -428,6 +431,10 @@ class Supervisor(RecordedFleet, SupervisorService):
         for name, state in states.items():
             by_role.setdefault(self.replicas[name].spec.role, {})[name] = state
         names = set().union(*map(routable, by_role.values()))
+        if self.verbs_under_way:
+            # who is seen frozen, or thawed, before the others is no reason to start a router of
+            # pairs anew, which cuts requests
+            names |= {n for n, s in states.items() if s in FROZEN and self.replicas[n].spec.role}
         return {name: self.replicas[name].spec.url for name in sorted(names)}
 
     def routed(self) -> dict[str, str]:

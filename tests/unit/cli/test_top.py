@@ -112,6 +112,14 @@ def test_gpus_take_the_place_of_cpu_where_there_are_some() -> None:
     assert "80%" in text and "40.0/160 GiB" in text
 
 
+def test_roles_are_told_where_there_are_some() -> None:
+    pair = [replica_sample("p", role="prefill"), replica_sample("d", role="decode")]
+    [head, *rows] = drawn(once_view(fleet_sample(*pair)))[2:5]
+    at = head.index("ROLE")
+    assert [row[at:].split()[0] for row in rows] == ["prefill", "decode"]
+    assert "ROLE" not in "\n".join(drawn(once_view(sample())))
+
+
 def test_unknown_numbers_are_dashes_and_not_zeros() -> None:
     unknown = replica_sample(
         state="dead", running=None, waiting=None, kv_usage=None, generation_tokens_per_s=None
