@@ -164,12 +164,12 @@ class RayFleet(RemoteFleet):
         return self.cluster.hosts
 
     def lay_out(
-        self, replicas: int = 2, *, grace_s: float = 60, ray: str = "", more: str = ""
+        self, replicas: int = 2, *, grace_s: float = 60, more: str = "", **ray: object
     ) -> None:
-        """Write the fleet file; `ray` has more of its section, `more` of the rest."""
-        section = f"{{address: '{self.cluster.address}', python: {self.directory}/python, "
-        section += f"orphan_grace_s: {grace_s}{ray and ', ' + ray}}}"
-        self.write_remote(replicas, f"launcher: ray\nray: {section}\n{more}")
+        """Write the fleet file; `ray` is laid over its section, `more` are lines of the rest."""
+        section = {"address": self.cluster.address, "python": f"{self.directory}/python"}
+        section_json = json.dumps({**section, "orphan_grace_s": grace_s, **ray})
+        self.write_remote(replicas, f"launcher: ray\nray: {section_json}\n{more}")
         file = self.directory / "fleet.yaml"
         text = file.read_text().replace("startup_timeout_s: 20", "startup_timeout_s: 60")
         file.write_text(text)

@@ -41,12 +41,12 @@ def fleet(cluster: Cluster, tmp_path: Path) -> Iterator[RayFleet]:
             id="wrong token",
         ),
         pytest.param(
-            lambda fleet: fleet.lay_out(ray="address: 127.0.0.4:9"),
+            lambda fleet: fleet.lay_out(address="127.0.0.4:9"),
             "no Ray cluster answers at 127.0.0.4:9: Connection refused",
             id="no cluster",
         ),
         pytest.param(
-            lambda fleet: fleet.lay_out(ray="nodes: {zone: moon}"),
+            lambda fleet: fleet.lay_out(nodes={"zone": "moon"}),
             "the Ray cluster has no node for servers with the labels zone: moon",
             id="no node",
         ),
@@ -61,7 +61,7 @@ def fleet(cluster: Cluster, tmp_path: Path) -> Iterator[RayFleet]:
             id="too many",
         ),
         pytest.param(
-            lambda fleet: fleet.lay_out(ray="python: /no/such/python"),
+            lambda fleet: fleet.lay_out(python="/no/such/python"),
             f"{A} has no Python at /no/such/python; {B} has no Python",
             id="python",
         ),
@@ -125,17 +125,16 @@ def test_a_server_outlives_its_actor(fleet: RayFleet) -> None:
 
 
 def test_a_node_that_is_lost_is_replaced_by_another(fleet: RayFleet, cluster: Cluster) -> None:
-    fleet.lay_out(more="drain_timeout_s: 1")
+    fleet.lay_out()
     fleet.run("up")
     checkpoint = make_tiny_checkpoint(fleet.directory / "tiny", seed=1)
     fleet.run("sync-weights", str(checkpoint))
     before = fleet.until({"stubs-0": "ready", "stubs-1": "ready"})
     cluster.lose(B)
     deadline = time.monotonic() + 60
-    while (row := fleet.replicas()["stubs-1"])["restarts"] == 0:
+    while (row := fleet.replicas()["stubs-1"])["restarts"] == 0 or row["state"] != "ready":
         assert time.monotonic() < deadline
-        if row["state"] != "ready":
-            assert row["routed"] is False
+        assert row["routed"] is False or row["restarts"] == 0
     row = fleet.until({"stubs-0": "ready", "stubs-1": "ready"}, 60)["stubs-1"]
     assert (row["node"], row["routed"]) == (A, True)
     assert f"Ray says that {B} is dead" in row["restart_reason"]
@@ -152,10 +151,10 @@ def test_servers_go_on_without_the_head(tmp_path: Path) -> None:
     fleet = RayFleet(tmp_path, alone)
     try:
         alone.begin(nodes=())
-        fleet.lay_out(1, ray="head: true")
+        fleet.lay_out(1, head=True)
         refused = fleet.json("up", expect=1)["error"]["message"]
         assert "the Ray cluster asks for no token" in refused
-        fleet.lay_out(1, grace_s=8, ray="head: true, allow_unauthenticated: true")
+        fleet.lay_out(1, grace_s=8, head=True, allow_unauthenticated=True)
         fleet.run("up")
         before = fleet.until({"stubs-0": "ready"})["stubs-0"]
         assert before["node"] == HEAD

@@ -19,7 +19,7 @@ from typing import Any
 from skyctl.errors import HostUnreachable, SkyctlError
 from skyctl.launch.base import ADDRESS_AT_SPAWN, Node, RayCluster
 from skyctl.launch.ray import worker
-from skyctl.launch.ray.connection import LOOK, refuse_open, told
+from skyctl.launch.ray.connection import LOOK, refuse_open
 from skyctl.launch.remote.session import explained
 
 ASK_TIMEOUT_S = 25.0
@@ -239,7 +239,7 @@ class Cluster:
         try:
             code, said, stderr, visible = self._ray.get(asked, timeout=timeout_s)
         except Exception as error:  # Ray's, of many kinds
-            return {"error": f"{address} does not answer over Ray: {told(error)}"}, ""
+            return {"error": f"{address} does not answer over Ray ({type(error).__name__})"}, ""
         messages = [json.loads(line) for line in said.splitlines() if line.startswith(b'{"')]
         if len(messages) < 2:
             there = Node(address, address, self.command[0], (), 0.0, self._wanted)

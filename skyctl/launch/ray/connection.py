@@ -28,9 +28,11 @@ _REFUSED = 3
 # Whether the cluster lets in who has no token. In a process of its own: Ray reads the mode once.
 _KNOCK = f"""
 import sys
+from ray._private.services import canonicalize_bootstrap_address_or_die
 from ray._raylet import GcsClient
 try:
-    GcsClient(address=sys.argv[1]).get_all_node_info(timeout={_DIAL_S})
+    address = canonicalize_bootstrap_address_or_die(sys.argv[1])
+    GcsClient(address=address).get_all_node_info(timeout={_DIAL_S})
 except Exception as error:
     sys.exit({_REFUSED} if "Authentication" in repr(error) else 1)
 """
@@ -50,8 +52,12 @@ def connect(cluster: RayCluster) -> None:
             "there is no token for the Ray cluster: whoever reaches one without runs code there",
             hint=_TOKEN_HINT,
         )
-    # it must be said: without a token Ray does not raise in token mode, it aborts the process
-    os.environ["RAY_AUTH_MODE"] = "token" if has_token else "disabled"
+    if cluster.address != "auto":
+        _dial(cluster.address)
+    # as the cluster has it: where only one of two shows a token, the other ends its actors; and in
+    # token mode without a token Ray does not raise, it aborts the process
+    shown = has_token and not (cluster.allow_unauthenticated and _is_open(cluster))
+    os.environ["RAY_AUTH_MODE"] = "token" if shown else "disabled"
     os.environ["RAY_ENABLE_UV_RUN_RUNTIME_ENV"] = "0"
     import ray
     from ray._private.services import canonicalize_bootstrap_address_or_die
@@ -59,7 +65,7 @@ def connect(cluster: RayCluster) -> None:
 
     try:
         address = canonicalize_bootstrap_address_or_die(cluster.address)
-        # both first: to `init`, a head that is not there or a wrong token is worth half a minute
+        # first: to `init`, a head that is not there or a wrong token is worth half a minute
         _dial(address)
         GcsClient(address=address).get_all_node_info(timeout=_DIAL_S)
         where = {"address": address, "namespace": NAMESPACE, **_own_address(address)}
@@ -76,26 +82,26 @@ def refuse_open(cluster: RayCluster) -> None:
     Raises:
         HostUnreachable: it does, or nobody can tell.
     """
-    if cluster.allow_unauthenticated:
-        return
-    import ray
-
-    knock = [sys.executable, "-P", "-c", _KNOCK, ray.get_runtime_context().gcs_address]
-    environ = {name: value for name, value in os.environ.items() if "RAY_AUTH" not in name}
-    environ |= {"RAY_AUTH_MODE": "disabled"}
-    try:
-        let_in = subprocess.run(
-            knock, env=environ, capture_output=True, timeout=_OPEN_S, stdin=subprocess.DEVNULL
-        ).returncode
-    except subprocess.TimeoutExpired:
-        let_in = -1
-    if let_in == 0:
+    if not cluster.allow_unauthenticated and _is_open(cluster):
         raise HostUnreachable(
             "the Ray cluster asks for no token: whoever reaches it runs code there",
             hint=_TOKEN_HINT,
         )
-    if let_in != _REFUSED:
+
+
+def _is_open(cluster: RayCluster) -> bool:
+    knock = [sys.executable, "-P", "-c", _KNOCK, cluster.address]
+    environ = {name: value for name, value in os.environ.items() if "RAY_AUTH" not in name}
+    environ |= {"RAY_AUTH_MODE": "disabled"}
+    try:
+        told = subprocess.run(
+            knock, env=environ, capture_output=True, timeout=_OPEN_S, stdin=subprocess.DEVNULL
+        ).returncode
+    except subprocess.TimeoutExpired:
+        told = None
+    if told not in (0, _REFUSED):
         raise HostUnreachable("nobody can tell whether the Ray cluster asks for a token", hint=LOOK)
+    return told == 0
 
 
 def _refusal(cluster: RayCluster, error: Exception) -> HostUnreachable:
