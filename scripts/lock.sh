@@ -20,7 +20,7 @@ broken=(torchvision torchaudio torchcodec)
   echo "# Left out on purpose: ${broken[*]} (see scripts/lock.sh)."
   "${pip[@]}" freeze
 } >requirements/cpu.lock
-"${pip[@]}" install --quiet ".[dev,docs]" "setuptools>=77"
+"${pip[@]}" install --quiet ".[dev,docs,ray]" "setuptools>=77"
 # SkyRL's config schema, which takes what `urls --format skyrl` prints; without what trains
 "${pip[@]}" install --quiet --no-deps "skyrl==0.3.0" "skyrl-gym==0.4.0"
 "${pip[@]}" install --quiet omegaconf pandas

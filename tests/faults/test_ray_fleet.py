@@ -14,9 +14,11 @@ from skyctl.checkpoints.tiny import make_tiny_checkpoint
 from skyctl.errors import SkyctlError
 from skyctl.launch.base import ADDRESS_AT_SPAWN, Node, RayCluster
 from skyctl.launch.remote.session import ask
-from tests.faults.ray_fleet import HEAD, RayFleet
+from tests.faults.ray_fleet import HEAD, RayFleet, has_ray
 from tests.faults.ray_fleet import RayCluster as Cluster
 from tests.faults.remote_fleet import A, B
+
+pytestmark = pytest.mark.skipif(not has_ray(), reason="ray is not installed")
 
 
 @pytest.fixture

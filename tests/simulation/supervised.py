@@ -18,6 +18,7 @@ from skyctl.core.service import Restart
 from skyctl.engines.inside.guard import HELD_VARIABLE
 from skyctl.fleetfile.schema import FleetConfig
 from skyctl.http.transport import Request
+from skyctl.launch.base import ChosenPlace
 from skyctl.launch.local.host import LOCAL
 from skyctl.service import bring_up
 from skyctl.store.identity import ProcessIdentity
@@ -92,6 +93,12 @@ class SimManaged:
         return self.world.dice.random() < 0.1
 
     def record_segments(self) -> None: ...
+
+    def place(self) -> ChosenPlace | None:
+        return None
+
+    def connection_lost(self) -> str:
+        return ""
 
     async def lost(self) -> str:
         return ""

@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from skyctl.launch.base import ChildProcess
 from tests.simulation import reinserted, seams
+from tests.simulation.supervised import SimManaged
 from tests.simulation.world import KINDS, Schedule, play
 
 FIRST, SCHEDULES = 5_000, 100
@@ -19,6 +21,12 @@ FOUND_BY = {
     "17 a death after the last resume rolls back": 146,
     "19 a failed write ends a healthy server": 12,
 }
+
+
+def test_a_simulated_process_is_a_child_process() -> None:
+    wanted = {name for name in vars(ChildProcess) if not name.startswith("_")}
+    assert "connection_lost" in wanted
+    assert wanted <= set(dir(SimManaged))
 
 
 @pytest.mark.parametrize("kind", KINDS)
