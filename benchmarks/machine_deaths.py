@@ -51,6 +51,7 @@ from tests.faults.stub_fleet import ROOT
 RESULTS = Path(__file__).parent / "results"
 WHOLE_S = 120.0
 SHORT_GRACE_S = 10.0
+BACK_AFTER_S = 7200.0
 AWAY_S = 3.0  # more than a tether waits before it asks again
 _POLL_S = 0.1
 _COUNT_S = 0.2
@@ -284,10 +285,13 @@ def _lost_node(subject: Subject, name: str) -> set[str]:
 
 
 def _node_is_back(subject: Subject, name: str) -> None:
-    """As it was before: a server on each node."""
+    """Hours later: a server on each node, and nothing is left of what died there."""
     fleet = subject.fleet
     assert isinstance(fleet, RayFleet)
     (lost,) = set(ADDRESSES) - set(fleet.cluster.raylets)
+    then = time.time() - BACK_AFTER_S
+    for lease in (fleet.hosts / lost).glob(".local/state/skyctl/hosted/fleets/*/lease"):
+        os.utime(lease, (then, then))
     fleet.cluster.add(lost)
     fleet.run("restart", name)
     assert subject.address(name) == lost

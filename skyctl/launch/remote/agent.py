@@ -55,6 +55,7 @@ _TREE_S = 5.0
 _GUARD_S = 0.2
 _BEGIN_S = 20.0
 _MARKED_S = 24 * 3600.0
+_ABANDONED_S = 3600.0  # beyond the grace: clocks that share a file system may differ
 _PIECE = 64 * 1024
 _LOG_BYTES = 32 * 1024 * 1024
 _NAME = "server"
@@ -123,13 +124,9 @@ def stop(lines: _Lines, *, token: str, timeout_s: float) -> None:
     found = _read(paths.directory / "server.json")
     _mark_stopped(paths)  # first: a `keep` that is late starts nothing, or ends it itself
 
-    async def end() -> bool:
-        return await ManagedProcess(_server(paths), token).stop(timeout_s)
-
-    gently = asyncio.run(end())
-    _remove(paths)
+    gently = _end(paths, timeout_s)
     deadline = time.monotonic() + STOP_TIMEOUT_S
-    while found and ProcessIdentity(**found["keeper"]).alive() and time.monotonic() < deadline:
+    while found and _alive(found["keeper"]) and time.monotonic() < deadline:
         time.sleep(_TICK_S)
     _say({"gently": gently})
 
@@ -150,6 +147,7 @@ def keep(
     from byte `at` on, until it ends or nobody is heard any more."""
     paths = _paths(token)
     if fresh:
+        _end_abandoned(paths.root)
         paths.prepare()
         _hold(paths, held)
         variables = dict.fromkeys(held_variables, str(paths.held(_NAME)))
@@ -224,7 +222,7 @@ class _Telling:
     def _replace_keeper(self, grace_s: float) -> None:
         """A server without its keeper would have nobody to end it."""
         found = _read(self._paths.directory / "server.json")
-        if found and not ProcessIdentity(**found["keeper"]).alive():
+        if found and not _alive(found["keeper"]):
             server = ProcessIdentity(**found["server"])
             token = self._paths.name
             _begin(self._paths, lambda: ManagedProcess(server, token), grace_s)
@@ -270,7 +268,8 @@ async def _guard(paths: FleetPaths, start: Callable[[], ManagedProcess], grace_s
         _remove(paths)
         return
     assert process.identity is not None  # it was just started, or is taken up by its identity
-    told = {"server": asdict(process.identity), "keeper": asdict(own_identity())}
+    told: dict[str, Any] = {"server": asdict(process.identity), "keeper": asdict(own_identity())}
+    told["grace_s"] = grace_s
     _write(paths.directory / "server.json", told)
     lease, since, ended = 0, time.monotonic(), False
     while (found := _lease(paths)) is not None:
@@ -308,6 +307,33 @@ def _mark_stopped(paths: FleetPaths) -> None:
 def _remove(paths: FleetPaths) -> None:
     LOCAL.sweep(paths)
     shutil.rmtree(paths.directory, ignore_errors=True)
+
+
+def _end(paths: FleetPaths, timeout_s: float) -> bool:
+    """End a server's whole tree and remove what is known of it; False when force was needed."""
+
+    async def stop() -> bool:
+        return await ManagedProcess(_server(paths), paths.name).stop(timeout_s)
+
+    gently = asyncio.run(stop())
+    _remove(paths)
+    return gently
+
+
+def _end_abandoned(root: Path) -> None:
+    """End what a keeper left that died long ago, as with its machine, and that nobody came for."""
+    for lease in root.glob("fleets/*/lease"):
+        paths = _paths(lease.parent.name)
+        told = _read(paths.directory / "server.json") or {}
+        patience_s = float(told.get("grace_s", _MARKED_S)) + _ABANDONED_S
+        untouched_s = time.time() - (_lease(paths) or time.time_ns()) / 1e9
+        if untouched_s < patience_s or ("keeper" in told and _alive(told["keeper"])):
+            continue
+        _end(paths, STOP_TIMEOUT_S)
+
+
+def _alive(identity: Mapping[str, Any]) -> bool:
+    return ProcessIdentity(**identity).alive()
 
 
 def _server(paths: FleetPaths) -> ProcessIdentity | None:

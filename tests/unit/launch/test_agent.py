@@ -1,0 +1,78 @@
+"""The agent on its machine: what it finds there of servers that nobody came for."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from skyctl.store.identity import ProcessIdentity, identify, own_identity
+from skyctl.store.paths import FleetPaths
+
+GRACE_S = 60.0
+
+
+@pytest.fixture
+def left() -> Iterator[subprocess.Popen[bytes]]:
+    """A server that runs on."""
+    process = subprocess.Popen(
+        ["sleep", "600"], env={**os.environ, "SKYCTL_TOKEN": "hosted-old"}, start_new_session=True
+    )
+    yield process
+    process.kill()
+    process.wait()
+
+
+def ask(home: Path, **request: Any) -> list[dict[str, Any]]:
+    """What an agent says to one request."""
+    agent = subprocess.run(
+        [sys.executable, "-m", "skyctl.launch.remote.agent"],
+        input=f"{json.dumps(request)}\n",
+        env={**os.environ, "SKYCTL_HOME": str(home)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert agent.returncode == 0, agent.stderr
+    return [json.loads(line) for line in agent.stdout.splitlines()]
+
+
+@pytest.mark.parametrize(
+    ("keeper_lives", "hours", "ended"),
+    [
+        pytest.param(False, 2, True, id="abandoned"),
+        pytest.param(False, 0.5, False, id="somebody may come"),
+        pytest.param(True, 2, False, id="its keeper lives"),
+    ],
+)
+def test_what_died_with_its_machine_is_ended_by_the_next_to_come(
+    tmp_path: Path,
+    left: subprocess.Popen[bytes],
+    keeper_lives: bool,
+    hours: float,
+    ended: bool,
+) -> None:
+    paths = FleetPaths(tmp_path / "hosted", "hosted-old")
+    paths.prepare()
+    directory, server = paths.directory, identify(left.pid)
+    assert server is not None
+    keeper = own_identity() if keeper_lives else ProcessIdentity(1, 0.0, "another boot")
+    told = {"server": asdict(server), "keeper": asdict(keeper), "grace_s": GRACE_S}
+    (directory / "server.json").write_text(json.dumps(told))
+    lease = directory / "lease"
+    lease.touch()
+    then = time.time() - hours * 3600
+    os.utime(lease, (then, then))
+    new = {"argv": ["true"], "env": {}, "held": False, "held_variables": [], "at": 0}
+    ask(tmp_path, do="keep", token="hosted-new", fresh=True, grace_s=GRACE_S, **new)
+    ask(tmp_path, do="stop", token="hosted-new", timeout_s=5.0)
+    assert directory.exists() is not ended
+    assert (left.poll() is not None) is ended
