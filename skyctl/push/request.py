@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from skyctl.errors import StateUnwritable
 from skyctl.http.target import ServerTarget
+from skyctl.launch.base import Node
 
 if TYPE_CHECKING:
     from skyctl.push.trainer import Trainer
@@ -113,9 +114,11 @@ class PushServer:
     `weights_digest` is what its weights are on record to come to, "" where nothing is;
     `launched_with` names the content it was started with (`push/expected.py`), "" when that is not
     certain, or something was pushed since; `arguments` names those it was started with, "" where
-    they are not known."""
+    they are not known. `node` is the machine that a launcher has put it on, None for this one and
+    for servers that something else started."""
 
     target: ServerTarget
+    node: Node | None = None
     backend: str = ""
     device: Literal["cpu", "cuda"] = "cpu"
     gpus: tuple[int, ...] = ()
