@@ -118,7 +118,6 @@ class PushServer:
     for servers that something else started."""
 
     target: ServerTarget
-    node: Node | None = None
     backend: str = ""
     device: Literal["cpu", "cuda"] = "cpu"
     gpus: tuple[int, ...] = ()
@@ -133,6 +132,7 @@ class PushServer:
     weights_digest: str = ""
     launched_with: str = ""
     arguments: str = ""
+    node: Node | None = None
 
     @property
     def name(self) -> str:
