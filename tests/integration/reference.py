@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 
-def loaded(checkpoint: Path) -> Any:
+def model_of(checkpoint: Path) -> Any:
     """The model of a checkpoint, as CPU servers have it."""
     import torch
     import transformers

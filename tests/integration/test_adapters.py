@@ -23,7 +23,7 @@ from skyctl.errors import ServerError
 from skyctl.http.client import ControlClient
 from skyctl.http.target import ServerTarget
 from tests.integration.fleet_cli import UP_TIMEOUT_S, FleetCli, bearer, greedy, greedy_body
-from tests.integration.reference import generated, loaded
+from tests.integration.reference import generated, model_of
 from tests.stub.app import StubServer
 from tests.stub.running import running
 
@@ -88,7 +88,7 @@ class Reference:
         return found
 
     def tokens(self, model: str, adapter: str | None = None) -> list[list[int]]:
-        found = loaded(self.root / model)
+        found = model_of(self.root / model)
         weights, tensors = found.state_dict(), self.tensors(adapter) if adapter else {}
         for name in [name for name in tensors if name.endswith("lora_A.weight")]:
             module = name.removeprefix("base_model.model.").removesuffix(".lora_A.weight")

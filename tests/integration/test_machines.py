@@ -17,14 +17,9 @@ from skyctl.checkpoints.tiny import make_tiny_checkpoint
 from tests.faults.ray_fleet import RayCluster, RayFleet, has_ray, running_cluster
 from tests.faults.remote_fleet import A, B
 from tests.integration.fleet_cli import UP_TIMEOUT_S, FleetCli
-from tests.integration.reference import generated, loaded
-from tests.integration.test_real_fleet import (
-    LONG,
-    PROMPT,
-    Endpoints,
-    frozen_generation,
-    replicas,
-)
+from tests.integration.reference import generated, model_of
+from tests.integration.test_real_fleet import LONG, PROMPT, Endpoints, frozen_generation, replicas
+from tests.integration.two_servers import write_two
 
 pytest.importorskip("vllm")
 pytestmark = [
@@ -51,7 +46,7 @@ def answer(checkpoints: dict[str, Path]) -> dict[str, list[int]]:
     found = {}
     for name, checkpoint in checkpoints.items():
         prompt = transformers.AutoTokenizer.from_pretrained(checkpoint)(PROMPT).input_ids
-        found[name] = generated(loaded(checkpoint), prompt, TOKENS)
+        found[name] = generated(model_of(checkpoint), prompt, TOKENS)
     assert found["a"] != found["b"]
     return found
 
@@ -70,17 +65,8 @@ def fleet(
 ) -> Iterator[FleetCli]:
     root = tmp_path_factory.mktemp("machines")
     fleet = FleetCli(root, root / "home", dict(cluster.environ))
-    settings = {
-        "name": "machines",
-        "model": str(checkpoints["a"]),
-        "replicas": 2,
-        "device": "cpu",
-        "launcher": "ray",
-        "ray": {"address": cluster.address, "python": sys.executable},
-        "args": {"max-model-len": 2048, "enforce-eager": True, "max-num-seqs": 16},
-        "router": {"policy": "round_robin"},
-    }
-    (fleet.directory / "fleet.yaml").write_text(json.dumps(settings))  # JSON is YAML
+    ray = {"address": cluster.address, "python": sys.executable}
+    write_two(fleet, checkpoints["a"], launcher="ray", ray=ray)
     try:
         fleet.run("up", timeout_s=UP_TIMEOUT_S)
         yield fleet
