@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.ray_fleet import RayCluster, RayFleet, has_ray
+from tests.faults.ray_fleet import RayCluster, RayFleet, has_ray, running_cluster
 from tests.faults.remote_fleet import RemoteFleet
 from tests.faults.ssh_fleet import SshFleet
 
@@ -17,12 +17,8 @@ from tests.faults.ssh_fleet import SshFleet
 def cluster() -> Iterator[RayCluster]:
     if not has_ray():
         pytest.skip("ray is not installed")
-    cluster = RayCluster()
-    try:
-        cluster.begin()
+    with running_cluster() as cluster:
         yield cluster
-    finally:
-        cluster.end()
 
 
 @pytest.fixture(scope="module", params=["ssh", "ray"])
