@@ -28,8 +28,8 @@ class RemoteFleet(StubFleet):
         """Has the home of each machine."""
         return self.directory / "hosts"
 
-    def lay_out(self, replicas: int = 2, *, grace_s: float = 60) -> None:
-        """Write the fleet file and what it needs."""
+    def lay_out(self, replicas: int = 2, *, grace_s: float = 60, more: str = "") -> None:
+        """Write the fleet file, with `more` lines, and what it needs."""
         raise NotImplementedError
 
     def connections(self, address: str) -> list[psutil.Process]:

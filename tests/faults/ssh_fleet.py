@@ -72,6 +72,7 @@ class SshFleet(RemoteFleet):
         python: str = "",
         hosts: Sequence[str] = HOSTS,
         command: Sequence[str] = (),
+        more: str = "",
     ) -> None:
         """Write the fleet file, the interpreter of the machines and the ssh that reaches them."""
         self.hosts.mkdir(exist_ok=True)
@@ -79,13 +80,13 @@ class SshFleet(RemoteFleet):
         ssh.write_text(_SSH.format(python=sys.executable, hosts=str(self.hosts)))
         ssh.chmod(0o755)
         python = python or str(self.directory / "python")
-        more = _EXTRA.format(
+        extra = _EXTRA.format(
             hosts=", ".join(hosts),
             python=python,
             ssh=json.dumps(list(command) or [str(ssh)]),
             grace_s=grace_s,
         )
-        self.write_remote(replicas, more)
+        self.write_remote(replicas, extra + more)
 
     def cut(self, address: str, why: str = "ssh: connect to host: No route to host") -> None:
         """No connection to a machine from now on; those that are end."""
