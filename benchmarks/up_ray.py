@@ -36,8 +36,9 @@ def fleets(root: Path, cluster: RayCluster) -> dict[str, FleetCli]:
     """The same fleet, by launcher."""
     model = make_tiny_checkpoint(root / "model", seed=1)
     found = {}
-    ray = {"address": cluster.address, "python": sys.executable}
-    for launcher, more in (("local", {}), ("ray", {"ray": ray})):
+    disk = {"weight_transfer": {"transport": "disk"}}
+    ray = {"ray": {"address": cluster.address, "python": sys.executable}}
+    for launcher, more in (("local", disk), ("ray", disk | ray)):
         found[launcher] = fleet = FleetCli(root / launcher, root / launcher, cluster.environ)
         fleet.directory.mkdir()
         write_two(fleet, model, launcher=launcher, **more)

@@ -66,7 +66,8 @@ def fleet(
     root = tmp_path_factory.mktemp("machines")
     fleet = FleetCli(root, root / "home", dict(cluster.environ))
     ray = {"address": cluster.address, "python": sys.executable}
-    write_two(fleet, checkpoints["a"], launcher="ray", ray=ray)
+    transfer = {"transport": "shm"}
+    write_two(fleet, checkpoints["a"], launcher="ray", ray=ray, weight_transfer=transfer)
     try:
         fleet.run("up", timeout_s=UP_TIMEOUT_S)
         yield fleet
@@ -103,9 +104,10 @@ def test_a_frozen_generation_goes_on_with_the_same_tokens(fleet: FleetCli) -> No
 def test_a_push_brings_what_the_checkpoint_answers(
     fleet: FleetCli, checkpoints: dict[str, Path], answer: dict[str, list[int]]
 ) -> None:
-    result = fleet.data("sync-weights", str(checkpoints["b"]))["job"]["result"]
-    assert result["transport"] == "disk"
-    assert Endpoints(fleet).one_answer() == answer["b"]
+    for name, transport in (("b", "shm"), ("a", "disk"), ("b", "shm")):
+        pushed = fleet.data("sync-weights", str(checkpoints[name]), "--transport", transport)
+        assert pushed["job"]["result"]["transport"] == transport
+        assert Endpoints(fleet).one_answer() == answer[name]
     assert fleet.data("weights", "verify")["agree"] is True
 
 
