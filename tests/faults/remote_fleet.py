@@ -22,6 +22,7 @@ class RemoteFleet(StubFleet):
     """A fleet over two machines; what is known of them, whatever the way there is."""
 
     user = ""  # before an address, where a machine is named
+    addresses = ADDRESSES
 
     @property
     def hosts(self) -> Path:
@@ -59,7 +60,7 @@ class RemoteFleet(StubFleet):
 
     def everything(self) -> list[psutil.Process]:
         """All of ours that runs on any machine."""
-        return [one for host in ADDRESSES for one in self._of(host, self._is_ours)]
+        return [one for host in self.addresses for one in self._of(host, self._is_ours)]
 
     def _is_ours(self, process: psutil.Process) -> bool:
         return True

@@ -1,4 +1,5 @@
-"""A fleet over two machines, from `up` to `down`, and what dies meanwhile; by ssh and by Ray."""
+"""A fleet over two machines, from `up` to `down`, and what dies meanwhile. By ssh; what a way to a
+machine must do by Ray, too. `integration/test_machines.py` has the rest of that."""
 
 from __future__ import annotations
 
@@ -13,11 +14,12 @@ import pytest
 
 from skyctl.checkpoints.tiny import make_tiny_checkpoint
 from tests.faults.remote_fleet import A, B, RemoteFleet, words
+from tests.faults.ssh_fleet import SshFleet
 
 
 @pytest.fixture
-def fleet(way: Callable[[Path], RemoteFleet], tmp_path: Path) -> Iterator[RemoteFleet]:
-    fleet = way(tmp_path)
+def fleet(tmp_path: Path) -> Iterator[RemoteFleet]:
+    fleet = SshFleet(tmp_path)
     yield fleet
     fleet.end()
 

@@ -6,6 +6,14 @@ from pathlib import Path
 from typing import Any
 
 
+def answered(checkpoint: Path, prompt: str, max_tokens: int) -> list[int]:
+    """The tokens that a checkpoint's model answers a prompt with, greedily."""
+    import transformers
+
+    ids = transformers.AutoTokenizer.from_pretrained(checkpoint)(prompt).input_ids
+    return generated(model_of(checkpoint), ids, max_tokens)
+
+
 def model_of(checkpoint: Path) -> Any:
     """The model of a checkpoint, as CPU servers have it."""
     import torch

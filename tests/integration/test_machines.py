@@ -13,11 +13,10 @@ import httpx
 import psutil
 import pytest
 
-from skyctl.checkpoints.tiny import make_tiny_checkpoint
 from tests.faults.ray_fleet import RayCluster, RayFleet, has_ray, running_cluster
 from tests.faults.remote_fleet import A, B
 from tests.integration.fleet_cli import UP_TIMEOUT_S, FleetCli
-from tests.integration.reference import generated, model_of
+from tests.integration.reference import answered
 from tests.integration.test_real_fleet import LONG, PROMPT, Endpoints, frozen_generation, replicas
 from tests.integration.two_servers import write_two
 
@@ -31,24 +30,9 @@ BACK_S = 240.0
 
 
 @pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    root = tmp_path_factory.mktemp("checkpoints")
-    return {
-        name: make_tiny_checkpoint(root / name, seed=seed) for name, seed in (("a", 1), ("b", 2))
-    }
-
-
-@pytest.fixture(scope="module")
 def answer(checkpoints: dict[str, Path]) -> dict[str, list[int]]:
     """What each checkpoint answers where nothing was pushed."""
-    import transformers
-
-    found = {}
-    for name, checkpoint in checkpoints.items():
-        prompt = transformers.AutoTokenizer.from_pretrained(checkpoint)(PROMPT).input_ids
-        found[name] = generated(model_of(checkpoint), prompt, TOKENS)
-    assert found["a"] != found["b"]
-    return found
+    return {name: answered(checkpoint, PROMPT, TOKENS) for name, checkpoint in checkpoints.items()}
 
 
 @pytest.fixture(scope="module")
@@ -104,9 +88,10 @@ def test_a_frozen_generation_goes_on_with_the_same_tokens(fleet: FleetCli) -> No
 def test_a_push_brings_what_the_checkpoint_answers(
     fleet: FleetCli, checkpoints: dict[str, Path], answer: dict[str, list[int]]
 ) -> None:
-    for name, transport in (("b", "shm"), ("a", "disk"), ("b", "shm")):
-        pushed = fleet.data("sync-weights", str(checkpoints[name]), "--transport", transport)
-        assert pushed["job"]["result"]["transport"] == transport
+    for name, transport in (("b", "shm"), ("a", "disk"), ("b", "auto")):
+        asked = ("sync-weights", str(checkpoints[name]), "--transport", transport)
+        result = fleet.data(*asked)["job"]["result"]
+        assert result["transport"] == transport.replace("auto", "shm")
         assert Endpoints(fleet).one_answer() == answer[name]
     assert fleet.data("weights", "verify")["agree"] is True
 
