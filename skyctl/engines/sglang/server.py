@@ -56,9 +56,9 @@ class _State:
 
 
 class SGLangServer(HttpServer):
-    """`Server` (`engines/base.py`) of SGLang. One that skyctl did not start, and that has no keeper,
-    can neither sleep nor wake; that it is paused shows in what it does not answer for `probe_s`
-    seconds."""
+    """`Server` (`engines/base.py`) of SGLang. One that skyctl did not start, and that has no
+    keeper, can neither sleep nor wake; that it is paused shows in what it does not answer for
+    `probe_s` seconds."""
 
     probe_s = 1.0
 
