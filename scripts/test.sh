@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Set everything up, then check the code, build the documentation and run every test: those with real
-# servers, which want all cores, one by one after the others. Arguments go to pytest:
+# servers, which want all cores, after the others, two at a time. Arguments go to pytest:
 #   bash scripts/test.sh -m "not real" -n auto      without the real servers, on all cores
 #   bash scripts/test.sh tests/unit                 functions alone
 set -euo pipefail
@@ -21,5 +21,5 @@ if [ $# -gt 0 ]; then
 fi
 code=0
 "$bin/python" -m pytest -m "not real" -n auto --dist worksteal || code=$?
-"$bin/python" -m pytest -m real || code=$?
+"$bin/python" -m pytest -m real -n 2 --dist loadgroup || code=$?
 exit "$code"

@@ -22,12 +22,19 @@ from skyctl.engines.vllm.server import VLLMServer
 from skyctl.errors import ServerError
 from skyctl.http.client import ControlClient
 from skyctl.http.target import ServerTarget
-from tests.integration.fleet_cli import UP_TIMEOUT_S, FleetCli, bearer, greedy, greedy_body
+from tests.integration.fleet_cli import (
+    OWN_SERVERS,
+    UP_TIMEOUT_S,
+    FleetCli,
+    bearer,
+    greedy,
+    greedy_body,
+)
 from tests.integration.reference import generated, model_of
 from tests.stub.app import StubServer
 from tests.stub.running import running
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+pytestmark = [OWN_SERVERS, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
 
 FLEET = """
 name: lora
