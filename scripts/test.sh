@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Set everything up, then check the code, build the documentation and run every test: those with real
-# servers, which want all cores, after the others, two at a time. Arguments go to pytest:
+# servers, which want all cores, after the others. Arguments go to pytest:
 #   bash scripts/test.sh -m "not real" -n auto      without the real servers, on all cores
 #   bash scripts/test.sh tests/unit                 functions alone
 set -euo pipefail
@@ -21,5 +21,12 @@ if [ $# -gt 0 ]; then
 fi
 code=0
 "$bin/python" -m pytest -m "not real" -n auto --dist worksteal || code=$?
-"$bin/python" -m pytest -m real -n 2 --dist loadgroup || code=$?
+# those that share a fleet, and beside them those that start servers of their own
+beside=$(mktemp)
+"$bin/python" -m pytest -m "real and own_servers" >"$beside" 2>&1 &
+own=$!
+trap 'kill -INT "$own" 2>/dev/null; rm -rf "$site" "$beside"' EXIT
+"$bin/python" -m pytest -m "real and not own_servers" || code=$?
+wait "$own" || code=$?
+cat "$beside"
 exit "$code"

@@ -17,14 +17,6 @@ def pytest_configure() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-@pytest.hookimpl(tryfirst=True)  # before xdist looks
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """With `--dist loadgroup` there is one `real_fleet`, for all that use it."""
-    for item in items:
-        if item.get_closest_marker("real") and not item.get_closest_marker("xdist_group"):
-            item.add_marker(pytest.mark.xdist_group("shared servers"))
-
-
 @pytest.fixture(scope="session", autouse=True)
 def nothing_staged_remains(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Weights in memory go when their state directory does: pytest keeps those of three runs."""

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import pytest
 
 SKYCTL = str(Path(sys.executable).parent / "skyctl")
 # a machine that got skyctl as a directory on its import path has no script
@@ -21,8 +20,6 @@ _COMMAND = [SKYCTL] if Path(SKYCTL).exists() else [sys.executable, "-m", "skyctl
 UP_TIMEOUT_S = 420.0
 COMMAND_TIMEOUT_S = 180.0
 Prompt = str | list[int]
-OWN_SERVERS = pytest.mark.xdist_group("own servers")
-"""Of tests that start servers of their own: they run beside those that share `real_fleet`."""
 
 
 @dataclass

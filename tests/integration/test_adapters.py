@@ -23,7 +23,6 @@ from skyctl.errors import ServerError
 from skyctl.http.client import ControlClient
 from skyctl.http.target import ServerTarget
 from tests.integration.fleet_cli import (
-    OWN_SERVERS,
     UP_TIMEOUT_S,
     FleetCli,
     bearer,
@@ -34,7 +33,7 @@ from tests.integration.reference import generated, model_of
 from tests.stub.app import StubServer
 from tests.stub.running import running
 
-pytestmark = [OWN_SERVERS, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
+pytestmark = [pytest.mark.own_servers, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
 
 FLEET = """
 name: lora

@@ -13,10 +13,10 @@ from skyctl.checkpoints.header import read_header
 from skyctl.checkpoints.tiny import make_tiny_checkpoint
 from skyctl.store.paths import fleet_paths
 from skyctl.store.state import FleetState
-from tests.integration.fleet_cli import OWN_SERVERS, UP_TIMEOUT_S, FleetCli
+from tests.integration.fleet_cli import UP_TIMEOUT_S, FleetCli
 from tests.integration.test_unlike_servers import WHOLE, write_fleet
 
-pytestmark = [pytest.mark.real, OWN_SERVERS]
+pytestmark = [pytest.mark.real, pytest.mark.own_servers]
 
 
 def spoil(checkpoint: Path) -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from skyctl.checkpoints.tiny import make_tiny_checkpoint
-from tests.integration.fleet_cli import OWN_SERVERS, UP_TIMEOUT_S, FleetCli
+from tests.integration.fleet_cli import UP_TIMEOUT_S, FleetCli
 from tests.integration.inside import (
     CORRUPTIBLE,
     DTYPE,
@@ -19,7 +19,7 @@ from tests.integration.inside import (
 )
 from tests.integration.test_unlike_servers import TRANSPORTS, WHOLE, answers, write_fleet
 
-pytestmark = [pytest.mark.real, OWN_SERVERS]
+pytestmark = [pytest.mark.real, pytest.mark.own_servers]
 
 
 def held(fleet: FleetCli) -> tuple[list[int], str]:

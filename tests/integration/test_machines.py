@@ -15,7 +15,7 @@ import pytest
 
 from tests.faults.ray_fleet import RayCluster, RayFleet, has_ray, running_cluster
 from tests.faults.remote_fleet import A, B
-from tests.integration.fleet_cli import OWN_SERVERS, UP_TIMEOUT_S, FleetCli
+from tests.integration.fleet_cli import UP_TIMEOUT_S, FleetCli
 from tests.integration.reference import answered
 from tests.integration.test_real_fleet import LONG, PROMPT, Endpoints, frozen_generation, replicas
 from tests.integration.two_servers import write_two
@@ -23,7 +23,7 @@ from tests.integration.two_servers import write_two
 pytest.importorskip("vllm")
 pytestmark = [
     pytest.mark.real,
-    OWN_SERVERS,
+    pytest.mark.own_servers,
     pytest.mark.skipif(not has_ray(), reason="ray is not installed"),
 ]
 TOKENS = 24

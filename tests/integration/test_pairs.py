@@ -14,12 +14,12 @@ from typing import Any
 
 import pytest
 
-from tests.integration.fleet_cli import OWN_SERVERS, UP_TIMEOUT_S, FleetCli, greedy_body
+from tests.integration.fleet_cli import UP_TIMEOUT_S, FleetCli, greedy_body
 from tests.integration.reference import answered
 
 pytest.importorskip("vllm")
 pytest.importorskip("nixl")
-pytestmark = [pytest.mark.real, OWN_SERVERS]
+pytestmark = [pytest.mark.real, pytest.mark.own_servers]
 
 PROMPT = " ".join(map(str, range(120)))
 HELD = " ".join(map(str, range(200, 280)))  # another: a cached prefix is not transferred

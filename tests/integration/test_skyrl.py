@@ -14,10 +14,10 @@ import typing_extensions
 
 from skyctl.service.formats import SKYRL_ARGS
 from tests.integration.conftest import NEEDS
-from tests.integration.fleet_cli import OWN_SERVERS, UP_TIMEOUT_S, FleetCli
+from tests.integration.fleet_cli import UP_TIMEOUT_S, FleetCli
 from tests.unit.service.test_formats import overrides
 
-pytestmark = [pytest.mark.real, OWN_SERVERS]
+pytestmark = [pytest.mark.real, pytest.mark.own_servers]
 
 _FLEET = """
 name: skyrl

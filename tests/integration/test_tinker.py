@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.integration.fleet_cli import OWN_SERVERS, UP_TIMEOUT_S, FleetCli
+from tests.integration.fleet_cli import UP_TIMEOUT_S, FleetCli
 
 tinker = pytest.importorskip("tinker")
 pytest.importorskip("vllm")
@@ -21,7 +21,7 @@ from tinker import types  # noqa: E402
 
 pytestmark = [
     pytest.mark.real,
-    OWN_SERVERS,
+    pytest.mark.own_servers,
     pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning"),
 ]
 BASE = "org/tiny"

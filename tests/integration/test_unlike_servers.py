@@ -11,10 +11,10 @@ import pytest
 
 from skyctl.checkpoints.tiny import make_tiny_checkpoint
 from skyctl.launch.local.segments import SHARED_MEMORY
-from tests.integration.fleet_cli import OWN_SERVERS, UP_TIMEOUT_S, FleetCli, greedy
+from tests.integration.fleet_cli import UP_TIMEOUT_S, FleetCli, greedy
 from tests.integration.inside import CORRUPTIBLE, EVERYWHERE, ask, assert_holds
 
-pytestmark = [pytest.mark.real, OWN_SERVERS]
+pytestmark = [pytest.mark.real, pytest.mark.own_servers]
 
 WHOLE, SPLIT = {"name": "whole"}, {"name": "split", "tensor_parallel_size": 2}
 COPIES = {"name": "copies", "data_parallel_size": 2, **CORRUPTIBLE}
