@@ -33,7 +33,7 @@ from tests.integration.reference import generated, model_of
 from tests.stub.app import StubServer
 from tests.stub.running import running
 
-pytestmark = [pytest.mark.own_servers, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
+pytestmark = [pytest.mark.beside, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
 
 FLEET = """
 name: lora

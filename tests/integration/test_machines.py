@@ -23,7 +23,7 @@ from tests.integration.two_servers import write_two
 pytest.importorskip("vllm")
 pytestmark = [
     pytest.mark.real,
-    pytest.mark.own_servers,
+    pytest.mark.beside,
     pytest.mark.skipif(not has_ray(), reason="ray is not installed"),
 ]
 TOKENS = 24

@@ -19,7 +19,7 @@ from tests.integration.reference import answered
 
 pytest.importorskip("vllm")
 pytest.importorskip("nixl")
-pytestmark = [pytest.mark.real, pytest.mark.own_servers]
+pytestmark = [pytest.mark.real, pytest.mark.beside]
 
 PROMPT = " ".join(map(str, range(120)))
 HELD = " ".join(map(str, range(200, 280)))  # another: a cached prefix is not transferred

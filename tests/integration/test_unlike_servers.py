@@ -14,7 +14,7 @@ from skyctl.launch.local.segments import SHARED_MEMORY
 from tests.integration.fleet_cli import UP_TIMEOUT_S, FleetCli, greedy
 from tests.integration.inside import CORRUPTIBLE, EVERYWHERE, ask, assert_holds
 
-pytestmark = [pytest.mark.real, pytest.mark.own_servers]
+pytestmark = pytest.mark.real
 
 WHOLE, SPLIT = {"name": "whole"}, {"name": "split", "tensor_parallel_size": 2}
 COPIES = {"name": "copies", "data_parallel_size": 2, **CORRUPTIBLE}
