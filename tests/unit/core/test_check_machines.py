@@ -73,6 +73,7 @@ def test_a_machine_that_has_all_is_no_problem(tmp_path: Path) -> None:
 def test_a_sender_on_each_machine_is_asked_for(tmp_path: Path) -> None:
     planned = plan(tmp_path, transport="ipc", a={}, b={})
     assert [spec.backend for spec in planned.servers] == ["ipc", "ipc"]
+    assert any("with the ipc backend run code" in one for one in planned.warnings)
 
 
 def test_machines_have_one_version(tmp_path: Path) -> None:
