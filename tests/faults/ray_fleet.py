@@ -47,6 +47,13 @@ def has_ray() -> bool:
     return importlib.util.find_spec("ray") is not None
 
 
+def why_no_cluster() -> str:
+    """Of tests that kill parts of a cluster: starting one takes most of a minute."""
+    if not has_ray():
+        return "ray is not installed"
+    return "" if os.environ.get("SKYCTL_TEST_RAY") else "needs SKYCTL_TEST_RAY=1"
+
+
 def modules_path() -> str:
     """PYTHONPATH of whatever needs Ray, wherever it is installed."""
     found = importlib.util.find_spec("ray")

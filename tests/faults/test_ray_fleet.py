@@ -13,11 +13,11 @@ import pytest
 from skyctl.errors import SkyctlError
 from skyctl.launch.base import ADDRESS_AT_SPAWN, Node, RayCluster
 from skyctl.launch.remote.session import ask
-from tests.faults.ray_fleet import HEAD, RayFleet, has_ray
+from tests.faults.ray_fleet import HEAD, RayFleet, why_no_cluster
 from tests.faults.ray_fleet import RayCluster as Cluster
 from tests.faults.remote_fleet import A, B
 
-pytestmark = pytest.mark.skipif(not has_ray(), reason="ray is not installed")
+pytestmark = pytest.mark.skipif(bool(why_no_cluster()), reason=why_no_cluster())
 
 
 @pytest.fixture
