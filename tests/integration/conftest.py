@@ -15,12 +15,11 @@ NEEDS = ("vllm", "vllm_router", "torch")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Pages show the fleet as a reader has it: before other tests kill servers of it, or end it."""
-    places = {"test_docs": -1, "test_docs_python": -1, "test_real_fleet": 1}
+    """Pages show the fleet as a reader has it: before other tests kill servers of it."""
     here = [place for place, item in enumerate(items) if item.path.parent == Path(__file__).parent]
     ordered = sorted(
         (items[place] for place in here),
-        key=lambda item: places.get(item.path.stem, 0),
+        key=lambda item: not item.path.name.startswith("test_docs"),
     )
     for place, item in zip(here, ordered, strict=True):
         items[place] = item
