@@ -254,7 +254,9 @@ class _Planner:
             share=config.share_gpus,
         )
         transfer = config.weight_transfer
-        transport = "disk" if self.remote else transfer.transport
+        transport = transfer.transport
+        if self.remote and transport == "auto":
+            transport = "disk"
         free = self._free_gpus(placed) if on_gpus and not self.remote else ()
         backend = transfer.backend or self.engine.backend(transport, self.device, free, config.auth)
         api_key = self._own_api_key()

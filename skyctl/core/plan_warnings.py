@@ -62,18 +62,17 @@ def _tinker_warnings(
 
 def _server_warnings(config: FleetConfig, device: str, backend: str) -> list[PlanWarning]:
     warnings = []
+    danger = ", and with the ipc backend run code in it" if backend == "ipc" else ""
+    open_too = "; inference asks for nothing" if _inference_is_open(config) else ""
     if config.launcher in ("ssh", "ray"):
-        open_too = "; inference asks for nothing" if _inference_is_open(config) else ""
         warnings.append(
             PlanWarning(
                 f"launcher {config.launcher}: tokens cross the network unencrypted; whoever reads "
-                f"the control token can replace the servers' weights{open_too}",
+                f"the control token can replace the servers' weights{danger}{open_too}",
                 "let nobody else into the network between the machines",
             )
         )
     elif not is_loopback(config.host):
-        danger = ", and with the ipc backend run code in it" if backend == "ipc" else ""
-        open_too = "; inference asks for nothing" if _inference_is_open(config) else ""
         warnings.append(
             PlanWarning(
                 f"host {config.host}: tokens cross the network unencrypted; whoever reads the "

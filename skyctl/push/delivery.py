@@ -41,7 +41,10 @@ class Delivery(Protocol):
     a whole (the sender) is every server's failure.
     """
 
-    can_retry: bool
+    @property
+    def can_retry(self) -> bool:
+        """Whether servers that failed may be scrubbed and pushed to once more."""
+
     frees_late: bool
     """What it holds on the servers' devices may stay there until they have been resumed."""
     copies: bool

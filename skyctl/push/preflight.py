@@ -28,6 +28,7 @@ from skyctl.push.expected import refuse_broken
 from skyctl.push.forecast import Forecast, refusal, slots_of
 from skyctl.push.layouts import LayoutChoice, choose_layout
 from skyctl.push.machine_facts import forecast_push, free_gpu, subject_of
+from skyctl.push.machines_delivery import MachinesDelivery
 from skyctl.push.nccl_agreement import common_settings, pace_notes, refuse_without_nccl
 from skyctl.push.request import PushFleet, PushRequest, PushServer
 from skyctl.push.rows import KnownRows, read_rows
@@ -93,13 +94,12 @@ class Prepared:
             return DiskDelivery(self.checkpoint, fleet)
         copied = self.layout.name == "runtime" and not by_loader
         partial = self.whole is not None and not by_loader
-        kind = RuntimeDelivery if copied else ChunkDelivery
-        return kind(
+        deliver = functools.partial(
+            RuntimeDelivery if copied else ChunkDelivery,
             self.transport,
             self.checkpoint,
             self.plan if partial or self.whole is None else self.whole,
             fleet,
-            senders=senders,
             sender_gpu=self.sender_gpu,
             nccl_settings=self.nccl_settings,
             stage=self.stage,
@@ -109,6 +109,10 @@ class Prepared:
             partial=partial,
             stage_rate=self.stage_rate,
         )
+        nodes = {server.node for server in fleet.servers}
+        if nodes == {None}:
+            return deliver(senders=senders)
+        return MachinesDelivery({node: deliver(senders=senders.on(node)) for node in nodes})
 
     @cached_property
     def rows(self) -> tuple[KnownRows, ...]:
@@ -189,7 +193,8 @@ async def preflight(
     notes = check_servers(facts, may_sleep)
     refuse_broken(request, fleet, checkpoint, facts[0].vllm_version)
     refuse_update_problems(facts)
-    choice = choose(request.transport, fleet.transport, facts)
+    nodes = {server.node for server in fleet.servers} - {None}
+    choice = choose(request.transport, fleet.transport, facts, nodes=len(nodes))
     if problem := refusal(request.stage, choice.name):
         raise PreflightError(
             f"--stage {request.stage}: {problem}", hint="leave --stage out: it is chosen then"
@@ -243,11 +248,11 @@ async def preflight(
         layout = layout.planned(plan, checkpoint)
         notes += grown_notes(plan)
         memory_bytes = (slots_of(request.stage, len(plan.chunks)) + workers) * plan.slot_bytes
-        if all(server.device == "cpu" for server in fleet.servers):
+        if not nodes and all(server.device == "cpu" for server in fleet.servers):
             check_memory(memory_bytes)
     forecasts: tuple[Forecast, ...] = ()
     said: tuple[str, ...] = ()
-    if request.dry_run and transport is not None:
+    if request.dry_run and transport is not None and not nodes:
         subject = await subject_of(
             fleet,
             plan,

@@ -55,6 +55,8 @@ async def rehearse(
         prepared = await preflight(request, fleet, client=client, idle=senders.idle)
     if prepared.transport is None or not prepared.transport.resident:
         return prepared.sites
+    if any(server.node for server in fleet.servers):
+        return prepared.sites
     context = 0 if senders.idle else SENDER_CONTEXT[prepared.choice.name]
     free = await asyncio.to_thread(free_gpu_memory)
     known = free_for_sender(fleet.servers, prepared.choice.name, free) or 0

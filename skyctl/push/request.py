@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from skyctl.errors import StateUnwritable
 from skyctl.http.target import ServerTarget
+from skyctl.launch.base import Node
 
 if TYPE_CHECKING:
     from skyctl.push.trainer import Trainer
@@ -113,7 +114,8 @@ class PushServer:
     `weights_digest` is what its weights are on record to come to, "" where nothing is;
     `launched_with` names the content it was started with (`push/expected.py`), "" when that is not
     certain, or something was pushed since; `arguments` names those it was started with, "" where
-    they are not known."""
+    they are not known. `node` is the machine that a launcher has put it on, None for this one and
+    for servers that something else started."""
 
     target: ServerTarget
     backend: str = ""
@@ -130,6 +132,7 @@ class PushServer:
     weights_digest: str = ""
     launched_with: str = ""
     arguments: str = ""
+    node: Node | None = None
 
     @property
     def name(self) -> str:

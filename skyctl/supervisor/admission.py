@@ -42,6 +42,7 @@ def push_fleet(
         servers=tuple(
             PushServer(
                 target=replica.target,
+                node=replica.spec.node,
                 backend=replica.spec.backend,
                 device=plan.device,
                 gpus=replica.spec.gpus,

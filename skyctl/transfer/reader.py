@@ -6,7 +6,7 @@ import os
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from mmap import mmap
 from pathlib import Path
 from threading import Condition
@@ -49,12 +49,16 @@ class Filled:
 
 
 class ShardFiles:
-    """The open files of a checkpoint, checked to be the very ones whose headers were read."""
+    """The open files of a checkpoint, checked to be the very ones whose headers were read.
 
-    def __init__(self, shards: Sequence[Shard]) -> None:
+    `elsewhere`: these were read on another machine, where a file has other numbers. Then it is the
+    one with the same header and size, as it is when it is opened.
+    """
+
+    def __init__(self, shards: Sequence[Shard], *, elsewhere: bool = False) -> None:
         self._shards = list(shards)
         self._descriptors: list[int] = []
-        for shard in self._shards:
+        for shard in shards:
             try:
                 self._descriptors.append(os.open(shard.path, os.O_RDONLY | os.O_CLOEXEC))
             except OSError as error:
@@ -62,7 +66,16 @@ class ShardFiles:
             raw = read_raw_header(self._descriptors[-1], Path(shard.path))
             if digest_header(raw) != shard.header_digest:
                 raise CheckpointChanged(f"{shard.path} changed since it was checked: new header")
-            self.check(len(self._descriptors) - 1)
+            number = len(self._descriptors) - 1
+            if elsewhere:
+                status = os.fstat(self._descriptors[number])
+                self._shards[number] = replace(
+                    shard,
+                    device=status.st_dev,
+                    inode=status.st_ino,
+                    mtime_ns=status.st_mtime_ns,
+                )
+            self.check(number)
 
     def descriptor(self, number: int) -> int:
         """The open file of a shard; it stays ours."""

@@ -98,7 +98,8 @@ class Sender:
     def open(self, message: dict[str, Any]) -> None:
         """Begin a push. The carrier there is goes on when `message["carrier"]` is None."""
         reached("sender.open")
-        self._files = ShardFiles([Shard(**shard) for shard in message["shards"]])
+        shards = [Shard(**shard) for shard in message["shards"]]
+        self._files = ShardFiles(shards, elsewhere=message["elsewhere"])
         chunks = [[Piece(*piece) for piece in chunk] for chunk in message["chunks"]]
         if message["carrier"] is not None:
             self.warm(message)

@@ -14,6 +14,8 @@ from skyctl.checkpoints.checkpoint import Checkpoint
 from skyctl.checkpoints.finite import may_be_not_finite
 from skyctl.engines.vllm.inside.layout_wire import Program
 from skyctl.errors import SkyctlError
+from skyctl.launch.base import Node
+from skyctl.launch.remote.session import command_on, connection_environment
 from skyctl.startup import inherited
 from skyctl.transfer.nccl_settings import applied
 from skyctl.transfer.plan import ChunkPlan, Placed
@@ -23,6 +25,12 @@ _LINE_LIMIT = 256 * 1024 * 1024  # a header of a very large model is a few megab
 _STDERR_KEPT = 64 * 1024
 _CLOSE_TIMEOUT_S = 2.0
 _FINAL = ("CheckpointChanged", "NotFinite")
+_RUN = ("-P", "-m", "skyctl.transfer.sender")  # -P: nothing is imported from the directory it is in
+_ENVIRONMENT_THERE = (
+    *("env", "-u", "CUDA_VISIBLE_DEVICES"),
+    *("PYTHONUNBUFFERED=1", "CUDA_DEVICE_ORDER=PCI_BUS_ID"),
+)
+_EVENT = b'{"event"'
 
 
 class SenderFailed(SkyctlError):
@@ -61,8 +69,10 @@ def _piece(placed: Placed, *, scan: bool) -> tuple[int, int, int, int, str]:
 class SenderProcess:
     """One sender. Every wait has a deadline; after a failure every wait raises that failure."""
 
-    def __init__(self, process: asyncio.subprocess.Process) -> None:
+    def __init__(self, process: asyncio.subprocess.Process, node: Node | None = None) -> None:
         self._process = process
+        self._node = node
+        self._name = f"the sender on {node.target}" if node else "the sender"
         self._events: dict[tuple[str, int], dict[str, Any]] = {}
         self._failure: SenderFailed | None = None
         self._changed = asyncio.Condition()
@@ -74,22 +84,29 @@ class SenderProcess:
 
     @classmethod
     async def spawn(
-        cls, python: str, nccl_settings: Mapping[str, str] | None = None
+        cls,
+        python: str,
+        nccl_settings: Mapping[str, str] | None = None,
+        *,
+        node: Node | None = None,
     ) -> SenderProcess:
-        """Start a sender that waits for `open`; with these variables of NCCL, unless None."""
+        """Start a sender that waits for `open`; with these variables of NCCL, unless None. With
+        `node` it is there, run by its interpreter, and what is here is the connection."""
+        argv = [python or sys.executable, *_RUN]
+        environment = _environment(nccl_settings)
+        if node is not None:
+            argv = command_on(node, [*_ENVIRONMENT_THERE, node.python, *_RUN])
+            environment = connection_environment()
         process = await asyncio.create_subprocess_exec(
-            python or sys.executable,
-            "-P",  # the working directory is not a place to import from
-            "-m",
-            "skyctl.transfer.sender",
+            *argv,
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
             limit=_LINE_LIMIT,
-            env=_environment(nccl_settings),
+            env=environment,
             start_new_session=True,  # Ctrl-C is for the parent, which decides what it means
         )
-        return cls(process)
+        return cls(process, node)
 
     async def warm(self, *, transport: str, session: str, carrier: Mapping[str, Any]) -> None:
         """Have it import and allocate what every push by this carrier needs. A push may be opened
@@ -132,6 +149,7 @@ class SenderProcess:
             transport=transport,
             session=session,
             shards=[asdict(shard) for shard in checkpoint.shards],
+            elsewhere=self._node is not None,
             chunks=[
                 [_piece(placed, scan=scan) for placed in chunk.placed] for chunk in plan.chunks
             ],
@@ -229,7 +247,7 @@ class SenderProcess:
             async with asyncio.timeout(timeout_s), self._changed:
                 await self._changed.wait_for(lambda: key in self._events or self._failure)
         except TimeoutError:
-            self.kill(f"the sender did not say {name!r} in {timeout_s:g} s")
+            self.kill(f"{self._name} did not say {name!r} in {timeout_s:g} s")
         if key in self._events:
             return self._events[key]
         assert self._failure is not None
@@ -238,10 +256,12 @@ class SenderProcess:
     async def _pump_events(self) -> None:
         assert self._process.stdout is not None
         async for line in self._process.stdout:
+            if not line.startswith(_EVENT):  # what a login shell prints
+                continue
             message = json.loads(line)
             if message["event"] == "error":
                 failure = SenderFailed(
-                    f"the sender failed: {message['message']}",
+                    f"{self._name} failed: {message['message']}",
                     hint=message["hint"],
                     details={"kind": message["kind"], "traceback": message["traceback"]},
                 )
@@ -252,7 +272,7 @@ class SenderProcess:
                 self._events[message["event"], message.get("chunk", 0)] = message
                 self._changed.notify_all()
         code = await self._process.wait()
-        await self._fail(SenderFailed(f"the sender ended with code {code}{self._last_words()}"))
+        await self._fail(SenderFailed(f"{self._name} ended with code {code}{self._last_words()}"))
 
     async def _fail(self, failure: SenderFailed) -> None:
         """Every wait raises this, unless it raises something else already."""

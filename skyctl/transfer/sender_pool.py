@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from skyctl.launch.base import Node
 from skyctl.transfer.sender_client import SenderFailed, SenderProcess
 
 _REST_TIMEOUT_S = 10.0
@@ -45,10 +47,20 @@ class Lease:
 
 
 class SenderPool:
-    """At most one idle sender. One pool belongs to one event loop; `close` ends what it holds."""
+    """At most one idle sender on a machine, `node` (None: this one). One pool belongs to one event
+    loop; `close` ends what it holds."""
 
-    def __init__(self) -> None:
+    def __init__(self, node: Node | None = None) -> None:
+        self._node = node
         self._idle: Lease | None = None
+        self._elsewhere: dict[Node, SenderPool] = {}
+
+    def on(self, node: Node | None) -> SenderPool:
+        """The pool of that machine, which `close` ends, too."""
+        if node == self._node:
+            return self
+        assert node is not None
+        return self._elsewhere.setdefault(node, SenderPool(node))
 
     @property
     def idle(self) -> Lease | None:
@@ -80,7 +92,7 @@ class SenderPool:
             if idle.key == key and idle.sender.healthy and of_this_group:
                 return idle
             await idle.sender.close()
-        return Lease(await SenderProcess.spawn(python, nccl_settings), key, session)
+        return Lease(await self._spawn(python, nccl_settings), key, session)
 
     async def warm(
         self,
@@ -96,7 +108,7 @@ class SenderPool:
         key = _key(python, transport, options, nccl_settings)
         if self.idle is None or self.idle.key != key:
             await self.close()
-            sender = await SenderProcess.spawn(python, nccl_settings)
+            sender = await self._spawn(python, nccl_settings)
             self._idle = Lease(sender, key, session, fresh=False)
             await sender.warm(transport=transport, session=session, carrier=options)
         assert self._idle is not None
@@ -116,10 +128,16 @@ class SenderPool:
         self._idle = lease
 
     async def close(self) -> None:
-        """End the idle sender."""
+        """End every idle sender."""
         idle, self._idle = self._idle, None
+        elsewhere, self._elsewhere = self._elsewhere, {}
+        closing = [pool.close() for pool in elsewhere.values()]
         if idle is not None:
-            await idle.sender.close()
+            closing.append(idle.sender.close())
+        await asyncio.gather(*closing)
+
+    async def _spawn(self, python: str, nccl_settings: Mapping[str, str] | None) -> SenderProcess:
+        return await SenderProcess.spawn(python, nccl_settings, node=self._node)
 
 
 def _key(*carrier: Any) -> str:

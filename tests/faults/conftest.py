@@ -8,21 +8,17 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.ray_fleet import RayCluster, RayFleet, has_ray
+from tests.faults.ray_fleet import RayCluster, RayFleet, running_cluster, why_no_cluster
 from tests.faults.remote_fleet import RemoteFleet
 from tests.faults.ssh_fleet import SshFleet
 
 
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[RayCluster]:
-    if not has_ray():
-        pytest.skip("ray is not installed")
-    cluster = RayCluster()
-    try:
-        cluster.begin()
+    if why := why_no_cluster():
+        pytest.skip(why)
+    with running_cluster() as cluster:
         yield cluster
-    finally:
-        cluster.end()
 
 
 @pytest.fixture(scope="module", params=["ssh", "ray"])

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import psutil
@@ -45,6 +45,13 @@ print(json.dumps([one["name"] for one in groups if one["state"] != "REMOVED"]))
 
 def has_ray() -> bool:
     return importlib.util.find_spec("ray") is not None
+
+
+def why_no_cluster() -> str:
+    """Of tests that kill parts of a cluster: starting one takes most of a minute."""
+    if not has_ray():
+        return "ray is not installed"
+    return "" if os.environ.get("SKYCTL_TEST_RAY") else "needs SKYCTL_TEST_RAY=1"
 
 
 def modules_path() -> str:
@@ -88,7 +95,8 @@ class RayCluster:
         self.raylets.pop(address).kill()
         for process in self.processes():
             if _environ(process).get("HOME") == str(self.hosts / address):
-                _kill(process)
+                for one in _below(process):  # some rewrite what is told of them
+                    _kill(one)
 
     def processes(self) -> list[psutil.Process]:
         """All that the cluster started, and what those did."""
@@ -150,6 +158,17 @@ class RayCluster:
                 return
             starting = self._node(address)
         raise AssertionError((self.directory / f"{address}.log").read_text())
+
+
+@contextlib.contextmanager
+def running_cluster() -> Iterator[RayCluster]:
+    """A cluster with all its nodes; nothing of it is left afterwards."""
+    cluster = RayCluster()
+    try:
+        cluster.begin()
+        yield cluster
+    finally:
+        cluster.end()
 
 
 class RayFleet(RemoteFleet):

@@ -22,14 +22,15 @@ class RemoteFleet(StubFleet):
     """A fleet over two machines; what is known of them, whatever the way there is."""
 
     user = ""  # before an address, where a machine is named
+    addresses = ADDRESSES
 
     @property
     def hosts(self) -> Path:
         """Has the home of each machine."""
         return self.directory / "hosts"
 
-    def lay_out(self, replicas: int = 2, *, grace_s: float = 60) -> None:
-        """Write the fleet file and what it needs."""
+    def lay_out(self, replicas: int = 2, *, grace_s: float = 60, more: str = "") -> None:
+        """Write the fleet file, with `more` lines, and what it needs."""
         raise NotImplementedError
 
     def connections(self, address: str) -> list[psutil.Process]:
@@ -59,7 +60,7 @@ class RemoteFleet(StubFleet):
 
     def everything(self) -> list[psutil.Process]:
         """All of ours that runs on any machine."""
-        return [one for host in ADDRESSES for one in self._of(host, self._is_ours)]
+        return [one for host in self.addresses for one in self._of(host, self._is_ours)]
 
     def _is_ours(self, process: psutil.Process) -> bool:
         return True

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import psutil
 
@@ -25,7 +25,7 @@ if os.path.exists(f"{{hosts}}/{{address}}.off"):
 home = f"{{hosts}}/{{address}}"
 os.makedirs(home, exist_ok=True)
 there = subprocess.Popen(
-    ["sh", "-c", "exec " + sys.argv[2]],
+    [*{within!r}.get(address, []), "sh", "-c", "exec " + sys.argv[2]],
     cwd=home,
     env={{
         "HOME": home,
@@ -71,21 +71,26 @@ class SshFleet(RemoteFleet):
         grace_s: float = 60,
         python: str = "",
         hosts: Sequence[str] = HOSTS,
+        within: Mapping[str, Sequence[str]] | None = None,
         command: Sequence[str] = (),
+        more: str = "",
     ) -> None:
-        """Write the fleet file, the interpreter of the machines and the ssh that reaches them."""
+        """Write the fleet file, the interpreter of the machines and the ssh that reaches them.
+        `within` has, by address, what comes before a command there."""
         self.hosts.mkdir(exist_ok=True)
         ssh = self.directory / "ssh"
-        ssh.write_text(_SSH.format(python=sys.executable, hosts=str(self.hosts)))
+        ssh.write_text(
+            _SSH.format(python=sys.executable, hosts=str(self.hosts), within=dict(within or {}))
+        )
         ssh.chmod(0o755)
         python = python or str(self.directory / "python")
-        more = _EXTRA.format(
+        extra = _EXTRA.format(
             hosts=", ".join(hosts),
             python=python,
             ssh=json.dumps(list(command) or [str(ssh)]),
             grace_s=grace_s,
         )
-        self.write_remote(replicas, more)
+        self.write_remote(replicas, extra + more)
 
     def cut(self, address: str, why: str = "ssh: connect to host: No route to host") -> None:
         """No connection to a machine from now on; those that are end."""
@@ -104,6 +109,6 @@ class SshFleet(RemoteFleet):
         ]
 
     def end(self) -> None:
-        for address in ADDRESSES:
+        for address in self.addresses:
             (self.hosts / f"{address}.off").unlink(missing_ok=True)
         super().end()

@@ -43,6 +43,7 @@ class StubFleet:
     directory: Path
     home: Path | None = None
     environ: dict[str, str] = field(default_factory=dict)  # more for its commands
+    within: tuple[str, ...] = ()  # before each of its commands
 
     def write(
         self, replicas: int = 2, faults: str = "{}", extra: str = "", name: str = "stubs"
@@ -62,7 +63,7 @@ class StubFleet:
         home = self.home or self.directory / "home"
         modules = f"{path}:{ROOT}" if path else str(ROOT)
         return subprocess.Popen(
-            [sys.executable, "-m", "skyctl", *arguments],
+            [*self.within, sys.executable, "-m", "skyctl", *arguments],
             cwd=self.directory,
             env={**environ, "SKYCTL_HOME": str(home), "PYTHONPATH": modules, **self.environ},
             text=True,

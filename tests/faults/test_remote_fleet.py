@@ -1,4 +1,5 @@
-"""A fleet over two machines, from `up` to `down`, and what dies meanwhile; by ssh and by Ray."""
+"""A fleet over two machines, from `up` to `down`, and what dies meanwhile. By ssh; what a way to a
+machine must do by Ray, too. `integration/test_machines.py` has the rest of that."""
 
 from __future__ import annotations
 
@@ -12,12 +13,13 @@ import psutil
 import pytest
 
 from skyctl.checkpoints.tiny import make_tiny_checkpoint
-from tests.faults.remote_fleet import A, B, RemoteFleet
+from tests.faults.remote_fleet import A, B, RemoteFleet, words
+from tests.faults.ssh_fleet import SshFleet
 
 
 @pytest.fixture
-def fleet(way: Callable[[Path], RemoteFleet], tmp_path: Path) -> Iterator[RemoteFleet]:
-    fleet = way(tmp_path)
+def fleet(tmp_path: Path) -> Iterator[RemoteFleet]:
+    fleet = SshFleet(tmp_path)
     yield fleet
     fleet.end()
 
@@ -60,6 +62,24 @@ def test_a_fleet_over_two_machines_from_up_to_down(fleet: RemoteFleet) -> None:
     fleet.run("down")
     assert fleet.everything() == []
     assert not any((fleet.hosts / A / ".local/state/skyctl/hosted/fleets").iterdir())
+
+
+def test_a_push_has_a_sender_on_each_machine(fleet: RemoteFleet) -> None:
+    fleet.lay_out(replicas=3, more="weight_transfer: {transport: shm}")
+    fleet.run("up")
+    checkpoint = make_tiny_checkpoint(fleet.directory / "tiny", seed=1)
+    pushed = fleet.json("sync-weights", str(checkpoint))["data"]["job"]["result"]
+    assert (pushed["transport"], pushed["compared"]["of_bytes"]) == ("shm", pushed["total_bytes"])
+    assert all(server["ok"] for server in pushed["servers"]) and len(pushed["servers"]) == 3
+    assert not [one for one in fleet.everything() if "skyctl.transfer.sender" in words(one)]
+    planned = fleet.json("sync-weights", str(checkpoint), "--dry-run")["data"]["job"]["result"]
+    assert planned["plan"]["reason"] == "set in the fleet file; a sender on each machine: 2"
+    # the server that takes its place gets them in the same way
+    psutil.Process(fleet.replicas()["stubs-1"]["pid"]).kill()
+    deadline = time.monotonic() + 30
+    while (row := fleet.replicas()["stubs-1"])["restarts"] == 0 or not row["reported_version"]:
+        assert time.monotonic() < deadline
+    assert row["weight_version"] == pushed["version"] == row["reported_version"]
 
 
 def test_servers_end_by_themselves_when_nobody_is_heard_of_any_more(fleet: RemoteFleet) -> None:

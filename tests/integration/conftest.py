@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from skyctl.checkpoints.tiny import make_tiny_checkpoint
 from tests.integration.fleet_cli import UP_TIMEOUT_S, FleetCli
 
 NEEDS = ("vllm", "vllm_router", "torch")
@@ -22,6 +23,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     )
     for place, item in zip(here, ordered, strict=True):
         items[place] = item
+
+
+@pytest.fixture(scope="session")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Two of one model, which answer differently."""
+    root = tmp_path_factory.mktemp("checkpoints")
+    return {
+        name: make_tiny_checkpoint(root / name, seed=seed) for name, seed in (("a", 1), ("b", 2))
+    }
 
 
 @pytest.fixture(scope="session")

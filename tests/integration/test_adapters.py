@@ -22,11 +22,18 @@ from skyctl.engines.vllm.server import VLLMServer
 from skyctl.errors import ServerError
 from skyctl.http.client import ControlClient
 from skyctl.http.target import ServerTarget
-from tests.integration.fleet_cli import UP_TIMEOUT_S, FleetCli, bearer, greedy, greedy_body
+from tests.integration.fleet_cli import (
+    UP_TIMEOUT_S,
+    FleetCli,
+    bearer,
+    greedy,
+    greedy_body,
+)
+from tests.integration.reference import generated, model_of
 from tests.stub.app import StubServer
 from tests.stub.running import running
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+pytestmark = [pytest.mark.beside, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
 
 FLEET = """
 name: lora
@@ -87,24 +94,14 @@ class Reference:
         return found
 
     def tokens(self, model: str, adapter: str | None = None) -> list[list[int]]:
-        import torch
-        import transformers
-
-        found = transformers.AutoModelForCausalLM.from_pretrained(
-            self.root / model, dtype=torch.float32
-        )
+        found = model_of(self.root / model)
         weights, tensors = found.state_dict(), self.tensors(adapter) if adapter else {}
         for name in [name for name in tensors if name.endswith("lora_A.weight")]:
             module = name.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
             up = tensors[name.replace("lora_A", "lora_B")]
             weights[f"{module}.weight"] += (16 / tensors[name].shape[0]) * up @ tensors[name]
         found.load_state_dict(weights)
-        made = []
-        for prompt in PROMPTS:
-            ids = torch.tensor([prompt])
-            options = {"max_new_tokens": TOKENS, "do_sample": False, "eos_token_id": None}
-            made.append(found.generate(ids, pad_token_id=0, **options)[0, len(prompt) :].tolist())
-        return made
+        return [generated(found, prompt, TOKENS) for prompt in PROMPTS]
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ from skyctl.store.state import FleetState
 from tests.integration.fleet_cli import UP_TIMEOUT_S, FleetCli
 from tests.integration.test_unlike_servers import WHOLE, write_fleet
 
-pytestmark = pytest.mark.real
+pytestmark = [pytest.mark.real, pytest.mark.beside]
 
 
 def spoil(checkpoint: Path) -> str:

@@ -19,7 +19,7 @@ from tests.integration.inside import (
 )
 from tests.integration.test_unlike_servers import TRANSPORTS, WHOLE, answers, write_fleet
 
-pytestmark = pytest.mark.real
+pytestmark = [pytest.mark.real, pytest.mark.beside]
 
 
 def held(fleet: FleetCli) -> tuple[list[int], str]:

@@ -14,18 +14,21 @@ from typing import Any
 
 import pytest
 
-from skyctl.checkpoints.tiny import make_tiny_checkpoint
 from tests.integration.fleet_cli import UP_TIMEOUT_S, FleetCli, greedy_body
+from tests.integration.reference import answered
 
 pytest.importorskip("vllm")
 pytest.importorskip("nixl")
-pytestmark = pytest.mark.real
+pytestmark = [pytest.mark.real, pytest.mark.beside]
 
 PROMPT = " ".join(map(str, range(120)))
 HELD = " ".join(map(str, range(200, 280)))  # another: a cached prefix is not transferred
 LEASE_S = 6
+TOKENS = 8
 PREFILL, DECODE = "pd-prefill-0", "pd-decode-0"
-COMMON = """
+SETTINGS = """
+auth: control
+replicas: [{role: prefill}, {role: decode}]
 served_model_name: tiny
 args: {max-model-len: 512, enforce-eager: true}
 env: {VLLM_CPU_NUM_OF_RESERVED_CPU: "1"}
@@ -42,7 +45,7 @@ def asked(url: str, body: dict[str, Any]) -> dict[str, Any]:
 
 def greedy(fleet: FleetCli) -> list[int]:
     """The tokens that the fleet's users get."""
-    found = fleet.data("generate", PROMPT, "--max-tokens", "8", "--temperature", "0")
+    found = fleet.data("generate", PROMPT, "--max-tokens", str(TOKENS), "--temperature", "0")
     return list(found["results"][0]["token_ids"])
 
 
@@ -81,50 +84,19 @@ def kill(fleet: FleetCli, name: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    root = tmp_path_factory.mktemp("checkpoints")
-    return {
-        name: make_tiny_checkpoint(root / name, seed=seed) for name, seed in (("a", 1), ("b", 2))
-    }
-
-
-@pytest.fixture(scope="module")
-def started(
-    checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, list[int]]:
-    """What servers that were started on each checkpoint answer, without a partner."""
-    root = tmp_path_factory.mktemp("alone")
-
-    def answered(name: str) -> list[int]:
-        fleet = FleetCli(root / name, root / f"home-{name}")
-        fleet.directory.mkdir()
-        settings = f"name: alone\nmodel: {checkpoints[name]}\n{COMMON}"
-        (fleet.directory / "fleet.yaml").write_text(settings)
-        try:
-            fleet.run("up", timeout_s=UP_TIMEOUT_S)
-            return greedy(fleet)
-        finally:
-            fleet.run("down", expect=None)
-
-    with ThreadPoolExecutor() as pool:
-        found = dict(zip(checkpoints, pool.map(answered, checkpoints), strict=True))
-    assert found["a"] != found["b"]
-    return found
+def answer(checkpoints: dict[str, Path]) -> dict[str, list[int]]:
+    """What each checkpoint answers where nothing was pushed or transferred."""
+    return {name: answered(checkpoint, PROMPT, TOKENS) for name, checkpoint in checkpoints.items()}
 
 
 @pytest.fixture(scope="module")
 def fleet(
-    checkpoints: dict[str, Path],
-    started: dict[str, list[int]],
-    tmp_path_factory: pytest.TempPathFactory,
+    checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[FleetCli]:
     root = tmp_path_factory.mktemp("pd")
     found = FleetCli(root / "d", root / "home")
     found.directory.mkdir()
-    (found.directory / "fleet.yaml").write_text(
-        f"name: pd\nmodel: {checkpoints['a']}\nauth: control\n"
-        f"replicas: [{{role: prefill}}, {{role: decode}}]\n{COMMON}"
-    )
+    (found.directory / "fleet.yaml").write_text(f"name: pd\nmodel: {checkpoints['a']}\n{SETTINGS}")
     try:
         found.run("up", timeout_s=UP_TIMEOUT_S)
         yield found
@@ -132,15 +104,15 @@ def fleet(
         found.run("down", expect=None)
 
 
-def test_a_pair_answers_as_one_server(fleet: FleetCli, started: dict[str, list[int]]) -> None:
-    assert greedy(fleet) == started["a"]
+def test_a_pair_answers_as_one_server(fleet: FleetCli, answer: dict[str, list[int]]) -> None:
+    assert greedy(fleet) == answer["a"]
     assert transferred(fleet) > 100
     status = fleet.data("status")
     assert [row["role"] for row in status["replicas"]] == ["prefill", "decode"]
 
 
 def test_a_pause_and_a_push_outlast_a_cache_that_nobody_fetches(
-    fleet: FleetCli, checkpoints: dict[str, Path], started: dict[str, list[int]]
+    fleet: FleetCli, checkpoints: dict[str, Path], answer: dict[str, list[int]]
 ) -> None:
     hold(fleet)
     fleet.run("pause", "--mode", "keep")
@@ -149,13 +121,13 @@ def test_a_pause_and_a_push_outlast_a_cache_that_nobody_fetches(
     for name in ("b", "a", "b"):
         fleet.run("sync-weights", str(checkpoints[name]))
         before = transferred(fleet)
-        assert greedy(fleet) == started[name]
+        assert greedy(fleet) == answer[name]
         assert transferred(fleet) > before  # nothing of other weights was cached
     refused = fleet.json(
         "sync-weights", str(checkpoints["a"]), "--rolling", "1", "--mode", "wait", expect=1
     )["error"]
     assert "computed with other weights" in refused["message"]
-    assert greedy(fleet) == started["b"]
+    assert greedy(fleet) == answer["b"]
 
 
 def test_a_cache_is_not_fetched_past_its_lease(fleet: FleetCli) -> None:
@@ -177,20 +149,20 @@ def test_a_cache_is_not_fetched_past_its_lease(fleet: FleetCli) -> None:
 
 
 def test_servers_that_die_come_back_to_the_pair(
-    fleet: FleetCli, started: dict[str, list[int]]
+    fleet: FleetCli, answer: dict[str, list[int]]
 ) -> None:
     kill(fleet, PREFILL)
     kill(fleet, DECODE)
     fleet.run("wait", "--timeout", "300", timeout_s=UP_TIMEOUT_S)
-    assert greedy(fleet) == started["b"]
+    assert greedy(fleet) == answer["b"]
     assert transferred(fleet) > 0
 
 
 def test_the_router_may_die_while_servers_sleep(
-    fleet: FleetCli, started: dict[str, list[int]]
+    fleet: FleetCli, answer: dict[str, list[int]]
 ) -> None:
     fleet.run("sleep")
     kill(fleet, "router")
     fleet.run("wake")
     fleet.run("wait", "--timeout", "60")
-    assert greedy(fleet) == started["b"]
+    assert greedy(fleet) == answer["b"]

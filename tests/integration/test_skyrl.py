@@ -17,7 +17,7 @@ from tests.integration.conftest import NEEDS
 from tests.integration.fleet_cli import UP_TIMEOUT_S, FleetCli
 from tests.unit.service.test_formats import overrides
 
-pytestmark = pytest.mark.real
+pytestmark = [pytest.mark.real, pytest.mark.beside]
 
 _FLEET = """
 name: skyrl

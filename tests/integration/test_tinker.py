@@ -21,6 +21,7 @@ from tinker import types  # noqa: E402
 
 pytestmark = [
     pytest.mark.real,
+    pytest.mark.beside,
     pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning"),
 ]
 BASE = "org/tiny"

@@ -62,7 +62,9 @@ class SimSender:
         process.on_death.append(hear)
 
     @classmethod
-    async def spawn(cls, python: str, nccl_settings: Mapping[str, str] | None = None) -> SimSender:
+    async def spawn(
+        cls, python: str, nccl_settings: Mapping[str, str] | None = None, *, node: None = None
+    ) -> SimSender:
         parent = current()
         await asyncio.sleep(cls.world.dice.random() * 0.02)
         process = cls.world.kernel.spawn("sender", None, parent=parent, dies_with_parent=True)

@@ -8,19 +8,17 @@ those that would, and to a server without one they are not sent.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn
 
 from skyctl.engines.base import PauseMode, Refusal, ServedAdapter, ServerMetrics, StartedWith
+from skyctl.engines.http_server import HttpServer
 from skyctl.engines.sglang.inside import keeper
 from skyctl.engines.sglang.metrics import parse_metrics
 from skyctl.errors import DeadlineExceeded, ServerError
-from skyctl.http.client import ControlClient
 from skyctl.http.target import ServerTarget
-
-Read = TypeVar("Read")
 
 _MANAGED = frozenset(
     {
@@ -57,20 +55,12 @@ class _State:
     cpu_backup: bool
 
 
-class SGLangServer:
-    """`Server` (`engines/base.py`) of SGLang. `timeout_s` is each call's deadline unless it says
-    other. One that skyctl did not start, and that has no keeper, can neither sleep nor wake; that
-    it is paused shows in what it does not answer for `probe_s` seconds."""
+class SGLangServer(HttpServer):
+    """`Server` (`engines/base.py`) of SGLang. One that skyctl did not start, and that has no
+    keeper, can neither sleep nor wake; that it is paused shows in what it does not answer for
+    `probe_s` seconds."""
 
     probe_s = 1.0
-
-    def __init__(
-        self, client: ControlClient, target: ServerTarget, timeout_s: float = 30.0
-    ) -> None:
-        self.target = target
-        self._client = client
-        self._timeout_s = timeout_s
-        self.known_ranks: tuple[int, int] | None = None
 
     async def health(self) -> None:
         """Return when it has warmed up. One that was not started by skyctl generates a token for
@@ -464,20 +454,3 @@ class SGLangServer:
         error = ServerError(f"{self.target.name}: SGLang servers have no {what}")
         error.refusal = refusal
         raise error
-
-    def _understood(self, path: str, read: Callable[[], Read]) -> Read:
-        """What `read` makes of an answer; ServerError where the answer is of another shape."""
-        try:
-            return read()
-        except (TypeError, ValueError, LookupError, AttributeError, OverflowError) as error:
-            raise ServerError(
-                f"{self.target.name}: {self.target.url}{path} answered something else: {error!r}"
-            ) from error
-
-    def _mapping(self, answer: Any, path: str) -> dict[str, Any]:
-        if not isinstance(answer, dict):
-            raise ServerError(
-                f"{self.target.name}: {self.target.url}{path} answered {answer!r:.100}, "
-                "not a JSON object"
-            )
-        return answer

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import secrets
 from asyncio import gather
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from skyctl.engines.base import PauseMode, Refusal, ServedAdapter, ServerMetrics, StartedWith
+from skyctl.engines.http_server import HttpServer
 from skyctl.engines.vllm.inside.adapters import IN_FLIGHT, NAMED
 from skyctl.engines.vllm.metrics import METRICS, parse_metrics
 from skyctl.errors import ServerError
-from skyctl.http.client import ControlClient
-from skyctl.http.target import ServerTarget
-
-Read = TypeVar("Read")
 
 _ASK_METHOD = "skyctl_leave_answer"
 """Of skyctl's worker extension: call another one where there are several data-parallel ranks."""
@@ -29,18 +26,9 @@ _NO_ROUTE = "it has no such route"
 _KV_LEASE_S = 30.0
 
 
-class VLLMServer:
-    """`Server` (`engines/base.py`) of vLLM. `timeout_s` is each call's deadline unless it says
-    other. The routes exist only in servers started with VLLM_SERVER_DEV_MODE=1, but for health,
-    version, models and metrics."""
-
-    def __init__(
-        self, client: ControlClient, target: ServerTarget, timeout_s: float = 30.0
-    ) -> None:
-        self.target = target
-        self._client = client
-        self._timeout_s = timeout_s
-        self.known_ranks: tuple[int, int] | None = None
+class VLLMServer(HttpServer):
+    """`Server` (`engines/base.py`) of vLLM. The routes exist only in servers started with
+    VLLM_SERVER_DEV_MODE=1, but for health, version, models and metrics."""
 
     async def health(self) -> None:
         """Return when the engine has not errored. True also while paused, asleep or stuck."""
@@ -453,23 +441,6 @@ class VLLMServer:
         if key not in answer:
             raise ServerError(f"{self.target.name}: {self.target.url}{path} did not say {key!r}")
         return answer[key]
-
-    def _understood(self, path: str, read: Callable[[], Read]) -> Read:
-        """What `read` makes of an answer; ServerError where the answer is of another shape."""
-        try:
-            return read()
-        except (TypeError, ValueError, LookupError, OverflowError) as error:
-            raise ServerError(
-                f"{self.target.name}: {self.target.url}{path} answered something else: {error!r}"
-            ) from error
-
-    def _mapping(self, answer: Any, path: str) -> dict[str, Any]:
-        if not isinstance(answer, dict):
-            raise ServerError(
-                f"{self.target.name}: {self.target.url}{path} answered {answer!r:.100}, "
-                "not a JSON object"
-            )
-        return answer
 
 
 def _flag(value: bool) -> str:

@@ -15,6 +15,7 @@ import os
 import re
 import shlex
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict
 from types import TracebackType
 from typing import Any
@@ -50,14 +51,14 @@ class Session:
 
     async def __aenter__(self) -> Session:
         node = self._node
-        client, *arguments = _command(node)
+        client, *arguments = command_on(node, [node.python, "-P", "-m", _MODULE])
         try:
             self._client = await asyncio.create_subprocess_exec(
                 *(client, *arguments),
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.PIPE,
-                env={k: v for k, v in os.environ.items() if not k.startswith("SKYCTL_")},
+                env=connection_environment(),
                 limit=_LONGEST_LINE,
             )
         except OSError as error:
@@ -165,13 +166,18 @@ def _way(node: Node) -> str:
     return "Ray" if node.ray else "ssh"
 
 
-def _command(node: Node) -> list[str]:
-    """The program whose pipes are the agent's."""
-    there = shlex.join([node.python, "-P", "-m", _MODULE])
+def command_on(node: Node, argv: Sequence[str]) -> list[str]:
+    """The program here whose pipes are those of `argv` on a node; it ends with it."""
+    there = shlex.join(argv)
     if node.ray is None:
         return [*node.command, node.target, there]
     cluster = json.dumps(asdict(node.ray))
     return [sys.executable, "-P", "-m", _DRIVER, cluster, node.target if node.chosen else "", there]
+
+
+def connection_environment() -> dict[str, str]:
+    """Of that program: nothing that is secret."""
+    return {k: v for k, v in os.environ.items() if not k.startswith("SKYCTL_")}
 
 
 def _by_hand(node: Node) -> str:

@@ -36,13 +36,20 @@ class Choice:
     reason: str
 
 
-def choose(requested: str, configured: str, servers: Sequence[Reachable]) -> Choice:
+BESIDE = ("shm", "ipc")
+"""Transports whose sender must be on the servers' machine, and can be on each of several."""
+
+
+def choose(
+    requested: str, configured: str, servers: Sequence[Reachable], *, nodes: int = 0
+) -> Choice:
     """Settle the transport.
 
     Args:
         requested: what the command line says, "auto" when nothing.
         configured: what the fleet file says.
         servers: all servers of the push.
+        nodes: how many machines a launcher has put them on; 0 where it was none.
 
     Raises:
         PreflightError: the servers were not started for it; says what to change.
@@ -57,8 +64,11 @@ def choose(requested: str, configured: str, servers: Sequence[Reachable]) -> Cho
         return choice
     if choice.name not in BACKENDS:
         raise PreflightError(f"there is no transport {choice.name!r}")
-    _check_local(choice.name, servers)
+    if not (nodes and choice.name in BESIDE):
+        _check_local(choice.name, servers)
     _check_backends(choice.name, servers)
+    if nodes:
+        return Choice(choice.name, f"{choice.reason}; a sender on each machine: {nodes}")
     return choice
 
 

@@ -26,7 +26,11 @@ WELL = {"missing": [], "absent": [], "taken": {}, "gpus": [{"index": 0}, {"index
 
 
 def plan(
-    base_dir: Path, *, tensor_parallel_size: int = 1, **answers: dict[str, Any] | str
+    base_dir: Path,
+    *,
+    tensor_parallel_size: int = 1,
+    transport: str = "auto",
+    **answers: dict[str, Any] | str,
 ) -> FleetPlan:
     """Of a replica on each machine, which answers so; a text is what ssh fails with."""
     machines: list[Machine] = []
@@ -47,6 +51,7 @@ def plan(
             "ssh": {"hosts": list(answers)},
             "replicas": len(answers),
             "tensor_parallel_size": tensor_parallel_size,
+            "weight_transfer": {"transport": transport},
             "ports": [20001 + number for number in range(len(answers))],
         }
     )
@@ -63,6 +68,20 @@ def test_a_machine_that_has_all_is_no_problem(tmp_path: Path) -> None:
     ] * 2
     assert planned.servers[0].argv[0] == "/opt/python"
     assert list(check_machines(planned, ())) == []
+
+
+def test_a_sender_on_each_machine_is_asked_for(tmp_path: Path) -> None:
+    planned = plan(tmp_path, transport="ipc", a={}, b={})
+    assert [spec.backend for spec in planned.servers] == ["ipc", "ipc"]
+    assert any("with the ipc backend run code" in one for one in planned.warnings)
+
+
+def test_machines_have_one_version(tmp_path: Path) -> None:
+    versions = [{"versions": {"engine": version}} for version in ("0.31.0", "0.32.0")]
+    found = check_machines(plan(tmp_path, a=versions[0], b=versions[1]), ())
+    assert list(found) == [
+        ("machines have different versions of engine: a 0.31.0, b 0.32.0", "install one version")
+    ]
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ from typing import Any
 
 from skyctl.engines.vllm.dialects import dialect_for
 from skyctl.http.target import ServerTarget
+from skyctl.launch.base import Node
 from skyctl.push.request import PushServer
 from skyctl.push.sites import Site
 from skyctl.transfer.reader import Filled
@@ -82,10 +83,13 @@ def site(
     gpus: tuple[int, ...] = (0,),
     instance: str = "",
     version: str = "0.32.0",
+    node: Node | None = None,
 ) -> Site:
     """One server of one worker, with these calls."""
     return Site(
-        server=PushServer(ServerTarget(name, "http://127.0.0.1:1"), gpus=gpus, instance=instance),
+        server=PushServer(
+            ServerTarget(name, "http://127.0.0.1:1"), gpus=gpus, instance=instance, node=node
+        ),
         vllm=vllm,
         dialect=dialect_for(version),
         world_size=1,

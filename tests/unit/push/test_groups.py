@@ -75,7 +75,7 @@ async def test_a_sender_forms_one_group_in_its_life(
 ) -> None:
     senders: list[ReadySender] = []
 
-    async def spawn(*_: Any) -> ReadySender:
+    async def spawn(*_: Any, **__: Any) -> ReadySender:
         senders.append(ReadySender())
         return senders[-1]
 
@@ -93,7 +93,7 @@ async def test_servers_are_not_asked_to_meet_a_sender_that_has_died(
     """vLLM would wait for it for minutes."""
     sender = ReadySender()
 
-    async def spawn(*_: Any) -> ReadySender:
+    async def spawn(*_: Any, **__: Any) -> ReadySender:
         return sender
 
     monkeypatch.setattr(SenderProcess, "spawn", spawn)

@@ -277,7 +277,7 @@ async def copied_by(
     plan = plan_chunks(checkpoint.tensors, 64, alignment=1, order=choice.ordered)
     sender = NumberingSender(slots=slots, chunks=len(plan.chunks), shown=shown)
 
-    async def spawn(*_: Any) -> NumberingSender:
+    async def spawn(*_: Any, **__: Any) -> NumberingSender:
         return sender
 
     monkeypatch.setattr(SenderProcess, "spawn", spawn)

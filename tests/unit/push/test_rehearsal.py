@@ -91,7 +91,7 @@ def senders(monkeypatch: pytest.MonkeyPatch) -> list[ReadySender]:
         monkeypatch.setattr(layouts, known, {})
     found: list[ReadySender] = []
 
-    async def spawn(*_: Any) -> ReadySender:
+    async def spawn(*_: Any, **__: Any) -> ReadySender:
         found.append(Numbers())
         return found[-1]
 
@@ -197,7 +197,7 @@ async def test_a_rehearsal_that_is_ended_leaves_its_sender_to_the_push(
 ) -> None:
     sender = Stuck()
 
-    async def spawn(*_: Any) -> ReadySender:
+    async def spawn(*_: Any, **__: Any) -> ReadySender:
         return sender
 
     monkeypatch.setattr(SenderProcess, "spawn", spawn)
@@ -232,7 +232,7 @@ async def test_a_push_takes_another_sender_where_the_one_that_waited_is_of_no_us
     spawned: list[ReadySender] = [waiting(), ReadySender()]
     left = iter(spawned)
 
-    async def spawn(*_: Any) -> ReadySender:
+    async def spawn(*_: Any, **__: Any) -> ReadySender:
         return next(left)
 
     monkeypatch.setattr(SenderProcess, "spawn", spawn)

@@ -39,7 +39,7 @@ async def staged(
 ) -> tuple[Patience, int]:
     sender = Patience()
 
-    async def spawn(*_: Any) -> ReadySender:
+    async def spawn(*_: Any, **__: Any) -> ReadySender:
         return sender
 
     monkeypatch.setattr(SenderProcess, "spawn", spawn)

@@ -50,6 +50,19 @@ def test_a_server_on_another_machine_is_refused_for_shared_memory() -> None:
         choose("shm", "auto", [Server("skyctl", url="http://10.0.0.7:8000")])
 
 
+@pytest.mark.parametrize("transport", ["shm", "ipc"])
+def test_where_a_launcher_reaches_the_machines_each_has_a_sender(transport: str) -> None:
+    there = [Server({"shm": "skyctl"}.get(transport, transport), url="http://10.0.0.7:8000")]
+    choice = choose("auto", transport, there, nodes=2)
+    assert choice.reason == "set in the fleet file; a sender on each machine: 2"
+
+
+@pytest.mark.parametrize(("transport", "backend"), [("gloo", "skyctl"), ("nccl", "nccl")])
+def test_a_group_does_not_reach_over_machines(transport: str, backend: str) -> None:
+    with pytest.raises(PreflightError, match="works on one machine"):
+        choose(transport, "auto", [Server(backend, url="http://10.0.0.7:8000")], nodes=2)
+
+
 def test_disk_goes_anywhere() -> None:
     assert choose("disk", "auto", [Server("", url="http://10.0.0.7:8000")]).name == "disk"
 

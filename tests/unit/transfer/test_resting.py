@@ -63,6 +63,7 @@ def test_slots_are_freed_once_nobody_reads_into_them(
         "programs": [],
         "shown": False,
         "exports": False,
+        "elsewhere": False,
         "bytes_per_s": 1,  # what reads at a pace does not keep it waiting either
     }
     sender.obey({"op": "warm", "transport": "slots", "session": "s", "carrier": {}})

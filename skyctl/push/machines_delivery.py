@@ -1,0 +1,109 @@
+"""One push into servers on several machines: each has a sender of its own, beside its servers.
+
+Every sender reads the checkpoint there. A machine that fails takes its own servers out of the push
+and no others; one that has read other bytes than the rest fails the push for all.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from typing import Any
+
+from skyctl.launch.base import Node
+from skyctl.push.delivery import ChunkDelivery
+from skyctl.push.sites import Site, alive
+from skyctl.store.contents import Content
+
+
+class MachinesDelivery:
+    """See `push.delivery.Delivery`. `parts` has the delivery of each machine."""
+
+    def __init__(self, parts: Mapping[Node | None, ChunkDelivery]) -> None:
+        self._parts = dict(parts)
+        self._differs = False
+        first = next(iter(self._parts.values()))
+        self.frees_late, self.copies = first.frees_late, first.copies
+
+    @property
+    def can_retry(self) -> bool:
+        return not self._differs and all(part.can_retry for part in self._parts.values())
+
+    @property
+    def content_digest(self) -> str:
+        """Of a machine that has read it all."""
+        found = (part.content_digest for part in self._parts.values())
+        return next((digest for digest in found if digest), "")
+
+    @property
+    def content(self) -> Content | None:
+        found = (part.content for part in self._parts.values())
+        return next((content for content in found if content is not None), None)
+
+    async def open(self, sites: Sequence[Site]) -> None:
+        await self._together(sites, lambda part, those: part.open(those))
+
+    async def init(self, sites: Sequence[Site]) -> None:
+        await self._together(sites, lambda part, those: part.init(those))
+
+    async def start(self, sites: Sequence[Site], *, scrubbing: bool = False) -> None:
+        await self._together(sites, lambda part, those: part.start(those, scrubbing=scrubbing))
+
+    async def update(self, sites: Sequence[Site], on_progress: Callable[[int], None]) -> None:
+        done = {those[0].server.node: 0 for _, those in self._by_machine(sites)}
+
+        async def update(part: ChunkDelivery, those: Sequence[Site]) -> None:
+            node = those[0].server.node
+
+            def progress(done_bytes: int) -> None:
+                done[node] = done_bytes
+                on_progress(min(done.values()))
+
+            await part.update(those, progress)
+            if not alive(those):
+                del done[node]
+
+        await self._together(sites, update)
+        self._refuse_different(sites)
+
+    async def finish(self, sites: Sequence[Site], version: Callable[[], str]) -> None:
+        await self._together(sites, lambda part, those: part.finish(those, version))
+
+    async def close(self) -> None:
+        await asyncio.gather(*(part.close() for part in self._parts.values()))
+
+    def _refuse_different(self, sites: Sequence[Site]) -> None:
+        """Whose bytes are the right ones, nobody can tell."""
+        read = {
+            those[0].server.node: part.content_digest
+            for part, those in self._by_machine(sites)
+            if alive(those)
+        }
+        self._differs = len(set(read.values())) > 1
+        if not self._differs:
+            return
+        machines = ", ".join(sorted(node.target if node else "this machine" for node in read))
+        for site in alive(sites):
+            site.failure = f"the checkpoint's bytes are not the same on every machine ({machines})"
+
+    def _by_machine(self, sites: Sequence[Site]) -> list[tuple[ChunkDelivery, list[Site]]]:
+        found = [
+            (part, [site for site in sites if site.server.node == node])
+            for node, part in self._parts.items()
+        ]
+        return [(part, those) for part, those in found if those]
+
+    async def _together(
+        self,
+        sites: Sequence[Site],
+        work: Callable[[ChunkDelivery, list[Site]], Coroutine[Any, Any, None]],
+    ) -> None:
+        """The same on each machine that has any of these servers. An error of one ends it on the
+        others."""
+        tasks = [asyncio.create_task(work(part, those)) for part, those in self._by_machine(sites)]
+        try:
+            await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)

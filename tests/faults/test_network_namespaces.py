@@ -1,0 +1,99 @@
+"""Machines with networks of their own, where no address of one is another's: what loopback hides.
+
+Each is a network namespace, and so is the one that commands run in; veth pairs join them.
+"""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import psutil
+import pytest
+
+from skyctl.checkpoints.tiny import make_tiny_checkpoint
+from tests.faults.ssh_fleet import SshFleet
+
+HERE, *MACHINES = ("10.77.0.1", "10.77.1.2", "10.77.2.2")
+
+
+def holder() -> subprocess.Popen[bytes]:
+    """A process in a network namespace of its own, which ends with it."""
+    argv = ["unshare", "--net", "sh", "-c", "ip link set lo up && echo up && exec sleep infinity"]
+    try:
+        process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    except OSError:
+        pytest.skip("there is no unshare on this machine")
+    assert process.stdout is not None
+    if process.stdout.readline() != b"up\n":
+        process.wait()
+        pytest.skip("this machine lets nobody make a network namespace")
+    return process
+
+
+def within(process: subprocess.Popen[bytes]) -> list[str]:
+    return ["nsenter", "--net", f"--target={process.pid}"]
+
+
+@pytest.fixture
+def networks() -> Iterator[dict[str, list[str]]]:
+    """By address, what comes before a command that runs there."""
+    holders: list[subprocess.Popen[bytes]] = []
+    try:
+        for address in (HERE, *MACHINES):
+            holders.append(holder())
+            if address == HERE:
+                continue
+            here, there = within(holders[0]), within(holders[-1])
+            link, gateway = f"to{len(holders)}", address.rpartition(".")[0] + ".1"
+            for line in (
+                [*here, *f"ip link add {link} type veth peer name eth0".split()],
+                [*here, *f"ip link set eth0 netns {holders[-1].pid}".split()],
+                [*here, *f"ip address add {gateway}/24 dev {link}".split()],
+                [*here, *f"ip link set {link} up".split()],
+                [*there, *f"ip address add {address}/24 dev eth0".split()],
+                [*there, *["ip", "link", "set", "eth0", "up"]],
+            ):
+                if subprocess.run(line, stderr=subprocess.DEVNULL).returncode:
+                    pytest.skip(f"this machine does not allow: {' '.join(line[3:])}")
+        names = zip((HERE, *MACHINES), holders, strict=True)
+        yield {address: within(process) for address, process in names}
+    finally:
+        for process in holders:
+            process.kill()
+            process.communicate()
+
+
+def test_a_fleet_over_machines_that_share_no_address(
+    networks: dict[str, list[str]], tmp_path: Path
+) -> None:
+    fleet = SshFleet(tmp_path, within=tuple(networks[HERE]))
+    fleet.addresses = tuple(MACHINES)
+    hosts = [f"me@{address}" for address in MACHINES]
+    transfer = "weight_transfer: {transport: shm}"
+    fleet.lay_out(3, hosts=hosts, within=networks, more=transfer)
+    try:
+        fleet.run("up")
+        rows = fleet.until({f"stubs-{number}": "ready" for number in range(3)})
+        assert [urlsplit(row["url"]).hostname for row in rows.values()] == [
+            row["node"].removeprefix("me@") for row in rows.values()
+        ]
+        assert {row["node"] for row in rows.values()} == set(hosts)
+        for row in rows.values():
+            beside = Path(f"/proc/{row['pid']}/ns/net").readlink()
+            assert beside != Path(f"/proc/{psutil.Process().pid}/ns/net").readlink()
+        assert all(row["routed"] for row in rows.values())
+        checkpoint = make_tiny_checkpoint(tmp_path / "tiny", seed=1)
+        for transport in ("shm", "disk"):
+            asked = ("sync-weights", str(checkpoint), "--transport", transport)
+            pushed = fleet.json(*asked)["data"]["job"]["result"]
+            assert (pushed["transport"], len(pushed["servers"])) == (transport, 3)
+            assert {row["reported_version"] for row in fleet.replicas().values()} == {
+                pushed["version"]
+            }
+        fleet.run("down")
+        assert fleet.everything() == []
+    finally:
+        fleet.end()

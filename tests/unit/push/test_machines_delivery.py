@@ -1,0 +1,172 @@
+"""A push with a sender on each of several machines."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from skyctl.checkpoints.checkpoint import read_checkpoint
+from skyctl.launch.base import Node
+from skyctl.push.delivery import ChunkDelivery
+from skyctl.push.machines_delivery import MachinesDelivery
+from skyctl.push.request import PushFleet
+from skyctl.push.sites import Site, Weights, alive
+from skyctl.transfer.plan import plan_chunks
+from skyctl.transfer.reader import CheckpointChanged, Filled, ShardFiles
+from skyctl.transfer.sender_client import SenderFailed, SenderProcess
+from skyctl.transfer.sender_pool import SenderPool
+from tests.unit.push.checkpoints import write_checkpoint
+from tests.unit.push.deliveries import Ipc, ReadySender, site
+
+A, B = NODES = tuple(Node(f"me@{name}", name, "python", ("ssh",), 60.0) for name in ("a", "b"))
+
+
+class Server:
+    async def init_weight_transfer(self, *_: Any, **__: Any) -> None: ...
+
+    async def update_weights(self, *_: Any, **__: Any) -> None: ...
+
+    async def finish_weight_update(self, *_: Any, **__: Any) -> None: ...
+
+
+class Sender(ReadySender):
+    """Reads this byte over and over, and may be told how to fail."""
+
+    def __init__(self, node: Node) -> None:
+        super().__init__()
+        self.node = node
+        self.read = 1
+        self.fails_at = ""
+        self.closed = False
+
+    async def opened(self, **named: Any) -> Any:
+        self._fail("opened")
+        return await super().opened(**named)
+
+    async def filled(self, chunk: int, **_: Any) -> Filled:
+        if chunk:
+            self._fail("filled")
+        return Filled(chunk, chunk, (self.read,) * 9)
+
+    async def close(self) -> None:
+        self.closed = True
+
+    def _fail(self, where: str) -> None:
+        if self.fails_at == where:
+            raise SenderFailed(f"the sender on {self.node.target} failed: no more")
+
+
+@pytest.fixture
+def senders(monkeypatch: pytest.MonkeyPatch) -> dict[Node, Sender]:
+    made = {node: Sender(node) for node in NODES}
+
+    async def spawn(*_: Any, node: Node) -> Sender:
+        return made[node]
+
+    monkeypatch.setattr(SenderProcess, "spawn", spawn)
+    return made
+
+
+@pytest.fixture
+def sites() -> list[Site]:
+    return [site(Server(), name=f"wide-{i}", node=NODES[i % 2]) for i in range(3)]
+
+
+@pytest.fixture
+def delivery(tmp_path: Path, sites: list[Site]) -> MachinesDelivery:
+    read = read_checkpoint(str(write_checkpoint(tmp_path / "c")))
+    fleet = PushFleet("wide", tuple(one.server for one in sites))
+    plan, pool = plan_chunks(read.tensors, 1024), SenderPool()
+    return MachinesDelivery(
+        {node: ChunkDelivery(Ipc(), read, plan, fleet, senders=pool.on(node)) for node in NODES}
+    )
+
+
+async def carry(delivery: MachinesDelivery, sites: list[Site], done: Callable[[int], None]) -> None:
+    try:
+        await delivery.open(sites)
+        await delivery.init(sites)
+        await delivery.update(sites, done)
+        await delivery.finish(sites, lambda: "v")
+    finally:
+        await delivery.close()
+
+
+async def test_each_machines_servers_get_what_its_sender_reads(
+    delivery: MachinesDelivery, senders: dict[Node, Sender], sites: list[Site]
+) -> None:
+    told: list[int] = []
+    await carry(delivery, sites, told.append)
+    assert {one.weights for one in sites} == {Weights.NEW}
+    assert [len(sender.carriers[0]["server_gpus"]) for sender in senders.values()] == [2, 1]
+    assert told == sorted(told)
+    assert delivery.content_digest
+
+
+async def test_a_sender_that_cannot_stage_ends_the_push_before_any_server_is_touched(
+    delivery: MachinesDelivery, senders: dict[Node, Sender], sites: list[Site]
+) -> None:
+    senders[B].fails_at = "opened"
+    with pytest.raises(SenderFailed, match="the sender on me@b failed"):
+        await carry(delivery, sites, lambda _: None)
+    assert {one.weights for one in sites} == {Weights.OLD}
+    assert all(sender.closed for sender in senders.values())
+
+
+async def test_a_sender_that_dies_takes_out_its_own_machine_alone(
+    delivery: MachinesDelivery, senders: dict[Node, Sender], sites: list[Site]
+) -> None:
+    await delivery.open(sites)
+    await delivery.init(sites)
+    senders[B].fails_at = "filled"
+    await delivery.update(sites, lambda _: None)
+    assert [one.failure for one in sites] == ["", "the sender on me@b failed: no more", ""]
+    assert delivery.can_retry
+    assert delivery.content_digest
+    await delivery.close()
+
+
+async def test_nobody_can_tell_which_of_two_machines_has_the_right_bytes(
+    delivery: MachinesDelivery, senders: dict[Node, Sender], sites: list[Site]
+) -> None:
+    senders[B].read = 2
+    await carry(delivery, sites, lambda _: None)
+    assert not alive(sites)
+    assert {one.weights for one in sites} == {Weights.UNKNOWN}
+    assert "not the same on every machine (me@a, me@b)" in sites[0].failure
+    assert not delivery.can_retry
+
+
+async def test_what_fails_on_one_machine_waits_for_no_other(
+    delivery: MachinesDelivery, senders: dict[Node, Sender], sites: list[Site]
+) -> None:
+    async def never(**_: Any) -> Any:
+        await asyncio.get_running_loop().create_future()
+
+    senders[A].opened = never  # type: ignore[method-assign]
+    senders[B].fails_at = "opened"
+    async with asyncio.timeout(30):
+        with pytest.raises(SenderFailed, match="me@b"):
+            await carry(delivery, sites, lambda _: None)
+
+
+def test_a_file_has_other_numbers_on_another_machine(tmp_path: Path) -> None:
+    (shard,) = read_checkpoint(str(write_checkpoint(tmp_path / "here"))).shards
+    copied = Path(shard.path).read_bytes()
+    Path(shard.path).unlink()
+    (tmp_path / "filler").touch()
+    Path(shard.path).write_bytes(copied)
+    with pytest.raises(CheckpointChanged):
+        ShardFiles([shard])
+    files = ShardFiles([shard], elsewhere=True)
+    files.check(0)
+    with Path(shard.path).open("ab") as file:
+        file.write(b"more")
+    with pytest.raises(CheckpointChanged):
+        files.check(0)
+    with pytest.raises(CheckpointChanged):
+        ShardFiles([shard], elsewhere=True)
