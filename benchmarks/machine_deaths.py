@@ -30,7 +30,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -43,7 +43,7 @@ from skyctl.checkpoints.tiny import make_tiny_checkpoint
 from skyctl.core.registry import select
 from skyctl.core.status import FleetStatus, ReplicaStatus
 from skyctl.errors import SkyctlError
-from tests.faults.ray_fleet import HEAD, RayCluster, RayFleet
+from tests.faults.ray_fleet import HEAD, RayCluster, RayFleet, running_cluster
 from tests.faults.remote_fleet import ADDRESSES, RemoteFleet
 from tests.faults.ssh_fleet import SshFleet
 from tests.faults.stub_fleet import ROOT
@@ -487,18 +487,14 @@ def main() -> int:
         return enough or time.monotonic() > deadline
 
     cluster = RayCluster() if options.way == "ray" else None
-    try:
-        if cluster is not None and set(names) != {GONE}:
-            cluster.begin()
+    of_all = options.way == "ray" and set(names) != {GONE}
+    with running_cluster() if of_all else nullcontext() as cluster:
         if among := [deaths[name] for name in names if name in DEATHS]:
             usual(options.way, cluster, among, until)
         if HERE in deaths:
             here_dies(options.way, cluster, deaths[HERE], until)
         if CUT_OFF in deaths and cluster is not None:
             node_is_cut_off(cluster, deaths[CUT_OFF], until)
-    finally:
-        if cluster is not None:
-            cluster.end()
     if GONE in deaths:
         head_dies(deaths[GONE], until)
     result = {
