@@ -474,7 +474,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.machine_deaths")
     parser.add_argument("--way", choices=WAYS, required=True)
     parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--only", nargs="*", help="these deaths only")
+    parser.add_argument("--only", nargs="*", help="these deaths; others keep their result")
     parser.add_argument("--minutes", type=float, default=600.0, help="begin no round after that")
     parser.add_argument("--write", action="store_true", help="keep the result")
     options = parser.parse_args()
@@ -486,7 +486,6 @@ def main() -> int:
         enough = all(len(death.seconds) >= options.rounds for death in some)
         return enough or time.monotonic() > deadline
 
-    cluster = RayCluster() if options.way == "ray" else None
     of_all = options.way == "ray" and set(names) != {GONE}
     with running_cluster() if of_all else nullcontext() as cluster:
         if among := [deaths[name] for name in names if name in DEATHS]:
@@ -497,6 +496,9 @@ def main() -> int:
             node_is_cut_off(cluster, deaths[CUT_OFF], until)
     if GONE in deaths:
         head_dies(deaths[GONE], until)
+    out = RESULTS / f"machine-deaths-{options.way}.json"
+    kept = json.loads(out.read_text())["deaths"] if options.only and out.exists() else {}
+    found = kept | {name: death.to_json() for name, death in deaths.items()}
     result = {
         "way": options.way,
         "machine": {
@@ -505,15 +507,14 @@ def main() -> int:
             "load": round(os.getloadavg()[2], 1),
         },
         "replicas": 2,
-        "violations": sum(len(death.violations) for death in deaths.values()),
-        "deaths": {name: death.to_json() for name, death in deaths.items()},
+        "violations": sum(len(row["violations"]) for row in found.values()),
+        "deaths": {name: found[name] for name in WAYS[options.way] if name in found},
     }
     print(f"{'death':<22}{'rounds':>8}{'violations':>12}{'median s':>10}{'worst s':>9}")
     for name, row in result["deaths"].items():
         spread = f"{row['median_s'] or '–':>10}{row['worst_s'] or '–':>9}"
         print(f"{name:<22}{row['rounds']:>8}{len(row['violations']):>12}{spread}")
     if options.write:
-        out = RESULTS / f"machine-deaths-{options.way}.json"
         out.write_text(json.dumps(result, indent=1) + "\n")
     return int(result["violations"] > 0)
 
