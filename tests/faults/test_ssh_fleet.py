@@ -11,6 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from skyctl.checkpoints.tiny import make_tiny_checkpoint
 from tests.faults.remote_fleet import A, B
 from tests.faults.ssh_fleet import SshFleet
 
@@ -123,3 +124,51 @@ def test_nothing_is_started_where_a_machine_lacks_something(
     assert message in json.loads(said)["error"]["message"]
     assert fleet.everything() == []
     assert not (fleet.directory / "home/fleets/stubs/supervisor.lock").exists()
+
+
+def test_a_machine_that_stops_answering_during_up_is_named(fleet: SshFleet) -> None:
+    lost = fleet.directory / "lost"  # to a tether; the questions before that were answered
+    lost.write_text(
+        f"""#!/bin/sh
+if [ "$1" = me@{B} ] && grep -q remote.tether /proc/$PPID/cmdline; then
+    echo 'ssh: connect to host: Connection timed out' >&2
+    exit 255
+fi
+exec {fleet.directory}/ssh "$@"
+"""
+    )
+    lost.chmod(0o755)
+    fleet.lay_out(command=[str(lost)])
+    message = fleet.json("up", expect=1)["error"]["message"]
+    assert f"me@{B} cannot be asked over ssh: ssh: connect to host: Connection timed out" in message
+    rows = fleet.replicas()
+    assert (rows["stubs-0"]["state"], rows["stubs-1"]["state"]) == ("ready", "failed")
+    assert [one["routed"] for one in rows.values()] == [True, False]
+    fleet.lay_out()
+    fleet.run("up")
+    assert {row["state"] for row in fleet.replicas().values()} == {"ready"}
+
+
+def test_the_clocks_of_machines_do_not_matter(fleet: SshFleet) -> None:
+    for address, hours in ((A, -30), (B, 30)):
+        clock = fleet.hosts / address / "clock/sitecustomize.py"
+        clock.parent.mkdir(parents=True)
+        clock.write_text(
+            f"import time\nright = time.time\ntime.time = lambda: right() + {hours * 3600}\n"
+        )
+    there = fleet.directory / "there"
+    there.write_text(f'#!/bin/sh\nPYTHONPATH=$HOME/clock exec {fleet.directory}/python "$@"\n')
+    there.chmod(0o755)
+    fleet.lay_out(grace_s=8, python=str(there))
+    fleet.run("up")
+    pids = {name: row["pid"] for name, row in fleet.replicas().items()}
+    for address in (A, B):
+        (keeper,) = fleet.keepers(address)
+        keeper.kill()  # another takes its place
+    checkpoint = make_tiny_checkpoint(fleet.directory / "tiny", seed=1)
+    fleet.run("sync-weights", str(checkpoint))
+    time.sleep(10)  # more than the grace
+    rows = fleet.until({"stubs-0": "ready", "stubs-1": "ready"})
+    assert {name: row["pid"] for name, row in rows.items()} == pids
+    fleet.run("down")
+    assert fleet.everything() == []

@@ -55,7 +55,7 @@ _TREE_S = 5.0
 _GUARD_S = 0.2
 _BEGIN_S = 20.0
 _MARKED_S = 24 * 3600.0
-_ABANDONED_S = 3600.0  # beyond the grace: clocks that share a file system may differ
+_ABANDONED_S = 3600.0  # beyond the grace
 _PIECE = 64 * 1024
 _LOG_BYTES = 32 * 1024 * 1024
 _NAME = "server"
@@ -147,8 +147,9 @@ def keep(
     from byte `at` on, until it ends or nobody is heard any more."""
     paths = _paths(token)
     if fresh:
-        _end_abandoned(paths.root)
         paths.prepare()
+        _touch(paths)
+        _end_abandoned(paths)
         _hold(paths, held)
         variables = dict.fromkeys(held_variables, str(paths.held(_NAME)))
         variables[LEASE_VARIABLE] = str(paths.directory / "lease")
@@ -320,16 +321,21 @@ def _end(paths: FleetPaths, timeout_s: float) -> bool:
     return gently
 
 
-def _end_abandoned(root: Path) -> None:
-    """End what a keeper left that died long ago, as with its machine, and that nobody came for."""
-    for lease in root.glob("fleets/*/lease"):
+def _end_abandoned(ours: FleetPaths) -> None:
+    """End what a keeper left that died long ago, as with its machine, and that nobody came for.
+
+    How long nobody did is told by the lease that was touched just now: machines may share the
+    directory, and have other clocks.
+    """
+    now = _lease(ours)
+    assert now is not None
+    for lease in ours.root.glob("fleets/*/lease"):
         paths = _paths(lease.parent.name)
         told = _read(paths.directory / "server.json") or {}
         patience_s = float(told.get("grace_s", _MARKED_S)) + _ABANDONED_S
-        untouched_s = time.time() - (_lease(paths) or time.time_ns()) / 1e9
-        if untouched_s < patience_s or ("keeper" in told and _alive(told["keeper"])):
-            continue
-        _end(paths, STOP_TIMEOUT_S)
+        untouched_s = (now - (_lease(paths) or now)) / 1e9
+        if untouched_s > patience_s and not ("keeper" in told and _alive(told["keeper"])):
+            _end(paths, STOP_TIMEOUT_S)
 
 
 def _alive(identity: Mapping[str, Any]) -> bool:
