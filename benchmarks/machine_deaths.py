@@ -72,6 +72,7 @@ class Death:
             "violations": self.violations,
             "median_s": round(statistics.median(known), 2) if known else None,
             "worst_s": round(known[-1], 2) if known else None,
+            "seconds": [round(one, 2) for one in self.seconds],
         }
 
 
@@ -469,21 +470,43 @@ def head_dies(death: Death, until: Until) -> None:
 Until = Callable[[list[Death]], bool]
 
 
+def _result(way: str, deaths: dict[str, Death]) -> dict[str, Any]:
+    return {
+        "way": way,
+        "machine": {
+            "cpus": len(os.sched_getaffinity(0)),
+            "python": platform.python_version(),
+            "load": round(os.getloadavg()[2], 1),
+        },
+        "replicas": 2,
+        "violations": sum(len(death.violations) for death in deaths.values()),
+        "deaths": {name: death.to_json() for name, death in deaths.items()},
+    }
+
+
 def main() -> int:
     """Exit status 1 when something was violated."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.machine_deaths")
     parser.add_argument("--way", choices=WAYS, required=True)
     parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--only", nargs="*", help="these deaths; others keep their result")
+    parser.add_argument("--only", nargs="*", help="these deaths")
     parser.add_argument("--minutes", type=float, default=600.0, help="begin no round after that")
-    parser.add_argument("--write", action="store_true", help="keep the result")
+    parser.add_argument("--write", action="store_true", help="keep the result, round by round")
+    parser.add_argument("--go-on", action="store_true", help="where that left off")
     options = parser.parse_args()
     names = [name for name in WAYS[options.way] if not options.only or name in options.only]
-    deaths = {name: Death(name) for name in names}
+    out = RESULTS / f"machine-deaths-{options.way}.json"
+    before = json.loads(out.read_text())["deaths"] if options.go_on and out.exists() else {}
+    deaths = {
+        name: Death(name, row.get("seconds", []), row.get("violations", []))
+        for name, row in ((name, before.get(name, {})) for name in WAYS[options.way])
+    }
     deadline = time.monotonic() + options.minutes * 60
 
     def until(some: list[Death]) -> bool:
         enough = all(len(death.seconds) >= options.rounds for death in some)
+        if options.write:
+            out.write_text(json.dumps(_result(options.way, deaths), indent=1) + "\n")
         return enough or time.monotonic() > deadline
 
     of_all = options.way == "ray" and set(names) != {GONE}
@@ -496,20 +519,7 @@ def main() -> int:
             node_is_cut_off(cluster, deaths[CUT_OFF], until)
     if GONE in deaths:
         head_dies(deaths[GONE], until)
-    out = RESULTS / f"machine-deaths-{options.way}.json"
-    kept = json.loads(out.read_text())["deaths"] if options.only and out.exists() else {}
-    found = kept | {name: death.to_json() for name, death in deaths.items()}
-    result = {
-        "way": options.way,
-        "machine": {
-            "cpus": len(os.sched_getaffinity(0)),
-            "python": platform.python_version(),
-            "load": round(os.getloadavg()[2], 1),
-        },
-        "replicas": 2,
-        "violations": sum(len(row["violations"]) for row in found.values()),
-        "deaths": {name: found[name] for name in WAYS[options.way] if name in found},
-    }
+    result = _result(options.way, deaths)
     print(f"{'death':<22}{'rounds':>8}{'violations':>12}{'median s':>10}{'worst s':>9}")
     for name, row in result["deaths"].items():
         spread = f"{row['median_s'] or '–':>10}{row['worst_s'] or '–':>9}"
