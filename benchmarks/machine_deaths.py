@@ -513,11 +513,11 @@ def main() -> int:
     with running_cluster() if of_all else nullcontext() as cluster:
         if among := [deaths[name] for name in names if name in DEATHS]:
             usual(options.way, cluster, among, until)
-        if HERE in deaths:
+        if HERE in names:
             here_dies(options.way, cluster, deaths[HERE], until)
-        if CUT_OFF in deaths and cluster is not None:
+        if CUT_OFF in names and cluster is not None:
             node_is_cut_off(cluster, deaths[CUT_OFF], until)
-    if GONE in deaths:
+    if GONE in names:
         head_dies(deaths[GONE], until)
     result = _result(options.way, deaths)
     print(f"{'death':<22}{'rounds':>8}{'violations':>12}{'median s':>10}{'worst s':>9}")
