@@ -46,7 +46,8 @@ from skyctl.errors import SkyctlError
 from skyctl.service import connect
 from skyctl.store.identity import ProcessIdentity, identify
 from skyctl.store.paths import FleetPaths
-from skyctl.store.state import FleetState, ProcessRow
+from skyctl.store.processes import ProcessRow
+from skyctl.store.state import FleetState
 from tests.faults.stub_fleet import StubFleet
 from tests.integration.fleet_cli import UP_TIMEOUT_S, FleetCli
 

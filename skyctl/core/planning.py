@@ -18,7 +18,7 @@ from skyctl.launch.base import ADDRESS_AT_SPAWN, Machine, Node, RayCluster
 from skyctl.launch.remote.machines import look
 from skyctl.launch.remote.record import begun
 from skyctl.store.paths import fleet_paths
-from skyctl.store.state import ProcessRow
+from skyctl.store.processes import ProcessRow
 
 
 def plan_here(

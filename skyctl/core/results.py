@@ -8,7 +8,8 @@ from typing import Any
 
 from skyctl.store.journal import PushRecord
 from skyctl.store.kept_weights import KeptWeights
-from skyctl.store.state import ProcessRow, ServerRow
+from skyctl.store.processes import ProcessRow
+from skyctl.store.state import ServerRow
 
 
 @dataclass(frozen=True)

@@ -30,8 +30,8 @@ from skyctl.errors import NotFoundError, StateUnwritable, UsageError
 from skyctl.http.client import ControlClient
 from skyctl.http.target import ServerTarget
 from skyctl.service.discovery import locate
+from skyctl.store.database import Retention
 from skyctl.store.in_doubt import close_orphans, close_sender, in_doubt, refuse_held
-from skyctl.store.retention import Retention
 from skyctl.store.state import FleetState, ServerRow
 from skyctl.store.unrecorded import LOST, Unrecorded
 

@@ -13,7 +13,6 @@ from skyctl.kill_points import reached
 from skyctl.service.revive import UP_LOCK, UP_LOCK_WAIT_S
 from skyctl.store.in_doubt import close_orphans
 from skyctl.store.paths import FleetPaths
-from skyctl.store.rebuild import unrecorded_processes
 from skyctl.store.state import FleetState
 from skyctl.supervisor import daemon
 from skyctl.supervisor.interface import SupervisorClient
@@ -67,7 +66,7 @@ async def _stop_leftovers(
     """Stop every recorded tree that is still there; names that `known` does not have."""
     with FleetState(paths.database) as state:
         host = host_of(state)
-        left = [*unrecorded_processes(state, paths.directory), *state.processes()]
+        left = [*state.unrecorded_processes(), *state.processes()]
         rows = list({row.token: row for row in left}.values())
         state.set("going_down", "1")  # whoever comes after one that could not be ended goes on
         stopped = await asyncio.gather(

@@ -16,8 +16,8 @@ from skyctl.core.urls import access
 from skyctl.store.identity import ProcessIdentity, boot_id
 from skyctl.store.in_doubt import InDoubt, in_doubt, left_behind
 from skyctl.store.paths import FleetPaths
-from skyctl.store.rebuild import unrecorded_processes
-from skyctl.store.state import FleetState, ProcessRow
+from skyctl.store.processes import ProcessRow
+from skyctl.store.state import FleetState
 from skyctl.supervisor.restarts import remembered
 
 F = TypeVar("F", bound=FrontStatus)
@@ -34,7 +34,7 @@ def left_alone(paths: FleetPaths) -> bool:
         if any(row.alive() for row in rows):
             return True
         # those of a run that its supervisor could not put on record
-        return bool(rows and unrecorded_processes(state, paths.directory))
+        return bool(rows and state.unrecorded_processes())
 
 
 class UnsupervisedFleet(RecordedFleet):
@@ -88,7 +88,7 @@ class UnsupervisedFleet(RecordedFleet):
             return tuple(Finding(row.name, "half-down", said, "down") for row in rows)
         seen = {one.server: one for one in await self._look([r for r in rows if r.alive()])}
         doubts = {**in_doubt(state), **_of_orphans(state)}
-        unrecorded = not seen and bool(unrecorded_processes(state, self.paths.directory))
+        unrecorded = not seen and bool(state.unrecorded_processes())
         findings = []
         for row in rows:
             if row.name not in seen:

@@ -15,6 +15,7 @@ import sqlite3
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from functools import wraps
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
@@ -23,7 +24,6 @@ from skyctl.errors import SkyctlError, StateUnwritable
 from skyctl.store import opening
 from skyctl.store.opening import Connect, disk_failed
 from skyctl.store.paths import place_private_file, private_directory
-from skyctl.store.retention import Retention
 from skyctl.store.schema import roll_back, upgrade
 from skyctl.store.unrecorded import LOST, Unrecorded, advice
 
@@ -51,6 +51,16 @@ def understood(read: Callable[P, R]) -> Callable[P, R]:
             return read(*args, **kwargs)
 
     return reading
+
+
+@dataclass(frozen=True)
+class Retention:
+    """The latest `pushes` and `events` are kept, unless they are older than `days`: the fleet
+    file's `history:`."""
+
+    pushes: int = 500
+    events: int = 10_000
+    days: float = 90.0
 
 
 class Database:

@@ -3,27 +3,14 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from skyctl.store.database import Database
+from skyctl.store.database import Database, Retention
 
 RECENT = 50
 """Jobs and pushes that are kept at any age: what commands list, and what recovery looks at."""
 _OF_A_VERSION = 3
 """Pushes that are kept of each version that is served or kept: what a rollback looks at."""
 _DAY_S = 86_400.0
-
-
-@dataclass(frozen=True)
-class Retention:
-    """The latest `pushes` and `events` are kept, unless they are older than `days`: the fleet
-    file's `history:`."""
-
-    pushes: int = 500
-    events: int = 10_000
-    days: float = 90.0
 
 
 def prune(database: Database, retention: Retention) -> None:

@@ -11,50 +11,21 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from skyctl.store.database import Database, understood
+from skyctl.store.database import Database, Retention, understood
 from skyctl.store.expected import ExpectedDigests
 from skyctl.store.identity import ProcessIdentity
 from skyctl.store.journal import Journal
 from skyctl.store.locks import Locks
 from skyctl.store.news import News
 from skyctl.store.opening import Connect, connect
-from skyctl.store.rebuild import remember_live_processes
-from skyctl.store.retention import Retention, prune, prune_events
+from skyctl.store.processes import ProcessRow, live_processes
+from skyctl.store.retention import prune, prune_events
 from skyctl.store.unrecorded import Unrecorded
 
 _PRUNE_EVERY_EVENTS = 500
 
 TRAINER = "trainer"
 """Transport of weights that a trainer sends itself."""
-
-Phase = Literal["intended", "running", "ready", "stale"]
-Role = Literal["server", "router", "tinker"]
-
-
-@dataclass(frozen=True)
-class ProcessRow:
-    """One child: `intended` before its spawn, `running` with an identity after it, and `ready` once
-    it has answered, if it is a server.
-
-    `token` is in its environment (SKYCTL_TOKEN), so that a child spawned just before a crash is
-    recognised. `descendants` are the processes seen below it while it lived.
-    """
-
-    name: str
-    role: Role
-    phase: Phase
-    token: str
-    identity: ProcessIdentity | None
-    spec_hash: str
-    host: str
-    port: int
-    gpus: tuple[int, ...] = ()
-    started_at: float = 0.0
-    descendants: tuple[ProcessIdentity, ...] = ()
-
-    def alive(self) -> bool:
-        """True while the very process that was recorded runs."""
-        return self.identity is not None and self.identity.alive()
 
 
 @dataclass(frozen=True)
@@ -136,8 +107,11 @@ class FleetState:
         self.journal = Journal(self._database, news)
         self.locks = Locks(path.parent, news, self._database.refresh)
         self.expected = ExpectedDigests(self._database)
-        if self._database.begun_anew and (found := remember_live_processes(self, path.parent)):
-            warn(f"found alive: {', '.join(found)}")
+        self._directory = path.parent
+        if self._database.begun_anew and (found := live_processes(self._directory)):
+            for row in found:
+                self.save_process(row)
+            warn(f"found alive: {', '.join(sorted({row.name for row in found}))}")
 
     def __enter__(self) -> FleetState:
         return self
@@ -190,6 +164,12 @@ class FleetState:
         """Every recorded child, alive or not."""
         rows = self._database.rows("SELECT * FROM processes ORDER BY name")
         return [_process(row) for row in rows]
+
+    def unrecorded_processes(self) -> list[ProcessRow]:
+        """Trees that run for this fleet and are not on record: their supervisor died while its disk
+        failed, or between a spawn and its record."""
+        known = {row.token for row in self.processes() if row.identity is not None}
+        return [row for row in live_processes(self._directory) if row.token not in known]
 
     @understood
     def process(self, name: str) -> ProcessRow | None:

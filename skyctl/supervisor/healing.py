@@ -19,12 +19,11 @@ from skyctl.launch import HOSTS
 from skyctl.push.request import PushRequest
 from skyctl.store.in_doubt import in_doubt
 from skyctl.store.journal import Job
-from skyctl.store.rebuild import unrecorded_processes
 from skyctl.supervisor import admission, rollout
 from skyctl.supervisor.wire import spec_hash
 
 if TYPE_CHECKING:
-    from skyctl.store.state import ProcessRow
+    from skyctl.store.processes import ProcessRow
     from skyctl.supervisor.kept import KeptRunning
     from skyctl.supervisor.resident import Supervisor
 
@@ -163,7 +162,7 @@ async def _adopt(supervisor: Supervisor, plan: FleetPlan) -> None:
     """
     host = HOSTS[plan.config.launcher]
     specs = {spec.name for spec in plan.servers}
-    for row in unrecorded_processes(supervisor.state, supervisor.paths.directory):
+    for row in supervisor.state.unrecorded_processes():
         supervisor.state.add_event(row.name, "ended a process that was not on record")
         try:
             await rollout.stop_recorded(row, host, plan.config.stop_timeout_s)

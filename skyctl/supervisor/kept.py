@@ -18,7 +18,8 @@ from skyctl.kill_points import reached
 from skyctl.launch import HOSTS
 from skyctl.launch.base import ChildProcess, Host
 from skyctl.store.paths import FleetPaths
-from skyctl.store.state import FleetState, ProcessRow, Role
+from skyctl.store.processes import ProcessRow, Role
+from skyctl.store.state import FleetState
 from skyctl.supervisor.restarts import decide, forget, remember, remembered
 from skyctl.supervisor.wire import spec_hash
 from skyctl.units import format_seconds

@@ -65,10 +65,10 @@ from skyctl.push.trainer import Rendezvous, SendTarget, Trainer
 from skyctl.push.trainer_delivery import ask_targets
 from skyctl.push.verify import Verification
 from skyctl.store.credentials import ensure_credentials
+from skyctl.store.database import Retention
 from skyctl.store.in_doubt import close_orphans, close_sender, held_by, in_doubt
 from skyctl.store.journal import Job
 from skyctl.store.paths import FleetPaths
-from skyctl.store.retention import Retention
 from skyctl.store.state import FleetState
 from skyctl.supervisor import adapters, admission, healing, rollout
 from skyctl.supervisor.front import Front

@@ -14,7 +14,8 @@ from skyctl.errors import SkyctlError
 from skyctl.kill_points import reached
 from skyctl.launch import DEFAULT, HOSTS
 from skyctl.launch.base import Host
-from skyctl.store.state import FleetState, ProcessRow
+from skyctl.store.processes import ProcessRow
+from skyctl.store.state import FleetState
 from skyctl.supervisor import adapters
 from skyctl.supervisor.front import Front, FrontContext
 from skyctl.supervisor.kept import SETTLED

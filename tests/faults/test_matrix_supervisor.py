@@ -26,7 +26,8 @@ from skyctl.launch.local.host import free_port
 from skyctl.push.request import PushRequest
 from skyctl.store.identity import identify
 from skyctl.store.paths import FleetPaths
-from skyctl.store.state import FleetState, ProcessRow
+from skyctl.store.processes import ProcessRow
+from skyctl.store.state import FleetState
 from skyctl.supervisor.interface import SupervisorClient
 from skyctl.supervisor.report import report
 from skyctl.supervisor.resident import Supervisor

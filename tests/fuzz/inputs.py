@@ -32,7 +32,8 @@ from skyctl.http.target import ServerTarget
 from skyctl.store.identity import own_identity
 from skyctl.store.in_doubt import close_orphans, in_doubt, touch
 from skyctl.store.journal import Told
-from skyctl.store.state import FleetState, FleetWeights, ProcessRow
+from skyctl.store.processes import ProcessRow
+from skyctl.store.state import FleetState, FleetWeights
 from skyctl.supervisor.interface import SupervisorClient, SupervisorService
 from tests.fuzz.mutation import as_json, broken, mutated, nasty
 from tests.stub.through_httpx import ThroughHttpx

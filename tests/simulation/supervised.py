@@ -23,7 +23,7 @@ from skyctl.launch.local.host import LOCAL
 from skyctl.service import bring_up
 from skyctl.store.identity import ProcessIdentity
 from skyctl.store.paths import FleetPaths
-from skyctl.store.state import ProcessRow
+from skyctl.store.processes import ProcessRow
 from skyctl.supervisor import daemon
 from skyctl.supervisor.resident import Supervisor
 from tests.simulation import people
@@ -493,7 +493,7 @@ SEAMS: dict[str, Any] = {
         sweep=lambda paths: None,
         port_holder=lambda host, port: None,
     ),
-    "skyctl.store.rebuild.live_processes": _live_processes,
+    "skyctl.store.state.live_processes": _live_processes,
     "skyctl.core.planning.plan_here": lambda *_, **__: SimManaged.world.plan,
     "skyctl.core.planning.check_plan": lambda *_, **__: (),
     "skyctl.service.unsupervised.boot_id": lambda: BOOT,

@@ -23,7 +23,7 @@ from skyctl.launch.base import ChosenPlace
 from skyctl.launch.local import segments
 from skyctl.store.identity import ProcessIdentity, boot_id, create_time, identify, own_processes
 from skyctl.store.paths import create_private_file
-from skyctl.store.rebuild import LOG_VARIABLE, TOKEN_VARIABLE
+from skyctl.store.processes import LOG_VARIABLE, TOKEN_VARIABLE
 
 KILL_TIMEOUT_S = 30.0
 """A killed process is there until its memory is given back: for one of several GB, seconds."""

@@ -22,7 +22,7 @@ from skyctl.errors import SkyctlError
 from skyctl.launch.base import ADDRESS_AT_SPAWN, PORT_AT_SPAWN
 from skyctl.launch.remote import record
 from skyctl.launch.remote.session import Session, ask
-from skyctl.store.rebuild import TOKEN_VARIABLE
+from skyctl.store.processes import TOKEN_VARIABLE
 
 VARIABLE = "SKYCTL_TETHER"
 """A `Task` as JSON: what it starts, with its secrets. Readable by this user only, as theirs is."""

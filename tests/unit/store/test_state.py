@@ -18,8 +18,9 @@ from skyctl.errors import ConflictError, NotFoundError, SkyctlError
 from skyctl.store.identity import ProcessIdentity, boot_id, identify, own_identity
 from skyctl.store.journal import Told
 from skyctl.store.locks import Locks
+from skyctl.store.processes import ProcessRow
 from skyctl.store.schema import SCHEMA_VERSION
-from skyctl.store.state import FleetState, FleetWeights, ProcessRow
+from skyctl.store.state import FleetState, FleetWeights
 
 
 @pytest.fixture

@@ -27,7 +27,8 @@ from skyctl.service.bring_up import follow_operation
 from skyctl.service.unsupervised import UnsupervisedFleet, left_alone
 from skyctl.store.journal import Told
 from skyctl.store.paths import FleetPaths, fleet_paths
-from skyctl.store.state import FleetState, ProcessRow
+from skyctl.store.processes import ProcessRow
+from skyctl.store.state import FleetState
 from skyctl.supervisor import daemon
 from skyctl.supervisor.interface import Reconcile, SupervisorClient
 from skyctl.supervisor.resident import Supervisor

@@ -13,7 +13,8 @@ from skyctl.core.service import Pause, Resume
 from skyctl.errors import SkyctlError, StateUnwritable
 from skyctl.launch.local.process import ManagedProcess
 from skyctl.store import unrecorded
-from skyctl.store.state import FleetState, ProcessRow
+from skyctl.store.processes import ProcessRow
+from skyctl.store.state import FleetState
 from skyctl.supervisor.report import report
 from skyctl.supervisor.resident import Supervisor
 from tests.unit.store.disks import FAULTS, FailingDisk

@@ -1,19 +1,17 @@
-"""A fleet's processes without its state file: found by what their spawn put into the environment.
+"""A fleet's processes: as they are on record, and as they are found without one, by what their
+spawn put into the environment.
 
-For a file that was corrupt and begun anew. What they were started with is not known then: `up`
-replaces them, `down` stops them.
+What those that are found were started with is not known: `up` replaces them, `down` stops them.
 """
 
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Literal
 
 from skyctl.store.identity import ProcessIdentity, identify, own_processes
-
-if TYPE_CHECKING:
-    from skyctl.store.state import FleetState, ProcessRow, Role
 
 TOKEN_VARIABLE = "SKYCTL_TOKEN"
 """Names one spawn; everything below it inherits it."""
@@ -21,30 +19,42 @@ TOKEN_VARIABLE = "SKYCTL_TOKEN"
 LOG_VARIABLE = "SKYCTL_LOG"
 """The log of a spawn, `<directory of the fleet>/logs/<name>.log`: it says whose the process is."""
 
+Phase = Literal["intended", "running", "ready", "stale"]
+Role = Literal["server", "router", "tinker"]
+
 _UNKNOWN = "unknown"
 _FRONTS: dict[str, Role] = {"router": "router", "tinker": "tinker"}
 
 
-def remember_live_processes(state: FleetState, directory: Path) -> list[str]:
-    """Record every process tree that runs for the fleet in `directory`; their names."""
-    found = live_processes(directory)
-    for row in found:
-        state.save_process(row)
-    return sorted({row.name for row in found})
+@dataclass(frozen=True)
+class ProcessRow:
+    """One child: `intended` before its spawn, `running` with an identity after it, and `ready` once
+    it has answered, if it is a server.
 
+    `token` is in its environment (SKYCTL_TOKEN), so that a child spawned just before a crash is
+    recognised. `descendants` are the processes seen below it while it lived.
+    """
 
-def unrecorded_processes(state: FleetState, directory: Path) -> list[ProcessRow]:
-    """Trees that run for the fleet and are not on record: their supervisor died while its disk
-    failed, or between a spawn and its record."""
-    known = {row.token for row in state.processes() if row.identity is not None}
-    return [row for row in live_processes(directory) if row.token not in known]
+    name: str
+    role: Role
+    phase: Phase
+    token: str
+    identity: ProcessIdentity | None
+    spec_hash: str
+    host: str
+    port: int
+    gpus: tuple[int, ...] = ()
+    started_at: float = 0.0
+    descendants: tuple[ProcessIdentity, ...] = ()
+
+    def alive(self) -> bool:
+        """True while the very process that was recorded runs."""
+        return self.identity is not None and self.identity.alive()
 
 
 def live_processes(directory: Path) -> list[ProcessRow]:
     """Every process tree that runs for the fleet in `directory`."""
     import psutil
-
-    from skyctl.store.state import ProcessRow
 
     trees: dict[tuple[str, str], list[ProcessIdentity]] = {}
     for process in own_processes():
