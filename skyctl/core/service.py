@@ -44,8 +44,9 @@ Outcomes = tuple[Outcome[Any], ...]
 
 CALL_TIMEOUT_S = 15.0
 _VERB_GRACE_S = 45.0  # beyond a verb's deadline: states read back, a rollback, a router that hangs
-ADOPTION_WAIT_S = 60.0
-"""How long a push waits for a supervisor that is just taking the fleet over."""
+SETTLE_WAIT_S = 60.0
+"""How long a push waits for a supervisor that is just taking the fleet over, or putting right what
+the last push left."""
 _VERIFY_S = 600.0
 _ASK_S = 60.0
 _DAY_S = 86_400.0
@@ -283,9 +284,7 @@ class FleetService:
         from skyctl.push.tracing import current_traceparent
 
         asked = replace(asked, traceparent=current_traceparent())
-        return await self._ask(
-            "start_push", asked, str, patience_s=ADOPTION_WAIT_S + CALL_TIMEOUT_S
-        )
+        return await self._ask("start_push", asked, str, patience_s=SETTLE_WAIT_S + CALL_TIMEOUT_S)
 
     async def open_update(self, asked: OpenUpdate) -> OpenedUpdate:
         """Begin a push whose weights a trainer sends itself; returns once the servers are frozen

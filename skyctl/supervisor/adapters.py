@@ -15,27 +15,27 @@ from skyctl.errors import SkyctlError, UsageError
 from skyctl.fleetfile.schema import resolve_relative
 from skyctl.http.target import ServerTarget
 from skyctl.store import adapters as store
+from skyctl.supervisor.fleet import RunningFleet
 
 if TYPE_CHECKING:
     from skyctl.supervisor.replica import Replica
-    from skyctl.supervisor.resident import Supervisor
 
 
-async def load(supervisor: Supervisor, asked: LoadAdapter) -> AdapterChange:
+async def load(running: RunningFleet, asked: LoadAdapter) -> AdapterChange:
     """Serve an adapter on every server; see `adapters.load`."""
-    fleet = _fleet(supervisor, supervisor.require_plan())
-    with await supervisor.arbiter.turn(Act.VERB, f"skyctl adapters, {asked.name}"):
+    fleet = _fleet(running, running.require_plan())
+    with await running.arbiter.turn(Act.VERB, f"skyctl adapters, {asked.name}"):
         return await adapters.load(fleet, asked)
 
 
-async def unload(supervisor: Supervisor, asked: UnloadAdapter) -> AdapterChange:
+async def unload(running: RunningFleet, asked: UnloadAdapter) -> AdapterChange:
     """Serve an adapter no longer; see `adapters.unload`."""
-    fleet = _fleet(supervisor, supervisor.require_plan())
-    with await supervisor.arbiter.turn(Act.VERB, f"skyctl adapters, {asked.name}"):
+    fleet = _fleet(running, running.require_plan())
+    with await running.arbiter.turn(Act.VERB, f"skyctl adapters, {asked.name}"):
         return await adapters.unload(fleet, asked)
 
 
-async def take_initial(supervisor: Supervisor, plan: FleetPlan) -> None:
+async def take_initial(running: RunningFleet, plan: FleetPlan) -> None:
     """Put on record what the fleet file names and nobody has loaded or changed: servers that start
     take it before they are routed, those that are up take it now. Files that a reboot took are
     copied anew, where what they were made from is still there.
@@ -44,34 +44,34 @@ async def take_initial(supervisor: Supervisor, plan: FleetPlan) -> None:
         SkyctlError: an adapter is not what it was when the plan was checked.
     """
     if plan.config.lora is None:
-        store.forget(supervisor.state)  # or servers that start would wait for what they cannot take
+        store.forget(running.state)  # or servers that start would wait for what they cannot take
         return
-    fleet = _fleet(supervisor, plan)
-    for one in store.served(supervisor.state).values():
+    fleet = _fleet(running, plan)
+    for one in store.served(running.state).values():
         if not await asyncio.to_thread(Path(one.path).exists):
             try:
                 await adapters.restore(fleet, one)
             except SkyctlError as error:
-                supervisor.state.add_event("adapters", f"{one.served_as} is lost: {error.message}")
+                running.state.add_event("adapters", f"{one.served_as} is lost: {error.message}")
     for name, path in plan.config.lora.adapters.items():
-        if name not in store.served(supervisor.state):
+        if name not in store.served(running.state):
             directory = resolve_relative(path, plan.base_dir)
             await adapters.enter(fleet, LoadAdapter(name=name, directory=directory))
-    behind = [r for r in _able(supervisor) if not store.is_current(supervisor.state, r.name)]
+    behind = [r for r in _able(running) if not store.is_current(running.state, r.name)]
     for replica in behind:
-        await admit(supervisor, replica)
+        await admit(running, replica)
 
 
-async def admit(supervisor: Supervisor, replica: Replica) -> None:
+async def admit(running: RunningFleet, replica: Replica) -> None:
     """Bring a server to the fleet's adapters; it is quarantined where that cannot be done."""
-    plan = supervisor.require_plan()
+    plan = running.require_plan()
     if plan.config.lora is None:
         return
-    fleet = _fleet(supervisor, plan)
+    fleet = _fleet(running, plan)
     try:
         async with adapters.changing(fleet):
             outcomes = await adapters.catch_up(
-                supervisor.state, supervisor.client, [replica.target], fleet.timeout_s
+                running.state, running.client, [replica.target], fleet.timeout_s
             )
         why = "" if outcomes[0].ok else outcomes[0].detail
     except SkyctlError as error:
@@ -81,28 +81,28 @@ async def admit(supervisor: Supervisor, replica: Replica) -> None:
         replica.update_row(quarantine=f"not given the fleet's adapters: {why}; type: {hint}")
 
 
-def is_current(supervisor: Supervisor, replica: Replica) -> bool:
+def is_current(running: RunningFleet, replica: Replica) -> bool:
     """Whether a server has the fleet's adapters, and no change is under way that it would miss."""
-    state = supervisor.state
+    state = running.state
     return store.is_current(state, replica.name) and not store.unfinished(state)
 
 
-async def retire(supervisor: Supervisor) -> None:
+async def retire(running: RunningFleet) -> None:
     """Remove the files of versions that nobody uses any more."""
-    if supervisor.plan is not None and supervisor.plan.config.lora is not None:
-        await adapters.retire(_fleet(supervisor, supervisor.plan))
+    if running.plan is not None and running.plan.config.lora is not None:
+        await adapters.retire(_fleet(running, running.plan))
 
 
-def _able(supervisor: Supervisor) -> list[Replica]:
+def _able(running: RunningFleet) -> list[Replica]:
     """Replicas that can take an adapter now. One that sleeps takes it when it wakes."""
     return [
         replica
-        for replica in supervisor.replicas.values()
+        for replica in running.replicas.values()
         if replica.phase == "up" and not replica.row.quarantine and not replica.row.sleep_level
     ]
 
 
-def _fleet(supervisor: Supervisor, plan: FleetPlan) -> AdapterFleet:
+def _fleet(running: RunningFleet, plan: FleetPlan) -> AdapterFleet:
     lora = plan.config.lora
     if lora is None:
         raise UsageError(
@@ -111,27 +111,27 @@ def _fleet(supervisor: Supervisor, plan: FleetPlan) -> AdapterFleet:
         )
 
     def targets() -> tuple[Sequence[ServerTarget], Mapping[str, str]]:
-        able = _able(supervisor)
+        able = _able(running)
         absent = {
             name: f"{replica.state}; it takes the fleet's adapters before it is routed"
-            for name, replica in supervisor.replicas.items()
+            for name, replica in running.replicas.items()
             if replica not in able
         }
         return [replica.target for replica in able], absent
 
-    pushed = supervisor.state.weights().checkpoint
+    pushed = running.state.weights().checkpoint
     bases = (plan.config.model, plan.model_path, plan.served_model_name, pushed)
     return AdapterFleet(
         name=plan.name,
-        state=supervisor.state,
-        client=supervisor.client,
+        state=running.state,
+        client=running.client,
         targets=targets,
-        directory=supervisor.paths.adapters,
+        directory=running.paths.adapters,
         timeout_s=plan.config.control_timeout_s,
         model=plan.model_path,
         bases=[base for base in bases if base],
         reserved=(plan.served_model_name,),
         max_rank=lora.max_rank,
         max_adapters=lora.max_adapters,
-        quarantined=lambda server: supervisor.replicas[server].reload_row(),
+        quarantined=lambda server: running.replicas[server].reload_row(),
     )

@@ -20,22 +20,23 @@ from skyctl.push.request import PushRequest
 from skyctl.store.in_doubt import in_doubt
 from skyctl.store.journal import Job
 from skyctl.supervisor import admission, rollout
+from skyctl.supervisor.fleet import RunningFleet
+from skyctl.supervisor.pushes import Pushes
 from skyctl.supervisor.wire import spec_hash
 
 if TYPE_CHECKING:
     from skyctl.store.processes import ProcessRow
     from skyctl.supervisor.kept import KeptRunning
-    from skyctl.supervisor.resident import Supervisor
 
 _TURN_WAIT_S = 120.0
 
 
-async def find(supervisor: Supervisor) -> list[Finding]:
+async def find(running: RunningFleet) -> list[Finding]:
     """What is the matter with each replica; those that are up are asked now."""
-    state = supervisor.state
-    replicas = list(supervisor.replicas.values())
+    state = running.state
+    replicas = list(running.replicas.values())
     asked = [replica.target for replica in replicas if replica.phase == "up"]
-    seen = {one.server: one for one in await observe(supervisor.client, asked)}
+    seen = {one.server: one for one in await observe(running.client, asked)}
     doubts, weights = in_doubt(state), state.weights()
     findings = []
     for replica in replicas:
@@ -47,30 +48,30 @@ async def find(supervisor: Supervisor) -> list[Finding]:
     return findings
 
 
-async def heal_in_turn(supervisor: Supervisor) -> None:
+async def heal_in_turn(running: RunningFleet, pushes: Pushes) -> None:
     """`heal`, once whoever acts on the fleet has ended."""
-    with await supervisor.arbiter.turn(Act.RECOVER, "recovery", wait_s=_TURN_WAIT_S):
-        await heal(supervisor)
+    with await running.arbiter.turn(Act.RECOVER, "recovery", wait_s=_TURN_WAIT_S):
+        await heal(running, pushes)
 
 
-async def heal(supervisor: Supervisor) -> None:
-    """Find what is wrong and put it right; the outcome is in `supervisor.recovered`.
+async def heal(running: RunningFleet, pushes: Pushes) -> None:
+    """Find what is wrong and put it right; the outcome is in `running.recovered`.
 
     Raises:
         SkyctlError: something could not be put right.
     """
-    supervisor.recovered = ()
-    actions = _Actions(supervisor)
-    recovered = await recover(await find(supervisor), actions)
-    supervisor.recovered = tuple(recovered)
+    running.recovered = ()
+    actions = _Actions(running, pushes)
+    recovered = await recover(await find(running), actions)
+    running.recovered = tuple(recovered)
     for one in recovered:
         if one.action != "nothing":
             end = f"could not be put right: {one.detail}" if not one.ok else f"done: {one.action}"
-            supervisor.state.add_event(one.server, f"recover: was {one.found}; {end}")
-    for replica in supervisor.replicas.values():
+            running.state.add_event(one.server, f"recover: was {one.found}; {end}")
+    for replica in running.replicas.values():
         replica.reload_row()
-    await admission.refresh_all(supervisor.replicas.values(), supervisor.client, 5.0)
-    await rollout.sync_router(supervisor)
+    await admission.refresh_all(running.replicas.values(), running.client, 5.0)
+    await rollout.sync_router(running)
     failed = [one for one in recovered if not one.ok]
     if failed:
         raise SkyctlError("; ".join(f"{one.server}: {one.detail}" for one in failed))
@@ -79,30 +80,29 @@ async def heal(supervisor: Supervisor) -> None:
 class _Actions:
     """What a supervisor can do (see recovery.Actions)."""
 
-    def __init__(self, supervisor: Supervisor) -> None:
-        self._supervisor = supervisor
-        self.state = supervisor.state
-        self.client = supervisor.client
-        self.control_timeout_s = supervisor.require_plan().config.control_timeout_s
+    def __init__(self, running: RunningFleet, pushes: Pushes) -> None:
+        self._running = running
+        self._pushes = pushes
+        self.state = running.state
+        self.client = running.client
+        self.control_timeout_s = running.require_plan().config.control_timeout_s
         self.targets: Mapping[str, ServerTarget] = {
-            name: replica.target for name, replica in supervisor.replicas.items()
+            name: replica.target for name, replica in running.replicas.items()
         }
 
     async def push(self, request: PushRequest, servers: Collection[str]) -> Job:
-        return await self._supervisor.pushes.again(request, servers)
+        return await self._pushes.again(request, servers)
 
     async def bring(self, name: str) -> None:
-        supervisor = self._supervisor
-        replica = supervisor.replicas[name]
-        await admission.push_alone(
-            replica, supervisor.state, supervisor.require_plan(), supervisor.client
-        )
+        running = self._running
+        replica = running.replicas[name]
+        await admission.push_alone(replica, running.state, running.require_plan(), running.client)
 
     async def replace(self, name: str, why: str) -> str:
-        replica = self._supervisor.replicas[name]
+        replica = self._running.replicas[name]
         self.state.add_event(name, f"restarted: {why}")
         try:
-            await rollout.restart(self._supervisor, replica, self._supervisor.require_plan())
+            await rollout.restart(self._running, replica, self._running.require_plan())
         except SkyctlError as error:
             return error.message
         if replica.phase != "up":
@@ -111,49 +111,49 @@ class _Actions:
         return replica.row.quarantine or ""
 
     def waits(self, name: str, reason: str) -> None:
-        self._supervisor.replicas[name].update_row(quarantine=reason)
+        self._running.replicas[name].update_row(quarantine=reason)
 
 
-async def take_over(supervisor: Supervisor, plan: FleetPlan) -> None:
+async def take_over(running: RunningFleet, pushes: Pushes, plan: FleetPlan) -> None:
     """Leave what lives as it is, even where it differs from the plan; start what died meanwhile.
 
     Raises:
         SkyctlError: a replica or a front was given up, or could not be put right.
     """
     reached("adopt.begin")
-    await _adopt(supervisor, plan)
+    await _adopt(running, plan)
     specs = {spec.name: spec for spec in plan.servers}
     for name, spec in specs.items():
-        if name not in supervisor.replicas:
-            supervisor.new_replica(spec).start()
-    supervisor.replicas = {name: supervisor.replicas[name] for name in specs}
-    rollout.start_router(supervisor, plan)
-    rollout.start_tinker(supervisor, plan)
+        if name not in running.replicas:
+            running.new_replica(spec).start()
+    running.replicas = {name: running.replicas[name] for name in specs}
+    rollout.start_router(running, plan)
+    rollout.start_tinker(running, plan)
     reached("adopt.done")
-    await _heal_adopted(supervisor)
-    supervisor.taken_over = True
-    await asyncio.gather(*(r.settled.wait() for r in supervisor.replicas.values()))
-    await rollout.settle_fronts(supervisor)
-    rollout.raise_for_failures(supervisor)
+    await _heal_adopted(running, pushes)
+    running.taken_over = True
+    await asyncio.gather(*(r.settled.wait() for r in running.replicas.values()))
+    await rollout.settle_fronts(running)
+    rollout.raise_for_failures(running)
 
 
-async def adopt_and_apply(supervisor: Supervisor, plan: FleetPlan) -> None:
+async def adopt_and_apply(running: RunningFleet, pushes: Pushes, plan: FleetPlan) -> None:
     """Adopt what fits a plan and make the rest so. Raises SkyctlError as `apply_plan`."""
-    await _adopt(supervisor, plan)
+    await _adopt(running, plan)
     with contextlib.suppress(SkyctlError):  # each server says so itself
-        await _heal_adopted(supervisor)
-    await rollout.apply_plan(supervisor, plan)
+        await _heal_adopted(running, pushes)
+    await rollout.apply_plan(running, plan)
 
 
-async def _heal_adopted(supervisor: Supervisor) -> None:
+async def _heal_adopted(running: RunningFleet, pushes: Pushes) -> None:
     """Put right what an interrupted push left, once what was adopted answers."""
-    adopted = [replica for replica in supervisor.replicas.values() if replica.adopted]
+    adopted = [replica for replica in running.replicas.values() if replica.adopted]
     await asyncio.gather(*(replica.settled.wait() for replica in adopted))
-    if in_doubt(supervisor.state):
-        await heal_in_turn(supervisor)
+    if in_doubt(running.state):
+        await heal_in_turn(running, pushes)
 
 
-async def _adopt(supervisor: Supervisor, plan: FleetPlan) -> None:
+async def _adopt(running: RunningFleet, plan: FleetPlan) -> None:
     """Take over what an earlier supervisor started and still runs; end what nobody wants.
 
     One that differs from the plan is adopted as well: to restart it is for whoever wants the plan.
@@ -162,40 +162,40 @@ async def _adopt(supervisor: Supervisor, plan: FleetPlan) -> None:
     """
     host = HOSTS[plan.config.launcher]
     specs = {spec.name for spec in plan.servers}
-    for row in supervisor.state.unrecorded_processes():
-        supervisor.state.add_event(row.name, "ended a process that was not on record")
+    for row in running.state.unrecorded_processes():
+        running.state.add_event(row.name, "ended a process that was not on record")
         try:
             await rollout.stop_recorded(row, host, plan.config.stop_timeout_s)
         except HostUnreachable:  # it is left, as those on record may be
-            supervisor.state.save_process(row)
-    for row in supervisor.state.processes():
+            running.state.save_process(row)
+    for row in running.state.processes():
         process = host.adopt(row.identity, row.token, row.descendants)
-        if process.alive() and (child := _wanted(supervisor, plan, row)) is not None:
+        if process.alive() and (child := _wanted(running, plan, row)) is not None:
             child.start(process)
             continue
         if left := process.members():
             why = "it is not what the plan has" if process.alive() else "its server is gone"
             pids = ", ".join(str(member.pid) for member in left)
-            supervisor.state.add_event(row.name, f"ended what was left (pid {pids}): {why}")
+            running.state.add_event(row.name, f"ended what was left (pid {pids}): {why}")
             try:
                 await process.stop(plan.config.stop_timeout_s)
             except HostUnreachable as error:  # it may run on: whoever takes its place waits
-                supervisor.state.add_event(row.name, error.message)
-                if (child := _wanted(supervisor, plan, row)) is not None:
+                running.state.add_event(row.name, error.message)
+                if (child := _wanted(running, plan, row)) is not None:
                     child.start_after(process)
                 continue
-        supervisor.state.mark_stale(row.name)
+        running.state.mark_stale(row.name)
         if row.role == "server" and row.name not in specs:
-            supervisor.state.forget_process(row.name)
-            supervisor.state.forget_server(row.name)
+            running.state.forget_process(row.name)
+            running.state.forget_server(row.name)
 
 
-def _wanted(supervisor: Supervisor, plan: FleetPlan, row: ProcessRow) -> KeptRunning | None:
+def _wanted(running: RunningFleet, plan: FleetPlan, row: ProcessRow) -> KeptRunning | None:
     """What is to keep a process of this name running; None where the plan has none."""
     if row.role == "router":
-        return rollout.new_router(supervisor, plan.router) if plan.router else None
+        return rollout.new_router(running, plan.router) if plan.router else None
     if row.role == "tinker":
         same = plan.tinker is not None and row.spec_hash == spec_hash(plan.tinker)
-        return rollout.new_tinker(supervisor, plan.tinker) if plan.tinker and same else None
+        return rollout.new_tinker(running, plan.tinker) if plan.tinker and same else None
     spec = next((spec for spec in plan.servers if spec.name == row.name), None)
-    return supervisor.new_replica(spec) if spec else None
+    return running.new_replica(spec) if spec else None

@@ -4,9 +4,8 @@ router for it and rejoin."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from skyctl.checkpoints.compat import reference
 from skyctl.checkpoints.staging import sweep
@@ -22,13 +21,11 @@ from skyctl.store.in_doubt import in_doubt, refuse_held
 from skyctl.store.journal import Job, Told
 from skyctl.supervisor import admission
 from skyctl.supervisor.admission import committed, refresh_all
+from skyctl.supervisor.fleet import RunningFleet
 from skyctl.supervisor.replica import Replica, reload_rows
 from skyctl.supervisor.rollout import sync_router
 from skyctl.supervisor.warming import Warming
 from skyctl.transfer.sender_pool import SenderPool
-
-if TYPE_CHECKING:
-    from skyctl.supervisor.resident import Supervisor
 
 _IN_PUSH = ("draining", "pausing", "paused", "updating", "trying", "updated", "resumed")
 _UNDO_TIMEOUT_S = 5.0
@@ -37,18 +34,19 @@ _ASK_TIMEOUT_S = 5.0
 
 
 class Pushes:
-    """`job` is the one under way, None between them; `over` is set as long as it is None.
-    `trainer` sends its weights, where skyctl does not."""
+    """`over` is set as long as none is under way (`RunningFleet.push_job`). `trainer` sends its
+    weights, where skyctl does not. `heal_after` is told of the end of each, with its turn, and says
+    whether it will release that."""
 
-    def __init__(self, supervisor: Supervisor) -> None:
-        self.job: Job | None = None
+    def __init__(self, running: RunningFleet, heal_after: Callable[[Job, Turn], bool]) -> None:
         self.trainer: Trainer | None = None
         self.over = asyncio.Event()
         self.over.set()
-        self._supervisor = supervisor
+        self._running = running
+        self._heal_after = heal_after
         self._task: asyncio.Task[None] | None = None
         self._senders = SenderPool()
-        self.warming = Warming(supervisor, self._senders)
+        self.warming = Warming(running, self._senders)
 
     def start(self, request: PushRequest, turn: Turn, trainer: Trainer | None = None) -> Job:
         """Begin a push into every server that is up; the job, which releases the turn at its end.
@@ -59,10 +57,10 @@ class Pushes:
             StateUnwritable: it cannot be put on record; nothing was touched.
         """
         up = self._able()
-        refuse_held(self._supervisor.state, trainer.process if trainer else None)
+        refuse_held(self._running.state, trainer.process if trainer else None)
         self.trainer = trainer
         try:
-            return self._open(request, self._supervisor.require_plan(), up, turn, heals=True)
+            return self._open(request, self._running.require_plan(), up, turn, heals=True)
         except BaseException:
             self.trainer = None
             raise
@@ -74,7 +72,7 @@ class Pushes:
 
     def would_take(self) -> PushFleet:
         """Those that a push would be for now. Raises ConflictError: none."""
-        return self._fleet(self._supervisor.require_plan(), self._able(), dry_run=False)
+        return self._fleet(self._running.require_plan(), self._able(), dry_run=False)
 
     def _able(self) -> list[Replica]:
         """The servers that a push is for.
@@ -85,11 +83,11 @@ class Pushes:
         Raises:
             ConflictError: there is none.
         """
-        supervisor = self._supervisor
-        plan, doubts = supervisor.require_plan(), in_doubt(supervisor.state)
+        running = self._running
+        plan, doubts = running.require_plan(), in_doubt(running.state)
         up = [
             replica
-            for replica in supervisor.replicas.values()
+            for replica in running.replicas.values()
             if replica.phase == "up"
             and (
                 not replica.row.quarantine
@@ -110,14 +108,14 @@ class Pushes:
         Raises:
             StateUnwritable: it cannot be put on record.
         """
-        supervisor = self._supervisor
+        running = self._running
         await self.warming.stop()
-        doubts = in_doubt(supervisor.state)
-        up = [r for r in supervisor.replicas.values() if r.phase == "up" and r.name in servers]
+        doubts = in_doubt(running.state)
+        up = [r for r in running.replicas.values() if r.phase == "up" and r.name in servers]
         up = [r for r in up if r.name in doubts or not r.row.quarantine]
-        job = self._open(request, supervisor.require_plan(), up, Turn(None))
+        job = self._open(request, running.require_plan(), up, Turn(None))
         await self.over.wait()
-        return supervisor.state.journal.job(job.id)
+        return running.state.journal.job(job.id)
 
     async def stop(self) -> None:
         """End a push where it is: its servers are about to be stopped. Before its first byte it is
@@ -145,20 +143,20 @@ class Pushes:
         *,
         heals: bool = False,
     ) -> Job:
-        supervisor = self._supervisor
-        journal = supervisor.state.journal
+        running = self._running
+        journal = running.state.journal
         job = jobs.open_push(journal, turn, request)
-        left = [r for r in supervisor.replicas.values() if r not in up]
+        left = [r for r in running.replicas.values() if r not in up]
         if left:
             names = ", ".join(replica.name for replica in left)
             journal.tell(job.id, Told.note(f"not part of this push, because not up: {names}"))
         for replica in left:
             if replica.phase != "up":
                 replica.hold()
-        self.job = job
+        running.push_job = job
         self.over.clear()
-        running = self._run(job, request, plan, up, turn, heals)
-        self._task = asyncio.create_task(running, name=job.id)
+        work = self._run(job, request, plan, up, turn, heals)
+        self._task = asyncio.create_task(work, name=job.id)
         return job
 
     async def _run(
@@ -170,25 +168,25 @@ class Pushes:
         turn: Turn,
         heals: bool,
     ) -> None:
-        supervisor = self._supervisor
-        state = supervisor.state
+        running = self._running
+        state = running.state
         try:
             await self._push(job, request, plan, up)
-            await admission.refresh_all(up, supervisor.client, 5.0)
+            await admission.refresh_all(up, running.client, 5.0)
         finally:
-            self.job = self.trainer = None
+            running.push_job = self.trainer = None
             self.over.set()
-            if not (heals and supervisor.heal_after(job, turn)):
+            if not (heals and self._heal_after(job, turn)):
                 turn.release()
-            supervisor.changed()  # what was rehearsed may have been ended for it
+            running.changed()  # what was rehearsed may have been ended for it
         keep = state.checkpoints() | needed(state)
-        await asyncio.to_thread(sweep, supervisor.paths.staging, keep)
+        await asyncio.to_thread(sweep, running.paths.staging, keep)
 
     async def _push(
         self, job: Job, request: PushRequest, plan: FleetPlan, up: Sequence[Replica]
     ) -> None:
-        supervisor = self._supervisor
-        state, client = supervisor.state, supervisor.client
+        running = self._running
+        state, client = running.state, running.client
         pids = {replica.name: replica.process and replica.process.pid for replica in up}
         try:
             await jobs.run_push(
@@ -198,11 +196,11 @@ class Pushes:
                 client=client,
                 state=state,
                 senders=self._senders,
-                rotation=RouterRotation(supervisor) if supervisor.router else None,
+                rotation=RouterRotation(running) if running.router else None,
                 on_server=self._on_server,
-                on_part=lambda: reload_rows(up, supervisor.state),
-                guardian=guarded(supervisor.paths),
-                kept=supervisor.paths.kept,
+                on_part=lambda: reload_rows(up, running.state),
+                guardian=guarded(running.paths),
+                kept=running.paths.kept,
             )
         except Exception as error:
             # a push that fails says so itself: this one never began
@@ -221,7 +219,7 @@ class Pushes:
                     replica.resume_when_up = True
 
     def _fleet(self, plan: FleetPlan, up: Sequence[Replica], *, dry_run: bool) -> PushFleet:
-        state = self._supervisor.state
+        state = self._running.state
         return admission.push_fleet(
             plan,
             up,
@@ -232,20 +230,20 @@ class Pushes:
         )
 
     def _on_server(self, name: str, state: str, detail: str) -> None:
-        replica = self._supervisor.replicas.get(name)
+        replica = self._running.replicas.get(name)
         if replica is None:
             return
         if state == "quarantined":
             replica.update_row(quarantine=detail or "its push failed")
         replica.update_state = "updating" if state in _IN_PUSH else ""
-        self._supervisor.changed()
+        self._running.changed()
 
 
 class RouterRotation:
     """See `push.run.Rotation`. Servers are held out by name, whatever their state."""
 
-    def __init__(self, supervisor: Supervisor) -> None:
-        self._supervisor = supervisor
+    def __init__(self, running: RunningFleet) -> None:
+        self._running = running
 
     async def leave(
         self, names: Collection[str], *, others_serve: bool, closed: bool = False
@@ -257,24 +255,24 @@ class RouterRotation:
             SkyctlError: the router does not answer, or is not there; or nobody else would serve
                 though `others_serve`. They are in it as before.
         """
-        supervisor = self._supervisor
-        router = supervisor.router
+        running = self._running
+        router = running.router
         if router is None or router.state != "ready":
             state = "not there" if router is None else router.state
             raise SkyctlError(f"the router is {state}", hint="skyctl status")
         await router.sync()  # who rejoined is in it before others leave
-        out = supervisor.held_out | set(names)
-        ready = [replica for replica in supervisor.replicas.values() if replica.state == "ready"]
+        out = running.held_out | set(names)
+        ready = [replica for replica in running.replicas.values() if replica.state == "ready"]
         if others_serve and all(replica.name in out for replica in ready):
             raise SkyctlError("no other server is ready to serve meanwhile", hint="skyctl status")
-        supervisor.held_out = out
+        running.held_out = out
         await router.sync()
-        urls = {supervisor.replicas[name].spec.url for name in names}
+        urls = {running.replicas[name].spec.url for name in names}
         if left := urls & router.workers:
             raise SkyctlError(f"the router still sends requests to {', '.join(sorted(left))}")
         if closed:
             for name in names:
-                supervisor.replicas[name].close()
+                running.replicas[name].close()
             await self._seen(names)
 
     async def _seen(self, names: Collection[str]) -> None:
@@ -283,7 +281,7 @@ class RouterRotation:
         Raises:
             SkyctlError: the machine of one does not say so.
         """
-        replicas = self._supervisor.replicas
+        replicas = self._running.replicas
         processes = [replicas[name].process for name in names if name in replicas]
         try:
             async with asyncio.timeout(_ASK_TIMEOUT_S):
@@ -294,12 +292,12 @@ class RouterRotation:
     async def rejoin(self, names: Collection[str]) -> None:
         """Route to these servers again, as far as their states allow, which are asked now: what
         the last probe saw of a server may be its pause."""
-        supervisor = self._supervisor
-        replicas = [supervisor.replicas[name] for name in names if name in supervisor.replicas]
+        running = self._running
+        replicas = [running.replicas[name] for name in names if name in running.replicas]
         for replica in replicas:
             replica.open_again()
         # one whose machine does not say that it is open is routed to when that is heard again
         await asyncio.gather(*(replica.settle() for replica in replicas))
-        await refresh_all(replicas, supervisor.client, _ASK_TIMEOUT_S)
-        supervisor.held_out -= set(names)
-        await sync_router(supervisor)
+        await refresh_all(replicas, running.client, _ASK_TIMEOUT_S)
+        running.held_out -= set(names)
+        await sync_router(running)

@@ -22,83 +22,83 @@ from skyctl.engines.logs import latest_message, tail
 from skyctl.errors import SkyctlError
 from skyctl.store.adapters import served
 from skyctl.supervisor.admission import refresh_all
+from skyctl.supervisor.fleet import RunningFleet
 from skyctl.supervisor.front import Front
 from skyctl.supervisor.replica import Replica
-from skyctl.supervisor.resident import Supervisor
 
 ASK_TIMEOUT_S = 2.0
 _LOG_LINES = 20  # a message of vLLM's may have as many
 
 
-async def report(supervisor: Supervisor, *, fresh: bool = True) -> FleetStatus:
+async def report(running: RunningFleet, *, fresh: bool = True) -> FleetStatus:
     """Ask every server that is up, side by side, for at most `ASK_TIMEOUT_S` seconds.
 
     Unless `fresh`, a pause that somebody else made shows only with the next health probe.
     """
-    replicas = list(supervisor.replicas.values())
+    replicas = list(running.replicas.values())
     up = [replica for replica in replicas if replica.phase == "up"]
     looked_at = [replica for replica in up if fresh and not replica.update_state]
     metrics, versions, failed = await asyncio.gather(
-        asyncio.gather(*(_load(supervisor, replica) for replica in replicas)),
-        asyncio.gather(*(_version(supervisor, r, ask=r in looked_at) for r in replicas)),
-        refresh_all(looked_at, supervisor.client, ASK_TIMEOUT_S),
+        asyncio.gather(*(_load(running, replica) for replica in replicas)),
+        asyncio.gather(*(_version(running, r, ask=r in looked_at) for r in replicas)),
+        refresh_all(looked_at, running.client, ASK_TIMEOUT_S),
     )
     rows = tuple(
-        _replica_row(supervisor, replica, found, version, failed.get(replica.name, ""))
+        _replica_row(running, replica, found, version, failed.get(replica.name, ""))
         for replica, found, version in zip(replicas, metrics, versions, strict=True)
     )
-    router, tinker = _router_row(supervisor), _tinker_row(supervisor)
-    rollout = _rollout(supervisor)
+    router, tinker = _router_row(running), _tinker_row(running)
+    rollout = _rollout(running)
     health, reasons = assess(rows, router, tinker, rolling=rollout is not None)
-    if (lost := supervisor.state.unrecorded) is not None:
+    if (lost := running.state.unrecorded) is not None:
         reasons += (Reason(f"{lost.path} cannot be written: {lost.why}", lost.hint),)
-    if supervisor.not_listening:
-        reasons += (Reason(supervisor.not_listening, "put it right, then: skyctl up"),)
+    if running.not_listening:
+        reasons += (Reason(running.not_listening, "put it right, then: skyctl up"),)
     return FleetStatus(
-        name=supervisor.paths.name,
+        name=running.paths.name,
         health=health,
         replicas=rows,
         router=router,
         reasons=reasons,
         supervised=True,
         supervisor_pid=os.getpid(),
-        device=supervisor.plan.device if supervisor.plan else None,
-        model=supervisor.plan.served_model_name if supervisor.plan else None,
-        weight_version=supervisor.state.weights().version,
-        operation=supervisor.operation,
-        job=supervisor.pushes.job.id if supervisor.pushes.job else None,
+        device=running.plan.device if running.plan else None,
+        model=running.plan.served_model_name if running.plan else None,
+        weight_version=running.state.weights().version,
+        operation=running.operation,
+        job=running.push_job.id if running.push_job else None,
         rollout=rollout,
-        adapters=tuple(one.served_as for one in served(supervisor.state).values()),
+        adapters=tuple(one.served_as for one in served(running.state).values()),
         tinker=tinker,
     )
 
 
-def _rollout(supervisor: Supervisor) -> str | None:
+def _rollout(running: RunningFleet) -> str | None:
     """`push-7: 1 of 3 servers updated` while a push rolls."""
-    job = supervisor.pushes.job
+    job = running.push_job
     if job is None or not job.request.get("rolling"):
         return None
-    told = supervisor.state.journal.job(job.id).servers
+    told = running.state.journal.job(job.id).servers
     done = sum(server["state"] in ("ready", "kept") for server in told.values())
-    return f"{job.id}: {done} of {len(supervisor.replicas)} servers updated"
+    return f"{job.id}: {done} of {len(running.replicas)} servers updated"
 
 
-async def _load(supervisor: Supervisor, replica: Replica) -> ServerMetrics | None:
+async def _load(running: RunningFleet, replica: Replica) -> ServerMetrics | None:
     if replica.phase != "up":
         return None
     try:
         return await engines.server(
-            supervisor.client, replica.target, timeout_s=ASK_TIMEOUT_S
+            running.client, replica.target, timeout_s=ASK_TIMEOUT_S
         ).metrics()
     except SkyctlError:
         return None
 
 
-async def _version(supervisor: Supervisor, replica: Replica, *, ask: bool) -> str | None:
+async def _version(running: RunningFleet, replica: Replica, *, ask: bool) -> str | None:
     """The label that a server carries, None where it does not say or is not to be asked."""
     if not ask:
         return None
-    server = engines.server(supervisor.client, replica.target, timeout_s=ASK_TIMEOUT_S)
+    server = engines.server(running.client, replica.target, timeout_s=ASK_TIMEOUT_S)
     try:
         return await server.weight_version()
     except SkyctlError:
@@ -106,15 +106,15 @@ async def _version(supervisor: Supervisor, replica: Replica, *, ask: bool) -> st
 
 
 def _replica_row(
-    supervisor: Supervisor,
+    running: RunningFleet,
     replica: Replica,
     metrics: ServerMetrics | None,
     version: str | None,
     failed: str,
 ) -> ReplicaStatus:
-    router = supervisor.router
+    router = running.router
     starting = replica.phase in ("waiting", "starting")
-    lines = tail(supervisor.paths.log(replica.name), _LOG_LINES) if starting else []
+    lines = tail(running.paths.log(replica.name), _LOG_LINES) if starting else []
     state, reason = replica.state, replica.row.quarantine or replica.reason
     if failed and state in INTENDED_STATES:
         state, reason = "unreachable", failed  # the probes have not counted enough of it yet
@@ -145,8 +145,8 @@ def _replica_row(
     )
 
 
-def _router_row(supervisor: Supervisor) -> RouterStatus | None:
-    router = supervisor.router
+def _router_row(running: RunningFleet) -> RouterStatus | None:
+    router = running.router
     if router is None:
         return None
     return RouterStatus(
@@ -156,8 +156,8 @@ def _router_row(supervisor: Supervisor) -> RouterStatus | None:
     )
 
 
-def _tinker_row(supervisor: Supervisor) -> FrontStatus | None:
-    tinker = supervisor.tinker
+def _tinker_row(running: RunningFleet) -> FrontStatus | None:
+    tinker = running.tinker
     return None if tinker is None else FrontStatus(**_front_row(tinker))
 
 

@@ -23,14 +23,12 @@ from skyctl.core import verbs
 from skyctl.core.arbiter import Act, Turn, hung_up
 from skyctl.core.check_machines import refuse_unseen
 from skyctl.core.diagnosis import Finding
-from skyctl.core.health import FROZEN, routable
 from skyctl.core.jobs import verify_servers
 from skyctl.core.plan import FleetPlan, ServerSpec, local_url
 from skyctl.core.planning import planned, ports_of, scaled, usable
-from skyctl.core.recorded import RecordedFleet, down_error
 from skyctl.core.recovery import Recovered
 from skyctl.core.service import (
-    ADOPTION_WAIT_S,
+    SETTLE_WAIT_S,
     CloseUpdate,
     Control,
     Down,
@@ -52,7 +50,6 @@ from skyctl.errors import (
     ConflictError,
     DeadlineExceeded,
     FleetDownError,
-    NotFoundError,
     ServerError,
     SkyctlError,
 )
@@ -71,58 +68,38 @@ from skyctl.store.journal import Job
 from skyctl.store.paths import FleetPaths
 from skyctl.store.state import FleetState
 from skyctl.supervisor import adapters, admission, healing, rollout
-from skyctl.supervisor.front import Front
+from skyctl.supervisor.fleet import RunningFleet
 from skyctl.supervisor.interface import Adopt, Begun, Reconcile, SupervisorService
 from skyctl.supervisor.pushes import Pushes
-from skyctl.supervisor.reconcile import Changes, Running, compare
 from skyctl.supervisor.replica import Replica, ReplicaContext, reload_rows
-from skyctl.supervisor.router import RouterChild
-from skyctl.supervisor.tinker import TinkerChild
+from skyctl.supervisor.report import report
 from skyctl.supervisor.wire import spec_hash
 
 _RECOVERIES = 2  # what the first finds, and what is to be found after it
-_ADOPTION_POLL_S = 0.05
-_GIVEN_UP = ("failed", "dead", "stopped")
+_SETTLE_POLL_S = 0.05
 
 
-class Supervisor(RecordedFleet, SupervisorService):
-    """Everything of one running fleet. Belongs to one event loop; `finished` ends the process."""
+class Supervisor(RunningFleet, SupervisorService):
+    """Everything of one running fleet. `finished` ends the process."""
 
     def __init__(
         self, paths: FleetPaths, state: FleetState, client: ControlClient | None = None
     ) -> None:
-        super().__init__(paths, state)
-        self.client = client or ControlClient()
-        self.plan: FleetPlan | None = None
-        self.replicas: dict[str, Replica] = {}
-        self.router: RouterChild | None = None
-        self.tinker: TinkerChild | None = None
-        self.held_out: set[str] = set()  # kept from the router while something is done to them
-        self.verbs_under_way = 0
-        self.draining = False
-        self.operation: Operation | None = None
+        super().__init__(paths, state, client)
         self.finished = asyncio.Event()
-        self.recovered: tuple[Recovered, ...] = ()  # by the last recovery
-        self.taken_over = False  # what lived is adopted and put right; the rest may still start
         close_orphans(state)  # of a dead supervisor, before anybody asks
-        self.not_listening = ""  # why other machines cannot reach it, where they should
         self.on_plan: Callable[[FleetPlan], None] = lambda plan: None
-        self._looking = False
-        self._context: ReplicaContext | None = None
         self._numbers = itertools.count(1)
         self._ended_operations: deque[Operation] = deque(maxlen=20)
         self._operation_task: asyncio.Task[None] | None = None
         self._stopped_by = INTERRUPTED
         self._gpu_locks: dict[tuple[str, int], asyncio.Lock] = {}
-        self.pushes = Pushes(self)
-        self.started_by_operation: list[str] = []
+        self.pushes = Pushes(self, self.heal_after)
 
     # --- what is asked of it -------------------------------------------------------------------
 
     async def status(self, asked: StatusQuery = StatusQuery()) -> FleetStatus:
         """Servers that are up are asked now."""
-        from skyctl.supervisor.report import report
-
         found = await report(self, fresh=asked.fresh)
         # one that has ended is told of also when the next has begun
         ended = next((one for one in self._ended_operations if one.id == asked.operation), None)
@@ -145,9 +122,13 @@ class Supervisor(RecordedFleet, SupervisorService):
         with self.state.durable():  # no process is started that could not be put on record
             self.state.set("going_down", "")
         detail = "" if first else str(self.changes(plan))
-        work = healing.adopt_and_apply if first else rollout.apply_plan
         self._take(plan)
-        return Begun(self._begin(kind, detail, work(self, plan)))
+        work = (
+            healing.adopt_and_apply(self, self.pushes, plan)
+            if first
+            else rollout.apply_plan(self, plan)
+        )
+        return Begun(self._begin(kind, detail, work))
 
     async def adopt(self, asked: Adopt) -> int:
         """What lives is left alone, even where it differs from the plan. 0: this supervisor has a
@@ -155,7 +136,7 @@ class Supervisor(RecordedFleet, SupervisorService):
         if self.plan is not None:
             return self.operation.id if self.operation is not None else 0
         self._take(asked.plan)
-        return self._begin("adopt", "", healing.take_over(self, asked.plan))
+        return self._begin("adopt", "", healing.take_over(self, self.pushes, asked.plan))
 
     async def scale(self, asked: Scale) -> int:
         before = self.require_plan()
@@ -198,7 +179,7 @@ class Supervisor(RecordedFleet, SupervisorService):
         if busy and self.operation is not None and self.operation.kind in ("recover", "adopt"):
             return self.operation.id
         self._refuse_while_busy()
-        return self._begin("recover", "", healing.heal_in_turn(self))
+        return self._begin("recover", "", healing.heal_in_turn(self, self.pushes))
 
     def heal_after(self, job: Job, turn: Turn) -> bool:
         """Put right by itself what a push of ours left in doubt, and release its turn then.
@@ -206,10 +187,10 @@ class Supervisor(RecordedFleet, SupervisorService):
         False: there is nothing to do, or something else is done.
         """
         idle = self.operation is None or self.operation.ended_at is not None
-        if not idle or self.pushes.job or self.draining or not in_doubt(self.state):
+        if not idle or self.push_job or self.draining or not in_doubt(self.state):
             return False
         turn.rename(f"recovery after {job.id}")
-        self._begin("recover", f"after {job.id}", healing.heal(self))
+        self._begin("recover", f"after {job.id}", healing.heal(self, self.pushes))
         assert self._operation_task is not None  # just begun
         self._operation_task.add_done_callback(lambda task: turn.release())
         return True
@@ -353,11 +334,10 @@ class Supervisor(RecordedFleet, SupervisorService):
 
     async def close_update(self, asked: CloseUpdate) -> None:
         """One that comes after the push has ended releases the servers that waited for it."""
-        pushes = self.pushes
-        held = held_by(self.state)
+        held, trainer = held_by(self.state), self.pushes.trainer
         close_sender(self.state, asked.job)
-        if pushes.job is not None and pushes.job.id == asked.job and pushes.trainer is not None:
-            pushes.trainer.say(asked.failure)
+        if trainer is not None and self.push_job is not None and self.push_job.id == asked.job:
+            trainer.say(asked.failure)
         elif held is not None and held_by(self.state) is None:
             with contextlib.suppress(SkyctlError):  # somebody acts: `skyctl recover` does it later
                 self.begin_recovery()
@@ -367,9 +347,9 @@ class Supervisor(RecordedFleet, SupervisorService):
 
     async def _begin_push(self, asked: PushRequest, trainer: Trainer | None = None) -> Job:
         self.require_plan()
-        until = time.monotonic() + ADOPTION_WAIT_S
-        while self._takes_over() and time.monotonic() < until:  # noqa: ASYNC110
-            await asyncio.sleep(_ADOPTION_POLL_S)
+        until = time.monotonic() + SETTLE_WAIT_S
+        while self._settles() and time.monotonic() < until:  # noqa: ASYNC110
+            await asyncio.sleep(_SETTLE_POLL_S)
         self._refuse_beside_operation()
         if asked.checkpoint and any(spec.node for spec in self.require_plan().servers):
             await asyncio.to_thread(refuse_unseen, self.require_plan(), asked, self.paths)
@@ -384,84 +364,11 @@ class Supervisor(RecordedFleet, SupervisorService):
             turn.release()
             raise
 
-    # --- what its parts share ------------------------------------------------------------------
-
-    def require_plan(self) -> FleetPlan:
-        """The plan of the fleet that runs. Raises FleetDownError when none was started yet."""
-        if self.plan is None:
-            raise down_error(self.paths.name)
-        return self.plan
-
-    def named(self, names: Sequence[str]) -> list[Replica]:
-        """Replicas by name, all when empty. Raises NotFoundError for an unknown one."""
-        self.require_plan()
-        for name in names:
-            if name not in self.replicas:
-                raise NotFoundError(
-                    f"fleet {self.paths.name} has no replica {name!r}",
-                    hint=f"its replicas are: {', '.join(self.replicas)}",
-                )
-        return [self.replicas[n] for n in names] if names else list(self.replicas.values())
-
-    def changes(self, plan: FleetPlan) -> Changes:
-        """What a plan would change."""
-        running = {
-            r.name: Running(r.running_hash, r.phase in _GIVEN_UP) for r in self.replicas.values()
-        }
-        return compare(plan, running, _running(self.router), _running(self.tinker))
-
-    def new_replica(self, spec: ServerSpec) -> Replica:
-        """A replica of this fleet, not started yet."""
-        assert self._context is not None  # made with the first plan
-        self.replicas[spec.name] = replica = Replica(spec, self._context)
-        return replica
-
-    def desired(self) -> dict[str, str]:
-        """URLs the router should route to, by server name."""
-        if self.draining:
-            return {}
-        # one that is being admitted is shown as updating and is not frozen: until its push begins
-        # it answers with the weights it was started from
-        states = {
-            name: replica.state
-            for name, replica in self.replicas.items()
-            if name not in self.held_out and replica.phase != "admitting"
-        }
-        by_role: dict[str, dict[str, str]] = {}
-        for name, state in states.items():
-            by_role.setdefault(self.replicas[name].spec.role, {})[name] = state
-        names = set().union(*map(routable, by_role.values()))
-        if self.verbs_under_way:
-            # who is seen frozen, or thawed, before the others is no reason to start a router of
-            # pairs anew, which cuts requests
-            names |= {n for n, s in states.items() if s in FROZEN and self.replicas[n].spec.role}
-        return {name: self.replicas[name].spec.url for name in sorted(names)}
-
-    def routed(self) -> dict[str, str]:
-        """The same for whoever goes through the router, where there is one: none until it is up."""
-        return self.desired() if self.router is None or self.router.state == "ready" else {}
-
-    def wake_tinker(self) -> None:
-        """The Tinker API may have waited for a server, or for the router."""
-        if self.tinker is not None and self.tinker.state == "waiting":
-            self.tinker.wake()
-
-    def changed(self) -> None:
-        """Some replica's state changed: all are looked at soon, once however many did."""
-        if not self._looking:
-            self._looking = True
-            asyncio.get_running_loop().call_soon(self._look)
+    # --- inside ---------------------------------------------------------------------------------
 
     def _look(self) -> None:
-        self._looking = False
-        for replica in self.replicas.values():
-            replica.note_state()
-        if self.router is not None:
-            self.router.wake()
-        self.wake_tinker()
+        super()._look()
         self.pushes.warming.look()
-
-    # --- inside ---------------------------------------------------------------------------------
 
     def _take(self, plan: FleetPlan) -> None:
         """Make this the plan; policies that changed apply from now on. Raises FleetDownError."""
@@ -552,11 +459,15 @@ class Supervisor(RecordedFleet, SupervisorService):
         self._refuse_operation()
         self.arbiter.take(Act.VERB, "a look").release()
 
-    def _takes_over(self) -> bool:
-        """Whether what lives is still being adopted and put right."""
+    def _settles(self) -> bool:
+        """Whether what lives is still being adopted or put right, or asked how a push that has
+        ended left it."""
+        if self.push_job is not None:
+            return self.state.journal.job(self.push_job.id).ended
         operation = self.operation
-        adopts = operation is not None and operation.kind == "adopt" and not operation.ended_at
-        return adopts and not self.taken_over
+        if operation is None or operation.ended_at is not None:
+            return False
+        return operation.kind == "recover" or (operation.kind == "adopt" and not self.taken_over)
 
     def _refuse_beside_operation(self) -> None:
         """Raise ConflictError where an operation excludes a push."""
@@ -605,10 +516,6 @@ class Supervisor(RecordedFleet, SupervisorService):
                 which = (spec.node.target if spec.node else "", gpu)
                 await stack.enter_async_context(self._gpu_locks.setdefault(which, asyncio.Lock()))
             yield
-
-
-def _running(front: Front | None) -> Running | None:
-    return Running(front.running_hash, front.phase in _GIVEN_UP) if front else None
 
 
 def _same(one: FleetPlan, other: FleetPlan) -> bool:

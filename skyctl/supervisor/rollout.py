@@ -6,7 +6,6 @@ import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from skyctl import engines
 from skyctl.core.plan import FleetPlan, FrontSpec, RouterSpec
@@ -17,6 +16,7 @@ from skyctl.launch.base import Host
 from skyctl.store.processes import ProcessRow
 from skyctl.store.state import FleetState
 from skyctl.supervisor import adapters
+from skyctl.supervisor.fleet import RunningFleet
 from skyctl.supervisor.front import Front, FrontContext
 from skyctl.supervisor.kept import SETTLED
 from skyctl.supervisor.replica import Replica
@@ -24,95 +24,92 @@ from skyctl.supervisor.router import RouterChild
 from skyctl.supervisor.tinker import TinkerChild
 from skyctl.supervisor.wire import spec_hash
 
-if TYPE_CHECKING:
-    from skyctl.supervisor.resident import Supervisor
-
 _DRAIN_POLL_S = 0.25
 _SETTLE_POLL_S = 0.25
 _GIVEN_UP = ("failed", "dead")
 
 
-async def apply_plan(supervisor: Supervisor, plan: FleetPlan) -> None:
+async def apply_plan(running: RunningFleet, plan: FleetPlan) -> None:
     """Make the fleet what the plan says; returns once every new replica and front settled.
 
     Raises:
         SkyctlError: a replica or a front was given up. The others run.
     """
-    await adapters.take_initial(supervisor, plan)
-    changes = supervisor.changes(plan)
+    await adapters.take_initial(running, plan)
+    changes = running.changes(plan)
     specs = {spec.name: spec for spec in plan.servers}
     for name in changes.stop:
-        await remove(supervisor, supervisor.replicas[name])
+        await remove(running, running.replicas[name])
     for name in changes.start:
-        replica = supervisor.replicas.get(name)
+        replica = running.replicas.get(name)
         if replica is None:
-            replica = supervisor.new_replica(specs[name])
+            replica = running.new_replica(specs[name])
         replica.planned = specs[name]
-        supervisor.started_by_operation.append(name)
+        running.started_by_operation.append(name)
         replica.start()
-    await _remove_other_fronts(supervisor, plan)
-    start_router(supervisor, plan)
+    await _remove_other_fronts(running, plan)
+    start_router(running, plan)
     for name in changes.restart:
-        await restart(supervisor, supervisor.replicas[name], plan)
-    start_tinker(supervisor, plan)  # it asks for its endpoint once: servers are the plan's by now
-    supervisor.replicas = {name: supervisor.replicas[name] for name in specs}
-    await asyncio.gather(*(r.settled.wait() for r in supervisor.replicas.values()))
-    await settle_fronts(supervisor)
-    raise_for_failures(supervisor)
+        await restart(running, running.replicas[name], plan)
+    start_tinker(running, plan)  # it asks for its endpoint once: servers are the plan's by now
+    running.replicas = {name: running.replicas[name] for name in specs}
+    await asyncio.gather(*(r.settled.wait() for r in running.replicas.values()))
+    await settle_fronts(running)
+    raise_for_failures(running)
 
 
-async def restart_rolling(supervisor: Supervisor, replicas: Sequence[Replica]) -> None:
+async def restart_rolling(running: RunningFleet, replicas: Sequence[Replica]) -> None:
     """One replica after the other: out of the router, drained, new process, back in.
 
     Raises:
         SkyctlError: one did not come back; those after it were left alone.
     """
-    plan = supervisor.require_plan()
+    plan = running.require_plan()
     for replica in replicas:
-        await restart(supervisor, replica, plan)
+        await restart(running, replica, plan)
         if replica.phase != "up":
             raise SkyctlError(f"{replica.name} did not come back: {replica.reason}")
-    await settle_router(supervisor)
+    await settle_router(running)
 
 
-async def remove(supervisor: Supervisor, replica: Replica) -> None:
+async def remove(running: RunningFleet, replica: Replica) -> None:
     """Take a replica out of the fleet: drained, stopped, forgotten."""
-    await _leave_router(supervisor, replica)
+    await _leave_router(running, replica)
     await replica.stop()
-    supervisor.replicas.pop(replica.name, None)
-    supervisor.held_out.discard(replica.name)
-    supervisor.state.forget_process(replica.name)
-    supervisor.state.forget_server(replica.name)
+    running.replicas.pop(replica.name, None)
+    running.held_out.discard(replica.name)
+    running.state.forget_process(replica.name)
+    running.state.forget_server(replica.name)
 
 
-async def take_down(supervisor: Supervisor, drain_timeout_s: float) -> None:
+async def take_down(running: RunningFleet, drain_timeout_s: float) -> None:
     """Stop the Tinker API, which has requests of its own, stop routing, drain, stop the router,
     stop the servers, forget the run.
 
     Raises:
         SkyctlError: some process could not be stopped; everything else was.
     """
-    supervisor.draining = True
-    host = host_of(supervisor.state)
-    replicas = list(supervisor.replicas.values())
+    running.draining = True
+    host = host_of(running.state)
+    replicas = list(running.replicas.values())
     problems: list[object] = []
-    if supervisor.tinker is not None:
-        problems += await asyncio.gather(supervisor.tinker.stop(), return_exceptions=True)
+    if running.tinker is not None:
+        problems += await asyncio.gather(running.tinker.stop(), return_exceptions=True)
     if drain_timeout_s > 0:
-        await sync_router(supervisor)
-        await asyncio.gather(*(_drain(supervisor, r, drain_timeout_s) for r in replicas))
-    if supervisor.router is not None:
-        problems += await asyncio.gather(supervisor.router.stop(), return_exceptions=True)
+        await sync_router(running)
+        await asyncio.gather(*(_drain(running, r, drain_timeout_s) for r in replicas))
+    if running.router is not None:
+        problems += await asyncio.gather(running.router.stop(), return_exceptions=True)
     problems += await asyncio.gather(*(r.stop() for r in replicas), return_exceptions=True)
-    stop_timeout_s = supervisor.plan.config.stop_timeout_s if supervisor.plan else 15.0
-    rows = supervisor.state.processes()  # never adopted, or of an interrupted spawn
+    stop_timeout_s = running.plan.config.stop_timeout_s if running.plan else 15.0
+    rows = running.state.processes()  # never adopted, or of an interrupted spawn
     stopping = (stop_recorded(row, host, stop_timeout_s) for row in rows)
     problems += await asyncio.gather(*stopping, return_exceptions=True)
-    supervisor.replicas.clear()
+    running.replicas.clear()
     reached("down.stopped")
     raise_all(problems)
-    supervisor.state.forget_run()
-    await asyncio.to_thread(host.sweep, supervisor.paths)
+    running.state.forget_run()
+    await asyncio.to_thread(host.sweep, running.paths)
 
 
 def raise_all(outcomes: Sequence[object]) -> None:
@@ -140,9 +137,9 @@ async def stop_recorded(row: ProcessRow, host: Host, timeout_s: float) -> bool:
     return True
 
 
-async def sync_router(supervisor: Supervisor) -> None:
+async def sync_router(running: RunningFleet) -> None:
     """Make the router's workers right, now; what fails is tried again by its own loop."""
-    router = supervisor.router
+    router = running.router
     if router is None:
         return
     if router.state != "ready" and not router.renewing:
@@ -154,82 +151,80 @@ async def sync_router(supervisor: Supervisor) -> None:
         router.wake()
 
 
-async def _remove_other_fronts(supervisor: Supervisor, plan: FleetPlan) -> None:
+async def _remove_other_fronts(running: RunningFleet, plan: FleetPlan) -> None:
     for role in ("router", "tinker"):
-        front, wanted = getattr(supervisor, role), getattr(plan, role)
+        front, wanted = getattr(running, role), getattr(plan, role)
         same = front and wanted and front.running_hash == spec_hash(wanted)
         if front is not None and not same:
-            await remove_front(supervisor, front)
+            await remove_front(running, front)
         elif front is None and wanted is not None:
-            supervisor.started_by_operation.append(role)
+            running.started_by_operation.append(role)
 
 
-async def remove_front(supervisor: Supervisor, front: Front) -> None:
+async def remove_front(running: RunningFleet, front: Front) -> None:
     """Take a front out of the fleet: stopped, forgotten."""
     await front.stop()
-    supervisor.state.forget_process(front.name)
-    setattr(supervisor, front.name, None)
+    running.state.forget_process(front.name)
+    setattr(running, front.name, None)
 
 
-def start_router(supervisor: Supervisor, plan: FleetPlan) -> None:
+def start_router(running: RunningFleet, plan: FleetPlan) -> None:
     """Start that of a plan, unless it runs."""
     if plan.router is not None:
-        (supervisor.router or new_router(supervisor, plan.router)).start()
+        (running.router or new_router(running, plan.router)).start()
 
 
-def start_tinker(supervisor: Supervisor, plan: FleetPlan) -> None:
+def start_tinker(running: RunningFleet, plan: FleetPlan) -> None:
     """Start the Tinker API of a plan, unless it runs."""
     if plan.tinker is not None:
-        (supervisor.tinker or new_tinker(supervisor, plan.tinker)).start()
+        (running.tinker or new_tinker(running, plan.tinker)).start()
 
 
-def new_router(supervisor: Supervisor, spec: RouterSpec) -> RouterChild:
+def new_router(running: RunningFleet, spec: RouterSpec) -> RouterChild:
     """The fleet's router, not started yet."""
-    context = _front_context(supervisor, supervisor.desired)
-    supervisor.router = RouterChild(spec, replace(context, changed=supervisor.wake_tinker))
-    return supervisor.router
+    context = _front_context(running, running.desired)
+    running.router = RouterChild(spec, replace(context, changed=running.wake_tinker))
+    return running.router
 
 
-def new_tinker(supervisor: Supervisor, spec: FrontSpec) -> TinkerChild:
+def new_tinker(running: RunningFleet, spec: FrontSpec) -> TinkerChild:
     """The fleet's Tinker API, not started yet."""
-    supervisor.tinker = TinkerChild(spec, _front_context(supervisor, supervisor.routed))
-    return supervisor.tinker
+    running.tinker = TinkerChild(spec, _front_context(running, running.routed))
+    return running.tinker
 
 
-def _front_context(
-    supervisor: Supervisor, desired: Callable[[], Mapping[str, str]]
-) -> FrontContext:
+def _front_context(running: RunningFleet, desired: Callable[[], Mapping[str, str]]) -> FrontContext:
     return FrontContext(
-        state=supervisor.state,
-        paths=supervisor.paths,
-        client=supervisor.client,
-        config=supervisor.require_plan().config,
+        state=running.state,
+        paths=running.paths,
+        client=running.client,
+        config=running.require_plan().config,
         desired=desired,
-        role=lambda name: supervisor.replicas[name].spec.role,
+        role=lambda name: running.replicas[name].spec.role,
     )
 
 
-async def settle_router(supervisor: Supervisor) -> None:
+async def settle_router(running: RunningFleet) -> None:
     """Wait for the router and its workers, unless there is nothing to route to."""
-    if supervisor.router is not None:
-        await _settle(supervisor, supervisor.router, lambda: _to_come(supervisor))
-        if supervisor.desired():
-            await sync_router(supervisor)
+    if running.router is not None:
+        await _settle(running, running.router, lambda: _to_come(running))
+        if running.desired():
+            await sync_router(running)
 
 
-async def settle_fronts(supervisor: Supervisor) -> None:
+async def settle_fronts(running: RunningFleet) -> None:
     """Wait for the router, its workers and the Tinker API, each unless it has nothing to serve."""
-    await settle_router(supervisor)
-    router = supervisor.router
-    if supervisor.tinker is not None:
+    await settle_router(running)
+    router = running.router
+    if running.tinker is not None:
         await _settle(
-            supervisor,
-            supervisor.tinker,
-            lambda: _to_come(supervisor) and (router is None or router.state not in _GIVEN_UP),
+            running,
+            running.tinker,
+            lambda: _to_come(running) and (router is None or router.state not in _GIVEN_UP),
         )
 
 
-async def _settle(supervisor: Supervisor, front: Front, worth: Callable[[], bool]) -> None:
+async def _settle(running: RunningFleet, front: Front, worth: Callable[[], bool]) -> None:
     """Wait for a front while that is worth it: one that waits may have lost what it waits for."""
     settled = asyncio.create_task(front.settled.wait())
     try:
@@ -239,26 +234,26 @@ async def _settle(supervisor: Supervisor, front: Front, worth: Callable[[], bool
         settled.cancel()
 
 
-def _to_come(supervisor: Supervisor) -> bool:
+def _to_come(running: RunningFleet) -> bool:
     """Whether there is a server to route to, or one on its way."""
-    replicas = supervisor.replicas.values()
-    return bool(supervisor.desired()) or any(r.phase not in SETTLED for r in replicas)
+    replicas = running.replicas.values()
+    return bool(running.desired()) or any(r.phase not in SETTLED for r in replicas)
 
 
-def raise_for_failures(supervisor: Supervisor) -> None:
+def raise_for_failures(running: RunningFleet) -> None:
     """Raise SkyctlError when a replica or a front was given up."""
-    failed = [r for r in supervisor.replicas.values() if r.phase != "up"]
+    failed = [r for r in running.replicas.values() if r.phase != "up"]
     problems = [f"{r.name} {r.reason or r.phase}" for r in failed]
-    for front in (supervisor.router, supervisor.tinker):
+    for front in (running.router, running.tinker):
         if front is not None and front.state in _GIVEN_UP:
             problems.append(f"{front.name} {front.reason}")
     if problems:
         raise SkyctlError("; ".join(problems))
 
 
-async def restart(supervisor: Supervisor, replica: Replica, plan: FleetPlan) -> None:
+async def restart(running: RunningFleet, replica: Replica, plan: FleetPlan) -> None:
     """A new process for one replica, out of the router meanwhile; returns once it has settled."""
-    await _leave_router(supervisor, replica)
+    await _leave_router(running, replica)
     try:
         await replica.stop()
         named = (spec for spec in plan.servers if spec.name == replica.name)
@@ -266,23 +261,23 @@ async def restart(supervisor: Supervisor, replica: Replica, plan: FleetPlan) -> 
         replica.start()
         await replica.settled.wait()
     finally:
-        supervisor.held_out.discard(replica.name)
-        await sync_router(supervisor)
+        running.held_out.discard(replica.name)
+        await sync_router(running)
 
 
-async def _leave_router(supervisor: Supervisor, replica: Replica) -> None:
-    supervisor.held_out.add(replica.name)
-    await sync_router(supervisor)
-    plan = supervisor.require_plan()
-    await _drain(supervisor, replica, plan.config.drain_timeout_s)
+async def _leave_router(running: RunningFleet, replica: Replica) -> None:
+    running.held_out.add(replica.name)
+    await sync_router(running)
+    plan = running.require_plan()
+    await _drain(running, replica, plan.config.drain_timeout_s)
 
 
-async def _drain(supervisor: Supervisor, replica: Replica, timeout_s: float) -> None:
+async def _drain(running: RunningFleet, replica: Replica, timeout_s: float) -> None:
     """Wait until the server has no request, at most `timeout_s` seconds."""
     # Requests of a frozen server do not end by waiting.
     if replica.state != "ready":
         return
-    server = engines.server(supervisor.client, replica.target, timeout_s=min(5.0, timeout_s))
+    server = engines.server(running.client, replica.target, timeout_s=min(5.0, timeout_s))
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
         try:
@@ -291,4 +286,4 @@ async def _drain(supervisor: Supervisor, replica: Replica, timeout_s: float) -> 
         except SkyctlError:
             return
         await asyncio.sleep(_DRAIN_POLL_S)
-    supervisor.state.add_event(replica.name, f"stopped with requests after {timeout_s:g} s")
+    running.state.add_event(replica.name, f"stopped with requests after {timeout_s:g} s")

@@ -6,7 +6,6 @@ import asyncio
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 from skyctl.core.arbiter import Act
 from skyctl.core.expectations import informed, remember
@@ -15,11 +14,9 @@ from skyctl.push.request import PushRequest
 from skyctl.store.expected import Learned
 from skyctl.store.in_doubt import in_doubt
 from skyctl.supervisor import admission
+from skyctl.supervisor.fleet import RunningFleet
 from skyctl.supervisor.replica import Replica
 from skyctl.transfer.sender_pool import SenderPool
-
-if TYPE_CHECKING:
-    from skyctl.supervisor.resident import Supervisor
 
 _LOG = logging.getLogger(__name__)
 _STOP_TIMEOUT_S = 15.0
@@ -30,8 +27,8 @@ class Warming:
     """Runs a rehearsal when it is due, in a task of its own, which whoever needs the servers or the
     sender stops. Servers that took part are not asked again while their processes live."""
 
-    def __init__(self, supervisor: Supervisor, senders: SenderPool) -> None:
-        self._supervisor = supervisor
+    def __init__(self, running: RunningFleet, senders: SenderPool) -> None:
+        self._running = running
         self._senders = senders
         self._task: asyncio.Task[None] | None = None
         self._rehearsed: set[str] = set()
@@ -51,28 +48,28 @@ class Warming:
             await asyncio.wait({self._task}, timeout=_STOP_TIMEOUT_S)
 
     def _due(self) -> list[Replica]:
-        supervisor = self._supervisor
-        plan, operation = supervisor.plan, supervisor.operation
-        if plan is None or not plan.config.warms or supervisor.draining or supervisor.pushes.job:
+        running = self._running
+        plan, operation = running.plan, running.operation
+        if plan is None or not plan.config.warms or running.draining or running.push_job:
             return []
         if operation is not None and operation.ended_at is None:
             return []
-        replicas = [r for r in supervisor.replicas.values() if r.phase not in _RUNS_NO_MORE]
+        replicas = [r for r in running.replicas.values() if r.phase not in _RUNS_NO_MORE]
         if {replica.instance for replica in replicas} <= self._rehearsed:
             return []
         if not all(replica.state in ("ready", "paused") for replica in replicas):
             return []
-        if plan.device == "cpu" and supervisor.state.weights().checkpoint is not None:
+        if plan.device == "cpu" and running.state.weights().checkpoint is not None:
             return []  # a push into CPU servers leaves nothing that the next one would not have
         try:
-            supervisor.arbiter.take(Act.VERB, "a look").release()
+            running.arbiter.take(Act.VERB, "a look").release()
         except ConflictError:
             return []
         return replicas
 
     async def _rehearse(self, replicas: Sequence[Replica]) -> None:
-        supervisor = self._supervisor
-        state, plan = supervisor.state, supervisor.require_plan()
+        running = self._running
+        state, plan = running.state, running.require_plan()
         instances = {replica.name: replica.instance for replica in replicas}
         weights = admission.committed(plan, state.weights())
         if weights is None or weights.checkpoint is None or in_doubt(state):
@@ -86,7 +83,7 @@ class Warming:
             sites = await rehearse(
                 request,
                 informed(fleet, state),
-                client=supervisor.client,
+                client=running.client,
                 senders=self._senders,
                 asking=lambda: _asking(replicas),
             )
@@ -99,7 +96,7 @@ class Warming:
         with state.transaction():
             remember(state, Learned(launch_digests(sites)).to_json())
             for site in sites:
-                now = supervisor.replicas.get(site.name)
+                now = running.replicas.get(site.name)
                 if now and now.instance == instances[site.name] and site.digest_before:
                     now.update_row(weights_digest=site.digest_before)
         state.add_event("fleet", "ready for a push")

@@ -461,7 +461,7 @@ async def two_pushable(tmp_path: Path) -> AsyncIterator[tuple[Supervisor, Path]]
 
 async def pushed(supervisor: Supervisor, checkpoint: Path) -> None:
     job = await supervisor.start_push(PushRequest(str(checkpoint)))
-    await eventually(lambda: supervisor.pushes.job is None)
+    await eventually(lambda: supervisor.push_job is None)
     assert supervisor.state.journal.job(job).state == "succeeded"
 
 
@@ -540,7 +540,7 @@ async def test_a_server_killed_in_a_push_is_replaced_at_the_version_of_the_other
         await supervisor.start_push(PushRequest(str(new)))
         await eventually(lambda: states(supervisor).get("a") == "updating")
         os.kill(pid, signal.SIGKILL)
-        await eventually(lambda: supervisor.pushes.job is None)
+        await eventually(lambda: supervisor.push_job is None)
         await eventually(
             lambda: (
                 states(supervisor)["a"] in ("ready", "quarantined")

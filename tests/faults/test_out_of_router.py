@@ -60,7 +60,7 @@ async def fleet_at(tmp_path: Path, *, replicas: int = 2) -> AsyncIterator[Superv
 
 async def pushed(supervisor: Supervisor, request: PushRequest) -> Job:
     job = await supervisor.start_push(request)
-    await eventually(lambda: supervisor.pushes.job is None)
+    await eventually(lambda: supervisor.push_job is None)
     return supervisor.state.journal.job(job)
 
 
@@ -187,7 +187,7 @@ async def test_no_request_fails_while_a_push_rolls(tmp_path: Path) -> None:
         seen: set[tuple[str, str | None]] = set()
         async with asking(supervisor) as client:
             job = await supervisor.start_push(request)
-            while supervisor.pushes.job is not None:
+            while supervisor.push_job is not None:
                 status = await report(supervisor, fresh=False)
                 seen.add((status.health, status.rollout))
                 await asyncio.sleep(0.02)

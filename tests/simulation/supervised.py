@@ -368,7 +368,7 @@ class SupervisedWorld(World):
             # without a server it waits, which may be for ever
             if router.phase in ("starting", "restarting") or (router.phase == "ready" and behind):
                 return True
-        return supervisor.pushes.job is not None or (
+        return supervisor.push_job is not None or (
             operation is not None and operation.ended_at is None
         )
 

@@ -601,7 +601,7 @@ async def test_a_push_waits_until_its_fleet_is_taken_over_and_for_nothing_else(
         assert not (await asyncio.wait({begun}, timeout=0.2))[0]
         supervisor.taken_over = True
         assert (await begun).startswith("push-")
-        await eventually(lambda: supervisor.pushes.job is None)
+        await eventually(lambda: supervisor.push_job is None)
         supervisor.operation = Operation(8, "scale", "", time.time())
         with pytest.raises(ConflictError, match="busy: scale"):
             await supervisor.start_push(PushRequest("/ckpt"))
@@ -640,7 +640,7 @@ async def test_a_second_push_is_refused_and_told_of_the_first(
             with pytest.raises(ConflictError, match=job):
                 await supervisor.control(verb(timeout_s=5.0))
         push.gate.set()
-        await eventually(lambda: supervisor.pushes.job is None)
+        await eventually(lambda: supervisor.push_job is None)
         assert supervisor.state.journal.job(job).state == "succeeded"
         assert supervisor.state.weights() == FleetWeights("v1", "/ckpt", "same", "shm")
         assert states(supervisor)["a"] == "ready"
@@ -673,7 +673,7 @@ async def test_a_fleet_that_was_taken_over_can_be_pushed_to_while_a_dead_server_
         with pytest.raises(ConflictError, match="busy: adopt"):
             await supervisor.restart()
         await supervisor.start_push(PushRequest("/ckpt", weight_version="v1"))
-        await eventually(lambda: supervisor.pushes.job is None)
+        await eventually(lambda: supervisor.push_job is None)
         assert push.calls == [("/ckpt", ["a"])]
         assert supervisor.operation is not None and supervisor.operation.ended_at is None
 
@@ -684,7 +684,7 @@ async def test_a_replica_that_dies_takes_the_fleets_weights_before_it_is_routed(
     async with supervising(tmp_path) as supervisor:
         await bring_up(supervisor, fleet_plan([stub_server("a"), stub_server("b")], stub_router()))
         await supervisor.start_push(PushRequest("/ckpt", weight_version="v1"))
-        await eventually(lambda: supervisor.pushes.job is None)
+        await eventually(lambda: supervisor.push_job is None)
         push.gate.clear()
         os.kill(pid_of(supervisor, "a"), signal.SIGKILL)
         await eventually(lambda: len(push.calls) == 2)
@@ -705,7 +705,7 @@ async def test_a_replica_is_quarantined_when_the_checkpoint_changed(
     async with supervising(tmp_path) as supervisor:
         await bring_up(supervisor, fleet_plan([stub_server("a"), stub_server("b")], stub_router()))
         await supervisor.start_push(PushRequest("/ckpt", weight_version="v1"))
-        await eventually(lambda: supervisor.pushes.job is None)
+        await eventually(lambda: supervisor.push_job is None)
         monkeypatch.setattr(checkpoint, "identity_digest", "other")
         monkeypatch.setattr(checkpoint, "layout_digest", "other")
         os.kill(pid_of(supervisor, "a"), signal.SIGKILL)
@@ -727,7 +727,7 @@ async def test_a_failed_push_quarantines_what_it_left_in_doubt(
         ]
         push.error = PushError("b failed", details={"servers": [s.to_json() for s in left]})
         job = await supervisor.start_push(PushRequest("/ckpt", weight_version="v1"))
-        await eventually(lambda: supervisor.pushes.job is None)
+        await eventually(lambda: supervisor.push_job is None)
         assert supervisor.state.journal.job(job).state == "failed"
         assert states(supervisor) == {"a": "ready", "b": "quarantined"}
         assert supervisor.replicas["b"].row.quarantine == "half updated"
@@ -782,12 +782,12 @@ async def test_a_push_that_cannot_even_begin_is_a_failed_job_and_frees_the_lock(
         with monkeypatch.context() as broken:
             broken.delattr(admission, "push_fleet")
             job = await supervisor.start_push(PushRequest("nowhere"))
-            await eventually(lambda: supervisor.pushes.job is None)
+            await eventually(lambda: supervisor.push_job is None)
         found = supervisor.state.journal.job(job)
         assert found.state == "failed"
         assert found.error is not None and "never began" in found.error["message"]
         again = await supervisor.start_push(PushRequest("nowhere"))  # the lock is free
-        await eventually(lambda: supervisor.pushes.job is None)
+        await eventually(lambda: supervisor.push_job is None)
         assert supervisor.state.journal.job(again).ended
 
 
@@ -805,7 +805,7 @@ async def test_a_push_is_refused_while_a_verb_is_under_way_and_told_of_it(
             await supervisor.start_push(PushRequest("/ckpt"))
         assert (await verb)[0].status == "ok"
         await supervisor.start_push(PushRequest("/ckpt"))
-        await eventually(lambda: supervisor.pushes.job is None)
+        await eventually(lambda: supervisor.push_job is None)
         assert push.calls == [("/ckpt", ["a"])]
 
 
@@ -822,7 +822,7 @@ async def test_nobody_acts_beside_a_recovery(
     monkeypatch.setattr(healing, "find", find)
     async with supervising(tmp_path) as supervisor:
         await bring_up(supervisor, fleet_plan([stub_server("a")]))
-        recovery = asyncio.create_task(healing.heal_in_turn(supervisor))
+        recovery = asyncio.create_task(healing.heal_in_turn(supervisor, supervisor.pushes))
         await looking.wait()
         with pytest.raises(ConflictError, match="busy: recovery"):
             await supervisor.resume(Resume())
@@ -833,13 +833,58 @@ async def test_nobody_acts_beside_a_recovery(
         assert (await supervisor.resume(Resume()))[0].status == "ok" and push.calls == []
 
 
+async def test_a_push_waits_while_the_fleet_is_put_right(
+    tmp_path: Path, push: FakePush, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go_on = asyncio.Event()
+
+    async def find(_: Supervisor) -> list[Finding]:
+        await go_on.wait()
+        return []
+
+    monkeypatch.setattr(healing, "find", find)
+    async with supervising(tmp_path) as supervisor:
+        await bring_up(supervisor, fleet_plan([stub_server("a")]))
+        supervisor.begin_recovery()
+        waiting = asyncio.create_task(supervisor.start_push(PushRequest("/ckpt")))
+        with pytest.raises(ConflictError, match="busy: recover"):
+            await supervisor.restart(Restart())
+        assert not waiting.done() and push.calls == []
+        go_on.set()
+        await waiting
+        await eventually(lambda: push.calls == [("/ckpt", ["a"])])
+
+
+async def test_a_push_waits_for_the_end_of_one_that_is_over_for_whoever_asked_for_it(
+    tmp_path: Path, push: FakePush, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go_on = asyncio.Event()
+
+    async def refresh_all(*_: object) -> dict[str, str]:
+        await go_on.wait()
+        return {}
+
+    async with supervising(tmp_path) as supervisor:
+        await bring_up(supervisor, fleet_plan([stub_server("a")]))
+        monkeypatch.setattr(admission, "refresh_all", refresh_all)
+        first = await supervisor.start_push(PushRequest("/ckpt"))
+        await eventually(lambda: supervisor.state.journal.job(first).ended)
+        assert supervisor.push_job is not None
+        waiting = asyncio.create_task(supervisor.start_push(PushRequest("/next")))
+        await asyncio.sleep(0)
+        assert not waiting.done()
+        go_on.set()
+        await waiting
+        await eventually(lambda: [path for path, _ in push.calls] == ["/ckpt", "/next"])
+
+
 async def test_a_label_that_meant_other_files_does_not_make_a_server_current(
     tmp_path: Path, push: FakePush, checkpoint: type[FakeCheckpoint]
 ) -> None:
     async with supervising(tmp_path) as supervisor:
         await bring_up(supervisor, fleet_plan([stub_server("a")]))
         await supervisor.start_push(PushRequest("/ckpt", weight_version="latest"))
-        await eventually(lambda: supervisor.pushes.job is None)
+        await eventually(lambda: supervisor.push_job is None)
         replica = supervisor.replicas["a"]
         assert admission.is_current(supervisor.state, replica)
         replica.update_row(checkpoint_digest="of the latest before")
@@ -853,7 +898,7 @@ async def test_a_server_that_waits_for_weights_takes_the_next_push(
     async with supervising(tmp_path) as supervisor:
         await bring_up(supervisor, fleet_plan([stub_server("a"), stub_server("b")], stub_router()))
         await supervisor.start_push(PushRequest("/ckpt", weight_version="v1"))
-        await eventually(lambda: supervisor.pushes.job is None)
+        await eventually(lambda: supervisor.push_job is None)
         monkeypatch.setattr(checkpoint, "identity_digest", "other")
         monkeypatch.setattr(checkpoint, "layout_digest", "other")
         os.kill(pid_of(supervisor, "a"), signal.SIGKILL)
@@ -893,10 +938,10 @@ async def test_an_error_as_a_push_ends_leaves_none_in_progress(
         with monkeypatch.context() as patched:
             patched.setattr("skyctl.supervisor.replica.Replica.reload_row", broken)
             await supervisor.start_push(PushRequest("/ckpt"))
-            await eventually(lambda: supervisor.pushes.job is None)
+            await eventually(lambda: supervisor.push_job is None)
         assert supervisor.arbiter.holders() == []
         await supervisor.start_push(PushRequest("/ckpt"))
-        await eventually(lambda: supervisor.pushes.job is None)
+        await eventually(lambda: supervisor.push_job is None)
         assert len(push.calls) == 2
 
 
