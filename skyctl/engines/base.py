@@ -402,11 +402,20 @@ class TensorHeaders:
             )
 
 
+@dataclass(frozen=True)
+class Placement:
+    """Where each tensor of a chunk lies in its buffer, in wire order, in bytes."""
+
+    offsets: Sequence[int]
+    sizes: Sequence[int]
+
+
 class Dialect(Protocol):
     """How one version of an engine speaks the push. `note` is set when the version is not known.
 
     `labels_at_finish`: only finish_weight_update can label the weights. `keeps_streams`: the packed
-    NCCL consumer uses the same CUDA streams in each update.
+    NCCL consumer uses the same CUDA streams in each update. `places_tensors`: by CUDA IPC it can be
+    told where tensors lie; else they follow each other without gaps.
     """
 
     @property
@@ -415,6 +424,13 @@ class Dialect(Protocol):
     def labels_at_finish(self) -> bool: ...
     @property
     def keeps_streams(self) -> bool: ...
+    @property
+    def places_tensors(self) -> bool: ...
+
+    def refuses(self, config: Mapping[str, Any]) -> str:
+        """Why tensors of a checkpoint with this config.json cannot be sent to its servers; "" where
+        they can."""
+        ...
 
     def nccl_init_info(
         self,
@@ -456,15 +472,11 @@ class Dialect(Protocol):
         ...
 
     def ipc_update_info(
-        self,
-        tensors: TensorHeaders,
-        pickled_handles: str,
-        *,
-        sizes_bytes: Sequence[int] | None = None,
+        self, tensors: TensorHeaders, handles: Any, placement: Placement | None = None
     ) -> dict[str, Any]:
-        """update_info of one IPC chunk. The handles (`transfer/transports/ipc.py`) map each GPU's
-        UUID to the rebuild arguments of one uint8 buffer, which `sizes_bytes` cuts into `tensors`;
-        without sizes they are a list with one such mapping per tensor."""
+        """update_info of one IPC chunk: one uint8 buffer, in which `tensors` lie as `placement`
+        says. `handles` are as the carrier made them (`transfer/transports/ipc.py`); without a
+        placement, a list of them with one for each tensor."""
         ...
 
 

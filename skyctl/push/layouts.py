@@ -25,6 +25,7 @@ from skyctl.errors import PreflightError, ServerError
 from skyctl.push.request import Layout
 from skyctl.push.rows import Compared
 from skyctl.push.sites import Site, Weights
+from skyctl.push.verify import can_compare
 from skyctl.transfer.layout import NotInLayout, check_layouts, order_for_runtime, program_for
 from skyctl.transfer.plan import ChunkPlan
 
@@ -107,7 +108,8 @@ async def choose_layout(
     Raises:
         PreflightError: `wanted` is "runtime", and it cannot be.
     """
-    if wanted == "checkpoint" or (wanted == "auto" and transport not in _TRANSPORTS):
+    could = transport in _TRANSPORTS and all(can_compare(site.target) for site in sites)
+    if wanted == "checkpoint" or (wanted == "auto" and not could):
         return LayoutChoice()
     try:
         workers = await _ask(transport, sites, timeout_s=timeout_s)

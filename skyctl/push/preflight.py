@@ -200,6 +200,10 @@ async def preflight(
             f"--stage {request.stage}: {problem}", hint="leave --stage out: it is chosen then"
         )
     transport = None if choice.name == "disk" else load_transport(choice.name)
+    if transport is not None and (dialect := facts[0].dialect) is not None:
+        if why := dialect.refuses(checkpoint.config):
+            raise PreflightError(why, hint="push with --transport disk")
+        transport = transport.speaking(dialect)
     refuse_stage_rate(request, choice.name)
     nccl_settings: Mapping[str, str] | None = None
     if choice.name == "nccl":

@@ -38,6 +38,7 @@ def stub_run(directory: Path) -> SGLangRun:
         directory,
         extra=settings,
         router=True,
+        transports=("disk",),
         held_tokens=1000,
         pushes=2,
         verbs=40,

@@ -66,11 +66,13 @@ class Place:
 @dataclass
 class SGLangRun:
     """The fleet `sgl` (sgl-0 with its prefix cache, plain-0 without) on checkpoint `a`, and the
-    fleet `right`, a server on `b`. `extra` goes into both fleet files."""
+    fleet `right`, a server on `b`. `extra` goes into both fleet files. `transports` are tried; the
+    last one is what the file says."""
 
     directory: Path
     extra: dict[str, Any] = field(default_factory=lambda: {"share_gpus": True, "args": SERVER})
     router: bool = False
+    transports: tuple[str, ...] = ("disk", "ipc")
     write: Callable[[Path, int], object] = lambda path, seed: write_checkpoint(path, SHAPE, seed)
     held_tokens: int = 1800
     pushes: int = 20
@@ -98,6 +100,7 @@ class SGLangRun:
             "model": str(model),
             "served_model_name": "tiny",
             "router": {"enabled": self.router and name == "sgl"},
+            "weight_transfer": {"transport": self.transports[-1]},
             "health": {"startup_timeout_s": UP_TIMEOUT_S},
             **self.extra,
             **more,
@@ -213,16 +216,18 @@ def starts(run: SGLangRun) -> str:
 def a_b_a(run: SGLangRun) -> str:
     right, first = run.answers("right")["right-0"], run.answers()
     assert first["sgl-0"] == first["plain-0"] != right
-    pushed = run.push(run.b)
-    assert run.answers() == {"sgl-0": right, "plain-0": right}
-    digests = {s["weights_digest"] for s in pushed["servers"]}
     verified = run.fleets["right"].data("weights", "verify", timeout_s=90)["servers"][0]["digest"]
-    assert digests == {verified}, f"{digests} after a push, {verified} of a server started on it"
-    back = run.push(run.a)
-    assert run.answers() == first
-    freezes = [1000 * one["freeze_window_s"] for one in (pushed, back)]
-    frozen = f"frozen {freezes[0]:.0f}, {freezes[1]:.0f} ms"
-    return f"tokens and checksums of a server started on B; {frozen}"
+    frozen = []
+    for transport in run.transports:
+        pushed = run.push(run.b, "--transport", transport)
+        assert run.answers() == {"sgl-0": right, "plain-0": right}, transport
+        digests = {s["weights_digest"] for s in pushed["servers"]}
+        assert digests == {verified}, f"{transport}: {digests}, {verified} of one started on it"
+        back = run.push(run.a, "--transport", transport)
+        assert run.answers() == first, transport
+        freezes = [1000 * one["freeze_window_s"] for one in (pushed, back)]
+        frozen.append(f"{transport} frozen {freezes[0]:.0f}, {freezes[1]:.0f} ms")
+    return f"tokens and checksums of a server started on B; {'; '.join(frozen)}"
 
 
 def many_pushes(run: SGLangRun) -> str:

@@ -14,7 +14,11 @@ scheduler, and the server with it (`dead` says of what); one call never returns 
 from __future__ import annotations
 
 import asyncio
+import base64
+import io
 import json
+import pickle
+import zlib
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,15 +34,43 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from skyctl.engines.sglang.inside.keeper import MEMORY, Keeper
+from tests.stub import rows
 from tests.stub.faults import Fault, FaultLayer
 from tests.stub.generation import TokenGate, next_token, prompt_ids
-from tests.stub.state import digest_of_checkpoint
+from tests.stub.state import digest_of_checkpoint, digest_of_updates
 
 ZEROS = "zeros"
+STAGED: dict[bytes, bytes] = {}
+"""GPU memory of a sender in this process, by the handle that it is mapped by."""
 
 
 class Died(httpx.ReadError):
     """The scheduler failed an assertion; nothing answers any more, connections break."""
+
+
+@dataclass(frozen=True)
+class _Metadata:
+    """`FlattenedTensorMetadata`."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    start_idx: int
+    end_idx: int
+    numel: int
+
+
+class _Unpickler(pickle.Unpickler):
+    """Lets in what SGLang's `SafeUnpickler` does, as far as a bucket has it."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("torch.multiprocessing.reductions", "rebuild_cuda_tensor"):
+            return lambda *arguments: STAGED[arguments[7]]
+        if (module, name) == ("sglang.srt.weight_sync.tensor_bucket", "FlattenedTensorMetadata"):
+            return _Metadata
+        if module == "torch" or module.startswith("torch."):
+            return tuple if name == "Size" else name
+        raise RuntimeError(f"Blocked unsafe class loading ({module}.{name})")
 
 
 @dataclass
@@ -79,6 +111,7 @@ class SGLangEngine:
 
     def __post_init__(self) -> None:
         self.digest = self.digest or digest_of_checkpoint(self.model)
+        self.checksums: dict[str, int] = {}
         self.changed = asyncio.Condition()
         self.aborts = 0
         self.on_death: Callable[[], object] = lambda: None
@@ -144,6 +177,31 @@ class SGLangEngine:
             self.weight_version = body["weight_version"]
         self.log.append("update")
         return ""
+
+    async def update_from_tensor(self, body: Mapping[str, Any]) -> None:
+        """Tensors that were there stay, but for those that come."""
+        self._alive()
+        if not self.is_pause:
+            async with self.changed:
+                await self.changed.wait_for(lambda: not self.requests)
+        if "weights" in self.released:
+            self._die("weights were loaded into memory that is released")
+        assert body["load_format"] == "flattened_bucket"
+        raw = base64.b64decode(body["serialized_named_tensors"][0], validate=True)
+        bucket = _Unpickler(io.BytesIO(raw)).load()
+        buffer = bucket["flattened_tensor"]
+        if not self.checksums:
+            self.checksums = {
+                n: zlib.crc32(d) for n, (_, d) in rows.of_checkpoint(self.model).items()
+            }
+        for one in bucket["metadata"]:
+            assert one.end_idx - one.start_idx == one.numel
+            self.checksums[one.name] = zlib.crc32(buffer[one.start_idx : one.end_idx])
+        update = {"names": list(self.checksums), "crc32": list(self.checksums.values())}
+        self.digest = digest_of_updates([update])
+        if body.get("flush_cache", True) and not self.flush():
+            self._die("Cache flush failed after updating weights")
+        self.log.append("update")
 
     # the scheduler
 
@@ -289,6 +347,7 @@ class SGLangStub:
             "/resume_memory_occupation": self._resume,
             "/update_weights_from_disk": self._update,
             "/update_weights_from_distributed": self._distributed,
+            "/update_weights_from_tensor": self._from_tensor,
             "/update_weight_version": self._version,
             "/weights_checker": self._checker,
             "/flush_cache": self._flush,
@@ -433,6 +492,10 @@ class SGLangStub:
         problem = await self.engine.update_from_disk(await request.json())
         content = {"success": not problem, "message": problem or "Succeeded", "num_paused": 0}
         return JSONResponse(content, 400 if problem else 200)
+
+    async def _from_tensor(self, request: Request) -> Response:
+        await self.engine.update_from_tensor(await request.json())
+        return JSONResponse({"success": True, "message": "Success"})
 
     async def _distributed(self, request: Request) -> Response:
         await request.json()

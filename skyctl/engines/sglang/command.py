@@ -70,6 +70,17 @@ def server_command(launch: ServerLaunch) -> Command:
             "data_parallel_size: skyctl starts no data-parallel SGLang servers",
             hint="use `replicas`",
         )
+    if launch.backend == "ipc" and "quantization" in launch.args:
+        raise UsageError(
+            "weight_transfer.transport 'ipc': SGLang takes no tensors for quantized parameters",
+            hint="use disk, or take `quantization` out",
+        )
+    if launch.backend == "ipc" and launch.pipeline_parallel_size > 1:
+        raise UsageError(
+            "weight_transfer.transport 'ipc': SGLang takes tensors by the rank within a stage, so "
+            "that pipeline stages cannot be told apart",
+            hint="use disk, or take `pipeline_parallel_size` out",
+        )
     if launch.auth == "none" and launch.api_key is not None:
         raise UsageError(
             "auth: none with api_key_env: nothing would ask for the key, which skyctl's guard does",
@@ -112,15 +123,19 @@ def _environment(launch: ServerLaunch) -> dict[str, str]:
 
 
 def backend(transport: str, device: Device, free_gpus: Sequence[int], auth: str) -> str:
-    """Servers read checkpoints by themselves.
+    """Servers read checkpoints by themselves; on GPUs they can take them by CUDA IPC instead, which
+    must be asked for.
 
     Raises:
-        UsageError: another transport is asked for.
+        UsageError: another transport is asked for, or that one where it is not possible.
     """
     if transport in ("auto", "disk"):
         return ""
+    if transport == "ipc" and device == "cuda":
+        return "ipc"
     raise UsageError(
-        f"weight_transfer.transport {transport!r}: skyctl pushes to SGLang servers by disk alone",
+        f"weight_transfer.transport {transport!r}: skyctl pushes to SGLang servers by disk, and on "
+        "GPUs by ipc",
         hint="use auto or disk",
     )
 
@@ -129,6 +144,8 @@ def modules(device: Device, router: bool, backend: str, pairs: bool) -> dict[str
     """Modules that the servers' interpreter must have, and how to get each."""
     install = "pip install 'skyctl-fleet[sglang]', or name an interpreter with `python:`"
     found = {"sglang": install}
+    if backend == "ipc":
+        found["skyctl"] = "install skyctl there too, for the sender; or use transport disk"
     if router:
         found["vllm_router"] = "pip install vllm-router, or set `router: {enabled: false}`"
     return found

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from skyctl.engines.base import Engine, Feature
 from skyctl.engines.inside.guard import HELD_VARIABLE
 from skyctl.engines.sglang import command
+from skyctl.engines.sglang.tensors import dialect_for
 from skyctl.engines.vllm.engine import VLLM_ROUTER
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ SGLANG = Engine(
     server=_server,
     server_command=command.server_command,
     backend=command.backend,
+    dialect=dialect_for,
     modules=command.modules,
     warnings=command.warnings,
     sizes=command.sizes,

@@ -27,6 +27,7 @@ _MANAGED = frozenset(
         keeper.RELEASE,
         keeper.RESUME,
         keeper.FROM_DISK,
+        keeper.FROM_TENSOR,
         "/update_weight_version",
         "/weights_checker",
         "/flush_cache",
@@ -61,6 +62,7 @@ class SGLangServer(HttpServer):
     `probe_s` seconds."""
 
     probe_s = 1.0
+    _updates = False
 
     async def health(self) -> None:
         """Return when it has warmed up. One that was not started by skyctl generates a token for
@@ -90,9 +92,7 @@ class SGLangServer(HttpServer):
 
     async def started_with(self) -> StartedWith:
         info = await self._info()
-        return StartedWith(
-            str(info.get("model_path") or ""), str(info.get("load_format") or ""), backend=""
-        )
+        return StartedWith(str(info.get("model_path") or ""), str(info.get("load_format") or ""))
 
     async def metrics(self) -> ServerMetrics:
         """The sleep level is the keeper's. Raises ServerError without --enable-metrics."""
@@ -251,24 +251,28 @@ class SGLangServer(HttpServer):
         body = {"model_path": path, "flush_cache": False}
         await self._call("POST", keeper.FROM_DISK, json=body, timeout_s=timeout_s)
 
-    async def finish_weight_update(
-        self, weight_version: str | None = None, *, timeout_s: float | None = None
-    ) -> None:
-        """There are no sessions: nothing is ever open."""
-        self._lacks("update sessions", Refusal.NO_SESSION)
-
     async def init_weight_transfer(
         self, init_info: Mapping[str, Any], *, timeout_s: float | None = None
     ) -> None:
-        self._lacks("weight transfer that skyctl speaks", Refusal.NO_TRANSFER)
+        """Nothing: an update brings all that is needed."""
 
     async def start_weight_update(self, *, timeout_s: float | None = None) -> None:
-        self._lacks("weight transfer that skyctl speaks", Refusal.NO_TRANSFER)
+        """SGLang has no sessions: only this object knows that one is open. What must be true before
+        a reload must be before an update."""
+        await self.prepare_reload()
+        self._updates = True
 
     async def update_weights(
         self, update_info: Mapping[str, Any], *, timeout_s: float | None = None
     ) -> None:
-        self._lacks("weight transfer that skyctl speaks", Refusal.NO_TRANSFER)
+        await self._call("POST", keeper.FROM_TENSOR, json=dict(update_info), timeout_s=timeout_s)
+
+    async def finish_weight_update(
+        self, weight_version: str | None = None, *, timeout_s: float | None = None
+    ) -> None:
+        if not self._updates:
+            self._lacks("update sessions of others", Refusal.NO_SESSION)
+        self._updates = False
 
     async def weight_version(self) -> str | None:
         found = self._mapping(await self._call("GET", "/model_info"), "/model_info")

@@ -15,11 +15,11 @@ payload, so a key that its version does not know is an error: payloads hold exac
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from skyctl.engines.base import PackedBuffers, TensorHeaders
+from skyctl.engines.base import PackedBuffers, Placement, TensorHeaders
 
 
 def _buffers_to_wire(buffers: PackedBuffers | None) -> dict[str, Any]:
@@ -55,6 +55,10 @@ class VLLMDialect:
     labels_at_finish: bool
     keeps_streams: bool
     note: str = ""
+    places_tensors: bool = False
+
+    def refuses(self, config: Mapping[str, Any]) -> str:
+        return ""
 
     def nccl_init_info(
         self,
@@ -94,21 +98,17 @@ class VLLMDialect:
         return self.nccl_init_info(**rendezvous, buffers=None)
 
     def ipc_update_info(
-        self,
-        tensors: TensorHeaders,
-        pickled_handles: str,
-        *,
-        sizes_bytes: Sequence[int] | None = None,
+        self, tensors: TensorHeaders, handles: Any, placement: Placement | None = None
     ) -> dict[str, Any]:
         """Raises ValueError when there are not as many sizes as tensors."""
-        if sizes_bytes is not None and len(sizes_bytes) != len(tensors.names):
-            raise ValueError(f"{len(sizes_bytes)} sizes for {len(tensors.names)} tensors")
+        if placement is not None and len(placement.sizes) != len(tensors.names):
+            raise ValueError(f"{len(placement.sizes)} sizes for {len(tensors.names)} tensors")
         info = _headers_to_wire(tensors)
-        info["ipc_handles_pickled"] = pickled_handles
-        if sizes_bytes is not None:
-            info["tensor_sizes"] = list(sizes_bytes)
+        info["ipc_handles_pickled"] = handles
+        if placement is not None:
+            info["tensor_sizes"] = list(placement.sizes)
         if not self.ipc_packed_in_init:
-            info["packed"] = sizes_bytes is not None
+            info["packed"] = placement is not None
         return info
 
 

@@ -57,6 +57,10 @@ class Transport(Protocol):
     packing: Packing = "fit"
     alignment: int = ALIGNMENT
 
+    def speaking(self, dialect: Dialect) -> Transport:
+        """As it is for servers of this dialect."""
+        return self
+
     def sender_options(
         self,
         *,

@@ -1,21 +1,27 @@
 """CUDA IPC: servers copy each chunk out of the sender's buffers on their own GPUs.
 
-Speaks to vLLM's native engine (`distributed/weight_transfer/ipc_engine.py`, packed). One sender
-serves every GPU of the host: a chunk is read once, copied to the first GPU, and from there to the
-others over NVLink. All slots of a GPU are one allocation, so that a server maps it once.
+Speaks to vLLM's native engine (`distributed/weight_transfer/ipc_engine.py`, packed), and to engines
+that are told where each tensor lies. One sender serves every GPU of the host: a chunk is read once,
+copied to the first GPU, and from there to the others over NVLink. All slots of a GPU are one
+allocation, so that a server maps it once.
 """
 
 from __future__ import annotations
 
+import base64
+import pickle
 from collections.abc import Sequence
 from typing import Any
 
-from skyctl.engines.base import Dialect
+from skyctl.engines.base import Dialect, Placement
 from skyctl.transfer.gpu.carrier import GpuCarrier, pickle_handles
 from skyctl.transfer.gpu.devices import uuid_of
-from skyctl.transfer.plan import Chunk
+from skyctl.transfer.plan import ALIGNMENT, Chunk
 from skyctl.transfer.reader import Filled
 from skyctl.transfer.transports.base import Session, Transport, tensor_headers
+
+_DEVICE = 6
+"""Where `rebuild_cuda_tensor` takes the GPU."""
 
 
 class IpcTransport(Transport):
@@ -25,10 +31,17 @@ class IpcTransport(Transport):
     resident = True
     ordered = False
     shares_gpus = True
-    alignment = 1  # vLLM's packed format has no padding
+
+    def __init__(self, *, places_tensors: bool = False) -> None:
+        self._places_tensors = places_tensors
+        self.alignment = ALIGNMENT if places_tensors else 1  # vLLM's packed format has no padding
+
+    def speaking(self, dialect: Dialect) -> Transport:
+        return IpcTransport(places_tensors=True) if dialect.places_tensors else self
 
     def sender_options(self, server_gpus: Sequence[Sequence[int]], **_: Any) -> dict[str, Any]:
-        return {"server_gpus": [list(gpus) for gpus in server_gpus]}
+        gpus = [list(gpus) for gpus in server_gpus]
+        return {"server_gpus": gpus, "by_rank": self._places_tensors}
 
     def init_info(self, session: Session, *, rank_offset: int, dialect: Dialect) -> dict[str, Any]:
         return dialect.ipc_init_info(packed=True)
@@ -39,7 +52,10 @@ class IpcTransport(Transport):
         return dialect.ipc_update_info(
             tensor_headers(chunk),
             filled.extra["handles"][server],
-            sizes_bytes=[placed.tensor.nbytes for placed in chunk.placed],
+            Placement(
+                [placed.offset for placed in chunk.placed],
+                [placed.tensor.nbytes for placed in chunk.placed],
+            ),
         )
 
 
@@ -48,13 +64,18 @@ TRANSPORT = IpcTransport()
 
 def open_carrier(session: str, options: dict[str, Any]) -> IpcCarrier:
     """The sender's half. Imports torch."""
-    return IpcCarrier(options["server_gpus"])
+    return IpcCarrier(options["server_gpus"], by_rank=options["by_rank"])
 
 
 class IpcCarrier(GpuCarrier):
-    """Slots on every GPU that hosts a worker, exported to each server."""
+    """Slots on every GPU that hosts a worker, exported to each server.
 
-    def __init__(self, server_gpus: Sequence[Sequence[int]]) -> None:
+    A server's handles are one pickled mapping of GPUs (UUIDs) to rebuild arguments, as vLLM takes
+    them; `by_rank` a list of pickled rebuild arguments, one for each of its GPUs.
+    """
+
+    def __init__(self, server_gpus: Sequence[Sequence[int]], *, by_rank: bool = False) -> None:
+        self._by_rank = by_rank
         super().__init__(sorted({gpu for gpus in server_gpus for gpu in gpus}), server_gpus)
         self._uuids = {device: uuid_of(device) for device in self.devices}
 
@@ -68,13 +89,13 @@ class IpcCarrier(GpuCarrier):
 
         if self.shown:
             return {}  # what is exported and never mapped would not be freed either
-        handles = []
-        for gpus in self.server_gpus:
-            payload = {
-                self._uuids[gpu]: reduce_tensor(self.slots.view(gpu, slot))[1] for gpu in gpus
-            }
-            handles.append(pickle_handles(payload))
-        return {"handles": handles}
+        exported = [
+            {self._uuids[gpu]: reduce_tensor(self.slots.view(gpu, slot))[1] for gpu in gpus}
+            for gpus in self.server_gpus
+        ]
+        if self._by_rank:
+            return {"handles": [[by_uuid(*one) for one in of.items()] for of in exported]}
+        return {"handles": [pickle_handles(of) for of in exported]}
 
     def endpoint(self) -> dict[str, Any]:
         return {}
@@ -84,3 +105,10 @@ class IpcCarrier(GpuCarrier):
 
     def send(self, slot: int, size: int) -> None:
         """Servers read by themselves."""
+
+
+def by_uuid(uuid: str, arguments: tuple[Any, ...]) -> str:
+    """Rebuild arguments in which the GPU goes by its UUID: the other process may number GPUs in
+    another way."""
+    named = (*arguments[:_DEVICE], uuid, *arguments[_DEVICE + 1 :])
+    return base64.b64encode(pickle.dumps(named, protocol=3)).decode("ascii")

@@ -7,7 +7,7 @@ import pickle
 
 import pytest
 
-from skyctl.engines.base import PackedBuffers, TensorHeaders
+from skyctl.engines.base import PackedBuffers, Placement, TensorHeaders
 from skyctl.engines.vllm.dialects import VLLMDialect as Dialect
 from skyctl.engines.vllm.dialects import dialect_for
 from skyctl.transfer.gpu.carrier import pickle_handles
@@ -52,8 +52,8 @@ def test_ipc_says_packed_in_each_update_to_026_and_at_init_from_027_on() -> None
     old, new = dialect_for("0.26.0"), dialect_for("0.27.0")
     assert old.ipc_init_info(packed=True) == {}
     assert new.ipc_init_info(packed=True) == {"packed": True}
-    assert old.ipc_update_info(TENSORS, handles, sizes_bytes=[12, 16])["packed"] is True
-    assert "packed" not in new.ipc_update_info(TENSORS, handles, sizes_bytes=[12, 16])
+    assert old.ipc_update_info(TENSORS, handles, Placement([0, 12], [12, 16]))["packed"] is True
+    assert "packed" not in new.ipc_update_info(TENSORS, handles, Placement([0, 12], [12, 16]))
 
 
 def test_a_trainers_own_engine_is_told_where_to_meet() -> None:
@@ -68,7 +68,7 @@ def test_a_trainers_own_engine_is_told_where_to_meet() -> None:
 def test_ipc_handles_travel_pickled_in_base64() -> None:
     handles = {"GPU-1": ("storage", 7)}
     info = dialect_for("0.32.0").ipc_update_info(
-        TENSORS, pickle_handles(handles), sizes_bytes=[12, 16]
+        TENSORS, pickle_handles(handles), Placement([0, 12], [12, 16])
     )
     assert pickle.loads(base64.b64decode(info["ipc_handles_pickled"])) == handles
     assert info["tensor_sizes"] == [12, 16]
@@ -86,7 +86,7 @@ def test_unpacked_ipc_has_a_handle_per_tensor_and_no_sizes() -> None:
 def test_payloads_that_contradict_themselves_are_refused() -> None:
     dialect = dialect_for("0.32.0")
     with pytest.raises(ValueError, match="1 sizes for 2 tensors"):
-        dialect.ipc_update_info(TENSORS, pickle_handles({"GPU-1": 1}), sizes_bytes=[12])
+        dialect.ipc_update_info(TENSORS, pickle_handles({"GPU-1": 1}), Placement([0], [12]))
     with pytest.raises(ValueError, match="2 names, 1 dtypes"):
         TensorHeaders(["a", "b"], ["float32"], [(1,), (2,)])
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from skyctl.engines.base import PackedBuffers, TensorHeaders
+from skyctl.engines.base import PackedBuffers, Placement, TensorHeaders
 from skyctl.engines.vllm.dialects import VLLMDialect as Dialect
 from skyctl.engines.vllm.dialects import dialect_for
 from skyctl.transfer.gpu.carrier import pickle_handles
@@ -66,5 +66,7 @@ def test_nccl_payloads_are_what_vllm_takes(dialect: Dialect, buffers: PackedBuff
 
 def test_ipc_payloads_are_what_vllm_takes(dialect: Dialect) -> None:
     check(dialect.ipc_init_info(packed=True), "ipc_engine", "IPCWeightTransferInitInfo")
-    update = dialect.ipc_update_info(TENSORS, pickle_handles({"GPU-1": 1}), sizes_bytes=[16])
+    update = dialect.ipc_update_info(
+        TENSORS, pickle_handles({"GPU-1": 1}), Placement([0] * 1, [16])
+    )
     check(update, "ipc_engine", "IPCWeightTransferUpdateInfo")

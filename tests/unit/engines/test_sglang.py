@@ -19,6 +19,7 @@ from skyctl.core.service import Pause, Resume, Sleep
 from skyctl.doctor.examine import examine
 from skyctl.engines.inside import ALONE
 from skyctl.engines.inside.guard import Guard, is_data
+from skyctl.engines.sglang import command
 from skyctl.engines.sglang.inside import keeper
 from skyctl.engines.sglang.server import SGLangServer
 from skyctl.errors import ServerError, UsageError
@@ -32,6 +33,8 @@ from tests.stub.faults import Fault
 from tests.stub.inprocess import StubTransport
 from tests.stub.sglang import SGLangEngine, SGLangStub, _Request
 from tests.unit.core.test_plan import PYTHON, gpus, plan
+
+IPC: dict[str, Any] = {"weight_transfer": {"transport": "ipc"}}
 
 
 def test_a_gpu_server_gets_exactly_this_command_and_environment() -> None:
@@ -68,8 +71,10 @@ def test_an_interpreter_without_skyctl_runs_the_file() -> None:
 @pytest.mark.parametrize(
     ("settings", "why"),
     [
-        ({"weight_transfer": {"transport": "nccl"}}, "by disk alone"),
-        ({"weight_transfer": {"transport": "ipc"}}, "by disk alone"),
+        ({"weight_transfer": {"transport": "nccl"}}, "by disk, and on GPUs by ipc"),
+        ({"device": "cpu", "weight_transfer": {"transport": "ipc"}}, "on GPUs by ipc"),
+        ({**IPC, "args": {"quantization": "fp8"}}, "no tensors for quantized parameters"),
+        ({**IPC, "pipeline_parallel_size": 2}, "pipeline stages cannot be told apart"),
         ({"lora": {}}, "no LoRA adapters"),
         ({"data_parallel_size": 2}, "no data-parallel SGLang servers"),
         ({"args": {"fastapi-root-path": "/below"}}, "asks its servers at the root"),
@@ -80,6 +85,12 @@ def test_an_interpreter_without_skyctl_runs_the_file() -> None:
 def test_what_skyctl_does_not_do_with_sglang_is_refused(settings: dict[str, Any], why: str) -> None:
     with pytest.raises(UsageError, match=why):
         plan(engine="sglang", machine_gpus=gpus(2), environ={"THE_KEY": "k"}, **settings)
+
+
+def test_servers_take_tensors_on_gpus_where_that_is_asked_for() -> None:
+    (server,) = plan(engine="sglang", machine_gpus=gpus(1), **IPC).servers
+    assert server.backend == "ipc"
+    assert "skyctl" in command.modules("cuda", False, server.backend, False)
 
 
 def test_the_file_finds_its_layers_without_skyctl() -> None:

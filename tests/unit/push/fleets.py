@@ -13,6 +13,7 @@ from skyctl.http.client import ControlClient
 from skyctl.http.target import ServerTarget
 from skyctl.push.transaction import PushFleet, PushServer
 from tests.stub.app import StubServer
+from tests.stub.sglang import SGLangStub
 from tests.stub.state import EngineRefused, StubEngine
 from tests.stub.through_httpx import ThroughHttpx
 from tests.unit.push.checkpoints import tiny_tensors, write_checkpoint
@@ -21,7 +22,7 @@ from tests.unit.push.checkpoints import tiny_tensors, write_checkpoint
 class LoopbackTransport(httpx.AsyncBaseTransport):
     """Routes `http://127.0.0.1:<9000 + n>` to stub number n."""
 
-    def __init__(self, stubs: Sequence[StubServer]) -> None:
+    def __init__(self, stubs: Sequence[StubServer | SGLangStub]) -> None:
         self._apps = [httpx.ASGITransport(stub.asgi) for stub in stubs]  # type: ignore[arg-type]
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:

@@ -46,10 +46,10 @@ MEMORY = ("kv_cache", "weights", "cuda_graph")
 """What SGLang releases and resumes when it is told no tags."""
 PAUSE, CONTINUE = "/pause_generation", "/continue_generation"
 RELEASE, RESUME = "/release_memory_occupation", "/resume_memory_occupation"
-FROM_DISK = "/update_weights_from_disk"
+FROM_DISK, FROM_TENSOR = "/update_weights_from_disk", "/update_weights_from_tensor"
 UPDATES = (
     FROM_DISK,
-    "/update_weights_from_tensor",
+    FROM_TENSOR,
     "/update_weights_from_distributed",
     "/update_weights_from_ipc",
 )
