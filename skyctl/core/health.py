@@ -50,6 +50,11 @@ class FailureCount:
     policy: HealthPolicy
     count: int = 0
 
+    @property
+    def next_decides(self) -> bool:
+        """Whether one more is too many."""
+        return self.count + 1 >= self.policy.failures
+
     def succeeded(self) -> None:
         self.count = 0
 

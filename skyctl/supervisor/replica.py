@@ -369,13 +369,15 @@ class Replica(KeptRunning):
         failures = FailureCount(policy)
         while not await _wait(process.exited, policy.interval_s):
             self._record_descendants(process)
+            # first: a probe of a machine that is away says nothing about the server
+            lost = await process.lost() if failures.next_decides else ""
             try:
                 paused = await probe_alive(self._context.client, self.target, policy.timeout_s)
             except ServerError as error:
                 # A push may block the engine for as long as its own deadlines allow.
                 busy = self.update_state or self.rehearsing
                 if not busy and (verdict := failures.failed(error)):
-                    self.lost = await process.lost()
+                    self.lost = lost or await process.lost()
                     if not self.lost:
                         return self._death(process) if process.exited.is_set() else verdict
                 self._note_failures(failures)

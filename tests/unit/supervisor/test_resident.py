@@ -230,6 +230,28 @@ async def test_a_server_that_stops_answering_is_killed_and_restarted(tmp_path: P
         assert row.restarts == 1 and row.restart_reason.startswith(why)
 
 
+async def test_a_server_whose_machine_comes_back_is_asked_again_before_it_counts_as_dead(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = iter(["its machine is away", ""])
+
+    async def lost(process: ManagedProcess) -> str:
+        if not (answer := next(answers, "")):
+            assert process.pid is not None
+            os.kill(process.pid, signal.SIGCONT)
+        return answer
+
+    async with supervising(tmp_path) as supervisor:
+        health = {"interval_s": 0.1, "timeout_s": 0.3, "failures": 2, "startup_timeout_s": 15}
+        await bring_up(supervisor, fleet_plan([stub_server("a")], health=health))
+        pid = pid_of(supervisor, "a")
+        monkeypatch.setattr(ManagedProcess, "lost", lost)
+        os.kill(pid, signal.SIGSTOP)
+        await eventually(lambda: states(supervisor)["a"] == "unreachable")
+        await eventually(lambda: states(supervisor)["a"] != "unreachable")
+        assert (states(supervisor)["a"], pid_of(supervisor, "a")) == ("ready", pid)
+
+
 async def test_an_adopted_server_that_closed_its_port_is_not_waited_for_as_one_that_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
