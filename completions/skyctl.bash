@@ -299,13 +299,14 @@ _skyctl() {
                 --model) true; return ;;
                 --max-tokens) true; return ;;
                 --temperature) true; return ;;
+                --n) true; return ;;
                 --session-id) true; return ;;
                 --server) _skyctl_ask; return ;;
                 --concurrency) true; return ;;
                 --retries) true; return ;;
                 --timeout) true; return ;;
             esac
-            _skyctl_words "-f --file --fleet -i --input -o --output --model --chat --max-tokens --temperature --ignore-eos --session-id --server --concurrency --retries --timeout --json -h --help -q --quiet --no-color --debug" ;;
+            _skyctl_words "-f --file --fleet -i --input -o --output --model --chat --max-tokens --temperature --n --ignore-eos --session-id --server --concurrency --retries --timeout --json -h --help -q --quiet --no-color --debug" ;;
         "urls")
             case "$prev" in
                 -f|--file) _skyctl_files; return ;;

@@ -363,6 +363,7 @@ complete -c skyctl -n '__fish_seen_subcommand_from generate' -l model -x -d 'An 
 complete -c skyctl -n '__fish_seen_subcommand_from generate' -l chat -d 'Send text prompts as chats.'
 complete -c skyctl -n '__fish_seen_subcommand_from generate' -l max-tokens -x -d 'Tokens per answer, unless a line sets it.'
 complete -c skyctl -n '__fish_seen_subcommand_from generate' -l temperature -x -d 'Sampling temperature, unless a line sets it; 0 is greedy.'
+complete -c skyctl -n '__fish_seen_subcommand_from generate' -l n -x -d 'Answers to each prompt, unless a line sets it.'
 complete -c skyctl -n '__fish_seen_subcommand_from generate' -l ignore-eos -d 'Continue to --max-tokens past the end-of-text token.'
 complete -c skyctl -n '__fish_seen_subcommand_from generate' -l session-id -x -d 'X-Session-ID: sticky routing policies keep it on one server.'
 complete -c skyctl -n '__fish_seen_subcommand_from generate' -l server -x -a '(__skyctl_ask)' -d 'Ask this server directly, not the router.'

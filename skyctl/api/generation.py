@@ -45,6 +45,7 @@ class GeneratingFleet(SessionHolder):
         session_id: str | None = None,
         server: str | None = None,
         concurrency: int = 32,
+        n: int = 1,
         timeout_s: float | None = None,
         on_done: Callable[[GenerationResult], None] | None = None,
         check: bool = True,
@@ -61,17 +62,22 @@ class GeneratingFleet(SessionHolder):
             prompts: see `Prompt`. `chat` sends texts as a user's message.
             session_id: sticky routing policies keep requests of one session on one server.
             server: straight to this server instead of through the router.
+            n: answers to each prompt that does not say otherwise, one after the other in the
+                result. For a single text, give a list of it.
             timeout_s: deadline of each request, waits included; None waits for ever.
             on_done: hears each result when it is there, in the order of finishing.
 
         Raises:
+            UsageError: a prompt is none, or `n` goes with a single text.
             PartialFailure: with `check`, some requests were given up; `outcomes` has the results.
             ServerError, DeadlineExceeded: with `check`, all of them were.
         """
         one = isinstance(prompts, str)
+        if one and n != 1:
+            raise UsageError("several answers are a list", hint="generate([prompt], n=…)")
         requests = _requests(
             [prompts] if isinstance(prompts, str) else prompts,
-            sampling,
+            {"n": n, **sampling},
             chat=chat,
             session_id=session_id,
         )
@@ -159,12 +165,12 @@ def _requests(
     chat: bool,
     session_id: str | None,
 ) -> list[GenerationRequest]:
-    """One request per prompt. Raises UsageError for a prompt that is none."""
-    requests = []
+    """One request per answer. Raises UsageError for a prompt that is none."""
+    requests: list[GenerationRequest] = []
     for number, prompt in enumerate(prompts):
         line = {"session_id": session_id, **_line(prompt, number)}
-        requests.append(
-            parse_request(line, f"prompt {number}", number=number, defaults=defaults, chat=chat)
+        requests += parse_request(
+            line, f"prompt {number}", number=number, defaults=defaults, chat=chat
         )
     return requests
 

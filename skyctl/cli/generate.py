@@ -49,6 +49,9 @@ def generate(
         float | None,
         typer.Option(min=0.0, help="Sampling temperature, unless a line sets it; 0 is greedy."),
     ] = None,
+    n: Annotated[
+        int, typer.Option("--n", min=1, help="Answers to each prompt, unless a line sets it.")
+    ] = 1,
     ignore_eos: Annotated[
         bool,
         typer.Option("--ignore-eos", help="Continue to --max-tokens past the end-of-text token."),
@@ -82,20 +85,21 @@ def generate(
 ) -> None:
     """Generate from one prompt, or from a JSONL file of them, in its order.
 
-    A line has "prompt", "messages" or "prompt_token_ids"; "id" and "session_id" are optional and
-    every other key is a sampling parameter. Requests frozen by `pause --mode keep` just wait;
+    A line has "prompt", "messages" or "prompt_token_ids"; "id", "session_id" and "n" are optional
+    and every other key is a sampling parameter. Requests frozen by `pause --mode keep` just wait;
     those that an abort or a dead server cut continue with their tokens.
 
     \b
     skyctl generate "Once upon a time" --temperature 0
     skyctl generate "7 times 6 is" --model math
     skyctl generate -i prompts.jsonl -o answers.jsonl --concurrency 64
+    skyctl generate -i prompts.jsonl --n 8 --temperature 1
     """
     from skyctl import output
     from skyctl.core.registry import select
     from skyctl.generate.requests import RetryPolicy, failure
 
-    defaults: dict[str, Any] = {"max_tokens": max_tokens}
+    defaults: dict[str, Any] = {"max_tokens": max_tokens, "n": n}
     if model is not None:
         defaults["model"] = model
     if temperature is not None:
@@ -103,7 +107,8 @@ def generate(
     if ignore_eos:
         defaults["ignore_eos"] = True
     requests = read_requests(prompt, input, defaults, chat)
-    run = _Run(requests, session_id, server, concurrency, timeout, streamed=prompt is not None)
+    streamed = prompt is not None and len(requests) == 1
+    run = _Run(requests, session_id, server, concurrency, timeout, streamed=streamed)
     began = time.perf_counter()
     results = asyncio.run(
         _generate(select(file, fleet), run, RetryPolicy(max_retries=retries), output_file)
@@ -145,7 +150,7 @@ def read_requests(
         raise UsageError("give one prompt or --input FILE", hint='skyctl generate "Hello"')
     if prompt is not None:
         line = json.dumps({"prompt": prompt})
-        return [parse_line(line, "prompt", number=0, defaults=defaults, chat=chat)]
+        return parse_line(line, "prompt", number=0, defaults=defaults, chat=chat)
     assert path is not None
     if str(path) == "-":
         return parse_lines(sys.stdin, "stdin", defaults=defaults, chat=chat)

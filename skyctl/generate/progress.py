@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from skyctl.errors import ServerError
+from skyctl.generate.prompts import GenerationRequest
 
 
 class Cut(Exception):
@@ -98,6 +99,7 @@ class GenerationResult:
     `seconds` is wall time from the first attempt, waits and freezes included. `prompt_token_ids`
     are the prompt's as the server saw them, None when it never answered. `logprobs` has one natural
     logarithm per token (of the token that was sampled) when the request asked for `logprobs`.
+    `sample` numbers the answers to one prompt (`n`).
     """
 
     id: str
@@ -109,10 +111,12 @@ class GenerationResult:
     error: str = ""
     prompt_token_ids: list[int] | None = None
     logprobs: list[float] | None = None
+    sample: int = 0
 
     def to_json(self) -> dict[str, Any]:
         row: dict[str, Any] = {
             "id": self.id,
+            "sample": self.sample,
             "text": self.text,
             "token_ids": self.token_ids,
             "finish_reason": self.finish_reason,
@@ -163,10 +167,12 @@ class Progress:
         """Forget every token."""
         self.tokens, self.logprobs, self.text = [], [], ""
 
-    def result(self, request_id: str, finish_reason: str, error: str = "") -> GenerationResult:
+    def result(
+        self, request: GenerationRequest, finish_reason: str, error: str = ""
+    ) -> GenerationResult:
         seconds = time.perf_counter() - self.began
         return GenerationResult(
-            request_id,
+            request.id,
             self.text,
             self.tokens,
             finish_reason,
@@ -176,4 +182,5 @@ class Progress:
             self.prompt_ids,
             # all or none: what a server left out cannot be told apart from what came
             self.logprobs if self.tokens and len(self.logprobs) == len(self.tokens) else None,
+            request.sample,
         )

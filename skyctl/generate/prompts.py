@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from skyctl.errors import UsageError
@@ -13,7 +14,7 @@ DEFAULT_MAX_TOKENS = 128
 
 _PROMPT_KEYS = ("prompt", "messages", "prompt_token_ids")
 # skyctl sets these itself: one streamed answer with token ids per line
-_RESERVED = ("stream", "stream_options", "n", "best_of", "echo", "use_beam_search")
+_RESERVED = ("stream", "stream_options", "best_of", "echo", "use_beam_search")
 
 
 @dataclass(frozen=True)
@@ -21,7 +22,8 @@ class GenerationRequest:
     """One request. `body` is what vLLM takes, but for the prompt, the model and streaming.
 
     Exactly one of `prompt` (text or token ids) and `messages` is set. `body["max_tokens"]` is
-    always there, so that a request that was cut can go on for the rest.
+    always there, so that a request that was cut can go on for the rest. `sample` numbers those that
+    ask for several answers to one prompt.
     """
 
     id: str
@@ -29,6 +31,7 @@ class GenerationRequest:
     prompt: str | list[int] | None = None
     messages: list[dict[str, Any]] | None = None
     session_id: str | None = None
+    sample: int = 0
 
     @property
     def max_tokens(self) -> int:
@@ -37,11 +40,12 @@ class GenerationRequest:
 
 def parse_line(
     text: str, where: str, *, number: int, defaults: Mapping[str, Any], chat: bool = False
-) -> GenerationRequest:
+) -> list[GenerationRequest]:
     """One line of a prompts file: an object with `prompt`, `messages` or `prompt_token_ids`.
 
-    `id` names its result (default: `number`, its position), `session_id` makes it sticky; every
-    other key is a sampling parameter, over `defaults`. `chat` turns a text prompt into a chat.
+    `id` names its result (default: `number`, its position), `session_id` makes it sticky, `n` asks
+    for so many answers, each by a request of its own (a `seed` counts up over them); every other
+    key is a sampling parameter, over `defaults`. `chat` turns a text prompt into a chat.
 
     Raises:
         UsageError: the line is wrong; the message starts with `where`.
@@ -62,8 +66,8 @@ def parse_request(
     number: int,
     defaults: Mapping[str, Any],
     chat: bool = False,
-) -> GenerationRequest:
-    """One request from a mapping with the keys of a prompts file's line; see `parse_line`."""
+) -> list[GenerationRequest]:
+    """The requests of a mapping with the keys of a prompts file's line; see `parse_line`."""
     line = dict(line)
     given = [key for key in _PROMPT_KEYS if key in line]
     if len(given) != 1:
@@ -71,15 +75,22 @@ def parse_request(
         raise UsageError(f"{where}: a line has one of {', '.join(_PROMPT_KEYS)}; {found}")
     for key in _RESERVED:
         if key in line:
-            raise UsageError(f"{where}: {key!r} cannot be set here; skyctl streams one answer")
+            raise UsageError(f"{where}: {key!r} cannot be set here; skyctl streams each answer")
     value = line.pop(given[0])
     _check_prompt(given[0], value, where)
     identity, session = line.pop("id", number), line.pop("session_id", None)
     body = _with_max_tokens({**defaults, **line}, where)
+    count, seed = body.pop("n", 1), body.get("seed")
+    if type(count) is not int or count < 1:
+        raise UsageError(f"{where}: n is a positive integer, not {count!r}")
+    request = GenerationRequest(str(identity), body, session_id=session)
     if given[0] == "messages" or (chat and given[0] == "prompt"):
         messages = value if given[0] == "messages" else [{"role": "user", "content": value}]
-        return GenerationRequest(str(identity), body, messages=messages, session_id=session)
-    return GenerationRequest(str(identity), body, prompt=value, session_id=session)
+        request = replace(request, messages=messages)
+    else:
+        request = replace(request, prompt=value)
+    seeds = [{"seed": seed + n} if type(seed) is int else {} for n in range(count)]
+    return [replace(request, body={**body, **seeds[n]}, sample=n) for n in range(count)]
 
 
 def parse_lines(
@@ -91,16 +102,16 @@ def parse_lines(
         UsageError: a line is wrong (`name:line: …`), or there is none at all.
     """
     requests: list[GenerationRequest] = []
+    numbers = itertools.count()
     for line_number, text in enumerate(lines, start=1):
         if text.strip():
-            request = parse_line(
+            requests += parse_line(
                 text,
                 f"{name}:{line_number}",
-                number=len(requests),
+                number=next(numbers),
                 defaults=defaults,
                 chat=chat,
             )
-            requests.append(request)
     if not requests:
         raise UsageError(f"{name}: no prompts in it", hint=f"write lines such as {_EXAMPLE}")
     return requests

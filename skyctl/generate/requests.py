@@ -119,10 +119,10 @@ class GenerationClient:
             async with asyncio.timeout(timeout_s):
                 reason = await self._until_finished(request, progress, on_text)
         except TimeoutError:
-            return progress.result(request.id, "timeout", f"not finished in {timeout_s:g} s")
+            return progress.result(request, "timeout", f"not finished in {timeout_s:g} s")
         except SkyctlError as error:
-            return progress.result(request.id, "error", error.message)
-        return progress.result(request.id, reason)
+            return progress.result(request, "error", error.message)
+        return progress.result(request, reason)
 
     async def generate_many(
         self,

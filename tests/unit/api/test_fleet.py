@@ -171,7 +171,18 @@ async def test_a_request_the_server_refuses_is_not_sent_again(tmp_path: Path, ba
             await fleet.generate("ab", model="another")
 
 
-@pytest.mark.parametrize("prompt", [["ab", 3], [{"nothing": 1}], [""], [{"prompt": "a", "n": 2}]])
+async def test_several_answers_to_each_prompt_come_one_after_the_other(
+    tmp_path: Path, base: Path
+) -> None:
+    async with attached(tmp_path, stubs(base, 1)) as fleet, fleet:
+        found = await fleet.generate(["ab", {"prompt": "c", "n": 1}], n=2, max_tokens=2)
+        assert [(one.id, one.sample) for one in found] == [("0", 0), ("0", 1), ("1", 0)]
+        assert all(len(one.token_ids) == 2 for one in found)
+        with pytest.raises(UsageError, match="several answers are a list"):
+            await fleet.generate("ab", n=2)
+
+
+@pytest.mark.parametrize("prompt", [["ab", 3], [{"nothing": 1}], [""], [{"prompt": "a", "n": 0}]])
 async def test_a_prompt_that_is_none_is_refused(
     tmp_path: Path, base: Path, prompt: list[Any]
 ) -> None:

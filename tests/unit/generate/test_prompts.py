@@ -29,6 +29,18 @@ def test_every_kind_of_prompt_is_read_with_its_sampling_keys() -> None:
     assert requests[2].body["temperature"] == 1.0
 
 
+def test_several_answers_to_a_prompt_are_requests_of_their_own() -> None:
+    requests = parse_lines(
+        ['{"prompt": "a", "seed": 7}', '{"messages": [{"role": "user"}], "id": "b", "n": 1}'],
+        "x",
+        defaults={**DEFAULTS, "n": 3},
+    )
+    assert [(r.id, r.sample) for r in requests] == [("0", 0), ("0", 1), ("0", 2), ("b", 0)]
+    # equal seeds would give equal answers
+    assert [r.body.get("seed") for r in requests] == [7, 8, 9, None]
+    assert not any("n" in r.body for r in requests)
+
+
 def test_chat_turns_texts_into_chats_and_leaves_token_ids_alone() -> None:
     text, ids = parse_lines(
         ['{"prompt": "hi"}', '{"prompt_token_ids": [1]}'], "x", defaults=DEFAULTS, chat=True
@@ -50,7 +62,8 @@ def test_chat_turns_texts_into_chats_and_leaves_token_ids_alone() -> None:
         ('{"prompt_token_ids": [true]}', "list of integers"),
         ('{"messages": [{"content": "x"}]}', "with role and content"),
         ('{"prompt": "a", "stream": true}', "'stream' cannot be set here"),
-        ('{"prompt": "a", "n": 2}', "'n' cannot be set here"),
+        ('{"prompt": "a", "n": 0}', "n is a positive integer, not 0"),
+        ('{"prompt": "a", "n": true}', "n is a positive integer"),
         ('{"prompt": "a", "max_tokens": 0}', "max_tokens is a positive integer, not 0"),
         ('{"prompt": "a", "max_tokens": "9"}', "max_tokens is a positive integer"),
     ],
