@@ -278,6 +278,15 @@ def _lost_machine_and_server(subject: Subject, name: str) -> set[str]:
     return {name}
 
 
+def _lost_actor(subject: Subject, name: str) -> set[str]:
+    """Its agent ends a moment later: until then the fleet looks whole."""
+    agents = subject.fleet.agents(subject.address(name))
+    kill(one.parent() for one in agents)
+    _, left = psutil.wait_procs(agents, WHOLE_S)
+    assert agents and not left, left
+    return set()
+
+
 def _lost_node(subject: Subject, name: str) -> set[str]:
     fleet = subject.fleet
     assert isinstance(fleet, RayFleet)
@@ -302,9 +311,7 @@ Kill = Callable[[Subject, str], set[str]]
 DEATHS: dict[str, Kill] = {
     "server": _one(lambda s, name: s.fleet.servers(s.address(name)), ends=True),
     "agent": _one(lambda s, name: s.fleet.agents(s.address(name)), ends=False),
-    "actor": _one(
-        lambda s, name: [one.parent() for one in s.fleet.agents(s.address(name))], ends=False
-    ),
+    "actor": _lost_actor,
     "connection": _one(lambda s, name: s.fleet.connections(s.address(name)), ends=False),
     "keeper": _one(lambda s, name: s.fleet.keepers(s.address(name)), ends=False),
     "tether": _one(lambda s, name: [s.fleet.tether(name)], ends=True),
