@@ -10,8 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from tests import forking
+
 
 def pytest_configure() -> None:
+    forking.use()
     # a shell that puts us into the background has SIGINT ignored, and so would every command that
     # a test interrupts; a handler is not inherited, it becomes the default
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -12,7 +12,7 @@ from skyctl.core.diagnosis import Finding, judge, observe
 from skyctl.core.recovery import Recovered, interrupted_request, published
 from skyctl.core.recovery import recover as carry_out
 from skyctl.core.registry import FleetRef
-from skyctl.errors import SkyctlError
+from skyctl.errors import SkyctlError, error_named
 from skyctl.http.client import ControlClient
 from skyctl.http.target import ServerTarget
 from skyctl.push.request import PushRequest
@@ -128,7 +128,7 @@ class _Actions:
         target = self.targets[name]
         job = await self._push([target], await self._fleets(target))
         if job.error is not None:
-            raise SkyctlError(str(job.error["message"]))
+            raise error_named(job.error["kind"], job.error["message"], hint=job.error["hint"])
 
     async def replace(self, name: str, why: str) -> str:
         self.state.update_server(name, quarantine=why or "recovery could not put it right")

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tests.forking import command
+
 ROOT = Path(__file__).parents[2]
 _FAKE_ROUTER = ROOT / "tests" / "unit" / "supervisor" / "fake_router.py"
 # Stands in for an interpreter that has vLLM; `-P -c` is the check for that, answered with nothing.
@@ -62,7 +64,9 @@ class StubFleet:
         environ = {k: v for k, v in os.environ.items() if not k.startswith("SKYCTL_")}
         home = self.home or self.directory / "home"
         modules = f"{path}:{ROOT}" if path else str(ROOT)
-        return subprocess.Popen(
+        # what is imported is decided already where commands are forked
+        start = subprocess.Popen[str] if self.within or path else command
+        return start(
             [*self.within, sys.executable, "-m", "skyctl", *arguments],
             cwd=self.directory,
             env={**environ, "SKYCTL_HOME": str(home), "PYTHONPATH": modules, **self.environ},

@@ -14,9 +14,10 @@ from typing import Any
 
 import httpx
 
+from tests.forking import command
+
 SKYCTL = str(Path(sys.executable).parent / "skyctl")
-# a machine that got skyctl as a directory on its import path has no script
-_COMMAND = [SKYCTL] if Path(SKYCTL).exists() else [sys.executable, "-m", "skyctl"]
+_COMMAND = [sys.executable, "-m", "skyctl"]
 UP_TIMEOUT_S = 420.0
 COMMAND_TIMEOUT_S = 180.0
 Prompt = str | list[int]
@@ -39,22 +40,18 @@ class FleetCli:
         self, *arguments: str, timeout_s: float = COMMAND_TIMEOUT_S, expect: int | None = 0
     ) -> subprocess.CompletedProcess[str]:
         """Run one command to its end; fail the test with its output on another exit code."""
-        done = subprocess.run(
-            [*_COMMAND, *arguments],
-            cwd=self.directory,
-            env=self.env,
-            text=True,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            timeout=timeout_s,
-            check=False,
-        )
-        if expect is not None and done.returncode != expect:
+        with self.start(*arguments) as process:
+            try:
+                out, errors = process.communicate(timeout=timeout_s)
+            except BaseException:
+                process.kill()
+                raise
+        if expect is not None and process.returncode != expect:
             raise AssertionError(
-                f"skyctl {' '.join(arguments)} exited {done.returncode}, expected {expect}\n"
-                f"stdout:\n{done.stdout}\nstderr:\n{done.stderr}"
+                f"skyctl {' '.join(arguments)} exited {process.returncode}, expected {expect}\n"
+                f"stdout:\n{out}\nstderr:\n{errors}"
             )
-        return done
+        return subprocess.CompletedProcess(arguments, process.returncode, out, errors)
 
     def json(self, *arguments: str, **options: Any) -> dict[str, Any]:
         """The envelope that `--json` prints."""
@@ -110,7 +107,7 @@ class FleetCli:
 
     def start(self, *arguments: str) -> subprocess.Popen[str]:
         """Start a command and leave it running."""
-        return subprocess.Popen(
+        return command(
             [*_COMMAND, *arguments],
             cwd=self.directory,
             env=self.env,

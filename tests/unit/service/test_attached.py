@@ -6,7 +6,9 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -14,12 +16,13 @@ from skyctl.core import actions, verbs
 from skyctl.core.arbiter import Act, Arbiter
 from skyctl.core.registry import FleetRef
 from skyctl.core.service import Pause, Resume, Sleep, Wake
-from skyctl.errors import ConflictError, NotFoundError, UsageError
+from skyctl.errors import ConflictError, NotFoundError, UsageError, WeightsGone
 from skyctl.fleetfile.schema import FleetConfig
 from skyctl.http.client import ControlClient
 from skyctl.http.fanout import Outcome
 from skyctl.push.request import PushRequest, PushResult, ServerPush
 from skyctl.service.attached import AttachedFleet
+from skyctl.service.attached_recovery import _Actions
 from skyctl.store.in_doubt import touch
 from skyctl.store.journal import Told
 from skyctl.store.paths import fleet_paths
@@ -205,3 +208,21 @@ async def test_with_the_turn_in_hand_a_push_that_is_said_to_run_has_ended(
         [outcome] = await fleet.resume()
         assert outcome.status == "skipped" and "skyctl recover" in outcome.detail
         assert (await fleet.job(job.id)).state == "interrupted"
+
+
+async def test_a_push_that_recovery_makes_fails_as_what_it_failed_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Recovery goes on differently for weights that are gone, and for a full disk."""
+    target = StubTransport([StubServer()]).targets[0]
+    failed = WeightsGone("/new was overwritten since it was pushed as v1", hint="push again")
+
+    async def push(*_: Any) -> Any:
+        return SimpleNamespace(error=failed.to_json())
+
+    actions = _Actions(Mock(), [target], Mock(), Mock())
+    monkeypatch.setattr(actions, "_push", push)
+    monkeypatch.setattr(actions, "_fleets", push)
+    with pytest.raises(WeightsGone) as caught:
+        await actions.bring(target.name)
+    assert caught.value.to_json() == failed.to_json()
