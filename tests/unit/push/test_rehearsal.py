@@ -244,4 +244,5 @@ async def test_a_push_takes_another_sender_where_the_one_that_waited_is_of_no_us
     await delivery.warm([one])
     await delivery.open([one])
     assert [bool(sender.reserves) for sender in spawned] == [True, bool(used)]
-    assert spawned[used].carriers[-1:] == ([{"server_gpus": [[0]]}] if used else [None])
+    options = {"server_gpus": [[0]], "by_rank": False}
+    assert spawned[used].carriers[-1:] == ([options] if used else [None])
