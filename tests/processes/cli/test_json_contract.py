@@ -19,8 +19,8 @@ import typer
 
 from skyctl.cli import app as app_module
 from tests.faults.stub_fleet import StubFleet
+from tests.processes.cli.json_contract import DOCUMENT, Node, differences, specification, tables
 from tests.unit.adapters.files import lora, make_adapter
-from tests.unit.cli.json_contract import DOCUMENT, Node, differences, specification, tables
 from tests.unit.push.checkpoints import tiny_tensors, write_checkpoint
 
 TABLES = tables(DOCUMENT.read_text())
