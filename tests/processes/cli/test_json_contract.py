@@ -93,6 +93,8 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StubFleet]:
 
 @pytest.fixture(scope="module")
 def stopped(fleet: StubFleet) -> None:
+    """It was up once, also where none of the calls before ran in this process."""
+    fleet.run("up")
     fleet.run("down")
 
 
