@@ -29,7 +29,7 @@ from typing import Any
 
 from skyctl.checkpoints.tiny import make_tiny_checkpoint
 from tests.faults.tinker_run import MOMENTS, OF_A_STEP, STEPS, train
-from tests.unit.tinker.serving import ServingProcess
+from tests.processes.tinker.serving import ServingProcess
 
 RESULTS = Path(__file__).parent / "results" / "tinker-kills.json"
 POINTS = tuple(

@@ -20,11 +20,11 @@ from skyctl.store.journal import Job
 from tests.faults.attached_fleet import attached_fleet
 from tests.faults.test_matrix_supervisor import pushable
 from tests.faults.test_matrix_supervisor import pushed as push_by
+from tests.processes.supervisor.test_resident import bring_up, pid_of, routed, states, supervising
 from tests.stub.app import StubServer
 from tests.stub.state import StubEngine
 from tests.unit.push.checkpoints import tiny_tensors, write_checkpoint
 from tests.unit.supervisor.fleets import eventually, fleet_plan, stub_router
-from tests.unit.supervisor.test_resident import bring_up, pid_of, routed, states, supervising
 
 
 @pytest.fixture

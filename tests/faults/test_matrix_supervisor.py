@@ -31,6 +31,14 @@ from skyctl.store.state import FleetState
 from skyctl.supervisor.interface import SupervisorClient
 from skyctl.supervisor.report import report
 from skyctl.supervisor.resident import Supervisor
+from tests.processes.supervisor.test_resident import (
+    bring_up,
+    ended,
+    pid_of,
+    routed,
+    states,
+    supervising,
+)
 from tests.stub.app import StubServer
 from tests.stub.running import running
 from tests.unit.push.checkpoints import tiny_tensors, write_checkpoint
@@ -41,14 +49,6 @@ from tests.unit.supervisor.fleets import (
     fleet_plan,
     stub_router,
     stub_server,
-)
-from tests.unit.supervisor.test_resident import (
-    bring_up,
-    ended,
-    pid_of,
-    routed,
-    states,
-    supervising,
 )
 
 # An API server whose engine core is in a session of its own, as nothing but a record ties it.

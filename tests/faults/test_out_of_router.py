@@ -22,10 +22,10 @@ from skyctl.supervisor.resident import Supervisor
 from tests.faults.killing.cycle import Dice
 from tests.faults.killing.supervised import supervised_fleet
 from tests.faults.test_matrix_supervisor import pushable, set_faults, stub_state
+from tests.processes.supervisor.test_resident import bring_up, ended, routed, states, supervising
 from tests.stub.generation import next_token
 from tests.unit.push.checkpoints import tiny_tensors, write_checkpoint
 from tests.unit.supervisor.fleets import eventually, fleet_plan, stub_router
-from tests.unit.supervisor.test_resident import bring_up, ended, routed, states, supervising
 
 PROMPT = "ab"
 TOKENS = 6

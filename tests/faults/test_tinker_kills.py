@@ -14,7 +14,7 @@ pytest.importorskip("torch")
 
 from skyctl.checkpoints.tiny import make_tiny_checkpoint
 from tests.faults.tinker_run import train
-from tests.unit.tinker.serving import ServingProcess
+from tests.processes.tinker.serving import ServingProcess
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
 WORKER_DIES = {("forward", 1), ("optim", 5), ("save", 8)}

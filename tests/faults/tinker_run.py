@@ -8,7 +8,7 @@ from typing import Any
 import tinker
 from tinker import types
 
-from tests.unit.tinker.serving import BASE, KEY, ServingProcess
+from tests.processes.tinker.serving import BASE, KEY, ServingProcess
 
 STEPS = 8
 OF_A_STEP = ("forward", "second", "optim", "settled")

@@ -16,8 +16,8 @@ import pytest
 from skyctl.checkpoints.checkpoint import Checkpoint, read_checkpoint
 from skyctl.transfer.plan import ChunkPlan, plan_chunks
 from skyctl.transfer.sender_client import SenderFailed, SenderProcess
+from tests.processes.senders import start_sender
 from tests.unit.push.checkpoints import tiny_tensors, write_checkpoint
-from tests.unit.push.senders import start_sender
 
 TIMEOUT_S = 30.0
 

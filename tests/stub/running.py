@@ -24,7 +24,8 @@ async def running(stubs: Sequence[StubServer]) -> AsyncIterator[list[ServerTarge
     """Serve every stub on a free loopback port; yields targets `stub-0`, `stub-1`, …"""
     servers, tasks, targets = [], [], []
     for index, stub in enumerate(stubs):
-        listener = socket.socket()
+        # by its protocol asyncio knows that it is TCP, and does not have answers wait for more
+        listener = socket.socket(proto=socket.IPPROTO_TCP)
         listener.bind(("127.0.0.1", 0))
         listener.listen()
         config = uvicorn.Config(stub.asgi, log_level="critical", lifespan="off")

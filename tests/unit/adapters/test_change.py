@@ -177,7 +177,7 @@ async def test_what_one_server_cannot_do_is_undone_on_all(
     was = fleet.serve()
     fleet.fail(1, path, **fault)
     with pytest.raises(PartialFailure) as caught:
-        await fleet.load("x", 2, new=None, timeout_s=1.0 if "no answer" in case else None)
+        await fleet.load("x", 2, new=None, timeout_s=0.5 if "no answer" in case else None)
     status = {row["server"]: row["status"] for row in caught.value.details["outcomes"]}
     assert status["stub-1"] in ("failed", "unreachable", "timeout")
     assert {status["stub-0"], status["stub-2"]} == {"rolled-back"}

@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import pickle
-import subprocess
-import sys
 import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -361,13 +359,3 @@ async def test_a_fleet_is_found_by_its_name_afterwards(
         Fleet.named("nobody")
     with pytest.raises(FleetFileError):
         Fleet.load(tmp_path / "absent.yaml")
-
-
-def test_importing_skyctl_stays_light() -> None:
-    code = (
-        "import sys, skyctl; "
-        "heavy = {'httpx', 'pydantic', 'torch', 'vllm', 'psutil', 'asyncio'} & set(sys.modules); "
-        "assert not heavy, heavy; from skyctl import Fleet; "
-        "assert not {'torch', 'vllm', 'typer'} & set(sys.modules)"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -3,24 +3,12 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from skyctl.checkpoints.staging import held, staged, sweep
 from skyctl.errors import SkyctlError
-
-HOLD = """
-import sys
-from pathlib import Path
-from skyctl.checkpoints.staging import staged
-with staged(Path(sys.argv[1]), needed_bytes=1, memory_root=Path(sys.argv[2])) as live:
-    (live / "model.safetensors").write_bytes(b"weights")
-    print(live, flush=True)
-    sys.stdin.read()
-"""
 
 
 @pytest.fixture
@@ -94,24 +82,6 @@ def test_holding_an_ordinary_checkpoint_changes_nothing(tmp_path: Path) -> None:
     with held(str(checkpoint)), held("org/model"):
         pass
     assert left(tmp_path) == ["live"]
-
-
-def test_a_killed_trainer_leaves_nothing_after_the_next_sweep(tmp_path: Path, memory: Path) -> None:
-    home = tmp_path / "weights"
-    trainer = subprocess.Popen(
-        [sys.executable, "-c", HOLD, str(home), str(memory)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert trainer.stdout is not None
-    live = Path(trainer.stdout.readline().strip())
-    sweep(home, (), memory_root=memory)
-    assert (live / "model.safetensors").exists(), "swept while its writer lived"
-    trainer.kill()
-    trainer.communicate(timeout=30)
-    sweep(home, (), memory_root=memory)
-    assert left(home) == [] and left(memory) == []
 
 
 def test_memory_of_a_removed_state_directory_is_swept_by_any_other_fleet(

@@ -10,6 +10,8 @@ from rich.console import Console
 
 from skyctl import output
 from skyctl.cli.doctor import _lines
+from skyctl.core import check
+from skyctl.doctor import facts
 from skyctl.doctor.finding import Finding, Severity
 from tests.unit.cli.commands import run
 
@@ -22,9 +24,11 @@ def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "model").mkdir()
     (tmp_path / "model/config.json").write_text("{}")
-    python = tmp_path / "python"
-    python.write_text("#!/bin/sh\n")  # has everything: the check for what is missing prints nothing
-    python.chmod(0o755)
+    (tmp_path / "python").touch(mode=0o755)
+    # what other programs say: it has everything, and there is no GPU
+    monkeypatch.setattr(check, "_missing_in", lambda python, modules: [])
+    monkeypatch.setattr(facts, "read_packages", lambda python: {})
+    monkeypatch.setattr(facts, "read_gpus", lambda: ((), None))
     return tmp_path
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -83,26 +82,3 @@ def test_the_end_of_a_log_and_its_telling_line_are_clean(tmp_path: Path) -> None
     log.write_text(f"50%\r100%\r\n{CLIPBOARD}one\x9b2J\nValueError: {CLIPBOARD}bad\x7f\n")
     assert tail(log, 3) == ["100%", "one", "ValueError: bad"]
     assert telling_line(tail(log, 3)) == "ValueError: bad"
-
-
-@pytest.mark.parametrize("stream", ["out", "raw"])
-def test_a_reader_that_has_seen_enough_is_no_failure(stream: str) -> None:
-    """As `skyctl logs -f | head -1`."""
-    script = (
-        "import sys; from skyctl.cli import app\n"
-        "def endless(**_):\n"
-        "    from skyctl import output\n"
-        f"    while True: output.{'out.print' if stream == 'out' else 'raw'}('line\\n')\n"
-        "app.asked_for = lambda arguments: []\n"
-        "app.app.command('endless')(lambda: endless())\n"
-        "app.app.command('other')(lambda: None)\n"
-        "sys.argv = ['skyctl', 'endless']; app.main()\n"
-    )
-    with subprocess.Popen(
-        [sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as process:
-        assert process.stdout is not None and process.stderr is not None
-        assert process.stdout.readline() == "line\n"
-        process.stdout.close()
-        assert process.wait(timeout=30) in (0, 141)
-        assert process.stderr.read() == ""

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -15,17 +13,6 @@ from skyctl.cli import app as app_module
 from skyctl.cli import front_page
 
 ROOT = Path(__file__).parents[3]
-
-
-def test_reference_man_pages_and_front_page_are_up_to_date() -> None:
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "scripts" / "generate-reference"), "--check"],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_the_front_page_fits_a_terminal_and_names_every_command() -> None:
@@ -46,20 +33,6 @@ def test_help_and_no_command_print_the_front_page(
         entry.main()
     assert ended.value.code == code
     assert capsys.readouterr().out == front_page.FILE.read_text()
-
-
-@pytest.mark.skipif(shutil.which("groff") is None, reason="needs groff")
-def test_man_pages_render_without_warnings() -> None:
-    pages = sorted((ROOT / "man").glob("*.1"))
-    assert len(pages) > len(app_module.VERBS)
-    done = subprocess.run(
-        ["groff", "-man", "-ww", "-Tutf8", "-z", *map(str, pages)],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_every_page_of_the_site_is_in_its_navigation_and_the_other_way_round() -> None:

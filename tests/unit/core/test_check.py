@@ -13,8 +13,10 @@ from typing import Any
 import pytest
 import yaml
 
+from skyctl.core import check
 from skyctl.core.check import check_plan
 from skyctl.core.plan import FleetPlan, plan_fleet
+from skyctl.engines.vllm import argument_names
 from skyctl.fleetfile.schema import FleetConfig
 from skyctl.launch.base import Gpu
 from skyctl.launch.local.host import free_port
@@ -29,11 +31,12 @@ def base_dir(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def interpreter(tmp_path: Path) -> str:
-    """An interpreter that says every module is there, whatever is installed here."""
+def interpreter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """An interpreter that says every module is there, whatever is installed here, and no more."""
     script = tmp_path / "python"
-    script.write_text("#!/bin/sh\n")
-    script.chmod(0o755)
+    script.touch(mode=0o755)
+    monkeypatch.setattr(check, "_missing_in", lambda python, modules: [])
+    monkeypatch.setattr(argument_names, "_run", lambda python, script, timeout_s: "")
     return str(script)
 
 
@@ -228,28 +231,6 @@ def test_a_missing_interpreter_is_reported(base_dir: Path) -> None:
     assert message.endswith("no-python': no such interpreter")
 
 
-def test_an_interpreter_that_fails_is_reported(base_dir: Path, tmp_path: Path) -> None:
-    broken = tmp_path / "broken"
-    broken.write_text("#!/bin/sh\nexit 3\n")
-    broken.chmod(0o755)
-    (message,) = problems(plan(base_dir, str(broken)))
-    assert "cannot be run" in message
-
-
-def test_packages_missing_from_another_interpreter_are_reported(
-    base_dir: Path, tmp_path: Path
-) -> None:
-    bare = tmp_path / "bare"
-    bare.write_text("#!/bin/sh\necho vllm skyctl\n")
-    bare.chmod(0o755)
-    found = check_plan(plan(base_dir, str(bare)))
-    assert [problem.message for problem in found] == [
-        f"vllm is not installed for {bare}",
-        f"skyctl is not installed for {bare}",
-    ]
-    assert "scripts/setup.sh" in found[0].hint
-
-
 def test_packages_missing_from_our_own_interpreter_are_reported(
     base_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -301,7 +282,3 @@ def test_arguments_that_vllm_does_not_know_are_told_with_their_line(
         assert len(messages) == len(expected)
         assert all(m.startswith(where + e) for m, e in zip(messages, expected, strict=True))
         assert found(**config, check_args=False) == []
-
-
-def test_a_vllm_that_does_not_say_its_names_refuses_none(base_dir: Path, interpreter: str) -> None:
-    assert problems(plan(base_dir, interpreter, args={"max-modle-len": 8})) == []

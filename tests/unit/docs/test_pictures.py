@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import html
 import importlib.util
-import os
 import re
 import sys
 from pathlib import Path
@@ -73,31 +72,3 @@ def test_a_long_line_goes_on_in_the_next(terminal: ModuleType) -> None:
     screen = terminal.Screen(4)
     screen.feed("abcdef")
     assert screen.text() == "abcd\nef"
-
-
-def test_a_command_has_a_terminal_of_the_given_size_and_its_exit_code(
-    terminal: ModuleType, tmp_path: Path
-) -> None:
-    command = [
-        sys.executable,
-        "-c",
-        "import os, sys; print(*os.get_terminal_size(), sys.stdin.readline().strip()); sys.exit(3)",
-    ]
-    typed = iter(["hello\n"])
-    shown = terminal.show(
-        command,
-        cwd=tmp_path,
-        environ=dict(os.environ),
-        columns=71,
-        rows=9,
-        timeout_s=30,
-        keys=lambda seconds: next(typed, ""),
-    )
-    assert shown.code == 3
-    assert "71 9 hello" in shown.end
-
-
-def test_a_command_that_does_not_end_is_ended(terminal: ModuleType, tmp_path: Path) -> None:
-    endless = [sys.executable, "-c", "import time; time.sleep(60)"]
-    with pytest.raises(TimeoutError):
-        terminal.show(endless, cwd=tmp_path, environ=dict(os.environ), timeout_s=0.3)

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from skyctl.doctor import facts as facts_module
 from skyctl.doctor.facts import (
     UNLIMITED,
     GpuFacts,
     MachineFacts,
-    gather,
     read_available_memory,
-    read_gpus,
-    read_packages,
 )
 from skyctl.doctor.machine import Needs, check_machine
 
@@ -95,34 +90,6 @@ def test_a_machine_without_vllm_is_told_so_only_where_no_fleet_file_says_it() ->
     assert found(Needs(cuda=False), packages={}) == []
 
 
-def answering(text: str) -> list[str]:
-    return [sys.executable, "-c", f"print({text!r})"]
-
-
-def test_nvidia_smi_is_read_with_names_that_have_commas_and_with_unknowns() -> None:
-    gpus, driver = read_gpus(
-        answering("1, GH200, odd, 98304, 12, 580.65, [N/A]\n0, H100, 81559, 0, 580.65, 3\nnoise")
-    )
-    assert driver == "580.65"
-    assert gpus == (
-        GpuFacts(0, "H100", 81559 * 1024**2, 0, 3),
-        GpuFacts(1, "GH200,odd", 98304 * 1024**2, 12 * 1024**2, 0),
-    )
-    assert read_gpus(["no-such-program-anywhere"]) == ((), None)
-
-
-def test_packages_of_another_interpreter_are_those_it_has(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(facts_module, "PACKAGES", ("pydantic", "no-such-package"))
-    assert list(read_packages(None)) == ["pydantic"]
-    assert read_packages(sys.executable) == read_packages(None)
-    link = tmp_path / "python"
-    link.symlink_to(sys.executable)
-    assert set(read_packages(str(link))) <= set(read_packages(None))
-    assert read_packages(str(tmp_path / "missing")) == {}
-
-
 @pytest.mark.parametrize(
     ("limit", "used", "cached", "expected"),
     [("max", 10, 0, 900), ("500", 100, 0, 400), ("500", 450, 100, 150), ("9999", 0, 0, 900)],
@@ -137,9 +104,3 @@ def test_a_containers_limit_bounds_the_memory(
         (tmp_path / f"memory.{name}").write_text(f"{scaled}\n")
     (tmp_path / "memory.stat").write_text(f"anon 5\ninactive_file {cached * 1024}\n")
     assert read_available_memory(meminfo, tmp_path) == expected * 1024
-
-
-def test_this_machine_can_be_looked_at(tmp_path: Path) -> None:
-    facts = gather(None, tmp_path / "not" / "there")
-    assert facts.state_free
-    assert check_machine(facts, Needs())

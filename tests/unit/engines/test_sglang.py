@@ -4,8 +4,6 @@ tests/faults/test_sglang_states.py and test_sglang_fleet.py."""
 from __future__ import annotations
 
 import asyncio
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,7 +26,6 @@ from skyctl.http.target import ServerTarget
 from skyctl.push.request import PushRequest
 from skyctl.store.credentials import AT_SPAWN
 from tests.faults.attached_fleet import attached_fleet
-from tests.faults.stub_fleet import ROOT
 from tests.stub.faults import Fault
 from tests.stub.inprocess import StubTransport
 from tests.stub.sglang import SGLangEngine, SGLangStub, _Request
@@ -91,36 +88,6 @@ def test_servers_take_tensors_on_gpus_where_that_is_asked_for() -> None:
     (server,) = plan(engine="sglang", machine_gpus=gpus(1), **IPC).servers
     assert server.backend == "ipc"
     assert "skyctl" in command.modules("cuda", False, server.backend, False)
-
-
-def test_the_file_finds_its_layers_without_skyctl() -> None:
-    code = (
-        f"import runpy; told = runpy.run_path({serve.__file__!r}); print(told['Keeper'].__name__)"
-    )
-    done = subprocess.run(
-        [sys.executable, "-S", "-P", "-c", f"import sys; sys.path.insert(0, {HERE!r}); {code}"],
-        env={"PYTHONPATH": str(ALONE)},
-        cwd="/",
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.stdout.split() == ["Keeper"], done.stderr
-
-
-HERE = str(Path(serve.__file__).parent)
-
-
-def test_a_server_with_a_key_and_no_control_token_does_not_start() -> None:
-    done = subprocess.run(
-        [sys.executable, serve.__file__, "--model", "stub-model", "--port", "0"],
-        env={"PYTHONPATH": f"{ROOT}/tests/stub/fake_sglang:{ROOT}", "SKYCTL_API_KEY": "k" * 32},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=30,
-    )
-    assert done.returncode and "holds no control token" in done.stderr
 
 
 def test_the_api_key_opens_inference_and_nothing_that_changes_a_server() -> None:

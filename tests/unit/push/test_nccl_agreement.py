@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
-import os
 from collections.abc import Mapping
 
-import psutil
 import pytest
 
 from skyctl.engines.vllm.dialects import dialect_for
@@ -14,7 +11,6 @@ from skyctl.errors import PreflightError
 from skyctl.push.nccl_agreement import common_settings, pace_notes
 from skyctl.push.server_facts import ServerFacts
 from skyctl.transfer.nccl_settings import applied
-from skyctl.transfer.sender_client import SenderProcess
 
 
 def fact(name: str, settings: Mapping[str, str] | None) -> ServerFacts:
@@ -67,31 +63,6 @@ def test_an_environment_gets_these_settings_and_no_others() -> None:
     before = {"PATH": "/bin", "NCCL_ALGO": "tree", "NCCL_DEBUG": "WARN"}
     now = applied(before, {"NCCL_PROTO": "Simple"})
     assert now == {"PATH": "/bin", "NCCL_DEBUG": "WARN", "NCCL_PROTO": "Simple"}
-
-
-@pytest.mark.parametrize(
-    ("settings", "algo", "proto"),
-    [({"NCCL_PROTO": "Simple"}, None, "Simple"), ({}, None, None), (None, "tree", None)],
-    ids=["the servers' own", "none", "not known"],
-)
-async def test_the_sender_starts_with_them_and_counts_gpus_as_we_do(
-    monkeypatch: pytest.MonkeyPatch,
-    settings: Mapping[str, str] | None,
-    algo: str | None,
-    proto: str | None,
-) -> None:
-    monkeypatch.setenv("NCCL_ALGO", "tree")
-    monkeypatch.delenv("NCCL_PROTO", raising=False)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
-    sender = await SenderProcess.spawn("", settings)
-    try:
-        while "PATH" not in (told := psutil.Process(sender.pid).environ()):  # noqa: ASYNC110
-            await asyncio.sleep(0.01)  # the kernel shows it a moment after the process is there
-    finally:
-        await sender.close()
-    assert (told.get("NCCL_ALGO"), told.get("NCCL_PROTO")) == (algo, proto)
-    assert told["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID" and "CUDA_VISIBLE_DEVICES" not in told
-    assert told["PATH"] == os.environ["PATH"]
 
 
 def test_a_push_says_when_servers_hold_nccl_to_few_channels() -> None:

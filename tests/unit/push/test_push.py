@@ -12,6 +12,7 @@ import pytest
 
 from skyctl import engines
 from skyctl.errors import PreflightError, PushError, SkyctlError, StateUnwritable
+from skyctl.push import delivery
 from skyctl.push.request import STAGES
 from skyctl.push.transaction import PushRequest, PushResult, push
 from skyctl.push.verify import weights_digest
@@ -180,8 +181,9 @@ async def test_a_failure_before_the_first_byte_is_undone(
 
 
 async def test_an_engine_that_is_stuck_is_not_waited_for_while_the_push_is_undone(
-    stubs: Stubs,
+    stubs: Stubs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(delivery, "_GRACE_S", 0.4)
     stubs.fleet = replace(stubs.fleet, control_timeout_s=0.5, rendezvous_timeout_s=0.1)
     for route in ("/init_weight_transfer_engine", "/is_paused", "/resume"):
         # the first two are the preflight's and the pause's own
@@ -546,6 +548,7 @@ async def test_a_server_that_was_thawed_while_it_was_loaded_is_no_success(stubs:
 
 async def test_a_push_that_has_ended_pauses_nobody(stubs: Stubs) -> None:
     """What asked beside the failed call whether its server is frozen has ended with it."""
+    stubs.fleet = replace(stubs.fleet, control_timeout_s=0.5)
     frozen, observer = stubs.servers[1], Recorder()
 
     def break_down(stage: str) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -140,30 +138,3 @@ def test_the_parent_is_the_current_span_or_comes_from_the_environment() -> None:
 def test_a_request_with_a_parent_survives_its_json() -> None:
     request = replace(PushRequest("/ckpt"), traceparent="00-a-b-01")
     assert PushRequest.from_json(request.to_json()) == request
-
-
-def test_nothing_of_it_is_imported_when_it_is_not_configured() -> None:
-    code = """
-import os, sys
-os.environ.pop("OTEL_EXPORTER_OTLP_ENDPOINT", None)
-from skyctl.push.transaction import PushFleet, PushRequest, SilentObserver
-from skyctl.push.tracing import current_traceparent, traced
-with traced(PushRequest("/ckpt"), PushFleet("f", ()), SilentObserver()) as push:
-    push.stage("pause")
-current_traceparent()
-assert not [name for name in sys.modules if name.startswith("opentelemetry")]
-"""
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
-
-
-def test_it_is_off_where_the_extra_is_not_installed() -> None:
-    code = """
-import os, sys
-os.environ["OTEL_EXPORTER_OTLP_ENDPOINT"] = "http://127.0.0.1:9"
-sys.modules["opentelemetry"] = None
-from skyctl.push.transaction import PushFleet, PushRequest, SilentObserver
-from skyctl.push.tracing import traced
-with traced(PushRequest("/ckpt"), PushFleet("f", ()), SilentObserver()) as push:
-    push.stage("pause")
-"""
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

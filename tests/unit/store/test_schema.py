@@ -5,8 +5,6 @@ from __future__ import annotations
 import fcntl
 import json
 import sqlite3
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -19,7 +17,6 @@ from skyctl.store.identity import own_identity
 from skyctl.store.in_doubt import InDoubt, in_doubt
 from skyctl.store.schema import SCHEMA_VERSION, VERSIONS, upgrade
 from skyctl.store.state import FleetState
-from tests.unit.store.disks import mounted, remount
 
 DEAD = json.dumps({"pid": 1, "create_time": -1.0, "boot_id": "of another boot"})
 ALIVE = json.dumps(own_identity().__dict__)
@@ -116,20 +113,6 @@ def test_a_migration_that_fails_changes_nothing(
     assert version(path) == 2 and "weights_awake" not in columns
 
 
-_OPENS = (
-    "import sys; from pathlib import Path; from skyctl.store.state import FleetState\n"
-    "with FleetState(Path(sys.argv[1])) as state: print(sorted(state.weights_awake()))"
-)
-
-
-def test_of_processes_that_migrate_at_once_each_finds_it_done(path: Path) -> None:
-    write_version_2(path)
-    command = [sys.executable, "-c", _OPENS, str(path)]
-    openers = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(4)]
-    assert [opener.communicate(timeout=60)[0] for opener in openers] == ["['a-1', 'a-2']\n"] * 4
-    assert version(path.with_name("state.sqlite.version-2")) == 2
-
-
 @pytest.mark.parametrize("user", ["a supervisor", "a push"])
 def test_a_file_that_an_older_skyctl_uses_is_read_and_left_alone(path: Path, user: str) -> None:
     write_version_2(path, owner=ALIVE if user == "a push" else DEAD)
@@ -156,18 +139,3 @@ def test_the_supervisor_itself_migrates_under_its_own_lock(path: Path) -> None:
         with FleetState(path, owner=True) as state:
             check_what_it_says(state)
     assert version(path) == SCHEMA_VERSION
-
-
-def test_an_older_file_on_a_read_only_disk_is_read(tmp_path: Path) -> None:
-    with mounted(tmp_path / "small") as directory:
-        path = directory / "state.sqlite"
-        write_version_2(path)
-        remount(directory, "ro")
-        with FleetState(path) as state:
-            check_what_it_says(state)
-        assert version_of_copy(path) == 2
-
-
-def version_of_copy(path: Path) -> int:
-    """Without the files that SQLite would make beside it."""
-    return int.from_bytes(path.read_bytes()[60:64], "big")

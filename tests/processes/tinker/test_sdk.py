@@ -14,7 +14,7 @@ import pytest
 tinker = pytest.importorskip("tinker")
 from tinker import types  # noqa: E402
 
-from tests.unit.tinker.serving import BASE, KEY, ServingProcess  # noqa: E402
+from tests.processes.tinker.serving import BASE, KEY, ServingProcess  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
 TOKENS = [70, 301, 412, 9, 33, 208, 77, 160]

@@ -35,8 +35,8 @@ from skyctl.supervisor.listening import (
     entrance,
 )
 from skyctl.supervisor.resident import Supervisor
+from tests.processes.supervisor.test_resident import bring_up, supervising
 from tests.unit.supervisor.fleets import fleet_plan, stub_server
-from tests.unit.supervisor.test_resident import bring_up, supervising
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 

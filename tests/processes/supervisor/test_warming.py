@@ -22,10 +22,10 @@ from skyctl.push.sites import Site
 from skyctl.store.state import FleetWeights
 from skyctl.supervisor import replica
 from skyctl.supervisor.resident import Supervisor
+from tests.processes.supervisor.test_resident import bring_up, pid_of, supervising
 from tests.unit.push.checkpoints import write_checkpoint
 from tests.unit.push.deliveries import site
 from tests.unit.supervisor.fleets import eventually, fleet_plan, stub_server
-from tests.unit.supervisor.test_resident import bring_up, pid_of, supervising
 
 
 class Rehearsals:

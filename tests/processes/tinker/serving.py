@@ -1,4 +1,5 @@
-"""The API process as tests run it: `python -m tests.unit.tinker.serving DIRECTORY PORT CHECKPOINT`.
+"""The API process as tests run it:
+`python -m tests.processes.tinker.serving DIRECTORY PORT CHECKPOINT`.
 
 Its worker is the real one. Its servers are not: they answer with fixed tokens, and what they were
 asked is in a file.
@@ -86,7 +87,7 @@ class ServingProcess:
                 [
                     sys.executable,
                     "-m",
-                    "tests.unit.tinker.serving",
+                    "tests.processes.tinker.serving",
                     str(self.directory),
                     str(self.port),
                     str(self.checkpoint),

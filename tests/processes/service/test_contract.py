@@ -32,13 +32,13 @@ from skyctl.supervisor.api import make_app, requests
 from skyctl.supervisor.client import RemoteFleet
 from tests.faults.attached_fleet import attached_fleet
 from tests.faults.test_matrix_supervisor import pushable
+from tests.processes.supervisor.test_resident import bring_up, supervising
 from tests.stub.app import StubServer
 from tests.stub.state import StubEngine
 from tests.stub.through_httpx import ThroughHttpx
 from tests.stub.trainer import send
 from tests.unit.push.checkpoints import write_checkpoint
 from tests.unit.supervisor.fleets import fleet_plan
-from tests.unit.supervisor.test_resident import bring_up, supervising
 
 NAMES = ["far-0", "far-1"]
 

@@ -19,8 +19,8 @@ import typer
 
 from skyctl.cli import app as app_module
 from tests.faults.stub_fleet import StubFleet
+from tests.processes.cli.json_contract import DOCUMENT, Node, differences, specification, tables
 from tests.unit.adapters.files import lora, make_adapter
-from tests.unit.cli.json_contract import DOCUMENT, Node, differences, specification, tables
 from tests.unit.push.checkpoints import tiny_tensors, write_checkpoint
 
 TABLES = tables(DOCUMENT.read_text())
@@ -93,6 +93,8 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StubFleet]:
 
 @pytest.fixture(scope="module")
 def stopped(fleet: StubFleet) -> None:
+    """It was up once, also where none of the calls before ran in this process."""
+    fleet.run("up")
     fleet.run("down")
 
 

@@ -17,9 +17,9 @@ from skyctl.store.processes import ProcessRow
 from skyctl.store.state import FleetState
 from skyctl.supervisor.report import report
 from skyctl.supervisor.resident import Supervisor
+from tests.processes.supervisor.test_resident import bring_up, pid_of, routed, states, supervising
 from tests.unit.store.disks import FAULTS, FailingDisk
 from tests.unit.supervisor.fleets import eventually, fleet_plan, stub_router, stub_server
-from tests.unit.supervisor.test_resident import bring_up, pid_of, routed, states, supervising
 
 QUICK = {"interval_s": 0.1}
 

@@ -1,0 +1,47 @@
+"""What a killed trainer leaves in memory."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from skyctl.checkpoints.staging import sweep
+from tests.unit.checkpoints.test_staging import left
+
+HOLD = """
+import sys
+from pathlib import Path
+from skyctl.checkpoints.staging import staged
+with staged(Path(sys.argv[1]), needed_bytes=1, memory_root=Path(sys.argv[2])) as live:
+    (live / "model.safetensors").write_bytes(b"weights")
+    print(live, flush=True)
+    sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def memory(tmp_path: Path) -> Path:
+    """Stands in for /dev/shm."""
+    (tmp_path / "memory").mkdir()
+    return tmp_path / "memory"
+
+
+def test_a_killed_trainer_leaves_nothing_after_the_next_sweep(tmp_path: Path, memory: Path) -> None:
+    home = tmp_path / "weights"
+    trainer = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(home), str(memory)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert trainer.stdout is not None
+    live = Path(trainer.stdout.readline().strip())
+    sweep(home, (), memory_root=memory)
+    assert (live / "model.safetensors").exists(), "swept while its writer lived"
+    trainer.kill()
+    trainer.communicate(timeout=30)
+    sweep(home, (), memory_root=memory)
+    assert left(home) == [] and left(memory) == []

@@ -1,0 +1,52 @@
+"""Pictures are recorded from commands in a terminal of their own."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from tests.unit.docs.test_pictures import ROOT
+
+
+@pytest.fixture(scope="module")
+def terminal() -> ModuleType:
+    """scripts/terminal.py, which is no part of the package."""
+    spec = importlib.util.spec_from_file_location("terminal", ROOT / "scripts" / "terminal.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["terminal"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_a_command_has_a_terminal_of_the_given_size_and_its_exit_code(
+    terminal: ModuleType, tmp_path: Path
+) -> None:
+    command = [
+        sys.executable,
+        "-c",
+        "import os, sys; print(*os.get_terminal_size(), sys.stdin.readline().strip()); sys.exit(3)",
+    ]
+    typed = iter(["hello\n"])
+    shown = terminal.show(
+        command,
+        cwd=tmp_path,
+        environ=dict(os.environ),
+        columns=71,
+        rows=9,
+        timeout_s=30,
+        keys=lambda seconds: next(typed, ""),
+    )
+    assert shown.code == 3
+    assert "71 9 hello" in shown.end
+
+
+def test_a_command_that_does_not_end_is_ended(terminal: ModuleType, tmp_path: Path) -> None:
+    endless = [sys.executable, "-c", "import time; time.sleep(60)"]
+    with pytest.raises(TimeoutError):
+        terminal.show(endless, cwd=tmp_path, environ=dict(os.environ), timeout_s=0.3)
