@@ -2,7 +2,7 @@
 # Set everything up, then check the code, build the documentation and run every test: those with real
 # servers, which want all cores, after the others. Arguments go to pytest:
 #   bash scripts/test.sh -m "not real" -n auto      without the real servers, on all cores
-#   bash scripts/test.sh tests/unit                 functions alone
+#   bash scripts/test.sh tests/unit -n auto         functions alone, which start no process
 set -euo pipefail
 cd "$(dirname "$0")/.."
 bash scripts/setup.sh

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -29,7 +29,7 @@ sys.addaudithook(_watch)  # it cannot be removed
 
 
 @contextmanager
-def _watched() -> Generator[None]:
+def _watched() -> Iterator[None]:
     """Fails also where what was refused is taken for a program that cannot be run."""
     global _started
     _started = []

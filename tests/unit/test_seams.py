@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -33,11 +34,14 @@ ADVICE = {
 """Sentences for people that name an engine's settings, and why there."""
 
 
-def modules() -> Iterator[tuple[str, ast.Module]]:
-    for file in sorted(PACKAGE.rglob("*.py")):
-        path = file.relative_to(PACKAGE).as_posix()
-        if not path.startswith("engines/"):
-            yield path, ast.parse(file.read_text(encoding="utf-8"))
+@cache
+def modules() -> list[tuple[str, ast.Module]]:
+    paths = {file.relative_to(PACKAGE).as_posix(): file for file in sorted(PACKAGE.rglob("*.py"))}
+    return [
+        (path, ast.parse(file.read_text(encoding="utf-8")))
+        for path, file in paths.items()
+        if not path.startswith("engines/")
+    ]
 
 
 def strings(tree: ast.Module) -> Iterator[ast.Constant]:

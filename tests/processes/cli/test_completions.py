@@ -11,11 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[3]
-
-
 GENERATOR = ROOT / "scripts/generate-completions"
-
-
 SCRIPTS = {"bash": "skyctl.bash", "zsh": "_skyctl", "fish": "skyctl.fish"}
 
 

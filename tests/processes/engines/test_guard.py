@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from pathlib import Path
+
+from skyctl.engines.inside import ALONE
 
 
 def test_the_guard_loads_alone_in_an_interpreter_without_skyctl() -> None:
-    alone = Path(sys.modules["skyctl.engines.inside.guard"].__file__ or "").parent / "alone"
     code = (
         "import sys, skyctl_guard; print(skyctl_guard.Guard.__name__, 'skyctl' in sys.modules, "
         "'torch' in sys.modules)"
     )
     done = subprocess.run(
         [sys.executable, "-S", "-P", "-c", code],
-        env={"PYTHONPATH": str(alone)},
+        env={"PYTHONPATH": str(ALONE)},
         cwd="/",
         capture_output=True,
         text=True,

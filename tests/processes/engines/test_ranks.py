@@ -7,6 +7,7 @@ import sys
 
 from skyctl.engines.vllm.inside.ranks import collect, leave
 
+NONCE = "0123456789abcdef"
 OTHER = """
 import sys
 from skyctl.engines.vllm.inside.ranks import leave
@@ -14,9 +15,6 @@ leave(sys.argv[1], (1, 0), {"digest": "bb"})
 print("left", flush=True)
 sys.stdin.read()
 """
-
-
-NONCE = "0123456789abcdef"
 
 
 def test_answers_of_other_processes_are_collected_and_go_with_them() -> None:

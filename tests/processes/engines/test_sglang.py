@@ -10,6 +10,8 @@ import skyctl.engines.sglang.inside.serve as serve
 from skyctl.engines.inside import ALONE
 from tests.faults.stub_fleet import ROOT
 
+HERE = str(Path(serve.__file__).parent)
+
 
 def test_the_file_finds_its_layers_without_skyctl() -> None:
     code = (
@@ -24,9 +26,6 @@ def test_the_file_finds_its_layers_without_skyctl() -> None:
         check=False,
     )
     assert done.stdout.split() == ["Keeper"], done.stderr
-
-
-HERE = str(Path(serve.__file__).parent)
 
 
 def test_a_server_with_a_key_and_no_control_token_does_not_start() -> None:

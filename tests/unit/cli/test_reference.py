@@ -1,4 +1,4 @@
-"""What is generated from the code is what the code says now, and is readable."""
+"""What describes the commands and the site: nothing is missing, and nothing is twice."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Logs are rotated while their writers go on, and read across a rotation."""
+"""Logs are rotated, and read across a rotation."""
 
 from __future__ import annotations
 

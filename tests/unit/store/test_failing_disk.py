@@ -262,9 +262,6 @@ def test_a_file_that_cannot_be_read_is_an_error_or_a_state_of_which_nothing_is_k
         assert state.server("a-0").paused
 
 
-# --- real file systems ---------------------------------------------------------------------------
-
-
 def in_memory_with_a_doubt(path: Path, disk: FailingDisk) -> FleetState:
     state = FleetState(path, connect=disk.connect)
     disk.fail("full")

@@ -1,4 +1,4 @@
-"""The state file: kill-safe, versioned, private, and shared by racing processes."""
+"""The state file: versioned, private, and the same for all who have it open."""
 
 from __future__ import annotations
 
