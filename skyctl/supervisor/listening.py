@@ -24,6 +24,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from skyctl.core.service import FleetService
 from skyctl.errors import SkyctlError
 from skyctl.fleetfile.schema import SupervisorSection
+from skyctl.http.listener import listen_at
 from skyctl.store.credentials import ensure_secret, read_secret
 from skyctl.store.paths import FleetPaths, place_private_file
 from skyctl.supervisor.api import make_app
@@ -140,8 +141,7 @@ class Listening:
             http=ImpatientProtocol,
         )
         config.load()
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        listener = BoundedListener(socket.create_server((host, port), family=family, backlog=64))
+        listener = BoundedListener(listen_at(host, port, backlog=64))
         self._server = QuietServer(config)
         self._serving = asyncio.create_task(self._server.serve(sockets=[listener]))
 

@@ -17,6 +17,7 @@ from pathlib import Path
 import uvicorn
 
 from skyctl.errors import ConflictError, SkyctlError, StateUnwritable
+from skyctl.http.listener import listen_at
 from skyctl.store.paths import create_private_file, private_directory
 from skyctl.tinker import records
 from skyctl.tinker.api import Api, Offer
@@ -109,8 +110,7 @@ def _lock(directory: Path) -> int:
 
 def _listen(host: str, port: int) -> socket.socket:
     try:
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        return socket.create_server((host, port), family=family, backlog=1024)
+        return listen_at(host, port, backlog=1024)
     except OSError as error:
         raise SkyctlError(
             f"cannot listen at {host}:{port}: {error.strerror}",
