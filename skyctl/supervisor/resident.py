@@ -462,11 +462,10 @@ class Supervisor(RunningFleet, SupervisorService):
     def _settles(self) -> bool:
         """Whether what lives is still being adopted or put right, or asked how a push that has
         ended left it."""
-        if self.push_job is not None:
-            return self.state.journal.job(self.push_job.id).ended
         operation = self.operation
         if operation is None or operation.ended_at is not None:
-            return False
+            job = self.push_job
+            return job is not None and self.state.journal.job(job.id).ended
         return operation.kind == "recover" or (operation.kind == "adopt" and not self.taken_over)
 
     def _refuse_beside_operation(self) -> None:

@@ -122,8 +122,8 @@ def assert_noticed(fleet: FleetCli, server: str, damage: int, checkpoint: Path) 
     ask(fleet, server, "skyctl_corrupt", damage=damage, in_push=True)
     failed = fleet.json("sync-weights", str(checkpoint), expect=None)
     assert failed["error"]["kind"] in ("PushError", "PartialFailure"), name
-    # the fleet may be at it by itself, and start the server anew: longer than a push waits for
-    fleet.run("recover", expect=None)
+    # the fleet is at it by itself, and may start the server anew: longer than a push waits for
+    fleet.run("wait", "--timeout", "150", expect=None)
     fleet.run("sync-weights", str(checkpoint))
     assert fleet.data("weights", "verify")["agree"] is True, name
 

@@ -19,8 +19,9 @@ import psutil
 import pytest
 
 from skyctl.core import arbiter
-from skyctl.core.arbiter import hung_up
+from skyctl.core.arbiter import Turn, hung_up
 from skyctl.core.diagnosis import Finding
+from skyctl.core.jobs import open_push
 from skyctl.core.plan import FleetPlan
 from skyctl.core.service import Down, Pause, Restart, Resume, Sleep, StatusQuery, Wake
 from skyctl.core.status import Operation
@@ -868,10 +869,14 @@ async def test_a_push_waits_while_the_fleet_is_put_right(
     async with supervising(tmp_path) as supervisor:
         await bring_up(supervisor, fleet_plan([stub_server("a")]))
         supervisor.begin_recovery()
+        request = PushRequest("/committed")  # a recovery pushes, too
+        supervisor.push_job = open_push(supervisor.state.journal, Turn(None), request)
         waiting = asyncio.create_task(supervisor.start_push(PushRequest("/ckpt")))
+        await asyncio.sleep(0.01)
         with pytest.raises(ConflictError, match="busy: recover"):
             await supervisor.restart(Restart())
         assert not waiting.done() and push.calls == []
+        supervisor.push_job = None
         go_on.set()
         await waiting
         await eventually(lambda: push.calls == [("/ckpt", ["a"])])
