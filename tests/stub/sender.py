@@ -11,6 +11,7 @@ import os
 import sys
 import threading
 from collections.abc import Mapping
+from contextlib import suppress
 from queue import SimpleQueue
 from typing import Any, TextIO
 
@@ -102,7 +103,7 @@ class SenderInThread:
         return Stream()
 
     def _in_loop(self, call: Any, *arguments: Any) -> None:
-        if not self._loop.is_closed():
+        with suppress(RuntimeError):  # its parent's loop is closed: nobody hears it
             self._loop.call_soon_threadsafe(call, *arguments)
 
     def _run(self) -> None:
