@@ -1,8 +1,8 @@
 """`skyctl` commands for tests without their imports, which take a third of a second of a processor:
 a process that has made them forks one for each command.
 
-`Command` is `subprocess.Popen` for `[sys.executable, "-m", "skyctl", …]`. Only what `tests` start
-while `in_use()`; benchmarks measure real ones.
+`Command` is `subprocess.Popen` for `[sys.executable, "-m", "skyctl", …]`. Only tests `use()` it;
+benchmarks measure real ones.
 """
 
 from __future__ import annotations
@@ -38,13 +38,8 @@ _STATUS = 4
 _in_use = False
 
 
-def in_use() -> bool:
-    """Whether commands are forked."""
-    return _in_use
-
-
 def use() -> None:
-    """From here on, in this process."""
+    """Commands are forked from here on, in this process."""
     global _in_use
     _in_use = True
 

@@ -410,6 +410,11 @@ class Placement:
     sizes: Sequence[int]
 
 
+HANDLE_PROTOCOL = 3
+"""Pickle protocol of IPC handles that go by rank, so that they can be put into other pickles: the
+latest without frames; those before it pickle bytes by a call that SGLang refuses."""
+
+
 class Dialect(Protocol):
     """How one version of an engine speaks the push. `note` is set when the version is not known.
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import socket
 from collections.abc import AsyncIterator, Iterator, Sequence
 
 import uvicorn
 
+from skyctl.http.listener import listen_at
 from skyctl.http.target import ServerTarget
 from tests.stub.app import StubServer
 
@@ -24,10 +24,7 @@ async def running(stubs: Sequence[StubServer]) -> AsyncIterator[list[ServerTarge
     """Serve every stub on a free loopback port; yields targets `stub-0`, `stub-1`, …"""
     servers, tasks, targets = [], [], []
     for index, stub in enumerate(stubs):
-        # by its protocol asyncio knows that it is TCP, and does not have answers wait for more
-        listener = socket.socket(proto=socket.IPPROTO_TCP)
-        listener.bind(("127.0.0.1", 0))
-        listener.listen()
+        listener = listen_at("127.0.0.1", 0, backlog=128)
         config = uvicorn.Config(stub.asgi, log_level="critical", lifespan="off")
         servers.append(_QuietUvicorn(config))
         tasks.append(asyncio.create_task(servers[-1].serve(sockets=[listener])))

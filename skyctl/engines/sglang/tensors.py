@@ -15,13 +15,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from skyctl.engines.base import PackedBuffers, Placement, TensorHeaders
+from skyctl.engines.base import HANDLE_PROTOCOL, PackedBuffers, Placement, TensorHeaders
 from skyctl.errors import UsageError
 
 KNOWN = "0.5.14"
-PROTOCOL = 3
-"""The latest without frames; those before it pickle bytes by a call that SGLang refuses."""
-_BEGIN, _END = pickle.PROTO + bytes([PROTOCOL]), pickle.STOP
+_BEGIN, _END = pickle.PROTO + bytes([HANDLE_PROTOCOL]), pickle.STOP
 
 
 @dataclass(frozen=True)
@@ -118,7 +116,7 @@ def _global(module: str, name: str) -> bytes:
 
 
 def _plain(value: object) -> bytes:
-    return _inside(pickle.dumps(value, PROTOCOL))
+    return _inside(pickle.dumps(value, HANDLE_PROTOCOL))
 
 
 def _inside(pickled: bytes) -> bytes:

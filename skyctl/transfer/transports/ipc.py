@@ -13,7 +13,7 @@ import pickle
 from collections.abc import Sequence
 from typing import Any
 
-from skyctl.engines.base import Dialect, Placement
+from skyctl.engines.base import HANDLE_PROTOCOL, Dialect, Placement
 from skyctl.transfer.gpu.carrier import GpuCarrier, pickle_handles
 from skyctl.transfer.gpu.devices import uuid_of
 from skyctl.transfer.plan import ALIGNMENT, Chunk
@@ -111,4 +111,4 @@ def by_uuid(uuid: str, arguments: tuple[Any, ...]) -> str:
     """Rebuild arguments in which the GPU goes by its UUID: the other process may number GPUs in
     another way."""
     named = (*arguments[:_DEVICE], uuid, *arguments[_DEVICE + 1 :])
-    return base64.b64encode(pickle.dumps(named, protocol=3)).decode("ascii")
+    return base64.b64encode(pickle.dumps(named, HANDLE_PROTOCOL)).decode("ascii")

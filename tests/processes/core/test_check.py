@@ -7,15 +7,12 @@ from pathlib import Path
 import pytest
 
 from skyctl.core.check import check_plan
-from tests.unit.core.test_check import plan, problems
+from tests.unit.core.test_check import plan, problems, with_checkpoint
 
 
 @pytest.fixture
 def base_dir(tmp_path: Path) -> Path:
-    checkpoint = tmp_path / "checkpoints/a"
-    checkpoint.mkdir(parents=True)
-    (checkpoint / "config.json").write_text("{}")
-    return tmp_path
+    return with_checkpoint(tmp_path)
 
 
 @pytest.fixture

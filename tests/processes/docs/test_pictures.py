@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import sys
 from pathlib import Path
@@ -10,18 +9,12 @@ from types import ModuleType
 
 import pytest
 
-from tests.unit.docs.test_pictures import ROOT
+from tests.unit.docs.test_pictures import load_terminal
 
 
 @pytest.fixture(scope="module")
 def terminal() -> ModuleType:
-    """scripts/terminal.py, which is no part of the package."""
-    spec = importlib.util.spec_from_file_location("terminal", ROOT / "scripts" / "terminal.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["terminal"] = module
-    spec.loader.exec_module(module)
-    return module
+    return load_terminal()
 
 
 def test_a_command_has_a_terminal_of_the_given_size_and_its_exit_code(

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from skyctl.errors import StateUnwritable
-from skyctl.store import database, unrecorded
+from skyctl.store import unrecorded
 from skyctl.store.journal import Told
 from skyctl.store.state import FleetState
-from tests.unit.store.disks import BIG, FailingDisk, fill, mounted, remount
+from tests.unit.store.disks import BIG, FailingDisk, failing_disk, fill, mounted, remount
 
 
 @pytest.fixture
@@ -24,9 +24,7 @@ def path(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def disk(monkeypatch: pytest.MonkeyPatch) -> FailingDisk:
-    monkeypatch.setattr(unrecorded, "LOST", [])
-    monkeypatch.setattr(database, "LOST", unrecorded.LOST)
-    return FailingDisk()
+    return failing_disk(monkeypatch)
 
 
 @pytest.mark.parametrize("before", ["", "in a transaction"])

@@ -22,12 +22,17 @@ from skyctl.launch.base import Gpu
 from skyctl.launch.local.host import free_port
 
 
-@pytest.fixture
-def base_dir(tmp_path: Path) -> Path:
-    checkpoint = tmp_path / "checkpoints/a"
+def with_checkpoint(directory: Path) -> Path:
+    """The directory, with the model of `plan` in it."""
+    checkpoint = directory / "checkpoints/a"
     checkpoint.mkdir(parents=True)
     (checkpoint / "config.json").write_text("{}")
-    return tmp_path
+    return directory
+
+
+@pytest.fixture
+def base_dir(tmp_path: Path) -> Path:
+    return with_checkpoint(tmp_path)
 
 
 @pytest.fixture

@@ -39,8 +39,7 @@ def test_a_picture_shows_no_path_but_the_demos_and_loads_nothing(picture: Path) 
     assert "@font-face" not in picture.read_text(encoding="utf-8")
 
 
-@pytest.fixture(scope="module")
-def terminal() -> ModuleType:
+def load_terminal() -> ModuleType:
     """scripts/terminal.py, which is no part of the package."""
     spec = importlib.util.spec_from_file_location("terminal", ROOT / "scripts" / "terminal.py")
     assert spec is not None and spec.loader is not None
@@ -48,6 +47,11 @@ def terminal() -> ModuleType:
     sys.modules["terminal"] = module
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(scope="module")
+def terminal() -> ModuleType:
+    return load_terminal()
 
 
 def test_what_is_drawn_over_is_a_frame_of_its_own(terminal: ModuleType) -> None:

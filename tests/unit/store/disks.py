@@ -10,12 +10,21 @@ from pathlib import Path
 
 import pytest
 
+from skyctl.store import database, unrecorded
+
 FAULTS = ("read-only", "full", "commit")
 BIG = "x" * 100_000
 """More than what is left in any page: a full disk has no room for it."""
 
 
 _WRITES = ("INSERT", "UPDATE", "DELETE")
+
+
+def failing_disk(monkeypatch: pytest.MonkeyPatch) -> FailingDisk:
+    """One whose losses are forgotten with the test."""
+    monkeypatch.setattr(unrecorded, "LOST", [])
+    monkeypatch.setattr(database, "LOST", unrecorded.LOST)
+    return FailingDisk()
 
 
 class FailingDisk:

@@ -11,7 +11,7 @@ from skyctl.errors import StateUnwritable
 from skyctl.store import database, unrecorded
 from skyctl.store.in_doubt import InDoubt, doubt, in_doubt, trust
 from skyctl.store.state import FleetState, FleetWeights
-from tests.unit.store.disks import BIG, FAULTS, FailingDisk, disk_full
+from tests.unit.store.disks import BIG, FAULTS, FailingDisk, disk_full, failing_disk
 
 
 @pytest.fixture
@@ -21,9 +21,7 @@ def path(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def disk(monkeypatch: pytest.MonkeyPatch) -> FailingDisk:
-    monkeypatch.setattr(unrecorded, "LOST", [])
-    monkeypatch.setattr(database, "LOST", unrecorded.LOST)
-    return FailingDisk()
+    return failing_disk(monkeypatch)
 
 
 def everything(state: FleetState) -> list[object]:
