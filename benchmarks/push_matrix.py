@@ -20,7 +20,7 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -40,7 +40,8 @@ WRITE_TIMEOUT_S = 150
 class Figure:
     """One figure. `wave`: those of a wave are up at the same time. `gpus` are the servers',
     `reference` those of the server that is started on the second checkpoint, unless another figure
-    (`same_as`) has one that answers alike. `alone`: those measured before are taken down first."""
+    (`same_as`) has one that answers alike; the first GPU where there are no more. `alone`: those
+    measured before are taken down first."""
 
     name: str
     wave: int
@@ -221,11 +222,11 @@ def main() -> None:
     suite = Suite(options)
     for wave in sorted({figure.wave for figure in FIGURES}):
         figures = [
-            figure
+            figure if max(figure.reference, default=0) < found else replace(figure, reference=(0,))
             for figure in FIGURES
             if figure.wave == wave
             and (not wanted or figure.name in wanted)
-            and max((*figure.gpus, *figure.reference), default=0) < found
+            and max(figure.gpus) < found
             and (figure.transport != "nccl" or found > len(figure.gpus))
         ]
         if figures and suite.left_s() > 90:
