@@ -33,7 +33,7 @@ from tests.integration.fleet_cli import FleetCli, bearer
 from tests.stub.sglang_verbs import Verbs
 
 SHAPE = "qwen3-4-layers"
-DEADLINE_S = 300.0
+DEADLINE_S = 330.0
 UP_TIMEOUT_S = 240.0
 SERVER: dict[str, Any] = {
     "dtype": "bfloat16",
@@ -82,6 +82,7 @@ class SGLangRun:
         self.fleets = {name: self._fleet(name) for name in ("sgl", "right")}
         self.cli = self.fleets["sgl"]
         self.places: dict[str, Place] = {}
+        self.holding: list[threading.Thread] = []
         self.a, self.b = self.directory / "a", self.directory / "b"
         for seed, path in enumerate((self.a, self.b), 1):
             self.write(path, seed)
@@ -176,6 +177,7 @@ class SGLangRun:
                 result["error"] = repr(error)
 
         thread = threading.Thread(target=ask)
+        self.holding.append(thread)
         thread.start()
         time.sleep(0.3)
         assert thread.is_alive(), f"it was over before anything was done: {result}"
@@ -188,6 +190,13 @@ class SGLangRun:
         assert not thread.is_alive(), "it never ended"
         assert "error" not in result, result
         return len(result["output_ids"]), result["meta_info"]["finish_reason"]["type"]
+
+    def recover(self) -> None:
+        """After a step that failed: what it held ends, and the next step finds a fleet on `a`."""
+        self.cli.run("resume", expect=None, timeout_s=60)
+        for thread in self.holding:
+            thread.join(60)
+        self.cli.run("sync-weights", str(self.a), "--colocated", expect=None, timeout_s=90)
 
     def refusal(self, *command: str) -> str:
         done = self.cli.run(*command, "--json", expect=None, timeout_s=90)
@@ -398,8 +407,10 @@ def main(run: SGLangRun, out: Path) -> int:
                 came_to, outcome = f"{type(error).__name__}: {error}", "FAILED"
             print(f"{name}: {outcome} ({time.monotonic() - at:.0f} s) {came_to}", flush=True)
             table.append((name, outcome, " ".join(came_to.split())[:150]))
-            if step is starts and outcome != "ok":
-                break
+            if outcome != "ok":
+                if step is starts:
+                    break
+                run.recover()
     finally:
         for fleet in run.fleets.values():
             logs = fleet.run("logs", "-n", "150", expect=None, timeout_s=60).stdout

@@ -27,6 +27,7 @@ from typing import Any, NoReturn
 
 import httpx
 from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
@@ -81,6 +82,28 @@ class _Request:
     kv: str = ""
 
 
+class _Question:
+    """A question to the scheduler, one at a time; others wait. As in SGLang, one that comes when
+    the next is about to be put goes before it, which then fails (`managers/communicator.py`)."""
+
+    def __init__(self) -> None:
+        self._asked = False
+        self._waiting: list[asyncio.Event] = []
+
+    async def put(self) -> None:
+        if self._asked or self._waiting:
+            turn = asyncio.Event()
+            self._waiting.append(turn)
+            await turn.wait()
+            if self._asked:
+                raise HTTPException(500)
+        self._asked = True
+        await asyncio.sleep(0)
+        self._asked = False
+        if self._waiting:
+            self._waiting.pop(0).set()
+
+
 @dataclass
 class SGLangEngine:
     """Front end and scheduler of one stub server. To the keeper it is the front end."""
@@ -112,6 +135,7 @@ class SGLangEngine:
     def __post_init__(self) -> None:
         self.digest = self.digest or digest_of_checkpoint(self.model)
         self.checksums: dict[str, int] = {}
+        self._internal_state = _Question()
         self.changed = asyncio.Condition()
         self.aborts = 0
         self.on_death: Callable[[], object] = lambda: None
@@ -122,6 +146,7 @@ class SGLangEngine:
 
     async def get_internal_state(self) -> list[dict[str, Any]]:
         self._alive()
+        await self._internal_state.put()
         return [{}]
 
     async def _is_locked(self) -> bool:

@@ -36,6 +36,7 @@ _MANAGED = frozenset(
 """Routes that want the admin key where there are two (`utils/auth.py`)."""
 _SLEEP_TAGS = ("kv_cache", "weights")
 _POLL_S = 0.1
+_ASKED_AGAIN = 2
 _PROBE = {
     "input_ids": [0],
     "lora_path": "skyctl-asks-whether-you-are-paused",
@@ -429,8 +430,17 @@ class SGLangServer(HttpServer):
         return self._understood("/v1/models", lambda: [dict(one) for one in answer["data"]])
 
     async def _info(self) -> dict[str, Any]:
-        """Its arguments and version. The scheduler answers, too."""
-        return self._mapping(await self._call("GET", "/server_info"), "/server_info")
+        """Its arguments and version. The scheduler answers, too. Without a keeper, SGLang fails
+        some of those who ask at once (`inside/keeper.py`), which ask again."""
+        failed = 0
+        while True:
+            try:
+                return self._mapping(await self._call("GET", "/server_info"), "/server_info")
+            except ServerError as error:
+                failed += 1
+                if error.status != 500 or failed > _ASKED_AGAIN:
+                    raise
+            await asyncio.sleep(_POLL_S)
 
     async def _call(
         self, method: str, path: str, *, json: Any = None, timeout_s: float | None = None

@@ -141,6 +141,22 @@ async def test_the_keeper_tells_its_state_behind_either_of_sglangs_own_keys() ->
         assert caught.value.status == 401
 
 
+@pytest.mark.parametrize("keeper", [True, False], ids=["ours", "listed"])
+async def test_several_that_ask_at_once_are_all_answered(keeper: bool) -> None:
+    """The health check asks while a push does."""
+    stub = SGLangStub(keeper=keeper)
+    client = ControlClient(transport=StubTransport([stub]))
+    server = SGLangServer(client, ServerTarget("s-0", "http://stub-0", None, "sglang"))
+
+    async def ask(pause: int) -> None:
+        for _ in range(20):
+            await (server.started_with() if pause % 2 or not keeper else server.is_sleeping())
+            for _ in range(pause):
+                await asyncio.sleep(0)
+
+    await asyncio.gather(*map(ask, range(3)))
+
+
 async def test_listed_servers_with_both_keys_take_the_verbs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

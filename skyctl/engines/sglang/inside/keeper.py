@@ -21,7 +21,9 @@ the scheduler, and the server with it:
              CPU backup: nothing is generated from them, before an update has filled them
 
 Calls of this table are carried out one after the other. `GET /skyctl/state` tells all of it, after
-a question that the scheduler answers.
+a question that the scheduler answers. SGLang queues such questions (`managers/communicator.py`);
+one that comes while the next of the queue is about to be put takes its place, and that one fails
+with an assertion. So those of one kind wait here.
 """
 
 from __future__ import annotations
@@ -57,6 +59,15 @@ INIT_GROUP, DESTROY_GROUP = "/init_weights_update_group", "/destroy_weights_upda
 _GROUP = "weight_update_group"
 _CALLS = frozenset({PAUSE, CONTINUE, RELEASE, RESUME, *UPDATES, INIT_GROUP, DESTROY_GROUP})
 _READS = frozenset({"/weights_checker", "/get_weights_by_name"})
+_QUEUED = {
+    STATE: "get_internal_state",
+    "/server_info": "get_internal_state",
+    "/get_server_info": "get_internal_state",
+    "/weights_checker": "check_weights",
+    "/get_weights_by_name": "get_weights_by_name",
+    "/flush_cache": "flush_cache",
+}
+"""Which of SGLang's queues a route's question waits in."""
 _ABORT_TIMEOUT_S = 20.0
 
 
@@ -72,18 +83,26 @@ class Keeper:
         self._mode = "abort"  # of the last pause
         self._groups: set[str] = set()
         self._turn = asyncio.Lock()
+        self._queues = {name: asyncio.Lock() for name in _QUEUED.values()}
         self._name: str | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         path = route_path(scope) if scope["type"] == "http" else ""
+        if path in _CALLS:
+            # an abort may take seconds, and nothing that follows may overtake it
+            async with self._turn:
+                await self._call(path, scope, receive, send)
+        elif path in _QUEUED:
+            async with self._queues[_QUEUED[path]]:
+                await self._ask(path, scope, receive, send)
+        else:
+            await self._app(scope, receive, send)
+
+    async def _ask(self, path: str, scope: Scope, receive: Receive, send: Send) -> None:
         if path == STATE:
             await _answer(send, 200, await self._state())
         elif path in _READS and "weights" in self._released:
             await _answer(send, 409, _refusal("the weights are released: nothing can be read"))
-        elif path in _CALLS:
-            # an abort may take seconds, and nothing that follows may overtake it
-            async with self._turn:
-                await self._call(path, scope, receive, send)
         else:
             await self._app(scope, receive, send)
 
