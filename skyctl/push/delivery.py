@@ -29,7 +29,7 @@ OUTSTANDING = 3
 for the next has already crossed the wire."""
 
 LEAVE_METHOD = "skyctl_leave_group"
-_FREE_METHOD = "skyctl_free_cached"
+FREE_METHOD = "skyctl_free_cached"
 _STARTUP_TIMEOUT_S = 120.0  # importing torch from a cold disk takes tens of seconds
 _GRACE_S = 5.0  # a server's own deadline should end before ours, so that its reason arrives
 
@@ -460,7 +460,7 @@ class ChunkDelivery:
             await site.vllm.finish_weight_update(label, timeout_s=timeout_s)
             site.open = False
             if self._transport.leaves_group and not site.spoken.keeps_streams:
-                await site.vllm.extension_rpc(_FREE_METHOD, timeout_s=timeout_s)
+                await site.vllm.extension_rpc(FREE_METHOD, timeout_s=timeout_s)
             site.weights = Weights.NEW
 
         await each(alive(sites), call, timeout_s=timeout_s, what="finish")

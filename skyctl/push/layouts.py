@@ -5,8 +5,9 @@
                 of checkpoint tensors, and only after the servers' processes have seen it proven
 
 A layout is proven in a process when vLLM's loader left in every parameter, byte for byte, what the
-layout says: in a push, or as the server started (`push/rehearsal.py`). The numbers that every byte
-is compared by come from the sender, which computes them from what it read.
+layout says: in a push, or as the server started (`push/rehearsal.py`); where layers process their
+weights, only there. The numbers that every byte is compared by come from the sender, which computes
+them from what it read.
 """
 
 from __future__ import annotations
@@ -72,6 +73,11 @@ class LayoutChoice:
         """Of all servers."""
         return [report for reports in self.workers.values() for report in reports]
 
+    @property
+    def spare_bytes(self) -> int:
+        """What a worker takes on its GPU to process weights before the freeze; 0 where none are."""
+        return max((report.spare_bytes for report in self.reports), default=0)
+
     def ordered(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """The checkpoint's tensors in the order in which parameters hold them."""
         return order_for_runtime(self.reports, tensors)
@@ -115,11 +121,14 @@ async def choose_layout(
         workers = await _ask(transport, sites, timeout_s=timeout_s)
         reports = [report for of_server in workers.values() for report in of_server]
         await asyncio.to_thread(_check, reports, checkpoint)
+        if transport != "ipc" and (found := _processed(reports)):
+            raise NotInLayout(f"{found} is processed, ahead of a freeze only with ipc")
     except NotInLayout as why:
         return _refused(wanted, LayoutChoice(), why.reason)
     unproven = [name for name, of in workers.items() if any(r.layout not in r.proven for r in of)]
     if unproven:
-        reason = f"not proven yet on {', '.join(unproven)}; this push proves it, if it holds"
+        proves = "a rehearsal" if _processed(reports) else "this push"
+        reason = f"not proven yet on {', '.join(unproven)}; {proves} proves it, if it holds"
         return _refused(wanted, LayoutChoice(workers=workers), reason)
     return LayoutChoice("runtime", workers)
 
@@ -133,6 +142,11 @@ def _check(reports: Sequence[LayoutReport], checkpoint: Checkpoint) -> None:
 
     told = tuple((report.layout, report.ignored, report.reason) for report in reports)
     _remembered(_checked, (told, checkpoint.headers), check)
+
+
+def _processed(reports: Sequence[LayoutReport]) -> str:
+    """A parameter that its layer makes what it computes with of; "" where there is none."""
+    return next((p.name for report in reports for p in report.parameters if p.processed), "")
 
 
 def _refused(wanted: Layout, choice: LayoutChoice, why: str) -> LayoutChoice:

@@ -14,7 +14,7 @@ from skyctl.errors import PreflightError
 from skyctl.launch.local.devices import discover_gpus, free_gpu_memory, visible_gpus
 from skyctl.push.forecast import GPU_TRANSPORTS, Forecast, Measured, Subject, assumptions, forecast
 from skyctl.push.request import PushFleet, PushRequest, PushServer
-from skyctl.push.worker_memory import bytes_beside, copier_bytes, worker_bytes
+from skyctl.push.worker_memory import bytes_beside, copier_bytes, worker_bytes, workers_on_fullest
 from skyctl.store.journal import PushRecord
 from skyctl.transfer.plan import ChunkPlan
 from skyctl.transfer.sender_pool import Lease
@@ -113,23 +113,27 @@ async def subject_of(
     workers: int,
     idle: Lease | None,
     copied: bool = False,
+    spare_bytes: int = 0,
 ) -> Subject:
     """What is to be pushed, and where it has to fit.
 
     An idle sender has its context already; servers that it filled keep what they took. `copied`:
-    servers do not load it, but copy it into their parameters.
+    servers do not load it, but copy it into their parameters. `spare_bytes` is what each of their
+    workers then takes to process weights ahead.
     """
     on_gpus = transport in GPU_TRANSPORTS
     free = await asyncio.to_thread(free_gpu_memory) if on_gpus else {}
     gpus = [server.gpus for server in fleet.servers]
     shares = load_transport(transport).shares_gpus
     reserve = 0
-    if shares and not copied and not (idle and idle.filled):
+    if shares and copied:
+        reserve = spare_bytes * workers_on_fullest(gpus)
+    elif shares and not (idle and idle.filled):
         reserve = bytes_beside(transport, plan, gpus)
     if not copied:
         taken = await asyncio.to_thread(worker_bytes, transport, plan)
     else:
-        taken = 0 if shares else copier_bytes(plan, gpus, free)
+        taken = spare_bytes if shares else copier_bytes(plan, gpus, free)
     return Subject(
         transport=transport,
         chunk_bytes=tuple(chunk.size for chunk in plan.chunks),

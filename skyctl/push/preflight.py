@@ -94,8 +94,10 @@ class Prepared:
             return DiskDelivery(self.checkpoint, fleet)
         copied = self.layout.name == "runtime" and not by_loader
         partial = self.whole is not None and not by_loader
+        spare_bytes = self.layout.spare_bytes
+        copying = functools.partial(RuntimeDelivery, spare_bytes=spare_bytes)
         deliver = functools.partial(
-            RuntimeDelivery if copied else ChunkDelivery,
+            copying if copied else ChunkDelivery,
             self.transport,
             self.checkpoint,
             self.plan if partial or self.whole is None else self.whole,
@@ -103,7 +105,8 @@ class Prepared:
             sender_gpu=self.sender_gpu,
             nccl_settings=self.nccl_settings,
             stage=self.stage,
-            programs=self.layout.programs,
+            # what vLLM's loader makes of a weight that is processed cannot be numbered
+            programs=self.layout.programs if copied or not spare_bytes else None,
             scan=self.scan,
             crc32=self.delta.crc32 if self.delta is not None else None,
             partial=partial,
@@ -264,6 +267,7 @@ async def preflight(
             workers=workers,
             idle=idle,
             copied=layout.name == "runtime",
+            spare_bytes=layout.spare_bytes,
         )
         forecasts, said = await forecast_push(request, fleet, checkpoint, subject)
     if request.verify and not request.dry_run:

@@ -3,7 +3,8 @@
     servers   say what they are, and number their weights: kernels are compiled, nothing is written
     sender    imports, makes its CUDA context and pins its buffers, and rests in the pool
     layout    is proven: the sender reads the checkpoint that the servers hold, and what each
-              parameter must come to by their layout is compared with what it comes to
+              parameter must come to by their layout is compared with what it comes to; what
+              layers process, servers process of what the sender shows them, and keep nothing of it
 
 So the first push by a GPU transport copies into parameters already, as later ones do. A rehearsal
 may be cancelled at any time, and what it was about to find out, the push finds out itself.
@@ -12,8 +13,9 @@ may be cancelled at any time, and what it was about to find out, the push finds 
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import Callable, Coroutine, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from skyctl.http.client import ControlClient
@@ -24,6 +26,7 @@ from skyctl.push.layouts import numbered, settle_parameters
 from skyctl.push.machine_facts import free_for_sender
 from skyctl.push.preflight import Prepared, preflight
 from skyctl.push.request import PushFleet, PushRequest
+from skyctl.push.runtime_delivery import RuntimeDelivery
 from skyctl.push.sites import Site
 from skyctl.push.verify import weights_digest
 from skyctl.transfer.sender_client import Opened
@@ -66,13 +69,14 @@ async def rehearse(
     delivery = _numbering(prepared, fleet, senders)
     await delivery.warm(prepared.sites)
     if prepared.layout.programs and prepared.layout.name != "runtime" and delivery.takes <= room:
-        await _read(prepared, delivery)
+        with asking() if prepared.layout.spare_bytes else nullcontext():
+            await _read(prepared, delivery)
         with asking():
             await _compare(prepared, fleet)
     return prepared.sites
 
 
-async def _read(prepared: Prepared, delivery: _Numbering) -> None:
+async def _read(prepared: Prepared, delivery: _Numbering | _Processing) -> None:
     """Find out what each parameter must come to by its server's layout."""
     try:
         await delivery.open(prepared.sites)
@@ -101,9 +105,13 @@ async def _to_its_end(work: Coroutine[Any, Any, None]) -> None:
         raise
 
 
-def _numbering(prepared: Prepared, fleet: PushFleet, senders: SenderPool) -> _Numbering:
+def _numbering(
+    prepared: Prepared, fleet: PushFleet, senders: SenderPool
+) -> _Numbering | _Processing:
     assert prepared.transport is not None  # else nobody reads
-    return _Numbering(
+    spare_bytes = prepared.layout.spare_bytes
+    read = functools.partial(_Processing, spare_bytes=spare_bytes) if spare_bytes else _Numbering
+    return read(
         prepared.transport,
         prepared.checkpoint,
         prepared.plan,
@@ -111,7 +119,7 @@ def _numbering(prepared: Prepared, fleet: PushFleet, senders: SenderPool) -> _Nu
         senders=senders,
         sender_gpu=prepared.sender_gpu,
         nccl_settings=prepared.nccl_settings,
-        stage="stream",
+        stage="gpu" if spare_bytes else "stream",
         programs=prepared.layout.programs,
         scan=False,
         stage_rate=fleet.stage_rate,
@@ -138,4 +146,27 @@ class _Numbering(ChunkDelivery):
         for chunk in self._plan.chunks:
             filled = await self._staged(lease, chunk)
             await self._sent(chunk, filled)
+        self._tell_numbers(sites)
+
+
+class _Processing(RuntimeDelivery):
+    """Stages everything, has servers process it, and delivers nothing."""
+
+    _keeps = False
+
+    @property
+    def takes(self) -> int:
+        """Bytes on the sender's GPU, beside its context."""
+        return self._plan.total_bytes + self._numbering_bytes() + self._spare_bytes
+
+    async def open(self, sites: Sequence[Site]) -> None:
+        self._delivered = True  # whatever becomes of it: the sender is kept
+        await super().open(sites)
+
+    async def _get_ready(
+        self, sites: Sequence[Site], lease: Lease, opened: Opened, slots: int
+    ) -> None:
+        await super()._get_ready(sites, lease, opened, slots)
+        for chunk in self._plan.chunks:
+            await self._sent(chunk, self._filled[chunk.index])
         self._tell_numbers(sites)

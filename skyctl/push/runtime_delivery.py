@@ -8,15 +8,16 @@ what breaks off half-way is scrubbed and pushed again by vLLM's loader.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from skyctl.errors import PreflightError
 from skyctl.http.fanout import fan_out
 from skyctl.http.target import ServerTarget
 from skyctl.kill_points import reached
-from skyctl.push.delivery import ChunkDelivery
+from skyctl.push.delivery import FREE_METHOD, ChunkDelivery
 from skyctl.push.sites import Site, Weights, alive, each
+from skyctl.push.worker_memory import workers_on_fullest
 from skyctl.transfer.plan import Chunk
 from skyctl.transfer.reader import Filled
 from skyctl.transfer.sender_client import Opened
@@ -25,6 +26,7 @@ from skyctl.transfer.sender_pool import Lease
 OPEN_METHOD = "skyctl_layout_open"
 LOAD_METHOD = "skyctl_layout_load"
 RECEIVE_METHOD = "skyctl_layout_receive"
+PROCESS_METHOD = "skyctl_layout_process"
 CLOSE_METHOD = "skyctl_layout_close"
 
 _CLOSE_TIMEOUT_S = 5.0
@@ -40,14 +42,21 @@ class RuntimeDelivery(ChunkDelivery):
     Where the sender's slots lie on the servers' GPUs, servers map them while they are filled, and
     copy in one call when they are frozen; what is too much for the slots follows as it is read.
     Else all chunks are broadcast from the sender's GPU.
+
+    With `spare_bytes`, what each worker takes for it, weights that layers process are processed as
+    their chunks are staged, beside what the servers do.
     """
 
     frees_late = True  # freeing a model's size takes a tenth of the freeze
     copies = True
     _shows = True
 
-    def __init__(self, *arguments: Any, **named: Any) -> None:
+    _keeps = True
+    """What is processed is to be copied."""
+
+    def __init__(self, *arguments: Any, spare_bytes: int = 0, **named: Any) -> None:
         super().__init__(*arguments, **named)
+        self._spare_bytes = spare_bytes
         self._filled: dict[int, Filled] = {}
         self._told: dict[str, Site] = {}  # servers that may have mapped the sender's memory
         self._slots: Mapping[str, Any] | None = None  # what servers map, None: it is broadcast
@@ -68,6 +77,8 @@ class RuntimeDelivery(ChunkDelivery):
             raise CannotCopy("the checkpoint does not fit on the sender's GPU as a whole")
         telling = asyncio.create_task(self._tell(sites))
         try:
+            if self._spare_bytes:
+                await telling
             await self._read_ahead(lease, slots)
             await telling
         finally:
@@ -89,7 +100,11 @@ class RuntimeDelivery(ChunkDelivery):
                 OPEN_METHOD, arguments, timeout_s=self._fleet.control_timeout_s
             )
 
-        await each(sites, tell, timeout_s=self._fleet.control_timeout_s, what="layout")
+        await self._all(sites, tell)
+
+    async def _all(self, sites: Sequence[Site], ask: Callable[[Site], Awaitable[None]]) -> None:
+        """Have every server get ready, or none. Raises CannotCopy."""
+        await each(sites, ask, timeout_s=self._fleet.control_timeout_s, what="layout")
         if failed := [site for site in sites if site.failure]:
             reason = f"{failed[0].name}: {failed[0].failure}"
             for site in sites:
@@ -102,7 +117,20 @@ class RuntimeDelivery(ChunkDelivery):
             filled = await self._staged(lease, chunk)
             if self._slots is not None:
                 self._filled[chunk.index] = filled
+            if self._spare_bytes:
+                await self._process(list(self._told.values()), chunk)
         self._read_ahead_until = asyncio.get_running_loop().time()
+
+    async def _process(self, sites: Sequence[Site], chunk: Chunk) -> None:
+        """A chunk at a time: in between, engines go on with their requests."""
+        arguments = {"chunk": chunk.index, "keep": self._keeps}
+
+        async def process(site: Site) -> None:
+            await site.vllm.ask_workers(
+                PROCESS_METHOD, arguments, timeout_s=self._fleet.control_timeout_s
+            )
+
+        await self._all(sites, process)
 
     async def init(self, sites: Sequence[Site]) -> None:
         if self._slots is None:
@@ -172,8 +200,18 @@ class RuntimeDelivery(ChunkDelivery):
         async def let_go(target: ServerTarget) -> None:
             await told[target.name].vllm.collective_rpc(CLOSE_METHOD, timeout_s=_CLOSE_TIMEOUT_S)
 
+        async def free(target: ServerTarget) -> None:
+            await told[target.name].vllm.extension_rpc(FREE_METHOD, timeout_s=_CLOSE_TIMEOUT_S)
+
         await fan_out([site.target for site in left], let_go, timeout_s=_CLOSE_TIMEOUT_S)
+        if self._spare_bytes:
+            targets = [site.target for site in told.values()]
+            await fan_out(targets, free, timeout_s=_CLOSE_TIMEOUT_S)
         await super().close()
 
     def _worker_bytes(self, sites: Sequence[Site]) -> int:
-        return 0  # chunks are copied out of the sender's memory, not beside it
+        """Chunks are copied out of the sender's memory, not beside it."""
+        return self._spare_bytes * workers_on_fullest([site.server.gpus for site in sites])
+
+    def _filling(self, sites: Sequence[Site]) -> str:
+        return "" if self._spare_bytes else super()._filling(sites)  # it is given back

@@ -2,7 +2,9 @@
 
     ipc    its own copy of the chunk; and the largest module, which is put together beside the old
     nccl   buffers on two streams, each with its own pool in torch's caching allocator
-    both   nothing, where servers copy chunks from where the sender staged them on their GPUs
+    both   nothing, where servers copy chunks from where the sender staged them on their GPUs, but
+           for weights that layers process: what they make, and the largest of them (`spare_bytes`
+           of `LayoutReport`), which is given back after the push
 
 What was taken stays in the allocator's cache: a server that took a push of the same plan before
 takes nothing more. The streams are those of vLLM's packed consumer (`packed_tensor.py`): a buffer
@@ -57,8 +59,12 @@ def bytes_beside(transport: str, plan: ChunkPlan, server_gpus: Sequence[Sequence
 
     For transports whose sender has its slots on those GPUs, too.
     """
-    workers = max(Counter(gpu for gpus in server_gpus for gpu in gpus).values(), default=1)
-    return workers * worker_bytes(transport, plan)
+    return workers_on_fullest(server_gpus) * worker_bytes(transport, plan)
+
+
+def workers_on_fullest(server_gpus: Sequence[Sequence[int]]) -> int:
+    """How many workers share a GPU, on the one that most do."""
+    return max(Counter(gpu for gpus in server_gpus for gpu in gpus).values(), default=1)
 
 
 def _module_bytes(plan: ChunkPlan) -> dict[str, int]:

@@ -241,6 +241,17 @@ class Loader:
                 self.slots[at : at + len(chunks[chunk])] = chunks[chunk]
             self.loader.load(list(ready), last=ready.stop == len(chunks))
 
+    def process(self, program: Program, plan: ChunkPlan, chunks: list[Any], *, keep: bool) -> None:
+        """Every chunk in a slot of its own."""
+        import torch
+
+        size = plan.slot_bytes
+        self.slots = torch.zeros(len(chunks) * size, dtype=torch.uint8)
+        self.loader.open(program, "handle", [size * number for number in range(len(chunks))], 0)
+        for number, octets in enumerate(chunks):
+            self.slots[number * size : number * size + len(octets)] = octets
+            self.loader.process(number, keep)
+
 
 def test_a_proven_layout_is_copied_through_slots_that_are_filled_again(
     checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch
@@ -273,3 +284,68 @@ def test_a_proven_layout_is_copied_through_slots_that_are_filled_again(
         worker.loader.report()  # the next push begins: that one was killed
         with pytest.raises(RuntimeError, match="no program"):
             worker.loader.load([0], last=False)
+
+
+@pytest.mark.parametrize("quantization", ["fp8_per_channel", "fp8_per_tensor"])
+def test_a_layer_is_processed_beside_the_running_one_as_the_loader_would(
+    tmp_path: Path,
+    checkpoints: dict[str, Path],
+    quantization: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    import torch
+    from vllm import _custom_ops
+
+    from skyctl.engines.vllm.inside.digest import digest_model
+    from skyctl.transfer.gpu.numbering import Numbering
+
+    def quantized(weight: Any, scale: Any, **_: Any) -> tuple[Any, Any]:
+        """On CPU vLLM has no kernel for it."""
+        return (weight / scale).clamp(-448, 448).to(torch.float8_e4m3fn), scale
+
+    monkeypatch.setattr(_custom_ops, "scaled_fp8_quant", quantized)
+    other = make_tiny_checkpoint(tmp_path / "other", seed=4, dtype="bfloat16")
+    with vllm_model(other, quantization=quantization) as model:
+        wanted = {name: p.detach().clone() for name, p in model.named_parameters()}
+        digest = digest_model(model)["digest"]
+    checkpoint = read_checkpoint(str(other))
+    with vllm_model(checkpoints["dense"], quantization=quantization) as model:
+        report = report_of(model)
+        assert sum(one.processed for one in report.parameters) == 8
+        plan = planned([report], checkpoint, 70_000)
+        program, chunks = program_for(report, plan), chunks_of(checkpoint, plan)
+        numbering, expected = Numbering([program], "cpu"), dict[str, int]()
+        for number, octets in enumerate(chunks):
+            expected |= numbering.add(number, octets)[0]
+        worker = Loader(model, monkeypatch)
+        with pytest.raises(RuntimeError, match="staged as a whole"):
+            worker.loader.open(program, "handle", [0, plan.slot_bytes], 0)
+        before = {name: p.detach().clone() for name, p in model.named_parameters()}
+        worker.process(program, plan, chunks, keep=False)
+        for name, parameter in model.named_parameters():
+            assert torch.equal(parameter, before[name]), name
+        names = [name for name, _, _ in program.parameters]
+        assert come_to(worker, model, names) != expected  # it holds the first checkpoint
+        worker.loader.trust(report.layout)
+        worker.process(program, plan, chunks, keep=True)
+        worker.loader.load(range(len(chunks)), last=True)
+        for name, parameter in model.named_parameters():
+            assert torch.equal(parameter, wanted[name]), name
+        assert come_to(worker, model, names) == expected
+        assert digest_model(model)["digest"] == digest
+        next(iter(model.parameters())).data.view(-1)[0] += 1
+        scale = dict(model.named_parameters())["model.layers.1.mlp.down_proj.weight_scale"]
+        scale.data.view(-1)[0] += 1
+        wrong = {n for n, v in come_to(worker, model, names).items() if v != expected[n]}
+        assert wrong == {"model.embed_tokens.weight"}
+        assert expected.keys() - come_to(worker, model, names).keys() == {
+            "model.layers.1.mlp.down_proj.weight"
+        }
+
+
+def come_to(worker: Loader, model: Any, names: list[str]) -> dict[str, int]:
+    from skyctl.engines.vllm.inside.device_digest import as_it_lies, digest_on_device
+
+    looked_at, parameters = worker.loader.looked_at(names), dict(model.named_parameters())
+    numbers = digest_on_device([as_it_lies(parameters[name]) for name in looked_at])
+    return worker.loader.come_to(names, dict(zip(looked_at, numbers, strict=True)))

@@ -6,14 +6,22 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
+
+with suppress(ImportError):
+    import cpuinfo  # noqa: F401 # vLLM imports it, and that starts a process
 
 
 @contextmanager
 def vllm_model(
-    checkpoint: Path, *, rank: int = 0, ranks: int = 1, expert_parallel: bool = False
+    checkpoint: Path,
+    *,
+    rank: int = 0,
+    ranks: int = 1,
+    expert_parallel: bool = False,
+    quantization: str | None = None,
 ) -> Iterator[Any]:
     """The model that `rank` of `ranks` makes of a checkpoint; nothing of it is left behind."""
     import torch
@@ -24,7 +32,9 @@ def vllm_model(
     from vllm.model_executor.model_loader.utils import initialize_model
     from vllm.utils.torch_utils import set_default_torch_dtype
 
-    arguments = EngineArgs(model=str(checkpoint), max_model_len=64, enforce_eager=True)
+    arguments = EngineArgs(
+        model=str(checkpoint), max_model_len=64, enforce_eager=True, quantization=quantization
+    )
     config = arguments.create_engine_config()
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     with set_current_vllm_config(config):

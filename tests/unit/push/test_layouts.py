@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -46,6 +47,10 @@ PARAMETERS = (
     ParameterLayout("down", "bfloat16", (4, 8), (part("d"),)),
 )
 LAYOUT = layout_digest(PARAMETERS)
+PROCESSED: dict[str, Any] = {
+    "parameters": (replace(PARAMETERS[0], processed=True), PARAMETERS[1]),
+    "spare_bytes": 7,
+}
 NUMBERS = {"gate_up": 17, "down": 4}
 
 
@@ -68,6 +73,9 @@ class Workers:
         self, method: str, *, kwargs: dict[str, Any] | None = None, **_: Any
     ) -> list[Any]:
         return await self.ask_workers(method, kwargs or {})
+
+    async def extension_rpc(self, method: str, **_: Any) -> None:
+        self.calls.append((method, {}))
 
     @property
     def asked(self) -> list[str]:
@@ -130,6 +138,18 @@ async def test_servers_that_have_not_are_numbered_and_loaded_by_the_loader(
     assert set(choice.workers) == {"demo-0", "demo-1"}
     with pytest.raises(PreflightError, match="--layout runtime: not proven yet on demo-1"):
         await chosen(checkpoint, *sites, wanted="runtime")
+
+
+async def test_what_layers_process_is_copied_by_ipc_once_a_rehearsal_has_proven_it(
+    checkpoint: Checkpoint,
+) -> None:
+    one = site(Workers(report(proven=False, **PROCESSED)))
+    choice = await chosen(checkpoint, one)
+    assert "not proven yet on demo-0; a rehearsal proves it" in choice.note
+    proven = site(Workers(report(**PROCESSED)))
+    assert (await chosen(checkpoint, proven)).name == "runtime"
+    choice = await chosen(checkpoint, proven, transport="nccl")
+    assert "gate_up is processed, ahead of a freeze only with ipc" in choice.note
 
 
 def asleep(one: Site) -> Site:
@@ -270,6 +290,7 @@ async def copied_by(
     slots: int = 3,
     shown: bool = True,
     pool: SenderPool | None = None,
+    spare_bytes: int = 0,
 ) -> tuple[Site, NumberingSender]:
     """One server into which three chunks were copied."""
     one = site(workers, instance="1@1")
@@ -288,6 +309,7 @@ async def copied_by(
         PushFleet("demo", (one.server,)),
         senders=pool or SenderPool(),
         programs=choice.planned(plan, checkpoint).programs,
+        spare_bytes=spare_bytes,
     )
     workers.init_weight_transfer = workers.collective_rpc  # type: ignore[attr-defined]
     try:
@@ -322,6 +344,19 @@ async def test_servers_map_the_slots_before_and_copy_in_as_few_calls_as_these_al
     assert (sender.joins, sender.sent) == (0, [])
     assert (one.weights, one.copied, one.failure) == (Weights.NEW, True, "")
     assert one.expected == [(sender.programs[0], NUMBERS)]
+
+
+async def test_weights_are_processed_before_the_freeze_and_their_memory_is_given_back(
+    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    workers = Workers()
+    await copied_by(IPC, workers, checkpoint, monkeypatch, spare_bytes=7)
+    opened, *processed, loaded, freed = workers.calls
+    assert (opened[0], loaded[0]) == ("skyctl_layout_open", "skyctl_layout_load")
+    assert processed == [
+        ("skyctl_layout_process", {"chunk": chunk, "keep": True}) for chunk in range(3)
+    ]
+    assert freed == ("skyctl_free_cached", {})
 
 
 async def test_the_next_push_reads_ahead_as_far_as_after_any_other(

@@ -35,6 +35,13 @@ def digest_on_device(tensors: Sequence[torch.Tensor]) -> list[int]:
     return [int(value) for value in sums.tolist()]
 
 
+def as_it_lies(tensor: torch.Tensor) -> torch.Tensor:
+    """A view in the order of memory, such as of a quantized weight that lies transposed: it can be
+    summed where it is."""
+    order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
+    return tensor if tensor.is_contiguous() else tensor.permute(order)
+
+
 _has_kernel = find_spec("triton") is not None
 
 

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from skyctl.engines.vllm.inside.device_digest import digest_on_device
+from skyctl.engines.vllm.inside.device_digest import as_it_lies, digest_on_device
 
 _EXACT_WIDTH = 512
 _SPAN = 512
@@ -84,7 +84,7 @@ def _digest_tensors(tensors: list[torch.Tensor], numbers: dict[int, int]) -> lis
     """A digest of each; tensors on an accelerator are not copied out for it. `numbers` gets
     theirs, by `id`."""
     on_device = [tensor for tensor in tensors if tensor.device.type != "cpu"]
-    summed = digest_on_device([_as_it_lies(tensor) for tensor in on_device])
+    summed = digest_on_device([as_it_lies(tensor) for tensor in on_device])
     numbers.update(zip(map(id, on_device), summed, strict=True))
     return [
         _digest_tensor(tensor)
@@ -92,13 +92,6 @@ def _digest_tensors(tensors: list[torch.Tensor], numbers: dict[int, int]) -> lis
         else f"{tensor.dtype}{tuple(tensor.shape)}{numbers[id(tensor)]}".encode()
         for tensor in tensors
     ]
-
-
-def _as_it_lies(tensor: torch.Tensor) -> torch.Tensor:
-    """A view in the order of memory, such as of a quantized weight that lies transposed: it can be
-    summed where it is."""
-    order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
-    return tensor if tensor.is_contiguous() else tensor.permute(order)
 
 
 def _digest_tensor(tensor: torch.Tensor) -> bytes:

@@ -1,8 +1,9 @@
 """Which checkpoint tensors a running model's parameters are made of.
 
 Only kinds of layers are described whose parameters are pieces of the checkpoint's tensors, bit by
-bit; of any other parameter it is said why not, and vLLM's loader fills it. That a description is
-right is not taken on trust: a push compares it with what vLLM's loader made before it uses it.
+bit, or are made of such by a known way of processing; of any other it is said why not, and vLLM's
+loader fills it. That a description is right is not taken on trust: a push compares it with what
+vLLM's loader made before it uses it.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from math import prod
 from typing import Any
 
+from skyctl.engines.vllm.inside.layout_process import unprocessed
 from skyctl.engines.vllm.inside.layout_wire import ParameterLayout, Part
 
 _PLAIN_METHODS = {
@@ -25,13 +27,19 @@ _ATTENTION = {"Attention", "MMEncoderAttention"}
 
 
 def describe(model: Any) -> list[ParameterLayout]:
-    """One layout per parameter, shared ones once, in the model's order."""
+    """One layout per parameter, shared ones once, in the model's order; of a layer that processes
+    its weight, of that one as it is loaded."""
     packed: dict[str, list[str]] = dict(getattr(model, "packed_modules_mapping", {}))
     seen: set[int] = set()
     found = []
     for path, module in model.named_modules():
+        loaded = unprocessed(module)
+        if loaded is not None:
+            found.append(_describe(path, module, "weight", loaded, packed, processed=True))
         for name, parameter in module._parameters.items():
             if parameter is None or id(parameter) in seen:
+                continue
+            if loaded is not None and name != "bias":
                 continue
             seen.add(id(parameter))
             found.append(_describe(path, module, name, parameter, packed))
@@ -63,26 +71,32 @@ class _Unknown(Exception):
 
 
 def _describe(
-    path: str, module: Any, name: str, parameter: Any, packed: dict[str, list[str]]
+    path: str,
+    module: Any,
+    name: str,
+    parameter: Any,
+    packed: dict[str, list[str]],
+    *,
+    processed: bool = False,
 ) -> ParameterLayout:
     full = f"{path}.{name}" if path else name
     dtype = str(parameter.dtype).removeprefix("torch.")
     shape = tuple(parameter.shape)
     try:
-        if parameter.device.type == "meta" or not parameter.is_contiguous():
+        if parameter.is_meta != processed or not parameter.is_contiguous():
             raise _Unknown(f"it is {'empty' if parameter.is_meta else 'not contiguous'}")
         parts = tuple(_parts(path, module, name, parameter, packed))
     except _Unknown as why:
         return ParameterLayout(full, dtype, shape, reason=str(why))
     zeros = parameter.numel() - sum(part.rows * part.row for part in parts)
-    return ParameterLayout(full, dtype, shape, parts, zeros)
+    return ParameterLayout(full, dtype, shape, parts, zeros, processed=processed)
 
 
 def _parts(
     path: str, module: Any, name: str, parameter: Any, packed: dict[str, list[str]]
 ) -> Iterator[Part]:
     method = type(getattr(module, "quant_method", None)).__name__
-    if method not in _PLAIN_METHODS:
+    if method not in _PLAIN_METHODS and unprocessed(module) is None:
         raise _Unknown(f"{method} processes it")
     kind = type(module).__name__
     if hasattr(module, "w13_weight") and hasattr(module, "w2_weight"):

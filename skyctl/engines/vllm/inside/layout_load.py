@@ -1,6 +1,7 @@
 """Copy chunks into a running model's parameters, in place: pointers stay, CUDA graphs hold.
 
-Per push:  open ─► load … load | receive
+Per push:  open ─► process … process ─► load … load | receive
+                    beside serving           frozen
 Nothing is loaded by a program that this process has not seen proven (`trust`): a description of
 the model that was compared with what vLLM's loader made of a checkpoint, every byte.
 """
@@ -9,12 +10,15 @@ from __future__ import annotations
 
 import base64
 import pickle
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from skyctl.engines.vllm.inside import layout_process
 from skyctl.engines.vllm.inside.completeness import half_open
+from skyctl.engines.vllm.inside.device_digest import as_it_lies, digest_on_device
 from skyctl.engines.vllm.inside.layout import describe, ignored_tensors, whole_problem
 from skyctl.engines.vllm.inside.layout_copy import copy_runs, octets_of, paired_runs
 from skyctl.engines.vllm.inside.layout_wire import (
@@ -26,6 +30,14 @@ from skyctl.engines.vllm.inside.layout_wire import (
 )
 
 _NUM_BUFFERS = 2
+
+
+@dataclass(frozen=True)
+class _Made:
+    """What a layer made of a parameter: the number of that one, and those of the products."""
+
+    number: int
+    products: Mapping[str, int]
 
 
 class LayoutLoader:
@@ -40,6 +52,10 @@ class LayoutLoader:
         self._pairs: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
         self._addresses: list[tuple[torch.Tensor, int]] = []
         self._buffers: list[torch.Tensor] = []
+        self._slots: list[torch.Tensor] = []
+        self._layers: dict[str, Any] = {}
+        self._products: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._made: dict[str, _Made] = {}
 
     @property
     def _model(self) -> Any:
@@ -63,6 +79,7 @@ class LayoutLoader:
         killed, is let go of, or the sender's memory would stay on this GPU.
         """
         self.close()
+        self._made = {}
         model = self._model
         if self._device.type != "cuda":
             return LayoutReport(self.rank, reason="its model is not on a GPU")
@@ -79,6 +96,7 @@ class LayoutLoader:
             tuple(sorted(self._proven)),
             tuple(ignored_tensors(model)),
             whole_problem(model),
+            layout_process.spare_bytes(model),
         )
 
     def open(
@@ -93,15 +111,20 @@ class LayoutLoader:
             buffer_bytes: size of the buffers that chunks are broadcast into, 0 for none.
 
         Raises:
-            RuntimeError: the model is not the one that the program was planned for.
+            RuntimeError: the model is not the one that the program was planned for; or parameters
+                are to be processed, and not all chunks have a slot, or memory is short.
         """
         self.close()
+        self._made = {}
         if self._described()[0] != program.layout or half_open(self._model):
             raise RuntimeError("the model's parameters are not what the program was planned for")
         self._program = program
         for copy in program.copies:
             self._copies.setdefault(copy.chunk, []).append(copy)
         try:
+            self._layers = layout_process.layers(self._model)
+            if self._layers:
+                self._require_room(slots=len(offsets))
             if payload:
                 self._pair(self._map(payload), offsets)
             if buffer_bytes:
@@ -112,6 +135,33 @@ class LayoutLoader:
         except BaseException:
             self.close()
             raise
+
+    def process(self, chunk: int, keep: bool) -> None:
+        """Make what the running layers make of those parameters that this chunk completes. Chunks
+        come in their order, each when it is staged.
+
+        Args:
+            keep: `load` will copy it; else only its numbers are remembered.
+
+        Raises:
+            RuntimeError: a layer makes something else than it has.
+        """
+        program = self._opened()
+        last = {copy.parameter: copy.chunk for copy in program.copies}
+        for place, (name, _, _) in enumerate(program.parameters):
+            if name not in self._layers or last[place] != chunk:
+                continue
+            layer = self._layers[name]
+            loaded = layout_process.empty_weight(layer, self._device)
+            self._fill(place, loaded)
+            made = layout_process.process(layer, loaded)
+            number, *others = digest_on_device([loaded, *map(as_it_lies, made.values())])
+            path = name.rpartition(".")[0]
+            products = (f"{path}.{one}" for one in made)
+            self._made[name] = _Made(number, dict(zip(products, others, strict=True)))
+            if keep:
+                running = layout_process.products(layer)
+                self._products += [(running[one], made[one]) for one in made]
 
     def load(self, chunks: Sequence[int], last: bool) -> None:
         """Copy chunks out of their slots on this GPU. `last`: there are no more; let go of it.
@@ -125,6 +175,8 @@ class LayoutLoader:
         for chunk in chunks:
             for target, source in self._pairs[chunk]:
                 target.copy_(source, non_blocking=True)
+        for target, source in self._products if last else ():
+            target.copy_(source, non_blocking=True)
         torch.cuda.synchronize(self._device)
         if last:
             self._finish()
@@ -160,6 +212,27 @@ class LayoutLoader:
         """Let go of the sender's memory and of buffers."""
         self._program = None
         self._copies, self._pairs, self._addresses, self._buffers = {}, {}, [], []
+        self._slots, self._layers, self._products = [], {}, []
+
+    def looked_at(self, names: Iterable[str]) -> list[str]:
+        """The running parameters by which it is seen what these, of a program, have come to."""
+        return [one for name in names for one in self._made_of(name)]
+
+    def come_to(self, names: Iterable[str], numbers: Mapping[str, int]) -> dict[str, int]:
+        """The numbers of these parameters, of a program, by those of the running ones. Of one that
+        is processed it is the number of what it was made of, if the layer holds what was made."""
+        found = {}
+        for name in names:
+            made = self._made.get(name)
+            if made is None:
+                found[name] = numbers[name]
+            elif all(numbers[one] == number for one, number in made.products.items()):
+                found[name] = made.number
+        return found
+
+    def _made_of(self, name: str) -> list[str]:
+        made = self._made.get(name)
+        return [name] if made is None else list(made.products)
 
     def _finish(self) -> None:
         """Let go of the sender, and do what vLLM's own update does at its end."""
@@ -176,19 +249,45 @@ class LayoutLoader:
             self._description = (parameters, layout_digest(described), described)
         return self._description[1:]
 
-    def _require_proven(self) -> Program:
+    def _opened(self) -> Program:
         if self._program is None:
             raise RuntimeError("no program: call skyctl_layout_open first")
-        if self._program.layout not in self._proven:
-            raise RuntimeError("this layout has not been proven on this worker")
         return self._program
 
+    def _require_proven(self) -> Program:
+        program = self._opened()
+        if program.layout not in self._proven:
+            raise RuntimeError("this layout has not been proven on this worker")
+        return program
+
+    def _require_room(self, *, slots: int) -> None:
+        if slots <= max(self._copies, default=-1):
+            raise RuntimeError("what is processed before a freeze must be staged as a whole")
+        if self._device.type == "cuda":
+            spare = layout_process.spare_bytes(self._model)
+            cached = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+            free = torch.cuda.mem_get_info(self._device)[0] + cached
+            if free < spare:
+                raise RuntimeError(
+                    f"parameters are processed in {spare >> 20} MiB of GPU memory, and "
+                    f"{free >> 20} MiB are free"
+                )
+
     def _targets(self, program: Program) -> dict[int, torch.Tensor]:
+        """Flat views of the parameters that are copied as they come, by their place."""
         parameters = dict(self._model.named_parameters())
-        self._addresses = [
-            (parameters[name], parameters[name].data_ptr()) for name, _, _ in program.parameters
+        copied = {
+            place: parameters[name]
+            for place, (name, _, _) in enumerate(program.parameters)
+            if name not in self._layers
+        }
+        made_anew = [
+            product
+            for layer in self._layers.values()
+            for product in layout_process.products(layer).values()
         ]
-        return {place: octets_of(parameter) for place, (parameter, _) in enumerate(self._addresses)}
+        self._addresses = [(p, p.data_ptr()) for p in (*copied.values(), *made_anew)]
+        return {place: octets_of(parameter) for place, parameter in copied.items()}
 
     def _pair(self, slots: torch.Tensor, offsets: Sequence[int]) -> None:
         """Make views of all that will be copied, which takes longer than to enqueue the copies."""
@@ -196,10 +295,18 @@ class LayoutLoader:
             return
         targets = self._targets(self._program)
         ends = [*offsets[1:], slots.numel()]
+        self._slots = [slots[begin:end] for begin, end in zip(offsets, ends, strict=True)]
         for chunk in range(max(self._copies, default=-1) + 1):
-            slot = chunk % len(offsets)
-            octets = slots[offsets[slot] : ends[slot]]
-            self._pairs[chunk] = list(paired_runs(self._copies.get(chunk, ()), octets, targets))
+            octets = self._slots[chunk % len(offsets)]
+            copies = [c for c in self._copies.get(chunk, ()) if c.parameter in targets]
+            self._pairs[chunk] = list(paired_runs(copies, octets, targets))
+
+    def _fill(self, place: int, parameter: torch.Tensor) -> None:
+        """Copy one parameter's bytes out of the slots; what is padding is zero."""
+        octets = octets_of(parameter).zero_()
+        for copy in self._opened().copies:
+            if copy.parameter == place:
+                copy_runs([copy], self._slots[copy.chunk], {place: octets})
 
     def _map(self, payload: str) -> torch.Tensor:
         """The sender's slots in this GPU's memory, as flat bytes; not a copy."""

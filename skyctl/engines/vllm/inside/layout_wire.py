@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-LAYOUT_VERSION = 2
+LAYOUT_VERSION = 3
 """Version of this format. A worker that speaks another one is pushed to by vLLM's loader."""
 
 
@@ -49,8 +49,9 @@ class Part:
 class ParameterLayout:
     """One parameter of a worker's model.
 
-    `parts` cover it once, but for `zeros` elements of padding that are zero. `reason` says why
-    only vLLM's loader can fill it; there are no parts then.
+    `parts` cover it once, but for `zeros` elements of padding that are zero. `processed`: this is
+    what its layer is loaded with, and makes what it computes with of (`layout_process.py`).
+    `reason` says why only vLLM's loader can fill it; there are no parts then.
     """
 
     name: str
@@ -59,20 +60,23 @@ class ParameterLayout:
     parts: tuple[Part, ...] = ()
     zeros: int = 0
     reason: str = ""
+    processed: bool = False
 
     def to_wire(self) -> list[Any]:
         parts = [part.to_wire() for part in self.parts]
-        return [self.name, self.dtype, list(self.shape), parts, self.zeros, self.reason]
+        shape, zeros, processed = list(self.shape), self.zeros, self.processed
+        return [self.name, self.dtype, shape, parts, zeros, self.reason, processed]
 
     @classmethod
     def from_wire(cls, row: Sequence[Any]) -> ParameterLayout:
         """Inverse of `to_wire`; a row of another form raises TypeError or ValueError."""
-        name, dtype, shape, parts, zeros, reason = row
+        name, dtype, shape, parts, zeros, reason, processed = row
         read = tuple(
             Part(str(tensor), tuple(map(int, of)), *map(int, numbers))
             for tensor, of, *numbers in parts
         )
-        return cls(str(name), str(dtype), tuple(map(int, shape)), read, int(zeros), str(reason))
+        of = tuple(map(int, shape))
+        return cls(str(name), str(dtype), of, read, int(zeros), str(reason), bool(processed))
 
 
 def layout_digest(parameters: Iterable[ParameterLayout]) -> str:
@@ -143,6 +147,7 @@ class LayoutReport:
             process, every byte.
         ignored: checkpoint tensors that the loader skips.
         reason: why there is no layout.
+        spare_bytes: memory that it takes to process parameters beside the running ones.
     """
 
     rank: int
@@ -151,6 +156,7 @@ class LayoutReport:
     proven: tuple[str, ...] = ()
     ignored: tuple[str, ...] = ()
     reason: str = ""
+    spare_bytes: int = 0
 
     def to_wire(self) -> dict[str, Any]:
         return {
@@ -161,6 +167,7 @@ class LayoutReport:
             "proven": list(self.proven),
             "ignored": list(self.ignored),
             "reason": self.reason,
+            "spare_bytes": self.spare_bytes,
         }
 
     @classmethod
@@ -176,4 +183,5 @@ class LayoutReport:
             tuple(map(str, data["proven"])),
             tuple(map(str, data["ignored"])),
             str(data["reason"]),
+            int(data["spare_bytes"]),
         )

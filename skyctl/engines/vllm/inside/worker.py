@@ -44,11 +44,13 @@ class SkyctlWorkerExtension:
         from skyctl.engines.vllm.inside.rows import answer_rows
 
         model = self.model_runner.get_model()
-        parallel = self.vllm_config.parallel_config
-        place = parallel.data_parallel_index * parallel.world_size + parallel.rank
+        parallel, loader = self.vllm_config.parallel_config, self._skyctl_loader()
+        names = numbered[loader.rank] if numbered else ()
+        found = digest_model(model, loader.looked_at(names))
         return {
-            **digest_model(model, numbered[place] if numbered else ()),
-            "place": place,
+            **found,
+            "numbers": loader.come_to(names, found["numbers"]),
+            "place": loader.rank,
             "digest_version": DIGEST_VERSION,
             "arrangement": arrangement(self.vllm_config),
             "data_parallel_rank": parallel.data_parallel_index,
@@ -137,6 +139,10 @@ class SkyctlWorkerExtension:
 
         loader = self._skyctl_loader()
         loader.open(Program.from_wire(programs[loader.rank]), payload, offsets, buffer_bytes)
+
+    def skyctl_layout_process(self, chunk: int, keep: bool) -> None:
+        """Make what layers compute with of the parameters that this chunk completes."""
+        self._skyctl_loader().process(chunk, keep)
 
     def skyctl_layout_load(self, chunks: Sequence[int], last: bool) -> None:
         """Copy chunks from the sender's memory on this GPU into the parameters."""
