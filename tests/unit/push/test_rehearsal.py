@@ -29,7 +29,7 @@ from skyctl.transfer.transports.choose import Choice
 from skyctl.transfer.transports.shm import TRANSPORT as SHM
 from tests.unit.push.checkpoints import write_checkpoint
 from tests.unit.push.deliveries import Ipc, ReadySender, site
-from tests.unit.push.test_layouts import LAYOUT, NUMBERS, TENSORS, Workers, report
+from tests.unit.push.test_layouts import LAYOUT, NUMBERS, PROCESSED, TENSORS, Workers, report
 
 GIB = 1 << 30
 
@@ -61,8 +61,8 @@ class Server(Workers):
 
     target = ServerTarget("demo-0", "http://127.0.0.1:1")
 
-    def __init__(self, numbers: dict[str, int]) -> None:
-        super().__init__(report(proven=False))
+    def __init__(self, numbers: dict[str, int], **changes: Any) -> None:
+        super().__init__(report(proven=False, **changes))
         self.numbers = numbers
         self.busy = False
 
@@ -74,9 +74,10 @@ class Server(Workers):
 
     async def ask_workers(self, method: str, kwargs: dict[str, Any], **more: Any) -> list[Any]:
         answers = await super().ask_workers(method, kwargs, **more)
+        if method in ("skyctl_weight_digest", "skyctl_layout_process"):
+            assert self.busy
         if method != "skyctl_weight_digest":
             return answers
-        assert self.busy
         return [{"digest": "d", "place": 0, "rank": 0, "numbers": self.numbers, "rows": []}]
 
 
@@ -153,6 +154,35 @@ async def test_a_layout_is_proven_by_what_the_servers_were_started_with(
     assert (sender.warm_by, sender.carriers, sender.exports) == ("ipc", [None], False)
     assert [asked for method, asked in server.calls if method == "skyctl_layout_trust"] == trusted
     assert not {"skyctl_layout_open", "skyctl_layout_load"} & set(server.asked)
+
+
+class Showing(ReadySender):
+    """Has a slot for each of three chunks, and shows them."""
+
+    async def opened(self, **_: Any) -> Opened:
+        shown = {"handles": ["handle"], "offsets": [0, 64, 128]}
+        return Opened({}, staged_whole=True, shown=shown)
+
+    async def filled(self, chunk: int, **_: Any) -> Filled:
+        return Filled(chunk, chunk, (), {"numbers": [NUMBERS if chunk == 2 else {}]})
+
+
+async def test_what_layers_process_is_proven_by_having_servers_process_it(
+    checkpoint: Checkpoint, senders: list[ReadySender], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sender = Showing()
+
+    async def spawn(*_: Any, **__: Any) -> ReadySender:
+        return sender
+
+    monkeypatch.setattr(SenderProcess, "spawn", spawn)
+    server = Server(NUMBERS, **PROCESSED)
+    await rehearsed(server, checkpoint, monkeypatch, transport=Ipc())
+    told = [("skyctl_layout_process", {"chunk": chunk, "keep": False}) for chunk in range(3)]
+    assert [call for call in server.calls if call in told] == told
+    after = server.asked[server.asked.index("skyctl_layout_process") + 3 :]
+    assert after[:3] == ["skyctl_layout_close", "skyctl_free_cached", "skyctl_weight_digest"]
+    assert after[3:] == ["skyctl_layout_trust"] and "skyctl_layout_load" not in server.asked
 
 
 @pytest.mark.parametrize(
