@@ -389,23 +389,29 @@ async def test_broadcast_chunks_are_copied_in_one_call(
 
 
 class Refusing(Workers):
-    """Has no room for the sender's chunks."""
+    """Has no room for what this method needs."""
+
+    def __init__(self, method: str) -> None:
+        super().__init__()
+        self.method = method
 
     async def ask_workers(self, method: str, kwargs: dict[str, Any], **rest: Any) -> list[Any]:
         answers = await super().ask_workers(method, kwargs, **rest)
-        if method == "skyctl_layout_open":
+        if method == self.method:
             raise ServerError("no room", status=500)
         return answers
 
 
-async def test_a_server_that_cannot_map_lets_go_and_can_be_loaded(
-    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("method", ["skyctl_layout_open", "skyctl_layout_process"])
+async def test_a_server_that_cannot_get_ready_lets_go_and_can_be_loaded(
+    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
-    workers = Refusing()
+    workers = Refusing(method)
     with pytest.raises(CannotCopy, match="no room") as caught:
-        await copied_by(IPC, workers, checkpoint, monkeypatch)
+        await copied_by(IPC, workers, checkpoint, monkeypatch, spare_bytes=7)
     assert "--layout checkpoint" in caught.value.hint
-    assert workers.asked == ["skyctl_layout_open", "skyctl_layout_close"]
+    asked = dict.fromkeys(["skyctl_layout_open", method])
+    assert workers.asked == [*asked, "skyctl_layout_close", "skyctl_free_cached"]
 
 
 class Opening:
