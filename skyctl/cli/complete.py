@@ -50,7 +50,7 @@ def replicas(ctx: typer.Context, incomplete: str) -> Iterable[str]:
     ref = select(*_chosen(ctx))
     if isinstance(ref.config.servers, list):
         names = [f"{ref.name}-{index}" for index in range(len(ref.config.servers))]
-    elif ref.config.attached:
+    elif ref.attached:
         names = []  # a key press does not look for servers
     else:
         names = [replica.name for replica in expand_replicas(ref.config)]

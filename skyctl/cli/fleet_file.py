@@ -49,6 +49,6 @@ def held_ports(ref: FleetRef) -> dict[str, int]:
             return await fleet.held_ports()
 
     try:
-        return {} if ref.config.attached else asyncio.run(ask())
+        return {} if ref.attached else asyncio.run(ask())
     except (SkyctlError, OSError, sqlite3.Error):
         return {}

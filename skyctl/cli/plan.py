@@ -38,7 +38,7 @@ def plan(
     from skyctl.core.planning import plan_here
 
     ref = chosen_fleet(path, file, fleet)
-    if ref.config.attached:
+    if ref.attached:
         _emit_attached(ref)
         return
     planned = plan_here(ref.config, ref.base_dir, known_ports=held_ports(ref))

@@ -271,7 +271,7 @@ def sync_weights(
     )
     if back and weight_version:
         raise UsageError("--rollback keeps the version's own label: leave --weight-version out")
-    attached = isinstance(ref, FleetRef) and ref.config.attached
+    attached = isinstance(ref, FleetRef) and ref.attached
     if detach and attached:
         raise UsageError(f"fleet {ref.name} has no supervisor that could run the push on its own")
     started: list[str] = []

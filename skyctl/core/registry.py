@@ -9,6 +9,7 @@ import os
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
@@ -24,13 +25,29 @@ DEFAULT_FILE = "fleet.yaml"
 
 @dataclass(frozen=True)
 class FleetRef:
-    """The fleet a command is about. `file` is the user's file, None when only our copy is left."""
+    """The fleet a command is about. `file` is the user's file, None when only our copy is left.
+    `loaded` is what it says; None of a fleet that is up from it as it is: then it is read by those
+    who need more than the name, as that takes longer than most verbs."""
 
     name: str
     paths: FleetPaths
-    config: FleetConfig
+    loaded: FleetConfig | None
     base_dir: Path
     file: Path | None
+
+    @cached_property
+    def config(self) -> FleetConfig:
+        """Its configuration. Raises FleetFileError."""
+        if self.loaded is not None:
+            return self.loaded
+        from skyctl.fleetfile.load import load_fleet
+
+        return load_fleet(self.file or self.paths.fleet_file).config
+
+    @property
+    def attached(self) -> bool:
+        """Somebody else starts and stops its servers: it has no supervisor."""
+        return self.loaded is not None and self.loaded.attached
 
 
 @dataclass(frozen=True)
@@ -123,7 +140,8 @@ def remember(ref: FleetRef) -> None:
         StateUnwritable: they cannot be written; the fleet is found by its file as before.
     """
     ref.paths.prepare()
-    known = _origin(ref.paths) | {"base_dir": str(ref.base_dir)}
+    kind = "attached" if ref.attached else "supervised"
+    known = _origin(ref.paths) | {"base_dir": str(ref.base_dir), "kind": kind}
     if ref.file is not None:
         known["file"] = str(ref.file.absolute())
         _copy(ref.file.read_bytes(), ref.paths.fleet_file)
@@ -131,9 +149,9 @@ def remember(ref: FleetRef) -> None:
 
 
 def _origin(paths: FleetPaths) -> dict[str, str]:
-    """`file` and `base_dir` of a fleet that is remembered; {} for one that is not."""
-    with contextlib.suppress(OSError, ValueError):
-        return dict(json.loads(paths.origin.read_bytes()))
+    """`file`, `base_dir` and `kind` of a fleet that is remembered; {} for one that is not."""
+    if written := _written_origin(paths):
+        return written
     if not paths.database.exists():
         return {}
     from skyctl.store.state import FleetState
@@ -141,6 +159,12 @@ def _origin(paths: FleetPaths) -> dict[str, str]:
     with FleetState(paths.database, or_memory=True) as state:  # where an older skyctl kept them
         known = {key: state.get(key) for key in ("file", "base_dir")}
     return {key: value for key, value in known.items() if value}
+
+
+def _written_origin(paths: FleetPaths) -> dict[str, str]:
+    with contextlib.suppress(OSError, ValueError):
+        return dict(json.loads(paths.origin.read_bytes()))
+    return {}
 
 
 def _copy(text: bytes, path: Path) -> None:
@@ -206,7 +230,7 @@ def _listed(names: Sequence[str]) -> str:
         state = "" if supervisor_running(fleet_paths(name)) else "down: "
         if state:
             with contextlib.suppress(SkyctlError, OSError):
-                state = "attached: " if _from_name(name).config.attached else state
+                state = "attached: " if _from_name(name).attached else state
         states[state].append(name)
     return "; ".join(state + ", ".join(found) for state, found in states.items() if found)
 
@@ -224,11 +248,31 @@ def _named_advice(name: str, here: Path) -> str:
 
 
 def _from_file(file: Path) -> FleetRef:
+    if (known := _up_from(file)) is not None:
+        return known
     from skyctl.fleetfile.load import load_fleet
 
     loaded = load_fleet(file)
     name = loaded.config.name
     return FleetRef(name, fleet_paths(name), loaded.config, loaded.base_dir, loaded.path)
+
+
+def _up_from(file: Path) -> FleetRef | None:
+    """The fleet that is up from this very file, which was checked then. None where there is none,
+    or where the environment has a say in it (`${VAR}`)."""
+    try:
+        text = file.read_bytes()
+    except OSError:
+        return None
+    absolute = file.absolute()
+    for name in known_fleets() if b"$" not in text else ():
+        paths = fleet_paths(name)
+        known = _written_origin(paths)
+        if (known.get("file"), known.get("kind")) != (str(absolute), "supervised"):
+            continue
+        if paths.fleet_file.read_bytes() == text and supervisor_running(paths):
+            return FleetRef(name, paths, None, absolute.parent, absolute)
+    return None
 
 
 def _from_name(name: str) -> FleetRef:

@@ -26,7 +26,7 @@ async def connect(ref: FleetRef | RemoteRef) -> AsyncIterator[FleetService]:
 
         async with NetworkFleet(ref) as remote:
             yield remote
-    elif ref.config.attached:
+    elif ref.attached:
         from skyctl.service.attached import AttachedFleet
 
         async with AttachedFleet(ref) as attached:

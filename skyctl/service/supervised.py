@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING, Any
 from skyctl.core.registry import FleetRef, supervisor_running
 from skyctl.core.service import (
     CALL_TIMEOUT_S,
-    Control,
-    Outcomes,
     Recover,
     StatusQuery,
     T,
@@ -85,12 +83,6 @@ class SupervisedFleet(RemoteFleet):
         if supervisor_running(self.ref.paths):
             return found.ports
         return living(found.ports, found.rows)
-
-    async def control(self, asked: Control) -> Outcomes:
-        from dataclasses import replace
-
-        timeout_s = asked.timeout_s or self.ref.config.control_timeout_s
-        return await super().control(replace(asked, timeout_s=timeout_s))
 
     async def _on_record(self, verb: str, asked: object, why: FleetDownError) -> Any:
         from skyctl.core.results import Processes

@@ -133,6 +133,32 @@ def test_a_fleet_whose_file_broke_is_known_by_its_copy(here: Path, tmp_path: Pat
         select(file, None)
 
 
+def test_the_file_of_a_fleet_that_is_up_from_it_is_read_by_those_who_need_it(
+    here: Path, tmp_path: Path
+) -> None:
+    (here / "model").mkdir()
+    file = here / "fleet.yaml"
+    file.write_text("name: lab\nmodel: ./model\n")
+    remember(select(None, None))
+    assert select(None, None).loaded is not None  # it is down
+    with fleet_paths("lab").supervisor_lock.open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        for ref in (select(None, None), select(file, None), select(None, "lab")):
+            assert (ref.name, ref.file, ref.base_dir) == ("lab", file, here)
+            assert ref.loaded is None and not ref.attached
+            assert ref.config.model == "./model"
+        text = file.read_text()
+        file.write_text(text + "replicas: 0\n")
+        with pytest.raises(FleetFileError, match="replicas"):
+            select(None, None)
+        file.write_text(text + "x-by: ${USER:-me}\n")
+        remember(select(None, None))
+        assert select(None, None).loaded is not None  # the environment may be another one
+        write(here, "lab")
+        remember(select(None, None))
+        assert select(None, None).attached
+
+
 def test_variables_are_not_expanded_in_the_copy(
     here: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
