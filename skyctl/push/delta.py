@@ -27,7 +27,7 @@ from skyctl.store.contents import Content
 from skyctl.transfer.reader import ShardFiles
 
 _READ_BYTES = 8 * 1024 * 1024
-_THREADS = 8
+_THREADS = 16
 
 
 @dataclass(frozen=True)

@@ -33,6 +33,7 @@ class FaultyFleet(FleetCli):
         device: str = "cuda",
         chunk_size: str = "8MiB",
         replicas: int = 1,
+        warm: bool = True,
     ) -> None:
         self.transport = transport
         self.ticket = root / "ticket"
@@ -51,6 +52,7 @@ class FaultyFleet(FleetCli):
             "weight_transfer": {
                 "transport": transport,
                 "chunk_size": chunk_size,
+                "warm": warm,
                 "rendezvous_timeout_s": 15,
                 "update_timeout_s": 20,
             },

@@ -56,7 +56,7 @@ def test_a_first_push_leaves_servers_the_room_that_they_need(
     """The whole checkpoint would fit beside the server, but not with what it takes to load it."""
     need_gpus(1)
     (gpu, *_) = available()
-    fleet = FaultyFleet(tmp_path, "ipc", checkpoints, chunk_size=CHUNK_SIZE)
+    fleet = FaultyFleet(tmp_path, "ipc", checkpoints, chunk_size=CHUNK_SIZE, warm=False)
     try:
         fleet.run("up", timeout_s=420)
         roomy = chosen(fleet)
