@@ -59,20 +59,21 @@ def spare_bytes(model: Any) -> int:
     """What it takes to process all layers of a model beside them: all that they make, and the
     weight of the largest one."""
     made = largest = 0
-    for layer in layers(model).values():
-        made += sum(tensor.nbytes for tensor in products(layer).values())
-        largest = max(largest, empty_weight(layer).nbytes)
+    for layer in model.modules():
+        if (weight := unprocessed(layer)) is not None:
+            made += sum(tensor.nbytes for tensor in products(layer).values())
+            largest = max(largest, weight.nbytes)
     return made + largest
 
 
-def empty_weight(layer: Any, device: torch.device | None = None) -> torch.Tensor:
+def empty_weight(layer: Any, device: torch.device) -> torch.Tensor:
     """Memory for the weight that one of `layers` is loaded with, with the attributes that vLLM gave
-    it; without a device on the meta device."""
+    it."""
     from vllm.model_executor.model_loader.reload.meta import materialize_meta_tensor
 
     weight = unprocessed(layer)
     assert weight is not None
-    with device or weight.device:
+    with device:
         return materialize_meta_tensor(weight)
 
 
