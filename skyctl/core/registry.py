@@ -260,18 +260,16 @@ def _from_file(file: Path) -> FleetRef:
 def _up_from(file: Path) -> FleetRef | None:
     """The fleet that is up from this very file, which was checked then. None where there is none,
     or where the environment has a say in it (`${VAR}`)."""
-    try:
-        text = file.read_bytes()
-    except OSError:
-        return None
     absolute = file.absolute()
-    for name in known_fleets() if b"$" not in text else ():
-        paths = fleet_paths(name)
-        known = _written_origin(paths)
-        if (known.get("file"), known.get("kind")) != (str(absolute), "supervised"):
-            continue
-        if paths.fleet_file.read_bytes() == text and supervisor_running(paths):
-            return FleetRef(name, paths, None, absolute.parent, absolute)
+    with contextlib.suppress(OSError):
+        text = file.read_bytes()
+        for name in known_fleets() if b"$" not in text else ():
+            paths = fleet_paths(name)
+            known = _written_origin(paths)
+            if (known.get("file"), known.get("kind")) != (str(absolute), "supervised"):
+                continue
+            if paths.fleet_file.read_bytes() == text and supervisor_running(paths):
+                return FleetRef(name, paths, None, absolute.parent, absolute)
     return None
 
 
