@@ -42,7 +42,7 @@ class FleetRef:
             return self.loaded
         from skyctl.fleetfile.load import load_fleet
 
-        return load_fleet(self.file or self.paths.fleet_file).config
+        return load_fleet(self.paths.fleet_file).config  # the user's may be another one by now
 
     @property
     def attached(self) -> bool:
