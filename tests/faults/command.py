@@ -4,29 +4,32 @@ from __future__ import annotations
 
 import asyncio
 import json
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 from skyctl.http.target import ServerTarget
+from tests.forking import command
 
 
 async def skyctl(*arguments: str, home: Path, file: Path) -> tuple[int, dict[str, Any]]:
     """The real command in a process of its own; its exit code and JSON envelope."""
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "skyctl", *arguments, "--file", str(file), "--json"),
+    process = command(
+        [sys.executable, "-m", "skyctl", *arguments, "--file", str(file), "--json"],
+        cwd=Path.cwd(),
         env={"SKYCTL_HOME": str(home), "PATH": "", "HOME": str(home)},
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
+        text=True,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
     )
     try:
-        async with asyncio.timeout(60):
-            stdout, stderr = await process.communicate()
-    except TimeoutError:
+        stdout, stderr = await asyncio.to_thread(process.communicate, timeout=60)
+    except BaseException:
         process.kill()
         raise
-    assert process.returncode is not None
-    assert stdout, stderr.decode()
+    assert stdout, stderr
     envelope: dict[str, Any] = json.loads(stdout)
     return process.returncode, envelope
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-SKYCTL = [sys.executable, "-m", "skyctl"]
+from tests.forking import command
 
 
 @pytest.fixture
@@ -34,8 +34,19 @@ def skyctl(
 ) -> subprocess.CompletedProcess[str]:
     env = {k: v for k, v in os.environ.items() if not k.startswith(("SKYCTL_", "COLUMNS"))}
     env |= {"SKYCTL_HOME": str(cwd / ".state"), "COLUMNS": "80", **environ}
-    command = [sys.executable, *interpreter, "-m", "skyctl", *arguments]
-    return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=60)
+    # what is imported is decided already where commands are forked
+    start = subprocess.Popen[str] if interpreter else command
+    process = start(
+        [sys.executable, *interpreter, "-m", "skyctl", *arguments],
+        cwd=cwd,
+        env=env,
+        text=True,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    stdout, stderr = process.communicate(timeout=60)
+    return subprocess.CompletedProcess(arguments, process.returncode, stdout, stderr)
 
 
 def envelope(result: subprocess.CompletedProcess[str]) -> dict[str, Any]:
