@@ -17,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from skyctl.transfer.gpu.reader import DeviceReader, Span
+from skyctl.transfer.gpu.reader import DeviceReader, ReadBatch, Span
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -60,7 +60,9 @@ def skyctl_reader(checkpoint: Path) -> Callable[[], None]:
         for descriptor, size in zip(descriptors, sizes, strict=True):
             spans.append(Span(descriptor, 0, size, address))
             address += size
-        reader.wait(reader.submit(spans), 600)
+        batch = ReadBatch(spans)
+        reader.submit([batch])
+        reader.wait(batch, 600)
 
     return run
 

@@ -1,28 +1,34 @@
 """What staging a checkpoint takes on a GPU: the reader alone, beside the look for NaN,
 beside the numbers that servers must come to, and both, as in a push.
 
-    python -m benchmarks.stage CHECKPOINT [--runs 7] [--threads 12 16] [--piece-mib 4 8]
+    python -m benchmarks.stage CHECKPOINT [--runs 7] [--threads 12 16] [--piece-mib 4 5]
 
 In one process, as the sender does it: files opened, slots allocated, chunks of 1 GiB filled and
-looked through. Medians in milliseconds; `tail` is from the last chunk looked through to its report,
-`own` the CPU time of the process. Writes nothing.
+looked through. Medians in milliseconds; `first` is to the first chunk, `tail` from the last chunk
+looked through to its report, `own` the CPU time of the process. Writes nothing.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import re
 import statistics
 import sys
 import time
+from collections.abc import Sequence
 from itertools import product
+from math import prod
 from pathlib import Path
 from typing import Any
 
 from skyctl.checkpoints.checkpoint import read_checkpoint
-from skyctl.engines.vllm.inside.layout_wire import Copy, Program
+from skyctl.checkpoints.dtypes import torch_name
+from skyctl.checkpoints.header import Tensor
+from skyctl.engines.vllm.inside.layout_wire import LayoutReport, ParameterLayout, Part, Program
 from skyctl.transfer.gpu import reader as gpu_reader
 from skyctl.transfer.gpu.carrier import GpuCarrier
+from skyctl.transfer.layout import order_for_runtime, program_for
 from skyctl.transfer.pace import Pace
 from skyctl.transfer.plan import ChunkPlan, plan_chunks
 from skyctl.transfer.reader import Filled, Piece, ShardFiles
@@ -30,16 +36,28 @@ from skyctl.transfer.reader import Filled, Piece, ShardFiles
 CHUNK_BYTES = 1 << 30
 
 
-def program_of(plan: ChunkPlan) -> Program:
-    """As of a server whose parameters are the checkpoint's tensors."""
-    parameters, copies = [], []
-    for chunk in plan.chunks:
-        for placed in chunk.placed:
-            tensor = placed.tensor
-            run = (1, tensor.nbytes, placed.offset, 0, 0, 0)
-            copies.append(Copy(chunk.index, len(parameters), *run))
-            parameters.append((tensor.name, "uint8", (tensor.nbytes,)))
-    return Program("", tuple(parameters), tuple(copies))
+_EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
+
+
+def report_of(tensors: Sequence[Tensor]) -> LayoutReport:
+    """As of a server whose parameters are the checkpoint's tensors, but for experts, which lie in
+    two parameters of a layer."""
+    parts: dict[str, list[Part]] = {}
+    for tensor in tensors:
+        size = prod(tensor.shape)
+        name, target = tensor.name, 0
+        if expert := _EXPERT.fullmatch(name):
+            number, kind = int(expert[2]), expert[3]
+            name = f"{expert[1]}.{'w2' if kind == 'down' else 'w13'}_weight"
+            target = size * (number if kind == "down" else 2 * number + (kind == "up"))
+        run = (1, size, 0, size, target, size)
+        parts.setdefault(name, []).append(Part(tensor.name, tensor.shape, *run))
+    dtype = torch_name(tensors[0].dtype, "")
+    of = {name: (sum(part.row for part in made),) for name, made in parts.items()}
+    parameters = (
+        ParameterLayout(name, dtype, of[name], tuple(made)) for name, made in parts.items()
+    )
+    return LayoutReport(0, parameters=tuple(parameters))
 
 
 def stage(
@@ -67,7 +85,11 @@ def stage(
     carrier.slots.mirror = lambda slot: (read.append(time.perf_counter()), mirror(slot))[1]  # type: ignore[method-assign,func-returns-value]
     chunk_reader._after_fill = carrier.slots.mirror
 
+    first = 0.0
+
     def filled(chunk: Filled) -> None:
+        nonlocal first
+        first = first or time.perf_counter()
         carrier.numbers(chunk.chunk, chunk.slot)
 
     chunk_reader.run(filled)
@@ -77,6 +99,7 @@ def stage(
     return {
         "open": (opened - began) * 1e3,
         "allocate": (allocated - opened) * 1e3,
+        "first": (first - allocated) * 1e3,
         "read": (ended - allocated) * 1e3,
         "tail": (ended - read[-1]) * 1e3,
         "whole": (ended - began) * 1e3,
@@ -90,12 +113,15 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=7)
     parser.add_argument("--threads", type=int, nargs="*", default=[gpu_reader.THREADS])
     parser.add_argument("--depth", type=int, nargs="*", default=[gpu_reader.DEPTH])
-    parser.add_argument("--piece-mib", type=int, nargs="*", default=[4])
-    parser.add_argument("--switch-us", type=int, nargs="*", default=[5000])
+    parser.add_argument("--piece-mib", type=int, nargs="*", default=[gpu_reader.PIECE_BYTES >> 20])
+    parser.add_argument("--switch-us", type=int, nargs="*", default=[500])
     options = parser.parse_args()
     checkpoint = read_checkpoint(str(options.checkpoint))
-    plan = plan_chunks(checkpoint.tensors, CHUNK_BYTES)
-    program = program_of(plan)
+    report = report_of(checkpoint.tensors)
+    plan = plan_chunks(
+        checkpoint.tensors, CHUNK_BYTES, order=lambda tensors: order_for_runtime([report], tensors)
+    )
+    program = program_for(report, plan)
     print(
         f"{plan.total_bytes / 1e9:.1f} GB, {len(plan.tensors)} tensors, {os.cpu_count()} processors"
     )

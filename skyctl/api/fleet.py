@@ -12,7 +12,7 @@ from typing import Any, Self
 from skyctl.api.adapters import Adapters
 from skyctl.api.generation import GeneratingFleet
 from skyctl.api.results import VerbResult
-from skyctl.api.updates import Update, updating
+from skyctl.api.updates import Update, push_tensors, updating
 from skyctl.checkpoints.checkpoint import absolute
 from skyctl.checkpoints.live import NamedTensors
 from skyctl.core.registry import FleetRef, find, select
@@ -40,7 +40,6 @@ from skyctl.push.verify import Verification
 from skyctl.service import bring_up
 from skyctl.service.bring_down import take_down
 from skyctl.service.ended import job_error, operation_error
-from skyctl.service.live_weights import push_tensors
 from skyctl.store.journal import JobEvent
 from skyctl.store.state import TRAINER
 

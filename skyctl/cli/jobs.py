@@ -83,8 +83,8 @@ def show(
     skyctl jobs show push-3 --svg push-3.svg
     """
     from skyctl import output
+    from skyctl.cli.bars_view import legend, timeline_view
     from skyctl.cli.job_view import job_views
-    from skyctl.cli.timeline_view import legend, timeline_view
     from skyctl.core.service import JobQuery
     from skyctl.core.timeline import timeline as timeline_of
     from skyctl.service.ended import job_error

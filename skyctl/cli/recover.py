@@ -2,11 +2,32 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from skyctl.cli.options import FileOption, FleetOption, JsonOption
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from skyctl.core.diagnosis import Finding
+    from skyctl.core.recovery import Recovered
+    from skyctl.errors import SkyctlError
+
+_PLANS = {
+    "nothing": "",
+    "resume": "check and resume",
+    "sleep": "check and put to sleep again",
+    "push": "scrub and push again",
+    "restart": "restart",
+    "quarantine": "quarantine",
+    "adopt": "take over",
+    "end": "end what is left",
+    "down": "finish `skyctl down`",
+    "replace": "replace, the servers go on",
+}
 
 
 def recover(
@@ -39,7 +60,6 @@ def recover(
     """
     from skyctl import output
     from skyctl.cli.asking import ask
-    from skyctl.cli.recover_view import failure, findings_table, recovered_table
     from skyctl.core.registry import find
     from skyctl.core.service import Recover
     from skyctl.errors import UsageError
@@ -50,13 +70,60 @@ def recover(
     data = {"findings": [one.to_json() for one in findings], "recovered": []}
     if dry_run or not wrong:
         said = "nothing to do" if not wrong else f"{len(wrong)} to put right: skyctl recover"
-        output.emit({**data, "dry_run": dry_run}, findings_table(findings), said)
+        output.emit({**data, "dry_run": dry_run}, _findings_table(findings), said)
         return
     if not yes:
         if as_json or not output.interactive():
             raise UsageError("recover asks before it acts", hint="give --yes, or --dry-run")
-        output.err.print(findings_table(findings))
+        output.err.print(_findings_table(findings))
         typer.confirm("do this?", abort=True, err=True)
     recovered = ask(ref, lambda running: running.recover(Recover(timeout)))
     data["recovered"] = [one.to_json() for one in recovered]
-    output.emit({**data, "dry_run": False}, recovered_table(recovered), error=failure(recovered))
+    output.emit({**data, "dry_run": False}, _recovered_table(recovered), error=_failure(recovered))
+
+
+def _findings_table(findings: Sequence[Finding]) -> Table:
+    """SERVER, FOUND, TO DO, DETAIL."""
+    from skyctl import output
+
+    rows = [
+        [one.server, output.styled(one.found), _PLANS[one.action], one.detail] for one in findings
+    ]
+    return output.table(["SERVER", "FOUND", "TO DO", "DETAIL"], rows)
+
+
+def _recovered_table(recovered: Sequence[Recovered]) -> Table:
+    """SERVER, WAS, DONE, RESULT, TIME, DETAIL."""
+    from skyctl import output
+    from skyctl.units import format_seconds
+
+    rows = [
+        [
+            one.server,
+            output.styled(one.found),
+            _PLANS[one.action],
+            output.styled("ok" if one.ok else "failed"),
+            format_seconds(one.seconds),
+            one.detail,
+        ]
+        for one in recovered
+    ]
+    return output.table(["SERVER", "WAS", "DONE", "RESULT", ">TIME", "DETAIL"], rows)
+
+
+def _failure(recovered: Sequence[Recovered]) -> SkyctlError | None:
+    """The error that these outcomes come to; None when every server is as it should be."""
+    from skyctl.errors import PartialFailure, SkyctlError
+
+    failed = [one for one in recovered if not one.ok]
+    if not failed:
+        return None
+    first = failed[0]
+    message = (
+        f"recover: {len(failed)} of {len(recovered)} servers could not be put right "
+        f"({first.server}: {first.detail})"
+    )
+    hint = "look: skyctl status"
+    if len(failed) < len(recovered):
+        return PartialFailure(message, outcomes=recovered, hint=hint)
+    return SkyctlError(message, hint=hint)

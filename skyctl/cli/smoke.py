@@ -79,8 +79,8 @@ def smoke(
     from skyctl import output
     from skyctl.core.registry import select
     from skyctl.errors import SkyctlError
-    from skyctl.smoke.fleet_under_test import SmokeOptions
     from skyctl.smoke.run import smoke as run_smoke
+    from skyctl.smoke.steps import SmokeOptions
 
     options = SmokeOptions(_absolute(checkpoint), reuse, timeout, keep_logs)
     report = run_until_told_to_stop(

@@ -77,8 +77,7 @@ def urls(
     from skyctl import output
     from skyctl.core.registry import find, select
     from skyctl.errors import UsageError
-    from skyctl.service.formats import FORMATS, notes, refused_rollouts
-    from skyctl.tinker.place import place_of
+    from skyctl.service.formats import FORMATS, notes, refused_rollouts, tinker_place
 
     if export and format not in (None, FormatOption.ENV):
         raise UsageError("--export is short for --format env: give one of them")
@@ -90,7 +89,7 @@ def urls(
         output.emit({"api_key": key}, Text(key))
         return
     if chosen is FormatOption.TINKER:
-        where = place_of(select(file, fleet))
+        where = tinker_place(select(file, fleet))
         data = {"url": where.url, "key_file": str(where.key_file)}
         output.emit({**data, "format": chosen.value, "text": where.as_env()}, Text(where.as_env()))
         return

@@ -106,7 +106,7 @@ def history(
     skyctl weights history --json
     """
     from skyctl import output
-    from skyctl.cli.history_plot import history_plot
+    from skyctl.cli.bars_view import history_plot
 
     pushes = ask_fleet(*chosen(context, file, fleet), lambda running: running.weights()).pushes
     if svg is not None:

@@ -1,5 +1,5 @@
 """Checks of the machine, the fleet file and the running fleet, each with its fix.
 
-`facts.py` gathers facts and `examine.py` runs the checks; the checks in `machine.py`,
-`fleet_file.py` and `running.py` are pure.
+`examine.py` gathers facts (those of the machine by `machine.py`) and runs the checks; the checks in
+`machine.py`, `fleet_file.py` and `running.py` are pure.
 """

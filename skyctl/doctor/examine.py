@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from skyctl import engines
 from skyctl.core.urls import access, api_key, control_token
-from skyctl.doctor.facts import MachineFacts, gather
 from skyctl.doctor.finding import Finding, Severity
 from skyctl.doctor.fleet_file import FilePlan, ModelFacts, check_fleet_file
-from skyctl.doctor.machine import Needs, check_machine
+from skyctl.doctor.machine import MachineFacts, Needs, check_machine, gather
 from skyctl.doctor.running import RunningFacts, check_running
 from skyctl.errors import ServerError, SkyctlError
 from skyctl.http.client import ControlClient

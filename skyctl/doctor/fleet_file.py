@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from skyctl.core.check import Problem
 from skyctl.core.plan import FleetPlan
-from skyctl.doctor.facts import MachineFacts
 from skyctl.doctor.finding import About, Finding
+from skyctl.doctor.machine import MachineFacts
 from skyctl.engines import ENGINES
 from skyctl.fleetfile.schema import RouterSection, is_loopback
 from skyctl.units import format_bytes

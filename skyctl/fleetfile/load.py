@@ -1,24 +1,73 @@
-"""Loads a fleet file into a FleetConfig, or raises an error a person can act on."""
+"""Loads a fleet file into a FleetConfig, or raises an error a person can act on: pydantic's errors
+become sentences with line numbers of the file."""
 
 from __future__ import annotations
 
+import difflib
 import os
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from skyctl.errors import FleetFileError
 from skyctl.fleetfile.arguments import refusals
-from skyctl.fleetfile.problems import another_kind_of_file, known_keys, problems_of
 from skyctl.fleetfile.schema import FleetConfig
-from skyctl.fleetfile.yaml_source import FileProblem, Location, YamlSource, read_yaml
+from skyctl.fleetfile.yaml_source import (
+    INIT_HINT,
+    FileProblem,
+    Location,
+    YamlSource,
+    read_yaml,
+    shown,
+)
 
 LARGEST_FILE_BYTES = 1024 * 1024
 _MOST_PROBLEMS_SHOWN = 20
 _LOOK_AGAIN = "correct it, then look again: skyctl validate"
+_EXPECTED = {
+    "int_type": "a whole number",
+    "int_parsing": "a whole number",
+    "int_parsing_size": "a whole number",
+    "int_from_float": "a whole number",
+    "float_type": "a number",
+    "float_parsing": "a number",
+    "finite_number": "a finite number",
+    "string_type": "text",
+    "string_unicode": "text",
+    "bool_type": "true or false",
+    "bool_parsing": "true or false",
+    "list_type": "a list",
+    "dict_type": "a mapping",
+    "model_type": "a mapping",
+    "none_required": "nothing",
+}
+_LIMITS = {
+    "greater_than_equal": "at least",
+    "greater_than": "more than",
+    "less_than_equal": "at most",
+    "less_than": "less than",
+}
+_PATTERNS = {
+    "name": "lower-case letters, digits and dashes (40 at most, no dash at either end)",
+    "servers": "a URL like http://127.0.0.1:8000",
+    "router": "a URL like http://127.0.0.1:8000",
+    "dns": "a host name and a port, like gpus.example:8000",
+    "api_key_env": "the name of an environment variable",
+    "control_token_env": "the name of an environment variable",
+}
+_LISTS = {("replicas",): "a list of groups", ("servers",): "a list of URLs"}
+# Keys that only another kind of file has at its top, and what that file is.
+_OTHER_FILES = (
+    ({"services"}, "a Docker Compose file"),
+    ({"apiVersion", "kind"}, "a Kubernetes manifest"),
+    ({"architectures"}, "a model's config.json"),
+    ({"model_type"}, "a model's config.json"),
+)
+_SCHEMA_HINT = "`skyctl schema` prints every key"
 
 
 @dataclass(frozen=True)
@@ -82,7 +131,7 @@ def _read(path: Path) -> str:
 
 def _validate(source: YamlSource) -> tuple[FleetConfig | None, list[FileProblem]]:
     """The configuration, or None and what is wrong with it."""
-    if (another := another_kind_of_file(source)) is not None:
+    if (another := _another_kind_of_file(source)) is not None:
         return None, [another]
     # `x-…` is for the file's own use, mostly as a place of anchors, as in Compose files
     value = {key: v for key, v in source.value.items() if not str(key).startswith("x-")}
@@ -90,7 +139,7 @@ def _validate(source: YamlSource) -> tuple[FleetConfig | None, list[FileProblem]
         config = FleetConfig.model_validate(_without_empty(value, ()))
     except ValidationError as error:
         details: list[Any] = error.errors(include_url=False)
-        return None, problems_of(details, source)
+        return None, _problems_of(details, source)
     return config, [
         FileProblem(source.line(location), f"{_dotted(location)}: {reason}")
         for location, reason in refusals(config)
@@ -102,7 +151,7 @@ def _without_empty(value: Any, location: Location) -> Any:
     means the defaults. Inside `args` and `env` an empty value has a meaning of its own."""
     if isinstance(value, list):
         return [_without_empty(item, (*location, index)) for index, item in enumerate(value)]
-    known = known_keys(location)
+    known = _known_keys(location)
     if not isinstance(value, dict) or not known:
         return value
     return {
@@ -119,14 +168,165 @@ def _dotted(location: Location) -> str:
 def _error(path: Path, problems: list[FileProblem]) -> FleetFileError:
     ordered = sorted(dict.fromkeys(problems), key=lambda problem: problem.line)
     lines = [f"{path}:{problem.line}: {problem.message}" for problem in ordered]
-    shown = lines[:_MOST_PROBLEMS_SHOWN]
-    if len(lines) > len(shown):
-        shown.append(f"… and {len(lines) - len(shown)} more")
+    told = lines[:_MOST_PROBLEMS_SHOWN]
+    if len(lines) > len(told):
+        told.append(f"… and {len(lines) - len(told)} more")
     return FleetFileError(
-        "\n".join(shown),
+        "\n".join(told),
         hint=next((problem.hint for problem in ordered if problem.hint), _LOOK_AGAIN),
         details={
             "file": str(path),
             "problems": [{"line": p.line, "message": p.message} for p in ordered],
         },
     )
+
+
+def _another_kind_of_file(source: YamlSource) -> FileProblem | None:
+    """What the file is instead of a fleet file, where its first keys tell."""
+    keys = set(source.value)
+    if keys & {"model", "servers", "replicas"}:
+        return None
+    for signature, what in _OTHER_FILES:
+        if signature <= keys:
+            names = " and ".join(f"`{key}:`" for key in sorted(signature))
+            line = min(source.line((key,)) for key in signature)
+            return FileProblem(line, f"this is {what} ({names}), not a fleet file", INIT_HINT)
+    return None
+
+
+def _problems_of(errors: Sequence[Mapping[str, Any]], source: YamlSource) -> list[FileProblem]:
+    """One problem per place in the file, from pydantic's `errors()`.
+
+    A value that fits no member of a union makes one error per member: they become one problem
+    that names all of them, unless a member fits well enough to have errors of its own inside.
+    """
+    places: dict[Location, list[Mapping[str, Any]]] = {}
+    for error in errors:
+        places.setdefault(_location(error, source.value), []).append(error)
+    problems = []
+    for location, here in places.items():
+        inside = any(
+            other[: len(location)] == location and len(other) > len(location) for other in places
+        )
+        if inside and all(error["type"] in _EXPECTED for error in here):
+            continue
+        problems.append(_problem(location, here, source))
+    return problems
+
+
+def _location(error: Mapping[str, Any], value: Any) -> Location:
+    """pydantic's location without the names of union members, which are not in the file."""
+    location: list[str | int] = []
+    parts = error["loc"]
+    for position, part in enumerate(parts):
+        if error["type"] == "missing" and position == len(parts) - 1:
+            break
+        is_key = isinstance(value, dict) and part in value
+        is_index = isinstance(value, list) and isinstance(part, int) and part < len(value)
+        if is_key or is_index:
+            value = value[part]
+            location.append(part)
+    return tuple(location)
+
+
+def _problem(
+    location: Location, errors: Sequence[Mapping[str, Any]], source: YamlSource
+) -> FileProblem:
+    line = source.line(location)
+    error = errors[0]
+    kind = error["type"]
+    if kind == "extra_forbidden":
+        return _unknown_key(line, location)
+    if kind == "missing":
+        missing = ".".join(str(part) for part in (*location, error["loc"][-1]))
+        return FileProblem(line, f"key '{missing}' is missing", _SCHEMA_HINT)
+    where = ".".join(str(part) for part in location)
+    if kind in ("value_error", "assertion_error"):
+        message = str(error["ctx"]["error"])
+        line = _line_of_named_key(location, message, source)
+    else:
+        message = f"{_expectation(location, errors)}, got {_got(location, error['input'])}"
+    return FileProblem(line, f"{where}: {message}" if where else message)
+
+
+def _got(location: Location, value: Any) -> str:
+    # somebody may have written the key itself where its variable's name belongs
+    secret = location in (("api_key_env",), ("control_token_env",))
+    return "something else" if secret else shown(value)
+
+
+def _expectation(location: Location, errors: Sequence[Mapping[str, Any]]) -> str:
+    """`expected a whole number or a list of groups`."""
+    words: list[str] = []
+    # a member of a union that fits in kind tells more than one that does not
+    fitting = [error for error in errors if error["type"] not in _EXPECTED]
+    for error in fitting or errors:
+        kind, context = error["type"], error.get("ctx") or {}
+        if kind == "literal_error":
+            word = "one of " + context["expected"].replace(" or ", ", ")
+            word += _nearest_word(error["input"], re.findall(r"'([^']*)'", context["expected"]))
+        elif kind in _LIMITS:
+            word = f"{_LIMITS[kind]} {next(iter(context.values())):g}"
+        elif kind == "string_pattern_mismatch":
+            key = next(part for part in reversed(location) if isinstance(part, str))
+            word = _PATTERNS.get(key, str(error["msg"]))
+        elif kind == "too_short":
+            word = "at least one entry"
+        elif kind == "list_type" and location in _LISTS:
+            word = _LISTS[location]
+        else:
+            word = _EXPECTED.get(kind) or str(error["msg"])
+        if word not in words:
+            words.append(word)
+    if len(words) > 1:
+        words = [*words[:-2], f"{words[-2]} or {words[-1]}"]
+    return f"expected {', '.join(words)}"
+
+
+def _nearest_word(value: Any, known: Sequence[str]) -> str:
+    meant = "cuda" if str(value).lower() in ("gpu", "nvidia") else str(value)
+    near = difflib.get_close_matches(meant, known, n=1)
+    return f" (did you mean {near[0]!r}?)" if near else ""
+
+
+def _unknown_key(line: int, location: Location) -> FileProblem:
+    key = str(location[-1])
+    known = _known_keys(location[:-1])
+    inside = ".".join(str(part) for part in location[:-1])
+    message = f"{inside}: unknown key {shown(key)}" if inside else f"unknown key {shown(key)}"
+    near = difflib.get_close_matches(key.replace("-", "_").lower(), known, n=1)
+    if near:
+        return FileProblem(line, f"{message}; did you mean {near[0]!r}?")
+    hint = _SCHEMA_HINT
+    if "args" in known:
+        hint = f"arguments of the program itself go under `args:`; {hint}"
+    return FileProblem(line, message, hint)
+
+
+def _known_keys(location: Location) -> list[str]:
+    """Keys the schema knows at `location` (a mapping in the file); [] where any key may stand."""
+    model: type[BaseModel] | None = FleetConfig
+    for part in location:
+        if isinstance(part, int) or model is None:
+            continue  # a list's items are described by its field
+        field = model.model_fields.get(part)
+        model = None if field is None else _model_in(field.annotation)
+    return [] if model is None else list(model.model_fields)
+
+
+def _model_in(annotation: Any) -> type[BaseModel] | None:
+    """The first model inside an annotation such as `int | list[ReplicaGroup]`."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    for argument in get_args(annotation):
+        if (model := _model_in(argument)) is not None:
+            return model
+    return None
+
+
+def _line_of_named_key(location: Location, message: str, source: YamlSource) -> int:
+    """The line of a key that the message names, else of the mapping it is about."""
+    for word in re.findall(r"\w+", message):
+        if (*location, word) in source.lines:
+            return source.lines[(*location, word)]
+    return source.line(location)

@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 from skyctl.push.worker_memory import SENDER_CONTEXT_BYTES
 from skyctl.transfer.gpu.devices import SHARE_OF_FREE, fits_whole
+from skyctl.transfer.gpu.reader import PINNED_BYTES
 from skyctl.units import format_bytes, format_rate
 
 Stage = Literal["auto", "gpu", "host", "stream"]
@@ -24,8 +25,6 @@ GPU_TRANSPORTS = ("nccl", "ipc")
 CPU_TRANSPORTS = ("shm", "gloo")
 RING = 2
 """Least slots of a ring: one is filled while servers load the other."""
-PINNED_BYTES = 12 * 2 * 4 * 1024 * 1024
-"""The GPU reader's ring of pinned memory: threads x buffers x piece (weights/gpu/reader.py)."""
 _MIB = 1024 * 1024
 SENDER_CONTEXT = {"ipc": SENDER_CONTEXT_BYTES, "nccl": 1466 * _MIB}
 """GPU memory of a sender that holds no slots: CUDA context, and with NCCL its library and group.

@@ -1,5 +1,5 @@
-"""A fleet's URLs as other programs want to read them: trainers, OpenAI clients, a shell,
-Prometheus.
+"""A fleet's URLs as other programs want to read them: trainers, clients of OpenAI's and Tinker's
+APIs, a shell, Prometheus.
 
 Key names were read in these projects' own sources; each function cites its own. What a trainer's
 weight sync needs beyond URLs is said by `notes`.
@@ -11,12 +11,17 @@ import json
 import os
 import shlex
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
+from skyctl.core.plan import local_url
 from skyctl.core.urls import FleetUrls
 from skyctl.errors import UsageError
+
+if TYPE_CHECKING:
+    from skyctl.core.registry import FleetRef
 
 KEY_VARIABLE = "OPENAI_API_KEY"
 OWN_KEY_VARIABLE = "SKYCTL_API_KEY"
@@ -169,6 +174,39 @@ def _entry(urls: FleetUrls) -> str:
     if urls.entry is None:
         raise UsageError(f"fleet {urls.name} has neither a router nor a server")
     return urls.entry
+
+
+@dataclass(frozen=True)
+class TinkerPlace:
+    """Where clients find the Tinker API: its URL, and the file of mode 0600 with their key."""
+
+    url: str
+    key_file: Path
+
+    def as_env(self) -> str:
+        """Lines for a POSIX shell; the key itself is not printed."""
+        return "\n".join(
+            (
+                f"export TINKER_BASE_URL={shlex.quote(self.url)}",
+                f'export TINKER_API_KEY="$(cat {shlex.quote(str(self.key_file))})"',
+            )
+        )
+
+
+def tinker_place(ref: FleetRef) -> TinkerPlace:
+    """Where the Tinker API of this fleet is, or will be.
+
+    Raises:
+        UsageError: its fleet file has no section `tinker:`.
+    """
+    section = ref.config.tinker
+    if section is None:
+        raise UsageError(
+            f"fleet {ref.name} has no Tinker API",
+            hint="write `tinker: {base_model: ORG/NAME}` and `lora: {max_rank: 32}` into its "
+            "fleet file; then: skyctl up",
+        )
+    return TinkerPlace(local_url(section.host, section.port), ref.paths.tinker_key)
 
 
 def target_groups(urls: FleetUrls) -> list[dict[str, Any]]:

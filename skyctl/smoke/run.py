@@ -12,9 +12,8 @@ from pathlib import Path
 from skyctl.core.registry import FleetRef, supervisor_running
 from skyctl.engines.logs import tail
 from skyctl.errors import ConflictError, SkyctlError, UsageError
-from skyctl.smoke.fleet_under_test import FleetUnderTest, SmokeOptions
 from skyctl.smoke.report import SmokeReport, StepResult, StepStatus
-from skyctl.smoke.steps import Skipped, Step, down, steps_for
+from skyctl.smoke.steps import FleetUnderTest, Skipped, SmokeOptions, Step, down, steps_for
 
 DOWN_TIMEOUT_S = 180.0
 _LOG_LINES = 40

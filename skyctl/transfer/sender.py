@@ -41,6 +41,8 @@ from skyctl.transfer.transports.base import Carrier, Reader
 
 _PR_SET_PDEATHSIG = 1
 _MAX_THREADS = 8
+_SWITCH_S = 0.0005
+"""How long a thread that looks through a chunk may keep those waiting that read the next ones."""
 
 
 class Channel:
@@ -213,6 +215,7 @@ def claim_stdout() -> TextIO:
 def main() -> None:
     """Obey the parent until its end of the pipe closes."""
     die_with_parent()
+    sys.setswitchinterval(_SWITCH_S)
     channel = Channel(claim_stdout())
     sender = Sender(channel)
     try:

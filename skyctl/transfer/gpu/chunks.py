@@ -52,12 +52,16 @@ class DeviceChunkReader:
         """
         queued: list[ReadBatch] = []
         for chunk in range(len(self._chunks)):
-            while len(queued) < len(self._chunks) and self._turns.is_free(len(queued)):
-                queued.append(self._submit(len(queued)))
-            if len(queued) == chunk:
-                if not self._turns.wait(chunk):
-                    return
-                queued.append(self._submit(chunk))
+            if len(queued) == chunk and not self._turns.wait(chunk):
+                return
+            free = [
+                number
+                for number in range(len(queued), len(self._chunks))
+                if self._turns.is_free(number)
+            ]
+            batches = [self._batch(number) for number in free]
+            self._reader.submit(batches)
+            queued += batches
             self._reader.wait(queued[chunk], READ_TIMEOUT_S)
             # after the bytes: what was read before a change was seen must not be sent
             for shard in {piece.shard for piece in self._chunks[chunk]}:
@@ -82,9 +86,9 @@ class DeviceChunkReader:
             if found is not None:
                 raise self._files.not_finite(*found)
 
-    def _submit(self, chunk: int) -> ReadBatch:
+    def _batch(self, chunk: int) -> ReadBatch:
         base = self._addresses[self._turns.slot(chunk)]
-        return self._reader.submit(
+        return ReadBatch(
             [
                 Span(self._files.descriptor(shard), begin, nbytes, base + offset)
                 for shard, begin, nbytes, offset in merged(self._chunks[chunk])

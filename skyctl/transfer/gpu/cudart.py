@@ -1,8 +1,8 @@
 """The few CUDA runtime calls of the read pipeline, straight through ctypes.
 
-torch's own calls hold the interpreter lock for tens of microseconds each; with a dozen reader
-threads and 4 MiB pieces that lock, not the copy engine, was the limit (35 GB/s against 52).
-ctypes releases the lock around every call.
+With a dozen reader threads the interpreter lock is the limit, not the copy engine: torch's own
+calls hold it for tens of microseconds, and a call that lets go of it waits up to 0.1 ms to have it
+back. So calls that return at once keep it, and those that wait let go of it.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from functools import cache
 
 HOST_TO_DEVICE = 1
 EVENT_DISABLE_TIMING = 2
+_NOT_READY = 600
 
 
 class CudaError(RuntimeError):
@@ -19,16 +20,17 @@ class CudaError(RuntimeError):
 
 
 @cache
-def _runtime() -> ctypes.CDLL:
+def _runtime(*, waits: bool = False) -> ctypes.CDLL:
     """The CUDA runtime that torch has loaded into this process."""
     import torch
 
     major = (torch.version.cuda or "13").split(".")[0]
-    library = ctypes.CDLL(f"libcudart.so.{major}")
+    library = (ctypes.CDLL if waits else ctypes.PyDLL)(f"libcudart.so.{major}")
     pointer, size = ctypes.c_void_p, ctypes.c_size_t
     library.cudaMemcpyAsync.argtypes = [pointer, pointer, size, ctypes.c_int, pointer]
     library.cudaEventCreateWithFlags.argtypes = [ctypes.POINTER(pointer), ctypes.c_uint]
     library.cudaEventRecord.argtypes = [pointer, pointer]
+    library.cudaEventQuery.argtypes = [pointer]
     library.cudaEventSynchronize.argtypes = [pointer]
     library.cudaEventDestroy.argtypes = [pointer]
     library.cudaStreamSynchronize.argtypes = [pointer]
@@ -67,7 +69,10 @@ class Event:
         _check(_runtime().cudaEventRecord(self._handle, stream), "cudaEventRecord")
 
     def synchronize(self) -> None:
-        _check(_runtime().cudaEventSynchronize(self._handle), "cudaEventSynchronize")
+        code = _runtime().cudaEventQuery(self._handle)
+        if code == _NOT_READY:
+            code = _runtime(waits=True).cudaEventSynchronize(self._handle)
+        _check(code, "cudaEventSynchronize")
 
     def destroy(self) -> None:
         _runtime().cudaEventDestroy(self._handle)

@@ -7,14 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from skyctl.doctor import facts as facts_module
-from skyctl.doctor.facts import (
+from skyctl.doctor import machine
+from skyctl.doctor.machine import (
     GpuFacts,
+    Needs,
+    check_machine,
     gather,
     read_gpus,
     read_packages,
 )
-from skyctl.doctor.machine import Needs, check_machine
 
 
 def answering(text: str) -> list[str]:
@@ -36,7 +37,7 @@ def test_nvidia_smi_is_read_with_names_that_have_commas_and_with_unknowns() -> N
 def test_packages_of_another_interpreter_are_those_it_has(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(facts_module, "PACKAGES", ("pydantic", "no-such-package"))
+    monkeypatch.setattr(machine, "PACKAGES", ("pydantic", "no-such-package"))
     assert list(read_packages(None)) == ["pydantic"]
     assert read_packages(sys.executable) == read_packages(None)
     link = tmp_path / "python"

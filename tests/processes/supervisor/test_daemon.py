@@ -191,10 +191,20 @@ async def test_term_brings_the_whole_fleet_down(paths: FleetPaths) -> None:
     assert not paths.socket.exists()
 
 
-async def test_of_two_supervisors_started_at_once_one_remains(paths: FleetPaths) -> None:
+async def test_of_two_supervisors_started_at_once_one_remains(
+    paths: FleetPaths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    children = []
+    spawn = daemon._spawn
+    monkeypatch.setattr(
+        daemon, "_spawn", lambda paths: children.append(spawn(paths)) or children[-1]
+    )
     started = await asyncio.gather(daemon.ensure_running(paths), daemon.ensure_running(paths))
     assert True in started
     first = await status(paths)
+    for child in children:
+        if child.pid != first.supervisor_pid:
+            assert await asyncio.to_thread(child.wait, 60)
     assert not await daemon.ensure_running(paths)
     assert (await status(paths)).supervisor_pid == first.supervisor_pid
     with pytest.raises(ConflictError, match="has a supervisor already"):

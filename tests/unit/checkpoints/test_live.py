@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from skyctl.checkpoints import write as write_module
+from skyctl.checkpoints import live
 from skyctl.checkpoints.checkpoint import read_checkpoint
 from skyctl.checkpoints.live import RunningModel, dtype_name, running_model, write_tensors
 from skyctl.errors import PreflightError, UsageError
@@ -78,7 +78,7 @@ async def test_an_async_iterator_is_read_one_tensor_at_a_time(tmp_path: Path) ->
 async def test_many_tensors_are_cut_into_shards_with_an_index(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(write_module, "HEADER_BYTES", 1016)
+    monkeypatch.setattr(live, "HEADER_BYTES", 1016)
     given = {f"model.layers.{n}.weight": torch.full((3,), float(n)) for n in range(40)}
     path = await written(given, tmp_path / "ckpt")
     found = read_checkpoint(str(path))

@@ -11,7 +11,7 @@ from rich.console import Console
 from skyctl import output
 from skyctl.cli.doctor import _lines
 from skyctl.core import check
-from skyctl.doctor import facts
+from skyctl.doctor import machine
 from skyctl.doctor.finding import Finding, Severity
 from tests.unit.cli.commands import run
 
@@ -27,8 +27,8 @@ def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "python").touch(mode=0o755)
     # what other programs say: it has everything, and there is no GPU
     monkeypatch.setattr(check, "_missing_in", lambda python, modules: [])
-    monkeypatch.setattr(facts, "read_packages", lambda python: {})
-    monkeypatch.setattr(facts, "read_gpus", lambda: ((), None))
+    monkeypatch.setattr(machine, "read_packages", lambda python: {})
+    monkeypatch.setattr(machine, "read_gpus", lambda: ((), None))
     return tmp_path
 
 

@@ -9,9 +9,9 @@ import pytest
 
 from skyctl.core.check import Problem
 from skyctl.core.plan import plan_fleet
-from skyctl.doctor.facts import GpuFacts, MachineFacts
 from skyctl.doctor.finding import Finding
 from skyctl.doctor.fleet_file import FilePlan, ModelFacts, check_fleet_file
+from skyctl.doctor.machine import GpuFacts, MachineFacts
 from skyctl.fleetfile.schema import FleetConfig
 from skyctl.launch.base import Gpu
 

@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 
-from skyctl.doctor.facts import (
+from skyctl.doctor.machine import (
     UNLIMITED,
     GpuFacts,
     MachineFacts,
+    Needs,
+    check_machine,
     read_available_memory,
 )
-from skyctl.doctor.machine import Needs, check_machine
 
 GIB = 1024**3
 SOUND = MachineFacts(

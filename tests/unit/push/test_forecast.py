@@ -25,7 +25,6 @@ from skyctl.push.machine_facts import measure_reading, measured_before
 from skyctl.push.transaction import PushRequest, PushResult, push
 from skyctl.push.worker_memory import copier_bytes
 from skyctl.store.journal import PushRecord
-from skyctl.transfer.gpu import reader
 from skyctl.transfer.gpu.devices import slot_sizes
 from skyctl.transfer.plan import plan_chunks
 from tests.unit.push.checkpoints import write_checkpoint
@@ -58,10 +57,6 @@ def test_memory_follows_from_the_slots() -> None:
     assert shm["host"].host_bytes == (4 + 2) * 4 * GB
     assert shm["stream"].host_bytes == (2 + 2) * 4 * GB
     assert shm["host"].sender_gpu_bytes == 0
-
-
-def test_the_ring_of_pinned_memory_is_that_of_the_reader() -> None:
-    assert PINNED_BYTES == reader.THREADS * reader.DEPTH * reader.PIECE_BYTES
 
 
 def test_a_freeze_is_what_is_fixed_and_the_slower_of_loading_and_reading() -> None:

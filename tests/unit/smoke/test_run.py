@@ -11,9 +11,8 @@ import pytest
 from skyctl.core.registry import FleetRef
 from skyctl.errors import SkyctlError, UsageError
 from skyctl.fleetfile.schema import FleetConfig
-from skyctl.smoke.fleet_under_test import FleetUnderTest, SmokeOptions
 from skyctl.smoke.run import smoke
-from skyctl.smoke.steps import Skipped, Step, steps_for
+from skyctl.smoke.steps import FleetUnderTest, Skipped, SmokeOptions, Step, steps_for
 from skyctl.store.paths import FleetPaths
 
 

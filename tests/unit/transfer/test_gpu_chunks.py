@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from threading import Event, Thread
 from typing import Any
@@ -14,7 +14,7 @@ import torch
 from skyctl.checkpoints.checkpoint import read_checkpoint
 from skyctl.checkpoints.finite import NotFinite
 from skyctl.transfer.gpu.chunks import DeviceChunkReader, merged
-from skyctl.transfer.gpu.reader import Span, _pieces
+from skyctl.transfer.gpu.reader import ReadBatch, Span, _pieces
 from skyctl.transfer.pace import Pace
 from skyctl.transfer.plan import ChunkPlan, plan_chunks
 from skyctl.transfer.reader import Filled, Piece, ShardFiles
@@ -28,8 +28,8 @@ class MemoryReader:
     def __init__(self, size: int) -> None:
         self.memory = bytearray(size)
 
-    def submit(self, spans: Sequence[Span], pace: Pace) -> None:
-        for span in spans:
+    def submit(self, batches: Iterable[ReadBatch]) -> None:
+        for span in (part for batch in batches for piece in batch.pieces for part in piece.parts):
             data = os.pread(span.fd, span.size, span.file_offset)
             self.memory[span.device_address : span.device_address + span.size] = data
 

@@ -7,8 +7,7 @@ from itertools import pairwise
 
 from rich.console import Console, RenderableType
 
-from skyctl.cli.history_plot import history_plot
-from skyctl.cli.timeline_view import legend, timeline_view
+from skyctl.cli.bars_view import history_plot, legend, timeline_view
 from skyctl.core.timeline import ServerTimeline, Span, Timeline
 from skyctl.store.journal import PushRecord
 

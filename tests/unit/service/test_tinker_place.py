@@ -1,4 +1,4 @@
-"""Where clients find the API."""
+"""Where clients find the Tinker API."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import pytest
 from skyctl.core.registry import FleetRef
 from skyctl.errors import UsageError
 from skyctl.fleetfile.schema import FleetConfig
+from skyctl.service.formats import tinker_place
 from skyctl.store.paths import FleetPaths
-from skyctl.tinker.place import place_of
 
 
 def ref(home: str = "/home", **config: Any) -> FleetRef:
@@ -23,7 +23,7 @@ def ref(home: str = "/home", **config: Any) -> FleetRef:
     ("host", "url"), [("0.0.0.0", "http://127.0.0.1:8790"), ("::1", "http://[::1]:8790")]
 )
 def test_the_exports_are_for_this_machine_and_do_not_show_the_key(host: str, url: str) -> None:
-    where = place_of(ref("/a home", lora={"max_rank": 32}, tinker={"host": host}))
+    where = tinker_place(ref("/a home", lora={"max_rank": 32}, tinker={"host": host}))
     base_url, key = where.as_env().splitlines()
     assert base_url in (f"export TINKER_BASE_URL={url}", f"export TINKER_BASE_URL='{url}'")
     assert key == "export TINKER_API_KEY=\"$(cat '/a home/fleets/lab/tinker.key')\""
@@ -31,5 +31,5 @@ def test_the_exports_are_for_this_machine_and_do_not_show_the_key(host: str, url
 
 def test_a_fleet_without_the_section_is_told_what_to_write() -> None:
     with pytest.raises(UsageError, match="no Tinker API") as caught:
-        place_of(ref())
+        tinker_place(ref())
     assert "lora: {max_rank: 32}" in caught.value.hint and "skyctl up" in caught.value.hint
