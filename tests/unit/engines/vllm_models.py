@@ -3,6 +3,7 @@ rank would have them; no server, no kernels, weights not packed."""
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 from collections.abc import Iterator
@@ -26,12 +27,16 @@ def vllm_model(
     """The model that `rank` of `ranks` makes of a checkpoint; nothing of it is left behind."""
     import torch
     from safetensors.torch import load_file
+    from vllm import ModelRegistry
     from vllm.config import set_current_vllm_config
     from vllm.distributed import parallel_state
     from vllm.engine.arg_utils import EngineArgs
     from vllm.model_executor.model_loader.utils import initialize_model
     from vllm.utils.torch_utils import set_default_torch_dtype
 
+    for name in json.loads((checkpoint / "config.json").read_text())["architectures"]:
+        # a class is inspected here; a name in a process, whose answer vLLM keeps in the user's cache
+        ModelRegistry.register_model(name, ModelRegistry.models[name].load_model_cls())
     arguments = EngineArgs(
         model=str(checkpoint), max_model_len=64, enforce_eager=True, quantization=quantization
     )
