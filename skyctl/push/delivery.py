@@ -27,7 +27,9 @@ from skyctl.transfer.sender_pool import Lease, SenderPool, enough_is_read
 from skyctl.transfer.transports.base import Session, Transport, rank_offsets
 
 OUTSTANDING = 3
-"""Whether servers copy out of the sender's slots by themselves."""
+"""Updates under way at once if their order is free: while a server loads one chunk, the call for
+the next has already arrived.
+"""
 
 LEAVE_METHOD = "skyctl_leave_group"
 FREE_METHOD = "skyctl_free_cached"
@@ -47,9 +49,9 @@ class Delivery(Protocol):
         """Whether servers that failed may be scrubbed and pushed to once more."""
 
     frees_late: bool
-    """Whether servers are told where the slots are."""
+    """What it holds on the servers' devices may stay there until they have been resumed."""
     copies: bool
-    """Servers copy into their parameters, where vLLM's loader could take over."""
+    """Servers copy into their parameters, and vLLM's loader could take over."""
 
     @property
     def content_digest(self) -> str:
@@ -88,9 +90,9 @@ class ChunkDelivery:
     frees_late = False
     copies = False
     _shows = False
-    """Servers copy out of the sender's slots by themselves."""
+    """Whether servers copy out of the sender's slots by themselves."""
     _exports = True
-    """Servers are told where the slots are."""
+    """Whether servers are told where the slots are."""
 
     def __init__(
         self,

@@ -24,11 +24,12 @@ Stage = Literal["auto", "gpu", "host", "stream"]
 GPU_TRANSPORTS = ("nccl", "ipc")
 CPU_TRANSPORTS = ("shm", "gloo")
 RING = 2
-"""Least slots of a ring: one is filled while servers load the other."""
+"""Minimum slots of a ring: one is filled while servers load the other."""
 _MIB = 1024 * 1024
 SENDER_CONTEXT = {"ipc": SENDER_CONTEXT_BYTES, "nccl": 1466 * _MIB}
-"""GPU memory of a sender that holds no slots: CUDA context, and with NCCL its library and group.
-Measured on H200 (driver's choice, so it differs a little between GPUs)."""
+"""GPU memory of a sender without slots: CUDA context, and with NCCL its library and group. Measured
+on H200 (the driver's choice, so it differs slightly between GPUs).
+"""
 _SENDER_PROCESS = {"ipc": 385 * _MIB, "nccl": 810 * _MIB}
 """Host memory of the sender's process without its ring, measured on the same machines."""
 _DRIVER_PER_GPU = 50 * _MIB

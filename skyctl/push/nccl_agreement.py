@@ -9,7 +9,7 @@ from skyctl.push.server_facts import ServerFacts
 from skyctl.transfer.nccl_settings import shared
 
 _FEW_CHANNELS = 8
-"""Below this NVLink is far from used up; NCCL takes 16 and more by itself."""
+"""With fewer channels NVLink is far from saturated; NCCL's own choice is 16 and more."""
 
 
 def refuse_without_nccl(facts: Sequence[ServerFacts]) -> None:

@@ -33,7 +33,7 @@ from skyctl.transfer.sender_client import Opened
 from skyctl.transfer.sender_pool import Lease, SenderPool
 
 _SHARE_OF_FREE = 0.5
-"""Of a GPU's free memory, what nobody has asked for may take."""
+"""The share of a GPU's free memory that work nobody asked for may take."""
 
 
 async def rehearse(

@@ -30,7 +30,8 @@ STAGES = (
 )
 """Stages of a push, in order. Everything up to `stage` happens before a server is touched. A push
 that takes servers out of the router has `drain` before `pause`, one with a canary has `canary`
-after `verify`; `recover` is a second attempt, or an undoing."""
+after `verify`; `recover` is a second attempt, or an undo.
+"""
 
 
 PauseMode = Literal["keep", "wait", "abort"]
@@ -178,13 +179,13 @@ class PushFleet:
 
 
 FACTS = ("prepared", "verified")
-"""What a push tells of itself for whoever finds it dead:
+"""What a push records for whoever finds it dead:
 
 prepared  {checkpoint, checkpoint_digest}: which files it pushes ("" for weights that a trainer
-          sends and no file has, and a digest that no other push has)
+          sends and that are in no file, and a digest that no other push has)
 verified  {version, checkpoint, checkpoint_digest, content_digest, transport, whole, servers}: these
-          servers (name → weights digest, "" where it was not asked for) hold all of it, paused;
-          `whole`: it is the fleet's version
+          servers (name → weights digest, "" if not requested) hold all of it, paused; `whole`: it
+          is the fleet's version
 """
 
 

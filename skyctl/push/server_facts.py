@@ -109,8 +109,9 @@ async def ask_servers(fleet: PushFleet, *, client: ControlClient) -> tuple[Serve
 
 
 _makes: dict[str, ProcessFacts] = {}
-"""By `PushServer.instance`: a trainer pushes to the same processes again and again, and the
-configuration alone costs vLLM longer than all other questions together."""
+"""By `PushServer.instance`: a trainer pushes to the same processes repeatedly, and the
+configuration alone costs vLLM longer than all other questions together.
+"""
 
 
 async def _make(server: Server, pushed: PushServer) -> ProcessFacts:

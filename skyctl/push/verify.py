@@ -25,7 +25,7 @@ HOW_TO_DIGEST = f"start it with --worker-extension-cls {EXTENSION}, or push with
 
 
 UNLABELLED = "default"
-"""What servers say of their weights' version as long as nobody pushed to them."""
+"""The version that servers report as long as nobody has pushed to them."""
 
 
 class CannotDigest(ServerError):
