@@ -16,7 +16,7 @@ SkyctlError                     1   something failed; the message says what, whe
 ├── StateUnwritable             1   what must be on record first cannot be: the disk is full …
 ├── PreflightError              1   a push was refused before anything was paused
 ├── Interrupted               130   Ctrl-C
-├── InternalError               1   a bug of skyctl's
+├── InternalError               1   a bug in skyctl
 └── PushError                   1   a push failed after it began; says how it left each server
     └── CanaryFailed            1   … because its canary did: nothing of it is served
 """
@@ -186,4 +186,4 @@ class Interrupted(SkyctlError):
 
 
 class InternalError(SkyctlError):
-    """A bug of skyctl's; its traceback goes to stderr."""
+    """A bug in skyctl; its traceback goes to stderr."""

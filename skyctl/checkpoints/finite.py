@@ -21,7 +21,7 @@ _LOOK_BYTES = 256 * 1024  # fits in the processor's cache
 
 
 Buffer = bytes | mmap.mmap
-"""What Python slices with a step at gigabytes a second; a memoryview is ten times slower."""
+"""Types that Python slices with a step at gigabytes per second; a memoryview is 10x slower."""
 
 
 class NotFinite(PreflightError):

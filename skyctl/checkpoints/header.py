@@ -1,7 +1,7 @@
 """Read one safetensors header, trusting nothing in it.
 
 Format: https://huggingface.co/docs/safetensors (8 bytes little-endian length, that many bytes of
-JSON, then the tensors' bytes without holes).
+JSON, then the tensors' bytes without gaps).
 """
 
 from __future__ import annotations

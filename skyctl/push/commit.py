@@ -107,7 +107,9 @@ def _require_comparison(site: Site) -> None:
 
 
 def _enforce(run: Run, prepared: Prepared, sites: Sequence[Site], names: Sequence[str]) -> None:
-    """Fail servers whose digest is not the one that the same weights had before."""
+    """Fail servers whose digest is not the one that the same weights had before, or only note it if
+    the request allows that.
+    """
     known = (*run.learned.digests, *run.fleet.expected.digests)
     unseen = [one for one in sites if one.compared is None and not expected_of(one, known, names)]
     if names and unseen:

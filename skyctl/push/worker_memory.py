@@ -22,7 +22,7 @@ from skyctl.transfer.plan import Chunk, ChunkPlan, module_of
 
 MIB = 1 << 20
 SENDER_CONTEXT_BYTES = 596 * MIB
-"""What the driver takes on a GPU for a sender; measured there."""
+"""Memory that the driver takes on a GPU for a sender; measured on H200."""
 NCCL_GROUP_BYTES = 484 * MIB
 """A communicator of a worker; measured on H200 with NCCL 2.28.9."""
 _STREAMS = 2

@@ -169,7 +169,7 @@ class Database:
     def write_rows(
         self, sql: str, rows: Sequence[Sequence[Any]], after: str = "", *, durable: bool = False
     ) -> None:
-        """`sql` VALUES these rows, `after`; as few statements as SQLite's limits allow."""
+        """Run `sql` VALUES these rows `after`, in as few statements as SQLite's limits allow."""
         for first in range(0, len(rows), _ROWS_PER_STATEMENT):
             some = rows[first : first + _ROWS_PER_STATEMENT]
             marks = ", ".join([f"({', '.join('?' * len(some[0]))})"] * len(some))

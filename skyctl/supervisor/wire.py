@@ -70,7 +70,7 @@ def spec_hash(spec: ServerSpec | FrontSpec) -> str:
 
 
 def version_mismatch(supervisor: str, command: str) -> VersionMismatch:
-    """The error of a command whose supervisor is of another skyctl; both as in the header."""
+    """The error of a command whose supervisor runs another skyctl; both as in the header."""
     return VersionMismatch(
         f"the supervisor of this fleet is of another skyctl ({supervisor or 'an old one'}) than "
         f"this command ({command})",

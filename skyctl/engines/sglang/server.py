@@ -61,7 +61,7 @@ class _State:
 class SGLangServer(HttpServer):
     """`Server` (`engines/base.py`) of SGLang. A server that skyctl did not start, and that has no
     keeper, can neither sleep nor wake; it counts as paused if it does not answer a probe within
-    `probe_s` seconds.
+    `probe_s` seconds while it answers other questions.
     """
 
     probe_s = 1.0

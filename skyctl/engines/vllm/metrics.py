@@ -5,7 +5,7 @@ from __future__ import annotations
 from skyctl.engines.base import RouterMetrics, ServerMetrics
 from skyctl.engines.prometheus import samples, totals
 
-# What is read of the page. Every server has the first, from its start on.
+# the metrics that are read; every server has the first from its start
 METRICS = (
     "vllm:num_requests_running",
     "vllm:num_requests_waiting",

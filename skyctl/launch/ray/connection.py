@@ -129,7 +129,7 @@ def _refusal(cluster: RayCluster, error: Exception) -> HostUnreachable:
 
 
 def told(error: BaseException) -> str:
-    """An error of Ray's in one line."""
+    """A Ray error in one line."""
     text = re.sub(r"\x1b\[[0-9;]*m", "", str(error)).strip() or type(error).__name__
     text = " ".join(text.split())
     return text if len(text) <= _WIDEST else f"{text[:_WIDEST]}…"

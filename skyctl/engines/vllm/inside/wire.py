@@ -43,7 +43,7 @@ class ReceiverInit:
     """How one server's workers reach the sender.
 
     Attributes:
-        transport: mechanism, the name of a module in `engine/receivers`.
+        transport: mechanism, the name of a module in `inside/receivers`.
         session: hexadecimal name of this push; shared memory and the group carry it.
         tensors: names of every tensor that will be sent.
         slot_bytes: size of the sender's buffers.
