@@ -16,7 +16,7 @@ SkyctlError                     1   something failed; the message says what, whe
 ├── StateUnwritable             1   what must be on record first cannot be: the disk is full …
 ├── PreflightError              1   a push was refused before anything was paused
 ├── Interrupted               130   Ctrl-C
-├── InternalError               1   a bug of skyctl's
+├── InternalError               1   a bug in skyctl
 └── PushError                   1   a push failed after it began; says how it left each server
     └── CanaryFailed            1   … because its canary did: nothing of it is served
 """
@@ -63,7 +63,7 @@ class SkyctlError(Exception):
         return type(self).__name__
 
     def to_json(self) -> dict[str, str]:
-        """What `--json` prints of the error, beside its details and exit code."""
+        """The error in `--json`, without its details and exit code."""
         return {"kind": self.kind, "message": self.message, "hint": self.hint}
 
 
@@ -78,7 +78,7 @@ class FleetFileError(UsageError):
 
 
 class PartialFailure(SkyctlError):
-    """Some servers did it and some did not. `outcomes` holds one per server, in fleet order."""
+    """Some servers succeeded and some did not. `outcomes` holds one per server, in fleet order."""
 
     exit_code = ExitCode.PARTIAL
 
@@ -105,8 +105,9 @@ class FleetDownError(NotFoundError):
 
 
 class ServerError(SkyctlError):
-    """A server answered with an error. `status` is the HTTP status, 0 when there was none;
-    `refusal` what the error means (`engines/base.py`), "" for all that ends a call alike."""
+    """A server answered with an error. `status` is the HTTP status, 0 without one; `refusal` is the
+    error's meaning (`engines/base.py`), "" for errors that need no special handling.
+    """
 
     refusal: str = ""
 
@@ -133,7 +134,7 @@ class DeadlineExceeded(ServerError):
 
 
 class HostUnreachable(SkyctlError):
-    """A machine that servers run on cannot be asked; what runs there goes on, or does not."""
+    """A machine that servers run on cannot be asked; it is unknown whether they still run."""
 
 
 class ConflictError(SkyctlError):
@@ -149,8 +150,9 @@ class WeightsGone(SkyctlError):
 
 
 class StateUnwritable(SkyctlError):
-    """The fleet's state cannot be written (full, read-only or failing disk), and has to be before
-    anything is touched."""
+    """The fleet's state cannot be written (full, read-only or failing disk), but must be before
+    anything is touched.
+    """
 
 
 class PreflightError(SkyctlError):
@@ -184,4 +186,4 @@ class Interrupted(SkyctlError):
 
 
 class InternalError(SkyctlError):
-    """A bug of skyctl's; its traceback goes to stderr."""
+    """A bug in skyctl; its traceback goes to stderr."""

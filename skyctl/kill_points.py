@@ -1,9 +1,9 @@
-"""Named points at which a process kills itself when a test asks for it.
+"""Named points at which a process kills itself on a test's request.
 
     SKYCTL_KILL_AT=push.update.sent        the first time that point is reached
     SKYCTL_KILL_AT=push.update.sent:3      the third time
-    SKYCTL_KILL_AT=push.update.call:2+15   15 ms after the second time, amid what follows
-    SKYCTL_KILL_AT=@FILE                   what the file says, for whoever removes it: one dies
+    SKYCTL_KILL_AT=push.update.call:2+15   15 ms after the second time, during what follows
+    SKYCTL_KILL_AT=@FILE                   what the file says; whoever removes it dies: one process
 
 Each point is reached by one kind of process (the process that pushes, the sender, the supervisor, a
 command), so that the variable may be inherited by all of them. `POINTS` lists every one.
@@ -41,7 +41,7 @@ PUSH = (
     "push.recorded",
     "push.ended",
 )
-"""Of the process that pushes: the supervisor, or the command for an attached fleet."""
+"""Points of the process that pushes: the supervisor, or the command for an attached fleet."""
 
 OUT_OF_ROUTER = (
     "push.drain.call",
@@ -50,10 +50,10 @@ OUT_OF_ROUTER = (
     "push.canary.done",
     "push.part.done",
 )
-"""Of the same process, in pushes that take servers out of the router."""
+"""Points of the same process, in pushes that take servers out of the router."""
 
 COLOCATED = ("push.woken", "push.awake")
-"""Of the same process, in pushes that wake servers."""
+"""Points of the same process, in pushes that wake servers."""
 
 ADAPTERS = (
     "adapters.load.call",
@@ -63,7 +63,9 @@ ADAPTERS = (
     "adapters.committed",
     "adapters.undo",
 )
-"""Of the process that changes adapters: the supervisor, or the command for an attached fleet."""
+"""Points of the process that changes adapters: the supervisor, or the command for an attached
+fleet.
+"""
 
 SENDER = ("sender.open", "sender.opened", "sender.filled", "sender.release", "sender.join")
 SUPERVISOR = (
@@ -97,11 +99,11 @@ POINTS = (*PUSH, *OUT_OF_ROUTER, *COLOCATED, *ADAPTERS, *SENDER, *SUPERVISOR, *C
 
 
 def _parsed(text: str) -> tuple[str, int, float]:
-    """Point, how often it is to be reached, and the delay after that in seconds."""
+    """Point, the number of times to reach it, and the delay after that in seconds."""
     if text.startswith("@"):
         try:
             text = Path(text[1:]).read_text().strip()
-        except FileNotFoundError:  # somebody died of it
+        except FileNotFoundError:  # another process died of it
             return "", 1, 0.0
     named, _, delay_ms = text.partition("+")
     point, _, count = named.partition(":")
@@ -115,7 +117,7 @@ _point, _left, _delay_s = _parsed(_asked)
 
 
 def reached(point: str) -> None:
-    """End this process by SIGKILL if this is where it is to die."""
+    """End this process by SIGKILL if it is to die here."""
     if _point and _point == point:
         _count_down()
 

@@ -56,14 +56,14 @@ STATE_STYLES = {
 }
 
 
-# A table written to a file or a pipe is not cut to the width of a terminal that is not there.
+# a table in a file or a pipe is not cut to a terminal's width
 WIDTH_WITHOUT_TERMINAL = 200
 _MOST_OUTCOMES = 64
-"""Servers of a fan-out that are listed one by one."""
+"""The most servers of a fan-out that are listed one by one."""
 
 
 class SafeConsole(Console):
-    """Prints no escape sequence but Rich's own: messages and log lines are written by others."""
+    """Prints no escape sequences but Rich's own: others write the messages and log lines."""
 
     def render(
         self, renderable: RenderableType, options: ConsoleOptions | None = None
@@ -72,12 +72,12 @@ class SafeConsole(Console):
             yield segment if segment.control else segment._replace(text=sanitized(segment.text))
 
     def on_broken_pipe(self) -> None:
-        """Leave a reader that has seen enough (`| head`) to the entry point; Rich exits with 1."""
+        """Leave an early-closing reader (`| head`) to the entry point; Rich would exit with 1."""
         raise
 
 
 def _console(*, stderr: bool = False, no_color: bool | None = None) -> Console:
-    # :name: and [name] in a log line or a path mean nothing
+    # :name: and [name] in a log line or a path are plain text
     console = SafeConsole(
         stderr=stderr,
         highlight=False,
@@ -92,7 +92,7 @@ def _console(*, stderr: bool = False, no_color: bool | None = None) -> Console:
 
 
 def _as_configured() -> None:
-    """Build the consoles: they look at the current stdout and stderr."""
+    """Build the consoles, for the current stdout and stderr."""
     global out, err
     no_color = not mode.color or None
     out = _console(no_color=no_color)
@@ -144,7 +144,7 @@ def emit_error(error: SkyctlError) -> None:
 
 
 def print_error(error: SkyctlError) -> None:
-    """`error: message`, and a `hint:` line that says what to do next, on stderr.
+    """Print `error: message`, and a `hint:` line that says what to do next, on stderr.
 
     A hint is never cut: its commands are copied.
     """
@@ -154,7 +154,7 @@ def print_error(error: SkyctlError) -> None:
 
 
 def _labelled(label: str, style: str, message: str) -> Text:
-    """`label: message`, on a terminal cut between words and indented below the label."""
+    """`label: message`; on a terminal, wrapped between words and indented below the label."""
     below = " " * len(label) if err.is_terminal else ""
     cut = (wrapped(line, indent=len(label), console=err) for line in message.splitlines())
     lines = [line for part in cut for line in part]
@@ -177,7 +177,7 @@ def _print_envelope(data: dict[str, Any], exit_code: ExitCode, error: SkyctlErro
 def raw(text: str) -> None:
     """Write `text` to stdout at once (generated text, JSON lines); not with --json.
 
-    A file or a pipe gets it as it is, a terminal without its escape sequences.
+    A file or a pipe gets it unchanged, a terminal without its escape sequences.
     """
     if not mode.json:
         sys.stdout.write(sanitized(text) if sys.stdout.isatty() else text)
@@ -197,7 +197,7 @@ def warn(message: str) -> None:
 
 
 def print_warning(message: str) -> None:
-    """The same, with --json too (on stderr)."""
+    """The same, but with --json too (on stderr)."""
     err.print(_labelled("warning: ", "yellow", message))
 
 
@@ -227,7 +227,7 @@ def _cell(cell: Any) -> RenderableType:
 
 
 def text(line: str, styles: Sequence[tuple[int, int, str]] = ()) -> Text:
-    """A line whose characters from, up to, have a style: (0, 3, "green")."""
+    """A line with styled character ranges (from, up to, style): (0, 3, "green")."""
     styled_line = Text(line)
     for begin, end, style in styles:
         styled_line.stylize(style, begin, end)
@@ -235,13 +235,14 @@ def text(line: str, styles: Sequence[tuple[int, int, str]] = ()) -> Text:
 
 
 def columns() -> int:
-    """How wide stdout is."""
+    """The width of stdout."""
     return out.width
 
 
 def wrapped(line: str, *, indent: int, console: Console | None = None) -> list[str]:
-    """The line cut between words so that it fits behind `indent` blanks of a terminal; whole where
-    `console` (default: stdout) is none: a file has room, and may be searched."""
+    """The line wrapped between words to fit after `indent` blanks of a terminal; unchanged if
+    `console` (default: stdout) is not one: a file has room, and may be searched.
+    """
     console = console or out
     if not console.is_terminal:
         return [line]
@@ -252,9 +253,10 @@ def wrapped(line: str, *, indent: int, console: Console | None = None) -> list[s
 
 
 def svg(title: str, *views: RenderableType, width: int, identifier: str = "") -> str:
-    """The views as a picture of a terminal of `width` columns. It loads no fonts: it is shown in
-    places where that is not allowed, with the reader's own. Pictures of one page differ in
-    `identifier` (default: the title's)."""
+    """The views as a picture of a terminal of `width` columns. It loads no fonts but uses the
+    reader's own: some places it is shown in do not allow that. Pictures on one page differ in
+    `identifier` (default: the title's).
+    """
     console = Console(
         record=True, width=width, force_terminal=True, highlight=False, file=StringIO()
     )
@@ -279,7 +281,7 @@ def write_picture(path: Path, drawn: str) -> None:
     note(f"wrote {path}")
 
 
-# Colours that can be told apart on the picture's background, blue from cyan too.
+# colours that are distinct on the picture's background, blue from cyan too
 _SVG_THEME = TerminalTheme(
     (17, 21, 28),
     (214, 219, 227),
@@ -311,8 +313,8 @@ _FONTS = "ui-monospace, SFMono-Regular, Menlo, Consolas, 'DejaVu Sans Mono', mon
 def outcome_table(outcomes: Sequence[Any]) -> RenderableType:
     """One row per server of a fan-out: SERVER, RESULT, MS, DETAIL.
 
-    Takes `Outcome`s or their JSON mappings. Of more than `_MOST_OUTCOMES`, those that did as they
-    were told with nothing to add are left out.
+    Takes `Outcome`s or their JSON mappings. Of more than `_MOST_OUTCOMES`, successes without a
+    detail are left out.
     """
     rows = [one if isinstance(one, dict) else one.to_json() for one in outcomes]
     shown = rows
@@ -342,7 +344,7 @@ def progress_line(done: float, total: float, text: str) -> Table:
 
 
 def interactive() -> bool:
-    """True when stderr is a terminal that can be redrawn."""
+    """Whether stderr is a terminal that can be redrawn."""
     return err.is_terminal and not (mode.quiet or mode.json) and os.environ.get("TERM") != "dumb"
 
 
@@ -350,7 +352,7 @@ def interactive() -> bool:
 def live(render: Callable[[], RenderableType], *, transient: bool = False) -> Iterator[LiveView]:
     """Redraw `render()` on stderr while the block runs; call `.refresh()` after each change.
 
-    Where stderr is no terminal nothing is drawn (use `note` for plain lines there).
+    If stderr is not a terminal nothing is drawn (use `note` for plain lines there).
     """
     if not interactive():
         yield LiveView(None)
@@ -371,7 +373,7 @@ def fullscreen(render: Callable[[], RenderableType]) -> Iterator[LiveView]:
 
 
 def can_fill_screen() -> bool:
-    """True when both what we read and what we print is a terminal that can be redrawn."""
+    """Whether both stdin and stdout are a terminal that can be redrawn."""
     return out.is_terminal and sys.stdin.isatty() and os.environ.get("TERM") != "dumb"
 
 

@@ -1,4 +1,4 @@
-"""What a fleet file chooses by name: skyctl's own, and what other packages bring."""
+"""Objects that a fleet file selects by name: skyctl's own, and those of other packages."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ T = TypeVar("T")
 
 
 class Plugins(Generic[T]):
-    """Objects by name. `own` has skyctl's as `module:attribute`, imported when first asked for;
-    others are entry points of `group`, looked for only where a name is not skyctl's own."""
+    """Objects by name. `own` has skyctl's as `module:attribute`, imported on first use; others are
+    entry points of `group`, looked up only for names that are not skyctl's own.
+    """
 
     def __init__(self, kind: str, group: str, own: Mapping[str, str]) -> None:
         self._kind = kind
@@ -25,7 +26,7 @@ class Plugins(Generic[T]):
         """The object of that name.
 
         Raises:
-            UsageError: there is none, or the package that brings it cannot be imported.
+            UsageError: there is none, or the package that provides it cannot be imported.
         """
         if name in self._own:
             module, _, attribute = self._own[name].partition(":")
@@ -36,8 +37,8 @@ class Plugins(Generic[T]):
         return self._loaded[name]
 
     def names(self) -> list[str]:
-        """All that can be asked for, sorted."""
-        from importlib.metadata import entry_points  # most commands need none, and it is slow
+        """All available names, sorted."""
+        from importlib.metadata import entry_points  # most commands do not need it, and it is slow
 
         return sorted({*self._own, *(point.name for point in entry_points(group=self._group))})
 

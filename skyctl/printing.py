@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass
 class Mode:
-    """`color` False: none, not even in a terminal."""
+    """`color` False: no colours, not even on a terminal."""
 
     command: str = "skyctl"
     json: bool = False
@@ -18,11 +18,11 @@ class Mode:
 
 mode = Mode()
 heard: list[Callable[[], None]] = []
-"""Called when it changes."""
+"""Called when the mode changes."""
 
 
 def configure(*, command: str, json: bool, quiet: bool = False, color: bool = True) -> None:
-    """Set the mode of what is printed from now on, to the current stdout and stderr."""
+    """Set the mode of all further output, to the current stdout and stderr."""
     mode.command, mode.json, mode.quiet, mode.color = command, json, quiet, color
     for hear in heard:
         hear()

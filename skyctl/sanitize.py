@@ -1,11 +1,11 @@
-"""Text that others wrote, made safe for a terminal."""
+"""Text from others, made safe for a terminal."""
 
 from __future__ import annotations
 
 import re
 
-# ECMA-48 with the 8-bit forms. A string control (DCS, SOS, OSC, PM, APC) runs to its terminator
-# and no further than the line: one that never ends must not take the rest with it.
+# ECMA-48 with the 8-bit forms. A string control (DCS, SOS, OSC, PM, APC) runs to its terminator and
+# no further than the line: an unterminated one must not swallow the rest.
 _SEQUENCES = re.compile(
     r"(?:\x1b[PX\]^_]|[\x90\x98\x9d\x9e\x9f])[^\x07\x1b\x9c\r\n]*(?:\x07|\x1b\\|\x9c)?"
     r"|(?:\x1b\[|\x9b)[0-?]*[ -/]*[@-~]?"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 _SIZE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?\s*$", re.IGNORECASE)
-_LONGEST = 64  # characters; keeps float() finite
+_LONGEST = 64  # in characters; keeps float() finite
 _POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 
 
@@ -36,7 +36,7 @@ def format_bytes(count: float) -> str:
 
 
 def format_rate(gb_per_s: float) -> str:
-    """`52.10 GB/s`, or `4.2 MB/s` where that says more; from 10^9 bytes per second."""
+    """`52.10 GB/s`, or `4.2 MB/s` for small rates; from 10^9 bytes per second."""
     return f"{gb_per_s:.2f} GB/s" if gb_per_s >= 0.1 else f"{gb_per_s * 1000:.1f} MB/s"
 
 

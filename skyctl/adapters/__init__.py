@@ -1,4 +1,4 @@
-"""LoRA adapters as artifacts with versions, loaded into running servers without a freeze."""
+"""LoRA adapters as versioned artifacts, loaded into running servers without a freeze."""
 
 from skyctl.adapters.change import (
     AdapterChange,

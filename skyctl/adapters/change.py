@@ -1,13 +1,13 @@
-"""Adapters into all servers of a fleet, or into none.
+"""Load adapters into all servers of a fleet, or into none.
 
     read, check, copy ─► intend ─► load NAME@4 ─► name ─► commit
     └─ nothing is sent ─┘ └ durable   │ unseen      │ seen by users from here
                                       └──── fails ──┴─► every server back at what is committed,
                                                         else quarantined; withdraw
 
-A version is loaded beside those that serve, so that a server that cannot take it is found before
-anybody sees it. Giving it the name is one assignment in each server: requests under way end with
-the version they began with. What a dead process left is undone by whoever takes the lock next.
+A version is loaded beside those that serve, so a server that cannot take it is found before any
+user sees it. Giving it the name is one assignment in each server: running requests finish with the
+version they began with. What a dead process left is undone by the next process that takes the lock.
 """
 
 from __future__ import annotations
@@ -42,8 +42,9 @@ from skyctl.store.adapters import AdapterVersion
 from skyctl.store.state import FleetState
 
 RETIRE_AFTER_S = 10.0
-"""How long the files of a version stay at least once nobody can ask for it: a request that was
-accepted just before may not be in the server's list yet."""
+"""How long the files of a version stay at least once nobody can request it: a request that was
+accepted just before may not be in the server's list yet.
+"""
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/-]{0,127}")
 _POLL_S = 0.02
@@ -56,8 +57,8 @@ _ADVICE = {
 
 @dataclass(frozen=True, kw_only=True)
 class LoadAdapter:
-    """Serve a PEFT directory under a name. `new`: the name must be free (True), must be served
-    already (False), or may be either (None). `any_base`: whatever base it says it was trained on.
+    """Serve a PEFT directory under a name. `new`: the name must be free (True), already served
+    (False), or either (None). `any_base`: accept any base model it says it was trained on.
     """
 
     name: str
@@ -69,7 +70,7 @@ class LoadAdapter:
 
 @dataclass(frozen=True, kw_only=True)
 class UnloadAdapter:
-    """Serve this name no longer."""
+    """Stop serving this name."""
 
     name: str
     timeout_s: float | None = None
@@ -77,8 +78,9 @@ class UnloadAdapter:
 
 @dataclass(frozen=True)
 class AdapterChange:
-    """What a change came to. `adapter` is what is served now, None after an unload; `before` the
-    version that was. `elapsed_ms` is from the first request sent to the last answer."""
+    """The result of a change. `adapter` is what is served now, None after an unload; `before` the
+    previous version. `elapsed_ms` is from the first request sent to the last answer.
+    """
 
     name: str
     adapter: AdapterVersion | None
@@ -92,10 +94,10 @@ class AdapterChange:
 class AdapterFleet:
     """A fleet, as a change of its adapters needs to know it.
 
-    `targets` gives the servers that can take part, and why others cannot now (they take what is
-    committed before they are routed). `model` is what they run, a directory or hub id; `bases` all
-    names it has, the first as shown. `reserved` are model names of other things. The limits are
-    None where they are the servers' own business.
+    `targets` returns the servers that can take part, and why others cannot now (they load what is
+    committed before they are routed to). `model` is what they run, a directory or hub id; `bases`
+    all its names, the first as displayed. `reserved` are model names of other things. The limits
+    are None if they are up to the servers.
     """
 
     name: str
@@ -149,7 +151,7 @@ async def load(fleet: AdapterFleet, asked: LoadAdapter) -> AdapterChange:
 
 
 async def unload(fleet: AdapterFleet, asked: UnloadAdapter) -> AdapterChange:
-    """Serve a name no longer; requests under way end. Raises as `load`."""
+    """Stop serving a name; running requests end. Raises as `load`."""
     async with changing(fleet, asked.name):
         known = store.served(fleet.state)
         if asked.name not in known:
@@ -170,7 +172,7 @@ async def unload(fleet: AdapterFleet, asked: UnloadAdapter) -> AdapterChange:
 
 
 async def enter(fleet: AdapterFleet, asked: LoadAdapter) -> AdapterVersion:
-    """Put an adapter on record as served: servers take it as they start. Raises as `load`."""
+    """Record an adapter as served: servers load it as they start. Raises as `load`."""
     adapter, _ = await _checked(fleet, asked)
     async with _own_copy(fleet, adapter) as copy, changing(fleet, asked.name):
         _room_for(fleet, asked)
@@ -182,11 +184,10 @@ async def enter(fleet: AdapterFleet, asked: LoadAdapter) -> AdapterVersion:
 
 
 async def restore(fleet: AdapterFleet, lost: AdapterVersion) -> None:
-    """Copy a version anew whose files are gone: they lay in memory, and the machine was started
-    anew since.
+    """Copy a version again whose files are gone: they were in memory, and the machine has rebooted.
 
     Raises:
-        SkyctlError: what it was made from is gone as well, or is something else by now.
+        SkyctlError: its source is gone as well, or has changed.
     """
     adapter = await asyncio.to_thread(read_adapter, lost.source)
     if adapter.digest != lost.digest:
@@ -197,10 +198,10 @@ async def restore(fleet: AdapterFleet, lost: AdapterVersion) -> None:
 
 @asynccontextmanager
 async def changing(fleet: AdapterFleet, name: str = "") -> AsyncIterator[None]:
-    """Hold the lock of adapters, in a fleet in which no broken-off change is left.
+    """Hold the adapters lock, in a fleet without interrupted changes.
 
     Raises:
-        ConflictError: somebody has held it for all of the fleet's `timeout_s` seconds.
+        ConflictError: another process held it for all of the fleet's `timeout_s` seconds.
     """
     what = f"a change of adapter {name}" if name else "a look at adapters"
     deadline = time.monotonic() + fleet.timeout_s
@@ -224,9 +225,9 @@ async def changing(fleet: AdapterFleet, name: str = "") -> AsyncIterator[None]:
 async def catch_up(
     state: FleetState, client: ControlClient, targets: Sequence[ServerTarget], timeout_s: float
 ) -> list[Outcome[None]]:
-    """Bring servers to what is committed, and record it for those that are. One outcome each.
+    """Bring servers to what is committed, and record it for those that got there. One outcome each.
 
-    The lock of adapters must be held, or no change be possible.
+    The adapters lock must be held, or no change be possible.
     """
     wanted = store.served(state)
     ours = store.names(state)
@@ -244,10 +245,11 @@ async def catch_up(
 async def settle(
     server: Server, wanted: Mapping[str, AdapterVersion], ours: frozenset[str]
 ) -> None:
-    """Make one server serve just this, whatever it does now; adapters that are not `ours` stay.
+    """Make one server serve exactly this, whatever it serves now; adapters that are not `ours`
+    stay.
 
     Raises:
-        ServerError: it does not, or it cannot be told whether it does.
+        ServerError: it does not, or it is unknown whether it does.
     """
     if not wanted and not ours:
         return
@@ -256,7 +258,7 @@ async def settle(
         current = wanted.get(name) or wanted.get(name.rpartition("@")[0])
         known = name in ours or name.rpartition("@")[0] in ours
         stale = current is None or path != current.path
-        if known and stale and name not in wanted:  # a name goes to its version without a gap
+        if known and stale and name not in wanted:  # a name moves to its version without a gap
             await server.unload_adapter(name)
     for name, one in wanted.items():
         if held_now.get(name) == one.path:
@@ -267,8 +269,7 @@ async def settle(
 
 
 async def retire(fleet: AdapterFleet) -> None:
-    """Remove the files of versions that no request runs with any more, as far as every server can
-    tell."""
+    """Remove the files of versions that no request uses any more, as far as servers can tell."""
     old = store.superseded(fleet.state, time.time() - RETIRE_AFTER_S)
     if old:
         targets, _ = fleet.targets()
@@ -286,7 +287,7 @@ async def retire(fleet: AdapterFleet) -> None:
 
 
 class Step(NamedTuple):
-    """What is done on every server at once; `point` is reached before it."""
+    """What is done on every server at once; kill point `point` is reached before it."""
 
     point: str
     call: Callable[[ServerTarget], Awaitable[None]]
@@ -309,7 +310,7 @@ async def _carry_out(
     steps: Sequence[Step],
     timeout_s: float | None,
 ) -> list[Outcome[None]]:
-    """Take each step on every server at once; undo all where one cannot."""
+    """Take each step on every server at once; undo all if one cannot."""
     total_ms = dict.fromkeys((target.name for target in targets), 0.0)
     try:
         for step in steps:
@@ -333,7 +334,7 @@ async def _carry_out(
 def _in_short(
     call: Callable[[ServerTarget], Awaitable[None]],
 ) -> Callable[[ServerTarget], Awaitable[None]]:
-    """The call, with what skyctl knows of its error in place of the server's words."""
+    """The call, with skyctl's own explanation of its error in place of the server's words."""
 
     async def told(target: ServerTarget) -> None:
         try:
@@ -352,7 +353,7 @@ async def _undone(
     targets: Sequence[ServerTarget],
     outcomes: Sequence[Outcome[None]],
 ) -> SkyctlError:
-    """Undo a change; the error that says what became of each server."""
+    """Undo a change; returns the error that says what became of each server."""
     culprit = next(outcome for outcome in outcomes if not outcome.ok)
     undone = {one.server: one for one in await _undo(fleet, name, targets)}
     told = []
@@ -382,7 +383,7 @@ def _advice(culprit: Outcome[None]) -> str:
 async def _undo(
     fleet: AdapterFleet, name: str, targets: Sequence[ServerTarget]
 ) -> list[Outcome[None]]:
-    """Bring servers back to what is committed; one that does not come is quarantined."""
+    """Bring servers back to what is committed; one that fails is quarantined."""
     reached("adapters.undo")
     outcomes = await catch_up(fleet.state, fleet.client, targets, fleet.timeout_s)
     for outcome in outcomes:
@@ -397,7 +398,8 @@ async def _undo(
 @asynccontextmanager
 async def _own_copy(fleet: AdapterFleet, adapter: Adapter) -> AsyncIterator[Path]:
     """The fleet's own copy of an adapter, which stays while the block runs and as long as the
-    fleet's state names it. One that was written there is taken as it is."""
+    fleet's state names it. A copy already in place is used as it is.
+    """
     if fleet.directory in adapter.path.parents:
         with held(str(adapter.path)):
             yield adapter.path
@@ -448,7 +450,7 @@ def _check_name(fleet: AdapterFleet, asked: LoadAdapter) -> None:
 
 
 def _room_for(fleet: AdapterFleet, asked: LoadAdapter) -> AdapterVersion | None:
-    """What this name serves now. Raises where that is not as it was asked for."""
+    """What this name serves now. Raises if that contradicts the request."""
     known = store.served(fleet.state)
     before = known.get(asked.name)
     if before is not None and asked.new is True:

@@ -2,7 +2,7 @@
 
 Format: https://huggingface.co/docs/peft/developer_guides/checkpoint. A directory with
 adapter_config.json, and adapter_model.safetensors with `base_model.model.<module>.lora_A.weight`
-[rank, in] and `.lora_B.weight` [out, rank] of every module that is adapted (of embeddings:
+[rank, in] and `.lora_B.weight` [out, rank] of every adapted module (of embeddings:
 `.lora_embedding_A` [rank, vocabulary] and `.lora_embedding_B` [hidden, rank], without `.weight`).
 """
 
@@ -33,7 +33,7 @@ WEIGHTS = "adapter_model.safetensors"
 
 _PREFIX = "base_model.model."
 _PART = re.compile(r"^(?P<module>.+)\.(?P<part>lora_(embedding_)?[AB])(\.weight)?$")
-_UNSUPPORTED = {  # what vLLM refuses, or worse, passes over
+_UNSUPPORTED = {  # what vLLM refuses, or worse, ignores
     "use_dora": "DoRA",
     "lora_bias": "LoRA bias",
     "modules_to_save": "modules saved whole (modules_to_save)",
@@ -48,8 +48,10 @@ _HEAD, _TIED_TO = "lm_head", "model.embed_tokens.weight"
 
 @dataclass(frozen=True)
 class Adapter:
-    """A PEFT directory that was read. `rank` is the largest of its modules; `digest` is over every
-    byte of its weights and what its configuration says of them; `bytes` are those of its files."""
+    """A PEFT directory that was read. `rank` is the largest of its modules; `digest` covers every
+    byte of its weights and the configuration that applies to them; `bytes` is the size of its
+    files.
+    """
 
     path: Path
     config: Mapping[str, Any]
@@ -64,7 +66,7 @@ def read_adapter(path: str) -> Adapter:
 
     Raises:
         NotFoundError: there is no such directory.
-        PreflightError: it is no LoRA adapter in PEFT's format, or one that vLLM does not take.
+        PreflightError: it is not a LoRA adapter in PEFT's format, or one that vLLM does not take.
     """
     directory = Path(os.path.abspath(Path(path).expanduser()))  # noqa: PTH100 - links are kept
     if not directory.is_dir():
@@ -103,10 +105,11 @@ def check_fits(
     max_rank: int | None,
     any_base: bool = False,
 ) -> list[str]:
-    """Does an adapter fit what the servers run? What could not be compared here, as notes.
+    """Check that an adapter fits what the servers run; returns notes on what could not be compared
+    here.
 
-    `model` says what they run (a directory or hub id, None: unknown), `bases` all the names it has;
-    `any_base` takes an adapter of a base of another name. The servers look at shapes as well.
+    `model` is what they run (a directory or hub id, None: unknown), `bases` all its names;
+    `any_base` accepts an adapter of a base with another name. The servers check shapes as well.
 
     Raises:
         PreflightError: it does not.
@@ -153,13 +156,13 @@ def copy_adapter(adapter: Adapter, directory: Path) -> None:
 async def write_adapter(
     tensors: NamedTensors, config: Mapping[str, Any] | None, directory: Path
 ) -> None:
-    """Write tensors out of a trainer's memory, in PEFT's names, into an empty directory.
+    """Write tensors of a trainer's memory, under PEFT's names, into an empty directory.
 
-    `config` has PEFT's keys; `r` and `lora_alpha` are needed. `target_modules` are those of the
-    tensors where they are not said.
+    `config` has PEFT's keys; `r` and `lora_alpha` are required. `target_modules` default to those
+    of the tensors.
 
     Raises:
-        UsageError: something came that is no tensor, or `config` lacks a key.
+        UsageError: something that is not a tensor was given, or `config` lacks a key.
         SkyctlError: it cannot be written.
     """
     found = [_plain(name, tensor) async for name, tensor in each_tensor(tensors)]
@@ -232,10 +235,10 @@ def _read_config(directory: Path) -> dict[str, Any]:
 
 
 def _ranks(directory: Path, config: Mapping[str, Any], tensors: Sequence[Tensor]) -> list[int]:
-    """The rank of each module, out of its tensors.
+    """The rank of each module, from its tensors.
 
     Raises:
-        PreflightError: a tensor is no part of a LoRA module, or one of two parts is missing.
+        PreflightError: a tensor is not part of a LoRA module, or one of two parts is missing.
     """
     said, alpha = config.get("r"), config.get("lora_alpha")
     if not isinstance(said, int) or said < 1 or not isinstance(alpha, int | float):
@@ -267,7 +270,7 @@ def _running_as(model: str, identity: tuple[int, ...]) -> RunningModel:
 
 
 def _running(model: str | None) -> RunningModel:
-    """What the servers run, as far as it is here; read once as long as it stays as it is."""
+    """What the servers run, as far as it is local; cached while it is unchanged."""
     directory = locate(model) if model else None
     if model is None or directory is None:
         return RunningModel()
@@ -276,7 +279,7 @@ def _running(model: str | None) -> RunningModel:
 
 
 def _check_base(adapter: Adapter, bases: Sequence[str], running: RunningModel) -> None:
-    """Raise PreflightError when an adapter says that it was trained on another model."""
+    """Raise PreflightError if an adapter says that it was trained on another model."""
     base = adapter.config.get("base_model_name_or_path")
     if not base or not isinstance(base, str) or not bases:
         return
@@ -301,11 +304,11 @@ def _same_model(one: str, other: str) -> bool:
 
 
 def _misfits(adapter: Adapter, base: Mapping[str, Tensor]) -> list[str]:
-    """What of an adapter is not in the running model or is of another shape, as one line each."""
+    """Parts of an adapter that the running model lacks or has in another shape, one line each."""
     problems = []
     for tensor in adapter.tensors:
         found = _PART.match(tensor.name)
-        assert found is not None  # read_adapter looked
+        assert found is not None  # read_adapter checked it
         module, part = found["module"].removeprefix(_PREFIX), found["part"]
         weight = base.get(f"{module}.weight")
         if weight is None and module == _HEAD:

@@ -1,4 +1,4 @@
-"""`Fleet.adapters`: LoRA adapters out of a directory or a trainer's memory."""
+"""`Fleet.adapters`: LoRA adapters from a directory or a trainer's memory."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 
 
 class Adapters:
-    """The LoRA adapters of one fleet. Requests ask for them by name, as a model.
+    """The LoRA adapters of one fleet. Requests select them by name, as a model.
 
         await fleet.adapters.load("math", "./math-adapter")
         await fleet.adapters.sync("math", peft.get_peft_model_state_dict(model), config)
 
-    A change is made on every server or on none. Nothing is paused: requests under way end with the
+    A change is made on every server or on none. Nothing is paused: running requests finish with the
     version they began with, and answers say which that is (`"model": "math@2"`).
     """
 
@@ -46,15 +46,15 @@ class Adapters:
         """Serve an adapter under a new name.
 
         `source` is a directory that PEFT's save_pretrained wrote, or (name, tensor) pairs in PEFT's
-        names: `base_model.model.<module>.lora_A.weight` [rank, in] and `.lora_B.weight`
-        [out, rank]. With tensors, `config` has what adapter_config.json would: at least `r` and
-        `lora_alpha`. The fleet makes a copy, in memory where that fits: the source may change when
-        this returns. `any_base` takes an adapter that says it was trained on another model.
+        names: `base_model.model.<module>.lora_A.weight` [rank, in] and `.lora_B.weight` [out,
+        rank]. With tensors, `config` holds the keys of adapter_config.json: at least `r` and
+        `lora_alpha`. The fleet makes a copy, in memory if it fits: the source may change once this
+        returns. `any_base` accepts an adapter that says it was trained on another model.
 
         Raises:
             NotFoundError, PreflightError, UsageError: refused; nothing was sent.
-            ConflictError: the name is taken, there is no room, or somebody acts on the fleet.
-            PartialFailure, ServerError, DeadlineExceeded: a server could not; it was undone on all,
+            ConflictError: the name is taken, there is no room, or somebody else acts on the fleet.
+            PartialFailure, ServerError, DeadlineExceeded: a server failed; it was undone on all,
                 and `details["outcomes"]` says what became of each.
         """
         return await self._serve(name, source, config, True, any_base, timeout_s)
@@ -69,17 +69,17 @@ class Adapters:
         any_base: bool = False,
         timeout_s: float | None = None,
     ) -> AdapterChange:
-        """Bring a name to its next version; with `create` also one that is new. As `load`.
+        """Bring a name to its next version; with `create`, also one that is new. As `load`.
 
         Raises:
-            NotFoundError: the name is new, and not `create`.
+            NotFoundError: the name is new, and `create` is not set.
         """
         return await self._serve(
             name, source, config, None if create else False, any_base, timeout_s
         )
 
     async def unload(self, name: str, *, timeout_s: float | None = None) -> AdapterChange:
-        """Serve an adapter no longer; requests under way end with it. Raises as `load`."""
+        """Stop serving an adapter; running requests end with it. Raises as `load`."""
         async with self._fleet._connected() as fleet:
             return await fleet.unload_adapter(UnloadAdapter(name=name, timeout_s=timeout_s))
 

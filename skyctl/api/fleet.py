@@ -56,13 +56,12 @@ class Fleet(GeneratingFleet):
     event loops, one after another or in several threads at once.
 
     Methods raise the errors of `skyctl.errors`; times are in seconds. What a call began in the
-    supervisor (`up`, `restart`, `scale`, a push) goes on when the call is cancelled or runs out of
-    time.
+    supervisor (`up`, `restart`, `scale`, a push) goes on if the call is cancelled or times out.
     """
 
     @classmethod
     def load(cls, file: str | PathLike[str] | None = None) -> Self:
-        """The fleet of a fleet file; without one, the fleet a command here would be about.
+        """The fleet of a fleet file; without one, the fleet that a command here would act on.
 
         Raises:
             FleetFileError: the file is missing or wrong.
@@ -72,7 +71,7 @@ class Fleet(GeneratingFleet):
 
     @classmethod
     def named(cls, name: str) -> Self:
-        """A fleet that was started or attached to before, from any directory; or one of another
+        """A fleet that was started or attached to before, from any directory; or one on another
         machine, by its supervisor's URL (`SKYCTL_TOKEN_FILE`, `SKYCTL_CA`: docs/how-to/remote.md).
 
         Raises:
@@ -90,8 +89,9 @@ class Fleet(GeneratingFleet):
     # --- the fleet ---------------------------------------------------------------------------
 
     async def status(self) -> FleetStatus:
-        """Every replica and the router now, with a verdict and reasons. Works on a fleet that is
-        down, too."""
+        """Every replica and the router now, with a verdict and reasons. Also works on a fleet that
+        is down.
+        """
         async with self._connected() as fleet:
             return await fleet.status()
 
@@ -102,7 +102,7 @@ class Fleet(GeneratingFleet):
         timeout_s: float | None = None,
         on_status: Callable[[FleetStatus], None] = lambda status: None,
     ) -> FleetStatus:
-        """Start the fleet, or make a running one what its file says; returns when it is ready.
+        """Start the fleet, or bring a running one to its file; returns when it is ready.
 
         Raises:
             UsageError: the plan has problems, or the fleet is attached; nothing was started.
@@ -136,13 +136,13 @@ class Fleet(GeneratingFleet):
     async def restart(
         self, servers: Sequence[str] = (), *, timeout_s: float | None = None
     ) -> FleetStatus:
-        """Restart these servers (all when empty) one after the other; the rest go on serving."""
+        """Restart these servers (all if empty) one after the other; the rest keep serving."""
         async with self._connected() as fleet:
             operation = await fleet.restart(Restart(tuple(servers)))
         return await self._ended(operation, timeout_s)
 
     async def scale(self, replicas: int, *, timeout_s: float | None = None) -> FleetStatus:
-        """Run that many replicas; new ones take the fleet's weights before they are routed."""
+        """Run this many replicas; new ones take the fleet's weights before they are routed to."""
         async with self._connected() as fleet:
             operation = await fleet.scale(Scale(replicas))
         return await self._ended(operation, timeout_s)
@@ -166,12 +166,12 @@ class Fleet(GeneratingFleet):
     ) -> VerbResult:
         """Stop generation on every server at once, or on those named.
 
-        Running requests are aborted ("abort"), waited for ("wait") or frozen until resume
-        ("keep"). When some servers cannot be paused the others are resumed, unless
-        `keep_partial`. `timeout_s` bounds each server's call.
+        Running requests are aborted ("abort"), waited for ("wait") or frozen until resume ("keep").
+        If some servers cannot be paused the others are resumed, unless `keep_partial`. `timeout_s`
+        bounds each server's call.
 
         Raises:
-            PartialFailure, ServerError: with `check`, when a server failed; see VerbResult.check.
+            PartialFailure, ServerError: with `check`, if a server failed; see VerbResult.check.
         """
         async with self._connected() as fleet:
             asked = Pause(
@@ -203,8 +203,9 @@ class Fleet(GeneratingFleet):
         timeout_s: float | None = None,
         check: bool = True,
     ) -> VerbResult:
-        """Free the servers' memory: level 1 keeps the weights in host memory, level 2 discards
-        them (push some after waking). Raises as `pause`."""
+        """Free the servers' memory: level 1 keeps the weights in host memory, level 2 discards them
+        (push weights after waking). Raises as `pause`.
+        """
         async with self._connected() as fleet:
             asked = Sleep(level=level, servers=tuple(servers or ()), timeout_s=timeout_s)
             return _verb_result("sleep", await fleet.sleep(asked), check)
@@ -268,44 +269,44 @@ class Fleet(GeneratingFleet):
         gathered by the caller (on one rank: `(name, tensor.full_tensor())`).
 
         Tensors are taken one by one: copied to host memory, written to a private directory, and
-        pushed from there once all have been checked, so the servers run on meanwhile. That costs
-        one copy of each tensor off its device and one write, and the size of the model in
-        /dev/shm where it fits (twice that during the push), else on the disk of the state
-        directory. The fleet keeps them until other weights replace them or it goes down, because
-        a replica that restarts is given the same weights. The tensors may change again as soon as
-        the iterator has been read, and surely when this returns. Dead processes leave nothing:
+        pushed from there once all have been checked, so the servers keep running meanwhile. That
+        costs one copy of each tensor off its device and one write, and the size of the model in
+        /dev/shm if it fits (twice that during the push), else on the disk of the state directory.
+        The fleet keeps them until other weights replace them or it goes down, because a replica
+        that restarts is given the same weights. The tensors may change again as soon as the
+        iterator has been read, and at the latest when this returns. Dead processes leave nothing:
         what they wrote is swept by the fleet's next push, `up` or `down`.
 
         Args:
-            weight_version: label of the new weights; made from their digest when None.
-            dtype: for tensors only. None refuses tensors of another dtype than what runs;
-                "match" converts each to that; a torch dtype (or its name) converts all
-                floating-point tensors; "as-is" leaves it to the servers to cast.
+            weight_version: label of the new weights; derived from their digest when None.
+            dtype: for tensors only. None refuses tensors of another dtype than what runs; "match"
+                converts each to that; a torch dtype (or its name) converts all floating-point
+                tensors; "as-is" leaves it to the servers to cast.
             chunk_size: bytes per chunk; None takes the fleet's.
-            stage: where the checkpoint lies before servers are frozen: "gpu", "host" or "stream".
+            stage: where the checkpoint is before servers are frozen: "gpu", "host" or "stream".
             stage_rate: bytes per second that are read at most while servers serve; None takes the
                 fleet's.
-            delta: leave out layers whose bytes the servers hold already (docs/concepts/push.md).
-            layout: "runtime" copies tensors straight into parameters, "checkpoint" gives them to
+            delta: leave out layers whose bytes the servers already hold (docs/concepts/push.md).
+            layout: "runtime" copies tensors straight into parameters, "checkpoint" passes them to
                 vLLM's loader; "auto" copies where a server has seen it proven.
             pause_mode: what becomes of running requests; "keep" when None, "wait" with a canary.
-            scan_nan: refuse NaN and infinity: True reads the whole checkpoint first, False looks
-                at nothing, None at what passes.
-            allow_unproven_reload: accept weights that come to another digest than expected.
+            scan_nan: refuse NaN and infinity: True reads the whole checkpoint first, False checks
+                nothing, None checks what is sent.
+            allow_unproven_reload: accept weights that get another digest than expected.
             canary: prompts that the new weights must answer as expected before users get them, as
-                a file's path or as what such a file holds (docs/how-to/careful-pushes.md).
-            rolling: update that many servers at a time, out of the router, while the others serve.
-            colocated: servers that sleep are woken for it, weights first; asleep again on failure.
+                the path or the content of a canary file (docs/how-to/careful-pushes.md).
+            rolling: update this many servers at a time, out of the router, while the others serve.
+            colocated: sleeping servers are woken for it, weights first; asleep again on failure.
             sleep_after: level to sleep at afterwards; 0 is none.
-            keep: make a copy of the fleet's own first, and push that; `kept_weights` lists them.
-            on_event: hears the push's stages, progress and notes as they happen.
+            keep: make the fleet's own copy first, and push that; `kept_weights` lists the copies.
+            on_event: receives the push's stages, progress and notes as they happen.
             timeout_s: bounds the wait for the push, from when the tensors are written.
 
         Raises:
             PreflightError, NotFoundError, UsageError: refused; nothing was paused.
             ConflictError: another push is in progress.
             CanaryFailed: the new weights were not accepted; `details["canary"]` has the answers.
-            PushError: it failed half way; `details["servers"]` says how each server was left.
+            PushError: it failed midway; `details["servers"]` says how each server was left.
             DeadlineExceeded: it has not ended after `timeout_s`; it goes on.
         """
         request = PushRequest(
@@ -330,7 +331,7 @@ class Fleet(GeneratingFleet):
         )
         async with self._connected() as fleet:
             if isinstance(source, str | PathLike):
-                here = isinstance(self._ref, FleetRef)  # else it is a path of another machine
+                here = isinstance(self._ref, FleetRef)  # else it is a path on another machine
                 path = absolute(str(source)) if here else str(source)
                 request = replace(request, checkpoint=path)
                 job = await fleet.wait_job(await fleet.start_push(request), on_event, timeout_s)
@@ -361,19 +362,21 @@ class Fleet(GeneratingFleet):
             async with fleet.update("step-12") as update:
                 for server in update.servers: ...  # init, start, update and finish, as it does
 
-        The block is entered when all servers are frozen. As it is left, sessions that are still
+        The block is entered when all servers are frozen. When it is left, sessions that are still
         open are finished, caches dropped, the servers' weights compared, labelled with `version`
-        and resumed; `update.result` says what came of it. When the block raises, what nobody wrote
-        to goes on at its old weights, and the rest is quarantined, as after a push that broke off.
+        and resumed; the outcome is in `update.result`. If the block raises, servers that nobody
+        wrote to go on at their old weights, and the rest are quarantined, as after a push that
+        broke off.
 
         Args:
-            checkpoint: the same weights on disk: servers are compared with it, and one that
-                restarts gets them. Without it servers are compared with each other alone, and one
-                that restarts stays closed until the next push or update; weights that are what
-                they were have failed, too.
-            digest: what each server's weights must come to (`weights_digest` of an earlier push).
+            checkpoint: the same weights on disk: servers are compared with it, and a server that
+                restarts gets them. Without it servers are only compared with each other, and a
+                server that restarts stays closed until the next push or update; unchanged weights
+                count as a failure, too.
+            digest: the digest that each server's weights must have (`weights_digest` of an earlier
+                push).
             pause_mode: what becomes of running requests.
-            verify: compare at all.
+            verify: whether to compare at all.
             timeout_s: for the block; None takes `weight_transfer.update_timeout_s`.
 
         Raises:
@@ -407,7 +410,7 @@ class Fleet(GeneratingFleet):
     async def model_path(self) -> str | None:
         """Directory or hub id of what the servers run now: what a trainer can start from.
 
-        None when an attached fleet does not tell, or after an update that no file has.
+        None if an attached fleet does not say, or after an update whose weights are in no file.
         """
         async with self._connected() as fleet:
             rows = (await fleet.weights()).servers
@@ -421,12 +424,12 @@ class Fleet(GeneratingFleet):
             return await fleet.weights()
 
     async def kept_weights(self) -> list[KeptVersion]:
-        """The versions of which the fleet keeps a copy of its own, newest first."""
+        """The versions of which the fleet keeps its own copy, newest first."""
         async with self._connected() as fleet:
             return list(await fleet.kept_versions())
 
     async def forget_weights(self, version: str) -> int:
-        """Delete the fleet's own copy of a version; the bytes of weights in it.
+        """Delete the fleet's own copy of a version; returns the bytes of weights in it.
 
         Raises:
             NotFoundError: it is not kept. ConflictError: the fleet runs it.
@@ -439,10 +442,10 @@ class Fleet(GeneratingFleet):
         async with self._connected() as fleet:
             return await fleet.verify_weights()
 
-    # --- inside --------------------------------------------------------------------------------
+    # --- internals -----------------------------------------------------------------------------
 
     def _here(self, verb: str) -> FleetRef:
-        """The fleet, which is one of this machine."""
+        """The fleet, which must be on this machine."""
         if isinstance(self._ref, FleetRef):
             return self._ref
         raise UsageError(f"{verb} works on the fleet's own machine, and not on {self._ref.name}")
@@ -453,7 +456,7 @@ class Fleet(GeneratingFleet):
         timeout_s: float | None,
         on_status: Callable[[FleetStatus], None] = lambda status: None,
     ) -> FleetStatus:
-        """The fleet's status once an operation has ended well; 0 is one that had nothing to do."""
+        """The fleet's status once an operation has succeeded; 0 is one that had nothing to do."""
         if operation == 0:
             return await self.status()
         async with self._session() as session:

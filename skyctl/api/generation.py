@@ -27,7 +27,7 @@ Messages = Sequence[Mapping[str, Any]]
 
 
 class GeneratingFleet(SessionHolder):
-    """What `Fleet` can do with requests."""
+    """The part of `Fleet` that sends requests."""
 
     @overload
     async def generate(self, prompts: str, **options: Any) -> GenerationResult: ...
@@ -53,22 +53,22 @@ class GeneratingFleet(SessionHolder):
     ) -> GenerationResult | list[GenerationResult]:
         """Generate from one text, or from a list of prompts; results in their order.
 
-        Requests frozen by a pause or a push just wait. One that was cut (aborted, its server
-        died) goes on with the tokens it has. `sampling` are vLLM's parameters (max_tokens,
-        temperature, top_p, stop, seed, …) for prompts that do not say otherwise; with logprobs=0
+        Requests frozen by a pause or a push simply wait. A request that was cut off (aborted, its
+        server died) continues with the tokens it has. `sampling` are vLLM's parameters (max_tokens,
+        temperature, top_p, stop, seed, …) for prompts that do not set their own; with logprobs=0
         each result has the log probability of every token it sampled.
 
         Args:
             prompts: see `Prompt`. `chat` sends texts as a user's message.
             session_id: sticky routing policies keep requests of one session on one server.
             server: straight to this server instead of through the router.
-            n: answers to each prompt that does not say otherwise, one after the other in the
-                result. For a single text, give a list of it.
-            timeout_s: deadline of each request, waits included; None waits for ever.
-            on_done: hears each result when it is there, in the order of finishing.
+            n: answers to each prompt that does not set its own number, one after the other in the
+                result. For a single text, pass a list of it.
+            timeout_s: deadline of each request, waits included; None waits forever.
+            on_done: receives each result as it finishes.
 
         Raises:
-            UsageError: a prompt is none, or `n` goes with a single text.
+            UsageError: a prompt is invalid, or `n` is used with a single text.
             PartialFailure: with `check`, some requests were given up; `outcomes` has the results.
             ServerError, DeadlineExceeded: with `check`, all of them were.
         """
@@ -106,7 +106,7 @@ class GeneratingFleet(SessionHolder):
     ) -> dict[str, Any]:
         """One chat completion: OpenAI's request parameters in, the answer's JSON out.
 
-        It waits while the fleet is frozen, and is sent again from the start when it was cut.
+        It waits while the fleet is frozen, and is sent again from the start if it was cut off.
         """
         body = {"messages": list(messages), **parameters}
         return await self._ask(CHAT, body, session_id, timeout_s)
@@ -165,7 +165,7 @@ def _requests(
     chat: bool,
     session_id: str | None,
 ) -> list[GenerationRequest]:
-    """One request per answer. Raises UsageError for a prompt that is none."""
+    """One request per answer. Raises UsageError for an invalid prompt."""
     requests: list[GenerationRequest] = []
     for number, prompt in enumerate(prompts):
         line = {"session_id": session_id, **_line(prompt, number)}

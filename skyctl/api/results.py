@@ -1,4 +1,4 @@
-"""What the API's verbs return, where the operations below have no type of their own for it."""
+"""Return types of the API's verbs, where the operations below have none of their own."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from skyctl.http.fanout import Outcome, require_all
 
 @dataclass(frozen=True)
 class VerbResult:
-    """What pause, resume, sleep or wake came to: one outcome per server, in fleet order."""
+    """The outcome of pause, resume, sleep or wake: one per server, in fleet order."""
 
     verb: str
     outcomes: Outcomes
@@ -25,7 +25,7 @@ class VerbResult:
 
     @property
     def ok(self) -> bool:
-        """True when every server did it."""
+        """Whether every server did it."""
         return all(outcome.ok for outcome in self.outcomes)
 
     @property
@@ -38,6 +38,6 @@ class VerbResult:
 
         Raises:
             PartialFailure: some did and some did not; its `outcomes` are these.
-            ServerError: none did (DeadlineExceeded when all of them ran out of time).
+            ServerError: none did (DeadlineExceeded if all of them ran out of time).
         """
         require_all(self.outcomes, self.verb)

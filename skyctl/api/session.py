@@ -1,4 +1,4 @@
-"""The connections of one fleet in one event loop: opened when first needed, closed together."""
+"""The connections of one fleet in one event loop: opened on first use, closed together."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Session:
             return self._generation[server]
 
     def forget_endpoints(self) -> None:
-        """Look the endpoints up again at the next request: the fleet may have moved."""
+        """Look the endpoints up again at the next request: the fleet may have changed."""
         self._generation.clear()
 
     async def close(self) -> None:
@@ -60,7 +60,7 @@ class Session:
 class SessionHolder:
     """A fleet without connections, and one session per event loop that entered it.
 
-    Pickled, it is the fleet alone.
+    Pickling keeps the fleet only.
     """
 
     def __init__(self, ref: FleetRef | RemoteRef) -> None:
@@ -87,7 +87,7 @@ class SessionHolder:
 
     @asynccontextmanager
     async def _session(self) -> AsyncIterator[Session]:
-        """The loop's session, or one for this call alone."""
+        """The loop's session, or one for this call only."""
         async with self:
             yield self._sessions[asyncio.get_running_loop()]
 

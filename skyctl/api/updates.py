@@ -1,5 +1,6 @@
-"""Weights straight from a trainer: out of its memory, written down once and then pushed; or sent by
-an engine of its own while the fleet is frozen (an update)."""
+"""Weights straight from a trainer: written from its memory and then pushed; or sent by its own
+engine while the fleet is frozen (an update).
+"""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ async def push_tensors(
     on_event: Callable[[JobEvent], None] = lambda event: None,
     timeout_s: float | None = None,
 ) -> Job:
-    """Push named tensors; the job as it ended. `request.checkpoint` is filled in here.
+    """Push named tensors; returns the ended job. `request.checkpoint` is filled in here.
 
     They are written to a private directory first, which holds them until the fleet has others, so
     that a replica that restarts gets them too. `timeout_s` bounds the wait for the push itself.
@@ -40,7 +41,7 @@ async def push_tensors(
     """
     wanted = dtype_name(dtype)
     running = await asyncio.to_thread(running_model, await fleet.model_path())
-    place = await _swept(fleet)  # room first
+    place = await _swept(fleet)  # make room first
     try:
         with staged(
             place.directory, needed_bytes=running.total_bytes, in_memory=place.in_memory
@@ -53,7 +54,7 @@ async def push_tensors(
 
 
 async def _swept(fleet: FleetService) -> Staging:
-    """Where weights are staged, with nothing there that is of no use any more."""
+    """Where weights are staged, cleared of what is no longer needed."""
     staging = await fleet.staging()
     await asyncio.to_thread(sweep, staging.directory, staging.needed)
     return staging
@@ -63,7 +64,7 @@ async def _swept(fleet: FleetService) -> Staging:
 class Update:
     """Servers that are frozen and wait for the weights `version`.
 
-    `headers` go with every call to them. `result` is there once the block was left.
+    `headers` belong to every call to them. `result` is set once the block was left.
     """
 
     version: str
@@ -88,7 +89,7 @@ async def updating(
     on_event: Callable[[JobEvent], None],
     timeout_s: float | None,
 ) -> AsyncIterator[Update]:
-    """`Fleet.update`, of a fleet that is connected."""
+    """`Fleet.update`, for a connected fleet."""
     urls = await fleet.urls()
     at, token = suggest(urls.servers.values()), control_token(urls.access)
     opened = await fleet.open_update(OpenUpdate(request, at, own_identity(), timeout_s))

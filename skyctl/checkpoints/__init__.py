@@ -1,1 +1,1 @@
-"""Hugging Face checkpoints: read, check, compare, write them, and give the fleet its own copies."""
+"""Hugging Face checkpoints: read, check, compare, write them, and make the fleet's own copies."""

@@ -49,10 +49,10 @@ class Checkpoint:
 
     @cached_property
     def headers(self) -> tuple[str, ...]:
-        """The shards' header digests: equal only for checkpoints that have equal layouts."""
+        """The shards' header digests: equal headers mean equal layouts."""
         return tuple(shard.header_digest for shard in self.shards)
 
-    @cached_property  # asked for while servers are frozen, and has a line for each tensor
+    @cached_property  # requested while servers are frozen, and covers a line per tensor
     def layout_digest(self) -> str:
         if (known := _layouts.get(self.headers)) is not None:
             return known
@@ -72,9 +72,9 @@ def _digest(value: Any) -> str:
 
 
 def locate(path: str, environ: Mapping[str, str] = os.environ) -> Path | None:
-    """The local directory (or file) `path` means: itself, or a hub id in the local hub cache.
+    """The local directory (or file) that `path` means: itself, or a hub id in the local hub cache.
 
-    None when there is nothing here by that name. Never goes to the network.
+    None if there is nothing local by that name. Never goes to the network.
     """
     candidate = Path(path).expanduser()
     if candidate.exists():
@@ -96,7 +96,7 @@ def absolute(path: str) -> str:
     """A checkpoint argument that means the same in another process: absolute, or a hub id.
 
     Raises:
-        NotFoundError: there is nothing here by that name.
+        NotFoundError: there is nothing local by that name.
     """
     found = locate(path)
     if found is None:
@@ -155,7 +155,7 @@ def read_config(directory: Path) -> dict[str, Any]:
     """`config.json` of a checkpoint directory.
 
     Raises:
-        PreflightError: it is missing or no JSON object.
+        PreflightError: it is missing or not a JSON object.
     """
     path = directory / "config.json"
     try:
@@ -171,7 +171,7 @@ def read_config(directory: Path) -> dict[str, Any]:
 
 
 def _read_index(directory: Path) -> dict[str, str] | None:
-    """Tensor name → shard file name; None when the checkpoint has no index."""
+    """Tensor name → shard file name; None if the checkpoint has no index."""
     path = directory / INDEX_NAME
     if not path.exists():
         return None
@@ -193,7 +193,7 @@ def _read_index(directory: Path) -> dict[str, str] | None:
 def _shard_names(directory: Path) -> list[str]:
     """The shards of a checkpoint without an index, sorted by name."""
     names = sorted(entry.name for entry in directory.glob("*.safetensors"))
-    # Mistral ships the same weights twice: once more under its own names
+    # Mistral ships the same weights twice: a second copy under its own names
     ours = [name for name in names if not name.startswith("consolidated")] or names
     if not ours or ours == ["adapter_model.safetensors"]:
         message, hint = mistaken_for(directory)
@@ -215,7 +215,7 @@ def _shard_names(directory: Path) -> list[str]:
 def _check_index(
     directory: Path, index: dict[str, str], tensors: dict[str, Tensor], names: list[str]
 ) -> None:
-    """Index and shards must name the same tensors in the same files."""
+    """Check that index and shards name the same tensors in the same files."""
     for tensor, name in index.items():
         found = tensors.get(tensor)
         if found is None or names[found.shard] != name:

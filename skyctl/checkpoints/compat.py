@@ -1,4 +1,4 @@
-"""Does a checkpoint fit the model the servers run? Compared by headers and config."""
+"""Whether a checkpoint fits the model the servers run: compared by headers and config."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SHAPING_KEYS = (
     "tie_word_embeddings",
     "quantization_config",
 )
-"""Keys of config.json that decide which tensors a model has and what shape they take."""
+"""Keys of config.json that decide which tensors a model has and their shapes."""
 
 COMPUTING_KEYS = ("hidden_act", "rms_norm_eps", "layer_norm_epsilon", "sliding_window")
 """Keys that change what the same tensors compute; a running server keeps its own values."""
@@ -37,14 +37,14 @@ _TIED = "lm_head.weight"
 
 
 def check_compatible(checkpoint: Checkpoint, model_path: str | None) -> list[str]:
-    """Compare a checkpoint with the one the servers run; notes the operator should read.
+    """Compare a checkpoint with the one the servers run; returns notes for the operator.
 
     Args:
         checkpoint: what is to be pushed.
         model_path: directory or hub id of what the servers run, None when unknown.
 
     Raises:
-        PreflightError: names, shapes or configuration differ; `details["problems"]` has them all.
+        PreflightError: names, shapes or configuration differ; `details["problems"]` lists all.
     """
     directory = locate(model_path) if model_path else None
     if model_path is None or directory is None:
@@ -56,7 +56,7 @@ def check_compatible(checkpoint: Checkpoint, model_path: str | None) -> list[str
         return [f"{directory} has no config.json: names and shapes were not compared with it"]
     problems = compare_configs(checkpoint.config, config)
     notes: list[str] = []
-    # a model that was loaded with dummy weights has a configuration and no tensors
+    # a model loaded with dummy weights has a configuration and no tensors
     if any(directory.glob("*.safetensors")):
         base = read_base(model_path)
         tied = bool(config.get("tie_word_embeddings"))
@@ -71,8 +71,9 @@ def check_compatible(checkpoint: Checkpoint, model_path: str | None) -> list[str
 
 
 def reference(launched: str, pushed: str | None) -> str:
-    """Which checkpoint says what the servers run: the one they were launched with, while it is
-    here. The one pushed last may have been overwritten since, and a directory fits itself."""
+    """The checkpoint that shows what the servers run: the one they were launched with, if it is
+    local. The one pushed last may have been overwritten since, and a directory always fits itself.
+    """
     return launched if pushed is None or locate(launched) is not None else pushed
 
 
@@ -80,7 +81,7 @@ def read_base(model_path: str) -> Checkpoint:
     """The checkpoint the servers run.
 
     Raises:
-        PreflightError: it cannot be read, and says that it is not the one to push.
+        PreflightError: it cannot be read; the message says that it is not the one to push.
     """
     try:
         return read_checkpoint(model_path)
@@ -99,7 +100,7 @@ def _refusal(checkpoint: Checkpoint, problems: list[str]) -> PreflightError:
 
 
 def compare_configs(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
-    """What differs between two config.json, as one line each. Keys that one lacks do not count."""
+    """Differences of two config.json, one line each. Keys that one lacks do not count."""
     problems = []
     for key in SHAPING_KEYS + COMPUTING_KEYS:
         here, there = _config_value(ours, key), _config_value(theirs, key)
@@ -119,14 +120,14 @@ def compare_configs(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[
 
 
 def _config_value(config: Mapping[str, Any], key: str) -> Any:
-    """A value of a config, looked up in its text part too (multi-modal models nest it)."""
+    """A value of a config, also looked up in its text part (multi-modal models nest it)."""
     value = config.get(key)
     nested = config.get("text_config")
     return nested.get(key) if value is None and isinstance(nested, dict) else value
 
 
 def _rope_theta(config: Mapping[str, Any]) -> float | None:
-    """`rope_theta`, where older and newer versions of transformers write it."""
+    """`rope_theta`, wherever older or newer versions of transformers write it."""
     value = _config_value(config, "rope_theta")
     if value is None:
         parameters = _config_value(config, "rope_parameters")
@@ -142,8 +143,9 @@ def _shown(value: Any) -> str:
 def compare_tensors(
     ours: Iterable[Tensor], theirs: Iterable[Tensor], *, tied: bool = False
 ) -> list[str]:
-    """What differs between two sets of tensors, as one line each. With `tied` embeddings either
-    may leave the output layer out."""
+    """Differences of two sets of tensors, one line each. With `tied` embeddings either may leave
+    the output layer out.
+    """
     here = {tensor.name: tensor for tensor in ours}
     there = {tensor.name: tensor for tensor in theirs}
     optional = {name for name in here.keys() | there.keys() if tied and name.endswith(_TIED)}
@@ -160,7 +162,7 @@ def compare_tensors(
 
 
 def compare_dtypes(ours: Iterable[Tensor], theirs: Iterable[Tensor]) -> list[str]:
-    """A note when element types differ: servers cast what they are sent without a word."""
+    """A note if element types differ: servers cast what they are sent without a warning."""
     there = {tensor.name: tensor.dtype for tensor in theirs}
     changed = [t for t in ours if there.get(t.name, t.dtype) != t.dtype]
     if not changed:

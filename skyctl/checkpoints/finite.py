@@ -1,8 +1,8 @@
-"""Look for NaN and infinity in a checkpoint's bytes, without torch.
+"""Scan a checkpoint's bytes for NaN and infinity, without torch.
 
-A float that is not finite has an exponent of ones. For the wide types that is looked for in the
-byte of each element that carries the sign and most of the exponent: what is not there needs no
-second look, and weights so large that they reach it are rare.
+A float that is not finite has an exponent of all ones. For the wide types only the byte of each
+element with the sign and most of the exponent is scanned: elements that do not match there need no
+second look, and weights large enough to match are rare.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from skyctl.checkpoints.header import Tensor
 from skyctl.errors import PreflightError
 
 _READ_BYTES = 8 * 1024 * 1024  # both are multiples of every element's size
-_LOOK_BYTES = 256 * 1024  # stays in the processor's cache
+_LOOK_BYTES = 256 * 1024  # fits in the processor's cache
 
 
 Buffer = bytes | mmap.mmap
-"""What Python slices with a step at gigabytes a second; a memoryview is ten times slower."""
+"""Types that Python slices with a step at gigabytes per second; a memoryview is 10x slower."""
 
 
 class NotFinite(PreflightError):
@@ -41,7 +41,8 @@ class NotFinite(PreflightError):
 @dataclass(frozen=True)
 class _Form:
     """Where a type's exponent is: bytes per element, `values` of the highest byte whose exponent
-    bits are all ones, and the bits of the byte below that must be ones too (0: none)."""
+    bits are all ones, and the bits of the byte below that must be ones too (0: none).
+    """
 
     size: int
     values: bytes
@@ -65,13 +66,14 @@ _FORMS = {
 
 
 def may_be_not_finite(dtype: str) -> bool:
-    """Whether the type (its safetensors name) has NaN or infinity that can be looked for."""
+    """Whether the type (its safetensors name) has NaN or infinity that can be scanned for."""
     return dtype in _FORMS
 
 
 def first_not_finite(data: Buffer, dtype: str, begin: int, nbytes: int) -> int | None:
-    """The number of the first element that is not finite; None when all are. `nbytes` of `data`
-    from `begin` are whole elements; types without NaN and infinity are passed over."""
+    """The number of the first element that is not finite; None if all are. `nbytes` of `data` from
+    `begin` are whole elements; types without NaN and infinity are skipped.
+    """
     form = _FORMS.get(dtype)
     if form is None:
         return None
@@ -86,8 +88,7 @@ def first_not_finite(data: Buffer, dtype: str, begin: int, nbytes: int) -> int |
 def refuse_not_finite(checkpoint: Checkpoint) -> None:
     """Read every floating-point tensor and stop at the first that holds NaN or infinity.
 
-    Integers and types without either are passed over. Reads the whole checkpoint once, 8 MiB at a
-    time.
+    Integers and types without either are skipped. Reads the whole checkpoint once, 8 MiB at a time.
 
     Raises:
         NotFinite: names the file, the tensor and the element.
@@ -102,7 +103,7 @@ def refuse_not_finite(checkpoint: Checkpoint) -> None:
 
 
 def _first_in_file(path: str, tensor: Tensor) -> int | None:
-    """The number of the first element that is not finite, in storage order; None when all are."""
+    """The number of the first element that is not finite, in storage order; None if all are."""
     size = _FORMS[tensor.dtype].size
     descriptor = -1
     try:

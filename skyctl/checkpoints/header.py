@@ -1,7 +1,7 @@
 """Read one safetensors header, trusting nothing in it.
 
 Format: https://huggingface.co/docs/safetensors (8 bytes little-endian length, that many bytes of
-JSON, then the tensors' bytes without holes).
+JSON, then the tensors' bytes without gaps).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _LENGTH_BYTES = 8
 _LFS_POINTER = b"version https://git-lfs"
 _KEPT = 64
 _parsed: dict[tuple[str, int, int], tuple[Tensor, ...]] = {}
-"""The latest headers' tensors, by the header's digest, the bytes behind it and the shard."""
+"""The latest headers' tensors, by header digest, size of the data after it and shard number."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Tensor:
 
 @dataclass(frozen=True)
 class Shard:
-    """One safetensors file as it was when its header was read (`path` with links resolved)."""
+    """One safetensors file as of when its header was read (`path` with links resolved)."""
 
     path: str
     device: int
@@ -57,10 +57,10 @@ class Shard:
 
 
 def read_header(path: Path, shard: int = 0) -> tuple[Shard, list[Tensor]]:
-    """The identity of a safetensors file and its tensors, in file order. Reads the header only.
+    """The identity of a safetensors file and its tensors, in file order. Reads only the header.
 
     Raises:
-        PreflightError: the file is no well-formed safetensors file; names the file and the tensor.
+        PreflightError: the file is not a well-formed safetensors file; names file and tensor.
         NotFoundError: there is no such file.
     """
     try:
@@ -70,7 +70,7 @@ def read_header(path: Path, shard: int = 0) -> tuple[Shard, list[Tensor]]:
             raw = _read_raw_header(file.fileno(), status.st_size, path)
     except FileNotFoundError as error:
         raise NotFoundError(f"{path} does not exist") from error
-    except (OSError, RuntimeError, ValueError) as error:  # a loop of links; a zero in the name
+    except (OSError, RuntimeError, ValueError) as error:  # a loop of links; a NUL in the name
         raise PreflightError(f"{path} cannot be read: {error}") from error
     start, digest = _LENGTH_BYTES + len(raw), digest_header(raw)
     return (
@@ -89,7 +89,7 @@ def read_header(path: Path, shard: int = 0) -> tuple[Shard, list[Tensor]]:
 def _tensors(
     raw: bytes, digest: str, data_bytes: int, shard: int, path: Path
 ) -> tuple[Tensor, ...]:
-    """The tensors of a header; versions of a model have the same one, with thousands of them."""
+    """The tensors of a header; versions of a model share one header, with thousands of tensors."""
     key = (digest, data_bytes, shard)
     found = _parsed.pop(key, None)
     if found is None:
@@ -228,7 +228,7 @@ def _parse_entry(name: str, entry: Any, path: Path) -> Tensor:
 
 
 def _is_sizes(value: Any) -> bool:
-    """A list of sizes, each below 2**63 (bool is an int to Python, not to us)."""
+    """Whether this is a list of sizes, each below 2**63 (a bool is an int to Python, not here)."""
     return isinstance(value, list) and all(
         type(item) is int and 0 <= item < 2**63 for item in value
     )

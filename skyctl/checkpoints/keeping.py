@@ -3,9 +3,8 @@
     <fleet>/kept/<id>/<name>      config, tokenizer and shards, as in the directory <name>
 
 It is a copy, not a hard link: a trainer that writes the next step into the same file would change
-what a link shows. Where the file system can share blocks (XFS, Btrfs), the kernel does, and the
-copy costs nothing; elsewhere it costs its size on disk, and the time to write it, while servers
-serve.
+what a link shows. If the file system can share blocks (XFS, Btrfs), the kernel does, and the copy
+costs nothing; elsewhere it costs its size on disk, and the time to write it, while servers serve.
 """
 
 from __future__ import annotations
@@ -22,13 +21,13 @@ from skyctl.store.paths import private_directory, sync_directory
 from skyctl.units import format_bytes
 
 _SMALL = (".json", ".txt", ".model", ".jinja", ".py")
-"""Endings of what lies beside the shards and belongs to the model; not a trainer's own state."""
+"""Suffixes of files beside the shards that belong to the model; not a trainer's own state."""
 _PIECE_BYTES = 256 * 1024 * 1024
 
 
 def keep_copy(source: Checkpoint, directory: Path, known: Collection[str]) -> Path:
-    """Copy a checkpoint into `directory`; where the copy lies. `known` are copies on record: others
-    are left by a push that died, and go first. One that broke off leaves nothing.
+    """Copy a checkpoint into `directory`; returns the copy's path. `known` are recorded copies:
+    others were left by a push that died, and are removed first. An interrupted copy leaves nothing.
 
     Raises:
         PreflightError: there is no room, or the source changed meanwhile.
@@ -60,13 +59,13 @@ def keep_copy(source: Checkpoint, directory: Path, known: Collection[str]) -> Pa
 
 
 def delete_copy(copy: Path, directory: Path) -> None:
-    """Remove a copy that `keep_copy` made in `directory`; anything else is let be."""
+    """Remove a copy that `keep_copy` made in `directory`; anything else is left alone."""
     if copy.parent.parent == directory:
         shutil.rmtree(copy.parent, ignore_errors=True)
 
 
 def sweep_kept(directory: Path, known: Collection[str]) -> None:
-    """Remove every copy that is not on record."""
+    """Remove every copy that is not recorded."""
     recorded = {Path(path).parent.name for path in known}
     for entry in directory.iterdir() if directory.is_dir() else ():
         if entry.is_dir() and entry.name not in recorded:
@@ -74,7 +73,7 @@ def sweep_kept(directory: Path, known: Collection[str]) -> None:
 
 
 def _files(source: Checkpoint) -> list[Path]:
-    """The shards, by the names they have in the directory, and the small files beside them."""
+    """The shards, by their names in the directory, and the small files beside them."""
     shards = {Path(shard.path) for shard in source.shards}
     return [
         path
@@ -94,7 +93,7 @@ def _require_room(source: Checkpoint, directory: Path) -> None:
 
 
 def _copy(source: Path, target: Path) -> None:
-    """Copy one file to disk for good; blocks are shared where the file system can."""
+    """Copy one file durably; blocks are shared if the file system can."""
     with source.open("rb") as read, target.open("xb") as write:
         os.fchmod(write.fileno(), 0o600)
         left = os.fstat(read.fileno()).st_size
@@ -104,7 +103,7 @@ def _copy(source: Path, target: Path) -> None:
                 if done == 0:
                     break
                 left -= done
-        except OSError:  # between file systems that cannot; what is really wrong shows again
+        except OSError:  # between file systems that cannot; a real error shows again below
             read.seek(0)
             write.seek(0)
             write.truncate()

@@ -1,6 +1,6 @@
-"""Named tensors out of a running program, written down as a checkpoint while they are checked.
+"""Write named tensors of a running program as a checkpoint, checking them on the way.
 
-The caller's program brings torch; it is imported only where a tensor is turned into bytes.
+The caller's program brings torch; it is imported only where a tensor becomes bytes.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ NamedTensors = Mapping[str, Any] | Iterable[tuple[str, Any]] | AsyncIterable[tup
 AS_IS, MATCH = "as-is", "match"
 
 HEADER_BYTES = 256 * 1024
-"""Length of each shard's header; with its 8 bytes of length the tensors start aligned."""
+"""Length of each shard's header; with the 8 bytes of its length field, tensors start aligned."""
 
 _LENGTH_BYTES = 8
 _METADATA = {"__metadata__": {"format": "pt"}}
@@ -34,7 +34,7 @@ _METADATA = {"__metadata__": {"format": "pt"}}
 
 @dataclass(frozen=True)
 class RunningModel:
-    """What the servers run, as far as this machine can tell; empty where it cannot."""
+    """What the servers run, as far as this machine can tell; otherwise empty."""
 
     tensors: tuple[Tensor, ...] = ()
     config: Mapping[str, Any] = field(default_factory=dict)
@@ -64,13 +64,13 @@ async def write_tensors(
 ) -> None:
     """Write `tensors` into the empty `directory` as a checkpoint of the model that is running.
 
-    Each tensor is brought to host memory and written before the next is asked for; only one is in
+    Each tensor is brought to host memory and written before the next is requested; only one is in
     host memory at a time. `dtype` is "as-is", "match" (each as it is running), a torch dtype by
-    name for all floating-point tensors, or None: whatever differs from what runs is refused.
+    name for all floating-point tensors, or None: a dtype other than the running one is refused.
 
     Raises:
-        PreflightError: a tensor is not the model's, or is of another shape or dtype.
-        UsageError: something came that is no tensor, or `dtype` means nothing.
+        PreflightError: a tensor is not the model's, or has another shape or dtype.
+        UsageError: something that is not a tensor was given, or `dtype` is unknown.
     """
     conversion = _Conversion(running, dtype)
     with CheckpointWriter(directory, running.config) as writer:
@@ -84,7 +84,7 @@ async def write_tensors(
 
 
 class _Conversion:
-    """What each tensor must be, and what it is turned into."""
+    """What each tensor must be, and what it is converted to."""
 
     def __init__(self, running: RunningModel, dtype: str | None) -> None:
         self._known = {tensor.name: tensor for tensor in running.tensors}
@@ -108,7 +108,7 @@ class _Conversion:
             )
         tensor = tensor.detach()
         wanted = self._wanted(name, tensor, known)
-        # converted where it is, so that fewer bytes leave a GPU
+        # converted in place, so that fewer bytes leave a GPU
         plain = tensor.to(dtype=getattr(torch, wanted)).to("cpu").contiguous()
         data = memoryview(plain.reshape(-1).view(torch.uint8).numpy())
         return safetensors_name(wanted, name), shape, data
@@ -142,7 +142,7 @@ class _Conversion:
 
 
 def dtype_name(dtype: object) -> str | None:
-    """ "as-is", "match", or a torch dtype's name (given by name or as the dtype); None as it is.
+    """ "as-is", "match", or a torch dtype's name (given by name or as the dtype); None unchanged.
 
     Raises:
         UsageError: torch has no such dtype.
@@ -192,7 +192,7 @@ async def each_tensor(tensors: NamedTensors) -> AsyncIterator[tuple[str, Any]]:
 
 
 async def _in_thread(call: Any, *arguments: Any) -> None:
-    """Run a blocking call without blocking the loop; a cancellation waits for it to end."""
+    """Run a blocking call without blocking the loop; a cancellation waits until it ends."""
     running = asyncio.ensure_future(asyncio.to_thread(call, *arguments))
     try:
         await asyncio.shield(running)
@@ -219,12 +219,11 @@ class _Part:
 
 class CheckpointWriter:
     """Fills an empty directory with a safetensors checkpoint, tensor by tensor, each byte once, in
-    the order they come. It is one only once `finish` has returned.
+    the order they arrive. It is a checkpoint only once `finish` has returned.
 
-    A shard's header stands before its tensors but is known only after them: room for it is kept
-    free and what is left of that is filled with spaces, as the format allows. Leaving the `with`
-    block closes the files, whatever happened.
-    Format: https://huggingface.co/docs/safetensors
+    A shard's header precedes its tensors but is known only after them: room for it is kept free,
+    and the remainder is filled with spaces, as the format allows. Leaving the `with` block closes
+    the files in any case. Format: https://huggingface.co/docs/safetensors
     """
 
     def __init__(self, directory: Path, config: Mapping[str, Any]) -> None:
@@ -244,7 +243,7 @@ class CheckpointWriter:
         """Append one tensor. `dtype` is the safetensors name; `data` its bytes, row by row.
 
         Raises:
-            PreflightError: the name was used before, or is no name.
+            PreflightError: the name was used before, or is invalid.
             SkyctlError: there is no room for it.
         """
         if name in self._names:
@@ -284,7 +283,7 @@ class CheckpointWriter:
     def _part_for(
         self, name: str, dtype: str, shape: tuple[int, ...], nbytes: int
     ) -> tuple[_Part, int]:
-        """The shard that takes this tensor, and what its entry adds to the header at most."""
+        """The shard for this tensor, and the most that its entry adds to the header."""
         part = self._parts[-1] if self._parts else self._new_part()
         for _ in range(2):
             entry = {name: _entry(dtype, shape, part.data_bytes, nbytes)}

@@ -1,4 +1,4 @@
-"""What a directory is that is no Hugging Face checkpoint, and what to give in its place."""
+"""Recognise directories that are not Hugging Face checkpoints, and say what to pass instead."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def mistaken_for(directory: Path) -> tuple[str, str]:
 
 
 def _of(adapter: Path) -> str:
-    """` of Qwen/Qwen3-0.6B`, where the adapter says so."""
+    """` of Qwen/Qwen3-0.6B`, if the adapter says so."""
     try:
         config = json.loads((adapter / "adapter_config.json").read_text(encoding="utf-8"))
         base = config["base_model_name_or_path"]

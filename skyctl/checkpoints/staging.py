@@ -1,9 +1,9 @@
-"""Where weights that came out of a trainer's memory lie, until the fleet no longer needs them.
+"""Where weights from a trainer's memory are kept until the fleet no longer needs them.
 
-    <fleet>/weights/<id>/.lock     held (flock, shared) by whoever writes or pushes the entry
+    <fleet>/weights/<id>/.lock     held (flock, shared) by every process that writes or pushes it
     <fleet>/weights/<id>/live      the checkpoint: a directory, or a link to one in /dev/shm
 
-An entry lives while somebody holds it or the fleet's state names it; `sweep` removes all others.
+An entry lives while a process holds it or the fleet's state names it; `sweep` removes all others.
 The kernel drops the lock of a process that dies, however it dies, so nothing is left behind for
 longer than until the next push, `up` or `down`.
 """
@@ -41,11 +41,11 @@ def staged(
     in_memory: bool = True,
     memory_root: Path = MEMORY_ROOT,
 ) -> Iterator[Path]:
-    """A fresh, empty, private checkpoint directory, held while the block runs.
+    """A new, empty, private checkpoint directory, held while the block runs.
 
-    With `in_memory` it is in a tmpfs (at `memory_root`) when `needed_bytes` are known and fit there
-    with room to spare, else below `directory`. It is not removed at the end of the block: that is
-    `sweep`'s, unless the fleet's state names it by then.
+    With `in_memory` it is in a tmpfs (at `memory_root`) if `needed_bytes` are known and fit there
+    with room to spare, else below `directory`. The block's end does not remove it: `sweep` does,
+    unless the fleet's state names it by then.
 
     Raises:
         SkyctlError: it cannot be made, or there is no room for it.
@@ -65,7 +65,7 @@ def staged(
 
 @contextmanager
 def held(checkpoint: str) -> Iterator[None]:
-    """Keep a staged checkpoint from being swept while the block runs. Any other path is let be."""
+    """Keep a staged checkpoint from being swept while the block runs. Other paths are ignored."""
     lock = Path(checkpoint).parent / _LOCK
     if Path(checkpoint).name != LIVE or not lock.exists():
         yield
@@ -81,7 +81,7 @@ def held(checkpoint: str) -> Iterator[None]:
 def sweep(
     directory: Path, keep: Collection[str | None], *, memory_root: Path = MEMORY_ROOT
 ) -> None:
-    """Remove every entry that nobody holds and that is not in `keep` (checkpoint paths)."""
+    """Remove every entry that is not held and not in `keep` (checkpoint paths)."""
     entries = [entry for entry in _list(directory) if entry.is_dir()]
     for entry in entries:
         if str(entry / LIVE) not in keep:
@@ -104,7 +104,7 @@ def _new_entry(directory: Path) -> tuple[Path, int]:
 
 
 def _let_go(lock: int) -> None:
-    # unlocked first: a child that was forked meanwhile has the descriptor as well
+    # unlocked first: a child forked meanwhile has the descriptor as well
     fcntl.flock(lock, fcntl.LOCK_UN)
     os.close(lock)
 
@@ -120,7 +120,7 @@ def _remove_unless_held(entry: Path, memory_root: Path) -> None:
     try:
         descriptor = os.open(entry / _LOCK, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
     except FileNotFoundError:
-        with suppress(OSError):  # being made just now, or what a killed process left of it
+        with suppress(OSError):  # being made just now, or left by a killed process
             entry.rmdir()
         return
     try:
@@ -140,7 +140,7 @@ def _memory_home(memory_root: Path) -> Path:
 
 
 def _memory_directory(memory_root: Path, entry: Path) -> Path:
-    """A directory in memory for an entry. What it belongs to is written down before it is made."""
+    """A directory in memory for an entry. Its owner is recorded before it is made."""
     for _ in range(_TRIES):
         home = private_directory(_memory_home(memory_root))
         with suppress(FileNotFoundError):  # a sweep took the empty home
@@ -152,7 +152,7 @@ def _memory_directory(memory_root: Path, entry: Path) -> Path:
 
 
 def _sweep_memory(memory_root: Path) -> None:
-    """Remove what belongs to entries that are gone, because somebody removed a state directory."""
+    """Remove memory of entries that are gone because somebody removed a state directory."""
     for origin in _list(_memory_home(memory_root)):
         if origin.suffix == _ORIGIN and origin.is_symlink() and not origin.exists():
             shutil.rmtree(origin.with_suffix(""), ignore_errors=True)

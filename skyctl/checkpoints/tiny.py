@@ -1,4 +1,4 @@
-"""Tiny checkpoints made on the spot, for trying a whole fleet without a download or a GPU."""
+"""Tiny checkpoints made on the spot, to try a whole fleet without a download or a GPU."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ def make_tiny_checkpoint(
 ) -> Path:
     """Write a randomly initialised Qwen3 and its tokenizer: about 2 MB, in a few seconds.
 
-    The same arguments give the same bytes; different seeds give different greedy answers, with
-    the same tokenizer. `shard_bytes` cuts the weights into shards of at most that size (but one
-    tensor each), with an index. `experts` makes it a mixture (Qwen3-MoE) of that many, two of
+    The same arguments give the same bytes; different seeds give different greedy answers, with the
+    same tokenizer. `shard_bytes` cuts the weights into shards of at most that size (but at least
+    one tensor each), with an index. `experts` makes it a mixture (Qwen3-MoE) of that many, two of
     which compute each token.
 
     Raises:
@@ -82,7 +82,7 @@ def make_tiny_checkpoint(
         eos_token_id=0,
         pad_token_id=0,
     )
-    with torch.random.fork_rng(devices=[]):  # the caller's random numbers are left alone
+    with torch.random.fork_rng(devices=[]):  # the caller's random state is left alone
         torch.manual_seed(seed)
         model = transformers.AutoModelForCausalLM.from_config(config)
         _make_lively(model)
@@ -106,11 +106,11 @@ def _without_progress_bars(transformers: Any) -> Iterator[None]:
 
 
 def _make_lively(model: Any) -> None:
-    """Give the random model answers worth looking at.
+    """Give the random model answers worth reading.
 
-    With the usual small initialisation a greedy answer repeats one token. Layers as loud as the
+    With the usual small initialisation a greedy answer repeats one token. Layers as large as the
     embedding make it depend on the prompt and on every layer; rows of single bytes and of the end
-    token are made faint, so that answers are words and do not stop early.
+    token are made small, so that answers are words and do not stop early.
     """
     import torch
 
@@ -124,7 +124,7 @@ def _make_lively(model: Any) -> None:
 
 
 def _tokenizer(transformers: Any) -> Any:
-    """A byte-level BPE tokenizer: any text goes in and comes out again."""
+    """A byte-level BPE tokenizer: any text round-trips."""
     import tokenizers
 
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())

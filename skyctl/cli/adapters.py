@@ -138,7 +138,7 @@ def _change(
     from skyctl.adapters import LoadAdapter
     from skyctl.core.registry import FleetRef, find
 
-    here = isinstance(find(file, fleet), FleetRef)  # else the path is one of another machine
+    here = isinstance(find(file, fleet), FleetRef)  # otherwise the path is one on another machine
     asked = LoadAdapter(
         name=name,
         directory=str(directory.expanduser().absolute() if here else directory),

@@ -1,4 +1,4 @@
-"""What commands share: one question to one fleet, a verb's table, an operation's progress."""
+"""What commands share: a question to a fleet, a verb's table, an operation's progress."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ def chosen(
 def ask_fleet(
     file: Path | None, fleet: str | None, call: Callable[[FleetService], Awaitable[T]]
 ) -> T:
-    """One call to the chosen fleet, in an event loop of its own."""
+    """Make one call to the chosen fleet, in an event loop of its own."""
     from skyctl.core.registry import find
 
     return ask(find(file, fleet), call)
 
 
 def ask(ref: FleetRef | RemoteRef, call: Callable[[FleetService], Awaitable[T]]) -> T:
-    """One call to a fleet, in an event loop of its own."""
+    """Make one call to a fleet, in an event loop of its own."""
     from skyctl.service.connect import connect
 
     async def run() -> T:
@@ -51,7 +51,7 @@ def run_verb(
 ) -> None:
     """Call every server, then print the outcomes and a line such as `paused 2 of 2 servers …`.
 
-    Ends the process with 3 when some servers failed, 1 when all did, 124 when all timed out.
+    Exits with 3 if some servers failed, 1 if all did, 124 if all timed out.
     """
     from skyctl import output
     from skyctl.http.fanout import failure
@@ -72,7 +72,7 @@ def run_verb(
 async def follow(
     fleet: FleetService, operation: int, title: str, *, timeout_s: float | None = None
 ) -> FleetStatus:
-    """Draw an operation's progress until it has ended; the last status.
+    """Draw an operation's progress until it has ended; returns the last status.
 
     Raises:
         SkyctlError: it failed. DeadlineExceeded: it goes on after `timeout_s` seconds.
@@ -96,7 +96,7 @@ async def follow(
 
 
 def _show_logs(logs: dict[str, list[str]]) -> None:
-    """The last lines of what failed, with the line that says why set off."""
+    """Print the last lines of what failed, with the line that says why set off."""
     from skyctl import output
     from skyctl.cli.fleet_view import log_tail
     from skyctl.engines.logs import telling_line

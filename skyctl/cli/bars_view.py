@@ -1,8 +1,8 @@
-"""Renders pushes as bars: one over time, with when each server was frozen, and a fleet's history of
-freeze windows and transfer rates.
+"""Renders pushes as bars: one push over time, with the freeze of each server, and a fleet's history
+of freeze windows and transfer rates.
 
-All bars over time are rounded alike, so a stage begins where the one before it ended. A stage too
-short to see is a thin line.
+All bars over time are rounded the same way, so a stage begins where the previous one ended. A stage
+too short to see is a thin line.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _HALVES = {(True, True): "█", (True, False): "▌", (False, True): "▐"}
 _WIDTH = 20
 _EIGHTHS = " ▏▎▍▌▋▊▉█"
 
-# Sign and colour of a server's states: they differ without colours, too.
+# sign and colour of a server's states: they are distinct without colours, too
 _PAUSING = ("░", "bright_black", "is being paused")
 _FROZEN = ("▒", "blue", "frozen")
 _UPDATING = ("▓", "yellow", "frozen, being updated")
@@ -37,7 +37,7 @@ _SIGNS = {"pausing": _PAUSING, "updating": _UPDATING, "quarantined": _QUARANTINE
 
 
 def timeline_view(drawn: Timeline, *, columns: int) -> RenderableType:
-    """Fits into `columns` of the terminal, where those are more than about 60."""
+    """Fits into `columns` of the terminal, if that is more than about 60."""
     width = max(_LEAST, min(_MOST, columns - _NAMES_AND_TIMES))
     rows = [["", _axis(drawn, width), ""]]
     rows += [
@@ -52,7 +52,7 @@ def timeline_view(drawn: Timeline, *, columns: int) -> RenderableType:
 
 
 def legend(drawn: Timeline) -> RenderableType:
-    """What the signs of its servers say."""
+    """What the signs of its servers mean."""
     seen = [_sign(span.name) for one in drawn.servers for span in one.states]
     line, styles = "", []
     for sign, colour, meaning in dict.fromkeys(sorted(seen, key=_ORDER.index)):
@@ -66,7 +66,7 @@ def _sign(state: str) -> tuple[str, str, str]:
 
 
 def _unit(drawn: Timeline) -> tuple[float, str, int]:
-    """One unit for all times of a picture: how many make a second, its name, its decimals."""
+    """One unit for all times of a picture: its number per second, its name, its decimals."""
     if drawn.seconds < 2:
         return 1000.0, "ms", 0
     if drawn.seconds < 120:
@@ -84,7 +84,7 @@ def _frozen(one: ServerTimeline, drawn: Timeline) -> str:
 
 
 def _stage_bar(span: Span, drawn: Timeline, width: int) -> Text:
-    """Cut at half cells."""
+    """A bar cut at half cells."""
     begin, end = (_cell(at, drawn, width * 2) for at in (span.begin_s, span.end_s))
     if end == begin:
         first = min(begin // 2, width - 1)
@@ -112,7 +112,7 @@ def _cell(seconds: float, drawn: Timeline, cells: int) -> int:
 
 
 def _axis(drawn: Timeline, width: int) -> Text:
-    """Marks at round times, each beginning at the cell of its time."""
+    """Marks at round times, each starting at the cell of its time."""
     per_second, name, _ = _unit(drawn)
     whole = drawn.seconds * per_second
     step = next((s for s in _round_numbers() if s * _MOST_MARKS >= whole), whole)
@@ -134,11 +134,11 @@ def _round_numbers() -> Iterator[float]:
 
 
 def history_plot(pushes: Sequence[PushRecord]) -> RenderableType:
-    """Oldest first, successful ones only: the others moved no weights to speak of."""
+    """Oldest first, successful pushes only: the others moved hardly any weights."""
     moved = [push for push in reversed(pushes) if push.ok and push.result.get("seconds")]
     frozen = _numbers(moved, "freeze_window_s")
     rates = _numbers(moved, "gb_per_s")
-    # one unit for each column: bars and figures say the same
+    # one unit per column, so that bars and figures agree
     windows = _told(frozen, 1000.0, "ms") if max(frozen, default=0) < 2 else _told(frozen, 1.0, "s")
     speeds = _told(rates, 1000.0, "MB/s") if max(rates, default=0) < 1 else _told(rates, 1, "GB/s")
     rows = [
@@ -162,14 +162,14 @@ def _numbers(pushes: Sequence[PushRecord], key: str) -> list[float]:
 
 
 def _told(values: Sequence[float], factor: float, unit: str) -> list[str]:
-    """The values in one unit, with as many decimals as the largest needs for three figures."""
+    """The values in one unit, with as many decimals as the largest needs for three digits."""
     largest = max(values, default=0.0) * factor
     decimals = 0 if largest >= 100 else 1 if largest >= 10 else 2
     return [f"{value * factor:.{decimals}f} {unit}" for value in values]
 
 
 def _bar(value: float, most: float, colour: str) -> RenderableType:
-    """Up to _WIDTH cells, to an eighth of a cell."""
+    """A bar of up to _WIDTH cells, to an eighth of a cell."""
     eighths = round(value / most * _WIDTH * 8) if most else 0
     whole, rest = divmod(eighths, 8)
     cells = (_EIGHTHS[8] * whole + (_EIGHTHS[rest] if rest else "")).ljust(_WIDTH)

@@ -7,7 +7,7 @@ import inspect
 import re
 from collections.abc import Collection, Mapping, Sequence
 
-# They go with every command, and may stand before or after it.
+# valid with every command, before or after its name
 EVERYWHERE = ("-q", "--quiet", "--no-color", "--debug")
 EVERYWHERE_WITH_VALUE = ("--token-file", "--ca")
 WITHOUT_FLEET = ("", "init", "schema", "help")
@@ -21,7 +21,7 @@ IN_THE_FILE = {
     "--port": "`ports:` and `router: {port: …}` in the fleet file",
 }
 _ATTACH = "list the servers in a fleet file: name: …, and servers: [http://127.0.0.1:8000, …]"
-# What docker, kubectl, systemctl, vLLM's routes and trainers call these things.
+# the names that docker, kubectl, systemctl, vLLM's routes and trainers use
 _ELSEWHERE = {
     "sync-weights CKPT": "push sync update update-weights load load-weights reload set-weights",
     "up": "start run launch deploy apply create serve",
@@ -40,7 +40,7 @@ _SAME = {word: command for command, words in _ELSEWHERE.items() for word in word
 
 
 def options_first(arguments: Sequence[str]) -> list[str]:
-    """The same arguments with the options that go with every command at the front."""
+    """The same arguments with the options that are valid everywhere at the front."""
     options, rest = _split(arguments)
     first, others, words = list[str](), list[str](), iter(options)
     for word in words:
@@ -55,14 +55,14 @@ def options_first(arguments: Sequence[str]) -> list[str]:
 
 
 def given(option: str, arguments: Sequence[str]) -> bool:
-    """Whether an option stands among the arguments (after `--` there are none)."""
+    """Whether an option is among the arguments (there are none after `--`)."""
     return option in _split(arguments)[0]
 
 
 def command_name(arguments: Sequence[str], groups: Mapping[str, Collection[str]]) -> str:
-    """`jobs show` of `skyctl -q jobs -f x show push-1`; `groups` maps a group to its commands."""
+    """`jobs show` for `skyctl -q jobs -f x show push-1`; `groups` maps a group to its commands."""
     typed = options_first(_split(arguments)[0])
-    before = ["", *typed]  # what a word may be the value of
+    before = ["", *typed]  # the word before: an option may take this one as its value
     words = [
         word
         for option, word in zip(before, typed, strict=False)
@@ -75,7 +75,7 @@ def command_name(arguments: Sequence[str], groups: Mapping[str, Collection[str]]
 
 
 def explain(complaint: str, command: str) -> tuple[str, str]:
-    """What the parser complains of, as a message and a hint; `command` is "" when unknown."""
+    """The parser's complaint as a message and a hint; `command` is "" when unknown."""
     help_hint = f"skyctl {command} --help" if command else "skyctl --help"
     message, _, guess = complaint.replace("Value error, ", "").partition(" Did you mean ")
     message = message[:1].lower() + message[1:].removesuffix(".")
@@ -103,7 +103,7 @@ def explain(complaint: str, command: str) -> tuple[str, str]:
 
 
 def _other_command(typed: str, guess: str) -> str:
-    """What may have been meant by a command that there is not."""
+    """The command that was probably meant by an unknown one."""
     if typed == "attach":
         return _ATTACH
     if typed in _SAME:
@@ -114,7 +114,7 @@ def _other_command(typed: str, guess: str) -> str:
 
 
 def _split(arguments: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
-    """Before `--`, and from it on."""
+    """The arguments before `--`, and from it on."""
     end = arguments.index("--") if "--" in arguments else len(arguments)
     return arguments[:end], arguments[end:]
 

@@ -19,7 +19,7 @@ _MOST = 200
 
 
 def _silent(complete: Callable[..., Iterable[str]]) -> Callable[..., list[str]]:
-    """A completer that gives at most 200 sorted answers, and none instead of an error."""
+    """A completer that returns at most 200 sorted answers, and none on an error."""
 
     @wraps(complete)
     def safe(*args: Any, **kwargs: Any) -> list[str]:
@@ -51,10 +51,10 @@ def replicas(ctx: typer.Context, incomplete: str) -> Iterable[str]:
     if isinstance(ref.config.servers, list):
         names = [f"{ref.name}-{index}" for index in range(len(ref.config.servers))]
     elif ref.attached:
-        names = []  # a key press does not look for servers
+        names = []  # a key press does not discover servers
     else:
         names = [replica.name for replica in expand_replicas(ref.config)]
-    # a fleet that was scaled has replicas its file does not know
+    # a fleet that was scaled has replicas that its file does not list
     with suppress(SkyctlError):
         names += [row.name for row in ask(ref, lambda fleet: fleet.weights()).servers]
     return [name for name in names if name.startswith(incomplete)]
@@ -79,7 +79,7 @@ def jobs(ctx: typer.Context, incomplete: str) -> Iterable[str]:
 
 @_silent
 def versions(ctx: typer.Context, incomplete: str) -> Iterable[str]:
-    """Weight versions the chosen fleet was pushed."""
+    """Weight versions that were pushed to the chosen fleet."""
     from skyctl.cli.asking import ask
     from skyctl.core.registry import select
 
@@ -90,7 +90,7 @@ def versions(ctx: typer.Context, incomplete: str) -> Iterable[str]:
 
 @_silent
 def conditions(ctx: typer.Context, incomplete: str) -> Iterable[str]:
-    """What `wait --for` takes."""
+    """The conditions of `wait --for`."""
     words = ["ready", "paused", "awake"]
     words += [f"version={version}" for version in versions(ctx, "")] or ["version="]
     return [word for word in words if word.startswith(incomplete)]
@@ -98,7 +98,7 @@ def conditions(ctx: typer.Context, incomplete: str) -> Iterable[str]:
 
 @_silent
 def topics(incomplete: str) -> Iterable[str]:
-    """What `skyctl help` explains."""
+    """The topics of `skyctl help`."""
     from skyctl.help import topics
 
     return [name for name in topics() if name.startswith(incomplete)]
@@ -106,7 +106,7 @@ def topics(incomplete: str) -> Iterable[str]:
 
 @_silent
 def checkpoints(incomplete: str) -> Iterable[str]:
-    """Directories below what is typed; a checkpoint ends without a slash, others with one."""
+    """Directories below the typed path; a checkpoint ends without a slash, others with one."""
     typed, last = os.path.split(incomplete)
     directory = Path(typed).expanduser() if typed else Path()
     for entry in directory.iterdir():

@@ -50,7 +50,7 @@ def down(
 
 
 def _chosen(file: Path | None, fleet: str | None) -> tuple[FleetPaths, float, float]:
-    """The fleet's paths and its two deadlines; defaults when its file no longer loads."""
+    """The fleet's paths and its two deadlines; defaults if its file no longer loads."""
     from skyctl.core.registry import select, select_paths
     from skyctl.errors import FleetFileError
     from skyctl.service.bring_up import refuse_attached
@@ -66,7 +66,7 @@ def _chosen(file: Path | None, fleet: str | None) -> tuple[FleetPaths, float, fl
 
 
 def _bring_down_there(url: str, drain_timeout_s: float | None) -> None:
-    """Take a fleet of another machine down."""
+    """Take down a fleet on another machine."""
     from skyctl import output
     from skyctl.cli.asking import ask_fleet
     from skyctl.core.service import Down

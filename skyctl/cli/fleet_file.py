@@ -1,4 +1,4 @@
-"""What `validate` and `plan` share: the fleet they mean, and the ports it already holds."""
+"""What `validate` and `plan` share: the chosen fleet, and the ports it already holds."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FileArgument = Annotated[
 
 
 def chosen_fleet(argument: Path | None, file: Path | None, fleet: str | None) -> FleetRef:
-    """The fleet meant by the positional FILE, -f or --fleet.
+    """The fleet named by the positional FILE, -f or --fleet.
 
     Raises:
         UsageError: FILE and -f name different files.
@@ -34,7 +34,8 @@ def chosen_fleet(argument: Path | None, file: Path | None, fleet: str | None) ->
 
 
 def held_ports(ref: FleetRef) -> dict[str, int]:
-    """Ports of the fleet's live processes by name, so that they are neither moved nor called taken.
+    """Ports of the fleet's live processes by name, so that they are neither moved nor reported as
+    taken.
 
     Best effort: a state that cannot be read holds no ports.
     """

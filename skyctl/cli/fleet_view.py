@@ -34,7 +34,7 @@ def status_view(status: FleetStatus) -> RenderableType:
 
 
 def restart_lines(status: FleetStatus) -> list[Text]:
-    """Why replicas that run again were started again, a line each."""
+    """Why replicas that run again were restarted, a line each."""
     return [
         Text(f"{replica.name} was started again: {replica.restart_reason}", "dim")
         for replica in status.replicas
@@ -54,7 +54,7 @@ def reason_lines(status: FleetStatus) -> list[Text]:
 
 
 def drift_lines(drift: Iterable[Drift]) -> list[Text]:
-    """What differs from the fleet file and from what was asked for, a line each."""
+    """Differences from the fleet file and from the intended state, a line each."""
     lines = []
     for one in drift:
         line = Text.assemble(("± ", "yellow"), (one.subject, "bold"), f" {one.message}")
@@ -65,7 +65,7 @@ def drift_lines(drift: Iterable[Drift]) -> list[Text]:
 
 
 def headline(status: FleetStatus) -> Text:
-    """One line: name, health, model, weights, and what is being done."""
+    """One line: name, health, model, weights, and the operation in progress."""
     line = Text.assemble((status.name, "bold"), "  ", (status.health, _HEALTH[status.health]))
     facts = [status.device, status.model]
     if status.replicas:
@@ -93,7 +93,7 @@ def _table(status: FleetStatus) -> RenderableType:
     rows = [_replica_cells(replica) for replica in status.replicas]
     every: list[ReplicaStatus | FrontStatus] = [*status.replicas, *status.fronts.values()]
     rows += [_front_cells(name, front) for name, front in status.fronts.items()]
-    # columns that would be empty are left out: the table fits into 80 characters
+    # empty columns are left out: the table fits into 80 characters
     if any(one.restarts for one in every):
         columns.append(">RESTARTS")
         rows = [[*row, one.restarts] for row, one in zip(rows, every, strict=True)]
@@ -160,7 +160,7 @@ class OperationView:
         self.drawing = False
 
     def see(self, status: FleetStatus) -> None:
-        """Take in a new status."""
+        """Update with a new status."""
         self._latest = status
         for name, state, reason in _states(status):
             if self._since.get(name, ("", 0.0))[0] == state:

@@ -15,12 +15,12 @@ FILE = Path(__file__).with_name("front_page.txt")
 
 
 def asked_for(arguments: Sequence[str]) -> bool:
-    """Whether all that was typed is the wish for help."""
+    """Whether the arguments only ask for help."""
     return list(arguments) in (["--help"], ["-h"])
 
 
 def page() -> str:
-    """The page; headings are bold where stdout is a terminal with colours."""
+    """The page; headings are bold if stdout is a terminal with colours."""
     text = FILE.read_text(encoding="utf-8")
     if not sys.stdout.isatty() or "NO_COLOR" in os.environ or os.environ.get("TERM") == "dumb":
         return text

@@ -191,7 +191,7 @@ async def _generate(
 async def _to_jsonl(
     client: GenerationClient, run: _Run, sink: TextIO | None
 ) -> list[GenerationResult]:
-    """Write results in input order, each as soon as it and all before it are there."""
+    """Write results in input order, each as soon as it and all before it are complete."""
     import json
 
     from skyctl import output

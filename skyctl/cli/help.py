@@ -53,7 +53,7 @@ def help_(
 
 
 def _page_of(context: typer.Context, command: str) -> str | None:
-    """The help page of a command, or None when there is none of this name."""
+    """The help page of a command, or None if there is none of this name."""
     assert context.parent is not None  # `help` is a command of a group
     group = context.parent.command
     found = group.get_command(context.parent, command)  # type: ignore[attr-defined]

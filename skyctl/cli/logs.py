@@ -71,7 +71,7 @@ def logs(
 def _logs_there(
     url: str, names: Sequence[str], lines: int, probes: bool, follow: bool
 ) -> dict[str, list[str]]:
-    """The ends of the logs of a fleet of another machine."""
+    """The ends of the logs of a fleet on another machine."""
     from skyctl.cli.asking import ask_fleet
     from skyctl.core.service import LogQuery
     from skyctl.errors import UsageError
@@ -131,7 +131,7 @@ class LinePrinter:
 
 
 def _print_new(printer: LinePrinter, name: str, path: Path, position: int, probes: bool) -> int:
-    """Print whole lines written since `position`; the position after them."""
+    """Print whole lines written since `position`; returns the position after them."""
     from skyctl.engines.logs import is_probe, plain
     from skyctl.launch.local.rotation import earlier
 
@@ -154,7 +154,7 @@ def _print_new(printer: LinePrinter, name: str, path: Path, position: int, probe
 
 
 def _files(paths: FleetPaths, names: Sequence[str]) -> dict[str, Path]:
-    """Log files by name; all there are when no name is given.
+    """Log files by name; all existing ones if no name is given.
 
     Raises:
         NotFoundError: one of the names has no log.

@@ -19,7 +19,7 @@ FileOption = Annotated[
         show_default=False,
     ),
 ]
-# for `logs`, where -f follows, as in docker and kubectl
+# for `logs`, where -f means follow, as in docker and kubectl
 LongFileOption = Annotated[
     Path | None,
     typer.Option(

@@ -112,7 +112,7 @@ def _recovered_table(recovered: Sequence[Recovered]) -> Table:
 
 
 def _failure(recovered: Sequence[Recovered]) -> SkyctlError | None:
-    """The error that these outcomes come to; None when every server is as it should be."""
+    """The error that these outcomes add up to; None if every server is as it should be."""
     from skyctl.errors import PartialFailure, SkyctlError
 
     failed = [one for one in recovered if not one.ok]

@@ -103,7 +103,7 @@ def smoke(
 
 
 def run_until_told_to_stop(test: Coroutine[Any, Any, SmokeReport]) -> SmokeReport:
-    """Run the test; TERM, by which CI ends a job, stops it as Ctrl-C does.
+    """Run the test; TERM, with which CI ends a job, stops it as Ctrl-C does.
 
     Raises:
         KeyboardInterrupt: it was stopped, and has taken its fleet down.
@@ -111,7 +111,7 @@ def run_until_told_to_stop(test: Coroutine[Any, Any, SmokeReport]) -> SmokeRepor
 
     async def run() -> SmokeReport:
         task = asyncio.current_task()
-        assert task is not None  # we are in it
+        assert task is not None  # this code runs in it
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
         return await test
 
@@ -158,7 +158,7 @@ def _lines(report: SmokeReport) -> list[Text | str]:
 
     passed = sum(step.status == "passed" for step in report.steps)
     verdict = f"{passed} of {len(report.steps)} steps passed in {format_seconds(report.seconds)}"
-    # a terminal has shown them, one by one
+    # a terminal has already shown them one by one
     seen = output.interactive() and output.out.is_terminal
     steps = [] if seen else [_line(step) for step in report.steps]
     return [*steps, f"fleet {report.fleet}: {verdict}"]

@@ -88,7 +88,7 @@ async def _watch(ref: FleetRef | RemoteRef, interval_s: float) -> None:
 
 
 def _code(found: FleetStatus, drift: list[Drift] | None) -> ExitCode:
-    """`drift` None: nobody asked for an exit code."""
+    """`drift` None: no exit code was requested."""
     from skyctl.errors import ExitCode
 
     if drift is None or (found.health == "healthy" and not drift):

@@ -33,7 +33,7 @@ _NAMES = {"\x1b": "escape", "\r": "enter", "\n": "enter", "\x03": "ctrl-c"}
 
 
 def parse_keys(text: str) -> list[str]:
-    """The keys in what one read gave: `p`, `up`, `down`, `escape`, `enter`, …"""
+    """The keys in one read: `p`, `up`, `down`, `escape`, `enter`, …"""
     keys = []
     position = 0
     while position < len(text):
@@ -42,7 +42,7 @@ def parse_keys(text: str) -> list[str]:
             keys.append(_ESCAPES[sequence])
             position += 3
         elif text[position] == "\x1b" and text[position + 1 : position + 2] in ("[", "O"):
-            position = _end_of_sequence(text, position)  # a key we have no use for
+            position = _end_of_sequence(text, position)  # a key without a function here
         else:
             keys.append(_NAMES.get(text[position], text[position]))
             position += 1
@@ -57,14 +57,14 @@ def _end_of_sequence(text: str, start: int) -> int:
 
 
 class Keyboard:
-    """Keys as they are pressed, while the block runs; the terminal is as before after it."""
+    """Keys as they are pressed, while the block runs; the terminal is restored after it."""
 
     def __init__(self, descriptor: int | None = None) -> None:
         self._descriptor = sys.stdin.fileno() if descriptor is None else descriptor
         self._keys: asyncio.Queue[str] = asyncio.Queue()
 
     async def next(self, timeout_s: float | None = None) -> str | None:
-        """The next key, or None when none came within `timeout_s` seconds."""
+        """The next key, or None if none came within `timeout_s` seconds."""
         try:
             async with asyncio.timeout(timeout_s):
                 return await self._keys.get()
@@ -98,7 +98,7 @@ async def watch(ref: FleetRef, interval_s: float) -> None:
     """Show the fleet until `q` is pressed.
 
     Raises:
-        SkyctlError: the first look failed; later failures are shown on the screen.
+        SkyctlError: the first sample failed; later failures are shown on the screen.
     """
     async with connect(ref) as running, Sampler(running, engine=ref.config.engine) as sampler:
         top = LiveTop(ref, running, sampler, await sampler.sample())
@@ -118,7 +118,7 @@ class LiveTop:
         self.screen = TopScreen()
         self.screen.see([replica.name for replica in first.replicas])
         self._verb: asyncio.Task[None] | None = None
-        self._changed = asyncio.Event()  # a verb is done: look at once
+        self._changed = asyncio.Event()  # a verb is done: sample at once
 
     def render(self) -> RenderableType:
         """The screen as of now."""
@@ -129,7 +129,7 @@ class LiveTop:
         return screen_view(self._sample, self.screen, log, width, height)
 
     async def run(self, keyboard: Keyboard, interval_s: float, refresh: Callable[[], None]) -> None:
-        """Look every `interval_s` seconds and obey keys, until one of them means the end."""
+        """Sample every `interval_s` seconds and handle keys, until one of them ends it."""
         looking = asyncio.create_task(self._look(interval_s, refresh))
         try:
             while not looking.done():
@@ -155,7 +155,7 @@ class LiveTop:
                 async with asyncio.timeout_at(due):
                     await self._changed.wait()
             self._changed.clear()
-            # a look that took too long is not made up for
+            # a sample that took too long is not made up for
             due = max(due + interval_s, clock())
             try:
                 self._sample = await self._sampler.sample()
@@ -187,7 +187,7 @@ class LiveTop:
 
 
 def _summary(verb: str, outcomes: Outcomes) -> str:
-    """`paused 2 of 2 in 41 ms`, and why not where it failed."""
+    """`paused 2 of 2 in 41 ms`, and why it failed where it did."""
     ok = sum(outcome.ok for outcome in outcomes)
     elapsed_ms = max((outcome.elapsed_ms for outcome in outcomes), default=0.0)
     said = f"{verb}d {ok} of {len(outcomes)} in {elapsed_ms:.0f} ms"

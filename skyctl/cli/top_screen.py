@@ -31,7 +31,7 @@ class TopScreen:
         self.message = ""
 
     def see(self, names: Sequence[str]) -> None:
-        """The replicas there are now."""
+        """Update the list of replicas."""
         self.names = tuple(names)
         if self.selected not in self.names:
             self.selected = None
@@ -39,7 +39,7 @@ class TopScreen:
             self.question = None
 
     def press(self, key: str) -> Action | None:
-        """Take in a key; what is to be done about it, if anything."""
+        """Handle a key; returns the action to take, if any."""
         if self.question is not None:
             asked, self.question = self.question, None
             if key == "y":

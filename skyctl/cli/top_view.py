@@ -39,9 +39,9 @@ _FEWEST_EVENTS = 3
 
 @dataclass(frozen=True)
 class Column:
-    """One column: its head (`>` aligns right), its cell of a replica, and of all together.
+    """One column: its heading (`>` aligns right), its cell for a replica, and for all together.
 
-    Where the terminal is too narrow, columns with the highest `drop` go first; 0 never.
+    If the terminal is too narrow, columns with the highest `drop` go first; those with 0 never do.
     """
 
     head: str
@@ -75,7 +75,7 @@ def screen_view(
         lines = [Text(line, "dim") for line in log[-room:]] if room > 0 else []
         return _page([head, Text()], [title, *lines], foot, height)
     rest = [*_below(sample, width)]
-    # the table scrolls; at least a few events stay in sight
+    # the table scrolls; at least a few events stay visible
     room = height - 4 - len(rest) - _FEWEST_EVENTS - 2
     body = [*_table(sample, screen.selected, width, max(1, room)), *rest]
     events_room = height - 4 - len(body) - 1
@@ -136,7 +136,7 @@ def _below(sample: FleetSample, width: int | None) -> list[RenderableType]:
 def _table(
     sample: FleetSample, selected: str | None, width: int | None, room: int
 ) -> list[RenderableType]:
-    """Lines of the table: its head, at most `room` replicas around the selected, their sum."""
+    """Lines of the table: its heading, at most `room` replicas around the selected one, the sum."""
     if not sample.replicas:
         return []
     columns = _columns(sample.replicas)
@@ -182,7 +182,7 @@ def fitting(drops: Sequence[int], widths: Sequence[int], width: int | None) -> l
 def _window(
     replicas: Sequence[ReplicaSample], selected: str | None, room: int
 ) -> Sequence[ReplicaSample]:
-    """`room` replicas with the selected one among them."""
+    """`room` replicas that include the selected one."""
     names = [replica.name for replica in replicas]
     at = names.index(selected) if selected in names else 0
     first = max(0, min(at - room // 2, len(replicas) - room))

@@ -69,7 +69,7 @@ def up(
 def _bring_up(
     ref: FleetRef, router: bool, wait_timeout_s: float | None, rollback: bool
 ) -> tuple[FleetStatus, str]:
-    """The status once all is ready, and one line that says what was done."""
+    """The status once everything is ready, and one line that says what was done."""
     from skyctl import output
     from skyctl.cli.asking import follow
     from skyctl.errors import DeadlineExceeded, SkyctlError
@@ -94,7 +94,7 @@ def _bring_up(
         return status, f"fleet {ref.name} is ready after {seconds:.1f} s"
 
     async def stop() -> None:
-        # said once the loop runs, which takes the next Ctrl-C without a traceback
+        # printed once the loop runs, which takes the next Ctrl-C without a traceback
         output.note("interrupted: stopping what was started (Ctrl-C again to leave it)")
         await undo(ref.paths)
 
@@ -114,7 +114,7 @@ def _bring_up(
 
 
 def _note_entrance(ref: FleetRef) -> None:
-    """How other machines reach the fleet, where they may."""
+    """Say how other machines reach the fleet, if they may."""
     from skyctl import output
     from skyctl.supervisor.listening import entrance
 
@@ -128,7 +128,7 @@ def _note_entrance(ref: FleetRef) -> None:
 
 
 def _stay(ref: FleetRef) -> None:
-    """Follow the logs until Ctrl-C (or the fleet ends), then bring the fleet down."""
+    """Follow the logs until Ctrl-C (or the fleet ends), then take the fleet down."""
     from skyctl import output
     from skyctl.cli.down import bring_down
     from skyctl.cli.logs import follow_logs

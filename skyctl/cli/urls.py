@@ -127,7 +127,7 @@ async def _urls(ref: FleetRef | RemoteRef, *, rollouts: bool) -> tuple[FleetUrls
 
 
 def _key(ref: FleetRef) -> str:
-    """The key of inference. Raises NotFoundError where there is none."""
+    """The inference key. Raises NotFoundError if there is none."""
     from skyctl.core.urls import access, api_key
     from skyctl.errors import NotFoundError
 
@@ -152,7 +152,9 @@ def _access_notes(found: FleetUrls) -> list[str]:
 
 
 def _lines(found: FleetUrls) -> str:
-    """One name and URL per line: plain, for a table would shorten them in a narrow terminal."""
+    """One name and URL per line: plain text, because a table would truncate them in a narrow
+    terminal.
+    """
     rows = [("router", found.router)] if found.router else []
     rows += found.servers.items()
     width = max((len(name) for name, _ in rows), default=0)
@@ -160,7 +162,7 @@ def _lines(found: FleetUrls) -> str:
 
 
 def _write(found: FleetUrls, path: Path) -> str:
-    """Write the service discovery and say so; the file's absolute path."""
+    """Write the service discovery file and say so; returns its absolute path."""
     from skyctl import output
     from skyctl.service.formats import write_targets
 

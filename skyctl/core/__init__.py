@@ -1,1 +1,1 @@
-"""What is true of a fleet with or without a supervisor: plan, verbs, jobs, diagnosis, recovery."""
+"""What applies to a fleet with or without a supervisor: plan, verbs, jobs, diagnosis, recovery."""

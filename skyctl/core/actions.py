@@ -1,4 +1,4 @@
-"""Freeze and thaw a whole fleet: one call per server, at once, and one honest outcome each.
+"""Freeze and thaw a whole fleet: one concurrent call and one outcome per server.
 
 A call whose answer was lost (deadline, broken connection) may have been carried out. It is never
 repeated; the server's state is read instead, and the outcome says what is known:
@@ -33,7 +33,9 @@ _LOST = (OutcomeStatus.TIMEOUT, OutcomeStatus.UNREACHABLE)
 
 @dataclass
 class _PauseProgress:
-    """How far one server's pause got. `was_paused` None: its state could not be read at first."""
+    """How far one server's pause got. `was_paused` None: its state before the call could not be
+    read.
+    """
 
     was_paused: bool | None = None
     sent: bool = False
@@ -53,15 +55,15 @@ async def pause(
     """Pause every server, each within `timeout_s` seconds; outcomes in the order of `targets`.
     Prefill servers are paused before the others.
 
-    When some servers paused and some did not, those that this call paused are resumed again
-    (status rolled-back), unless `keep_partial`. A server that was paused before stays paused.
-    Reading a state back and rolling back are bounded by `read_back_timeout_s` seconds each.
+    If some servers paused and some did not, those that this call paused are resumed (status
+    rolled-back), unless `keep_partial`. A server that was already paused stays paused. Reading a
+    state back and rolling back take at most `read_back_timeout_s` seconds each.
     """
     progress = {target.name: _PauseProgress() for target in targets}
 
     async def one(target: ServerTarget) -> None:
         mine, server = progress[target.name], engines.server(client, target, timeout_s=timeout_s)
-        # asked first, so that a rollback never resumes what somebody else paused
+        # asked first, so that a rollback never resumes a server that somebody else paused
         mine.was_paused = await server.is_paused()
         mine.sent = True
         await server.pause(mode, clear_cache=clear_cache)
@@ -126,7 +128,7 @@ async def sleep(
     async def read_back(server: Server) -> tuple[bool, str]:
         if not await server.is_sleeping():
             return False, "not asleep"
-        # is_sleeping is true for a mere pause as well: the metrics know the level
+        # is_sleeping is true for a mere pause as well: the metrics have the level
         found = (await server.metrics()).sleep_level
         if found == level:
             return True, f"asleep at level {level}"
@@ -152,8 +154,9 @@ async def _in_turn(
     *,
     timeout_s: float,
 ) -> list[Outcome[T]]:
-    """Call prefill servers, then the others: one answers when decode servers, which run on, have
-    fetched the KV cache that waits there."""
+    """Call prefill servers, then the others: a prefill server answers once the decode servers,
+    which still run, have fetched the KV cache that waits there.
+    """
     found: dict[str, Outcome[T]] = {}
     for first in (True, False):
         part = [target for target in targets if (target.role == "prefill") is first]
@@ -175,15 +178,16 @@ async def wake(
     timeout_s: float = 60.0,
     read_back_timeout_s: float = READ_BACK_TIMEOUT_S,
 ) -> list[Outcome[bool]]:
-    """Wake every server, entirely or only `tags`. The value says whether it is awake entirely.
+    """Wake every server, entirely or only `tags`. The value says whether it is entirely awake.
 
-    A full wake also resumes a server that was paused before it slept: the caller, who recorded
-    the intended state, pauses it again. Whether waking is safe is `sleep_rules`' to say.
+    A full wake also resumes a server that was paused before it slept: the caller, who recorded the
+    intended state, pauses it again. The caller also decides whether waking is safe
+    (`core/verbs.py`).
     """
 
     async def read_back(server: Server) -> tuple[bool, str]:
         if await server.is_sleeping():
-            # after a partial wake that worked the server is still asleep as well
+            # after a successful partial wake the server is still asleep as well
             return False, "still asleep, or awake in part" if tags else "still asleep"
         return True, "awake"
 
@@ -212,7 +216,7 @@ async def _settle_pause(
     mode: PauseMode,
     timeout_s: float,
 ) -> Outcome[None]:
-    """Find out what a lost pause came to, and remember it in `progress` for a rollback."""
+    """Find out the result of a lost pause, and keep it in `progress` for a rollback."""
     if outcome.status not in _LOST:
         return _also(outcome, "was paused already") if progress.was_paused else outcome
     if not progress.sent:
@@ -266,7 +270,7 @@ async def _settle(
     *,
     value_when_done: T | None = None,
 ) -> Outcome[T]:
-    """Turn an outcome whose answer was lost into what the server's state says."""
+    """Replace an outcome whose answer was lost by what the server's state shows."""
     if outcome.status not in _LOST:
         return outcome
     server = engines.server(client, target, timeout_s=timeout_s)

@@ -6,19 +6,19 @@
     push       no     no      no     no
     recover    no     no      no     no        its own pushes are part of it
 
-Pauses and resumes share the fleet; the one that ends last asks the servers what to record. Whatever
-else acts has it to itself, so that nobody thaws what a push has paused, and the record of a sleep
-is in the order in which servers slept. Changes of processes (up, restart, scale) happen in the
-supervisor alone, which does one at a time, none beside a push or a recovery, and lets verbs pass.
-The admission of a restarted server is outside the rule: nobody else acts on a server that is not up
-yet. `down` ends whatever goes on.
+Pauses and resumes share the fleet; the one that ends last asks the servers what to record. All
+other acts have it to themselves, so that nobody thaws what a push has paused, and the record of a
+sleep matches the order in which servers slept. Changes of processes (up, restart, scale) happen
+only in the supervisor, which does one at a time, none beside a push or a recovery, and lets verbs
+pass. The admission of a restarted server is outside the rule: nobody else acts on a server that is
+not up yet. `down` ends whatever is going on.
 
 The rule is the same for attached and supervised fleets: one kernel lock in the fleet's directory
 (`store/locks.py`), taken by the process that acts. Two machines that attach the same servers do not
 share it.
 
-vLLM has no fencing token: a server carries out whatever reaches it. So after a holder that died
-with the lock, of a verb too, the next one waits for `LATE_S` before it acts.
+vLLM has no fencing token: a server carries out whatever reaches it. After a holder died with the
+lock (a verb's, too), the next one therefore waits for `LATE_S` before it acts.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ LATE_S = 1.0
 _POLL_S = 0.02
 
 caller: ContextVar[str] = ContextVar("caller", default="")
-"""The command that asked for what is being done, where another process carries it out."""
+"""The command on whose behalf this process acts, if it is another process."""
 
 
 async def _listens() -> bool:
@@ -55,7 +55,7 @@ hung_up: ContextVar[Callable[[], Awaitable[bool]]] = ContextVar("hung_up", defau
 
 
 class Act(Enum):
-    """What somebody wants to do."""
+    """A kind of act on a fleet."""
 
     VERB = "verb"
     SLEEP = "sleep"
@@ -64,28 +64,28 @@ class Act(Enum):
 
     @property
     def shared(self) -> bool:
-        """Whether others may do the same at the same time."""
+        """Whether several may run at the same time."""
         return self is Act.VERB
 
     @classmethod
     def of_verb(cls, verb: str) -> Act:
-        """What pause, resume, sleep and wake are."""
+        """The act of pause, resume, sleep and wake."""
         return cls.SLEEP if verb in ("sleep", "wake") else cls.VERB
 
 
 class Turn:
-    """The right to act, until it is released."""
+    """The right to act, until released."""
 
     def __init__(self, lock: Lock | None) -> None:
         self._lock = lock
 
     def rename(self, what: str) -> None:
-        """Say more about what is being done."""
+        """Describe the act more precisely."""
         if self._lock is not None:
             self._lock.rename(_asked(what))
 
     async def after_late_requests(self) -> None:
-        """Wait until nothing that a holder sent before it died can reach a server any more."""
+        """Wait until no request of a holder that died can reach a server any more."""
         if self._lock is not None and self._lock.after_death:
             await asyncio.sleep(LATE_S)
             self._lock.settle()
@@ -109,7 +109,7 @@ class Arbiter:
         self._locks = locks
 
     def take(self, act: Act, what: str) -> Turn:
-        """The turn, now.
+        """Take the turn, now.
 
         Raises:
             ConflictError: somebody else acts; the message says who, and the hint what to type.
@@ -119,18 +119,18 @@ class Arbiter:
         except ConflictError:
             raise
         except SkyctlError:
-            # The lock's file is made before the first push. Where it cannot be made no push is
-            # under way, and what thaws must not need a disk.
+            # The lock's file is made before the first push. If it cannot be made, no push is under
+            # way, and thawing must not need a disk.
             if act not in (Act.VERB, Act.SLEEP):
                 raise
             return Turn(None)
 
     async def turn(self, act: Act, what: str, *, wait_s: float | None = None) -> Turn:
-        """The turn, once whoever excludes it has ended. Only a recovery waits for a push: verbs and
-        other pushes are told of it.
+        """Take the turn, once every act that excludes it has ended. Only a recovery waits for a
+        push: verbs and other pushes are refused.
 
         Raises:
-            ConflictError: a push or a recovery goes on, or somebody still acts after `wait_s`.
+            ConflictError: a push or a recovery is under way, or somebody still acts after `wait_s`.
         """
         deadline = time.monotonic() + (PATIENCE_S if wait_s is None else wait_s)
         while True:
@@ -150,16 +150,16 @@ class Arbiter:
         return turn
 
     def holders(self) -> list[Holder]:
-        """Everybody who acts on the fleet now."""
+        """All who act on the fleet now."""
         return self._locks.holders(LOCK)
 
     def holds(self, what: str) -> bool:
-        """Whether what goes on is this job."""
+        """Whether this job holds the turn."""
         return any(holder.subject == what for holder in self.holders())
 
 
 def own_command() -> str:
-    """This process's command and pid, as others should name it."""
+    """This process's command and pid, as shown to others."""
     words = [Path(sys.argv[0]).name or "python", *sys.argv[1:]]
     return f"`{shlex.join(words)[:120]}` (pid {os.getpid()})"
 

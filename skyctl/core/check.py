@@ -1,4 +1,4 @@
-"""Does this machine have what a plan needs? Everything looked at before anything is spawned."""
+"""Check that this machine has what a plan needs, before anything is spawned."""
 
 from __future__ import annotations
 
@@ -44,10 +44,10 @@ class Problem:
 
 @dataclass(frozen=True)
 class _Listener:
-    """Something of the plan that will listen on a port."""
+    """A listener in the plan, with its port."""
 
     owner: str
-    key: str  # in the fleet file
+    key: str  # of the fleet file
     host: str
     port: int
 
@@ -62,7 +62,7 @@ def check_plan(
 ) -> list[Problem]:
     """All problems, not only the first. Ports in `own_ports` may be taken: by our own processes.
 
-    With the fleet's `file` a problem with a key names its line.
+    With the fleet's `file`, a problem with a key names its line.
     """
     host = HOSTS[plan.config.launcher]
     return [
@@ -81,7 +81,7 @@ def _check_model(plan: FleetPlan) -> Iterator[Problem]:
     written = plan.config.model or ""
     path = Path(plan.model_path)
     if not path.is_absolute() and not _looks_like_path(written, plan.base_dir):
-        return  # a hub model id: the engine fetches it, and says so when there is no such model
+        return  # a hub model id: the engine fetches it, and reports a model that does not exist
     if not path.is_absolute():
         path = plan.base_dir / path
     hint = "correct `model` (a path relative to the fleet file, or a hub model id)"
@@ -97,7 +97,7 @@ def _check_model(plan: FleetPlan) -> Iterator[Problem]:
 def learn_arguments(
     config: FleetConfig, base_dir: Path, note: Callable[[str], None] = lambda line: None
 ) -> None:
-    """Ask the fleet's engine what `check_plan` needs to know: the first time it takes seconds."""
+    """Ask the fleet's engine for what `check_plan` needs to know; takes seconds the first time."""
     if config.check_args and any(server_arguments(config)):
         python = interpreter(config.python, base_dir) if config.python else sys.executable
         ENGINES[config.engine].known_arguments(python, note)
@@ -106,7 +106,7 @@ def learn_arguments(
 def _check_arguments(
     plan: FleetPlan, file: Path | None, arguments: Callable[[str], Collection[str]] | None
 ) -> Iterator[Problem]:
-    """Names in `args` that the installed engine would refuse, after minutes of loading."""
+    """Names in `args` that the installed engine would refuse after minutes of loading."""
     engine = ENGINES[plan.config.engine]
     written = list(server_arguments(plan.config))
     if not plan.config.check_args or not written:
@@ -146,8 +146,9 @@ def _source(file: Path | None) -> YamlSource | None:
 
 
 def _looks_like_path(model: str, base_dir: Path) -> bool:
-    """`checkpoints/a` next to a directory `checkpoints` is meant as a path, though it could be a
-    hub id; a hub id has one slash at most."""
+    """`checkpoints/a` next to a directory `checkpoints` is taken as a path, although it could be a
+    hub id; a hub id has at most one slash.
+    """
     first, *rest = Path(model).parts or ("",)
     return len(rest) > 1 or (bool(rest) and (base_dir / first).is_dir())
 
@@ -170,7 +171,7 @@ def _check_ports(plan: FleetPlan, own_ports: Collection[int], launcher: Host) ->
             yield Problem(
                 f"{owners[0].owner}: port {port} is taken by {holder}",
                 f"stop it, or change `{key}`"
-                if section == "tinker"  # clients know the address: it is never a free port
+                if section == "tinker"  # clients know the address: it never moves to a free port
                 else f"stop it, change `{key}`, or leave it out for a free port",
             )
         elif (reason := launcher.bind_error(host, port)) is not None:
@@ -193,7 +194,7 @@ def _listeners(plan: FleetPlan) -> Iterator[_Listener]:
 
 
 def _check_gpus(plan: FleetPlan, discover: Callable[[], Sequence[Gpu]]) -> Iterator[Problem]:
-    if any(server.node for server in plan.servers):  # `check_machines` knows which there are
+    if any(server.node for server in plan.servers):  # `check_machines` knows their GPUs
         for server in plan.servers:
             if server.node is None or server.node.chosen:
                 yield from _check_gpu_count(server.name, server.gpus, server.world_size)
@@ -266,7 +267,7 @@ def _check_interpreter(plan: FleetPlan) -> Iterator[Problem]:
 
 
 def _check_tinker(plan: FleetPlan) -> Iterator[Problem]:
-    """The API runs on skyctl's own interpreter, whatever the servers have."""
+    """The API runs on skyctl's own interpreter, whichever the servers use."""
     if plan.tinker is None:
         return
     missing = [name for name in tinker.MODULES if not _installed(name)]
@@ -285,7 +286,7 @@ def _check_tinker(plan: FleetPlan) -> Iterator[Problem]:
 
 
 def _check_trainer(plan: FleetPlan, discover: Callable[[], Sequence[Gpu]]) -> Iterator[Problem]:
-    """It computes on this machine, wherever the servers are."""
+    """The trainer computes on this machine, wherever the servers are."""
     section = plan.config.tinker
     if section is None or section.gpu is None:
         return
@@ -301,7 +302,7 @@ def _check_trainer(plan: FleetPlan, discover: Callable[[], Sequence[Gpu]]) -> It
 def _installed(module: str) -> bool:
     try:
         return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # not even its package
+    except ModuleNotFoundError:  # its package is missing altogether
         return False
 
 
@@ -313,7 +314,7 @@ def _missing_in(python: str, modules: Sequence[str]) -> list[str] | Problem:
     )
     try:
         result = subprocess.run(
-            # -P: what lies in the current directory is not installed there
+            # -P: modules in the current directory are not installed there
             [python, "-P", "-c", script, *modules],
             capture_output=True,
             text=True,

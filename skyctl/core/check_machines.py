@@ -1,4 +1,4 @@
-"""Do other machines have what a plan needs? They are asked before anything is spawned."""
+"""Check that other machines have what a plan needs, before anything is spawned."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from skyctl.store.paths import FleetPaths
 
 
 def check_machines(plan: FleetPlan, own_ports: Collection[int]) -> Iterator[tuple[str, str]]:
-    """What is wrong, and what to change, for each machine that is to have a server."""
+    """What is wrong, and what to change, for each machine that is to run a server."""
     servers = _by_node(plan)
     if not servers:
         return
@@ -96,7 +96,7 @@ def _written_to(directory: str | None) -> Iterator[list[str]]:
 def _without_room(
     node: Node, facts: Mapping[str, Any], servers: Sequence[ServerSpec]
 ) -> Iterator[tuple[str, str]]:
-    """What no node of a cluster could carry, were it empty."""
+    """Servers that no node of a cluster could run even if it were empty."""
     if node.ray is None or "room" not in facts:
         return
     need, what, room = node.ray.count, node.ray.resource, facts["room"]
@@ -115,8 +115,8 @@ def _without_room(
 
 
 def refuse_unseen(plan: FleetPlan, asked: PushRequest, paths: FleetPaths) -> None:
-    """Refuse a push of what some machine does not have at its path: the checkpoint, or the copy of
-    it that is to be kept.
+    """Refuse a push of something that a machine does not have at its path: the checkpoint, or the
+    copy of it that is to be kept.
 
     Raises:
         PreflightError: one lacks it, or cannot be asked.
@@ -128,7 +128,7 @@ def refuse_unseen(plan: FleetPlan, asked: PushRequest, paths: FleetPaths) -> Non
         hint = "push without --keep, or write a `shared_dir` into the fleet file"
     elif found is not None and paths.staging in found.parents:
         hint = "weights from memory need a `shared_dir` in the fleet file"
-    if found is None:  # the push itself says that there is none
+    if found is None:  # the push itself reports a missing checkpoint
         return
     questions = [{"ports": 0, "paths": [str(found)]} for _ in nodes]
     for node, answer in by_machine(nodes, answers(nodes, questions)):

@@ -1,4 +1,4 @@
-"""What is the matter with each server, and what helps: asked now, judged by a pure function."""
+"""What is wrong with each server, and what helps: observed now, judged by a pure function."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ Action = Literal[
 
 @dataclass(frozen=True)
 class Observed:
-    """One server as it answers now. `engine`: its engine core does; `http`: its front end does.
+    """One server as it answers now. `engine`: its engine core answers; `http`: its front end does.
 
-    `state` is the supervisor's word for it, "" where there is none. `sleep_level` is what its
-    metrics say, 0 awake: a server that sleeps calls itself paused as well. `version` is the label
-    it carries, None where it has none. `problem` says what did not answer.
+    `state` is the supervisor's word for it, "" without a supervisor. `sleep_level` is that of its
+    metrics, 0 awake: a sleeping server reports that it is paused as well. `version` is the label it
+    carries, None if it has none. `problem` says what did not answer.
     """
 
     server: str
@@ -63,7 +63,7 @@ class Observed:
 
 @dataclass(frozen=True)
 class Finding:
-    """What is the matter with one server, and what recovery does about it."""
+    """What is wrong with one server, and what recovery does about it."""
 
     server: str
     found: Found
@@ -80,7 +80,7 @@ async def observe(
     *,
     engine_timeout_s: float = ENGINE_TIMEOUT_S,
 ) -> list[Observed]:
-    """Ask every server, side by side, for at most `engine_timeout_s` seconds."""
+    """Ask all servers at once, for at most `engine_timeout_s` seconds."""
 
     async def ask(target: ServerTarget) -> Observed:
         near = engines.server(client, target, timeout_s=HTTP_TIMEOUT_S)
@@ -88,7 +88,7 @@ async def observe(
         health, paused, version = await asyncio.gather(
             near.health(), patient.is_paused(), near.weight_version(), return_exceptions=True
         )
-        # an answer of any kind, such as 503 of a dead engine, is an answer of its front end
+        # any answer, even the 503 of a dead engine, comes from its front end
         http = not isinstance(health, ServerError) or bool(health.status)
         if isinstance(paused, BaseException):
             return Observed(target.name, http=http, engine=False, problem=str(paused))
@@ -114,7 +114,7 @@ def judge(
     *,
     ours: bool,
 ) -> Finding:
-    """What one server suffers from. `ours`: its process can be restarted. Pure."""
+    """Diagnose one server. `ours`: its process can be restarted. Pure."""
     name = seen.server
     replace: Action = "restart" if ours else "quarantine"
     problem = seen.problem.removeprefix(f"{name}: ")
@@ -134,10 +134,10 @@ def judge(
     back: Action = "restart" if ours and weights.version is None else "push"
     if doubt is not None:
         version = doubt.version or row.weight_version
-        # the fleet moved on without it; a push that touched it has made it one of the fleet's
+        # the fleet moved on without it; a server that a push has touched belongs to the fleet
         if behind := _behind(version, row, weights, ours=True):
             return Finding(name, "wrong-version", behind, back)
-        # started anew since, by somebody else; a label that the push owes it is not on it yet
+        # somebody else restarted it since; a label that the push still owes it is not on it yet
         anew = not ours and not doubt.version and row.weight_version is not None
         if anew and (foreign := foreign_version(row.weight_version, seen.version)):
             return Finding(name, "wrong-version", foreign, back)
@@ -147,11 +147,11 @@ def judge(
     foreign = foreign_version(row.weight_version, seen.version)
     if foreign and row.weight_version is not None:
         return Finding(name, "wrong-version", foreign, back)
-    # a server that somebody else starts, and that no push of ours reached, says what it holds
+    # a server that somebody else starts, and that none of our pushes reached, reports what it holds
     holds = row.weight_version or (None if ours else seen.version)
     if behind := _behind(holds, row, weights, ours=ours):
         return Finding(name, "wrong-version", behind, back)
-    if foreign and ours:  # a trainer that pushes by itself, maybe: nothing of ours to put right
+    if foreign and ours:  # perhaps a trainer that pushes by itself: not ours to repair
         return Finding(name, "healthy", foreign)
     if seen.sleep_level and not row.sleep_level:
         said = f"asleep at level {seen.sleep_level}, which is not on record; type: skyctl wake"
@@ -163,7 +163,8 @@ def judge(
 
 def _behind(version: str | None, row: ServerRow, weights: FleetWeights, *, ours: bool) -> str:
     """How a server's version differs from the fleet's, or "". Before a first push, a server that is
-    not ours may have been started with anything."""
+    not ours may have been started with anything.
+    """
     if version is None and (not ours or weights.version is None):
         return ""
     if not ours and weights.version is None:

@@ -1,4 +1,4 @@
-"""Between a fleet's state and its pushes: the digests that weights must come to."""
+"""Between a fleet's state and its pushes: the digests that weights must have."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _NOT_THE_MODEL = ("--port", "--host", "--served-model-name")
 
 
 def informed(fleet: PushFleet, state: FleetState, *, by_tensor: bool = False) -> PushFleet:
-    """`fleet` with what is on record of its servers' weights, and of what was pushed before."""
+    """`fleet` with what is recorded of its servers' weights and of earlier pushes."""
     rows = {row.name: row for row in state.servers()}
     launches = state.expected.launches()
     servers = []
@@ -47,7 +47,7 @@ def remember(state: FleetState, learned: Mapping[str, Any] | None) -> None:
 
 
 def rows_of(weights: FleetWeights) -> tuple[KnownRows, ...]:
-    """Rows of the checkpoint that a fleet has; none when it is gone, or was written anew."""
+    """Rows of the fleet's checkpoint; none if it is gone or was overwritten."""
     if weights.checkpoint is None:
         return ()
     try:
@@ -59,7 +59,7 @@ def rows_of(weights: FleetWeights) -> tuple[KnownRows, ...]:
 
 
 def records_of(state: FleetState, rows: tuple[KnownRows, ...]) -> dict[str, Record]:
-    """What servers are on record to hold; `rows` are those of the fleet's weights."""
+    """What servers hold by the record; `rows` are those of the fleet's weights."""
     version = state.weights().version
     return {
         row.name: Record(
@@ -72,7 +72,7 @@ def records_of(state: FleetState, rows: tuple[KnownRows, ...]) -> dict[str, Reco
 
 
 def model_on_disk(spec: ServerSpec) -> str:
-    """Names what the directory holds that a server is started with; "" where nobody can tell."""
+    """Identifies the files of the directory that a server is started with; "" if unknown."""
     if "--model" not in spec.argv:
         return ""
     try:
@@ -83,7 +83,7 @@ def model_on_disk(spec: ServerSpec) -> str:
 
 
 def arguments_of(spec: ServerSpec) -> str:
-    """Names the arguments that shape a server's model: other arguments may give other digests."""
+    """Identifies the arguments that shape a server's model: others may give other digests."""
     told = list(spec.argv)
     for option in _NOT_THE_MODEL:
         if option in told:

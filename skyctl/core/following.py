@@ -1,4 +1,4 @@
-"""Following a job, from the process that runs it or from another: its events, and its end."""
+"""Following a job to its end, from the process that runs it or from another."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from skyctl.store.journal import Job, JobEvent
 from skyctl.store.state import FleetState
 
 FOLLOW_POLL_S = 0.2
-"""How often a follower hears of what happens. Of the end it hears at once where the process that
-runs the job answers; one that reads the journal of another process looks this often."""
+"""Seconds between a follower's updates. The end arrives at once if the process that runs the job
+answers; a follower that reads another process's journal polls it this often.
+"""
 CHANGES_WAIT_S = 20.0
 """How long a follower is kept waiting when nothing happens."""
 
@@ -23,8 +24,8 @@ CHANGES_WAIT_S = 20.0
 class JobChanges:
     """What happened in a job after some event, oldest first.
 
-    It is `released` when it has ended and its owner has let go of the fleet: who hears of that may
-    push again. Until then `job` has no stage and no servers: its events tell of them.
+    It is `released` when it has ended and its owner has released the fleet: a follower may push
+    again then. Until then `job` has no stage and no servers: these are in its events.
     """
 
     job: Job
@@ -33,13 +34,13 @@ class JobChanges:
 
 
 Changes = Callable[[int], Awaitable[JobChanges]]
-"""Waits for events after one of this number; answers with none when little happens."""
+"""Waits for events after the one with this number; returns none if little happens."""
 
 
 async def job_changes(
     state: FleetState, job_id: str, after: int = 0, *, wait_s: float = 0.0
 ) -> JobChanges:
-    """Events after the one of this number, waited for up to `wait_s` seconds.
+    """Events after the one with this number, waited for up to `wait_s` seconds.
 
     Raises:
         NotFoundError: there is no such job.
@@ -54,7 +55,7 @@ async def job_changes(
             return found
         bytes_before = found.job.done_bytes
         if await state.locks.news.wait(min(FOLLOW_POLL_S, left_s)):
-            continue  # something has ended, perhaps this
+            continue  # some job has ended, perhaps this one
         found = _look(state, job_id, after)
         if found.released or found.events or found.job.done_bytes != bytes_before:
             return found
@@ -82,7 +83,7 @@ async def follow(
     *,
     timeout_s: float | None = None,
 ) -> Job:
-    """Hear of a job until it is released: past events first, then each new one, and bytes as they
+    """Follow a job until it is released: past events first, then each new one, and bytes as they
     are sent (`progress`, which is not in the journal).
 
     Raises:
@@ -98,7 +99,7 @@ async def follow(
                 if job.total_bytes and job.done_bytes != done_bytes:
                     done_bytes = job.done_bytes
                     data = {"done_bytes": done_bytes, "total_bytes": job.total_bytes}
-                    # behind the stage it belongs to, before the end
+                    # after the stage it belongs to, before the end
                     at = len(events) - 1 if events and events[-1].kind == "end" else len(events)
                     events.insert(at, JobEvent(seen, time.time(), "progress", data))
                 for event in events:
@@ -107,7 +108,7 @@ async def follow(
                     on_event(event)
                 if found.released:
                     return job
-                if job.ended:  # it is over in an instant
+                if job.ended:  # its release follows in an instant
                     patience.reschedule(None)
     except TimeoutError as error:
         raise DeadlineExceeded(

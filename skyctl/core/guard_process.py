@@ -1,7 +1,7 @@
 """The guardian's process: waits for the death of a pusher, then becomes `skyctl recover`.
 
-Run as a file by an interpreter without site packages: it imports nothing of skyctl's, and costs a
-few milliseconds and megabytes. Its arguments are the pusher's pid and the command to run. A byte on
+Run as a file by an interpreter without site packages: it imports nothing of skyctl, and costs a few
+milliseconds and megabytes. Its arguments are the pusher's pid and the command to run. A byte on
 stdin releases it.
 """
 
@@ -19,7 +19,7 @@ def main() -> None:
     try:
         poll.register(os.pidfd_open(pusher), select.POLLIN)
         told_by_kernel = True
-    except (AttributeError, OSError):  # not Linux, or dead by now
+    except (AttributeError, OSError):  # not Linux, or already dead
         told_by_kernel = False
     while os.getppid() == pusher:
         ready = [descriptor for descriptor, _ in poll.poll()]

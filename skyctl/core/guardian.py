@@ -1,4 +1,4 @@
-"""A push has a guardian: a small process that recovers the fleet when the pusher dies.
+"""The guardian of a push: a small process that recovers the fleet if the pusher dies.
 
 pusher ── spawns ──► guardian ── waits for the pusher's death (pidfd)
    │ done: one byte         └─► `skyctl recover --yes`
@@ -28,9 +28,9 @@ _END_TIMEOUT_S = 2.0
 
 @contextlib.asynccontextmanager
 async def guarded(paths: FleetPaths) -> AsyncIterator[None]:
-    """While the block runs, the death of this process makes another one run `skyctl recover`.
+    """While the block runs, the death of this process makes the guardian run `skyctl recover`.
 
-    A guardian that cannot be started is done without: recovery by hand remains.
+    If the guardian cannot be started, the push goes on without: recovery by hand remains.
     """
     try:
         guardian = _spawn(paths)
@@ -54,7 +54,7 @@ def _spawn(paths: FleetPaths) -> subprocess.Popen[bytes]:
             stdin=subprocess.PIPE,
             stdout=log,
             stderr=log,
-            start_new_session=True,  # what kills the pusher's terminal must not kill it
+            start_new_session=True,  # it must survive what kills the pusher's terminal
             cwd="/",
         )
     finally:

@@ -1,4 +1,4 @@
-"""Is a server ready, is it alive, and who receives requests: probes with deadlines, and rules."""
+"""Health probes with deadlines, and the rule for which servers receive requests."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FROZEN = ("paused", "updating")
 async def probe_ready(client: ControlClient, target: ServerTarget, timeout_s: float) -> bool | None:
     """Whether the server is paused, once it is ready; None while it is not.
 
-    Ready: it is in health, serves models, and its engine answers.
+    Ready: it passes the health check, serves models, and its engine answers.
     """
     server = engines.server(client, target, timeout_s=timeout_s)
     try:
@@ -30,12 +30,12 @@ async def probe_ready(client: ControlClient, target: ServerTarget, timeout_s: fl
 
 
 async def probe_alive(client: ControlClient, target: ServerTarget, timeout_s: float) -> bool:
-    """Whether the server is paused. Raises ServerError when it does not answer in time."""
+    """Whether the server is paused. Raises ServerError if it does not answer in time."""
     return await engines.server(client, target, timeout_s=timeout_s).is_paused()
 
 
 async def sleep_level(client: ControlClient, target: ServerTarget, timeout_s: float) -> int:
-    """At which level a server sleeps by its own metrics; 0 where it does not say."""
+    """The level at which a server sleeps by its own metrics; 0 if it does not say."""
     try:
         found = await engines.server(client, target, timeout_s=timeout_s).metrics()
     except ServerError:
@@ -52,7 +52,7 @@ class FailureCount:
 
     @property
     def next_decides(self) -> bool:
-        """Whether one more is too many."""
+        """Whether one more failure is too many."""
         return self.count + 1 >= self.policy.failures
 
     def succeeded(self) -> None:
@@ -69,8 +69,8 @@ class FailureCount:
 def routable(states: Mapping[str, str]) -> set[str]:
     """Names of the servers to route to, from each server's state.
 
-    While any server is ready, only ready ones. When the whole fleet is frozen, the frozen ones:
-    their requests continue on resume. Asleep, quarantined and dead servers never.
+    While any server is ready: the ready ones. If the whole fleet is frozen: the frozen ones, whose
+    requests continue on resume. Asleep, quarantined and dead servers: never.
     """
     ready = {name for name, state in states.items() if state == "ready"}
     return ready or {name for name, state in states.items() if state in FROZEN}

@@ -37,15 +37,16 @@ _VERIFY_TIMEOUT_S = 120.0
 
 INTENT_STAGES = frozenset(("start", "update"))
 INTENT_STATES = frozenset(("waking", "pausing", "held"))
-"""What recovery depends on: on record before it is acted upon, or the push undoes itself. A server
-is woken or paused after its own state says so."""
+"""States that recovery depends on: each is on record before it is acted upon, or the push undoes
+itself. A server is woken or paused only after the record says so.
+"""
 
 
 class JournalObserver:
-    """A PushObserver that writes everything to the journal; `on_server` hears server states.
+    """A PushObserver that writes everything to the journal; `on_server` receives server states.
 
     Intents and facts are on record when a call returns. The rest is written with the next of these,
-    else before anybody else's turn in the event loop: what is told at once is one statement.
+    or at the end of this turn of the event loop: updates of one moment make one statement.
 
     Raises StateUnwritable for an intent that cannot be put on record.
     """
@@ -69,7 +70,7 @@ class JournalObserver:
     def progress(self, done_bytes: int, total_bytes: int) -> None:
         now = time.monotonic()
         if not done_bytes:
-            return  # as a job begins
+            return  # the state in which a job begins
         if done_bytes >= total_bytes or now - self._wrote_progress >= _PROGRESS_S:
             self._wrote_progress = now
             self.close()
@@ -93,7 +94,7 @@ class JournalObserver:
         self.close()
 
     def close(self) -> None:
-        """Write what was told and is not written yet."""
+        """Write pending updates."""
         told, self._pending = self._pending, []
         if told:
             self._journal.tell(self._job_id, *told)
@@ -118,11 +119,11 @@ class JournalObserver:
         try:
             self.close()
         except Exception as error:
-            self._failure = error  # who tells something next hears of it
+            self._failure = error  # raised by the next `close`
 
 
 def open_push(journal: Journal, turn: Turn, request: PushRequest) -> Job:
-    """A new push job, which has the fleet's turn from now on.
+    """Open a push job, which has the fleet's turn from now on.
 
     Raises:
         StateUnwritable: its intent cannot be put on record.
@@ -146,11 +147,11 @@ async def run_push(
     guardian: AbstractAsyncContextManager[None] | None = None,
     kept: Path,
 ) -> None:
-    """Run an opened push to its end, and record what became of each server.
+    """Run an opened push to its end, and record how it left each server.
 
     Never raises for a failed push: the journal says how it ended. `guardian` watches over it.
-    `on_part` is told when another part of a roll is on record. The fleet's own copies of
-    checkpoints lie in `kept`.
+    `on_part` is called when another part of a rolling push is on record. The fleet's own copies of
+    checkpoints are in `kept`.
     """
     from skyctl.core.keeping import keeping
     from skyctl.push.rolling import push_rolling
@@ -200,7 +201,7 @@ async def run_push(
 def _recorded(
     state: FleetState, job_id: str, request: PushRequest
 ) -> Iterator[Callable[[PushResult], None]]:
-    """End the job as the block ends. What it yields records a push that went well."""
+    """End the job as the block ends. Yields the function that records a successful push."""
 
     def succeeded(result: PushResult) -> None:
         with state.transaction():
@@ -225,29 +226,29 @@ def _recorded(
 
 
 def doubt_left(state: FleetState, job_id: str) -> None:
-    """Remember the servers that a push which ends now has touched and not given back.
+    """Record as in doubt the servers that a push that ends now has touched and not released.
 
-    What it had verified is of no use then: it could not give them back itself.
+    Its verified digests are ignored: it could not release these servers itself.
     """
     events = [one for one in state.journal.events(job_id) if one.kind != "verified"]
     doubt(state, left_behind(state.journal.job(job_id), events))
 
 
 def abandon(state: FleetState, job_id: str, error: Exception) -> None:
-    """Close a job that an error of ours kept from beginning."""
+    """Close a job that an internal error kept from beginning."""
     if not state.journal.job(job_id).ended:
         shown = SkyctlError(f"the push never began: {error!r}", hint="skyctl logs supervisor")
         state.journal.end(job_id, "failed", error=_error_json(shown))
 
 
 def record_result(state: FleetState, job_id: str, result: PushResult) -> None:
-    """A push that succeeded: every server and the fleet are at its version."""
+    """Record a push that succeeded: every server and the fleet are at its version."""
     with state.transaction():
         _record_result(state, job_id, result)
 
 
 def record_part(state: FleetState, result: PushResult) -> None:
-    """These servers are at the push's version, the fleet is not yet."""
+    """Record that these servers are at the push's version, and the fleet not yet."""
     with state.transaction():
         _record_servers(state, result)
 
@@ -264,7 +265,7 @@ def _record_servers(state: FleetState, result: PushResult) -> None:
             "checkpoint_digest": result.checkpoint_digest,
             "weights_digest": server.weights_digest or None,
             "quarantine": None,
-            # what a level-2 sleep discarded is there again
+            # weights that a level-2 sleep discarded exist again
             "sleep_level": min(levels.get(server.server, 0), 1),
         }
         if server.sleep_level is not None:
@@ -291,7 +292,7 @@ def _record_result(state: FleetState, job_id: str, result: PushResult) -> None:
 def record_failure(
     state: FleetState, job_id: str, request: PushRequest, error: SkyctlError
 ) -> None:
-    """A push that failed: quarantine what it left in doubt, keep what it left at a version."""
+    """Record a push that failed: quarantine servers left in doubt, keep those left at a version."""
     state.add_event("fleet", f"{job_id} failed: {error.message}")
     doubted = in_doubt(state)
     for server in error.details.get("servers", []):
@@ -300,7 +301,7 @@ def record_failure(
             changes["quarantine"] = server.get("detail") or error.message
         version = server.get("version")
         verified = version and server.get("ok")
-        # else it holds what it held, maybe under the same label
+        # otherwise it holds what it held, perhaps under the same label
         new = verified or version != state.server(server["server"]).weight_version
         if version and version == error.details.get("version") and new:
             changes["weight_version"] = version
@@ -308,7 +309,7 @@ def record_failure(
             changes["checkpoint"] = request.checkpoint or None
             changes["checkpoint_digest"] = error.details.get("checkpoint_digest")
         if verified and server["server"] in doubted:
-            # what was in doubt is only well when it is verified
+            # a server in doubt is cleared only once it is verified
             changes["quarantine"] = None
             trust(state, server["server"])
         if server.get("sleep_level") is not None:
@@ -332,11 +333,12 @@ def record_failure(
 
 
 def _publish_in_part(state: FleetState, result: Mapping[str, Any]) -> None:
-    """What serves the new weights serves them: those that failed join it once they are restarted.
+    """If some servers serve the new weights, make them the fleet's: those that failed join after a
+    restart.
 
-    With the fleet left at its old weights they would come back beside it at those.
+    Otherwise a restarted server would come back at the old weights beside them.
     """
-    version = result.get("version")  # none of a push that was undone
+    version = result.get("version")  # none if the push was undone
     rows = result.get("servers", ()) if version else ()
     if any(row.get("ok") and row.get("version") == version for row in rows):
         found = (result[key] for key in ("version", "checkpoint", "checkpoint_digest", "transport"))
@@ -346,8 +348,9 @@ def _publish_in_part(state: FleetState, result: Mapping[str, Any]) -> None:
 async def verify_servers(
     targets: Sequence[ServerTarget], client: ControlClient, state: FleetState
 ) -> Verification:
-    """Compare what the servers hold now with each other, with what is on record and with the
-    fleet's checkpoint."""
+    """Compare what the servers hold now with each other, with the record and with the fleet's
+    checkpoint.
+    """
     from skyctl.push.verify import verify
 
     rows = await asyncio.to_thread(rows_of, state.weights())

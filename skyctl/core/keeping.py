@@ -1,4 +1,4 @@
-"""A push whose checkpoint the fleet keeps: copied first, pushed from the copy, then on record."""
+"""A push whose checkpoint the fleet keeps: copied first, pushed from the copy, then recorded."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from skyctl.store.state import FleetState
 
 @dataclass
 class Keeping:
-    """`request` is what is to be pushed: from the copy, once there is one."""
+    """`request` is what to push: from the copy, once there is one."""
 
     request: PushRequest
     state: FleetState
@@ -29,11 +29,11 @@ class Keeping:
     copy: Checkpoint | None = None
 
     def record(self, result: PushResult) -> None:
-        """The push went well: what was pushed stays."""
+        """The push succeeded: what was pushed stays."""
         self._remember(result.version, result.content_digest)
 
     def record_used(self) -> bool:
-        """The push went well on some servers only: they run the copy, so that it stays too."""
+        """The push succeeded on some servers only: they run the copy, so it stays as well."""
         used = self.copy is not None and str(self.copy.path) in self.state.checkpoints()
         if used and not any(one.checkpoint == self.request.checkpoint for one in self._known()):
             self._remember(self.state.weights().version or self.request.checkpoint, "")
@@ -62,9 +62,9 @@ class Keeping:
 async def keeping(
     request: PushRequest, directory: Path, state: FleetState
 ) -> AsyncIterator[Keeping]:
-    """What to push instead of the request; a copy that no server runs afterwards is removed.
+    """Yields what to push instead of the request; a copy that no server runs afterwards is removed.
 
-    The push must be on record, however it went, before the block ends.
+    The push must be on record, whatever its outcome, before the block ends.
 
     Raises:
         PreflightError, SkyctlError: it cannot be kept; nothing was touched.
@@ -82,7 +82,7 @@ async def keeping(
         copies = {one.checkpoint for one in known}
         copy = await asyncio.to_thread(keep_copy, source, directory, copies)
     copied = await asyncio.to_thread(read_checkpoint, str(copy))
-    # the copy has an identity of its own; that of the source was looked at
+    # the copy has an identity of its own; the source's has been checked
     own = Keeping(
         replace(request, checkpoint=str(copy), expected_digest=None), state, source, copied
     )
@@ -94,7 +94,7 @@ async def keeping(
 
 
 def _same(kept: KeptWeights, source: Checkpoint) -> bool:
-    """Whether these files are kept already, and the copy is what it was."""
+    """Whether these files are already kept, and the copy is intact."""
     if str(source.path) == kept.checkpoint:
         return source.identity_digest == kept.checkpoint_digest
     if source.identity_digest != kept.source_digest or not Path(kept.checkpoint).is_dir():

@@ -1,4 +1,4 @@
-"""What is allowed in a fleet file but probably not meant."""
+"""Settings that a fleet file may have but that are probably not meant."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _HEALTH_FAILURES = 3  # the router's default before it drops a worker
 
 
 class PlanWarning(str):
-    """One line to look at; `fix` is what to change in the fleet file."""
+    """One warning line; `fix` is what to change in the fleet file."""
 
     fix: str
 
@@ -30,7 +30,7 @@ def plan_warnings(
     cpu_count: int,
     trainer_gpu: int | None = None,
 ) -> tuple[PlanWarning, ...]:
-    """One line per thing to look at, in the order of the fleet file. `cpu_count` 0 is unknown."""
+    """One warning per finding, in the order of the fleet file. `cpu_count` 0 is unknown."""
     engine = ENGINES[config.engine]
     return (
         *_server_warnings(config, launches[0].device, launches[0].backend),

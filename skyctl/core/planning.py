@@ -44,7 +44,7 @@ def plan_here(
 
 
 def machines_of(config: FleetConfig, *, running: bool) -> list[Machine]:
-    """The machines of `launcher: ssh` or the cluster of `launcher: ray`, with what they have.
+    """The machines of `launcher: ssh` or the cluster of `launcher: ray`, with their resources.
 
     Raises:
         HostUnreachable: one cannot be asked, and the fleet does not run there already.
@@ -55,7 +55,7 @@ def machines_of(config: FleetConfig, *, running: bool) -> list[Machine]:
 
 
 def nodes_of(config: FleetConfig) -> list[Node]:
-    """Other machines that servers run on; a cluster is one of them until it has chosen a node."""
+    """Other machines that servers run on; a cluster counts as one until it has chosen a node."""
     ssh, ray = config.ssh, config.ray
     if config.launcher == "ray":
         cluster = RayCluster(
@@ -73,13 +73,13 @@ def nodes_of(config: FleetConfig) -> list[Node]:
 
 
 def plan_offline(config: FleetConfig, base_dir: Path) -> FleetPlan:
-    """`plan_fleet` without a look at the machine: ports and keys are made up, GPUs are not known.
+    """`plan_fleet` without looking at the machine: ports and keys are made up, GPUs are unknown.
 
     Raises:
-        UsageError: as `plan_fleet`, but for an API key that is not set.
+        UsageError: as `plan_fleet`, except for an API key that is not set.
     """
     if config.device == "auto" and config.weight_transfer.transport in ("nccl", "ipc"):
-        config = config.model_copy(update={"device": "cuda"})  # it is meant for such a machine
+        config = config.model_copy(update={"device": "cuda"})  # it is meant for a GPU machine
     environ = {} if config.api_key_env is None else {config.api_key_env: "not looked up"}
     ports = itertools.count(20000)
 
@@ -100,8 +100,8 @@ def planned(
     router: bool = True,
     tinker: bool = True,
 ) -> FleetPlan:
-    """The plan of a fleet; what runs already keeps its `ports`. False plans none of these."""
-    if not router:  # the Tinker API goes past it then
+    """The plan of a fleet; what already runs keeps its `ports`. False leaves that front out."""
+    if not router:  # the Tinker API bypasses it then
         config = config.model_copy(update={"router": RouterSection(enabled=False)})
     plan = plan_here(config, base_dir, known_ports=ports)
     return plan if tinker else replace(plan, tinker=None)
@@ -130,10 +130,10 @@ def scaled(config: FleetConfig, replicas: int) -> FleetConfig:
 
 
 def usable(plan: FleetPlan, ports: Mapping[str, int], file: Path | None = None) -> FleetPlan:
-    """The plan itself, once it was checked against this machine.
+    """The plan itself, once checked against this machine.
 
     Raises:
-        UsageError: what is wrong, all of it; `ports` are held by this fleet's own processes.
+        UsageError: everything that is wrong; `ports` are held by this fleet's own processes.
     """
     found = check_plan(plan, own_ports=ports.values(), file=file)
     if found:
@@ -156,8 +156,9 @@ def ports_of(plan: FleetPlan) -> dict[str, int]:
 
 
 def living(ports: Mapping[str, int], rows: Iterable[ProcessRow]) -> dict[str, int]:
-    """Those ports of dead processes do not count: they may have been taken since. A server that may
-    still run on another machine has its own."""
+    """The ports without those of dead processes, which may have been taken since. A server that may
+    still run on another machine keeps its own.
+    """
     named = {row.name for row in rows if row.alive() or begun(row.token)}
     named |= {"router-metrics"} if "router" in named else set()
     return {name: port for name, port in ports.items() if name in named}

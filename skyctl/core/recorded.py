@@ -1,4 +1,4 @@
-"""What a fleet's state file tells: the verbs that are the same for every fleet."""
+"""Verbs answered from a fleet's state file, which are the same for every fleet."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ from skyctl.store.state import Event, FleetState
 
 
 class RecordedFleet(FleetService):
-    """Verbs that need a server are of those who have some: here they raise FleetDownError."""
+    """Verbs that need servers raise FleetDownError here; subclasses with servers implement them."""
 
     state: FleetState
 
     def __init__(self, paths: FleetPaths, state: FleetState | None = None) -> None:
         self.paths = paths
-        if state is not None:  # else it is opened later
+        if state is not None:  # otherwise it is opened later
             self.state = state
 
     async def _ask(
@@ -45,7 +45,7 @@ class RecordedFleet(FleetService):
 
     @property
     def arbiter(self) -> Arbiter:
-        """Who may act on this fleet."""
+        """The arbiter of who may act on this fleet."""
         return Arbiter(self.state.locks)
 
     async def jobs(self) -> tuple[Job, ...]:

@@ -1,12 +1,12 @@
-"""Put a fleet right: resume what is only frozen, push what is half updated, restart the rest.
+"""Recover a fleet: resume what is only frozen, push what is half updated, restart the rest.
 
     frozen        close its session, check its digest, resume        ─┐ when that fails
     woken         the same, and it sleeps again                      ─┤
-    half-updated  scrub it; push again what was being pushed to all ◄─┘
-                  └─ cannot be: push the fleet's weights to it alone
-                     └─ cannot be: restart it, or leave it quarantined
+    half-updated  scrub it; repeat the interrupted push into all    ◄─┘
+                  └─ impossible: push the fleet's weights to it alone
+                     └─ impossible: restart it, or leave it quarantined
 
-Nothing is resumed before it is known what it holds, and nothing to which a trainer may still send.
+Nothing is resumed before it is known what it holds, nor while a trainer may still send to it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _NOTHING_SENT = (*_BEFORE_SESSIONS, "start")
 
 @dataclass(frozen=True)
 class Recovered:
-    """What was done about one server. `ok`: it serves as intended, or nothing was the matter.
+    """What was done about one server. `ok`: it serves as intended, or nothing was wrong.
 
     `seconds` is how long it took.
     """
@@ -63,16 +63,18 @@ class Actions(Protocol):
     targets: Mapping[str, ServerTarget]
 
     async def push(self, request: PushRequest, servers: Collection[str]) -> Job:
-        """Push into these servers, and no others, where they can take it; the ended job."""
+        """Push into these servers only, those that can take it; returns the ended job."""
 
     async def bring(self, name: str) -> None:
         """Push the fleet's weights into this server alone. Raises SkyctlError."""
 
     async def replace(self, name: str, why: str) -> str:
-        """Restart a server, or quarantine one whose process is not ours; why it is not back."""
+        """Restart a server, or quarantine one whose process is not ours; returns why it is not
+        back.
+        """
 
     def waits(self, name: str, reason: str) -> None:
-        """Leave a server quarantined, for a reason that says what to type."""
+        """Leave a server quarantined, with a reason that says what to type."""
 
 
 class _Case:
@@ -107,7 +109,7 @@ async def recover(findings: Sequence[Finding], actions: Actions) -> list[Recover
     _leave_held(cases, actions)
     chosen = [case for case in cases if case.action in ("resume", "sleep")]
     await asyncio.gather(*(_release_one(case, actions) for case in chosen))
-    # whoever cannot take part is replaced or quarantined below: nobody stays at older weights
+    # servers that cannot take part are replaced or quarantined below: none stays at older weights
     able = [case.name for case in cases if case.action not in ("restart", "quarantine")]
     await _push([case for case in cases if case.action == "push"], able, actions)
     left = [case for case in cases if case.ended is None]
@@ -116,7 +118,7 @@ async def recover(findings: Sequence[Finding], actions: Actions) -> list[Recover
 
 
 def _leave_held(cases: Sequence[_Case], actions: Actions) -> None:
-    """Servers of a trainer that lives stay as they are until it has ended."""
+    """Leave servers of a living trainer as they are until it has ended."""
     process, names = held_by(actions.state) or (None, ())
     for case in cases:
         if process is not None and case.name in names and case.action != "nothing":
@@ -126,7 +128,7 @@ def _leave_held(cases: Sequence[_Case], actions: Actions) -> None:
 
 
 async def _replace(cases: Sequence[_Case], actions: Actions) -> None:
-    """Those that serve until then one after the other, the rest at once."""
+    """Replace servers that still serve one after the other, the rest at once."""
 
     async def replace_one(case: _Case) -> None:
         case.done(await actions.replace(case.name, case.problem or case.finding.detail))
@@ -140,7 +142,7 @@ async def _replace(cases: Sequence[_Case], actions: Actions) -> None:
 async def _release_one(case: _Case, actions: Actions) -> None:
     found = in_doubt(actions.state).get(case.name)
     if found is None:
-        return case.done()  # put right meanwhile
+        return case.done()  # repaired meanwhile
     server = engines.server(
         actions.client, actions.targets[case.name], timeout_s=actions.control_timeout_s
     )
@@ -167,8 +169,9 @@ async def _release_one(case: _Case, actions: Actions) -> None:
 
 
 async def _push(cases: Sequence[_Case], able: Collection[str], actions: Actions) -> None:
-    """Finish the push that broke off, in all that are `able`; else the fleet's weights, one by
-    one."""
+    """Repeat the interrupted push, in all that are `able`; otherwise push the fleet's weights, one
+    by one.
+    """
     open_cases = list(cases)
     request = interrupted_request(actions.state)
     if request is not None and any(case.name in in_doubt(actions.state) for case in open_cases):
@@ -185,10 +188,10 @@ async def _push(cases: Sequence[_Case], able: Collection[str], actions: Actions)
             await actions.bring(case.name)
             settle(actions.state, case.name)
             case.done()
-        except StateUnwritable as error:  # nothing was touched; and a restart loses what it holds
+        except StateUnwritable as error:  # untouched; a restart would lose what it holds
             _wait([case], actions, error, _ROOM_AGAIN)
         except WeightsGone as error:
-            # a directory that is overwritten at every step: a restarted server could not have its
+            # a directory that is overwritten at every step: a restarted server could not get its
             # fleet's weights either, and the next push scrubs this one
             leave_to_next_push(actions.state, case.name)
             _wait([case], actions, error, "push or update again: skyctl sync-weights CKPT")
@@ -208,8 +211,9 @@ def _wait(cases: Sequence[_Case], actions: Actions, error: SkyctlError, then: st
 def _still_open(
     cases: Sequence[_Case], actions: Actions, problem: str, doubted: Collection[str]
 ) -> list[_Case]:
-    """Those that the push did not put right. It takes off the list what was `doubted`; what was in
-    no doubt it put right only if it went well."""
+    """The cases that the push did not repair. A push clears the doubt about those in `doubted`; the
+    others it repaired only if it succeeded.
+    """
     left, listed = [], in_doubt(actions.state)
     for case in cases:
         failed = bool(problem) and case.name not in doubted
@@ -222,8 +226,9 @@ def _still_open(
 
 
 def interrupted_request(state: FleetState) -> PushRequest | None:
-    """What the latest push asked for that left servers half updated, of the very files it pushed;
-    None without one, and where it is not to be made again: the fleet may have moved on."""
+    """The request of the latest push that left servers half updated, for the very files it pushed;
+    None without one, or if it must not be repeated: the fleet may have moved on.
+    """
     doubted = {one.job for one in in_doubt(state).values() if one.half_updated}
     # newest first; an admission that broke off is not among the jobs
     latest = next((job for job in state.journal.jobs() if job.id in doubted), None)
@@ -234,12 +239,12 @@ def interrupted_request(state: FleetState) -> PushRequest | None:
         return None
     try:
         request = PushRequest.from_json(latest.request)
-    except (SkyctlError, TypeError):  # forgotten, or written by another skyctl
+    except (SkyctlError, TypeError):  # pruned, or written by another skyctl
         return None
     prepared = [e.data for e in state.journal.events(latest.id) if e.kind == "prepared"]
     if not prepared or not prepared[-1]["checkpoint"]:
-        return None  # it never looked at its files, or had none: nothing says which they were
-    if request.transport == TRAINER:  # nobody can ask it again; what it wrote to disk can be pushed
+        return None  # it never read its files, or had none: nothing says which they were
+    if request.transport == TRAINER:  # the trainer cannot be asked again; its files can be pushed
         request = replace(request, transport="auto", weights_digest=None)
     request = replace(
         request,
@@ -247,13 +252,13 @@ def interrupted_request(state: FleetState) -> PushRequest | None:
         expected_digest=prepared[-1]["checkpoint_digest"],
         keep=False,
     )
-    # nobody has accepted what a canary had not tried to the end, and a roll is not the fleet's
-    # version before its end: the fleet's weights go back
+    # a canary that did not finish has accepted nothing, and a roll is not the fleet's version
+    # before its end: the fleet's weights go back
     return None if request.leaves_router else request
 
 
 def published(weights: FleetWeights, *, verify: bool) -> PushRequest:
-    """A request for the weights that the fleet has.
+    """A request for the fleet's weights.
 
     Raises:
         SkyctlError: it has none but those it was started with.
@@ -291,7 +296,7 @@ def needed(state: FleetState) -> set[str | None]:
 
 
 def settle(state: FleetState, name: str) -> None:
-    """This server is as it should be: no doubt, no quarantine."""
+    """Clear this server: no doubt, no quarantine."""
     with state.transaction():
         trust(state, name)
         state.update_server(name, quarantine=None)
@@ -309,11 +314,10 @@ async def release(
 ) -> None:
     """Close the session that a push left open at `stage`, and resume the server if `thaw`.
 
-    `digest` is what its weights must come to, None where that is not known: then only a server to
-    which nothing can have been sent is given back. `label` is the version they get, if they have
-    not got it yet. `slept` is the level at which it slept before the push woke its weights, 0 when
-    that did not happen: it sleeps again afterwards, unless that sleep had discarded its weights,
-    which stay awake, and empty.
+    `digest` is what its weights must have, None if unknown: then only a server to which nothing can
+    have been sent is released. `label` is the version they get, if they do not have it yet. `slept`
+    is the level at which it slept before the push woke its weights, 0 if it did not: it sleeps
+    again afterwards, unless that sleep had discarded its weights, which stay awake, and empty.
 
     Raises:
         ServerError: it does not answer, or is not known to hold what it held before: do not resume
@@ -322,9 +326,9 @@ async def release(
     name = server.target.name
     if not digest and stage not in _NOTHING_SENT:
         raise ServerError(f"{name}: nobody knows what its weights were before the push")
-    if slept:  # the push may have died before it was done
+    if slept:  # the push may have died before the wake was complete
         await server.wake(["weights"])
-    # nothing would show that a push before this one has left a session open
+    # nothing would show that an earlier push left a session open
     if stage not in _BEFORE_SESSIONS or not digest:
         try:
             await server.finish_weight_update(timeout_s=timeout_s)

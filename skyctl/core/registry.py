@@ -25,9 +25,10 @@ DEFAULT_FILE = "fleet.yaml"
 
 @dataclass(frozen=True)
 class FleetRef:
-    """The fleet a command is about. `file` is the user's file, None when only our copy is left.
-    `loaded` is what it says; None of a fleet that is up from it as it is: then it is read by those
-    who need more than the name, as that takes longer than most verbs."""
+    """The fleet a command is about. `file` is the user's file, None if only our copy is left.
+    `loaded` is its content; None if the fleet is up from the unchanged file: commands that need
+    more than the name read it then, because that takes longer than most verbs.
+    """
 
     name: str
     paths: FleetPaths
@@ -42,11 +43,11 @@ class FleetRef:
             return self.loaded
         from skyctl.fleetfile.load import load_fleet
 
-        return load_fleet(self.paths.fleet_file).config  # the user's may be another one by now
+        return load_fleet(self.paths.fleet_file).config  # the user's file may have changed by now
 
     @property
     def attached(self) -> bool:
-        """Somebody else starts and stops its servers: it has no supervisor."""
+        """Whether its servers are started and stopped by somebody else: it has no supervisor."""
         return self.loaded is not None and self.loaded.attached
 
 
@@ -72,10 +73,10 @@ TOKEN_VARIABLE, CA_VARIABLE = "SKYCTL_TOKEN_FILE", "SKYCTL_CA"
 
 
 def find(file: Path | None, name: str | None) -> FleetRef | RemoteRef:
-    """`select`, and of other machines: `name` may be a URL.
+    """Like `select`, but `name` may also be the URL of a fleet on another machine.
 
     Raises:
-        As `select`. UsageError: the URL is none.
+        As `select`. UsageError: the URL is invalid.
     """
     if name is None or "://" not in name:
         return select(file, name)
@@ -95,8 +96,9 @@ def find(file: Path | None, name: str | None) -> FleetRef | RemoteRef:
 
 
 def known_fleets() -> list[str]:
-    """Names of the fleets this user has ever started or attached to, sorted. One whose first `up`
-    was refused has a directory, but nothing is remembered of it."""
+    """Names of the fleets this user has ever started or attached to, sorted. A fleet whose first
+    `up` was refused has a directory, but is not remembered.
+    """
     fleets = state_root() / "fleets"
     if not fleets.is_dir():
         return []
@@ -104,7 +106,7 @@ def known_fleets() -> list[str]:
 
 
 def supervisor_running(paths: FleetPaths) -> bool:
-    """True when a live supervisor holds the fleet's lock file."""
+    """Whether a live supervisor holds the fleet's lock file."""
     return flocked(paths.supervisor_lock)
 
 
@@ -134,7 +136,7 @@ def select_paths(file: Path | None, name: str | None) -> FleetPaths:
 
 
 def remember(ref: FleetRef) -> None:
-    """Keep a copy of the fleet file and where it came from, so the name finds the fleet.
+    """Keep a copy of the fleet file and of its origin, so the name finds the fleet.
 
     Raises:
         StateUnwritable: they cannot be written; the fleet is found by its file as before.
@@ -149,7 +151,7 @@ def remember(ref: FleetRef) -> None:
 
 
 def _origin(paths: FleetPaths) -> dict[str, str]:
-    """`file`, `base_dir` and `kind` of a fleet that is remembered; {} for one that is not."""
+    """`file`, `base_dir` and `kind` of a remembered fleet; {} for another."""
     if written := _written_origin(paths):
         return written
     if not paths.database.exists():
@@ -170,17 +172,17 @@ def _written_origin(paths: FleetPaths) -> dict[str, str]:
 def _copy(text: bytes, path: Path) -> None:
     if path.exists() and path.read_bytes() == text:
         return
-    # a name of its own: several processes and threads may do this at once
+    # a unique name: several processes and threads may do this at once
     temporary = path.with_suffix(f".{secrets.token_hex(4)}.tmp")
     place_private_file(temporary, text)
     temporary.replace(path)
 
 
 def refuse_another_file(ref: FleetRef) -> None:
-    """A copied directory is a likely mistake: its `up` would make another fleet's servers its own.
+    """A copied directory is a likely mistake: its `up` would take over another fleet's servers.
 
     Raises:
-        ConflictError: the fleet runs from another file of the same name, which is still there.
+        ConflictError: the fleet runs from another file of the same name, which still exists.
     """
     if ref.file is None or not supervisor_running(ref.paths):
         return
@@ -224,7 +226,7 @@ def _advice() -> str:
 
 
 def _listed(names: Sequence[str]) -> str:
-    """`a, b; attached: c; down: d, e`: those that run come first."""
+    """`a, b; attached: c; down: d, e`: running fleets come first."""
     states: dict[str, list[str]] = {"": [], "attached: ": [], "down: ": []}
     for name in names:
         state = "" if supervisor_running(fleet_paths(name)) else "down: "
@@ -258,8 +260,9 @@ def _from_file(file: Path) -> FleetRef:
 
 
 def _up_from(file: Path) -> FleetRef | None:
-    """The fleet that is up from this very file, which was checked then. None where there is none,
-    or where the environment has a say in it (`${VAR}`)."""
+    """The fleet that is up from this very file, which was checked then. None without one, or if the
+    file depends on the environment (`${VAR}`).
+    """
     absolute = file.absolute()
     with contextlib.suppress(OSError):
         text = file.read_bytes()

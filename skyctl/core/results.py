@@ -1,5 +1,6 @@
-"""Results of verbs that are made of what the state file holds: commands that ask for none of them
-need none of it."""
+"""Results of verbs that consist of what the state file holds; only commands that ask for them load
+them.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ class WeightsState:
 
 @dataclass(frozen=True)
 class KeptVersion:
-    """`current`: the fleet, or one of its servers, runs it. `there`: its copy is."""
+    """`current`: the fleet, or one of its servers, runs it. `there`: its copy exists."""
 
     kept: KeptWeights
     current: bool
@@ -34,8 +35,9 @@ class KeptVersion:
 
 @dataclass(frozen=True)
 class Processes:
-    """The children on record, the ports they have or are about to have, and whether somebody is
-    ending all of them."""
+    """The recorded child processes, their present or planned ports, and whether the fleet is being
+    taken down.
+    """
 
     rows: tuple[ProcessRow, ...] = ()
     ports: dict[str, int] = field(default_factory=dict)

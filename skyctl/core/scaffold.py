@@ -1,4 +1,4 @@
-"""Writes a first fleet file, and tiny checkpoints to try it with."""
+"""Write a first fleet file, and tiny checkpoints to try it with."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from skyctl.fleetfile.load import parse_fleet
 
 FLEET_FILE = "fleet.yaml"
 TINY_MODEL = "./checkpoints/a"
-# starts like a word or a path, so that YAML reads no number or date into it
+# starts like a word or a path, so that YAML reads it as neither number nor date
 _PLAIN = re.compile(r"(?:[A-Za-z_/]|\.{1,2}/)(?:[A-Za-z0-9./_:-]*[A-Za-z0-9./_-])?")
 _YAML_WORDS = frozenset({"yes", "no", "on", "off", "true", "false", "null"})
 
@@ -36,7 +36,7 @@ class ScaffoldRequest:
 
 @dataclass(frozen=True)
 class ScaffoldResult:
-    """What was written. `kept` are checkpoints that were there already."""
+    """What was written. `kept` are checkpoints that already existed."""
 
     name: str
     file: Path
@@ -55,11 +55,11 @@ class ScaffoldResult:
 def scaffold(
     request: ScaffoldRequest, *, note: Callable[[str], None] = lambda line: None
 ) -> ScaffoldResult:
-    """Write the fleet file, after the checkpoints it names. `note` hears what takes a while.
+    """Write the fleet file, after the checkpoints it names. `note` receives what takes a while.
 
     Raises:
         UsageError: options that exclude each other, or an invalid name or URL.
-        ConflictError: there is a fleet file already, and `force` is not set.
+        ConflictError: there is already a fleet file, and `force` is not set.
         SkyctlError: the directory cannot be written, or torch is missing for `tiny`.
     """
     if request.servers and (request.tiny or request.model):
@@ -73,7 +73,7 @@ def scaffold(
         raise ConflictError(f"{file} exists already", hint="overwrite it with --force")
     name = request.name or name_for(request.directory)
     text = fleet_file_text(request, name)
-    parse_fleet(text, file)  # what was asked for may be wrong: the name, a URL
+    parse_fleet(text, file)  # a requested name or URL may be invalid
     made: list[Path] = []
     kept: list[Path] = []
     try:
@@ -88,7 +88,7 @@ def scaffold(
 
 
 def _make_whole(directory: Path, seed: int, note: Callable[[str], None]) -> bool:
-    """Make a tiny checkpoint completely or not at all; False when there is one already."""
+    """Make a tiny checkpoint completely or not at all; False if it already exists."""
     if (directory / "config.json").exists():
         return False
     note(f"making {directory} …")

@@ -1,16 +1,16 @@
 """Everything that can be asked of a fleet: one method per verb, a request in, a result out.
 
-    FleetService              its verbs ask somebody: `_ask` is the only thing to write
+    FleetService              forwards its verbs: subclasses implement `_ask`
     ├── RemoteFleet           a supervisor, by its HTTP API (`supervisor/client.py`)
-    │   └── SupervisedFleet   … of this machine, started again when it is gone (`service/`)
+    │   └── SupervisedFleet   … of this machine, restarted when it is gone (`service/`)
     └── RecordedFleet         the state file (`core/recorded.py`)
         ├── UnsupervisedFleet … of a fleet whose supervisor is gone (`service/`)
         ├── AttachedFleet     … and servers by URL (`service/`)
         └── Supervisor        … and servers of its own (`supervisor/`)
 
-Requests and results are dataclasses, which pydantic carries over the wire as they are. A result's
-type is imported by the verb that asks for it: a push begins before what shows it is there. Paths
-are those of the machine that the fleet runs on. All times are in seconds.
+Requests and results are dataclasses, which pydantic carries over the wire unchanged. A result's
+type is imported by the verb that returns it: a push starts before the modules that display it are
+loaded. Paths are those of the machine that the fleet runs on. All times are in seconds.
 """
 
 from __future__ import annotations
@@ -45,8 +45,9 @@ Outcomes = tuple[Outcome[Any], ...]
 CALL_TIMEOUT_S = 15.0
 _VERB_GRACE_S = 45.0  # beyond a verb's deadline: states read back, a rollback, a router that hangs
 SETTLE_WAIT_S = 60.0
-"""How long a push waits for a supervisor that is just taking the fleet over, or putting right what
-the last push left."""
+"""How long a push waits for a supervisor that is still taking the fleet over, or repairing what the
+last push left.
+"""
 _VERIFY_S = 600.0
 _ASK_S = 60.0
 _DAY_S = 86_400.0
@@ -56,8 +57,9 @@ _DAY_S = 86_400.0
 
 @dataclass(frozen=True, kw_only=True)
 class StatusQuery:
-    """Unless `fresh`, which is cheaper, a pause that was not made through skyctl shows only with
-    the supervisor's next health probe. `operation`: with that one, if it has ended."""
+    """Without `fresh`, which is cheaper, a pause that was not made through skyctl shows only with
+    the supervisor's next health probe. `operation`: report that operation, if it has ended.
+    """
 
     fresh: bool = True
     operation: int | None = None
@@ -65,22 +67,24 @@ class StatusQuery:
 
 @dataclass(frozen=True, kw_only=True)
 class Control:
-    """What pause, resume, sleep and wake share: which servers (all when empty), and the deadline of
-    each server's call (None: the fleet file's)."""
+    """What pause, resume, sleep and wake share: the servers (all if empty), and the deadline of
+    each server's call (None: the fleet file's).
+    """
 
     verb: ClassVar[str]
     servers: tuple[str, ...] = ()
     timeout_s: float | None = None
 
     def describe(self) -> str:
-        """The verb for the fleet's history, with what it was told: `pause (mode keep)`."""
+        """The verb for the fleet's history, with its options: `pause (mode keep)`."""
         return self.verb
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pause(Control):
-    """Stop generation. When some servers cannot be paused the others are resumed, unless
-    `keep_partial`."""
+    """Stop generation. If some servers cannot be paused the others are resumed, unless
+    `keep_partial`.
+    """
 
     verb = "pause"
     mode: PauseMode = "abort"
@@ -122,8 +126,9 @@ class Wake(Control):
 
 @dataclass(frozen=True)
 class JobQuery:
-    """A job with its events of a sequence number above `after`. With `wait_s` only what changes is
-    asked for: answered when there is some, or when that time is over (`core/following.py`)."""
+    """A job with its events of a sequence number above `after`. With `wait_s`, only changes:
+    answered when there are any, or after that time (`core/following.py`).
+    """
 
     job: str
     after: int = 0
@@ -133,7 +138,8 @@ class JobQuery:
 @dataclass(frozen=True)
 class OpenUpdate:
     """A push whose weights a trainer sends itself: from `at`, as `process`, within `timeout_s`
-    (None: the fleet file's time for an update)."""
+    (None: the fleet file's time for an update).
+    """
 
     push: PushRequest
     at: Rendezvous
@@ -143,7 +149,7 @@ class OpenUpdate:
 
 @dataclass(frozen=True)
 class CloseUpdate:
-    """The trainer's word: all is sent, or why not."""
+    """The trainer's report: everything is sent, or why not."""
 
     job: str
     failure: str = ""
@@ -165,14 +171,14 @@ class Forget:
 
 @dataclass(frozen=True)
 class Recover:
-    """`timeout_s` bounds the wait; a recovery of the supervisor's goes on after it."""
+    """`timeout_s` bounds the wait; a supervisor's recovery goes on after it."""
 
     timeout_s: float | None = None
 
 
 @dataclass(frozen=True)
 class Restart:
-    """Replicas to restart one after the other, all when empty."""
+    """Replicas to restart one after the other, all if empty."""
 
     servers: tuple[str, ...] = ()
 
@@ -184,7 +190,7 @@ class Scale:
 
 @dataclass(frozen=True)
 class Down:
-    """`drain_timeout_s` None: the fleet file's. `wait_s` bounds the wait for all of it."""
+    """`drain_timeout_s` None: the fleet file's. `wait_s` bounds the whole wait."""
 
     drain_timeout_s: float | None = None
     wait_s: float = 600.0
@@ -192,8 +198,9 @@ class Down:
 
 @dataclass(frozen=True)
 class LogQuery:
-    """The last `lines` of the logs of these (a server, `router`, `supervisor`), all when empty;
-    with `probes` also the access-log lines of health probes."""
+    """The last `lines` of the logs of these (a server, `router`, `supervisor`), all if empty; with
+    `probes`, including the access-log lines of health probes.
+    """
 
     names: tuple[str, ...] = ()
     lines: int = 50
@@ -205,7 +212,7 @@ class LogQuery:
 
 @dataclass(frozen=True)
 class OpenedUpdate:
-    """A push that waits for its trainer to send to these servers; none when it has ended."""
+    """A push that waits for its trainer to send to these servers; none if it has ended."""
 
     job: str
     servers: tuple[SendTarget, ...] = ()
@@ -214,7 +221,8 @@ class OpenedUpdate:
 @dataclass(frozen=True)
 class Staging:
     """Where weights from memory are written, the checkpoints there that must stay, and where
-    `adapters` from memory are written. `in_memory`: a tmpfs of this machine will do as well."""
+    `adapters` from memory are written. `in_memory`: a tmpfs of this machine will do as well.
+    """
 
     directory: Path
     needed: frozenset[str]
@@ -234,16 +242,16 @@ class TakenDown:
 
 
 class FleetService:
-    """One fleet. A verb that needs a running fleet raises FleetDownError where there is none."""
+    """One fleet. A verb that needs a running fleet raises FleetDownError if there is none."""
 
     async def _ask(
         self, verb: str, asked: object, result: type[T], *, patience_s: float = CALL_TIMEOUT_S
     ) -> T:
-        """The verb's result from whoever knows, within `patience_s` seconds."""
+        """The verb's result, from whatever implements it, within `patience_s` seconds."""
         raise NotImplementedError(verb)
 
     async def control(self, asked: Control) -> Outcomes:
-        """What pause, resume, sleep and wake have in common."""
+        """The common part of pause, resume, sleep and wake."""
         patience_s = (asked.timeout_s or _VERIFY_S) + _VERB_GRACE_S
         return await self._ask(asked.verb, asked, Outcomes, patience_s=patience_s)
 
@@ -257,7 +265,8 @@ class FleetService:
         """Stop generation on every server at once.
 
         Raises:
-            ConflictError: a push or a recovery goes on (of any verb that changes servers).
+            ConflictError: a push or a recovery is under way (as for every verb that changes
+                servers).
             NotFoundError: there is no server of one of the names.
         """
         return await self.control(asked)
@@ -271,12 +280,12 @@ class FleetService:
         return await self.control(asked)
 
     async def wake(self, asked: Wake = Wake()) -> Outcomes:
-        """Take it back. Raises ConflictError where discarded weights would be served."""
+        """Take the memory back. Raises ConflictError if discarded weights would be served."""
         return await self.control(asked)
 
     async def start_push(self, asked: PushRequest) -> str:
-        """Begin a push and return its job's id. A supervisor that is just taking the fleet over is
-        waited for.
+        """Begin a push and return its job's id. Waits for a supervisor that is still taking the
+        fleet over.
 
         Raises:
             ConflictError: somebody else acts on the fleet; the message says who.
@@ -289,7 +298,8 @@ class FleetService:
 
     async def open_update(self, asked: OpenUpdate) -> OpenedUpdate:
         """Begin a push whose weights a trainer sends itself; returns once the servers are frozen
-        and wait for them. Raises as `start_push`."""
+        and wait for them. Raises as `start_push`.
+        """
         from skyctl.push.tracing import current_traceparent
 
         traced = replace(asked.push, traceparent=current_traceparent())
@@ -298,7 +308,7 @@ class FleetService:
         )
 
     async def close_update(self, asked: CloseUpdate) -> None:
-        """Say that an update is sent, or will not be; nothing happens when it is over."""
+        """Report that an update is sent, or will not be; a no-op once it is over."""
         return await self._ask("close_update", asked, type(None))
 
     async def rendezvous(self, asked: Rendezvous) -> tuple[SendTarget, ...]:
@@ -316,8 +326,9 @@ class FleetService:
         return await self._ask("jobs", None, tuple[Job, ...])
 
     async def job_changes(self, asked: JobQuery) -> JobChanges:
-        """A job and what happened in it. With a `wait_s`, also raises FleetDownError when the
-        process that ran it died. Raises NotFoundError."""
+        """A job and what happened in it. With `wait_s`, also raises FleetDownError if the process
+        that ran it died. Raises NotFoundError.
+        """
         from skyctl.core.following import JobChanges
 
         return await self._ask(
@@ -334,7 +345,7 @@ class FleetService:
         on_event: Callable[[JobEvent], None] = lambda event: None,
         timeout_s: float | None = None,
     ) -> Job:
-        """Follow a job until it ends; `on_event` hears its past events first, then each new one.
+        """Follow a job until it ends; `on_event` receives its past events first, then each new one.
 
         A job that failed is returned, not raised.
 
@@ -362,20 +373,21 @@ class FleetService:
         return await self._ask("weights", None, WeightsState)
 
     async def verify_weights(self) -> Verification:
-        """Compare what the servers hold now with each other, with what is on record and with the
-        fleet's checkpoint."""
+        """Compare what the servers hold now with each other, with the record and with the fleet's
+        checkpoint.
+        """
         from skyctl.push.verify import Verification
 
         return await self._ask("verify_weights", None, Verification, patience_s=_VERIFY_S)
 
     async def kept_versions(self) -> tuple[KeptVersion, ...]:
-        """The versions of which the fleet keeps a copy of its own, newest first."""
+        """The versions of which the fleet keeps its own copy, newest first."""
         from skyctl.core.results import KeptVersion
 
         return await self._ask("kept_versions", None, tuple[KeptVersion, ...])
 
     async def forget_version(self, asked: Forget) -> int:
-        """Delete the copies of a version; the bytes of weights that were in them.
+        """Delete the copies of a version; returns the bytes of weights that were in them.
 
         Raises:
             NotFoundError: it is not kept.
@@ -385,11 +397,11 @@ class FleetService:
         return await self._ask("forget_version", asked, int, patience_s=_ASK_S)
 
     async def model_path(self) -> str | None:
-        """Directory or hub id of what the servers run now; None where they do not tell."""
+        """Directory or hub id of what the servers run now; None if they do not say."""
         return await self._ask("model_path", None, str | None)  # type: ignore[arg-type]
 
     async def staging(self) -> Staging:
-        """Where a process of the fleet's machine writes weights that are to be pushed."""
+        """Where a process on the fleet's machine writes weights that are to be pushed."""
         return await self._ask("staging", None, Staging)
 
     async def adapters(self) -> tuple[AdapterVersion, ...]:
@@ -403,7 +415,7 @@ class FleetService:
         return await self._change_adapter("load_adapter", asked)
 
     async def unload_adapter(self, asked: UnloadAdapter) -> AdapterChange:
-        """Serve a LoRA adapter no longer."""
+        """Stop serving a LoRA adapter."""
         return await self._change_adapter("unload_adapter", asked)
 
     async def _change_adapter(self, verb: str, asked: LoadAdapter | UnloadAdapter) -> AdapterChange:
@@ -413,13 +425,13 @@ class FleetService:
         return await self._ask(verb, asked, AdapterChange, patience_s=patience_s)
 
     async def findings(self) -> tuple[Finding, ...]:
-        """What is the matter with each server, asked now. Changes nothing."""
+        """What is wrong with each server, observed now. Changes nothing."""
         from skyctl.core.diagnosis import Finding
 
         return await self._ask("findings", None, tuple[Finding, ...], patience_s=_ASK_S)
 
     async def recover(self, asked: Recover = Recover()) -> tuple[Recovered, ...]:
-        """Put right what can be; one report per server.
+        """Repair what can be; one report per server.
 
         Raises:
             ConflictError: somebody else acts on the fleet.
@@ -431,7 +443,7 @@ class FleetService:
         return await self._ask("recover", asked, tuple[Recovered, ...], patience_s=patience_s)
 
     async def restart(self, asked: Restart = Restart()) -> int:
-        """Begin a rolling restart; the operation's number.
+        """Begin a rolling restart; returns the operation's number.
 
         Raises:
             NotFoundError: no such server. ConflictError: the supervisor is busy.
@@ -440,7 +452,8 @@ class FleetService:
         return await self._ask("restart", asked, int)
 
     async def scale(self, asked: Scale) -> int:
-        """Begin to run so many servers; the operation's number, 0 when there is nothing to do.
+        """Begin to run this many servers; returns the operation's number, 0 if there is nothing to
+        do.
 
         Raises:
             UsageError: the fleet file lists replica groups, or the count is not positive.
@@ -458,11 +471,11 @@ class FleetService:
         return await self._ask("urls", None, FleetUrls)
 
     async def processes(self) -> Processes:
-        """What skyctl has started, as it is on record."""
+        """The processes that skyctl has started, as recorded."""
         from skyctl.core.results import Processes
 
         return await self._ask("processes", None, Processes)
 
     async def logs(self, asked: LogQuery = LogQuery()) -> dict[str, tuple[str, ...]]:
-        """The ends of the logs by name. Raises NotFoundError for one that there is not."""
+        """The ends of the logs, by name. Raises NotFoundError for an unknown name."""
         return await self._ask("logs", asked, dict[str, tuple[str, ...]])

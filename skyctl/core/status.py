@@ -1,4 +1,4 @@
-"""What `skyctl status` knows: one row per replica and front, and a verdict with reasons."""
+"""The data of `skyctl status`: one row per replica and front, and a verdict with reasons."""
 
 from __future__ import annotations
 
@@ -9,21 +9,22 @@ from typing import Any, Literal
 from skyctl.errors import SkyctlError
 
 Health = Literal["healthy", "degraded", "down"]
-# States in which a server does what somebody asked of it.
+# States in which a server does what it was asked to.
 INTENDED_STATES = ("ready", "paused", "asleep", "updating")
 TRANSIENT_STATES = ("starting", "restarting", "stopping")
 
 
 @dataclass(frozen=True)
 class ReplicaStatus:
-    """One server. `kv_usage` is 0..1; a field is None when it is unknown.
+    """One server. `kv_usage` is 0..1; a field is None if unknown.
 
     `state` is starting, ready, paused, asleep, updating, restarting, stopping, stopped, dead,
     failed, quarantined or unreachable; `reason` says why. `state_s` is the seconds spent in it.
-    `restart_reason` says why it was started again, the last of `restarts` times. The token and
-    cache fields are counters since the server started. `weight_version` is what this fleet gave it,
-    `reported_version` the label that the server itself carries now. `node` is the machine that it
-    and its `pid` are on, None for this one. `role` is prefill or decode, "" for one that does both.
+    `restart_reason` is why it was last restarted, of `restarts` times. The token and cache fields
+    are counters since the server started. `weight_version` is what this fleet gave it,
+    `reported_version` the label that the server itself reports now. `node` is the machine that it
+    and its `pid` are on, None for this one. `role` is prefill or decode, "" for a server that does
+    both.
     """
 
     name: str
@@ -81,7 +82,7 @@ class RouterStatus(FrontStatus):
 class Operation:
     """What the supervisor is busy with, or did last: up, restart, scale, down or a push job.
 
-    `error` is empty while it runs and when it went well. Times are seconds since the epoch.
+    `error` is empty while it runs and if it succeeded. Times are seconds since the epoch.
     """
 
     id: int
@@ -94,11 +95,11 @@ class Operation:
 
 INTERRUPTED = "interrupted: what it started was stopped"
 BY_DOWN = "stopped by `skyctl down`"
-"""How the error of an operation reads that somebody ended; it did not fail."""
+"""The error of an operation that `down` stopped; it did not fail."""
 
 
 def ended_by_others(kind: str, how: str) -> SkyctlError:
-    """The error of an operation that somebody else ended: nothing went wrong, no log says more."""
+    """The error of an operation that somebody else ended: nothing failed, and no log says more."""
     return SkyctlError(f"{kind} was {how}", hint="start it again: skyctl up", details={"logs": {}})
 
 
@@ -112,8 +113,9 @@ class Reason:
 
 @dataclass(frozen=True)
 class FleetStatus:
-    """One fleet at one moment. `supervised` is None for an attached fleet. `rollout` says how far
-    a rolling push is, None without one. `adapters` are those it serves, as `name@version`."""
+    """One fleet at one moment. `supervised` is None for an attached fleet. `rollout` says how far a
+    rolling push is, None without one. `adapters` are those it serves, as `name@version`.
+    """
 
     name: str
     health: Health
@@ -133,7 +135,7 @@ class FleetStatus:
 
     @property
     def fronts(self) -> dict[str, FrontStatus]:
-        """The router and the Tinker API, those that there are, by name."""
+        """The router and the Tinker API, as far as they exist, by name."""
         found = {"router": self.router, "tinker": self.tinker}
         return {name: front for name, front in found.items() if front is not None}
 
@@ -143,7 +145,7 @@ class FleetStatus:
 
 
 MIXED = "weights are mixed"
-"""How the reason begins that says it."""
+"""How the reason for mixed weights begins."""
 
 
 def assess(
@@ -153,8 +155,9 @@ def assess(
     *,
     rolling: bool = False,
 ) -> tuple[Health, tuple[Reason, ...]]:
-    """The verdict over a fleet: down when nothing runs, degraded when anything is amiss. Two
-    versions are not amiss while a push is `rolling`."""
+    """The verdict over a fleet: down if nothing runs, degraded if anything is wrong. Two versions
+    are fine while a push is `rolling`.
+    """
     reasons = [_replica_reason(replica) for replica in replicas]
     for name, title, front in (("router", "router", router), ("tinker", "Tinker API", tinker)):
         if front is not None and front.state != "ready":
@@ -177,14 +180,14 @@ UNLABELLED = "default"
 
 
 def foreign_version(recorded: str | None, reported: str | None) -> str:
-    """What a server says it holds, where that is not what this fleet gave it; else ""."""
+    """The version a server reports, if it is not the one this fleet gave it; else ""."""
     if reported is None or reported == (recorded or UNLABELLED):
         return ""
     return f"says that it holds {reported}, and this fleet gave it {recorded or 'nothing'}"
 
 
 def _runs_all_the_same(replica: ReplicaStatus) -> bool:
-    """Whether there is a process of ours behind a server that does not serve."""
+    """Whether a server that does not serve still has a process of ours."""
     unreachable = replica.state == "unreachable" and replica.pid is not None
     return unreachable or replica.state == "quarantined"
 

@@ -9,7 +9,7 @@ from typing import Any
 from skyctl.store.journal import JobEvent
 
 FROZEN = frozenset({"pausing", "paused", "updating", "trying", "updated", "held"})
-"""States of a server (in a push's events) in which it does not generate for anybody."""
+"""States of a server (in a push's events) in which it generates for nobody."""
 _THAWED = frozenset({"ready", "kept", "resumed"})
 
 
@@ -29,8 +29,9 @@ class Span:
 @dataclass(frozen=True)
 class ServerTimeline:
     """`states` in order, up to where the server was thawed or given up; `frozen_s` runs from its
-    own answer to the pause to its own answer to the resume, is None for one that the push did not
-    freeze, and lasts to the end for one that it left frozen."""
+    own answer to the pause to its own answer to the resume. It is None for a server that the push
+    did not freeze, and lasts to the end for one that it left frozen.
+    """
 
     server: str
     states: tuple[Span, ...]
@@ -39,7 +40,7 @@ class ServerTimeline:
 
 @dataclass(frozen=True)
 class Timeline:
-    """Stages in the order in which they began; a stage that came back is there again."""
+    """Stages in the order in which they began; a repeated stage is listed again."""
 
     seconds: float
     stages: tuple[Span, ...]
@@ -50,8 +51,9 @@ class Timeline:
 
 
 def timeline(events: Sequence[JobEvent]) -> Timeline:
-    """Of a job's events, in order. Without any stage it is empty. One that runs ends now, at its
-    last event."""
+    """The timeline of a job's events, in order. Empty without any stage. One still running ends at
+    its last event.
+    """
     began = next((event.at for event in events if event.kind == "stage"), None)
     if began is None:
         return Timeline(0.0, (), ())
@@ -78,7 +80,7 @@ def _server(name: str, moments: Sequence[tuple[str, float]], end_s: float) -> Se
 
 
 def _spans(moments: Iterable[tuple[str, float]], *, end_s: float) -> tuple[Span, ...]:
-    """Each lasts until the next begins; one that is said again goes on."""
+    """Each state lasts until the next begins; a repeated state is merged."""
     merged: list[tuple[str, float]] = []
     for name, at in moments:
         if not merged or merged[-1][0] != name:

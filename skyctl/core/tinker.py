@@ -1,4 +1,4 @@
-"""The Tinker API as a process of the fleet: what it is started with, and what it needs here."""
+"""The Tinker API as a process of the fleet: its command line, and what it needs on this machine."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ INSTALL = "pip install 'skyctl-fleet[tinker]'"
 @dataclass(frozen=True)
 class TinkerSettings:
     """All that the API process is told. `storage` None is the fleet's own directory; `context` is
-    how many tokens a server takes, prompt and answer, None where only the model says so.
+    how many tokens a server takes, prompt and answer, None if only the model says so.
 
     It asks its supervisor for its endpoint, once. `entry` (its URL), `served_model_name` and
-    `key_source` (a variable, a file or none) are here so that another one starts it anew.
+    `key_source` (a variable, a file or none) are included so that a change of them restarts it.
     """
 
     fleet: str
@@ -45,26 +45,26 @@ class TinkerSettings:
     key_source: str | None
 
     def argument(self) -> str:
-        """As one word of a command line."""
+        """The settings as one word of a command line."""
         return json.dumps(asdict(self))
 
     @classmethod
     def of_argument(cls, text: str) -> Self:
-        """What `argument` made."""
+        """Inverse of `argument`."""
         return cls(**json.loads(text))
 
 
 def longest(args: Mapping[str, Any]) -> int | None:
-    """`max-model-len` of a server's arguments, where that is a number."""
+    """`max-model-len` of a server's arguments, if it is a number."""
     found = (v for k, v in args.items() if k.lstrip("-").replace("_", "-") == "max-model-len")
     return next((int(value) for value in found if str(value).isdigit()), None)
 
 
 def context_of(model: str) -> int:
-    """Tokens that a model takes, as its configuration says.
+    """The context length of a model, in tokens, by its configuration.
 
     Raises:
-        SkyctlError: it does not.
+        SkyctlError: the configuration does not say.
     """
     with suppress(OSError, ValueError):
         config = json.loads((Path(model) / "config.json").read_bytes())

@@ -1,5 +1,6 @@
 """Where a fleet is reached: the router for generation, every server for control and metrics; and
-the keys that they ask for."""
+the keys they require.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +19,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Access:
-    """Where the secrets are that the servers ask for; never the secrets themselves.
+    """Where the secrets are that the servers require; never the secrets themselves.
 
-    Of `api_key_env` (a variable) and `api_key_file` at most one is there; none where inference asks
-    for nothing. The control routes ask for what is in `control_token_file`, or in the variable
-    `control_token_env` where another skyctl started the servers.
+    At most one of `api_key_env` (a variable) and `api_key_file` is set; none if inference needs no
+    key. The control routes require what is in `control_token_file`, or in the variable
+    `control_token_env` if another skyctl started the servers.
     """
 
     api_key_env: str | None = None
@@ -32,7 +33,7 @@ class Access:
 
 
 def access(config: FleetConfig, paths: FleetPaths) -> Access:
-    """What the fleet file asks of clients."""
+    """What the fleet file requires of clients."""
     if config.attached:
         key = config.api_key_env or config.control_token_env
         return Access(api_key_env=key, control_token_env=config.control_token_env)
@@ -46,8 +47,9 @@ def access(config: FleetConfig, paths: FleetPaths) -> Access:
 
 @dataclass(frozen=True)
 class FleetUrls:
-    """URLs without a trailing slash. `model` is the name to put into requests, None when it is not
-    known; `router_metrics` is where the router's Prometheus page is; `engine` what servers run."""
+    """URLs without a trailing slash. `model` is the name to put into requests, None if unknown;
+    `router_metrics` is the URL of the router's Prometheus page; `engine` is the servers' engine.
+    """
 
     name: str
     model: str | None
@@ -73,15 +75,15 @@ class FleetUrls:
 
 
 def api_key(access: Access) -> str | None:
-    """The key of inference. Raises SkyctlError when its file is not ours alone."""
+    """The key for inference. Raises SkyctlError if others can access its file."""
     return _secret(access.api_key_env, access.api_key_file)
 
 
 def control_token(access: Access) -> str | None:
-    """The token of the control routes; where they have none of their own, the key of inference.
+    """The token of the control routes; the inference key if they have none of their own.
 
     Raises:
-        SkyctlError: its file is not ours alone.
+        SkyctlError: others can access its file.
     """
     return _secret(access.control_token_env, access.control_token_file) or api_key(access)
 

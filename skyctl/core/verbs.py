@@ -1,7 +1,7 @@
-"""Freeze and thaw with a memory: run a control verb and record what is now meant to be true.
+"""Control verbs with a memory: run one, and record the state that is now intended.
 
-vLLM says `is_sleeping` of a server that is only paused, and a full wake resumes a paused one, so
-the intended state is kept here and not read back from servers.
+vLLM reports `is_sleeping` for a server that is only paused, and a full wake resumes a paused one,
+so the intended state is kept here instead of being read back from servers.
 """
 
 from __future__ import annotations
@@ -34,16 +34,15 @@ async def run(
     timeout_s: float,
     device: str = "",
 ) -> Outcomes:
-    """Pause, resume, put to sleep or wake these servers, each within `timeout_s` unless more or
-    less was asked for.
+    """Pause, resume, put to sleep or wake these servers, each within `timeout_s` unless the request
+    has its own deadline.
 
-    Returns one outcome per target, in their order; servers the verb makes no sense for are skipped
-    and say why.
+    Returns one outcome per target, in their order; servers for which the verb is pointless are
+    skipped and say why.
 
     Raises:
         ConflictError: waking would serve weights that a level-2 sleep discarded.
-        StateUnwritable: resuming or waking, where the state that tells of quarantines cannot be
-            read.
+        StateUnwritable: resuming or waking, if the state with the quarantines cannot be read.
     """
     if isinstance(asked, Resume | Wake):
         state.require_read()
@@ -67,7 +66,7 @@ async def run(
         ended, number = state.get(_ENDED), count(state)
         changes = {o.server: _changes(asked, o) for o in outcomes if o.ok}
         if ended != before and isinstance(asked, Pause | Resume):
-            # what another put on record meanwhile stays, unless the server says otherwise
+            # what another verb recorded meanwhile stays, unless the server says otherwise
             now = {row.name: row.paused for row in state.servers()}
             meanwhile = {name for name in changes if now.get(name, False) != rows[name].paused}
             changes = {name: one for name, one in changes.items() if name not in meanwhile}
@@ -86,7 +85,7 @@ async def run(
 
 
 def count(state: FleetState) -> str:
-    """Count a verb that ended, or that was put on record for a server that starts; its number."""
+    """Count a verb that ended, or was recorded for a starting server; returns its number."""
     number = str(int(state.get(_ENDED) or 0) + 1)
     state.set(_ENDED, number)
     return number
@@ -130,8 +129,9 @@ async def _taken_last(
     client: ControlClient,
     number: str,
 ) -> Outcomes:
-    """Another pause or resume ended while this one was under way: which of them a server took last
-    it says itself, and that is put on record."""
+    """Another pause or resume ended while this one was under way: ask each server which it took
+    last, and record that.
+    """
     meant, timeout_s = isinstance(asked, Pause), actions.READ_BACK_TIMEOUT_S
 
     async def ask(target: ServerTarget) -> bool:
@@ -141,7 +141,7 @@ async def _taken_last(
     found = await fan_out([t for t in targets if t.name in done], ask, timeout_s=timeout_s)
     paused = {one.server: bool(one.value) for one in found if one.ok}
     with state.transaction():
-        if state.get(_ENDED) == number:  # who ended after this one has asked after it
+        if state.get(_ENDED) == number:  # a verb that ended after this one asked later
             state.update_servers({name: {"paused": now} for name, now in paused.items()})
     why = f"{'resumed' if meant else 'paused'} by another command meanwhile"
     return tuple(
@@ -159,7 +159,7 @@ async def _put_sleep_on_record(
     state: FleetState,
     timeout_s: float,
 ) -> dict[str, ServerRow]:
-    """Rows of servers that sleep without our knowing: the answer to a sleep may have been lost."""
+    """Rows of servers found asleep without a record: the answer to a sleep may have been lost."""
 
     async def ask(target: ServerTarget) -> int:
         return await sleep_level(client, target, timeout_s)
@@ -177,9 +177,10 @@ async def _with_adapters(
     client: ControlClient,
     timeout_s: float,
 ) -> Outcomes:
-    """Give servers that woke the adapters that they slept through; one that does not take them is
-    quarantined."""
-    from skyctl.adapters import catch_up  # much, for a command that pauses
+    """Give servers that woke the adapters they slept through; a server that does not take them is
+    quarantined.
+    """
+    from skyctl.adapters import catch_up  # too heavy to import for a pause
 
     awake = {o.server for o in outcomes if o.ok and o.value is not False}
     behind = [t for t in targets if t.name in awake and not is_current(state, t.name)]
@@ -206,8 +207,9 @@ def _event(asked: Control, outcomes: Outcomes) -> tuple[str, str]:
 
 
 def pointless(asked: Control, row: ServerRow, *, in_doubt: bool) -> str:
-    """Why this server is not asked, or "". What a dead push left is not thawed by hand: waking
-    thaws too, but for waking the weights alone of one that sleeps."""
+    """Why this server is skipped, or "". What a dead push left is not thawed by hand: waking thaws
+    as well, unless only the weights of a sleeping server are woken.
+    """
     weights_alone = bool(row.sleep_level) and isinstance(asked, Wake) and asked.tags == ("weights",)
     thaws = isinstance(asked, Resume | Wake) and not weights_alone
     if thaws and (row.quarantine or in_doubt):
@@ -219,7 +221,7 @@ def pointless(asked: Control, row: ServerRow, *, in_doubt: bool) -> str:
 
 
 def _with_context(asked: Control, outcome: Outcome[Any], before: ServerRow) -> Outcome[Any]:
-    """The outcome, with what may surprise: it changed nothing, or not what one may expect."""
+    """The outcome, with what may surprise: it changed nothing, or not what one might expect."""
     more = ""
     if isinstance(asked, Resume) and not before.paused:
         more = "skyctl had not paused it"
@@ -244,13 +246,13 @@ def _refuse_discarded(rows: Iterable[ServerRow], tags: Sequence[str], device: st
 
 
 def _changes(asked: Control, outcome: Outcome[Any]) -> dict[str, Any]:
-    """What is meant to be true of a server from now on, as fields of its row."""
+    """The intended state of a server from now on, as fields of its row."""
     match asked:
         case Pause() | Resume():
             return {"paused": isinstance(asked, Pause)}
         case Sleep():
             return {"sleep_level": asked.level, "weights_awake": False}
-        case Wake(tags=tags) if outcome.value is False:  # awake in part only
+        case Wake(tags=tags) if outcome.value is False:  # partly awake
             return {"weights_awake": True} if "weights" in tags else {}
     return {"sleep_level": 0, "weights_awake": False}
 
@@ -262,7 +264,7 @@ async def _pause_again(
     client: ControlClient,
     timeout_s: float,
 ) -> None:
-    # read anew: another terminal may have resumed it meanwhile
+    # read again: another terminal may have resumed it meanwhile
     meant = {row.name for row in state.servers() if row.paused}
     awake = {o.server for o in outcomes if o.ok and o.value is not False}
     paused = [t for t in targets if t.name in awake & meant]

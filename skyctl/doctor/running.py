@@ -1,4 +1,4 @@
-"""Checks a running fleet against what was asked of it. Pure."""
+"""Checks a running fleet against its intended state. Pure."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from skyctl.units import count_of, format_seconds
 
 _about = About("running")
 LONG_PAUSE_S = 600.0
-# States whose servers a router may list.
+# states whose servers a router may list
 _MAY_BE_ROUTED = ("ready", "paused", "updating", "starting", "restarting", "unsupervised")
 
 
 @dataclass(frozen=True)
 class RunningFacts:
-    """One fleet now. What could not be learned is None or left out of its mapping.
+    """One fleet now. What is unknown is None or left out of its mapping.
 
     `vllm` and `versions` map a server to its vLLM's version and the weight version it reports;
     `workers` are the URLs the router lists; `verification` is a fresh comparison of the weights;
-    `asks_token` maps a server to whether its control routes refuse who sends none.
+    `asks_token` maps a server to whether its control routes refuse requests without a token.
     """
 
     status: FleetStatus
@@ -50,7 +50,7 @@ def check_running(facts: RunningFacts) -> list[Finding]:
 
 
 def supervisor(facts: RunningFacts) -> Iterator[Finding]:
-    """Is there a supervisor over what runs?"""
+    """Is there a supervisor for what runs?"""
     status = facts.status
     if status.supervised:
         yield _about.ok(
@@ -65,11 +65,11 @@ def supervisor(facts: RunningFacts) -> Iterator[Finding]:
 
 
 def replicas(facts: RunningFacts) -> Iterator[Finding]:
-    """Is every replica, and the router, what it should be?"""
+    """Is every replica, and the router, as it should be?"""
     status = facts.status
     for reason in status.reasons:
         if reason.message.startswith(MIXED) or "supervisor is gone" in reason.message:
-            continue  # checks of their own
+            continue  # they have their own checks
         on_the_way = any(f"is {state}" in reason.message for state in TRANSIENT_STATES)
         severity = Severity.WARNING if on_the_way else Severity.ERROR
         fix = reason.hint or "wait: skyctl wait --for ready"
@@ -100,7 +100,7 @@ def paused_too_long(facts: RunningFacts) -> Iterator[Finding]:
 
 
 def drifted(facts: RunningFacts) -> Iterator[Finding]:
-    """Is the fleet what its file says and what was asked of it?"""
+    """Does the fleet match its file and its intended state?"""
     for drift in facts.drift:
         yield _about.warning("drift", f"{drift.subject} {drift.message}", drift.hint)
 
@@ -120,7 +120,7 @@ def vllm_versions(facts: RunningFacts) -> Iterator[Finding]:
 
 
 def weight_versions(facts: RunningFacts) -> Iterator[Finding]:
-    """Is every server at the fleet's weight version, and does it say so itself?"""
+    """Is every server at the fleet's weight version, and does it report it?"""
     found = {r.name: r.weight_version for r in facts.status.replicas if r.state != "starting"}
     if len(set(found.values())) > 1:
         listed = ", ".join(f"{name} {version or 'base'}" for name, version in found.items())
@@ -194,7 +194,7 @@ def router(facts: RunningFacts) -> Iterator[Finding]:
 
 
 def control_tokens(facts: RunningFacts) -> Iterator[Finding]:
-    """Can whoever reaches a server's port control it?"""
+    """Can anybody who reaches a server's port control it?"""
     open_to_all = sorted(name for name, asks in facts.asks_token.items() if not asks)
     if open_to_all and facts.status.supervised is None:
         yield _about.warning(
@@ -215,7 +215,7 @@ def control_tokens(facts: RunningFacts) -> Iterator[Finding]:
 
 
 def last_push(facts: RunningFacts) -> Iterator[Finding]:
-    """Did the latest push go well?"""
+    """Did the latest push succeed?"""
     if not facts.pushes:
         return
     push = facts.pushes[0]

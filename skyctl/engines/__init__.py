@@ -1,4 +1,6 @@
-"""Inference engines: `base` says what one is, a package each has what skyctl knows of it."""
+"""Inference engines: `base` defines what one is; each engine has a package with all that skyctl
+knows of it.
+"""
 
 from __future__ import annotations
 
@@ -24,17 +26,17 @@ ENGINES: Plugins[Engine] = Plugins(
 
 
 def server(client: ControlClient, target: ServerTarget, *, timeout_s: float = 30.0) -> Server:
-    """The control routes of one server, as the engine of its target has them."""
+    """The control routes of one server, by its target's engine."""
     return ENGINES[target.engine].server(client, target, timeout_s)
 
 
 def router(client: ControlClient, name: str, url: str, *, timeout_s: float = 10.0) -> Router:
-    """The routes of a router that belongs to the engine of that name."""
+    """The routes of a router of the named engine."""
     return routing(name).client(client, url, timeout_s)
 
 
 def routing(name: str) -> Routing:
-    """How the engine of that name is routed. Raises UsageError where skyctl knows no router."""
+    """How the named engine is routed. Raises UsageError if skyctl knows no router for it."""
     found = ENGINES[name].routing
     if found is None:
         raise UsageError(
@@ -45,6 +47,6 @@ def routing(name: str) -> Routing:
 
 
 def require(name: str, feature: Feature) -> None:
-    """Raise UsageError where the engine of that name lacks a feature."""
+    """Raise UsageError if the named engine lacks a feature."""
     if feature not in ENGINES[name].supports:
         raise UsageError(f"{ENGINES[name].title} servers have no {feature.value}")

@@ -1,7 +1,7 @@
-"""What an inference engine is to skyctl: its command line, its server's routes, its words.
+"""What an inference engine is to skyctl: its command line, its server's routes, its messages.
 
 Nothing outside `engines/` names a route, a flag, a variable, a metric or an error text of an
-engine. docs/adding.md adds one.
+engine. docs/adding.md explains how to add one.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Device = Literal["cpu", "cuda"]
 
 
 class Feature(StrEnum):
-    """What an engine may lack. What needs it is refused before anything is touched."""
+    """A feature that an engine may lack. What needs it is refused before anything is touched."""
 
     SLEEP = "sleep and wake"
     PUSH = "weight pushes"
@@ -31,8 +31,7 @@ class Feature(StrEnum):
 
 
 class Refusal(StrEnum):
-    """What a server's error means, where skyctl goes on differently for it
-    (`ServerError.refusal`)."""
+    """The meaning of a server's error, where skyctl reacts to it (`ServerError.refusal`)."""
 
     NO_METHOD = "its workers have no such method"
     NO_SESSION = "no update is open"
@@ -43,8 +42,9 @@ class Refusal(StrEnum):
 
 
 def lacks_method(error: ServerError) -> bool:
-    """Whether workers answered that they have no such method. Any other error, one raised by the
-    method itself above all, says nothing of the kind."""
+    """Whether workers answered that they have no such method. Any other error, above all one raised
+    by the method itself, does not say that.
+    """
     return error.refusal == Refusal.NO_METHOD
 
 
@@ -61,10 +61,10 @@ class AdapterLimits:
 
 @dataclass(frozen=True)
 class HandOver:
-    """How a server that prefills gives its KV cache to one that decodes.
+    """How a prefill server hands its KV cache to a decode server.
 
     `role` is prefill or decode; `port` is where the others ask it for what they need to fetch a
-    cache, which is kept for `lease_s` seconds where nobody asks.
+    cache, which is kept for `lease_s` seconds if nobody asks.
     """
 
     role: str
@@ -77,10 +77,10 @@ class ServerLaunch:
     """What the plan has settled for one server.
 
     `args` and `env` are the fleet file's, arguments by their names without dashes. `cores` are the
-    CPU cores of each worker, in rank order, () where the engine is to choose. `environ` is what the
-    process will inherit. `own_python`: it runs in skyctl's interpreter, which has skyctl.
-    `auth` says which routes ask for a token; `api_key` is the user's key, None for one that skyctl
-    makes (`secret`, a placeholder until the spawn). `adapters` None: it takes no LoRA adapters.
+    CPU cores of each worker, in rank order, () if the engine is to choose. `environ` is what the
+    process will inherit. `own_python`: it runs in skyctl's interpreter, which has skyctl. `auth`
+    says which routes require a token; `api_key` is the user's key, None for one that skyctl makes
+    (`secret`, a placeholder until the spawn). `adapters` None: it takes no LoRA adapters.
     `hand_over` None: it both prefills and decodes. `host` and `port` may be placeholders, too.
     """
 
@@ -109,14 +109,15 @@ class ServerLaunch:
 
     @property
     def world_size(self) -> int:
-        """Workers of this server."""
+        """The number of workers of this server."""
         return self.tensor_parallel_size * self.pipeline_parallel_size * self.data_parallel_size
 
 
 @dataclass(frozen=True)
 class RouterLaunch:
-    """What the plan has settled for the router. `args` are the fleet file's. `pairs`: it sends
-    each request to a prefill and a decode server."""
+    """What the plan has settled for the router. `args` are the fleet file's. `pairs`: it sends each
+    request to a prefill and a decode server.
+    """
 
     python: str
     host: str
@@ -149,7 +150,8 @@ class Reserved:
 @dataclass(frozen=True)
 class Sizes:
     """What a server takes of its machine: bytes of host memory beside the weights (on CPU), the
-    share of each GPU's memory (0..1), and how often it loads the model."""
+    share of each GPU's memory (0..1), and how many times it loads the model.
+    """
 
     host_bytes: int
     gpu_share: float
@@ -164,7 +166,7 @@ class ServerMetrics:
     """One server's load, summed over its engines.
 
     `kv_usage` is the mean over engines, 0..1. The token and query fields are counters since the
-    server started. `sleep_level` is 0 awake, 1 or 2 asleep, None where the server does not say.
+    server started. `sleep_level` is 0 awake, 1 or 2 asleep, None if the server does not say.
     """
 
     running: int = 0
@@ -177,7 +179,7 @@ class ServerMetrics:
     sleep_level: int | None = None
 
     def load(self) -> dict[str, Any]:
-        """All fields but `sleep_level`, as a ReplicaStatus takes them."""
+        """All fields except `sleep_level`, as a ReplicaStatus takes them."""
         fields = asdict(self)
         del fields["sleep_level"]
         return fields
@@ -190,8 +192,9 @@ class ServerMetrics:
 
 @dataclass(frozen=True)
 class ServedAdapter:
-    """A LoRA adapter of one server. `in_flight`: requests run with it that began before its name
-    went to another."""
+    """A LoRA adapter of one server. `in_flight`: requests still run with it that began before its
+    name moved to another.
+    """
 
     name: str
     path: str
@@ -201,9 +204,10 @@ class ServedAdapter:
 @dataclass(frozen=True)
 class StartedWith:
     """What a server says of how it was started; "" where it does not say. `backend` is its
-    weight-transfer backend, None where it does not say. `kv_lease_s` is for how long a prefill
-    server keeps KV blocks that no decode server has fetched, and so may put off the answer to a
-    pause; 0 for all others."""
+    weight-transfer backend, None if it does not say. `kv_lease_s` is how long a prefill server
+    keeps KV blocks that no decode server has fetched, and so may delay the answer to a pause; 0 for
+    all others.
+    """
 
     model: str = ""
     load_format: str = ""
@@ -214,17 +218,16 @@ class StartedWith:
 class Server(Protocol):
     """The control routes of one server. `timeout_s` of a call overrides the server's own.
 
-    Every method raises ServerError (with `refusal` where it is a `Refusal`), ServerUnreachable or
-    DeadlineExceeded. Methods of a feature that the engine lacks
-    (`Engine.supports`) are not called.
+    Every method raises ServerError (with `refusal` if it is a `Refusal`), ServerUnreachable or
+    DeadlineExceeded. Methods of a feature that the engine lacks (`Engine.supports`) are not called.
     """
 
     target: ServerTarget
     known_ranks: tuple[int, int] | None
-    """What `ranks` answers without asking. They cannot change while a process lives."""
+    """What `ranks` returns without asking: it cannot change while a process lives."""
 
     async def health(self) -> None:
-        """Return when the engine has not errored."""
+        """Return if the engine has not errored."""
 
     async def version(self) -> str:
         """The engine's version."""
@@ -235,15 +238,15 @@ class Server(Protocol):
         ...
 
     async def longest_context(self) -> int | None:
-        """Tokens of prompt and answer together, None where it does not say."""
+        """Tokens of prompt and answer together, None if it does not say."""
         ...
 
     async def generates_from_tokens(self) -> bool:
-        """Whether it takes token ids and answers token ids, without text."""
+        """Whether it accepts and returns token ids, without text."""
         ...
 
     async def ranks(self) -> tuple[int, int]:
-        """Workers of all data-parallel ranks, and of one of them (TP x PP)."""
+        """The number of workers of all data-parallel ranks, and of one of them (TP x PP)."""
         ...
 
     async def started_with(self) -> StartedWith:
@@ -273,7 +276,7 @@ class Server(Protocol):
         """Schedule again."""
 
     async def is_sleeping(self) -> bool:
-        """Whether it says that it sleeps; it may say so when it is only paused."""
+        """Whether it reports that it sleeps; it may do so when it is only paused."""
         ...
 
     async def sleep(self, level: int = 1, mode: PauseMode = "abort") -> None:
@@ -283,15 +286,18 @@ class Server(Protocol):
         """
 
     async def wake(self, tags: Sequence[str] = ()) -> bool:
-        """Take memory back: all of it, or only `tags` (weights, kv_cache). Whether all is back."""
+        """Take memory back: all of it, or only `tags` (weights, kv_cache). Returns whether all is
+        back.
+        """
         ...
 
     async def prepare_reload(self) -> None:
-        """Of a paused server: see to it that `reset_caches` can work after other weights are
-        loaded. Raises ServerError where it could not; nothing was touched."""
+        """On a paused server: make sure that `reset_caches` can succeed after other weights are
+        loaded. Raises ServerError if it could not; nothing was touched.
+        """
 
     async def reset_caches(self) -> None:
-        """Drop all that was computed with other weights. Raises ServerError when some is left."""
+        """Drop everything computed with other weights. Raises ServerError if some is left."""
 
     # weights
 
@@ -301,7 +307,7 @@ class Server(Protocol):
         """Stage 1 of a push. Blocks in the server until the rendezvous is complete."""
 
     async def start_weight_update(self, *, timeout_s: float | None = None) -> None:
-        """Stage 2 of a push. Fails when an update is open already."""
+        """Stage 2 of a push. Fails if an update is already open."""
 
     async def update_weights(
         self, update_info: Mapping[str, Any], *, timeout_s: float | None = None
@@ -317,30 +323,32 @@ class Server(Protocol):
         """Load a checkpoint from the server's own disk. CANNOT_RELOAD: nothing was touched."""
 
     async def adapters(self) -> list[ServedAdapter]:
-        """The LoRA adapters that it has."""
+        """The LoRA adapters it holds."""
         ...
 
     async def load_adapter(self, name: str, path: str) -> None:
-        """Load a LoRA adapter out of a directory that the server can read, under a new name. The
-        directory must stay: it may be read again. NO_ADAPTERS: it takes none."""
+        """Load a LoRA adapter from a directory that the server can read, under a new name. The
+        directory must stay: it may be read again. NO_ADAPTERS: it takes none.
+        """
 
     async def name_adapter(self, name: str, loaded: str) -> None:
         """From the next request on, `name` is the adapter that was loaded as `loaded`, by this name
-        alone. Requests under way go on with what they began with. CANNOT_NAME: it never can."""
+        alone. Running requests finish with what they began with. CANNOT_NAME: it never can.
+        """
 
     async def unload_adapter(self, name: str) -> None:
-        """Forget an adapter; requests under way end with it. May be repeated."""
+        """Unload an adapter; running requests end with it. May be repeated."""
 
     async def weight_version(self) -> str | None:
-        """The version label the server carries; None where it has none."""
+        """The version label the server carries; None if it has none."""
         ...
 
     async def set_weight_version(self, version: str) -> bool:
-        """Label the current weights. False where the server has no labels."""
+        """Label the current weights. False if the server has no labels."""
         ...
 
     async def weight_checksums(self, *, timeout_s: float | None = None) -> dict[str, str] | None:
-        """The engine's own checksum per parameter; None where it has none."""
+        """The engine's own checksum per parameter; None if it has none."""
         ...
 
     async def collective_rpc(
@@ -350,7 +358,7 @@ class Server(Protocol):
         *,
         timeout_s: float | None = None,
     ) -> list[Any]:
-        """Call a method of skyctl's worker extension. NO_METHOD where workers lack it."""
+        """Call a method of skyctl's worker extension. NO_METHOD if workers lack it."""
         ...
 
     async def ask_workers(
@@ -360,16 +368,16 @@ class Server(Protocol):
         *,
         timeout_s: float | None = None,
     ) -> list[Any]:
-        """The same on every worker of every data-parallel rank; all answers, in rank order."""
+        """The same on every worker of every data-parallel rank; returns answers in rank order."""
         ...
 
     async def extension_rpc(self, method: str, *, timeout_s: float | None = None) -> None:
-        """The same, where nothing is to happen in workers that lack the method."""
+        """The same, as a no-op in workers that lack the method."""
 
     async def complete(
         self, body: Mapping[str, Any], *, chat: bool = False, timeout_s: float | None = None
     ) -> Any:
-        """One completion, or chat completion, that is not streamed: OpenAI's JSON."""
+        """One completion, or chat completion, without streaming: OpenAI's JSON."""
         ...
 
 
@@ -386,7 +394,7 @@ class PackedBuffers:
 
 @dataclass(frozen=True)
 class TensorHeaders:
-    """What an update says of its tensors: parallel sequences, in wire order.
+    """An update's description of its tensors: parallel sequences, in wire order.
 
     `dtypes` are torch's names without prefix, such as `bfloat16`.
     """
@@ -404,23 +412,24 @@ class TensorHeaders:
 
 @dataclass(frozen=True)
 class Placement:
-    """Where each tensor of a chunk lies in its buffer, in wire order, in bytes."""
+    """The place of each tensor of a chunk in its buffer, in wire order, in bytes."""
 
     offsets: Sequence[int]
     sizes: Sequence[int]
 
 
 HANDLE_PROTOCOL = 3
-"""Pickle protocol of IPC handles that go by rank, so that they can be put into other pickles: the
-latest without frames; those before it pickle bytes by a call that SGLang refuses."""
+"""Pickle protocol of IPC handles that are keyed by rank, so that they can be embedded in other
+pickles: the latest without frames; earlier ones pickle bytes by a call that SGLang refuses.
+"""
 
 
 class Dialect(Protocol):
-    """How one version of an engine speaks the push. `note` is set when the version is not known.
+    """How one version of an engine speaks the push. `note` is set for an unknown version.
 
     `labels_at_finish`: only finish_weight_update can label the weights. `keeps_streams`: the packed
     NCCL consumer uses the same CUDA streams in each update. `places_tensors`: by CUDA IPC it can be
-    told where tensors lie; else they follow each other without gaps.
+    told where tensors are; otherwise they follow each other without gaps.
     """
 
     @property
@@ -433,8 +442,9 @@ class Dialect(Protocol):
     def places_tensors(self) -> bool: ...
 
     def refuses(self, config: Mapping[str, Any]) -> str:
-        """Why tensors of a checkpoint with this config.json cannot be sent to its servers; "" where
-        they can."""
+        """Why tensors of a checkpoint with this config.json cannot be sent to its servers; "" if
+        they can.
+        """
         ...
 
     def nccl_init_info(
@@ -472,16 +482,18 @@ class Dialect(Protocol):
         rank_offset: int,
         world_size: int,
     ) -> dict[str, Any] | None:
-        """init_info of one server for a trainer that sends tensors one by one, by its own engine;
-        None for a backend that only that engine knows how to open."""
+        """init_info of one server for a trainer that sends tensors one by one, with its own engine;
+        None for a backend that only that engine can open.
+        """
         ...
 
     def ipc_update_info(
         self, tensors: TensorHeaders, handles: Any, placement: Placement | None = None
     ) -> dict[str, Any]:
-        """update_info of one IPC chunk: one uint8 buffer, in which `tensors` lie as `placement`
-        says. `handles` are as the carrier made them (`transfer/transports/ipc.py`); without a
-        placement, a list of them with one for each tensor."""
+        """update_info of one IPC chunk: one uint8 buffer, with `tensors` at the places given by
+        `placement`. `handles` are as the carrier made them (`transfer/transports/ipc.py`); without
+        a placement, a list with one handle per tensor.
+        """
         ...
 
 
@@ -501,7 +513,7 @@ class RouterMetrics:
 
 
 class Router(Protocol):
-    """One router. Each method as a whole has the deadline that it was made with."""
+    """One router. Each method as a whole is bounded by the deadline that it was made with."""
 
     @property
     def url(self) -> str: ...
@@ -511,7 +523,7 @@ class Router(Protocol):
         ...
 
     async def add_worker(self, url: str) -> None:
-        """Route to `url`; returns once it is listed. A worker that is listed already is fine."""
+        """Route to `url`; returns once it is listed. A worker that is already listed is fine."""
 
     async def remove_worker(self, url: str) -> None:
         """Stop routing to `url`; returns once it is gone. Requests in flight finish."""
@@ -519,16 +531,17 @@ class Router(Protocol):
 
 @dataclass(frozen=True)
 class Routing:
-    """An engine's router. `command` starts it, but for the workers, which `workers` adds by their
-    role ("" where one does all); one that routes to pairs takes more of them only as it starts;
-    `client` has its routes, `metrics` asks its metrics port; both get a deadline in seconds."""
+    """An engine's router. `command` starts it, without the workers, which `workers` adds by their
+    role ("" for one that does all); a router for pairs takes workers only as it starts; `client`
+    has its routes, `metrics` reads its metrics port; both get a deadline in seconds.
+    """
 
     command: Callable[[RouterLaunch], tuple[str, ...]]
     workers: Callable[[Mapping[str, Sequence[str]]], Sequence[str]]
     client: Callable[[ControlClient, str, float], Router]
     metrics: Callable[[ControlClient, str, float], Awaitable[RouterMetrics]]
     removal: Callable[[str, str], str]
-    """What a person types to take a worker (second) out of the router at a URL (first)."""
+    """What to type to take a worker (second) out of the router at a URL (first)."""
 
 
 # --- the whole ------------------------------------------------------------------------------------
@@ -536,13 +549,13 @@ class Routing:
 
 @dataclass(frozen=True)
 class Engine:
-    """One kind of server: what skyctl must know of it. `ENGINES` (`engines/__init__.py`) has all.
+    """One kind of server: everything skyctl must know of it. `ENGINES` (`engines/__init__.py`) has
+    all.
 
     `title` is its name in sentences. `packages` are the distributions it comes in (any of them).
-    `key_variable` is the variable that has a server's API key,
-    `closed_variable` that of the file which keeps a server closed to users as long as it is there.
-    `placement_variables` follow from where other servers are: a server that runs need not be
-    restarted when they change.
+    `key_variable` holds a server's API key, `closed_variable` the path of the file that keeps a
+    server closed to users while it exists. `placement_variables` depend on where other servers are:
+    a running server need not be restarted when they change.
     """
 
     name: str
@@ -553,7 +566,8 @@ class Engine:
     server_command: Callable[[ServerLaunch], Command]
     modules: Callable[[Device, bool, str, bool], Mapping[str, str]]
     """Python modules that its interpreter must have, and how to get each: given the device, whether
-    there is a router, the backend, and whether servers hand over their KV cache."""
+    there is a router, the backend, and whether servers hand over their KV cache.
+    """
     key_variable: str
     closed_variable: str
     packages: tuple[str, ...] = ()
@@ -561,17 +575,21 @@ class Engine:
     reserved: Reserved = Reserved({}, {}, {})
     backend: Callable[[str, Device, Sequence[int], str], str] = lambda *_: ""
     """The weight-transfer backend that servers start with ("" for none), by transport, device, free
-    GPUs and `auth:`. Raises UsageError when the transport does not go with the device."""
+    GPUs and `auth:`. Raises UsageError if the transport does not fit the device.
+    """
     dialect: Callable[[str], Dialect] | None = None
-    """How servers of a version speak the push; None where they only reload from disk."""
+    """How servers of a version speak the push; None if they only reload from disk."""
     known_arguments: Callable[[str, Callable[[str], None]], Collection[str]] = lambda *_: ()
-    """Names that `args` may have, by interpreter; empty where nobody knows. May take seconds, and
-    says so to the function it is given."""
+    """Names that `args` may have, by interpreter; empty if unknown. May take seconds, and says so
+    to the function it is given.
+    """
     accepts: Callable[[str, Collection[str]], bool] = lambda name, known: name in known
-    """Whether `--name` is taken, by what `known_arguments` said."""
+    """Whether `--name` is accepted, by what `known_arguments` returned."""
     warnings: Callable[[Sequence[ServerLaunch], bool], Iterable[tuple[str, str]]] = lambda *_: ()
-    """What is allowed but probably not meant, and what to write instead; given `share_gpus:`."""
+    """Settings that are allowed but probably not meant, and what to write instead; given
+    `share_gpus:`.
+    """
     sizes: Callable[[Sequence[str], Mapping[str, str]], Sizes] = lambda *_: Sizes(0, 1.0)
-    """What a server of this command and environment takes."""
+    """What a server of this command and environment takes of its machine."""
     routing: Routing | None = None
-    """Its router; None where it has none that skyctl knows."""
+    """Its router; None if it has none that skyctl knows."""

@@ -1,4 +1,4 @@
-"""What a server is told of the guard that runs inside it (`inside/guard.py`). Pure."""
+"""The settings of the guard that runs inside a server (`inside/guard.py`). Pure."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from skyctl.store.credentials import CONTROL_TOKEN
 def guard_environment(
     launch: ServerLaunch, env: Mapping[str, str], key_variable: str
 ) -> dict[str, str]:
-    """What the guard reads. An interpreter named by `python:` may not have skyctl: there the guard
-    is found on PYTHONPATH, in a directory of its own."""
+    """The guard's environment. An interpreter named by `python:` may not have skyctl: there the
+    guard is found on PYTHONPATH, in a directory of its own.
+    """
     added: dict[str, str] = {}
     if launch.api_key is not None:
         added[key_variable] = launch.api_key

@@ -1,4 +1,4 @@
-"""What the control routes of every engine share: a deadline, and answers of the expected shape."""
+"""What the control routes of all engines share: a deadline, and checks of an answer's shape."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Read = TypeVar("Read")
 
 
 class HttpServer:
-    """One server. `timeout_s` is each call's deadline unless it says other."""
+    """One server. `timeout_s` is the deadline of each call that gives none of its own."""
 
     def __init__(
         self, client: ControlClient, target: ServerTarget, timeout_s: float = 30.0
@@ -24,7 +24,7 @@ class HttpServer:
         self.known_ranks: tuple[int, int] | None = None
 
     def _understood(self, path: str, read: Callable[[], Read]) -> Read:
-        """What `read` makes of an answer; ServerError where the answer is of another shape."""
+        """The result of `read` on an answer; ServerError if the answer has another shape."""
         try:
             return read()
         except (TypeError, ValueError, LookupError, AttributeError, OverflowError) as error:

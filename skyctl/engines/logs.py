@@ -9,8 +9,8 @@ from pathlib import Path
 from skyctl.launch.local.rotation import earlier
 from skyctl.sanitize import sanitized
 
-# `ValueError: …`, `vllm.exceptions.EngineDeadError: …`, also behind vLLM's `(EngineCore pid=7)`
-# and log prefixes.
+# `ValueError: …`, `vllm.exceptions.EngineDeadError: …`, also after vLLM's `(EngineCore pid=7)` and
+# log prefixes.
 _ERROR_LINE = re.compile(
     r"(?:^|\s)((?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Exit|Interrupt|Panic)\b:? ?.*)$"
 )
@@ -21,7 +21,7 @@ _CHUNK_BYTES = 64 * 1024
 _LONGEST_TAIL_BYTES = 16 * 1024 * 1024
 
 
-# What health probes and `status` leave in a server's access log, every few seconds.
+# What health probes and `status` leave in a server's access log every few seconds.
 _PROBE = re.compile(
     r'"GET /(?:is_paused|skyctl/state|metrics|metrics/\?\S+|health|model_info|v1/models) '
     r'HTTP/1\.1" 200'
@@ -29,8 +29,8 @@ _PROBE = re.compile(
 
 
 def tail(path: Path, lines: int, *, probes: bool = False) -> list[str]:
-    """The last `lines` lines without terminal escapes, also from before the last rotation; [] when
-    there is no file.
+    """The last `lines` lines without terminal escapes, reaching back before the last rotation; []
+    without a file.
 
     Access-log lines of answered probes are left out unless `probes`.
     """
@@ -69,17 +69,17 @@ def _lines(data: bytes, *, probes: bool) -> list[str]:
 
 
 def plain(line: str) -> str:
-    """One line as a terminal would leave it: what a progress bar drew last, no escapes."""
+    """One line as a terminal would show it: a progress bar's last state, no escapes."""
     return sanitized(line.rstrip().rpartition("\r")[2]).rstrip()
 
 
 def message(line: str) -> str:
-    """A log line without vLLM's `(EngineCore pid=7) INFO 11-20 12:00:00 [file.py:1]` before it."""
+    """A log line without vLLM's prefix `(EngineCore pid=7) INFO 11-20 12:00:00 [file.py:1]`."""
     return _PREFIXES.sub("", line)
 
 
 def latest_message(lines: Sequence[str]) -> str:
-    """Where the last message begins, or "". vLLM puts the same prefix before each of its lines."""
+    """The beginning of the last message, or "". vLLM prefixes each of its lines the same way."""
     at = len(lines) - 1
     while at > 0 and (prefix := _prefix(lines[at])) and prefix == _prefix(lines[at - 1]):
         at -= 1
@@ -92,13 +92,13 @@ def _prefix(line: str) -> str:
 
 
 def telling_line(lines: Sequence[str]) -> str:
-    """The line that names the error: the last exception that is no mere consequence, or ""."""
+    """The line that names the error: the last exception that is not a mere consequence, or ""."""
     found = ""
     for line in lines:
         match = _ERROR_LINE.search(message(line))
         if match is None:
             continue
-        # The API server only reports that its engine failed; the engine said why before.
+        # the API server only reports that its engine failed; the engine said why before
         consequence = "Engine core initialization failed" in line or "SystemExit" in line
         if not (consequence and found):
             found = match[1].strip()

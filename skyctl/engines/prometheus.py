@@ -36,5 +36,5 @@ def totals(prefix: str, found: Iterable[tuple[str, object, float]]) -> Callable[
 
 
 def _whole(value: float) -> int:
-    """A sum of counters as a number to show; infinity, which sums can reach, is a large one."""
+    """A sum of counters as a number to show; infinity, which sums can reach, becomes large."""
     return int(max(0.0, min(value, 2.0**63)))

@@ -1,4 +1,4 @@
-"""Arguments of servers and router as the fleet file writes them, and which of them skyctl keeps."""
+"""Arguments of servers and router in the fleet file, and which of them skyctl keeps."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def flag_name(key: str) -> str:
 
 
 def merge_arguments(*layers: Mapping[str, Any]) -> dict[str, Any]:
-    """One mapping with normalised names; later layers win, their nulls too."""
+    """One mapping with normalised names; later layers win, including their nulls."""
     merged: dict[str, Any] = {}
     for layer in layers:
         merged.update({flag_name(key): value for key, value in layer.items()})

@@ -1,5 +1,6 @@
 """Loads a fleet file into a FleetConfig, or raises an error a person can act on: pydantic's errors
-become sentences with line numbers of the file."""
+become sentences with line numbers of the file.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +61,7 @@ _PATTERNS = {
     "control_token_env": "the name of an environment variable",
 }
 _LISTS = {("replicas",): "a list of groups", ("servers",): "a list of URLs"}
-# Keys that only another kind of file has at its top, and what that file is.
+# keys found only at the top of another kind of file, and what that file is
 _OTHER_FILES = (
     ({"services"}, "a Docker Compose file"),
     ({"apiVersion", "kind"}, "a Kubernetes manifest"),
@@ -72,7 +73,7 @@ _SCHEMA_HINT = "`skyctl schema` prints every key"
 
 @dataclass(frozen=True)
 class LoadedFleet:
-    """A valid fleet file. `path` is absolute; relative paths in it start at `base_dir`."""
+    """A valid fleet file. `path` is absolute; relative paths in it are relative to `base_dir`."""
 
     config: FleetConfig
     path: Path
@@ -133,7 +134,7 @@ def _validate(source: YamlSource) -> tuple[FleetConfig | None, list[FileProblem]
     """The configuration, or None and what is wrong with it."""
     if (another := _another_kind_of_file(source)) is not None:
         return None, [another]
-    # `x-…` is for the file's own use, mostly as a place of anchors, as in Compose files
+    # `x-…` is for the file's own use, mostly to hold anchors, as in Compose files
     value = {key: v for key, v in source.value.items() if not str(key).startswith("x-")}
     try:
         config = FleetConfig.model_validate(_without_empty(value, ()))
@@ -147,8 +148,9 @@ def _validate(source: YamlSource) -> tuple[FleetConfig | None, list[FileProblem]
 
 
 def _without_empty(value: Any, location: Location) -> Any:
-    """`value` without the schema's keys that have no value: `health:` over nothing but comments
-    means the defaults. Inside `args` and `env` an empty value has a meaning of its own."""
+    """`value` without the schema's keys that have no value: `health:` followed only by comments
+    means the defaults. Inside `args` and `env` an empty value has a meaning of its own.
+    """
     if isinstance(value, list):
         return [_without_empty(item, (*location, index)) for index, item in enumerate(value)]
     known = _known_keys(location)
@@ -182,7 +184,7 @@ def _error(path: Path, problems: list[FileProblem]) -> FleetFileError:
 
 
 def _another_kind_of_file(source: YamlSource) -> FileProblem | None:
-    """What the file is instead of a fleet file, where its first keys tell."""
+    """What the file is instead of a fleet file, if its first keys show it."""
     keys = set(source.value)
     if keys & {"model", "servers", "replicas"}:
         return None
@@ -197,8 +199,8 @@ def _another_kind_of_file(source: YamlSource) -> FileProblem | None:
 def _problems_of(errors: Sequence[Mapping[str, Any]], source: YamlSource) -> list[FileProblem]:
     """One problem per place in the file, from pydantic's `errors()`.
 
-    A value that fits no member of a union makes one error per member: they become one problem
-    that names all of them, unless a member fits well enough to have errors of its own inside.
+    A value that fits no member of a union makes one error per member: they become one problem that
+    names all of them, unless a member fits well enough to have errors of its own inside.
     """
     places: dict[Location, list[Mapping[str, Any]]] = {}
     for error in errors:
@@ -258,7 +260,7 @@ def _got(location: Location, value: Any) -> str:
 def _expectation(location: Location, errors: Sequence[Mapping[str, Any]]) -> str:
     """`expected a whole number or a list of groups`."""
     words: list[str] = []
-    # a member of a union that fits in kind tells more than one that does not
+    # a member of a union that fits in kind says more than one that does not
     fitting = [error for error in errors if error["type"] not in _EXPECTED]
     for error in fitting or errors:
         kind, context = error["type"], error.get("ctx") or {}
@@ -304,7 +306,7 @@ def _unknown_key(line: int, location: Location) -> FileProblem:
 
 
 def _known_keys(location: Location) -> list[str]:
-    """Keys the schema knows at `location` (a mapping in the file); [] where any key may stand."""
+    """Keys the schema knows at `location` (a mapping in the file); [] if any key is allowed."""
     model: type[BaseModel] | None = FleetConfig
     for part in location:
         if isinstance(part, int) or model is None:

@@ -12,7 +12,7 @@ import yaml
 Location = tuple[str | int, ...]
 
 INIT_HINT = "write a first fleet file with: skyctl init"
-# Aliases can make a small file mean an enormous one; a fleet file has a few hundred nodes.
+# aliases can make a small file expand enormously; a fleet file has a few hundred nodes
 MOST_NODES = 20_000
 _DEEPEST = 40
 _LONGEST_VALUE = 60
@@ -33,14 +33,14 @@ class FileProblem(NamedTuple):
 
 @dataclass
 class YamlSource:
-    """What a file says: `value`, the line of every key and list item, and what was wrong."""
+    """A file's content: `value`, the line of every key and list item, and what was wrong."""
 
     value: Any = None
     lines: dict[Location, int] = field(default_factory=dict)
     problems: list[FileProblem] = field(default_factory=list)
 
     def line(self, location: Location) -> int:
-        """Line of the key or item at `location`, or of the nearest one around it."""
+        """Line of the key or item at `location`, or of the nearest enclosing one."""
         while location and location not in self.lines:
             location = location[:-1]
         return self.lines.get(location, 1)
@@ -62,7 +62,7 @@ def shown(value: Any) -> str:
 
 
 def read_yaml(text: str, environ: Mapping[str, str]) -> YamlSource:
-    """Parse one YAML document whose top is a mapping. Never raises for what the text says."""
+    """Parse one YAML document whose top level is a mapping. Never raises for what the text says."""
     source = YamlSource()
     loader = None
     try:
@@ -92,11 +92,13 @@ def read_yaml(text: str, environ: Mapping[str, str]) -> YamlSource:
 
 
 class _TooLarge(yaml.MarkedYAMLError):
-    """The document means more than a fleet file can."""
+    """The document expands to more than a fleet file can."""
 
 
 class _Loader(yaml.SafeLoader):
-    """Gives up where a file has more nodes than a fleet file: each costs time before it is read."""
+    """Gives up on a file with more nodes than a fleet file can have: each costs time before it is
+    read.
+    """
 
     composed = 0
 
@@ -172,7 +174,7 @@ class _Reader:
         if "${" in text and tag == _TEXT_TAG:
             text = self._expand(node)
             if node.style is None:
-                # an expanded plain scalar is read again, so that `${N:-2}` can be a number
+                # an expanded plain scalar is parsed again, so that `${N:-2}` can be a number
                 tag = self.loader.resolve(  # type: ignore[no-untyped-call]
                     yaml.ScalarNode, text, (True, False)
                 )
@@ -236,7 +238,7 @@ _CLOSES = {"[": "]", "{": "}"}
 
 
 def explained(error: yaml.MarkedYAMLError, text: str) -> FileProblem:
-    """One problem for what the parser found in `text`."""
+    """One problem for the parser's error in `text`."""
     said = " ".join(part for part in (error.context, error.problem) if part)
     open_end = _never_closed(said, error, text)
     if open_end is not None:
@@ -252,7 +254,7 @@ def explained(error: yaml.MarkedYAMLError, text: str) -> FileProblem:
 
 
 def _never_closed(said: str, error: yaml.MarkedYAMLError, text: str) -> FileProblem | None:
-    """A bracket or quote that the file ends without."""
+    """A bracket or quote that the file leaves open."""
     if "end of stream" not in said and "<stream end>" not in said:
         return None
     if "quoted scalar" in said and error.context_mark is not None:

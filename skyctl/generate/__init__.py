@@ -1,1 +1,1 @@
-"""The data plane: many requests through the router's URL, none is lost to a cut."""
+"""The data plane: many requests through the router's URL, none of them lost when cut off."""

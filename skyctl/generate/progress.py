@@ -14,14 +14,14 @@ from skyctl.generate.prompts import GenerationRequest
 
 
 class Cut(Exception):
-    """A request ended before its end; it may be sent again. The message says why."""
+    """A request was cut off before its end; it may be sent again. The message says why."""
 
 
 @dataclass(frozen=True)
 class Piece:
-    """One event: the tokens and text it adds; `prompt_ids` ride on the first of a request.
+    """One event: the tokens and text it adds; `prompt_ids` come with the first of a request.
 
-    `logprobs` has one number per token when they were asked for.
+    `logprobs` has one number per token if they were requested.
     """
 
     text: str = ""
@@ -36,7 +36,7 @@ async def read_pieces(lines: AsyncIterator[str]) -> AsyncIterator[Piece]:
 
     Raises:
         Cut: the server reported an error of its own in the middle of the stream.
-        ServerError: it refused the request in the stream, or sent something else than events.
+        ServerError: it refused the request in the stream, or sent something other than events.
     """
     async for line in lines:
         if not line.startswith("data:"):
@@ -94,11 +94,11 @@ def _raise_event_error(error: Any) -> None:
 
 @dataclass(frozen=True)
 class GenerationResult:
-    """The result of one request. `error` is set when it was given up; then tokens are partial.
+    """The result of one request. `error` is set if it was given up; tokens are partial then.
 
     `seconds` is wall time from the first attempt, waits and freezes included. `prompt_token_ids`
-    are the prompt's as the server saw them, None when it never answered. `logprobs` has one natural
-    logarithm per token (of the token that was sampled) when the request asked for `logprobs`.
+    are the prompt's as the server saw them, None if it never answered. `logprobs` has one natural
+    logarithm per token (of the token that was sampled) if the request asked for `logprobs`.
     `sample` numbers the answers to one prompt (`n`).
     """
 
@@ -131,7 +131,7 @@ class Progress:
     """The state of one request over all its attempts.
 
     A token that ends inside a character brings no text until the character is whole. `textless`
-    counts such tokens at the end; of those before them, up to `unclear` may be such as well.
+    counts such tokens at the end; of those before them, up to `unclear` may be textless as well.
     """
 
     prompt_ids: list[int] | None = None
@@ -158,13 +158,13 @@ class Progress:
             self.textless, self.unclear = 0, len(piece.token_ids) - 1
 
     def drop(self, count: int) -> None:
-        """Forget the last `count` tokens, which brought no text."""
+        """Drop the last `count` tokens, which brought no text."""
         if count:
             del self.tokens[-count:]
             del self.logprobs[len(self.tokens) :]
 
     def start_again(self) -> None:
-        """Forget every token."""
+        """Drop all tokens."""
         self.tokens, self.logprobs, self.text = [], [], ""
 
     def result(
@@ -180,7 +180,7 @@ class Progress:
             seconds,
             error,
             self.prompt_ids,
-            # all or none: what a server left out cannot be told apart from what came
+            # all or none: it is unknown which ones a server left out
             self.logprobs if self.tokens and len(self.logprobs) == len(self.tokens) else None,
             request.sample,
         )

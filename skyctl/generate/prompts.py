@@ -19,11 +19,11 @@ _RESERVED = ("stream", "stream_options", "best_of", "echo", "use_beam_search")
 
 @dataclass(frozen=True)
 class GenerationRequest:
-    """One request. `body` is what vLLM takes, but for the prompt, the model and streaming.
+    """One request. `body` is what vLLM takes, without the prompt, the model and streaming.
 
     Exactly one of `prompt` (text or token ids) and `messages` is set. `body["max_tokens"]` is
-    always there, so that a request that was cut can go on for the rest. `sample` numbers those that
-    ask for several answers to one prompt.
+    always set, so that a request that was cut off can continue for the rest. `sample` numbers
+    requests that ask for several answers to one prompt.
     """
 
     id: str
@@ -44,8 +44,8 @@ def parse_line(
     """One line of a prompts file: an object with `prompt`, `messages` or `prompt_token_ids`.
 
     `id` names its result (default: `number`, its position), `session_id` makes it sticky, `n` asks
-    for so many answers, each by a request of its own (a `seed` counts up over them); every other
-    key is a sampling parameter, over `defaults`. `chat` turns a text prompt into a chat.
+    for that many answers, each by its own request (a `seed` counts up over them); every other key
+    is a sampling parameter, over `defaults`. `chat` turns a text prompt into a chat.
 
     Raises:
         UsageError: the line is wrong; the message starts with `where`.

@@ -1,6 +1,6 @@
-"""Sends many requests through the router's URL and continues those that are cut.
+"""Sends many requests through the router's URL and continues those that are cut off.
 
-A request that is cut (aborted by a pause, its server died, its stream broke) continues from the
+A request that is cut off (aborted by a pause, its server died, its stream broke) continues from the
 prompt and the tokens it already has, with max_tokens reduced by their number, so that greedy
 decoding yields the tokens of one undisturbed request. Requests frozen by `pause --mode keep` wait.
 
@@ -33,10 +33,10 @@ CONNECT_TIMEOUT_S = 10.0
 DETOKENIZE_TIMEOUT_S = 10.0
 
 _RETRIED_STATUSES = frozenset({408, 429, 500, 502, 503, 504})
-# a cut answer under these cannot go on in the middle: it starts again (a stop text may lie across
-# the cut, and the server holds text back while it looks for one)
+# answers under these cannot continue midway: they start again (a stop text may span the cut, and
+# the server holds text back while it checks for one)
 _NOT_CONTINUED = frozenset({"stop", "tools", "response_format", "structured_outputs"})
-# tokens that surely hold the whole last character
+# enough tokens to hold the whole last character
 _CHARACTER_TOKENS = 16
 _CHAT_ONLY = frozenset({"add_generation_prompt", "chat_template", "chat_template_kwargs"})
 
@@ -45,7 +45,7 @@ _CHAT_ONLY = frozenset({"add_generation_prompt", "chat_template", "chat_template
 class RetryPolicy:
     """Waits between attempts double from `backoff_s` up to `backoff_max_s` seconds.
 
-    `max_retries` counts attempts in a row that brought no token; one that did starts afresh.
+    `max_retries` counts consecutive attempts that brought no token; one that did resets the count.
     """
 
     max_retries: int = 8
@@ -61,7 +61,8 @@ class RetryPolicy:
 class Endpoint:
     """Where requests go: the router's URL or one server's. `session_id` makes them sticky.
 
-    `server_urls` are asked what vllm-router 0.1.17 takes the key off; `url` when there are none.
+    `server_urls` take the requests that vllm-router 0.1.17 strips of their key; `url` if there are
+    none.
     """
 
     url: str
@@ -109,10 +110,10 @@ class GenerationClient:
         timeout_s: float | None = None,
         on_text: Callable[[str], None] | None = None,
     ) -> GenerationResult:
-        """Generate until the request ends by itself. `on_text` gets each piece of text.
+        """Generate until the request ends by itself. `on_text` receives each piece of text.
 
-        A request that cannot be finished comes back with `error` set and what it got so far.
-        `timeout_s` bounds it as a whole, in seconds; without, it may wait for ever.
+        A request that cannot be finished is returned with `error` set and what it got so far.
+        `timeout_s` bounds it as a whole, in seconds; without it, it may wait forever.
         """
         progress = Progress()
         try:
@@ -134,7 +135,7 @@ class GenerationClient:
     ) -> AsyncIterator[GenerationResult]:
         """Results in the order of `requests`, at most `concurrency` of them under way at once.
 
-        `on_done` gets each result when it is there, in the order of finishing.
+        `on_done` receives each result as it finishes.
         """
         slots = asyncio.Semaphore(concurrency)
 
@@ -162,10 +163,11 @@ class GenerationClient:
         session_id: str | None = None,
         timeout_s: float | None = None,
     ) -> dict[str, Any]:
-        """POST a body (the model is added) that is answered in one piece; the answer's JSON.
+        """POST a body (the model is added) that is answered in one piece; returns the answer's
+        JSON.
 
-        An answer that was cut (aborted, 5xx, a broken connection) is asked for again from the
-        start. `timeout_s` bounds it as a whole, in seconds; without, it may wait for ever.
+        An answer that was cut off (aborted, 5xx, a broken connection) is requested again from the
+        start. `timeout_s` bounds it as a whole, in seconds; without it, it may wait forever.
 
         Raises:
             ServerError: it was refused, or given up after `max_retries`.
@@ -218,14 +220,14 @@ class GenerationClient:
                 return await self._attempt(request, progress, on_text)
             except Cut as cut:
                 if len(progress.tokens) >= request.max_tokens:
-                    return "length"  # cut after its last token: nothing is left to ask for
+                    return "length"  # cut off after its last token: nothing is left to generate
                 await self._drop_textless(progress)
                 progress.fruitless = 1 if len(progress.tokens) > had else progress.fruitless + 1
                 if progress.fruitless > self._retry.max_retries:
                     raise ServerError(
                         f"given up after {progress.fruitless} attempts in a row: {cut}"
                     ) from cut
-            # without token ids there is nothing to go on from
+            # without token ids there is nothing to continue from
             if not progress.tokens or _NOT_CONTINUED & request.body.keys():
                 progress.start_again()
             progress.retries += 1
@@ -240,7 +242,7 @@ class GenerationClient:
         """One HTTP request; tokens go to `progress`. Returns the finish reason.
 
         Raises:
-            Cut: it ended before its end, and may be tried again.
+            Cut: it was cut off before its end, and may be tried again.
             ServerError: the server refused it for good.
         """
         path, body = request_body(
@@ -265,7 +267,7 @@ class GenerationClient:
         raise Cut("the stream ended early")
 
     async def _drop_textless(self, progress: Progress) -> None:
-        """Take back tokens at the end that stop inside a character; they are generated again.
+        """Drop tokens at the end that stop inside a character; they are generated again.
 
         A prompt that ends inside a character makes vLLM repeat the text of the whole prompt.
         """
@@ -287,10 +289,10 @@ class GenerationClient:
                     timeout=DETOKENIZE_TIMEOUT_S,
                 )
                 return bool(response.json()["prompt"].endswith("\ufffd"))
-        return False  # not known: as good as every server but for a rare repeated text
+        return False  # unknown: treat it like the others, at the risk of a rare repeated text
 
     def _bases(self, path: str) -> tuple[str, ...]:
-        """URLs to try for `path`: the router takes the key off some."""
+        """URLs to try for `path`: the router strips some paths of the key."""
         direct = self._endpoint.server_urls if path in (TOKENIZE, DETOKENIZE) else ()
         return direct or (self._endpoint.url,)
 
@@ -338,9 +340,9 @@ async def _raise_for_status(response: httpx.Response, path: str) -> None:
 
 
 def failure(results: Sequence[GenerationResult]) -> SkyctlError | None:
-    """The error that a run's results come to: PartialFailure, or ServerError when all failed.
+    """The error of a whole run: PartialFailure, or ServerError if all failed.
 
-    DeadlineExceeded when all of them ran out of time; None when none failed.
+    DeadlineExceeded if all of them ran out of time; None if none failed.
     """
     failed = [result for result in results if result.error]
     if not failed:

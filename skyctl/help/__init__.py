@@ -1,4 +1,4 @@
-"""Short texts that `skyctl help TOPIC` prints: one file per topic, its first line is its title."""
+"""Short texts that `skyctl help TOPIC` prints: one file per topic, title in its first line."""
 
 from __future__ import annotations
 

@@ -165,12 +165,12 @@ def _unanswered(where: str, error: TransportError) -> ServerError:
 def _status_error(target: ServerTarget, where: str, answer: Answer) -> ServerError:
     status = answer.status
     text = _shortened(error_text(answer.text), target) or answer.reason
-    if text.startswith("<"):  # a page for people with browsers
+    if text.startswith("<"):  # an HTML page
         text = answer.reason
     hint = ""
     if status in (401, 403):
         hint = "name what the server wants in the fleet file: `control_token_env` or `api_key_env`"
-    elif status == 404 and text == "Not Found":  # FastAPI's word for a path that it does not have
+    elif status == 404 and text == "Not Found":  # FastAPI's answer for an unknown path
         text = "it has no such route"
     elif status == 503:
         hint = "which servers take requests, and why the others do not: skyctl status"
@@ -196,7 +196,7 @@ def _query(params: Mapping[str, QueryValue] | None) -> str:
     return _encoded(tuple((k, tuple(v) if isinstance(v, list) else v) for k, v in params.items()))
 
 
-@lru_cache(maxsize=256)  # a fan-out asks all servers the same
+@lru_cache(maxsize=256)  # a fan-out sends all servers the same query
 def _encoded(params: tuple[tuple[str, QueryValue], ...]) -> str:
     said = [(key, str(v).lower() if isinstance(v, bool) else v) for key, v in params]
     return "?" + urlencode(said, doseq=True)

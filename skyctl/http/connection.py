@@ -31,13 +31,13 @@ _NO_BODY = (204, 304)
 class Connection(asyncio.BufferedProtocol):
     """Made by `loop.create_connection`. `lost` is called once, when it is closed.
 
-    `buffer` is where bytes are received; connections of one loop may share it, since what arrives
-    is read at once.
+    `buffer` is where bytes are received; connections of one loop may share it, because data is
+    parsed as soon as it arrives.
     """
 
     def __init__(self, buffer: memoryview, lost: Callable[[Connection], None]) -> None:
         self.loop = asyncio.get_running_loop()
-        self.free_since = 0.0  # the loop's clock, set by whoever keeps it
+        self.free_since = 0.0  # on the loop's clock, set by the pool
         self._buffer, self._lost = buffer, lost
         self._transport: asyncio.Transport | None = None
         self._poll: select.poll | None = None
@@ -54,7 +54,8 @@ class Connection(asyncio.BufferedProtocol):
         self._in_body = False
 
     async def exchange(self, request: bytes) -> Answer:
-        """Write `request` and return the whole answer to it. Once cancelled, it is closed.
+        """Write `request` and return the whole answer to it. A cancelled exchange closes the
+        connection.
 
         Raises:
             ConnectionBroke: it ended before the answer did. NoAnswer: `late` was called.
@@ -85,7 +86,7 @@ class Connection(asyncio.BufferedProtocol):
     def is_fresh(self) -> bool:
         """Whether the next request can use it: the server keeps it open.
 
-        Looks at the socket itself: an end that the event loop has not come to yet counts as well,
+        Looks at the socket itself: an EOF that the event loop has not processed yet counts as well,
         and so does anything else that arrived unasked.
         """
         if self._transport is None or not self.may_be_kept():
@@ -128,7 +129,7 @@ class Connection(asyncio.BufferedProtocol):
     def eof_received(self) -> None:
         self._reusable = False
         if self._waiter is not None and self._in_body and not self._framed():
-            self._complete()  # without a length, the end of the connection is that of the answer
+            self._complete()  # without a length, the end of the connection ends the answer
 
     def connection_lost(self, exc: Exception | None) -> None:
         why = str(exc) if exc else "the server closed it before the whole answer"

@@ -53,7 +53,7 @@ class Deadlines(Generic[T]):
         self._timer = self.loop.call_at(at, self._look)
 
     def _look(self) -> None:
-        """The timer's time has come, which may be that of one taken back long ago."""
+        """The timer fired, perhaps for an item that was withdrawn long ago."""
         self._timer = None
         now = self.loop.time()
         late = [one for one, until in self._waiting.items() if until <= now]
@@ -74,9 +74,9 @@ _MOST, _FEWEST = 4096, 16
 
 
 class Origin(NamedTuple):
-    """One server as its URL tells: `headers` are those of every request, `path` begins its paths.
+    """One server by its URL: `headers` are those of every request, `path` prefixes its paths.
 
-    `basic` is the Authorization that a user and password in the URL mean, or empty.
+    `basic` is the Authorization for a user and password in the URL, or empty.
     """
 
     host: str
@@ -100,7 +100,7 @@ class KeptConnections:
 
     At most `max_connections` are open at once (by default what the limit of open files allows);
     further requests wait. With `unix_socket` all go there, whatever their URL says. `keep_idle_s`
-    is how long an idle one is kept; `tls` replaces the TLS trust.
+    is how long an idle connection is kept; `tls` replaces the TLS trust.
     """
 
     def __init__(
@@ -158,7 +158,7 @@ class KeptConnections:
         """Close every kept connection."""
         while self._idle:
             self._close_oldest()
-        await asyncio.sleep(0)  # they are gone with the next turn of the event loop
+        await asyncio.sleep(0)  # they close with the next turn of the event loop
 
     def _take(self, server: _Server) -> Connection | None:
         """A kept connection that is certainly alive, or None."""
@@ -220,7 +220,7 @@ class KeptConnections:
 
 
 async def _in_time(until: float, work: Awaitable[T]) -> T:
-    """Await, or raise NoAnswer when `until` comes first on the event loop's clock."""
+    """Await, or raise NoAnswer if `until` comes first on the event loop's clock."""
     try:
         async with asyncio.timeout_at(until):
             return await work

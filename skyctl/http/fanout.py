@@ -28,8 +28,8 @@ class OutcomeStatus(StrEnum):
     FAILED = "failed"  # the server answered with an error
     TIMEOUT = "timeout"  # no answer within the deadline; state unknown
     UNREACHABLE = "unreachable"  # no connection, or it broke
-    SKIPPED = "skipped"  # not asked, `detail` says why
-    ROLLED_BACK = "rolled-back"  # did it, and undid it because others could not
+    SKIPPED = "skipped"  # not asked; `detail` says why
+    ROLLED_BACK = "rolled-back"  # it succeeded, and was undone because others failed
 
 
 _NOT_FAILED = (OutcomeStatus.OK, OutcomeStatus.SKIPPED, OutcomeStatus.ROLLED_BACK)
@@ -76,7 +76,7 @@ async def fan_out(
         target: ServerTarget, status: OutcomeStatus, detail: str = "", value: T | None = None
     ) -> Outcome[T]:
         elapsed_ms = (time.perf_counter() - began) * 1000
-        # errors begin with the server's name, and so does whatever shows an outcome
+        # errors begin with the server's name, and so does every display of an outcome
         detail = detail.removeprefix(f"{target.name}: ")
         return Outcome(target.name, status, elapsed_ms, detail, value)
 
@@ -100,16 +100,17 @@ async def fan_out(
 
 
 async def _settled(tasks: Sequence[asyncio.Task[Any]], timeout_s: float) -> set[asyncio.Task[Any]]:
-    """Wait until all tasks have ended; those that had to be cancelled after `timeout_s` seconds.
+    """Wait until all tasks have ended; returns those that had to be cancelled after `timeout_s`
+    seconds.
 
-    One timer for all: a server's own would cost as much as a tenth of its call.
+    One timer for all: a timer per server would cost as much as a tenth of its call.
     """
     if not tasks:
         return set()
     pending = set(tasks)
     try:
         _, pending = await asyncio.wait(tasks, timeout=timeout_s)
-    finally:  # also when the caller was cancelled: nothing goes on behind its back
+    finally:  # also if the caller was cancelled: nothing may go on unobserved
         for task in pending:
             task.cancel()
         if pending:
@@ -122,7 +123,7 @@ def require_all(outcomes: Sequence[Outcome[T]], verb: str) -> None:
 
     Raises:
         PartialFailure: some servers succeeded and some did not.
-        ServerError: none did (DeadlineExceeded when all of them ran out of time).
+        ServerError: none did (DeadlineExceeded if all of them ran out of time).
     """
     error = failure(outcomes, verb)
     if error is not None:

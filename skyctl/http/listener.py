@@ -1,4 +1,4 @@
-"""The socket of a server of ours."""
+"""The listening socket of our own servers."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import socket
 
 
 def listen_at(host: str, port: int, *, backlog: int) -> socket.socket:
-    """Listen on TCP; 0 is a free port. Raises OSError.
+    """Listen on TCP; port 0 picks a free one. Raises OSError.
 
-    Answers leave at once: asyncio knows no such socket for TCP, and the kernel would hold the
+    Sets TCP_NODELAY: asyncio does not recognise such a socket as TCP, and the kernel would hold the
     second part of an answer back until the first is acknowledged, for up to 40 ms.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET

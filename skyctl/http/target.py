@@ -1,4 +1,4 @@
-"""A server's URL and key: all that the HTTP core needs of a server."""
+"""A server's URL and keys: all that the HTTP core needs of a server."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class ServerTarget:
-    """One server. `url` has no trailing slash; `engine` is what runs there, by name.
+    """One server. `url` has no trailing slash; `engine` is the name of its engine.
 
-    `api_key` is what every request to it bears: the control token, or an API key where there is no
-    token. `inference_key` is the API key, where it is known: an engine may take no other on routes
-    that users ask as well. They never show in repr or logs. `role` is prefill or decode, "" for a
-    server that does both, or where nobody knows.
+    `api_key` is the bearer of every request: the control token, or an API key if there is no token.
+    `inference_key` is the API key, if known: an engine may accept no other on routes that users
+    call as well. They never show in repr or logs. `role` is prefill or decode, "" for a server that
+    does both, or if unknown.
     """
 
     name: str

@@ -14,10 +14,11 @@ from typing import NamedTuple, Protocol
 
 
 class Request(NamedTuple):
-    """`url` is the server's, without a trailing slash; `path` begins with one, and has the query.
+    """`url` is the server's, without a trailing slash; `path` begins with one, and includes the
+    query.
 
-    `headers` are further ones: host, length and encodings are the transport's to write. A `body`
-    of None is none at all.
+    `headers` are additional: host, length and encodings are the transport's to write. A `body` of
+    None sends no body.
     """
 
     method: str
@@ -41,7 +42,7 @@ class Answer(NamedTuple):
 
     @property
     def text(self) -> str:
-        """The body as UTF-8; what is not UTF-8 is shown as such."""
+        """The body as UTF-8; invalid bytes are shown as such."""
         return self.body.decode(errors="replace")
 
 

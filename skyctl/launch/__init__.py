@@ -1,4 +1,4 @@
-"""Launchers: `base` says what one is, a package each starts processes in its way."""
+"""Launchers: `base` defines what one is; each launcher has a package."""
 
 from __future__ import annotations
 
@@ -21,5 +21,4 @@ HOSTS: Plugins[Host] = Plugins(
         "ray": "skyctl.launch.remote.host:RAY",
     },
 )
-"""By the fleet file's `launcher:`. Other packages add theirs as entry points of
-`skyctl.launchers`."""
+"""By the fleet file's `launcher:`. Other packages add theirs as `skyctl.launchers` entry points."""

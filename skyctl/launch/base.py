@@ -1,6 +1,7 @@
-"""What a launcher is to skyctl: where processes of a fleet run, and how they are started and ended.
+"""What a launcher is to skyctl: where a fleet's processes run, and how they are started and ended.
 
-Nothing outside `launch/` spawns, watches or ends a server or a router. docs/adding.md adds one.
+Nothing outside `launch/` spawns, watches or ends a server or a router. docs/adding.md explains how
+to add a launcher.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Gpu:
-    """One GPU. `index` is nvidia-smi's (PCI bus order); `memory_bytes` its whole memory."""
+    """One GPU. `index` is nvidia-smi's (PCI bus order); `memory_bytes` its total memory."""
 
     index: int
     uuid: str
@@ -29,7 +30,8 @@ class Gpu:
 @dataclass(frozen=True)
 class Cpu:
     """One logical CPU this process may run on. CPUs of equal `core` are hardware threads of one
-    physical core."""
+    physical core.
+    """
 
     id: int
     core: int
@@ -37,7 +39,7 @@ class Cpu:
 
 ADDRESS_AT_SPAWN = "(address at its start)"
 PORT_AT_SPAWN = "(port at its start)"
-"""Stand in a plan's command line where the node is chosen when the server is started."""
+"""Placeholders in a plan's command line if the node is chosen when the server is started."""
 
 
 LEASE_VARIABLE = "SKYCTL_LEASE"
@@ -47,8 +49,9 @@ LEASE_VARIABLE = "SKYCTL_LEASE"
 @dataclass(frozen=True)
 class RayCluster:
     """The Ray cluster that chooses a server's node: one of those that have all `labels`, with
-    `count` free of `resource` (GPU or CPU); the head's only with `head`. `spread` prefers nodes
-    with few servers, else those with many."""
+    `count` free of `resource` (GPU or CPU); the head's node only with `head`. `spread` prefers
+    nodes with few servers, otherwise those with many are preferred.
+    """
 
     address: str
     labels: tuple[tuple[str, str], ...] = ()
@@ -63,10 +66,10 @@ class RayCluster:
 class Node:
     """Another machine that servers run on. `target` is what ssh is given (`user@host`), `address`
     what servers bind there, `python` its interpreter with skyctl and the engine, `command` the ssh
-    client; a server there ends `grace_s` seconds after nobody was heard of it any more.
+    client; a server there ends itself `grace_s` seconds after it last heard from us.
 
-    With `ray` Ray reaches it in place of ssh, and `target` is its address in the cluster; before
-    Ray has chosen a node, `target` stands for the cluster.
+    With `ray`, Ray takes the place of ssh, and `target` is the node's address in the cluster;
+    before Ray has chosen a node, `target` stands for the cluster.
     """
 
     target: str
@@ -83,7 +86,7 @@ class Node:
 
     @property
     def cluster(self) -> Node:
-        """Who chose it and can be asked about it: the cluster; itself, where nobody did."""
+        """What chose it and can be asked about it: the cluster, or itself if it was not chosen."""
         if self.ray is None:
             return self
         return replace(self, target="the Ray cluster", address=ADDRESS_AT_SPAWN)
@@ -91,7 +94,7 @@ class Node:
 
 @dataclass(frozen=True)
 class ChosenPlace:
-    """Where a server was started, of a node that was chosen only then."""
+    """Where a server was started, if its node was chosen only then."""
 
     node: Node
     port: int
@@ -101,7 +104,8 @@ class ChosenPlace:
 @dataclass(frozen=True)
 class Machine:
     """What one machine has for servers: the GPUs they may use, CPUs, and free ports at its address.
-    `node` is None for this one."""
+    `node` is None for this one.
+    """
 
     node: Node | None
     gpus: tuple[Gpu, ...]
@@ -113,7 +117,7 @@ class ChildProcess(Protocol):
     """A process and everything below it. Belongs to the running loop.
 
     `exited` is set when the leader is gone. `identity` is None for a spawn that was intended but
-    never recorded: then only `token`, which is in the environment of all, finds them.
+    never recorded: then only `token`, which is in the environment of all its processes, finds them.
     `descendants` are those that `record_descendants` saw.
     """
 
@@ -126,7 +130,7 @@ class ChildProcess(Protocol):
     def pid(self) -> int | None: ...
 
     def alive(self) -> bool:
-        """True while the leader runs."""
+        """Whether the leader runs."""
         ...
 
     def exit_text(self) -> str:
@@ -134,11 +138,11 @@ class ChildProcess(Protocol):
         ...
 
     def record_descendants(self) -> bool:
-        """Remember who lives below the leader now; True when somebody new was seen."""
+        """Record the processes that live below the leader now; True if a new one was seen."""
         ...
 
     def record_segments(self) -> None:
-        """Remember the shared memory that it would leave."""
+        """Record the shared memory that it would leave behind."""
 
     def place(self) -> ChosenPlace | None:
         """Where it runs, if that was chosen at its spawn; None before, and for all others."""
@@ -149,7 +153,7 @@ class ChildProcess(Protocol):
         ...
 
     def listens_at(self, port: int) -> bool:
-        """False when it is somebody else who answers there; true where nobody can tell."""
+        """False if another process answers there; True if unknown."""
         ...
 
     def members(self) -> Sequence[Any]:
@@ -157,24 +161,24 @@ class ChildProcess(Protocol):
         ...
 
     def resident_bytes(self) -> int | None:
-        """Memory of the tree; None where nobody can tell."""
+        """Memory of the tree; None if unknown."""
         ...
 
     async def lost(self) -> str:
-        """Why nobody can tell whether it still runs; "" while that is known."""
+        """Why it is unknown whether it still runs; "" while it is known."""
         ...
 
     async def settled(self) -> None:
-        """Return once it sees the files of this machine that it reads as they are now."""
+        """Return once it sees the current versions of the files that it reads from this machine."""
         ...
 
     async def stop(self, timeout_s: float) -> bool:
-        """End the whole tree: gently, after `timeout_s` seconds by force. False when that was
+        """End the whole tree: gently, after `timeout_s` seconds by force. False if force was
         needed.
 
         Raises:
-            SkyctlError: a process outlived even that.
-            HostUnreachable: nobody can tell what became of it.
+            SkyctlError: a process survived even that.
+            HostUnreachable: it is unknown what became of it.
         """
         ...
 
@@ -184,7 +188,7 @@ class Host:
     """Where a fleet's processes run. `HOSTS` (`launch/__init__.py`) has all.
 
     `spawn` starts a command with variables that are added to its environment (`token` too, as
-    SKYCTL_TOKEN), and appends its output to a log of this machine; it raises SkyctlError when the
+    SKYCTL_TOKEN), and appends its output to a log on this machine; it raises SkyctlError if the
     program cannot be started. `adopt` takes over what an earlier supervisor spawned. `environment`
     has variables that keep a process's temporary files in the fleet's directory; `sweep` removes
     them once no process is left.
@@ -194,14 +198,14 @@ class Host:
     gpus: Callable[[], Sequence[Gpu]]
     cpus: Callable[[], Sequence[Cpu]]
     free_port: Callable[[str], int]
-    """A port at an address that nobody listens on, never the same one twice."""
+    """A free port at an address, never the same one twice."""
     port_holder: Callable[[str, int], str | None]
-    """Who listens at an address and port, as a person reads it; None when it is free."""
+    """Who listens at an address and port, in readable form; None if it is free."""
     bind_error: Callable[[str, int], str | None]
-    """Why nothing of ours could listen there, whoever holds it; None when it can."""
+    """Why nothing of ours could listen there, whoever holds it; None if it can."""
     spawn: Callable[[Sequence[str], Mapping[str, str], Path, str], ChildProcess]
     adopt: Callable[[ProcessIdentity | None, str, Sequence[ProcessIdentity]], ChildProcess]
     environment: Callable[[FleetPaths], dict[str, str]]
     sweep: Callable[[FleetPaths], None]
     on: Callable[[Node], Host] | None = None
-    """The same on another machine; None for a launcher that knows only this one."""
+    """The same on another machine; None for a launcher limited to this one."""

@@ -16,7 +16,7 @@ _QUERY = (
 
 @dataclass(frozen=True)
 class GpuUsage:
-    """One GPU now. `index` is nvidia-smi's; `utilization` is 0..1, None where it does not say."""
+    """One GPU now. `index` is nvidia-smi's; `utilization` is 0..1, None if not reported."""
 
     index: int
     utilization: float | None
@@ -25,7 +25,7 @@ class GpuUsage:
 
 
 def gpu_reader() -> Callable[[], dict[int, GpuUsage]]:
-    """A function that reads all GPUs by index, and gives {} where there are none."""
+    """A function that reads all GPUs by index, and returns {} if there are none."""
     try:
         import pynvml  # type: ignore[import-not-found,import-untyped,unused-ignore]
 
@@ -38,7 +38,7 @@ def gpu_reader() -> Callable[[], dict[int, GpuUsage]]:
 def read_nvidia_smi(
     timeout_s: float = 5.0, *, command: Sequence[str] = _QUERY
 ) -> dict[int, GpuUsage]:
-    """All GPUs by index, as nvidia-smi shows them; {} when it does not answer."""
+    """All GPUs by index, as nvidia-smi shows them; {} if it does not answer."""
     try:
         result = subprocess.run(
             command, capture_output=True, text=True, timeout=timeout_s, check=True

@@ -12,11 +12,11 @@ from skyctl.store.state import Event
 
 @dataclass(frozen=True)
 class ReplicaSample:
-    """One server. Rates are over the interval; what is unknown is None.
+    """One server. Rates are over the interval; unknown values are None.
 
     `prefix_hit_rate` is hits per queried token, 0..1, of the last interval that had queries.
-    `cpu_percent` is 100 per busy core of its process tree; `gpus` those it runs on.
-    `role` is prefill or decode, "" for one that does both.
+    `cpu_percent` is 100 per busy core of its process tree; `gpus` those it runs on. `role` is
+    prefill or decode, "" for a server that does both.
     """
 
     name: str

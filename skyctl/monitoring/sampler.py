@@ -1,7 +1,7 @@
 """Samples a fleet repeatedly, at a bounded cost.
 
 One sample is one status (the supervisor asks each server for a few metrics, once), the router's
-metrics page, one read of the state file, and the CPU times of processes that are already known.
+metrics page, one read of the state file, and the CPU times of known processes.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from skyctl.store.journal import Job
 if TYPE_CHECKING:
     from skyctl.service import FleetService
 
-# Finding children reads all of /proc, so it is done this seldom; servers rarely get new ones.
+# finding children reads all of /proc, so it is done rarely; servers seldom get new ones
 TREES_EVERY_S = 5.0
 ROUTER_TIMEOUT_S = 2.0
 EVENTS = 50
@@ -44,9 +44,9 @@ GPUS_EVERY_S = 2.0
 
 @dataclass(frozen=True)
 class TreeUsage:
-    """What one tree takes. `cpu_percent` is 100 per busy core, None in the first sample.
+    """Usage of one process tree. `cpu_percent` is 100 per busy core, None in the first sample.
 
-    `rss_bytes` counts memory that its processes share in each of them.
+    `rss_bytes` counts shared memory once for each process that shares it.
     """
 
     cpu_percent: float | None
@@ -133,9 +133,9 @@ class RateMeter:
         self._seen: dict[str, tuple[float, float]] = {}
 
     def per_second(self, name: str, value: float | None, at: float) -> float | None:
-        """Growth per second since the last look; None at the first look and after a restart.
+        """Growth per second since the last sample; None at the first and after a restart.
 
-        A counter that went down belongs to a new process: that look is a first one again.
+        A counter that went down belongs to a new process: its sample is a first one again.
         """
         delta = self._take(name, value, at)
         return None if delta is None else delta[0] / delta[1]
@@ -149,7 +149,7 @@ class RateMeter:
         return part_delta[0] / whole_delta[0]
 
     def _take(self, name: str, value: float | None, at: float) -> tuple[float, float] | None:
-        """(growth, seconds) since the last look at this counter."""
+        """(growth, seconds) since the last sample of this counter."""
         if value is None:
             self._seen.pop(name, None)
             return None
@@ -229,7 +229,7 @@ class Sampler:
         at: float,
     ) -> ReplicaSample:
         name, tree = replica.name, trees.get(replica.pid or 0)
-        if replica.node is not None:  # its pid and its GPUs are another machine's
+        if replica.node is not None:  # its pid and its GPUs are on another machine
             tree, gpus = None, {}
         recent = self._rates.ratio(
             name, replica.prefix_cache_hits, replica.prefix_cache_queries, at
@@ -259,7 +259,7 @@ class Sampler:
         )
 
     def _state_s(self, replica: ReplicaStatus, at: float) -> float:
-        """Seconds in this state; where nobody keeps the time, since we first saw it."""
+        """Seconds in this state; if nobody records the time, since we first saw it."""
         before = self._states.get(replica.name)
         if before is None or before[0] != replica.state:
             self._states[replica.name] = before = (replica.state, at)
@@ -327,7 +327,7 @@ class Sampler:
     async def _running_job(self, status: FleetStatus) -> Job | None:
         if status.supervised is not None:
             return await self._fleet.job(status.job) if status.job else None
-        # nobody but the journal knows of a push into servers that we did not start
+        # only the journal knows of a push into servers that we did not start
         latest = (await self._fleet.jobs())[:1]
         return next((job for job in latest if not job.ended), None)
 

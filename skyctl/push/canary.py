@@ -1,4 +1,4 @@
-"""Canary prompts: what new weights must answer before anybody else may ask them.
+"""Canary prompts: what new weights must answer before they serve users.
 
 A canary file (YAML or JSON) lists prompts and what is expected of each answer:
 
@@ -9,7 +9,7 @@ A canary file (YAML or JSON) lists prompts and what is expected of each answer:
       - messages: [{role: user, content: Say yes.}]
         expect: {regex: "(?i)yes", min_logprob: -8}
 
-Generation is greedy unless a prompt says otherwise. Log probabilities must be finite in any case.
+Generation is greedy unless a prompt says otherwise. Log probabilities must always be finite.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from skyctl.errors import UsageError
 
 MAX_PROMPTS = 64
-# vLLM writes this where a log probability is -inf or not a number
+# vLLM reports this where a log probability is -inf or NaN
 _NO_LOGPROB = -9999.0
 _SHOWN = 60
 
@@ -37,7 +37,7 @@ class _Strict(BaseModel):
 
 
 class Expectation(_Strict):
-    """What must hold of one answer; all that are given must."""
+    """What an answer must satisfy; every condition given must hold."""
 
     token_ids: list[int] | None = None
     text: str | None = None
@@ -56,12 +56,12 @@ class Expectation(_Strict):
         return value
 
     def said(self) -> dict[str, Any]:
-        """Only what was asked for."""
+        """Only the conditions that were given."""
         return self.model_dump(exclude_none=True)
 
 
 class CanaryPrompt(_Strict):
-    """One prompt, as text, token ids or chat messages. `sampling` is passed to vLLM as it is."""
+    """One prompt, as text, token ids or chat messages. `sampling` is passed to vLLM unchanged."""
 
     name: str = ""
     prompt: str | None = Field(default=None, min_length=1)
@@ -83,7 +83,7 @@ class CanaryPrompt(_Strict):
         return self.messages is not None
 
     def body(self) -> dict[str, Any]:
-        """What the server is sent, but for the model."""
+        """The request body, without the model."""
         body: dict[str, Any] = {"max_tokens": self.max_tokens, "temperature": 0.0, **self.sampling}
         body |= {"stream": False, "n": 1, "return_token_ids": True}
         if self.chat:
@@ -92,13 +92,13 @@ class CanaryPrompt(_Strict):
 
 
 class Canary(_Strict):
-    """All prompts of one push; `timeout_s` is for each of them, on each server."""
+    """All prompts of one push; `timeout_s` applies to each prompt on each server."""
 
     prompts: list[CanaryPrompt] = Field(min_length=1, max_length=MAX_PROMPTS)
     timeout_s: float = Field(default=60.0, gt=0, le=600)
 
     def name_of(self, number: int) -> str:
-        """A prompt's own name, else its place in the file and how it begins."""
+        """The prompt's own name, else its position in the file and its first words."""
         prompt = self.prompts[number]
         if prompt.name:
             return prompt.name
@@ -110,7 +110,7 @@ class Canary(_Strict):
 
 @dataclass(frozen=True)
 class Answer:
-    """What a server answered. `logprobs` are those of the generated tokens."""
+    """A server's answer. `logprobs` are those of the generated tokens."""
 
     text: str
     token_ids: tuple[int, ...]
@@ -119,7 +119,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class CanaryResult:
-    """One prompt on one server. `problem` says what did not hold, "" when all did."""
+    """One prompt on one server. `problem` is the condition that failed, "" if all hold."""
 
     server: str
     prompt: str
@@ -133,10 +133,10 @@ class CanaryResult:
 
 
 def read_canary(path: Path) -> dict[str, Any]:
-    """A canary file as JSON that `parse_canary` takes; a bare list is its prompts.
+    """Read a canary file as JSON that `parse_canary` accepts; a bare list is taken as its prompts.
 
     Raises:
-        UsageError: it cannot be read, or is no canary file; names the place.
+        UsageError: it cannot be read, or is not a canary file; names the place.
     """
     try:
         found = yaml.safe_load(path.read_text(encoding="utf-8"))
@@ -147,7 +147,7 @@ def read_canary(path: Path) -> dict[str, Any]:
 
 
 def parse_canary(data: Any, where: str = "canary") -> Canary:
-    """Raises UsageError where it is not a mapping as at the top of this file."""
+    """Raises UsageError unless `data` is a mapping as described at the top of this file."""
     try:
         return Canary.model_validate(data)
     except ValidationError as error:
@@ -160,7 +160,7 @@ def parse_canary(data: Any, where: str = "canary") -> Canary:
 
 
 def read_answer(data: Any, *, chat: bool) -> Answer:
-    """vLLM's answer to a completion or a chat that was not streamed.
+    """Read vLLM's answer to a completion or a chat that was not streamed.
 
     Raises:
         ValueError: it is something else.
@@ -184,7 +184,7 @@ def _logprobs(found: Mapping[str, Any], *, chat: bool) -> list[float | None]:
 
 
 def judge(server: str, name: str, expect: Expectation, answer: Answer) -> CanaryResult:
-    """Whether an answer is as expected. Pure."""
+    """Check an answer against what is expected. Pure."""
     lowest = min((value for value in answer.logprobs if value is not None), default=None)
     got: dict[str, Any] = {"text": answer.text, "token_ids": list(answer.token_ids)}
     if lowest is not None and math.isfinite(lowest):

@@ -23,7 +23,7 @@ Transaction = Callable[[Run], Awaitable[PushResult]]
 
 
 async def try_canary(run: Run, sites: Sequence[Site]) -> list[CanaryResult]:
-    """Every prompt on every server that holds new weights, one after the other on each.
+    """Run every prompt on every server that holds new weights, one prompt at a time on each.
 
     Servers generate only while their prompts run, and are paused again afterwards.
     """
@@ -46,7 +46,7 @@ async def try_canary(run: Run, sites: Sequence[Site]) -> list[CanaryResult]:
     reached("push.canary.done")
     for site in loaded:
         if site.failure and not failed(results[site.name]):
-            # it did not answer, or could not be paused again: what it would say is not known
+            # it did not answer, or could not be paused again: its verdict is unknown
             results[site.name].append(CanaryResult(site.name, "", False, {}, {}, site.failure))
     return [result for site in loaded for result in results[site.name]]
 
@@ -66,13 +66,13 @@ async def _ask_all(site: Site, canary: Canary, results: list[CanaryResult]) -> N
             why = error.message if isinstance(error, SkyctlError) else str(error)
             results.append(CanaryResult(site.name, name, False, prompt.expect.said(), {}, why))
             if isinstance(error, ServerUnreachable | DeadlineExceeded):
-                return  # the prompts after it would wait as long
+                return  # the remaining prompts would wait as long
 
 
 async def refuse_commit(
     run: Run, sites: Sequence[Site], results: Sequence[CanaryResult], transaction: Transaction
 ) -> CanaryFailed:
-    """Push the committed weights back, or leave the servers paused; the error to raise."""
+    """Push the committed weights back, or leave the servers paused; returns the error to raise."""
     bad = failed(results)
     first = bad[0]
     where = f"prompt {first.prompt} on {first.server}" if first.prompt else first.server
@@ -115,7 +115,7 @@ def _version_before(run: Run) -> str:
 async def _push_back(
     run: Run, sites: Sequence[Site], transaction: Transaction
 ) -> tuple[dict[str, dict[str, Any]], str]:
-    """How each server was left by a push of the committed weights, by name; and what failed."""
+    """How the push of the committed weights left each server, by name; and what failed."""
     committed = run.fleet.committed
     loaded = [site for site in sites if site.weights is Weights.NEW]
     if committed is None or committed.checkpoint is None:
@@ -132,13 +132,13 @@ async def _push_back(
         allow_unproven_reload=run.request.allow_unproven_reload,
         expected_digest=committed.checkpoint_digest,
     )
-    # half updated: what they hold was never accepted, so that nothing but a whole push frees them
+    # half updated: what they hold was never accepted, so only a whole push may free them
     servers = tuple(replace(site.server, half_updated=True, thaw=True) for site in loaded)
     again = replace(
         run,
         request=request,
         fleet=replace(run.fleet, servers=servers),
-        cancel_guard=CancelGuard(),  # whoever cancelled the push wants this all the more
+        cancel_guard=CancelGuard(),  # a cancellation of the push is one more reason to undo it
     )
     try:
         result = await transaction(again)

@@ -1,4 +1,4 @@
-"""Is what arrived what was sent, and the same everywhere? Only then does it get its version."""
+"""Check that the servers hold what was sent, and all the same; only then it gets its version."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ from skyctl.store.expected import BrokenReload
 
 
 async def verify(run: Run, prepared: Prepared, content_digest: str) -> None:
-    """Drop caches of the old weights, and compare what the servers hold: with the checkpoint, with
-    what it came to before, and with each other."""
+    """Drop caches of the old weights, and compare what the servers hold with the checkpoint, with
+    the digests it had before, and with each other.
+    """
     timeout_s = run.fleet.update_timeout_s
     loaded = alive([site for site in prepared.sites if site.weights is Weights.NEW])
 
     async def digest(site: Site) -> None:
-        # both have ended when this has: a pause of a push that is over would freeze its server
+        # both must end before this does: a pause that outlives its push would freeze the server
         meanwhile = asyncio.gather(
             _refuse_thawed(site), site.vllm.reset_caches(), return_exceptions=True
         )
@@ -63,13 +64,15 @@ async def verify(run: Run, prepared: Prepared, content_digest: str) -> None:
     _outvote(alive(loaded))
     if run.fleet.trainer is not None and not prepared.source:
         _require_change(alive(loaded))
-    if run.fleet.trainer is None:  # else only rows were compared: it may have sent something else
+    if run.fleet.trainer is None:  # a trainer's are compared by rows only
         run.learned.digests += agreed(loaded, names)
     reached("push.verify.done")
 
 
 async def _refuse_thawed(site: Site) -> None:
-    """Freeze a server again that was thawed while it was loaded; what it answered is not known."""
+    """Freeze a server again that was thawed while it was loaded; what it answered meanwhile is
+    unknown.
+    """
     try:
         await require_paused(site)
     except ServerError:
@@ -78,7 +81,7 @@ async def _refuse_thawed(site: Site) -> None:
 
 
 def _require_change(sites: Sequence[Site]) -> None:
-    """Servers that agree with each other, and with what they held before, were sent nothing."""
+    """Fail servers that hold what they held before: they were sent nothing."""
     for site in sites:
         before = site.server.weights_digest or site.digest_before
         if site.digest and site.digest == before and not site.server.half_updated:
@@ -90,7 +93,7 @@ def _require_change(sites: Sequence[Site]) -> None:
 
 def _require_comparison(site: Site) -> None:
     if site.compared is None and not can_compare(site.target):
-        return  # its checksums are compared with those of the others and of earlier loads
+        return  # its checksums are compared with the others' and with those of earlier loads
     if site.compared is None:
         raise ServerError(
             f"{site.name} cannot be compared with the checkpoint, its workers lack skyctl's "
@@ -104,7 +107,9 @@ def _require_comparison(site: Site) -> None:
 
 
 def _enforce(run: Run, prepared: Prepared, sites: Sequence[Site], names: Sequence[str]) -> None:
-    """Weights that came to certain digests before come to the same again."""
+    """Fail servers whose digest is not the one that the same weights had before, or only note it if
+    the request allows that.
+    """
     known = (*run.learned.digests, *run.fleet.expected.digests)
     unseen = [one for one in sites if one.compared is None and not expected_of(one, known, names)]
     if names and unseen:
@@ -130,10 +135,10 @@ def _enforce(run: Run, prepared: Prepared, sites: Sequence[Site], names: Sequenc
 
 
 async def publish(run: Run, sites: Sequence[Site], label: str) -> None:
-    """Label those that hold the new weights with their version; from here on they may serve."""
+    """Label the servers that hold the new weights with their version; then they may serve."""
 
     async def call(site: Site) -> None:
-        await require_paused(site)  # a process that was started meanwhile holds something else
+        await require_paused(site)  # a process that was restarted meanwhile holds something else
         await site.vllm.set_weight_version(label)
         site.version = label
         site.weights = Weights.VERIFIED
@@ -145,7 +150,7 @@ async def publish(run: Run, sites: Sequence[Site], label: str) -> None:
 
 
 def _outvote(sites: Sequence[Site]) -> None:
-    """Servers whose digest differs from that of most others like them hold something else."""
+    """Fail servers whose digest differs from that of the majority in the same arrangement."""
     for group in comparable(sites, lambda site: site.digest):
         digests = [site.digest for site in group]
         most = max(set(digests), key=digests.count)

@@ -1,4 +1,6 @@
-"""Carry a plan's chunks into servers: one sender process, and the four calls of vLLM's push."""
+"""Carry a plan's chunks into servers: one sender process, and the four calls of vLLM's weight
+transfer.
+"""
 
 from __future__ import annotations
 
@@ -25,20 +27,21 @@ from skyctl.transfer.sender_pool import Lease, SenderPool, enough_is_read
 from skyctl.transfer.transports.base import Session, Transport, rank_offsets
 
 OUTSTANDING = 3
-"""Updates under way at once where their order is free: while a server loads one chunk, the call
-for the next has already crossed the wire."""
+"""Updates under way at once if their order is free: while a server loads one chunk, the call for
+the next has already arrived.
+"""
 
 LEAVE_METHOD = "skyctl_leave_group"
 FREE_METHOD = "skyctl_free_cached"
 _STARTUP_TIMEOUT_S = 120.0  # importing torch from a cold disk takes tens of seconds
-_GRACE_S = 5.0  # a server's own deadline should end before ours, so that its reason arrives
+_GRACE_S = 5.0  # a server's own deadline should expire before ours, so that its reason arrives
 
 
 class Delivery(Protocol):
-    """One attempt at bringing a checkpoint into servers.
+    """One attempt to bring a checkpoint into servers.
 
-    Each step records a server's failure in its `Site` and goes on with the others; what fails as
-    a whole (the sender) is every server's failure.
+    Each step records a server's failure in its `Site` and goes on with the others. When the sender
+    fails, every server fails.
     """
 
     @property
@@ -48,18 +51,18 @@ class Delivery(Protocol):
     frees_late: bool
     """What it holds on the servers' devices may stay there until they have been resumed."""
     copies: bool
-    """Servers copy into their parameters, where vLLM's loader could take over."""
+    """Servers copy into their parameters, and vLLM's loader could take over."""
 
     @property
     def content_digest(self) -> str:
-        """Digest over every byte that servers got or had; "" when that is not known."""
+        """Digest over every byte that servers received or already held; "" when unknown."""
 
     @property
     def content(self) -> Content | None:
-        """The same, tensor by tensor."""
+        """The same, tensor by tensor; None when unknown."""
 
     async def open(self, sites: Sequence[Site]) -> None:
-        """Everything that can be done before a server is touched. Raises SkyctlError."""
+        """Do everything that can be done before a server is touched. Raises SkyctlError."""
 
     async def init(self, sites: Sequence[Site]) -> None: ...
 
@@ -70,12 +73,13 @@ class Delivery(Protocol):
     async def finish(self, sites: Sequence[Site], version: Callable[[], str]) -> None: ...
 
     async def close(self) -> None:
-        """Let go of everything; may be called twice."""
+        """Release everything; may be called twice."""
 
 
 def group_of(sites: Sequence[Site]) -> str:
-    """Names a collective of just these processes; "" when nobody knows whether they are the same
-    as before."""
+    """Identifies a collective of exactly these processes; "" when it is unknown whether they are
+    still the same.
+    """
     processes = [[site.name, site.server.instance] for site in sites]
     return json.dumps(processes) if all(instance for _, instance in processes) else ""
 
@@ -86,9 +90,9 @@ class ChunkDelivery:
     frees_late = False
     copies = False
     _shows = False
-    """Servers copy out of the sender's slots by themselves."""
+    """Whether servers copy out of the sender's slots by themselves."""
     _exports = True
-    """Servers are told where the slots are."""
+    """Whether servers are told where the slots are."""
 
     def __init__(
         self,
@@ -134,7 +138,7 @@ class ChunkDelivery:
 
     @property
     def _at_once(self) -> bool:
-        """All chunks travel within one call."""
+        """Whether all chunks travel within one call."""
         return self._transport.one_update
 
     @property
@@ -148,8 +152,9 @@ class ChunkDelivery:
         return Content(digest, self._checksums) if digest else None
 
     async def warm(self, sites: Sequence[Site]) -> None:
-        """Have the pool hold a sender that is as far as it gets without a checkpoint, where the
-        transport keeps one. Raises SenderFailed."""
+        """Have the pool hold a sender that has started as far as it can without a checkpoint, if
+        the transport keeps senders. Raises SenderFailed.
+        """
         if not self._transport.resident:
             return
         sender = await self._senders.warm(
@@ -188,7 +193,7 @@ class ChunkDelivery:
             await lease.sender.hurry()
 
     def _options(self, sites: Sequence[Site]) -> dict[str, Any]:
-        """What the sender's carrier is opened with."""
+        """Options that the sender's carrier is opened with."""
         return self._transport.sender_options(
             world_size=rank_offsets([site.world_size for site in sites])[1],
             server_gpus=[site.server.gpus for site in sites],
@@ -198,10 +203,11 @@ class ChunkDelivery:
         )
 
     async def _opened_by(self, lease: Lease, sites: Sequence[Site]) -> Opened | None:
-        """What a sender says that has opened the push; None where it waited in the pool and is of
-        no use any more, so that another is needed."""
+        """Open the push in a sender and return its report; None if a pooled sender turned out to be
+        unusable, so that another is needed.
+        """
         if any(site.frozen or site.weights is Weights.UNKNOWN for site in sites):
-            self._stage_rate = None  # nobody serves beside it
+            self._stage_rate = None  # no server generates beside it
         try:
             await lease.sender.open(
                 transport=self._transport.name,
@@ -220,17 +226,17 @@ class ChunkDelivery:
             )
             return await lease.sender.opened(timeout_s=_STARTUP_TIMEOUT_S)
         except SenderFailed as error:
-            # what does not fit, or is wrong on disk, would not be better with another sender
+            # what does not fit, or is wrong on disk, would fail with another sender, too
             if lease.fresh or error.final or error.details.get("kind") == "MemoryError":
                 raise
             await self._senders.release(lease, keep=False)
             return None
 
     def _reserve_bytes(self, sites: Sequence[Site], lease: Lease) -> int:
-        """What servers will take on the GPUs where the sender's slots lie.
+        """Bytes that servers will take on the GPUs where the sender's slots are.
 
-        Servers take nothing where the last push of this sender filled them in the same way: they
-        kept it. The sender gave back what it had.
+        Servers take nothing if the last push of this sender filled them in the same way: they kept
+        that memory. The sender freed its own.
         """
         if not self._transport.shares_gpus:
             return 0
@@ -243,7 +249,7 @@ class ChunkDelivery:
         return bytes_beside(self._transport.name, self._plan, gpus)
 
     def _numbering_bytes(self) -> int:
-        """What the sender takes beside its slots to number parameters."""
+        """Bytes the sender takes beside its slots to number parameters."""
         sizes = [
             copy.target + (copy.rows - 1) * copy.target_pitch + copy.row
             for program in self._distinct
@@ -262,7 +268,7 @@ class ChunkDelivery:
         await self._read_ahead(lease, slots)
 
     async def _read_ahead(self, lease: Lease, chunks: int) -> None:
-        """Wait until so many chunks are in their slots, or enough that servers will not wait."""
+        """Wait until this many chunks are in their slots, or enough that servers will not wait."""
         clock = asyncio.get_running_loop().time
         began, done = clock(), 0
         lead_s = lease.lead_s + lease.load_s_per_byte * self._plan.total_bytes
@@ -290,9 +296,9 @@ class ChunkDelivery:
         group = group_of(sites)
         if group and lease.group == group:
             self._joined_before = True
-            return  # the group of the last push still stands: the very same processes are in it
+            return  # the group of the last push still stands: it has exactly the same processes
         if self._transport.collective and lease.sender.failure is not None:
-            # servers would wait for it, some beyond our patience
+            # servers would wait for it, some longer than we do
             self._all_failed(sites, lease.sender.failure)
             return
 
@@ -318,12 +324,12 @@ class ChunkDelivery:
     async def start(self, sites: Sequence[Site], *, scrubbing: bool = False) -> None:
         failure = self._opened()[0].sender.failure
         if failure is not None and not scrubbing:
-            self._all_failed(sites, failure)  # nothing was sent yet: it can still be undone
+            self._all_failed(sites, failure)  # nothing has been sent: it can still be undone
         # a scrub is up to five calls
         timeout_s = self._fleet.control_timeout_s
 
         async def begin(site: Site) -> None:
-            # others may have taken long: it may have been started anew since it was seen frozen
+            # the others may have taken long: it may have restarted since it was seen frozen
             await require_paused(site)
             half_updated = scrubbing or site.weights is Weights.UNKNOWN
             await (scrub if half_updated else open_session)(site, timeout_s=timeout_s)
@@ -381,13 +387,13 @@ class ChunkDelivery:
                 if not alive(sites):
                     break
                 updates.append(asyncio.create_task(update(chunk)))
-            if updates:  # none when no server got as far as this
+            if updates:  # none when no server got this far
                 await asyncio.wait(updates)
         finally:
             for task in updates:
                 task.cancel()
         for task in updates:
-            task.result()  # raises what it raised
+            task.result()  # re-raises what the task raised
 
     async def _update_at_once(
         self, sites: Sequence[Site], on_progress: Callable[[int], None]
@@ -408,7 +414,7 @@ class ChunkDelivery:
         await self._call_update(sites, whole, Filled(0, 0, ()), send_all, what="update")
 
     async def _sent(self, chunk: Chunk, filled: Filled) -> int:
-        """A chunk has left its slot; returns its bytes."""
+        """Release the slot of a chunk that was sent; returns the chunk's bytes."""
         await self._opened()[0].sender.release(chunk.index)
         for placed, checksum in zip(chunk.placed, filled.crc32, strict=False):
             self._checksums[placed.tensor.name] = checksum
@@ -417,7 +423,7 @@ class ChunkDelivery:
         return chunk.payload_bytes
 
     def _tell_numbers(self, sites: Sequence[Site]) -> None:
-        """What each worker must come to, for `push/layouts.py` to compare."""
+        """Record the numbers each worker must report, for `push/layouts.py` to compare."""
         by_program = dict(zip(self._distinct, self._parameters, strict=True))
         for site in sites:
             if programs := self._programs.get(site.name):
@@ -455,7 +461,7 @@ class ChunkDelivery:
         timeout_s = self._fleet.update_timeout_s
 
         async def call(site: Site) -> None:
-            # elsewhere weights are labelled once they are verified
+            # other dialects label weights once they are verified
             label = version() if site.spoken.labels_at_finish else None
             await site.vllm.finish_weight_update(label, timeout_s=timeout_s)
             site.open = False
@@ -485,10 +491,10 @@ class ChunkDelivery:
         timeout_s: float,
         what: str,
     ) -> None:
-        """Call every live site, and the sender's `sending` at the same time in a collective.
+        """Call every live site and, in a collective, run the sender's `sending` at the same time.
 
-        In a collective one that fails would leave the others waiting for it: the sender is killed,
-        which ends the collective for all of them, and all have failed.
+        A member of a collective that fails would leave the others waiting for it: the sender is
+        killed, which ends the collective for all, and every server has failed.
         """
         if not self._transport.collective:
             await each(alive(sites), call, timeout_s=timeout_s, what=what)
@@ -518,7 +524,7 @@ class ChunkDelivery:
                 raise
 
         def hurry(part: asyncio.Future[None]) -> None:
-            # a server that lost its group says so soon, or not at all
+            # a server that lost its group reports it soon, or not at all
             if part.cancelled() or part.exception() is not None:
                 soon = asyncio.get_running_loop().time() + _GRACE_S
                 for patience in waiting:

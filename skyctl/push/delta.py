@@ -1,8 +1,8 @@
-"""Send what differs: layers whose bytes the servers hold already are left out of a push.
+"""Delta pushes: layers whose bytes the servers already hold are not sent.
 
-What servers hold is known tensor by tensor from the last push that was verified. Each server must
-come, now, to the digest that this content was verified with; else everything is sent. What comes of
-a push that left something out is verified like any other: digest and rows of the whole model.
+What servers hold is known tensor by tensor from the last verified push. Each server must still have
+the digest that this content was verified with; otherwise everything is sent. The result of a delta
+push is verified like any other: digest and rows of the whole model.
 """
 
 from __future__ import annotations
@@ -32,8 +32,9 @@ _THREADS = 16
 
 @dataclass(frozen=True)
 class Delta:
-    """`crc32` has the checksum of each tensor of the new checkpoint, `held` names those that the
-    servers have; `note` says why these are none."""
+    """`crc32` has the checksum of each tensor of the new checkpoint, `held` names the tensors that
+    the servers hold; `note` says why there are none.
+    """
 
     crc32: Mapping[str, int]
     held: frozenset[str] = frozenset()
@@ -51,7 +52,7 @@ class Delta:
 async def compare(
     checkpoint: Checkpoint, fleet: PushFleet, sites: Sequence[Site], *, timeout_s: float
 ) -> Delta:
-    """What of a checkpoint the servers hold; reads all of it.
+    """Find what servers already hold of a checkpoint; reads all of it.
 
     Raises:
         PreflightError: its files changed since their headers were read.
@@ -69,9 +70,10 @@ async def compare(
 def held_tensors(
     tensors: Sequence[Tensor], crc32: Mapping[str, int], before: Mapping[str, int]
 ) -> frozenset[str]:
-    """The tensors of layers in which none differs, and of which none is gone. A layer is loaded as
-    a whole: vLLM fuses tensors and completes modules. Where no layer differs the smallest is not
-    among them: a push sends something. Pure."""
+    """The tensors of layers in which no tensor differs or is gone. A layer is loaded as a whole:
+    vLLM fuses tensors and completes modules. If no layer differs, the smallest is sent all the
+    same: a push sends something. Pure.
+    """
     layers: dict[str, list[Tensor]] = {}
     for tensor in tensors:
         layers.setdefault(layer_of(tensor.name), []).append(tensor)
@@ -87,8 +89,9 @@ def held_tensors(
 
 
 def layer_of(name: str) -> str:
-    """A tensor's layer: its name up to the first number. Embeddings, the last norm and the output
-    are one, because they may be tied."""
+    """A tensor's layer: its name up to the first number. Embeddings, the final norm and the output
+    head are one layer, because they may be tied.
+    """
     parts = name.split(".")
     number = next((at for at, part in enumerate(parts) if part.isdecimal()), None)
     return "" if number is None else ".".join(parts[: number + 1])
@@ -133,7 +136,7 @@ def checksums(checkpoint: Checkpoint) -> dict[str, int]:
 async def _unlike(
     content: Content, fleet: PushFleet, sites: Sequence[Site], *, timeout_s: float
 ) -> str:
-    """Why a server may hold something else than this content; "" when all are seen to hold it."""
+    """Why a server may hold other content than this; "" if all are seen to hold it."""
     unsure = [site.name for site in sites if site.weights is not Weights.OLD or site.asleep]
     if unsure:
         return f"{unsure[0]} may hold parts of several checkpoints, or sleeps"
@@ -152,7 +155,7 @@ async def _unlike(
 
 
 def _verified(content: Content, fleet: PushFleet, engine: str, digest: str) -> bool:
-    """Whether a push of this content was verified with this digest, in this engine."""
+    """Whether a push of this content was verified with this digest, in this engine version."""
     wanted = (f"bytes:{content.digest}", engine, digest, "push")
     known: Collection[tuple[str, str, str, str]] = [
         (one.content, one.engine, one.digest, one.origin) for one in fleet.expected.digests

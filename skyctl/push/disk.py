@@ -1,4 +1,4 @@
-"""Every server reads the checkpoint itself; no sender, no chunks."""
+"""Pushes in which every server reads the checkpoint itself: no sender, no chunks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class DiskDelivery:
 
     frees_late = False
     copies = False
-    can_retry = False  # no call scrubs a reload which broke off
+    can_retry = False  # no call scrubs a reload that broke off
 
     def __init__(self, checkpoint: Checkpoint, fleet: PushFleet) -> None:
         self._checkpoint = checkpoint
@@ -75,7 +75,7 @@ class DiskDelivery:
     async def close(self) -> None: ...
 
     def _check_unchanged(self) -> None:
-        """Servers read by name: the files must be those that were checked, before and after."""
+        """Servers read by name: the files must be the ones that were checked, before and after."""
         now = read_checkpoint(str(self._checkpoint.path))
         if now.identity_digest != self._checkpoint.identity_digest:
             raise PreflightError(f"{self._checkpoint.path} changed during the push")

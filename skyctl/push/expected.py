@@ -1,4 +1,6 @@
-"""What servers must come to: digests that the same content had before, in this engine."""
+"""Digests that servers must have: those that the same content had before, in the same engine
+version.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ from skyctl.store.expected import ExpectedDigest, by_files
 
 
 def names_of(checkpoint: Checkpoint, content_digest: str) -> tuple[str, ...]:
-    """What a checkpoint's bytes are known by; `content_digest` is "" where nobody computed it."""
+    """The names under which a checkpoint's bytes are recorded; `content_digest` is "" if nobody
+    computed it.
+    """
     by_bytes = (f"bytes:{content_digest}",) if content_digest else ()
     return (*by_bytes, by_files(checkpoint.identity_digest))
 
@@ -22,8 +26,9 @@ def names_of(checkpoint: Checkpoint, content_digest: str) -> tuple[str, ...]:
 def refuse_broken(
     request: PushRequest, fleet: PushFleet, checkpoint: Checkpoint, engine: str
 ) -> None:
-    """Raise PreflightError for a model whose reload is on record as broken in this engine, unless
-    the very checkpoint was pushed and accepted in spite of it."""
+    """Raise PreflightError for a model whose reload is recorded as broken in this engine version,
+    unless this very checkpoint was pushed and accepted regardless.
+    """
     accepted = {one.content for one in fleet.expected.digests if one.origin == "push"}
     if request.allow_unproven_reload or accepted.intersection(names_of(checkpoint, "")):
         return
@@ -37,8 +42,9 @@ def refuse_broken(
 
 
 def launch_digests(sites: Sequence[Site]) -> list[ExpectedDigest]:
-    """What servers that nobody pushed to came to when vLLM loaded them; nothing where they differ
-    among themselves."""
+    """Digests of servers that nobody has pushed to, as vLLM loaded them; none where they differ
+    from each other.
+    """
     launched = [
         site
         for site in sites
@@ -57,8 +63,9 @@ def launch_digests(sites: Sequence[Site]) -> list[ExpectedDigest]:
 def expected_of(
     site: Site, known: Sequence[ExpectedDigest], names: Sequence[str]
 ) -> ExpectedDigest | None:
-    """What a server should have come to, if that is known. Pushes count first, for what they came
-    to was compared with the checkpoint; where the engine does not let it be, launches do."""
+    """The digest a server should have, if known. Those of pushes take precedence, because they were
+    compared with the checkpoint; where the engine does not allow that, those of launches do.
+    """
     wanted = (site.engine, arrangement_of(site.digest))
     found = [
         one for one in known if one.content in names and (one.engine, one.arrangement) == wanted
@@ -70,14 +77,15 @@ def expected_of(
 def unexpected(
     sites: Sequence[Site], known: Sequence[ExpectedDigest], names: Sequence[str]
 ) -> list[tuple[Site, ExpectedDigest]]:
-    """Servers that came to something else, and what they should have come to."""
+    """Servers whose digest is not the expected one, each with the expected one."""
     found = [(site, expected_of(site, known, names)) for site in sites]
     return [(site, one) for site, one in found if one is not None and one.digest != site.digest]
 
 
 def agreed(sites: Sequence[Site], names: Sequence[str]) -> list[ExpectedDigest]:
-    """What can be expected from now on: where all servers that are alike hold the same, and, where
-    their engine lets that be seen, what the checkpoint holds."""
+    """Digests to expect from now on: those on which all servers of one arrangement agree and which,
+    if their engine lets skyctl see it, match the checkpoint.
+    """
     return [
         ExpectedDigest(name, engine, group[0].digest)
         for group in comparable(sites, lambda site: site.digest)
@@ -89,7 +97,7 @@ def agreed(sites: Sequence[Site], names: Sequence[str]) -> list[ExpectedDigest]:
 
 
 def _as_sent(site: Site) -> bool:
-    """Whether it was seen to hold what was sent, as far as its engine lets that be seen."""
+    """Whether it was seen to hold what was sent, as far as its engine lets skyctl see."""
     if site.compared is None:
         return not can_compare(site.target)
     return bool(site.compared.tensors)

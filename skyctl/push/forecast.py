@@ -1,12 +1,12 @@
-"""What a push will take, for each way of staging it: pure arithmetic over what is known.
+"""What a push will take, for each way of staging it: arithmetic over what is known. Pure.
 
     stage    slots of the sender                 read before the freeze    read within it
     gpu      one per chunk, on its GPUs          all of it                 nothing
     host     one per chunk, in host memory       all of it                 nothing
     stream   a ring                              the ring                  the rest
 
-Sizes follow from the chunk plan. Times follow from rates that were measured here: the fleet's own
-pushes by the same transport, and a look at the files. Where nothing was measured, no time is told.
+Sizes follow from the chunk plan. Times follow from rates measured here: the fleet's own pushes by
+the same transport, and a sample of the files. Without a measurement, no time is given.
 """
 
 from __future__ import annotations
@@ -24,11 +24,12 @@ Stage = Literal["auto", "gpu", "host", "stream"]
 GPU_TRANSPORTS = ("nccl", "ipc")
 CPU_TRANSPORTS = ("shm", "gloo")
 RING = 2
-"""Least slots of a ring: one is filled while servers load the other."""
+"""Minimum slots of a ring: one is filled while servers load the other."""
 _MIB = 1024 * 1024
 SENDER_CONTEXT = {"ipc": SENDER_CONTEXT_BYTES, "nccl": 1466 * _MIB}
-"""GPU memory of a sender that holds no slots: CUDA context, and with NCCL its library and group.
-Measured on H200 (driver's choice, so it differs a little between GPUs)."""
+"""GPU memory of a sender without slots: CUDA context, and with NCCL its library and group. Measured
+on H200 (the driver's choice, so it differs slightly between GPUs).
+"""
 _SENDER_PROCESS = {"ipc": 385 * _MIB, "nccl": 810 * _MIB}
 """Host memory of the sender's process without its ring, measured on the same machines."""
 _DRIVER_PER_GPU = 50 * _MIB
@@ -39,11 +40,11 @@ WORKER_HOST = {"nccl": 340 * _MIB}
 
 @dataclass(frozen=True)
 class Measured:
-    """Rates of this fleet, in bytes per second; None where nobody measured.
+    """Rates of this fleet, in bytes per second; None where not measured.
 
     `fixed_s` is the part of a freeze that does not depend on the size: pause, init, start, finish,
-    verify, resume. `loads` is how fast servers load what lies ready. `source` names the push.
-    `reads` is how fast the files are read into host memory now.
+    verify, resume. `loads` is how fast servers load what is ready. `source` names the push. `reads`
+    is how fast the files are read into host memory now.
     """
 
     fixed_s: float | None = None
@@ -54,10 +55,10 @@ class Measured:
 
 @dataclass(frozen=True)
 class Forecast:
-    """One way of staging. Memory in bytes, beside what servers hold that took no push yet: that of
-    the sender on each of its GPUs, of each worker on its own, and of this machine's host memory.
-    `freeze_s` None: not known. `chosen`: it is what the push would do; `problem`: why it cannot
-    be."""
+    """One way of staging. Memory in bytes, beyond what servers hold that have taken no push yet:
+    the sender's on each of its GPUs, each worker's on its own, and this machine's host memory.
+    `freeze_s` None: unknown. `chosen`: the push would stage this way; `problem`: why it cannot.
+    """
 
     stage: str
     chosen: bool
@@ -74,13 +75,14 @@ class Forecast:
 
 @dataclass(frozen=True)
 class Subject:
-    """What is to be pushed. `chunk_bytes` are the chunks' sizes, `workers` those of all servers;
-    `worker_bytes` is what each worker takes on its GPU (`push/worker_memory.py`);
-    `free_gpu_bytes` is what is free on the fullest of the sender's GPUs, None when that cannot be
-    asked. `reserve_bytes` is what workers take of that, where they load on the sender's GPUs.
-    `gpus` is how many GPUs the machine has. `has_context`: a sender lives, which has made its
-    CUDA context out of what is not free any more. `copied`: servers copy it into their parameters,
-    and do not load it."""
+    """What is to be pushed. `chunk_bytes` are the chunks' sizes; `workers` counts the workers of
+    all servers; `worker_bytes` is what each takes on its GPU (`push/worker_memory.py`);
+    `free_gpu_bytes` is what is free on the fullest of the sender's GPUs, None if unknown.
+    `reserve_bytes` is what workers take of that where they load on the sender's GPUs. `gpus` is the
+    number of GPUs in the machine. `has_context`: a sender is alive, and its CUDA context is already
+    excluded from what is free. `copied`: servers copy the weights into their parameters instead of
+    loading them.
+    """
 
     transport: str
     chunk_bytes: tuple[int, ...]
@@ -94,20 +96,21 @@ class Subject:
 
 
 def waiting_bytes(transport: str) -> tuple[int, int]:
-    """Memory of a sender that waits for a push: on each of its GPUs, and of the host; zeros for
-    transports whose senders end with their push."""
+    """Memory of a sender that waits for a push: on each of its GPUs, and in host memory; zeros for
+    transports whose senders end with their push.
+    """
     if transport not in GPU_TRANSPORTS:
         return 0, 0
     return SENDER_CONTEXT[transport], PINNED_BYTES + _SENDER_PROCESS[transport]
 
 
 def slots_of(stage: str, chunks: int) -> int:
-    """How many slots the sender is asked for; a GPU sender may take one per chunk with `auto`."""
+    """How many slots the sender is asked for; with `auto` a GPU sender may take one per chunk."""
     return chunks if stage in ("gpu", "host") else min(RING, chunks)
 
 
 def refusal(stage: str, transport: str) -> str:
-    """Why a transport cannot be staged so; "" when it can."""
+    """Why a transport cannot be staged this way; "" if it can."""
     if stage == "auto":
         return ""
     if transport not in (*GPU_TRANSPORTS, *CPU_TRANSPORTS):
@@ -120,7 +123,9 @@ def refusal(stage: str, transport: str) -> str:
 
 
 def forecast(subject: Subject, asked: str, measured: Measured) -> list[Forecast]:
-    """One per way of staging that the transport has; `chosen` says which one the push takes."""
+    """One forecast per way of staging that the transport supports; `chosen` marks the one the push
+    takes.
+    """
     stages = [s for s in ("gpu", "host", "stream") if not refusal(s, subject.transport)]
     whole = sum(subject.chunk_bytes)
     free = subject.free_gpu_bytes
@@ -142,7 +147,7 @@ def forecast(subject: Subject, asked: str, measured: Measured) -> list[Forecast]
 
 
 def assumptions(subject: Subject, measured: Measured) -> list[str]:
-    """What the figures stand on, and what is missing, in words."""
+    """What the figures are based on, and what is missing, in words."""
     said = []
     if measured.loads is not None and measured.fixed_s is not None:
         said.append(
@@ -193,7 +198,9 @@ def _forecast(
 
 
 def _freeze_s(subject: Subject, stage: str, measured: Measured, ring: int) -> float | None:
-    """Loading what is ready; where a part is still to be read, the slower of both."""
+    """The time to load what is ready; where part is still to be read, that of the slower of the
+    two.
+    """
     if measured.loads is None or measured.fixed_s is None:
         return None
     whole = sum(subject.chunk_bytes)

@@ -23,7 +23,8 @@ from skyctl.store.in_doubt import HELD
 
 class NotYet(Exception):
     """A stage before the first byte failed, was abandoned, or could not be put on record
-    (`unwritable`): everything can be undone."""
+    (`unwritable`): everything can be undone.
+    """
 
     def __init__(
         self, unwritable: StateUnwritable | None = None, *, abandoned: bool = False
@@ -60,16 +61,17 @@ def require_all(run: Run, sites: Sequence[Site]) -> None:
 
 
 async def pause(run: Run, sites: Sequence[Site]) -> None:
-    """Freeze every server, and see that it is; the freeze window begins.
+    """Freeze every server and check that it is frozen; the freeze window begins.
 
-    One that was paused is paused as well: whoever froze it may thaw it between our look and now.
+    A server that is already paused is paused as well: whoever froze it may thaw it between the
+    check and now.
     """
     run.froze_at = run.clock()
-    # before it is done: whoever reads the journal of a push that died must know whom to thaw
+    # recorded first: whoever reads the journal of a push that died must know which servers to thaw
     run.observer.intend({site.name: HELD if site.was_paused else "pausing" for site in sites})
     reached("push.pause.call")
-    # prefill servers first: they answer when the decode servers, which run on, have fetched the KV
-    # that waits for them
+    # prefill servers first: they answer once the decode servers, which still run, have fetched the
+    # KV that waits for them
     awake = [site for site in sites if not site.asleep]
     prefill = [site for site in awake if site.kv_lease_s]
     if prefill:
@@ -83,13 +85,13 @@ async def pause(run: Run, sites: Sequence[Site]) -> None:
 
 async def _pause(run: Run, sites: Sequence[Site]) -> None:
     mode = run.request.pause_mode
-    # mode "wait" lets running requests end first
+    # mode "wait" lets running requests finish first
     timeout_s = run.fleet.control_timeout_s if mode != "wait" else run.fleet.update_timeout_s
     timeout_s += max((site.kv_lease_s for site in sites), default=0.0)
 
     async def call(site: Site) -> None:
         if not site.was_paused:
-            site.frozen = True  # before the call: when its answer is lost, it may be paused
+            site.frozen = True  # set before the call: if its answer is lost, it may be paused
         await site.vllm.pause(
             "keep" if site.was_paused else mode, clear_cache=False, timeout_s=timeout_s
         )
@@ -108,16 +110,17 @@ async def _pause(run: Run, sites: Sequence[Site]) -> None:
 
 
 async def require_frozen(run: Run, sites: Sequence[Site]) -> None:
-    """Nothing is sent to a server that runs: somebody resumed it, or its process is another one."""
+    """Send nothing to a server that runs: somebody resumed it, or its process is a new one."""
     timeout_s = run.fleet.control_timeout_s
     await each(alive(sites), require_paused, timeout_s=timeout_s, what="freeze")
     require_all(run, sites)
 
 
 async def roll_back(run: Run, sites: Sequence[Site]) -> None:
-    """Nothing was sent: close what was opened, and resume what we froze at its old weights.
+    """Nothing was sent: close what was opened, and resume at their old weights the servers we
+    froze.
 
-    A server whose engine is stuck stays paused: to wait for it would keep the others frozen.
+    A server whose engine is stuck stays paused: waiting for it would keep the others frozen.
     """
     timeout_s = run.fleet.control_timeout_s
 
@@ -143,8 +146,9 @@ async def roll_back(run: Run, sites: Sequence[Site]) -> None:
 
 
 async def _label_verified(run: Run, sites: Sequence[Site]) -> None:
-    """What an earlier push had verified, and died before it labelled it, gets its label: thawed
-    without, it would serve under that of the weights before."""
+    """Label weights that an earlier push verified but died before labelling: thawed without the
+    label, the server would serve them under the previous one.
+    """
 
     async def call(site: Site) -> None:
         label, site.weights = site.server.verified_as, Weights.UNKNOWN  # until it is done
@@ -159,7 +163,7 @@ async def _label_verified(run: Run, sites: Sequence[Site]) -> None:
 
 
 async def resume(run: Run, sites: Sequence[Site]) -> None:
-    """Thaw what we froze; the freeze window ends. A resume that fails is tried once more."""
+    """Thaw the servers we froze; the freeze window ends. A resume that fails is retried once."""
     timeout_s = run.fleet.control_timeout_s
     frozen = [site for site in sites if site.frozen]
     for site in sites:
@@ -175,7 +179,7 @@ async def resume(run: Run, sites: Sequence[Site]) -> None:
             await site.vllm.resume()
         site.resumed = True
         site.spans.thawed_at = site.spans.clock()
-        # its freeze ends here; it is `ready`, and routed, once all of them are
+        # its freeze ends here; it becomes `ready`, and is routed to, once all are resumed
         run.observer.server(site.name, "resumed", site.failure)
 
     await each(frozen, call, timeout_s=timeout_s * 2, what="resume")

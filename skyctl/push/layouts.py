@@ -1,13 +1,13 @@
-"""In which layout a push goes into servers, and whether they hold what that layout says.
+"""The layout in which a push goes into servers, and whether servers hold what that layout predicts.
 
     checkpoint  vLLM's loader takes checkpoint tensors one by one: any model, slow for many tensors
     runtime     chunks are copied into the running parameters: fast, for parameters that are pieces
                 of checkpoint tensors, and only after the servers' processes have seen it proven
 
-A layout is proven in a process when vLLM's loader left in every parameter, byte for byte, what the
-layout says: in a push, or as the server started (`push/rehearsal.py`); where layers process their
-weights, only there. The numbers that every byte is compared by come from the sender, which computes
-them from what it read.
+A layout is proven in a process once vLLM's loader has left in every parameter, byte for byte, what
+the layout predicts: in a push, or as the server started (`push/rehearsal.py`); where layers process
+their weights, only in the rehearsal. The sender computes the numbers by which every byte is
+compared from what it reads.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ _TRANSPORTS = ("ipc", "nccl")
 _KEPT = 16
 
 _spelt_out: dict[str, tuple[ParameterLayout, ...]] = {}
-"""Layouts that workers of this process's pushes have told, by digest; the latest few."""
+"""Layouts reported by the workers of this process's pushes, by digest; the latest few."""
 
 
 _programs: dict[object, Program] = {}
-"""The latest programs, by what they follow from; those of a mixture take a tenth of a second."""
+"""The latest programs, by what they follow from; those of a mixture of experts take 0.1 s each."""
 _checked: dict[object, bool] = {}
-"""Checkpoints and layouts that fit each other, by headers and digests."""
+"""Pairs of checkpoint and layouts that fit each other, by headers and digests."""
 
 
 def _remembered(known: dict[object, T], key: object, make: Callable[[], T]) -> T:
@@ -61,7 +61,8 @@ def _remembered(known: dict[object, T], key: object, make: Callable[[], T]) -> T
 class LayoutChoice:
     """`name` is "runtime" or "checkpoint". `workers` are the servers' reports by rank, empty where
     nothing can be numbered; `programs` follow from them and the plan. `note` is one line on why it
-    is not the runtime's layout, "" where nobody asked."""
+    is not the runtime layout, "" if nobody asked for it.
+    """
 
     name: str = "checkpoint"
     workers: Mapping[str, tuple[LayoutReport, ...]] = field(default_factory=dict)
@@ -70,12 +71,14 @@ class LayoutChoice:
 
     @property
     def reports(self) -> list[LayoutReport]:
-        """Of all servers."""
+        """The reports of all servers."""
         return [report for reports in self.workers.values() for report in reports]
 
     @property
     def spare_bytes(self) -> int:
-        """What a worker takes on its GPU to process weights before the freeze; 0 where none are."""
+        """Bytes a worker takes on its GPU to process weights before the freeze; 0 if it processes
+        none.
+        """
         return max((report.spare_bytes for report in self.reports), default=0)
 
     def ordered(self, tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -83,12 +86,12 @@ class LayoutChoice:
         return order_for_runtime(self.reports, tensors)
 
     def planned(self, plan: ChunkPlan, checkpoint: Checkpoint) -> LayoutChoice:
-        """With the programs for a plan of the checkpoint's tensors in that order."""
-        made: dict[str, Program] = {}  # servers that are alike share a program
+        """The choice with its programs for a plan of the checkpoint's tensors in that order."""
+        made: dict[str, Program] = {}  # servers with the same layout share a program
         order = tuple(report.layout for report in self.reports)
         ends = tuple(chunk.size for chunk in plan.chunks)
         for report in self.reports:
-            # equal headers, in one order and cut alike, are equal plans
+            # equal headers, in the same order and cut alike, make equal plans
             key = (report.layout, checkpoint.headers, order, ends)
             if report.layout not in made:
                 made[report.layout] = _remembered(
@@ -112,7 +115,7 @@ async def choose_layout(
     """Settle the layout of a push.
 
     Raises:
-        PreflightError: `wanted` is "runtime", and it cannot be.
+        PreflightError: `wanted` is "runtime", and it cannot be used.
     """
     could = transport in _TRANSPORTS and all(can_compare(site.target) for site in sites)
     if wanted == "checkpoint" or (wanted == "auto" and not could):
@@ -134,7 +137,7 @@ async def choose_layout(
 
 
 def _check(reports: Sequence[LayoutReport], checkpoint: Checkpoint) -> None:
-    """Raise NotInLayout where checkpoint and layouts do not fit each other."""
+    """Raise NotInLayout if checkpoint and layouts do not fit each other."""
 
     def check() -> bool:
         check_layouts(reports, checkpoint.tensors)
@@ -145,7 +148,7 @@ def _check(reports: Sequence[LayoutReport], checkpoint: Checkpoint) -> None:
 
 
 def _processed(reports: Sequence[LayoutReport]) -> str:
-    """A parameter that its layer makes what it computes with of; "" where there is none."""
+    """The first parameter that its layer processes into another form; "" if there is none."""
     return next((p.name for report in reports for p in report.parameters if p.processed), "")
 
 
@@ -166,7 +169,8 @@ async def _ask(
     for site in sites:
         if site.asleep or site.server.weights_awake:
             raise NotInLayout(f"{site.name} sleeps")
-    # also after a push that broke off: who is asked lets go of what that one's sender had shown it
+    # ask them even after a push that broke off: a worker that is asked releases what the old sender
+    # had shown it
     asked = (_ask_one(site, timeout_s=timeout_s) for site in sites)
     found = await asyncio.gather(*asked, return_exceptions=True)
     for site in sites:
@@ -211,7 +215,7 @@ def _spelled(report: LayoutReport) -> LayoutReport:
 
 
 def numbered(site: Site) -> list[list[str]]:
-    """Names of the parameters whose numbers are expected, by rank; [] where none are."""
+    """Names of the parameters whose numbers are expected, by rank; [] if none are."""
     return [[name for name, _, _ in program.parameters] for program, _ in site.expected]
 
 
@@ -224,17 +228,17 @@ async def settle_parameters(
 ) -> str:
     """Compare every byte of a server's parameters with what the sender read.
 
-    Where vLLM's loader has filled them and they are what the layout says, the layout counts as
-    proven from here on.
+    If vLLM's loader filled them and they are what the layout predicts, the layout counts as proven
+    from here on.
 
     Args:
         answered: numbers of the parameters, by rank.
 
     Returns:
-        A line for the operator where the layout turned out not to hold; "" otherwise.
+        A line for the operator if the layout turned out not to hold; "" otherwise.
 
     Raises:
-        ServerError: they were filled in the runtime's layout, and hold something else.
+        ServerError: they were filled in the runtime layout, and hold something else.
     """
     wrong = [
         name

@@ -1,4 +1,4 @@
-"""What a push asks of this machine: a GPU for the sender, how fast files are read, what is free."""
+"""What a push needs of this machine: a GPU for the sender, how fast files are read, free memory."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _LEAST_S = 1e-4
 def free_for_sender(
     servers: Sequence[PushServer], transport: str, free: Mapping[int, int]
 ) -> int | None:
-    """Free bytes on the fullest GPU that the sender would use; None where none was asked.
+    """Free bytes on the fullest GPU that the sender would use; None if unknown.
 
     `free` are the bytes of each GPU by its index.
     """
@@ -56,7 +56,7 @@ def free_gpu(servers: Sequence[PushServer]) -> int:
 
 @cache
 def _gpus_of_this_machine() -> tuple[int, ...]:
-    """Those that CUDA_VISIBLE_DEVICES leaves to us.
+    """The GPUs that CUDA_VISIBLE_DEVICES leaves to us.
 
     Asked once: it takes longer than the rest of the preflight together.
     """
@@ -64,13 +64,13 @@ def _gpus_of_this_machine() -> tuple[int, ...]:
 
 
 def measured_before(pushes: Iterable[PushRecord], transport: str) -> Measured:
-    """Of the newest push by `transport` that went well into all its servers at once."""
+    """Rates of the newest push by `transport` that succeeded on all its servers at once."""
     for push in pushes:
         result = push.result
         if not push.ok or result.get("transport") != transport:
             continue
         if "drain" in result.get("stages", {}):
-            continue  # its servers left the router: parts, or a canary, are in its freeze
+            continue  # its servers left the router: its freeze includes the parts, or a canary
         update_s = float(result.get("stages", {}).get("update", 0.0))
         freeze_s = float(result.get("freeze_window_s", 0.0))
         if update_s > _LEAST_S and freeze_s > update_s and result.get("total_bytes"):
@@ -83,10 +83,11 @@ def measured_before(pushes: Iterable[PushRecord], transport: str) -> Measured:
 
 
 def measure_reading(checkpoint: Checkpoint) -> float | None:
-    """Bytes per second at which the first shards are read now, for half a second at most.
+    """Bytes per second at which the first shards can be read now, measured for at most half a
+    second.
 
-    None where they are too small to tell. What lies in the page cache is read from there, as the
-    push would.
+    None if they are too small to tell. What is in the page cache is read from there, as the push
+    would.
     """
     buffer = memoryview(bytearray(_PIECE_BYTES))
     done, began = 0, time.perf_counter()
@@ -117,9 +118,9 @@ async def subject_of(
 ) -> Subject:
     """What is to be pushed, and where it has to fit.
 
-    An idle sender has its context already; servers that it filled keep what they took. `copied`:
-    servers do not load it, but copy it into their parameters. `spare_bytes` is what each of their
-    workers then takes to process weights ahead.
+    An idle sender already has its context; servers that it filled keep what they took. `copied`:
+    servers copy the weights into their parameters instead of loading them. `spare_bytes` is what
+    each of their workers then takes to process weights ahead of the freeze.
     """
     on_gpus = transport in GPU_TRANSPORTS
     free = await asyncio.to_thread(free_gpu_memory) if on_gpus else {}
@@ -150,7 +151,7 @@ async def subject_of(
 async def forecast_push(
     request: PushRequest, fleet: PushFleet, checkpoint: Checkpoint, subject: Subject
 ) -> tuple[tuple[Forecast, ...], tuple[str, ...]]:
-    """What each way of staging would take, and what that stands on."""
+    """What each way of staging would take, and what the figures are based on."""
     measured = replace(
         measured_before(fleet.pushes, subject.transport),
         reads=await asyncio.to_thread(measure_reading, checkpoint),

@@ -9,7 +9,7 @@ from skyctl.push.server_facts import ServerFacts
 from skyctl.transfer.nccl_settings import shared
 
 _FEW_CHANNELS = 8
-"""Below this NVLink is far from used up; NCCL takes 16 and more by itself."""
+"""With fewer channels NVLink is far from saturated; NCCL's own choice is 16 and more."""
 
 
 def refuse_without_nccl(facts: Sequence[ServerFacts]) -> None:
@@ -28,10 +28,10 @@ def refuse_without_nccl(facts: Sequence[ServerFacts]) -> None:
 
 
 def common_settings(facts: Sequence[ServerFacts]) -> dict[str, str] | None:
-    """The variables that all servers share; None where no server tells.
+    """The variables that all servers share; None if no server reports them.
 
     Raises:
-        PreflightError: servers differ, so that their group would hang.
+        PreflightError: servers differ, so their group would hang.
     """
     told = [(f.name, shared(f.nccl_settings)) for f in facts if f.nccl_settings is not None]
     if not told:
@@ -50,7 +50,7 @@ def common_settings(facts: Sequence[ServerFacts]) -> dict[str, str] | None:
 
 
 def pace_notes(settings: Mapping[str, str]) -> list[str]:
-    """What makes a broadcast slow, in words."""
+    """Settings that make a broadcast slow, in words."""
     channels = settings.get("NCCL_MAX_NCHANNELS", "")
     if channels.isdigit() and int(channels) < _FEW_CHANNELS:
         return [

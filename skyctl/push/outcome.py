@@ -1,4 +1,4 @@
-"""What a push came to: its result, or the error that says how each server was left."""
+"""The outcome of a push: its result, or the error that says how each server was left."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from skyctl.push.sites import Site, Weights
 
 
 def cut_short(run: Run, sites: Sequence[Site], error: BaseException) -> BaseException:
-    """The error to raise when a push ends in the middle; says which servers must not be resumed.
+    """The error to raise when a push ends midway; says which servers must not be resumed.
 
-    One that says itself how each server was left stays as it is.
+    An error that already says how each server was left stays as it is.
     """
     if isinstance(error, PushError) and "servers" in error.details:
         return error
@@ -32,7 +32,7 @@ def cut_short(run: Run, sites: Sequence[Site], error: BaseException) -> BaseExce
 
 
 def settle(run: Run, prepared: Prepared, label: str, delivery: Delivery) -> PushResult:
-    """The result, or a PushError when a server is not at the new version and thawed."""
+    """The result; raises PushError if a server is not at the new version and thawed."""
     result = result_of(run, prepared, label, delivery)
     failed = [server for server in result.servers if not server.ok]
     if run.observer.failures:
@@ -56,7 +56,7 @@ def settle(run: Run, prepared: Prepared, label: str, delivery: Delivery) -> Push
 def result_of(
     run: Run, prepared: Prepared, label: str, delivery: Delivery | None = None
 ) -> PushResult:
-    """As it is now; of a dry run without a delivery."""
+    """The result as of now; a dry run has no delivery."""
     total = prepared.checkpoint.total_bytes
     moving_s = sum(run.stages.get(name, 0.0) for name in ("update", "finish"))
     frozen_s = 0.0 if run.froze_at is None else run.thawed_at - run.froze_at
@@ -88,8 +88,7 @@ def result_of(
 
 
 def _compared(prepared: Prepared) -> dict[str, int] | None:
-    """How much of the checkpoint each verified server was seen to hold: that of the one of which
-    the least was seen."""
+    """How much of the checkpoint every verified server was seen to hold: the least of them."""
     seen = [s.compared for s in prepared.sites if s.compared and s.weights is Weights.VERIFIED]
     if not (seen and prepared.source):
         return None

@@ -1,4 +1,4 @@
-"""Everything that can refuse a push before a server is touched."""
+"""Every check that can refuse a push before a server is touched."""
 
 from __future__ import annotations
 
@@ -54,9 +54,10 @@ from skyctl.units import format_bytes
 
 @dataclass(frozen=True)
 class Prepared:
-    """A push that may begin. `memory_bytes` is what this machine needs for it at most. Where
-    servers hold some of it (`delta`) `plan` is of the rest, and `whole` of all. `identity` names
-    the files, or weights that no file has."""
+    """A push that may begin. `memory_bytes` is the most memory it needs on this machine. Where
+    servers already hold some of it (`delta`), `plan` covers the rest and `whole` all of it.
+    `identity` names the files, or weights that are in no file.
+    """
 
     checkpoint: Checkpoint
     plan: ChunkPlan
@@ -81,13 +82,15 @@ class Prepared:
 
     @property
     def source(self) -> str:
-        """The checkpoint's directory; "" for weights that no file has."""
+        """The checkpoint's directory; "" for weights that are in no file."""
         return str(self.checkpoint.path) if self.checkpoint.shards else ""
 
     def delivery(
         self, fleet: PushFleet, senders: SenderPool, *, by_loader: bool = False
     ) -> Delivery:
-        """A fresh attempt, with a sender from the pool; with `by_loader` all of it by vLLM's."""
+        """A new attempt, with a sender from the pool; with `by_loader`, all of it goes through
+        vLLM's loader.
+        """
         if fleet.trainer is not None:
             return TrainerDelivery(fleet.trainer, self.facts, fleet, senders)
         if self.transport is None:
@@ -105,7 +108,7 @@ class Prepared:
             sender_gpu=self.sender_gpu,
             nccl_settings=self.nccl_settings,
             stage=self.stage,
-            # what vLLM's loader makes of a weight that is processed cannot be numbered
+            # what vLLM's loader makes of a processed weight cannot be numbered
             programs=self.layout.programs if copied or not spare_bytes else None,
             scan=self.scan,
             crc32=self.delta.crc32 if self.delta is not None else None,
@@ -119,7 +122,7 @@ class Prepared:
 
     @cached_property
     def rows(self) -> tuple[KnownRows, ...]:
-        """Parts of it that servers must hold which vLLM's loader has filled.
+        """Rows of the checkpoint that servers must hold after vLLM's loader has filled them.
 
         Raises:
             PreflightError: a file cannot be read.
@@ -131,17 +134,17 @@ class Prepared:
 
     @property
     def engine(self) -> str:
-        """The servers' version of their engine: one, or there is no push."""
+        """The servers' engine version: they share one, or there is no push."""
         return self.facts[0].vllm_version
 
     @property
     def chunks(self) -> int:
-        """Chunks that will be sent: none where servers read by themselves."""
+        """Chunks to send: 0 where servers read the checkpoint themselves."""
         return len(self.plan.chunks) if self.transport is not None else 0
 
     @property
     def skipped(self) -> dict[str, int] | None:
-        """What servers hold already, as in `PushResult`."""
+        """What servers already hold, as in `PushResult`."""
         if self.delta is None:
             return None
         return self.delta.skipped(self.checkpoint.tensors)
@@ -175,7 +178,7 @@ async def preflight(
 ) -> Prepared:
     """Check the checkpoint, the servers, and that they fit each other. Changes nothing.
 
-    `idle` is the sender of the last push, if it still lives.
+    `idle` is the sender of the last push, if it is still alive.
 
     Raises:
         NotFoundError: there is no such checkpoint.
@@ -294,7 +297,7 @@ async def preflight(
         whole=whole,
         stage_rate=request.stage_rate or fleet.stage_rate,
     )
-    if layout.name == "checkpoint":  # of what is copied every byte is compared
+    if layout.name == "checkpoint":  # of copied weights every byte is compared
         await asyncio.to_thread(lambda: prepared.rows)
     return prepared
 
@@ -367,7 +370,7 @@ def _site(
     *,
     colocated: bool,
 ) -> Site:
-    # is_sleeping and the metric of a CPU server say nothing: what was typed is on record
+    # a CPU server's is_sleeping and metric say nothing: the recorded sleep level counts
     asleep = colocated and (facts.asleep or server.sleep_level > 0)
     return Site(
         server=server,
@@ -380,7 +383,7 @@ def _site(
         kv_lease_s=facts.kv_lease_s,
         weights=Weights.UNKNOWN if server.half_updated else Weights.OLD,
         open=server.thaw,  # a push broke off there: its session may be open
-        frozen=server.thaw and not asleep,  # and what is undone gives it back
+        frozen=server.thaw and not asleep,  # undoing this push thaws it as well
         asleep=asleep,
     )
 
@@ -388,14 +391,16 @@ def _site(
 def _server(
     server: PushServer, facts: ServerFacts, client: ControlClient, fleet: PushFleet
 ) -> Server:
-    """Its routes; what it said of its ranks is not asked again while it is frozen."""
+    """The server's control routes, with its ranks known: they are not asked for again while it is
+    frozen.
+    """
     found = engines.server(client, server.target, timeout_s=fleet.control_timeout_s)
     found.known_ranks = facts.ranks
     return found
 
 
 def refuse_stage_rate(request: PushRequest, transport: str) -> None:
-    """Raise PreflightError for a rate that cannot be kept."""
+    """Raise PreflightError for a stage rate that cannot be kept."""
     if request.stage_rate is None:
         return
     if request.stage_rate < LEAST_STAGE_RATE:
@@ -420,12 +425,12 @@ def grown_notes(plan: ChunkPlan) -> list[str]:
 
 
 def check_memory(needed_bytes: int, meminfo: Path = Path("/proc/meminfo")) -> None:
-    """Raise PreflightError when the machine has not that much memory to spare."""
+    """Raise PreflightError if the machine does not have that much memory to spare."""
     try:
         lines = meminfo.read_text().splitlines()
         available = next(int(x.split()[1]) for x in lines if x.startswith("MemAvailable")) * 1024
     except (OSError, StopIteration, ValueError, IndexError):
-        return  # not Linux as we know it: the push will find out
+        return  # no Linux meminfo: the push will find out
     if needed_bytes > available:
         raise PreflightError(
             f"the push needs {format_bytes(needed_bytes)} of memory, "
@@ -437,10 +442,10 @@ def check_memory(needed_bytes: int, meminfo: Path = Path("/proc/meminfo")) -> No
 async def weigh(
     sites: Sequence[Site], facts: Sequence[ServerFacts], *, timeout_s: float
 ) -> list[str]:
-    """Fill `digest_before` of servers of which no digest is on record; notes about it.
+    """Fill `digest_before` of servers without a digest on record; returns notes about it.
 
-    Not of those that sleep: their memory may be unmapped. One that fails to answer is only noted,
-    as an earlier push may have left it half loaded.
+    Sleeping servers are skipped: their memory may be unmapped. A server that fails to answer is
+    only noted, because an earlier push may have left it half loaded.
 
     Raises:
         PreflightError: a server could not be verified after the push either.
@@ -454,7 +459,7 @@ async def weigh(
     }
 
     async def ask(target: ServerTarget) -> PreflightError | None:
-        """Why its weights can never be verified; None where they can."""
+        """Why its weights can never be verified; None if they can."""
         try:
             found = await weights_digest(by_name[target.name].vllm, timeout_s=timeout_s)
         except CannotDigest as error:

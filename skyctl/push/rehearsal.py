@@ -1,13 +1,13 @@
-"""What a fleet's first push would otherwise wait for, done beside serving: a push up to its freeze.
+"""A rehearsal of a fleet's first push, beside serving: everything up to the freeze.
 
-    servers   say what they are, and number their weights: kernels are compiled, nothing is written
+    servers   report what they are, and number their weights: kernels are compiled, nothing written
     sender    imports, makes its CUDA context and pins its buffers, and rests in the pool
     layout    is proven: the sender reads the checkpoint that the servers hold, and what each
-              parameter must come to by their layout is compared with what it comes to; what
-              layers process, servers process of what the sender shows them, and keep nothing of it
+              parameter must hold by their layout is compared with what it holds; weights that
+              layers process are processed from what the sender shows, and the result discarded
 
-So the first push by a GPU transport copies into parameters already, as later ones do. A rehearsal
-may be cancelled at any time, and what it was about to find out, the push finds out itself.
+The first push by a GPU transport then already copies into parameters, as later ones do. A rehearsal
+may be cancelled at any time; the push then finds out the rest itself.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from skyctl.transfer.sender_client import Opened
 from skyctl.transfer.sender_pool import Lease, SenderPool
 
 _SHARE_OF_FREE = 0.5
-"""Of a GPU's free memory, what nobody has asked for may take."""
+"""The share of a GPU's free memory that work nobody asked for may take."""
 
 
 async def rehearse(
@@ -44,15 +44,15 @@ async def rehearse(
     senders: SenderPool,
     asking: Callable[[], AbstractContextManager[None]],
 ) -> tuple[Site, ...]:
-    """Prepare a push of what the servers hold, and leave it at that; `senders` has a warm sender
-    afterwards, where the transport keeps one and there is room for it. Engines are asked only
-    within `asking`: not while the sender starts and reads.
+    """Prepare a push of what the servers hold, and stop there; `senders` holds a warm sender
+    afterwards, if the transport keeps one and there is room for it. Engines are asked only within
+    `asking`: not while the sender starts and reads.
 
     Returns:
-        the servers, with `digest_before` of those of which no digest was on record.
+        the servers, with `digest_before` set for those without a digest on record.
 
     Raises:
-        SkyctlError: why something could not be done; a push may do it all the same.
+        SkyctlError: why something could not be done; a push may succeed all the same.
     """
     with asking():
         prepared = await preflight(request, fleet, client=client, idle=senders.idle)
@@ -77,7 +77,7 @@ async def rehearse(
 
 
 async def _read(prepared: Prepared, delivery: _Numbering | _Processing) -> None:
-    """Find out what each parameter must come to by its server's layout."""
+    """Find out what each parameter must hold by its server's layout."""
     try:
         await delivery.open(prepared.sites)
     finally:
@@ -96,7 +96,7 @@ async def _compare(prepared: Prepared, fleet: PushFleet) -> None:
 
 
 async def _to_its_end(work: Coroutine[Any, Any, None]) -> None:
-    """Do it all, also when cancelled meanwhile."""
+    """Run `work` to its end, even when cancelled meanwhile."""
     task = asyncio.ensure_future(work)
     try:
         await asyncio.shield(task)
@@ -108,7 +108,7 @@ async def _to_its_end(work: Coroutine[Any, Any, None]) -> None:
 def _numbering(
     prepared: Prepared, fleet: PushFleet, senders: SenderPool
 ) -> _Numbering | _Processing:
-    assert prepared.transport is not None  # else nobody reads
+    assert prepared.transport is not None  # otherwise there is no sender to read
     spare_bytes = prepared.layout.spare_bytes
     read = functools.partial(_Processing, spare_bytes=spare_bytes) if spare_bytes else _Numbering
     return read(
@@ -127,7 +127,7 @@ def _numbering(
 
 
 class _Numbering(ChunkDelivery):
-    """Reads everything through two slots, and delivers nothing."""
+    """Reads everything through two slots; delivers nothing."""
 
     _exports = False
 
@@ -137,7 +137,7 @@ class _Numbering(ChunkDelivery):
         return 2 * self._plan.slot_bytes + self._numbering_bytes()
 
     async def open(self, sites: Sequence[Site]) -> None:
-        self._delivered = True  # whatever becomes of it: the sender is kept
+        self._delivered = True  # keeps the sender, whatever happens
         await super().open(sites)
 
     async def _get_ready(
@@ -150,7 +150,7 @@ class _Numbering(ChunkDelivery):
 
 
 class _Processing(RuntimeDelivery):
-    """Stages everything, has servers process it, and delivers nothing."""
+    """Stages everything and has servers process it; delivers nothing."""
 
     _keeps = False
 
@@ -160,7 +160,7 @@ class _Processing(RuntimeDelivery):
         return self._plan.total_bytes + self._numbering_bytes() + self._spare_bytes
 
     async def open(self, sites: Sequence[Site]) -> None:
-        self._delivered = True  # whatever becomes of it: the sender is kept
+        self._delivered = True  # keeps the sender, whatever happens
         await super().open(sites)
 
     async def _get_ready(

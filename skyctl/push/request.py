@@ -1,4 +1,4 @@
-"""What a push is asked for, what it knows of the fleet, and what it comes to."""
+"""What a push is asked for, what it knows of the fleet, and its result."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ STAGES = (
 )
 """Stages of a push, in order. Everything up to `stage` happens before a server is touched. A push
 that takes servers out of the router has `drain` before `pause`, one with a canary has `canary`
-after `verify`; `recover` is a second attempt, or an undoing."""
+after `verify`; `recover` is a second attempt, or an undo.
+"""
 
 
 PauseMode = Literal["keep", "wait", "abort"]
@@ -38,7 +39,9 @@ Layout = Literal["auto", "runtime", "checkpoint"]
 
 
 def usual_mode(*, leaves_router: bool) -> PauseMode:
-    """What becomes of running requests unless it is said: frozen, but where servers are drained."""
+    """The pause mode unless one is given: running requests are frozen, except where servers are
+    drained.
+    """
     return "wait" if leaves_router else "keep"
 
 
@@ -46,22 +49,21 @@ def usual_mode(*, leaves_router: bool) -> PauseMode:
 class PushRequest:
     """What the user asked for. `chunk_size` is in bytes; None takes the fleet's.
 
-    `weight_version` None makes one up from the checkpoint's digest. `traceparent` is the W3C trace
-    context of whoever asked. NaN and infinity are refused: those that the sender meets on its way,
-    with `scan_nan` True all of them before a server is touched, with False none.
-    `allow_unproven_reload` takes weights digests that are not those expected. `expected_digest` is
-    the checkpoint's identity_digest when it was pushed before: one that has changed since is
-    refused. `canary` is what `push/canary.py` reads from a canary
-    file. `keep`: the fleet makes a copy of its own, and keeps it. `rolling`
-    is how many servers are updated at a time while the others serve, 0 for all. `colocated`:
-    servers that sleep are woken for it. `sleep_after` is the level to sleep at afterwards, 0: none.
-    `stage` is where the checkpoint lies before servers are frozen (`push/forecast.py`), `layout`
-    how it gets into their parameters (`push/layouts.py`). `delta`: layers that servers hold already
-    are not sent (`push/delta.py`). `stage_rate`: the sender reads at most so many bytes per second
-    as long as servers are not frozen; None takes the fleet's. `weights_digest` is what servers must
-    come to, where whoever asks knows it. With transport `store.state.TRAINER` a trainer sends the
-    weights itself, and `checkpoint` is "" unless it has written them to disk as well
-    (`push/trainer.py`).
+    `weight_version` None derives one from the checkpoint's digest. `traceparent` is the caller's
+    W3C trace context. `scan_nan` refuses NaN and infinity: True scans all weights before a server
+    is touched, False none, None those that the sender reads on its way. `allow_unproven_reload`
+    accepts weights whose digests are not the expected ones. `expected_digest` is the checkpoint's
+    identity_digest when it was pushed before: a checkpoint that has changed since is refused.
+    `canary` is what `push/canary.py` reads from a canary file. `keep`: the fleet makes its own
+    copy, and keeps it. `rolling` is how many servers are updated at a time while the others serve,
+    0 for all. `colocated`: sleeping servers are woken for it. `sleep_after` is the level to sleep
+    at afterwards, 0: none. `stage` is where the checkpoint is before servers are frozen
+    (`push/forecast.py`), `layout` how it gets into their parameters (`push/layouts.py`). `delta`:
+    layers that servers already hold are not sent (`push/delta.py`). `stage_rate`: bytes per second
+    at which the sender reads at most while servers are not frozen; None takes the fleet's.
+    `weights_digest` is the digest that servers must have, if the caller knows it. With transport
+    `store.state.TRAINER` a trainer sends the weights itself, and `checkpoint` is "" unless it has
+    also written them to disk (`push/trainer.py`).
     """
 
     checkpoint: str
@@ -88,7 +90,7 @@ class PushRequest:
 
     @property
     def leaves_router(self) -> bool:
-        """Whether its servers are taken out of the router and drained first."""
+        """Whether its servers leave the router and are drained first."""
         return self.canary is not None or self.rolling > 0
 
     def to_json(self) -> dict[str, Any]:
@@ -107,15 +109,15 @@ class PushServer:
     none or unknown; `gpus` are physical indices; `world_size` counts its workers (tensor x pipeline
     x data parallel). `instance` identifies the running process: while it is the same, a group that
     the server joined still stands ("" when unknown: never assumed). `half_updated`: an earlier push
-    broke off there, so that it is scrubbed first; `thaw`: that push froze it, so that this one
-    resumes it. `verified_as` is the label that what it holds gets before that, "" where it needs
-    none. `weights_awake`: it sleeps, but for its weights, which were woken. `sleep_level` is how
-    deep it sleeps, as far as is on record; `paused`: somebody wants it paused when it wakes.
-    `weights_digest` is what its weights are on record to come to, "" where nothing is;
-    `launched_with` names the content it was started with (`push/expected.py`), "" when that is not
-    certain, or something was pushed since; `arguments` names those it was started with, "" where
-    they are not known. `node` is the machine that a launcher has put it on, None for this one and
-    for servers that something else started."""
+    broke off there, so it is scrubbed first; `thaw`: that push froze it, so this one resumes it.
+    `verified_as` is the label that its present weights get before that, "" if they need none.
+    `weights_awake`: it sleeps, except for its weights, which were woken. `sleep_level` is its level
+    of sleep as recorded; `paused`: somebody wants it paused when it wakes. `weights_digest` is the
+    recorded digest of its weights, "" if there is none; `launched_with` names the content it was
+    started with (`push/expected.py`), "" if that is not certain or something has been pushed since;
+    `arguments` identifies the arguments it was started with, "" if unknown. `node` is the machine
+    that a launcher placed it on, None for this one and for servers that something else started.
+    """
 
     target: ServerTarget
     backend: str = ""
@@ -150,11 +152,11 @@ class PushFleet:
     """The servers of a push and the bounds it keeps.
 
     `model_path` is the directory or hub id of the checkpoint the servers run now, None when
-    unknown. `transport` is what the fleet file says, used when the request says "auto". `python`
-    is the interpreter that runs the sender process (it needs torch); "" is this one. `committed`
-    are the weights it serves, and goes back to when a push is refused; None where that is not
-    known. `pushes` are the fleet's latest, newest first. `expected` is what servers must come to.
-    `content` is what they hold, tensor by tensor, as far as is known. `stage_rate` is None for no
+    unknown. `transport` is the fleet file's, used when the request says "auto". `python` is the
+    interpreter that runs the sender process (it needs torch); "" is this one. `committed` are the
+    weights that the fleet serves, and returns to when a push is refused; None if unknown. `pushes`
+    are the fleet's latest, newest first. `expected` are the digests that servers must have.
+    `content` is what they hold, tensor by tensor, as far as known. `stage_rate` is None for no
     bound. `trainer` sends the weights of a push that skyctl has no sender for.
     """
 
@@ -177,18 +179,18 @@ class PushFleet:
 
 
 FACTS = ("prepared", "verified")
-"""What a push tells of itself for whoever finds it dead:
+"""What a push records for whoever finds it dead:
 
 prepared  {checkpoint, checkpoint_digest}: which files it pushes ("" for weights that a trainer
-          sends and no file has, and a digest that no other push has)
+          sends and that are in no file, and a digest that no other push has)
 verified  {version, checkpoint, checkpoint_digest, content_digest, transport, whole, servers}: these
-          servers (name → weights digest, "" where it was not asked for) hold all of it, paused;
-          `whole`: it is the fleet's version
+          servers (name → weights digest, "" if not requested) hold all of it, paused; `whole`: it
+          is the fleet's version
 """
 
 
 class PushObserver(Protocol):
-    """Told of a push's progress as it happens. Calls must return at once.
+    """Receives a push's progress as it happens. Calls must return at once.
 
     A call that raises StateUnwritable says that an intent is not on record: the push undoes itself.
     """
@@ -202,10 +204,11 @@ class PushObserver(Protocol):
     def server(self, name: str, state: str, detail: str = "") -> None:
         """A server's state: weighed (`detail` is the digest it had before), draining, waking (its
         weights), held (was paused before), pausing, paused, updating, trying (its canary), updated,
-        resumed; at its end ready, kept (stays paused), asleep (again) or quarantined."""
+        resumed; at its end ready, kept (stays paused), asleep (again) or quarantined.
+        """
 
     def intend(self, states: Mapping[str, str]) -> None:
-        """The states that several servers, by name, are about to be in."""
+        """The states that several servers, by name, are about to enter."""
 
     def note(self, message: str) -> None:
         """One line the operator should read."""
@@ -215,7 +218,7 @@ class PushObserver(Protocol):
 
 
 class SilentObserver:
-    """An observer that keeps nothing."""
+    """An observer that ignores everything."""
 
     def stage(self, name: str) -> None: ...
 
@@ -231,8 +234,9 @@ class SilentObserver:
 
 
 class CarefulObserver:
-    """Passes calls on. Of what an observer raises only a lost intent stops the push: servers are
-    frozen, and who draws a progress bar may fail. `failures` keeps the rest."""
+    """Passes calls on. Of what an observer raises, only a lost intent stops the push: servers are
+    frozen, and a progress bar may fail. `failures` keeps the rest.
+    """
 
     def __init__(self, observer: PushObserver) -> None:
         self._observer = observer
@@ -271,9 +275,9 @@ class ServerPush:
     route).
 
     `version` is the weight version it holds; None is unknown (it may be half-updated).
-    `sleep_level` is None where the push changed nothing about it; `weights_awake`: it sleeps, and
-    its weights do not. Seconds: `freeze_s` from its own pause to its own resume (None where it was
-    not frozen and resumed), `load_s` in calls that load, `wait_s` between these.
+    `sleep_level` is None if the push did not change it; `weights_awake`: it sleeps, but its weights
+    do not. Seconds: `freeze_s` from its own pause to its own resume (None unless it was both frozen
+    and resumed), `load_s` in calls that load, `wait_s` between these.
     """
 
     server: str
@@ -294,19 +298,19 @@ class ServerPush:
 
 @dataclass(frozen=True)
 class PushResult:
-    """What a push came to. Sizes in bytes, times in seconds, rate in 10^9 bytes per second.
+    """The result of a push. Sizes in bytes, times in seconds, rate in 10^9 bytes per second.
 
-    `checkpoint` is "" for weights that a trainer sent itself, and that no file has.
+    `checkpoint` is "" for weights that a trainer sent itself and that are in no file.
     `checkpoint_digest` is the cheap identity of the checkpoint (headers and sizes);
     `content_digest` covers every byte that was sent ("" for transports that send none, and for a
     dry run). `freeze_window_s` runs from the first pause sent to the last resume answered. `canary`
-    has one CanaryResult mapping per server and prompt. `compared` says how much of the checkpoint
-    every server was seen to hold: {"tensors", "of_tensors", "bytes", "of_bytes"}, None where nobody
-    looked. `layout_share` is the share of what servers got, 0 to 1, that they copied into their
-    parameters; vLLM's loader had the rest. `skipped` are the {"tensors", "bytes"} that servers held
-    already and were not sent, None unless they were compared. `learned` is what was found out for
-    later pushes, `content` what servers hold now, tensor by tensor; both are no part of the JSON.
-    `plan` is filled by a dry run only.
+    has one CanaryResult mapping per server and prompt. `compared` is how much of the checkpoint
+    every server was seen to hold: {"tensors", "of_tensors", "bytes", "of_bytes"}, None if nothing
+    was compared. `layout_share` is the share of the weights, 0 to 1, that servers copied into their
+    parameters; vLLM's loader took the rest. `skipped` are the {"tensors", "bytes"} that servers
+    already held and were not sent, None unless they were compared. `learned` is what was found out
+    for later pushes, `content` what servers hold now, tensor by tensor; neither is part of the
+    JSON. `plan` is filled by a dry run only.
     """
 
     version: str

@@ -1,10 +1,10 @@
-"""A push that rolls: some servers at a time leave the router, are updated, and rejoin.
+"""A rolling push: some servers at a time leave the router, are updated, and rejoin.
 
     check all ─► [leave, drain, push, verify, canary, rejoin] ─► [ … ] ─► … ─► the fleet's version
                   └─ fails: this part is undone, the roll stops; those before it have the new one
 
-Requests are served throughout, by two versions: that is inherent. The fleet's version is the one
-before until the last server has the new one.
+Requests are served throughout, by two versions: that is inherent. The fleet keeps its old version
+until the last server has the new one.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ async def push_rolling(
     on_part: Callable[[PushResult], None] = lambda result: None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> PushResult:
-    """Bring a checkpoint into `request.rolling` servers after the other; the sum of all parts.
+    """Bring a checkpoint into `request.rolling` servers at a time; returns the sum of all parts.
 
-    `on_part` hears each part that went well, as it is over. A cancellation stops the roll after the
-    part that is under way, or before it when nothing was sent yet.
+    `on_part` is called with each part that succeeded. A cancellation stops the roll after the part
+    that is under way, or before it if it has sent nothing yet.
 
     Raises:
-        As `push`. `details["servers"]` of a PushError has all servers, those of parts that were not
-        begun at the version that they have.
+        As `push`. `details["servers"]` of a PushError has all servers, those of parts not begun at
+        the version that they have.
     """
     began = clock()
     _refuse_all_at_once(request, fleet)
@@ -61,7 +61,7 @@ async def push_rolling(
     )
     if request.dry_run:
         return checked
-    # what was checked is what every part gets
+    # every part gets what was checked
     asked = replace(request, expected_digest=checked.checkpoint_digest)
     expected = fleet.expected
     parts: list[PushResult] = []
@@ -111,7 +111,7 @@ def _stopped(
     servers: Sequence[PushServer],
     checked: PushResult,
 ) -> SkyctlError:
-    """The error of the part that failed, with all servers and what to type about it."""
+    """The error of the failed part, with all servers and a hint for them."""
     told: dict[str, dict[str, Any]] = {row.server: row.to_json() for row in checked.servers}
     for part in parts:
         told |= {row.server: row.to_json() for row in part.servers}
@@ -119,7 +119,7 @@ def _stopped(
     error.details = {**error.details, "servers": list(told.values())}
     if not parts:
         return error
-    # its parts are not the fleet's version: only all of them are
+    # a part's version is not the fleet's: only all parts are
     error.details.pop("version", None)
     version = parts[0].version
     new = [row.server for part in parts for row in part.servers]
@@ -134,7 +134,7 @@ def _stopped(
 
 
 def _sum(parts: Sequence[PushResult], seconds: float) -> PushResult:
-    """All parts as one result. Its freeze window is the longest of a part: the fleet has none."""
+    """All parts as one result. Its freeze window is the longest part's: the fleet has none."""
     last = parts[-1]
     stages: dict[str, float] = {}
     for part in parts:

@@ -1,4 +1,4 @@
-"""Keep users' requests from the servers of a push: out of the router, and drained."""
+"""Keep users' requests away from the servers of a push: out of the router, and drained."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from skyctl.push.run import Rotation, Run
 from skyctl.push.sites import Site, each
 
 _DRAIN_POLL_S = 0.25
-# a request that the router had picked a server for may arrive after the server left it
+# a request that the router has already assigned may arrive after the server left it
 _EMPTY_POLLS = 2
 
 
 def refuse_impossible(request: PushRequest, fleet: PushFleet, rotation: Rotation | None) -> None:
-    """Raise PreflightError for a push that needs what this fleet has not."""
+    """Raise PreflightError for a push that needs what this fleet lacks."""
     if not request.leaves_router:
         return
     option = "--canary" if request.canary is not None else "--rolling"
@@ -44,7 +44,7 @@ def refuse_impossible(request: PushRequest, fleet: PushFleet, rotation: Rotation
 
 
 def refuse_paused(request: PushRequest, sites: Sequence[Site]) -> None:
-    """Raise PreflightError where a canary would release requests that somebody froze."""
+    """Raise PreflightError if a canary would release requests that somebody froze."""
     paused = [site.name for site in sites if site.was_paused]
     if request.canary is not None and paused:
         raise PreflightError(
@@ -54,9 +54,11 @@ def refuse_paused(request: PushRequest, sites: Sequence[Site]) -> None:
 
 
 async def leave(run: Run, sites: Sequence[Site]) -> None:
-    """Take servers out of the router, and wait until they have no request, unless those are to be
-    aborted. What is not empty within the fleet's `drain_timeout_s` is a failure: undone."""
-    assert run.rotation is not None  # refuse_impossible
+    """Take servers out of the router, and wait until they have no requests, unless those are to be
+    aborted. A server that is not empty within the fleet's `drain_timeout_s` fails: the push is
+    undone.
+    """
+    assert run.rotation is not None  # see refuse_impossible
     reached("push.drain.call")
     try:
         names = [site.name for site in sites]
@@ -74,7 +76,7 @@ async def leave(run: Run, sites: Sequence[Site]) -> None:
     if run.request.pause_mode == "wait":
         patience_s = run.fleet.drain_timeout_s
         await each(
-            [site for site in sites if not site.was_paused],  # what is frozen does not end
+            [site for site in sites if not site.was_paused],  # frozen requests do not finish
             lambda site: _drained(site, patience_s),
             timeout_s=patience_s + run.fleet.control_timeout_s,
             what="drain",
@@ -97,13 +99,15 @@ async def _drained(site: Site, patience_s: float) -> None:
 
 
 async def rejoin(run: Run, sites: Sequence[Site]) -> None:
-    """Whatever became of them; those that must not be routed are quarantined by now."""
+    """Return servers to the router, whatever became of them; those that must not be routed to are
+    quarantined by now.
+    """
     if run.rotation is not None and run.request.leaves_router:
         await run.rotation.rejoin([site.name for site in sites])
 
 
 async def abort_stragglers(site: Site) -> None:
-    """End requests that reached a server past the router, before it generates once more.
+    """Abort requests that reached a server past the router, before it generates again.
 
     Raises:
         ServerError: it does not answer.

@@ -1,8 +1,8 @@
-"""Rows of the checkpoint that servers must hold: which are asked for, and what an answer proves.
+"""Rows of the checkpoint that servers must hold: which to ask for, and what an answer proves.
 
-Digests tell whether servers agree with each other. A server that is alone, or garbage that is the
-same on all of them, needs the checkpoint itself to compare with: a few values of every kind of
-tensor and of every layer, wherever vLLM fused, split or packed them (`inside/wire.py`).
+Digests show whether servers agree with each other. A single server, or garbage that is the same on
+all servers, has to be compared with the checkpoint itself: a few values of every kind of tensor and
+of every layer, wherever vLLM fused, split or packed them (`inside/wire.py`).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _ROWS = 4
 
 @dataclass(frozen=True)
 class KnownRows:
-    """One question, and the checkpoint's bytes for each of its rows."""
+    """One question, with the checkpoint's bytes of each of its rows."""
 
     question: RowQuestion
     data: Mapping[int, bytes]
@@ -42,8 +42,10 @@ class KnownRows:
 
 @dataclass(frozen=True)
 class Compared:
-    """How much of a checkpoint a server was seen to hold: tensors of which rows were compared, and
-    the bytes of these rows. `reasons` counts the tensors asked for that could not be compared."""
+    """How much of a checkpoint a server was seen to hold: the number of tensors of which rows were
+    compared, and the bytes of these rows. `reasons` counts the requested tensors that could not be
+    compared.
+    """
 
     tensors: int = 0
     bytes: int = 0
@@ -59,10 +61,10 @@ class Compared:
 
 
 def choose_rows(checkpoint: Checkpoint) -> list[RowQuestion]:
-    """Questions about every kind of tensor, and about every layer of up to 64 of them.
+    """Choose questions about every kind of tensor, and about every layer of up to 64.
 
     The choice follows from the checkpoint's identity: the same for every server and every attempt,
-    another one for the next checkpoint.
+    a different one for the next checkpoint.
     """
     chance = random.Random(checkpoint.identity_digest)
     kinds: dict[str, list[Tensor]] = {}
@@ -90,7 +92,7 @@ def _numbers_left_out(name: str) -> str:
 
 
 def _layer_of(name: str) -> str:
-    """`model.layers.3` of a tensor in that layer; "" for one in none."""
+    """`model.layers.3` for a tensor in that layer; "" for one in none."""
     parts = name.split(".")
     number = next((i for i, part in enumerate(parts) if part.isdecimal()), None)
     return "" if number is None else ".".join(parts[: number + 1])
@@ -120,7 +122,7 @@ def _question(tensor: Tensor, chance: random.Random) -> RowQuestion:
 
 
 def read_rows(checkpoint: Checkpoint) -> tuple[KnownRows, ...]:
-    """The chosen rows, from the files: some 500 bytes a question.
+    """Read the chosen rows from the files: about 500 bytes a question.
 
     Raises:
         OSError: a file cannot be read.
@@ -152,7 +154,7 @@ def _read(descriptor: int, tensor: Tensor, question: RowQuestion) -> KnownRows:
 
 
 class Mismatch(Exception):
-    """A worker holds something else than the checkpoint, or nobody holds a part of it."""
+    """A worker holds something other than the checkpoint, or nobody holds a part of it."""
 
 
 def compare(known: Sequence[KnownRows], workers: Sequence[Mapping[str, Any]]) -> Compared:
@@ -160,7 +162,7 @@ def compare(known: Sequence[KnownRows], workers: Sequence[Mapping[str, Any]]) ->
 
     Raises:
         Mismatch: names the tensor and the row.
-        TypeError, LookupError, ValueError: an answer is of another shape.
+        TypeError, LookupError, ValueError: an answer has another shape.
     """
     tensors = compared = 0
     reasons: Counter[str] = Counter()
@@ -187,7 +189,7 @@ def compare(known: Sequence[KnownRows], workers: Sequence[Mapping[str, Any]]) ->
 
 
 def _judge(known: KnownRows, answers: Iterable[RowAnswer]) -> tuple[str, str]:
-    """What is wrong with a tensor, and why it could not be compared; both "" when it is as sent."""
+    """What is wrong with a tensor, and why it could not be compared; both "" if it is as sent."""
     question = known.question
     missing = {row: set(range(question.begin, question.end)) for row in question.rows}
     reason = ""
@@ -207,8 +209,9 @@ def _judge(known: KnownRows, answers: Iterable[RowAnswer]) -> tuple[str, str]:
 
 
 def _number(known: KnownRows, row: int, begin: int, end: int, dtype: str) -> int | None:
-    """What `row_number` says of these columns in the checkpoint, as `dtype`; None when rounding to
-    that type is not defined here."""
+    """`row_number` of these columns in the checkpoint, as `dtype`; None if rounding to that type is
+    not defined here.
+    """
     question = known.question
     data = known.data[row]
     size = len(data) // (question.end - question.begin)

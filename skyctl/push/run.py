@@ -1,5 +1,6 @@
-"""One push under way: what it was asked, whom it tells, its stopwatch, its label, and what a
-cancellation does to it."""
+"""One push under way: its request, observer, stopwatch and label, and how it reacts to a
+cancellation.
+"""
 
 from __future__ import annotations
 
@@ -27,8 +28,8 @@ class Abandoned(asyncio.CancelledError):
 class CancelGuard:
     """Runs one transaction in a task of its own and decides what a cancellation does to it.
 
-    Before `enter` a cancellation ends the push at once. After it the push is told, which undoes
-    what it did or, once bytes were sent, completes; cancelled a second time it stops where it is.
+    Before `enter` a cancellation ends the push at once. After it, the push is told: it undoes what
+    it did or, once bytes were sent, completes. A second cancellation stops it where it is.
     """
 
     def __init__(self) -> None:
@@ -36,7 +37,7 @@ class CancelGuard:
         self._entered = False
 
     def enter(self) -> None:
-        """Servers are about to be touched: from here on a cancellation is a request."""
+        """Servers are about to be touched: from here on a cancellation is only a request."""
         self._entered = True
 
     async def run(self, transaction: Coroutine[Any, Any, T]) -> T:
@@ -54,14 +55,15 @@ class CancelGuard:
 
 
 class Rotation(Protocol):
-    """Who receives users' requests, for whoever pushes."""
+    """Controls which servers receive users' requests, for a push."""
 
     async def leave(
         self, names: Collection[str], *, others_serve: bool, closed: bool = False
     ) -> None:
-        """Returns once the router sends these servers nothing. `closed`: they refuse users who ask
-        them directly, too. Raises SkyctlError, also when `others_serve` is asked for and nobody
-        else would be left."""
+        """Return once the router sends these servers nothing. `closed`: they also refuse users who
+        ask them directly. Raises SkyctlError, also if `others_serve` is given and no other server
+        would be left.
+        """
 
     async def rejoin(self, names: Collection[str]) -> None:
         """They may be routed to again, if their state allows it. Never raises."""
@@ -69,7 +71,7 @@ class Rotation(Protocol):
 
 @dataclass
 class Run:
-    """One push under way: what it was asked, whom it tells, and its stopwatch."""
+    """One push under way: its request, its observer and its stopwatch."""
 
     request: PushRequest
     fleet: PushFleet

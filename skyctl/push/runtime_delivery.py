@@ -1,8 +1,8 @@
-"""Carry a plan's chunks into servers in the layout that their parameters have.
+"""Carry a plan's chunks into servers in the layout of their parameters.
 
-Chunks and sender are those of `push/delivery.py`; servers copy what they get into the running
-parameters instead of giving it to vLLM's loader. There is no update session to open or to close:
-what breaks off half-way is scrubbed and pushed again by vLLM's loader.
+Chunks and sender are those of `push/delivery.py`; servers copy what they receive into the running
+parameters instead of passing it to vLLM's loader. There is no update session to open or close: a
+server in which this breaks off midway is scrubbed and pushed to again by vLLM's loader.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ _CLOSE_TIMEOUT_S = 5.0
 
 
 class CannotCopy(PreflightError):
-    """A server cannot get ready to copy: it lacks memory for buffers, say. Nothing was touched."""
+    """A server cannot get ready to copy, for lack of memory for instance. Nothing was touched."""
 
 
 class RuntimeDelivery(ChunkDelivery):
     """Chunks copied into parameters, by servers whose processes have seen the layout proven.
 
-    Where the sender's slots lie on the servers' GPUs, servers map them while they are filled, and
-    copy in one call when they are frozen; what is too much for the slots follows as it is read.
-    Else all chunks are broadcast from the sender's GPU.
+    Where the sender's slots are on the servers' GPUs, servers map them while they are filled, and
+    copy in one call when they are frozen; what exceeds the slots follows as it is read. Otherwise
+    all chunks are broadcast from the sender's GPU.
 
-    With `spare_bytes`, what each worker takes for it, weights that layers process are processed as
-    their chunks are staged, beside what the servers do.
+    With `spare_bytes` (what each worker takes for it), weights that layers process are processed as
+    their chunks are staged, while the servers serve.
     """
 
     frees_late = True  # freeing a model's size takes a tenth of the freeze
@@ -52,14 +52,14 @@ class RuntimeDelivery(ChunkDelivery):
     _shows = True
 
     _keeps = True
-    """What is processed is to be copied."""
+    """Whether processed weights are kept, to be copied."""
 
     def __init__(self, *arguments: Any, spare_bytes: int = 0, **named: Any) -> None:
         super().__init__(*arguments, **named)
         self._spare_bytes = spare_bytes
         self._filled: dict[int, Filled] = {}
         self._told: dict[str, Site] = {}  # servers that may have mapped the sender's memory
-        self._slots: Mapping[str, Any] | None = None  # what servers map, None: it is broadcast
+        self._slots: Mapping[str, Any] | None = None  # what servers map; None: broadcast
 
     @property
     def _at_once(self) -> bool:
@@ -68,8 +68,9 @@ class RuntimeDelivery(ChunkDelivery):
     async def _get_ready(
         self, sites: Sequence[Site], lease: Lease, opened: Opened, slots: int
     ) -> None:
-        """Have servers map the slots, which takes longer than copying out of them, while these are
-        filled."""
+        """Have servers map the slots while they are filled: mapping takes longer than copying out
+        of them.
+        """
         self._slots = opened.shown
         if self._slots is not None:
             slots = len(self._slots["offsets"])
@@ -103,7 +104,7 @@ class RuntimeDelivery(ChunkDelivery):
         await self._all(sites, tell)
 
     async def _all(self, sites: Sequence[Site], ask: Callable[[Site], Awaitable[None]]) -> None:
-        """Have every server get ready, or none. Raises CannotCopy."""
+        """Have all servers get ready, or none. Raises CannotCopy."""
         await each(sites, ask, timeout_s=self._fleet.control_timeout_s, what="layout")
         if failed := [site for site in sites if site.failure]:
             reason = f"{failed[0].name}: {failed[0].failure}"
@@ -112,7 +113,7 @@ class RuntimeDelivery(ChunkDelivery):
             raise CannotCopy(reason, hint="push with --layout checkpoint")
 
     async def _read_ahead(self, lease: Lease, chunks: int) -> None:
-        """As much as there are slots: servers copy faster than files are read."""
+        """Read as many chunks as there are slots: servers copy faster than files are read."""
         for chunk in self._plan.chunks[:chunks]:
             filled = await self._staged(lease, chunk)
             if self._slots is not None:
@@ -122,7 +123,7 @@ class RuntimeDelivery(ChunkDelivery):
         self._read_ahead_until = asyncio.get_running_loop().time()
 
     async def _process(self, sites: Sequence[Site], chunk: Chunk) -> None:
-        """A chunk at a time: in between, engines go on with their requests."""
+        """Process one chunk: between chunks, engines go on with their requests."""
         arguments = {"chunk": chunk.index, "keep": self._keeps}
 
         async def process(site: Site) -> None:
@@ -137,7 +138,9 @@ class RuntimeDelivery(ChunkDelivery):
             await super().init(sites)
 
     async def start(self, sites: Sequence[Site], *, scrubbing: bool = False) -> None:
-        """Nothing to open. Without its sender nothing can be copied: so far it can be undone."""
+        """There is no session to open. Without its sender nothing can be copied: this can still be
+        undone.
+        """
         failure = self._opened()[0].sender.failure
         if failure is not None:
             self._all_failed(sites, failure)
@@ -150,7 +153,7 @@ class RuntimeDelivery(ChunkDelivery):
     async def _update_by_chunk(
         self, sites: Sequence[Site], on_progress: Callable[[int], None]
     ) -> None:
-        """What is staged in one call, then chunk after chunk as the slots are filled again."""
+        """Load what is staged in one call, then chunk after chunk as the slots are refilled."""
         sender = self._opened()[0].sender
         chunks, done = self._plan.chunks, 0
         ready = list(chunks[: len(self._filled)])
@@ -188,12 +191,12 @@ class RuntimeDelivery(ChunkDelivery):
         reached("push.update.sent")
 
     async def finish(self, sites: Sequence[Site], version: Callable[[], str]) -> None:
-        """Nothing to close: the calls that copied have ended."""
+        """There is nothing to close: the calls that copied have ended."""
         for site in alive(sites):
             site.weights = Weights.NEW
 
     async def close(self) -> None:
-        """Also has servers let go that were told what to copy and have not copied it all."""
+        """Also release servers that were told what to copy and have not copied it all."""
         told, self._told = self._told, {}
         left = [site for site in told.values() if site.weights < Weights.NEW]
 
@@ -210,8 +213,8 @@ class RuntimeDelivery(ChunkDelivery):
         await super().close()
 
     def _worker_bytes(self, sites: Sequence[Site]) -> int:
-        """Chunks are copied out of the sender's memory, not beside it."""
+        """Chunks are copied straight out of the sender's memory: they take none in the workers."""
         return self._spare_bytes * workers_on_fullest([site.server.gpus for site in sites])
 
     def _filling(self, sites: Sequence[Site]) -> str:
-        return "" if self._spare_bytes else super()._filling(sites)  # it is given back
+        return "" if self._spare_bytes else super()._filling(sites)  # freed after the push

@@ -1,4 +1,4 @@
-"""What servers say of themselves before a push, and what of it refuses one."""
+"""What servers report of themselves before a push, and which of it refuses one."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ _MOST = 4096
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessFacts:
-    """What one server said of itself that does not change while its process lives. Empty strings
-    where it does not tell.
+    """What one server reported of itself that cannot change while its process lives. Empty strings
+    where it does not say.
 
     `ranks` counts the workers of all data-parallel ranks and those of one. `nccl_settings` are
-    NCCL's variables in its workers, None where it does not tell.
-    `update_problem` is why its model must not be updated. `kv_lease_s`: see `StartedWith`.
+    NCCL's variables in its workers, None if it does not report them. `update_problem` is why its
+    model must not be updated. `kv_lease_s`: see `StartedWith`.
     """
 
     backend: str
@@ -44,7 +44,7 @@ class ProcessFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class ServerFacts(ProcessFacts):
-    """All that one server said of itself."""
+    """All that one server reported of itself."""
 
     name: str
     url: str
@@ -86,7 +86,8 @@ async def ask_servers(fleet: PushFleet, *, client: ControlClient) -> tuple[Serve
             _make(server, by_target[target]),
         )
         level = metrics.sleep_level
-        # a paused engine calls itself asleep: only the metric, or sleep without a pause, is proof
+        # a paused engine reports that it is asleep: only the metric, or sleep without a pause, is
+        # proof
         asleep = level > 0 if level is not None else sleeping and not paused
         return ServerFacts(
             name=target.name,
@@ -108,21 +109,22 @@ async def ask_servers(fleet: PushFleet, *, client: ControlClient) -> tuple[Serve
 
 
 _makes: dict[str, ProcessFacts] = {}
-"""By `PushServer.instance`: a trainer pushes to the same processes again and again, and the
-configuration alone costs vLLM longer than all other questions together."""
+"""By `PushServer.instance`: a trainer pushes to the same processes repeatedly, and the
+configuration alone costs vLLM longer than all other questions together.
+"""
 
 
 async def _make(server: Server, pushed: PushServer) -> ProcessFacts:
     known = _makes.get(pushed.instance)
     if known is not None:
         return known
-    ranks = await server.ranks()  # which the questions to its workers need, too
+    ranks = await server.ranks()  # the questions to its workers need these
     version, started, update_problem = await gather(
         server.version(),
         server.started_with(),
         _update_problem(server),
     )
-    # what it says it was started with, else what the fleet believes
+    # what it says it was started with, else what the fleet records
     backend = pushed.backend if started.backend is None else started.backend
     problem, settings = await _nccl(server) if backend == "nccl" else ("", None)
     made = ProcessFacts(
@@ -144,8 +146,9 @@ async def _make(server: Server, pushed: PushServer) -> ProcessFacts:
 
 
 async def _update_problem(server: Server) -> str:
-    """Why updates would leave wrong weights in its workers; "" where they would not, or where it
-    was started without skyctl's worker extension."""
+    """Why updates would leave wrong weights in its workers; "" if they would not, or if it was
+    started without skyctl's worker extension.
+    """
     try:
         answers = await server.ask_workers(_PROBLEM_METHOD, timeout_s=_NCCL_TIMEOUT_S)
     except ServerError as error:
@@ -169,7 +172,7 @@ async def _nccl(server: Server) -> tuple[str, Mapping[str, str] | None]:
 
 
 def _settings(told: Any) -> dict[str, str] | None:
-    """Its workers have one environment: that of any of them is all workers'."""
+    """The settings of any worker: all workers share one environment."""
     return {str(k): str(v) for k, v in told.items()} if isinstance(told, dict) else None
 
 
@@ -179,7 +182,7 @@ def _dialect(target: ServerTarget, version: str) -> Dialect | None:
 
 
 def check_servers(facts: Sequence[ServerFacts], weights_awake: Collection[str] = ()) -> list[str]:
-    """Servers, or at least their weights, must be awake, and of one version; notes about it.
+    """Check that servers, or at least their weights, are awake, and of one version; returns notes.
 
     Raises:
         PreflightError: names the servers that are not.
@@ -201,7 +204,7 @@ def check_servers(facts: Sequence[ServerFacts], weights_awake: Collection[str] =
 
 
 def refuse_update_problems(facts: Sequence[ServerFacts]) -> None:
-    """Raise PreflightError, naming the server, where an update would leave wrong weights."""
+    """Raise PreflightError, naming the server, if an update would leave wrong weights."""
     for fact in facts:
         if fact.update_problem:
             raise PreflightError(

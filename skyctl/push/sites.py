@@ -34,7 +34,7 @@ class Spans:
 
     @contextmanager
     def loading(self) -> Iterator[None]:
-        """Around a call in which the server takes and loads tensors."""
+        """Wraps a call in which the server takes and loads tensors."""
         began = self.clock()
         try:
             yield
@@ -52,8 +52,9 @@ class Spans:
 
     @property
     def wait_s(self) -> float:
-        """Seconds between the first call and the last in which none was: the server waited for the
-        sender, or for the slowest server."""
+        """Seconds between the first call and the last in which none was under way: the server
+        waited for the sender, or for the slowest server.
+        """
         if not self._loads:
             return 0.0
         first = min(began for began, _ in self._loads)
@@ -69,9 +70,9 @@ class Spans:
 
 
 class Weights(IntEnum):
-    """Which weights a server's model is made of."""
+    """Which weights a server's model holds."""
 
-    OLD = 0  # the weights it had: nothing was sent
+    OLD = 0  # the previous weights: nothing was sent
     UNKNOWN = 1  # parts of several checkpoints: must not be resumed
     NEW = 2  # everything was sent, and the server closed the update without complaint
     VERIFIED = 3  # … and it agrees with the others
@@ -80,16 +81,16 @@ class Weights(IntEnum):
 @dataclass
 class Site:
     """One server in a push. `was_paused` is how it was found; `paused` whether we froze it.
-    `engine` is the version of its engine and, where they are known, its arguments. `kv_lease_s`: it
-    prefills for decode servers, and keeps KV for so long (`StartedWith`).
+    `engine` is the version of its engine and, if known, its arguments. `kv_lease_s`: it prefills
+    for decode servers, and keeps KV this long (`StartedWith`).
 
-    `digest_before` is what its weights came to before the push, "" where nobody looked; `digest`
-    what they come to after it, `compared` how much of the checkpoint they were seen to hold.
-    `expected` has, by rank, what its parameters must come to (`push/layouts.py`), [] where nobody
-    knows; `copied`: they were filled in the runtime's layout, and not by vLLM's loader.
-    `open` is true while an update session is open in the server. `failure` is "" as long as the
-    server takes part. `asleep` is how it was found, too; `woken`: we woke its weights, and not the
-    rest; `slept` is the level at which we left it, 0 for awake, None where nothing was changed.
+    `digest_before` is the digest of its weights before the push, "" if nobody computed it; `digest`
+    the one after it, `compared` how much of the checkpoint they were seen to hold. `expected` has,
+    by rank, the numbers of its parameters (`push/layouts.py`), [] if unknown; `copied`: they were
+    filled in the runtime layout, not by vLLM's loader. `open` is true while an update session is
+    open in the server. `failure` is "" as long as the server takes part. `asleep` is how it was
+    found, too; `woken`: we woke its weights, and not the rest; `slept` is the level at which we
+    left it, 0 for awake, None if nothing was changed.
     """
 
     server: PushServer
@@ -126,7 +127,7 @@ class Site:
 
     @property
     def spoken(self) -> Dialect:
-        """How tensors are announced to it. Engines that only reload have no transport for them."""
+        """How tensors are announced to it. Engines that only reload have no dialect."""
         assert self.dialect is not None
         return self.dialect
 
@@ -166,9 +167,9 @@ async def each(
     timeout_s: float,
     what: str,
 ) -> list[Outcome[T]]:
-    """Call every site at once and wait for all; those that fail get a `failure` that says `what`.
+    """Call every site at once and wait for all; those that fail get a `failure` that names `what`.
 
-    Nothing a single call raises gets past: siblings must settle before anything else is done.
+    No call's exception escapes: siblings must settle before anything else is done.
     """
     by_name = {site.name: site for site in sites}
 
@@ -189,13 +190,14 @@ async def each(
 
 
 def alive(sites: Sequence[Site]) -> list[Site]:
-    """Those that still take part."""
+    """The sites that still take part."""
     return [site for site in sites if not site.failure]
 
 
 async def require_paused(site: Site) -> None:
-    """Raise ServerError when a server that must be frozen is not: it would answer from a half
-    loaded model. One that sleeps answers nobody."""
+    """Raise ServerError if a server that must be frozen is not: it would answer from a half-loaded
+    model. A sleeping server answers nobody.
+    """
     if not site.asleep and not await site.vllm.is_paused():
         raise ServerError(
             f"{site.name} is not paused: somebody else resumed it, or started it anew"
@@ -205,10 +207,10 @@ async def require_paused(site: Site) -> None:
 async def open_session(site: Site, *, timeout_s: float) -> None:
     """Start an update. A session that an earlier pusher left behind is closed first.
 
-    A start that fails once may mean such a session, or layers it left half loaded; its
+    A start that fails once may be due to such a session, or to layers it left half loaded; the
     weights are unknown then. The session is open afterwards.
     """
-    site.open = True  # before the call: when its answer is lost, it may be open
+    site.open = True  # before the call: if its answer is lost, it may be open
     try:
         await site.vllm.start_weight_update(timeout_s=timeout_s)
     except ServerError as error:
@@ -227,7 +229,7 @@ async def open_session(site: Site, *, timeout_s: float) -> None:
 async def close_session(site: Site, *, timeout_s: float) -> None:
     """Finish an update into which nothing was sent: the server goes on with its old weights.
 
-    Until then its layers are empty: it must not be resumed when this fails.
+    Until then its layers are empty: if this fails, it must not be resumed.
     """
     try:
         await site.vllm.finish_weight_update(timeout_s=timeout_s)
@@ -239,9 +241,10 @@ async def close_session(site: Site, *, timeout_s: float) -> None:
 
 
 async def _close_leftover(site: Site, timeout_s: float) -> bool:
-    """Finish a session that may be open; whether there was one.
+    """Finish a session that may be open; returns whether there was one.
 
-    An engine may complain once of what a session lacks and still keep it open: it is asked twice.
+    An engine may complain once about what a session lacks and still keep it open: it is asked
+    twice.
     """
     for _ in range(2):
         try:
@@ -271,8 +274,9 @@ async def scrub(site: Site, *, timeout_s: float) -> None:
 async def responsive(
     sites: Sequence[Site], *, control_timeout_s: float, paused: bool = False
 ) -> list[Site]:
-    """Those whose engine answers, and is `paused` if it must be. The others are stuck or dead: only
-    a restart helps them."""
+    """The sites whose engine answers, and is `paused` if it must be. The others are stuck or dead:
+    only a restart helps them.
+    """
     timeout_s = min(control_timeout_s, ENGINE_TIMEOUT_S)
 
     async def ask(site: Site) -> Any:

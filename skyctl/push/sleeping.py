@@ -1,11 +1,11 @@
 """A push into a sleeping fleet (`--colocated`), and one that ends asleep (`--sleep-after`).
 
     stage ─► wake weights ─► push … verify ─► wake kv_cache ─► resume ─► [sleep]
-             └─ fails before the first byte: asleep again, as far as vLLM lets it
+             └─ fails before the first byte: asleep again, as far as vLLM allows it
 
-vLLM ignores a sleep while any part of a server is asleep: to go back from weights that are awake,
-the rest is woken first. Weights that a level-2 sleep discarded are not, because such a server
-would generate from nothing: it stays asleep with its weights awake, and says so.
+vLLM ignores a sleep while any part of a server is asleep: to put awake weights back to sleep, the
+rest is woken first. This is not done for weights that a level-2 sleep discarded, because such a
+server would generate from nothing: it stays asleep with its weights awake, and says so.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ def refuse_impossible(request: PushRequest) -> None:
 
 
 async def wake_weights(run: Run, sites: Sequence[Site]) -> None:
-    """Make room for the new weights in every server that sleeps."""
+    """Make room for the new weights in every sleeping server."""
     asleep = [site for site in sites if site.asleep]
     if not asleep:
         run.note("no server was asleep: --colocated made no difference")
 
     async def call(site: Site) -> None:
         if not site.server.weights_awake:
-            # before the call: when its answer is lost, or we die, they may be awake
+            # before the call: if its answer is lost, or we die, they may be awake
             site.woken = True
             run.observer.server(site.name, "waking")
-        # also where they are awake by the record, which a supervisor's death can make wrong; vLLM
-        # ignores it there
+        # also if they are recorded as awake, which a supervisor's death can make wrong; vLLM
+        # ignores a second wake
         await site.vllm.wake(["weights"])
 
     await each(asleep, call, timeout_s=_patience_s(run), what="wake the weights")
@@ -54,7 +54,7 @@ async def wake_weights(run: Run, sites: Sequence[Site]) -> None:
 
 
 async def sleep_again(run: Run, sites: Sequence[Site]) -> None:
-    """Nothing was sent: free the memory that was taken, where that is possible."""
+    """Nothing was sent: free the memory that was taken, where possible."""
     woken = [site for site in sites if site.woken and site.weights is Weights.OLD]
     for site in woken:
         if site.server.sleep_level == DISCARDED:
@@ -76,19 +76,19 @@ async def sleep_again(run: Run, sites: Sequence[Site]) -> None:
 
 
 async def back_to_sleep(server: Server, level: int) -> None:
-    """Of a server whose weights are awake, and the rest is not."""
+    """Put a server back to sleep whose weights alone are awake."""
     await server.wake(["kv_cache"])
     await server.sleep(level, "abort")
 
 
 async def wake_all(run: Run, sites: Sequence[Site]) -> None:
-    """The new weights are verified: the rest of each sleeping server wakes, which resumes it."""
+    """The new weights are verified: wake the rest of each sleeping server, which resumes it."""
 
     async def call(site: Site) -> None:
         if not await site.vllm.wake(["kv_cache"]):
             raise ServerError(f"{site.name}: it says that it is still asleep")
         site.slept, site.woken = 0, False
-        if site.server.paused:  # it slept while somebody had paused it
+        if site.server.paused:  # it fell asleep while paused by somebody
             await site.vllm.pause("keep", clear_cache=False)
         else:
             site.was_paused, site.resumed = False, True
@@ -99,7 +99,7 @@ async def wake_all(run: Run, sites: Sequence[Site]) -> None:
 
 
 async def sleep_after(run: Run, sites: Sequence[Site]) -> None:
-    """Free the servers' memory again, for what shares it with them."""
+    """Free the servers' memory again, for whatever shares it with them."""
     level = run.request.sleep_after
     if not level:
         return
@@ -115,5 +115,5 @@ async def _sleep(site: Site, level: int) -> None:
 
 
 def _patience_s(run: Run) -> float:
-    """Pinning host memory for a first sleep takes longer than other control calls."""
+    """A deadline: pinning host memory for a first sleep takes longer than other control calls."""
     return run.fleet.update_timeout_s

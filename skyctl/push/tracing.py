@@ -1,9 +1,9 @@
-"""OpenTelemetry spans of pushes: one per push, and below it one per stage.
+"""OpenTelemetry spans of pushes: one per push, with one child per stage.
 
-They are made when OTEL_EXPORTER_OTLP_ENDPOINT (or …_TRACES_ENDPOINT) is set and the `otel` extra
-is installed; otherwise nothing of OpenTelemetry is imported. A tracer provider that the program
-has set up already (a trainer's) is used as it is. `TRACEPARENT`, or the span that is current where
-a push is asked for, becomes the parent, also when the supervisor carries it out.
+They are made when OTEL_EXPORTER_OTLP_ENDPOINT (or …_TRACES_ENDPOINT) is set and the `otel` extra is
+installed; otherwise nothing of OpenTelemetry is imported. A tracer provider that the program has
+already set up (a trainer's) is used as it is. `TRACEPARENT`, or the current span where a push is
+requested, becomes the parent, also when the supervisor carries it out.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _RESULT_KEYS = (
 
 
 class TracedPush:
-    """An observer that passes everything on, and turns it into spans when there is a `tracer`."""
+    """An observer that passes everything on, and records spans if there is a `tracer`."""
 
     def __init__(
         self,
@@ -87,13 +87,13 @@ class TracedPush:
         self._observer.fact(kind, data)
 
     def finish(self, result: PushResult) -> None:
-        """The push went well."""
+        """The push succeeded."""
         if self._push is not None:
             found = result.to_json()
             self._push.set_attributes({f"skyctl.{key}": found[key] for key in _RESULT_KEYS})
 
     def end(self, error: BaseException | None) -> None:
-        """End every span; with an error, say so."""
+        """End every span, recording the error if there is one."""
         for span in (self._stage, self._push):
             if span is not None and error is not None:
                 from opentelemetry.trace import StatusCode
@@ -135,8 +135,8 @@ def configured(environ: Mapping[str, str] = os.environ) -> bool:
 
 
 def current_traceparent(environ: Mapping[str, str] = os.environ) -> str | None:
-    """W3C trace context of the span that is current in this program, else $TRACEPARENT."""
-    if "opentelemetry.trace" in sys.modules:  # else no span can be current
+    """W3C trace context of the program's current span, else $TRACEPARENT."""
+    if "opentelemetry.trace" in sys.modules:  # otherwise no span can be current
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
         carrier: dict[str, str] = {}
@@ -170,7 +170,7 @@ def tracer() -> Tracer | None:
 
 
 def _provider() -> Any:
-    """A provider that sends spans to the endpoint in the background, and at the process's end."""
+    """A provider that sends spans to the endpoint in the background and at process exit."""
     from opentelemetry.sdk.resources import Resource
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.sdk.trace.export import BatchSpanProcessor

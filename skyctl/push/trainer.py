@@ -1,4 +1,5 @@
-"""Weights that a trainer sends itself, with an engine of its own: who it is, and whom it sends to.
+"""Weights that a trainer sends itself, with its own engine: the trainer, and the servers it sends
+to.
 
     push     preflight ─► pause ─► start ─► update: waits ─────────────► finish ─► verify ─► resume
     trainer                                 └► init, start, update, … ─► "sent" ┘
@@ -34,7 +35,7 @@ class SendTarget:
 
     Its `workers` take the ranks from `rank_offset` up in a group of `world_size`, in which the
     sender has rank 0. `init_info` is the body of the server's init call, in the dialect of its
-    `version`; None for a backend that only the trainer's own engine knows how to open.
+    `version`; None for a backend that only the trainer's own engine can open.
     """
 
     server: str
@@ -51,7 +52,7 @@ class SendTarget:
 
 
 def suggest(urls: Collection[str]) -> Rendezvous:
-    """An address of this machine that servers at these URLs can reach, and a port that is free."""
+    """An address of this machine that servers at these URLs can reach, and a free port."""
     from skyctl.fleetfile.schema import is_loopback
 
     with socket.socket() as probe:
@@ -63,7 +64,7 @@ def suggest(urls: Collection[str]) -> Rendezvous:
 
 
 def _address_towards(host: str) -> str:
-    """The address of this machine in packets to `host`; nothing is sent."""
+    """This machine's source address for packets to `host`; nothing is sent."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
@@ -74,10 +75,10 @@ def _address_towards(host: str) -> str:
 
 
 class Trainer:
-    """Who sends the weights of one update. Belongs to one event loop.
+    """The sender of the weights of one update. Belongs to one event loop.
 
-    `process` is watched where it can be seen: a trainer on another machine, or in another
-    container, is bounded by `timeout_s` alone, the seconds in which it must have sent.
+    `process` is watched where it is visible: a trainer on another machine, or in another container,
+    is bounded only by `timeout_s`, the seconds in which it must have sent.
     """
 
     def __init__(self, at: Rendezvous, process: ProcessIdentity | None, timeout_s: float) -> None:
@@ -91,7 +92,7 @@ class Trainer:
 
     @property
     def has_spoken(self) -> bool:
-        """It sends nothing any more."""
+        """Whether it has said that it is done: it sends nothing more."""
         return self._word.done()
 
     @property
@@ -104,12 +105,12 @@ class Trainer:
         return ""
 
     def say(self, failure: str = "") -> None:
-        """Its word: everything is sent, or why not. Only the first counts."""
+        """The trainer's report: everything is sent, or why not. Only the first counts."""
         if not self._word.done():
             self._word.set_result(failure)
 
     async def targets(self, push: asyncio.Task[Any]) -> tuple[SendTarget, ...]:
-        """The servers, once they wait for it; none when the `push` has ended instead."""
+        """The servers, once they wait for it; none if the `push` has ended instead."""
         try:
             await asyncio.wait({self._opened, push}, return_when=asyncio.FIRST_COMPLETED)
         except BaseException:
@@ -118,7 +119,7 @@ class Trainer:
         return self._opened.result() if self._opened.done() else ()
 
     async def send(self, targets: tuple[SendTarget, ...]) -> str:
-        """Let it send to servers that are ready for it; why it failed, "" when all is sent."""
+        """Let it send to servers that are ready for it; returns why it failed, "" when done."""
         self._opened.set_result(targets)
         clock = asyncio.get_running_loop().time
         until = clock() + self._timeout_s

@@ -1,7 +1,7 @@
 """A delivery that waits while a trainer sends the weights itself.
 
-skyctl does not see what it sends: from the beginning of `update` until its word every server may
-hold parts of several checkpoints. A trainer that dies, or says nothing in time, has failed.
+skyctl does not see what is sent: from the start of `update` until the trainer reports, every server
+may hold parts of several checkpoints. A trainer that dies, or does not report in time, has failed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def send_targets(facts: Sequence[ServerFacts], at: Rendezvous) -> tuple[SendTarg
     """All servers of one group, in fleet order.
 
     Raises:
-        PreflightError: a server takes no weights from anybody.
+        PreflightError: a server takes no weights from a trainer.
     """
     for fact in facts:
         if not fact.backend:
@@ -66,7 +66,7 @@ async def ask_targets(
 class TrainerDelivery:
     """Waits for a trainer; see `push.delivery.Delivery`."""
 
-    can_retry = False  # who has failed is not asked again
+    can_retry = False  # a trainer that failed is not asked again
     frees_late = False
     copies = False
     content_digest = ""
@@ -87,7 +87,7 @@ class TrainerDelivery:
 
     async def open(self, sites: Sequence[Site]) -> None:
         self._leaves_group = self._senders.idle is not None
-        await self._senders.close()  # workers leave its group for the trainer's
+        await self._senders.close()  # workers leave the pooled sender's group for the trainer's
 
     async def init(self, sites: Sequence[Site]) -> None: ...
 
@@ -103,7 +103,7 @@ class TrainerDelivery:
                 await close_session(site, timeout_s=timeout_s)
 
         await each(sites, clear, timeout_s=timeout_s * 7, what="start")
-        _fail(sites, self._trainer.failure)  # nothing was sent yet: it can still be undone
+        _fail(sites, self._trainer.failure)  # nothing has been sent: it can still be undone
 
     async def update(self, sites: Sequence[Site], on_progress: Callable[[int], None]) -> None:
         before = {site.name: site.weights for site in sites}
@@ -130,7 +130,7 @@ class TrainerDelivery:
     async def close(self) -> None: ...
 
     async def _close(self, site: Site, label: str | None = None) -> None:
-        """Finish the session that the trainer's engine left open, if it did."""
+        """Finish the session that the trainer's engine left open, if any."""
         timeout_s = self._fleet.update_timeout_s
         try:
             await site.vllm.finish_weight_update(label, timeout_s=timeout_s)
@@ -142,7 +142,7 @@ class TrainerDelivery:
                 await site.vllm.finish_weight_update(label, timeout_s=timeout_s)
 
     async def _keep_if_untouched(self, site: Site) -> None:
-        """A trainer that failed before it sent anything leaves the weights that were there."""
+        """A trainer that failed before it sent anything leaves the previous weights in place."""
         before = site.server.weights_digest or site.digest_before
         await self._close(site)
         found = await weights_digest(site.vllm, timeout_s=self._fleet.update_timeout_s)

@@ -75,9 +75,9 @@ async def push(
     completes first, because half-updated servers cannot be left, and returns the result. A second
     cancellation ends it where it is: servers stay paused.
 
-    A caller that pushes again and again gives a pool of `senders`, which keeps what a GPU sender
-    sets up; without one, each push has its own. `rotation` is needed by pushes that take servers
-    out of the router.
+    A caller that pushes repeatedly passes a pool of `senders`, which keeps what a GPU sender sets
+    up; without one, each push has its own. Pushes that take servers out of the router need
+    `rotation`.
 
     Raises:
         PreflightError, NotFoundError, ServerError: nothing was touched.
@@ -122,7 +122,7 @@ async def _transaction(run: Run) -> PushResult:
     except BaseException as error:
         raise cut_short(run, prepared.sites, error) from error
     finally:
-        await rejoin(run, prepared.sites)  # those that must not be routed are quarantined by now
+        await rejoin(run, prepared.sites)  # those that must not be routed to are quarantined by now
 
 
 async def _carry_out(run: Run, prepared: Prepared) -> PushResult:
@@ -150,7 +150,7 @@ async def _carry_out(run: Run, prepared: Prepared) -> PushResult:
 
 
 async def _commit(run: Run, prepared: Prepared, delivery: Delivery) -> PushResult:
-    """Verify what was brought, and resume; servers that failed get a second attempt before."""
+    """Verify what was delivered, and resume; servers that failed get a second attempt first."""
     sites = prepared.sites
     if len(alive(sites)) < len(sites) or run.request.canary is not None or not delivery.frees_late:
         await delivery.close()
@@ -160,7 +160,7 @@ async def _commit(run: Run, prepared: Prepared, delivery: Delivery) -> PushResul
     with run.stage("verify"):
         await verify(run, prepared, delivery.content_digest)
     if prepared.whole is not None and len(alive(sites)) < len(sites):
-        # what they were taken to hold, they do not
+        # they do not hold what they were assumed to hold
         await delivery.close()
         delivery = await _push_again(run, prepared, delivery)
         with run.stage("verify"):
@@ -213,7 +213,7 @@ async def _until_started(run: Run, delivery: Delivery, sites: Sequence[Site]) ->
 
 
 def _tell_verified(run: Run, prepared: Prepared, label: str, content_digest: str) -> None:
-    """From here on whoever finds this push dead commits it: nothing is left but to thaw."""
+    """From here on, whoever finds this push dead commits it: only the thaw is left."""
     loaded = alive([site for site in prepared.sites if site.weights is Weights.NEW])
     run.observer.fact(
         "verified",
@@ -230,10 +230,10 @@ def _tell_verified(run: Run, prepared: Prepared, label: str, content_digest: str
 
 
 async def _stage(run: Run, prepared: Prepared, delivery: Delivery) -> Delivery:
-    """Do ahead what can be done ahead. Its failures are refusals: nothing was touched.
+    """Do ahead of the freeze whatever can be. Its failures are refusals: nothing was touched.
 
-    Returns what the push goes on with: vLLM's loader, where a server cannot get ready to copy, or
-    the sender cannot stage what servers would copy.
+    Returns the delivery to go on with: vLLM's loader, if a server cannot get ready to copy, or the
+    sender cannot stage what servers would copy.
     """
     try:
         try:
@@ -265,10 +265,10 @@ def _progress(run: Run, prepared: Prepared) -> Callable[[int], None]:
 
 
 async def _push_again(run: Run, prepared: Prepared, first: Delivery) -> Delivery:
-    """Scrub the servers that failed and push to them once more, with a fresh sender.
+    """Scrub the servers that failed and push to them once more, with a new sender.
 
-    They stay paused meanwhile. Those that do not answer, or have several workers of which one
-    failed, cannot be scrubbed: only a restart helps them. One that is not paused was started anew.
+    They stay paused meanwhile. Servers that do not answer, or of whose several workers one failed,
+    cannot be scrubbed: only a restart helps them. A server that is not paused was restarted.
     """
     failed = [site for site in prepared.sites if site.failure]
     delivery = prepared.delivery(run.fleet, run.senders, by_loader=True)

@@ -1,5 +1,6 @@
-"""What do the servers really hold? Digests and versions side by side; a check that could not be
-made has failed."""
+"""What servers really hold: digests and versions side by side. A check that could not be made has
+failed.
+"""
 
 from __future__ import annotations
 
@@ -24,17 +25,18 @@ HOW_TO_DIGEST = f"start it with --worker-extension-cls {EXTENSION}, or push with
 
 
 UNLABELLED = "default"
-"""What servers say of their weights' version as long as nobody pushed to them."""
+"""The version that servers report as long as nobody has pushed to them."""
 
 
 class CannotDigest(ServerError):
-    """A server has neither skyctl's worker extension nor checksums of its engine's."""
+    """A server has neither skyctl's worker extension nor its engine's own checksums."""
 
 
 @dataclass(frozen=True)
 class Record:
-    """What a server is on record to hold: its version's label (None: nothing was pushed), its
-    digest ("": not known), and what the checkpoint says of it."""
+    """What a server holds by the record: its version's label (None: nothing was pushed), its digest
+    ("": unknown), and what the checkpoint says of it.
+    """
 
     version: str | None = None
     digest: str = ""
@@ -43,9 +45,9 @@ class Record:
 
 @dataclass(frozen=True)
 class WeightsReport:
-    """One server's weights. `digest` and `version` are "" and None when it cannot say; `detail`
-    tells why, how the digest was made, or what is not as it is on record. `compared` is how much of
-    the checkpoint on record it was seen to hold. `as_recorded` is None where nothing is on record.
+    """One server's weights. `digest` and `version` are "" and None if it cannot say; `detail` says
+    why, how the digest was made, or what differs from the record. `compared` is how much of the
+    recorded checkpoint it was seen to hold. `as_recorded` is None if nothing is recorded.
     """
 
     server: str
@@ -63,7 +65,8 @@ class WeightsReport:
 @dataclass(frozen=True)
 class Verification:
     """All servers' reports, and whether those that can be compared (`push/arrangement.py`) hold the
-    same: None when too few could say."""
+    same: None if too few could say.
+    """
 
     servers: tuple[WeightsReport, ...]
     agree: bool | None
@@ -80,7 +83,8 @@ async def verify(
     records: Mapping[str, Record] | None = None,
 ) -> Verification:
     """Ask every server for the digest and the version of its weights, and compare them with each
-    other and with what is on record of it. Never raises for a server."""
+    other and with the record. Never raises for a server.
+    """
 
     async def ask(target: ServerTarget) -> WeightsReport:
         server = engines.server(client, target, timeout_s=timeout_s)
@@ -114,7 +118,7 @@ async def verify(
 
 
 def _unlike(record: Record, digest: str, version: str | None) -> str:
-    """What is not as it is on record; "" when all is, as far as it can be compared."""
+    """What differs from the record; "" if nothing does, as far as it can be compared."""
     if version is not None and version != (record.version or UNLABELLED):
         return f"labelled {version}, on record is {record.version or 'what it was started with'}"
     same_arrangement = arrangement_of(record.digest) == arrangement_of(digest)
@@ -127,8 +131,8 @@ def _unlike(record: Record, digest: str, version: str | None) -> str:
 class WeightsDigest:
     """Digest over all workers of a server, with their arrangement (`push/arrangement.py`).
 
-    `compared` is None where the workers cannot be asked for rows; `how` then says how else the
-    digest was made. `numbers` are those of the parameters that were asked for, by rank.
+    `compared` is None if the workers cannot be asked for rows; `how` then says how else the digest
+    was made. `numbers` are those of the requested parameters, by rank.
     """
 
     digest: str
@@ -145,10 +149,9 @@ async def weights_digest(
     numbered: Sequence[Sequence[str]] = (),
     finite: bool = False,
 ) -> WeightsDigest:
-    """Digest a server's weights by skyctl's own method, or by its engine's checksums where its
-    workers say that they have no such method. `rows` are what they must hold of the checkpoint;
-    `numbered` are the parameters, by rank, whose numbers are wanted. `finite`: none of them may
-    hold NaN or infinity.
+    """Digest a server's weights by skyctl's own method, or by its engine's checksums if its workers
+    say that they lack that method. `rows` are the checkpoint rows they must hold; `numbered` are
+    the parameters, by rank, whose numbers are wanted. `finite`: refuse NaN and infinity.
 
     Raises:
         CannotDigest: the server has no way to digest its weights.
@@ -212,7 +215,7 @@ def _digest_of(answers: Sequence[Mapping[str, Any]], rows: Sequence[KnownRows]) 
         if alike[number] != alike[first]:
             raise Mismatch(f"data-parallel rank {number} holds other weights than rank {first}")
     models = [replicas[number] for number in sorted(replicas)]
-    if shared_out:  # all of them hold one
+    if shared_out:  # all of them share one
         models = [[answer for workers in models for answer in workers]]
     compared = [compare(rows, workers) for workers in models]
     digest = _combined([str(answer["digest"]) for answer in models[0]])

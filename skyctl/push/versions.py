@@ -1,4 +1,4 @@
-"""Versions of weights: what a label means, and which came before those that a fleet has now."""
+"""Weight versions: what a label means, and which one a fleet had before."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from skyctl.store.kept_weights import KeptWeights
 
 
 def reused_label(request: PushRequest, pushes: Sequence[PushRecord]) -> str:
-    """A warning when the request's label stood for another checkpoint until now, else "".
+    """A warning if the request's label has stood for another checkpoint until now, else "".
 
     `pushes` are newest first.
     """
@@ -35,7 +35,7 @@ def means(word: str, version: str) -> bool:
 def meant(word: str, versions: Iterable[str]) -> str:
     """The version that `word` means: itself, or the only `word@digest` among `versions`.
 
-    A word that means none is returned as it is.
+    A word that matches none is returned unchanged.
 
     Raises:
         UsageError: it may be any of several.
@@ -58,16 +58,16 @@ def rollback(
     version: str | None = None,
 ) -> PushRequest:
     """`request` for the version before the current one, or for `version`; `pushes` and `kept` are
-    newest first. A kept copy is taken before the directory that was pushed then.
+    newest first. A kept copy takes precedence over the directory that was pushed then.
 
-    Rolled back twice, a fleet is where it was: the version that was left is then the one before.
+    Two rollbacks return a fleet to where it was: the version it left is then the previous one.
 
     Raises:
         NotFoundError: no other version was ever pushed, or `version` never was.
         UsageError: `version` may be any of several.
     """
     done = [push for push in pushes if push.ok]
-    had = [push for push in done if push.checkpoint]  # no file has what a trainer sent itself
+    had = [push for push in done if push.checkpoint]  # what a trainer sent itself is in no file
     known = dict.fromkeys([p.version for p in had if p.version] + [k.version for k in kept])
     if version is not None:
         version = meant(version, known)
@@ -101,7 +101,7 @@ def rollback(
 
 
 def refuse_changed(request: PushRequest, checkpoint: Checkpoint) -> None:
-    """A version means certain bytes.
+    """A version stands for certain bytes.
 
     Raises:
         WeightsGone: the files are not those that were pushed under this version.

@@ -1,15 +1,15 @@
-"""Memory that a vLLM worker takes on its GPU while it loads a push, beside its model: arithmetic.
+"""Memory that a vLLM worker takes on its GPU, beside its model, while it loads a push: arithmetic.
 
-    ipc    its own copy of the chunk; and the largest module, which is put together beside the old
+    ipc    its own copy of the chunk; and the largest module, which is assembled beside the old one
     nccl   buffers on two streams, each with its own pool in torch's caching allocator
     both   nothing, where servers copy chunks from where the sender staged them on their GPUs, but
            for weights that layers process: what they make, and the largest of them (`spare_bytes`
-           of `LayoutReport`), which is given back after the push
+           of `LayoutReport`), which is freed after the push
 
-What was taken stays in the allocator's cache: a server that took a push of the same plan before
-takes nothing more. The streams are those of vLLM's packed consumer (`packed_tensor.py`): a buffer
-is allocated before the one it replaces is let go, and one whose tensors wait for the rest of their
-module lives on, so that pools come to several buffers each.
+Memory that was taken stays in the allocator's cache: a server that already took a push of the same
+plan takes no more. The streams are those of vLLM's packed consumer (`packed_tensor.py`): a buffer
+is allocated before the one it replaces is freed, and one whose tensors wait for the rest of their
+module lives on, so pools grow to several buffers each.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from skyctl.transfer.plan import Chunk, ChunkPlan, module_of
 
 MIB = 1 << 20
 SENDER_CONTEXT_BYTES = 596 * MIB
-"""What the driver takes on a GPU for a sender; measured there."""
+"""Memory that the driver takes on a GPU for a sender; measured on H200."""
 NCCL_GROUP_BYTES = 484 * MIB
 """A communicator of a worker; measured on H200 with NCCL 2.28.9."""
 _STREAMS = 2
@@ -43,8 +43,8 @@ def copier_bytes(
 ) -> int:
     """Bytes on the GPU of each worker that copies what a sender with a GPU of its own stages.
 
-    That is all of it, and the driver's memory for the sender, where there is room on every GPU of
-    the servers; else two buffers that chunks are broadcast into.
+    That is the whole plan, plus the driver's memory for the sender, if every GPU of the servers has
+    room for it; otherwise two buffers that chunks are broadcast into.
     """
     size = sum(chunk.size for chunk in plan.chunks)
     used = {gpu for gpus in server_gpus for gpu in gpus}
@@ -55,7 +55,7 @@ def copier_bytes(
 
 
 def bytes_beside(transport: str, plan: ChunkPlan, server_gpus: Sequence[Sequence[int]]) -> int:
-    """What all workers of the fullest GPU take there, one per server; one where GPUs are not known.
+    """What all workers of the fullest GPU take there, one per server; one if GPUs are unknown.
 
     For transports whose sender has its slots on those GPUs, too.
     """
@@ -63,7 +63,7 @@ def bytes_beside(transport: str, plan: ChunkPlan, server_gpus: Sequence[Sequence
 
 
 def workers_on_fullest(server_gpus: Sequence[Sequence[int]]) -> int:
-    """How many workers share a GPU, on the one that most do."""
+    """The largest number of workers that share a GPU."""
     return max(Counter(gpu for gpus in server_gpus for gpu in gpus).values(), default=1)
 
 
@@ -141,7 +141,7 @@ class _Buffer:
 
 
 def _pooled_bytes(plan: ChunkPlan) -> int:
-    """What both pools have reserved when all chunks were received and loaded."""
+    """What both pools have reserved once all chunks are received and loaded."""
     pools = [_Pool() for _ in range(_STREAMS)]
     current: list[_Buffer | None] = [None] * _STREAMS
     sizes = _module_bytes(plan)
@@ -163,7 +163,7 @@ def _load(
     sizes: dict[str, int],
     waiting: dict[str, list[tuple[int, _Buffer]]],
 ) -> None:
-    """Each module whose tensors are all here is put together in memory of its own, then copied."""
+    """Each module whose tensors are all present is assembled in memory of its own, then copied."""
     for placed in chunk.placed:
         module = module_of(placed.tensor.name)
         parts = waiting.setdefault(module, [])

@@ -1,4 +1,4 @@
-"""A fleet as its users see it: `connect()` gives a FleetService, whoever runs the fleet."""
+"""A fleet as its users see it: `connect()` returns a FleetService, whatever runs the fleet."""
 
 from skyctl.core.service import FleetService
 from skyctl.service.connect import connect

@@ -1,4 +1,4 @@
-"""A fleet that skyctl did not start: the same verbs straight to its servers."""
+"""A fleet that skyctl did not start: the same verbs, sent straight to its servers."""
 
 from __future__ import annotations
 
@@ -49,12 +49,12 @@ if TYPE_CHECKING:
 
 ASK_TIMEOUT_S = 5.0
 _WATCHED_S = 5.0
-"""How long found servers are those of `status`: `top` and `wait` ask again and again."""
+"""How long discovered servers are reused for `status`: `top` and `wait` poll it."""
 
 
 class AttachedFleet(RecordedFleet):
-    """Servers by URL, named `<fleet>-0`, `-1`, … in the fleet file's order; where the file says how
-    to find them, they are found anew before each verb.
+    """Servers by URL, named `<fleet>-0`, `-1`, … in the fleet file's order; if the file says how to
+    discover them, they are discovered again before each verb.
 
     Pushes run in this process: `start_push` begins one and `wait_job` must be awaited in the same
     `connect` block, or the push is cancelled when the block ends.
@@ -72,7 +72,7 @@ class AttachedFleet(RecordedFleet):
         self._located_at = 0.0
 
     async def _located(self, *, within_s: float = 0.0) -> tuple[ServerTarget, ...]:
-        """The servers as they are now, or were `within_s` seconds ago. Raises as `locate`."""
+        """The servers as they are now, or were within `within_s` seconds. Raises as `locate`."""
         now = asyncio.get_running_loop().time()
         if self.targets and now - self._located_at < within_s:
             return self.targets
@@ -84,7 +84,7 @@ class AttachedFleet(RecordedFleet):
         return self.targets
 
     async def __aenter__(self) -> Self:
-        # a disk that fails must not take away what thaws a fleet
+        # a failing disk must not prevent thawing a fleet
         self.state = FleetState(self.paths.database, or_memory=True)
         self.state.retention = Retention(**self.ref.config.history.model_dump())
         try:
@@ -97,8 +97,9 @@ class AttachedFleet(RecordedFleet):
         return self
 
     async def _sweep(self) -> None:
-        """Nobody restarts these servers: weights of an ended push are of no further use, unless
-        recovery needs them."""
+        """Nobody restarts these servers: the staged weights of an ended push are useless, unless
+        recovery needs them.
+        """
         from skyctl.checkpoints.staging import sweep
         from skyctl.core.recovery import needed
 
@@ -122,7 +123,7 @@ class AttachedFleet(RecordedFleet):
         )
 
     async def status(self, asked: StatusQuery = StatusQuery()) -> FleetStatus:
-        """Every server and the router, asked now, side by side (nobody else could know)."""
+        """Every server and the router, asked now and all at once (nobody else could know)."""
         router = self.ref.config.router
         return await _status(
             self._client,
@@ -191,7 +192,7 @@ class AttachedFleet(RecordedFleet):
         return job.id
 
     def _forget_gone(self) -> None:
-        """Found servers that are not there any more, and that nothing is to be remembered of."""
+        """Forget discovered servers that are gone and of which nothing need be remembered."""
         if isinstance(self.ref.config.servers, list):
             return
         there, doubted = {target.name for target in self.targets}, in_doubt(self.state)
@@ -201,7 +202,7 @@ class AttachedFleet(RecordedFleet):
                 self.state.forget_server(row.name)
 
     async def model_path(self) -> str | None:
-        """As the servers or the last push say."""
+        """What the servers run, by the last push or their own report."""
         from skyctl.service.attached_push import model_path
 
         return await model_path(await self._located(), self._client, self.state)
@@ -210,7 +211,7 @@ class AttachedFleet(RecordedFleet):
         return Staging(self.paths.staging, frozenset(), self.paths.adapters)
 
     async def weights(self) -> WeightsState:
-        """Of found servers, what is on record: nobody is looked for."""
+        """The recorded weights of discovered servers, without discovering them again."""
         rows = {row.name: row for row in self.state.servers()}
         if isinstance(self.ref.config.servers, list):
             rows = {t.name: rows.get(t.name, ServerRow(t.name)) for t in await self._located()}
@@ -273,7 +274,7 @@ class AttachedFleet(RecordedFleet):
         return await find(await self._located(), self._client, self.state)
 
     async def recover(self, asked: Recover = Recover()) -> tuple[Recovered, ...]:
-        """From outside. A push, or another recovery, is waited for, `timeout_s` at most."""
+        """Recover from outside. Waits for a push, or another recovery, at most `timeout_s`."""
         from skyctl.service.attached_recovery import recover
 
         return await recover(
@@ -281,7 +282,7 @@ class AttachedFleet(RecordedFleet):
         )
 
     async def urls(self) -> FleetUrls:
-        """Where to send requests; the router's metrics are not known."""
+        """Where to send requests; the URL of the router's metrics is unknown."""
         router = self.ref.config.router
         return FleetUrls(
             name=self.ref.name,
@@ -299,7 +300,7 @@ class AttachedFleet(RecordedFleet):
         )
 
     async def _turn(self, act: Act, what: str) -> Turn:
-        """The right to act on a fleet in which no dead push is left unnoticed."""
+        """The right to act on a fleet whose dead pushes have all been noticed."""
         turn = await self.arbiter.turn(act, what)
         try:
             await self._located()
@@ -364,7 +365,7 @@ async def _status(
 async def _workers(
     client: ControlClient, engine: str, url: str | None
 ) -> frozenset[str] | str | None:
-    """The router's workers, or why they are not known; None without a router."""
+    """The router's workers, or why they are unknown; None without a router."""
     if url is None:
         return None
     try:
@@ -403,7 +404,7 @@ async def _server(
         routed=target.url in workers if isinstance(workers, frozenset) else None,
         port=urlsplit(target.url).port,
         **(load.load() if load else {}),
-        # a fleet that nothing was pushed into from here has its weights from somebody else
+        # before a push from here, the weights come from somebody else
         weight_version=row.weight_version or label,
         reported_version=label,
     )

@@ -57,13 +57,13 @@ def begin(
 def push_fleet(
     ref: FleetRef, targets: Sequence[ServerTarget], request: PushRequest, state: FleetState
 ) -> PushFleet:
-    """The servers of a push, as the push wants to know them."""
+    """The servers of a push, described as the push needs them."""
     transfer, doubts = ref.config.weight_transfer, in_doubt(state)
     known = {row.name: row for row in state.servers()}
     rows = {target.name: known.get(target.name, ServerRow(target.name)) for target in targets}
     return PushFleet(
         name=ref.name,
-        # backend, device and world size are found out by the push's preflight
+        # the push's preflight finds out backend, device and world size
         servers=tuple(
             PushServer(
                 target,
@@ -77,7 +77,7 @@ def push_fleet(
             )
             for target in targets
         ),
-        # a directory that was overwritten since it was pushed would be compared with itself
+        # a directory overwritten since its push would be compared with itself
         model_path=pushed if (pushed := _pushed(state)) != request.checkpoint else None,
         chunk_size=transfer.chunk_size,
         rendezvous_timeout_s=transfer.rendezvous_timeout_s,
@@ -93,12 +93,12 @@ def push_fleet(
 async def model_path(
     targets: Sequence[ServerTarget], client: ControlClient, state: FleetState
 ) -> str | None:
-    """What the servers run: the checkpoint pushed last while it exists, else what they say."""
+    """What the servers run: the last pushed checkpoint while it exists, else what they report."""
     found = _pushed(state) or (await engines.server(client, targets[0]).started_with()).model
     return found or None
 
 
 def _pushed(state: FleetState) -> str | None:
-    """The checkpoint pushed last; None when it is gone (weights from memory are not kept)."""
+    """The last pushed checkpoint; None if it is gone (weights from memory are not kept)."""
     checkpoint = state.weights().checkpoint
     return checkpoint if checkpoint and locate(checkpoint) else None

@@ -30,7 +30,7 @@ _GONE = "not among the servers that were found"
 async def find(
     targets: Sequence[ServerTarget], client: ControlClient, state: FleetState
 ) -> tuple[Finding, ...]:
-    """What is the matter with each server, asked now."""
+    """What is wrong with each server, observed now."""
     seen = await observe(client, targets)
     doubts, weights = in_doubt(state), state.weights()
     rows = {row.name: row for row in state.servers()}
@@ -44,7 +44,7 @@ async def find(
         )
         for one in seen
     ]
-    # said once: what a push left in a server that is gone matters when it comes back
+    # reported once: what a push left in a server that is gone matters when it comes back
     gone = [
         Finding(name, "unreachable", f"{_GONE}; {one.why}", "quarantine")
         for name, one in doubts.items()
@@ -62,16 +62,15 @@ async def recover(
     *,
     wait_s: float | None = None,
 ) -> tuple[Recovered, ...]:
-    """Find what is wrong and put it right; one report per server.
+    """Find what is wrong and repair it; one report per server.
 
-    A push, or another recovery, is waited for, `wait_s` seconds at most. Who is there, `locate`
-    says after that.
+    Waits for a push, or another recovery, at most `wait_s` seconds, and only then calls `locate`.
 
     Raises:
         ConflictError: another recovery, or a push, has not ended by then.
     """
     wait_s = _TURN_WAIT_S if wait_s is None else wait_s
-    close_orphans(state)  # before any wait: whoever follows a job learns that its process is dead
+    close_orphans(state)  # before any wait: followers of a job learn that its process is dead
     with await Arbiter(state.locks).turn(Act.RECOVER, "skyctl recover", wait_s=wait_s):
         targets = await locate()
         close_orphans(state, in_turn=True)
@@ -88,7 +87,7 @@ async def recover(
 async def _bring_to_adapters(
     targets: Sequence[ServerTarget], client: ControlClient, state: FleetState, timeout_s: float
 ) -> None:
-    """What a killed change of adapters left, or a server missed, is put right where it serves."""
+    """Repair, on servers that serve, what a killed change of adapters left, or a server missed."""
     unfinished = store.unfinished(state)
     absent = {row.name for row in state.servers() if row.quarantine or row.sleep_level}
     behind = [
@@ -137,7 +136,7 @@ class _Actions:
         target = self.targets[name]
         router = self._ref.config.router
         if isinstance(router, str):
-            with suppress(SkyctlError):  # it may be gone itself: `status` says so
+            with suppress(SkyctlError):  # it may be gone as well: `status` reports it
                 routed = engines.router(
                     self.client, target.engine, router, timeout_s=_ROUTER_TIMEOUT_S
                 )

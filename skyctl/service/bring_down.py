@@ -1,4 +1,4 @@
-"""`down`, with a supervisor or without, and what is done about a fleet that is going down."""
+"""`down`, with or without a supervisor, and how other commands treat a fleet that is going down."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from skyctl.supervisor.rollout import host_of, raise_all, stop_recorded
 
 
 def goes_down(error: SkyctlError) -> bool:
-    """Whether a supervisor refused, or was not there, because its fleet is brought down."""
+    """Whether a supervisor refused, or was absent, because its fleet is being taken down."""
     return isinstance(error, FleetDownError) or error.details.get("operation") == "down"
 
 
 async def after_down(ref: FleetRef) -> None:
-    """Wait until the supervisor, which is bringing its fleet down, has ended.
+    """Wait until the supervisor, which is taking its fleet down, has ended.
 
     Raises:
         SkyctlError: it takes longer than it may.
@@ -35,14 +35,14 @@ async def after_down(ref: FleetRef) -> None:
 
 
 def _down_timeout_s(drain_timeout_s: float, stop_timeout_s: float) -> float:
-    """Draining, then TERM and KILL of every tree, side by side."""
+    """Draining, then TERM and KILL of every process tree, in parallel."""
     return drain_timeout_s + 2 * stop_timeout_s + 60.0
 
 
 async def take_down(
     paths: FleetPaths, *, drain_timeout_s: float, stop_timeout_s: float = 15.0
 ) -> TakenDown:
-    """Bring a fleet down, through its supervisor or, when that is dead, without it. Idempotent.
+    """Take a fleet down, through its supervisor or, if that is dead, without it. Idempotent.
 
     Raises:
         SkyctlError: something could not be stopped.
@@ -63,12 +63,12 @@ async def take_down(
 async def _stop_leftovers(
     paths: FleetPaths, known: tuple[str, ...], timeout_s: float
 ) -> tuple[str, ...]:
-    """Stop every recorded tree that is still there; names that `known` does not have."""
+    """Stop every recorded process tree that still exists; returns the names not in `known`."""
     with FleetState(paths.database) as state:
         host = host_of(state)
         left = [*state.unrecorded_processes(), *state.processes()]
         rows = list({row.token: row for row in left}.values())
-        state.set("going_down", "1")  # whoever comes after one that could not be ended goes on
+        state.set("going_down", "1")  # if one cannot be ended, the next `down` goes on
         stopped = await asyncio.gather(
             *(stop_recorded(row, host, timeout_s) for row in rows), return_exceptions=True
         )
@@ -85,13 +85,13 @@ async def _stop_leftovers(
 
 
 async def end_leftovers(ref: FleetRef) -> bool:
-    """End what is left of a fleet of which no server lives; all of it, if it was going down.
+    """End what is left of a fleet without live servers; all of it, if it was going down.
 
-    False, and nothing is touched, when something lives after all.
+    False, and nothing is touched, if something is alive after all.
     """
     with (
         FleetState(ref.paths.database) as state,
-        # nobody starts or takes over meanwhile
+        # nobody may start or take over meanwhile
         state.locks.hold(UP_LOCK, "ending what is left", wait_s=UP_LOCK_WAIT_S),
     ):
         going_down, rows = bool(state.get("going_down")), state.processes()

@@ -36,7 +36,7 @@ FOLLOW_POLL_S = 0.5
 
 @dataclass(frozen=True)
 class Begun:
-    """What `begin_up` set in motion. `operation` 0: the fleet already was what the plan says."""
+    """What `begin_up` started. `operation` 0: the fleet already matched the plan."""
 
     operation: int
     plan: FleetPlan
@@ -56,24 +56,24 @@ def refuse_attached(ref: FleetRef) -> None:
 async def begin_up(
     ref: FleetRef, *, router: bool = True, note: Callable[[str], None] = lambda line: None
 ) -> Begun:
-    """Check the plan, start the supervisor unless it runs, and hand it the plan. `note` hears what
-    takes a while.
+    """Check the plan, start the supervisor unless it runs, and hand it the plan. `note` receives
+    what takes a while.
 
     Raises:
         UsageError: the fleet is attached, or the plan has problems; nothing was started.
-        ConflictError: the supervisor is busy with something else than a `down`, which is waited
+        ConflictError: the supervisor is busy with something other than a `down`, which is waited
             for.
     """
     refuse_attached(ref)
     ref.paths.prepare()
     reached("up.begin")
     await _after_down(ref)
-    # not within the lock that the next `up` waits for
+    # outside the lock that the next `up` waits for
     await asyncio.to_thread(learn_arguments, ref.config, ref.base_dir, note)
     try:
         return await _hand_over(ref, router)
     except (ConflictError, FleetDownError) as error:
-        # a `down` began between the look and the request, or ended between
+        # a `down` began, or ended, between the check and the request
         if not goes_down(error):
             raise
         await after_down(ref)
@@ -97,7 +97,7 @@ async def _hand_over(ref: FleetRef, router: bool) -> Begun:
 
 
 async def _after_down(ref: FleetRef) -> None:
-    """Wait until a `down` in progress has ended, as long as that may take."""
+    """Wait until a `down` in progress has ended, as long as it may take."""
     async with SupervisorClient.on_this_machine(ref.paths) as client:
         try:
             operation = (await client.status(StatusQuery(fresh=False))).operation
@@ -108,7 +108,7 @@ async def _after_down(ref: FleetRef) -> None:
 
 
 class Superseded(SkyctlError):
-    """Another operation took the place of the one that was followed."""
+    """Another operation took the place of the one being followed."""
 
 
 async def follow_operation(
@@ -118,12 +118,12 @@ async def follow_operation(
     *,
     timeout_s: float | None = None,
 ) -> FleetStatus:
-    """Poll the status until the operation has ended; `on_status` sees each one.
+    """Poll the status until the operation has ended; `on_status` receives each one.
 
     Raises:
         DeadlineExceeded: it has not ended after `timeout_s` seconds; it goes on.
         FleetDownError: the supervisor went away.
-        SkyctlError: `down` ended it, and the supervisor with it, between two looks.
+        SkyctlError: `down` ended it, and the supervisor with it, between two polls.
         Superseded: another operation took its place.
     """
     began_at = time.time()
@@ -152,7 +152,7 @@ async def follow_operation(
 
 
 async def _ended_by_down(fleet: FleetService, since: float) -> SkyctlError | None:
-    """What the supervisor recorded of an operation that `down` ended since then."""
+    """The error, by the supervisor's record, of an operation that `down` ended since `since`."""
     try:
         events = [e for e in await fleet.events() if e.subject == "fleet" and e.at >= since]
     except FleetDownError:

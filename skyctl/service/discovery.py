@@ -1,4 +1,4 @@
-"""Where the servers of an attached fleet are: listed in the fleet file, or found anew."""
+"""Where the servers of an attached fleet are: listed in the fleet file, or discovered."""
 
 from __future__ import annotations
 
@@ -24,13 +24,14 @@ _MOST, _MOST_BYTES = 4096, 2**20
 
 
 async def locate(ref: FleetRef) -> tuple[Located, ...]:
-    """The servers of an attached fleet. Those listed in its file are `<fleet>-0`, `-1`, …; found
-    ones have the name they were given, else that of host and port, which stays theirs when others
-    come and go.
+    """The servers of an attached fleet. Those listed in its file are `<fleet>-0`, `-1`, …;
+    discovered ones have their given name, else one made of host and port, which stays theirs when
+    others come and go.
 
     Raises:
         NotFoundError: nothing was found.
-        SkyctlError: the name or the command failed, took too long, or said something else.
+        SkyctlError: the name lookup or the command failed, took too long, or returned something
+            else.
     """
     servers = ref.config.servers
     if servers is None or isinstance(servers, list):
@@ -39,7 +40,7 @@ async def locate(ref: FleetRef) -> tuple[Located, ...]:
     if servers.dns is not None:
         what, asked = f"the address of {servers.dns}", _addresses(servers.dns)
     else:
-        assert servers.command is not None  # the schema asks for one of the two
+        assert servers.command is not None  # the schema requires one of the two
         what, asked = f"`{servers.command}`", _printed(servers.command, ref.base_dir)
     try:
         found = await asyncio.wait_for(asked, ref.config.control_timeout_s)
@@ -68,7 +69,7 @@ def _failed(ref: FleetRef, why: str) -> SkyctlError:
 
 
 async def _addresses(dns: str) -> Sequence[Located]:
-    """Every address of a name, in order. Raises OSError for a name that is not known."""
+    """Every address of a host name, in order. Raises OSError for an unknown name."""
     host, _, port = dns.rpartition(":")
     found = await asyncio.get_running_loop().getaddrinfo(host, int(port), type=socket.SOCK_STREAM)
     addresses = sorted({str(address[0]) for *_, address in found})
@@ -77,7 +78,9 @@ async def _addresses(dns: str) -> Sequence[Located]:
 
 
 async def _printed(command: str, directory: Path) -> Sequence[Located]:
-    """What a shell command prints. Raises ValueError for anything but servers, or its failure."""
+    """The servers that a shell command prints. Raises ValueError if it prints anything else, or
+    fails.
+    """
     process = await asyncio.create_subprocess_shell(
         command,
         cwd=directory,
@@ -90,10 +93,10 @@ async def _printed(command: str, directory: Path) -> Sequence[Located]:
     try:
         out, errors = await asyncio.gather(_bounded(process.stdout), _bounded(process.stderr))
         await process.wait()
-    except BaseException:  # too late, or Ctrl-C: with all that it started
+    except BaseException:  # timeout or Ctrl-C: end it with all that it started
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-        with suppress(TimeoutError):  # of pipes that are read to their end nothing is left open
+        with suppress(TimeoutError):  # pipes that are read to their end leave nothing open
             async with asyncio.timeout(1):
                 await asyncio.gather(_bounded(process.stdout), _bounded(process.stderr))
         await process.wait()
@@ -110,7 +113,7 @@ async def _printed(command: str, directory: Path) -> Sequence[Located]:
 
 
 async def _bounded(stream: asyncio.StreamReader) -> bytes:
-    """What is read until its end, as far as it is of use."""
+    """Read a stream to its end, and keep as much as is useful."""
     kept = b""
     while part := await stream.read(2**16):
         kept += part[: _MOST_BYTES + 1 - len(kept)]
@@ -127,7 +130,7 @@ def _read(line: str) -> Located:
 
 
 def _name(url: str) -> str:
-    """`http://10.0.0.3:8000` is `10-0-0-3-8000`. Raises ValueError for what is no URL."""
+    """`http://10.0.0.3:8000` becomes `10-0-0-3-8000`. Raises ValueError for anything but a URL."""
     found = urlsplit(url)
     port = f"-{found.port}" if found.port else ""
     name = re.sub(r"[^A-Za-z0-9]+", "-", found.hostname or "").strip("-")

@@ -1,4 +1,4 @@
-"""How far a running fleet is from its fleet file and from what was asked of it."""
+"""How far a running fleet is from its fleet file and from its intended state."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Drift:
-    """One difference. `subject` is a replica, a front or `fleet`; `hint` what ends it."""
+    """One difference. `subject` is a replica, a front or `fleet`; `hint` is what ends it."""
 
     subject: str
     message: str
@@ -32,8 +32,8 @@ class Drift:
 async def find_drift(
     ref: FleetRef | RemoteRef, fleet: FleetService, status: FleetStatus
 ) -> list[Drift]:
-    """All differences of a fleet with this status; [] for one that is down: nothing runs. The file
-    of another machine's fleet is not here, so that nothing is compared with it.
+    """All differences of a fleet with this status; [] for a fleet that is down: nothing runs. The
+    file of another machine's fleet is not here, so nothing is compared with it.
 
     Raises:
         UsageError: the fleet file cannot be planned here (its API key is not set, …).
@@ -69,7 +69,7 @@ def from_file(changes: Changes | None) -> list[Drift]:
 
 
 def from_intent(replicas: Sequence[ReplicaStatus], rows: Iterable[ServerRow]) -> list[Drift]:
-    """Servers that were paused, resumed or put to sleep by somebody else than skyctl."""
+    """Servers that something other than skyctl paused, resumed or put to sleep."""
     intended = {row.name: row.intended for row in rows}
     found = []
     for replica in replicas:
@@ -89,7 +89,7 @@ def from_intent(replicas: Sequence[ReplicaStatus], rows: Iterable[ServerRow]) ->
 
 
 def from_weights(status: FleetStatus) -> list[Drift]:
-    """Servers at another weight version than the fleet."""
+    """Servers at a weight version other than the fleet's."""
     wanted = status.weight_version
     if wanted is None:
         return []
@@ -105,7 +105,7 @@ def from_weights(status: FleetStatus) -> list[Drift]:
 
 
 def from_routing(status: FleetStatus) -> list[Drift]:
-    """Ready servers the router does not know, and servers it must not send requests to."""
+    """Ready servers missing from the router, and servers it must not send requests to."""
     found = []
     for replica in status.replicas:
         if replica.routed is False and replica.state == "ready":
@@ -129,6 +129,6 @@ def _changes(ref: FleetRef, found: Processes, status: FleetStatus) -> Changes:
         if row.role == "server"
     }
     fronts = {row.role: Running(row.spec_hash) for row in found.rows if row.role != "server"}
-    # `up --no-router` was somebody's wish, not drift
+    # `up --no-router` was deliberate, not drift
     plan = planned(ref.config, ref.base_dir, found.ports, router="router" in fronts)
     return compare(plan, running, fronts.get("router"), fronts.get("tinker"))

@@ -1,4 +1,4 @@
-"""What an ended job or operation came to: the error it should be raised as, if any."""
+"""The error that an ended job or operation is raised as, if any."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ LOG_LINES = 20
 
 
 def job_error(job: Job) -> SkyctlError | None:
-    """The error a job ended with; None when it went well."""
+    """The error a job ended with; None if it succeeded."""
     if job.error is None:
         if job.state != "interrupted":
             return None
@@ -29,7 +29,7 @@ def job_error(job: Job) -> SkyctlError | None:
 
 
 async def operation_error(fleet: FleetService, status: FleetStatus) -> SkyctlError | None:
-    """The error of an operation that failed; None when it went well.
+    """The error of an operation that failed; None if it succeeded.
 
     `details` has the status, and under `logs` the last lines of each server that failed.
     """

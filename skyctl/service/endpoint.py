@@ -1,4 +1,4 @@
-"""Where a fleet's generation requests go, and the model they ask for."""
+"""Where a fleet's generation requests go, and the model name they use."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 async def without_token_route(fleet: FleetService, client: ControlClient) -> list[str]:
-    """Servers that do not take token ids, as SkyRL's rollouts send them. Those that do not answer
+    """Servers that do not accept token ids, which SkyRL's rollouts send. Servers that do not answer
     are left out.
 
     Raises:
@@ -66,5 +66,5 @@ async def find_endpoint(
         models = await engines.server(control, target).models()
     if not models:
         raise ServerError(f"{url} serves no model")
-    # the router drops the key on its way to /detokenize: servers are asked themselves
+    # the router drops the key on its way to /detokenize: the servers are asked directly
     return Endpoint(url, models[0], key, session_id, tuple(urls.servers.values()))

@@ -1,8 +1,8 @@
-"""A fleet's URLs as other programs want to read them: trainers, clients of OpenAI's and Tinker's
-APIs, a shell, Prometheus.
+"""A fleet's URLs in the formats of other programs: trainers, clients of OpenAI's and Tinker's APIs,
+a shell, Prometheus.
 
-Key names were read in these projects' own sources; each function cites its own. What a trainer's
-weight sync needs beyond URLs is said by `notes`.
+Key names come from these projects' own sources; each function cites its source. `notes` says what a
+trainer's weight sync needs beyond URLs.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ KEY_VARIABLE = "OPENAI_API_KEY"
 OWN_KEY_VARIABLE = "SKYCTL_API_KEY"
 """Stands for the key that skyctl made, where a format can only name a variable."""
 NO_KEY = "EMPTY"
-"""What vLLM's own examples give as a key where none is wanted."""
+"""What vLLM's own examples pass as a key where none is required."""
 SKYRL_ARGS = ("enable-scale-out",)
 """vLLM arguments without which SkyRL's rollouts (`/inference/v1/generate`) have no route."""
 _NOTES = {
@@ -38,7 +38,7 @@ _NOTES = {
     "prime-rl": "prime-rl's own server takes its weight updates, vLLM's does not: roll out and "
     "evaluate here, push with skyctl",
 }
-_TARGETS_MODE = 0o644  # Prometheus runs as another user, and there is no secret in it
+_TARGETS_MODE = 0o644  # Prometheus runs as another user, and the file holds no secret
 
 
 def as_skyrl(urls: FleetUrls) -> str:
@@ -52,7 +52,8 @@ def as_skyrl(urls: FleetUrls) -> str:
     lines = [f"{engine}.run_engines_locally=false"]
     if urls.router:
         lines.append(f"{engine}.external_proxy_url={urls.router}")
-    # no spaces: the shell cuts what it substitutes there; the quotes are YAML's, for IPv6 addresses
+    # no spaces: the shell splits the substituted text there; the quotes are YAML's, for IPv6
+    # addresses
     servers = ",".join(f"'{url}'" for url in urls.servers.values())
     lines.append(f"{engine}.external_server_urls=[{servers}]")
     if urls.model:
@@ -62,14 +63,14 @@ def as_skyrl(urls: FleetUrls) -> str:
 
 
 def as_verl(urls: FleetUrls) -> str:
-    """verl: overrides that hand the fleet to a custom reward function (a judge), one per line.
+    """verl: overrides that give the fleet to a custom reward function (a judge), one per line.
 
     verl starts its rollout servers itself, as Ray actors, and has no key for others. What it can
     use of a fleet is an endpoint for rewards: `reward_kwargs` become keyword arguments of the
-    function at `reward.custom_reward_function.path`.
-    Source: verl-project/verl 1dda039, verl/workers/rollout/replica.py (RolloutReplica),
-    verl/trainer/ppo/reward.py (get_custom_reward_fn), verl/trainer/config/reward/reward.yaml
-    (Hydra; `reward_kwargs` is not in it, hence the `+`).
+    function at `reward.custom_reward_function.path`. Source: verl-project/verl 1dda039,
+    verl/workers/rollout/replica.py (RolloutReplica), verl/trainer/ppo/reward.py
+    (get_custom_reward_fn), verl/trainer/config/reward/reward.yaml (Hydra; `reward_kwargs` is not in
+    it, hence the `+`).
     """
     prefix = "+reward.custom_reward_function.reward_kwargs"
     lines = [f"{prefix}.base_url={_entry(urls)}/v1"]
@@ -86,8 +87,8 @@ def as_prime_rl(urls: FleetUrls) -> str:
     """prime-rl: the TOML table of the policy's client, for an `rl` config without `[inference]`.
 
     Source: PrimeIntellect-ai/prime-rl 559b447, packages/prime-rl-configs/src/prime_rl/configs:
-    shared.py (ClientConfig), orchestrator.py (ModelConfig), rl.py (SharedModelConfig); extras are
-    forbidden there. `[model] name` is the trainer's model as well.
+    shared.py (ClientConfig), orchestrator.py (ModelConfig), rl.py (SharedModelConfig), which forbid
+    extra keys. `[model] name` is the trainer's model as well.
     """
     lines = []
     if urls.model:
@@ -103,7 +104,7 @@ def as_prime_rl(urls: FleetUrls) -> str:
 def as_openai(urls: FleetUrls) -> str:
     """OpenAI clients: an env file with the variables they read, for `--env-file` and .env.
 
-    The client refuses to start without a key, so one is always there; a real one is named, never
+    The client refuses to start without a key, so one is always set; a real one is referenced, never
     printed. The model goes into each request: its variable is for programs that ask for one.
     Source: openai-python, src/openai/_client.py (OPENAI_BASE_URL, OPENAI_API_KEY).
     """
@@ -145,7 +146,9 @@ FORMATS: Mapping[str, Callable[[FleetUrls], str]] = {
 
 
 def refused_rollouts(servers: Sequence[str]) -> str:
-    """The warning for SkyRL about servers that were started without its route; "" for none."""
+    """The warning for SkyRL about servers that were started without its route; "" if there are
+    none.
+    """
     if not servers:
         return ""
     wanted = ", ".join(f"{name}: true" for name in SKYRL_ARGS)
@@ -157,7 +160,7 @@ def refused_rollouts(servers: Sequence[str]) -> str:
 
 
 def notes(name: str, urls: FleetUrls) -> list[str]:
-    """What to know before a format's output is used."""
+    """What to know before using a format's output."""
     found = [_NOTES[name]] if name in _NOTES else []
     if name in ("openai", "prime-rl") and (path := urls.access.api_key_file):
         found.append(f'it names a variable: export {OWN_KEY_VARIABLE}="$(cat {shlex.quote(path)})"')
@@ -165,7 +168,7 @@ def notes(name: str, urls: FleetUrls) -> list[str]:
 
 
 def _variable(urls: FleetUrls) -> str | None:
-    """The variable that holds the key of inference, or is to hold it; None where none is asked."""
+    """The variable that holds the inference key, or is to hold it; None if no key is required."""
     own = OWN_KEY_VARIABLE if urls.access.api_key_file else None
     return urls.access.api_key_env or own
 
@@ -178,7 +181,7 @@ def _entry(urls: FleetUrls) -> str:
 
 @dataclass(frozen=True)
 class TinkerPlace:
-    """Where clients find the Tinker API: its URL, and the file of mode 0600 with their key."""
+    """Where clients find the Tinker API: its URL, and the file (mode 0600) with their key."""
 
     url: str
     key_file: Path
@@ -221,7 +224,7 @@ def target_groups(urls: FleetUrls) -> list[dict[str, Any]]:
 
 
 def write_targets(urls: FleetUrls, path: Path) -> int:
-    """Write the groups to a .json file, whole or not at all; how many there are.
+    """Write the groups to a .json file, whole or not at all; returns how many there are.
 
     Raises:
         UsageError: it cannot be written, or Prometheus would not read it.
@@ -232,12 +235,12 @@ def write_targets(urls: FleetUrls, path: Path) -> int:
             hint=f"name it {path.with_suffix('.json')}",
         )
     groups = target_groups(urls)
-    # same directory: a rename is atomic within a file system; no watched suffix
+    # same directory: a rename is atomic within a file system; Prometheus watches no such suffix
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, _TARGETS_MODE)
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            os.fchmod(descriptor, _TARGETS_MODE)  # whatever the umask is
+            os.fchmod(descriptor, _TARGETS_MODE)  # regardless of the umask
             file.write(json.dumps(groups, indent=2) + "\n")
             file.flush()
             os.fsync(file.fileno())

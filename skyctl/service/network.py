@@ -1,4 +1,4 @@
-"""A fleet of another machine, by its supervisor's API over TCP."""
+"""A fleet on another machine, by its supervisor's API over TCP."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class NetworkFleet(RemoteFleet):
-    """Every path in a request is one of the fleet's machine."""
+    """Every path in a request is a path on the fleet's machine."""
 
     def __init__(self, ref: RemoteRef, *, transport: Transport | None = None) -> None:
         token = None
@@ -36,18 +36,18 @@ class NetworkFleet(RemoteFleet):
         super().__init__(ref.url, transport, url=ref.url, headers=headers)
 
     async def start_push(self, asked: PushRequest) -> str:
-        """Raises UsageError for a relative path: it would mean another directory there."""
+        """Raises UsageError for a relative path, which would mean another directory there."""
         _refuse_local(asked.checkpoint, self.host)
         return await super().start_push(asked)
 
     async def open_update(self, asked: OpenUpdate) -> OpenedUpdate:
-        """Raises UsageError for a relative path: it would mean another directory there."""
+        """Raises UsageError for a relative path, which would mean another directory there."""
         if asked.push.checkpoint:
             _refuse_local(asked.push.checkpoint, self.host)
         return await super().open_update(asked)
 
     async def load_adapter(self, asked: LoadAdapter) -> AdapterChange:
-        """Raises UsageError for a relative path: it would mean another directory there."""
+        """Raises UsageError for a relative path, which would mean another directory there."""
         if not Path(asked.directory).is_absolute():
             raise UsageError(
                 f"{asked.directory} is relative, and the fleet is on {self.host}",
@@ -56,7 +56,7 @@ class NetworkFleet(RemoteFleet):
         return await super().load_adapter(asked)
 
     async def job_changes(self, asked: JobQuery) -> JobChanges:
-        """The error of a push says on which machine a checkpoint was looked for."""
+        """A push's error says on which machine the checkpoint was looked for."""
         found = await super().job_changes(asked)
         error = found.job.error
         if error is None or error.get("kind") != "NotFoundError":
@@ -88,7 +88,7 @@ def _refuse_local(checkpoint: str, host: str) -> None:
 
 
 def _trusting(ca: Path) -> ssl.SSLContext:
-    """Raises UsageError for a file that is no certificate."""
+    """Raises UsageError for a file that is not a certificate."""
     try:
         return ssl.create_default_context(cafile=str(ca))
     except (OSError, ssl.SSLError) as error:

@@ -1,4 +1,4 @@
-"""A supervisor for servers that run on without one: started by the next command that needs it."""
+"""A supervisor for servers that run on without one: the next command that needs it starts it."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ ADOPT_WAIT_S = 5.0
 
 
 async def revive(ref: FleetRef) -> bool:
-    """Start a supervisor that adopts what runs, and wait a few seconds for it to be done.
+    """Start a supervisor that adopts what runs, and wait a few seconds for the adoption to finish.
 
-    It puts right what an interrupted push left. False: nothing was left alone.
+    It repairs what an interrupted push left. False: nothing ran without a supervisor.
 
     Raises:
-        SkyctlError: the fleet cannot be planned here any more, or the supervisor did not start.
+        SkyctlError: the fleet can no longer be planned here, or the supervisor did not start.
     """
     if not left_alone(ref.paths):
         return False
     from skyctl.supervisor import daemon
 
     with Locks(ref.paths.directory).hold(UP_LOCK, "taking over the fleet", wait_s=UP_LOCK_WAIT_S):
-        if not left_alone(ref.paths):  # somebody else was faster
+        if not left_alone(ref.paths):  # another command was faster
             return False
         plan = as_it_ran(ref)
         await daemon.ensure_running(ref.paths)
@@ -51,7 +51,7 @@ async def revive(ref: FleetRef) -> bool:
 
 
 def as_it_ran(ref: FleetRef) -> FleetPlan:
-    """The plan of what runs: the fleet file's, with as many replicas as there were.
+    """The plan of what runs: the fleet file's, with the number of replicas that ran.
 
     Raises:
         SkyctlError: the fleet file cannot be planned here.
@@ -67,7 +67,7 @@ def as_it_ran(ref: FleetRef) -> FleetPlan:
 
 
 async def replace_other(ref: FleetRef) -> None:
-    """End a supervisor of another version of skyctl; its servers go on, without one.
+    """End a supervisor of another skyctl version; its servers run on without one.
 
     Raises:
         ConflictError: a push is in progress in it.
@@ -79,17 +79,17 @@ async def replace_other(ref: FleetRef) -> None:
         except VersionMismatch:
             pid = listening(ref.paths)
         except SkyctlError:
-            return  # whoever asks it next says so
+            return  # the next request reports it
     Arbiter(Locks(ref.paths.directory)).take(Act.RECOVER, "replacing the supervisor").release()
     from skyctl.supervisor import daemon
 
-    # KILL: on TERM it would bring the fleet down
+    # KILL: on TERM it would take the fleet down
     os.kill(pid, signal.SIGKILL)
     await daemon.wait_gone(ref.paths)
 
 
 def listening(paths: FleetPaths) -> int:
-    """The process that listens at the fleet's socket, as the kernel says."""
+    """The pid that listens at the fleet's socket, from the kernel."""
     with socket.socket(socket.AF_UNIX) as connection:
         connection.settimeout(5.0)
         connection.connect(str(paths.socket))
@@ -99,7 +99,7 @@ def listening(paths: FleetPaths) -> int:
 
 async def _until_ended(client: SupervisorClient, operation: int, wait_s: float) -> None:
     deadline = time.monotonic() + wait_s
-    with suppress(SkyctlError):  # whoever called looks for himself
+    with suppress(SkyctlError):  # the caller checks by itself
         while time.monotonic() < deadline:
             current = (await client.status(StatusQuery(fresh=False))).operation
             if current is None or current.id != operation or current.ended_at is not None:

@@ -1,4 +1,4 @@
-"""A started fleet whose supervisor is gone: what its state file tells, and what still runs."""
+"""A started fleet whose supervisor is gone: what its state file records, and what still runs."""
 
 from __future__ import annotations
 
@@ -33,20 +33,21 @@ def left_alone(paths: FleetPaths) -> bool:
         rows = state.processes()
         if any(row.alive() for row in rows):
             return True
-        # those of a run that its supervisor could not put on record
+        # processes of a run that its supervisor could not put on record
         return bool(rows and state.unrecorded_processes())
 
 
 class UnsupervisedFleet(RecordedFleet):
-    """Nobody changes anything meanwhile, unless a supervisor takes over. `why` none could, if that
-    was tried."""
+    """Nothing changes meanwhile, unless a supervisor takes over. `why` is why none could, if that
+    was tried.
+    """
 
     def __init__(self, ref: FleetRef, state: FleetState, why: str = "") -> None:
         super().__init__(ref.paths, state)
         self._ref, self._why = ref, why
 
     async def status(self, asked: StatusQuery = StatusQuery()) -> FleetStatus:
-        """Servers that run on without a supervisor, or nothing."""
+        """Servers that run on without a supervisor, or none."""
         state, processes = self.state, self.state.processes()
         versions = {row.name: row.weight_version for row in state.servers()}
         restarts = {row.name: remembered(state, row.name, time.time()) for row in processes}
@@ -80,7 +81,7 @@ class UnsupervisedFleet(RecordedFleet):
         )
 
     async def findings(self) -> tuple[Finding, ...]:
-        """What is the matter with each server; those that live are asked."""
+        """What is wrong with each server; live ones are asked."""
         state = self.state
         rows = [row for row in state.processes() if row.role == "server"]
         if state.get("going_down"):
@@ -156,7 +157,7 @@ def _alive(row: ProcessRow) -> ProcessIdentity | None:
 
 
 def _of_orphans(state: FleetState) -> dict[str, InDoubt]:
-    """What jobs left whose process is dead, before anybody has closed them."""
+    """What jobs of dead processes left, before anybody has closed them."""
     found: dict[str, InDoubt] = {}
     for job in state.journal.orphans():
         found |= left_behind(job, state.journal.events(job.id))

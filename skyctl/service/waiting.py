@@ -1,4 +1,4 @@
-"""Wait until a fleet is in a state that a script goes on from."""
+"""Wait until a fleet is in a state from which a script can go on."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _STUCK = ("failed", "dead", "quarantined")
 
 @dataclass(frozen=True)
 class Condition:
-    """What is waited for: `kind` is ready, paused, awake or version (then `version` is which)."""
+    """A condition to wait for: `kind` is ready, paused, awake or version (`version` says which)."""
 
     kind: str
     version: str = ""
@@ -49,7 +49,7 @@ class Condition:
         return f"at version {self.version}" if self.kind == "version" else self.kind
 
     def met_by(self, replica: ReplicaStatus) -> bool:
-        """Whether one server is there. `base` is the version of weights nobody pushed."""
+        """Whether one server meets it. `base` is the version of weights that nobody pushed."""
         if self.kind == "ready":
             return replica.state == "ready" and replica.routed is not False
         if self.kind == "paused":
@@ -59,7 +59,7 @@ class Condition:
         return means(self.version, replica.weight_version or "base")
 
     def pending(self, status: FleetStatus, names: Sequence[str] = ()) -> list[str]:
-        """`tiny-1 is starting` for each that is not there yet; [] once all are."""
+        """`tiny-1 is starting` for each server that does not meet it yet; [] once all do."""
         chosen = [r for r in status.replicas if not names or r.name in names]
         if not chosen:
             return [f"fleet {status.name} is {status.health}"]
@@ -86,12 +86,13 @@ async def wait_for(
     on_pending: Callable[[Sequence[str]], None] = lambda pending: None,
     clock: Callable[[], float] = time.monotonic,
 ) -> FleetStatus:
-    """Look until all servers (or `names`) are there; `on_pending` hears what is missing.
+    """Poll until all servers (or `names`) meet the condition; `on_pending` receives those that do
+    not.
 
-    A fleet that is down is waited for too: somebody may be starting it.
+    A fleet that is down is waited for, too: somebody may be starting it.
 
     Raises:
-        DeadlineExceeded: they are not, after `timeout_s` seconds.
+        DeadlineExceeded: they do not, after `timeout_s` seconds.
         SkyctlError: a server is given up or quarantined: it will not get there by itself.
         NotFoundError: a running fleet has no server of one of these names.
     """

@@ -47,8 +47,9 @@ class StepResult:
 
 @dataclass(frozen=True)
 class SmokeReport:
-    """All steps in order. `logs` maps a process to the end of its log, when a step failed;
-    `kept` is the directory where its logs and the fleet's status were kept."""
+    """All steps in order. `logs` maps a process to the end of its log, if a step failed; `kept` is
+    the directory where its logs and the fleet's status were saved.
+    """
 
     fleet: str
     steps: tuple[StepResult, ...]
@@ -113,7 +114,7 @@ def junit_xml(report: SmokeReport) -> str:
 
 
 def markdown(report: SmokeReport) -> str:
-    """A verdict, a table of steps, and when one failed the ends of the logs, folded."""
+    """A verdict, a table of steps, and if one failed the ends of the logs, folded."""
     sign = _SIGNS[StepStatus.PASSED if report.passed else StepStatus.FAILED]
     verdict = "passed" if report.passed else "failed"
     lines = [

@@ -28,12 +28,12 @@ async def smoke(
     steps: Sequence[Step] | None = None,
     last: Step = Step("down", down),
 ) -> SmokeReport:
-    """Run every step; after one that failed the rest are skipped, and the fleet is taken down.
+    """Run every step; after a failed one the rest are skipped, and the fleet is taken down.
 
-    `steps` are those the options ask for; `last` is run in any case, but on a reused fleet.
+    `steps` are those the options ask for; `last` always runs, except on a reused fleet.
 
     Raises:
-        ConflictError: the fleet runs already (unless it is to be reused).
+        ConflictError: the fleet is already running (unless it is to be reused).
         UsageError: the fleet is attached, and so cannot be started.
     """
     _refuse(ref, options)
@@ -63,7 +63,7 @@ async def smoke(
                 kept = await _keep(ref, options)
     finally:
         if not options.reuse:
-            # also after Ctrl-C: nothing of ours goes on running
+            # also after Ctrl-C: nothing of ours keeps running
             result = await take(last, DOWN_TIMEOUT_S)
             if not result.ok and not logs:
                 logs = _log_ends(ref)

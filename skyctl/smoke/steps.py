@@ -1,5 +1,6 @@
-"""The steps of a smoke test: each returns a line about what it found, or raises; and the fleet that
-they run against, with how they generate tokens."""
+"""The steps of a smoke test, each of which returns a line about what it found, or raises; and the
+fleet under test, with its way of generating tokens.
+"""
 
 from __future__ import annotations
 
@@ -33,16 +34,17 @@ PROMPT = "The fleet is up and"
 TOKENS = 24
 ASK_TIMEOUT_S = 10.0
 ANSWER_TIMEOUT_S = 120.0
-_SETTLE_S = 0.3  # tokens on their way when the pause is answered
-_FROZEN_S = 0.7  # a server that runs makes many tokens in this time
+_SETTLE_S = 0.3  # tokens still in flight when the pause is answered
+_FROZEN_S = 0.7  # a running server makes many tokens in this time
 _STREAM_TRIES = 4
 _SHORTEST_STREAM = 256
 
 
 @dataclass(frozen=True)
 class SmokeOptions:
-    """What was asked for. `checkpoint` is another one to push; `reuse` tests a fleet that runs,
-    and leaves it up. All steps together take at most `timeout_s` seconds, but for `down`."""
+    """What was asked for. `checkpoint` is another one to push; `reuse` tests a running fleet, and
+    leaves it up. All steps together take at most `timeout_s` seconds, except `down`.
+    """
 
     checkpoint: str | None = None
     reuse: bool = False
@@ -54,8 +56,8 @@ class SmokeOptions:
 class FleetUnderTest:
     """One run. Filled in by the steps as they go.
 
-    `answers` are the greedy tokens of each server before anything was pushed, `checkpoint` what
-    they computed with (None when unknown); `pids` all processes that were seen.
+    `answers` are the greedy tokens of each server before anything was pushed, `checkpoint` is what
+    they were computed with (None when unknown); `pids` are all processes seen.
     """
 
     ref: FleetRef
@@ -94,11 +96,11 @@ class FleetUnderTest:
 
     @property
     def entry(self) -> Endpoint:
-        """The router, or the only server there is to talk to."""
+        """The router, or the only server there is."""
         return self.endpoints.get("router") or self.endpoints[self.servers[0]]
 
     async def ask(self, names: Sequence[str]) -> dict[str, list[int]]:
-        """Greedy tokens of the same prompt from each of these, side by side.
+        """Greedy tokens for the same prompt from each of these, asked at once.
 
         Raises:
             SkyctlError: one of them did not answer with all tokens.
@@ -114,13 +116,13 @@ class FleetUnderTest:
         return {name: r.token_ids for name, r in zip(names, results, strict=True)}
 
     async def _ask(self, endpoint: Endpoint) -> GenerationResult:
-        # no retries: a fleet that needs them does not pass
+        # no retries: a fleet that needs them fails the test
         async with GenerationClient(endpoint, retry=RetryPolicy(max_retries=0)) as client:
             return await client.generate_one(greedy(TOKENS), timeout_s=ANSWER_TIMEOUT_S)
 
 
 def greedy(max_tokens: int) -> GenerationRequest:
-    """The test's prompt, answered with exactly so many tokens, always the same ones."""
+    """The test's prompt, answered with exactly this many tokens, always the same ones."""
     body = {"max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
     return GenerationRequest("smoke", body, prompt=PROMPT)
 
@@ -185,7 +187,7 @@ async def pause_resume(run: FleetUnderTest) -> str:
             frozen = await _freeze_stream(run, fleet, length)
             if frozen is not None:
                 return frozen
-            # it ended before the pause took hold: a longer one
+            # it ended before the pause took effect: try a longer one
             length = min(4 * length, run.longest - 64)
     raise SkyctlError(
         f"no stream of {length} tokens lasted until the fleet was paused",
@@ -194,7 +196,7 @@ async def pause_resume(run: FleetUnderTest) -> str:
 
 
 async def _freeze_stream(run: FleetUnderTest, fleet: FleetService, length: int) -> str | None:
-    """Freeze one stream in the middle; what was seen, or None when it ended too early."""
+    """Freeze one stream midway; returns what was seen, or None if it ended too early."""
     heard: list[str] = []
     begun = asyncio.Event()
 
@@ -248,7 +250,7 @@ async def push_other(run: FleetUnderTest) -> str:
 
 
 async def push_back(run: FleetUnderTest) -> str:
-    """The first checkpoint again gives the first answers again."""
+    """Pushing the first checkpoint again restores the first answers."""
     return await _push_base(run)
 
 
@@ -308,7 +310,7 @@ async def _push(run: FleetUnderTest, checkpoint: str) -> str:
 
 
 async def _checkpoint_now(run: FleetUnderTest, fleet: FleetService) -> str | None:
-    """What the fleet computes with, where skyctl knows it."""
+    """What the fleet computes with, if skyctl knows."""
     if run.ref.config.attached:
         pushes = (await fleet.weights()).pushes
         return next((push.checkpoint for push in pushes if push.ok), None)
@@ -325,7 +327,7 @@ def _base_checkpoint(run: FleetUnderTest) -> str:
 
 
 async def _first_of(begun: asyncio.Event, stream: asyncio.Task[GenerationResult]) -> None:
-    """Return with the first text of the stream, or with its end."""
+    """Return at the first text of the stream, or at its end."""
     waiting = asyncio.create_task(begun.wait())
     try:
         await asyncio.wait({waiting, stream}, return_when=asyncio.FIRST_COMPLETED)
@@ -347,7 +349,7 @@ def _finished(result: GenerationResult, length: int) -> None:
 
 
 def _slowest(outcomes: Outcomes, verb: str) -> float:
-    """Milliseconds of the slowest server. Raises when one of them did not do it."""
+    """Milliseconds of the slowest server. Raises if one of them failed."""
     for outcome in outcomes:
         if not outcome.ok:
             raise SkyctlError(f"{verb}: {outcome.server}: {outcome.detail or outcome.status}")
@@ -355,7 +357,7 @@ def _slowest(outcomes: Outcomes, verb: str) -> float:
 
 
 async def _recorded_pids(run: FleetUnderTest) -> set[int]:
-    """All processes of the fleet that are on record."""
+    """All recorded processes of the fleet."""
     async with connect(run.ref) as fleet:
         rows = (await fleet.processes()).rows
     known = [identity for row in rows for identity in (row.identity, *row.descendants)]

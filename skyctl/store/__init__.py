@@ -1,1 +1,1 @@
-"""What a fleet remembers: SQLite state, journal, locks, secrets, and where they lie on disk."""
+"""What a fleet remembers: SQLite state, journal, locks, secrets, and their places on disk."""

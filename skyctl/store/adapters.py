@@ -1,4 +1,4 @@
-"""LoRA adapters of a fleet: which version of each it serves, and what each server has.
+"""LoRA adapters of a fleet: which version of each it serves, and what each server holds.
 
     adapters           version   target     meaning
                        –         –          unloaded; its numbers are not used again
@@ -7,8 +7,8 @@
                        3         4          is being synced: whole on every server, or undone
                        3         0          is being unloaded
 
-A target is on record before anything is sent, and gone when every server has done it or the
-change was undone everywhere. Who finds one, and has the lock of adapters, undoes it.
+A target is on record before anything is sent, and cleared once every server has done it or the
+change was undone everywhere. A process that finds one while it holds the adapters lock undoes it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from skyctl.store.state import FleetState
 
 LOCK = "adapters"
-"""Held by whoever changes adapters."""
+"""Held by a process that changes adapters."""
 UNLOAD = 0
 
 
@@ -29,7 +29,7 @@ UNLOAD = 0
 class AdapterVersion:
     """One version of one adapter. `path` is the fleet's own copy, `source` what it was made from.
 
-    `digest` is over every byte of it, `rank` the largest of its modules, `at` in epoch seconds.
+    `digest` covers every byte of it, `rank` is the largest of its modules, `at` in epoch seconds.
     `servers` are those that serve it, as recorded.
     """
 
@@ -45,7 +45,7 @@ class AdapterVersion:
 
     @property
     def served_as(self) -> str:
-        """What servers call this very version, and say in their answers."""
+        """The name that servers give this very version, also in their answers."""
         return f"{self.name}@{self.version}"
 
 
@@ -53,7 +53,7 @@ _COLUMNS = "v.name, v.version, v.path, v.digest, v.source, v.rank, v.bytes, v.at
 
 
 def served(state: FleetState) -> dict[str, AdapterVersion]:
-    """What every routed server must have, by name."""
+    """The adapters every routed server must have, by name."""
     holders: dict[tuple[str, int], list[str]] = {}
     with state.understanding():
         for row in state.database.rows("SELECT * FROM server_adapters ORDER BY server"):
@@ -69,13 +69,15 @@ def served(state: FleetState) -> dict[str, AdapterVersion]:
 
 
 def recorded(state: FleetState, server: str) -> dict[str, int]:
-    """The version of each adapter that this server has, as recorded."""
+    """The recorded version of each adapter on this server."""
     rows = state.database.rows("SELECT * FROM server_adapters WHERE server = ?", server)
     return {row["name"]: row["version"] for row in rows}
 
 
 def names(state: FleetState) -> frozenset[str]:
-    """Every name that the fleet has ever served: what is called so on a server is its own."""
+    """Every name that the fleet has ever served: an adapter of such a name on a server is the
+    fleet's.
+    """
     return frozenset(row["name"] for row in state.database.rows("SELECT name FROM adapters"))
 
 
@@ -86,19 +88,19 @@ def is_current(state: FleetState, server: str) -> bool:
 
 
 def unfinished(state: FleetState) -> dict[str, int]:
-    """Targets of changes that are under way or were broken off, by name."""
+    """Targets of changes that are under way or were interrupted, by name."""
     rows = state.database.rows("SELECT name, target FROM adapters WHERE target IS NOT NULL")
     return {row["name"]: row["target"] for row in rows}
 
 
 def next_version(state: FleetState, name: str) -> int:
-    """A number that no version of this name had."""
+    """The next unused version number of this name."""
     row = state.database.row("SELECT last FROM adapters WHERE name = ?", name)
     return 1 if row is None else row["last"] + 1
 
 
 def intend_version(state: FleetState, new: AdapterVersion, servers: Collection[str]) -> None:
-    """A version is about to be sent to these servers: what they have is not known from here on.
+    """A version is about to be sent to these servers: from here on it is unknown which they hold.
 
     Raises:
         StateUnwritable: that cannot be put on record.
@@ -125,7 +127,7 @@ def intend_unload(state: FleetState, name: str, servers: Collection[str]) -> Non
 
 
 def commit(state: FleetState, name: str, servers: Collection[str]) -> None:
-    """The change of `name` is done, by these servers."""
+    """Record that these servers have completed the change of `name`."""
     with state.transaction():
         row = state.database.row("SELECT target FROM adapters WHERE name = ?", name)
         target = row["target"] or None if row is not None else None
@@ -137,7 +139,7 @@ def commit(state: FleetState, name: str, servers: Collection[str]) -> None:
         state.database.write(
             "UPDATE adapters SET version = ?, target = NULL WHERE name = ?", target, name
         )
-        # one that was started anew meanwhile is not in doubt any more: it has nothing
+        # a server restarted meanwhile is no longer in doubt: it holds nothing
         doubted = "SELECT server FROM server_adapters WHERE name = ? AND version = 0"
         done = {row["server"] for row in state.database.rows(doubted, name)} & set(servers)
         state.database.write("DELETE FROM server_adapters WHERE name = ?", name)
@@ -147,7 +149,9 @@ def commit(state: FleetState, name: str, servers: Collection[str]) -> None:
 
 
 def withdraw(state: FleetState, name: str) -> None:
-    """The change of `name` was undone; a server where it was not is not current (`is_current`)."""
+    """Record that the change of `name` was undone; a server where it was not is not current
+    (`is_current`).
+    """
     with state.transaction():
         row = state.database.row("SELECT target FROM adapters WHERE name = ?", name)
         if row is None or row["target"] is None:
@@ -160,7 +164,7 @@ def withdraw(state: FleetState, name: str) -> None:
 
 
 def record_server(state: FleetState, server: str, has: Mapping[str, AdapterVersion]) -> None:
-    """This server has these and no others. A fresh process has none."""
+    """Record that this server has these adapters and no others. A new process has none."""
     with state.transaction():
         state.database.write("DELETE FROM server_adapters WHERE server = ?", server)
         for name, one in has.items():
@@ -168,7 +172,7 @@ def record_server(state: FleetState, server: str, has: Mapping[str, AdapterVersi
 
 
 def forget(state: FleetState) -> None:
-    """No server takes adapters any more."""
+    """Record that no server takes adapters any more."""
     left = served(state).keys() | unfinished(state).keys()
     if not left:
         return
@@ -179,8 +183,9 @@ def forget(state: FleetState) -> None:
 
 
 def superseded(state: FleetState, before: float) -> list[AdapterVersion]:
-    """Versions whose files are still there although nobody has been able to ask for them since
-    `before` (epoch seconds)."""
+    """Versions whose files still exist although nobody has been able to request them since `before`
+    (epoch seconds).
+    """
     rows = state.database.rows(
         f"SELECT {_COLUMNS} FROM adapter_versions v WHERE until IS NOT NULL AND until < ?", before
     )
@@ -188,14 +193,14 @@ def superseded(state: FleetState, before: float) -> list[AdapterVersion]:
 
 
 def forget_version(state: FleetState, gone: AdapterVersion) -> None:
-    """The files of a superseded version may go."""
+    """Forget a superseded version: its files may be removed."""
     state.database.write(
         "DELETE FROM adapter_versions WHERE name = ? AND version = ?", gone.name, gone.version
     )
 
 
 def record_path(state: FleetState, one: AdapterVersion, path: str) -> None:
-    """The fleet's own copy of a version lies elsewhere from now on."""
+    """Record a new path of the fleet's own copy of a version."""
     state.database.write(
         "UPDATE adapter_versions SET path = ? WHERE name = ? AND version = ?",
         path, one.name, one.version,
@@ -208,7 +213,7 @@ def kept_paths(state: FleetState) -> set[str | None]:
 
 
 def _in_doubt(state: FleetState, name: str, servers: Collection[str]) -> None:
-    """What is on record of these servers is no version, until they are recorded anew."""
+    """Record these servers as holding an unknown version, until they are recorded again."""
     for server in servers:
         state.database.write(
             "INSERT OR REPLACE INTO server_adapters (server, name, version, digest) "

@@ -1,4 +1,4 @@
-"""What a fleet's weights are, tensor by tensor: a file beside its state, of the last push alone."""
+"""The fleet's weights tensor by tensor, as of the last push: a file beside its state."""
 
 from __future__ import annotations
 
@@ -17,15 +17,16 @@ _FILE = "content.json"
 
 @dataclass(frozen=True)
 class Content:
-    """`digest` is the content digest of a checkpoint, `crc32` has each of its tensors, by name."""
+    """`digest` is a checkpoint's content digest, `crc32` has those of its tensors, by name."""
 
     digest: str
     crc32: Mapping[str, int]
 
 
 def remember_content(directory: Path, content: Content) -> None:
-    """Replace what is remembered. Where that cannot be written nothing is: a push of what differs
-    sends everything then."""
+    """Replace the remembered content. If it cannot be written, nothing is remembered: the next
+    delta push then sends everything.
+    """
     path = directory / _FILE
     temporary = path.with_suffix(f".{secrets.token_hex(4)}.tmp")
     try:
@@ -39,7 +40,7 @@ def remember_content(directory: Path, content: Content) -> None:
 
 
 def known_content(directory: Path) -> Content | None:
-    """What is remembered; None where nothing is, or nothing that can be read."""
+    """The remembered content; None if there is none, or none that can be read."""
     try:
         found = json.loads((directory / _FILE).read_bytes())
         crc32 = {str(name): int(value) for name, value in found["crc32"].items()}

@@ -1,6 +1,6 @@
 """A fleet's secrets: made once, kept in files of mode 0600, given to servers at their spawn.
 
-Plans hold `AT_SPAWN` in their place, so that no plan, hash, socket message or file has them.
+Plans hold `AT_SPAWN` in their place, so no plan, hash, socket message or file contains them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Credentials:
     inference: str = field(repr=False)
 
     def fill(self, env: Mapping[str, str], key_variable: str) -> dict[str, str]:
-        """`env` with the secrets where a plan has `AT_SPAWN`; `key_variable` has the API key."""
+        """`env` with the secrets in place of `AT_SPAWN`; `key_variable` holds the API key."""
         own = {CONTROL_TOKEN: self.control, key_variable: self.inference}
         return {
             name: own[name] if value == AT_SPAWN and name in own else value
@@ -38,21 +38,21 @@ class Credentials:
 
 
 def ensure_credentials(paths: FleetPaths) -> Credentials:
-    """The fleet's secrets; made when they are not there. Its directory must exist.
+    """The fleet's secrets; made if missing. Its directory must exist.
 
     Raises:
-        SkyctlError: a file is no plain file of ours, or holds no secret.
+        SkyctlError: a file is not a plain file of ours, or holds no secret.
     """
     return Credentials(ensure_secret(paths.control_token), ensure_secret(paths.api_key))
 
 
 def ensure_tinker_key(paths: FleetPaths) -> str:
-    """The key of the Tinker API; made when it is not there. Raises as `ensure_credentials`."""
-    return ensure_secret(paths.tinker_key, prefix="tml-")  # the SDK takes no other
+    """The key of the Tinker API; made if missing. Raises as `ensure_credentials`."""
+    return ensure_secret(paths.tinker_key, prefix="tml-")  # the SDK accepts no other prefix
 
 
 def read_secret(path: Path) -> str | None:
-    """What the file holds; None where there is none.
+    """The secret in the file; None if there is no file.
 
     Raises:
         SkyctlError: it is a symlink, another user's, readable by others, or holds no secret.
@@ -78,13 +78,13 @@ def read_secret(path: Path) -> str | None:
 
 
 def ensure_secret(path: Path, *, prefix: str = "") -> str:
-    """What the file holds; made when it is not there. Raises as `read_secret`."""
+    """The secret in the file; made if missing. Raises as `read_secret`."""
     found = read_secret(path)
     if found is not None:
         return found
     place_private_file(path, f"{prefix}{secrets.token_hex(_BYTES)}\n".encode())
     made = read_secret(path)
-    assert made is not None  # linked just now, by us or by another
+    assert made is not None  # linked just now, by us or by another process
     return made
 
 

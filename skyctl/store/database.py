@@ -1,12 +1,12 @@
 """The SQLite file behind a fleet's state, and the copy in memory that stands in for it.
 
-When the file cannot be written (the disk is full, read-only, or fails) its connection goes on with
-a copy in memory. What is written from then on is kept, and written to the file once there is room:
-now and then, before a `durable` transaction, and at the end. The copy is made anew now and then,
-and for whoever gets the fleet's turn: others may have acted meanwhile. Statements are repeated in
-their order, in one transaction: where another process wrote the same field meanwhile, the last
-writer wins; what is added to a history comes after what others added. Only where another job began
-meanwhile they are given up: it found the fleet as it was, and its records are the later ones.
+If the file cannot be written (the disk is full, read-only, or fails), its connection goes on with a
+copy in memory. Later writes are kept, and written to the file once there is room: now and then,
+before a `durable` transaction, and at the end. The copy is refreshed now and then, and when the
+fleet's turn is taken: others may have acted meanwhile. Kept statements are repeated in their order,
+in one transaction: where another process wrote the same field meanwhile, the last writer wins;
+additions to a history follow those of others. They are dropped only if another job has begun
+meanwhile: it found the fleet as it was, and its records are the later ones.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from skyctl.store.schema import roll_back, upgrade
 from skyctl.store.unrecorded import LOST, Unrecorded, advice
 
 RETRY_S = 2.0
-"""How often a write looks whether the file can be written again."""
+"""How often a write checks whether the file can be written again."""
 
 _ROWS_PER_STATEMENT = 1000
 
 RESERVE_BYTES = 4 * 1024 * 1024
-"""Room for the records of a push that has begun when the disk fills up."""
+"""Room for the records of a push under way when the disk fills up."""
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -41,7 +41,7 @@ Statement = tuple[str, tuple[Any, ...]]
 
 
 def understood(read: Callable[P, R]) -> Callable[P, R]:
-    """A method that makes something of rows; its class has a `_database` (see `understanding`)."""
+    """Wraps a method that interprets rows; its class has a `_database` (see `understanding`)."""
 
     @wraps(read)
     def reading(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -56,7 +56,8 @@ def understood(read: Callable[P, R]) -> Callable[P, R]:
 @dataclass(frozen=True)
 class Retention:
     """The latest `pushes` and `events` are kept, unless they are older than `days`: the fleet
-    file's `history:`."""
+    file's `history:`.
+    """
 
     pushes: int = 500
     events: int = 10_000
@@ -66,10 +67,10 @@ class Retention:
 class Database:
     """One connection to a fleet's state file, for one thread. Every write is a transaction.
 
-    `warn` hears one line when a corrupt file was kept aside and a new one `begun_anew`, and when
+    `warn` receives one line when a corrupt file was kept aside and a new one `begun_anew`, and when
     the file cannot be written. The `owner` (the process that holds the lock of the fleet's
-    supervisor) reads the whole file for corruption. A file that cannot be read is an error, or with
-    `or_memory` an empty state that is `unread`.
+    supervisor) checks the whole file for corruption. A file that cannot be read is an error, or
+    with `or_memory` an empty state that is `unread`.
 
     Raises:
         SkyctlError: the file was written by a newer skyctl, or cannot be opened.
@@ -94,10 +95,10 @@ class Database:
         self._owner = owner
         self._file: sqlite3.Connection | None = None
         self._memory: sqlite3.Connection | None = None  # stands in for the file
-        self._why = self._hint = ""  # why it does, and what to do about it
+        self._why = self._hint = ""  # why the memory stands in, and what to do about it
         self._kept: list[Statement] = []  # committed in memory only
-        self._transaction: list[Statement] | None = None  # the one that is open
-        self._durable = False  # must it be in the file?
+        self._transaction: list[Statement] | None = None  # the open transaction
+        self._durable = False  # whether it must be in the file
         self._tried = 0.0
         self._reserve = path.with_suffix(".reserve")
         try:
@@ -112,13 +113,13 @@ class Database:
 
     @property
     def unrecorded(self) -> Unrecorded | None:
-        """What the file does not have, None when it has everything."""
+        """What the file lacks, None if it is complete."""
         if self._memory is None or not self._kept:
             return None
         return Unrecorded(self.path, len(self._kept), self._why, self._hint)
 
     def close(self) -> None:
-        """Complete the file, or remember in `unrecorded.LOST` that it could not be done."""
+        """Complete the file, or record the failure in `unrecorded.LOST`."""
         if self._kept and not self.complete() and (lost := self.unrecorded):
             LOST.append(lost)
             self._kept.clear()
@@ -146,7 +147,7 @@ class Database:
 
         Raises:
             SkyctlError: the file cannot be used (locked for too long, damaged).
-            StateUnwritable: it cannot be written, though it has to be.
+            StateUnwritable: it cannot be written, although it must be.
         """
         if durable:
             self._need_file()
@@ -168,7 +169,7 @@ class Database:
     def write_rows(
         self, sql: str, rows: Sequence[Sequence[Any]], after: str = "", *, durable: bool = False
     ) -> None:
-        """`sql` VALUES these rows, `after`; as few statements as SQLite's limits allow."""
+        """Run `sql` VALUES these rows `after`, in as few statements as SQLite's limits allow."""
         for first in range(0, len(rows), _ROWS_PER_STATEMENT):
             some = rows[first : first + _ROWS_PER_STATEMENT]
             marks = ", ".join([f"({', '.join('?' * len(some[0]))})"] * len(some))
@@ -179,8 +180,8 @@ class Database:
     def transaction(self, *, durable: bool = False) -> Iterator[None]:
         """Everything inside is committed together or not at all; other writers wait.
 
-        One inside another is part of it. What is written in a `durable` one survives the death of
-        this process once the (outermost) block has ended.
+        A nested one is part of the outer one. What a `durable` one writes survives the death of
+        this process once the outermost block has ended.
 
         Raises:
             StateUnwritable: `durable`, and the file cannot be written; nothing is.
@@ -214,7 +215,7 @@ class Database:
             self._durable = False
 
     def reserve(self) -> None:
-        """Keep room on the disk for the records of something long that is about to begin.
+        """Reserve disk space for the records of something long that is about to begin.
 
         Raises:
             StateUnwritable: there is not enough.
@@ -223,13 +224,13 @@ class Database:
             place_private_file(self._reserve, bytes(RESERVE_BYTES))
 
     def complete(self) -> bool:
-        """Write to the file what only the memory has; False while it cannot be written."""
+        """Write to the file what only the memory holds; False while it cannot be written."""
         if self._memory is None:
             return True
         if self._transaction is not None:
             return False
         self._tried = time.monotonic()
-        if self._file is not None:  # what was opened on a read-only disk stays read-only
+        if self._file is not None:  # a file opened on a read-only disk stays read-only
             self._file.close()
             self._file = None
         try:
@@ -255,7 +256,7 @@ class Database:
         return True
 
     def refresh(self) -> None:
-        """Look what others wrote to the file since it was copied."""
+        """Read what others have written to the file since it was copied."""
         if self._memory is None or self._transaction is not None or self.complete():
             return
         with suppress(sqlite3.Error, OSError):
@@ -265,7 +266,7 @@ class Database:
             self._memory, self.unread = again, False
 
     def require_read(self) -> None:
-        """Raise StateUnwritable while this is an empty state because the file cannot be read."""
+        """Raise StateUnwritable while the state is empty because the file cannot be read."""
         if self.unread and not self.complete():
             raise StateUnwritable(
                 f"cannot read {self.path}: {self._why}; what is quarantined is not known",
@@ -274,7 +275,7 @@ class Database:
 
     @contextmanager
     def understanding(self) -> Iterator[None]:
-        """Around code that makes something of rows: what skyctl did not write is a SkyctlError."""
+        """Wraps code that interprets rows: a row that skyctl did not write raises SkyctlError."""
         try:
             yield
         except (TypeError, ValueError, LookupError, AttributeError, RecursionError) as error:
@@ -284,14 +285,14 @@ class Database:
     def _readable(self) -> Iterator[None]:
         try:
             yield
-        # UnicodeDecodeError: SQLite's own words quote what is damaged
+        # UnicodeDecodeError: SQLite's own message quotes the damaged text
         except (sqlite3.OperationalError, UnicodeDecodeError) as error:
             raise SkyctlError(f"cannot use {self.path}: {error}") from error
         except (sqlite3.DatabaseError, OverflowError) as error:
             raise damaged(self.path, error) from error
 
     def _run(self, sql: str, parameters: tuple[Any, ...] = ()) -> sqlite3.Cursor:
-        """One statement in the file, or in memory when the file fails."""
+        """Run one statement in the file, or in memory if the file fails."""
         if self._memory is None:
             assert self._file is not None  # opened, or there is a memory
             try:
@@ -319,7 +320,7 @@ class Database:
         return memory
 
     def _repeat_transaction(self, connection: sqlite3.Connection) -> None:
-        """What the open transaction did so far: SQLite may have undone it."""
+        """Repeat the statements of the open transaction: SQLite may have undone it."""
         roll_back(connection)
         if self._transaction is not None:
             connection.execute("BEGIN IMMEDIATE")
@@ -327,7 +328,7 @@ class Database:
                 connection.execute(*statement)
 
     def _give_up_reserve(self) -> bool:
-        """Make room for what was begun to be brought to its end; False when there is none."""
+        """Free the reserve, so that what has begun can be completed; False if there is none."""
         try:
             self._reserve.unlink()
         except OSError:
@@ -335,7 +336,7 @@ class Database:
         return True
 
     def _begin_in_memory(self, error: Exception, or_memory: bool) -> None:
-        """The file cannot be opened for writing; what it holds is read, if that can be done."""
+        """The file cannot be opened for writing; read what it holds, if possible."""
         self._fails(error)
         try:
             self._memory = opening.read_into_memory(self.path)
@@ -373,8 +374,8 @@ class Database:
             self.refresh()
 
     def _repeat_kept(self, connection: sqlite3.Connection) -> None:
-        """What is kept, unless another job began since the file was copied."""
-        assert self._memory is not None  # what is kept is in it
+        """Repeat the kept statements, unless another job has begun since the file was copied."""
+        assert self._memory is not None  # it holds what is kept
         if _latest_job(connection) > _latest_job(self._memory):
             if self._kept:
                 why = "another job began meanwhile"
@@ -399,7 +400,7 @@ def _latest_job(connection: sqlite3.Connection) -> int:
 
 
 def damaged(path: Path, error: Exception) -> SkyctlError:
-    """The error of a state file that opens and does not make sense."""
+    """The error of a state file that opens but is inconsistent."""
     return SkyctlError(
         f"{path} is damaged: {' '.join(str(error).split())[:200]}",
         hint=f"mv {path} {path}.damaged; then: skyctl recover",
@@ -407,7 +408,7 @@ def damaged(path: Path, error: Exception) -> SkyctlError:
 
 
 def _reason(error: Exception) -> str:
-    """Without the path, which is said beside it."""
+    """The reason without the path, which the message already has."""
     if isinstance(error, OSError):
         return error.strerror or str(error)
     return error.message.rpartition(": ")[2] if isinstance(error, SkyctlError) else str(error)

@@ -1,8 +1,8 @@
-"""Which digest which weights come to: learned from pushes and launches, enforced from then on.
+"""Which weights have which digest: learned from pushes and launches, enforced from then on.
 
-A version's label is only a name. That a server holds certain weights is known when its digest is
-the one that the same content came to before, in servers that hold the model in the same way
-(`push/arrangement.py`) and run the same engine.
+A version's label is only a name. A server is known to hold certain weights if its digest is the one
+that the same content had before, in servers that hold the model in the same arrangement
+(`push/arrangement.py`) and run the same engine version.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from typing import Any, Literal
 from skyctl.store.database import Database, understood
 
 MOST = 512
-"""Digests that are kept; the ones not seen for longest go first."""
+"""How many digests are kept; the least recently seen are dropped first."""
 
 
 @dataclass(frozen=True)
 class ExpectedDigest:
-    """What a content comes to in an engine.
+    """The digest of a content in an engine.
 
-    `content` names the bytes (`push/expected.py`), `engine` its version and, where they are known,
-    its arguments. `digest` ends in its arrangement. `origin`: a
-    push whose servers agreed and held what the checkpoint holds, or vLLM's own loading at a launch.
+    `content` names the bytes (`push/expected.py`), `engine` its version and, if known, its
+    arguments. `digest` ends in its arrangement. `origin`: a push whose servers agreed and matched
+    the checkpoint, or vLLM's own loading at a launch.
     """
 
     content: str
@@ -39,8 +39,9 @@ class ExpectedDigest:
 
 @dataclass(frozen=True)
 class BrokenReload:
-    """A model (the layout digest of its checkpoints) whose weights come to something else when they
-    are pushed than when vLLM loads them; `model` is what it was called then."""
+    """A model (the layout digest of its checkpoints) whose weights get another digest when pushed
+    than when vLLM loads them; `model` is its name at that time.
+    """
 
     layout: str
     engine: str
@@ -49,7 +50,7 @@ class BrokenReload:
 
 @dataclass(frozen=True)
 class Expectations:
-    """All that a fleet remembers of it."""
+    """All digests that a fleet remembers."""
 
     digests: tuple[ExpectedDigest, ...] = ()
     broken: tuple[BrokenReload, ...] = ()
@@ -62,7 +63,7 @@ class Expectations:
 
 @dataclass
 class Learned:
-    """What one push found out. Its JSON is a part of the push's result and of its error."""
+    """What one push found out. Its JSON is part of the push's result and of its error."""
 
     digests: list[ExpectedDigest] = field(default_factory=list)
     broken: BrokenReload | None = None
@@ -75,12 +76,12 @@ class Learned:
 
 
 def by_files(identity_digest: str) -> str:
-    """Names the bytes of a checkpoint's files as long as nobody writes them."""
+    """Names the bytes of a checkpoint's files as long as nobody writes to them."""
     return f"files:{identity_digest}"
 
 
 class ExpectedDigests:
-    """The tables behind it, in a fleet's state file."""
+    """The tables behind the expectations, in a fleet's state file."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
@@ -127,7 +128,7 @@ class ExpectedDigests:
         )
 
     def launched(self, server: str, content: str) -> None:
-        """A server was launched with this content; "" when that is not certain."""
+        """A server was launched with this content; "" if that is not certain."""
         self._database.write("INSERT OR REPLACE INTO launches VALUES (?, ?)", server, content)
 
     @understood

@@ -1,4 +1,4 @@
-"""Which process is meant: a pid alone is reused, pid + create time + boot id is not."""
+"""Identifies a process: a pid alone is reused, pid + create time + boot id is not."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import psutil
 
-# psutil takes longer to load than most commands take to ask their servers: where it is needed
+# loaded on demand: psutil takes longer to load than most commands take to ask their servers
 
 
 @cache
 def boot_id() -> str:
-    """Identifies this boot of the machine; the boot time where the kernel offers no id."""
+    """Identifies this boot of the machine; the boot time if the kernel offers no id."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -29,18 +29,18 @@ def boot_id() -> str:
 
 @dataclass(frozen=True)
 class ProcessIdentity:
-    """One process of one boot. `create_time` is what `create_time()` said of it."""
+    """One process of one boot. `create_time` is the value of `create_time()`."""
 
     pid: int
     create_time: float
     boot_id: str
 
     def alive(self) -> bool:
-        """True when exactly this process still runs (a zombie does not)."""
+        """Whether exactly this process still runs (a zombie does not)."""
         return self.process() is not None
 
     def process(self) -> psutil.Process | None:
-        """The live process, or None when it is gone or its pid now means another."""
+        """The live process, or None if it is gone or its pid now belongs to another."""
         if self.boot_id != boot_id():
             return None
         import psutil
@@ -56,18 +56,18 @@ class ProcessIdentity:
 
 
 def create_time(pid: int) -> float | None:
-    """When a process was created, in seconds; None when there is none with this pid.
+    """When a process was created, in seconds; None if there is none with this pid.
 
-    On Linux since boot. psutil adds the boot time, which the kernel derives from the clock in
-    whole seconds: it moves by one when the clock is corrected a little, by more when it is set,
-    and every process would seem to be another. Elsewhere it is psutil's, since the epoch.
+    On Linux since boot. psutil adds the boot time, which the kernel derives from the clock in whole
+    seconds: it shifts by one when the clock is corrected slightly, by more when it is set, and
+    every process would seem to be another. Elsewhere it is psutil's, since the epoch.
     """
     if sys.platform == "linux":
         try:
             stat = Path(f"/proc/{pid}/stat").read_bytes()
         except OSError:
             return None
-        # after the name, which may hold spaces and parentheses, the third field comes first
+        # the third field follows the name, which may hold spaces and parentheses
         return int(stat.rpartition(b")")[2].split()[22 - 3]) / os.sysconf("SC_CLK_TCK")
     import psutil
 
@@ -78,13 +78,13 @@ def create_time(pid: int) -> float | None:
 
 
 def identify(pid: int) -> ProcessIdentity | None:
-    """Identity of a running process, None when there is none with this pid."""
+    """Identity of a running process, None if there is none with this pid."""
     created = create_time(pid)
     return None if created is None else ProcessIdentity(pid, created, boot_id())
 
 
 def own_processes() -> Iterator[psutil.Process]:
-    """Every process of this user but this one."""
+    """Every process of this user except this one."""
     import psutil
 
     own = os.getuid()
@@ -99,5 +99,5 @@ def own_processes() -> Iterator[psutil.Process]:
 def own_identity() -> ProcessIdentity:
     """Identity of this very process."""
     own = identify(os.getpid())
-    assert own is not None  # we run
+    assert own is not None  # this process runs
     return own

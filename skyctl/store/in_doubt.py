@@ -1,7 +1,8 @@
-"""Servers that a push touched and did not give back: what they hold, and what has to be undone.
+"""Servers in doubt: a push touched them and did not release them. What they hold, and what has to
+be undone.
 
-A push that ends badly, or whose process dies, leaves such servers. They are quarantined, and kept
-here until a push, a restart or `skyctl recover` has put them right.
+A push that fails, or whose process dies, leaves such servers. They are quarantined, and recorded
+here until a push, a restart or `skyctl recover` has repaired them.
 """
 
 from __future__ import annotations
@@ -19,24 +20,24 @@ from skyctl.store.state import FleetState, FleetWeights
 HELD = "held"
 """State of a server that was paused before the push: it stays paused after it."""
 _GIVEN_BACK = ("ready", "kept", "resumed", "draining")
-"""States in which a push leaves a server as it should be; one that drains was not touched yet."""
+"""States in which a push has released a server; one that is draining has not been touched yet."""
 _WEIGHED = "weighed"
-"""The push has looked at its weights, and touched nothing yet."""
+"""The push has read its weights, and touched nothing yet."""
 _LEFT = "left"
-"""Stage of one that no push left: recovery could not bring it to the fleet's weights."""
+"""Stage of a server that no push left: recovery could not bring it to the fleet's weights."""
 _WAKING, _ASLEEP = "waking", "asleep"
-"""Of one that slept: its weights are woken; the push was undone, and it sleeps again."""
+"""States of a server that slept: its weights are woken; the push was undone, it sleeps again."""
 
 
 @dataclass(frozen=True)
 class InDoubt:
     """What a push left of one server.
 
-    `half_updated`: bytes may have been sent, so that it holds parts of several checkpoints; else it
-    has whole weights, maybe behind an open session: those on record. `thaw`: the push froze it, and
-    nobody else wanted that. `woken`: it slept, and the push woke its weights. `job` is the push,
-    `stage` where it ended. `digest` is what whole weights come to, "" where the push did not look.
-    `version` is the label that verified weights get before it is thawed.
+    `half_updated`: bytes may have been sent, so it may hold parts of several checkpoints; otherwise
+    it has whole weights, perhaps behind an open session: those on record. `thaw`: the push froze
+    it, and nobody else wanted that. `woken`: it slept, and the push woke its weights. `job` is the
+    push, `stage` where it ended. `digest` is that of its whole weights, "" if the push did not
+    compute it. `version` is the label that verified weights get before it is thawed.
     """
 
     server: str
@@ -50,7 +51,7 @@ class InDoubt:
 
     @property
     def why(self) -> str:
-        """What it was left by, and what it may hold, in a sentence."""
+        """Why it is in doubt, and what it may hold, in a sentence."""
         if self.stage == _LEFT:
             return "it does not hold the fleet's weights, and recovery could not have them"
         said = f"{self.job} broke off in stage {self.stage}"
@@ -62,13 +63,13 @@ class InDoubt:
 
 
 _SENDER = "sender"
-"""Key of the trainer that sends: `{"job": …}` and its process; "" once it said that it ended."""
+"""Key of the trainer that sends: `{"job": …}` and its process; "" once it has reported its end."""
 
 NO_DOUBT = InDoubt("", "", "", half_updated=False, thaw=False)
 
 
 def left_behind(job: Job, events: Sequence[JobEvent]) -> dict[str, InDoubt]:
-    """The servers that a push, by its journal, touched and did not give back. Pure.
+    """The servers that a push, by its journal, touched and did not release. Pure.
 
     Stages, `waking` and `pausing` are journaled before they are acted upon, the rest after.
     """
@@ -101,7 +102,7 @@ def left_behind(job: Job, events: Sequence[JobEvent]) -> dict[str, InDoubt]:
     def given_back(name: str, state: str) -> bool:
         if name in woken and not sent:
             return state == _ASLEEP
-        # one that was paused before is as it was until a session is opened in it
+        # a server that was already paused is unchanged until a session is opened in it
         return state in _GIVEN_BACK or (state == HELD and "start" not in stages)
 
     if not stages & {"wake", "pause"}:
@@ -123,7 +124,7 @@ def left_behind(job: Job, events: Sequence[JobEvent]) -> dict[str, InDoubt]:
 
 
 def verified(events: Iterable[JobEvent]) -> list[dict[str, Any]]:
-    """What a push had verified when its events end, in order (`push.request.FACTS`)."""
+    """What a push had verified by the end of its events, in order (`push.request.FACTS`)."""
     return [event.data for event in events if event.kind == "verified"]
 
 
@@ -142,12 +143,12 @@ def in_doubt(state: FleetState) -> dict[str, InDoubt]:
 
 
 def doubt(state: FleetState, found: Mapping[str, InDoubt]) -> None:
-    """Remember these servers as well, and quarantine those that are not."""
+    """Record these servers as in doubt as well, and quarantine those that are not yet."""
     with state.transaction():
         known = in_doubt(state)
         for name, one in found.items():
             before = known.get(name)
-            # an earlier push may have sent what this one did not get to clean up
+            # an earlier push may have sent what this one did not get to scrub
             half = one.half_updated or (
                 before is not None and before.half_updated and not one.version
             )
@@ -168,20 +169,20 @@ def doubt(state: FleetState, found: Mapping[str, InDoubt]) -> None:
 
 
 def open_sender(state: FleetState, job: str, process: ProcessIdentity | None) -> None:
-    """This process may write to servers from now on, beside us; None: nobody sees whether it
-    lives."""
+    """Record that this process may write to servers from now on; None: nobody sees if it lives."""
     state.set(_SENDER, json.dumps({"job": job, **asdict(process)}) if process else "")
 
 
 def close_sender(state: FleetState, job: str) -> None:
-    """The trainer of this update has said that it sends nothing any more."""
+    """Record that the trainer of this update has reported that it sends nothing more."""
     if (known := state.get(_SENDER)) and json.loads(known)["job"] == job:
         state.set(_SENDER, "")
 
 
 def held_by(state: FleetState) -> tuple[ProcessIdentity, frozenset[str]] | None:
-    """A trainer that lives and has not ended an update that is over, and the servers to which it
-    may still send: resumed, they would serve whatever it writes."""
+    """A live trainer that has not left an update that is over, and the servers to which it may
+    still send: resumed, they would serve whatever it writes.
+    """
     if not (known := state.get(_SENDER)):
         return None
     found = json.loads(known)
@@ -195,7 +196,7 @@ def why_held(process: ProcessIdentity) -> str:
 
 
 def refuse_held(state: FleetState, process: ProcessIdentity | None) -> None:
-    """Raise ConflictError where another trainer than this one holds servers."""
+    """Raise ConflictError if a trainer other than this one holds servers."""
     held = held_by(state)
     if held is not None and held[0] != process:
         raise ConflictError(
@@ -205,7 +206,7 @@ def refuse_held(state: FleetState, process: ProcessIdentity | None) -> None:
 
 
 def touch(state: FleetState, name: str, why: str) -> None:
-    """A server is about to be pushed to by its own admission, which no journal tells of.
+    """A server is about to be pushed to by its own admission, which has no journal.
 
     Raises:
         StateUnwritable: it cannot be put on record.
@@ -215,30 +216,31 @@ def touch(state: FleetState, name: str, why: str) -> None:
 
 
 def leave_to_next_push(state: FleetState, name: str) -> None:
-    """This server holds whole weights that are not the fleet's, and those cannot be had: a push
-    takes in what is quarantined only where it is in doubt."""
+    """This server holds whole weights that are not the fleet's, and the fleet's are unavailable: a
+    push takes in a quarantined server only if it is in doubt.
+    """
     if name not in in_doubt(state):
         thaw = not state.server(name).paused
         _save(state, InDoubt(name, "recovery", _LEFT, half_updated=True, thaw=thaw))
 
 
 def trust(state: FleetState, *names: str) -> None:
-    """These servers were put right, or run in a new process."""
+    """These servers were repaired, or run in a new process."""
     marks = ", ".join("?" * len(names))
     state.database.write(f"DELETE FROM in_doubt WHERE server IN ({marks})", *names)
 
 
 def close_orphans(state: FleetState, *, in_turn: bool = False) -> list[Job]:
-    """Close running jobs whose process is dead, commit what they had verified, and doubt the
-    servers they left; those jobs.
+    """Close running jobs whose process is dead, commit what they had verified, and record the
+    servers they left as in doubt; returns those jobs.
 
-    `in_turn`: this process has the fleet's turn, so that no push is under way. One that is said to
-    run has ended, even if its process lives and could not put its end on record.
+    `in_turn`: this process has the fleet's turn, so no push is under way. A job recorded as running
+    has then ended, even if its process lives and could not record the end.
     """
     if not state.journal.orphans(living=in_turn):
         return []
     orphans = []
-    with state.understanding(), state.transaction():  # once: somebody else may be doing the same
+    with state.understanding(), state.transaction():  # atomic: another process may do the same
         for job in state.journal.interrupt_orphans(living=in_turn):
             orphans.append(job)
             events = state.journal.events(job.id)
@@ -252,8 +254,9 @@ def _roll_forward(
     state: FleetState, job: Job, done: Sequence[Mapping[str, Any]], left: Collection[str]
 ) -> None:
     """Every byte was sent and verified: the weights are the servers', and the fleet's if the push
-    was for all of it. A server that was not to be verified has them if the push gave it back, and
-    is not one of those that it `left`. What an earlier push left of it is over."""
+    was for all of it. A server that was not to be verified has them if the push released it, and is
+    not among those that it `left`. What an earlier push left in it is cleared.
+    """
     for one in done:
         what = {key: one[key] for key in ("checkpoint", "checkpoint_digest")}
         holding = {n: digest for n, digest in one["servers"].items() if digest or n not in left}

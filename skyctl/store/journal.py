@@ -1,4 +1,4 @@
-"""The journal of jobs (weight pushes): what was asked, how far it came, how it ended."""
+"""The journal of jobs (weight pushes): what was asked, how far it got, how it ended."""
 
 from __future__ import annotations
 
@@ -73,8 +73,9 @@ class JobEvent:
 
 @dataclass(frozen=True)
 class Told:
-    """An event that is about to be written: a JobEvent's kind and data. `name` is the server that
-    it is about; `at` when it happened, 0 for when it is written."""
+    """An event that is about to be written: a JobEvent's kind and data. `name` is the server it is
+    about; `at` is when it happened, 0 for the time of writing.
+    """
 
     kind: str
     data: Mapping[str, Any]
@@ -97,7 +98,7 @@ class Told:
 
 @dataclass(frozen=True)
 class PushRecord:
-    """One push of the fleet's history. `result` is PushResult's JSON, or {} when it failed."""
+    """One push of the fleet's history. `result` is PushResult's JSON, or {} if it failed."""
 
     job: str
     at: float
@@ -112,7 +113,7 @@ class PushRecord:
 
 
 class Journal:
-    """Jobs, their events and the push history of one fleet. `news` tells when a job ends."""
+    """Jobs, their events and the push history of one fleet. `news` is told when a job ends."""
 
     def __init__(self, database: Database, news: News | None = None) -> None:
         self._database = database
@@ -126,7 +127,7 @@ class Journal:
         """
         self._database.reserve()
         owner, created_at = own_identity(), time.time()
-        # dry runs count downwards from -1, so that they use up no number of a push
+        # dry runs count down from -1, so that they use up no push numbers
         number = "(SELECT MIN(0, COALESCE(MIN(number), 0)) - 1 FROM jobs)"
         cursor = self._database.write(
             "INSERT INTO jobs (number, kind, state, done_bytes, total_bytes, request, created_at, "
@@ -144,7 +145,8 @@ class Journal:
 
     def tell(self, job_id: str, *told: Told, durable: bool = False) -> None:
         """Add events to a job, in one statement; `durable` for what must be on record before it is
-        acted upon."""
+        acted upon.
+        """
         number, at = _number(job_id), time.time()
         self._database.write_rows(
             "INSERT INTO job_events (job, at, kind, data, server)",
@@ -177,7 +179,7 @@ class Journal:
     @understood
     def job(self, job_id: str, *, in_full: bool = True) -> Job:
         """One job by its id. Unless `in_full`, which takes longer the more servers there are, its
-        `stage` and `servers` are not looked for.
+        `stage` and `servers` are left out.
 
         Raises:
             NotFoundError: there is none.
@@ -203,13 +205,14 @@ class Journal:
 
     @understood
     def owner_alive(self, job_id: str) -> bool:
-        """Whether the process that runs this job still lives."""
+        """Whether the process that runs this job is still alive."""
         row = self._database.row("SELECT owner FROM jobs WHERE number = ?", _number(job_id))
         return row is not None and ProcessIdentity(**json.loads(row["owner"])).alive()
 
     def interrupt_orphans(self, *, living: bool = False) -> list[Job]:
-        """Close running jobs whose process is dead; returns them as they were found. `living`:
-        those of living processes as well, none of which has the fleet's turn."""
+        """Close running jobs whose process is dead; returns them as they were found. `living`: also
+        those of living processes, none of which has the fleet's turn.
+        """
         orphans = self.orphans(living=living)
         for job in orphans:
             message = f"the process that ran {job.id} died in stage {job.stage}"
@@ -220,7 +223,7 @@ class Journal:
 
     @understood
     def orphans(self, *, living: bool = False) -> list[Job]:
-        """Running jobs whose process is dead, or of any process."""
+        """Running jobs whose process is dead; with `living`, of any process."""
         rows = self._database.rows("SELECT number, owner FROM jobs WHERE state = 'running'")
         dead = [
             row["number"]
@@ -262,7 +265,7 @@ class Journal:
         ]  # fmt: skip
 
     def _jobs(self, where: str, *parameters: Any, in_full: bool = True) -> list[Job]:
-        """Jobs `WHERE …`, with the last that their events say of the job and of each server."""
+        """Jobs `WHERE …`, with the latest stage and server states from their events."""
         rows = self._database.rows(f"SELECT * FROM jobs {where}", *parameters)
         if not in_full:
             return [_job(row, _QUEUED, {}) for row in rows]
@@ -285,7 +288,7 @@ class Journal:
 
 
 def _number(job_id: str) -> int:
-    """The row's number; 0, which no row has, for what is no id."""
+    """The row's number; 0, which no row has, for an invalid id."""
     kind, _, tail = job_id.rpartition("-")
     number = int(tail) if tail.isdecimal() else 0
     return -number if kind == DRY_RUN else number
@@ -296,7 +299,7 @@ def _id(row: sqlite3.Row) -> str:
 
 
 def _marks(count: int) -> str:
-    """That many parameters of a statement."""
+    """A list of `count` SQL parameters."""
     return ", ".join("?" * count)
 
 

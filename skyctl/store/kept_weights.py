@@ -1,4 +1,4 @@
-"""Checkpoints that a fleet keeps as its own (`sync-weights --keep`): what is known of them."""
+"""Records of the checkpoints that a fleet keeps as its own (`sync-weights --keep`)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class KeptWeights:
     """One version. `checkpoint` is the fleet's own copy, `source` the directory it was made from.
 
     `checkpoint_digest` is the copy's identity, `source_digest` that of the source when it was
-    copied, `content_digest` over every byte that was pushed ("" where nothing was sent). `at` is in
+    copied, `content_digest` covers every byte that was pushed ("" if nothing was sent). `at` is in
     seconds since the epoch.
     """
 
@@ -41,7 +41,7 @@ def kept_weights(state: FleetState) -> list[KeptWeights]:
 
 
 def remember(state: FleetState, kept: KeptWeights) -> None:
-    """One of the same version and copy is replaced."""
+    """Record a kept version; one of the same version and copy is replaced."""
     with state.transaction():
         others = [
             one
@@ -52,7 +52,7 @@ def remember(state: FleetState, kept: KeptWeights) -> None:
 
 
 def forget(state: FleetState, version: str) -> list[KeptWeights]:
-    """Take a version off the list; what is of no further use (a copy may have two names)."""
+    """Take a version off the list; returns copies no longer used (a copy may have two names)."""
     with state.transaction():
         known = kept_weights(state)
         left = [one for one in known if one.version != version]

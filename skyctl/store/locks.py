@@ -1,9 +1,9 @@
 """Named locks of a fleet, kept by the kernel: they need no room on the disk and die with their
 holder.
 
-A lock is an flock on a file in the fleet's directory. Who holds it is read from /proc/locks, so
-that it can be told even where nothing can be written; what the holder is doing stands in the file
-when there was room for it.
+A lock is an flock on a file in the fleet's directory. Its holder is read from /proc/locks, so it is
+known even where nothing can be written; what the holder is doing is in the file if there was room
+for it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from skyctl.store.paths import create_private_file, flocked
 from skyctl.units import format_seconds
 
 ASKED = ", asked for by "
-"""In what a holder does, between that and the command that wants it."""
+"""In a holder's description: separates what it does from the command that asked for it."""
 
 _POLL_S = 0.05
 _MAX_RECORD_BYTES = 4096
@@ -33,8 +33,9 @@ _MAX_RECORD_BYTES = 4096
 
 @dataclass(frozen=True)
 class Holder:
-    """Who holds a lock: what it does (a command or a job), its process, and since when (epoch
-    seconds)."""
+    """The holder of a lock: what it does (a command or a job), its process, and since when (epoch
+    seconds).
+    """
 
     what: str
     pid: int
@@ -42,21 +43,21 @@ class Holder:
 
     @property
     def subject(self) -> str:
-        """What it does, without who asked for it."""
+        """What it does, without the command that asked for it."""
         return self.what.partition(",")[0]
 
     def __str__(self) -> str:
         held = format_seconds(max(0.0, time.time() - self.since))
         does, asked, by = self.what.partition(ASKED)
-        # whoever asked is the one to talk to; the process that does it for him is the supervisor
+        # name the command that asked: the process that acts for it is the supervisor
         return f"{does} for {held}{asked}{by}" if by else f"{does} (pid {self.pid}, for {held})"
 
 
 class Lock:
     """One taken lock. Shared locks of one name coexist; an exclusive one excludes all others.
 
-    `after_death`: somebody who held it before died with it: what he did is still in the file, and
-    stays there until `settle`. Of several who share it, the file names the first.
+    `after_death`: an earlier holder died with it: what it did is still in the file, and stays there
+    until `settle`. Of several that share a lock, the file names the first.
     """
 
     def __init__(self, locks: Locks, name: str, descriptor: int, shared: bool, what: str) -> None:
@@ -70,13 +71,13 @@ class Lock:
         self._record()
 
     def rename(self, what: str) -> None:
-        """Say more about what the lock is held for."""
+        """Describe more precisely what the lock is held for."""
         self.holder = Holder(what, self.holder.pid, self.holder.since)
         self._record()
         self._locks.news.tell()
 
     def release(self) -> None:
-        """Let go. A second call does nothing."""
+        """Release the lock. A second call does nothing."""
         if self._descriptor is None:
             return
         self._locks.own.discard(self)
@@ -88,7 +89,7 @@ class Lock:
         self._locks.news.tell()
 
     def settle(self) -> None:
-        """Nothing is to be feared any more of a holder that died: forget it."""
+        """Forget a holder that died: it can do no more harm."""
         self.after_death = False
         if self._descriptor is not None:
             with contextlib.suppress(OSError):
@@ -96,7 +97,7 @@ class Lock:
         self._record()
 
     def _remove_record(self, descriptor: int) -> None:
-        """Leave the file empty, or to somebody who shares the lock still."""
+        """Clear the file, or leave it to a process that still shares the lock."""
         others: set[int] = set()
         if self.shared:
             recorded = self._locks.recorded(self.name)
@@ -123,8 +124,9 @@ class Lock:
 
 
 class Locks:
-    """The locks of one fleet's directory. `news` tells when one of these is let go; `on_taken`
-    is called when one is taken: what its holder knows may be what was before."""
+    """The locks of one fleet's directory. `news` is told when one of these is released; `on_taken`
+    is called when one is taken: what its holder knows may be outdated.
+    """
 
     own_of_directory: dict[Path, set[Lock]] = {}  # noqa: RUF012 - shared by all of this process
 
@@ -179,14 +181,14 @@ class Locks:
         ]
 
     def recorded(self, name: str) -> Holder | None:
-        """Who stands in the lock's file; None where nobody does, or it cannot be read."""
+        """The holder recorded in the lock's file; None if there is none, or it cannot be read."""
         try:
             return _recorded(self._path(name))
         except OSError:
             return None
 
     def lives(self, name: str) -> bool:
-        """Whether who stands in the lock's file holds it."""
+        """Whether the recorded holder still holds the lock."""
         found = self.recorded(name)
         if found is None:
             return False
@@ -220,11 +222,11 @@ class Locks:
             lock.release()
 
     def _open_directory(self) -> int:
-        """Stands in for a lock's file where there is no room to make it."""
+        """Stands in for a lock's file if there is no room to create it."""
         return os.open(self._directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
 
     def _look_at_directory(self, kind: int) -> None:
-        """Raise BlockingIOError when somebody had no file to lock, and still acts."""
+        """Raise BlockingIOError if somebody had no file to lock, and still acts."""
         descriptor = self._open_directory()
         try:
             fcntl.flock(descriptor, kind)
@@ -239,14 +241,14 @@ class Locks:
         try:
             return create_private_file(path)
         except SkyctlError:
-            # a file system that became read-only: the file is there since the fleet began
+            # a file system that became read-only: the file has existed since the fleet began
             with contextlib.suppress(OSError):
                 return os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
             raise
 
     def _conflict(self, name: str) -> ConflictError:
         found = self.holders(name)
-        if not found:  # let go of meanwhile
+        if not found:  # released meanwhile
             return ConflictError("another command acted on this fleet just now", hint="try again")
         first = found[0]
         job = first.subject if first.subject.startswith("push-") else ""
@@ -287,7 +289,7 @@ def _recorded(path: Path) -> Holder | None:
 
 
 def _by_process(pid: int) -> Holder:
-    """What can be told of a holder that left no record: its command line."""
+    """What is known of a holder without a record: its command line."""
     import psutil
 
     try:

@@ -1,4 +1,4 @@
-"""Tells tasks of this process that a job has ended or that a lock was let go."""
+"""Tells tasks of this process that a job has ended or that a lock was released."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import asyncio
 
 
 class News:
-    """Nothing is kept: who waits hears of what happens from then on."""
+    """Nothing is stored: a waiter learns of what happens from then on."""
 
     def __init__(self) -> None:
         self._waiting: set[asyncio.Future[None]] = set()
 
     def tell(self) -> None:
-        """Wake everybody who waits. For the thread of their event loop."""
+        """Wake all waiters. For the thread of their event loop."""
         for one in self._waiting:
             if not one.done():
                 one.set_result(None)

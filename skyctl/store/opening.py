@@ -1,4 +1,4 @@
-"""How a state file is opened: as it should be, or, when its disk fails, as a copy in memory."""
+"""How a state file is opened: normally, or as a copy in memory if its disk fails."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def connect(path: Path) -> sqlite3.Connection:
 
 
 def disk_failed(error: BaseException) -> bool:
-    """Whether it is the disk that fails (full, read-only, I/O error), not what was asked of it."""
+    """Whether the disk is at fault (full, read-only, I/O error), not the request."""
     code = getattr(error, "sqlite_errorcode", None)
     if isinstance(error, sqlite3.Error):
         return code is not None and code & 0xFF in _DISK
@@ -44,9 +44,9 @@ def disk_failed(error: BaseException) -> bool:
 
 
 def open_file(path: Path, connect: Connect = connect, *, owner: bool = False) -> sqlite3.Connection:
-    """A connection to the state file, which is made, or brought to this version, if need be.
+    """A connection to the state file, which is created or upgraded if need be.
 
-    The `owner` reads all of it, and raises DatabaseError when it is corrupt.
+    The `owner` checks all of it, and raises DatabaseError if it is corrupt.
     """
     _create(path)
     connection = connect(path)
@@ -78,7 +78,7 @@ def in_memory(source: sqlite3.Connection | None = None) -> sqlite3.Connection:
 
 
 def read_into_memory(path: Path) -> sqlite3.Connection:
-    """What a file holds that cannot be opened for writing.
+    """The content of a file that cannot be opened for writing.
 
     Raises:
         sqlite3.Error, OSError: it cannot be read either.
@@ -94,7 +94,7 @@ def read_into_memory(path: Path) -> sqlite3.Connection:
 
 
 def keep_aside(path: Path, connect: Connect) -> Path | None:
-    """Move a corrupt file (and its WAL) away; None when another process already did."""
+    """Move a corrupt file (and its WAL) away; None if another process already did."""
     lock = create_private_file(path.with_suffix(".lock"))
     try:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -112,11 +112,11 @@ def keep_aside(path: Path, connect: Connect) -> Path | None:
 
 
 def _create(path: Path) -> None:
-    """An empty file, mode 0600, unless there is one.
+    """Create an empty file, mode 0600, unless there is one.
 
-    Never opened beside SQLite's own connections: a process that closes any descriptor of
-    a database loses the locks that its connections have on it, and the next other process to close
-    one removes the WAL that they go on writing to (sqlite.org/howtocorrupt.html, section 2.2).
+    Never opened beside SQLite's own connections: a process that closes any descriptor of a database
+    loses the locks that its connections have on it, and the next other process to close one removes
+    the WAL that they go on writing to (sqlite.org/howtocorrupt.html, section 2.2).
     """
     if path.is_symlink():
         raise SkyctlError(f"cannot open {path}: it is a symlink")
@@ -125,7 +125,7 @@ def _create(path: Path) -> None:
 
 
 def _enable_wal(connection: sqlite3.Connection) -> None:
-    # Switching to WAL does not honour the busy timeout while another process does the same.
+    # switching to WAL does not honour the busy timeout while another process does the same
     deadline = time.monotonic() + BUSY_TIMEOUT_S
     while True:
         try:
@@ -138,7 +138,7 @@ def _enable_wal(connection: sqlite3.Connection) -> None:
 
 
 def _copy_of(path: Path) -> sqlite3.Connection:
-    """A copy in memory of a file, also of one without room for the index of its WAL beside it."""
+    """A copy of a file in memory, even if there is no room beside it for its WAL index."""
     for opened in (connect, _alone):
         with (
             contextlib.suppress(sqlite3.OperationalError),
@@ -150,7 +150,7 @@ def _copy_of(path: Path) -> sqlite3.Connection:
 
 
 def _alone(path: Path) -> sqlite3.Connection:
-    """With the index of the WAL in memory, which only one connection can have."""
+    """A connection with the WAL index in memory, which only one connection can have."""
     source = connect(path)
     source.execute("PRAGMA locking_mode = EXCLUSIVE")
     return source
@@ -158,8 +158,9 @@ def _alone(path: Path) -> sqlite3.Connection:
 
 @contextlib.contextmanager
 def _elsewhere(path: Path) -> Iterator[Path]:
-    """A copy of the file and its WAL in the temporary directory, for a file system that is
-    read-only: nobody writes to them."""
+    """A copy of the file and its WAL in the temporary directory, for a read-only file system:
+    nobody writes to them.
+    """
     with tempfile.TemporaryDirectory(prefix="skyctl-") as directory:
         for suffix in ("", "-wal"):
             with contextlib.suppress(FileNotFoundError):

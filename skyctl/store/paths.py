@@ -1,4 +1,4 @@
-"""Where a fleet lives on disk, and the promise that nobody else can read or redirect it."""
+"""Where a fleet lives on disk, and the guarantee that nobody else can read or redirect it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _DISK = (
     errno.ENOTDIR,
     errno.ENOENT,
 )
-# sun_path holds 108 bytes on Linux and 104 elsewhere, with the terminating zero.
+# sun_path holds 108 bytes on Linux and 104 elsewhere, including the terminating zero
 LONGEST_SOCKET_PATH_BYTES = 100
 # a server names its sockets <directory>/<36 characters>
 _EVERYBODYS = Path("/tmp")
@@ -45,11 +45,11 @@ def state_root(environ: Mapping[str, str] | None = None) -> Path:
 
 
 def private_directory(path: Path) -> Path:
-    """Make `path` (mode 0700) unless it is there, and check that it is ours alone.
+    """Make `path` (mode 0700) unless it exists, and check that it is ours alone.
 
     Raises:
-        SkyctlError: it is a symlink, no directory, or belongs to another user.
-        StateUnwritable: it cannot be made or looked at.
+        SkyctlError: it is a symlink, not a directory, or belongs to another user.
+        StateUnwritable: it cannot be made or read.
     """
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -59,10 +59,10 @@ def private_directory(path: Path) -> Path:
 
 
 def owned_directory(path: Path) -> Path:
-    """Check that a directory is ours alone, and take from others what they may do there.
+    """Check that a directory is ours, and revoke all permissions of others.
 
     Raises:
-        SkyctlError: it is a symlink, no directory, or belongs to another user.
+        SkyctlError: it is a symlink, not a directory, or belongs to another user.
     """
     found = path.lstat()
     if stat.S_ISLNK(found.st_mode) or not stat.S_ISDIR(found.st_mode):
@@ -79,7 +79,8 @@ def owned_directory(path: Path) -> Path:
 
 
 def place_private_file(path: Path, content: bytes = b"") -> None:
-    """A file of mode 0600, whole or not at all, and never over one that somebody has just made.
+    """Create a file of mode 0600, whole or not at all, and never over one that another process has
+    just made.
 
     Its descriptor is closed before the file has its name.
 
@@ -119,7 +120,7 @@ def create_private_file(path: Path, flags: int = 0) -> int:
 
 
 def sync_directory(directory: Path) -> None:
-    """Put the names in a directory on disk: a file that was made or renamed is there after a crash.
+    """Flush a directory's names to disk: a file that was made or renamed exists after a crash.
 
     Raises:
         OSError: it cannot be opened, or the disk fails.
@@ -132,13 +133,13 @@ def sync_directory(directory: Path) -> None:
 
 
 def flocked(path: Path) -> bool:
-    """True when a live process holds the lock of this file."""
+    """Whether a live process holds the lock of this file."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
     except OSError:
         return False
     try:
-        # shared: two who ask at once must not take each other for the holder
+        # shared: two processes that test at once must not take each other for the holder
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
         return False
     except BlockingIOError:
@@ -148,7 +149,7 @@ def flocked(path: Path) -> bool:
 
 
 def _failed(verb: str, path: Path, error: OSError) -> SkyctlError:
-    """The error of a file that we cannot make: StateUnwritable where that is the disk's doing."""
+    """The error of a file that cannot be created: StateUnwritable if the disk is at fault."""
     why = error.strerror or str(error)
     message = f"cannot {verb} {path}: {why}"
     if error.errno in _DISK:
@@ -178,7 +179,7 @@ class FleetPaths:
 
     @property
     def origin(self) -> Path:
-        """Where that file lies, and what its relative paths are relative to."""
+        """Records where that file is, and what its relative paths are relative to."""
         return self.directory / "origin.json"
 
     @property
@@ -196,7 +197,7 @@ class FleetPaths:
 
     @property
     def socket(self) -> Path:
-        """The supervisor's unix socket; under /tmp when the path is too long."""
+        """The supervisor's unix socket; under /tmp if the path is too long."""
         path = self.directory / "supervisor.sock"
         if len(os.fsencode(path)) <= LONGEST_SOCKET_PATH_BYTES:
             return path
@@ -204,20 +205,21 @@ class FleetPaths:
 
     @property
     def scratch(self) -> Path:
-        """TMPDIR of the fleet's processes; elsewhere when the path of a socket gets too long."""
+        """TMPDIR of the fleet's processes; elsewhere if a socket's path would be too long."""
         path = self.directory / "tmp"
         if len(os.fsencode(path)) <= _LONGEST_SCRATCH_PATH_BYTES:
             return path
         return _short(path, ".tmp")
 
     def held(self, server: str) -> Path:
-        """There while a server that starts must not answer yet (engines/inside/guard.py)."""
+        """Exists while a starting server must not answer yet (engines/inside/guard.py)."""
         return self.directory / f"{server}.held"
 
     @property
     def compiled(self) -> Path:
         """What torch compiled for servers: kept for all fleets of this root, and for nobody else,
-        since it is code that they run."""
+        since servers execute it.
+        """
         return self.root / "compiled"
 
     @property
@@ -227,7 +229,7 @@ class FleetPaths:
 
     @property
     def api_key(self) -> Path:
-        """Mode 0600: the key of inference, where the fleet file names none of its own."""
+        """Mode 0600: the inference key, if the fleet file names none of its own."""
         return self.directory / "api.key"
 
     @property
@@ -242,12 +244,12 @@ class FleetPaths:
 
     @property
     def supervisor_token(self) -> Path:
-        """Mode 0600: what other machines must know, where the fleet file names no file for it."""
+        """Mode 0600: the token for other machines, if the fleet file names no file for it."""
         return self.directory / "supervisor.token"
 
     @property
     def supervisor_cert(self) -> Path:
-        """The certificate that skyctl made for the supervisor, where the fleet file names none."""
+        """The certificate that skyctl made for the supervisor, if the fleet file names none."""
         return self.directory / "supervisor.pem"
 
     @property
@@ -277,7 +279,7 @@ class FleetPaths:
 
     @property
     def kept(self) -> Path:
-        """Copies of checkpoints that stay until somebody forgets them."""
+        """Copies of checkpoints, kept until somebody forgets them."""
         return self._copies / "kept"
 
     @property
@@ -314,7 +316,7 @@ class FleetPaths:
         return self.logs / f"{name}.log"
 
     def refuse_foreign(self) -> None:
-        """Raise SkyctlError when somebody else could answer for this fleet's supervisor."""
+        """Raise SkyctlError if somebody else could answer for this fleet's supervisor."""
         for path in {self.directory, self.socket.parent, self.scratch.parent}:
             if os.path.lexists(path):
                 owned_directory(path)
@@ -329,8 +331,9 @@ class FleetPaths:
 
 
 def _short(path: Path, suffix: str) -> Path:
-    """What stands for `path` in this user's directory under /tmp, the same for every process:
-    commands of other terminals, and the fleet's own, may have another TMPDIR."""
+    """The substitute for `path` in this user's directory under /tmp. It is the same for every
+    process: commands of other terminals, and the fleet's own, may have another TMPDIR.
+    """
     digest = hashlib.sha256(os.fsencode(path)).hexdigest()[:16]
     return _EVERYBODYS / f"skyctl-{os.getuid()}" / f"{digest}{suffix}"
 

@@ -1,7 +1,7 @@
-"""A fleet's processes: as they are on record, and as they are found without one, by what their
-spawn put into the environment.
+"""A fleet's processes: as recorded, and as found without a record, by the environment of their
+spawn.
 
-What those that are found were started with is not known: `up` replaces them, `down` stops them.
+What found processes were started with is unknown: `up` replaces them, `down` stops them.
 """
 
 from __future__ import annotations
@@ -14,10 +14,12 @@ from typing import Literal
 from skyctl.store.identity import ProcessIdentity, identify, own_processes
 
 TOKEN_VARIABLE = "SKYCTL_TOKEN"
-"""Names one spawn; everything below it inherits it."""
+"""Identifies one spawn; everything below it inherits it."""
 
 LOG_VARIABLE = "SKYCTL_LOG"
-"""The log of a spawn, `<directory of the fleet>/logs/<name>.log`: it says whose the process is."""
+"""The log of a spawn, `<directory of the fleet>/logs/<name>.log`: it shows which fleet the process
+belongs to.
+"""
 
 Phase = Literal["intended", "running", "ready", "stale"]
 Role = Literal["server", "router", "tinker"]
@@ -48,7 +50,7 @@ class ProcessRow:
     descendants: tuple[ProcessIdentity, ...] = ()
 
     def alive(self) -> bool:
-        """True while the very process that was recorded runs."""
+        """Whether exactly the recorded process runs."""
         return self.identity is not None and self.identity.alive()
 
 
@@ -69,7 +71,7 @@ def live_processes(directory: Path) -> list[ProcessRow]:
             trees.setdefault(key, []).append(identity)
     found = []
     for (name, token), members in trees.items():
-        # the leader was there first
+        # the leader came first
         leader, *others = sorted(members, key=lambda one: one.create_time)
         found.append(
             ProcessRow(
@@ -81,7 +83,7 @@ def live_processes(directory: Path) -> list[ProcessRow]:
                 spec_hash=_UNKNOWN,
                 host="127.0.0.1",
                 port=0,
-                started_at=time.time(),  # that it runs on is known, not since when
+                started_at=time.time(),  # since when it runs is unknown
                 descendants=tuple(others),
             )
         )

@@ -7,16 +7,16 @@ import time
 from skyctl.store.database import Database, Retention
 
 RECENT = 50
-"""Jobs and pushes that are kept at any age: what commands list, and what recovery looks at."""
+"""Jobs and pushes that are kept at any age: what commands list, and what recovery reads."""
 _OF_A_VERSION = 3
-"""Pushes that are kept of each version that is served or kept: what a rollback looks at."""
+"""Pushes that are kept of each version that is served or kept: what a rollback reads."""
 _DAY_S = 86_400.0
 
 
 def prune(database: Database, retention: Retention) -> None:
     """Forget old jobs, pushes and events.
 
-    Never a job that runs, one that left servers in doubt, or the latest `RECENT`; never the latest
+    Never a running job, one that left servers in doubt, or the latest `RECENT`; never the latest
     pushes of a version that a server has or the fleet keeps.
     """
     before = time.time() - retention.days * _DAY_S

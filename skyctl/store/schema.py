@@ -1,4 +1,4 @@
-"""The tables of a state file, version by version, and how an older file gets them."""
+"""The tables of a state file, version by version, and how an older file is upgraded."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ CREATE TABLE locks (
     boot_id TEXT NOT NULL, holder TEXT NOT NULL, since REAL NOT NULL);
 """,
     # one row per server instead of JSON in `meta` and `jobs`: written without reading the others;
-    # the stage of a job, and of its servers, is what its last event says
+    # the stage of a job, and of its servers, is that of its last event
     3: """
 ALTER TABLE servers ADD COLUMN weights_awake INTEGER NOT NULL DEFAULT 0;
 INSERT OR IGNORE INTO servers (name, paused, sleep_level)
@@ -98,7 +98,7 @@ CREATE TABLE server_adapters (
     PRIMARY KEY (server, name)) WITHOUT ROWID;
 """,
 }
-"""The statements that make a file of each version from one of the version before."""
+"""The statements that upgrade a file to each version from the one before."""
 
 SCHEMA_VERSION = max(VERSIONS)
 
@@ -127,7 +127,7 @@ def migrate(connection: sqlite3.Connection, path: Path, *, owner: bool = False) 
 
 
 def upgrade(connection: sqlite3.Connection, path: Path) -> None:
-    """Run the statements that the database, which is (a copy of) `path`, lacks, or none of them."""
+    """Run the statements that the database (`path` or a copy of it) lacks, all or none."""
     connection.execute("BEGIN IMMEDIATE")
     try:
         version = version_of(connection, path)
@@ -142,10 +142,10 @@ def upgrade(connection: sqlite3.Connection, path: Path) -> None:
 
 
 def version_of(connection: sqlite3.Connection, path: Path) -> int:
-    """The version of the file, 0 of a new one.
+    """The version of the file, 0 for a new one.
 
     Raises:
-        SkyctlError: one that this skyctl cannot use.
+        SkyctlError: a version that this skyctl cannot use.
     """
     version = int(connection.execute("PRAGMA user_version").fetchone()[0])
     if version > SCHEMA_VERSION:
@@ -164,14 +164,15 @@ def version_of(connection: sqlite3.Connection, path: Path) -> int:
 
 
 def roll_back(connection: sqlite3.Connection) -> None:
-    """Undo what is open, if anything is: SQLite undoes by itself what it has no room for, and
-    a second error would hide the first."""
+    """Undo the open transaction, if any: SQLite rolls back by itself when it has no room, and a
+    second error would hide the first.
+    """
     if connection.in_transaction:
         connection.rollback()
 
 
 def _refuse_while_used(connection: sqlite3.Connection, path: Path, owner: bool) -> None:
-    """A program that runs must not have its tables changed: until it ends, others read a copy."""
+    """A running program must not have its tables changed: until it ends, others read a copy."""
     if not owner and flocked(path.with_name("supervisor.lock")):
         raise StateUnwritable(
             f"{path}: the supervisor of this fleet is of an older skyctl",
@@ -187,7 +188,7 @@ def _refuse_while_used(connection: sqlite3.Connection, path: Path, owner: bool) 
 
 
 def _copy_aside(connection: sqlite3.Connection, copy: Path) -> None:
-    """Whole or not at all; one that is there is of an earlier attempt."""
+    """Copy the file aside, whole or not at all; an existing copy is from an earlier attempt."""
     temporary = copy.with_name(f"{copy.name}.tmp")
     os.close(create_private_file(temporary, os.O_TRUNC))
     with closing(sqlite3.connect(temporary)) as target:

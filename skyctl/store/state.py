@@ -30,13 +30,13 @@ TRAINER = "trainer"
 
 @dataclass(frozen=True)
 class ServerRow:
-    """What is meant to be true of one server, whatever process serves it now.
+    """The intended state of one server, whichever process serves it now.
 
-    `sleep_level` is 0 while awake; 1 while asleep with its weights (or once a push restored
-    them), 2 while they are discarded. A server that slept while `paused` is paused again on waking.
-    `quarantine` is the reason it is kept out of the router, None when it is not. `weights_awake`:
-    it sleeps, but its weights were woken, so that they can take a push; vLLM does not tell: to it
-    a server is asleep until all of it is awake.
+    `sleep_level` is 0 while awake; 1 while asleep with its weights (or once a push restored them),
+    2 while they are discarded. A server that slept while `paused` is paused again on waking.
+    `quarantine` is the reason it is kept out of the router, None if it is not. `weights_awake`: it
+    sleeps, but its weights were woken, so that they can take a push; vLLM does not report this: to
+    it a server is asleep until all of it is awake.
     """
 
     name: str
@@ -51,7 +51,7 @@ class ServerRow:
 
     @property
     def intended(self) -> Literal["running", "paused", "asleep"]:
-        """One word for the above."""
+        """The intended state in one word."""
         if self.sleep_level:
             return "asleep"
         return "paused" if self.paused else "running"
@@ -60,7 +60,8 @@ class ServerRow:
 @dataclass(frozen=True)
 class FleetWeights:
     """The weights every routed server must have; `version` None means the base model. `checkpoint`
-    is None where no file has them: a trainer sent them itself, and only servers hold them."""
+    is None if they are in no file: a trainer sent them itself, and only servers hold them.
+    """
 
     version: str | None = None
     checkpoint: str | None = None
@@ -71,7 +72,7 @@ class FleetWeights:
     def pushed(
         cls, version: str, checkpoint: str, checkpoint_digest: str, transport: str
     ) -> FleetWeights:
-        """As a push tells of them: whoever brings them again needs no trainer for it."""
+        """The weights of a finished push: bringing them to a server again needs no trainer."""
         again = "auto" if transport == TRAINER else transport
         return cls(version, checkpoint or None, checkpoint_digest, again)
 
@@ -88,7 +89,7 @@ class Event:
 class FleetState:
     """A fleet's state file, for one thread of one process; close it, or use it in a `with`.
 
-    Its parameters are those of `Database`, which goes on in memory when the disk fails.
+    Its parameters are those of `Database`, which goes on in memory if the disk fails.
     """
 
     def __init__(
@@ -128,12 +129,12 @@ class FleetState:
 
     @property
     def database(self) -> Database:
-        """Its tables, for the modules of this package that have one of their own."""
+        """Its tables, for modules of this package that have their own."""
         return self._database
 
     def durable(self) -> AbstractContextManager[None]:
-        """A transaction whose end means that it is in the file: for what must be on record before
-        it is acted upon.
+        """A transaction that is in the file when it ends: for what must be on record before it is
+        acted upon.
 
         Raises:
             StateUnwritable: it cannot be written, and was not.
@@ -142,19 +143,19 @@ class FleetState:
 
     @property
     def unrecorded(self) -> Unrecorded | None:
-        """What only the memory has, because the disk fails; None when the file is complete."""
+        """What only the memory holds, because the disk fails; None if the file is complete."""
         return self._database.unrecorded
 
     def require_read(self) -> None:
-        """Raise StateUnwritable when there may be a state file that cannot be read (`unread`)."""
+        """Raise StateUnwritable if there may be a state file that cannot be read (`unread`)."""
         self._database.require_read()
 
     def complete(self) -> bool:
-        """Write to the file what only the memory has; False while the disk fails."""
+        """Write to the file what only the memory holds; False while the disk fails."""
         return self._database.complete()
 
     def understanding(self) -> AbstractContextManager[None]:
-        """Around code that makes something of what was remembered (see Database)."""
+        """Wraps code that interprets remembered data (see Database)."""
         return self._database.understanding()
 
     # --- processes ---------------------------------------------------------------------------
@@ -166,8 +167,9 @@ class FleetState:
         return [_process(row) for row in rows]
 
     def unrecorded_processes(self) -> list[ProcessRow]:
-        """Trees that run for this fleet and are not on record: their supervisor died while its disk
-        failed, or between a spawn and its record."""
+        """Process trees that run for this fleet without a record: their supervisor died while its
+        disk failed, or between a spawn and its record.
+        """
         known = {row.token for row in self.processes() if row.identity is not None}
         return [row for row in live_processes(self._directory) if row.token not in known]
 
@@ -178,7 +180,7 @@ class FleetState:
         return None if row is None else _process(row)
 
     def save_process(self, row: ProcessRow) -> None:
-        """Write one child's row, replacing what was known."""
+        """Write one child's row, replacing the previous one."""
         identity = row.identity
         self._database.write(
             "INSERT OR REPLACE INTO processes (name, role, phase, token, pid, create_time, "
@@ -192,7 +194,7 @@ class FleetState:
         )  # fmt: skip
 
     def mark_stale(self, name: str) -> None:
-        """The process is gone; its port is remembered."""
+        """Record that the process is gone; its port is remembered."""
         self._database.write("UPDATE processes SET phase = 'stale' WHERE name = ?", name)
 
     def forget_process(self, name: str) -> None:
@@ -202,12 +204,12 @@ class FleetState:
 
     @understood
     def servers(self) -> list[ServerRow]:
-        """What is meant to be true of each server of the fleet."""
+        """The intended state of each server of the fleet."""
         return [_server(row) for row in self._database.rows("SELECT * FROM servers ORDER BY name")]
 
     @understood
     def server(self, name: str) -> ServerRow:
-        """One server's row; a server never heard of is meant to run the base model."""
+        """One server's row; an unknown server is meant to run the base model."""
         row = self._database.row("SELECT * FROM servers WHERE name = ?", name)
         return ServerRow(name) if row is None else _server(row)
 
@@ -220,12 +222,12 @@ class FleetState:
     def update_servers(self, changes: Mapping[str, Mapping[str, Any]]) -> None:
         """Change fields of several servers' rows, named as in `ServerRow`, in one transaction.
 
-        Fields that are not named stay as they are, also where somebody else changes them.
+        Fields that are not named stay as they are, even if another process changes them.
         """
         with self._database.transaction():
             rows: dict[tuple[str, ...], list[tuple[Any, ...]]] = {}  # by the fields they change
             for name, fields in changes.items():
-                replace(ServerRow(name), **fields)  # no such field: TypeError
+                replace(ServerRow(name), **fields)  # unknown field: TypeError
                 inserted = {"name": name, "paused": 0, "sleep_level": 0, **fields}
                 rows.setdefault(tuple(fields), []).append(tuple(inserted.values()))
             for changing, alike in rows.items():
@@ -259,7 +261,7 @@ class FleetState:
         return FleetWeights(**json.loads(found)) if found else FleetWeights()
 
     def checkpoints(self) -> set[str | None]:
-        """Every checkpoint that the fleet or one of its servers is said to run."""
+        """Every checkpoint that the fleet or one of its servers runs by the record."""
         return {self.weights().checkpoint, *(row.checkpoint for row in self.servers())}
 
     def set_weights(self, weights: FleetWeights) -> None:
@@ -275,7 +277,7 @@ class FleetState:
 
     @property
     def retention(self) -> Retention:
-        """How much of the history stays; older lines go as new ones come."""
+        """How much of the history is kept; older lines go as new ones come."""
         return self._database.retention
 
     @retention.setter
@@ -283,7 +285,7 @@ class FleetState:
         self._database.retention = retention
 
     def prune(self) -> None:
-        """Forget now what is older than that."""
+        """Drop now what exceeds the retention."""
         prune(self._database, self.retention)
 
     def forget_run(self) -> None:

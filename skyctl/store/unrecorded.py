@@ -1,4 +1,4 @@
-"""What could not be written to a state file: said once, when a command ends."""
+"""What could not be written to a state file: reported once, when a command ends."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Unrecorded:
     hint: str
 
     def with_all(self, others: Iterable[Unrecorded]) -> Unrecorded:
-        """One of the same path, with the writes of all of them."""
+        """This one with the writes of all others for the same path."""
         return replace(self, writes=sum(other.writes for other in others))
 
     def __str__(self) -> str:

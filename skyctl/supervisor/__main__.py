@@ -22,7 +22,7 @@ def main() -> int:
         sys.stderr.write(f"{error.kind}: {error.message}\n")
         return int(error.exit_code)
     finally:
-        leave()  # `down` waits for it
+        leave()  # `down` waits for this
     return 0
 
 

@@ -1,4 +1,4 @@
-"""LoRA adapters of a supervised fleet: changed on all servers, and given to each that starts."""
+"""LoRA adapters of a supervised fleet: changed on all servers, and loaded into each that starts."""
 
 from __future__ import annotations
 
@@ -29,22 +29,22 @@ async def load(running: RunningFleet, asked: LoadAdapter) -> AdapterChange:
 
 
 async def unload(running: RunningFleet, asked: UnloadAdapter) -> AdapterChange:
-    """Serve an adapter no longer; see `adapters.unload`."""
+    """Stop serving an adapter; see `adapters.unload`."""
     fleet = _fleet(running, running.require_plan())
     with await running.arbiter.turn(Act.VERB, f"skyctl adapters, {asked.name}"):
         return await adapters.unload(fleet, asked)
 
 
 async def take_initial(running: RunningFleet, plan: FleetPlan) -> None:
-    """Put on record what the fleet file names and nobody has loaded or changed: servers that start
-    take it before they are routed, those that are up take it now. Files that a reboot took are
-    copied anew, where what they were made from is still there.
+    """Record the fleet file's adapters that nobody has loaded or changed: servers that start load
+    them before they are routed to, those that are up load them now. Files lost in a reboot are
+    copied again, if their source is still there.
 
     Raises:
         SkyctlError: an adapter is not what it was when the plan was checked.
     """
     if plan.config.lora is None:
-        store.forget(running.state)  # or servers that start would wait for what they cannot take
+        store.forget(running.state)  # starting servers would wait for what they cannot load
         return
     fleet = _fleet(running, plan)
     for one in store.served(running.state).values():
@@ -63,7 +63,7 @@ async def take_initial(running: RunningFleet, plan: FleetPlan) -> None:
 
 
 async def admit(running: RunningFleet, replica: Replica) -> None:
-    """Bring a server to the fleet's adapters; it is quarantined where that cannot be done."""
+    """Bring a server to the fleet's adapters; quarantine it if that fails."""
     plan = running.require_plan()
     if plan.config.lora is None:
         return
@@ -94,7 +94,7 @@ async def retire(running: RunningFleet) -> None:
 
 
 def _able(running: RunningFleet) -> list[Replica]:
-    """Replicas that can take an adapter now. One that sleeps takes it when it wakes."""
+    """Replicas that can load an adapter now. A sleeping one loads it when it wakes."""
     return [
         replica
         for replica in running.replicas.values()

@@ -1,4 +1,4 @@
-"""What a fresh server goes through before the router sees it: weights first, then intent."""
+"""Admission of a new server, before it is routed to: the fleet's weights first, then its intent."""
 
 from __future__ import annotations
 
@@ -33,9 +33,10 @@ def push_fleet(
     committed: FleetWeights | None = None,
     pushes: Sequence[PushRecord] = (),
 ) -> PushFleet:
-    """The servers of a push, as the push wants to know them. `model_path` is what they run now,
-    `doubts` what earlier pushes left, `committed` what a push that is refused goes back to,
-    `pushes` are the latest."""
+    """The servers of a push, described as the push needs them. `model_path` is what they run now,
+    `doubts` what earlier pushes left, `committed` what a refused push returns to, `pushes` are the
+    latest.
+    """
     transfer = plan.config.weight_transfer
     return PushFleet(
         name=plan.name,
@@ -73,8 +74,9 @@ def push_fleet(
 
 
 def committed(plan: FleetPlan, weights: FleetWeights) -> FleetWeights | None:
-    """The weights that the fleet serves, None where no file has them; before a first push, those
-    it was started with."""
+    """The weights that the fleet serves, None if they are in no file; before a first push, those it
+    was started with.
+    """
     if weights.version is not None:
         return weights if weights.checkpoint else None
     directory = locate(plan.model_path)
@@ -85,16 +87,16 @@ def committed(plan: FleetPlan, weights: FleetWeights) -> FleetWeights | None:
 async def bring_to_weights(
     replica: Replica, state: FleetState, plan: FleetPlan, client: ControlClient
 ) -> None:
-    """Push the fleet's weights into this one server; quarantine it where that cannot be done.
+    """Push the fleet's weights into this server; quarantine it if that fails.
 
-    When the fleet moved on to other weights meanwhile, nothing is said of a failure.
+    If the fleet has moved on to other weights meanwhile, a failure is ignored.
     """
     weights = state.weights()
     try:
         await push_alone(replica, state, plan, client)
     except SkyctlError as error:
         if state.weights() != weights:
-            return  # what was pushed may be gone from disk by now: the caller tries the new ones
+            return  # what was pushed may be gone from disk by now: the caller tries the new weights
         if isinstance(error, WeightsGone):
             leave_to_next_push(state, replica.name)
         again = "push or update again (skyctl sync-weights CKPT)"
@@ -109,14 +111,14 @@ async def bring_to_weights(
 async def push_alone(
     replica: Replica, state: FleetState, plan: FleetPlan, client: ControlClient
 ) -> None:
-    """Push the fleet's weights into this one server. Raises SkyctlError."""
+    """Push the fleet's weights into this server. Raises SkyctlError."""
     from skyctl.checkpoints.staging import held
     from skyctl.push.transaction import push
 
     weights = state.weights()
     request = published(weights, verify=plan.config.weight_transfer.verify)
     fleet = informed(push_fleet(plan, [replica], plan.model_path, in_doubt(state)), state)
-    touch(state, replica.name, "a push of its own")  # before it: this process may die meanwhile
+    touch(state, replica.name, "a push of its own")  # first: this process may die meanwhile
     with held(request.checkpoint):
         try:
             result = await push(request, fleet, client=client, observer=SilentObserver())
@@ -135,11 +137,11 @@ async def push_alone(
 
 
 async def apply_intent(replica: Replica, client: ControlClient, timeout_s: float) -> None:
-    """Make a server what is intended: paused or asleep as its predecessor was, or running."""
+    """Bring a server to its intended state: paused or asleep as its predecessor was, or running."""
     from skyctl.core import actions
 
     row, resume = replica.row, replica.resume_when_up
-    replica.intent_changed = replica.resume_when_up = False  # whoever changes them now is next
+    replica.intent_changed = replica.resume_when_up = False  # later changes are applied next
     if row.sleep_level:
         outcomes = await actions.sleep(
             client, [replica.target], level=row.sleep_level, timeout_s=timeout_s
@@ -158,12 +160,13 @@ async def apply_intent(replica: Replica, client: ControlClient, timeout_s: float
 async def refresh_all(
     replicas: Collection[Replica], client: ControlClient, timeout_s: float
 ) -> dict[str, str]:
-    """Look whether servers are paused; what those said that refused or have failed, by name.
+    """Ask servers whether they are paused; returns the errors of those that refused or failed, by
+    name.
 
-    One that does not answer in time is left to the health probes: it may only be busy.
+    A server that does not answer in time is left to the health probes: it may only be busy.
 
-    All change at once: between the first that is seen paused and the last, the router would send
-    everything to those that are not yet.
+    All states change at once: between the first server seen paused and the last, the router would
+    send everything to those not yet seen.
     """
     asked = (probe_alive(client, replica.target, timeout_s) for replica in replicas)
     answers = await asyncio.gather(*asked, return_exceptions=True)
@@ -183,7 +186,7 @@ def is_current(state: FleetState, replica: Replica) -> bool:
     weights, row = state.weights(), replica.row
     if weights.version is None:
         return True
-    # a label alone says little: "latest" may have meant other bytes
+    # a label alone proves little: "latest" may have meant other bytes
     return (row.weight_version, row.checkpoint_digest) == (
         weights.version,
         weights.checkpoint_digest,

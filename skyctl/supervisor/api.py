@@ -1,10 +1,10 @@
 """The supervisor's HTTP API: POST /v1/VERB for every verb of a FleetService.
 
-The body is the verb's request, the answer its result, both as JSON (`core/service.py`). On the unix
-socket (mode 0600, in a directory of mode 0700) those of a SupervisorService are there too.
+The body is the verb's request, the answer its result, both as JSON (`core/service.py`). The unix
+socket (mode 0600, in a directory of mode 0700) also offers those of a SupervisorService.
 
-Both sides say which skyctl they are (`wire.VERSION_HEADER`); another protocol is refused.
-An error is {"error": {kind, message, hint, details}} with the class's name as its kind.
+Both sides state their skyctl version (`wire.VERSION_HEADER`); another protocol is refused. An error
+is {"error": {kind, message, hint, details}} with the class's name as its kind.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ from skyctl.supervisor.wire import (
 _CALLER_LENGTH = 200
 _TOKEN_HINT = "give a copy of the fleet's supervisor.token: skyctl --token-file FILE"
 _NAMES = vars(adapters) | vars(service) | vars(interface)
-_OF_CLIENTS = ("control", "job", "wait_job")  # made of other verbs
+_OF_CLIENTS = ("control", "job", "wait_job")  # composed of other verbs
 
 
 def requests(offered: type[FleetService]) -> dict[str, type | None]:
-    """Every verb with the type of its request, None where it takes none."""
+    """Every verb with the type of its request, None if it takes none."""
     found: dict[str, type | None] = {}
     for verb, method in inspect.getmembers(offered, inspect.iscoroutinefunction):
         if not verb.startswith("_") and verb not in _OF_CLIENTS:
@@ -59,7 +59,7 @@ def requests(offered: type[FleetService]) -> dict[str, type | None]:
 def make_app(
     fleet: FleetService, offered: type[FleetService] = SupervisorService, *, token: str = ""
 ) -> Starlette:
-    """The API of one fleet, with the verbs of `offered`, for whoever knows the `token`."""
+    """The API of one fleet, with the verbs of `offered`, for callers with the `token`."""
     verbs = requests(offered)
     headers = {VERSION_HEADER: f"{spoken()}/{stamp()}"}
 
@@ -84,14 +84,14 @@ def make_app(
 
 
 class Stranger(SkyctlError):
-    """A caller who does not know the token."""
+    """A caller without the token."""
 
 
 _STATUS: dict[type[SkyctlError], int] = {Stranger: 401}
 
 
 def _refuse_strangers(request: Request, token: str) -> None:
-    """Raise Stranger for a caller without the token, before anything is looked at."""
+    """Raise Stranger for a caller without the token, before anything else is read."""
     if not token:
         return
     given = request.headers.get("authorization", "").removeprefix("Bearer ")
@@ -109,7 +109,7 @@ def _refuse_others(request: Request) -> None:
 
 
 def _asked(verb: str, kind: type | None, body: bytes) -> tuple[Any, ...]:
-    """The verb's arguments. Raises UsageError for what no skyctl of this protocol writes."""
+    """The verb's arguments. Raises UsageError for what no skyctl of this protocol sends."""
     try:
         sent = json.loads(body or b"{}")
     except (ValueError, RecursionError) as error:
@@ -122,12 +122,12 @@ def _asked(verb: str, kind: type | None, body: bytes) -> tuple[Any, ...]:
     try:
         asked: Any = adapter(kind).validate_json(body or b"{}")
     except ValidationError as error:
-        # where and why, and nothing of what was sent: a plan may hold secrets
+        # where and why, but nothing of what was sent: a plan may hold secrets
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"])
         raise UsageError(f"{verb}: {where}: {first['msg']}") from None
     for name, value in vars(asked).items():
-        # NaN defeats every limit, and SQLite's numbers have 64 bits
+        # NaN defeats every limit, and SQLite's integers have 64 bits
         if isinstance(value, int | float) and not abs(value) < 2**63:
             raise UsageError(f"{verb}: {name}: a number without bounds")
     return (asked,)

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 START_TIMEOUT_S = 20.0
 _LOCK_TIMEOUT_S = 1.0
 _UNPLANNED_S = 10.0
-"""How long a supervisor waits for its plan: whoever started it may have died."""
+"""How long a supervisor waits for its plan: the process that started it may have died."""
 _PR_SET_CHILD_SUBREAPER = 36
 _PACKAGES = tuple(
     f"skyctl.{name}"
@@ -64,17 +64,17 @@ _PACKAGES = tuple(
     )
 )
 _ELSEWHERE = ("skyctl.engines.vllm.inside.", "skyctl.transfer.gpu", "skyctl.transfer.sender")
-"""What runs in vLLM's processes and in the sender, some of it beside torch."""
+"""Modules that run in vLLM's processes and in the sender, some of them beside torch."""
 _HOUSEKEEPING_INTERVAL_S = 5.0
 _PRUNE_INTERVAL_S = 3600.0
 _LOG = logging.getLogger(__name__)
 
 
 async def ensure_running(paths: FleetPaths) -> bool:
-    """Start the fleet's supervisor unless one answers; True when this call started it.
+    """Start the fleet's supervisor unless one answers; True if this call started it.
 
-    It survives its parent: own session, output to the supervisor's log. When two processes start
-    one at the same time, one of the two supervisors finds the lock taken and ends.
+    It survives its parent: own session, output to the supervisor's log. If two processes start one
+    at the same time, one of the two supervisors finds the lock taken and exits.
 
     Raises:
         SkyctlError: it did not come up; the message says why.
@@ -116,7 +116,7 @@ def _spawn(paths: FleetPaths) -> subprocess.Popen[bytes]:
 async def serve(paths: FleetPaths) -> None:
     """Be the fleet's supervisor until the fleet is down. TERM and INT bring it down.
 
-    The fleet's lock is held until this process ends: who finds it free finds nobody.
+    The fleet's lock is held until this process exits: a free lock means no supervisor.
 
     Raises:
         ConflictError: another supervisor holds the fleet.
@@ -134,8 +134,9 @@ async def serve(paths: FleetPaths) -> None:
 
 
 def load_everything() -> None:
-    """Import all that this process may ever need: an upgrade replaces the files while it lives, and
-    half of one version with half of another is neither."""
+    """Import everything this process may ever need: an upgrade replaces the files while it lives,
+    and two versions must not mix.
+    """
     for package in _PACKAGES:
         path = importlib.import_module(package).__path__
         for found in pkgutil.walk_packages(path, f"{package}."):
@@ -144,7 +145,7 @@ def load_everything() -> None:
 
 
 async def wait_gone(paths: FleetPaths, timeout_s: float = 10.0) -> None:
-    """Wait until the supervisor's process has let go of the fleet.
+    """Wait until the supervisor's process has released the fleet.
 
     Raises:
         SkyctlError: it has not, after `timeout_s` seconds.
@@ -207,7 +208,7 @@ async def _serve_until_finished(supervisor: Supervisor, listener: socket.socket)
 
 
 async def _end_without_plan(supervisor: Supervisor) -> None:
-    """End a supervisor that nobody gives a plan: as long as it lives, no other takes its place."""
+    """End a supervisor that is given no plan: as long as it lives, no other can take its place."""
     await asyncio.sleep(_UNPLANNED_S)
     if supervisor.plan is None:
         _log("nobody said what to run")
@@ -215,7 +216,7 @@ async def _end_without_plan(supervisor: Supervisor) -> None:
 
 
 async def _lock(paths: FleetPaths) -> int:
-    """The lock's descriptor. Who only asks whether somebody holds it, holds it for an instant."""
+    """The lock's descriptor. A process that only tests the lock holds it for an instant."""
     descriptor = create_private_file(paths.supervisor_lock)
     deadline = time.monotonic() + _LOCK_TIMEOUT_S
     while True:
@@ -232,7 +233,7 @@ async def _lock(paths: FleetPaths) -> int:
 
 @contextlib.contextmanager
 def _socket(paths: FleetPaths) -> Iterator[socket.socket]:
-    """Listen at the fleet's socket path. We hold the lock, so a socket found there is dead."""
+    """Listen at the fleet's socket path. We hold the lock, so an existing socket there is dead."""
     paths.socket.unlink(missing_ok=True)
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     umask = os.umask(0o177)
@@ -257,13 +258,13 @@ async def _answers(client: RemoteFleet) -> bool:
 
 
 def _log(line: str) -> None:
-    """One line of the supervisor's log (its stderr)."""
+    """Write one line to the supervisor's log (its stderr)."""
     sys.stderr.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {line}\n")
     sys.stderr.flush()
 
 
 async def keep_house(supervisor: Supervisor) -> None:
-    """Logs, history and state are looked after until this is cancelled."""
+    """Maintain logs, history and state until cancelled."""
     pruned_at = -_PRUNE_INTERVAL_S
     while True:
         try:
@@ -280,6 +281,6 @@ async def keep_house(supervisor: Supervisor) -> None:
 
 
 async def look_after_logs(paths: FleetPaths, config: FleetConfig) -> None:
-    """Rotate each log of the fleet that is too large, the supervisor's own too."""
+    """Rotate each log of the fleet that is too large, including the supervisor's own."""
     for log in sorted(paths.logs.glob("*.log")):
         await asyncio.to_thread(rotate, log, config.logs.max_size, config.logs.keep)

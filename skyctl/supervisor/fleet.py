@@ -1,5 +1,6 @@
-"""What a supervisor keeps running: replicas and fronts, what is done to them now, and which of them
-are routed."""
+"""What a supervisor keeps running: replicas and fronts, the work in progress on them, and which are
+routed to.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +27,9 @@ _GIVEN_UP = ("failed", "dead", "stopped")
 
 
 class RunningFleet(RecordedFleet):
-    """Belongs to one event loop. `push_job` is the push under way; `recovered` is what the last
-    recovery came to; `taken_over`: what lived is adopted and put right, the rest may still start.
+    """Belongs to one event loop. `push_job` is the push under way; `recovered` is the outcome of
+    the last recovery; `taken_over`: what was alive has been adopted and repaired, the rest may
+    still be starting.
     """
 
     def __init__(
@@ -39,7 +41,7 @@ class RunningFleet(RecordedFleet):
         self.replicas: dict[str, Replica] = {}
         self.router: RouterChild | None = None
         self.tinker: TinkerChild | None = None
-        self.held_out: set[str] = set()  # kept from the router while something is done to them
+        self.held_out: set[str] = set()  # kept out of the router while something is done to them
         self.verbs_under_way = 0
         self.draining = False
         self.operation: Operation | None = None
@@ -47,18 +49,18 @@ class RunningFleet(RecordedFleet):
         self.push_job: Job | None = None
         self.recovered: tuple[Recovered, ...] = ()
         self.taken_over = False
-        self.not_listening = ""  # why other machines cannot reach it, where they should
+        self.not_listening = ""  # why other machines cannot reach it although they should
         self._context: ReplicaContext | None = None
         self._looking = False
 
     def require_plan(self) -> FleetPlan:
-        """The plan of the fleet that runs. Raises FleetDownError when none was started yet."""
+        """The plan of the running fleet. Raises FleetDownError if none was started yet."""
         if self.plan is None:
             raise down_error(self.paths.name)
         return self.plan
 
     def named(self, names: Sequence[str]) -> list[Replica]:
-        """Replicas by name, all when empty. Raises NotFoundError for an unknown one."""
+        """Replicas by name, all if empty. Raises NotFoundError for an unknown one."""
         self.require_plan()
         for name in names:
             if name not in self.replicas:
@@ -85,8 +87,8 @@ class RunningFleet(RecordedFleet):
         """URLs the router should route to, by server name."""
         if self.draining:
             return {}
-        # one that is being admitted is shown as updating and is not frozen: until its push begins
-        # it answers with the weights it was started from
+        # a server being admitted is shown as updating but is not frozen: until its push begins it
+        # answers with the weights it was started from
         states = {
             name: replica.state
             for name, replica in self.replicas.items()
@@ -97,22 +99,22 @@ class RunningFleet(RecordedFleet):
             by_role.setdefault(self.replicas[name].spec.role, {})[name] = state
         names = set().union(*map(routable, by_role.values()))
         if self.verbs_under_way:
-            # who is seen frozen, or thawed, before the others is no reason to start a router of
-            # pairs anew, which cuts requests
+            # servers that freeze or thaw before the others are no reason to restart a router of
+            # prefill/decode pairs, which cuts requests
             names |= {n for n, s in states.items() if s in FROZEN and self.replicas[n].spec.role}
         return {name: self.replicas[name].spec.url for name in sorted(names)}
 
     def routed(self) -> dict[str, str]:
-        """The same for whoever goes through the router, where there is one: none until it is up."""
+        """The same for clients that go through the router, if there is one: none until it is up."""
         return self.desired() if self.router is None or self.router.state == "ready" else {}
 
     def wake_tinker(self) -> None:
-        """The Tinker API may have waited for a server, or for the router."""
+        """Wake the Tinker API: it may be waiting for a server, or for the router."""
         if self.tinker is not None and self.tinker.state == "waiting":
             self.tinker.wake()
 
     def changed(self) -> None:
-        """Some replica's state changed: all are looked at soon, once however many did."""
+        """Some replica's state changed: all are looked at soon, once for any number of changes."""
         if not self._looking:
             self._looking = True
             asyncio.get_running_loop().call_soon(self._look)

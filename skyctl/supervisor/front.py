@@ -1,5 +1,6 @@
-"""What clients talk to: the router and the Tinker API. Started once there is a server to talk to,
-and asked again and again whether it answers."""
+"""Fronts, the processes that clients talk to: the router and the Tinker API. A front starts once
+there is a server to serve, and is probed regularly.
+"""
 
 from __future__ import annotations
 
@@ -28,9 +29,10 @@ ASK_INTERVAL_S = 5.0
 
 @dataclass(frozen=True)
 class FrontContext:
-    """What a front is told of its fleet. `desired()` gives what it serves, URLs by name: it is not
-    started before there is some. `role(name)` is that of a server. `changed()` hears of each change
-    of its own state."""
+    """What a front is given of its fleet. `desired()` is what it serves, URLs by name: it does not
+    start while that is empty. `role(name)` is that of a server. `changed()` is called on each
+    change of its own state.
+    """
 
     state: FleetState
     paths: FleetPaths
@@ -42,7 +44,7 @@ class FrontContext:
 
 
 class Front(KeptRunning):
-    """One such process.
+    """One front process.
 
     States: waiting (for what it serves), starting, ready, restarting, stopping, stopped, dead,
     failed. Call `wake()` whenever `desired()` may have changed.
@@ -60,19 +62,20 @@ class Front(KeptRunning):
         self._config = context.config
         self._desired = context.desired
         self._woken = asyncio.Event()
-        self._heard = False  # it answered since this was last set
+        self._heard = False  # it has answered since this was last cleared
 
     @abstractmethod
     async def _first_answer(self) -> None:
-        """Raises SkyctlError while it does not answer yet."""
+        """Raises SkyctlError until it answers."""
 
     @abstractmethod
     async def _tend(self) -> None:
-        """Ask it, and put right what it should know; sets `_heard` once it answers. Raises
-        SkyctlError."""
+        """Probe it, and bring what it knows up to date; sets `_heard` once it answers. Raises
+        SkyctlError.
+        """
 
     def _command(self) -> tuple[str, ...]:
-        """What its next process is started with."""
+        """The command line of its next process."""
         return self.spec.argv
 
     @property

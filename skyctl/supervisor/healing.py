@@ -1,5 +1,6 @@
-"""Recovery of a fleet by its own supervisor, which can restart what cannot be put right; and the
-takeover of what a dead supervisor left: adopt what lives, start what died, heal the rest."""
+"""Recovery of a fleet by its own supervisor, which can restart what cannot be repaired; and the
+takeover of what a dead supervisor left: adopt what lives, start what died, recover the rest.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ _TURN_WAIT_S = 120.0
 
 
 async def find(running: RunningFleet) -> list[Finding]:
-    """What is the matter with each replica; those that are up are asked now."""
+    """Diagnose each replica; those that are up are asked now."""
     state = running.state
     replicas = list(running.replicas.values())
     asked = [replica.target for replica in replicas if replica.phase == "up"]
@@ -49,16 +50,16 @@ async def find(running: RunningFleet) -> list[Finding]:
 
 
 async def heal_in_turn(running: RunningFleet, pushes: Pushes) -> None:
-    """`heal`, once whoever acts on the fleet has ended."""
+    """`heal`, once the current turn on the fleet has ended."""
     with await running.arbiter.turn(Act.RECOVER, "recovery", wait_s=_TURN_WAIT_S):
         await heal(running, pushes)
 
 
 async def heal(running: RunningFleet, pushes: Pushes) -> None:
-    """Find what is wrong and put it right; the outcome is in `running.recovered`.
+    """Find what is wrong and repair it; the outcome is in `running.recovered`.
 
     Raises:
-        SkyctlError: something could not be put right.
+        SkyctlError: something could not be repaired.
     """
     running.recovered = ()
     actions = _Actions(running, pushes)
@@ -107,7 +108,7 @@ class _Actions:
             return error.message
         if replica.phase != "up":
             return f"did not come back: {replica.reason}"
-        # it runs, and serves nobody: that is not what recovery is for
+        # it runs, and serves nobody: that is no case for recovery
         return replica.row.quarantine or ""
 
     def waits(self, name: str, reason: str) -> None:
@@ -118,7 +119,7 @@ async def take_over(running: RunningFleet, pushes: Pushes, plan: FleetPlan) -> N
     """Leave what lives as it is, even where it differs from the plan; start what died meanwhile.
 
     Raises:
-        SkyctlError: a replica or a front was given up, or could not be put right.
+        SkyctlError: a replica or a front was given up, or could not be repaired.
     """
     reached("adopt.begin")
     await _adopt(running, plan)
@@ -138,15 +139,15 @@ async def take_over(running: RunningFleet, pushes: Pushes, plan: FleetPlan) -> N
 
 
 async def adopt_and_apply(running: RunningFleet, pushes: Pushes, plan: FleetPlan) -> None:
-    """Adopt what fits a plan and make the rest so. Raises SkyctlError as `apply_plan`."""
+    """Adopt what fits a plan and bring the rest to it. Raises SkyctlError as `apply_plan`."""
     await _adopt(running, plan)
-    with contextlib.suppress(SkyctlError):  # each server says so itself
+    with contextlib.suppress(SkyctlError):  # each server reports it itself
         await _heal_adopted(running, pushes)
     await rollout.apply_plan(running, plan)
 
 
 async def _heal_adopted(running: RunningFleet, pushes: Pushes) -> None:
-    """Put right what an interrupted push left, once what was adopted answers."""
+    """Repair what an interrupted push left, once the adopted servers answer."""
     adopted = [replica for replica in running.replicas.values() if replica.adopted]
     await asyncio.gather(*(replica.settled.wait() for replica in adopted))
     if in_doubt(running.state):
@@ -154,11 +155,11 @@ async def _heal_adopted(running: RunningFleet, pushes: Pushes) -> None:
 
 
 async def _adopt(running: RunningFleet, plan: FleetPlan) -> None:
-    """Take over what an earlier supervisor started and still runs; end what nobody wants.
+    """Adopt what an earlier supervisor started and still runs; end what the plan does not have.
 
-    One that differs from the plan is adopted as well: to restart it is for whoever wants the plan.
-    But for the Tinker API: another endpoint or another skyctl's supervisor would be lost on it, and
-    what it was asked for is on disk.
+    A process that differs from the plan is adopted as well: restarting it is up to whoever wants
+    the plan. The Tinker API is the exception: it would miss a new endpoint or a supervisor of
+    another skyctl, and its pending requests are on disk.
     """
     host = HOSTS[plan.config.launcher]
     specs = {spec.name for spec in plan.servers}
@@ -166,7 +167,7 @@ async def _adopt(running: RunningFleet, plan: FleetPlan) -> None:
         running.state.add_event(row.name, "ended a process that was not on record")
         try:
             await rollout.stop_recorded(row, host, plan.config.stop_timeout_s)
-        except HostUnreachable:  # it is left, as those on record may be
+        except HostUnreachable:  # left as it is, like any process on record
             running.state.save_process(row)
     for row in running.state.processes():
         process = host.adopt(row.identity, row.token, row.descendants)
@@ -179,7 +180,7 @@ async def _adopt(running: RunningFleet, plan: FleetPlan) -> None:
             running.state.add_event(row.name, f"ended what was left (pid {pids}): {why}")
             try:
                 await process.stop(plan.config.stop_timeout_s)
-            except HostUnreachable as error:  # it may run on: whoever takes its place waits
+            except HostUnreachable as error:  # it may still run: whatever takes its place waits
                 running.state.add_event(row.name, error.message)
                 if (child := _wanted(running, plan, row)) is not None:
                     child.start_after(process)
@@ -191,7 +192,7 @@ async def _adopt(running: RunningFleet, plan: FleetPlan) -> None:
 
 
 def _wanted(running: RunningFleet, plan: FleetPlan, row: ProcessRow) -> KeptRunning | None:
-    """What is to keep a process of this name running; None where the plan has none."""
+    """What is to keep a process of this name running; None if the plan has none."""
     if row.role == "router":
         return rollout.new_router(running, plan.router) if plan.router else None
     if row.role == "tinker":

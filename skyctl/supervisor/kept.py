@@ -38,9 +38,9 @@ def _logged(name: str) -> Iterator[None]:
 
 
 class KeptRunning(ABC):
-    """Started again when it dies, as the restart policy allows. Its attributes are for reading.
+    """Restarted when it dies, as the restart policy allows. Its attributes are read-only to others.
 
-    A subclass says what one life is, from spawn to death, and may give up before the policy does.
+    A subclass defines one life, from spawn to death, and may give up before the policy does.
     `settled` is set while it is up, was given up, or waits for a machine that does not answer.
     """
 
@@ -60,7 +60,7 @@ class KeptRunning(ABC):
         self.reason = ""
         self.process: ChildProcess | None = None
         self.started_at: float | None = None  # epoch seconds
-        # those under an earlier supervisor count as well
+        # restarts under an earlier supervisor count as well
         self.restarts, self.restart_reason = remembered(state, name, clock())  # on the clock
         self.settled = asyncio.Event()
         self.adopted = False  # its process was started by an earlier supervisor
@@ -69,22 +69,22 @@ class KeptRunning(ABC):
         self._changed = changed
         self._clock = clock
         self._task: asyncio.Task[None] | None = None
-        self._ending: ChildProcess | None = None  # is being stopped
+        self._ending: ChildProcess | None = None  # being stopped
         self._unsaved = False  # what is known of its process is not on record
 
     @property
     @abstractmethod
     def running_spec(self) -> ServerSpec | FrontSpec:
-        """What its next process is started as."""
+        """The spec its next process is started with."""
 
     @property
     @abstractmethod
     def config(self) -> FleetConfig:
-        """The policies that hold now."""
+        """The policies in force."""
 
     @abstractmethod
     async def _one_life(self, adopted: ChildProcess | None) -> str:
-        """From spawn (or from an adopted process) to death; why it died."""
+        """One life, from spawn (or from an adopted process) to death; returns why it died."""
 
     @property
     def host(self) -> Host:
@@ -97,19 +97,19 @@ class KeptRunning(ABC):
         """False: it is given up, whatever the policy says."""
         return True
 
-    def _before_spawn(self) -> None:  # noqa: B027 - not everybody has something to do
-        """Its intent is on disk, its process is not there yet."""
+    def _before_spawn(self) -> None:  # noqa: B027 - optional hook
+        """Called when its intent is on disk and its process does not exist yet."""
 
     def _after_end(self) -> None:  # noqa: B027 - as above
-        """Its process is gone."""
+        """Called when its process is gone."""
 
     @property
     def running_hash(self) -> str:
-        """Of the spec that its process was started with; an adopted one may have another."""
+        """Hash of the spec that its process was started with; an adopted one's may differ."""
         return self._record.spec_hash if self.process else spec_hash(self.running_spec)
 
     def start(self, adopted: ChildProcess | None = None) -> None:
-        """Run it from now on, beginning with an adopted process if there is one."""
+        """Keep it running from now on, beginning with an adopted process if there is one."""
         if self._task is not None and not self._task.done():
             return
         self.settled.clear()
@@ -117,12 +117,12 @@ class KeptRunning(ABC):
         self._task = asyncio.create_task(self._run(adopted), name=self.name)
 
     def start_after(self, ending: ChildProcess) -> None:
-        """Run it once what is left of an earlier process was ended for certain."""
+        """Keep it running once the rest of an earlier process has certainly ended."""
         self._ending = ending
         self.start()
 
     async def stop(self) -> None:
-        """Stop its whole tree and keep it stopped."""
+        """Stop its whole process tree and keep it stopped."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
@@ -130,7 +130,7 @@ class KeptRunning(ABC):
         self._to("stopping")
         try:
             await self._end_process()
-        except HostUnreachable as error:  # whoever starts it again ends this one first
+        except HostUnreachable as error:  # the next start ends this one first
             self._to("failed", error.message)
             raise
         self.restarts.clear()
@@ -163,14 +163,14 @@ class KeptRunning(ABC):
                 return
             self.restarts.append(now)
             self.restart_reason = reason
-            with contextlib.suppress(SkyctlError):  # a number to look at is not worth a server
+            with contextlib.suppress(SkyctlError):  # a counter for display is not worth a server
                 remember(self._store, self.name, reason)
             wait = format_seconds(decision.wait_s)
             # out of the router at once, while the rest of its tree is still being stopped
             self._to("restarting", f"{reason}; starting again in {wait}")
             try:
                 await self._end_for_certain()
-            except SkyctlError as error:  # what cannot be ended has its port and its GPU still
+            except SkyctlError as error:  # what cannot be ended still has its port and its GPU
                 await self._give_up("failed", f"{reason}; {error.message}")
                 return
             await asyncio.sleep(decision.wait_s)
@@ -185,7 +185,7 @@ class KeptRunning(ABC):
         self._to(phase, reason)
 
     def _spawn(self, argv: Sequence[str], env: Mapping[str, str]) -> ChildProcess:
-        """Intent is on record before the process is, its identity right after.
+        """Spawn a process: its intent is on record before it exists, its identity right after.
 
         Raises:
             SkyctlError: the intent cannot be put on record, or the process cannot be started.
@@ -216,7 +216,7 @@ class KeptRunning(ABC):
         return process
 
     def _adopt(self, process: ChildProcess) -> ChildProcess:
-        """Take over what is on record of a process that an earlier supervisor started."""
+        """Take over the record of a process that an earlier supervisor started."""
         found = self._store.process(self.name)
         assert found is not None  # adopted processes come from the state file
         self._record = found
@@ -225,13 +225,16 @@ class KeptRunning(ABC):
         return process
 
     def _event(self, message: str) -> None:
-        """One line of history. What cannot be put on record says nothing about a process: neither
-        a live one is ended for it, nor a dead one kept."""
+        """Add one line of history. A failed write says nothing about the process: it neither ends a
+        live one nor keeps a dead one.
+        """
         with _logged(self.name):
             self._store.add_event(self.name, message)
 
     def _save(self, record: ProcessRow) -> None:
-        """What is known of its process; written again with the next change, or probe, if need be"""
+        """Record what is known of its process; a failed write is repeated with the next change or
+        probe.
+        """
         self._record, self._unsaved = record, True
         self._save_again()
 
@@ -244,7 +247,7 @@ class KeptRunning(ABC):
     async def _end_process(self) -> None:
         """Stop whatever is left of the tree; also after the leader was killed.
 
-        Cancelled, it leaves the process to the next call, which finishes it.
+        If cancelled, it leaves the process to the next call, which finishes it.
         """
         if self.process is not None:
             self._ending, self.process = self.process, None
@@ -259,7 +262,9 @@ class KeptRunning(ABC):
         self._after_end()
 
     async def _end_for_certain(self) -> None:
-        """As `_end_process`; as long as its machine cannot be asked, it may run on there."""
+        """As `_end_process`, but waits as long as its machine cannot be asked: it may still run
+        there.
+        """
         while True:
             try:
                 return await self._end_process()

@@ -1,7 +1,7 @@
 """The supervisor's API for other machines: TCP with TLS and a token, off by default.
 
-Only the verbs of a FleetService are there: a plan, which names programs to run, comes by the unix
-socket alone.
+It offers only the verbs of a FleetService: a plan, which names programs to run, is accepted only
+over the unix socket.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ IDLE_S = 15.0
 @dataclass(frozen=True)
 class Entrance:
     """Where other machines reach a fleet. They need copies of `token_file` and `cert` (None: plain
-    HTTP on a loopback address), which is shown to whoever connects; `key` stays where it is."""
+    HTTP on a loopback address), which every client is shown; `key` stays on this machine.
+    """
 
     url: str
     token_file: Path
@@ -50,8 +51,9 @@ class Entrance:
     key: Path | None
 
     def fingerprint(self) -> str:
-        """SHA-256 of the certificate, as `openssl x509 -fingerprint -sha256` prints it; "" where
-        there is none."""
+        """SHA-256 of the certificate, as `openssl x509 -fingerprint -sha256` prints it; "" without
+        one.
+        """
         if self.cert is None or not self.cert.exists():
             return ""
         digest = hashlib.sha256(ssl.PEM_cert_to_DER_cert(self.cert.read_text()))
@@ -59,7 +61,7 @@ class Entrance:
 
 
 def entrance(section: SupervisorSection, base_dir: Path, paths: FleetPaths) -> Entrance | None:
-    """What a fleet file says; None where nothing listens."""
+    """The entrance that a fleet file describes; None if it describes none."""
     if section.listen is None:
         return None
 
@@ -79,13 +81,13 @@ class Listening:
 
     def __init__(self, supervisor: Supervisor) -> None:
         self._supervisor = supervisor
-        self._as: object = (SupervisorSection(), ())  # what it listens as; None: as it should not
+        self._as: object = (SupervisorSection(), ())  # what it listens as; None: not as it should
         self._server: uvicorn.Server | None = None
         self._serving: asyncio.Task[None] | None = None
         self._turn = asyncio.Lock()
 
     async def become(self, plan: FleetPlan) -> None:
-        """Begin, end or change listening. What cannot be done is told in the fleet's status."""
+        """Begin, end or change listening. A failure is reported in the fleet's status."""
         section = plan.config.supervisor
         async with self._turn:
             if self._as == (section, self._contents(section, plan.base_dir)):
@@ -114,7 +116,9 @@ class Listening:
             self._server = self._serving = None
 
     def _contents(self, section: SupervisorSection, base_dir: Path) -> tuple[bytes, ...]:
-        """Of its files: a token or a certificate that was replaced must not be taken any more."""
+        """The contents of its files: a token or certificate that was replaced must no longer be
+        accepted.
+        """
         found = entrance(section, base_dir, self._supervisor.paths)
         files = () if found is None else (found.token_file, found.cert, found.key)
         return tuple(_digest(path) for path in files if path is not None)
@@ -147,7 +151,7 @@ class Listening:
 
 
 class QuietServer(uvicorn.Server):
-    """TERM and INT are the supervisor's: they bring the fleet down first."""
+    """TERM and INT belong to the supervisor: they bring the fleet down first."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -162,10 +166,11 @@ def _digest(path: Path) -> bytes:
 
 
 def ensure_certificate(cert: Path, key: Path, host: str) -> None:
-    """A self-signed certificate for every name and address of this machine, unless there is one.
+    """Make a self-signed certificate for every name and address of this machine, unless there is
+    one.
 
     Raises:
-        SkyctlError: openssl is not there, or failed.
+        SkyctlError: openssl is missing, or failed.
     """
     if cert.exists() and key.exists():
         return
@@ -203,9 +208,9 @@ def ensure_certificate(cert: Path, key: Path, host: str) -> None:
 
 
 class BoundedListener(socket.socket):
-    """Closes at once what comes while `most` connections are open, in a TLS handshake or after.
+    """Closes new connections at once while `most` are open, in a TLS handshake or after it.
 
-    The supervisor's probes of servers need descriptors too: where a stranger has them all, servers
+    The supervisor's probes of servers need descriptors, too: if a stranger holds them all, servers
     look dead.
     """
 
@@ -215,7 +220,7 @@ class BoundedListener(socket.socket):
         self._accepted: list[socket.socket] = []
 
     def accept(self) -> tuple[socket.socket, Any]:
-        """Raises ConnectionAbortedError, after which asyncio waits for the next."""
+        """Raises ConnectionAbortedError, after which asyncio waits for the next connection."""
         connection, address = super().accept()
         self._accepted = [one for one in self._accepted if one.fileno() >= 0]
         if len(self._accepted) >= self._most:
@@ -226,7 +231,7 @@ class BoundedListener(socket.socket):
 
 
 class ImpatientProtocol(H11Protocol):
-    """Closes a connection on which no whole request head came for `idle_s` seconds."""
+    """Closes a connection on which no complete request head arrives within `idle_s` seconds."""
 
     idle_s = IDLE_S
     _timer: asyncio.TimerHandle | None = None

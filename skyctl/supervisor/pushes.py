@@ -1,6 +1,7 @@
 """The push jobs of a supervisor: one at a time, into the replicas that are up, which leave the
-router for it and rejoin; and the rehearsal of the next one (`push/rehearsal.py`), as soon as all
-servers are up."""
+router for it and rejoin; and the rehearsal of the next push (`push/rehearsal.py`), as soon as all
+servers are up.
+"""
 
 from __future__ import annotations
 
@@ -41,9 +42,10 @@ _RUNS_NO_MORE = ("dead", "failed", "stopped")
 
 
 class Pushes:
-    """`over` is set as long as none is under way (`RunningFleet.push_job`). `trainer` sends its
-    weights, where skyctl does not. `heal_after` is told of the end of each, with its turn, and says
-    whether it will release that."""
+    """`over` is set while no push is under way (`RunningFleet.push_job`). `trainer` sends the
+    push's weights if skyctl does not. `heal_after` is called with each push that ended and its
+    turn, and returns whether it takes over releasing the turn.
+    """
 
     def __init__(self, running: RunningFleet, heal_after: Callable[[Job, Turn], bool]) -> None:
         self.trainer: Trainer | None = None
@@ -56,8 +58,8 @@ class Pushes:
         self.warming = Warming(running, self._senders)
 
     def start(self, request: PushRequest, turn: Turn, trainer: Trainer | None = None) -> Job:
-        """Begin a push into every server that is up; the job, which releases the turn at its end.
-        A `trainer` sends its weights.
+        """Begin a push into every server that is up; returns the job, which releases the turn at
+        its end. A `trainer` sends its weights.
 
         Raises:
             ConflictError: no server can take one, or another trainer may still send to some.
@@ -73,19 +75,19 @@ class Pushes:
             raise
 
     async def opened(self, trainer: Trainer) -> tuple[SendTarget, ...]:
-        """As `Trainer.targets`, of the push that was just started for it."""
+        """`Trainer.targets` of the push that was just started for it."""
         assert self._task is not None
         return await trainer.targets(self._task)
 
     def would_take(self) -> PushFleet:
-        """Those that a push would be for now. Raises ConflictError: none."""
+        """The servers a push would go to now. Raises ConflictError if there is none."""
         return self._fleet(self._running.require_plan(), self._able(), dry_run=False)
 
     def _able(self) -> list[Replica]:
-        """The servers that a push is for.
+        """The servers that a push goes to.
 
-        Of those that are quarantined only the ones that wait for weights take part: what they hold
-        is not known, or is not the fleet's, and a push is what helps them.
+        Of quarantined servers only those that wait for weights take part: what they hold is
+        unknown, or is not the fleet's, and a push repairs that.
 
         Raises:
             ConflictError: there is none.
@@ -109,8 +111,8 @@ class Pushes:
         return up
 
     async def again(self, request: PushRequest, servers: Collection[str]) -> Job:
-        """A push as a part of recovery, under its turn: into those of these servers that are up,
-        in doubt or not. The ended job.
+        """A push as part of recovery, under its turn: into those of these servers that are up, in
+        doubt or not. Returns the ended job.
 
         Raises:
             StateUnwritable: it cannot be put on record.
@@ -126,7 +128,8 @@ class Pushes:
 
     async def stop(self) -> None:
         """End a push where it is: its servers are about to be stopped. Before its first byte it is
-        undone, after it the first cancellation only asks it to complete."""
+        undone; after it, the first cancellation only asks it to complete.
+        """
         await self.warming.stop()
         if self.trainer is not None:
             self.trainer.say("the fleet is taken down")
@@ -137,7 +140,7 @@ class Pushes:
             patience_s = _ABANDON_TIMEOUT_S
 
     async def close(self) -> None:
-        """End the sender that rests between pushes."""
+        """End the sender that is kept between pushes."""
         await self.warming.stop()
         await self._senders.close()
 
@@ -185,7 +188,7 @@ class Pushes:
             self.over.set()
             if not (heals and self._heal_after(job, turn)):
                 turn.release()
-            running.changed()  # what was rehearsed may have been ended for it
+            running.changed()  # the push may have stopped a rehearsal
         keep = state.checkpoints() | needed(state)
         await asyncio.to_thread(sweep, running.paths.staging, keep)
 
@@ -210,7 +213,7 @@ class Pushes:
                 kept=running.paths.kept,
             )
         except Exception as error:
-            # a push that fails says so itself: this one never began
+            # a push that fails records that itself: this one never began
             jobs.abandon(state, job.id, error)
             raise
         finally:
@@ -218,8 +221,8 @@ class Pushes:
                 replica.update_state = ""
                 replica.reload_row()
                 if pids[replica.name] != (replica.process and replica.process.pid):
-                    # it died meanwhile: what the push says of it is about a process that is gone,
-                    # or about the next one, which may hold anything then, and may be paused
+                    # it died meanwhile: what the push reports is about a process that is gone, or
+                    # about its successor, which may hold anything, and may be paused
                     if replica.name in in_doubt(state):
                         replica.reached_by_push = job.id
                     replica.forget_weights()
@@ -256,18 +259,18 @@ class RouterRotation:
         self, names: Collection[str], *, others_serve: bool, closed: bool = False
     ) -> None:
         """Take these servers out; returns once the router lists none of them. `closed`: their
-        guards refuse whoever asks them directly.
+        guards refuse users who ask them directly.
 
         Raises:
-            SkyctlError: the router does not answer, or is not there; or nobody else would serve
-                though `others_serve`. They are in it as before.
+            SkyctlError: the router does not answer, or is not there; or no other server would be
+                left although `others_serve`. They are in it as before.
         """
         running = self._running
         router = running.router
         if router is None or router.state != "ready":
             state = "not there" if router is None else router.state
             raise SkyctlError(f"the router is {state}", hint="skyctl status")
-        await router.sync()  # who rejoined is in it before others leave
+        await router.sync()  # servers that rejoined are in it before others leave
         out = running.held_out | set(names)
         ready = [replica for replica in running.replicas.values() if replica.state == "ready"]
         if others_serve and all(replica.name in out for replica in ready):
@@ -286,7 +289,7 @@ class RouterRotation:
         """Wait until these servers are closed, or open, where they run.
 
         Raises:
-            SkyctlError: the machine of one does not say so.
+            SkyctlError: the machine of one does not confirm it.
         """
         replicas = self._running.replicas
         processes = [replicas[name].process for name in names if name in replicas]
@@ -297,13 +300,14 @@ class RouterRotation:
             raise SkyctlError(f"the machines of {', '.join(names)} do not answer") from error
 
     async def rejoin(self, names: Collection[str]) -> None:
-        """Route to these servers again, as far as their states allow, which are asked now: what
-        the last probe saw of a server may be its pause."""
+        """Route to these servers again, as far as their states allow. They are asked now: the last
+        probe may have seen the push's own pause.
+        """
         running = self._running
         replicas = [running.replicas[name] for name in names if name in running.replicas]
         for replica in replicas:
             replica.open_again()
-        # one whose machine does not say that it is open is routed to when that is heard again
+        # a server whose machine does not confirm that it is open is routed to once it does
         await asyncio.gather(*(replica.settle() for replica in replicas))
         await refresh_all(replicas, running.client, _ASK_TIMEOUT_S)
         running.held_out -= set(names)
@@ -311,8 +315,9 @@ class RouterRotation:
 
 
 class Warming:
-    """Runs a rehearsal when it is due, in a task of its own, which whoever needs the servers or the
-    sender stops. Servers that took part are not asked again while their processes live."""
+    """Runs a rehearsal when it is due, in a task of its own, which anything that needs the servers
+    or the sender stops. Servers that took part are not asked again while their processes live.
+    """
 
     def __init__(self, running: RunningFleet, senders: SenderPool) -> None:
         self._running = running
@@ -321,14 +326,17 @@ class Warming:
         self._rehearsed: set[str] = set()
 
     def look(self) -> None:
-        """Begin one if it is due: every server that should be up is, and nothing else is done."""
+        """Begin a rehearsal if it is due: every server that should be up is, and nothing else is
+        under way.
+        """
         if (self._task is None or self._task.done()) and (replicas := self._due()):
             self._rehearsed = {replica.instance for replica in replicas}
             self._task = asyncio.create_task(self._rehearse(replicas), name="rehearsal")
 
     async def stop(self) -> None:
-        """End one that is under way; it is due again afterwards. The caller has its turn, or is an
-        operation, so that none begins meanwhile."""
+        """End a rehearsal that is under way; it is due again afterwards. The caller has its turn,
+        or is an operation, so that none begins meanwhile.
+        """
         if self._task is not None and not self._task.done():
             self._rehearsed = set()
             self._task.cancel()
@@ -347,7 +355,7 @@ class Warming:
         if not all(replica.state in ("ready", "paused") for replica in replicas):
             return []
         if plan.device == "cpu" and running.state.weights().checkpoint is not None:
-            return []  # a push into CPU servers leaves nothing that the next one would not have
+            return []  # a push into CPU servers keeps nothing for the next one
         try:
             running.arbiter.take(Act.VERB, "a look").release()
         except ConflictError:
@@ -391,7 +399,9 @@ class Warming:
 
 @contextmanager
 def _asking(replicas: Sequence[Replica]) -> Iterator[None]:
-    """Probes that their engines do not answer meanwhile are not counted against them."""
+    """Health probes that fail while engines are busy with these questions do not count against
+    them.
+    """
     for replica in replicas:
         replica.rehearsing = True
     try:

@@ -1,4 +1,4 @@
-"""From what runs to what is wanted: the pure difference between a plan and the replicas."""
+"""The difference between a plan and the running replicas. Pure."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Running:
 
 @dataclass(frozen=True)
 class Changes:
-    """Names of replicas, in the plan's order, by what has to be done about them."""
+    """Names of replicas, in the plan's order, by what has to be done with them."""
 
     start: tuple[str, ...] = ()
     restart: tuple[str, ...] = ()

@@ -7,7 +7,7 @@
     admitting    ready; taking the fleet's weights        up
     up           serves                                   restarting, dead
     restarting   died; waits for its backoff              starting
-    unreachable  gone, or not: its machine does not say   restarting
+    unreachable  gone or not: its machine is silent       restarting
     stopping     being stopped                            stopped
     dead         died, and the policy is never restart    starting (by hand)
     failed       never got ready, or restarted too often  starting (by hand)
@@ -52,11 +52,11 @@ _SETTLE_TIMEOUT_S = 5.0
 
 @dataclass
 class ReplicaContext:
-    """What every replica of a fleet shares.
+    """What all replicas of a fleet share.
 
-    `admit` brings a fresh server to the fleet's weights, `admitted` says whether it has them, with
-    no push under way that it would miss; `pushing` says whether one is; `gate` is entered from
-    spawn to ready; `changed` is called after every change of state.
+    `admit` brings a new server to the fleet's weights, `admitted` says whether it has them, with no
+    push under way that it would miss; `pushing` says whether a push is under way; `gate` is held
+    from spawn to ready; `changed` is called after every change of state.
     """
 
     state: FleetState
@@ -73,7 +73,7 @@ class ReplicaContext:
 
 
 class Replica(KeptRunning):
-    """Keeps one server running until `stop()`. Its attributes are for reading."""
+    """Keeps one server running until `stop()`. Its attributes are read-only to others."""
 
     role = "server"
 
@@ -86,18 +86,18 @@ class Replica(KeptRunning):
             clock=context.clock,
         )
         self.planned = spec
-        self._placed: ServerSpec | None = None  # where its node was chosen at its spawn
+        self._placed: ServerSpec | None = None  # set if its node was chosen at its spawn
         self.observed_paused: bool | None = None
-        self.lost = ""  # why nobody can tell whether it still runs
-        self.update_state = ""  # what a push job says of this server while it runs
-        self.rehearsing = False  # its engine is busy with what we asked
+        self.lost = ""  # why it is unknown whether it still runs
+        self.update_state = ""  # its state in a push job that is under way
+        self.rehearsing = False  # its engine is busy with our questions
         self.state_since = time.time()  # epoch seconds
         self._context = context
-        self.resume_when_up = False  # it may be paused, and is meant to run
-        self.intent_changed = False  # since it was applied to the process
-        self.reached_by_push = ""  # which failed, while its process was on its way up
+        self.resume_when_up = False  # it may be paused, but should run
+        self.intent_changed = False  # since it was last applied to the process
+        self.reached_by_push = ""  # a failed push that reached it while it was starting
         self._closed = False
-        self._proven = False  # was up once with this spec: worth restarting
+        self._proven = False  # it was up once with this spec: worth restarting
         self._launched_with = ""
         self._row = context.state.server(spec.name)
         self._shown = self.state
@@ -108,7 +108,7 @@ class Replica(KeptRunning):
 
     @property
     def spec(self) -> ServerSpec:
-        """As planned, at the place where it runs."""
+        """The planned spec, at the place where it runs."""
         return self._placed or self.planned
 
     @property
@@ -120,25 +120,27 @@ class Replica(KeptRunning):
         credentials = self._context.credentials
         key_variable = ENGINES[self.spec.engine].key_variable
         env = credentials.fill(self.spec.env, key_variable)
-        # one that was adopted may ask for a token that the fleet file no longer asks for
+        # an adopted server may ask for a token that the fleet file no longer sets
         key = env.get(CONTROL_TOKEN) or env.get(key_variable) or credentials.control
         spec = self.spec
         return ServerTarget(self.name, spec.url, key, spec.engine, role=spec.role)
 
     @property
     def instance(self) -> str:
-        """Names the running process: another one has another name. "" while there is none."""
+        """Identifies the running process: another process has another value. "" while there is
+        none.
+        """
         identity = self.process.identity if self.process else None
         return f"{identity.pid}@{identity.create_time}" if identity else ""
 
     @property
     def weights_awake(self) -> bool:
-        """Whether it sleeps but for its weights, which were woken."""
+        """Whether it sleeps except for its weights, which were woken."""
         return self._context.state.server(self.name).weights_awake
 
     @property
     def row(self) -> ServerRow:
-        """What is meant to be true of this server, as in the state file."""
+        """The intended state of this server, as in the state file."""
         return self._row
 
     @property
@@ -170,11 +172,11 @@ class Replica(KeptRunning):
         self._release()
 
     def update_row(self, **changes: object) -> None:
-        """Change what is meant to be true of this server, in the state file too."""
+        """Change the intended state of this server, in the state file too."""
         self._row_is(self._context.state.update_server(self.name, **changes))
 
     def forget_weights(self) -> None:
-        """A fresh process has the base weights, whatever the one before it had."""
+        """A new process has the base weights, whatever the previous one held."""
         state = self._context.state
         with state.transaction():
             trust(state, self.name)
@@ -188,22 +190,23 @@ class Replica(KeptRunning):
             )
 
     def hold(self) -> None:
-        """Until it is up, and not quarantined, let it answer nobody but us (`inside/guard.py`)."""
+        """Until it is up and not quarantined, have it answer only us (`inside/guard.py`)."""
         os.close(create_private_file(self._context.paths.held(self.name)))
 
     def close(self) -> None:
-        """Answer nobody but us until `open_again`, whatever becomes of the row."""
+        """Have it answer only us until `open_again`, whatever becomes of the row."""
         self._closed = True
         self.hold()
 
     def open_again(self) -> None:
-        """Answer users again, unless it is quarantined."""
+        """Have it answer users again, unless it is quarantined."""
         self._closed = False
         self.reload_row()
 
     async def settle(self) -> bool:
         """Wait until it is closed, or open, where it runs. False: it is `lost` until its machine
-        says so."""
+        confirms it.
+        """
         if self.process is None:
             return True
         try:
@@ -216,7 +219,7 @@ class Replica(KeptRunning):
         return True
 
     def reload_row(self, row: ServerRow | None = None) -> None:
-        """Take over what somebody else wrote to the state file (`row`, where it was read)."""
+        """Take over what another process wrote to the state file (`row`, if already read)."""
         self._row_is(row or self._context.state.server(self.name))
 
     def _row_is(self, row: ServerRow) -> None:
@@ -226,13 +229,13 @@ class Replica(KeptRunning):
         self._context.changed()
 
     def observe(self, *, paused: bool) -> None:
-        """A probe or a verb learned whether the server is paused."""
+        """Record what a probe or a verb saw: whether the server is paused."""
         if paused != self.observed_paused:
             self.observed_paused = paused
             self._context.changed()
 
     def note_state(self) -> None:
-        """Keep the time of the last change of `state`; call it after anything changed."""
+        """Record the time of the last change of `state`; call it after any change."""
         if self.state != self._shown:
             self._shown, self.state_since = self.state, time.time()
 
@@ -245,7 +248,7 @@ class Replica(KeptRunning):
         return self._proven
 
     async def _one_life(self, adopted: ChildProcess | None) -> str:
-        """From spawn to death; why it died."""
+        """One life, from spawn to death; returns why it died."""
         self._to("starting" if adopted else "waiting")
         async with contextlib.nullcontext() if adopted else self._context.gate(self.spec):
             self.process = self._adopt(adopted) if adopted else self._spawn_server()
@@ -280,7 +283,7 @@ class Replica(KeptRunning):
         return self._spawn(self.spec.argv, {**env, **held})
 
     def _note_launch(self) -> None:
-        """Remember what it has loaded, if nobody wrote to it while it did."""
+        """Record the weights it has loaded, if their files did not change meanwhile."""
         same = self._launched_with == model_on_disk(self.spec)
         self._context.state.expected.launched(self.name, self._launched_with if same else "")
 
@@ -300,7 +303,7 @@ class Replica(KeptRunning):
 
     def _release(self) -> None:
         held = self._context.paths.held(self.name)
-        if held.exists():  # on a read-only disk it cannot even be asked to remove nothing
+        if held.exists():  # on a read-only disk even an unlink of a missing file fails
             held.unlink(missing_ok=True)
 
     def _after_end(self) -> None:
@@ -308,15 +311,15 @@ class Replica(KeptRunning):
         self._placed = None
 
     async def _until_ready(self, process: ChildProcess) -> str:
-        """ "" once the server is ready, else why it never was."""
+        """Wait until the server is ready; returns "", or why it never was."""
         policy, began = self._context.config.health, self._context.clock()
         patience_s = policy.startup_timeout_s
         if self.adopted and self.started_at is not None:
-            # what was up long ago and does not answer is stuck: it is not starting any more
+            # a server that has been up for long and does not answer is stuck, not starting
             patience_s = max(_ADOPTED_TIMEOUT_S, patience_s - (time.time() - self.started_at))
         while not process.exited.is_set():
             self._record_descendants(process)
-            # looked at first: a foreign process that took the port must not be sent our token
+            # checked first: a foreign process that took the port must not receive our token
             ours, paused = self._takes_place(process), None
             ours = ours and process.listens_at(self.spec.port)
             if ours:
@@ -325,7 +328,7 @@ class Replica(KeptRunning):
                 self.observed_paused = paused
                 return ""
             waited_s = self._context.clock() - began
-            # vLLM closes its port when its engine has died, and may then not end
+            # vLLM closes its port when its engine has died, and may then not exit
             closed = self._record.phase == "ready" and not ours
             if closed and waited_s > _ADOPTED_TIMEOUT_S and not await process.lost():
                 return "it closed its port and did not end"
@@ -337,7 +340,7 @@ class Replica(KeptRunning):
         return self._death(process)
 
     def _takes_place(self, process: ChildProcess) -> bool:
-        """Whether it is known where it runs."""
+        """Whether its place is known."""
         if self.spec.port:
             return True
         if (place := process.place()) is None:
@@ -349,7 +352,7 @@ class Replica(KeptRunning):
         return True
 
     async def _unless_dead(self, process: ChildProcess, work: Awaitable[object]) -> str:
-        """Await `work` unless the process dies first; why it died, or ""."""
+        """Await `work` unless the process dies first; returns why it died, or ""."""
         working = asyncio.ensure_future(work)
         dying = asyncio.create_task(process.exited.wait())
         try:
@@ -364,17 +367,17 @@ class Replica(KeptRunning):
             await asyncio.gather(working, dying, return_exceptions=True)
 
     async def _watch(self, process: ChildProcess) -> str:
-        """Probe until the server dies or stops answering; why."""
+        """Probe until the server dies or stops answering; returns why."""
         policy = self._context.config.health
         failures = FailureCount(policy)
         while not await _wait(process.exited, policy.interval_s):
             self._record_descendants(process)
-            # first: a probe of a machine that is away says nothing about the server
+            # checked first: a probe of a lost machine says nothing about the server
             lost = await process.lost() if failures.next_decides else ""
             try:
                 paused = await probe_alive(self._context.client, self.target, policy.timeout_s)
             except ServerError as error:
-                # A push may block the engine for as long as its own deadlines allow.
+                # a push may block the engine for as long as its own deadlines allow
                 busy = self.update_state or self.rehearsing
                 if not busy and (verdict := failures.failed(error)):
                     self.lost = lost or await process.lost()
@@ -409,14 +412,14 @@ class Replica(KeptRunning):
 
 
 def reload_rows(replicas: Sequence[Replica], state: FleetState) -> None:
-    """Take over what somebody else wrote of several servers."""
+    """Take over what another process wrote about several servers."""
     rows = {row.name: row for row in state.servers()}
     for replica in replicas:
         replica.reload_row(rows.get(replica.name))
 
 
 async def _wait(event: asyncio.Event, timeout_s: float) -> bool:
-    """True when the event is set within `timeout_s` seconds."""
+    """Whether the event is set within `timeout_s` seconds."""
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(timeout_s):
             await event.wait()

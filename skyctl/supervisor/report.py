@@ -1,4 +1,4 @@
-"""What the supervisor knows of its fleet right now, as a FleetStatus."""
+"""The fleet as its supervisor sees it now, as a FleetStatus."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from skyctl.supervisor.front import Front
 from skyctl.supervisor.replica import Replica
 
 ASK_TIMEOUT_S = 2.0
-_LOG_LINES = 20  # a message of vLLM's may have as many
+_LOG_LINES = 20  # a message of vLLM's may span this many
 
 
 async def report(running: RunningFleet, *, fresh: bool = True) -> FleetStatus:
-    """Ask every server that is up, side by side, for at most `ASK_TIMEOUT_S` seconds.
+    """Ask all servers that are up at once, for at most `ASK_TIMEOUT_S` seconds.
 
     Unless `fresh`, a pause that somebody else made shows only with the next health probe.
     """
@@ -95,7 +95,7 @@ async def _load(running: RunningFleet, replica: Replica) -> ServerMetrics | None
 
 
 async def _version(running: RunningFleet, replica: Replica, *, ask: bool) -> str | None:
-    """The label that a server carries, None where it does not say or is not to be asked."""
+    """The label that a server carries, None if it reports none or is not to be asked."""
     if not ask:
         return None
     server = engines.server(running.client, replica.target, timeout_s=ASK_TIMEOUT_S)
@@ -117,7 +117,7 @@ def _replica_row(
     lines = tail(running.paths.log(replica.name), _LOG_LINES) if starting else []
     state, reason = replica.state, replica.row.quarantine or replica.reason
     if failed and state in INTENDED_STATES:
-        state, reason = "unreachable", failed  # the probes have not counted enough of it yet
+        state, reason = "unreachable", failed  # the probes have not counted enough failures yet
     if replica.phase == "waiting":
         reason = "waits for its GPU"
     elif replica.phase == "starting" and not replica.spec.port:

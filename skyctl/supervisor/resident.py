@@ -1,7 +1,8 @@
 """The supervisor of one fleet: it owns replicas and fronts, and does one thing at a time.
 
 An operation (up, restart, scale, undo, down) changes which processes there are; a push job changes
-their weights. Only one of all these runs at any time; a second is refused and told of the first.
+their weights. Only one of all these runs at any time; a second is refused and told which one is
+running.
 """
 
 from __future__ import annotations
@@ -76,19 +77,19 @@ from skyctl.supervisor.replica import Replica, ReplicaContext, reload_rows
 from skyctl.supervisor.report import report
 from skyctl.supervisor.wire import spec_hash
 
-_RECOVERIES = 2  # what the first finds, and what is to be found after it
+_RECOVERIES = 2  # one for what the first finds, one for what shows after it
 _SETTLE_POLL_S = 0.05
 
 
 class Supervisor(RunningFleet, SupervisorService):
-    """Everything of one running fleet. `finished` ends the process."""
+    """All of one running fleet. `finished` ends the process."""
 
     def __init__(
         self, paths: FleetPaths, state: FleetState, client: ControlClient | None = None
     ) -> None:
         super().__init__(paths, state, client)
         self.finished = asyncio.Event()
-        close_orphans(state)  # of a dead supervisor, before anybody asks
+        close_orphans(state)  # jobs of a dead supervisor, before anybody asks
         self.on_plan: Callable[[FleetPlan], None] = lambda plan: None
         self._numbers = itertools.count(1)
         self._ended_operations: deque[Operation] = deque(maxlen=20)
@@ -97,21 +98,21 @@ class Supervisor(RunningFleet, SupervisorService):
         self._gpu_locks: dict[tuple[str, int], asyncio.Lock] = {}
         self.pushes = Pushes(self, self.heal_after)
 
-    # --- what is asked of it -------------------------------------------------------------------
+    # --- verbs ----------------------------------------------------------------------------------
 
     async def status(self, asked: StatusQuery = StatusQuery()) -> FleetStatus:
-        """Servers that are up are asked now."""
+        """Asks the servers that are up, if `asked.fresh`."""
         found = await report(self, fresh=asked.fresh)
-        # one that has ended is told of also when the next has begun
+        # an operation that has ended is reported even after the next has begun
         ended = next((one for one in self._ended_operations if one.id == asked.operation), None)
         return found if ended is None else replace(found, operation=ended)
 
     async def reconcile(self, asked: Reconcile) -> Begun:
-        """Raises ConflictError when something else is being done."""
+        """Raises ConflictError if something else is being done."""
         return self.change_to(asked.plan, asked.kind)
 
     def change_to(self, plan: FleetPlan, kind: str = "up") -> Begun:
-        """Begin to make the fleet what the plan says. Raises ConflictError."""
+        """Begin to bring the fleet to the plan. Raises ConflictError."""
         running = self._operation_task is not None and not self._operation_task.done()
         if running and self.operation and self.plan and _same(plan, self.plan):
             return Begun(self.operation.id, joined=True)
@@ -132,8 +133,9 @@ class Supervisor(RunningFleet, SupervisorService):
         return Begun(self._begin(kind, detail, work))
 
     async def adopt(self, asked: Adopt) -> int:
-        """What lives is left alone, even where it differs from the plan. 0: this supervisor has a
-        plan already."""
+        """What lives is left alone, even where it differs from the plan. 0: this supervisor already
+        has a plan.
+        """
         if self.plan is not None:
             return self.operation.id if self.operation is not None else 0
         self._take(asked.plan)
@@ -154,7 +156,7 @@ class Supervisor(RunningFleet, SupervisorService):
         return tuple(await healing.find(self))
 
     async def recover(self, asked: Recover = Recover()) -> tuple[Recovered, ...]:
-        """Once verbs under way have ended. A second recovery joins the first."""
+        """Runs once verbs under way have ended. A second recovery joins the first."""
         deadline = None if asked.timeout_s is None else time.monotonic() + asked.timeout_s
         done: dict[str, Recovered] = {}
         for _ in range(_RECOVERIES):
@@ -169,7 +171,7 @@ class Supervisor(RunningFleet, SupervisorService):
         return tuple(done.values())
 
     def begin_recovery(self) -> int:
-        """Begin to put right what is wrong, once verbs under way have ended; the operation's
+        """Begin to repair what is wrong, once verbs under way have ended; returns the operation's
         number. A second call joins the first.
 
         Raises:
@@ -183,9 +185,9 @@ class Supervisor(RunningFleet, SupervisorService):
         return self._begin("recover", "", healing.heal_in_turn(self, self.pushes))
 
     def heal_after(self, job: Job, turn: Turn) -> bool:
-        """Put right by itself what a push of ours left in doubt, and release its turn then.
+        """Begin to repair what a push of ours left in doubt, and release its turn when done.
 
-        False: there is nothing to do, or something else is done.
+        False: there is nothing to do, or something else is being done.
         """
         idle = self.operation is None or self.operation.ended_at is not None
         if not idle or self.push_job or self.draining or not in_doubt(self.state):
@@ -197,7 +199,9 @@ class Supervisor(RunningFleet, SupervisorService):
         return True
 
     async def _until_ended(self, number: int, deadline: float | None) -> None:
-        """Raises SkyctlError when somebody ended it, DeadlineExceeded when it goes on."""
+        """Wait for an operation. Raises SkyctlError if somebody ended it, DeadlineExceeded if it
+        goes on.
+        """
         task = self._operation_task
         if task is not None and self.operation is not None and self.operation.id == number:
             left_s = None if deadline is None else max(0.0, deadline - time.monotonic())
@@ -256,10 +260,10 @@ class Supervisor(RunningFleet, SupervisorService):
             drain_timeout_s = self.plan.config.drain_timeout_s if self.plan is not None else 0.0
         names = tuple(row.name for row in self.state.processes() if row.alive())
         await self._stop_operation(BY_DOWN)
-        # before the push is stopped: what it leaves in doubt is not recovered any more
+        # before the push is stopped: what it leaves in doubt is no longer repaired
         self.operation = Operation(next(self._numbers), "down", "", time.time())
         await self.pushes.stop()
-        self.state.set("going_down", "1")  # whoever comes after a death in the middle goes on
+        self.state.set("going_down", "1")  # after a death midway, the next one goes on with it
         reached("down.begin")
         try:
             await self.pushes.close()
@@ -278,9 +282,9 @@ class Supervisor(RunningFleet, SupervisorService):
         chosen = [replica for replica in everyone if replica.phase == "up"]
         absent = {r.name: self._meant_for(asked, r) for r in everyone if r.phase != "up"}
         if isinstance(asked, Sleep):
-            await self.pushes.warming.stop()  # nobody looks at weights that are not there
+            await self.pushes.warming.stop()  # a rehearsal must not read weights that are asleep
         if isinstance(asked, Pause | Sleep) and len(chosen) < len(self.replicas):
-            # out of rotation before it freezes, so that no request waits behind it
+            # out of the router before it freezes, so that no request waits behind it
             self.held_out |= {replica.name for replica in chosen}
             await rollout.sync_router(self)
         self.verbs_under_way += 1
@@ -304,7 +308,7 @@ class Supervisor(RunningFleet, SupervisorService):
         return tuple(found.get(r.name) or absent[r.name] for r in everyone)
 
     async def _see(self, asked_for: Control, replicas: Sequence[Replica], found: Outcomes) -> None:
-        """Whether each is paused now: what the verb did where that tells, else asked."""
+        """Update whether each is paused: from the verb if that settles it, otherwise by asking."""
         tells = isinstance(asked_for, Pause | Resume)
         told = {outcome.server for outcome in found if outcome.ok} if tells else set()
         asked = [replica for replica in replicas if replica.name not in told]
@@ -320,7 +324,7 @@ class Supervisor(RunningFleet, SupervisorService):
         return await adapters.unload(self, asked)
 
     async def start_push(self, asked: PushRequest) -> str:
-        """Into every server that is up."""
+        """Push into every server that is up."""
         return (await self._begin_push(asked)).id
 
     async def open_update(self, asked: OpenUpdate) -> OpenedUpdate:
@@ -334,13 +338,13 @@ class Supervisor(RunningFleet, SupervisorService):
         return OpenedUpdate(job.id, servers)
 
     async def close_update(self, asked: CloseUpdate) -> None:
-        """One that comes after the push has ended releases the servers that waited for it."""
+        """Called after the push has ended, it releases the servers that waited for it."""
         held, trainer = held_by(self.state), self.pushes.trainer
         close_sender(self.state, asked.job)
         if trainer is not None and self.push_job is not None and self.push_job.id == asked.job:
             trainer.say(asked.failure)
         elif held is not None and held_by(self.state) is None:
-            with contextlib.suppress(SkyctlError):  # somebody acts: `skyctl recover` does it later
+            with contextlib.suppress(SkyctlError):  # turn is taken: `skyctl recover` does it later
                 self.begin_recovery()
 
     async def rendezvous(self, asked: Rendezvous) -> tuple[SendTarget, ...]:
@@ -365,14 +369,14 @@ class Supervisor(RunningFleet, SupervisorService):
             turn.release()
             raise
 
-    # --- inside ---------------------------------------------------------------------------------
+    # --- internals ------------------------------------------------------------------------------
 
     def _look(self) -> None:
         super()._look()
         self.pushes.warming.look()
 
     def _take(self, plan: FleetPlan) -> None:
-        """Make this the plan; policies that changed apply from now on. Raises FleetDownError."""
+        """Make this the plan; changed policies apply from now on. Raises FleetDownError."""
         if self.finished.is_set():
             raise FleetDownError(f"the supervisor of fleet {self.paths.name} is ending")
         self._refuse_another_launcher(plan)
@@ -394,7 +398,7 @@ class Supervisor(RunningFleet, SupervisorService):
         self._context.config = plan.config
         self.state.retention = Retention(**plan.config.history.model_dump())
         self.on_plan(plan)
-        # at once, before anything is spawned: another `up` plans with the same ports
+        # before anything is spawned: another `up` plans with the same ports
         self.state.set("ports", json.dumps(ports_of(plan)))
 
     def _refuse_another_launcher(self, plan: FleetPlan) -> None:
@@ -442,7 +446,7 @@ class Supervisor(RunningFleet, SupervisorService):
             await asyncio.gather(self._operation_task, return_exceptions=True)
 
     def _meant_for(self, asked: Control, replica: Replica) -> Outcome[None]:
-        """The outcome of a verb for a replica that does not run; pauses are remembered for it."""
+        """The outcome of a verb for a replica that is not running; pauses are remembered for it."""
         doubted = replica.name in in_doubt(self.state)
         if why := verbs.pointless(asked, replica.row, in_doubt=doubted):
             return Outcome(replica.name, OutcomeStatus.SKIPPED, 0.0, why)
@@ -462,8 +466,9 @@ class Supervisor(RunningFleet, SupervisorService):
         self.arbiter.take(Act.VERB, "a look").release()
 
     def _settles(self) -> bool:
-        """Whether what lives is still being adopted or put right, or asked how a push that has
-        ended left it."""
+        """Whether what lives is still being adopted or repaired, or servers are being asked how a
+        push that has ended left them.
+        """
         operation = self.operation
         if operation is None or operation.ended_at is not None:
             job = self.push_job
@@ -471,9 +476,9 @@ class Supervisor(RunningFleet, SupervisorService):
         return operation.kind == "recover" or (operation.kind == "adopt" and not self.taken_over)
 
     def _refuse_beside_operation(self) -> None:
-        """Raise ConflictError where an operation excludes a push."""
+        """Raise ConflictError if an operation excludes a push."""
         adopting = self.operation is not None and self.operation.kind == "adopt"
-        # who still starts takes the fleet's weights when ready
+        # servers that still start take the fleet's weights when ready
         if not (adopting and self.taken_over):
             self._refuse_operation()
 
@@ -488,7 +493,7 @@ class Supervisor(RunningFleet, SupervisorService):
             )
 
     async def _admit(self, replica: Replica) -> None:
-        """Between ready and routed: the fleet's weights, then the fleet's intent."""
+        """Between ready and routed: the fleet's weights, then its adapters and intent."""
         plan = self.require_plan()
         while not replica.row.quarantine:
             await self.pushes.over.wait()
@@ -511,7 +516,7 @@ class Supervisor(RunningFleet, SupervisorService):
 
     @asynccontextmanager
     async def _gate(self, spec: ServerSpec) -> AsyncIterator[None]:
-        """One start at a time on a GPU: concurrent memory profiling of two servers fails."""
+        """One start at a time per GPU: concurrent memory profiling of two servers fails."""
         async with AsyncExitStack() as stack:
             for gpu in sorted(spec.gpus):
                 which = (spec.node.target if spec.node else "", gpu)

@@ -1,4 +1,4 @@
-"""When a process that died is started again: backoff that doubles, capped, within a window."""
+"""When a process that died is restarted: backoff that doubles, capped, within a window."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from skyctl.units import format_seconds
 
 @dataclass(frozen=True)
 class Decision:
-    """Start again after `wait_s` seconds, or give up because of `why`."""
+    """Restart after `wait_s` seconds, or give up because of `why`."""
 
     restart: bool
     wait_s: float = 0.0
@@ -41,7 +41,7 @@ _KEY = "restarts"
 
 
 def remembered(state: FleetState, name: str, now: float) -> tuple[list[float], str]:
-    """When a child was started again, on the clock that reads `now`, and why the last time."""
+    """When a child was restarted, on the clock that reads `now`, and why the last time."""
     with state.understanding():
         found = _all(state).get(name, {"at": [], "why": ""})
         passed = time.time() - now
@@ -49,7 +49,7 @@ def remembered(state: FleetState, name: str, now: float) -> tuple[list[float], s
 
 
 def remember(state: FleetState, name: str, why: str) -> None:
-    """Put one restart, of now, on record."""
+    """Record a restart at the present time."""
     with state.understanding(), state.transaction():
         known = _all(state)
         at = known.get(name, {"at": []})["at"]
@@ -57,7 +57,7 @@ def remember(state: FleetState, name: str, why: str) -> None:
 
 
 def forget(state: FleetState, name: str) -> None:
-    """Begin at 0 again: somebody stopped it on purpose."""
+    """Count from 0 again: somebody stopped it on purpose."""
     with state.understanding(), state.transaction():
         known = _all(state)
         if known.pop(name, None) is not None:

@@ -1,4 +1,4 @@
-"""Changing which processes a fleet has: adopt, start, drain, restart one by one, take down."""
+"""Change which processes a fleet has: adopt, start, drain, restart one by one, take down."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _GIVEN_UP = ("failed", "dead")
 
 
 async def apply_plan(running: RunningFleet, plan: FleetPlan) -> None:
-    """Make the fleet what the plan says; returns once every new replica and front settled.
+    """Bring the fleet to the plan; returns once every new replica and front has settled.
 
     Raises:
         SkyctlError: a replica or a front was given up. The others run.
@@ -51,7 +51,7 @@ async def apply_plan(running: RunningFleet, plan: FleetPlan) -> None:
     start_router(running, plan)
     for name in changes.restart:
         await restart(running, running.replicas[name], plan)
-    start_tinker(running, plan)  # it asks for its endpoint once: servers are the plan's by now
+    start_tinker(running, plan)  # it asks for its endpoint once: servers are up to date by now
     running.replicas = {name: running.replicas[name] for name in specs}
     await asyncio.gather(*(r.settled.wait() for r in running.replicas.values()))
     await settle_fronts(running)
@@ -59,7 +59,7 @@ async def apply_plan(running: RunningFleet, plan: FleetPlan) -> None:
 
 
 async def restart_rolling(running: RunningFleet, replicas: Sequence[Replica]) -> None:
-    """One replica after the other: out of the router, drained, new process, back in.
+    """Restart one replica after the other: out of the router, drained, new process, back in.
 
     Raises:
         SkyctlError: one did not come back; those after it were left alone.
@@ -83,7 +83,7 @@ async def remove(running: RunningFleet, replica: Replica) -> None:
 
 
 async def take_down(running: RunningFleet, drain_timeout_s: float) -> None:
-    """Stop the Tinker API, which has requests of its own, stop routing, drain, stop the router,
+    """Stop the Tinker API, which makes requests of its own, stop routing, drain, stop the router,
     stop the servers, forget the run.
 
     Raises:
@@ -102,7 +102,7 @@ async def take_down(running: RunningFleet, drain_timeout_s: float) -> None:
         problems += await asyncio.gather(running.router.stop(), return_exceptions=True)
     problems += await asyncio.gather(*(r.stop() for r in replicas), return_exceptions=True)
     stop_timeout_s = running.plan.config.stop_timeout_s if running.plan else 15.0
-    rows = running.state.processes()  # never adopted, or of an interrupted spawn
+    rows = running.state.processes()  # never adopted, or from an interrupted spawn
     stopping = (stop_recorded(row, host, stop_timeout_s) for row in rows)
     problems += await asyncio.gather(*stopping, return_exceptions=True)
     running.replicas.clear()
@@ -113,7 +113,7 @@ async def take_down(running: RunningFleet, drain_timeout_s: float) -> None:
 
 
 def raise_all(outcomes: Sequence[object]) -> None:
-    """Raise SkyctlError with what went wrong among what was done side by side, each once."""
+    """Raise SkyctlError with the distinct errors among the outcomes of parallel work."""
     failed = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
     if failed:
         raise SkyctlError("; ".join(dict.fromkeys(str(one) for one in failed)))
@@ -125,7 +125,7 @@ def host_of(state: FleetState) -> Host:
 
 
 async def stop_recorded(row: ProcessRow, host: Host, timeout_s: float) -> bool:
-    """Stop whatever is left of a process in the state file; True when there was something.
+    """Stop whatever is left of a recorded process; True if there was something.
 
     Raises:
         SkyctlError: it cannot be stopped.
@@ -138,7 +138,7 @@ async def stop_recorded(row: ProcessRow, host: Host, timeout_s: float) -> bool:
 
 
 async def sync_router(running: RunningFleet) -> None:
-    """Make the router's workers right, now; what fails is tried again by its own loop."""
+    """Bring the router's workers up to date now; on failure its own loop tries again."""
     router = running.router
     if router is None:
         return
@@ -169,13 +169,13 @@ async def remove_front(running: RunningFleet, front: Front) -> None:
 
 
 def start_router(running: RunningFleet, plan: FleetPlan) -> None:
-    """Start that of a plan, unless it runs."""
+    """Start the plan's router, unless it runs."""
     if plan.router is not None:
         (running.router or new_router(running, plan.router)).start()
 
 
 def start_tinker(running: RunningFleet, plan: FleetPlan) -> None:
-    """Start the Tinker API of a plan, unless it runs."""
+    """Start the plan's Tinker API, unless it runs."""
     if plan.tinker is not None:
         (running.tinker or new_tinker(running, plan.tinker)).start()
 
@@ -225,7 +225,7 @@ async def settle_fronts(running: RunningFleet) -> None:
 
 
 async def _settle(running: RunningFleet, front: Front, worth: Callable[[], bool]) -> None:
-    """Wait for a front while that is worth it: one that waits may have lost what it waits for."""
+    """Wait for a front while that is worthwhile: what it waits for may be gone."""
     settled = asyncio.create_task(front.settled.wait())
     try:
         while not settled.done() and (front.state != "waiting" or worth()):
@@ -235,13 +235,13 @@ async def _settle(running: RunningFleet, front: Front, worth: Callable[[], bool]
 
 
 def _to_come(running: RunningFleet) -> bool:
-    """Whether there is a server to route to, or one on its way."""
+    """Whether there is a server to route to, or one starting."""
     replicas = running.replicas.values()
     return bool(running.desired()) or any(r.phase not in SETTLED for r in replicas)
 
 
 def raise_for_failures(running: RunningFleet) -> None:
-    """Raise SkyctlError when a replica or a front was given up."""
+    """Raise SkyctlError if a replica or a front was given up."""
     failed = [r for r in running.replicas.values() if r.phase != "up"]
     problems = [f"{r.name} {r.reason or r.phase}" for r in failed]
     for front in (running.router, running.tinker):
@@ -252,7 +252,9 @@ def raise_for_failures(running: RunningFleet) -> None:
 
 
 async def restart(running: RunningFleet, replica: Replica, plan: FleetPlan) -> None:
-    """A new process for one replica, out of the router meanwhile; returns once it has settled."""
+    """Start a new process for one replica, out of the router meanwhile; returns once it has
+    settled.
+    """
     await _leave_router(running, replica)
     try:
         await replica.stop()
@@ -273,8 +275,8 @@ async def _leave_router(running: RunningFleet, replica: Replica) -> None:
 
 
 async def _drain(running: RunningFleet, replica: Replica, timeout_s: float) -> None:
-    """Wait until the server has no request, at most `timeout_s` seconds."""
-    # Requests of a frozen server do not end by waiting.
+    """Wait until the server has no requests, at most `timeout_s` seconds."""
+    # requests of a frozen server do not finish
     if replica.state != "ready":
         return
     server = engines.server(running.client, replica.target, timeout_s=min(5.0, timeout_s))

@@ -1,7 +1,7 @@
-"""The router child: its workers are kept right, beside what every front has.
+"""The router process: a front whose workers are kept up to date.
 
-vllm-router drops workers while it runs. It takes more of them, too, unless it routes to pairs of
-prefill and decode servers: then another process takes its place.
+vllm-router removes workers while it runs. It adds them, too, unless it routes to pairs of prefill
+and decode servers: then another process takes its place.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ _POLL_S = 0.05
 
 
 class RouterChild(Front):
-    """One router, which routes to the URLs of `desired()`; to none where a role is missing."""
+    """One router, which routes to the URLs of `desired()`; to none if a role is missing."""
 
     role = "router"
     spec: RouterSpec
 
     def __init__(self, spec: RouterSpec, context: FrontContext) -> None:
         super().__init__(spec, context)
-        self.workers: frozenset[str] = frozenset()  # URLs it routes to, as it last said
+        self.workers: frozenset[str] = frozenset()  # URLs it routes to, by its last answer
         self._routing = engines.routing(self.config.engine)
         self._client = self._routing.client(context.client, spec.url, CALL_TIMEOUT_S)
         self._syncing = asyncio.Lock()
@@ -38,7 +38,7 @@ class RouterChild(Front):
             self._desired = lambda: self._whole(context.desired())
 
     async def sync(self) -> None:
-        """Make the router's workers what `desired()` says, now. A no-op while it is not ready.
+        """Bring the router's workers to `desired()` now. A no-op while it is not ready.
 
         Raises:
             ServerError: the router did not do it.
@@ -48,28 +48,28 @@ class RouterChild(Front):
                 if not self.renewing and not await self._lacks_workers():
                     return
             except SkyctlError:
-                if not self.renewing:  # else it is being stopped for that
+                if not self.renewing:  # otherwise it is being stopped for that
                     raise
             await asyncio.wait([self._renewal()])
 
     @property
     def renewing(self) -> bool:
-        """Another process is on its way, for workers that this one does not take."""
+        """Whether another process is replacing this one, for workers that it does not take."""
         return self._renewing is not None
 
     def _renewal(self) -> asyncio.Task[None]:
-        """Not in the task of a life, which ends with its process."""
+        """Runs outside the task of a life, which ends with its process."""
         self._renewing = self._renewing or asyncio.create_task(self._renew())
         return self._renewing
 
     async def _lacks_workers(self) -> bool:
-        """Make its workers right; whether that takes another process."""
+        """Update its workers; returns whether that takes another process."""
         if self.state != "ready":
             return False
         async with self._syncing:
             wanted = set(self._desired().values())
             actual = set(await self._client.workers())
-            self._heard = True  # adding a server that is dead takes long; that is not its fault
+            self._heard = True  # adding a dead server takes long; that is not its fault
             for url in sorted(actual - wanted):
                 await self._client.remove_worker(url)
             if self.config.pairs and wanted - actual:
@@ -80,8 +80,9 @@ class RouterChild(Front):
             return False
 
     async def _renew(self) -> None:
-        """Start another process with the workers of now. This is no restart: nothing went wrong.
-        It is not waited for where a role is missing meanwhile."""
+        """Start another process with the current workers. This does not count as a restart: nothing
+        went wrong. It is not waited for if a role goes missing meanwhile.
+        """
         try:
             await super().stop()
             self.start()
@@ -94,7 +95,7 @@ class RouterChild(Front):
             self._renewing = None
 
     async def stop(self) -> None:
-        """Stop its whole tree and keep it stopped."""
+        """Stop its whole process tree and keep it stopped."""
         if self._renewing is not None:
             self._renewing.cancel()
             await asyncio.wait([self._renewing])
@@ -109,7 +110,7 @@ class RouterChild(Front):
             self._renewal()
 
     async def _first_answer(self) -> None:
-        # answering is enough: its own health checks may lag behind ours
+        # an answer is enough: its own health checks may lag behind ours
         self._set_workers(frozenset(await self._client.workers()))
 
     def _command(self) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""What crosses the wire between a supervisor and its clients, and how both tell their version."""
+"""The wire format between a supervisor and its clients, and how both state their version."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 PROTOCOL = 15
-"""Of the supervisor's API. Count it up with every change that the other side has to know of."""
+"""Version of the supervisor's API. Increment it with every change that affects the other side."""
 
 VERSION_HEADER = "x-skyctl"
-"""On every request and answer: `version/protocol`, and on answers `/stamp` after it."""
+"""On every request and answer: `version/protocol`; on answers followed by `/stamp`."""
 CALLER_HEADER = "x-skyctl-caller"
-"""Which command asks, percent-encoded: others are told of it."""
+"""The command that asks, percent-encoded: others are told about it."""
 
 
 def spoken() -> str:
-    """What this skyctl speaks, as in the header: `0.3.0/3`."""
+    """This skyctl's version and protocol, as in the header: `0.3.0/3`."""
     return f"{__version__}/{PROTOCOL}"
 
 
 @cache
 def stamp() -> str:
-    """Changes when skyctl's files do: a supervisor goes on with those it was started from."""
+    """Changes with skyctl's files: a supervisor keeps running those it was started from."""
     package = Path(skyctl.__file__).parent
     return f"{max(path.stat().st_mtime_ns for path in package.rglob('*.py')):x}"
 
@@ -44,15 +44,16 @@ _adapters: dict[Any, TypeAdapter[Any]] = {}
 
 
 def adapter(kind: type[T]) -> TypeAdapter[T]:
-    """What carries a request or a result over the wire. To build one takes ten times as long as to
-    use it."""
+    """Carries a request or a result over the wire. Building one takes ten times as long as using
+    it.
+    """
     if kind not in _adapters:
         _adapters[kind] = TypeAdapter(kind)
     return _adapters[kind]
 
 
 def spec_hash(spec: ServerSpec | FrontSpec) -> str:
-    """Changes whenever a process would have to be started anew to match the plan."""
+    """Changes whenever a process would have to be restarted to match the plan."""
     from skyctl.core.plan import RouterSpec, ServerSpec
     from skyctl.engines import ENGINES
 
@@ -69,7 +70,7 @@ def spec_hash(spec: ServerSpec | FrontSpec) -> str:
 
 
 def version_mismatch(supervisor: str, command: str) -> VersionMismatch:
-    """The error of a command whose supervisor is of another skyctl; both as in the header."""
+    """The error of a command whose supervisor runs another skyctl; both as in the header."""
     return VersionMismatch(
         f"the supervisor of this fleet is of another skyctl ({supervisor or 'an old one'}) than "
         f"this command ({command})",

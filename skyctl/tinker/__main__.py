@@ -1,6 +1,6 @@
 """`python -m skyctl.tinker SETTINGS`: the API process, started by the fleet's supervisor.
 
-It asks that supervisor, and never starts one: what it starts would be ended with it.
+It asks that supervisor, and never starts one: a supervisor started from here would end with it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from skyctl.tinker.weights import ServedWeights
 
 
 async def beside(asked: TinkerSettings) -> None:
-    """Serve the API of a fleet that runs, until TERM.
+    """Serve the API of a running fleet, until TERM.
 
     Raises:
         FleetDownError: the fleet does not run. SkyctlError: an address cannot be used.
@@ -55,7 +55,7 @@ async def beside(asked: TinkerSettings) -> None:
 
 def main() -> int:
     settings = TinkerSettings.of_argument(sys.argv[1])
-    sys.argv = ["tinker"]  # whoever waits for what it does is told who does it
+    sys.argv = ["tinker"]  # shown to others as the command that acts
     try:
         asyncio.run(beside(settings))
     except SkyctlError as error:

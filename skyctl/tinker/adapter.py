@@ -1,7 +1,7 @@
-"""A frozen causal LM from a Hugging Face checkpoint, and what is trained over it.
+"""A frozen causal LM from a Hugging Face checkpoint, and the parameters trained over it.
 
-That is LoRA adapters, which forward hooks apply, so that those of many models share one base; or
-with rank 0 a copy of all its parameters. An adapter's files are PEFT's:
+These are LoRA adapters, applied by forward hooks, so that the adapters of many models share one
+base; or with rank 0 a copy of all its parameters. An adapter's files are PEFT's:
 `base_model.model.<module>.lora_{A,B}.weight`, with alpha 32, so the scale is 32/rank. Those of a
 whole model are what transformers writes.
 """
@@ -32,13 +32,15 @@ _PREFIX = "base_model.model."
 
 Parameters = dict[str, Tensor]
 """float32: `<module>.lora_A` of shape (rank, in) and `<module>.lora_B` of shape (out, rank); or
-every parameter of the model under its name, tied ones once."""
+every parameter of the model under its name, tied ones once.
+"""
 
 
 @dataclass(frozen=True)
 class LoraConfig:
-    """What the SDK's `lora_config` says; the seed is chosen by the server where it is absent. Rank
-    0 trains all parameters."""
+    """The SDK's `lora_config`; the server chooses the seed if it is absent. Rank 0 trains all
+    parameters.
+    """
 
     rank: int
     seed: int
@@ -48,8 +50,8 @@ class LoraConfig:
 
 
 class Base:
-    """The shared base model. Weights stay as they are; `using` says what is computed with. With
-    `checkpointing`, what layers computed is not kept for the gradient, but computed again.
+    """The shared base model. Its weights never change; `using` selects what is computed with. With
+    `checkpointing`, activations are recomputed for the gradient instead of kept.
 
     Raises:
         OSError, ValueError: transformers cannot load the checkpoint.
@@ -79,7 +81,7 @@ class Base:
             if isinstance(module, torch.nn.Linear) and name.rsplit(".", 1)[-1] in wanted
         }
         self._active: tuple[Mapping[str, Tensor], float] | None = None
-        self._places: dict[int, list[tuple[Any, str]]] = {}  # of each parameter; tied: several
+        self._places: dict[int, list[tuple[Any, str]]] = {}  # by parameter; a tied one has several
         for module in model.modules():
             for leaf, value in module.named_parameters(recurse=False):
                 self._places.setdefault(id(value), []).append((module, leaf))
@@ -87,14 +89,14 @@ class Base:
             linear.register_forward_hook(self._hook(name))
         if checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
-            for module in model.modules():  # only they look at it: dropout stays off below them
+            for module in model.modules():  # only these read the flag: dropout stays off below them
                 module.training = bool(getattr(module, "gradient_checkpointing", False))
 
     def targets(self, config: LoraConfig) -> list[str]:
         """The linear layers that an adapter with this configuration trains.
 
         Raises:
-            LossError: a group that is asked for has none here.
+            LossError: the model has none for a requested group.
         """
         groups = (
             (config.train_attn, "train_attn", ATTENTION),
@@ -145,7 +147,7 @@ class Base:
 
     @contextmanager
     def using(self, parameters: Mapping[str, Tensor] | None) -> Iterator[None]:
-        """Compute with these (None: the base alone) what is computed inside, gradients too."""
+        """Inside, compute with these parameters (None: the base alone), gradients included."""
         before = self._active
         rank = rank_of(parameters or {})
         self._active = (parameters, ALPHA / rank) if parameters and rank else None
@@ -160,14 +162,14 @@ class Base:
                 self._put(value, value)
 
     def _put(self, own: Tensor, value: Tensor) -> None:
-        """Put a value where this parameter of the base is."""
+        """Put a value in the place of this parameter of the base."""
         for module, leaf in self._places[id(own)]:
             module._parameters[leaf] = value
 
     def logits(self, rows: Sequence[Tensor]) -> Tensor:
         """float32 logits (rows, longest row, vocabulary) of int64 token rows, padded on the right.
 
-        What stands behind a row's own length means nothing.
+        Logits beyond a row's own length are meaningless.
         """
         longest = max(len(row) for row in rows)
         tokens = torch.zeros(len(rows), longest, dtype=torch.int64)
@@ -181,8 +183,9 @@ class Base:
         return logits
 
     def write(self, parameters: Parameters, directory: Path, dtype: torch.dtype) -> None:
-        """Write what is trained: an adapter for PEFT, or a model in `dtype` for transformers, with
-        the base's tokenizer."""
+        """Write the trained parameters: an adapter for PEFT, or a model in `dtype` for
+        transformers, with the base's tokenizer.
+        """
         if rank_of(parameters):
             save_file(peft_tensors(parameters), directory / files.ADAPTER, {"format": "pt"})
             return
@@ -195,7 +198,9 @@ class Base:
                 shutil.copyfile(path, directory / path.name)
 
     def read(self, directory: Path, config: LoraConfig) -> Parameters:
-        """What `write` wrote, in the order of new ones: sums over all of them are the same bits."""
+        """Read what `write` wrote, in the order of new parameters: sums over all of them are the
+        same bits.
+        """
         if config.rank:
             found = from_peft_tensors(load_file(directory / files.ADAPTER), self.device)
             names = [f"{name}.lora_{part}" for name in self.targets(config) for part in "AB"]
@@ -222,7 +227,8 @@ class Base:
 
 class _LowRank(torch.autograd.Function):  # type: ignore[misc]  # torch has no types here
     """`output` + scale · (x Aᵀ) Bᵀ, computed in the base's dtype; gradients of A and B are summed
-    in float32. By plain operations in float32 all of it would be written several times over."""
+    in float32. Plain float32 operations would write all of it several times over.
+    """
 
     @staticmethod
     def forward(ctx: Any, output: Tensor, x: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
@@ -251,12 +257,12 @@ def _summed(left: Tensor, right: Tensor) -> Tensor:
 
 
 def rank_of(parameters: Mapping[str, Tensor]) -> int:
-    """Of an adapter; 0 for a whole model."""
+    """The rank of an adapter; 0 for a whole model."""
     return next((len(value) for name, value in parameters.items() if name.endswith("lora_A")), 0)
 
 
 def _of_the_model(path: Path) -> bool:
-    """Weights, their index, or what says how to read them."""
+    """Whether the file is weights, their index, or says how to read them."""
     kinds = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
     return path.name.endswith(kinds) or path.name == "config.json"
 
@@ -270,7 +276,7 @@ def peft_tensors(parameters: Parameters) -> dict[str, Tensor]:
 
 
 def from_peft_tensors(tensors: Mapping[str, Tensor], device: torch.device) -> Parameters:
-    """The inverse of `peft_tensors`."""
+    """Inverse of `peft_tensors`."""
     return {
         name.removeprefix(_PREFIX).removesuffix(".weight"): value.to(device, torch.float32)
         for name, value in tensors.items()
@@ -278,7 +284,7 @@ def from_peft_tensors(tensors: Mapping[str, Tensor], device: torch.device) -> Pa
 
 
 def peft_config(parameters: Parameters, base: str) -> dict[str, Any]:
-    """What `adapter_config.json` says."""
+    """The content of `adapter_config.json`."""
     modules = {name.rsplit(".", 2)[-2] for name in parameters}
     return {
         "peft_type": "LORA",

@@ -1,7 +1,7 @@
-"""The SDK's routes below /api/v1: what it sends is checked, put on disk, and answered.
+"""The SDK's routes below /api/v1: requests are checked, put on disk, and answered.
 
-Protocol: the tinker SDK 0.38.0. A request that fails later is a 200 with `error` and `category`;
-a 4xx with `detail` is what could be refused at once. 409 is never sent: the SDK repeats it.
+Protocol: the tinker SDK 0.38.0. A request that fails later is a 200 with `error` and `category`; a
+4xx with `detail` is what can be refused at once. 409 is never sent: the SDK repeats it.
 """
 
 from __future__ import annotations
@@ -52,9 +52,10 @@ REFUSED = {
 
 @dataclass(frozen=True)
 class Offer:
-    """What this server has. `base` is the model's name in the API, with which SDKs also find a
-    tokenizer; `full`: rank 0 trains all parameters; `body_bytes` bounds a body as it comes, and
-    four times that once it is unpacked."""
+    """What this server offers. `base` is the model's name in the API, by which SDKs also find a
+    tokenizer; `full`: rank 0 trains all parameters; `body_bytes` bounds a body as received, and
+    four times that once unpacked.
+    """
 
     base: str
     largest_rank: int
@@ -152,7 +153,7 @@ class Api:
             except (Unanswerable, ValueError, OverflowError) as error:
                 raise HTTPException(400, str(error)) from error
             except StateUnwritable as error:
-                await asyncio.sleep(1.0)  # the SDK asks again at once
+                await asyncio.sleep(1.0)  # the SDK repeats the request at once
                 raise HTTPException(503, error.message) from error
             except SkyctlError as error:  # servers keep what was to go: the SDK asks again
                 await asyncio.sleep(1.0)
@@ -161,8 +162,9 @@ class Api:
         return guarded
 
     def _in_order(self, handle: Handler, kind: str) -> Handler:
-        """What is refused has its seq_id all the same: a 4xx would leave a gap, for which every
-        later request of the model waits. So it is accepted, and fails in its turn."""
+        """A refused request still has its seq_id: a 4xx would leave a gap, for which every later
+        request of the model would wait. So it is accepted, and fails in its turn.
+        """
 
         async def in_order(request: Request) -> Response:
             body = await self._body(request)
@@ -376,7 +378,7 @@ class Api:
         extra: dict[str, Any] | None = None,
         body: bytes | None = None,
     ) -> Response:
-        """Accept a request of a model that exists."""
+        """Accept a request of an existing model."""
         if not 1 <= seq <= 2**62:
             raise ValueError(f"seq_id {seq} is no seq_id: they begin at 1")
 
@@ -449,7 +451,7 @@ class Api:
         body = await self._body(request)
         asked = bodies.Sample.model_validate_json(body)
         try:
-            question(json.loads(body))  # what is not offered is refused here, once
+            question(json.loads(body))  # refuse here, once, what is not offered
         except (TypeError, AttributeError, LookupError) as error:
             raise ValueError(f"the body is no sample request: {error}") from error
         if self._sampling.busy > MOST_SAMPLES:

@@ -1,5 +1,4 @@
-"""Bodies of the SDK's JSON requests. Fields that this server does not know are ignored, as the SDK
-does with ours."""
+"""Bodies of the SDK's JSON requests. Unknown fields are ignored, as the SDK does with ours."""
 
 from __future__ import annotations
 
@@ -8,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$")]
-"""Of a checkpoint: part of its tinker:// path. It never becomes part of a path on the disk."""
+"""Name of a checkpoint: part of its tinker:// path. It never becomes part of a path on disk."""
 Seq = Annotated[int, Field(ge=1, le=2**62)]
 From0 = Annotated[int, Field(ge=0, le=2**62)]
 Ttl = Annotated[int, Field(ge=1, le=10 * 366 * 86400)]

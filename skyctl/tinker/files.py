@@ -1,4 +1,4 @@
-"""Checkpoints on disk: a directory is whole or not there, and is read back checked."""
+"""Checkpoints on disk: a directory is complete or does not exist, and is verified when read."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from skyctl.store.paths import sync_directory
 
 ADAPTER, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
 OPTIMIZER, META = "optimizer.state", "meta.json"
-"""The optimizer's state is in safetensors' format, under a name that nobody takes for weights."""
-_OPTIMIZERS = (OPTIMIZER, "optimizer.safetensors")  # as earlier versions named it
+"""The optimizer's state is in safetensors format, under a name that nobody takes for weights."""
+_OPTIMIZERS = (OPTIMIZER, "optimizer.safetensors")  # the second name is that of earlier versions
 
 
 class DamagedCheckpoint(Exception):
@@ -26,7 +26,7 @@ def write_directory(directory: Path, write: Callable[[Path], None], meta: Mappin
     """Let `write` fill a directory beside `directory`, add a `meta.json` with the digests of its
     files, then rename.
 
-    Bytes written. What was at `directory` (a save that was not recorded) is replaced.
+    Returns the bytes written. What was at `directory` (a save that was not recorded) is replaced.
     """
     beside = directory.with_name(f".{directory.name}.partial")
     shutil.rmtree(beside, ignore_errors=True)
@@ -75,12 +75,12 @@ def read_meta(directory: Path) -> dict[str, Any]:
 
 
 def optimizer_of(directory: Path, meta: Mapping[str, Any]) -> Path | None:
-    """The file with the optimizer's state, None where there is none."""
+    """The file with the optimizer's state, None if there is none."""
     return next((directory / name for name in _OPTIMIZERS if name in meta["files"]), None)
 
 
 def check(directory: Path, meta: Mapping[str, Any], *, optimizer: bool) -> None:
-    """Compare each file with its digest, the optimizer's state only where it is asked for.
+    """Compare each file with its digest, the optimizer's state only with `optimizer`.
 
     Raises:
         DamagedCheckpoint: one is missing or differs.

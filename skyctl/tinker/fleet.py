@@ -1,7 +1,6 @@
 """A fleet as sampling needs it: completions through the router, adapters on every server.
 
-Servers hold only so many adapters. The one that has not been used for longest makes room; those
-that answer something now stay.
+Servers hold only so many adapters. The least recently used one makes room; those in use stay.
 """
 
 from __future__ import annotations
@@ -51,12 +50,12 @@ class FleetServers:
         self._client = client
         self._most = most
         self._loaded: dict[str, int] = {}  # name → requests that use it; least recently used first
-        self._unwanted: set[str] = set()  # on servers, perhaps on some of them: go first
+        self._unwanted: set[str] = set()  # on servers, perhaps only some of them: removed first
         self._changing = asyncio.Lock()
         self._freed = asyncio.Event()
 
     async def complete(self, body: Mapping[str, Any], weights: str | None) -> dict[str, Any]:
-        """See `Servers`. A server that dies, sleeps or is paused makes it wait, not fail."""
+        """See `Servers`. If a server dies, sleeps or is paused, it waits instead of failing."""
 
         async def ask() -> dict[str, Any]:
             return await self._client.ask(COMPLETIONS, body)
@@ -73,7 +72,7 @@ class FleetServers:
         if name not in self._loaded:
             async with self._changing:
                 if name not in self._loaded:
-                    # without a supervisor too: the next one takes the servers over
+                    # works without a supervisor, too: the next one takes the servers over
                     place = partial(self._place, name, directory)
                     await self._awake(lambda: patiently(place, ConflictError, FleetDownError))
                     self._unwanted.discard(name)
@@ -88,8 +87,9 @@ class FleetServers:
             self._freed.set()
 
     async def unload(self, name: str) -> None:
-        """See `Servers`. One that answers something now stays until its place is needed:
-        whoever unloads it ends what is under way."""
+        """See `Servers`. An adapter in use stays until its place is needed: unloading it would end
+        running requests.
+        """
         async with self._changing:
             if self._loaded.get(name, 0):
                 self._unwanted.add(name)
@@ -103,8 +103,9 @@ class FleetServers:
                 self._loaded[adapter.name] = 0
 
     async def _awake(self, ask: Callable[[], Awaitable[T]]) -> T:
-        """What `ask` comes to, once servers are awake, where it failed while they slept: however
-        long a trainer needs their memory."""
+        """The result of `ask`, repeated after a failure while servers slept: it waits for as long
+        as a trainer needs their memory.
+        """
         while True:
             try:
                 return await ask()
@@ -113,7 +114,7 @@ class FleetServers:
                     raise
 
     async def _slept(self) -> bool:
-        """Wait while servers sleep and none is ready; False where that is not so."""
+        """Wait while servers sleep and none is ready; False if there was nothing to wait for."""
         slept = False
         while True:
             status = await patiently(self._fleet.status, FleetDownError, DeadlineExceeded)
@@ -136,12 +137,12 @@ class FleetServers:
             await self._freed.wait()
 
     async def _others(self) -> int:
-        """Adapters of this fleet that are not ours."""
+        """The number of adapters of this fleet that are not ours."""
         return sum(not adapter.name.startswith(PREFIX) for adapter in await self._fleet.adapters())
 
     async def _place(self, name: str, directory: str) -> None:
         await self._make_room()
-        # any base: it says the base's name in this API, which is not the fleet's path to it
+        # any base: the adapter names the base as this API does, not by the fleet's path to it
         asked = LoadAdapter(name=name, directory=directory, new=None, any_base=True)
         await self._fleet.load_adapter(asked)
 
@@ -150,7 +151,7 @@ class FleetServers:
         try:
             asked = UnloadAdapter(name=name)
             await patiently(lambda: self._fleet.unload_adapter(asked), ConflictError)
-        except FleetDownError:  # a NotFoundError too, but of the fleet: it still has the adapter
+        except FleetDownError:  # a NotFoundError too, but about the fleet: it still has the adapter
             raise
         except NotFoundError:
             pass
@@ -161,7 +162,7 @@ class FleetServers:
 async def connected(
     fleet: FleetService, weights: ServedWeights, *, context: int, most: int
 ) -> AsyncIterator[FleetServers]:
-    """The servers of a fleet that runs. `most`: adapters that they hold at once.
+    """The servers of a running fleet. `most`: how many adapters they hold at once.
 
     Raises:
         FleetDownError: it does not run. SkyctlError: it cannot be asked.

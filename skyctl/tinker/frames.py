@@ -11,13 +11,13 @@ _LENGTHS = struct.Struct("!IQ")
 
 
 def packed(header: dict[str, Any], body: bytes = b"") -> bytes:
-    """One message as it goes over the socket."""
+    """One message in its wire form."""
     text = json.dumps(header).encode()
     return _LENGTHS.pack(len(text), len(body)) + text + body
 
 
 def read(stream: IO[bytes]) -> tuple[dict[str, Any], bytes] | None:
-    """The next message; None when the other side is gone."""
+    """The next message; None if the other side is gone."""
     lengths = stream.read(_LENGTHS.size)
     if len(lengths) < _LENGTHS.size:
         return None

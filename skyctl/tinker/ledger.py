@@ -1,8 +1,8 @@
-"""What the API has promised, in SQLite: a request is committed and synced before its 200.
+"""The API's promises, in SQLite: a request is committed and synced before its 200.
 
-One thread owns the connection. Changes that wait for it are committed together, so that a burst of
-requests costs a few syncs. Unlike a fleet's state, it never goes on in memory: a promise that is
-not on the disk is not made.
+One thread owns the connection. Waiting changes are committed together, so that a burst of requests
+costs a few syncs. Unlike a fleet's state, it never goes on in memory: a promise that is not on disk
+is not made.
 """
 
 from __future__ import annotations
@@ -78,12 +78,12 @@ class Ledger:
         self._thread.start()
 
     async def run(self, change: Change[T]) -> T:
-        """What `change` returns, once all it wrote is committed and on the disk.
+        """The result of `change`, once everything it wrote is committed and on disk.
 
-        One that raises is undone, and its error raised here.
+        A change that raises is undone, and its error raised here.
 
         Raises:
-            StateUnwritable: the disk does not take it.
+            StateUnwritable: the disk does not accept it.
         """
         loop = asyncio.get_running_loop()
         future: asyncio.Future[T] = loop.create_future()
@@ -91,7 +91,7 @@ class Ledger:
         return await future
 
     async def row(self, sql: str, *parameters: Any) -> sqlite3.Row | None:
-        """The first row of a query, None when there is none."""
+        """The first row of a query, None if there is none."""
         found: sqlite3.Row | None = await self.run(lambda c: c.execute(sql, parameters).fetchone())
         return found
 

@@ -1,4 +1,4 @@
-"""The losses of `forward_backward`, per token and summed; gradients flow through `logprobs` alone.
+"""The losses of `forward_backward`, per token and summed; gradients flow only through `logprobs`.
 
 Formulas: the vendor's documentation of tinker (ppo, dro, gspo) and SkyRL 0.3.0's source
 (cross_entropy, importance_sampling, ppo, cispo). Thresholds bound the ratio itself.
@@ -16,7 +16,7 @@ CLIP = {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}
 
 
 class LossError(ValueError):
-    """What a client sent cannot be trained on; the text is for that client."""
+    """The client's data cannot be trained on; the text is for that client."""
 
 
 def cross_entropy(lp: Tensor, inputs: Mapping[str, Tensor], config: Mapping[str, float]) -> Tensor:
@@ -50,8 +50,9 @@ def dro(lp: Tensor, inputs: Mapping[str, Tensor], config: Mapping[str, float]) -
 
 
 def gspo(lp: Tensor, inputs: Mapping[str, Tensor], config: Mapping[str, float]) -> Tensor:
-    """ppo with one ratio per sequence: its mean over `sequence_ratio_mask`, constant but for each
-    token's own gradient."""
+    """ppo with one ratio per sequence: its mean over `sequence_ratio_mask`, constant except for
+    each token's own gradient.
+    """
     mask = inputs["sequence_ratio_mask"]
     distance = (lp.detach() - inputs["logprobs"]) * mask
     sequence = (distance.sum() / mask.sum().clamp(min=1.0)).exp()
@@ -66,7 +67,7 @@ def _clipped(ratio: Tensor, inputs: Mapping[str, Tensor], config: Mapping[str, f
 
 
 def _thresholds(inputs: Mapping[str, Tensor], config: Mapping[str, float]) -> tuple[Tensor, Tensor]:
-    """Per token where the datum has them, else the request's, else the defaults."""
+    """Per token if the datum has them, else the request's, else the defaults."""
     like = inputs["logprobs"]
     low, high = (
         inputs[name] if name in inputs else torch.full_like(like, config.get(name, default))
@@ -89,7 +90,7 @@ LOSSES: dict[str, tuple[Loss, tuple[str, ...], tuple[str, ...]]] = {
 
 
 def check(name: str, config: Mapping[str, Any]) -> None:
-    """Refuse an unknown loss, an unknown key of its config, or a value that is no number.
+    """Refuse an unknown loss, an unknown key of its config, or a value that is not a number.
 
     Raises:
         LossError: with a text for the client.

@@ -1,4 +1,4 @@
-"""Rows of the ledger, and what the API says of them. Functions of one open transaction."""
+"""Rows of the ledger, and their form in the API. Functions of one open transaction."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ class Missing(LookupError):
 
 
 def request_id(owner: str, seq: int) -> str:
-    """The same request has the same id, however often it is sent."""
+    """A request's id, the same however often it is sent."""
     return f"{owner}:{seq}"
 
 
 def known(connection: sqlite3.Connection, owner: str, seq: int, kind: str) -> bool:
-    """Whether this request was accepted before. Raises ValueError when it was another one."""
+    """Whether this request was accepted before. Raises ValueError if it was a different one."""
     row = connection.execute(
         "SELECT kind FROM requests WHERE owner = ? AND seq = ?", (owner, seq)
     ).fetchone()
@@ -64,7 +64,7 @@ def add_model(
     config: Mapping[str, Any],
     metadata: Mapping[str, Any] | None,
 ) -> None:
-    """A model that its first request will make."""
+    """Add a model that its first request will create."""
     now = time.time()
     connection.execute(
         "INSERT INTO models (id, session, config, metadata, created, used) VALUES (?,?,?,?,?,?)",
@@ -149,7 +149,7 @@ def run(connection: sqlite3.Connection, row: sqlite3.Row) -> dict[str, Any]:
 
 
 def rank(config: Mapping[str, Any]) -> dict[str, Any]:
-    """What answers say of how a model is trained."""
+    """How a model is trained, in the API's form."""
     found = config["lora"]["rank"]
     return {"is_lora": found > 0, "lora_rank": found or None}
 
@@ -198,7 +198,7 @@ def finished(
 
 
 def forget_results(connection: sqlite3.Connection, owner: str, names: Iterable[str]) -> None:
-    """Results that their client has."""
+    """Drop results that their client has received."""
     connection.executemany(
         "UPDATE requests SET state = 'gone', result = NULL WHERE id = ? AND owner = ? "
         "AND state IN ('done', 'failed')",
@@ -209,7 +209,9 @@ def forget_results(connection: sqlite3.Connection, owner: str, names: Iterable[s
 async def delete_checkpoints(
     ledger: Ledger, sampling: Sampling, rows: Iterable[sqlite3.Row]
 ) -> None:
-    """Rows, what servers have of them, and files. Raises SkyctlError where servers keep one."""
+    """Delete checkpoints: rows, what servers hold of them, and files. Raises SkyctlError if servers
+    keep one.
+    """
     for row in rows:
         async with sampling.leaving(row):
             await ledger.write("DELETE FROM checkpoints WHERE path = ?", row["path"])

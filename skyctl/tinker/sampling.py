@@ -1,7 +1,7 @@
 """Carries out samples on the fleet's servers, each with the adapter of its sampler.
 
-vLLM 0.32 cannot be asked for prompt logprobs with adapters on board: the training worker computes
-them. A sample that was not finished when the process died is generated again.
+vLLM 0.32 cannot return prompt logprobs with adapters loaded: the training worker computes them. A
+sample that was unfinished when the process died is generated again.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Servers(Protocol):
     """The fleet's servers, as sampling needs them."""
 
     base: str
-    """The name that requests to the base model carry."""
+    """The model name of requests to the base model."""
     context: int
 
     async def complete(self, body: Mapping[str, Any], weights: str | None) -> dict[str, Any]:
@@ -58,12 +58,13 @@ class Servers(Protocol):
         ...
 
     async def unload(self, name: str) -> None:
-        """Forget an adapter; one that nobody has is no error. Raises SkyctlError."""
+        """Unload an adapter; an unknown one is not an error. Raises SkyctlError."""
         ...
 
     def leaving(self, directory: str) -> AbstractAsyncContextManager[None]:
-        """Inside, no server has the weights in this directory, nor gets them. Raises SkyctlError
-        where those that it has cannot be replaced now."""
+        """Inside, no server has or gets the weights in this directory. Raises SkyctlError if those
+        that are on servers cannot be replaced now.
+        """
         ...
 
 
@@ -87,12 +88,12 @@ class Question:
 
     @property
     def about_prompt(self) -> bool:
-        """Whether the trainer has to look at the prompt."""
+        """Whether the trainer has to compute something about the prompt."""
         return self.prompt_logprobs or self.top_prompt > 0 or self.targets is not None
 
 
 def question(body: Mapping[str, Any]) -> Question:
-    """What an asample body asks.
+    """Parse an asample body.
 
     Raises:
         Unanswerable: it is not offered, or makes no sense.
@@ -144,8 +145,8 @@ def question(body: Mapping[str, Any]) -> Question:
 
 
 def completion_body(asked: Question, model: str, context: int) -> dict[str, Any]:
-    """The /v1/completions body. Facts of vLLM 0.32 that it minds: n > 1 is refused with temperature
-    0, a seed has 63 bits, and stop texts must be part of the text if tokens are to agree with it.
+    """The /v1/completions body. Constraints of vLLM 0.32: n > 1 is refused with temperature 0, a
+    seed has 63 bits, and stop texts must be part of the text if tokens are to match it.
 
     Raises:
         Unanswerable: the prompt leaves no room for a token.
@@ -234,18 +235,18 @@ class Sampling:
 
     @property
     def busy(self) -> int:
-        """Samples that are under way."""
+        """The number of samples under way."""
         return len(self._tasks)
 
     async def load(self) -> None:
-        """Take up what an earlier process left."""
+        """Resume what an earlier process left."""
         for row in await self._ledger.rows(
             "SELECT id FROM requests WHERE state = 'accepted' AND kind = ?", SAMPLE
         ):
             self.accepted(row["id"])
 
     def accepted(self, request: str) -> None:
-        """A request is on disk: generate."""
+        """A request is on disk: start generating."""
         if request not in self._tasks:
             task = asyncio.create_task(self._one(request), name=request)
             self._tasks[request] = task
@@ -258,7 +259,7 @@ class Sampling:
             task.cancel()
 
     async def stop(self) -> None:
-        """Let go of everything; what is not finished stays accepted."""
+        """Stop all work; unfinished requests stay accepted."""
         tasks = list(self._tasks.values())
         for task in tasks:
             task.cancel()
@@ -266,10 +267,10 @@ class Sampling:
 
     @asynccontextmanager
     async def leaving(self, checkpoint: sqlite3.Row) -> AsyncIterator[None]:
-        """Inside, the row of a checkpoint goes; afterwards its directory may.
+        """Inside, the row of a checkpoint is removed; afterwards its directory may be.
 
-        An adapter is forgotten after it; where servers cannot be told now, they have it until its
-        place is needed. The weights of a whole model must be off the servers before.
+        An adapter is unloaded after it; if servers cannot be told now, they keep it until its place
+        is needed. The weights of a whole model must be off the servers before.
 
         Raises:
             SkyctlError: they cannot be taken off now.
@@ -291,7 +292,7 @@ class Sampling:
         task.add_done_callback(lambda _: self._tasks.pop(request, None))
 
     async def _record_cancelled(self, request: str) -> None:
-        """Wherever its task was when it was cancelled: waiting for a slot, or not begun."""
+        """Record the cancellation, wherever its task was: waiting for a slot, or not begun."""
 
         def commit(connection: sqlite3.Connection) -> str:
             row = connection.execute("SELECT * FROM requests WHERE id = ?", (request,)).fetchone()

@@ -31,14 +31,15 @@ _LOG = logging.getLogger(__name__)
 HOUSEKEEPING_S = 60.0
 UNUSED_SAMPLER_S = 2 * 3600.0
 UNUSED_MODEL_S = 600.0
-"""Weights that were saved for one sampling client only are kept this long after its last use: an
-adapter, and a whole model."""
+"""Weights that were saved for a single sampling client are kept this long after its last use: an
+adapter, and a whole model.
+"""
 RESULT_S = 24 * 3600.0
 
 
 @dataclass(frozen=True)
 class Settings:
-    """`directory` holds the ledger and every checkpoint; `port` 0 takes a free one."""
+    """`directory` holds the ledger and every checkpoint; `port` 0 picks a free one."""
 
     directory: Path
     host: str
@@ -49,7 +50,7 @@ class Settings:
 
 
 async def serve(settings: Settings, key: str, servers: Servers) -> None:
-    """Answer the SDK until TERM or INT. What is accepted and not done is done by the next process.
+    """Answer the SDK until TERM or INT. Accepted, unfinished requests are left to the next process.
 
     Raises:
         ConflictError: another process serves this directory.
@@ -77,7 +78,7 @@ async def serve(settings: Settings, key: str, servers: Servers) -> None:
             asyncio.create_task(training.run()),
             asyncio.create_task(_keep_house(ledger, sampling)),
         ]
-        # a part that fails ends the process: whoever keeps it running starts it again
+        # a part that fails ends the process: its supervisor restarts it
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         for task in tasks[1:]:
             task.cancel()
@@ -94,7 +95,7 @@ async def serve(settings: Settings, key: str, servers: Servers) -> None:
 class _Server(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        yield  # uvicorn's own would kill this process before it has closed the ledger
+        yield  # uvicorn's own handling would kill this process before it has closed the ledger
 
 
 def _lock(directory: Path) -> int:
@@ -122,7 +123,7 @@ async def _keep_house(ledger: Ledger, sampling: Sampling) -> None:
     while True:
         try:
             await _remove_old(ledger, sampling)
-        except StateUnwritable as error:  # it waits until there is room; those who ask are told
+        except StateUnwritable as error:  # it waits until there is room; clients are told
             _LOG.warning("%s", error)
         await asyncio.sleep(HOUSEKEEPING_S)
 

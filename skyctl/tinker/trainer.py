@@ -1,7 +1,7 @@
-"""What the training worker does: models over one base, their gradients, optimizers and files.
+"""The training worker's operations: models over one base, their gradients, optimizers and files.
 
-Every operation is deterministic and all or nothing: one that fails leaves the model as it was. So a
-model is rebuilt, after a death, from its last snapshot and the requests since.
+Every operation is deterministic and all or nothing: one that fails leaves the model as it was.
+After a death a model is therefore rebuilt from its last snapshot and the requests since.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from skyctl.tinker.adapter import Base, LoraConfig, Parameters, peft_config
 from skyctl.tinker.losses import LossError
 
 LARGEST_TENSOR = 1 << 26
-"""Elements of one datum's tensor: a sparse one of a few bytes may claim any shape."""
+"""Maximum elements of one datum's tensor: a sparse one of a few bytes may claim any shape."""
 
 _NUMPY = {wire.FLOAT32: np.float32, wire.INT64: np.int64, wire.INT32: np.int32}
 
@@ -31,7 +31,8 @@ _NUMPY = {wire.FLOAT32: np.float32, wire.INT64: np.int64, wire.INT32: np.int32}
 @dataclass
 class Model:
     """One training run. `gradients` are summed since the last optimizer step, None before any;
-    `tokens` were computed in `seconds` for them."""
+    `tokens` were processed in `seconds` for them.
+    """
 
     config: LoraConfig
     parameters: Parameters
@@ -60,13 +61,13 @@ class Trainer:
         self._samplers: dict[str, Parameters] = {}
 
     def create(self, model: str, config: Mapping[str, Any]) -> None:
-        """A new model, the same for the same config."""
+        """Create a model, the same for the same config."""
         lora = LoraConfig(**config)
         self.close(model)  # one that a failure left here; two may not fit
         self.models[model] = _model(lora, self.base.new_parameters(lora))
 
     def open(self, model: str, directory: Path, *, optimizer: bool) -> None:
-        """A model as it is in a checkpoint; without its `optimizer` state, a fresh one.
+        """Open a model from a checkpoint; without its `optimizer` state, with a fresh one.
 
         Raises:
             LossError: it has another base, or no optimizer state.
@@ -81,7 +82,7 @@ class Trainer:
         self.models[model] = opened
 
     def _checked(self, directory: Path, *, optimizer: bool) -> tuple[LoraConfig, Path | None]:
-        """How a checkpoint was trained, and where its optimizer's state is, if that is wanted."""
+        """How a checkpoint was trained, and the path of its optimizer's state, if wanted."""
         meta = files.read_meta(directory)
         if meta["base"] != self.name:
             raise LossError(f"the checkpoint is of base model {meta['base']}, not {self.name}")
@@ -92,12 +93,13 @@ class Trainer:
         return LoraConfig(**meta["lora"]), state
 
     def close(self, model: str) -> None:
-        """Forget a model."""
+        """Drop a model."""
         self.models.pop(model, None)
 
     def save(self, model: str, directory: Path, *, optimizer: bool) -> int:
-        """Write a checkpoint; its size in bytes. A whole model is in float32 where its optimizer's
-        state is with it, else in the base's dtype."""
+        """Write a checkpoint; returns its size in bytes. A whole model is in float32 if its
+        optimizer's state is saved with it, else in the base's dtype.
+        """
         found = self.models[model]
 
         def write(beside: Path) -> None:
@@ -114,7 +116,7 @@ class Trainer:
         return files.write_directory(directory, write, meta)
 
     def zero_gradients(self, model: str) -> None:
-        """Throw away what was accumulated since the last step."""
+        """Drop what was accumulated since the last step."""
         self.models[model].gradients = None
 
     def forward_backward(self, model: str, body: bytes) -> bytes:
@@ -149,7 +151,7 @@ class Trainer:
                 if backward:
                     gradients = torch.autograd.grad(loss, trained, materialize_grads=True)
                     sums = _added(sums, gradients)
-                    del gradients  # a whole model's must not be there twice
+                    del gradients  # a whole model's must not exist twice
             total += float(loss.detach())
             outputs += [lp.detach().cpu() for lp in picked]
         if backward:
@@ -159,7 +161,8 @@ class Trainer:
         return _output(outputs, total)
 
     def optim_step(self, model: str, params: Mapping[str, float]) -> dict[str, float]:
-        """One AdamW step over the gradients since the last one, which are then gone; its metrics.
+        """One AdamW step over the gradients since the last one, which are then dropped; returns its
+        metrics.
 
         Raises:
             LossError: the gradients are not finite, or a parameter makes no sense; the gradients
@@ -167,7 +170,7 @@ class Trainer:
         """
         found = self.models[model]
         gradients = found.gradients or [torch.zeros_like(p) for p in found.parameters.values()]
-        found.gradients = None  # also where it fails: so it is when the model is rebuilt
+        found.gradients = None  # also on failure: a rebuilt model has none either
         speed = {"tokens_per_s": found.tokens / found.seconds} if found.tokens else {}
         found.tokens, found.seconds = 0, 0.0
         group = _adam(params)
@@ -226,7 +229,7 @@ class Trainer:
         return answer
 
     def _sampler(self, directory: Path | None) -> Parameters | None:
-        """A sampler's parameters; the latest few adapters, or the latest model, are kept."""
+        """A sampler's parameters; the latest few adapters, or the latest model, are cached."""
         if directory is None:
             return None
         key = str(directory)
@@ -274,7 +277,7 @@ class Trainer:
 
 
 def _added(sums: list[Tensor] | None, more: Sequence[Tensor]) -> list[Tensor]:
-    """Sums with more added in place: a whole model's are as large as it."""
+    """Sums with more added in place: a whole model's are as large as the model."""
     if not sums:
         return list(more)
     for place, one in zip(sums, more, strict=True):
@@ -286,7 +289,7 @@ def _model(config: LoraConfig, parameters: Parameters) -> Model:
     for value in parameters.values():
         value.requires_grad_(True)
     on_gpu = next(iter(parameters.values())).is_cuda
-    # on a CPU one tensor after the other: the same bits whatever else is there
+    # on a CPU one tensor after the other: the same bits whatever other tensors there are
     optimizer = torch.optim.AdamW(parameters.values(), foreach=False, fused=on_gpu)
     return Model(config, parameters, optimizer)
 
@@ -352,7 +355,7 @@ def _array(content: bytes, dtype: int) -> Any:
 
 
 def tensor_of(name: str, message: Any) -> Tensor:
-    """A dense tensor of a message; unlisted places of a sparse one are 0."""
+    """A dense tensor of a message; unlisted elements of a sparse one are 0."""
     shape = tuple(message.shape)
     sparse = message.WhichOneof("one") == "sparse_csr"
     content = _array(message.sparse_csr.values if sparse else message.dense, message.dtype)

@@ -5,7 +5,7 @@
                     └── rebuilt: snapshot, then every request since ──┘
 
 A model's state is its snapshot and the requests after it; the worker holds nothing that cannot be
-computed again. So whoever is killed, a step is neither lost nor done twice.
+recomputed. So whichever process is killed, a step is neither lost nor done twice.
 """
 
 from __future__ import annotations
@@ -46,10 +46,11 @@ BROKEN = (
 
 @dataclass(frozen=True)
 class Limits:
-    """`gap_s`: how long a request waits for one before it that never came. A snapshot is taken
-    after a step when `snapshot_steps` or `snapshot_s` have passed since the last one, but not
-    before it makes up `snapshot_share` of the time. Of models that are trained as a whole, the
-    worker holds one."""
+    """`gap_s`: how long a request waits for a preceding one that never came. A snapshot is taken
+    after a step when `snapshot_steps` or `snapshot_s` have passed since the last one, but not if
+    snapshots would take more than `snapshot_share` of the time. The worker holds at most one model
+    that is trained as a whole.
+    """
 
     gap_s: float = 600.0
     snapshot_steps: int = 20
@@ -69,20 +70,20 @@ class Run:
     steps: int = 0  # since the snapshot
     snapshot_at: float = field(default_factory=time.monotonic)
     snapshot_took_s: float = 0.0
-    life: int = 0  # the worker's, in which it is open
-    tried: int = 0  # the worker's, in which it may have memory: opening it was begun
+    life: int = 0  # the worker's life in which it is open
+    tried: int = 0  # the worker's life in which it may use memory: opening it was begun
 
 
 @dataclass
 class Outcome:
-    """What a request came to. `rows` are further statements of the commit that records it."""
+    """The outcome of a request. `rows` are further statements of the commit that records it."""
 
     result: bytes = b"{}"
     type: str = "application/json"
     category: str = ""  # of a failure
     rows: list[tuple[str, tuple[Any, ...]]] = field(default_factory=list)
     snapshot: str | None = None
-    garbage: str | None = None  # a directory that nothing names once this is recorded
+    garbage: str | None = None  # a directory that is unused once this is recorded
 
 
 class Training:
@@ -102,7 +103,7 @@ class Training:
         self._turns: list[str] = []
 
     async def load(self) -> None:
-        """What an earlier process left to do; removes what it wrote and did not record."""
+        """Load what an earlier process left to do; remove what it wrote and did not record."""
         for row in await self._ledger.rows("SELECT id, done_seq, broken FROM models"):
             self._runs[row["id"]] = Run(row["done_seq"] + 1, bool(row["broken"]))
         for row in await self._ledger.rows(
@@ -118,8 +119,9 @@ class Training:
                     shutil.rmtree(found, ignore_errors=True)
 
     def _follow_move(self, connection: sqlite3.Connection) -> set[str]:
-        """Names of the directories on record, which are unique. Paths are corrected: storage may
-        lie elsewhere now, or the way there may be spelled otherwise."""
+        """Names of the recorded directories, which are unique. Paths are corrected: storage may
+        have moved, or its path may be spelled differently.
+        """
         kept = set()
         for table, column, parent in (
             ("checkpoints", "directory", self._checkpoints),
@@ -136,7 +138,7 @@ class Training:
         return kept
 
     def accepted(self, model: str, seq: int, request: str) -> None:
-        """A request is on disk; it has its turn once those before it are done."""
+        """A request is on disk; its turn comes once those before it are done."""
         run = self._runs.setdefault(model, Run(0, False))
         if seq >= run.next_seq:
             run.waiting[seq] = request
@@ -144,7 +146,7 @@ class Training:
             self._woken.set()
 
     async def run(self) -> None:
-        """Do what is accepted, for ever."""
+        """Process accepted requests forever."""
         looked = time.monotonic()
         while True:
             self._woken.clear()
@@ -173,7 +175,7 @@ class Training:
             self._turns.remove(model)
         self._turns.append(model)
         row = await self._ledger.row("SELECT * FROM requests WHERE id = ?", request)
-        assert row is not None  # accepted
+        assert row is not None  # it was accepted
         try:
             outcome = await self._do(model, run, row)
         except WorkerDied as error:
@@ -188,7 +190,7 @@ class Training:
         except Refused as error:
             outcome = _failed(str(error), error.category)
             if error.category != "user":
-                run.life = 0  # what it did is not known: rebuilt
+                run.life = 0  # what it did is unknown: rebuild
         await self._record(model, run, row, outcome)
 
     async def _do(self, model: str, run: Run, row: sqlite3.Row) -> Outcome:
@@ -270,7 +272,7 @@ class Training:
         ttl = extra.get("ttl_seconds")
         outcome = _json({"path": path, "type": row["kind"]})
         outcome.rows = [
-            # what is written over goes as those go that nobody can name any more
+            # an overwritten checkpoint goes like those that nobody can name any more
             (
                 "UPDATE checkpoints SET path = path || '#' || directory, hidden = 1 WHERE path = ?",
                 (path,),
@@ -325,7 +327,7 @@ class Training:
         return directory
 
     async def _open(self, model: str, run: Run) -> None:
-        """Make the worker hold the model as it is after the last recorded request."""
+        """Bring the worker to the model's state after the last recorded request."""
         life = await self._worker.ensure()
         if run.life == life:
             return
@@ -370,7 +372,7 @@ class Training:
         await self._worker.call(header, life=life)
 
     async def _make_room(self, model: str, row: sqlite3.Row) -> None:
-        """Before a model is opened, forget in the worker what has not had a turn for longest, and
+        """Before a model is opened, drop from the worker the models with the oldest turns, and
         every other whole model if it is one (`row` has its `config`); they are rebuilt when needed.
         """
         life = self._worker.life
@@ -388,7 +390,7 @@ class Training:
         self._runs[model].tried = life
 
     async def _record(self, model: str, run: Run, row: sqlite3.Row, outcome: Outcome) -> None:
-        """The outcome, the model's position and everything that follows from it: one commit."""
+        """Record the outcome, the model's position and all that follows from it: one commit."""
         seq, kind, now = row["seq"], row["kind"], time.time()
         failed = bool(outcome.category)
         broken = run.broken
@@ -432,9 +434,9 @@ class Training:
         self._bell.ring(row["id"])
 
     async def _skip_gaps(self) -> None:
-        """Fail what has waited too long for a request that never came, and go on after it."""
+        """Fail requests that have waited too long for one that never came, and skip the gap."""
         late = time.monotonic() - self._limits.gap_s
-        for model, run in list(self._runs.items()):  # a model may be made meanwhile
+        for model, run in list(self._runs.items()):  # a model may be created meanwhile
             if not run.waiting or run.next_seq in run.waiting or run.arrived > late:
                 continue
             missing = run.next_seq
@@ -446,11 +448,11 @@ class Training:
                 run.next_seq = seq
                 outcome = _failed(f"request {missing} of this model never came", "user")
                 await self._record(model, run, row, outcome)
-            run.life = 0  # a failed step drops the gradients: so does the rebuilding
+            run.life = 0  # a failed step drops the gradients: so does rebuilding
 
     async def _model(self, model: str) -> sqlite3.Row:
         row = await self._ledger.row("SELECT * FROM models WHERE id = ?", model)
-        assert row is not None  # its requests are in the ledger, so is it
+        assert row is not None  # its requests are in the ledger, so it is too
         return row
 
 

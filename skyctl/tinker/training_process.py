@@ -1,4 +1,4 @@
-"""The worker as the API process sees it: started when needed, started again after a death."""
+"""The worker as the API process sees it: started on demand, restarted after a death."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ START_TIMEOUT_S = 900.0
 
 
 class WorkerDied(Exception):
-    """The worker ended, or did not answer, while it was asked something."""
+    """The worker ended, or did not answer, during a request."""
 
 
 class Refused(Exception):
-    """The worker answered with an error. `category` is user or server, as the SDK has them."""
+    """The worker answered with an error. `category` is user or server, as in the SDK."""
 
     def __init__(self, message: str, category: str) -> None:
         super().__init__(message)
@@ -32,7 +32,7 @@ class Refused(Exception):
 
 @dataclass(frozen=True)
 class WorkerSettings:
-    """`name` is the base model's in the API, `path` where it is; `threads` 0: torch's default."""
+    """`name` is the base model's in the API, `path` its directory; `threads` 0: torch's default."""
 
     name: str
     path: str
@@ -45,7 +45,7 @@ class WorkerSettings:
 
 
 class Worker:
-    """One worker process at a time. `life` counts them: a model lives in one life only."""
+    """One worker process at a time. `life` counts them: a model is open in one life only."""
 
     def __init__(self, settings: WorkerSettings) -> None:
         self.settings = settings
@@ -58,12 +58,12 @@ class Worker:
 
     @property
     def pid(self) -> int | None:
-        """The live worker's, None when there is none."""
+        """The live worker's, None if there is none."""
         process = self._process
         return process.pid if process is not None and process.returncode is None else None
 
     async def ensure(self) -> int:
-        """Start a worker unless one lives; its `life`.
+        """Start a worker unless one lives; returns its `life`.
 
         Raises:
             WorkerDied: it does not start.
@@ -80,7 +80,7 @@ class Worker:
         """Ask the worker; with `life`, only that one.
 
         Raises:
-            WorkerDied: no answer, or another worker lives now; what it had done is not known.
+            WorkerDied: no answer, or another worker lives now; what it had done is unknown.
             Refused: it did not do it.
         """
         exchange = asyncio.create_task(self._exchange(header, body, life))

@@ -1,4 +1,4 @@
-"""Long polls: who waits for a request, or for any of an owner's, is woken when it is done."""
+"""Long polls: waiters for a request, or for any of an owner's, are woken when it is done."""
 
 from __future__ import annotations
 
@@ -7,24 +7,24 @@ from collections import defaultdict
 
 
 class Doorbell:
-    """One event loop's. Look first, then wait, then look again: a ring is not kept."""
+    """For one event loop. Check first, then wait, then check again: a ring is not stored."""
 
     def __init__(self) -> None:
         self._waiting: defaultdict[str, set[asyncio.Event]] = defaultdict(set)
 
     def ring(self, *names: str) -> None:
-        """Wake who waits for these."""
+        """Wake the waiters for these names."""
         for name in names:
             for event in self._waiting.get(name, ()):
                 event.set()
 
     def listen(self, name: str) -> Listening:
-        """Hear every ring from now on; use as a context manager."""
+        """Receive every ring from now on; use as a context manager."""
         return Listening(self._waiting, name)
 
 
 class Listening:
-    """One who waits; made by `Doorbell.listen`."""
+    """One waiter; made by `Doorbell.listen`."""
 
     def __init__(self, waiting: defaultdict[str, set[asyncio.Event]], name: str) -> None:
         self._all, self._name = waiting, name
@@ -41,7 +41,7 @@ class Listening:
             del self._all[self._name]
 
     async def wait(self, timeout_s: float) -> bool:
-        """False: nobody rang for `timeout_s` seconds."""
+        """False if nobody rang for `timeout_s` seconds."""
         try:
             async with asyncio.timeout(timeout_s):
                 await self._event.wait()

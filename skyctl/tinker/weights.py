@@ -1,8 +1,8 @@
-"""Whose weights a fleet's servers have: its own, or those of one model that was trained as a whole.
+"""Whose weights a fleet's servers hold: its own, or those of one model that was trained as a whole.
 
-Whoever samples from such a model has its checkpoint pushed, under a label that names it, and waits
-until those who use other weights are done. The fleet's journal tells what servers have: the last
-push that succeeded, as long as nobody has begun another.
+To sample from such a model, its checkpoint is pushed under a label that names it, after requests
+that use other weights are done. The fleet's journal shows what servers hold: the last push that
+succeeded, as long as no other has begun.
 """
 
 from __future__ import annotations
@@ -34,14 +34,16 @@ _PUSH = "push"
 
 
 def label_of(directory: str) -> str:
-    """The name under which servers know a checkpoint: one of its own, wherever its storage lies, so
-    that no answer and no cached prefix of another version is taken for it."""
+    """The name under which servers know a checkpoint: unique to it, wherever its storage is, so
+    that no answer or cached prefix of another version is mistaken for it.
+    """
     return f"{PREFIX}{Path(directory).name}"
 
 
 class ServedWeights:
-    """The weights of one fleet that runs. `model` is what it was started with; `directory` is the
-    API's own. Without `offered` servers are brought back to the fleet's weights, and stay there."""
+    """The weights of one running fleet. `model` is what it was started with; `directory` is the
+    API's own. Unless `offered`, servers are brought back to the fleet's weights, and stay there.
+    """
 
     def __init__(self, fleet: FleetService, model: str, directory: Path, *, offered: bool) -> None:
         self._fleet = fleet
@@ -54,8 +56,8 @@ class ServedWeights:
         self._back = False
 
     async def answer(self, directory: str | None, ask: Callable[[], Awaitable[T]]) -> T:
-        """What `ask` comes to while the servers have the weights of this checkpoint; None: the
-        fleet's own, or what others pushed. It is asked again where a push was made meanwhile.
+        """The result of `ask` while the servers hold the weights of this checkpoint; None: the
+        fleet's own, or what others pushed. It is repeated if a push was made meanwhile.
 
         Raises:
             SkyctlError: they cannot be brought there.
@@ -77,7 +79,7 @@ class ServedWeights:
 
     @asynccontextmanager
     async def leaving(self, directory: str) -> AsyncIterator[None]:
-        """Inside, servers do not have this checkpoint's weights, and nobody brings them.
+        """Inside, servers do not hold this checkpoint's weights, and nobody brings them.
 
         Raises:
             SkyctlError: they cannot be brought back.
@@ -94,13 +96,13 @@ class ServedWeights:
             ) from error
 
     async def _bring(self, directory: str | None) -> list[tuple[str, bool]]:
-        """Push what servers do not have; the last job, as `_jobs` tells it."""
+        """Push what servers lack; returns the last job, as `_jobs` reports it."""
         async with self._bringing:
             task = asyncio.create_task(self._brought(directory))
             try:
                 return await asyncio.shield(task)
             except asyncio.CancelledError:
-                await asyncio.wait({task})  # whoever is next must not meet it half-way
+                await asyncio.wait({task})  # the next caller must not find it half done
                 raise
 
     async def _brought(self, directory: str | None) -> list[tuple[str, bool]]:
@@ -124,7 +126,7 @@ class ServedWeights:
         try:
             job = await self._fleet.wait_job(name)
         except FleetDownError:
-            return  # what it came to is in the journal once it was recovered
+            return  # its outcome is in the journal once it was recovered
         if (error := job_error(job)) is not None:
             raise error
 
@@ -137,7 +139,7 @@ class ServedWeights:
             raise SkyctlError(f"a checkpoint is damaged: {error}") from error
 
     async def _remember_own(self) -> None:
-        """Put on record what to push back, before other weights take its place."""
+        """Record what to push back, before other weights take its place."""
         state = await patiently(self._fleet.weights, FleetDownError, DeadlineExceeded)
         if any(row.weight_version and not row.checkpoint for row in state.servers):
             raise SkyctlError(
@@ -178,8 +180,9 @@ class ServedWeights:
 
 
 def _held(jobs: tuple[Any, ...]) -> str | None:
-    """The label of trained weights that servers have, None for others, `_MIXED` where a push that
-    failed, or that recovery finished, may have left either."""
+    """The label of trained weights that servers hold, None for others, `_MIXED` if a push that
+    failed, or that recovery finished, may have left either.
+    """
     failed: list[bool] = []
     for job in jobs:
         if job.kind != _PUSH:
@@ -194,7 +197,7 @@ def _held(jobs: tuple[Any, ...]) -> str | None:
 
 
 class OneAtATime:
-    """One value at a time, used by any number of those who want it; others in order of arrival."""
+    """One value at a time, shared by all that want it; others in order of arrival."""
 
     def __init__(self) -> None:
         self._value: str | None = None
@@ -228,7 +231,7 @@ class OneAtATime:
             self._admit()
 
     def _admit(self) -> None:
-        """Let in whoever has waited longest, and all that want the same."""
+        """Admit the longest waiter, and all that want the same value."""
         waiting = [entry for entry in self._waiting if not entry[1].done()]
         self._waiting.clear()
         for value, turn in waiting:
@@ -242,8 +245,9 @@ class OneAtATime:
 
 
 async def patiently(ask: Callable[[], Awaitable[T]], *passing: type[SkyctlError]) -> T:
-    """Ask again while the answer is one of these errors, which pass: nobody else has the fleet to
-    themselves any more (a push, a recovery), or the next supervisor has taken it over."""
+    """Ask again while the result is one of these errors, which pass: the fleet is free again (after
+    a push, a recovery), or the next supervisor has taken it over.
+    """
     deadline = time.monotonic() + _BUSY_TIMEOUT_S
     while True:
         try:

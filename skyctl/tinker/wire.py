@@ -23,8 +23,8 @@ _SCALARS = {
     "float": descriptor_pb2.FieldDescriptorProto.TYPE_FLOAT,
     "double": descriptor_pb2.FieldDescriptorProto.TYPE_DOUBLE,
 }
-# message -> fields "number name type", type with `[]` repeated, `?` optional, `|` in the one oneof,
-# `map:` a map from strings
+# message -> fields "number name type", type with `[]` repeated, `?` optional, `|` in the single
+# oneof, `map:` a map from strings
 _MESSAGES = {
     "SparseCsr": ("1 values bytes", "2 crow_indices bytes", "3 col_indices bytes"),
     "Tensor": ("1 dense bytes|", "2 sparse_csr SparseCsr|", "3 dtype int32", "4 shape int64[]"),
@@ -79,7 +79,7 @@ _MESSAGES = {
 
 
 class TooLarge(ValueError):
-    """A body that is larger than the limit, as it came or unpacked."""
+    """A body exceeds the limit, as received or unpacked."""
 
 
 @cache

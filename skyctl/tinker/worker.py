@@ -1,7 +1,7 @@
 """The training worker: `python -m skyctl.tinker.worker FD SETTINGS`, one operation at a time.
 
 It answers each message with one. It ends when the API process is gone, and never writes to the
-ledger: what was done is recorded by the API process alone.
+ledger: only the API process records what was done.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def main() -> int:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     settings = json.loads(sys.argv[2])
     if os.getppid() != settings["parent"]:
-        return 0  # it died before we asked to be told
+        return 0  # it died before the request above
     connection = socket.socket(fileno=int(sys.argv[1]))
     if settings["threads"]:
         torch.set_num_threads(settings["threads"])

@@ -1,9 +1,9 @@
-"""Pure planning of a push in the runtime's layout: what workers report becomes copy programs.
+"""Pure planning of a push in the runtime layout: what workers report becomes copy programs.
 
-A worker says of which blocks of checkpoint tensors its parameters are made
-(`engines/vllm/inside/layout_wire.py`). From that follow the order in which tensors are best sent,
-so that what is fused lies side by side, and for each worker the bytes of each chunk that go into
-each parameter.
+A worker reports which blocks of checkpoint tensors its parameters are made of
+(`engines/vllm/inside/layout_wire.py`). This determines the best order in which to send tensors,
+with fused ones side by side, and for each worker the bytes of each chunk that go into each
+parameter.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class NotInLayout(Exception):
 
 
 def check_layouts(workers: Sequence[LayoutReport], tensors: Sequence[Tensor]) -> None:
-    """The reports are complete, and the checkpoint is what they speak of.
+    """Check that the reports are complete, and describe this checkpoint.
 
     Raises:
         NotInLayout: a parameter needs vLLM's loader, or tensors and parameters do not match.
@@ -68,8 +68,7 @@ def _check_parameter(parameter: ParameterLayout, by_name: dict[str, Tensor]) -> 
 
 
 def _check_cover(parameter: ParameterLayout) -> None:
-    """Parts lie within the parameter, one after another; what is left is its padding, at the end
-    of it or nowhere."""
+    """Check that parts follow each other within the parameter; the gap is padding at the end."""
     size = 1
     for extent in parameter.shape:
         size *= extent
@@ -88,8 +87,9 @@ def _check_cover(parameter: ParameterLayout) -> None:
 
 
 def order_for_runtime(workers: Sequence[LayoutReport], tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Every tensor once, in the order in which parameters hold them; of one parameter, first what
-    the first worker has of it. Tensors that no parameter is made of come last."""
+    """Every tensor once, in the order in which parameters hold them; within a parameter, the first
+    worker's part comes first. Tensors that no parameter is made of come last.
+    """
     parameters: dict[str, list[ParameterLayout]] = {}
     for worker in workers:
         for parameter in worker.parameters:
@@ -104,7 +104,7 @@ def order_for_runtime(workers: Sequence[LayoutReport], tensors: Sequence[Tensor]
 
 
 def program_for(worker: LayoutReport, plan: ChunkPlan) -> Program:
-    """What this worker copies out of the plan's chunks. `check_layouts` comes first."""
+    """What this worker copies out of the plan's chunks. Call `check_layouts` first."""
     places = {
         placed.tensor.name: (chunk.index, placed.offset, placed.tensor)
         for chunk in plan.chunks
@@ -120,7 +120,7 @@ def program_for(worker: LayoutReport, plan: ChunkPlan) -> Program:
                 count *= extent
             found.append(_copy(part, number, chunk, offset, tensor.nbytes // max(count, 1)))
         copies += merged(sorted(found, key=lambda copy: (copy.chunk, copy.target)))
-    copies.sort(key=lambda copy: copy.chunk)  # stable: of one chunk in the model's order
+    copies.sort(key=lambda copy: copy.chunk)  # stable: within a chunk in the model's order
     return Program(
         worker.layout,
         tuple((p.name, p.dtype, p.shape) for p in worker.parameters),
@@ -144,7 +144,7 @@ def _copy(part: Part, parameter: int, chunk: int, offset: int, item: int) -> Cop
 
 
 def merged(copies: Iterable[Copy]) -> list[Copy]:
-    """The same bytes in fewer copies. Given by chunk and target, of one parameter."""
+    """The same bytes in fewer copies. Input: one parameter's, sorted by chunk and target."""
     runs: list[Copy] = []
     for copy in copies:
         if copy.rows * copy.row == 0:
@@ -158,7 +158,7 @@ def merged(copies: Iterable[Copy]) -> list[Copy]:
 
 
 def _joined(a: Copy, b: Copy) -> Copy | None:
-    """One copy instead of two that follow each other, or None."""
+    """One copy instead of two consecutive ones, or None."""
     source, target = b.source - a.source, b.target - a.target
     if a.chunk != b.chunk:
         return None

@@ -1,9 +1,9 @@
-"""What the NCCL of servers must be, and their sender's with it.
+"""The NCCL settings that servers and their sender must share.
 
 NCCL takes its settings from environment variables of each process and never reconciles them across
 ranks: a group whose members differ in the protocol or the number of channels hangs in its first
-broadcast. Servers get them from the fleet file's `env:`, and from vLLM, which sets a dozen where
-VLLM_BATCH_INVARIANT is on. The sender takes over what the servers have.
+broadcast. Servers get them from the fleet file's `env:`, and from vLLM, which sets a dozen if
+VLLM_BATCH_INVARIANT is on. The sender adopts the servers' settings.
 """
 
 from __future__ import annotations
@@ -13,14 +13,15 @@ from collections.abc import Mapping
 
 _NAME = re.compile("NCCL_[A-Z0-9_]+")
 _OWN = ("NCCL_DEBUG", "NCCL_NO_CACHE", "NCCL_LAUNCH_MODE")
-"""Beginnings of what each process may have as it likes."""
+"""Prefixes of variables that may differ between processes."""
 _FILES = ("PLUGIN", "FILE", "DUMP", "PATH")
-"""Parts of the names of what makes NCCL load or write a file: a server that somebody else started
-does not get to choose that for our sender."""
+"""Parts of the names of variables that make NCCL load or write a file: a server that somebody else
+started must not choose files for our sender.
+"""
 
 
 def shared(environment: Mapping[str, str]) -> dict[str, str]:
-    """Of an environment, what all ranks of a group must have in common; no files."""
+    """The variables of an environment that all ranks of a group must share; no files."""
     return {
         name: value
         for name, value in environment.items()
@@ -33,6 +34,6 @@ def shared(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def applied(environment: Mapping[str, str], settings: Mapping[str, str]) -> dict[str, str]:
-    """An environment with these settings and no others."""
-    own = shared(environment)  # what makes it load files stays as it is
+    """An environment with these settings in place of its own."""
+    own = shared(environment)  # variables that name files stay as they are
     return {name: value for name, value in environment.items() if name not in own} | dict(settings)

@@ -1,4 +1,4 @@
-"""Bounds how fast a sender reads while servers serve beside it."""
+"""Limits how fast a sender reads while servers serve beside it."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from collections.abc import Callable
 
 
 class Pace:
-    """Bytes per second over all threads of a process, until it is lifted; None: no bound.
+    """Bytes per second over all threads of a process, until lifted; None: no limit.
 
-    Each read books its time after the one before it, so that a wait that ends late is made up for;
-    what is not used is not saved up.
+    Each read reserves its time after the previous one, so a wait that ends late is made up for;
+    unused time is not saved up.
     """
 
     def __init__(
@@ -29,7 +29,7 @@ class Pace:
         self._free_at = float("-inf")
 
     def take(self, nbytes: int) -> None:
-        """Return when so many bytes may be read."""
+        """Return when `nbytes` may be read."""
         if self._rate is None or self._lifted.is_set():
             return
         with self._lock:
@@ -40,5 +40,5 @@ class Pace:
             self._wait(begin - now)
 
     def lift(self) -> None:
-        """No bound from here on; who waits goes on at once."""
+        """Remove the limit; waiting threads go on at once."""
         self._lifted.set()

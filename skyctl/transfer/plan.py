@@ -11,12 +11,13 @@ from skyctl.checkpoints.header import Tensor
 from skyctl.errors import PreflightError
 
 ALIGNMENT = 64
-"""Bytes to which a tensor is aligned in a chunk, so that a view of it is aligned for any dtype."""
+"""Alignment of a tensor in a chunk, in bytes, so that a view of it is aligned for any dtype."""
 
 Packing = Literal["fit", "overflow"]
 """`fit`: a chunk never exceeds the chunk size, but a larger tensor gets a chunk of its own.
 `overflow`: a chunk is closed by the tensor that makes it exceed the chunk size, the rule by which
-vLLM's packed NCCL consumer cuts (packed_tensor.py), so producer and consumer agree."""
+vLLM's packed NCCL consumer cuts (packed_tensor.py), so producer and consumer agree.
+"""
 
 _EMBEDDING = re.compile(r"(^|\.)(embed\w*|\w*embeddings?|wte|wpe)\.")
 _FUSED = {
@@ -44,7 +45,7 @@ class Placed:
 
 @dataclass(frozen=True)
 class Chunk:
-    """What one update carries. `size` is the bytes it takes in a slot, padding included."""
+    """The content of one update. `size` is the bytes it takes in a slot, padding included."""
 
     index: int
     placed: tuple[Placed, ...]
@@ -88,9 +89,9 @@ class ChunkPlan:
 def order_tensors(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Embeddings, then layers ascending, then the rest.
 
-    Within a layer, what vLLM fuses into one module is adjacent, and so are a layer's experts:
-    its layerwise loader then holds one module's tensors at a time (vllm#48644 for what happens
-    otherwise). Independent of the order given.
+    Within a layer, tensors that vLLM fuses into one module are adjacent, and so are a layer's
+    experts: its layerwise loader then holds one module's tensors at a time (vllm#48644 for what
+    happens otherwise). Independent of the input order.
     """
     return sorted(tensors, key=lambda tensor: _order_key(tensor.name))
 
@@ -106,7 +107,7 @@ def _order_key(name: str) -> tuple[Any, ...]:
 
 
 def _part_key(part: str) -> tuple[int, int, str, int]:
-    """Numbers before words, numbers by value, fused projections under their common name."""
+    """Sorts numbers before words, numbers by value, fused projections under their common name."""
     if part.isdecimal():
         return (0, int(part), "", 0)
     fused, order = _FUSED.get(part, (part, 0))
@@ -114,8 +115,9 @@ def _part_key(part: str) -> tuple[int, int, str, int]:
 
 
 def module_of(name: str) -> str:
-    """The module that vLLM loads this tensor into: projections that it fuses, and all experts of
-    a layer, are one."""
+    """The module that vLLM loads this tensor into: fused projections, and all experts of a layer,
+    count as one.
+    """
     parts = name.split(".")[:-1]
     stack = next((i for i, part in enumerate(parts) if part.isdecimal()), len(parts))
     expert = next((i for i, p in enumerate(parts) if i > stack and p.isdecimal()), len(parts))
@@ -132,8 +134,8 @@ def plan_chunks(
 ) -> ChunkPlan:
     """Cut the ordered tensors into chunks of `chunk_size` bytes.
 
-    Every tensor is in exactly one chunk. `alignment` 1 packs without padding, as vLLM's packed
-    wire format wants it.
+    Every tensor is in exactly one chunk. `alignment` 1 packs without padding, as vLLM's packed wire
+    format requires.
 
     Raises:
         PreflightError: there is nothing to send, or the chunk size is not positive.

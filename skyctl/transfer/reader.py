@@ -27,8 +27,9 @@ class CheckpointChanged(PreflightError):
 
 @dataclass(frozen=True)
 class Piece:
-    """One tensor's bytes: where they are on disk, and where in the chunk they go. `dtype` (its
-    safetensors name) is given where NaN and infinity are to be refused."""
+    """One tensor's bytes: their place on disk, and in the chunk. `dtype` (its safetensors name) is
+    given if NaN and infinity are to be refused.
+    """
 
     shard: int
     begin: int
@@ -39,8 +40,9 @@ class Piece:
 
 @dataclass(frozen=True)
 class Filled:
-    """A chunk that lies in a slot of the sender. `crc32` has one checksum per tensor, none
-    where bytes never pass the CPU; `extra` is what the carrier adds (such as memory handles)."""
+    """A chunk in a slot of the sender. `crc32` has one checksum per tensor, none if the bytes never
+    pass through the CPU; `extra` is what the carrier adds (such as memory handles).
+    """
 
     chunk: int
     slot: int
@@ -51,8 +53,8 @@ class Filled:
 class ShardFiles:
     """The open files of a checkpoint, checked to be the very ones whose headers were read.
 
-    `elsewhere`: these were read on another machine, where a file has other numbers. Then it is the
-    one with the same header and size, as it is when it is opened.
+    `elsewhere`: the headers were read on another machine, where a file has other inode numbers. The
+    file is then identified by its header and size, as of when it is opened.
     """
 
     def __init__(self, shards: Sequence[Shard], *, elsewhere: bool = False) -> None:
@@ -78,11 +80,11 @@ class ShardFiles:
             self.check(number)
 
     def descriptor(self, number: int) -> int:
-        """The open file of a shard; it stays ours."""
+        """The open file of a shard; not to be closed by the caller."""
         return self._descriptors[number]
 
     def check(self, number: int) -> None:
-        """Raise CheckpointChanged unless file and path are what they were."""
+        """Raise CheckpointChanged unless file and path are unchanged."""
         shard = self._shards[number]
         expected = (shard.device, shard.inode, shard.size, shard.mtime_ns)
         try:
@@ -120,7 +122,7 @@ class ShardFiles:
 
 
 class SlotTurns:
-    """Whose turn it is: chunk k goes to slot k % slots, once chunk k - slots was released."""
+    """Slots in turn: chunk k goes to slot k % slots, once chunk k - slots is released."""
 
     def __init__(self, slots: int) -> None:
         self.slots = slots
@@ -136,7 +138,7 @@ class SlotTurns:
         return not self._stopped and chunk - self._released < self.slots
 
     def wait(self, chunk: int) -> bool:
-        """Wait until the slot of `chunk` is free; False when stopped."""
+        """Wait until the slot of `chunk` is free; False if stopped."""
         with self._changed:
             while not self._stopped and not self.is_free(chunk):
                 self._changed.wait()
@@ -198,7 +200,7 @@ class ChunkReader:
         self._turns.release(chunk)
 
     def stop(self) -> None:
-        """Make `run` return after the chunk it is at."""
+        """Make `run` return after its current chunk."""
         self._turns.stop()
 
     def _fill(self, pieces: Sequence[Piece], slot: memoryview) -> list[int]:
@@ -220,7 +222,7 @@ class ChunkReader:
                     raise self._files.not_finite(pieces[i], element)
 
         list(self._pool.map(read, consecutive_runs(pieces)))
-        # after the bytes: what was read before a change was seen must not be sent
+        # after the bytes: what was read before a change was noticed must not be sent
         for shard in {piece.shard for piece in pieces}:
             self._files.check(shard)
         return checksums

@@ -1,22 +1,22 @@
 """The sender process: `python -m skyctl.transfer.sender`, driven by JSON lines.
 
     parent                              sender
-    {"op": "warm", …}  ───────────────► imports what the transport needs: what a first push would
-                       ◄─────────────── {"event": "warmed"}                          wait for else
+    {"op": "warm", …}  ───────────────► imports what the transport needs, ahead of the first push
+                       ◄─────────────── {"event": "warmed"}
     {"op": "open", …}  ───────────────► opens files, allocates
                        ◄─────────────── {"event": "opened", "endpoint": …}
                        ◄─────────────── {"event": "filled", "chunk": 0, "slot": 0, "crc32": […]} …
     {"op": "hurry"}    ───────────────► reads as fast as it can from here on
     {"op": "join"}     ───────────────► forms the group        ─► {"event": "joined"}
     {"op": "send", "chunk": k, …} ────► moves the slot         ─► {"event": "sent", "chunk": k}
-    {"op": "release", "chunk": k} ────► the slot is filled again
+    {"op": "release", "chunk": k} ────► the slot is refilled
     {"op": "rest"}     ───────────────► stops reading, frees the slots  ─► {"event": "rested"}
     {"op": "open", …}                   the next push, with the same carrier or another
     end of input       ───────────────► the process ends
 
-Anything that goes wrong is {"event": "error", "kind", "message", "hint", "traceback"}, and the end;
-where a reader finds fault with the checkpoint, what was filled stays until the end of input.
-The process may be killed at any time: all it holds is memory. It never outlives its parent.
+Any failure is reported as {"event": "error", "kind", "message", "hint", "traceback"}, and ends the
+process; if a reader finds a fault in the checkpoint, filled slots stay until the end of input. The
+process may be killed at any time: all it holds is memory. It never outlives its parent.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from skyctl.transfer.transports.base import Carrier, Reader
 _PR_SET_PDEATHSIG = 1
 _MAX_THREADS = 8
 _SWITCH_S = 0.0005
-"""How long a thread that looks through a chunk may keep those waiting that read the next ones."""
+"""How long a thread that scans a chunk may block the threads that read the next ones."""
 
 
 class Channel:
@@ -59,7 +59,7 @@ class Channel:
             self._stream.flush()
 
     def report(self, error: BaseException) -> None:
-        """Tell the parent of an error, with its traceback."""
+        """Report an error to the parent, with its traceback."""
         message = error.message if isinstance(error, SkyctlError) else f"{error}" or repr(error)
         self.tell(
             "error",
@@ -70,16 +70,16 @@ class Channel:
         )
 
     def fail(self, error: BaseException) -> None:
-        """Tell the parent of an error and end the process."""
+        """Report an error to the parent and end the process."""
         self.report(error)
-        # not sys.exit: another thread may sit in a collective that never returns
+        # not sys.exit: another thread may be stuck in a collective that never returns
         os._exit(1)
 
 
 class Sender:
     """The files a push reads, the slots it fills, and the carrier that moves them.
 
-    A carrier may serve several pushes, one after the other; the rest is made anew for each.
+    A carrier may serve several pushes, one after the other; everything else is new for each.
     """
 
     def __init__(self, channel: Channel) -> None:
@@ -93,12 +93,12 @@ class Sender:
         self._programs: list[Program] = []
 
     def warm(self, message: dict[str, Any]) -> None:
-        """Open the carrier of the pushes to come."""
+        """Open the carrier for the pushes to come."""
         module = import_module(f"skyctl.transfer.transports.{message['transport']}")
         self._carrier = module.open_carrier(message["session"], message["carrier"])
 
     def open(self, message: dict[str, Any]) -> None:
-        """Begin a push. The carrier there is goes on when `message["carrier"]` is None."""
+        """Begin a push. If `message["carrier"]` is None, the existing carrier goes on."""
         reached("sender.open")
         shards = [Shard(**shard) for shard in message["shards"]]
         self._files = ShardFiles(shards, elsewhere=message["elsewhere"])
@@ -141,7 +141,7 @@ class Sender:
         assert reader is not None
 
         def filled(slot: Filled) -> None:
-            # what is exported and never mapped would not be freed
+            # a slot that is exported and never mapped would not be freed
             extra = carrier.extra(slot.slot) if self._exports else {}
             if self._programs:
                 extra["numbers"] = carrier.numbers(slot.chunk, slot.slot)  # type: ignore[attr-defined]
@@ -153,7 +153,7 @@ class Sender:
         try:
             reader.run(filled)
         except PreflightError as error:
-            # it is the checkpoint's fault: servers may still be reading what was filled before
+            # the checkpoint's fault: servers may still be reading what was filled before
             self._channel.report(error)
         except BaseException as error:
             self._channel.fail(error)
@@ -185,7 +185,7 @@ class Sender:
             raise ValueError(f"unknown command {operation!r}")
 
     def _rest(self) -> None:
-        """A push is over, or was given up while it read: let go of what the next one makes anew."""
+        """A push ended, or was given up while it read: free what the next one makes anew."""
         if self._reader is not None and self._reading is not None:
             self._pace.lift()
             self._reader.stop()
@@ -197,7 +197,7 @@ class Sender:
 
 
 def die_with_parent() -> None:
-    """Ask the kernel for SIGKILL when the parent is gone, and check that it is not gone already."""
+    """Ask the kernel for SIGKILL when the parent dies, and check that it has not died already."""
     parent = os.getppid()
     libc = ctypes.CDLL(None, use_errno=True)
     libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
@@ -206,7 +206,7 @@ def die_with_parent() -> None:
 
 
 def claim_stdout() -> TextIO:
-    """Stdout for messages only: what libraries print goes to stderr from now on."""
+    """Reserve stdout for messages: what libraries print goes to stderr from now on."""
     stream = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     return stream

@@ -25,7 +25,7 @@ _LINE_LIMIT = 256 * 1024 * 1024  # a header of a very large model is a few megab
 _STDERR_KEPT = 64 * 1024
 _CLOSE_TIMEOUT_S = 2.0
 _FINAL = ("CheckpointChanged", "NotFinite")
-_RUN = ("-P", "-m", "skyctl.transfer.sender")  # -P: nothing is imported from the directory it is in
+_RUN = ("-P", "-m", "skyctl.transfer.sender")  # -P: nothing is imported from the current directory
 _ENVIRONMENT_THERE = (
     *("env", "-u", "CUDA_VISIBLE_DEVICES"),
     *("PYTHONUNBUFFERED=1", "CUDA_DEVICE_ORDER=PCI_BUS_ID"),
@@ -34,17 +34,18 @@ _EVENT = b'{"event"'
 
 
 class SenderFailed(SkyctlError):
-    """The sender ended, or did not answer in time. `final`: it is the checkpoint's fault, which
-    changed on disk or holds NaN: another sender would fail as well."""
+    """The sender ended, or did not answer in time. `final`: the checkpoint is at fault (it changed
+    on disk or holds NaN), so another sender would fail as well.
+    """
 
     final = False
 
 
 @dataclass(frozen=True)
 class Opened:
-    """`endpoint` is what servers connect to. `staged_whole`: every chunk has a slot of its own.
+    """`endpoint` is what servers connect to. `staged_whole`: every chunk has its own slot.
 
-    `shown` is what servers need to map the slots (`GpuCarrier.export`), None where they cannot.
+    `shown` is what servers need to map the slots (`GpuCarrier.export`), None if they cannot.
     """
 
     endpoint: Mapping[str, Any]
@@ -54,13 +55,13 @@ class Opened:
 
 def _environment(nccl_settings: Mapping[str, str] | None) -> dict[str, str]:
     environment = {**inherited(), "PYTHONUNBUFFERED": "1", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
-    # it is told of GPUs by nvidia-smi's numbers, of which this would make others
+    # it is given GPUs by nvidia-smi's numbers, which this variable would renumber
     environment.pop("CUDA_VISIBLE_DEVICES", None)
     return environment if nccl_settings is None else applied(environment, nccl_settings)
 
 
 def _piece(placed: Placed, *, scan: bool) -> tuple[int, int, int, int, str]:
-    """What the sender makes a `transfer.reader.Piece` of."""
+    """The arguments of the sender's `transfer.reader.Piece`."""
     tensor = placed.tensor
     dtype = tensor.dtype if scan and may_be_not_finite(tensor.dtype) else ""
     return tensor.shard, tensor.begin, tensor.nbytes, placed.offset, dtype
@@ -90,8 +91,9 @@ class SenderProcess:
         *,
         node: Node | None = None,
     ) -> SenderProcess:
-        """Start a sender that waits for `open`; with these variables of NCCL, unless None. With
-        `node` it is there, run by its interpreter, and what is here is the connection."""
+        """Start a sender that waits for `open`; with these NCCL variables, unless None. With `node`
+        it runs there, on that machine's interpreter, and the local process is the connection.
+        """
         argv = [python or sys.executable, *_RUN]
         environment = _environment(nccl_settings)
         if node is not None:
@@ -104,17 +106,18 @@ class SenderProcess:
             stderr=asyncio.subprocess.PIPE,
             limit=_LINE_LIMIT,
             env=environment,
-            start_new_session=True,  # Ctrl-C is for the parent, which decides what it means
+            start_new_session=True,  # Ctrl-C goes to the parent, which decides what it means
         )
         return cls(process, node)
 
     async def warm(self, *, transport: str, session: str, carrier: Mapping[str, Any]) -> None:
         """Have it import and allocate what every push by this carrier needs. A push may be opened
-        before it is `warmed`, and waits its turn."""
+        before it is `warmed`, and waits its turn.
+        """
         await self._command(op="warm", transport=transport, session=session, carrier=dict(carrier))
 
     async def warmed(self, *, timeout_s: float) -> None:
-        """Wait until it is."""
+        """Wait until `warm` is done."""
         await self._event("warmed", 0, timeout_s)
 
     async def open(
@@ -134,14 +137,14 @@ class SenderProcess:
         exports: bool = True,
         bytes_per_s: int | None = None,
     ) -> None:
-        """Tell it what to read; it starts filling its slots at once. `ring_only`: it takes no more
-        slots than these, though it could; `reserve_bytes`: what it leaves free for that. `scan`: it
-        refuses NaN and infinity. `programs`: each filled chunk comes with the numbers of the
-        parameters it completes. `shown`: servers copy out of the slots by themselves; without
-        `exports` none looks at them. It reads at most `bytes_per_s` until `hurry`; None: as fast as
-        it can.
+        """Tell it what to read; it starts filling its slots at once. `ring_only`: it takes only
+        this many slots, even if it could take more; `reserve_bytes`: what it leaves free for
+        servers. `scan`: it refuses NaN and infinity. `programs`: each filled chunk comes with the
+        numbers of the parameters it completes. `shown`: servers copy out of the slots by
+        themselves; without `exports` no server reads them. It reads at most `bytes_per_s` until
+        `hurry`; None: as fast as it can.
 
-        `carrier` has the options of a new carrier; None goes on with the one there is.
+        `carrier` has the options of a new carrier; None keeps the existing one.
         """
         self._events.clear()
         await self._command(
@@ -165,17 +168,17 @@ class SenderProcess:
         )
 
     async def hurry(self) -> None:
-        """Servers wait for what is still to be read."""
+        """Lift the read limit: servers now wait for the rest."""
         await self._command(op="hurry")
 
     @property
     def healthy(self) -> bool:
-        """It has not ended, failed or been killed."""
+        """Whether it has not ended, failed or been killed."""
         return self._failure is None and self._process.returncode is None
 
     @property
     def failure(self) -> SenderFailed | None:
-        """Why it can do nothing any more; None while it lives."""
+        """Why it can do nothing more; None while it lives."""
         return self._failure
 
     @property
@@ -183,12 +186,12 @@ class SenderProcess:
         return self._process.pid
 
     async def opened(self, *, timeout_s: float) -> Opened:
-        """Wait until it is ready to be connected to."""
+        """Wait until servers can connect to it."""
         event = await self._event("opened", 0, timeout_s)
         return Opened(event["endpoint"], event["staged_whole"], event["slots"])
 
     async def filled(self, chunk: int, *, timeout_s: float) -> Filled:
-        """Wait until a chunk lies in its slot."""
+        """Wait until a chunk is in its slot."""
         event = await self._event("filled", chunk, timeout_s)
         return Filled(chunk, event["slot"], tuple(event["crc32"]), event.get("extra", {}))
 
@@ -220,7 +223,7 @@ class SenderProcess:
             self._process.kill()
 
     async def close(self) -> None:
-        """Let the process end, kill it when it does not, and reap it."""
+        """Let the process end, kill it if it does not, and reap it."""
         if self._process.stdin is not None:
             self._process.stdin.close()
         try:
@@ -239,7 +242,7 @@ class SenderProcess:
             self._process.stdin.write(json.dumps(message).encode() + b"\n")
             await self._process.stdin.drain()
         except (ConnectionError, RuntimeError):
-            pass  # it ended; the event pump finds out why, and the next wait says so
+            pass  # it ended; the event pump finds out why, and the next wait reports it
 
     async def _event(self, name: str, number: int, timeout_s: float) -> dict[str, Any]:
         key = (name, number)
@@ -256,7 +259,7 @@ class SenderProcess:
     async def _pump_events(self) -> None:
         assert self._process.stdout is not None
         async for line in self._process.stdout:
-            if not line.startswith(_EVENT):  # what a login shell prints
+            if not line.startswith(_EVENT):  # output of a login shell
                 continue
             message = json.loads(line)
             if message["event"] == "error":
@@ -275,7 +278,7 @@ class SenderProcess:
         await self._fail(SenderFailed(f"{self._name} ended with code {code}{self._last_words()}"))
 
     async def _fail(self, failure: SenderFailed) -> None:
-        """Every wait raises this, unless it raises something else already."""
+        """Make every wait raise this, unless another failure came first."""
         async with self._changed:
             self._failure = self._failure or failure
             self._changed.notify_all()

@@ -1,4 +1,4 @@
-"""Senders that outlive a push: a CUDA context, a pinned ring and a group are dear to set up."""
+"""Senders that outlive a push: a CUDA context, a pinned ring and a group are costly to set up."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ _OF_UPDATE = 0.75
 class Lease:
     """A sender on loan to one push.
 
-    `fresh` senders still have to be told of their carrier. `session` names the carrier's session;
-    `group` the servers that have `joined` it, "" while none have or nobody knows which; `filled`
-    those that its last push filled, and with chunks of which size, "" before one; `lead_s` is how
-    long its last push took from reading to the first update, 0 before one; `load_s_per_byte` the
-    least that servers took for a byte of an update that all chunks streamed into, 0 before one.
+    A `fresh` sender has not been given its carrier yet. `session` names the carrier's session;
+    `group` identifies the servers that have `joined` it, "" while none have or they are unknown;
+    `filled` identifies those that its last push filled, and the chunk size, "" before one; `lead_s`
+    is how long its last push took from reading to the first update, 0 before one; `load_s_per_byte`
+    is the least that servers took per byte of an update that all chunks streamed into, 0 before
+    one.
     """
 
     sender: SenderProcess
@@ -39,8 +40,8 @@ class Lease:
     def loaded(self, total_bytes: int, seconds: float) -> None:
         """Learn from such an update.
 
-        The least counts, and a little less than that: what it took may have been waiting for the
-        reader, and each push begins with no more lead than the servers need.
+        Slightly less than the least time counts: servers may have waited for the reader meanwhile,
+        and each push begins with no more lead than the servers need.
         """
         new = seconds * _OF_UPDATE / total_bytes
         self.load_s_per_byte = min(new, self.load_s_per_byte or new)
@@ -48,7 +49,8 @@ class Lease:
 
 class SenderPool:
     """At most one idle sender on a machine, `node` (None: this one). One pool belongs to one event
-    loop; `close` ends what it holds."""
+    loop; `close` ends its senders.
+    """
 
     def __init__(self, node: Node | None = None) -> None:
         self._node = node
@@ -56,7 +58,7 @@ class SenderPool:
         self._elsewhere: dict[Node, SenderPool] = {}
 
     def on(self, node: Node | None) -> SenderPool:
-        """The pool of that machine, which `close` ends, too."""
+        """The pool of that machine, which `close` ends as well."""
         if node == self._node:
             return self
         assert node is not None
@@ -64,7 +66,7 @@ class SenderPool:
 
     @property
     def idle(self) -> Lease | None:
-        """The sender that waits for the next push, if one lives."""
+        """The sender that waits for the next push, if it is alive."""
         return self._idle if self._idle is not None and self._idle.sender.healthy else None
 
     async def take(
@@ -77,12 +79,11 @@ class SenderPool:
         group: str | None = None,
         nccl_settings: Mapping[str, str] | None = None,
     ) -> Lease:
-        """The idle sender when it has just this carrier, else a new one under `session`.
+        """The idle sender if it has exactly this carrier, else a new one under `session`.
 
-        `group` names the servers that must be in its group, "" when nobody can tell; None where
-        groups do not matter. A sender forms one group in its life: it cannot leave one whose
-        members have died. `nccl_settings` are the variables of NCCL that it has, None for those of
-        this process.
+        `group` identifies the servers that must be in its group, "" if unknown; None if groups do
+        not matter. A sender forms one group in its life: it cannot leave one whose members have
+        died. `nccl_settings` are its NCCL variables, None for those of this process.
         """
         key = _key(python, transport, options, nccl_settings)
         idle, self._idle = self._idle, None
@@ -103,8 +104,9 @@ class SenderPool:
         *,
         nccl_settings: Mapping[str, str] | None = None,
     ) -> SenderProcess:
-        """The sender that waits for the next push by this carrier, a new one where none does. A
-        push that comes before it is warm takes it as it is."""
+        """The sender that waits for the next push by this carrier, a new one if there is none. A
+        push that comes before it is warm takes it as it is.
+        """
         key = _key(python, transport, options, nccl_settings)
         if self.idle is None or self.idle.key != key:
             await self.close()
@@ -115,7 +117,7 @@ class SenderPool:
         return self._idle.sender
 
     async def release(self, lease: Lease, *, keep: bool) -> None:
-        """End a loan. Only a sender whose push went well is kept."""
+        """End a loan. Only a sender whose push succeeded is kept."""
         if keep and lease.sender.healthy:
             try:
                 await lease.sender.rest(timeout_s=_REST_TIMEOUT_S)
@@ -141,19 +143,19 @@ class SenderPool:
 
 
 def _key(*carrier: Any) -> str:
-    """Names a carrier: senders of the same can take each other's place."""
+    """Identifies a carrier: senders with equal keys are interchangeable."""
     return json.dumps(carrier, sort_keys=True, default=dict)
 
 
 def enough_is_read(*, done_bytes: int, total_bytes: int, read_s: float, lead_s: float) -> bool:
-    """True when the rest will have been read by the time that servers are ready for it.
+    """Whether the rest will have been read by the time servers are ready for it.
 
-    `read_s` is how long reading `done_bytes` took. `lead_s` is how long it takes from here until
-    servers want the last chunk, as seen in the last push; 0 when there was none. Where the sender
-    streams into one update, from a GPU of its own, that is up to the end of that update. Where
-    servers read from the GPU that is being filled, it is up to the first update: reading on into
-    the updates was tried there and lost more than it won, because the readers keep the servers'
-    processors and memory busy, and what is saved before the freeze comes back within it.
+    `read_s` is how long reading `done_bytes` took. `lead_s` is the time from here until servers
+    want the last chunk, as measured in the last push; 0 without one. If the sender streams into one
+    update, from a GPU of its own, that is until the end of that update. If servers read from the
+    GPU that is being filled, it is until the first update: reading on into the updates was tried
+    there and lost more than it gained, because the readers keep the servers' processors and memory
+    busy, and what is saved before the freeze is lost again within it.
     """
     if done_bytes >= total_bytes:
         return True

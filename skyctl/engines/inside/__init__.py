@@ -1,4 +1,4 @@
-"""What runs inside servers whatever their engine: the guard. Standard library only."""
+"""What runs inside servers of any engine: the guard. Standard library only."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""What every server asks for before it does anything: a token, on every route but health.
+"""The guard of every server: it requires a token on every route except health.
 
 An ASGI middleware: vLLM loads it with `--middleware`, other engines name their `Routes`. Standard
 library only: it runs in whatever interpreter has the engine (`alone/` is for those without skyctl).
@@ -10,11 +10,11 @@ Its secrets come in the environment.
     the same, when no key is set                    open      open      open
     everything else: whatever vLLM has or will get  401       401       yes
 
-What it refuses is not in the access log, where its URL would fill the disk: at most once a minute
-a line says how many there were.
+Refused requests are kept out of the access log, where their URLs would fill the disk: at most once
+a minute a line says how many there were.
 
-A server that starts again in a fleet that moved on to other weights answers 503 to whoever asks it
-for inference without the control token, until it has those: a file tells, as long as it is there.
+A server that restarts in a fleet that has moved on to other weights answers inference without the
+control token with 503 until it has those weights: it does so while a file exists.
 """
 
 from __future__ import annotations
@@ -38,20 +38,21 @@ Application = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 TOKEN_VARIABLE = "SKYCTL_CONTROL_TOKEN"
 HELD_VARIABLE = "SKYCTL_HELD_WHILE"
-"""A path: while there is a file, only the control token opens inference."""
+"""A path: while the file exists, only the control token opens inference."""
 LEASE_VARIABLE = "SKYCTL_LEASE"
-"""A file that is touched when the control token is shown: somebody minds this server."""
+"""A file that is touched whenever the control token is shown: somebody watches this server."""
 SHORTEST_TOKEN = 32
-"""Characters. A placeholder or an empty variable is no token."""
+"""In characters. A placeholder or an empty variable is no token."""
 
 _OPEN = frozenset({"/health", "/ping"})
 _LOOKING_ON = frozenset({"GET", "HEAD", "OPTIONS"})
-"""Methods that ask for no inference. SGLang's `/generate` takes PUT as well as POST."""
+"""Methods that request no inference. SGLang's `/generate` takes PUT as well as POST."""
 
 
 class Routes(NamedTuple):
-    """What the API key opens of an engine: routes of inference and of looking on, by path or by the
-    beginning of it, but for those in `control`. `key_variable` has that key."""
+    """What the API key opens of an engine: inference and read-only routes, by path or prefix,
+    except those in `control`. `key_variable` holds that key.
+    """
 
     key_variable: str
     data: frozenset[str]
@@ -78,7 +79,7 @@ VLLM = Routes(
         }
     ),
     data_prefixes=("/v1/", "/v2/", "/inference/v1/", "/cohere/v2/"),
-    # Below a prefix of inference, but they load what somebody names, or end others' requests.
+    # under an inference prefix, but they load what a caller names, or end others' requests
     control=frozenset(
         {"/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/inference/v1/abort_requests"}
     ),
@@ -94,7 +95,7 @@ _ASK = {
 
 
 _LOG = logging.getLogger("uvicorn.error")
-"""Where uvicorn says what is not about one request: vLLM shows it."""
+"""uvicorn's logger for what is not about one request: vLLM shows it."""
 _REFUSING: ContextVar[bool] = ContextVar("refusing", default=False)
 _REPORT_INTERVAL_S = 60.0
 _RENEW_INTERVAL_S = 1.0
@@ -102,9 +103,9 @@ _LONGEST_LOGGED_PATH = 500
 
 
 class _AccessLog(logging.Filter):
-    """Keeps refused requests out of uvicorn's access log, and cuts what others make too long.
+    """Keeps refused requests out of uvicorn's access log, and truncates overlong lines of others.
 
-    uvicorn writes the line where the response begins: within our own `send`.
+    uvicorn writes the line when the response begins: within our own `send`.
     """
 
     def filter(self, record: logging.LogRecord) -> bool:
@@ -122,10 +123,10 @@ _ACCESS_LOG = _AccessLog()
 
 
 class Guard:
-    """Passes on requests that carry the right token. Raises ValueError when it has no token.
+    """Passes on requests with the right token. Raises ValueError if it has no token.
 
-    What it does not know it refuses: unknown routes want the control token, and a connection that
-    is neither HTTP nor a websocket is not served.
+    It refuses what it does not know: unknown routes require the control token, and a connection
+    that is neither HTTP nor a websocket is not served.
     """
 
     def __init__(
@@ -147,7 +148,7 @@ class Guard:
         self._held_while = Path(held) if held else None
         self._lease, self._renewed_at = environ.get(LEASE_VARIABLE), -_RENEW_INTERVAL_S
         self._refused, self._reported_at = 0, -_REPORT_INTERVAL_S
-        logging.getLogger("uvicorn.access").addFilter(_ACCESS_LOG)  # once, however often
+        logging.getLogger("uvicorn.access").addFilter(_ACCESS_LOG)  # once, however often this runs
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -181,7 +182,7 @@ class Guard:
             return ""
         wanted = "data" if is_data(path, self._routes) else "control"
         given = _bearer(scope)
-        # both are always compared, so that time tells nothing
+        # both are always compared, so that timing reveals nothing
         has_token = hmac.compare_digest(given, self._token)
         has_key = hmac.compare_digest(given, self._key)
         if has_token:
@@ -201,17 +202,18 @@ class Guard:
                 os.utime(self._lease)
 
     def _is_held(self, scope: Scope) -> bool:
-        """Whether this asks for inference, and not yet."""
+        """Whether this requests inference while the server is held."""
         if scope["type"] == "http" and scope["method"] in _LOOKING_ON:
             return False
         return self._held_while is not None and self._held_while.exists()
 
 
 def _engine_pause(scope: Scope) -> Callable[..., Awaitable[None]] | None:
-    """What freezes the engine, where that is all that a request asks for; else None.
+    """The function that freezes the engine, if that is all a request asks for; else None.
 
-    vLLM's route (`AsyncLLM.pause_generation`, 0.32) sleeps 20 ms more before it answers, so that a
-    caller sees the last outputs first. That is a third of the time that a push freezes servers for.
+    vLLM's route (`AsyncLLM.pause_generation`, 0.32) sleeps another 20 ms before it answers, so that
+    a caller sees the last outputs first. That is a third of the time for which a push freezes
+    servers.
     """
     if (scope["type"], scope.get("method"), route_path(scope)) != ("http", "POST", "/pause"):
         return None
@@ -225,7 +227,7 @@ def _engine_pause(scope: Scope) -> Callable[..., Awaitable[None]] | None:
 
 
 def route_path(scope: Scope) -> str:
-    """The path as routes are matched with it: below `--root-path`, where there is one."""
+    """The path that routes are matched with: below `--root-path`, if there is one."""
     path, root = str(scope.get("path", "")), str(scope.get("root_path", ""))
     if root and path.startswith(root) and path[len(root) : len(root) + 1] in ("", "/"):
         return path[len(root) :]
@@ -233,7 +235,7 @@ def route_path(scope: Scope) -> str:
 
 
 def is_data(path: str, routes: Routes = VLLM) -> bool:
-    """True for routes of inference and of looking on, which the API key opens."""
+    """Whether this is an inference or read-only route, which the API key opens."""
     plain = path.rstrip("/")
     if plain in routes.control or "/.." in path or "//" in path:
         return False
@@ -241,7 +243,9 @@ def is_data(path: str, routes: Routes = VLLM) -> bool:
 
 
 def _bearer(scope: Scope) -> bytes:
-    """What the first `Authorization` header bears; b"" where there is none, or another scheme."""
+    """The bearer token of the first `Authorization` header; b"" without one, or with another
+    scheme.
+    """
     for name, value in scope.get("headers", ()):
         if bytes(name).lower() == b"authorization":
             scheme, _, given = bytes(value).partition(b" ")
@@ -250,7 +254,7 @@ def _bearer(scope: Scope) -> bytes:
 
 
 def _hand_over(scope: Scope, key: bytes) -> None:
-    """Write the API key where the control token was: vLLM asks for it once more below /v1."""
+    """Replace the control token by the API key: vLLM requires it once more below /v1."""
     others = [pair for pair in scope["headers"] if bytes(pair[0]).lower() != b"authorization"]
     scope["headers"] = [*others, (b"authorization", b"Bearer " + key)]
 

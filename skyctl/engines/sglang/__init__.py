@@ -1,1 +1,1 @@
-"""All that skyctl knows of SGLang: arguments, routes, metrics, and the keeper of its states."""
+"""Everything skyctl knows of SGLang: arguments, routes, metrics, and the keeper of its states."""

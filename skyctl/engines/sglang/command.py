@@ -1,4 +1,4 @@
-"""SGLang's command line, and what a fleet file must leave to skyctl. Pure."""
+"""SGLang's command line, and which settings a fleet file must leave to skyctl. Pure."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def server_command(launch: ServerLaunch) -> Command:
     """SGLang's server behind skyctl's guard (`inside/serve.py`).
 
     Raises:
-        UsageError: the fleet file asks for what skyctl does not do with SGLang.
+        UsageError: the fleet file asks for something skyctl does not support with SGLang.
     """
     if launch.adapters is not None:
         raise UsageError("SGLang servers have no LoRA adapters", hint="take `lora` out")
@@ -107,7 +107,7 @@ def _defaults(device: Device) -> dict[str, Any]:
     return {
         "enable-metrics": True,
         "enable-memory-saver": True,
-        "enable-weights-cpu-backup": True,  # or a server that slept would answer from zeros
+        "enable-weights-cpu-backup": True,  # otherwise a server that slept would answer from zeros
     }
 
 
@@ -117,7 +117,7 @@ def _environment(launch: ServerLaunch) -> dict[str, str]:
     env.update(launch.env)
     env[_HEALTH_VARIABLE] = "false"
     if launch.device == "cuda":
-        env["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # so that indices mean what nvidia-smi shows
+        env["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # so that indices match nvidia-smi's
         env["CUDA_VISIBLE_DEVICES"] = ",".join(str(gpu) for gpu in launch.gpus)
     return env | guard_environment(launch, env, KEY_VARIABLE)
 
@@ -127,7 +127,7 @@ def backend(transport: str, device: Device, free_gpus: Sequence[int], auth: str)
     must be asked for.
 
     Raises:
-        UsageError: another transport is asked for, or that one where it is not possible.
+        UsageError: another transport is asked for, or CUDA IPC where it is not possible.
     """
     if transport in ("auto", "disk"):
         return ""

@@ -9,8 +9,9 @@ PREFIX = "sglang:"
 
 
 def parse_metrics(text: str, sleep_level: int | None) -> ServerMetrics:
-    """Read SGLang's `/metrics` page, which has no sleep level. Metrics that are absent count as
-    zero; the prefix cache counts tokens."""
+    """Read SGLang's `/metrics` page, which has no sleep level. Missing metrics count as zero; the
+    prefix cache counts tokens.
+    """
     found = list(samples(text, PREFIX))
     total = totals(PREFIX, found)
     usage = [value for name, _, value in found if name == "sglang:token_usage"]

@@ -1,8 +1,8 @@
 """One SGLang server's control routes, as typed calls. Read in SGLang 0.5.14
 (`entrypoints/http_server.py`).
 
-No call of these can end a server: behind skyctl's keeper (`inside/keeper.py`) the server refuses
-those that would, and to a server without one they are not sent.
+None of these calls can end a server: behind skyctl's keeper (`inside/keeper.py`) the server refuses
+those that would, and to a server without a keeper they are not sent.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _MANAGED = frozenset(
         "/flush_cache",
     }
 )
-"""Routes that want the admin key where there are two (`utils/auth.py`)."""
+"""Routes that require the admin key if there are two keys (`utils/auth.py`)."""
 _SLEEP_TAGS = ("kv_cache", "weights")
 _POLL_S = 0.1
 _ASKED_AGAIN = 2
@@ -42,13 +42,14 @@ _PROBE = {
     "lora_path": "skyctl-asks-whether-you-are-paused",
     "sampling_params": {"max_new_tokens": 1},
 }
-"""A server that runs refuses it at once, for there is no such adapter; one that is paused looks at
-it when it is resumed."""
+"""A running server refuses it at once, because there is no such adapter; a paused one reads it when
+it is resumed.
+"""
 
 
 @dataclass(frozen=True)
 class _State:
-    """What the keeper tells (`inside/keeper.py`)."""
+    """The keeper's report (`inside/keeper.py`)."""
 
     paused: bool
     held: bool
@@ -58,16 +59,18 @@ class _State:
 
 
 class SGLangServer(HttpServer):
-    """`Server` (`engines/base.py`) of SGLang. One that skyctl did not start, and that has no
-    keeper, can neither sleep nor wake; that it is paused shows in what it does not answer for
-    `probe_s` seconds."""
+    """`Server` (`engines/base.py`) of SGLang. A server that skyctl did not start, and that has no
+    keeper, can neither sleep nor wake; it counts as paused if it does not answer a probe within
+    `probe_s` seconds while it answers other questions.
+    """
 
     probe_s = 1.0
     _updates = False
 
     async def health(self) -> None:
-        """Return when it has warmed up. One that was not started by skyctl generates a token for
-        it, unless SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION=false, and fails while it is paused."""
+        """Return if it has warmed up. A server that skyctl did not start generates a token for the
+        check, unless SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION=false, and fails it while paused.
+        """
         await self._text("GET", "/health")
 
     async def version(self) -> str:
@@ -115,14 +118,16 @@ class SGLangServer(HttpServer):
     # control
 
     async def is_paused(self) -> bool:
-        """Round-trips the scheduler, which answers while it is paused."""
+        """Round-trips the scheduler, which answers even while it is paused."""
         state = await self._state()
         if state is not None:
             return state.paused
         return await self._holds_a_probe()
 
     async def _holds_a_probe(self) -> bool:
-        """Whether it answers what came later, and the probe not. A busy server is late with all."""
+        """Whether it answers later questions but not the probe. A busy server is late with all of
+        them.
+        """
         probe = asyncio.create_task(self._call("POST", "/generate", json=_PROBE))
         try:
             for _ in range(2):
@@ -148,10 +153,10 @@ class SGLangServer(HttpServer):
         clear_cache: bool = True,
         timeout_s: float | None = None,
     ) -> None:
-        """abort ends running requests, keep holds them in place. wait has no mode of SGLang's: it
-        pauses once nothing runs, and holds nobody back until then.
+        """abort ends running requests, keep holds them in place. SGLang has no mode for wait: it
+        pauses once nothing runs, and holds no requests back until then.
 
-        The cache is not cleared, whatever `clear_cache` says: `reset_caches` does.
+        The cache is not cleared, whatever `clear_cache` says: `reset_caches` does that.
         """
         if mode == "wait":
             await self._drain(self._timeout_s if timeout_s is None else timeout_s)
@@ -161,20 +166,20 @@ class SGLangServer(HttpServer):
             paused = await self.is_paused()
             async with self._resumed_on_failure(paused):
                 if paused:
-                    # an abort does not end what is held in place: it would never be answered
+                    # an abort does not end requests held in place: it would never be answered
                     await self._pause("retract", timeout_s)
                 await self._pause("abort", timeout_s)
 
     @asynccontextmanager
     async def _resumed_on_failure(self, paused: bool) -> AsyncIterator[None]:
-        """A pause that is given up leaves a server running that was not `paused` before. SGLang is
-        paused from the beginning of an abort, and stays so when the abort does not come to an
-        end."""
+        """Resume a server that was not `paused` before if its pause fails. SGLang is paused from
+        the start of an abort, and stays paused if the abort does not finish.
+        """
         try:
             yield
         except ServerError:
             if not paused:
-                with suppress(ServerError):  # what failed first is what the caller hears of
+                with suppress(ServerError):  # the caller receives the first error
                     await self.resume()
             raise
 
@@ -206,10 +211,10 @@ class SGLangServer(HttpServer):
             await self._call("POST", keeper.RELEASE, json={"tags": list(_SLEEP_TAGS)})
 
     async def wake(self, tags: Sequence[str] = ()) -> bool:
-        """Only what is released is resumed. When nothing is any more, requests are, too."""
+        """Resume only what is released. Once nothing is released any more, resume requests, too."""
         state = await self._kept("wake")
         wanted = state.released & (frozenset(tags) or state.released)
-        # weights first: the cache has its place after them
+        # weights first: the cache comes after them in memory
         for tag in sorted(wanted, reverse=True):
             await self._call("POST", keeper.RESUME, json={"tags": [tag]})
         if state.released - wanted:
@@ -218,7 +223,7 @@ class SGLangServer(HttpServer):
         return True
 
     async def prepare_reload(self) -> None:
-        """Put what is held back into the queue, without KV, and drop the cache.
+        """Put held requests back into the queue, without KV, and drop the cache.
 
         Raises:
             ServerError: requests are held, and the cache that they share could not be dropped; or
@@ -232,7 +237,7 @@ class SGLangServer(HttpServer):
             )
         if await self._flush():
             return
-        await self._pause("retract", None)  # they compute it anew, under the new weights
+        await self._pause("retract", None)  # they recompute it, under the new weights
         if not await self._flush() and not (await self._info()).get("disable_radix_cache"):
             raise ServerError(
                 f"{self.target.name} holds requests, and SGLang drops no cached KV of the old "
@@ -242,7 +247,7 @@ class SGLangServer(HttpServer):
             )
 
     async def reset_caches(self) -> None:
-        """See `prepare_reload`. Raises ServerError when KV of other weights may be left."""
+        """See `prepare_reload`. Raises ServerError if KV of other weights may be left."""
         await self.prepare_reload()
 
     # weights
@@ -255,11 +260,12 @@ class SGLangServer(HttpServer):
     async def init_weight_transfer(
         self, init_info: Mapping[str, Any], *, timeout_s: float | None = None
     ) -> None:
-        """Nothing: an update brings all that is needed."""
+        """A no-op: an update brings all that is needed."""
 
     async def start_weight_update(self, *, timeout_s: float | None = None) -> None:
-        """SGLang has no sessions: only this object knows that one is open. What must be true before
-        a reload must be before an update."""
+        """SGLang has no sessions: only this object knows that one is open. An update has the same
+        preconditions as a reload.
+        """
         await self.prepare_reload()
         self._updates = True
 
@@ -320,7 +326,7 @@ class SGLangServer(HttpServer):
     ask_workers = collective_rpc
 
     async def extension_rpc(self, method: str, *, timeout_s: float | None = None) -> None:
-        """Nothing happens."""
+        """A no-op: there are no workers with skyctl's methods."""
 
     async def complete(
         self, body: Mapping[str, Any], *, chat: bool = False, timeout_s: float | None = None
@@ -338,18 +344,18 @@ class SGLangServer(HttpServer):
         self._lacks("LoRA adapters that skyctl serves", Refusal.CANNOT_NAME)
 
     async def unload_adapter(self, name: str) -> None:
-        """There is none."""
+        """A no-op: there are no adapters."""
 
-    # how it is asked
+    # requests
 
     async def _state(self, target: ServerTarget | None = None) -> _State | None:
-        """What the keeper tells; None where there is none."""
+        """The keeper's report; None without a keeper."""
         target, key = target or self.target, self.target.inference_key
         try:
             answer = await self._client.call(target, "GET", keeper.STATE, timeout_s=self._timeout_s)
         except ServerError as error:
             if error.status == 401 and key not in (None, target.api_key):
-                # SGLang's own keys take a path that they do not know for one of the users'
+                # SGLang's own key check takes an unknown path for one of the users' routes
                 return await self._state(replace(target, api_key=key))
             if error.status != 404:
                 raise
@@ -390,7 +396,7 @@ class SGLangServer(HttpServer):
         while True:
             if await self._idle():
                 await self._pause("in_place", None)
-                if await self._flush():  # what came between the two
+                if await self._flush():  # fails if requests came in between
                     return
                 await self.resume()
             if asyncio.get_running_loop().time() + _POLL_S > ends:
@@ -430,8 +436,9 @@ class SGLangServer(HttpServer):
         return self._understood("/v1/models", lambda: [dict(one) for one in answer["data"]])
 
     async def _info(self) -> dict[str, Any]:
-        """Its arguments and version. The scheduler answers, too. Without a keeper, SGLang fails
-        some of those who ask at once (`inside/keeper.py`), which ask again."""
+        """Its arguments and version; the scheduler answers as well. Without a keeper, SGLang fails
+        some concurrent questions (`inside/keeper.py`), which are repeated.
+        """
         failed = 0
         while True:
             try:
@@ -459,7 +466,7 @@ class SGLangServer(HttpServer):
         )
 
     def _asked(self, path: str) -> ServerTarget:
-        """The server, with the key that this route wants."""
+        """The server, with the key that this route requires."""
         if path in _MANAGED or self.target.inference_key is None:
             return self.target
         return replace(self.target, api_key=self.target.inference_key)

@@ -1,9 +1,9 @@
-"""How SGLang is told of tensors that lie in another process's GPU memory.
+"""How SGLang is told of tensors in another process's GPU memory.
 
 `POST /update_weights_from_tensor` takes one pickle for each tensor-parallel rank, here that of a
 flattened bucket (`load_format: flattened_bucket`): a uint8 tensor, rebuilt from a CUDA IPC handle,
-and what lies where in it. The pickle is put together from parts, so that neither torch nor SGLang
-is imported. Read in SGLang 0.5.14 (`weight_sync/tensor_bucket.py`, `SafeUnpickler` and
+and the places of tensors in it. The pickle is assembled from parts, so that neither torch nor
+SGLang is imported. Read in SGLang 0.5.14 (`weight_sync/tensor_bucket.py`, `SafeUnpickler` and
 `MultiprocessingSerializer` in `utils/common.py`).
 """
 
@@ -24,7 +24,7 @@ _BEGIN, _END = pickle.PROTO + bytes([HANDLE_PROTOCOL]), pickle.STOP
 
 @dataclass(frozen=True)
 class SGLangDialect:
-    """`Dialect` (`engines/base.py`). `note` is set when the version is not one we know."""
+    """`Dialect` (`engines/base.py`). `note` is set for an unknown version."""
 
     note: str = ""
     labels_at_finish: bool = False
@@ -43,11 +43,11 @@ class SGLangDialect:
     def ipc_update_info(
         self, tensors: TensorHeaders, handles: Any, placement: Placement | None = None
     ) -> dict[str, Any]:
-        assert placement is not None  # it takes no others
+        assert placement is not None  # it takes no tensors without one
         return {
             "serialized_named_tensors": [bucket(one, tensors, placement) for one in handles],
             "load_format": "flattened_bucket",
-            "flush_cache": False,  # one that held requests would end the server
+            "flush_cache": False,  # a flush while requests are held would end the server
         }
 
     def nccl_init_info(self, **_: Any) -> dict[str, Any]:
@@ -79,7 +79,7 @@ def bucket(handle: str, tensors: TensorHeaders, placement: Placement) -> str:
 
     Args:
         handle: base64 of the pickled arguments of torch's `rebuild_cuda_tensor` for a uint8 buffer.
-        placement: where in it each of `tensors` lies.
+        placement: the places of `tensors` in it.
     """
     arguments = _inside(base64.b64decode(handle))
     buffer = _global("torch.multiprocessing.reductions", "rebuild_cuda_tensor") + arguments
@@ -120,7 +120,7 @@ def _plain(value: object) -> bytes:
 
 
 def _inside(pickled: bytes) -> bytes:
-    """What puts the pickled value on the stack. Raises ValueError for another protocol."""
+    """The part that puts the pickled value on the stack. Raises ValueError for another protocol."""
     if not (pickled.startswith(_BEGIN) and pickled.endswith(_END)):
         raise ValueError("not a pickle of protocol 3")
     return pickled[len(_BEGIN) : -len(_END)]

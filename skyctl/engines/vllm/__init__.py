@@ -1,1 +1,1 @@
-"""All that skyctl knows of vLLM and its router: arguments, routes, metrics, dialects, the guard."""
+"""All that skyctl knows of vLLM and its router: arguments, routes, metrics, dialects, guard."""

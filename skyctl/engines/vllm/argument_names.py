@@ -1,4 +1,4 @@
-"""The argument names that an installed vLLM takes: asked of its own parser, once."""
+"""The argument names that an installed vLLM accepts: its own parser is asked, once."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ print(json.dumps([n[2:] for a in actions for n in a.option_strings if n.startswi
 def known_arguments(
     python: str, note: Callable[[str], None] = lambda line: None, *, cache: Path | None = None
 ) -> frozenset[str]:
-    """Names without dashes, `no-x` of switches too; empty where that vLLM does not say.
+    """Names without dashes, including `no-x` of switches; empty if that vLLM does not say.
 
-    The first question takes as long as importing vLLM does, and `note` hears of it; the answer is
+    The first question takes as long as importing vLLM, and is announced to `note`; the answer is
     kept in `cache` (default: the state directory).
     """
     installation = _installed() if python == sys.executable else _installed_in(python)
@@ -61,9 +61,9 @@ def known_arguments(
 
 
 def _installed() -> str:
-    """Which vLLM this interpreter has, without importing it; "" for none.
+    """The vLLM that this interpreter has, without importing it; "" for none.
 
-    Names change only when it is installed anew. Runs in other interpreters as well: see below.
+    Names change only with a new installation. Runs in other interpreters as well: see below.
     """
     import importlib.util
     import os
@@ -81,13 +81,13 @@ def _installed_in(python: str) -> str:
 
 
 def accepts(name: str, known: Collection[str]) -> bool:
-    """Whether the parser takes `--name`: a name, a field of one (`x.y`), or a unique beginning."""
+    """Whether the parser accepts `--name`: a name, a field of one (`x.y`), or a unique prefix."""
     head = name.partition(".")[0]
     return head in known or sum(each.startswith(head) for each in known) == 1
 
 
 def _run(python: str, script: str, timeout_s: float) -> str:
-    """What the script printed; "" when it failed. vLLM refuses wrong names itself, only later."""
+    """The script's output; "" if it failed. vLLM refuses wrong names itself, only later."""
     try:
         result = subprocess.run(
             [python, "-P", "-c", script],

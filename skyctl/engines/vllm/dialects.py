@@ -42,7 +42,7 @@ def _headers_to_wire(tensors: TensorHeaders) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class VLLMDialect:
-    """One way of speaking the push. `note` is set when the version is not one we know.
+    """One way of speaking the push. `note` is set for an unknown version.
 
     `labels_at_finish`: only the end of an update can label the weights. `keeps_streams`: the packed
     NCCL consumer uses the same CUDA streams in each update. Without it (vllm gh-52950), what torch
@@ -100,7 +100,7 @@ class VLLMDialect:
     def ipc_update_info(
         self, tensors: TensorHeaders, handles: Any, placement: Placement | None = None
     ) -> dict[str, Any]:
-        """Raises ValueError when there are not as many sizes as tensors."""
+        """Raises ValueError if the numbers of sizes and tensors differ."""
         if placement is not None and len(placement.sizes) != len(tensors.names):
             raise ValueError(f"{len(placement.sizes)} sizes for {len(tensors.names)} tensors")
         info = _headers_to_wire(tensors)
@@ -124,7 +124,7 @@ _NEWEST_READ = (0, 32)
 def dialect_for(version: str) -> VLLMDialect:
     """The dialect of a server that reports `version` (`0.32.0`, `0.33.0rc1.dev7+g1a2b3c` …).
 
-    A version newer than the newest we have read, or one that is no release number, gets the newest
+    A version newer than the newest known, or one that is not a release number, gets the newest
     dialect with a `note`; one older than 0.26 gets the oldest with a `note`.
     """
     match = re.match(r"v?(\d+)\.(\d+)", version)

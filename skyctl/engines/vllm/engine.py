@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from skyctl.http.client import ControlClient
     from skyctl.http.target import ServerTarget
 
-# Every command loads this module with the fleet file; most of them call no server themselves.
+# every command loads this module with the fleet file; most of them call no server themselves
 
 
 def _server(client: ControlClient, target: ServerTarget, timeout_s: float) -> Server:

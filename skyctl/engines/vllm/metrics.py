@@ -5,7 +5,7 @@ from __future__ import annotations
 from skyctl.engines.base import RouterMetrics, ServerMetrics
 from skyctl.engines.prometheus import samples, totals
 
-# What is read of the page. Every server has the first, from its start on.
+# the metrics that are read; every server has the first from its start
 METRICS = (
     "vllm:num_requests_running",
     "vllm:num_requests_waiting",
@@ -19,7 +19,7 @@ METRICS = (
 
 
 def parse_metrics(text: str) -> ServerMetrics:
-    """Read vLLM's `/metrics` page. Metrics that are absent count as zero."""
+    """Read vLLM's `/metrics` page. Missing metrics count as zero."""
     found = list(samples(text, "vllm:"))
     total = totals("vllm:", found)
     kv_usage = [value for name, _, value in found if name == "vllm:kv_cache_usage_perc"]
@@ -41,7 +41,7 @@ def parse_metrics(text: str) -> ServerMetrics:
 
 
 def parse_router_metrics(text: str) -> RouterMetrics:
-    """Read the metrics page of vllm-router 0.1.17. Counters that are absent count as zero."""
+    """Read the metrics page of vllm-router 0.1.17. Missing counters count as zero."""
     total = totals("vllm_router_", samples(text, "vllm_router_"))
     return RouterMetrics(
         requests=total("requests_total"),

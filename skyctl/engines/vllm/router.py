@@ -30,11 +30,11 @@ class RouterClient:
         return await self._workers(self._timeout_s)
 
     async def add_worker(self, url: str) -> None:
-        """Route to `url`; returns once it is listed. A worker that is listed already is fine.
+        """Route to `url`; returns once it is listed. A worker that is already listed is fine.
 
         Raises:
             DeadlineExceeded: the router blocks while it probes a URL that does not answer.
-            ServerError: it refused, or says yes and does not list the worker.
+            ServerError: it refused, or accepted and does not list the worker.
         """
         await self._change("/add_worker", url, listed=True)
 

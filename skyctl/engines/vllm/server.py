@@ -14,7 +14,9 @@ from skyctl.engines.vllm.metrics import METRICS, parse_metrics
 from skyctl.errors import ServerError
 
 _ASK_METHOD = "skyctl_leave_answer"
-"""Of skyctl's worker extension: call another one where there are several data-parallel ranks."""
+"""A method of skyctl's worker extension: calls another one if there are several data-parallel
+ranks.
+"""
 _REPACK_METHOD = "skyctl_repack_tied"
 
 _REFUSALS = {
@@ -28,10 +30,11 @@ _KV_LEASE_S = 30.0
 
 class VLLMServer(HttpServer):
     """`Server` (`engines/base.py`) of vLLM. The routes exist only in servers started with
-    VLLM_SERVER_DEV_MODE=1, but for health, version, models and metrics."""
+    VLLM_SERVER_DEV_MODE=1, except health, version, models and metrics.
+    """
 
     async def health(self) -> None:
-        """Return when the engine has not errored. True also while paused, asleep or stuck."""
+        """Return if the engine has not errored. Succeeds while paused, asleep or stuck."""
         await self._client.text(self.target, "/health", timeout_s=self._timeout_s)
 
     async def version(self) -> str:
@@ -50,8 +53,8 @@ class VLLMServer(HttpServer):
     async def generates_from_tokens(self) -> bool:
         """Whether `/inference/v1/generate` is served: token ids in, token ids out.
 
-        vLLM 0.32 answers 403 there without `--enable-scale-out`; what is sent here is no request
-        that any version takes.
+        vLLM 0.32 answers 403 there without `--enable-scale-out`; no version accepts the body sent
+        here.
         """
         try:
             await self._call("POST", "/inference/v1/generate", json={})
@@ -101,10 +104,10 @@ class VLLMServer(HttpServer):
     async def metrics(self) -> ServerMetrics:
         """Load of the server, summed over its engines. Asks for the few metrics it needs.
 
-        The whole page is some 75 kB, and costs the server several times as much to write.
+        The whole page is about 75 kB, and costs the server several times as much to write.
         """
         try:
-            # with the slash it is prometheus_client's own app that answers, and that one selects
+            # with the slash prometheus_client's own app answers, and that one can select
             page = await self._client.text(
                 self.target, "/metrics/", params={"name[]": METRICS}, timeout_s=self._timeout_s
             )
@@ -112,7 +115,7 @@ class VLLMServer(HttpServer):
             if not error.status:
                 raise
             page = ""
-        # a server of several processes (--api-server-count) cannot select, and writes nothing
+        # a server of several processes (--api-server-count) cannot select, and returns nothing
         if METRICS[0] not in page:
             page = await self._client.text(self.target, "/metrics", timeout_s=self._timeout_s)
         return parse_metrics(page)
@@ -139,7 +142,7 @@ class VLLMServer(HttpServer):
         await self._call("POST", "/resume")
 
     async def is_sleeping(self) -> bool:
-        """vLLM's answer, which is True for an engine that is only paused as well."""
+        """vLLM's answer, which is also True for an engine that is only paused."""
         return bool(await self._field("GET", "/is_sleeping", "is_sleeping"))
 
     async def sleep(self, level: int = 1, mode: PauseMode = "abort") -> None:
@@ -152,8 +155,8 @@ class VLLMServer(HttpServer):
     async def wake(self, tags: Sequence[str] = ()) -> bool:
         """Take memory back: all of it, or only `tags` (weights, kv_cache).
 
-        Returns whether the server is awake entirely, as far as it says. A full wake also resumes
-        an engine that was paused before it slept.
+        Returns whether the server is entirely awake, as far as it says. A full wake also resumes an
+        engine that was paused before it slept.
         """
         params = {"tags": list(tags)} if tags else None
         answer = await self._call("POST", "/wake_up", params=params)
@@ -162,10 +165,10 @@ class VLLMServer(HttpServer):
         return not tags
 
     async def prepare_reload(self) -> None:
-        """Nothing to do: held requests give their KV back at any time."""
+        """A no-op: held requests can release their KV at any time."""
 
     async def reset_caches(self) -> None:
-        """Drop all that was computed with other weights: KV blocks, here and in what a KV connector
+        """Drop everything computed with other weights: KV blocks, here and in what a KV connector
         keeps elsewhere, and the outputs of encoders (of images, for example).
 
         Raises:
@@ -183,11 +186,11 @@ class VLLMServer(HttpServer):
         await self._reset_encoder_cache()
 
     async def reset_prefix_cache(self, *, reset_running: bool = False) -> bool:
-        """Drop cached KV blocks, also those that a KV connector keeps elsewhere. False while
-        requests hold blocks, or where the connector did not do it; may be repeated.
+        """Drop cached KV blocks, including those that a KV connector keeps elsewhere. False while
+        requests hold blocks, or if the connector did not do it; may be repeated.
 
         With `reset_running` the requests that hold blocks are put back in the queue: they keep
-        their tokens and compute their KV anew when they are scheduled next.
+        their tokens and recompute their KV when they are next scheduled.
         """
         params = {"reset_external": "true"}
         if reset_running:
@@ -195,7 +198,7 @@ class VLLMServer(HttpServer):
         return bool(await self._field("POST", "/reset_prefix_cache", "success", params=params))
 
     async def _reset_encoder_cache(self) -> None:
-        """Nothing happens in a version without this route."""
+        """A no-op in a version without this route."""
         try:
             await self._call("POST", "/reset_encoder_cache")
         except ServerError as error:
@@ -214,9 +217,9 @@ class VLLMServer(HttpServer):
         try:
             answer = await self._call("POST", "/collective_rpc", json=body, timeout_s=timeout_s)
         except ServerError as error:
-            # any other error, one raised by the method itself above all, says nothing of the kind
+            # any other error, above all one raised by the method itself, does not mean that
             asked = (method, (kwargs or {}).get("method"))
-            # the executor of several processes says it by Python's own words
+            # the multiprocess executor reports it in Python's own words
             words = "Method '{}' is not implemented", "object has no attribute '{}'"
             if any(said.format(name) in error.message for said in words for name in asked):
                 error.refusal = Refusal.NO_METHOD
@@ -234,9 +237,8 @@ class VLLMServer(HttpServer):
     ) -> list[Any]:
         """Call a method of skyctl's worker extension on every worker of every data-parallel rank.
 
-        Returns what each answered, by data-parallel rank, then by rank within it. Through
-        /collective_rpc alone only the first data-parallel rank would be heard
-        (`engines/vllm/inside/ranks.py`).
+        Returns each worker's answer, by data-parallel rank, then by rank within it. /collective_rpc
+        alone would return only the first data-parallel rank's (`engines/vllm/inside/ranks.py`).
 
         Raises:
             ServerError: an answer is missing, or the method failed on one of the workers.
@@ -287,22 +289,23 @@ class VLLMServer(HttpServer):
         )
 
     async def load_adapter(self, name: str, path: str) -> None:
-        """Needs --enable-lora, and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 in its environment. vLLM
-        reads the directory again when it has dropped the adapter."""
+        """Needs --enable-lora, and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 in the server's environment.
+        vLLM reads the directory again after it has dropped the adapter.
+        """
         await self._load_adapter({"lora_name": name, "lora_path": path})
 
     async def name_adapter(self, name: str, loaded: str) -> None:
-        """See `inside/adapters.py`, which is to be there."""
+        """See `inside/adapters.py`, which must be loaded in the server."""
         try:
             body = {"lora_name": name, "lora_path": f"{NAMED}{loaded}", "load_inplace": True}
             await self._load_adapter(body)
         except ServerError as error:
-            if NAMED in error.message:  # vLLM itself looks for a directory of that name
+            if NAMED in error.message:  # an unpatched vLLM looks for a directory of that name
                 error.refusal = Refusal.CANNOT_NAME
             raise
 
     async def unload_adapter(self, name: str) -> None:
-        """One that is not there is unloaded."""
+        """An adapter that is not there counts as unloaded."""
         try:
             await self._text("POST", "/v1/unload_lora_adapter", {"lora_name": name})
         except ServerError as error:
@@ -335,12 +338,12 @@ class VLLMServer(HttpServer):
     async def finish_weight_update(
         self, weight_version: str | None = None, *, timeout_s: float | None = None
     ) -> None:
-        """Stage 4 of a push. Give a version only where `Dialect.labels_at_finish`."""
+        """Stage 4 of a push. Give a version only if `Dialect.labels_at_finish`."""
         body = None if weight_version is None else {"weight_version": weight_version}
         await self._call("POST", "/finish_weight_update", json=body, timeout_s=timeout_s)
 
     async def weight_version(self) -> str | None:
-        """The version label the server carries; None where it has no such route."""
+        """The version label the server carries; None without such a route."""
         try:
             return str(await self._field("GET", "/weight_info", "weight_version"))
         except ServerError as error:
@@ -349,7 +352,7 @@ class VLLMServer(HttpServer):
             raise
 
     async def set_weight_version(self, version: str) -> bool:
-        """Label the current weights. False where the server has no such route."""
+        """Label the current weights. False without such a route."""
         try:
             await self._call("POST", "/update_weight_version", json={"new_version": version})
         except ServerError as error:
@@ -359,7 +362,7 @@ class VLLMServer(HttpServer):
         return True
 
     async def extension_rpc(self, method: str, *, timeout_s: float | None = None) -> None:
-        """Call a method of skyctl's worker extension; nothing happens in a server without it."""
+        """Call a method of skyctl's worker extension; a no-op in a server without it."""
         try:
             await self.collective_rpc(method, timeout_s=timeout_s)
         except ServerError as error:
@@ -384,7 +387,7 @@ class VLLMServer(HttpServer):
         await self.extension_rpc(_REPACK_METHOD, timeout_s=timeout_s)
 
     async def weight_checksums(self, *, timeout_s: float | None = None) -> dict[str, str] | None:
-        """Checksum per parameter; None where the server has no such route.
+        """Checksum per parameter; None without such a route.
 
         On CPU it hashes nothing for linear layers: no proof there.
         """
@@ -448,8 +451,10 @@ def _flag(value: bool) -> str:
 
 
 def _kv_lease_s(transfer: Mapping[str, Any]) -> float:
-    """vLLM counts a request whose KV waits for a decode server as work, and answers a pause in no
-    mode before that is fetched or its lease is over (`nixl/base_worker.py`, default 30 s)."""
+    """vLLM counts a request whose KV waits for a decode server as work, and answers a pause,
+    whatever its mode, only once that is fetched or its lease is over (`nixl/base_worker.py`,
+    default 30 s).
+    """
     if transfer.get("kv_role") != "kv_producer":
         return 0.0
     extra = transfer.get("kv_connector_extra_config")

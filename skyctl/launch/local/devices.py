@@ -17,7 +17,7 @@ _QUERY = [
 
 
 def discover_gpus(timeout_s: float = 10.0, *, command: Sequence[str] = _QUERY) -> list[Gpu]:
-    """The machine's NVIDIA GPUs in index order; [] without a driver or when it does not answer."""
+    """The machine's NVIDIA GPUs in index order; [] without a driver or if it does not answer."""
     try:
         result = subprocess.run(
             command, capture_output=True, text=True, timeout=timeout_s, check=True
@@ -32,7 +32,7 @@ _FREE_QUERY = [word.replace("memory.total", "memory.free") for word in _QUERY]
 
 
 def free_gpu_memory() -> dict[int, int]:
-    """Free bytes of each GPU now, by index; {} without a driver or when it does not answer."""
+    """Free bytes of each GPU now, by index; {} without a driver or if it does not answer."""
     return {gpu.index: gpu.memory_bytes for gpu in discover_gpus(command=_FREE_QUERY)}
 
 
@@ -46,10 +46,10 @@ def _parse_gpu(line: str) -> Gpu | None:
 
 
 def visible_gpus(gpus: Sequence[Gpu], environ: Mapping[str, str]) -> list[Gpu]:
-    """Those GPUs that an inherited CUDA_VISIBLE_DEVICES leaves to us.
+    """The GPUs that an inherited CUDA_VISIBLE_DEVICES leaves to us.
 
-    A batch scheduler hands GPUs out this way while nvidia-smi still lists all of them. Entries are
-    indices or UUIDs (or their beginnings); what is neither, such as a MIG instance, is ignored.
+    A batch scheduler assigns GPUs this way while nvidia-smi still lists all of them. Entries are
+    indices or UUIDs (or their prefixes); anything else, such as a MIG instance, is ignored.
     """
     listed = environ.get("CUDA_VISIBLE_DEVICES")
     if listed is None:

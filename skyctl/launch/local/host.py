@@ -1,4 +1,4 @@
-"""This machine as a `Host`: its ports, and scratch directories of fleets."""
+"""This machine as a `Host`: its ports, and fleets' scratch directories."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from skyctl.launch.local.process import ManagedProcess
 from skyctl.launch.local.segments import remove_left
 from skyctl.store.paths import FleetPaths, private_directory
 
-# Below Linux's range for outgoing connections (32768 up): a port found free here is not lost to
-# some client's connection while vLLM is still loading.
+# below Linux's range for outgoing connections (32768 up): a port found free here is not lost to
+# some client's connection while vLLM is still loading
 _FIRST, _LAST = 20000, 32000
 _TRIES = 200
 _MOST_CLAIMS = 256
@@ -28,13 +28,13 @@ _lock = threading.Lock()
 
 
 def free_port(host: str) -> int:
-    """A port nobody listens on at `host`; never the same one twice in this process.
+    """A free port at `host`; never the same one twice in this process.
 
-    Nor one that another process of skyctl has just chosen: nobody listens there yet, because its
-    server is still loading.
+    Ports that another skyctl process has just chosen are skipped as well: nobody listens there yet,
+    because its server is still loading.
 
     Raises:
-        OSError: `host` is no address of this machine, or no port is free.
+        OSError: `host` is not an address of this machine, or no port is free.
     """
     with _lock:
         for _ in range(_TRIES):
@@ -49,7 +49,9 @@ def free_port(host: str) -> int:
 
 
 def _claim(port: int) -> bool:
-    """Whether no other process has chosen it; ours is told of by a name (Linux) while we live."""
+    """Whether no other process has chosen the port; a named lock (Linux) announces our choice while
+    we live.
+    """
     claim = socket.socket(socket.AF_UNIX)
     try:
         claim.bind(f"\0skyctl-port-{port}")
@@ -63,7 +65,7 @@ def _claim(port: int) -> bool:
 
 
 def _any_port(host: str) -> int:
-    """The kernel's choice, for machines where the usual range is full (or `host` is wrong)."""
+    """A port chosen by the kernel, for machines whose usual range is full (or `host` is wrong)."""
     for _ in range(_TRIES):
         with socket.socket(_family(host), socket.SOCK_STREAM) as probe:
             probe.bind((host, 0))
@@ -74,7 +76,7 @@ def _any_port(host: str) -> int:
 
 
 def port_holder(host: str, port: int) -> str | None:
-    """Who listens at `host:port`: `pid 4711 (python -m …)`, or None when it is free."""
+    """Who listens at `host:port`: `pid 4711 (python -m …)`, or None if it is free."""
     error = _bind(host, port, reuse=True)
     if error is None or error.errno != errno.EADDRINUSE:
         return None
@@ -82,7 +84,7 @@ def port_holder(host: str, port: int) -> str | None:
 
 
 def bind_error(host: str, port: int) -> str | None:
-    """Why no process of ours could listen at `host:port`, whoever holds it; None when it can."""
+    """Why no process of ours could listen at `host:port`, whoever holds it; None if it can."""
     error = _bind(host, port, reuse=True)
     if error is None or error.errno == errno.EADDRINUSE:
         return None
@@ -117,7 +119,8 @@ def _command(pid: int) -> str:
 
 def _bind(host: str, port: int, *, reuse: bool) -> OSError | None:
     """Listen for a moment. `reuse` is SO_REUSEADDR, as servers set it: closed connections that
-    linger in TIME_WAIT then do not count."""
+    linger in TIME_WAIT are then ignored.
+    """
     try:
         with socket.socket(_family(host), socket.SOCK_STREAM) as probe:
             if reuse:
@@ -134,9 +137,9 @@ def _family(host: str) -> socket.AddressFamily:
 
 
 def scratch_environment(paths: FleetPaths) -> dict[str, str]:
-    """Variables that let a process keep its temporary files in the fleet's own directory (0700).
+    """Variables that keep a process's temporary files in the fleet's own directory (0700).
 
-    What torch compiled is worth keeping; where torch would keep it, another user can put his own.
+    What torch compiled is worth keeping; in torch's default place, another user can plant files.
 
     Raises:
         SkyctlError: the directory is not ours alone.
@@ -148,7 +151,7 @@ def scratch_environment(paths: FleetPaths) -> dict[str, str]:
 
 
 def sweep_scratch(paths: FleetPaths) -> None:
-    """Remove the directory. Only when no process of the fleet is left."""
+    """Remove the directory. Call only when no process of the fleet is left."""
     if not paths.scratch.is_symlink():
         remove_left(paths.scratch)
         shutil.rmtree(paths.scratch, ignore_errors=True)

@@ -26,7 +26,7 @@ from skyctl.store.paths import create_private_file
 from skyctl.store.processes import LOG_VARIABLE, TOKEN_VARIABLE
 
 KILL_TIMEOUT_S = 30.0
-"""A killed process is there until its memory is given back: for one of several GB, seconds."""
+"""A killed process exists until its memory is freed: seconds for several GB."""
 _POLL_S = 0.05
 
 
@@ -83,7 +83,7 @@ class ManagedProcess:
         return self.identity.pid if self.identity else None
 
     def alive(self) -> bool:
-        """True while the leader runs."""
+        """Whether the leader runs."""
         return self.identity is not None and self.identity.alive()
 
     def exit_text(self) -> str:
@@ -96,7 +96,7 @@ class ManagedProcess:
         return f"exited with code {code}"
 
     def record_descendants(self) -> bool:
-        """Remember who lives below the leader now; True when somebody new was seen."""
+        """Record the processes that live below the leader now; True if a new one was seen."""
         leader = self.identity.process() if self.identity else None
         known = {d for d in self.descendants if d.alive()}
         below = _children(leader) if leader else []
@@ -107,19 +107,21 @@ class ManagedProcess:
         return True
 
     def record_segments(self) -> None:
-        """Remember the shared memory that this tree would leave: once it is gone, nobody tells."""
+        """Record the shared memory that this tree would leave: once the tree is gone, nothing shows
+        it.
+        """
         self.segments |= segments.mapped_by(process.pid for process in self.members())
 
     def place(self) -> ChosenPlace | None:
-        """It runs where it was planned."""
+        """None: it runs where it was planned."""
         return None
 
     def connection_lost(self) -> str:
-        """Never: it runs here."""
+        """Never lost: it runs here."""
         return ""
 
     def listens_at(self, port: int) -> bool:
-        """False when it is somebody else who answers there; true where the kernel does not tell."""
+        """False if another process answers there; True if the kernel does not say."""
         known = [one.process() for one in (self.identity, *self.descendants) if one]
         try:
             return any(_listens(process, port) for process in known if process is not None)
@@ -142,38 +144,39 @@ class ManagedProcess:
         return [p for p in found.values() if _running(p)]
 
     def resident_bytes(self) -> int | None:
-        """Resident memory of the leader and its known descendants; pages they share are counted in
-        each."""
+        """Resident memory of the leader and its known descendants; shared pages are counted in
+        each.
+        """
         if self.identity is None:
             return None
         return _resident_bytes((self.identity, *self.descendants))
 
     async def lost(self) -> str:
-        """Never: it runs here."""
+        """Never lost: it runs here."""
         return ""
 
     async def settled(self) -> None:
-        """At once: it reads the files themselves."""
+        """Returns at once: it reads the files themselves."""
 
     async def stop(self, timeout_s: float) -> bool:
         """TERM to the whole tree, wait up to `timeout_s`, KILL what is left, reap.
 
-        Returns False when something had to be killed.
+        Returns False if something had to be killed.
 
         Raises:
-            SkyctlError: a process outlived KILL (it hangs in the kernel).
+            SkyctlError: a process survived KILL (it hangs in the kernel).
         """
         members = self.members()
         self.segments |= segments.mapped_by(process.pid for process in members)
         _signal(members, signal.SIGTERM)
         left = await self._gone(members, timeout_s)
-        # somebody may have been born meanwhile, or hidden from the first look
+        # a process may have been born meanwhile, or missed at first
         left = left or self.members()
         gently = not left
         deadline = time.monotonic() + KILL_TIMEOUT_S
         while left:
             # Python's resource trackers end by themselves once their users are gone, and then
-            # remove the shared memory those left; killed at once with them, they leak it.
+            # remove the shared memory those left; killed together with them, they leak it
             users = [process for process in left if not _is_resource_tracker(process)]
             _signal(users or left, signal.SIGKILL)
             await self._gone(left, 1.0)
@@ -213,8 +216,8 @@ class ManagedProcess:
                 return False
         except OSError:
             return False
-        # The leader's pid is not reused while its session lives; if another process has it now,
-        # this is another session of the same number.
+        # the leader's pid is not reused while its session lives; if another process has it now,
+        # this is another session with the same number
         leader = identify(self.identity.pid)
         if leader is not None and abs(leader.create_time - self.identity.create_time) > 0.05:
             return False
@@ -228,7 +231,7 @@ class ManagedProcess:
             return False
 
     def _watch(self) -> None:
-        """Set `exited` when the leader ends, without polling where the kernel can tell."""
+        """Set `exited` when the leader ends, without polling if the kernel supports it."""
         if not self.alive() or self.identity is None:
             self.exited.set()
             return
@@ -247,7 +250,7 @@ class ManagedProcess:
         loop.add_reader(descriptor, gone)
 
     async def _poll_exit(self) -> None:
-        while self.alive():  # noqa: ASYNC110 - nothing tells us, where there is no pidfd
+        while self.alive():  # noqa: ASYNC110 - without a pidfd nothing notifies us
             await asyncio.sleep(0.5)
         self.exited.set()
 
@@ -302,7 +305,7 @@ def _signal(members: Iterable[psutil.Process], number: signal.Signals) -> None:
 
 
 def _open_log(log: Path) -> int:
-    """A server without a log is better than none."""
+    """Open the log, or /dev/null: a server without a log is better than none."""
     try:
         return create_private_file(log, os.O_APPEND)
     except StateUnwritable:  # a read-only or full disk

@@ -1,4 +1,4 @@
-"""Logs that stay within a size while their writers go on."""
+"""Keep logs within a size while their writers go on."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from skyctl.store.paths import create_private_file
 
 
 def rotate(log: Path, max_bytes: int, keep: int) -> bool:
-    """Copy a log of more than `max_bytes` to `<log>.1`, and empty it; True when it was emptied.
+    """Copy a log of more than `max_bytes` to `<log>.1`, and empty it; True if it was emptied.
 
     Older copies move on, up to `<log>.<keep>`. Writers hold the file open for appending, so it can
-    be neither moved nor replaced; what they write between the copy's end and the truncation is
-    lost. Where there is no room for a copy, the log is emptied without one.
+    be neither moved nor replaced; what they write between the end of the copy and the truncation is
+    lost. If there is no room for a copy, the log is emptied without one.
     """
     try:
         if log.stat().st_size <= max_bytes:

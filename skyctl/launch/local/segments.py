@@ -1,8 +1,8 @@
 """Shared memory that vLLM's CPU workers leave behind: found while they live, removed after them.
 
 Ranks of a CPU server exchange tensors through `/dev/shm/<rendezvous>-<group>-cpushm_<rank>`, 4 MiB
-each (`cpu_communicator.py`, `csrc/cpu/shm.cpp`), and unlink them in no case. Two things tell whose
-one is: a process of the server had it mapped, or its name begins with that of a rendezvous file in
+each (`cpu_communicator.py`, `csrc/cpu/shm.cpp`), and never unlink them. Two things identify the
+owner: a process of the server had it mapped, or its name begins with that of a rendezvous file in
 the fleet's own temporary directory (`file://$TMPDIR/vllm_dist_<uuid>`).
 """
 
@@ -21,11 +21,11 @@ _MAPPED = re.compile(
 )
 
 Segment = tuple[str, int]
-"""File name and inode: a name that was given to another file since is not ours any more."""
+"""File name and inode: a name that another file has taken since is no longer ours."""
 
 
 def mapped_by(pids: Iterable[int], proc: Path = Path("/proc")) -> frozenset[Segment]:
-    """Segments of CPU ranks that these processes have mapped; [] where /proc does not tell."""
+    """Segments of CPU ranks that these processes have mapped; [] if /proc does not say."""
     found: set[Segment] = set()
     for pid in pids:
         with contextlib.suppress(OSError):
@@ -44,7 +44,7 @@ def remove(segments: Iterable[Segment], root: Path = SHARED_MEMORY) -> None:
 
 
 def remove_left(scratch: Path, root: Path = SHARED_MEMORY) -> None:
-    """Unlink the segments of every rendezvous in `scratch`, where none of its users is left."""
+    """Unlink the segments of every rendezvous in `scratch` that has no users left."""
     for rendezvous in scratch.glob(f"{_RENDEZVOUS}*"):
         for segment in root.glob(f"{rendezvous.name}-*-cpushm_*"):
             with contextlib.suppress(OSError):

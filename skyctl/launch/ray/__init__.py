@@ -1,1 +1,1 @@
-"""Nodes of a Ray cluster: Ray chooses one for each server, and is the way to the agent there."""
+"""Nodes of a Ray cluster: Ray chooses one for each server, and connects to the agent there."""

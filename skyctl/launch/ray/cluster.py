@@ -1,8 +1,8 @@
-"""A Ray cluster, asked as one machine: what its nodes have, and a node for each server.
+"""A Ray cluster, treated as one machine: the resources of its nodes, and a node for each server.
 
-Ray reserves and starts agents, no more. What a server needs is reserved in a placement group of its
-own, which outlives every process of ours; the server belongs to its keeper (`remote/agent.py`), so
-nothing that Ray ends ends it.
+Ray only reserves resources and starts agents. What a server needs is reserved in a placement group
+of its own, which outlives every process of ours; the server belongs to its keeper
+(`remote/agent.py`), so nothing that Ray ends takes it down.
 """
 
 from __future__ import annotations
@@ -33,8 +33,9 @@ _PREFIX = "skyctl-"
 
 @contextlib.contextmanager
 def _one_at_a_time(deadline: float) -> Iterator[None]:
-    """Servers that start together are to see each other. A name (Linux) that dies with its process
-    says who chooses; past the deadline one chooses all the same."""
+    """Serialise choices, so that servers that start together see each other's. A name (Linux) that
+    dies with its process is the lock; past the deadline a process chooses regardless.
+    """
     with socket.socket(socket.AF_UNIX) as claim:
         while time.monotonic() < deadline:
             try:
@@ -47,7 +48,7 @@ def _one_at_a_time(deadline: float) -> Iterator[None]:
 
 
 class Cluster:
-    """What a connected process asks of Ray. `command` runs an agent on a node."""
+    """Ray, as a connected process uses it. `command` runs an agent on a node."""
 
     def __init__(self, wanted: RayCluster, command: Sequence[str]) -> None:
         import ray
@@ -58,7 +59,7 @@ class Cluster:
         self.command = list(command)
 
     def node_at(self, address: str) -> Mapping[str, Any] | None:
-        """The node with this address; None when Ray is certain that it is dead.
+        """The node with this address; None if Ray is certain that it is dead.
 
         Raises:
             HostUnreachable: Ray knows of none.
@@ -71,14 +72,15 @@ class Cluster:
         return next((node for node in known if node["Alive"]), None)
 
     def on(self, node: Mapping[str, Any]) -> Any:
-        """The strategy that runs something on this node or not at all."""
+        """The scheduling strategy that runs something on this node or not at all."""
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         return NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
 
     def facts(self, **question: Any) -> dict[str, Any]:
-        """As many GPUs as the node with the most has, and how much `room` each node has when it is
-        empty; `nodes` has what each one's agent says, where only agents know what is asked."""
+        """The GPU count of the largest node, and how much `room` each node has when empty; `nodes`
+        has each agent's answer, if only agents know what is asked.
+        """
         refuse_open(self._wanted)
         nodes = self._candidates()
         most = max(int(node["Resources"].get("GPU", 0)) for node in nodes)
@@ -97,8 +99,8 @@ class Cluster:
         return found
 
     def place(self, token: str, turn: int, patience_s: float) -> dict[str, Any]:
-        """Choose a node for a server and reserve what it needs; its address, a free port there and
-        the GPUs it may use. Of nodes that are equal, the one whose `turn` it is.
+        """Choose a node for a server and reserve what it needs; returns its address, a free port
+        there and the GPUs it may use. `turn` rotates among equal nodes.
 
         Raises:
             SkyctlError: no node has room, for `patience_s` seconds.
@@ -116,7 +118,7 @@ class Cluster:
             if "error" in answer:
                 raise SkyctlError(answer["error"])
             gpus = [gpu["index"] for gpu in answer["gpus"]]
-            if visible.replace(",", "").isdigit():  # else uuids, of which the agent knows more
+            if visible.replace(",", "").isdigit():  # otherwise uuids, of which the agent knows more
                 gpus = [int(index) for index in visible.split(",")]
             if count and len(gpus) != count:
                 raise SkyctlError(f"{answer['address']} has given GPUs {visible!r}, not {count}")
@@ -128,11 +130,11 @@ class Cluster:
         return {**place, "gpus": gpus if count else []}
 
     def stop(self, token: str, hosted: str, target: str, timeout_s: float) -> dict[str, Any]:
-        """End a server on its node, where one was chosen, and give back what was reserved for it.
-        On a node that is dead for Ray it ends by itself, if it still runs.
+        """End a server on its node, if one was chosen, and release its reservation. On a node that
+        Ray considers dead it ends by itself, if it still runs.
 
         Raises:
-            SkyctlError: nobody can tell whether it has ended.
+            SkyctlError: it is unknown whether it has ended.
         """
         answer: dict[str, Any] = {"gently": True}
         if target and (node := self.node_at(target)) is not None:
@@ -183,7 +185,7 @@ class Cluster:
                     )
                     if group.wait(_PINNED_S):
                         return group, node
-                    remove_placement_group(group)  # somebody else was faster
+                    remove_placement_group(group)  # another process was faster
             if time.monotonic() > deadline:
                 there = ", ".join(
                     f"{node['NodeManagerAddress']} {free.get(node['NodeID'], 0):g} of "
@@ -196,7 +198,7 @@ class Cluster:
             time.sleep(_LOOK_S)
 
     def _in_order(self, nodes: list[Mapping[str, Any]], turn: int) -> list[Mapping[str, Any]]:
-        """Nodes with few servers first, or with many; of equals the one whose turn it is."""
+        """Nodes with few servers first, or with many; `turn` rotates among equals."""
         from ray.util.placement_group import placement_group_table
 
         servers = Counter(
@@ -211,7 +213,7 @@ class Cluster:
         return sorted(nodes[first:] + nodes[:first], key=lambda node: servers[node["NodeID"]])
 
     def _free(self) -> dict[str, float]:
-        from ray._private.state import available_resources_per_node  # as vLLM asks, too
+        from ray._private.state import available_resources_per_node  # as vLLM does
 
         found = available_resources_per_node()
         return {node: free.get(self._wanted.resource, 0.0) for node, free in found.items()}
@@ -225,7 +227,7 @@ class Cluster:
     # --- their agents --------------------------------------------------------------------------
 
     def _ask(self, node: Mapping[str, Any], request: Mapping[str, Any], **options: Any) -> Any:
-        """Begin to ask a node's agent."""
+        """Send a request to a node's agent."""
         options = {"num_cpus": 0, "max_retries": 0, "scheduling_strategy": self.on(node), **options}
         task = self._ray.remote(**options)(worker.ask)
         line = json.dumps(request).encode() + b"\n"
@@ -234,11 +236,11 @@ class Cluster:
     def _answer(
         self, node: Mapping[str, Any], asked: Any, timeout_s: float = ASK_TIMEOUT_S
     ) -> tuple[dict[str, Any], str]:
-        """What an agent answers, or its `error`; and the GPUs that Ray showed to it."""
+        """An agent's answer, or its `error`; and the GPUs that Ray showed to it."""
         address = node["NodeManagerAddress"]
         try:
             code, said, stderr, visible = self._ray.get(asked, timeout=timeout_s)
-        except Exception as error:  # Ray's, of many kinds
+        except Exception as error:  # Ray's errors have many types
             return {"error": f"{address} does not answer over Ray ({type(error).__name__})"}, ""
         messages = [json.loads(line) for line in said.splitlines() if line.startswith(b'{"')]
         if len(messages) < 2:

@@ -25,7 +25,8 @@ _TOKEN_HINT = (
     "write `ray: {allow_unauthenticated: true}` where nobody else reaches it"
 )
 _REFUSED = 3
-# Whether the cluster lets in who has no token. In a process of its own: Ray reads the mode once.
+# Whether the cluster admits clients without a token. In a process of its own: Ray reads the mode
+# once.
 _KNOCK = f"""
 import sys
 from ray._private.services import canonicalize_bootstrap_address_or_die
@@ -54,8 +55,8 @@ def connect(cluster: RayCluster) -> None:
         )
     if cluster.address != "auto":
         _dial(cluster.address)
-    # as the cluster has it: where only one of two shows a token, the other ends its actors; and in
-    # token mode without a token Ray does not raise, it aborts the process
+    # match the cluster: if only one side shows a token, the other ends its actors; and in token
+    # mode without a token Ray does not raise, it aborts the process
     shown = has_token and not (cluster.allow_unauthenticated and _is_open(cluster))
     os.environ["RAY_AUTH_MODE"] = "token" if shown else "disabled"
     os.environ["RAY_ENABLE_UV_RUN_RUNTIME_ENV"] = "0"
@@ -65,7 +66,7 @@ def connect(cluster: RayCluster) -> None:
 
     try:
         address = canonicalize_bootstrap_address_or_die(cluster.address)
-        # first: to `init`, a head that is not there or a wrong token is worth half a minute
+        # first: `init` takes half a minute to fail for a missing head or a wrong token
         _dial(address)
         GcsClient(address=address).get_all_node_info(timeout=_DIAL_S)
         where = {"address": address, "namespace": NAMESPACE, **_own_address(address)}
@@ -77,10 +78,10 @@ def connect(cluster: RayCluster) -> None:
 
 
 def refuse_open(cluster: RayCluster) -> None:
-    """Refuse a cluster that lets in who has no token, unless the fleet file allows that.
+    """Refuse a cluster that admits clients without a token, unless the fleet file allows that.
 
     Raises:
-        HostUnreachable: it does, or nobody can tell.
+        HostUnreachable: it does, or it is unknown.
     """
     if not cluster.allow_unauthenticated and _is_open(cluster):
         raise HostUnreachable(
@@ -128,7 +129,7 @@ def _refusal(cluster: RayCluster, error: Exception) -> HostUnreachable:
 
 
 def told(error: BaseException) -> str:
-    """An error of Ray's in one line."""
+    """A Ray error in one line."""
     text = re.sub(r"\x1b\[[0-9;]*m", "", str(error)).strip() or type(error).__name__
     text = " ".join(text.split())
     return text if len(text) <= _WIDEST else f"{text[:_WIDEST]}…"
@@ -151,7 +152,7 @@ def _installed() -> None:
 
 
 def _token(environ: Mapping[str, str], home: Path) -> str | None:
-    """Where Ray finds a token; None where it would not."""
+    """Where Ray finds a token; None if it would find none."""
     if environ.get("RAY_AUTH_TOKEN", "").strip():
         return "RAY_AUTH_TOKEN"
     named = environ.get("RAY_AUTH_TOKEN_PATH")
@@ -174,7 +175,9 @@ def _dial(address: str) -> None:
 
 
 def _own_address(address: str) -> dict[str, Any]:
-    """The head's, on its machine: by itself Ray takes that of the first interface."""
+    """The head's address, if this is its machine: Ray itself would take that of the first
+    interface.
+    """
     host = address.rpartition(":")[0].strip("[]")
     try:
         with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:

@@ -1,9 +1,9 @@
-"""What talks to Ray, as ssh does to a machine: the only process that imports it.
+"""Connects to Ray, as ssh does to a machine: the only process that imports Ray.
 
     python -m skyctl.launch.ray.driver CLUSTER ADDRESS COMMAND
 
-runs COMMAND, which is an agent, on the node at ADDRESS, with its pipes for ours. With "" for an
-ADDRESS it is itself the agent of the cluster, and answers one request (`cluster.py`).
+runs COMMAND, which is an agent, on the node at ADDRESS, with its pipes connected to ours. If
+ADDRESS is "", it is itself the agent of the cluster, and answers one request (`cluster.py`).
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ _START_S = 25.0
 
 
 def main() -> None:
-    """Be ssh to a node, or the agent of the cluster."""
+    """Act as ssh to a node, or as the agent of the cluster."""
     out = os.dup(1)
-    os.dup2(2, 1)  # Ray prints what it likes
+    os.dup2(2, 1)  # Ray prints to stdout
 
     def say(message: Mapping[str, Any]) -> None:
         os.write(out, json.dumps(message).encode() + b"\n")
@@ -45,7 +45,7 @@ def main() -> None:
         if address and (node := cluster.node_at(address)) is not None:
             try:
                 _relay(cluster, node, out)
-            except Exception as error:  # Ray's, of many kinds
+            except Exception as error:  # Ray's errors have many types
                 lost = f"{address} does not answer over Ray ({type(error).__name__})"
                 raise HostUnreachable(lost, hint=LOOK) from error
         else:
@@ -54,14 +54,14 @@ def main() -> None:
         say({"unreachable": error.message, "hint": error.hint})
     except SkyctlError as error:
         say({"error": error.message})
-    except Exception as error:  # Ray's, of many kinds
+    except Exception as error:  # Ray's errors have many types
         say({"unreachable": f"Ray: {told(error)}", "hint": LOOK})
     sys.stderr.flush()
-    os._exit(0)  # what reads our stdin reads on
+    os._exit(0)  # the thread that reads our stdin keeps reading
 
 
 def _answer(cluster: Cluster, say: Callable[[Mapping[str, Any]], None]) -> None:
-    """One request. Of a node that is dead for Ray, only that is told."""
+    """Answer one request. About a node that Ray considers dead, only that is reported."""
     say({"agent": PROTOCOL, "skyctl": __version__})
     request = json.loads(sys.stdin.readline() or '{"do": ""}')
     if sys.argv[2]:
@@ -74,7 +74,7 @@ def _answer(cluster: Cluster, say: Callable[[Mapping[str, Any]], None]) -> None:
 
 
 def _relay(cluster: Cluster, node: Mapping[str, Any], out: int) -> None:
-    """Our pipes to an agent on a node, until that has ended; then end as it did."""
+    """Connect our pipes to an agent on a node until it ends; then exit as it did."""
     import ray
 
     remote = ray.remote(num_cpus=0, max_concurrency=4)(worker.Agent)
@@ -84,7 +84,7 @@ def _relay(cluster: Cluster, node: Mapping[str, Any], out: int) -> None:
 
     def listen() -> None:
         data = b" "
-        with contextlib.suppress(Exception):  # who reads comes to an end, too, and says why
+        with contextlib.suppress(Exception):  # the reader ends as well, and reports why
             while data:
                 data = os.read(0, _PIECE)
                 ray.get(agent.write.remote(data))

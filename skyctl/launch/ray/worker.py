@@ -1,4 +1,4 @@
-"""What runs in Ray's workers: the agent of a machine, with pipes.
+"""Code that runs in Ray's workers: the agent of a machine, with pipes.
 
 Carried there by value, so that a worker needs no skyctl. Standard library only.
 """
@@ -14,13 +14,13 @@ from collections.abc import Mapping, Sequence
 _PIECE = 64 * 1024
 _LAST_WORDS = 4096
 _NOT_FOUND = 127
-# What Ray puts into the environment of a worker, and a server must not inherit: one thread per
-# process, a debugger, the cluster's token.
+# what Ray puts into the environment of a worker, and a server must not inherit: one thread per
+# process, a debugger, the cluster's token
 _OF_RAY = ("OMP_NUM_THREADS", "PYTHONBREAKPOINT", "SPT_NOENV")
 
 
 def environment(environ: Mapping[str, str], address: str) -> dict[str, str]:
-    """What an agent gets of a worker's environment, and the address that servers bind."""
+    """The part of a worker's environment that an agent gets, and the address that servers bind."""
     kept = {
         name: value
         for name, value in environ.items()
@@ -30,10 +30,10 @@ def environment(environ: Mapping[str, str], address: str) -> dict[str, str]:
 
 
 class Agent:
-    """An agent's process, for an actor that may do several things at once."""
+    """An agent's process, for an actor that handles several calls at once."""
 
     def start(self, argv: Sequence[str], address: str) -> None:
-        """Start it. One that cannot be started ends as a shell says so."""
+        """Start it. If it cannot be started, it ends as a shell would report it."""
         self._code, self._last_words = _NOT_FOUND, b""
         self._process: subprocess.Popen[bytes] | None = None
         try:
@@ -52,12 +52,12 @@ class Agent:
         self._draining.start()
 
     def write(self, data: bytes) -> None:
-        """To its stdin; b"" is the end of it."""
+        """Write to its stdin; b"" closes it."""
         if self._process is None:
             return
         stdin = self._process.stdin
         assert stdin is not None
-        with contextlib.suppress(OSError):  # `read` comes to the end
+        with contextlib.suppress(OSError):  # `read` reports the end
             if data:
                 stdin.write(data)
                 stdin.flush()
@@ -65,14 +65,14 @@ class Agent:
                 stdin.close()
 
     def read(self) -> bytes:
-        """What it says next; b"" at the end."""
+        """Its next output; b"" at the end."""
         if self._process is None:
             return b""
         assert self._process.stdout is not None
         return os.read(self._process.stdout.fileno(), _PIECE)
 
     def end(self) -> tuple[int, bytes]:
-        """Its exit code, and the end of what it wrote to stderr."""
+        """Its exit code, and the end of its stderr."""
         if self._process is not None:
             self._code = self._process.wait()
             self._draining.join(1.0)
@@ -85,8 +85,9 @@ class Agent:
 
 
 def ask(argv: Sequence[str], address: str, line: bytes) -> tuple[int, bytes, bytes, str]:
-    """One question to an agent of its own: its exit code, what it said, what it wrote to stderr,
-    and the GPUs that Ray shows to this worker."""
+    """One question to an agent of its own: its exit code, output and stderr, and the GPUs that Ray
+    shows to this worker.
+    """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     try:
         asked = subprocess.run(

@@ -1,4 +1,4 @@
-"""What the senders of both GPU transports share: slots on GPUs, and the reader that fills them.
+"""The common part of both GPU transports' senders: slots on GPUs, and the reader that fills them.
 
 The process, its CUDA context and the reader's pinned ring outlive a push; the slots do not.
 """
@@ -27,7 +27,7 @@ from skyctl.transfer.reader import Piece, ShardFiles
 
 
 def pickle_handles(handles: Any) -> str:
-    """IPC handles as vLLM takes them over HTTP: pickle, then base64 text."""
+    """IPC handles in vLLM's HTTP form: pickle, then base64 text."""
     return base64.b64encode(pickle.dumps(handles)).decode("ascii")
 
 
@@ -43,7 +43,7 @@ class GpuCarrier:
         self.devices = list(devices)
         self.server_gpus = [list(gpus) for gpus in server_gpus]
         torch.cuda.set_device(self.devices[0])
-        # two processors are left to the servers, which have work to do at the same time
+        # two processors are left to the servers, which work at the same time
         threads = max(2, min(THREADS, len(os.sched_getaffinity(0)) - 2))
         self._reader = DeviceReader(self.devices[0], threads=threads)
         self._slots: MirroredSlots | None = None
@@ -70,10 +70,10 @@ class GpuCarrier:
         reserve_bytes: int = 0,
         shown: bool = False,
     ) -> DeviceChunkReader:
-        """A slot for each chunk when all of them fit on the GPUs, else a ring of `slots`.
+        """A slot for each chunk if all of them fit on the GPUs, else a ring of `slots`.
 
-        `shown`: servers will copy out of the slots by themselves (`export`). They then lie on the
-        servers' GPUs, too, where all chunks fit there; and a ring is as long as there is room.
+        `shown`: servers will copy out of the slots by themselves (`export`). The slots are then
+        also on the servers' GPUs if all chunks fit there; and a ring is as long as there is room.
         """
         sizes = [max(piece.offset + piece.nbytes for piece in chunk) for chunk in chunks]
         self.shown = shown
@@ -97,9 +97,9 @@ class GpuCarrier:
         )
 
     def _room_for(self, size: int) -> list[int]:
-        """GPUs of servers on which no slots lie by themselves, if that much fits on each of them.
+        """GPUs of servers that have no slots of their own, if `size` bytes fit on each of them.
 
-        The driver's memory for this process is on them from here on.
+        From here on they also hold the driver's memory for this process.
         """
         others = sorted({gpu for gpus in self.server_gpus for gpu in gpus} - set(self.devices))
         known = all(self.server_gpus)
@@ -107,7 +107,7 @@ class GpuCarrier:
 
     def export(self) -> dict[str, Any] | None:
         """What servers need to map the slots on their GPUs: `handles`, one payload per server, and
-        the `offsets` of the slots. None where slots do not lie on all of their GPUs.
+        the `offsets` of the slots. None if slots are not on all of their GPUs.
 
         torch counts one release per export, so each server gets an export of its own.
         """
@@ -123,20 +123,20 @@ class GpuCarrier:
         return {"handles": [pickle_handles(one) for one in payloads], "offsets": slots.offsets}
 
     def number(self, programs: Sequence[Program]) -> None:
-        """From here on, `numbers` says what workers with these programs must come to."""
+        """From here on, `numbers` returns what workers with these programs must hold."""
         self._numbering = Numbering(programs, self.devices[0])
 
     def numbers(self, chunk: int, slot: int) -> list[dict[str, int]]:
-        """Of the parameters that this chunk, which lies in `slot`, completes; per program."""
+        """Numbers of the parameters that this chunk, in `slot`, completes; per program."""
         import torch
 
         if self._numbering is None:
             return []
-        with torch.cuda.device(self.devices[0]):  # the reader's thread has a current device too
+        with torch.cuda.device(self.devices[0]):  # the reader's thread has its own current device
             return self._numbering.add(chunk, self.slots.view(self.devices[0], slot))
 
     def rest(self) -> None:
-        """Give the slots' memory back between pushes."""
+        """Free the slots' memory between pushes."""
         self._numbering = None
         slots, self._slots = self._slots, None
         if slots is not None:

@@ -13,13 +13,13 @@ READ_TIMEOUT_S = 600.0
 
 
 class DeviceChunkReader:
-    """Fills slot k % slots with chunk k as soon as chunk k - slots was released.
+    """Fills slot k % slots with chunk k as soon as chunk k - slots is released.
 
     Reads of the following chunks are queued before the current one is waited for, so the copy
     engine never idles between chunks while there are free slots. `after_fill` runs when a chunk's
-    bytes are on the device (a copy to other GPUs, say); `bytes_of` gives a slot as a uint8 tensor,
-    which is looked through for NaN and infinity. Checksums are left out: the bytes never
-    touch the CPU's registers, and vLLM's own engines take none.
+    bytes are on the device (to copy them to other GPUs, for example); `bytes_of` returns a slot as
+    a uint8 tensor, which is scanned for NaN and infinity. There are no checksums: the bytes never
+    pass through the CPU's registers, and vLLM's own engines take none.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class DeviceChunkReader:
             self._reader.submit(batches)
             queued += batches
             self._reader.wait(queued[chunk], READ_TIMEOUT_S)
-            # after the bytes: what was read before a change was seen must not be sent
+            # after the bytes: what was read before a change was noticed must not be sent
             for shard in {piece.shard for piece in self._chunks[chunk]}:
                 self._files.check(shard)
             slot = self._turns.slot(chunk)
@@ -75,7 +75,7 @@ class DeviceChunkReader:
         self._turns.release(chunk)
 
     def stop(self) -> None:
-        """Make `run` return after the chunk it is at."""
+        """Make `run` return after its current chunk."""
         self._turns.stop()
 
     def _refuse_not_finite(self, chunk: int, slot: int) -> None:

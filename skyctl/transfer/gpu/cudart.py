@@ -1,8 +1,8 @@
 """The few CUDA runtime calls of the read pipeline, straight through ctypes.
 
 With a dozen reader threads the interpreter lock is the limit, not the copy engine: torch's own
-calls hold it for tens of microseconds, and a call that lets go of it waits up to 0.1 ms to have it
-back. So calls that return at once keep it, and those that wait let go of it.
+calls hold it for tens of microseconds, and a call that releases it waits up to 0.1 ms to get it
+back. So calls that return at once keep it, and those that wait release it.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def set_device(index: int) -> None:
 
 
 def copy_to_device(device_address: int, host_address: int, size: int, stream: int) -> None:
-    """Start copying `size` bytes from pinned host memory; returns before it is done."""
+    """Start copying `size` bytes from pinned host memory; returns before the copy is done."""
     code = _runtime().cudaMemcpyAsync(device_address, host_address, size, HOST_TO_DEVICE, stream)
     _check(code, "cudaMemcpyAsync")
 

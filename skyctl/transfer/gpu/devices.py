@@ -1,4 +1,4 @@
-"""The sender's GPUs: which there are, what is free on them, and buffers that other GPUs mirror."""
+"""The sender's GPUs: which there are, their free memory, and buffers mirrored between them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 SHARE_OF_FREE = 0.9
-"""Of a GPU's free memory, what a sender may take."""
+"""The share of a GPU's free memory that a sender may take."""
 
 
 def uuid_of(device: int) -> str:
@@ -20,7 +20,7 @@ _ALIGNMENT = 256
 
 
 def free_bytes(device: int) -> int:
-    """Memory of a GPU that is free now."""
+    """Free memory of a GPU now, in bytes."""
     import torch
 
     return int(torch.cuda.mem_get_info(device)[0])
@@ -29,9 +29,9 @@ def free_bytes(device: int) -> int:
 class MirroredSlots:
     """The same slots on several GPUs. The first GPU's are filled from the host; `mirror` copies one
     to the others over NVLink, which is several times faster than a second copy from the host, and
-    than reading to two GPUs at once by the threads of one process.
+    than reading to two GPUs at once with the threads of one process.
 
-    Each GPU's slots lie in one allocation, so that a server maps it once.
+    Each GPU's slots are one allocation, so that a server maps it once.
     """
 
     def __init__(self, devices: Sequence[int], sizes: Sequence[int]) -> None:
@@ -73,7 +73,7 @@ class MirroredSlots:
         return self._buffers[self.devices.index(device)][begin : begin + self._sizes[slot]]
 
     def mirror(self, slot: int) -> None:
-        """Copy a slot from the first GPU to all others, side by side; returns when it is there."""
+        """Copy a slot from the first GPU to all others, in parallel; returns when done."""
         import torch
 
         source = self.view(self.devices[0], slot)
@@ -84,7 +84,7 @@ class MirroredSlots:
             stream.synchronize()
 
     def free(self) -> None:
-        """Give the memory back to the GPUs."""
+        """Free the memory on the GPUs."""
         import torch
 
         self._buffers.clear()
@@ -94,8 +94,9 @@ class MirroredSlots:
 
 
 def fits_whole(whole: int, free: int, reserve: int) -> bool:
-    """Whether a checkpoint may lie on a GPU where `free` bytes are, of which servers that load it
-    there take `reserve`."""
+    """Whether a checkpoint fits on a GPU with `free` bytes, of which servers that load it there
+    take `reserve`.
+    """
     return whole <= (free - reserve) * SHARE_OF_FREE
 
 
@@ -134,11 +135,11 @@ def slot_sizes(
     reserve_bytes: int = 0,
     as_many: bool = False,
 ) -> tuple[list[int], bool]:
-    """Sizes of the slots where `free` bytes are free, and whether each chunk has its own. Pure.
+    """Sizes of the slots for `free` free bytes, and whether each chunk has its own. Pure.
 
-    One slot per chunk when `fits_whole`, else a ring of `ring` slots of the largest size, or with
-    `as_many` of as many as fit. `ring` slots for all chunks are taken as asked: they fit, or that
-    is an error.
+    One slot per chunk if `fits_whole`, else a ring of `ring` slots of the largest size, or with
+    `as_many` of as many as fit. If `ring` covers all chunks, that many slots are taken: they fit,
+    or it is an error.
 
     Raises:
         MemoryError: that many slots do not fit.

@@ -1,4 +1,4 @@
-"""Look for NaN and infinity where a chunk lies on a GPU: one pass over it, one wait per chunk."""
+"""Scan a chunk on a GPU for NaN and infinity: one pass over it, one wait per chunk."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from skyctl.checkpoints.dtypes import torch_name
 from skyctl.transfer.reader import Piece
 
 _LARGEST_FP8 = {"F8_E5M2": 0x7B, "F8_E4M3": 0x7E}
-"""Of types that are not reduced as numbers: the bits of the largest finite one, unsigned."""
+"""For types that torch cannot reduce as numbers: the bits of the largest finite value, unsigned."""
 
 
 def first_not_finite(chunk: torch.Tensor, pieces: Sequence[Piece]) -> tuple[Piece, int] | None:
-    """The first tensor that holds NaN or infinity, and the number of the element; None when there
-    is none. `chunk` is the slot's bytes (uint8) on any device; pieces without a dtype are left out.
+    """The first tensor that holds NaN or infinity, and the number of the element; None if there is
+    none. `chunk` is the slot's bytes (uint8) on any device; pieces without a dtype are skipped.
     """
     runs = list(_runs(pieces))
     if not runs:
@@ -30,7 +30,7 @@ def first_not_finite(chunk: torch.Tensor, pieces: Sequence[Piece]) -> tuple[Piec
 
 
 def _runs(pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
-    """Tensors of one type that follow each other without a gap: what lies in gaps is nobody's."""
+    """Tensors of one type that follow each other without a gap: the bytes in gaps are undefined."""
     run: list[Piece] = []
     for piece in sorted(pieces, key=lambda piece: piece.offset):
         if not piece.dtype or not piece.nbytes:
@@ -54,7 +54,7 @@ def _all_finite(part: torch.Tensor, dtype: str) -> torch.Tensor:
     """One boolean, still on the device."""
     if dtype in _LARGEST_FP8:
         return (part & 0x7F).amax() <= _LARGEST_FP8[dtype]
-    # both carry NaN on; no memory is needed beside the result
+    # both propagate NaN, and need no memory beside the result
     least, most = torch.aminmax(part.view(getattr(torch, torch_name(dtype, ""))))
     return torch.isfinite(least) & torch.isfinite(most)
 

@@ -1,8 +1,8 @@
 """What servers must hold after a push, from the bytes that were read: a number per parameter.
 
-A parameter that lies in a chunk as it will lie in a worker is numbered there; others are built
-first from the sender's own chunks, as the worker's program says. A worker that holds the same
-numbers (`engines/vllm/inside/device_digest.py`) holds the checkpoint, every byte of it.
+A parameter whose bytes are in a chunk exactly as they will be in a worker is numbered there; others
+are first built from the sender's own chunks, as the worker's program says. A worker that holds the
+same numbers (`engines/vllm/inside/device_digest.py`) holds the checkpoint, every byte of it.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ _BATCH_BYTES = 256 * 1024 * 1024
 class Numbering:
     """Numbers of the parameters of several programs. Chunks are added once each, in any order.
 
-    Extra memory on the GPU, where parameters must be built: a batch of them, at least the largest
-    one, and those whose bytes are not all there yet. It is taken at once: allocating beside copies
-    from the host holds these up.
+    Extra memory on the GPU, if parameters must be built: a batch of them, at least the largest one,
+    and those not yet complete. It is allocated up front: allocating beside copies from the host
+    holds these up.
     """
 
     def __init__(self, programs: Sequence[Program], device: int | str) -> None:
@@ -31,13 +31,13 @@ class Numbering:
         if largest := max((program.largest_built for program in self._programs), default=0):
             import torch
 
-            # given back at once: to torch, which cuts what follows out of them
+            # freed at once to torch's cache, which serves the allocations that follow
             sizes = (largest, max(largest, _BATCH_BYTES))
             _ = [torch.empty(size, dtype=torch.uint8, device=device) for size in sizes]
 
     def add(self, chunk: int, octets: Any) -> list[dict[str, int]]:
-        """Numbers of the parameters that this chunk completes, per program. Returns when the
-        chunk is no longer needed.
+        """Numbers of the parameters that this chunk completes, per program. Returns once the chunk
+        is no longer needed.
 
         Args:
             chunk: its number in the plan.
@@ -66,7 +66,7 @@ class Numbering:
 
 
 class _Unfinished:
-    """One program as its chunks come in."""
+    """One program as its chunks arrive."""
 
     def __init__(self, program: Program) -> None:
         self._program = program
@@ -87,7 +87,7 @@ class _Unfinished:
         self.largest_built = max(built, default=0)
 
     def lies_whole(self, parameter: int) -> bool:
-        """It is one run of one chunk."""
+        """Whether the parameter is a single run of one chunk."""
         return parameter in self._whole
 
     def name(self, parameter: int) -> str:
@@ -97,7 +97,7 @@ class _Unfinished:
         return list(self._copies.get(chunk, {}).items())
 
     def built(self, parameter: int, device: int | str) -> Any:
-        """The parameter's bytes so far; padding, and what is to come, are zero."""
+        """The parameter's bytes so far; padding and missing bytes are zero."""
         import torch
 
         if parameter not in self._building:
@@ -106,7 +106,7 @@ class _Unfinished:
         return self._building[parameter]
 
     def complete(self, parameter: int, copies: Sequence[Copy]) -> bool:
-        """Count what was copied; once all is there, it is let go of."""
+        """Count what was copied; a complete parameter is dropped from the unfinished ones."""
         self._left[parameter] -= sum(copy.rows * copy.row for copy in copies)
         if self._left[parameter]:
             return False
@@ -122,7 +122,7 @@ def _bytes_of(parameter: tuple[str, str, tuple[int, ...]]) -> int:
 
 
 def _numbered(batch: dict[str, Any]) -> dict[str, int]:
-    """Numbers of what is in the batch, which is empty afterwards."""
+    """Numbers of the tensors in the batch, which is empty afterwards."""
     from skyctl.engines.vllm.inside.device_digest import digest_on_device
 
     numbers = dict(zip(batch, digest_on_device(list(batch.values())), strict=True))

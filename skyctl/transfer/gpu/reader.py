@@ -2,9 +2,9 @@
 
 Each thread owns `DEPTH` pinned buffers of `PIECE_BYTES` and one stream: it reads a piece with
 preadv into a buffer while the copy engine drains the other. Spans that follow each other in device
-memory, such as the experts of a mixture, share a piece. The ring is small on purpose: it stays in
-the last-level cache, which is worth a fifth of the rate, and pinning it is cheap. A piece is large
-enough that passing on the interpreter lock, 0.09 ms for each, takes less than copying it.
+memory, such as a mixture's experts, share a piece. The ring is small on purpose: it stays in the
+last-level cache, which is worth a fifth of the rate, and pinning it is cheap. A piece is large
+enough that passing on the interpreter lock, 0.09 ms each time, takes less than copying it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ PIECE_BYTES = 5 * 1024 * 1024
 THREADS = 12
 DEPTH = 2
 PINNED_BYTES = THREADS * DEPTH * PIECE_BYTES
-"""Of a reader with all its threads."""
+"""Pinned host memory of a reader with all its threads."""
 
 
 class Span(NamedTuple):
@@ -36,7 +36,7 @@ class Span(NamedTuple):
 
 
 class _Piece(NamedTuple):
-    """What is copied at once: spans of files that follow each other in device memory."""
+    """One copy: spans of files that follow each other in device memory."""
 
     device_address: int
     size: int
@@ -59,7 +59,7 @@ class ReadBatch:
             self.done.set()
 
     def settle(self, piece: _Piece) -> None:
-        """It is there, or never will be. Needs no lock: appending is one step."""
+        """Record that a piece is done, copied or not. Needs no lock: appending is atomic."""
         self._settled.append(piece)
         if len(self._settled) == len(self.pieces):
             self.done.set()
@@ -90,8 +90,9 @@ class DeviceReader:
             thread.start()
 
     def submit(self, batches: Iterable[ReadBatch]) -> None:
-        """Queue batches for `wait`. Best all that there are: making one while threads read holds
-        these up."""
+        """Queue batches for `wait`. Submit all at once: making a batch while threads read holds
+        these up.
+        """
         for batch in batches:
             for piece in batch.pieces:
                 self._queue.put((piece, batch))
@@ -109,8 +110,8 @@ class DeviceReader:
             raise ReadFailed(str(self._failure)) from self._failure
 
     def close(self) -> None:
-        """Stop the threads and let the pinned ring go."""
-        self._closed = True  # what is queued is not read any more
+        """Stop the threads and free the pinned ring."""
+        self._closed = True  # queued pieces are no longer read
         for _ in self._threads:
             self._queue.put(None)
         for thread in self._threads:
@@ -130,7 +131,7 @@ class DeviceReader:
             try:
                 item = self._queue.get_nowait()
             except Empty:
-                # finished copies are settled before a sleep: nobody else would
+                # settle finished copies before sleeping: nobody else would
                 for slot in slots:
                     self._settle(slot)
                 item = self._queue.get()
@@ -167,7 +168,7 @@ class DeviceReader:
 
 
 def _pieces(spans: Sequence[Span], piece_bytes: int) -> Iterator[_Piece]:
-    """Cut spans, and put those together that follow each other in device memory."""
+    """Cut spans, and join those that follow each other in device memory."""
     parts: list[Span] = []
     size = 0
     for span in spans:

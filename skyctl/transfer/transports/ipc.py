@@ -1,8 +1,8 @@
 """CUDA IPC: servers copy each chunk out of the sender's buffers on their own GPUs.
 
 Speaks to vLLM's native engine (`distributed/weight_transfer/ipc_engine.py`, packed), and to engines
-that are told where each tensor lies. One sender serves every GPU of the host: a chunk is read once,
-copied to the first GPU, and from there to the others over NVLink. All slots of a GPU are one
+that are told the place of each tensor. One sender serves every GPU of the host: a chunk is read
+once, copied to the first GPU, and from there to the others over NVLink. All slots of a GPU are one
 allocation, so that a server maps it once.
 """
 
@@ -21,7 +21,7 @@ from skyctl.transfer.reader import Filled
 from skyctl.transfer.transports.base import Session, Transport, tensor_headers
 
 _DEVICE = 6
-"""Where `rebuild_cuda_tensor` takes the GPU."""
+"""Index of the GPU in the arguments of `rebuild_cuda_tensor`."""
 
 
 class IpcTransport(Transport):
@@ -71,7 +71,7 @@ class IpcCarrier(GpuCarrier):
     """Slots on every GPU that hosts a worker, exported to each server.
 
     A server's handles are one pickled mapping of GPUs (UUIDs) to rebuild arguments, as vLLM takes
-    them; `by_rank` a list of pickled rebuild arguments, one for each of its GPUs.
+    them; with `by_rank`, a list of pickled rebuild arguments, one for each of its GPUs.
     """
 
     def __init__(self, server_gpus: Sequence[Sequence[int]], *, by_rank: bool = False) -> None:
@@ -82,13 +82,13 @@ class IpcCarrier(GpuCarrier):
     def extra(self, slot: int) -> dict[str, Any]:
         """Handles of a slot, one payload per server.
 
-        torch counts one release per export, so each server gets an export of its own, anew for
-        each chunk; a shared one would be released twice and its memory never come back.
+        torch counts one release per export, so each server gets an export of its own for each
+        chunk; a shared one would be released twice and its memory never freed.
         """
         from torch.multiprocessing.reductions import reduce_tensor
 
         if self.shown:
-            return {}  # what is exported and never mapped would not be freed either
+            return {}  # a slot that is exported and never mapped would not be freed either
         exported = [
             {self._uuids[gpu]: reduce_tensor(self.slots.view(gpu, slot))[1] for gpu in gpus}
             for gpus in self.server_gpus
@@ -101,14 +101,15 @@ class IpcCarrier(GpuCarrier):
         return {}
 
     def join(self) -> None:
-        """No group to form."""
+        """A no-op: there is no group to form."""
 
     def send(self, slot: int, size: int) -> None:
-        """Servers read by themselves."""
+        """A no-op: servers read by themselves."""
 
 
 def by_uuid(uuid: str, arguments: tuple[Any, ...]) -> str:
-    """Rebuild arguments in which the GPU goes by its UUID: the other process may number GPUs in
-    another way."""
+    """Rebuild arguments that name the GPU by its UUID: the other process may number GPUs
+    differently.
+    """
     named = (*arguments[:_DEVICE], uuid, *arguments[_DEVICE + 1 :])
     return base64.b64encode(pickle.dumps(named, HANDLE_PROTOCOL)).decode("ascii")

@@ -1,7 +1,7 @@
 """NCCL broadcast from a GPU of the sender's own to every worker of every server.
 
-Speaks to vLLM's native engine (`distributed/weight_transfer/nccl_engine.py`, packed). The sender
-is rank 0; each server's workers take consecutive ranks from its own rank_offset. Workers cut the
+Speaks to vLLM's native engine (`distributed/weight_transfer/nccl_engine.py`, packed). The sender is
+rank 0; each server's workers take consecutive ranks from its own rank_offset. Workers cut the
 stream of tensors into buffers by themselves, so the chunk plan follows their rule ("overflow").
 """
 
@@ -87,7 +87,7 @@ class NcclCarrier(GpuCarrier):
     def __init__(self, options: dict[str, Any]) -> None:
         import torch
 
-        # vLLM takes seconds to import: here, and not when servers are frozen
+        # vLLM takes seconds to import: do it here, not while servers are frozen
         from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
 
         if problem := nccl_problem():
@@ -116,7 +116,7 @@ class NcclCarrier(GpuCarrier):
             self._rendezvous.close(group.store)
 
     def _new_group(self) -> tuple[Any, bool]:
-        """The group, and whether its store listens at the socket that is ours to close."""
+        """The group, and whether its store listens at the socket that we must close."""
         from vllm.distributed.utils import StatelessProcessGroup
 
         arguments: dict[str, Any] = {
@@ -129,7 +129,7 @@ class NcclCarrier(GpuCarrier):
         ours = "listen_socket" in signature(StatelessProcessGroup.create).parameters
         if ours:
             arguments["listen_socket"] = self._rendezvous.socket
-        else:  # 0.26 binds the port itself, and its store goes on listening
+        else:  # 0.26 binds the port itself, and its store keeps listening
             self._rendezvous.socket.close()
         return StatelessProcessGroup.create(**arguments), ours
 

@@ -1,6 +1,7 @@
-"""Anonymous shared memory (memfd) that servers on this machine open through /proc: twin of IPC.
+"""Anonymous shared memory (memfd) that servers on this machine open through /proc: the CPU twin of
+CUDA IPC.
 
-The memory has no name in the file system: it is gone when the sender is, however that ends.
+The memory has no name in the file system: it disappears with the sender, however that ends.
 """
 
 from __future__ import annotations

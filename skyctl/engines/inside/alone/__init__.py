@@ -1,2 +1,3 @@
 """On the import path of servers whose interpreter may not have skyctl (`python:`). Keep it small:
-whatever lies here can be imported there by its bare name."""
+everything here can be imported there by its bare name.
+"""

@@ -8,7 +8,7 @@ from pathlib import Path
 _spec = importlib.util.spec_from_file_location(
     "_skyctl_guard_source", Path(__file__).parents[1] / "guard.py"
 )
-assert _spec is not None and _spec.loader is not None  # it lies beside this directory
+assert _spec is not None and _spec.loader is not None  # it is beside this directory
 _module = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(_module)
 

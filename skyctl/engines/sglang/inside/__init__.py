@@ -1,1 +1,1 @@
-"""What runs in SGLang's server process: `serve` starts it, `keeper` keeps calls from ending it."""
+"""What runs in SGLang's server process: `serve` starts it, `keeper` blocks calls that end it."""

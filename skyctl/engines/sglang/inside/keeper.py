@@ -1,4 +1,5 @@
-"""Keeps calls away from an SGLang server that would end it, and tells the states it does not tell.
+"""The keeper blocks calls that would end an SGLang server, and reports the states that SGLang does
+not report.
 
 An ASGI middleware before SGLang's application. Standard library only. Read in SGLang 0.5.14
 (`managers/scheduler_components/weight_updater.py`, `tokenizer_manager.py`); an assertion there ends
@@ -17,13 +18,13 @@ the scheduler, and the server with it:
     get_weights_by_name
 
     states   running ⇄ paused (abort | in_place | retract)
-             resident → released {weights, kv_cache, cuda_graph} → resident, weights empty without a
-             CPU backup: nothing is generated from them, before an update has filled them
+             resident → released {weights, kv_cache, cuda_graph} → resident; without a CPU backup
+             the weights are then empty: nothing is generated before an update has filled them
 
-Calls of this table are carried out one after the other. `GET /skyctl/state` tells all of it, after
-a question that the scheduler answers. SGLang queues such questions (`managers/communicator.py`);
-one that comes while the next of the queue is about to be put takes its place, and that one fails
-with an assertion. So those of one kind wait here.
+The calls of this table are carried out one after the other. `GET /skyctl/state` reports all of
+these states, after a question that the scheduler answers. SGLang queues such questions
+(`managers/communicator.py`); one that arrives while the next of the queue is about to be put takes
+its place, and that one fails with an assertion. So questions of one kind wait here.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ Application = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 STATE = "/skyctl/state"
 MEMORY = ("kv_cache", "weights", "cuda_graph")
-"""What SGLang releases and resumes when it is told no tags."""
+"""What SGLang releases and resumes if it is given no tags."""
 PAUSE, CONTINUE = "/pause_generation", "/continue_generation"
 RELEASE, RESUME = "/release_memory_occupation", "/resume_memory_occupation"
 FROM_DISK, FROM_TENSOR = "/update_weights_from_disk", "/update_weights_from_tensor"
@@ -67,19 +68,20 @@ _QUEUED = {
     "/get_weights_by_name": "get_weights_by_name",
     "/flush_cache": "flush_cache",
 }
-"""Which of SGLang's queues a route's question waits in."""
+"""The queue of SGLang's that a route's question waits in."""
 _ABORT_TIMEOUT_S = 20.0
 
 
 class Keeper:
-    """Before `app`, SGLang's application, whose front end `manager()` returns (its
-    TokenizerManager)."""
+    """Sits before `app`, SGLang's application, whose front end `manager()` returns (its
+    TokenizerManager).
+    """
 
     def __init__(self, app: Application, *, manager: Callable[[], Any]) -> None:
         self._app = app
         self._manager = manager
         self._released: set[str] = set()
-        self._empty = False  # the weights are resident, and nobody has filled them
+        self._empty = False  # the weights are resident, but nothing has filled them
         self._mode = "abort"  # of the last pause
         self._groups: set[str] = set()
         self._turn = asyncio.Lock()
@@ -108,7 +110,7 @@ class Keeper:
 
     async def _state(self) -> dict[str, Any]:
         manager = self._manager()
-        await manager.get_internal_state()  # the scheduler answers, also while it is paused
+        await manager.get_internal_state()  # the scheduler answers even while it is paused
         arguments = manager.server_args
         return {
             "paused": bool(manager.is_pause),
@@ -147,7 +149,7 @@ class Keeper:
             await _answer(send, 504, _refusal(f"not all ended within {_ABORT_TIMEOUT_S:g} s"))
 
     async def _problem(self, path: str, body: Mapping[str, Any]) -> str:
-        """Why SGLang must not get this call now; "" where it may."""
+        """Why SGLang must not get this call now; "" if it may."""
         manager = self._manager()
         paused, held = bool(manager.is_pause), await manager.model_update_lock.is_locked()
         tags = _tags(body)
@@ -178,7 +180,7 @@ class Keeper:
         return ""
 
     def _done(self, path: str, body: Mapping[str, Any]) -> None:
-        """What is true once SGLang has answered 200."""
+        """Update the states once SGLang has answered 200."""
         if path == PAUSE:
             self._mode = str(body.get("mode", "abort"))
         elif path == RELEASE:
@@ -190,7 +192,7 @@ class Keeper:
             self._released -= _tags(body)
         elif path in UPDATES:
             self._empty = False
-            # an update from disk gives the model the name of its directory
+            # an update from disk names the model after its directory
             self._manager().served_model_name = self._name
         elif path == INIT_GROUP:
             self._groups.add(str(body.get("group_name", _GROUP)))
@@ -216,7 +218,7 @@ async def _body(receive: Receive) -> bytes:
 
 
 def _replay(raw: bytes, receive: Receive) -> Receive:
-    """A `receive` that begins with what was read already."""
+    """A `receive` that starts with what was already read."""
     told = False
 
     async def again() -> MutableMapping[str, Any]:

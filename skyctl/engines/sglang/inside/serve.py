@@ -1,8 +1,8 @@
 """`python -m skyctl.engines.sglang.inside.serve ARGUMENTS`: SGLang's server behind skyctl's guard.
 
-Takes the arguments of `sglang serve`. Where the interpreter does not have skyctl, this file is run
-by its path. What it uses of SGLang was read in 0.5.14 (`entrypoints/http_server.py`): the
-application `app`, `launch_server(execute_warmup_func=)`, and the front end in `get_global_state()`.
+Takes the arguments of `sglang serve`. If the interpreter does not have skyctl, this file is run by
+its path. What it uses of SGLang was read in 0.5.14 (`entrypoints/http_server.py`): the application
+`app`, `launch_server(execute_warmup_func=)`, and the front end in `get_global_state()`.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ ROUTES = Routes(
     ),
     data_prefixes=("/v1/",),
 )
-"""SGLang's routes of the level `normal` (`utils/auth.py`) that take requests or tell something."""
+"""SGLang's routes of the level `normal` (`utils/auth.py`) that take requests or report."""
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -55,7 +55,7 @@ def main(arguments: Sequence[str]) -> None:
         return http_server.get_global_state().tokenizer_manager
 
     def warm_up(server_args: Any) -> Any:
-        """SGLang's own warm-up, which asks over HTTP and so needs the token."""
+        """SGLang's own warm-up, which goes over HTTP and so needs the token."""
         asking = copy.copy(server_args)
         asking.api_key = token
         return http_server._execute_server_warmup(asking)
@@ -64,7 +64,7 @@ def main(arguments: Sequence[str]) -> None:
     http_server.app.add_middleware(Keeper, manager=manager)
     if {TOKEN_VARIABLE, ROUTES.key_variable} & os.environ.keys():
         Guard(http_server.app, routes=ROUTES)  # without a token it ends here, not at a request
-        http_server.app.add_middleware(Guard, routes=ROUTES)  # what is added last comes first
+        http_server.app.add_middleware(Guard, routes=ROUTES)  # the middleware added last runs first
     try:
         http_server.launch_server(prepare_server_args(list(arguments)), execute_warmup_func=warm_up)
     finally:

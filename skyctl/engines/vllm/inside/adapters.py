@@ -1,14 +1,15 @@
-"""What vLLM lacks for LoRA adapters that change under traffic, put in where vLLM runs.
+"""What vLLM lacks for LoRA adapters that change under traffic, patched into vLLM's processes.
 
 In the API server (vLLM 0.32, `openai/models/serving.py`):
 
 - **A name for a version.** `/v1/load_lora_adapter` with the path `skyctl:NAME@7` gives the name to
-  an adapter that was loaded as NAME@7: one assignment, between two requests. Requests under way go
-  on with the version they began with. vLLM's own `load_inplace` cannot do that: it keeps the
-  adapter's id, so that requests under way change weights amid their tokens, and the flag sticks, so
+  an adapter that was loaded as NAME@7: one assignment, between two requests. Running requests
+  finish with the version they began with. vLLM's own `load_inplace` cannot do that: it keeps the
+  adapter's id, so that running requests change weights amid their tokens, and the flag sticks, so
   that every step of the engine reads the files again.
-- **What is in use.** `/v1/models` lists names as they are asked for, and versions that nobody can
-  ask for any more while requests run with them (`owned_by: in-flight`): their files must stay.
+- **What is in use.** `/v1/models` lists names as they are requested, and versions that can no
+  longer be requested but still have running requests (`owned_by: in-flight`): their files must
+  stay.
 - **No prompt log-probabilities of adapters.** vLLM computes them with one row of LoRA indices per
   sequence where there is one row of logits per token; the engine dies (gh-29955).
 
@@ -43,11 +44,12 @@ _REFUSAL = (
 
 
 def serve_adapters() -> None:
-    """Prepare this process of vLLM's, where adapters may be loaded. May be called more than once.
-    What a version does not have is left alone: a name cannot be given there, and skyctl says so."""
+    """Patch this vLLM process, where adapters may be loaded. May be called more than once. What a
+    version lacks is left alone: a name cannot be given there, and skyctl says so.
+    """
     if os.environ.get(SWITCH, "0").strip().lower() not in ("1", "true"):
         return
-    serving = sys.modules.get("vllm.entrypoints.openai.models.serving")  # of the API server alone
+    serving = sys.modules.get("vllm.entrypoints.openai.models.serving")  # only in the API server
     with suppress(ImportError, AttributeError):
         if serving is not None:
             from vllm.exceptions import VLLMValidationError
@@ -68,7 +70,7 @@ def serve_adapters() -> None:
 
 
 def give_names(models: Any, refuse: Callable[..., Any], card: Any) -> None:
-    """Teach `models`, vLLM's registry of names, to give a name to another adapter."""
+    """Teach `models`, vLLM's registry of names, to move a name to another adapter."""
     load, listed = models.load_lora_adapter, models.show_available_models
     if hasattr(load, _MARK):
         return
@@ -109,7 +111,7 @@ def give_names(models: Any, refuse: Callable[..., Any], card: Any) -> None:
 
 
 def refuse_prompt_logprobs(processor: Any, refusal: Callable[[str], Exception]) -> None:
-    """Make `processor`, which takes in every request, refuse what would end the engine."""
+    """Make `processor`, which receives every request, refuse what would end the engine."""
     process = processor.process_inputs
     if hasattr(process, _MARK):
         return
@@ -128,8 +130,9 @@ def refuse_prompt_logprobs(processor: Any, refusal: Callable[[str], Exception]) 
 
 
 def count_by_name(states: Any) -> None:
-    """Make vLLM's metric of adapters name them without their versions: it keeps a series for every
-    label that there ever was."""
+    """Make vLLM's adapter metric use names without versions: it keeps a series for every label that
+    ever existed.
+    """
     update = states._request_update
     if hasattr(update, _MARK):
         return
@@ -143,7 +146,7 @@ def count_by_name(states: Any) -> None:
 
 
 def leave_base_rows_alone(*modules: Any) -> None:
-    """Make the LoRA operations in torch add nothing to rows of the index -1."""
+    """Make torch's LoRA operations add nothing to rows of the index -1."""
     for name in ("bgmv_expand", "bgmv_expand_slice"):
         expand = getattr(modules[0], name)
         if hasattr(expand, _MARK):
@@ -164,7 +167,7 @@ def _masked(expand: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def leave_prompts_alone(runner: Any, wrapper: Any) -> None:
-    """Leave LoRA out of the logits of prompts, which are asked for base requests alone."""
+    """Leave LoRA out of prompt logits, which only base requests ask for."""
     prompts, add = runner._get_prompt_logprobs_dict, wrapper.add_lora_logits
     if hasattr(prompts, _MARK):
         return

@@ -1,4 +1,4 @@
-"""How a server's workers hold the model: what decides which servers' digests can be equal."""
+"""How a server's workers hold the model: it decides which servers' digests can be equal."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ def arrangement(config: Any) -> str:
 
     Processors of different kinds pack weights differently, and round sums of them differently.
 
-    It follows from how the server was started, not from what its memory holds: a half-loaded
-    server stays comparable with its siblings.
+    It follows from how the server was started, not from what its memory holds: a half-loaded server
+    stays comparable with its siblings.
     """
     parallel, model = config.parallel_config, config.model_config
     sizes = {

@@ -1,4 +1,4 @@
-"""Did a layerwise reload load everything? vLLM itself only logs what it missed."""
+"""Whether a layerwise reload loaded everything: vLLM itself only logs what is missing."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ def missing_parameters(
 ) -> list[str]:
     """Names of layers that still wait for weights; call before the session is finalized.
 
-    Layers that got all they need were reset as it arrived. Of the others, attention layers are
+    Layers that received everything were reset as it arrived. Of the others, attention layers are
     completed at the end, buffers come from no checkpoint, and embeddings padded to a larger
     vocabulary, as well as quantized layers, may stay short of their allocated size. `tied` layers
-    use what another one loads (`engines/vllm/inside/tied.py`). With `partial`, a layer of which
-    nothing came is not missing: it gets the weights back that it had.
+    use what another one loads (`engines/vllm/inside/tied.py`). With `partial`, a layer that
+    received nothing is not missing: it gets its previous weights back.
     """
     missing = []
     for name, layer in model.named_modules():

@@ -1,8 +1,8 @@
-"""Digest tensors where they lie: a few milliseconds for a model that takes seconds to copy out.
+"""Digest tensors in place: a few milliseconds for a model that takes seconds to copy out.
 
 Each tensor's bytes, as 64-bit words, are multiplied by fixed odd numbers that depend on the word's
-place and summed modulo 2^64. A change of any one word always changes the sum (an odd factor has an
-inverse); other changes are missed with a chance of about 2^-64.
+position and summed modulo 2^64. A change of any one word always changes the sum (an odd factor has
+an inverse); other changes are missed with a probability of about 2^-64.
 """
 
 from __future__ import annotations
@@ -36,8 +36,9 @@ def digest_on_device(tensors: Sequence[torch.Tensor]) -> list[int]:
 
 
 def as_it_lies(tensor: torch.Tensor) -> torch.Tensor:
-    """A view in the order of memory, such as of a quantized weight that lies transposed: it can be
-    summed where it is."""
+    """A view in memory order, for example of a quantized weight stored transposed: it can be summed
+    in place.
+    """
     order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
     return tensor if tensor.is_contiguous() else tensor.permute(order)
 
@@ -46,14 +47,14 @@ _has_kernel = find_spec("triton") is not None
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    """Whole aligned words on a CUDA device, which one kernel sums for all tensors."""
+    """Whether it is whole aligned words on a CUDA device, which one kernel sums for all tensors."""
     size = tensor.numel() * tensor.element_size()
     aligned = not (size % 8 or tensor.data_ptr() % 8)
     return tensor.device.type == "cuda" and bool(size) and aligned and tensor.is_contiguous()
 
 
 def _factors(device: torch.device) -> torch.Tensor:
-    """Odd numbers, one per place in a block."""
+    """Odd numbers, one per position in a block."""
     mixed = torch.arange(1, BLOCK_WORDS + 1, dtype=torch.int64, device=device) * GOLDEN
     mixed ^= mixed >> 29
     mixed *= MIX

@@ -6,10 +6,10 @@ For narrow layers these are the products with every unit vector, which are the w
 to the last bit.
 
 For wide layers each span of columns is multiplied by two vectors whose factors all differ. In
-bfloat16 and float16 an output says only 8 or 11 bits of such a sum, so a second product, with the
-first one subtracted before it is rounded, says the next ones. Unseen is a weight that changes by
-less than about 2^-16 (float32: 2^-23) of its span's sum. Outputs of oneDNN's kernels do not depend
-on the number of threads (seen with 1 to 4).
+bfloat16 and float16 an output has only 8 or 11 bits of such a sum, so a second product, with the
+first one subtracted before rounding, has the next ones. A weight that changes by less than about
+2^-16 (float32: 2^-23) of its span's sum goes unseen. Outputs of oneDNN's kernels do not depend on
+the number of threads (checked with 1 to 4).
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ _EXACT_WIDTH = 512
 _SPAN = 512
 _PROBE_ROWS = 64
 _LARGEST_FP8 = {torch.float8_e5m2: 0x7B, torch.float8_e4m3fn: 0x7E}
-"""Of types that are not reduced as numbers: the bits of the largest finite one, unsigned."""
+"""For types that torch cannot reduce as numbers: the bits of the largest finite value, unsigned."""
 _EXPERTS = ".experts."
-"""In the names of parameters that data-parallel ranks of a mixture of experts share out."""
-_MULTIPLIERS = (173, 397)  # odd: each sends the places of a span to different factors
+"""Marks parameters that the data-parallel ranks of a mixture of experts split between them."""
+_MULTIPLIERS = (173, 397)  # odd: each maps the positions of a span to different factors
 
 
 def digest_model(model: torch.nn.Module, numbered: Sequence[str] = ()) -> dict[str, Any]:
@@ -53,7 +53,8 @@ def digest_model(model: torch.nn.Module, numbered: Sequence[str] = ()) -> dict[s
             total.update(name.encode() + b"\0" + digest)
             if _EXPERTS not in name:
                 dense.update(name.encode() + b"\0" + digest)
-        # only on CPU is anything packed; to look at every layer takes longer than to sum a GPU's
+        # only a CPU packs anything; walking through all layers takes longer than summing a GPU's
+        # weights
         packs = not named or any(tensor.device.type == "cpu" for _, tensor in named)
         for name, layer in model.named_modules() if packs else ():
             if is_packed(layer):
@@ -72,7 +73,7 @@ def digest_model(model: torch.nn.Module, numbered: Sequence[str] = ()) -> dict[s
 
 
 def _named_tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Parameters and persistent buffers that hold something, shared ones once."""
+    """Non-empty parameters and persistent buffers, shared ones once."""
     seen: set[int] = set()
     for name, tensor in sorted(model.state_dict(keep_vars=True).items()):
         if tensor.numel() and id(tensor) not in seen:
@@ -81,8 +82,9 @@ def _named_tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]
 
 
 def _digest_tensors(tensors: list[torch.Tensor], numbers: dict[int, int]) -> list[bytes]:
-    """A digest of each; tensors on an accelerator are not copied out for it. `numbers` gets
-    theirs, by `id`."""
+    """A digest of each; tensors on an accelerator are not copied out for it. `numbers` receives
+    their numbers, by `id`.
+    """
     on_device = [tensor for tensor in tensors if tensor.device.type != "cpu"]
     summed = digest_on_device([as_it_lies(tensor) for tensor in on_device])
     numbers.update(zip(map(id, on_device), summed, strict=True))
@@ -103,7 +105,8 @@ def _digest_tensor(tensor: torch.Tensor) -> bytes:
 
 
 def is_packed(layer: torch.nn.Module) -> bool:
-    """A linear layer whose weight went into `cpu_linear` (vLLM's dispatch_cpu_unquantized_gemm).
+    """Whether a linear layer's weight went into `cpu_linear` (vLLM's
+    dispatch_cpu_unquantized_gemm).
 
     An output layer (the one that can be tied) keeps its weight beside it, and computes with the
     packed copy; embeddings only look rows up.
@@ -126,8 +129,9 @@ def input_size(layer: Any) -> int:
 
 
 def _digest_packed(layer: Any) -> bytes:
-    """Digest of a packed layer's weight: of the tensor that its kernel keeps, where that is one,
-    else read out through the kernel."""
+    """Digest of a packed layer's weight: of the tensors that its kernel keeps, if it keeps any,
+    else of what is read out through the kernel.
+    """
     digest = hashlib.blake2b(f"{layer.weight.dtype}{input_size(layer)}".encode(), digest_size=16)
     for output in _read_out(layer):
         digest.update(_digest_tensor(output))
@@ -135,7 +139,7 @@ def _digest_packed(layer: Any) -> bytes:
 
 
 def _read_out(layer: Any) -> Iterator[torch.Tensor]:
-    """Tensors that a packed layer's weight decides."""
+    """Tensors that are determined by a packed layer's weight."""
     width, dtype = input_size(layer), layer.weight.dtype
     if kept := _kept_tensors(layer.cpu_linear):
         yield from kept
@@ -147,7 +151,7 @@ def _read_out(layer: Any) -> Iterator[torch.Tensor]:
 
 
 def not_finite(model: torch.nn.Module) -> str:
-    """A parameter, or a packed layer, that holds NaN or infinity; "" when none does."""
+    """A parameter, or a packed layer, that holds NaN or infinity; "" if none does."""
     with torch.inference_mode():
         looked: dict[str, torch.Tensor] = {
             name: _all_finite(parameter)
@@ -167,14 +171,15 @@ def _all_finite(tensor: torch.Tensor) -> torch.Tensor:
     """One boolean, still on the device."""
     if (largest := _LARGEST_FP8.get(tensor.dtype)) is not None:
         return (tensor.view(torch.uint8) & 0x7F).amax() <= largest
-    # both carry NaN on; no memory is needed beside the result
+    # both propagate NaN, and need no memory beside the result
     least, most = torch.aminmax(tensor)
     return torch.isfinite(least) & torch.isfinite(most)
 
 
 def _kept_tensors(kernel: Any) -> list[torch.Tensor]:
-    """Packed weights in the closure of a kernel that is a function over tensors (vLLM's kernels
-    for AMX and zentorch). oneDNN's has a handle to memory that only it can read."""
+    """Packed weights in the closure of a kernel that is a function over tensors (vLLM's kernels for
+    AMX and zentorch). oneDNN's has a handle to memory that only it can read.
+    """
     kept = [cell.cell_contents for cell in getattr(kernel, "__closure__", None) or ()]
     return [tensor for tensor in kept if isinstance(tensor, torch.Tensor)]
 
@@ -189,7 +194,7 @@ def _units(width: int, dtype: torch.dtype) -> Iterator[torch.Tensor]:
 
 
 def _products(layer: Any, width: int, dtype: torch.dtype) -> Iterator[torch.Tensor]:
-    """What spans of a wide layer sum up to, each in one or two parts of shape [1, height]."""
+    """Sums over spans of a wide layer, each in one or two parts of shape [1, height]."""
     for begin in range(0, width, _SPAN):
         size = min(_SPAN, width - begin)
         for multiplier in _MULTIPLIERS:
@@ -202,8 +207,9 @@ def _products(layer: Any, width: int, dtype: torch.dtype) -> Iterator[torch.Tens
 
 
 def _factors(size: int, multiplier: int) -> torch.Tensor:
-    """Different numbers of either sign from 1/2 up to 2, exact in every floating type of 16 bits:
-    weights that change places change the sum."""
+    """Distinct numbers of either sign from 1/2 up to 2, exact in every 16-bit floating type:
+    weights that swap places change the sum.
+    """
     code = torch.arange(size) * multiplier % _SPAN
     sign = 1 - 2 * (code & 1)
     scale = 1 - (code >> 1 & 1) * 0.5

@@ -1,9 +1,9 @@
 """The weight-transfer engine `skyctl` inside a vLLM worker: loads what a receiver fetches.
 
-States, per push:  init ─► start ─► update … update ─► finish
-A session that was opened and never finished (its pusher died) is closed by `finish`. One that
-broke off in an update is scrubbed by the next `start`, which fails once to say so: layers that
-were left half loaded must not be built upon.
+States, per push:  init ─► start ─► update … update ─► finish `finish` closes a session that was
+opened and never finished (its pusher died). A session that broke off in an update is scrubbed by
+the next `start`, which fails once to say so: layers that were left half loaded must not be built
+upon.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class SkyctlWeightTransferEngine(WeightTransferEngine[Any, Any]):  # type: ignor
         self._tied = {name for name, _ in tied_layers(model)}
 
     def init_transfer_engine(self, init_info: ReceiverInit) -> None:
-        """Connect to the sender. A sender of an earlier push is let go, and its session forgotten:
-        finishing what it left open is then no complaint about what it never sent.
+        """Connect to the sender. The sender of an earlier push is released, and its session
+        forgotten: finishing what it left open then reports nothing as missing.
 
         Raises:
             RuntimeError: an update of this model would not load all of it.
@@ -62,11 +62,11 @@ class SkyctlWeightTransferEngine(WeightTransferEngine[Any, Any]):  # type: ignor
         self._partial = init_info.partial
 
     def start_weight_update(self) -> None:
-        """Open a session: layers go to meta tensors until their weights are all here.
+        """Open a session: layers become meta tensors until their weights are complete.
 
         Raises:
-            RuntimeError: an earlier session broke off half-way. It is scrubbed, so that the next
-                start succeeds; the caller is told, since the old weights are gone.
+            RuntimeError: an earlier session broke off midway. It is scrubbed, so that the next
+                start succeeds; the caller is told, because the old weights are gone.
         """
         self._received = set()
         if half_open(self.model):
@@ -97,10 +97,10 @@ class SkyctlWeightTransferEngine(WeightTransferEngine[Any, Any]):  # type: ignor
         self._next_chunk += 1
 
     def finish_weight_update(self) -> None:
-        """Close the session; raise when it was begun and is incomplete.
+        """Close the session; raise if it has received chunks and is incomplete.
 
-        A session that received nothing leaves the old weights in place. The layers are put back
-        in order in any case, so that a further finish (by a new pusher) succeeds.
+        A session that received nothing leaves the old weights in place. The layers are put back in
+        order in any case, so that a further finish (by a new pusher) succeeds.
         """
         received, announced = self._received, self._announced
         self._received = set()
@@ -125,7 +125,7 @@ class SkyctlWeightTransferEngine(WeightTransferEngine[Any, Any]):  # type: ignor
         self.shutdown()
 
     def shutdown(self) -> None:
-        """Let go of the sender and free buffers."""
+        """Release the sender and free buffers."""
         receiver, self._receiver = self._receiver, None
         if receiver is not None:
             receiver.close()

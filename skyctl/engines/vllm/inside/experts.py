@@ -1,9 +1,9 @@
-"""Experts of MoE models on CPU, whose packing vLLM leaves out of every update.
+"""Experts of MoE models on CPU, which vLLM does not pack in updates.
 
 vLLM computes with a packed copy of the experts, which it makes when it builds the layer's kernel.
-An update finds the kernel there and copies what arrived, unpacked, to where the packed copy lies
+An update finds the kernel in place and copies what arrived, unpacked, to where the packed copy is
 (vLLM 0.32, `unquantized_fused_moe_method.py`, `_setup_kernel`): tokens are wrong from then on, and
-no error is raised. That holds for every update, vLLM's own `reload_weights` included.
+no error is raised. This applies to every update, vLLM's own `reload_weights` included.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ _MARK = "packs_after_updates"
 
 def pack_after_updates() -> None:
     """Make vLLM pack experts in updates too, in this process. May be called more than once; must
-    come before the first update. Nothing happens where this vLLM has no such method."""
+    come before the first update. A no-op if this vLLM has no such method.
+    """
     try:
         from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
             UnquantizedFusedMoEMethod,
@@ -29,8 +30,9 @@ def pack_after_updates() -> None:
 
 
 def complete_packing(method: Any) -> None:
-    """Let `method`, a class of vLLM's, pack after every load: the kernel's own way to pack is
-    called where an update ends without it."""
+    """Make `method`, a class of vLLM's, pack after every load: call the kernel's own packing where
+    an update ends without it.
+    """
     process = getattr(method, _PACKING)
     if getattr(process, _MARK, False):
         return
@@ -47,7 +49,7 @@ def complete_packing(method: Any) -> None:
             process(self, layer)
         finally:
             delattr(experts, _PACKING)
-        # a new kernel was made for weights that are packed, or has packed them
+        # a new kernel was made for packed weights, or has packed them
         if self.moe_kernel is kernel and not packed():
             getattr(experts, _PACKING)(layer)
 
@@ -56,7 +58,7 @@ def complete_packing(method: Any) -> None:
 
 
 def _watched(experts: Any) -> Callable[[], bool]:
-    """Whether `experts` were asked to pack since; until the attribute is deleted."""
+    """Returns whether `experts` were asked to pack since; until the attribute is deleted."""
     pack, called = getattr(experts, _PACKING), []
 
     def watch(layer: Any) -> None:
@@ -68,7 +70,7 @@ def _watched(experts: Any) -> Callable[[], bool]:
 
 
 def update_problem(model: Any) -> str:
-    """Why an update would leave this model with wrong experts; "" when it would not.
+    """Why an update would leave this model with wrong experts; "" if it would not.
 
     On accelerators vLLM keeps experts in a form that its updates restore.
     """

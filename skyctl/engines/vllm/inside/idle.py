@@ -1,14 +1,14 @@
-"""Processes of a CPU server that wait for each other without taking a whole core for it.
+"""Make the processes of a CPU server wait for each other without taking a whole core.
 
-vLLM's engine and its workers talk through shared memory, and whoever reads there spins for a
-second after each message, yielding its core between two looks, before it sleeps
-(`shm_broadcast.py`, 0.26 to 0.32). Beside GPUs that costs nothing that is wanted elsewhere. On CPU
-the cores are what the other replicas, the router and skyctl compute with. After a pause, every
-replica kept a core busy for a second; and on two cores under Linux 6.18 the yielding reader of one
-long generation kept other processes from running at all, for seconds: a pause arrived when the
-generation had ended. A reader that sleeps between two looks costs a lone generation some speed.
+vLLM's engine and its workers talk through shared memory, and a reader there spins for a second
+after each message, yielding its core between polls, before it sleeps (`shm_broadcast.py`, 0.26 to
+0.32). Beside GPUs those cores are not needed elsewhere. On CPU the other replicas, the router and
+skyctl compute with them. After a pause, every replica kept a core busy for a second; and on two
+cores under Linux 6.18 the yielding reader of one long generation kept other processes from running
+at all, for seconds: a pause arrived when the generation had ended. A reader that sleeps between
+polls costs a lone generation some speed.
 
-The progress thread of NIXL, which carries KV caches between servers, polls without a rest: its
+The progress thread of NIXL, which carries KV caches between servers, polls without pause: its
 Python API asks for that. On two cores that kept a server from starting for three minutes.
 """
 
@@ -23,12 +23,13 @@ from skyctl.engines.vllm.inside.wire import SPIN_VARIABLE
 
 _PARAMETER = "busy_loop_s"
 _BETWEEN_LOOKS_S = 50e-6
-_NIXL_WAITS_US = 1000  # for an event: one that comes sooner ends the wait
+_NIXL_WAITS_US = 1000  # per wait for an event, which ends it early
 
 
 def spin_less() -> None:
-    """Make readers sleep between two looks, and those created from here on wait for a notice
-    sooner, where the environment says so. Where vLLM has changed, nothing happens."""
+    """Make readers sleep between polls, and those created from here on wait for a notification
+    sooner, if the environment says so. A no-op where vLLM has changed.
+    """
     seconds = os.environ.get(SPIN_VARIABLE)
     if not seconds:
         return
@@ -48,8 +49,9 @@ def spin_less() -> None:
 
 
 def let_nixl_rest() -> None:
-    """Make agents created from here on wait for events, where the environment says so, instead of
-    polling. May be called more than once."""
+    """Make agents created from here on wait for events instead of polling, if the environment says
+    so. May be called more than once.
+    """
     if not os.environ.get(SPIN_VARIABLE):
         return
     try:

@@ -1,9 +1,9 @@
 """Which checkpoint tensors a running model's parameters are made of.
 
-Only kinds of layers are described whose parameters are pieces of the checkpoint's tensors, bit by
-bit, or are made of such by a known way of processing; of any other it is said why not, and vLLM's
-loader fills it. That a description is right is not taken on trust: a push compares it with what
-vLLM's loader made before it uses it.
+Described are only kinds of layers whose parameters are pieces of the checkpoint's tensors, bit by
+bit, or are made of such by a known way of processing; every other parameter gets a reason, and
+vLLM's loader fills it. A description is not trusted: before a push uses it, a push has compared it
+with what vLLM's loader made.
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ _ATTENTION = {"Attention", "MMEncoderAttention"}
 
 
 def describe(model: Any) -> list[ParameterLayout]:
-    """One layout per parameter, shared ones once, in the model's order; of a layer that processes
-    its weight, of that one as it is loaded."""
+    """One layout per parameter, shared ones once, in the model's order; for a layer that processes
+    its weight, that of the weight as loaded.
+    """
     packed: dict[str, list[str]] = dict(getattr(model, "packed_modules_mapping", {}))
     seen: set[int] = set()
     found = []
@@ -47,7 +48,7 @@ def describe(model: Any) -> list[ParameterLayout]:
 
 
 def ignored_tensors(model: Any) -> list[str]:
-    """Names of checkpoint tensors that the loader skips: an output layer that is tied."""
+    """Names of checkpoint tensors that the loader skips: a tied output layer's."""
     config = getattr(model, "config", None)
     tied = bool(getattr(config, "tie_word_embeddings", False))
     return ["lm_head.weight"] if tied else []
@@ -185,7 +186,7 @@ def _fused(
     packed: dict[str, list[str]],
     blocks: Sequence[tuple[int, int, int]],
 ) -> Iterator[Part]:
-    """Projections below each other; of each (rows in all, rank, ranks)."""
+    """Projections stacked by rows; for each (total rows, rank, ranks)."""
     parent, _, last = path.rpartition(".")
     names = packed.get(last, _USUAL.get(last, []))
     if len(names) != len(blocks):

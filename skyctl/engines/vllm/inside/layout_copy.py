@@ -1,6 +1,6 @@
 """Carry out the copies of a `Program`: bytes of a chunk into parameters, between GPUs or on one.
 
-The sender uses it too: it builds each parameter from its own chunks to number it.
+The sender uses it as well: it builds each parameter from its own chunks to number it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def octets_of(tensor: torch.Tensor) -> torch.Tensor:
 def copy_runs(
     copies: Iterable[Copy], chunk: torch.Tensor, parameters: dict[int, torch.Tensor]
 ) -> None:
-    """Enqueue `copies` from `chunk` into `parameters` (by their place), all flat uint8 tensors."""
+    """Enqueue `copies` from `chunk` into `parameters` (by their index), all flat uint8 tensors."""
     for target, source in paired_runs(copies, chunk, parameters):
         target.copy_(source, non_blocking=True)
 
@@ -31,7 +31,7 @@ def copy_runs(
 def paired_runs(
     copies: Iterable[Copy], chunk: torch.Tensor, parameters: dict[int, torch.Tensor]
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """What is copied into (a view of a parameter) and what from (one of the chunk)."""
+    """Pairs of the destination (a view of a parameter) and the source (a view of the chunk)."""
     for copy in copies:
         target = parameters[copy.parameter]
         source_pitch = copy.source_pitch if copy.rows > 1 else copy.row
@@ -48,7 +48,7 @@ def paired_runs(
 def _runs(
     octets: torch.Tensor, begin: int, rows: int, row: int, pitch: int, unit: int
 ) -> torch.Tensor:
-    """Shape [rows, row / unit]; a run that leaves the tensor raises RuntimeError."""
+    """Shape [rows, row / unit]; a run outside the tensor raises RuntimeError."""
     end = begin + (rows - 1) * pitch + row
     if begin < 0 or end > octets.numel():
         raise RuntimeError(f"a copy of bytes {begin} to {end} leaves {octets.numel()} bytes")

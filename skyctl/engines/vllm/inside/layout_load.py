@@ -1,9 +1,9 @@
-"""Copy chunks into a running model's parameters, in place: pointers stay, CUDA graphs hold.
+"""Copy chunks into a running model's parameters, in place: pointers stay, CUDA graphs remain valid.
 
 Per push:  open ─► process … process ─► load … load | receive
                     beside serving           frozen
-Nothing is loaded by a program that this process has not seen proven (`trust`): a description of
-the model that was compared with what vLLM's loader made of a checkpoint, every byte.
+Nothing is loaded by a program that this process has not seen proven (`trust`): a description of the
+model that was compared, byte for byte, with what vLLM's loader made of a checkpoint.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _NUM_BUFFERS = 2
 
 @dataclass(frozen=True)
 class _Made:
-    """What a layer made of a parameter: the number of that one, and those of the products."""
+    """What a layer made of a parameter: the number of that parameter, and those of the products."""
 
     number: int
     products: Mapping[str, int]
@@ -68,15 +68,15 @@ class LayoutLoader:
 
     @property
     def rank(self) -> int:
-        """Counts this server's workers from 0."""
+        """This worker's number within its server, from 0."""
         parallel = self._worker.vllm_config.parallel_config
         return int(parallel.data_parallel_index * parallel.world_size + parallel.rank)
 
     def report(self, known: Sequence[str] = ()) -> LayoutReport:
-        """How the model is made, as it is now; layouts of `known` digests are not spelt out.
+        """How the model is made, as of now; layouts of `known` digests are not spelt out.
 
-        Asked for as a push begins: what an earlier one mapped and never closed, because it was
-        killed, is let go of, or the sender's memory would stay on this GPU.
+        Called as a push begins: what an earlier, killed push mapped and never closed is released,
+        or the sender's memory would stay on this GPU.
         """
         self.close()
         self._made = {}
@@ -84,7 +84,7 @@ class LayoutLoader:
         if self._device.type != "cuda":
             return LayoutReport(self.rank, reason="its model is not on a GPU")
         if self._worker.vllm_config.parallel_config.data_parallel_size > 1:
-            # of calls to all ranks only the first rank's failure would be heard
+            # of a call to all ranks, only the first rank's failure is reported
             return LayoutReport(self.rank, reason="it has data-parallel ranks")
         if half_open(model):
             return LayoutReport(self.rank, reason="an earlier update broke off half-way")
@@ -106,8 +106,8 @@ class LayoutLoader:
 
         Args:
             program: all that will be copied.
-            payload: IPC handle of the sender's slots; "" where chunks are broadcast.
-            offsets: where each slot begins; chunk k lies in slot k modulo their number.
+            payload: IPC handle of the sender's slots; "" if chunks are broadcast.
+            offsets: where each slot begins; chunk k is in slot k modulo their number.
             buffer_bytes: size of the buffers that chunks are broadcast into, 0 for none.
 
         Raises:
@@ -137,14 +137,14 @@ class LayoutLoader:
             raise
 
     def process(self, chunk: int, keep: bool) -> None:
-        """Make what the running layers make of those parameters that this chunk completes. Chunks
-        come in their order, each when it is staged.
+        """Process the parameters that this chunk completes as their layers would. Chunks come in
+        order, each once it is staged.
 
         Args:
-            keep: `load` will copy it; else only its numbers are remembered.
+            keep: `load` will copy the result; else only its numbers are remembered.
 
         Raises:
-            RuntimeError: a layer makes something else than it has.
+            RuntimeError: a layer makes something other than it has.
         """
         program = self._opened()
         last = {copy.parameter: copy.chunk for copy in program.copies}
@@ -164,7 +164,7 @@ class LayoutLoader:
                 self._products += [(running[one], made[one]) for one in made]
 
     def load(self, chunks: Sequence[int], last: bool) -> None:
-        """Copy chunks out of their slots on this GPU. `last`: there are no more; let go of it.
+        """Copy chunks out of their slots on this GPU. `last`: there are no more; release them.
 
         Raises:
             RuntimeError: parameters are not where they were when the program was opened.
@@ -182,8 +182,9 @@ class LayoutLoader:
             self._finish()
 
     def receive(self, sizes: Sequence[int]) -> None:
-        """Copy chunks of these sizes out of broadcasts, in their order: one is received while the
-        one before it is copied."""
+        """Copy chunks of these sizes out of broadcasts, in order: each is received while the
+        previous one is copied.
+        """
         targets = self._targets(self._require_proven())
         group = self._worker.weight_transfer_engine.model_update_group
         if group is None or getattr(group, "disabled", False):
@@ -203,24 +204,27 @@ class LayoutLoader:
         self._finish()
 
     def trust(self, layout: str) -> None:
-        """vLLM's loader left in every parameter what this layout says. It holds as long as the
-        model is still described like this."""
+        """vLLM's loader left in every parameter what this layout predicts. Holds as long as the
+        model's description stays the same.
+        """
         if self._described()[0] == layout:
             self._proven.add(layout)
 
     def close(self) -> None:
-        """Let go of the sender's memory and of buffers."""
+        """Release the sender's memory and buffers."""
         self._program = None
         self._copies, self._pairs, self._addresses, self._buffers = {}, {}, [], []
         self._slots, self._layers, self._products = [], {}, []
 
     def looked_at(self, names: Iterable[str]) -> list[str]:
-        """The running parameters by which it is seen what these, of a program, have come to."""
+        """The running parameters that show what these, of a program, hold."""
         return [one for name in names for one in self._made_of(name)]
 
     def come_to(self, names: Iterable[str], numbers: Mapping[str, int]) -> dict[str, int]:
-        """The numbers of these parameters, of a program, by those of the running ones. Of one that
-        is processed it is the number of what it was made of, if the layer holds what was made."""
+        """The numbers of these parameters, of a program, from those of the running ones. For a
+        processed parameter it is the number of the weight it was made of, if the layer holds what
+        was made.
+        """
         found = {}
         for name in names:
             made = self._made.get(name)
@@ -235,13 +239,13 @@ class LayoutLoader:
         return [name] if made is None else list(made.products)
 
     def _finish(self) -> None:
-        """Let go of the sender, and do what vLLM's own update does at its end."""
+        """Release the sender, and do what vLLM's own update does at its end."""
         self.close()
         if reset := getattr(self._worker.model_runner, "reset_lora_state", None):
             reset()
 
     def _described(self) -> tuple[str, tuple[ParameterLayout, ...]]:
-        """The model's layout and its digest; made anew when parameters are others, or elsewhere."""
+        """The model's layout and its digest; renewed when parameters were replaced or moved."""
         model = self._model
         parameters = [(name, id(p), p.data_ptr()) for name, p in model.named_parameters()]
         if self._description is None or self._description[0] != parameters:
@@ -274,7 +278,7 @@ class LayoutLoader:
                 )
 
     def _targets(self, program: Program) -> dict[int, torch.Tensor]:
-        """Flat views of the parameters that are copied as they come, by their place."""
+        """Flat views of the parameters that are copied unprocessed, by their index."""
         parameters = dict(self._model.named_parameters())
         copied = {
             place: parameters[name]
@@ -290,7 +294,7 @@ class LayoutLoader:
         return {place: octets_of(parameter) for place, parameter in copied.items()}
 
     def _pair(self, slots: torch.Tensor, offsets: Sequence[int]) -> None:
-        """Make views of all that will be copied, which takes longer than to enqueue the copies."""
+        """Prepare views of all that will be copied, which takes longer than enqueueing copies."""
         if self._program is None:
             return
         targets = self._targets(self._program)
@@ -302,7 +306,7 @@ class LayoutLoader:
             self._pairs[chunk] = list(paired_runs(copies, octets, targets))
 
     def _fill(self, place: int, parameter: torch.Tensor) -> None:
-        """Copy one parameter's bytes out of the slots; what is padding is zero."""
+        """Copy one parameter's bytes out of the slots; padding is zero."""
         octets = octets_of(parameter).zero_()
         for copy in self._opened().copies:
             if copy.parameter == place:
@@ -318,6 +322,6 @@ class LayoutLoader:
         index = self._device.index
         handles = pickle.loads(base64.b64decode(payload))
         arguments = list(handles[str(torch.cuda.get_device_properties(index).uuid)])
-        arguments[6] = index  # the device as this process counts
+        arguments[6] = index  # the device number in this process
         mapped: torch.Tensor = rebuild_cuda_tensor(*arguments)
         return mapped

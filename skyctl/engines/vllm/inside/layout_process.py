@@ -1,8 +1,8 @@
-"""Parameters that a layer makes of those it is loaded with, such as FP8 of bfloat16: made anew in
-spare memory while the model serves, so that they are only copied when it is frozen.
+"""Parameters that a layer makes of its loaded weight, such as FP8 of bfloat16: they are made in
+spare memory while the model serves, so that the freeze only copies them.
 
-A layer's own quantization method makes them, on a stand-in that has nothing of the running layer
-but its settings. What vLLM's loader would have made is the same: a push relies on it only in a
+A layer's own quantization method makes them, on a stand-in that shares only the settings of the
+running layer. The result equals what vLLM's loader would have made: a push relies on that only in a
 process where the two were compared (`layout_load.py`). Read in vLLM 0.32
 (`model_loader/reload/layerwise.py`, `layers/quantization/online/fp8.py`).
 """
@@ -24,8 +24,9 @@ _PROCESSED_ONCE = "_already_called_process_weights_after_loading"
 
 
 def unprocessed(layer: Any) -> torch.Tensor | None:
-    """The weight that a layer is loaded with, empty and on the meta device; None of a layer that
-    keeps it as it is, or cannot be processed twice."""
+    """The weight that a layer is loaded with, empty and on the meta device; None for a layer that
+    keeps it as it is, or cannot be processed twice.
+    """
     method = getattr(layer, "quant_method", None)
     if method is None or type(method).__name__ not in _METHODS:
         return None
@@ -47,7 +48,7 @@ def layers(model: Any) -> dict[str, Any]:
 
 
 def products(layer: Any) -> dict[str, torch.Tensor]:
-    """What a layer has made of it, by name."""
+    """What a layer has made of its weight, by name."""
     return {
         name: parameter.data
         for name, parameter in layer._parameters.items()
@@ -56,8 +57,9 @@ def products(layer: Any) -> dict[str, torch.Tensor]:
 
 
 def spare_bytes(model: Any) -> int:
-    """What it takes to process all layers of a model beside them: all that they make, and the
-    weight of the largest one."""
+    """Bytes it takes to process all layers of a model beside the running ones: all that they make,
+    and the weight of the largest.
+    """
     made = largest = 0
     for layer in model.modules():
         if (weight := unprocessed(layer)) is not None:
@@ -68,7 +70,8 @@ def spare_bytes(model: Any) -> int:
 
 def empty_weight(layer: Any, device: torch.device) -> torch.Tensor:
     """Memory for the weight that one of `layers` is loaded with, with the attributes that vLLM gave
-    it."""
+    it.
+    """
     from vllm.model_executor.model_loader.reload.meta import materialize_meta_tensor
 
     weight = unprocessed(layer)
@@ -78,16 +81,16 @@ def empty_weight(layer: Any, device: torch.device) -> torch.Tensor:
 
 
 def process(layer: Any, weight: torch.Tensor) -> dict[str, torch.Tensor]:
-    """What one of `layers` makes of a weight; the layer itself stays as it is.
+    """What one of `layers` makes of a weight; the layer itself is unchanged.
 
     Raises:
-        RuntimeError: it is something else than what the running layer has.
+        RuntimeError: it differs in form from what the running layer has.
     """
     stand_in = copy.copy(layer)
     stand_in._parameters = {"weight": weight, "bias": layer._parameters.get("bias")}
     stand_in._buffers = dict(layer._buffers)
     stand_in.__dict__.pop(_PROCESSED_ONCE, None)
-    # both may note what they have seen
+    # both may keep state
     method = stand_in.quant_method = copy.copy(layer.quant_method)
     method.fp8_linear = copy.copy(method.fp8_linear)
     with torch.no_grad():

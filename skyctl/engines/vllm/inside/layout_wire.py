@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 LAYOUT_VERSION = 3
-"""Version of this format. A worker that speaks another one is pushed to by vLLM's loader."""
+"""Version of this format. A worker with another version is pushed to by vLLM's loader."""
 
 
 @dataclass(frozen=True)
@@ -23,8 +23,8 @@ class Part:
     Attributes:
         tensor: checkpoint name.
         shape: the shape it must have in the checkpoint.
-        rows: how many runs of elements the block is made of.
-        row: elements of each run.
+        rows: number of runs of elements in the block.
+        row: elements per run.
         source: first element in the tensor.
         source_pitch: from one run to the next in the tensor.
         target: first element in the parameter.
@@ -49,8 +49,8 @@ class Part:
 class ParameterLayout:
     """One parameter of a worker's model.
 
-    `parts` cover it once, but for `zeros` elements of padding that are zero. `processed`: this is
-    what its layer is loaded with, and makes what it computes with of (`layout_process.py`).
+    `parts` cover it once, except for `zeros` elements of zero padding. `processed`: the layer is
+    loaded with this parameter, and makes of it what it computes with (`layout_process.py`).
     `reason` says why only vLLM's loader can fill it; there are no parts then.
     """
 
@@ -80,7 +80,9 @@ class ParameterLayout:
 
 
 def layout_digest(parameters: Iterable[ParameterLayout]) -> str:
-    """Names a layout: equal for workers whose parameters are made of the same tensors alike."""
+    """Identifies a layout: equal for workers whose parameters are made of the same tensors in the
+    same way.
+    """
     text = json.dumps([LAYOUT_VERSION, [parameter.to_wire() for parameter in parameters]])
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
@@ -89,7 +91,7 @@ def layout_digest(parameters: Iterable[ParameterLayout]) -> str:
 class Copy:
     """Bytes of one chunk that go into one parameter, as `rows` runs of `row` bytes.
 
-    `parameter` is its place in `Program.parameters`. Pitches mean nothing for a single run.
+    `parameter` is its index in `Program.parameters`. Pitches are meaningless for a single run.
     """
 
     chunk: int
@@ -110,8 +112,8 @@ class Copy:
 class Program:
     """All that one worker copies in a push.
 
-    `layout` is the digest of the worker's report that it was planned from; `parameters` are
-    (name, dtype, shape). Together the copies fill every parameter, but for padding.
+    `layout` is the digest of the worker's report that it was planned from; `parameters` are (name,
+    dtype, shape). Together the copies fill every parameter, except for padding.
     """
 
     layout: str
@@ -137,14 +139,14 @@ class Program:
 
 @dataclass(frozen=True)
 class LayoutReport:
-    """What one worker says of its model.
+    """One worker's description of its model.
 
     Attributes:
-        rank: counts this server's workers from 0.
+        rank: the worker's number within its server, from 0.
         layout: `layout_digest` of the parameters.
-        parameters: empty where the asker knows them by their digest.
-        proven: digests of layouts that were compared with what vLLM's loader made in this very
-            process, every byte.
+        parameters: empty if the asker knows them by their digest.
+        proven: digests of layouts that were compared, byte for byte, with what vLLM's loader made
+            in this very process.
         ignored: checkpoint tensors that the loader skips.
         reason: why there is no layout.
         spare_bytes: memory that it takes to process parameters beside the running ones.

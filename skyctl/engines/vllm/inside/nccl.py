@@ -1,8 +1,8 @@
-"""What vLLM leaves out about NCCL: whether it is there at all, and the end of a group.
+"""What vLLM leaves out about NCCL: whether it is present at all, and leaving a group.
 
-vLLM's `PyNcclCommunicator` catches every error of loading libnccl (a library that is missing, or
-one too old for a function that it wants) and turns itself off: each broadcast then returns at once,
-nothing has moved, and workers load what their buffers happened to hold.
+vLLM's `PyNcclCommunicator` catches every error of loading libnccl (a missing library, or one too
+old for a function that it needs) and disables itself: each broadcast then returns at once, nothing
+has moved, and workers load what their buffers happened to hold.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def nccl_settings() -> dict[str, str]:
 
 
 def nccl_problem() -> str:
-    """Why vLLM in this process cannot use NCCL; "" when it can. Imports vLLM."""
+    """Why vLLM in this process cannot use NCCL; "" if it can. Imports vLLM."""
     from vllm.distributed.device_communicators.pynccl_wrapper import NCCLLibrary
 
     try:
@@ -49,9 +49,9 @@ def nccl_problem() -> str:
 
 
 def leave_group(engine: Any) -> None:
-    """End the group that a weight-transfer engine is in, if any, and free its buffers on the GPU.
+    """Leave the group that a weight-transfer engine is in, if any, and free its buffers on the GPU.
 
-    Joining the next one does not: each time a sender was replaced, half a gigabyte stayed behind
+    Joining the next group does not: each time a sender was replaced, half a gigabyte stayed behind
     in every worker (vLLM 0.32, `nccl_engine.py`: the old communicator is only forgotten).
     """
     group = getattr(engine, "model_update_group", None)

@@ -1,11 +1,11 @@
-"""vLLM's NixlConnector, with decode servers that leave alone what is no longer theirs to fetch.
+"""vLLM's NixlConnector, with decode servers that do not fetch KV caches past their lease.
 
-A prefill server keeps a KV cache for a lease, and decode servers that wait renew it in each of
-their steps. One that is paused makes none. Past the lease the blocks go to other requests, and
-fetching them succeeds: wrong tokens, and a line in the prefill server's log (vLLM 0.32). So
-prefill servers say here when the lease ends, in a field that vLLM has for the other direction
-alone, and a decode server that comes too late computes the prompt itself
-(`kv_load_failure_policy: recompute`). Named on the servers' command line.
+A prefill server keeps a KV cache for a lease, and waiting decode servers renew it in each of their
+steps. A paused one makes no steps. Past the lease the blocks go to other requests, and fetching
+them succeeds: wrong tokens, and a line in the prefill server's log (vLLM 0.32). So prefill servers
+here state when the lease ends, in a field that vLLM uses only for the other direction, and a decode
+server that is too late computes the prompt itself (`kv_load_failure_policy: recompute`). Named on
+the servers' command line.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ except ImportError:
 else:
 
     class _Scheduler(NixlPullConnectorScheduler):  # type: ignore[misc]
-        """On prefill servers: says with a cache when its lease ends, by this process's clock."""
+        """On prefill servers: reports with a cache when its lease ends, by this process's clock."""
 
         def request_finished(self, request: Any, block_ids: Any) -> Any:
             kept, parameters = super().request_finished(request, block_ids)
@@ -74,7 +74,7 @@ else:
             super()._read_blocks_for_req(req_id, meta)
 
         def _is_too_late(self, remote: Any) -> bool:
-            if remote.blocks_expiry_time is None:  # by a server that does not say
+            if remote.blocks_expiry_time is None:  # from a server that does not report it
                 return False
             granted = remote.blocks_expiry_time - self._engine_clock_offset[remote.engine_id]
             now = time.perf_counter()
@@ -82,7 +82,8 @@ else:
 
     class _Connector(NixlPullConnector):  # type: ignore[misc]
         def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
-            # what its own __init__ does, with other classes: it opens NIXL, which is done once
+            # what its own __init__ does, with other classes: it opens NIXL, which may happen only
+            # once
             super(NixlPullConnector, self).__init__(vllm_config, role, kv_cache_config)
             part = _Scheduler if role.name == "SCHEDULER" else _Worker
             made = part(vllm_config, self.engine_id, kv_cache_config)

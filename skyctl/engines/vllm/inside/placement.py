@@ -1,9 +1,9 @@
 """Where vLLM's own loader puts a checkpoint tensor: found by letting it load one without data.
 
-`load_weights` renames tensors, fuses and splits them as its model wants it. Here each parameter
-gets a loader that only notes what would be loaded into it, and the model is given a tensor on
-torch's meta device under the checkpoint's name. What reaches a parameter unchanged is then located
-by the rules of the layer that owns it; everything else cannot be compared.
+`load_weights` renames, fuses and splits tensors as its model needs. Here each parameter gets a
+loader that only notes what would be loaded into it, and the model is given a tensor on torch's meta
+device under the checkpoint's name. What reaches a parameter unchanged is then located by the rules
+of the layer that owns it; everything else cannot be compared.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ class NotComparable(Exception):
 @dataclass(frozen=True)
 class Placement:
     """This worker's part of a checkpoint tensor, which begins at (row, column) of the checkpoint's
-    matrix, and at (held_row, held_column) of a layer's parameter, or of one of its experts."""
+    matrix, and at (held_row, held_column) of a layer's parameter, or of one of its experts.
+    """
 
     layer: Any
     attribute: str
@@ -65,7 +66,7 @@ class Trace:
 
 
 class Tracer:
-    """Where `model` would load tensors to. Made by `tracing`."""
+    """Finds where `model` would load tensors to. Made by `tracing`."""
 
     def __init__(self, model: Any, own_loaders: dict[int, Any]) -> None:
         self._model = model
@@ -86,7 +87,7 @@ class Tracer:
         expert_id: Any = None,
         **_: Any,
     ) -> bool:
-        """Takes the place of every parameter's loader; the signature is that of vLLM's."""
+        """Replaces every parameter's loader; the signature is vLLM's."""
         shard = next((a for a in arguments if isinstance(a, int | tuple)), shard_id)
         if shard is None:
             shard = next((a for a in arguments if a in ("q", "k", "v", "w1", "w2", "w3")), None)
@@ -96,8 +97,8 @@ class Tracer:
     def trace(self, questions: Sequence[RowQuestion]) -> list[Trace]:
         """What vLLM's loader does with each tensor, in order.
 
-        All go through it in one call, which takes as long as one tensor alone: a loader looks
-        through the whole model first. Where it refuses one of them, each goes alone.
+        All go through it in one call, which takes as long as a single tensor: a loader searches the
+        whole model first. If it refuses one of them, each is sent alone.
         """
         sent = [
             torch.empty(question.shape, dtype=getattr(torch, question.dtype), device="meta")
@@ -127,7 +128,7 @@ class Tracer:
             self._model.load_weights(named)
 
     def placements(self, question: RowQuestion, trace: Trace) -> list[Placement]:
-        """Every place of this worker's that holds a part of the tensor; [] when other workers do.
+        """All places on this worker that hold a part of the tensor; [] if only other workers do.
 
         Raises:
             NotComparable: the model does not hold the tensor as the checkpoint does.
@@ -150,7 +151,7 @@ class Tracer:
 
 @contextmanager
 def tracing(model: Any) -> Iterator[Tracer]:
-    """A tracer for as long as the context is open; the parameters' own loaders are back then."""
+    """A tracer for as long as the context is open; then the parameters' own loaders are back."""
     own = [
         (parameter, getattr(parameter, "weight_loader", None)) for parameter in model.parameters()
     ]
@@ -158,7 +159,7 @@ def tracing(model: Any) -> Iterator[Tracer]:
     replaced = []
     try:
         for parameter, loader in own:
-            # one that cannot be given another loader refuses data on the meta device
+            # a parameter that cannot be given another loader refuses data on the meta device
             with suppress(AttributeError):
                 parameter.weight_loader = tracer.note
                 replaced.append((parameter, loader))
@@ -171,7 +172,7 @@ def tracing(model: Any) -> Iterator[Tracer]:
 
 
 def _partial_loads() -> AbstractContextManager[Any]:
-    """In which draft models do not insist on all their tensors; they do so since 0.27."""
+    """A context in which draft models do not require all their tensors, as they do since 0.27."""
     try:
         from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
     except ImportError:
@@ -252,8 +253,9 @@ def _whole(layer: Any, attribute: str, question: RowQuestion) -> Placement:
 def _rows(
     layer: Any, attribute: str, question: RowQuestion, first: int, count: int, held: int = 0
 ) -> Placement:
-    """`count` of the checkpoint's rows from `first` on, which the layer has from `held` on. Of a
-    tensor of one dimension: values."""
+    """`count` of the checkpoint's rows from `first` on, which the layer holds from `held` on. For a
+    tensor of one dimension: values.
+    """
     if len(question.shape) == 1:
         return Placement(layer, attribute, 0, first, 1, count, held_column=held)
     return Placement(layer, attribute, first, 0, count, question.matrix[1], held_row=held)

@@ -1,4 +1,4 @@
-"""Entry point `vllm.general_plugins`: what vLLM's processes do of skyctl's before all else."""
+"""Entry point `vllm.general_plugins`: what skyctl does in vLLM's processes before anything else."""
 
 from __future__ import annotations
 
@@ -8,16 +8,18 @@ from skyctl.engines.vllm.inside.wire import BACKEND
 
 
 def register() -> None:
-    """vLLM calls this in every process, possibly more than once. What a version does not have is
-    left alone: a plugin must never keep a server from starting."""
+    """vLLM calls this in every process, possibly more than once. What a version lacks is left
+    alone: a plugin must never keep a server from starting.
+    """
     spin_less()
     serve_adapters()
     _register_backend()
 
 
 def _register_backend() -> None:
-    """Tell vLLM about the weight-transfer backend `skyctl`, by name: its module is imported when a
-    server asks for it."""
+    """Register the weight-transfer backend `skyctl` with vLLM, by name: its module is imported when
+    a server asks for it.
+    """
     try:
         from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
     except ImportError:
@@ -30,4 +32,4 @@ def _register_backend() -> None:
             BACKEND, "skyctl.engines.vllm.inside.engine", "SkyctlWeightTransferEngine"
         )
     except ValueError:
-        return  # registered by another thread in between
+        return  # registered by another thread meanwhile

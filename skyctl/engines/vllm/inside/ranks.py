@@ -1,11 +1,11 @@
-"""Answers of every data-parallel rank, although vLLM passes on the first rank's only.
+"""Answers of every data-parallel rank, although vLLM passes on only the first rank's.
 
 `/collective_rpc` calls a method on all ranks, waits for all of them, and answers with the results
 of the first (vLLM 0.32, `v1/engine/core_client.py`, `DPLBAsyncMPClient.call_utility_async`). So a
 question takes two calls: in the first, each worker leaves its answer in anonymous memory that is
 named by the caller's nonce; in the second, the first rank collects what all others left, as
-/proc/<pid>/fd/<n>. Nothing lies in a file system, and nothing outlives the workers. Ranks on other
-machines are not seen.
+/proc/<pid>/fd/<n>. Nothing is written to a file system, and nothing outlives the workers. Ranks on
+other machines are not seen.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _held: list[int] = []  # the descriptor of this worker's last answer
 
 
 def leave(nonce: str, rank: tuple[int, int], answer: Any) -> None:
-    """Keep this worker's answer until the next one. `rank`: of data parallelism, then within."""
+    """Keep this worker's answer until the next one. `rank`: in data parallelism, then within it."""
     while _held:
         os.close(_held.pop())
     descriptor = os.memfd_create(f"{_PREFIX}{nonce}", os.MFD_CLOEXEC)

@@ -1,9 +1,8 @@
 """Rows of checkpoint tensors, read back from the running model.
 
-Digests tell whether servers agree; rows tell whether what they agree on is the checkpoint. Where
-vLLM packs a weight on CPU, a row is read through what the layer computes with: a linear layer is
-multiplied with unit vectors, and of experts' packing, which only changes the order, the order is
-learned by packing numbers.
+Digests show whether servers agree; rows show whether they agree on the checkpoint. Where vLLM packs
+a weight on CPU, a row is read through what the layer computes with: a linear layer is multiplied by
+unit vectors; the packing of experts only changes the order, which is learned by packing numbers.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ def _answer(tracer: Tracer, question: RowQuestion, trace: Trace) -> RowAnswer:
         found = [row for placement in placements for row in _read(placement, question)]
     except NotComparable as why:
         return RowAnswer(question.name, reason=str(why))
-    except Exception as error:  # a version of vLLM that lacks what is looked at
+    except Exception as error:  # a version of vLLM that lacks what is read here
         return RowAnswer(question.name, reason=f"it cannot be read: {error!r}")
     if not found:
         return RowAnswer(question.name, elsewhere=True)
@@ -55,8 +54,7 @@ def _answer(tracer: Tracer, question: RowQuestion, trace: Trace) -> RowAnswer:
 
 
 def _holds_exactly(values: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Whether `values` can be said in `dtype`, none of whose numbers was rounded when it was
-    loaded."""
+    """Whether `dtype` can represent `values`: none of its numbers was rounded when loaded."""
     if torch.promote_types(dtype, values.dtype) != values.dtype:
         return False
     return bool(torch.equal(values.to(dtype).to(values.dtype), values))
@@ -69,7 +67,9 @@ def _octets(values: torch.Tensor) -> bytes:
 
 
 def _read(placement: Placement, question: RowQuestion) -> list[tuple[int, int, int, torch.Tensor]]:
-    """(row, first column, column after the last, values) of what was asked for and lies here."""
+    """(row, first column, column after the last, values) of what was asked for and is on this
+    worker.
+    """
     begin = max(question.begin, placement.column)
     end = min(question.end, placement.column + placement.width)
     rows = [row for row in question.rows if 0 <= row - placement.row < placement.height]

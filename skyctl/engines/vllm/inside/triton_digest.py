@@ -1,9 +1,9 @@
 """The numbers of `device_digest.py` by one kernel for all tensors, instead of several for each.
 
 A model has hundreds of tensors, and a digest is made while servers are frozen: the time goes into
-launches, not into reading memory. Each program of the kernel sums one run of words; which tensor
-and which place in it, it finds in a table. Integer sums do not depend on their order, so they can
-be gathered with atomics.
+launches, not into reading memory. Each program of the kernel sums one run of words; a table says
+which tensor, and which position in it. Integer sums do not depend on their order, so they can be
+gathered with atomics.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ def _sum_runs(addresses, words, places, factors, targets, sums, GOLDEN, MIX, TIL
 
 
 def sum_words(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """One number per tensor, shape [len(tensors)], int64, on the tensors' GPU, the current one.
+    """One number per tensor, shape [len(tensors)], int64, on the tensors' GPU, which must be the
+    current one.
 
     Every tensor must be contiguous, begin at a multiple of 8 bytes and hold a multiple of 8 bytes.
     The first call in a process compiles the kernel.
@@ -53,7 +54,7 @@ def sum_words(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _runs(number: int, tensor: torch.Tensor) -> list[tuple[int, int, int, int, int]]:
-    """Address, words, place of the first in its block, factor of the block, tensor's number."""
+    """Address, words, position of the first in its block, factor of the block, tensor's number."""
     address, left = tensor.data_ptr(), tensor.numel() * tensor.element_size() // 8
     rows, at, factor = [], 0, 1
     while left:

@@ -1,4 +1,4 @@
-"""What a push and the engine inside vLLM say to each other: JSON bodies as dataclasses, no torch.
+"""The messages between a push and the engine inside vLLM: JSON bodies as dataclasses, no torch.
 
 `ReceiverInit` travels as init_info of /init_weight_transfer_engine, once per push and server;
 `ChunkUpdate` as update_info of /update_weights, once per chunk, the same for every server.
@@ -25,7 +25,8 @@ GOLDEN = -7046029254386353131
 MIX = -4658895280553007687
 """Constants of the tensor numbers (`device_digest.py`), which both sides compute: words per block
 (32 MiB: the product of a block stays in the GPU's cache), 2^64 / golden ratio as a signed number,
-and a multiplier of splitmix64."""
+and a multiplier of splitmix64.
+"""
 
 _STEP = 1000003
 
@@ -33,7 +34,7 @@ _SESSION = re.compile(r"^[0-9a-f]{8,64}$")
 
 
 def following_factor(factor: int) -> int:
-    """The odd number of the next block of a tensor; that of the first is 1."""
+    """The odd number of a tensor's next block; that of the first is 1."""
     return factor * _STEP & 0x7FFF_FFFF_FFFF_FFFF | 1
 
 
@@ -42,12 +43,12 @@ class ReceiverInit:
     """How one server's workers reach the sender.
 
     Attributes:
-        transport: mechanism, the name of a module in `engine/receivers`.
+        transport: mechanism, the name of a module in `inside/receivers`.
         session: hexadecimal name of this push; shared memory and the group carry it.
         tensors: names of every tensor that will be sent.
         slot_bytes: size of the sender's buffers.
         endpoint: what the mechanism needs (see its receiver).
-        partial: layers of which nothing is sent stay as they are.
+        partial: layers that are sent nothing stay as they are.
     """
 
     transport: str
@@ -106,19 +107,20 @@ class ChunkUpdate:
 
 
 DIGEST_VERSION = 3
-"""How digests are computed. Raised with every change of the algorithm: digests of two versions
-say nothing about each other. Workers of the first version do not name one."""
+"""How digests are computed. Incremented with every change of the algorithm: digests of two versions
+cannot be compared. Workers of the first version report none.
+"""
 
 ROW_WIDTH = 64
-"""Most columns of a tensor that one question covers."""
+"""Maximum number of columns of a tensor that one question covers."""
 
 
 @dataclass
 class RowQuestion:
     """Asks for parts of one checkpoint tensor, as the running model holds them.
 
-    A tensor is looked at as a matrix in row-major order: its first dimension counts rows, all
-    others together columns. A tensor of one dimension is one row.
+    A tensor is treated as a matrix in row-major order: its first dimension counts rows, all others
+    together columns. A tensor of one dimension is one row.
 
     Attributes:
         name: checkpoint name.
@@ -160,12 +162,12 @@ class RowAnswer:
 
     Attributes:
         name: checkpoint name.
-        dtype: torch's name of the dtype that the pieces' numbers are of: the question's, where the
-            values survive the way there and back, else the one that the worker holds.
+        dtype: torch's name of the dtype of the pieces' numbers: the question's, if the values
+            survive the round trip, else the one that the worker holds.
         pieces: (row, first column, column after the last, number) in the checkpoint's coordinates,
             where number is `row_number` of the values. Tensor-parallel workers hold parts of the
             rows or of the columns. A row can occur twice: also in a tied output layer's copy.
-        elsewhere: none of the parts asked for is this worker's, but other workers hold them.
+        elsewhere: none of the requested parts is on this worker, but other workers hold them.
         reason: why the worker cannot compare the tensor.
     """
 
@@ -180,7 +182,7 @@ _EXPONENTS = {"bfloat16": ("H", 0x7F80), "float32": ("I", 0x7F80_0000), "float16
 
 
 def row_number(data: bytes, dtype: str) -> int:
-    """CRC-32 of consecutive values of `dtype`, after what a processor may lose is set to zero.
+    """CRC-32 of consecutive values of `dtype`, with what a processor may lose set to zero.
 
     Packed weights are read by multiplication, which loses the sign of zero, and in bfloat16 and
     float32 what is smaller than the smallest normal number.

@@ -1,4 +1,4 @@
-"""`SkyctlWorkerExtension`: methods that vLLM's workers get, called through /collective_rpc."""
+"""`SkyctlWorkerExtension`: methods added to vLLM's workers, called through /collective_rpc."""
 
 from __future__ import annotations
 
@@ -33,11 +33,12 @@ class SkyctlWorkerExtension:
     ) -> dict[str, Any]:
         """Digest of the weights this worker computes with; see `digest.py`.
 
-        `arrangement` tells with which servers' it can be compared (`arrangement.py`), if they have
+        `arrangement` says with which servers' it can be compared (`arrangement.py`), if they have
         the same `digest_version`. `rows` are `RowQuestion`s, whose `RowAnswer`s come back in order
-        (`rows.py`). `numbered` names parameters by rank, whose `numbers` are told. With `finite`,
-        `not_finite` names a parameter that holds NaN or infinity, "" where none does. `shares_out`:
-        data-parallel ranks hold different experts, or parts of them, and the same of all else.
+        (`rows.py`). `numbered` names parameters by rank, whose `numbers` are returned. With
+        `finite`, `not_finite` names a parameter that holds NaN or infinity, "" if none does.
+        `shares_out`: data-parallel ranks hold different experts, or parts of them, and the same of
+        everything else.
         """
         from skyctl.engines.vllm.inside.arrangement import arrangement
         from skyctl.engines.vllm.inside.digest import digest_model, not_finite
@@ -55,7 +56,7 @@ class SkyctlWorkerExtension:
             "arrangement": arrangement(self.vllm_config),
             "data_parallel_rank": parallel.data_parallel_index,
             "rank": parallel.rank,
-            "shares_out": parallel.data_parallel_size > 1,  # a dense model's ranks know of none
+            "shares_out": parallel.data_parallel_size > 1,  # a dense model's ranks are unrelated
             "not_finite": not_finite(model) if finite else "",
             "rows": [asdict(row) for row in answer_rows(model, [RowQuestion(**q) for q in rows])],
         }
@@ -99,7 +100,7 @@ class SkyctlWorkerExtension:
         repack_tied_layers(model)
 
     def skyctl_update_problem(self) -> str:
-        """Why this worker must not be pushed to; "" when it may. See `experts.py`."""
+        """Why this worker must not be pushed to; "" if it may. See `experts.py`."""
         from skyctl.engines.vllm.inside.experts import update_problem
 
         return update_problem(self.model_runner.get_model())
@@ -111,20 +112,21 @@ class SkyctlWorkerExtension:
         return nccl_report()
 
     def skyctl_leave_group(self) -> None:
-        """Let go of the NCCL group of an earlier sender; see `nccl.py`."""
+        """Leave the NCCL group of an earlier sender; see `nccl.py`."""
         from skyctl.engines.vllm.inside.nccl import leave_group
 
         leave_group(self.weight_transfer_engine)
 
     def skyctl_free_cached(self) -> None:
-        """Give back what torch caches: before 0.32, buffers of an NCCL update are never reused."""
+        """Free what torch caches: before 0.32, buffers of an NCCL update are never reused."""
         import torch
 
         torch.cuda.empty_cache()
 
     def skyctl_layout(self, known: Sequence[str] = ()) -> dict[str, Any]:
-        """How this worker's parameters are made of checkpoint tensors; see `layout.py`. Layouts
-        of `known` digests are not spelt out."""
+        """How this worker's parameters are made of checkpoint tensors; see `layout.py`. Layouts of
+        `known` digests are not spelt out.
+        """
         return self._skyctl_loader().report(known).to_wire()
 
     def skyctl_layout_open(
@@ -141,7 +143,7 @@ class SkyctlWorkerExtension:
         loader.open(Program.from_wire(programs[loader.rank]), payload, offsets, buffer_bytes)
 
     def skyctl_layout_process(self, chunk: int, keep: bool) -> None:
-        """Make what layers compute with of the parameters that this chunk completes."""
+        """Process the parameters that this chunk completes as their layers would."""
         self._skyctl_loader().process(chunk, keep)
 
     def skyctl_layout_load(self, chunks: Sequence[int], last: bool) -> None:
@@ -158,7 +160,7 @@ class SkyctlWorkerExtension:
         loader.trust(layouts[loader.rank])
 
     def skyctl_layout_close(self) -> None:
-        """Let go of the sender's memory."""
+        """Release the sender's memory."""
         self._skyctl_loader().close()
 
     def _skyctl_loader(self) -> LayoutLoader:

@@ -20,11 +20,11 @@ class Receiver(Protocol):
         """The chunk's tensors by checkpoint name, in CPU memory of their own, not yet checked."""
 
     def close(self) -> None:
-        """Let go of the sender; may be called twice."""
+        """Release the sender; may be called twice."""
 
 
 def open_receiver(init: ReceiverInit, rank: int) -> Receiver:
-    """Connect to the sender. `rank` counts this server's workers from 0.
+    """Connect to the sender. `rank` is this worker's number within its server, from 0.
 
     Raises:
         ValueError: no such transport.

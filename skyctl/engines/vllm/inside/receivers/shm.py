@@ -1,7 +1,7 @@
 """Receive through the sender's anonymous memory, opened as /proc/<pid>/fd/<n>.
 
 Bytes are read with preadv straight into the tensors' own memory: nothing is mapped, so nothing
-keeps the sender's memory alive, and a sender that dies in the middle cannot raise SIGBUS here.
+keeps the sender's memory alive, and a sender that dies midway cannot raise SIGBUS here.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class ShmReceiver:
             os.close(descriptor)
 
     def close(self) -> None:
-        """Nothing is held between chunks."""
+        """A no-op: nothing is held between chunks."""
 
 
 def _read(descriptor: int, dtype: Any, shape: list[int], offset: int) -> torch.Tensor:
