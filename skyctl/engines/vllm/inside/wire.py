@@ -46,7 +46,7 @@ class ReceiverInit:
         session: hexadecimal name of this push; shared memory and the group carry it.
         tensors: names of every tensor that will be sent.
         slot_bytes: size of the sender's buffers.
-        endpoint: what the mechanism needs (see its receiver).
+        endpoint: what the mechanism needs (see its receiver), a secret perhaps.
         partial: layers of which nothing is sent stay as they are.
     """
 
@@ -54,7 +54,7 @@ class ReceiverInit:
     session: str
     tensors: list[str]
     slot_bytes: int
-    endpoint: dict[str, Any] = field(default_factory=dict)
+    endpoint: dict[str, Any] = field(default_factory=dict, repr=False)
     partial: bool = False
 
     def __post_init__(self) -> None:
