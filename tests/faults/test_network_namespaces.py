@@ -1,12 +1,13 @@
 """Machines with networks of their own, where no address of one is another's: what loopback hides.
 
-Each is a network namespace, and so is the one that commands run in; veth pairs join them.
+Each is a network namespace, and so is the one that commands run in; a veth pair joins any two.
 """
 
 from __future__ import annotations
 
 import subprocess
 from collections.abc import Iterator
+from itertools import combinations
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -16,7 +17,7 @@ import pytest
 from skyctl.checkpoints.tiny import make_tiny_checkpoint
 from tests.faults.ssh_fleet import SshFleet
 
-HERE, *MACHINES = ("10.77.0.1", "10.77.1.2", "10.77.2.2")
+HERE, *MACHINES = ("10.77.0.1", "10.77.1.1", "10.77.2.1", "10.77.3.1")
 
 
 def holder() -> subprocess.Popen[bytes]:
@@ -37,31 +38,35 @@ def within(process: subprocess.Popen[bytes]) -> list[str]:
     return ["nsenter", "--net", f"--target={process.pid}"]
 
 
+def link(address: str) -> str:
+    """Name of the interface by which a machine is reached."""
+    return "to" + address.replace(".", "")
+
+
+def configure(process: subprocess.Popen[bytes], line: str) -> None:
+    argv = [*within(process), "ip", *line.split()]
+    if subprocess.run(argv, stderr=subprocess.DEVNULL).returncode:
+        pytest.skip(f"this machine does not allow: ip {line}")
+
+
 @pytest.fixture
 def networks() -> Iterator[dict[str, list[str]]]:
     """By address, what comes before a command that runs there."""
-    holders: list[subprocess.Popen[bytes]] = []
+    holders: dict[str, subprocess.Popen[bytes]] = {}
     try:
         for address in (HERE, *MACHINES):
-            holders.append(holder())
-            if address == HERE:
-                continue
-            here, there = within(holders[0]), within(holders[-1])
-            link, gateway = f"to{len(holders)}", address.rpartition(".")[0] + ".1"
-            for line in (
-                [*here, *f"ip link add {link} type veth peer name eth0".split()],
-                [*here, *f"ip link set eth0 netns {holders[-1].pid}".split()],
-                [*here, *f"ip address add {gateway}/24 dev {link}".split()],
-                [*here, *f"ip link set {link} up".split()],
-                [*there, *f"ip address add {address}/24 dev eth0".split()],
-                [*there, *["ip", "link", "set", "eth0", "up"]],
-            ):
-                if subprocess.run(line, stderr=subprocess.DEVNULL).returncode:
-                    pytest.skip(f"this machine does not allow: {' '.join(line[3:])}")
-        names = zip((HERE, *MACHINES), holders, strict=True)
-        yield {address: within(process) for address, process in names}
+            holders[address] = holder()
+            configure(holders[address], f"address add {address}/32 dev lo")
+        for one, other in combinations(holders, 2):
+            ends = (link(other), link(one))
+            peer = f"peer name {ends[1]} netns {holders[other].pid}"
+            configure(holders[one], f"link add {ends[0]} type veth {peer}")
+            for own, end, there in ((one, ends[0], other), (other, ends[1], one)):
+                configure(holders[own], f"link set {end} up")
+                configure(holders[own], f"route add {there} dev {end} src {own}")
+        yield {address: within(process) for address, process in holders.items()}
     finally:
-        for process in holders:
+        for process in holders.values():
             process.kill()
             process.communicate()
 
@@ -73,7 +78,7 @@ def test_a_fleet_over_machines_that_share_no_address(
     fleet.addresses = tuple(MACHINES)
     hosts = [f"me@{address}" for address in MACHINES]
     transfer = "weight_transfer: {transport: shm}"
-    fleet.lay_out(3, hosts=hosts, within=networks, more=transfer)
+    fleet.lay_out(3, hosts=hosts, within=networks, more=transfer, faults='{"joins": true}')
     try:
         fleet.run("up")
         rows = fleet.until({f"stubs-{number}": "ready" for number in range(3)})
@@ -86,7 +91,7 @@ def test_a_fleet_over_machines_that_share_no_address(
             assert beside != Path(f"/proc/{psutil.Process().pid}/ns/net").readlink()
         assert all(row["routed"] for row in rows.values())
         checkpoint = make_tiny_checkpoint(tmp_path / "tiny", seed=1)
-        for transport in ("shm", "disk"):
+        for transport in ("gloo", "shm", "disk"):
             asked = ("sync-weights", str(checkpoint), "--transport", transport)
             pushed = fleet.json(*asked)["data"]["job"]["result"]
             assert (pushed["transport"], len(pushed["servers"])) == (transport, 3)
