@@ -5,7 +5,9 @@ Each is a network namespace, and so is the one that commands run in; a veth pair
 
 from __future__ import annotations
 
+import json
 import subprocess
+import time
 from collections.abc import Iterator
 from itertools import combinations
 from pathlib import Path
@@ -43,8 +45,8 @@ def link(address: str) -> str:
     return "to" + address.replace(".", "")
 
 
-def configure(process: subprocess.Popen[bytes], line: str) -> None:
-    argv = [*within(process), "ip", *line.split()]
+def configure(inside: list[str], line: str) -> None:
+    argv = [*inside, "ip", *line.split()]
     if subprocess.run(argv, stderr=subprocess.DEVNULL).returncode:
         pytest.skip(f"this machine does not allow: ip {line}")
 
@@ -56,14 +58,14 @@ def networks() -> Iterator[dict[str, list[str]]]:
     try:
         for address in (HERE, *MACHINES):
             holders[address] = holder()
-            configure(holders[address], f"address add {address}/32 dev lo")
+            configure(within(holders[address]), f"address add {address}/32 dev lo")
         for one, other in combinations(holders, 2):
             ends = (link(other), link(one))
             peer = f"peer name {ends[1]} netns {holders[other].pid}"
-            configure(holders[one], f"link add {ends[0]} type veth {peer}")
+            configure(within(holders[one]), f"link add {ends[0]} type veth {peer}")
             for own, end, there in ((one, ends[0], other), (other, ends[1], one)):
-                configure(holders[own], f"link set {end} up")
-                configure(holders[own], f"route add {there} dev {end} src {own}")
+                configure(within(holders[own]), f"link set {end} up")
+                configure(within(holders[own]), f"route add {there} dev {end} src {own}")
         yield {address: within(process) for address, process in holders.items()}
     finally:
         for process in holders.values():
@@ -102,3 +104,45 @@ def test_a_fleet_over_machines_that_share_no_address(
         assert fleet.everything() == []
     finally:
         fleet.end()
+
+
+def test_a_broadcast_whose_sender_died_with_its_machine_goes_on_from_another(
+    networks: dict[str, list[str]], tmp_path: Path
+) -> None:
+    fleet = SshFleet(tmp_path, within=tuple(networks[HERE]))
+    fleet.addresses = tuple(MACHINES)
+    dead, *others = MACHINES
+    fleet.lay_out(
+        3,
+        hosts=[f"me@{address}" for address in MACHINES],
+        within=networks,
+        more="weight_transfer: {transport: gloo, update_timeout_s: 5}\ncontrol_timeout_s: 4",
+        faults='{"joins": true, "/update_weights": {"kind": "delay", "seconds": 0.3}}',
+    )
+    try:
+        fleet.run("up")
+        rows = fleet.until({f"stubs-{number}": "ready" for number in range(3)})
+        by_address = {row["node"].removeprefix("me@"): name for name, row in rows.items()}
+        assert by_address[dead] == "stubs-0"
+        checkpoint = make_tiny_checkpoint(tmp_path / "tiny", seed=1)
+        pushing = fleet.start("sync-weights", str(checkpoint), "--chunk-size", "100KB", "--json")
+        until_loading(tmp_path)
+        for own in (HERE, *others):
+            configure(networks[own], f"link set {link(dead)} down")
+        fleet.cut(dead)
+        answered = pushing.communicate(timeout=120)[0]
+        after = fleet.replicas()
+        (version,) = {after[by_address[address]]["reported_version"] for address in others}
+        assert pushing.returncode == 1, answered
+        assert version.startswith("tiny@")
+        assert "stubs-0 quarantined" in json.loads(answered)["error"]["message"]
+    finally:
+        fleet.end()
+
+
+def until_loading(directory: Path, timeout_s: float = 60) -> None:
+    """Wait until a server has loaded its first chunk, as the servers' logs say."""
+    deadline = time.monotonic() + timeout_s
+    while not any("/update_weights" in log.read_text() for log in directory.rglob("*.log")):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)

@@ -104,7 +104,7 @@ def test_a_crowd_of_strangers_has_an_end(
 def test_a_rank_that_asks_for_too_much_is_let_go(
     store: GroupStore, request_head: tuple[int, int, int]
 ) -> None:
-    asking = rank(store)
+    asking = rank(store, timeout_s=2)  # the store waits for longer
     asking._socket.sendall(struct.pack(">BHI", *request_head))
     with pytest.raises(ConnectionError):
         asking._receive(1)
