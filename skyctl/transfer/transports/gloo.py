@@ -54,7 +54,12 @@ class GlooCarrier(CpuCarrier):
         self._rendezvous_s = float(options["rendezvous_timeout_s"])
         self._update_s = float(options["update_timeout_s"])
         self._secret = secrets.token_bytes(SECRET_BYTES)
-        self._store = GroupStore(self._address, self._secret, timeout_s=self._rendezvous_s)
+        self._store = GroupStore(
+            self._address,
+            self._secret,
+            ranks=self._world_size - 1,
+            timeout_s=self._rendezvous_s,
+        )
         self._group: Any = None
         self._slots: list[Any] = []
 

@@ -53,7 +53,7 @@ def test_ranks_of_several_addresses_form_a_group_whose_store_is_closed_then() ->
 
 def test_who_took_a_ranks_place_in_gloo_gets_no_weights() -> None:
     """The store's secret is right, and the proof over the connection is not."""
-    store = GroupStore("127.0.0.1", bytes(32), timeout_s=5)
+    store = GroupStore("127.0.0.1", bytes(32), ranks=1, timeout_s=5)
     failed: list[BaseException] = []
 
     def join(secret: bytes, rank: int) -> None:

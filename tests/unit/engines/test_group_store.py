@@ -19,7 +19,7 @@ ADDRESS = "127.0.0.1"
 
 @pytest.fixture
 def store() -> Iterator[GroupStore]:
-    opened = GroupStore(ADDRESS, SECRET, timeout_s=5)
+    opened = GroupStore(ADDRESS, SECRET, ranks=2, timeout_s=5)
     yield opened
     opened.close()
 
@@ -84,16 +84,19 @@ def test_who_says_nothing_is_not_waited_for(
     rank(store).set("key", b"")
 
 
-def test_a_crowd_of_strangers_has_an_end(
-    store: GroupStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_crowd_of_strangers_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is room for all ranks at once, and for so many others."""
     monkeypatch.setattr(group_store, "_MOST_STRANGERS", 1)
-    with stranger(store) as first:
-        with socket.create_connection((ADDRESS, store.port), 5) as second:
-            assert ends(second)
-        first.sendall(bytes(64))
-        assert ends(first)
+    store = GroupStore(ADDRESS, SECRET, ranks=2, timeout_s=5)
+    crowd = [stranger(store) for _ in range(3)]
+    with socket.create_connection((ADDRESS, store.port), 5) as late:
+        assert ends(late)
+    for connection in crowd:
+        connection.sendall(bytes(64))
+        assert ends(connection)
+        connection.close()
     rank(store).set("key", b"")
+    store.close()
 
 
 @pytest.mark.parametrize(
@@ -132,7 +135,7 @@ def test_a_sender_that_has_died_is_not_waited_for(store: GroupStore) -> None:
 
 
 def test_a_value_that_nobody_sets_is_waited_for_until_the_deadline() -> None:
-    store = GroupStore(ADDRESS, SECRET, timeout_s=0.2)
+    store = GroupStore(ADDRESS, SECRET, ranks=2, timeout_s=0.2)
     with pytest.raises(TimeoutError, match=r"not every rank has joined in 0\.2 s"):
         store.get("never")
     with pytest.raises(OSError):

@@ -33,7 +33,7 @@ _PROOF_BYTES = 32
 _HANDSHAKE_TIMEOUT_S = 5.0
 _CLOSE_TIMEOUT_S = 5.0
 _MOST_STRANGERS = 64
-"""Connections that have not proven anything yet; more are let go at once."""
+"""Connections beside the ranks' own that may have proven nothing yet; more are let go at once."""
 _LONGEST_KEY = 256
 _LONGEST_VALUE = 1024 * 1024  # gloo's address of one rank is 170 bytes, and 8 more for each other
 _REQUEST = struct.Struct(">BHI")  # operation, length of the key, length of the value
@@ -51,9 +51,9 @@ class KeyValues(Protocol):
 
 
 class GroupStore:
-    """The sender's end: serves other ranks in a thread of its own, until it is closed."""
+    """The sender's end: serves `ranks` others in a thread of its own, until it is closed."""
 
-    def __init__(self, address: str, secret: bytes, *, timeout_s: float) -> None:
+    def __init__(self, address: str, secret: bytes, *, ranks: int, timeout_s: float) -> None:
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         listening = socket.create_server((address, 0), family=family)
         self.port: int = listening.getsockname()[1]
@@ -61,6 +61,7 @@ class GroupStore:
         self._timeout_s = timeout_s
         self._values: dict[str, bytes] = {}
         self._strangers = 0
+        self._most_strangers = ranks + _MOST_STRANGERS
         self._loop = asyncio.new_event_loop()
         self._changed = asyncio.Condition()
         self._closed = asyncio.Event()
@@ -106,7 +107,7 @@ class GroupStore:
                 writer.transport.abort()
 
     async def _is_rank(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
-        if self._strangers >= _MOST_STRANGERS:
+        if self._strangers >= self._most_strangers:
             return False
         self._strangers += 1
         try:

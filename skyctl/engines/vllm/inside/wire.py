@@ -43,7 +43,7 @@ class ReceiverInit:
 
     Attributes:
         transport: mechanism, the name of a module in `engine/receivers`.
-        session: hexadecimal name of this push; shared memory and the group carry it.
+        session: hexadecimal name of this push; shared memory carries it.
         tensors: names of every tensor that will be sent.
         slot_bytes: size of the sender's buffers.
         endpoint: what the mechanism needs (see its receiver), a secret perhaps.
