@@ -143,12 +143,16 @@ def test_a_value_that_nobody_sets_is_waited_for_until_the_deadline() -> None:
     store.close()
 
 
-def test_once_closed_it_lets_go_of_all_ranks_and_ends_its_thread(store: GroupStore) -> None:
+def test_once_closed_it_lets_go_of_all_ranks_and_ends_its_thread(
+    store: GroupStore, caplog: pytest.LogCaptureFixture
+) -> None:
     connected = rank(store)
+    connected.set("key", b"")
     before = time.monotonic()
     store.close()
     store.close()
     assert time.monotonic() - before < 4
     assert not store._thread.is_alive()
+    assert not caplog.records
     with pytest.raises(OSError):
         connected.get("key")

@@ -94,11 +94,12 @@ class GroupStore:
     async def _serve(self, listening: socket.socket) -> None:
         server = await asyncio.start_server(self._meet, sock=listening)
         await self._closed.wait()
-        server.close()  # the runner ends what is under way
+        server.close()  # the runner cancels what is under way
 
     async def _meet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         # it ended, took too long, or is no rank: none of it is this group's business
-        with contextlib.suppress(OSError, EOFError, TimeoutError, ValueError):
+        let_go = (OSError, EOFError, TimeoutError, ValueError, asyncio.CancelledError)
+        with contextlib.suppress(*let_go):
             try:
                 if await self._is_rank(reader, writer):
                     while True:
