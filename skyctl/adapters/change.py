@@ -104,6 +104,7 @@ class AdapterFleet:
     targets: Callable[[], tuple[Sequence[ServerTarget], Mapping[str, str]]]
     directory: Path
     timeout_s: float
+    in_memory: bool = True
     model: str | None = None
     bases: Sequence[str] = ()
     reserved: Sequence[str] = ()
@@ -125,7 +126,7 @@ async def load(fleet: AdapterFleet, asked: LoadAdapter) -> AdapterChange:
         StateUnwritable: it could not be put on record first; nothing was sent.
     """
     adapter, notes = await _checked(fleet, asked)
-    async with _own_copy(fleet.directory, adapter) as copy, changing(fleet, asked.name):
+    async with _own_copy(fleet, adapter) as copy, changing(fleet, asked.name):
         before = _room_for(fleet, asked)
         new = _version(fleet, asked.name, adapter, copy)
         targets, skipped = _taking_part(fleet)
@@ -171,7 +172,7 @@ async def unload(fleet: AdapterFleet, asked: UnloadAdapter) -> AdapterChange:
 async def enter(fleet: AdapterFleet, asked: LoadAdapter) -> AdapterVersion:
     """Put an adapter on record as served: servers take it as they start. Raises as `load`."""
     adapter, _ = await _checked(fleet, asked)
-    async with _own_copy(fleet.directory, adapter) as copy, changing(fleet, asked.name):
+    async with _own_copy(fleet, adapter) as copy, changing(fleet, asked.name):
         _room_for(fleet, asked)
         new = _version(fleet, asked.name, adapter, copy)
         with fleet.state.durable():
@@ -190,7 +191,7 @@ async def restore(fleet: AdapterFleet, lost: AdapterVersion) -> None:
     adapter = await asyncio.to_thread(read_adapter, lost.source)
     if adapter.digest != lost.digest:
         raise PreflightError(f"{lost.source} is not what {lost.served_as} was made from any more")
-    async with _own_copy(fleet.directory, adapter) as copy, changing(fleet, lost.name):
+    async with _own_copy(fleet, adapter) as copy, changing(fleet, lost.name):
         store.record_path(fleet.state, lost, str(copy))
 
 
@@ -394,14 +395,14 @@ async def _undo(
 
 
 @asynccontextmanager
-async def _own_copy(directory: Path, adapter: Adapter) -> AsyncIterator[Path]:
+async def _own_copy(fleet: AdapterFleet, adapter: Adapter) -> AsyncIterator[Path]:
     """The fleet's own copy of an adapter, which stays while the block runs and as long as the
     fleet's state names it. One that was written there is taken as it is."""
-    if directory in adapter.path.parents:
+    if fleet.directory in adapter.path.parents:
         with held(str(adapter.path)):
             yield adapter.path
         return
-    with staged(directory, needed_bytes=adapter.bytes) as copy:
+    with staged(fleet.directory, needed_bytes=adapter.bytes, in_memory=fleet.in_memory) as copy:
         await asyncio.to_thread(copy_adapter, adapter, copy)
         yield copy
 

@@ -106,6 +106,7 @@ class Adapters:
                 return await fleet.load_adapter(asked(Path(fspath(source))))
             found = [pair async for pair in each_tensor(source)]
             total = sum(tensor.nbytes for _, tensor in found if hasattr(tensor, "nbytes"))
-            with staged((await fleet.staging()).adapters, needed_bytes=total) as directory:
+            place = await fleet.staging()
+            with staged(place.adapters, needed_bytes=total, in_memory=place.in_memory) as directory:
                 await write_adapter(found, config, directory)
                 return await fleet.load_adapter(asked(directory))

@@ -7,11 +7,10 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 from skyctl.checkpoints.live import NamedTensors, dtype_name, running_model, write_tensors
 from skyctl.checkpoints.staging import staged, sweep
-from skyctl.core.service import CloseUpdate, FleetService, OpenUpdate
+from skyctl.core.service import CloseUpdate, FleetService, OpenUpdate, Staging
 from skyctl.core.urls import control_token
 from skyctl.push.request import PushRequest, PushResult
 from skyctl.push.trainer import SendTarget, suggest
@@ -41,9 +40,11 @@ async def push_tensors(
     """
     wanted = dtype_name(dtype)
     running = await asyncio.to_thread(running_model, await fleet.model_path())
-    directory = await _swept(fleet)  # room first
+    place = await _swept(fleet)  # room first
     try:
-        with staged(directory, needed_bytes=running.total_bytes) as checkpoint:
+        with staged(
+            place.directory, needed_bytes=running.total_bytes, in_memory=place.in_memory
+        ) as checkpoint:
             await write_tensors(tensors, checkpoint, running=running, dtype=wanted)
             job_id = await fleet.start_push(replace(request, checkpoint=str(checkpoint)))
             return await fleet.wait_job(job_id, on_event, timeout_s)
@@ -51,11 +52,11 @@ async def push_tensors(
         await _swept(fleet)
 
 
-async def _swept(fleet: FleetService) -> Path:
+async def _swept(fleet: FleetService) -> Staging:
     """Where weights are staged, with nothing there that is of no use any more."""
     staging = await fleet.staging()
     await asyncio.to_thread(sweep, staging.directory, staging.needed)
-    return staging.directory
+    return staging
 
 
 @dataclass

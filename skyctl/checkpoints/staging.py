@@ -35,12 +35,16 @@ _HEADROOM = 0.25
 
 @contextmanager
 def staged(
-    directory: Path, *, needed_bytes: int | None, memory_root: Path = MEMORY_ROOT
+    directory: Path,
+    *,
+    needed_bytes: int | None,
+    in_memory: bool = True,
+    memory_root: Path = MEMORY_ROOT,
 ) -> Iterator[Path]:
     """A fresh, empty, private checkpoint directory, held while the block runs.
 
-    It is in memory (a tmpfs at `memory_root`) when `needed_bytes` are known and fit there with
-    room to spare, else below `directory`. It is not removed at the end of the block: that is
+    With `in_memory` it is in a tmpfs (at `memory_root`) when `needed_bytes` are known and fit there
+    with room to spare, else below `directory`. It is not removed at the end of the block: that is
     `sweep`'s, unless the fleet's state names it by then.
 
     Raises:
@@ -49,7 +53,7 @@ def staged(
     private_directory(directory)
     entry, lock = _new_entry(directory)
     try:
-        if needed_bytes is not None and _fits_in_memory(memory_root, needed_bytes):
+        if in_memory and needed_bytes is not None and _fits_in_memory(memory_root, needed_bytes):
             (entry / LIVE).symlink_to(_memory_directory(memory_root, entry))
         else:
             _require_room(directory, needed_bytes or 0)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from skyctl.checkpoints.checkpoint import locate
@@ -24,12 +26,22 @@ def check_machines(plan: FleetPlan, own_ports: Collection[int]) -> Iterator[tupl
     engine = ENGINES[plan.config.engine]
     modules = engine.modules(plan.device, False, plan.servers[0].backend, False)
     paths = [plan.model_path] if Path(plan.model_path).is_absolute() else []
-    questions = []
-    for here in servers.values():
-        ports = [server.port for server in here if server.port and server.port not in own_ports]
-        questions.append({"ports": 0, "modules": list(modules), "paths": paths, "listening": ports})
+    try:
+        with _written_to(plan.config.shared_dir) as written:
+            questions = []
+            for here in servers.values():
+                ports = [one.port for one in here if one.port and one.port not in own_ports]
+                question = {"ports": 0, "modules": list(modules), "listening": ports}
+                questions.append({**question, "paths": [*paths, *written]})
+            answered = answers(list(servers), questions)
+    except OSError as error:
+        yield (
+            f"shared_dir {plan.config.shared_dir} cannot be written here: {error.strerror}",
+            "name a directory that this machine and all of the fleet's share",
+        )
+        return
     versions: dict[str, dict[str, str]] = {}
-    for node, answer in by_machine(list(servers), answers(list(servers), questions)):
+    for node, answer in by_machine(list(servers), answered):
         if isinstance(answer, SkyctlError):
             yield answer.message, answer.hint
             continue
@@ -38,6 +50,13 @@ def check_machines(plan: FleetPlan, own_ports: Collection[int]) -> Iterator[tupl
         for module in answer["missing"]:
             yield f"{node.target}: {node.python} has no {module}", "install it there"
         for path in answer["absent"]:
+            if path in written:
+                yield (
+                    f"{node.target} cannot read what is written to shared_dir "
+                    f"{plan.config.shared_dir} here",
+                    "name a directory that all machines share; its files are this user's alone",
+                )
+                continue
             yield (
                 f"{node.target} has no {path}",
                 "every machine reads the model itself: give `model` a path that all of them share",
@@ -56,6 +75,22 @@ def check_machines(plan: FleetPlan, own_ports: Collection[int]) -> Iterator[tupl
         if len(set(found.values())) > 1:
             told = ", ".join(f"{target} {version}" for target, version in found.items())
             yield f"machines have different versions of {module}: {told}", "install one version"
+
+
+@contextmanager
+def _written_to(directory: str | None) -> Iterator[list[str]]:
+    """A file that lies there as the fleet's copies will, for as long as the block runs.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    if directory is None:
+        yield []
+        return
+    with TemporaryDirectory(prefix=".skyctl-", dir=directory) as private:
+        file = Path(private) / "seen"
+        file.touch(mode=0o600)
+        yield [str(file)]
 
 
 def _without_room(
@@ -89,8 +124,10 @@ def refuse_unseen(plan: FleetPlan, asked: PushRequest, paths: FleetPaths) -> Non
     nodes, found = list(_by_node(plan)), locate(asked.checkpoint)
     hint = "push from a path that all machines of the fleet share"
     if asked.keep:
-        found = paths.directory
-        hint = "push without --keep, or set SKYCTL_HOME to a directory that all machines share"
+        found = paths.shared or paths.directory
+        hint = "push without --keep, or write a `shared_dir` into the fleet file"
+    elif found is not None and paths.staging in found.parents:
+        hint = "weights from memory need a `shared_dir` in the fleet file"
     if found is None:  # the push itself says that there is none
         return
     questions = [{"ports": 0, "paths": [str(found)]} for _ in nodes]

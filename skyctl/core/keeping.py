@@ -11,9 +11,11 @@ from pathlib import Path
 
 from skyctl.checkpoints.checkpoint import Checkpoint, read_checkpoint
 from skyctl.checkpoints.keeping import delete_copy, keep_copy
+from skyctl.errors import ConflictError
 from skyctl.push.request import PushRequest, PushResult
 from skyctl.push.versions import refuse_changed
 from skyctl.store.kept_weights import KeptWeights, kept_weights, remember
+from skyctl.store.paths import FleetPaths
 from skyctl.store.state import FleetState
 
 
@@ -98,3 +100,26 @@ def _same(kept: KeptWeights, source: Checkpoint) -> bool:
     if source.identity_digest != kept.source_digest or not Path(kept.checkpoint).is_dir():
         return False
     return read_checkpoint(kept.checkpoint).identity_digest == kept.checkpoint_digest
+
+
+def place_copies(paths: FleetPaths, state: FleetState, shared_dir: str | None) -> None:
+    """Keep the fleet's copies of weights below `shared_dir`, None: in its own directory.
+
+    Raises:
+        ConflictError: there are some elsewhere.
+    """
+    before = paths.shared
+    if (before and str(before.parent)) == (shared_dir and str(Path(shared_dir))):
+        return
+    where = before or paths.directory
+    if state.processes():
+        raise ConflictError(
+            f"the fleet's servers read its copies of weights in {where}",
+            hint="bring it down before you change `shared_dir`: skyctl down && skyctl up",
+        )
+    if kept := kept_weights(state):
+        raise ConflictError(
+            f"the fleet keeps {', '.join(one.version for one in kept)} in {where}",
+            hint="before you change `shared_dir`: skyctl weights forget VERSION",
+        )
+    paths.share(Path(shared_dir) if shared_dir else None)

@@ -102,7 +102,8 @@ class RecordedFleet(FleetService):
     async def staging(self) -> Staging:
         needed = self.state.checkpoints()
         kept = frozenset(path for path in needed if path)
-        return Staging(self.paths.staging, kept, self.paths.adapters)
+        paths = self.paths
+        return Staging(paths.staging, kept, paths.adapters, in_memory=paths.shared is None)
 
     async def processes(self) -> Processes:
         return Processes(

@@ -214,11 +214,12 @@ class OpenedUpdate:
 @dataclass(frozen=True)
 class Staging:
     """Where weights from memory are written, the checkpoints there that must stay, and where
-    `adapters` from memory are written."""
+    `adapters` from memory are written. `in_memory`: a tmpfs of this machine will do as well."""
 
     directory: Path
     needed: frozenset[str]
     adapters: Path
+    in_memory: bool = True
 
 
 @dataclass(frozen=True)

@@ -433,6 +433,12 @@ class FleetConfig(_Section):
     ray: RaySection = Field(
         default_factory=RaySection, description="Where `launcher: ray` starts servers."
     )
+    shared_dir: str | None = Field(
+        None,
+        pattern=r"^/.",
+        description="A directory that all machines see at this path, for the fleet's own copies: "
+        "adapters, versions that are kept, weights from a trainer's memory.",
+    )
 
     model: str | None = Field(
         None, description="Checkpoint directory (relative to this file) or a hub model id."
@@ -574,14 +580,19 @@ class FleetConfig(_Section):
             if launcher in self.model_fields_set and self.launcher != launcher:
                 raise ValueError(f"`{launcher}` goes with `launcher: {launcher}`")
         if self.launcher not in ("ssh", "ray"):
+            if self.shared_dir is not None:
+                raise ValueError("`shared_dir` goes with `launcher: ssh` or `launcher: ray`")
             return self
         if "host" in self.model_fields_set:
             raise ValueError("`host` goes with one machine; a server binds its machine's address")
         if isinstance(self.replicas, list) and any(group.gpus for group in self.replicas):
             raise ValueError("a group's `gpus` goes with one machine; leave it out")
-        if self.lora is not None:
+        if self.tinker is not None:
+            raise ValueError("`tinker` goes with one machine: it trains for servers beside it")
+        if self.lora is not None and self.shared_dir is None:
             raise ValueError(
-                "`lora` goes with one machine: servers read adapters from the state directory here"
+                "`lora` needs a directory that all machines share: servers read the fleet's copies "
+                "of adapters there; write `shared_dir: /PATH`"
             )
         if self.auth == "none":
             raise ValueError(

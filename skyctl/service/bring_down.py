@@ -77,6 +77,7 @@ async def _stop_leftovers(
         state.forget_run()
     for directory in (paths.staging, paths.adapters):
         await asyncio.to_thread(sweep, directory, ())
+    paths.leave_shared()
     await asyncio.to_thread(host.sweep, paths)
     paths.socket.unlink(missing_ok=True)
     found = tuple(row.name for row, had in zip(rows, stopped, strict=True) if had)

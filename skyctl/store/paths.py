@@ -256,19 +256,58 @@ class FleetPaths:
         return self.directory / "supervisor.key"
 
     @property
+    def shared(self) -> Path | None:
+        """Holds the fleet's own copies of weights where the fleet file has a `shared_dir`."""
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            return self._shared.readlink()
+        return None
+
+    @property
+    def _shared(self) -> Path:
+        return self.directory / "shared"
+
+    @property
+    def _copies(self) -> Path:
+        return self.shared or self.directory
+
+    @property
     def staging(self) -> Path:
         """Weights that came out of a trainer's memory, kept until they are replaced."""
-        return self.directory / "weights"
+        return self._copies / "weights"
 
     @property
     def kept(self) -> Path:
         """Copies of checkpoints that stay until somebody forgets them."""
-        return self.directory / "kept"
+        return self._copies / "kept"
 
     @property
     def adapters(self) -> Path:
         """The fleet's own copies of the LoRA adapters that it serves."""
-        return self.directory / "adapters"
+        return self._copies / "adapters"
+
+    def share(self, directory: Path | None) -> None:
+        """Keep copies in a new directory below `directory`, which other fleets may use as well;
+        None: in this fleet's own.
+
+        Raises:
+            SkyctlError: it cannot be made.
+        """
+        self.leave_shared()
+        self._shared.unlink(missing_ok=True)
+        if directory is not None:
+            place = directory / f"{self.name}-{os.urandom(4).hex()}"
+            self._shared.symlink_to(private_directory(place))
+
+    def leave_shared(self) -> None:
+        """Remove the fleet's directory below `shared_dir`, unless something is kept there."""
+        place = self.shared
+        if place is None:
+            return
+        with contextlib.suppress(OSError):  # not empty, or not there any more
+            for directory in (self.staging, self.adapters, self.kept, place):
+                with contextlib.suppress(FileNotFoundError):
+                    directory.rmdir()
+            self._shared.unlink()
 
     def log(self, name: str) -> Path:
         """Log file of one server, `router`, `tinker` or `supervisor`."""

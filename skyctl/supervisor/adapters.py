@@ -127,6 +127,7 @@ def _fleet(running: RunningFleet, plan: FleetPlan) -> AdapterFleet:
         client=running.client,
         targets=targets,
         directory=running.paths.adapters,
+        in_memory=running.paths.shared is None,
         timeout_s=plan.config.control_timeout_s,
         model=plan.model_path,
         bases=[base for base in bases if base],

@@ -24,6 +24,7 @@ from skyctl.core.arbiter import Act, Turn, hung_up
 from skyctl.core.check_machines import refuse_unseen
 from skyctl.core.diagnosis import Finding
 from skyctl.core.jobs import verify_servers
+from skyctl.core.keeping import place_copies
 from skyctl.core.plan import FleetPlan, ServerSpec, local_url
 from skyctl.core.planning import planned, ports_of, scaled, usable
 from skyctl.core.recovery import Recovered
@@ -375,6 +376,7 @@ class Supervisor(RunningFleet, SupervisorService):
         if self.finished.is_set():
             raise FleetDownError(f"the supervisor of fleet {self.paths.name} is ending")
         self._refuse_another_launcher(plan)
+        place_copies(self.paths, self.state, plan.config.shared_dir)
         self.plan = plan
         if self._context is None:
             self._context = ReplicaContext(

@@ -91,3 +91,12 @@ class StubFleet:
     def replicas(self) -> dict[str, dict[str, Any]]:
         rows = self.json("status")["data"]["replicas"]
         return {row["name"]: row for row in rows}
+
+
+def until_said(process: subprocess.Popen[str], words: str) -> None:
+    """Read a command's progress until it says `words`."""
+    assert process.stderr is not None
+    while line := process.stderr.readline():
+        if words in line:
+            return
+    raise AssertionError(f"it ended without saying {words!r}")

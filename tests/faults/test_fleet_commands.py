@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from skyctl.store.state import FleetState
-from tests.faults.stub_fleet import StubFleet
+from tests.faults.stub_fleet import StubFleet, until_said
 
 
 @pytest.fixture
@@ -127,9 +127,7 @@ def test_two_ups_at_once_make_one_fleet(fleet: StubFleet) -> None:
 def test_ctrl_c_during_up_stops_what_it_started(fleet: StubFleet) -> None:
     fleet.write(replicas=1, faults='{"startup_delay_s": 30}')
     up = fleet.start("up")
-    assert up.stderr is not None
-    while "starting" not in up.stderr.readline():
-        pass
+    until_said(up, "starting")
     up.send_signal(signal.SIGINT)
     up.communicate(timeout=60)
     assert up.returncode == 130

@@ -22,7 +22,7 @@ from skyctl.service.revive import listening
 from skyctl.store.paths import FleetPaths
 from skyctl.store.schema import SCHEMA_VERSION
 from skyctl.store.state import FleetState
-from tests.faults.stub_fleet import ROOT, StubFleet
+from tests.faults.stub_fleet import ROOT, StubFleet, until_said
 from tests.unit.push.checkpoints import tiny_tensors, write_checkpoint
 
 
@@ -70,15 +70,6 @@ def one_line_error(stderr: str) -> str:
     return line.removeprefix("error: ")
 
 
-def until(process: subprocess.Popen[str], words: str) -> None:
-    """Read a command's progress until it says `words`."""
-    assert process.stderr is not None
-    while line := process.stderr.readline():
-        if words in line:
-            return
-    raise AssertionError(f"it ended without saying {words!r}")
-
-
 # --- up: ports -----------------------------------------------------------------------------------
 
 
@@ -102,7 +93,7 @@ def test_a_taken_port_of_the_router_is_refused_and_its_holder_named(
 def test_a_killed_up_goes_on_and_the_next_joins_it(fleet: StubFleet) -> None:
     fleet.write(faults='{"startup_delay_s": 2}')
     first = fleet.start("up")
-    until(first, "starting")
+    until_said(first, "starting")
     first.kill()
     first.communicate()
     fleet.run("up")
@@ -116,7 +107,7 @@ def test_a_supervisor_killed_in_the_middle_of_an_up_leaves_one_process_per_serve
 ) -> None:
     fleet.write(faults='{"startup_delay_s": 2}')
     up = fleet.start("up")
-    until(up, "starting")
+    until_said(up, "starting")
     pid = fleet.json("status")["data"]["supervisor_pid"]
     os.kill(pid, signal.SIGKILL)
     _, stderr = up.communicate(timeout=60)
@@ -131,9 +122,9 @@ def test_a_supervisor_killed_in_the_middle_of_an_up_leaves_one_process_per_serve
 def test_a_second_ctrl_c_leaves_at_once_and_what_is_left_can_be_stopped(fleet: StubFleet) -> None:
     fleet.write(replicas=1, faults='{"startup_delay_s": 30}')
     up = fleet.start("up")
-    until(up, "starting")
+    until_said(up, "starting")
     up.send_signal(signal.SIGINT)
-    until(up, "Ctrl-C again")
+    until_said(up, "Ctrl-C again")
     up.send_signal(signal.SIGINT)
     _, stderr = up.communicate(timeout=30)
     assert up.returncode == 130 and "Traceback" not in stderr, stderr
@@ -365,7 +356,7 @@ def test_ctrl_c_in_a_drain_leaves_a_fleet_that_the_next_down_stops_at_once(
     fleet.run("up", "--no-router")
     asking = busy(fleet)
     down = fleet.start("down")
-    until(down, "draining for at most 30 s")
+    until_said(down, "draining for at most 30 s")
     while (fleet.json("status")["data"]["operation"] or {}).get("kind") != "down":
         pass
     down.send_signal(signal.SIGINT)
@@ -416,7 +407,7 @@ def test_a_killed_down_is_finished_by_the_supervisor(fleet: StubFleet) -> None:
     fleet.run("up")
     pid = fleet.json("status")["data"]["supervisor_pid"]
     down = fleet.start("down")
-    until(down, "stopping fleet")
+    until_said(down, "stopping fleet")
     gone = psutil.Process(pid)
     down.kill()
     down.communicate()
@@ -456,7 +447,7 @@ def test_ctrl_c_leaves_a_push_to_the_supervisor_and_a_second_push_is_told_of_it(
     write_checkpoint(fleet.directory / "next", tiny_tensors(2))
     fleet.run("up", "--no-router")
     push = fleet.start("sync-weights", "next")
-    until(push, "pause")
+    until_said(push, "pause")
     refused = fleet.json("sync-weights", "next", expect=1)["error"]
     assert refused["kind"] == "ConflictError" and "push-1" in refused["message"]
     push.send_signal(signal.SIGINT)

@@ -3,6 +3,7 @@ machine must do by Ray, too. `integration/test_machines.py` has the rest of that
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -11,10 +12,14 @@ from urllib.parse import urlsplit
 
 import psutil
 import pytest
+import torch
 
+from skyctl.api import Fleet
 from skyctl.checkpoints.tiny import make_tiny_checkpoint
 from tests.faults.remote_fleet import A, B, RemoteFleet, words
 from tests.faults.ssh_fleet import SshFleet
+from tests.unit.adapters.files import lora, make_adapter
+from tests.unit.push.checkpoints import tiny_tensors, write_checkpoint
 
 
 @pytest.fixture
@@ -80,6 +85,53 @@ def test_a_push_has_a_sender_on_each_machine(fleet: RemoteFleet) -> None:
     while (row := fleet.replicas()["stubs-1"])["restarts"] == 0 or not row["reported_version"]:
         assert time.monotonic() < deadline
     assert row["weight_version"] == pushed["version"] == row["reported_version"]
+
+
+async def push_from_memory(fleet: RemoteFleet) -> str:
+    """The checkpoint that it becomes."""
+    tensors = tiny_tensors(3)
+    names = {name: torch.zeros(shape) for name, (_, shape, _) in tensors.items()}
+    async with Fleet.load(fleet.directory / "fleet.yaml") as pushed_to:
+        return (await pushed_to.sync_weights(names, weight_version="from memory")).checkpoint
+
+
+def test_the_fleets_copies_are_where_all_machines_see_them(
+    fleet: RemoteFleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shared = fleet.directory / "shared"
+    shared.mkdir()
+    fleet.lay_out(more=f"lora: {{}}\nshared_dir: {shared}")
+    write_checkpoint(fleet.directory / "model")
+    fleet.run("up")
+    (place,) = shared.iterdir()
+    make_adapter(fleet.directory / "x", lora("base_model.model.model.layers.0.mlp.up_proj"))
+    fleet.run("adapters", "load", "x", "x")
+    (copy,) = place.glob("adapters/*/live")
+    assert (copy / "adapter_config.json").exists()
+    assert not copy.is_symlink(), "in memory, which other machines do not see"
+    write_checkpoint(fleet.directory / "b", tiny_tensors(9))
+    pushed = fleet.json("sync-weights", "b", "--keep")["data"]["job"]["result"]
+    assert Path(pushed["checkpoint"]).is_relative_to(place / "kept")
+    monkeypatch.setenv("SKYCTL_HOME", str(fleet.directory / "home"))
+    live = Path(asyncio.run(push_from_memory(fleet)))
+    assert live.is_relative_to(place / "weights") and not live.is_symlink()
+    fleet.servers(B)[0].kill()
+    fleet.run("wait", "--timeout", "30")
+    assert {row["weight_version"] for row in fleet.replicas().values()} == {"from memory"}
+    assert len(fleet.json("adapters")["data"]["adapters"][0]["servers"]) == 2
+
+    fleet.lay_out(more="")
+    refused = fleet.json("up", expect=1)["error"]
+    assert f"read its copies of weights in {place}" in refused["message"]
+    fleet.run("down")
+    assert [entry.name for entry in place.iterdir()] == ["kept"]
+    refused = fleet.json("up", expect=1)["error"]
+    assert f"the fleet keeps {pushed['version']} in {place}" in refused["message"]
+    fleet.run("down")
+    fleet.run("weights", "forget", pushed["version"])
+    fleet.run("up")
+    fleet.run("down")
+    assert list(shared.iterdir()) == []
 
 
 def test_servers_end_by_themselves_when_nobody_is_heard_of_any_more(fleet: RemoteFleet) -> None:

@@ -10,7 +10,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from tests.faults.stub_fleet import StubFleet
+from tests.faults.stub_fleet import StubFleet, until_said
 from tests.unit.push.checkpoints import tiny_tensors, write_checkpoint
 
 EXTRA = "args: {token-delay-s: 0.005}\nweight_transfer: {transport: disk}"
@@ -82,9 +82,7 @@ def test_a_fleet_that_does_not_start_fails_with_the_end_of_its_log(fleet: StubFl
 def test_ctrl_c_and_a_cancelled_job_take_the_fleet_down(fleet: StubFleet, sent: int) -> None:
     write(fleet, '{"/v1/completions": {"kind": "hang"}}')
     smoke = fleet.start("smoke")
-    assert smoke.stderr is not None
-    while "generate …" not in smoke.stderr.readline():
-        pass
+    until_said(smoke, "generate …")
     smoke.send_signal(sent)
     smoke.communicate(timeout=60)
     assert smoke.returncode == 130

@@ -45,7 +45,7 @@ Case = Callable[[random.Random, Path], None]
 
 
 class TooSlow(Exception):
-    """A case passed its deadline."""
+    """A case takes too much of a processor."""
 
 
 class OverRead(Exception):
@@ -56,22 +56,22 @@ def run_case(kind: str, seed: int, directory: Path, *, timeout_s: float = CASE_T
     """Run one case in an empty directory; whether the input was accepted.
 
     A SkyctlError is a refusal. Everything else that is raised is a fault of ours, as is a case that
-    takes longer than `timeout_s` seconds.
+    takes more than `timeout_s` seconds of a processor.
     """
 
     def too_slow(_: int, frame: FrameType | None) -> None:
         raise TooSlow(f"{kind} {seed}: in {frame}")
 
-    before = signal.signal(signal.SIGALRM, too_slow)
-    signal.setitimer(signal.ITIMER_REAL, timeout_s)
+    before = signal.signal(signal.SIGPROF, too_slow)
+    signal.setitimer(signal.ITIMER_PROF, timeout_s)
     try:
         CASES[kind](random.Random(f"{kind}/{seed}"), directory)
     except SkyctlError as error:
         assert error.message, "a refusal says why"
         return False
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, before)
     return True
 
 

@@ -15,8 +15,10 @@ import pytest
 
 from tests.faults.ray_fleet import RayCluster, RayFleet, has_ray, running_cluster
 from tests.faults.remote_fleet import A, B
-from tests.integration.fleet_cli import UP_TIMEOUT_S, FleetCli
+from tests.integration.fleet_cli import UP_TIMEOUT_S, FleetCli, greedy
 from tests.integration.reference import answered
+from tests.integration.test_adapters import PROMPTS, Reference
+from tests.integration.test_adapters import TOKENS as ADAPTER_TOKENS
 from tests.integration.test_real_fleet import LONG, PROMPT, Endpoints, frozen_generation, replicas
 from tests.integration.two_servers import write_two
 
@@ -37,6 +39,11 @@ def answer(checkpoints: dict[str, Path]) -> dict[str, list[int]]:
 
 
 @pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
+    return Reference(tmp_path_factory.mktemp("adapters"))
+
+
+@pytest.fixture(scope="module")
 def cluster() -> Iterator[RayCluster]:
     with running_cluster() as cluster:
         yield cluster
@@ -51,8 +58,16 @@ def fleet(
     root = tmp_path_factory.mktemp("machines")
     fleet = FleetCli(root, root / "home", dict(cluster.environ))
     ray = {"address": cluster.address, "python": sys.executable}
-    transfer = {"transport": "shm"}
-    write_two(fleet, checkpoints["a"], launcher="ray", ray=ray, weight_transfer=transfer)
+    (root / "shared").mkdir()
+    write_two(
+        fleet,
+        checkpoints["a"],
+        launcher="ray",
+        ray=ray,
+        weight_transfer={"transport": "shm"},
+        shared_dir=str(root / "shared"),
+        lora={"max_rank": 8},
+    )
     try:
         fleet.run("up", timeout_s=UP_TIMEOUT_S)
         yield fleet
@@ -86,6 +101,23 @@ def test_a_frozen_generation_goes_on_with_the_same_tokens(fleet: FleetCli) -> No
     assert stream.result() == undisturbed
 
 
+def test_an_adapter_is_read_on_every_node(fleet: FleetCli, reference: Reference) -> None:
+    fleet.run("adapters", "load", "x", str(reference.root / "x1"), "--any-base")
+    assert adapter_answers(fleet) == reference.tokens("a", "x1") != reference.tokens("a")
+    assert [path.name for path in fleet.directory.glob("shared/two-*/*")] == ["adapters"]
+
+
+def adapter_answers(fleet: FleetCli) -> list[list[int]]:
+    """By the router, which takes turns: both servers answer each prompt."""
+    endpoints = Endpoints(fleet)
+    first, second = (
+        [greedy(endpoints.router, "x", one, ADAPTER_TOKENS, key=endpoints.key) for one in PROMPTS]
+        for _ in range(2)
+    )
+    assert first == second
+    return first
+
+
 def test_a_push_brings_what_the_checkpoint_answers(
     fleet: FleetCli, checkpoints: dict[str, Path], answer: dict[str, list[int]]
 ) -> None:
@@ -99,7 +131,7 @@ def test_a_push_brings_what_the_checkpoint_answers(
 
 
 def test_a_server_of_a_lost_node_is_back_on_another_with_the_weights_of_the_fleet(
-    fleet: FleetCli, cluster: RayCluster, answer: dict[str, list[int]]
+    fleet: FleetCli, cluster: RayCluster, answer: dict[str, list[int]], reference: Reference
 ) -> None:
     endpoints, before = Endpoints(fleet), replicas(fleet)
     (name,) = [name for name, row in before.items() if row["node"] == B]
@@ -119,6 +151,7 @@ def test_a_server_of_a_lost_node_is_back_on_another_with_the_weights_of_the_flee
     assert row["weight_version"] == row["reported_version"] == version
     assert heard == {tuple(answer["b"])}
     assert Endpoints(fleet).one_answer() == answer["b"]
+    assert adapter_answers(fleet) == reference.tokens("b", "x1")
     assert fleet.data("weights", "verify")["agree"] is True
 
 
@@ -130,3 +163,4 @@ def test_down_leaves_no_process_and_no_reservation(fleet: FleetCli, cluster: Ray
     assert [one for one in trees if one.is_running() and one.status() != "zombie"] == []
     assert RayFleet(fleet.directory, cluster).everything() == []
     assert cluster.groups() == []
+    assert list(fleet.directory.glob("shared/*")) == []

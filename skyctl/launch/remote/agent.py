@@ -103,7 +103,7 @@ def facts(
             "ports": [free_port(address) for _ in range(ports)],
             "versions": _versions(modules),
             "missing": [name for name in modules if importlib.util.find_spec(name) is None],
-            "absent": [path for path in paths if not Path(path).exists()],
+            "absent": [path for path in paths if not os.access(path, os.R_OK)],
             "taken": {port: holder for port, holder in holders.items() if holder},
         }
     )

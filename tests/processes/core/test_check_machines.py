@@ -20,6 +20,7 @@ from skyctl.launch.base import Gpu, Machine, Node
 from skyctl.launch.remote.session import PROTOCOL
 from skyctl.push.request import PushRequest
 from skyctl.store.paths import FleetPaths
+from tests.unit.push.checkpoints import write_checkpoint
 
 HELLO = json.dumps({"agent": PROTOCOL, "skyctl": __version__})
 WELL = {"missing": [], "absent": [], "taken": {}, "gpus": [{"index": 0}, {"index": 1}]}
@@ -38,7 +39,9 @@ def plan(
         script = (
             f"echo '{answer}' >&2; exit 255"
             if isinstance(answer, str)
-            else f"echo '{HELLO}'; read asked; echo '{json.dumps({**WELL, **answer})}'; cat"
+            # $asked: the last path of the question
+            else f"echo '{HELLO}'; read asked; asked=${{asked%'\"]'*}}; asked=${{asked##*'\"'}}; "
+            f"echo '{json.dumps({**WELL, **answer})}' | sed \"s|[$]asked|$asked|\"; cat"
         )
         node = Node(name, "10.0.0.7", "/opt/python", ("sh", "-c", script, "ssh"), 60.0)
         gpus = tuple(Gpu(index, f"GPU-{index}", "H100", 0) for index in range(2))
@@ -100,15 +103,35 @@ def test_each_lack_names_its_machine(
     assert [found for found, _ in check_machines(plan(tmp_path, a={}, b=answer), ())] == [message]
 
 
+def test_a_shared_directory_that_a_machine_does_not_share_is_named(tmp_path: Path) -> None:
+    told = plan(tmp_path, a={}, b={})
+    assert list(check_machines(shared(told, str(tmp_path)), ())) == []
+    assert list(tmp_path.iterdir()) == [], "what is written to ask is removed"
+    blind = plan(tmp_path, a={}, b={"absent": ["$asked"]})
+    ((problem, _),) = check_machines(shared(blind, str(tmp_path)), ())
+    assert problem == f"b cannot read what is written to shared_dir {tmp_path} here"
+    ((problem, _),) = check_machines(shared(told, "/proc/no"), ())
+    assert problem == "shared_dir /proc/no cannot be written here: No such file or directory"
+
+
+def shared(planned: FleetPlan, directory: str) -> FleetPlan:
+    config = planned.config.model_copy(update={"shared_dir": directory})
+    return replace(planned, config=config)
+
+
 def test_a_push_of_what_a_machine_does_not_see_is_refused(tmp_path: Path) -> None:
     paths = FleetPaths(tmp_path / "state", "f")
     blind = plan(tmp_path, a={}, b={"absent": ["it"]})
     asked = PushRequest(str(tmp_path))
+    staged = write_checkpoint(paths.staging / "1" / "live")
     with pytest.raises(PreflightError, match=f"^b has no {tmp_path}$"):
         refuse_unseen(blind, asked, paths)
     with pytest.raises(PreflightError, match=f"^b has no {paths.directory}$") as caught:
         refuse_unseen(blind, replace(asked, keep=True), paths)
     assert "push without --keep" in caught.value.hint
+    with pytest.raises(PreflightError) as caught:
+        refuse_unseen(blind, PushRequest(str(staged)), paths)
+    assert caught.value.hint == "weights from memory need a `shared_dir` in the fleet file"
     refuse_unseen(plan(tmp_path, a={}, b={}), asked, paths)
     refuse_unseen(blind, PushRequest(str(tmp_path / "nothing")), paths)  # the push says so
 

@@ -35,7 +35,7 @@ def vllm_model(
     from vllm.utils.torch_utils import set_default_torch_dtype
 
     for name in json.loads((checkpoint / "config.json").read_text())["architectures"]:
-        # a class is inspected here; a name in a process, whose answer vLLM keeps in the user's cache
+        # a class is inspected here; a name in a process, whose answer goes to the user's cache
         ModelRegistry.register_model(name, ModelRegistry.models[name].load_model_cls())
     arguments = EngineArgs(
         model=str(checkpoint), max_model_len=64, enforce_eager=True, quantization=quantization
