@@ -599,11 +599,11 @@ class FleetConfig(_Section):
                 f"`auth: none` with `launcher: {self.launcher}`: whoever reaches the machines "
                 "could replace the weights; leave `auth` out"
             )
-        if self.weight_transfer.transport in ("gloo", "nccl"):
+        if self.weight_transfer.transport == "nccl":
             raise ValueError(
-                f"transport {self.weight_transfer.transport} works on one machine; with `launcher: "
-                f"{self.launcher}` each machine reads a path that all of them share: leave it out "
-                "(disk), or write shm (CPU) or ipc (GPUs), for a sender on each machine"
+                f"transport nccl works on one machine; with `launcher: {self.launcher}` each "
+                "machine reads a path that all of them share: leave it out (disk), or write shm "
+                "(CPU) or ipc (GPUs), for a sender on each machine"
             )
         return self
 

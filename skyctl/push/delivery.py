@@ -25,6 +25,7 @@ from skyctl.transfer.reader import Filled
 from skyctl.transfer.sender_client import Opened, SenderFailed
 from skyctl.transfer.sender_pool import Lease, SenderPool, enough_is_read
 from skyctl.transfer.transports.base import Session, Transport, rank_offsets
+from skyctl.transfer.transports.rendezvous import HOST
 
 OUTSTANDING = 3
 """Updates under way at once if their order is free: while a server loads one chunk, the call for
@@ -85,7 +86,11 @@ def group_of(sites: Sequence[Site]) -> str:
 
 
 class ChunkDelivery:
-    """Chunks read by a sender process and moved by a transport."""
+    """Chunks read by a sender process and moved by a transport.
+
+    The sender is on the machine of the first server. Where servers are on several, the transport is
+    a collective; others have a delivery for each machine (`push/machines_delivery.py`).
+    """
 
     frees_late = False
     copies = False
@@ -170,6 +175,7 @@ class ChunkDelivery:
         offsets, world_size = rank_offsets([site.world_size for site in sites])
         self._offsets = {site.name: offset for site, offset in zip(sites, offsets, strict=True)}
         self._numbers = {site.name: number for number, site in enumerate(sites)}
+        self._senders = self._senders.on(sites[0].server.node)
         opened = None
         while opened is None:
             lease = self._lease = await self._senders.take(
@@ -194,12 +200,14 @@ class ChunkDelivery:
 
     def _options(self, sites: Sequence[Site]) -> dict[str, Any]:
         """Options that the sender's carrier is opened with."""
+        node = sites[0].server.node
         return self._transport.sender_options(
             world_size=rank_offsets([site.world_size for site in sites])[1],
             server_gpus=[site.server.gpus for site in sites],
             sender_gpu=self._sender_gpu,
             rendezvous_timeout_s=self._fleet.rendezvous_timeout_s,
             update_timeout_s=self._fleet.update_timeout_s,
+            address=node.address if node is not None else HOST,
         )
 
     async def _opened_by(self, lease: Lease, sites: Sequence[Site]) -> Opened | None:

@@ -116,9 +116,9 @@ class Prepared:
             stage_rate=self.stage_rate,
         )
         nodes = {server.node for server in fleet.servers}
-        if nodes == {None}:
+        if nodes == {None} or self.transport.collective:
             return deliver(senders=senders)
-        return MachinesDelivery({node: deliver(senders=senders.on(node)) for node in nodes})
+        return MachinesDelivery({node: deliver(senders=senders) for node in nodes})
 
     @cached_property
     def rows(self) -> tuple[KnownRows, ...]:

@@ -37,9 +37,9 @@ class RemoteFleet(StubFleet):
         """The processes here that are connected to a machine, those of short questions too."""
         raise NotImplementedError
 
-    def write_remote(self, replicas: int, extra: str) -> None:
+    def write_remote(self, replicas: int, extra: str, faults: str = "{}") -> None:
         """`write`, for machines that find everything by its whole path."""
-        self.write(replicas, extra=extra)
+        self.write(replicas, faults, extra)
         text = (self.directory / "fleet.yaml").read_text()
         text = text.replace("model: ./model", f"model: {self.directory}/model")
         text = text.replace("{backoff_s: 0.05}", "{backoff_s: 0.05, backoff_max_s: 2}")

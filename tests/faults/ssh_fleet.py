@@ -74,6 +74,7 @@ class SshFleet(RemoteFleet):
         within: Mapping[str, Sequence[str]] | None = None,
         command: Sequence[str] = (),
         more: str = "",
+        faults: str = "{}",
     ) -> None:
         """Write the fleet file, the interpreter of the machines and the ssh that reaches them.
         `within` has, by address, what comes before a command there."""
@@ -90,7 +91,7 @@ class SshFleet(RemoteFleet):
             ssh=json.dumps(list(command) or [str(ssh)]),
             grace_s=grace_s,
         )
-        self.write_remote(replicas, extra + more)
+        self.write_remote(replicas, extra + more, faults)
 
     def cut(self, address: str, why: str = "ssh: connect to host: No route to host") -> None:
         """No connection to a machine from now on; those that are end."""

@@ -283,6 +283,31 @@ async def test_a_rendezvous_that_never_completes_ends_at_its_deadline_and_all_ar
     assert senders() == []
 
 
+async def test_a_server_that_dies_in_a_broadcast_ends_it_for_all_and_the_others_get_another(
+    stubs: Stubs,
+) -> None:
+    """What is left of it in its group is what the kernel leaves of a process."""
+    pytest.importorskip("torch")
+    for server in stubs.servers:
+        server.group.joins = True
+    stubs.fleet = replace(stubs.fleet, update_timeout_s=5.0, rendezvous_timeout_s=20.0)
+    observer = Recorder()
+
+    def die(done: int) -> None:
+        if done and "*" not in stubs.servers[BAD].asgi.faults:
+            stubs.servers[BAD].asgi.faults["*"] = Fault("reset")
+            stubs.servers[BAD].group.leave()
+
+    observer.on_progress = die
+    rows = await run(stubs, observer, transport="gloo", chunk_size=300)
+    check_invariants(stubs, rows)
+    assert [row["ok"] for row in rows.values()] == [True, False, True]
+    assert [engine.digest for engine in stubs.engines if not engine.paused] == [NEW, NEW]
+    offsets = [info["endpoint"]["rank_offset"] for info in stubs.engines[2].init_infos]
+    assert offsets == [3, 2]  # the second group is of two servers
+    assert senders() == []
+
+
 # --- the checkpoint -----------------------------------------------------------------------------
 
 

@@ -1,12 +1,15 @@
 """Machines with networks of their own, where no address of one is another's: what loopback hides.
 
-Each is a network namespace, and so is the one that commands run in; veth pairs join them.
+Each is a network namespace, and so is the one that commands run in; a veth pair joins any two.
 """
 
 from __future__ import annotations
 
+import json
 import subprocess
+import time
 from collections.abc import Iterator
+from itertools import combinations
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -16,7 +19,7 @@ import pytest
 from skyctl.checkpoints.tiny import make_tiny_checkpoint
 from tests.faults.ssh_fleet import SshFleet
 
-HERE, *MACHINES = ("10.77.0.1", "10.77.1.2", "10.77.2.2")
+HERE, *MACHINES = ("10.77.0.1", "10.77.1.1", "10.77.2.1", "10.77.3.1")
 
 
 def holder() -> subprocess.Popen[bytes]:
@@ -37,31 +40,35 @@ def within(process: subprocess.Popen[bytes]) -> list[str]:
     return ["nsenter", "--net", f"--target={process.pid}"]
 
 
+def link(address: str) -> str:
+    """Name of the interface by which a machine is reached."""
+    return "to" + address.replace(".", "")
+
+
+def configure(inside: list[str], line: str) -> None:
+    argv = [*inside, "ip", *line.split()]
+    if subprocess.run(argv, stderr=subprocess.DEVNULL).returncode:
+        pytest.skip(f"this machine does not allow: ip {line}")
+
+
 @pytest.fixture
 def networks() -> Iterator[dict[str, list[str]]]:
     """By address, what comes before a command that runs there."""
-    holders: list[subprocess.Popen[bytes]] = []
+    holders: dict[str, subprocess.Popen[bytes]] = {}
     try:
         for address in (HERE, *MACHINES):
-            holders.append(holder())
-            if address == HERE:
-                continue
-            here, there = within(holders[0]), within(holders[-1])
-            link, gateway = f"to{len(holders)}", address.rpartition(".")[0] + ".1"
-            for line in (
-                [*here, *f"ip link add {link} type veth peer name eth0".split()],
-                [*here, *f"ip link set eth0 netns {holders[-1].pid}".split()],
-                [*here, *f"ip address add {gateway}/24 dev {link}".split()],
-                [*here, *f"ip link set {link} up".split()],
-                [*there, *f"ip address add {address}/24 dev eth0".split()],
-                [*there, *["ip", "link", "set", "eth0", "up"]],
-            ):
-                if subprocess.run(line, stderr=subprocess.DEVNULL).returncode:
-                    pytest.skip(f"this machine does not allow: {' '.join(line[3:])}")
-        names = zip((HERE, *MACHINES), holders, strict=True)
-        yield {address: within(process) for address, process in names}
+            holders[address] = holder()
+            configure(within(holders[address]), f"address add {address}/32 dev lo")
+        for one, other in combinations(holders, 2):
+            ends = (link(other), link(one))
+            peer = f"peer name {ends[1]} netns {holders[other].pid}"
+            configure(within(holders[one]), f"link add {ends[0]} type veth {peer}")
+            for own, end, there in ((one, ends[0], other), (other, ends[1], one)):
+                configure(within(holders[own]), f"link set {end} up")
+                configure(within(holders[own]), f"route add {there} dev {end} src {own}")
+        yield {address: within(process) for address, process in holders.items()}
     finally:
-        for process in holders:
+        for process in holders.values():
             process.kill()
             process.communicate()
 
@@ -73,7 +80,7 @@ def test_a_fleet_over_machines_that_share_no_address(
     fleet.addresses = tuple(MACHINES)
     hosts = [f"me@{address}" for address in MACHINES]
     transfer = "weight_transfer: {transport: shm}"
-    fleet.lay_out(3, hosts=hosts, within=networks, more=transfer)
+    fleet.lay_out(3, hosts=hosts, within=networks, more=transfer, faults='{"joins": true}')
     try:
         fleet.run("up")
         rows = fleet.until({f"stubs-{number}": "ready" for number in range(3)})
@@ -86,7 +93,7 @@ def test_a_fleet_over_machines_that_share_no_address(
             assert beside != Path(f"/proc/{psutil.Process().pid}/ns/net").readlink()
         assert all(row["routed"] for row in rows.values())
         checkpoint = make_tiny_checkpoint(tmp_path / "tiny", seed=1)
-        for transport in ("shm", "disk"):
+        for transport in ("gloo", "shm", "disk"):
             asked = ("sync-weights", str(checkpoint), "--transport", transport)
             pushed = fleet.json(*asked)["data"]["job"]["result"]
             assert (pushed["transport"], len(pushed["servers"])) == (transport, 3)
@@ -97,3 +104,45 @@ def test_a_fleet_over_machines_that_share_no_address(
         assert fleet.everything() == []
     finally:
         fleet.end()
+
+
+def test_a_broadcast_whose_sender_died_with_its_machine_goes_on_from_another(
+    networks: dict[str, list[str]], tmp_path: Path
+) -> None:
+    fleet = SshFleet(tmp_path, within=tuple(networks[HERE]))
+    fleet.addresses = tuple(MACHINES)
+    dead, *others = MACHINES
+    fleet.lay_out(
+        3,
+        hosts=[f"me@{address}" for address in MACHINES],
+        within=networks,
+        more="weight_transfer: {transport: gloo, update_timeout_s: 5}\ncontrol_timeout_s: 4",
+        faults='{"joins": true, "/update_weights": {"kind": "delay", "seconds": 0.3}}',
+    )
+    try:
+        fleet.run("up")
+        rows = fleet.until({f"stubs-{number}": "ready" for number in range(3)})
+        by_address = {row["node"].removeprefix("me@"): name for name, row in rows.items()}
+        assert by_address[dead] == "stubs-0"
+        checkpoint = make_tiny_checkpoint(tmp_path / "tiny", seed=1)
+        pushing = fleet.start("sync-weights", str(checkpoint), "--chunk-size", "100KB", "--json")
+        until_loading(tmp_path)
+        for own in (HERE, *others):
+            configure(networks[own], f"link set {link(dead)} down")
+        fleet.cut(dead)
+        answered = pushing.communicate(timeout=120)[0]
+        after = fleet.replicas()
+        (version,) = {after[by_address[address]]["reported_version"] for address in others}
+        assert pushing.returncode == 1, answered
+        assert version.startswith("tiny@")
+        assert "stubs-0 quarantined" in json.loads(answered)["error"]["message"]
+    finally:
+        fleet.end()
+
+
+def until_loading(directory: Path, timeout_s: float = 60) -> None:
+    """Wait until a server has loaded its first chunk, as the servers' logs say."""
+    deadline = time.monotonic() + timeout_s
+    while not any("/update_weights" in log.read_text() for log in directory.rglob("*.log")):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)

@@ -121,7 +121,8 @@ def adapter_answers(fleet: FleetCli) -> list[list[int]]:
 def test_a_push_brings_what_the_checkpoint_answers(
     fleet: FleetCli, checkpoints: dict[str, Path], answer: dict[str, list[int]]
 ) -> None:
-    for name, transport in (("b", "shm"), ("a", "disk"), ("b", "auto")):
+    pushes = (("b", "shm"), ("a", "disk"), ("b", "gloo"), ("a", "gloo"), ("b", "auto"))
+    for name, transport in pushes:
         asked = ("sync-weights", str(checkpoints[name]), "--transport", transport)
         result = fleet.data(*asked)["job"]["result"]
         assert result["transport"] == transport.replace("auto", "shm")

@@ -14,6 +14,7 @@ from starlette.routing import Route
 from tests.stub.adapters import AdapterRefused, Loaded, StubAdapters
 from tests.stub.faults import Fault, FaultLayer
 from tests.stub.generation import Token, TokenGate, generate, prompt_ids
+from tests.stub.group import StubGroup
 from tests.stub.rows import answers
 from tests.stub.state import EngineRefused, StubEngine
 
@@ -33,6 +34,7 @@ class StubServer:
         token_delay_s: float = 0.0,
     ) -> None:
         self.engine = engine or StubEngine()
+        self.group = StubGroup(self.engine)
         self.adapters = StubAdapters(served_model)
         self.gate = TokenGate()
         self.served_model = served_model
@@ -222,7 +224,7 @@ class StubServer:
         raise EngineRefused(f"Worker failed with error '{_missing(method)}'")
 
     async def _init_transfer(self, request: Request) -> Response:
-        self.engine.init_transfer((await self._body(request))["init_info"])
+        await self.group.init((await self._body(request))["init_info"])
         return JSONResponse({"message": "Weight transfer initialized"})
 
     async def _start_update(self, _: Request) -> Response:
@@ -230,7 +232,7 @@ class StubServer:
         return JSONResponse({"message": "Weight update started"})
 
     async def _update_weights(self, request: Request) -> Response:
-        self.engine.update((await self._body(request))["update_info"])
+        await self.group.update((await self._body(request))["update_info"])
         return JSONResponse({"message": "Weights updated"})
 
     async def _finish_update(self, request: Request) -> Response:

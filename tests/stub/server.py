@@ -2,7 +2,8 @@
 
 Takes vLLM's own flags and ignores those it has no use for. `--faults` (or $STUB_FAULTS) is the
 routes' faults (see faults.py) plus, for the start itself, `startup_delay_s` and `exit_at_start`
-(an exit code). Ready when it answers; stops on TERM.
+(an exit code); with `joins` it takes its place in a sender's gloo group. Ready when it answers;
+stops on TERM.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ def main(arguments: Sequence[str]) -> int:
     options, _ignored = parser.parse_known_args(arguments)
     faults = json.loads(options.faults)
     time.sleep(faults.pop("startup_delay_s", 0))
+    joins = faults.pop("joins", False)
     code = faults.pop("exit_at_start", None)
     if code is not None:
         print("stub: told to exit at start", file=sys.stderr)
@@ -58,6 +60,7 @@ def main(arguments: Sequence[str]) -> int:
         api_key=os.environ.get("VLLM_API_KEY") or None,
         token_delay_s=options.token_delay_s,
     )
+    stub.group.joins = joins
     stub.adapters.enabled = (
         options.enable_lora and os.environ.get("VLLM_ALLOW_RUNTIME_LORA_UPDATING") == "1"
     )

@@ -69,9 +69,11 @@ class Transport(Protocol):
         sender_gpu: int,
         rendezvous_timeout_s: float,
         update_timeout_s: float,
+        address: str,
     ) -> dict[str, Any]:
         """What the carrier is opened with. `server_gpus` are each server's physical GPUs;
-        `sender_gpu` is one that no server uses, -1 when there is none."""
+        `sender_gpu` is one that no server uses, -1 when there is none. `address` is that of the
+        sender's machine, by which all servers reach it."""
         return {}
 
     def init_info(self, session: Session, *, rank_offset: int, dialect: Dialect) -> dict[str, Any]:

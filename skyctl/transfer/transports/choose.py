@@ -38,6 +38,8 @@ class Choice:
 
 BESIDE = ("shm", "ipc")
 """Transports whose sender must be on the servers' machine, and can be on each of several."""
+ACROSS = ("gloo",)
+"""Those of which one sender reaches servers on several, if it knows its own machine's address."""
 
 
 def choose(
@@ -64,12 +66,13 @@ def choose(
         return choice
     if choice.name not in BACKENDS:
         raise PreflightError(f"there is no transport {choice.name!r}")
-    if not (nodes and choice.name in BESIDE):
+    if not (nodes and choice.name in (*BESIDE, *ACROSS)):
         _check_local(choice.name, servers)
     _check_backends(choice.name, servers)
-    if nodes:
-        return Choice(choice.name, f"{choice.reason}; a sender on each machine: {nodes}")
-    return choice
+    if not nodes:
+        return choice
+    which = "a sender on each machine" if choice.name in BESIDE else "one sender for all machines"
+    return Choice(choice.name, f"{choice.reason}; {which}: {nodes}")
 
 
 def _automatic(servers: Sequence[Reachable]) -> Choice:
@@ -108,6 +111,12 @@ def _check_backends(transport: str, servers: Sequence[Reachable]) -> None:
 def _check_local(transport: str, servers: Sequence[Reachable]) -> None:
     for server in servers:
         if not _is_loopback(server.url):
+            if transport in ACROSS:
+                raise PreflightError(
+                    f"transport {transport} needs the address of the sender's machine, which only "
+                    f"a launcher (ssh, ray) knows; {server.name} is at {server.url}",
+                    hint="push with --transport disk from a shared file system",
+                )
             raise PreflightError(
                 f"transport {transport} works on one machine; {server.name} is at {server.url}",
                 hint="run skyctl there, or push with --transport disk from a shared file system",

@@ -1,16 +1,17 @@
-"""Broadcast over loopback TCP with torch's gloo: the twin of NCCL.
+"""Broadcast over TCP with torch's gloo: the twin of NCCL.
 
-The sender is rank 0; each server's workers take consecutive ranks. The group is the push's own:
-torch's global process group is not used on either side.
+The sender is rank 0; each server's workers take consecutive ranks. The group is the push's own, and
+so is its secret, which servers are told in their init call.
 """
 
 from __future__ import annotations
 
+import secrets
 from datetime import timedelta
 from typing import Any
 
+from skyctl.engines.vllm.inside.group_store import SECRET_BYTES, GroupStore
 from skyctl.transfer.transports.base import CpuCarrier, Transport
-from skyctl.transfer.transports.rendezvous import HOST, Rendezvous
 
 
 class GlooTransport(Transport):
@@ -25,9 +26,11 @@ class GlooTransport(Transport):
         world_size: int,
         rendezvous_timeout_s: float,
         update_timeout_s: float,
+        address: str,
         **_: Any,
     ) -> dict[str, Any]:
         return {
+            "address": address,
             "world_size": world_size,
             "rendezvous_timeout_s": rendezvous_timeout_s,
             "update_timeout_s": update_timeout_s,
@@ -39,29 +42,23 @@ TRANSPORT = GlooTransport()
 
 def open_carrier(session: str, options: dict[str, Any]) -> GlooCarrier:
     """The sender's half. Imports torch."""
-    return GlooCarrier(session, options)
+    return GlooCarrier(options)
 
 
 class GlooCarrier(CpuCarrier):
     """Rank 0 of the group, and the store where ranks find each other."""
 
-    def __init__(self, session: str, options: dict[str, Any]) -> None:
-        import torch.distributed as dist
-
-        self._session = session
+    def __init__(self, options: dict[str, Any]) -> None:
+        self._address = str(options["address"])
         self._world_size = int(options["world_size"])
         self._rendezvous_s = float(options["rendezvous_timeout_s"])
         self._update_s = float(options["update_timeout_s"])
-        # given a listening socket, the store stays on loopback; left alone it binds every address
-        self._rendezvous = Rendezvous(self._world_size)
-        self._store = dist.TCPStore(
-            HOST,
-            self._rendezvous.port,
-            self._world_size,
-            is_master=True,
-            wait_for_workers=False,
-            timeout=timedelta(seconds=self._rendezvous_s),
-            master_listen_fd=self._rendezvous.socket.detach(),
+        self._secret = secrets.token_bytes(SECRET_BYTES)
+        self._store = GroupStore(
+            self._address,
+            self._secret,
+            ranks=self._world_size - 1,
+            timeout_s=self._rendezvous_s,
         )
         self._group: Any = None
         self._slots: list[Any] = []
@@ -74,23 +71,28 @@ class GlooCarrier(CpuCarrier):
 
     def endpoint(self) -> dict[str, Any]:
         return {
-            "host": HOST,
-            "port": self._rendezvous.port,
+            "host": self._address,
+            "port": self._store.port,
+            "secret": self._secret.hex(),
             "world_size": self._world_size,
             "rendezvous_timeout_s": self._rendezvous_s,
             "update_timeout_s": self._update_s,
         }
 
     def join(self) -> None:
-        import torch.distributed as dist
+        from skyctl.engines.vllm.inside.gloo_group import form_group
 
-        options = dist.ProcessGroupGloo._Options()
-        options._timeout = timedelta(seconds=self._rendezvous_s)
-        options._devices = [dist.ProcessGroupGloo.create_device(hostname=HOST)]
-        self._group = dist.ProcessGroupGloo(
-            dist.PrefixStore(self._session, self._store), 0, self._world_size, options
-        )
-        self._rendezvous.close(self._store)
+        try:
+            self._group = form_group(
+                self._store,
+                self._secret,
+                address=self._address,
+                rank=0,
+                world_size=self._world_size,
+                timeout_s=self._rendezvous_s,
+            )
+        finally:
+            self._store.close()
 
     def send(self, slot: int, size: int) -> None:
         self._group.broadcast(self._slots[slot][:size], 0).wait(timedelta(seconds=self._update_s))
@@ -99,4 +101,5 @@ class GlooCarrier(CpuCarrier):
         group, self._group = self._group, None
         if group is not None:
             group.shutdown()
+        self._store.close()
         self._slots.clear()

@@ -1,4 +1,4 @@
-"""The store where the ranks of a group find each other: on loopback, and closed once they have.
+"""The store where ranks over NCCL find each other: on loopback, and closed once they have.
 
 torch's TCPStore serves whoever connects, and vLLM unpickles what it holds. So nobody may connect
 to it any more when every rank has: the connections of the ranks live on.

@@ -82,6 +82,7 @@ async def gloo_sender(directory: Path, plan_size: int) -> tuple[SenderProcess, C
         sender_gpu=-1,
         rendezvous_timeout_s=60.0,
         update_timeout_s=60.0,
+        address="127.0.0.1",
     )
     sender = await start_sender(
         transport="gloo",

@@ -19,6 +19,7 @@ from skyctl.transfer.plan import plan_chunks
 from skyctl.transfer.reader import CheckpointChanged, Filled, ShardFiles
 from skyctl.transfer.sender_client import SenderFailed, SenderProcess
 from skyctl.transfer.sender_pool import SenderPool
+from skyctl.transfer.transports.gloo import GlooTransport
 from tests.unit.push.checkpoints import write_checkpoint
 from tests.unit.push.deliveries import Ipc, ReadySender, site
 
@@ -82,7 +83,7 @@ def delivery(tmp_path: Path, sites: list[Site]) -> MachinesDelivery:
     fleet = PushFleet("wide", tuple(one.server for one in sites))
     plan, pool = plan_chunks(read.tensors, 1024), SenderPool()
     return MachinesDelivery(
-        {node: ChunkDelivery(Ipc(), read, plan, fleet, senders=pool.on(node)) for node in NODES}
+        {node: ChunkDelivery(Ipc(), read, plan, fleet, senders=pool) for node in NODES}
     )
 
 
@@ -152,6 +153,23 @@ async def test_what_fails_on_one_machine_waits_for_no_other(
     async with asyncio.timeout(30):
         with pytest.raises(SenderFailed, match="me@b"):
             await carry(delivery, sites, lambda _: None)
+
+
+async def test_one_sender_of_a_group_is_beside_the_first_of_its_servers(
+    senders: dict[Node, Sender], sites: list[Site], tmp_path: Path
+) -> None:
+    """A second attempt goes without the machine that has died, sender and all."""
+    read = read_checkpoint(str(write_checkpoint(tmp_path / "c")))
+    fleet = PushFleet("wide", tuple(one.server for one in sites))
+    for those, beside, other in ((sites, A, B), (sites[1:2], B, A)):
+        plan = plan_chunks(read.tensors, 1024)
+        delivery = ChunkDelivery(GlooTransport(), read, plan, fleet, senders=SenderPool())
+        senders[other].carriers.clear()
+        await delivery.open(those)
+        assert senders[beside].carriers[-1]["address"] == beside.address
+        assert senders[beside].carriers[-1]["world_size"] == 1 + len(those)
+        assert not senders[other].carriers
+        await delivery.close()
 
 
 def test_a_file_has_other_numbers_on_another_machine(tmp_path: Path) -> None:

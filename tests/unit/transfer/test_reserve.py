@@ -27,6 +27,9 @@ class Senders:
     def __init__(self) -> None:
         self.lease = Lease(ReadySender(), "", "s")  # type: ignore[arg-type]
 
+    def on(self, _: object) -> Senders:
+        return self
+
     async def take(self, *_: Any, **__: Any) -> Lease:
         return self.lease
 

@@ -44,10 +44,10 @@ class ReceiverInit:
 
     Attributes:
         transport: mechanism, the name of a module in `inside/receivers`.
-        session: hexadecimal name of this push; shared memory and the group carry it.
+        session: hexadecimal name of this push; shared memory carries it.
         tensors: names of every tensor that will be sent.
         slot_bytes: size of the sender's buffers.
-        endpoint: what the mechanism needs (see its receiver).
+        endpoint: what the mechanism needs (see its receiver); it may hold a secret.
         partial: layers that are sent nothing stay as they are.
     """
 
@@ -55,7 +55,7 @@ class ReceiverInit:
     session: str
     tensors: list[str]
     slot_bytes: int
-    endpoint: dict[str, Any] = field(default_factory=dict)
+    endpoint: dict[str, Any] = field(default_factory=dict, repr=False)
     partial: bool = False
 
     def __post_init__(self) -> None:

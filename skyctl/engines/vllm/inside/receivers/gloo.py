@@ -1,24 +1,22 @@
-"""Receive by broadcast from the sender over TCP: the CPU twin of NCCL.
-
-A process group of its own, next to whatever groups vLLM has: torch's global group is not touched.
-"""
+"""Receive by broadcast from the sender over TCP: the CPU twin of NCCL."""
 
 from __future__ import annotations
 
 import math
-import socket
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
+from skyctl.engines.vllm.inside.gloo_group import form_group
+from skyctl.engines.vllm.inside.group_store import GroupStoreClient
 from skyctl.engines.vllm.inside.wire import ChunkUpdate, ReceiverInit
 
 
 def open_receiver(init: ReceiverInit, rank: int) -> GlooReceiver:
     """Join the sender's group; returns when every rank has.
 
-    Endpoint: {"host", "port", "rank_offset", "world_size", "rendezvous_timeout_s",
+    Endpoint: {"host", "port", "secret", "rank_offset", "world_size", "rendezvous_timeout_s",
     "update_timeout_s"}. The sender is rank 0; this server's workers take ranks from `rank_offset`.
     """
     return GlooReceiver(init, int(init.endpoint["rank_offset"]) + rank)
@@ -29,23 +27,21 @@ class GlooReceiver:
 
     def __init__(self, init: ReceiverInit, rank: int) -> None:
         endpoint = init.endpoint
-        address = (endpoint["host"], int(endpoint["port"]))
-        # it listens before servers are told of it: nobody there means that the sender has died,
-        # and a TCPStore would go on trying to its deadline
-        socket.create_connection(address, float(endpoint["rendezvous_timeout_s"])).close()
-        store = dist.TCPStore(
-            *address,
-            int(endpoint["world_size"]),
-            is_master=False,
-            wait_for_workers=False,
-            timeout=timedelta(seconds=float(endpoint["rendezvous_timeout_s"])),
+        secret, timeout_s = bytes.fromhex(endpoint["secret"]), endpoint["rendezvous_timeout_s"]
+        store = GroupStoreClient(
+            endpoint["host"], int(endpoint["port"]), secret, timeout_s=float(timeout_s)
         )
-        options = dist.ProcessGroupGloo._Options()
-        options._timeout = timedelta(seconds=float(endpoint["rendezvous_timeout_s"]))
-        options._devices = [dist.ProcessGroupGloo.create_device(hostname=endpoint["host"])]
-        self._group: dist.ProcessGroupGloo | None = dist.ProcessGroupGloo(
-            dist.PrefixStore(init.session, store), rank, int(endpoint["world_size"]), options
-        )
+        try:
+            self._group: dist.ProcessGroupGloo | None = form_group(
+                store,
+                secret,
+                address=store.address,
+                rank=rank,
+                world_size=int(endpoint["world_size"]),
+                timeout_s=float(timeout_s),
+            )
+        finally:
+            store.close()
         self._timeout = timedelta(seconds=float(endpoint["update_timeout_s"]))
         self._group.set_timeout(self._timeout)
         self._slot_bytes = init.slot_bytes
