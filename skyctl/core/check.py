@@ -17,7 +17,7 @@ from pathlib import Path
 from skyctl.checkpoints.mistaken import mistaken_for
 from skyctl.core import tinker
 from skyctl.core.check_machines import check_machines
-from skyctl.core.plan import FleetPlan, interpreter
+from skyctl.core.plan import FleetPlan, ServerSpec, interpreter
 from skyctl.engines import ENGINES
 from skyctl.errors import SkyctlError
 from skyctl.fleetfile.arguments import flag_name, server_arguments
@@ -196,7 +196,7 @@ def _check_gpus(plan: FleetPlan, discover: Callable[[], Sequence[Gpu]]) -> Itera
     if any(server.node for server in plan.servers):  # `check_machines` knows which there are
         for server in plan.servers:
             if server.node is None or server.node.chosen:
-                yield from _check_gpu_count(server.name, server.gpus, server.world_size)
+                yield from _check_gpu_counts(server)
         return
     existing = {gpu.index for gpu in discover()}
     if not existing:
@@ -226,6 +226,14 @@ def _check_gpus(plan: FleetPlan, discover: Callable[[], Sequence[Gpu]]) -> Itera
                     f"GPU {index} is given to {' and '.join(names)}",
                     "give each its own, or set `share_gpus: true`",
                 )
+
+
+def _check_gpu_counts(server: ServerSpec) -> Iterator[Problem]:
+    """Of each machine that it runs on."""
+    each = server.world_size // (1 + len(server.followers))
+    yield from _check_gpu_count(server.name, server.gpus, each)
+    for one in server.followers:
+        yield from _check_gpu_count(f"{server.name} on {one.node.target}", one.gpus, each)
 
 
 def _check_gpu_count(name: str, gpus: Sequence[int], world_size: int) -> Iterator[Problem]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,8 @@ def check_machines(plan: FleetPlan, own_ports: Collection[int]) -> Iterator[tupl
     paths = [plan.model_path] if Path(plan.model_path).is_absolute() else []
     questions = []
     for here in servers.values():
-        ports = [server.port for server in here if server.port and server.port not in own_ports]
+        used = [port for server in here for port in (server.port, server.master_port)]
+        ports = [port for port in used if port and port not in own_ports]
         questions.append({"ports": 0, "modules": list(modules), "paths": paths, "listening": ports})
     versions: dict[str, dict[str, str]] = {}
     for node, answer in by_machine(list(servers), answers(list(servers), questions)):
@@ -102,8 +104,12 @@ def refuse_unseen(plan: FleetPlan, asked: PushRequest, paths: FleetPaths) -> Non
 
 
 def _by_node(plan: FleetPlan) -> dict[Node, list[ServerSpec]]:
+    """The servers of each machine; a follower as the server that it is a part of, with its GPUs."""
     servers: dict[Node, list[ServerSpec]] = {}
     for server in plan.servers:
         if server.node is not None:
             servers.setdefault(server.node, []).append(server)
+        for one in server.followers:
+            part = replace(server, node=one.node, gpus=one.gpus, port=0, master_port=0)
+            servers.setdefault(one.node, []).append(part)
     return servers

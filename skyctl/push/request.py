@@ -115,7 +115,7 @@ class PushServer:
     `launched_with` names the content it was started with (`push/expected.py`), "" when that is not
     certain, or something was pushed since; `arguments` names those it was started with, "" where
     they are not known. `node` is the machine that a launcher has put it on, None for this one and
-    for servers that something else started."""
+    for servers that something else started; `machines` is how many it runs on."""
 
     target: ServerTarget
     backend: str = ""
@@ -133,6 +133,7 @@ class PushServer:
     launched_with: str = ""
     arguments: str = ""
     node: Node | None = None
+    machines: int = 1
 
     @property
     def name(self) -> str:

@@ -383,7 +383,10 @@ class Replica(KeptRunning):
                 self._note_failures(failures)
                 continue
             failures.succeeded()
-            if self.lost and await self.settle():
+            # its leader answers probes long after another part is gone, but no request
+            if self.spec.followers and (cut := process.connection_lost()):
+                self.lost = cut
+            elif self.lost and await self.settle():
                 self.lost = ""
             self._note_failures(failures)
             self.observe(paused=paused)

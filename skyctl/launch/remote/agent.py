@@ -32,6 +32,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
+from ipaddress import ip_address, ip_network
 from pathlib import Path
 from typing import Any
 
@@ -86,9 +87,9 @@ def facts(
     paths: Sequence[str] = (),
     listening: Sequence[int] = (),
 ) -> None:
-    """GPUs, CPUs, the address that ssh came by (or the node's) and free ports there; what of the
-    wanted modules and paths is missing, the versions of the others, and who holds the ports that
-    are asked for."""
+    """GPUs, CPUs, the address that ssh came by (or the node's), its interface and free ports there;
+    what of the wanted modules and paths is missing, the versions of the others, and who holds the
+    ports that are asked for."""
     address = os.environ.get("SKYCTL_NODE_ADDRESS", "")
     connection = os.environ.get("SSH_CONNECTION", "").split()
     if not address and len(connection) != 4:
@@ -98,6 +99,7 @@ def facts(
     _say(
         {
             "address": address,
+            "interface": _interface(address),
             "gpus": [asdict(gpu) for gpu in visible_gpus(discover_gpus(), os.environ)],
             "cpus": [asdict(cpu) for cpu in discover_cpus()],
             "ports": [free_port(address) for _ in range(ports)],
@@ -107,6 +109,16 @@ def facts(
             "taken": {port: holder for port, holder in holders.items() if holder},
         }
     )
+
+
+def _interface(address: str) -> str:
+    """The network interface that an address is of, "" where that cannot be told."""
+    for name, addresses in psutil.net_if_addrs().items():
+        for one in addresses:
+            with contextlib.suppress(ValueError):  # another kind of address
+                if ip_address(address) in ip_network(f"{one.address}/{one.netmask}", strict=False):
+                    return name
+    return ""
 
 
 def _versions(modules: Sequence[str]) -> dict[str, str]:

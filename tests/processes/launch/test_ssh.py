@@ -112,11 +112,12 @@ async def test_what_an_agent_could_not_do_is_its_machines_sentence() -> None:
 
 def test_what_machines_have_is_kept_for_a_fleet_that_runs(tmp_path: Path) -> None:
     known = tmp_path / "machines.json"
-    well = node(f"echo '{HELLO}'; echo '{json.dumps(FACTS)}'; cat")
+    well = node(f"echo '{HELLO}'; echo '{json.dumps({**FACTS, 'interface': 'eth1'})}'; cat")
     gone = node("echo 'no route' >&2; exit 255")
     (machine,) = look([well], ports=1, known=known, running=False)
     assert machine.node is not None and machine.node.address == "10.0.0.7"
     assert [machine.next_port(), machine.next_port()] == [20001, 0]
+    assert machine.interface == "eth1"
     (machine,) = look([gone], ports=1, known=known, running=True)
     assert machine.node is not None and machine.node.address == "10.0.0.7"
     with pytest.raises(HostUnreachable, match="me@far cannot be asked over ssh: no route"):
