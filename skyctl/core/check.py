@@ -28,6 +28,7 @@ from skyctl.launch.base import Gpu, Host
 from skyctl.launch.local.devices import discover_gpus, visible_gpus
 
 _IMPORT_TIMEOUT_S = 20.0
+_ROOM = "lower `replicas` or the parallel sizes, allow more `gpus`, or set `share_gpus: true`"
 _DEVICE = "correct `tinker: device`; cpu always works"
 
 
@@ -231,19 +232,25 @@ def _check_gpus(plan: FleetPlan, discover: Callable[[], Sequence[Gpu]]) -> Itera
 def _check_gpu_counts(server: ServerSpec) -> Iterator[Problem]:
     """Of each machine that it runs on."""
     each = server.world_size // (1 + len(server.followers))
-    yield from _check_gpu_count(server.name, server.gpus, each)
+    hint = "lower `replicas` or the parallel sizes, add machines, or write `nodes_per_replica`"
+    yield from _check_gpu_count(server.name, server.gpus, each, hint)
     for one in server.followers:
-        yield from _check_gpu_count(f"{server.name} on {one.node.target}", one.gpus, each)
+        yield from _check_gpu_count(f"{server.name} on {one.node.target}", one.gpus, each, hint)
 
 
-def _check_gpu_count(name: str, gpus: Sequence[int], world_size: int) -> Iterator[Problem]:
+def _check_gpu_count(
+    name: str,
+    gpus: Sequence[int],
+    world_size: int,
+    hint: str = _ROOM,
+) -> Iterator[Problem]:
     repeated = [index for index, count in Counter(gpus).items() if count > 1]
     if repeated:
         yield Problem(f"{name}: GPU {repeated[0]} is listed twice", "correct `gpus` of its group")
     elif len(gpus) < world_size:
         yield Problem(
             f"{name}: not enough GPUs: it needs {world_size}, and {len(gpus)} of them can be had",
-            "lower `replicas` or the parallel sizes, allow more `gpus`, or set `share_gpus: true`",
+            hint,
         )
     elif len(gpus) > world_size:
         yield Problem(

@@ -97,6 +97,17 @@ def test_the_death_of_any_part_restarts_the_whole(
     assert len(now) == 2 and not set(now) & set(old)
 
 
+def test_a_connection_that_dies_costs_a_new_one(lasting: SshFleet) -> None:
+    lasting.until({"stubs-0": "ready"})
+    old = parts(lasting)
+    for connection in lasting.connections(B):
+        connection.kill()
+    states, deadline = set(), time.monotonic() + 5  # more than the tether's patience
+    while time.monotonic() < deadline:
+        states.add(lasting.replicas()["stubs-0"]["state"])
+    assert states == {"ready"} and parts(lasting) == old
+
+
 def test_a_supervisor_is_replaced_and_its_parts_go_on(lasting: SshFleet) -> None:
     lasting.until({"stubs-0": "ready"})
     old = parts(lasting)
