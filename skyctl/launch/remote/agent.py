@@ -32,7 +32,6 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
-from ipaddress import ip_address, ip_network
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +40,7 @@ import psutil
 from skyctl import __version__
 from skyctl.errors import SkyctlError
 from skyctl.launch.base import LEASE_VARIABLE
-from skyctl.launch.local.devices import discover_cpus, discover_gpus, visible_gpus
+from skyctl.launch.local.devices import discover_cpus, discover_gpus, interface_of, visible_gpus
 from skyctl.launch.local.host import LOCAL, free_port, port_holder
 from skyctl.launch.local.process import ManagedProcess
 from skyctl.launch.remote.session import PROTOCOL
@@ -99,7 +98,7 @@ def facts(
     _say(
         {
             "address": address,
-            "interface": _interface(address),
+            "interface": interface_of(address),
             "gpus": [asdict(gpu) for gpu in visible_gpus(discover_gpus(), os.environ)],
             "cpus": [asdict(cpu) for cpu in discover_cpus()],
             "ports": [free_port(address) for _ in range(ports)],
@@ -109,16 +108,6 @@ def facts(
             "taken": {port: holder for port, holder in holders.items() if holder},
         }
     )
-
-
-def _interface(address: str) -> str:
-    """The network interface that an address is of, "" where that cannot be told."""
-    for name, addresses in psutil.net_if_addrs().items():
-        for one in addresses:
-            with contextlib.suppress(ValueError):  # another kind of address
-                if ip_address(address) in ip_network(f"{one.address}/{one.netmask}", strict=False):
-                    return name
-    return ""
 
 
 def _versions(modules: Sequence[str]) -> dict[str, str]:

@@ -95,6 +95,7 @@ def test_the_parts_differ_in_what_they_must() -> None:
     for flag in ("--host", "--port", "--middleware"):
         assert flag in server.argv and flag not in follower.argv
     assert (server.env["VLLM_HOST_IP"], follower.env["VLLM_HOST_IP"]) == ("10.0.0.97", "10.0.0.98")
+    assert server.env["CUDA_VISIBLE_DEVICES"] == follower.env["CUDA_VISIBLE_DEVICES"] == "0,1"
     assert server.env["GLOO_SOCKET_IFNAME"] == follower.env["GLOO_SOCKET_IFNAME"] == "eth0"
     assert AT_SPAWN in server.env.values() and AT_SPAWN not in follower.env.values()
     own = plan({"a": 2, "b": 2}, replicas=1, env={"GLOO_SOCKET_IFNAME": "ib0"}).servers[0]
