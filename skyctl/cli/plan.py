@@ -101,7 +101,7 @@ def _table(planned: FleetPlan) -> Table:
             server.world_size,
             server.backend or None,
             server.role or None,
-            server.node.target if server.node else None,
+            server.machines,
         ]
         for server in planned.servers
     ]
@@ -121,7 +121,12 @@ def _table(planned: FleetPlan) -> Table:
 def _commands(planned: FleetPlan) -> list[Text]:
     from skyctl.engines import routing
 
-    texts = [_command(server.name, server.to_json()) for server in planned.servers]
+    texts = []
+    for server in planned.servers:
+        told = server.to_json()
+        texts.append(_command(server.name, told))
+        rest = told["followers"]
+        texts += [_command(f"{server.name} on {one['node']}", one) for one in rest]
     if planned.router is not None:
         roles = dict.fromkeys(server.role for server in planned.servers)
         workers = " ".join(routing(planned.config.engine).workers({role: ["…"] for role in roles}))

@@ -17,7 +17,7 @@ from pathlib import Path
 from skyctl.checkpoints.mistaken import mistaken_for
 from skyctl.core import tinker
 from skyctl.core.check_machines import check_machines
-from skyctl.core.plan import FleetPlan, interpreter
+from skyctl.core.plan import FleetPlan, ServerSpec, interpreter
 from skyctl.engines import ENGINES
 from skyctl.errors import SkyctlError
 from skyctl.fleetfile.arguments import flag_name, server_arguments
@@ -28,6 +28,7 @@ from skyctl.launch.base import Gpu, Host
 from skyctl.launch.local.devices import discover_gpus, visible_gpus
 
 _IMPORT_TIMEOUT_S = 20.0
+_ROOM = "lower `replicas` or the parallel sizes, allow more `gpus`, or set `share_gpus: true`"
 _DEVICE = "correct `tinker: device`; cpu always works"
 
 
@@ -197,7 +198,7 @@ def _check_gpus(plan: FleetPlan, discover: Callable[[], Sequence[Gpu]]) -> Itera
     if any(server.node for server in plan.servers):  # `check_machines` knows their GPUs
         for server in plan.servers:
             if server.node is None or server.node.chosen:
-                yield from _check_gpu_count(server.name, server.gpus, server.world_size)
+                yield from _check_gpu_counts(server)
         return
     existing = {gpu.index for gpu in discover()}
     if not existing:
@@ -229,14 +230,28 @@ def _check_gpus(plan: FleetPlan, discover: Callable[[], Sequence[Gpu]]) -> Itera
                 )
 
 
-def _check_gpu_count(name: str, gpus: Sequence[int], world_size: int) -> Iterator[Problem]:
+def _check_gpu_counts(server: ServerSpec) -> Iterator[Problem]:
+    """Of each machine that it runs on."""
+    each = server.world_size // (1 + len(server.followers))
+    hint = "lower `replicas` or the parallel sizes, add machines, or write `nodes_per_replica`"
+    yield from _check_gpu_count(server.name, server.gpus, each, hint)
+    for one in server.followers:
+        yield from _check_gpu_count(f"{server.name} on {one.node.target}", one.gpus, each, hint)
+
+
+def _check_gpu_count(
+    name: str,
+    gpus: Sequence[int],
+    world_size: int,
+    hint: str = _ROOM,
+) -> Iterator[Problem]:
     repeated = [index for index, count in Counter(gpus).items() if count > 1]
     if repeated:
         yield Problem(f"{name}: GPU {repeated[0]} is listed twice", "correct `gpus` of its group")
     elif len(gpus) < world_size:
         yield Problem(
             f"{name}: not enough GPUs: it needs {world_size}, and {len(gpus)} of them can be had",
-            "lower `replicas` or the parallel sizes, allow more `gpus`, or set `share_gpus: true`",
+            hint,
         )
     elif len(gpus) > world_size:
         yield Problem(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -30,7 +31,8 @@ def check_machines(plan: FleetPlan, own_ports: Collection[int]) -> Iterator[tupl
         with _written_to(plan.config.shared_dir) as written:
             questions = []
             for here in servers.values():
-                ports = [one.port for one in here if one.port and one.port not in own_ports]
+                used = [port for server in here for port in (server.port, server.master_port)]
+                ports = [port for port in used if port and port not in own_ports]
                 question = {"ports": 0, "modules": list(modules), "listening": ports}
                 questions.append({**question, "paths": [*paths, *written]})
             answered = answers(list(servers), questions)
@@ -139,8 +141,12 @@ def refuse_unseen(plan: FleetPlan, asked: PushRequest, paths: FleetPaths) -> Non
 
 
 def _by_node(plan: FleetPlan) -> dict[Node, list[ServerSpec]]:
+    """The servers of each machine; a follower as the server that it is a part of, with its GPUs."""
     servers: dict[Node, list[ServerSpec]] = {}
     for server in plan.servers:
         if server.node is not None:
             servers.setdefault(server.node, []).append(server)
+        for one in server.followers:
+            part = replace(server, node=one.node, gpus=one.gpus, port=0, master_port=0)
+            servers.setdefault(one.node, []).append(part)
     return servers

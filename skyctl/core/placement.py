@@ -17,7 +17,7 @@ from skyctl.launch.base import Cpu, Machine
 class Replica:
     """One replica with its group's settings laid over the fleet's. `args` have normalised names;
     `gpus` and `port` are what the file asks for, None where it leaves them to us. `role` is prefill
-    or decode, "" for a server that does both."""
+    or decode, "" for a server that does both. `nodes` is on how many machines it runs."""
 
     name: str
     args: dict[str, Any]
@@ -28,11 +28,18 @@ class Replica:
     pipeline_parallel_size: int
     data_parallel_size: int
     role: str = ""
+    nodes: int = 1
 
     @property
     def world_size(self) -> int:
         """Workers of this replica, each with its own GPU or its own CPU cores."""
         return self.tensor_parallel_size * self.pipeline_parallel_size * self.data_parallel_size
+
+    @property
+    def part(self) -> Replica:
+        """As much of it as one machine runs: whole pipeline stages."""
+        stages = self.pipeline_parallel_size // self.nodes
+        return replace(self, pipeline_parallel_size=stages, nodes=1)
 
 
 def expand_replicas(config: FleetConfig) -> list[Replica]:
@@ -73,17 +80,19 @@ def _replica(
         pipeline_parallel_size=group.pipeline_parallel_size or config.pipeline_parallel_size,
         data_parallel_size=group.data_parallel_size or config.data_parallel_size,
         role=group.role or "",
+        nodes=group.nodes_per_replica or config.nodes_per_replica,
     )
 
 
 @dataclass(frozen=True)
 class Place:
     """Where one replica runs: its machine, the GPUs there (() on CPU), and the cores of each of its
-    workers (() leaves them to the engine)."""
+    workers there (() leaves them to the engine). `others` are its other machines, if it has any."""
 
     machine: Machine
     gpus: tuple[int, ...]
     cores: tuple[tuple[int, ...], ...]
+    others: tuple[Place, ...] = ()
 
 
 def place_replicas(
@@ -97,8 +106,9 @@ def place_replicas(
     """A place for each replica. `allowed` are the GPU indices that may be used; None: all of them.
 
     Of the machines with room the one with the fewest replicas takes the next, so that a fleet that
-    grows moves none. Where none has room, `check_plan` reports it. A cluster has its own rule, and
-    chooses later: it is told what each replica needs.
+    grows moves none; a replica that needs several takes as many, which differ. Where none has room,
+    `check_plan` reports it. A cluster has its own rule, and chooses later: it is told what each
+    replica needs.
     """
     if machines[0].node is not None and machines[0].node.ray is not None:
         resource = "GPU" if on_gpus else "CPU"
@@ -110,22 +120,26 @@ def place_replicas(
         for machine in machines
     ]
     homes: list[list[int]] = [[] for _ in machines]
-    for number, replica in enumerate(replicas):
+    parts = [replica.part for replica in replicas]
+    for number, part in enumerate(parts):
 
-        def fits(index: int, size: int = replica.world_size) -> bool:
-            taken = 0 if share else sum(replicas[n].world_size for n in homes[index])
+        def fits(index: int, size: int = part.world_size) -> bool:
+            taken = 0 if share else sum(parts[n].world_size for n in homes[index])
             return not on_gpus or len(gpus[index]) - taken >= size
 
-        indices = range(len(machines))
-        home = min(filter(fits, indices), key=lambda i: len(homes[i]), default=None)
-        homes[min(indices, key=lambda i: len(homes[i])) if home is None else home].append(number)
+        ranked = sorted(range(len(machines)), key=lambda i: (not fits(i), len(homes[i])))
+        for index in ranked[: replicas[number].nodes]:
+            homes[index].append(number)
     found: dict[int, Place] = {}
     for machine, numbers, free in zip(machines, homes, gpus, strict=True):
-        here = [replicas[number] for number in numbers]
+        here = [parts[number] for number in numbers]
         placed = place_on_gpus(here, free, share=share) if on_gpus else [()] * len(here)
         bound = bind_to_cores([replica.world_size for replica in here], machine.cpus)
         for number, chosen, cores in zip(numbers, placed, bound, strict=True):
-            found[number] = Place(machine, chosen, cores)
+            place = Place(machine, chosen, cores)
+            first = found.setdefault(number, place)
+            if first is not place:
+                found[number] = replace(first, others=(*first.others, place))
     return [found[number] for number in range(len(replicas))]
 
 

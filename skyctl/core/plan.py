@@ -13,6 +13,7 @@ from pydantic import InstanceOf
 
 from skyctl.core.placement import Place, Replica, expand_replicas, place_replicas
 from skyctl.core.plan_warnings import PlanWarning, plan_warnings
+from skyctl.core.spanning import followers, leading, master_of
 from skyctl.core.tinker import TinkerSettings, longest
 from skyctl.engines import DEFAULT, ENGINES, require, routing
 from skyctl.engines.base import (
@@ -22,11 +23,12 @@ from skyctl.engines.base import (
     HandOver,
     RouterLaunch,
     ServerLaunch,
+    Span,
 )
 from skyctl.errors import FleetFileError, UsageError
 from skyctl.fleetfile.arguments import merge_arguments, refusals
 from skyctl.fleetfile.schema import FleetConfig, RouterSection, resolve_relative
-from skyctl.launch.base import PORT_AT_SPAWN, Cpu, Gpu, Machine, Node
+from skyctl.launch.base import PORT_AT_SPAWN, Cpu, Follower, Gpu, Machine, Node
 from skyctl.launch.local.devices import visible_gpus
 from skyctl.store.credentials import AT_SPAWN
 
@@ -44,6 +46,8 @@ class ServerSpec:
     weight-transfer backend the server is started with, or "" for none; `engine` what it runs.
     `node` is the machine it runs on, None for this one; `role` prefill, decode or "" for both.
     Where the node is chosen only when the server is started, `port` is 0 and `url` "" until then.
+    One that runs on several machines has `followers` on the others, which meet it at `master_port`;
+    all of the above is then of its `node`, but for `world_size`.
     """
 
     name: str
@@ -57,6 +61,20 @@ class ServerSpec:
     engine: str = DEFAULT
     node: Node | None = None
     role: str = ""
+    followers: tuple[Follower, ...] = ()
+    master_port: int = 0
+
+    @property
+    def machines(self) -> str | None:
+        """All that it runs on, as the user names them; None for this one."""
+        if self.node is None:
+            return None
+        return ", ".join(node.target for node in self.nodes)
+
+    @property
+    def nodes(self) -> tuple[Node, ...]:
+        """The other machines that it runs on."""
+        return () if self.node is None else (self.node, *(one.node for one in self.followers))
 
     @property
     def url(self) -> str:
@@ -71,12 +89,21 @@ class ServerSpec:
             "url": self.url or None,
             "host": self.host,
             "port": self.port,
-            "node": self.node.target if self.node else None,
+            "node": self.machines,
             "gpus": list(self.gpus),
             "world_size": self.world_size,
             "backend": self.backend,
             "argv": list(self.argv),
             "env": masked(self.env),
+            "followers": [
+                {
+                    "node": one.node.target,
+                    "gpus": list(one.gpus),
+                    "argv": list(one.argv),
+                    "env": masked(one.env),
+                }
+                for one in self.followers
+            ],
         }
 
 
@@ -264,8 +291,7 @@ class _Planner:
             self._launch(replica, place, backend, api_key)
             for replica, place in zip(self.replicas, placed, strict=True)
         ]
-        nodes = [place.machine.node for place in placed]
-        servers = tuple(map(self._server, self.replicas, launches, nodes))
+        servers = tuple(map(self._server, self.replicas, launches, placed))
         router = self._router(config.router)
         return FleetPlan(
             name=config.name,
@@ -334,6 +360,7 @@ class _Planner:
             api_key=api_key,
             adapters=None if lora is None else AdapterLimits(lora.max_adapters, lora.max_rank),
             hand_over=self._hand_over(replica, place),
+            span=self._span(replica, place),
         )
 
     def _server_port(self, replica: Replica, place: Place) -> int | str:
@@ -348,7 +375,14 @@ class _Planner:
         port = self._port(f"{replica.name}-kv", place.machine.next_port)
         return HandOver(replica.role, port, self.config.kv_lease_s)
 
-    def _server(self, replica: Replica, launch: ServerLaunch, node: Node | None) -> ServerSpec:
+    def _span(self, replica: Replica, place: Place) -> Span | None:
+        if not place.others:
+            return None
+        require(self.config.engine, Feature.SPAN)
+        port = self._port(master_of(replica.name), place.machine.next_port)
+        return leading(place, port)
+
+    def _server(self, replica: Replica, launch: ServerLaunch, place: Place) -> ServerSpec:
         command = self.engine.server_command(launch)
         return ServerSpec(
             name=replica.name,
@@ -360,8 +394,10 @@ class _Planner:
             world_size=replica.world_size,
             backend=launch.backend,
             engine=self.engine.name,
-            node=node,
+            node=place.machine.node,
             role=replica.role,
+            followers=tuple(followers(self.engine, launch, place)),
+            master_port=launch.span.port if launch.span else 0,
         )
 
     def _own_api_key(self) -> str | None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from skyctl.core.check import check_plan
 from skyctl.core.placement import expand_replicas
 from skyctl.core.plan import FleetPlan, plan_fleet
+from skyctl.core.spanning import master_of
 from skyctl.errors import UsageError
 from skyctl.fleetfile.schema import FleetConfig, RouterSection
 from skyctl.launch import HOSTS
@@ -146,13 +147,21 @@ def usable(plan: FleetPlan, ports: Mapping[str, int], file: Path | None = None) 
 
 
 def ports_of(plan: FleetPlan) -> dict[str, int]:
-    """Every port of a plan by name; the router has two."""
+    """Every port of a plan by name; the router has two, and a server on several machines."""
     ports = {spec.name: spec.port for spec in plan.servers if spec.port}
+    masters = {spec.name: spec.master_port for spec in plan.servers if spec.master_port}
+    ports |= {master_of(name): port for name, port in masters.items()}
     if plan.router is not None:
         ports |= {"router": plan.router.port, "router-metrics": plan.router.metrics_port}
     if plan.tinker is not None:
         ports["tinker"] = plan.tinker.port
     return ports
+
+
+def servers_of(ports: Iterable[str]) -> set[str]:
+    """The servers among those that have a port."""
+    named = set(ports) - {"router", "router-metrics", "tinker"}
+    return named - {master_of(name) for name in named}
 
 
 def living(ports: Mapping[str, int], rows: Iterable[ProcessRow]) -> dict[str, int]:
@@ -161,4 +170,5 @@ def living(ports: Mapping[str, int], rows: Iterable[ProcessRow]) -> dict[str, in
     """
     named = {row.name for row in rows if row.alive() or begun(row.token)}
     named |= {"router-metrics"} if "router" in named else set()
+    named |= {master_of(name) for name in named}
     return {name: port for name, port in ports.items() if name in named}

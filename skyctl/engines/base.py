@@ -28,6 +28,7 @@ class Feature(StrEnum):
     ADAPTERS = "LoRA adapters"
     COMPARISON = "comparison of weights with a checkpoint"
     PAIRS = "prefill and decode servers"
+    SPAN = "parts on several machines (`nodes_per_replica`)"
 
 
 class Refusal(StrEnum):
@@ -73,6 +74,20 @@ class HandOver:
 
 
 @dataclass(frozen=True)
+class Span:
+    """The place of a server's part among its `nodes`: the part of rank 0 leads and answers, all
+    meet at its `address` and `port`. `own_address` is that of this part's machine, `interface` what
+    has it there ("" where that is not known)."""
+
+    nodes: int
+    rank: int
+    address: str
+    port: int
+    own_address: str
+    interface: str = ""
+
+
+@dataclass(frozen=True)
 class ServerLaunch:
     """What the plan has settled for one server.
 
@@ -82,6 +97,7 @@ class ServerLaunch:
     says which routes require a token; `api_key` is the user's key, None for one that skyctl makes
     (`secret`, a placeholder until the spawn). `adapters` None: it takes no LoRA adapters.
     `hand_over` None: it both prefills and decodes. `host` and `port` may be placeholders, too.
+    `span` None: it runs on one machine; else `gpus` and `cores` are those of this part.
     """
 
     python: str
@@ -106,6 +122,7 @@ class ServerLaunch:
     api_key: str | None = None
     adapters: AdapterLimits | None = None
     hand_over: HandOver | None = None
+    span: Span | None = None
 
     @property
     def world_size(self) -> int:

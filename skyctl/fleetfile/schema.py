@@ -20,6 +20,7 @@ from pydantic_core import PydanticCustomError
 from skyctl.engines import DEFAULT as DEFAULT_ENGINE
 from skyctl.engines import ENGINES
 from skyctl.errors import UsageError
+from skyctl.fleetfile.spanning import spanning_refusal
 from skyctl.launch import DEFAULT as DEFAULT_LAUNCHER
 from skyctl.launch import HOSTS
 from skyctl.plugins import Plugins
@@ -332,6 +333,7 @@ class ReplicaGroup(_Section):
     data_parallel_size: Size | None = Field(
         None, description="Over the fleet's data_parallel_size."
     )
+    nodes_per_replica: Size | None = Field(None, description="Over the fleet's nodes_per_replica.")
 
     @model_validator(mode="after")
     def _lists_match_count(self) -> ReplicaGroup:
@@ -466,6 +468,11 @@ class FleetConfig(_Section):
     tensor_parallel_size: Size = Field(1, description="GPUs that split each layer.")
     pipeline_parallel_size: Size = Field(1, description="Groups of GPUs that split the layers.")
     data_parallel_size: Size = Field(1, description="Copies of the model inside one replica.")
+    nodes_per_replica: Size = Field(
+        1,
+        description="Machines that a replica runs on (`launcher: ssh`), each with as many pipeline "
+        "stages. What they say to each other is neither encrypted nor authenticated.",
+    )
     host: str = Field("127.0.0.1", description="Address the servers bind.")
     ports: list[Port] | None = Field(
         None, description="One port per replica, in order; free ones when absent."
@@ -605,6 +612,25 @@ class FleetConfig(_Section):
                 "machine reads a path that all of them share: leave it out (disk), or write shm "
                 "(CPU) or ipc (GPUs), for a sender on each machine"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _machines_of_a_replica_fit(self) -> FleetConfig:
+        transfer = self.weight_transfer
+        sender = "" if transfer.transport in ("auto", "disk") else f"transport {transfer.transport}"
+        if transfer.backend:
+            sender = f"backend {transfer.backend}"
+        for group in self.replicas if isinstance(self.replicas, list) else [ReplicaGroup()]:
+            if reason := spanning_refusal(
+                group.nodes_per_replica or self.nodes_per_replica,
+                launcher=self.launcher,
+                hosts=len(self.ssh.hosts),
+                stages=group.pipeline_parallel_size or self.pipeline_parallel_size,
+                copies=group.data_parallel_size or self.data_parallel_size,
+                share_gpus=self.share_gpus,
+                sender=sender,
+            ):
+                raise ValueError(reason)
         return self
 
     @property

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -93,6 +93,17 @@ class Node:
 
 
 @dataclass(frozen=True)
+class Follower:
+    """A part of a server that runs on another machine than the part which answers (the leader). It
+    needs no secret. `gpus` are those of its node."""
+
+    node: Node
+    argv: tuple[str, ...]
+    env: dict[str, str] = field(repr=False)
+    gpus: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
 class ChosenPlace:
     """Where a server was started, if its node was chosen only then."""
 
@@ -103,14 +114,15 @@ class ChosenPlace:
 
 @dataclass(frozen=True)
 class Machine:
-    """What one machine has for servers: the GPUs they may use, CPUs, and free ports at its address.
-    `node` is None for this one.
+    """What one machine has for servers: the GPUs they may use, CPUs, and free ports at its address,
+    which its network `interface` has ("" if unknown). `node` is None for this one.
     """
 
     node: Node | None
     gpus: tuple[Gpu, ...]
     cpus: tuple[Cpu, ...]
     next_port: Callable[[], int]
+    interface: str = ""
 
 
 class ChildProcess(Protocol):
@@ -207,5 +219,6 @@ class Host:
     adopt: Callable[[ProcessIdentity | None, str, Sequence[ProcessIdentity]], ChildProcess]
     environment: Callable[[FleetPaths], dict[str, str]]
     sweep: Callable[[FleetPaths], None]
-    on: Callable[[Node], Host] | None = None
-    """The same on another machine; None for a launcher limited to this one."""
+    on: Callable[[Node, Sequence[Follower]], Host] | None = None
+    """The same on another machine, with the followers of what is spawned on theirs; None for a
+    launcher limited to this one."""

@@ -199,6 +199,7 @@ async def preflight(
     notes = check_servers(facts, may_sleep)
     refuse_broken(request, fleet, checkpoint, facts[0].vllm_version)
     refuse_update_problems(facts)
+    _refuse_spanning(request.transport, fleet)
     nodes = {server.node for server in fleet.servers} - {None}
     choice = choose(request.transport, fleet.transport, facts, nodes=len(nodes))
     if problem := refusal(request.stage, choice.name):
@@ -306,6 +307,7 @@ async def _preflight_update(
     request: PushRequest, fleet: PushFleet, *, client: ControlClient
 ) -> Prepared:
     """The same for weights that a trainer sends itself."""
+    _refuse_spanning("a trainer's sender", fleet)
     facts = await ask_servers(fleet, client=client)
     notes = check_servers(facts)
     refuse_update_problems(facts)
@@ -336,6 +338,17 @@ async def _preflight_update(
     )
     await asyncio.to_thread(lambda: prepared.rows)
     return prepared
+
+
+def _refuse_spanning(transport: str, fleet: PushFleet) -> None:
+    """Raise PreflightError where a sender would have to reach several machines of one server."""
+    spanning = [server for server in fleet.servers if server.machines > 1]
+    if spanning and transport not in ("auto", "disk"):
+        raise PreflightError(
+            f"{transport}: {spanning[0].name} runs on {spanning[0].machines} machines, and a "
+            "sender reaches the workers of one",
+            hint="push a path that all of them share, with --transport disk",
+        )
 
 
 async def _delta(

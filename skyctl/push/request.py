@@ -116,7 +116,8 @@ class PushServer:
     recorded digest of its weights, "" if there is none; `launched_with` names the content it was
     started with (`push/expected.py`), "" if that is not certain or something has been pushed since;
     `arguments` identifies the arguments it was started with, "" if unknown. `node` is the machine
-    that a launcher placed it on, None for this one and for servers that something else started.
+    that a launcher placed it on, None for this one and for servers that something else started;
+    `machines` is how many it runs on.
     """
 
     target: ServerTarget
@@ -135,6 +136,7 @@ class PushServer:
     launched_with: str = ""
     arguments: str = ""
     node: Node | None = None
+    machines: int = 1
 
     @property
     def name(self) -> str:

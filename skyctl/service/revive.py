@@ -13,7 +13,7 @@ from contextlib import suppress
 
 from skyctl.core.arbiter import Act, Arbiter
 from skyctl.core.plan import FleetPlan
-from skyctl.core.planning import living, planned, scaled
+from skyctl.core.planning import living, planned, scaled, servers_of
 from skyctl.core.registry import FleetRef
 from skyctl.core.service import StatusQuery
 from skyctl.errors import SkyctlError, VersionMismatch
@@ -59,7 +59,7 @@ def as_it_ran(ref: FleetRef) -> FleetPlan:
     with FleetState(ref.paths.database) as state:
         ports: dict[str, int] = json.loads(state.get("ports") or "{}")
         held = living(ports, state.processes())
-    servers, config = ports.keys() - {"router", "router-metrics", "tinker"}, ref.config
+    servers, config = servers_of(ports), ref.config
     if isinstance(config.replicas, int) and servers and config.replicas != len(servers):
         config = scaled(config, len(servers))
     ran = {"router": "router" in ports, "tinker": "tinker" in ports}

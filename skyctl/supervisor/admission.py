@@ -44,6 +44,7 @@ def push_fleet(
             PushServer(
                 target=replica.target,
                 node=replica.spec.node,
+                machines=1 + len(replica.spec.followers),
                 backend=replica.spec.backend,
                 device=plan.device,
                 gpus=replica.spec.gpus,

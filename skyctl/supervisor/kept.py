@@ -90,8 +90,9 @@ class KeptRunning(ABC):
     def host(self) -> Host:
         """Where its process runs."""
         host, spec = HOSTS[self.config.launcher], self.running_spec
-        node = spec.node if isinstance(spec, ServerSpec) else None
-        return host.on(node) if node is not None and host.on is not None else host
+        if isinstance(spec, ServerSpec) and spec.node is not None and host.on is not None:
+            return host.on(spec.node, spec.followers)
+        return host
 
     def _worth_restarting(self) -> bool:
         """False: it is given up, whatever the policy says."""

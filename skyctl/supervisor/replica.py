@@ -386,11 +386,18 @@ class Replica(KeptRunning):
                 self._note_failures(failures)
                 continue
             failures.succeeded()
-            if self.lost and await self.settle():
+            if cut := await self._cut(process):
+                self.lost = cut
+            elif self.lost and await self.settle():
                 self.lost = ""
             self._note_failures(failures)
             self.observe(paused=paused)
         return self._death(process)
+
+    async def _cut(self, process: ChildProcess) -> str:
+        """Why a part of it cannot be asked, for longer than a new connection takes. The part that
+        answers probes cannot tell: it hangs at the next request."""
+        return await process.lost() if self.spec.followers and process.connection_lost() else ""
 
     def _note_failures(self, failures: FailureCount) -> None:
         reason = f"{failures.count} health probes in a row failed" if failures.count else ""

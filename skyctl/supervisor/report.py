@@ -131,7 +131,7 @@ def _replica_row(
         pid=replica.process.pid if replica.process else None,
         port=replica.spec.port,
         gpus=replica.spec.gpus,
-        node=replica.spec.node.target if replica.spec.node else None,
+        node=replica.spec.machines,
         role=replica.spec.role,
         **(metrics.load() if metrics else {}),
         weight_version=replica.row.weight_version,

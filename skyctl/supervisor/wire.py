@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-PROTOCOL = 15
+PROTOCOL = 16
 """Version of the supervisor's API. Increment it with every change that affects the other side."""
 
 VERSION_HEADER = "x-skyctl"
@@ -58,12 +59,17 @@ def spec_hash(spec: ServerSpec | FrontSpec) -> str:
     from skyctl.engines import ENGINES
 
     placement = ENGINES[spec.engine].placement_variables if isinstance(spec, ServerSpec) else ()
-    env = sorted(item for item in spec.env.items() if item[0] not in placement)
-    material: list[Any] = [list(spec.argv), env]
+
+    def lasting(env: Mapping[str, str]) -> list[tuple[str, str]]:
+        return sorted(item for item in env.items() if item[0] not in placement)
+
+    material: list[Any] = [list(spec.argv), lasting(spec.env)]
     if isinstance(spec, ServerSpec) and spec.node is not None:
         material.append(spec.node.target)
         if (ray := spec.node.ray) is not None:
             material.append([ray.address, ray.labels, ray.head, ray.resource, ray.count])
+        for one in spec.followers:
+            material.append([one.node.target, list(one.argv), lasting(one.env)])
     if not isinstance(spec, ServerSpec | RouterSpec):  # the Tinker API asks the supervisor
         material.append(PROTOCOL)
     return hashlib.sha256(json.dumps(material).encode()).hexdigest()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import psutil
 
@@ -76,14 +77,8 @@ class SshFleet(RemoteFleet):
         more: str = "",
         faults: str = "{}",
     ) -> None:
-        """Write the fleet file, the interpreter of the machines and the ssh that reaches them.
-        `within` has, by address, what comes before a command there."""
-        self.hosts.mkdir(exist_ok=True)
-        ssh = self.directory / "ssh"
-        ssh.write_text(
-            _SSH.format(python=sys.executable, hosts=str(self.hosts), within=dict(within or {}))
-        )
-        ssh.chmod(0o755)
+        """Write the fleet file, the interpreter of the machines and the ssh that reaches them."""
+        ssh = self.write_ssh(within or {})
         python = python or str(self.directory / "python")
         extra = _EXTRA.format(
             hosts=", ".join(hosts),
@@ -92,6 +87,17 @@ class SshFleet(RemoteFleet):
             grace_s=grace_s,
         )
         self.write_remote(replicas, extra + more, faults)
+
+    def write_ssh(self, within: Mapping[str, Sequence[str]]) -> Path:
+        """The ssh that reaches the machines. `within` has, by address, what comes before a command
+        there."""
+        self.hosts.mkdir(exist_ok=True)
+        ssh = self.directory / "ssh"
+        ssh.write_text(
+            _SSH.format(python=sys.executable, hosts=str(self.hosts), within=dict(within))
+        )
+        ssh.chmod(0o755)
+        return ssh
 
     def cut(self, address: str, why: str = "ssh: connect to host: No route to host") -> None:
         """No connection to a machine from now on; those that are end."""

@@ -18,6 +18,7 @@ _FAKE_ROUTER = ROOT / "tests" / "unit" / "supervisor" / "fake_router.py"
 _INTERPRETER = f"""#!/bin/sh
 export PYTHONPATH={ROOT}:$PYTHONPATH
 case "$2" in
+*.headless) shift 2; exec {sys.executable} -m tests.stub.follower "$@" ;;
 vllm_router*) shift 2; exec {sys.executable} {_FAKE_ROUTER} "$@" ;;
 vllm*) shift 2; exec {sys.executable} -m tests.stub.server "$@" ;;
 esac

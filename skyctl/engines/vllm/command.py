@@ -15,6 +15,7 @@ from skyctl.engines.base import (
     RouterLaunch,
     ServerLaunch,
     Sizes,
+    Span,
 )
 from skyctl.engines.guarding import guard_environment
 from skyctl.engines.inside.guard import VLLM
@@ -34,6 +35,7 @@ CONNECTOR = "skyctl.engines.vllm.inside.pairs"
 
 _KV_VARIABLE = "VLLM_CPU_KVCACHE_SPACE"
 _SERVER_MODULE = "vllm.entrypoints.openai.api_server"
+_HEADLESS_MODULE = "skyctl.engines.vllm.inside.headless"
 _ROUTER_MODULE = "vllm_router.launch_router"
 _CPU_SERVER_BYTES = int(1.3 * 1024**3)  # without weights and KV cache
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # what --max-lora-rank takes
@@ -55,6 +57,10 @@ RESERVED = Reserved(
         "pp": "use the key `pipeline_parallel_size`",
         "data-parallel-size": "use the key `data_parallel_size`",
         "dp": "use the key `data_parallel_size`",
+        "nnodes": "use the key `nodes_per_replica`",
+        "node-rank": "use the key `nodes_per_replica`",
+        "master-addr": "use the key `nodes_per_replica`",
+        "master-port": "use the key `nodes_per_replica`",
         "weight-transfer-config": "use the key `weight_transfer`",
         "enable-lora": "use the key `lora`",
         "max-loras": "use the key `lora.max_adapters`",
@@ -114,13 +120,18 @@ _ONE_VALUE_PER_FLAG = frozenset(
 
 
 def server_command(launch: ServerLaunch) -> Command:
-    """The API server, and what is added to its environment."""
-    argv = [launch.python, "-m", _SERVER_MODULE, "--model", launch.model_path]
+    """The API server, or a part of it that leads no other, and what is added to its environment."""
+    answers = launch.span is None or launch.span.rank == 0
+    module = _SERVER_MODULE if answers else _HEADLESS_MODULE
+    argv = [launch.python, "-m", module, "--model", launch.model_path]
     argv += ["--served-model-name", launch.served_model_name]
-    argv += ["--host", launch.host, "--port", str(launch.port)]
+    if answers:
+        argv += ["--host", launch.host, "--port", str(launch.port)]
     for name in ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"):
         if (size := getattr(launch, name)) > 1:
             argv += ["--" + name.replace("_", "-"), str(size)]
+    if launch.span is not None:
+        argv += server_flags(_span_arguments(launch, launch.span))
     if launch.backend:
         transfer = json.dumps({"backend": launch.backend}, separators=(",", ":"))
         argv += ["--weight-transfer-config", transfer]
@@ -132,7 +143,7 @@ def server_command(launch: ServerLaunch) -> Command:
         argv += server_flags(_adapter_arguments(launch.adapters))
     if launch.hand_over is not None:
         argv += server_flags(_hand_over_arguments(launch, launch.hand_over))
-    if launch.auth != "none":  # last: what is added last sees a request first
+    if launch.auth != "none" and answers:  # last: what is added last sees a request first
         argv += ["--middleware", GUARD if launch.own_python else GUARD_ALONE]
     return Command(tuple(argv), _environment(launch))
 
@@ -181,6 +192,22 @@ def _hand_over_arguments(launch: ServerLaunch, hand_over: HandOver) -> dict[str,
     }
 
 
+def _span_arguments(launch: ServerLaunch, span: Span) -> dict[str, Any]:
+    """vLLM's own way over several machines; only its mp executor knows it."""
+    if launch.args.get("distributed-executor-backend", "mp") != "mp":
+        raise UsageError(
+            "argument 'distributed-executor-backend' does not go with `nodes_per_replica`: the "
+            "parts on several machines are vLLM's mp executors",
+            hint="leave one of the two out",
+        )
+    return {
+        "nnodes": span.nodes,
+        "node-rank": span.rank,
+        "master-addr": span.address,
+        "master-port": span.port,
+    }
+
+
 def _environment(launch: ServerLaunch) -> dict[str, str]:
     defaults: dict[str, str] = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
     if launch.local_model:
@@ -202,6 +229,13 @@ def _environment(launch: ServerLaunch) -> dict[str, str]:
     if launch.hand_over is not None:
         env[SIDE_HOST_VARIABLE] = "127.0.0.1"
         env[SIDE_PORT_VARIABLE] = str(launch.hand_over.port)
+    if launch.span is not None:
+        env["VLLM_HOST_IP"] = launch.span.own_address
+        if launch.span.interface:  # else by the host's name, which often is loopback's
+            env.setdefault("GLOO_SOCKET_IFNAME", launch.span.interface)
+        if launch.span.rank:  # its workers do not end when they are asked to: 5 s by default
+            env["VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS"] = "1"
+            return env
     if launch.backend == "ipc":
         # CUDA IPC handles travel pickled in the body of /update_weights
         env["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"

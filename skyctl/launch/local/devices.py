@@ -1,10 +1,12 @@
-"""The GPUs and CPU cores of this machine."""
+"""The GPUs, CPU cores and network interfaces of this machine."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 from collections.abc import Mapping, Sequence
+from ipaddress import ip_address, ip_network
 from pathlib import Path
 
 from skyctl.launch.base import Cpu, Gpu
@@ -82,3 +84,18 @@ def _first_sibling(topology: Path, cpu: int) -> int:
         return int(siblings.replace("-", ",").split(",")[0])
     except (OSError, ValueError):
         return cpu
+
+
+def interface_of(address: str) -> str:
+    """The network interface that has an address, or else its network; "" where none does."""
+    import psutil
+
+    found = [(name, one) for name, every in psutil.net_if_addrs().items() for one in every]
+    for name, one in found:
+        if one.address == address:
+            return name
+    for name, one in found:
+        with contextlib.suppress(ValueError):  # another kind of address
+            if ip_address(address) in ip_network(f"{one.address}/{one.netmask}", strict=False):
+                return name
+    return ""

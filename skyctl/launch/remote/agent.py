@@ -40,7 +40,7 @@ import psutil
 from skyctl import __version__
 from skyctl.errors import SkyctlError
 from skyctl.launch.base import LEASE_VARIABLE
-from skyctl.launch.local.devices import discover_cpus, discover_gpus, visible_gpus
+from skyctl.launch.local.devices import discover_cpus, discover_gpus, interface_of, visible_gpus
 from skyctl.launch.local.host import LOCAL, free_port, port_holder
 from skyctl.launch.local.process import ManagedProcess
 from skyctl.launch.remote.session import PROTOCOL
@@ -86,9 +86,9 @@ def facts(
     paths: Sequence[str] = (),
     listening: Sequence[int] = (),
 ) -> None:
-    """GPUs, CPUs, the address that ssh came by (or the node's) and free ports there; what of the
-    wanted modules and paths is missing, the versions of the others, and who holds the ports that
-    are asked for."""
+    """GPUs, CPUs, the address that ssh came by (or the node's), its interface and free ports there;
+    what of the wanted modules and paths is missing, the versions of the others, and who holds the
+    ports that are asked for."""
     address = os.environ.get("SKYCTL_NODE_ADDRESS", "")
     connection = os.environ.get("SSH_CONNECTION", "").split()
     if not address and len(connection) != 4:
@@ -98,6 +98,7 @@ def facts(
     _say(
         {
             "address": address,
+            "interface": interface_of(address),
             "gpus": [asdict(gpu) for gpu in visible_gpus(discover_gpus(), os.environ)],
             "cpus": [asdict(cpu) for cpu in discover_cpus()],
             "ports": [free_port(address) for _ in range(ports)],

@@ -20,7 +20,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from skyctl.errors import HostUnreachable, SkyctlError
-from skyctl.launch.base import ChildProcess, ChosenPlace, Host, Node
+from skyctl.launch.base import ChildProcess, ChosenPlace, Follower, Host, Node
 from skyctl.launch.local.host import LOCAL
 from skyctl.launch.remote import record
 from skyctl.launch.remote.session import ask, connect_timeout_s, silence
@@ -35,7 +35,8 @@ _TETHER_S = 2.0
 
 class RemoteProcess:
     """A `ChildProcess`: a tether, which `identity` and `descendants` are of, and the server that it
-    stands for, whose `pid` is that on its machine."""
+    stands for, whose `pid` is that on its machine. Of a server on several machines `pid`, port and
+    closing are its leader's, all else is of every part."""
 
     def __init__(self, tether: ChildProcess) -> None:
         self._tether = tether
@@ -53,9 +54,9 @@ class RemoteProcess:
         return self._tether.alive()
 
     def exit_text(self) -> str:
-        found = record.glance(self.token)
-        if found is not None and found.ended:
-            return found.ended
+        for rank, found in enumerate(record.glances(self.token)):
+            if found.ended:
+                return f"its part on {found.node.target} {found.ended}" if rank else found.ended
         return f"lost its connection: the process that held it {self._tether.exit_text()}"
 
     def record_descendants(self) -> bool:
@@ -71,8 +72,7 @@ class RemoteProcess:
         return ChosenPlace(found.node, found.port, found.gpus) if found and found.port else None
 
     def connection_lost(self) -> str:
-        found = record.glance(self.token)
-        return found.lost if found else ""
+        return next((found.lost for found in record.glances(self.token) if found.lost), "")
 
     def listens_at(self, port: int) -> bool:
         found = record.glance(self.token)
@@ -81,22 +81,36 @@ class RemoteProcess:
     def members(self) -> list[Any]:
         """The tether's, and the server as long as its end is not certain."""
         try:
-            found = record.read(self.token)
-            there = [SimpleNamespace(pid=found.pid)] if found and found.begun else []
+            parts = [found for _, found in self._parts() if found.begun]
+            there = [SimpleNamespace(pid=found.pid) for found in parts]
         except SkyctlError:  # `stop` raises it
             there = [SimpleNamespace(pid=None)]
         return [*self._tether.members(), *there]
 
+    def _parts(self) -> list[tuple[str, record.Record]]:
+        """Token and record of each part that is on record. Raises SkyctlError."""
+        first = record.read(self.token)
+        tokens = record.tokens(self.token, first.parts if first else 1)
+        found = [(self.token, first), *((token, record.read(token)) for token in tokens[1:])]
+        return [(token, one) for token, one in found if one is not None]
+
     def resident_bytes(self) -> int | None:
-        found = record.glance(self.token)
-        return found.rss if found else None
+        known = [found.rss for found in record.glances(self.token) if found.rss is not None]
+        return sum(known) if known else None
 
     async def lost(self) -> str:
-        """ "" once its machine has said that it runs, or how it ended."""
+        """ "" once its machines have said that it runs, or how it ended."""
+        try:
+            tokens = [token for token, _ in self._parts()]
+        except SkyctlError as error:
+            return error.message
+        return next(filter(None, await asyncio.gather(*map(self._part_lost, tokens))), "")
+
+    async def _part_lost(self, token: str) -> str:
         before, deadline = None, time.monotonic() + LOST_S
         while not self.exited.is_set():
             try:
-                now = record.read(self.token)
+                now = record.read(token)
             except SkyctlError as error:
                 return error.message
             if now is None:
@@ -123,47 +137,68 @@ class RemoteProcess:
         """End the server first, for certain, then its tether.
 
         Raises:
-            HostUnreachable: its machine cannot be asked. The tether is gone, so that the server
-                ends by itself; the record stays.
+            HostUnreachable: a machine of it cannot be asked. The tether is gone, so that what runs
+                there ends by itself; its record stays.
             SkyctlError: its record cannot be read.
         """
-        found, gently = record.read(self.token), True
-        if found is not None and not (found.begun and found.node.chosen):
+        parts = self._parts()
+        if not all(found.begun and found.node.chosen for _, found in parts):
             await self._tether.stop(_TETHER_S)  # may be just about to begin
-            found = record.read(self.token)
-        if found is not None and found.begun:
-            node = found.node
-            request = {"do": "stop", "token": record.hosted(self.token), "timeout_s": timeout_s}
-            if node.ray:
-                target = node.target if node.chosen else ""
-                request |= {"token": self.token, "hosted": request["token"], "target": target}
-            patience_s = connect_timeout_s(node) + timeout_s + _END_S
-            try:
-                answer = await ask(node.cluster, request, patience_s)
-            except HostUnreachable as error:
-                await self._tether.stop(_TETHER_S)
-                raise HostUnreachable(
-                    f"{error.message}; its server ends by itself after {found.node.grace_s:g} s "
-                    f"without us (gone for good? remove {record.path_of(self.token)})",
-                    hint=error.hint,
-                ) from error
-            gently = bool(answer["gently"])
-        await self._tether.stop(_TETHER_S)
+            parts = self._parts()
+        begun = [(token, found) for token, found in parts if found.begun]
+        asked = (_stopped(token, found, timeout_s) for token, found in begun)
+        answers = await asyncio.gather(*asked, return_exceptions=True)
+        failed = [answer for answer in answers if isinstance(answer, BaseException)]
+        if not failed or any(isinstance(error, HostUnreachable) for error in failed):
+            await self._tether.stop(_TETHER_S)
+        if failed:
+            for (token, found), answer in zip(begun, answers, strict=True):
+                if not isinstance(answer, BaseException):  # that machine need not be asked again
+                    record.write(token, found, begun=False)
+            raise failed[0]
         record.forget(self.token)
-        return gently
+        return all(answers)
+
+
+async def _stopped(token: str, found: record.Record, timeout_s: float) -> bool:
+    """End one part of a server for certain. Raises as `RemoteProcess.stop`."""
+    node = found.node
+    request = {"do": "stop", "token": record.hosted(token), "timeout_s": timeout_s}
+    if node.ray:
+        target = node.target if node.chosen else ""
+        request |= {"token": token, "hosted": request["token"], "target": target}
+    patience_s = connect_timeout_s(node) + timeout_s + _END_S
+    try:
+        answer = await ask(node.cluster, request, patience_s)
+    except HostUnreachable as error:
+        raise HostUnreachable(
+            f"{error.message}; its server ends by itself after {node.grace_s:g} s "
+            f"without us (gone for good? remove {record.path_of(token)})",
+            hint=error.hint,
+        ) from error
+    return bool(answer["gently"])
 
 
 def spawn(
-    node: Node, argv: Sequence[str], env: Mapping[str, str], log: Path, token: str
+    node: Node,
+    followers: Sequence[Follower],
+    argv: Sequence[str],
+    env: Mapping[str, str],
+    log: Path,
+    token: str,
 ) -> ChildProcess:
-    """Start `argv` on a node. The variables that name the file which keeps the server closed
-    (`FleetPaths.held`) name one there, which follows ours."""
+    """Start `argv` on a node, and its followers on theirs. The variables that name the file which
+    keeps the server closed (`FleetPaths.held`) name one there, which follows ours."""
     held = str(log.parent.parent / f"{log.stem}.held")
     closed = [name for name, value in env.items() if value == held]
-    record.write(token, record.Record(node, held))
+    nodes = [node, *(one.node for one in followers)]
+    for part, its_node in zip(record.tokens(token, len(nodes)), nodes, strict=True):
+        parts = len(nodes) if part == token else 1
+        record.write(part, record.Record(its_node, held, parts=parts))
     number = log.stem.rpartition("-")[2]  # of the replica
     turn = int(number) if number.isdecimal() else 0
-    task = json.dumps(asdict(Task(list(argv), dict(env), closed, turn)))
+    rest = [(list(one.argv), one.env) for one in followers]
+    task = json.dumps(asdict(Task(list(argv), dict(env), closed, turn, rest)))
     tether = [sys.executable, "-m", "skyctl.launch.remote.tether"]
     try:
         return RemoteProcess(LOCAL.spawn(tether, {VARIABLE: task}, log, token))
@@ -184,11 +219,12 @@ def adopt(
     return process if record.read(token) is None else RemoteProcess(process)
 
 
-def on(node: Node) -> Host:
-    """A node as a `Host`. Its GPUs, CPUs and ports come with the plan (`machines.py`)."""
+def on(node: Node, followers: Sequence[Follower]) -> Host:
+    """A node as a `Host`, with the followers of what it spawns. Its GPUs, CPUs and ports come with
+    the plan (`machines.py`)."""
     return replace(
         SSH,
-        spawn=partial(spawn, node),
+        spawn=partial(spawn, node, followers),
         environment=lambda paths: {},  # its keeper has its own
         port_holder=lambda host, port: None,
     )

@@ -103,4 +103,5 @@ def _machine(node: Node, facts: dict[str, Any]) -> Machine:
         gpus=tuple(Gpu(**gpu) for gpu in facts["gpus"]),
         cpus=tuple(Cpu(**cpu) for cpu in facts["cpus"]),
         next_port=lambda: next(ports, 0),
+        interface=facts.get("interface", ""),
     )

@@ -24,7 +24,8 @@ class Record:
 
     `begun`: the other machine may have been told to start it. `beat` counts what was heard since;
     `lost` says why nothing is, `ended` how the server ended. The rest is as it was heard last.
-    `port` and `gpus` are known of a server whose `node` was chosen for it.
+    `port` and `gpus` are known of a server whose `node` was chosen for it. One on several machines
+    has `parts`, each with a record of its own (`tokens`).
     """
 
     node: Node
@@ -39,6 +40,7 @@ class Record:
     held: bool = False
     port: int = 0
     gpus: tuple[int, ...] = ()
+    parts: int = 1
 
     def follows(self) -> bool:
         """Whether the server is closed there as it is to be, as was heard of it."""
@@ -48,6 +50,11 @@ class Record:
 def hosted(token: str) -> str:
     """The token of a spawn on its machine. Another than here: that machine may be this one."""
     return f"hosted-{token}"
+
+
+def tokens(token: str, parts: int) -> list[str]:
+    """Of each part of a spawn; the first has the spawn's own."""
+    return [token, *(f"{token}-{rank}" for rank in range(1, parts))]
 
 
 def path_of(token: str) -> Path:
@@ -89,10 +96,16 @@ def glance(token: str) -> Record | None:
     return None
 
 
+def glances(token: str) -> list[Record]:
+    """As `glance`, of each part of a spawn; of those that are known."""
+    first = glance(token)
+    found = map(glance, tokens(token, first.parts if first else 1)[1:])
+    return [one for one in (first, *found) if one is not None]
+
+
 def begun(token: str) -> bool:
     """Whether a spawn may run on another machine: the end of it is not certain."""
-    found = glance(token)
-    return found is not None and found.begun
+    return any(found.begun for found in glances(token))
 
 
 def write(token: str, record: Record, **changes: Any) -> Record:
@@ -113,4 +126,6 @@ def write(token: str, record: Record, **changes: Any) -> Record:
 
 def forget(token: str) -> None:
     """Nothing of the spawn is left anywhere."""
-    path_of(token).unlink(missing_ok=True)
+    found = glance(token)
+    for one in reversed(tokens(token, found.parts if found else 1)):  # its own tells of the others
+        path_of(one).unlink(missing_ok=True)

@@ -4,6 +4,11 @@ To the supervisor it is the server: recorded, adopted and ended like any child. 
 server writes to its own output, carries the file that keeps the server closed, and ends when the
 server has ended for certain. While the other machine cannot be asked it asks again, and says so in
 the server's record (`record.py`).
+
+A server on several machines has one tether, with a connection and a record for each of its parts.
+They have one fate: when one has ended the tether ends, and whoever restarts or stops the server
+ends the others (`RemoteProcess.stop`). vLLM's own parts do not notice one another's death: the
+leader answers its probes until it is asked for tokens, and then hangs.
 """
 
 from __future__ import annotations
@@ -37,12 +42,18 @@ _LOOK_S = 0.05
 @dataclass(frozen=True)
 class Task:
     """`env` is added to the other machine's; `held_variables` of it name the file that keeps the
-    server closed. `turn` spreads servers that start together."""
+    server closed. `turn` spreads servers that start together. `followers` has argv and env of each
+    of its other parts, in the order of their records."""
 
     argv: Sequence[str]
     env: Mapping[str, str]
     held_variables: Sequence[str]
     turn: int = 0
+    followers: Sequence[tuple[Sequence[str], Mapping[str, str]]] = ()
+
+    def parts(self) -> list[Task]:
+        """What is started on each machine."""
+        return [self, *(Task(argv, env, ()) for argv, env in self.followers)]
 
     def at(self, found: record.Record) -> Task:
         """The same on the node, and with the port and GPUs, that were chosen for it."""
@@ -148,6 +159,24 @@ class _Tether:
                 self._record = replace(self._record, ended=str(changes["ended"]))
 
 
+async def _run(token: str, task: Task) -> None:
+    """Until one part of the server has ended, or could not be started."""
+    parts = task.parts()
+    tethers = [
+        _Tether(one, part)
+        for one, part in zip(record.tokens(token, len(parts)), parts, strict=True)
+    ]
+    running = [asyncio.create_task(tether.run()) for tether in tethers]
+    try:
+        done, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+        for one in done:
+            one.result()
+    finally:
+        for one in running:
+            one.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+
+
 def _print(data: bytes) -> None:
     with contextlib.suppress(OSError):  # a full disk
         os.write(sys.stdout.fileno(), data)
@@ -156,7 +185,7 @@ def _print(data: bytes) -> None:
 def main() -> None:
     """Be the tether that the environment asks for."""
     task = Task(**json.loads(os.environ.pop(VARIABLE)))
-    asyncio.run(_Tether(os.environ[TOKEN_VARIABLE], task).run())
+    asyncio.run(_run(os.environ[TOKEN_VARIABLE], task))
 
 
 if __name__ == "__main__":

@@ -9,7 +9,12 @@ from pathlib import Path
 import pytest
 
 from skyctl.launch.base import Gpu
-from skyctl.launch.local.devices import discover_cpus, discover_gpus, visible_gpus
+from skyctl.launch.local.devices import (
+    discover_cpus,
+    discover_gpus,
+    interface_of,
+    visible_gpus,
+)
 
 GPUS = [Gpu(0, "GPU-aa11", "A", 1), Gpu(1, "GPU-bb22", "A", 1)]
 
@@ -66,3 +71,13 @@ def test_hardware_threads_of_a_core_are_recognised(tmp_path: Path) -> None:
     assert [cpu.id for cpu in cpus] == allowed
     assert cpus[0].core == 77
     assert all(cpu.core == cpu.id for cpu in cpus[1:])  # unknown topology: a core each
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "127.0.0.2"])
+def test_an_interface_is_found_by_its_address_or_its_network(address: str) -> None:
+    assert interface_of(address) == "lo"
+
+
+@pytest.mark.parametrize("address", ["2001:db8::7", "a name", ""])
+def test_what_no_interface_has_is_of_none(address: str) -> None:
+    assert interface_of(address) == ""

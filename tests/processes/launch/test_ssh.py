@@ -112,11 +112,12 @@ async def test_what_an_agent_could_not_do_is_its_machines_sentence() -> None:
 
 def test_what_machines_have_is_kept_for_a_fleet_that_runs(tmp_path: Path) -> None:
     known = tmp_path / "machines.json"
-    well = node(f"echo '{HELLO}'; echo '{json.dumps(FACTS)}'; cat")
+    well = node(f"echo '{HELLO}'; echo '{json.dumps({**FACTS, 'interface': 'eth1'})}'; cat")
     gone = node("echo 'no route' >&2; exit 255")
     (machine,) = look([well], ports=1, known=known, running=False)
     assert machine.node is not None and machine.node.address == "10.0.0.7"
     assert [machine.next_port(), machine.next_port()] == [20001, 0]
+    assert machine.interface == "eth1"
     (machine,) = look([gone], ports=1, known=known, running=True)
     assert machine.node is not None and machine.node.address == "10.0.0.7"
     with pytest.raises(HostUnreachable, match="me@far cannot be asked over ssh: no route"):
@@ -144,6 +145,29 @@ async def test_a_server_counts_as_there_until_its_machine_has_said_otherwise(
     record.write("t", gone, node=node(f"echo '{HELLO}'; echo '{{\"gently\": true}}'; cat"))
     assert await process.stop(0.1)
     assert process.members() == [] and record.read("t") is None
+
+
+async def test_of_a_server_on_two_machines_only_the_one_that_did_not_answer_is_asked_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SKYCTL_HOME", str(tmp_path))
+    asked = tmp_path / "asked"
+    well = node(f"echo . >> {asked}; echo '{HELLO}'; echo '{{\"gently\": true}}'; cat")
+    first = record.Record(well, str(tmp_path / "held"), begun=True, pid=7, parts=2)
+    record.write("t", first)
+    gone = record.Record(node("exit 255", "me@away"), first.closed_by, begun=True, pid=8)
+    record.write("t-1", gone, lost="no route")
+    process = adopt(None, "t", ())
+    assert [one.pid for one in process.members()] == [7, 8]
+    assert process.connection_lost() == "no route"
+    for _ in range(2):
+        with pytest.raises(HostUnreachable, match="me@away cannot be asked"):
+            await process.stop(0.1)
+        assert [one.pid for one in process.members()] == [8] and record.begun("t")
+    assert asked.read_text() == ".\n"
+    record.write("t-1", gone, node=well)
+    assert await process.stop(0.1)
+    assert process.members() == [] and not any(record.path_of("t").parent.iterdir())
 
 
 async def test_a_server_that_was_never_begun_asks_no_machine(

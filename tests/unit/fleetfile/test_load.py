@@ -382,6 +382,7 @@ def test_any_value_under_a_known_key_is_a_fleet_or_an_error(values: dict[str, ob
 STARTED = "name: demo\nmodel: x\n"
 SSH = "launcher: ssh\nssh: {hosts: [a]}\n"
 ATTACHED = "name: demo\nservers: [http://h:1]\n"
+SPAN = "nodes_per_replica: 2\npipeline_parallel_size: 2\nlauncher: ssh\nssh: {hosts: [a, b]}\n"
 
 
 @pytest.mark.parametrize("written", ["all", "control", "none", "'none'"])
@@ -428,6 +429,30 @@ def test_what_would_leave_servers_open_is_refused(text: str, expected: str) -> N
     ],
 )
 def test_what_does_not_go_with_other_machines_is_refused(text: str, expected: str) -> None:
+    (line,) = refused(STARTED + text)
+    assert expected in line
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("nodes_per_replica: 2\n", "goes with `launcher: ssh`"),
+        ("nodes_per_replica: 2\nlauncher: ray\n", "goes with `launcher: ssh`"),
+        (SPAN.replace("size: 2", "size: 3"), "write a multiple of 2"),
+        (SPAN.replace("pipeline_parallel_size: 2\n", ""), "write a multiple of 2"),
+        (SPAN.replace("[a, b]", "[a]"), "`ssh: hosts` names 1: add machines"),
+        (SPAN + "data_parallel_size: 2\n", "does not go with `data_parallel_size`"),
+        (SPAN + "share_gpus: true\n", "does not go with `share_gpus`"),
+        (SPAN + "weight_transfer: {transport: ipc}\n", "with transport ipc: a sender reaches"),
+        (SPAN + "weight_transfer: {backend: sparse_nccl}\n", "with backend sparse_nccl: a sender"),
+        (SPAN + "replicas: [{nodes_per_replica: 4}]\n", "write a multiple of 4"),
+        (SPAN + "args: {node-rank: 1}\n", "use the key `nodes_per_replica`"),
+    ],
+)
+def test_what_does_not_go_with_a_replica_on_several_machines_is_refused(
+    text: str, expected: str
+) -> None:
+    assert parse(STARTED + SPAN).nodes_per_replica == 2
     (line,) = refused(STARTED + text)
     assert expected in line
 
