@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
-
-from pydantic import TypeAdapter
 
 import skyctl
 from skyctl import __version__
 from skyctl.errors import VersionMismatch
 
 if TYPE_CHECKING:
+    from pydantic import TypeAdapter
+
     from skyctl.core.plan import FrontSpec, ServerSpec
 
 T = TypeVar("T")
@@ -47,8 +48,25 @@ def adapter(kind: type[T]) -> TypeAdapter[T]:
     """What carries a request or a result over the wire. To build one takes ten times as long as to
     use it."""
     if kind not in _adapters:
+        from pydantic import TypeAdapter
+
         _adapters[kind] = TypeAdapter(kind)
     return _adapters[kind]
+
+
+def reader(kind: type[T]) -> Callable[[bytes], T]:
+    """Makes a result of its JSON; raises ValueError for another. A job's id is read without
+    pydantic: it is imported while the push goes on."""
+    if kind is not str:
+        return adapter(kind).validate_json
+
+    def read(body: bytes) -> T:
+        found = json.loads(body)
+        if not isinstance(found, kind):
+            raise ValueError(f"{found!r} is no {kind.__name__}")
+        return found
+
+    return read
 
 
 def spec_hash(spec: ServerSpec | FrontSpec) -> str:
