@@ -22,6 +22,9 @@ def main() -> None:
 
     try:
         run()
+    except SystemExit as ended:
+        startup.end(ended.code)
+        raise
     finally:
         startup.leave()
 

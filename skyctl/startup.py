@@ -1,10 +1,12 @@
-"""What lets a command start quickly, and is not for the processes that it starts."""
+"""What lets a command start and end quickly, and is not for the processes that it starts."""
 
 from __future__ import annotations
 
+import atexit
 import gc
 import os
 import sys
+import threading
 
 _PLUGINS = "PYDANTIC_DISABLE_PLUGINS"
 _ours: set[str] = set()  # variables that were not there before
@@ -30,6 +32,22 @@ def leave() -> None:
     """
     if "torch" not in sys.modules:
         gc.freeze()
+
+
+def end(code: object) -> None:
+    """End this process at once: to take apart what was imported takes the interpreter some 10 ms.
+
+    Returns where the interpreter has more to do: other threads, output that cannot be written.
+    """
+    if not isinstance(code, int) or threading.active_count() > 1 or "torch" in sys.modules:
+        return
+    try:
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+    except (OSError, ValueError):
+        return
+    os._exit(code)
 
 
 def inherited() -> dict[str, str]:

@@ -15,6 +15,7 @@ import typer
 
 from skyctl import __version__
 from skyctl.cli.command_line import command_name, explain, flowing, given, options_first
+from skyctl.cli.values import spare_validators
 from skyctl.errors import ExitCode, InternalError, Interrupted, SkyctlError, UsageError
 from skyctl.printing import configure, mode
 from skyctl.sanitize import sanitized
@@ -150,6 +151,7 @@ def asked_for(arguments: Sequence[str]) -> Sequence[Verb]:
 def main() -> None:
     """Entry point: run one command, print one error, exit with its documented code."""
     arguments = sys.argv[1:]
+    spare_validators()
     register(asked_for(arguments))
     configure(
         command=command_name(arguments, _groups()),

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from skyctl.errors import StateUnwritable
 from skyctl.http.target import ServerTarget
-from skyctl.launch.base import Node
 
 if TYPE_CHECKING:
+    from skyctl.launch.base import Node
     from skyctl.push.trainer import Trainer
     from skyctl.store.contents import Content
     from skyctl.store.expected import Expectations

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from skyctl.core.service import FleetService, LogQuery
-from skyctl.core.status import BY_DOWN, INTERRUPTED, FleetStatus, ended_by_others
 from skyctl.errors import ExitCode, SkyctlError, error_named
 from skyctl.store.journal import Job
+
+if TYPE_CHECKING:
+    from skyctl.core.status import FleetStatus
 
 LOG_LINES = 20
 
@@ -33,6 +36,8 @@ async def operation_error(fleet: FleetService, status: FleetStatus) -> SkyctlErr
 
     `details` has the status, and under `logs` the last lines of each server that failed.
     """
+    from skyctl.core.status import BY_DOWN, INTERRUPTED, ended_by_others
+
     if status.operation is None or not status.operation.error:
         return None
     if status.operation.error in (BY_DOWN, INTERRUPTED):

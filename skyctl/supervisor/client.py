@@ -6,9 +6,6 @@ import json
 from typing import Self
 from urllib.parse import quote
 
-from pydantic import ValidationError
-from pydantic_core import to_json
-
 from skyctl.core.arbiter import own_command
 from skyctl.core.service import CALL_TIMEOUT_S, FleetService, T
 from skyctl.errors import DeadlineExceeded, FleetDownError, ServerError, SkyctlError, error_named
@@ -18,7 +15,7 @@ from skyctl.store.paths import FleetPaths
 from skyctl.supervisor.wire import (
     CALLER_HEADER,
     VERSION_HEADER,
-    adapter,
+    reader,
     spoken,
     stamp,
     version_mismatch,
@@ -64,6 +61,7 @@ class RemoteFleet(FleetService):
             **self._headers,
         }
         request = Request("POST", self._url, f"/{verb}", headers, self._encoded(asked))
+        read = reader(result)
         try:
             answer = await self._transport.send(request, timeout_s=patience_s)
         except NoAnswer as error:
@@ -76,8 +74,8 @@ class RemoteFleet(FleetService):
         if not answer.is_success:
             raise _error(answer)
         try:
-            found: T = adapter(result).validate_json(answer.body)
-        except ValidationError as error:
+            found = read(answer.body)
+        except ValueError as error:
             theirs = answer.headers.get(VERSION_HEADER, "")
             if theirs and theirs != f"{spoken()}/{stamp()}":
                 raise version_mismatch(theirs, spoken()) from error
@@ -87,7 +85,7 @@ class RemoteFleet(FleetService):
         return found
 
     def _encoded(self, asked: object) -> bytes:
-        return b"{}" if asked is None else to_json(asked)
+        return json.dumps({} if asked is None else asked, default=vars).encode()
 
     def _unreachable(self, error: TransportError) -> FleetDownError:
         from skyctl.core.recorded import down_error

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
-
-from pydantic import TypeAdapter
 
 import skyctl
 from skyctl import __version__
 from skyctl.errors import VersionMismatch
 
 if TYPE_CHECKING:
+    from pydantic import TypeAdapter
+
     from skyctl.core.plan import FrontSpec, ServerSpec
 
 T = TypeVar("T")
@@ -49,8 +49,26 @@ def adapter(kind: type[T]) -> TypeAdapter[T]:
     it.
     """
     if kind not in _adapters:
+        from pydantic import TypeAdapter
+
         _adapters[kind] = TypeAdapter(kind)
     return _adapters[kind]
+
+
+def reader(kind: type[T]) -> Callable[[bytes], T]:
+    """Makes a result from its JSON; raises ValueError for anything else. A job's id is read without
+    pydantic, which is imported while the push goes on.
+    """
+    if kind is not str:
+        return adapter(kind).validate_json
+
+    def read(body: bytes) -> T:
+        found = json.loads(body)
+        if not isinstance(found, kind):
+            raise ValueError(f"{found!r} is no {kind.__name__}")
+        return found
+
+    return read
 
 
 def spec_hash(spec: ServerSpec | FrontSpec) -> str:
