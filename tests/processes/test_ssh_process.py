@@ -50,7 +50,7 @@ async def test_what_keeps_a_server_closed_here_keeps_it_closed_there(
     held = paths.held("f-0")
     held.touch()
     assert SSH.on is not None
-    process = SSH.on(node).spawn(
+    process = SSH.on(node, ()).spawn(
         [sys.executable, "-c", _PROGRAM],
         {"CLOSED_BY": str(held), "SECRET": "hush"},
         paths.log("f-0"),
