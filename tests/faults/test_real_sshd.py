@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 import psutil
 import pytest
 
+from skyctl.checkpoints.tiny import make_tiny_checkpoint
 from tests.faults.ssh_fleet import SshFleet
 
 SSHD = shutil.which("sshd", path=f"{os.environ['PATH']}:/usr/sbin:/usr/local/sbin")
@@ -58,7 +59,11 @@ def fleet(tmp_path: Path) -> Iterator[SshFleet]:
     time.sleep(1)
     if sshd.poll() is not None:  # as root it wants a user and a directory of its own
         pytest.skip(f"sshd does not start: {(tmp_path / 'sshd.log').read_text().strip()}")
-    fleet.lay_out(hosts=HOSTS, command=["ssh", "-T", "-F", str(tmp_path / "ssh_config")])
+    fleet.lay_out(
+        hosts=HOSTS,
+        command=["ssh", "-T", "-F", str(tmp_path / "ssh_config")],
+        more="weight_transfer: {transport: shm}",
+    )
     yield fleet
     fleet.run("down")
     sshd.terminate()
@@ -95,5 +100,11 @@ def test_a_fleet_over_a_real_sshd(fleet: SshFleet) -> None:
         connection.kill()
     time.sleep(3)
     assert fleet.until({"stubs-0": "ready"})["stubs-0"]["pid"] == rows["stubs-0"]["pid"]
+    checkpoint = make_tiny_checkpoint(fleet.directory / "tiny", seed=1)
+    for transport in ("shm", "disk"):  # by shm each machine has a sender of its own
+        asked = ("sync-weights", str(checkpoint), "--transport", transport)
+        pushed = fleet.json(*asked)["data"]["job"]["result"]
+        assert pushed["transport"] == transport and len(pushed["servers"]) == 2
+        assert all(server["ok"] for server in pushed["servers"])
     fleet.run("down")
     assert there(fleet) == []
