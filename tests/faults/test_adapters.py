@@ -80,7 +80,7 @@ def test_a_supervisor_killed_amid_a_sync_leaves_one_version_everywhere(fleet: St
         fleet.run("status")  # another supervisor takes its place, and will die at the point
         del fleet.environ["SKYCTL_KILL_AT"]
         fleet.run("adapters", "sync", "first", "x3", expect=4)
-        fleet.run("wait", "--timeout", "20")
+        fleet.run("wait", "--timeout", "50")
         assert served(fleet) == before, point
     fleet.run("adapters", "sync", "first", "x3")
     after = served(fleet)
