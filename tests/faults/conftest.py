@@ -27,3 +27,11 @@ def way(request: pytest.FixtureRequest) -> Callable[[Path], RemoteFleet]:
     if request.param == "ssh":
         return SshFleet
     return partial(RayFleet, cluster=request.getfixturevalue("cluster"))
+
+
+@pytest.fixture
+def fleet(tmp_path: Path) -> Iterator[SshFleet]:
+    """Over two machines by ssh, not laid out yet; modules about other fleets have their own."""
+    fleet = SshFleet(tmp_path)
+    yield fleet
+    fleet.end()

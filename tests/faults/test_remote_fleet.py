@@ -17,16 +17,8 @@ import torch
 from skyctl.api import Fleet
 from skyctl.checkpoints.tiny import make_tiny_checkpoint
 from tests.faults.remote_fleet import A, B, RemoteFleet, words
-from tests.faults.ssh_fleet import SshFleet
 from tests.unit.adapters.files import lora, make_adapter
 from tests.unit.push.checkpoints import tiny_tensors, write_checkpoint
-
-
-@pytest.fixture
-def fleet(tmp_path: Path) -> Iterator[RemoteFleet]:
-    fleet = SshFleet(tmp_path)
-    yield fleet
-    fleet.end()
 
 
 @pytest.fixture(scope="module")

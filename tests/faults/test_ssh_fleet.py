@@ -6,7 +6,6 @@ import json
 import signal
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import psutil
 import pytest
@@ -14,13 +13,6 @@ import pytest
 from skyctl.checkpoints.tiny import make_tiny_checkpoint
 from tests.faults.remote_fleet import A, B
 from tests.faults.ssh_fleet import SshFleet
-
-
-@pytest.fixture
-def fleet(tmp_path: Path) -> Iterator[SshFleet]:
-    fleet = SshFleet(tmp_path)
-    yield fleet
-    fleet.end()
 
 
 @pytest.fixture(scope="module")

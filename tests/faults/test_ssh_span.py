@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import psutil
 import pytest
@@ -17,13 +16,6 @@ from tests.faults.ssh_fleet import SshFleet
 
 SPAN = "pipeline_parallel_size: 2\nnodes_per_replica: 2\n"
 BOTH = f"me@{A}, me@{B}"
-
-
-@pytest.fixture
-def fleet(tmp_path: Path) -> Iterator[SshFleet]:
-    fleet = SshFleet(tmp_path)
-    yield fleet
-    fleet.end()
 
 
 @pytest.fixture(scope="module")
