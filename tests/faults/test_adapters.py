@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.faults.stub_fleet import StubFleet
+from tests.faults.stub_fleet import StubFleet, kill
 from tests.unit.adapters.files import lora, make_adapter
 from tests.unit.push.checkpoints import write_checkpoint
 
@@ -51,7 +49,7 @@ def test_a_server_that_starts_again_has_the_adapters_before_it_serves(fleet: Stu
     fleet.run("adapters", "load", "x", "x2")
     before = served(fleet)
     assert [sorted(one) for one in before] == [["first", "x"]] * 2
-    os.kill(replicas(fleet)[0]["pid"], signal.SIGKILL)
+    kill(replicas(fleet)[0]["pid"])
     fleet.run("wait", "--timeout", "30")
     assert served(fleet) == before
     fleet.run("restart", "stubs-1")
@@ -74,7 +72,7 @@ def test_a_supervisor_killed_amid_a_sync_leaves_one_version_everywhere(fleet: St
     marker = fleet.directory / "kill"
     before = served(fleet)
     for point in ("adapters.load.call", "adapters.name.call", "adapters.commit"):
-        os.kill(fleet.json("status")["data"]["supervisor_pid"], signal.SIGKILL)
+        kill(fleet.json("status")["data"]["supervisor_pid"])
         marker.write_text(point)
         fleet.environ["SKYCTL_KILL_AT"] = f"@{marker}"
         fleet.run("status")  # another supervisor takes its place, and will die at the point

@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from skyctl.store.state import FleetState
-from tests.faults.stub_fleet import StubFleet, until_said
+from tests.faults.stub_fleet import StubFleet, gone, kill, until_said
 
 
 @pytest.fixture
@@ -179,7 +179,7 @@ def test_a_down_that_was_cut_short_is_not_undone_but_finished(fleet: StubFleet) 
     assert "cut short" in left.stdout and "skyctl down" in left.stdout
     done = fleet.json("recover", "--yes")["data"]["recovered"]
     assert {row["action"] for row in done} == {"down"} and all(row["ok"] for row in done)
-    assert not any(runs(row["pid"]) for row in before["replicas"])
+    assert all(gone(row["pid"]) for row in before["replicas"])
 
 
 def test_after_a_reboot_the_state_is_stale_and_nothing_is_signalled(fleet: StubFleet) -> None:
@@ -195,23 +195,10 @@ def test_after_a_reboot_the_state_is_stale_and_nothing_is_signalled(fleet: StubF
     stale = fleet.run("status", "--exit-code", expect=4)
     assert "machine was restarted" in stale.stdout
     assert fleet.json("recover")["data"]["findings"][0]["found"] == "stale"
-    assert all(runs(row["pid"]) for row in before["replicas"])
+    assert not any(gone(row["pid"]) for row in before["replicas"])
     with FleetState(database) as state:
         for row in rows:
             state.save_process(row)  # so that they are found at the end
-
-
-def runs(pid: int) -> bool:
-    """Whether a process lives; one that nobody has reaped yet does not."""
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
-
-
-def kill(pid: int) -> None:
-    os.kill(pid, signal.SIGKILL)
-    psutil.wait_procs([psutil.Process(pid)] if psutil.pid_exists(pid) else [], timeout=10)
 
 
 def test_status_loads_neither_torch_nor_vllm_nor_a_web_server(fleet: StubFleet) -> None:

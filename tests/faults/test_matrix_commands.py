@@ -22,7 +22,7 @@ from skyctl.service.revive import listening
 from skyctl.store.paths import FleetPaths
 from skyctl.store.schema import SCHEMA_VERSION
 from skyctl.store.state import FleetState
-from tests.faults.stub_fleet import ROOT, StubFleet, until_said
+from tests.faults.stub_fleet import ROOT, StubFleet, kill, until_said
 from tests.unit.push.checkpoints import tiny_tensors, write_checkpoint
 
 
@@ -109,7 +109,7 @@ def test_a_supervisor_killed_in_the_middle_of_an_up_leaves_one_process_per_serve
     up = fleet.start("up")
     until_said(up, "starting")
     pid = fleet.json("status")["data"]["supervisor_pid"]
-    os.kill(pid, signal.SIGKILL)
+    kill(pid)
     _, stderr = up.communicate(timeout=60)
     assert up.returncode != 0 and "Traceback" not in stderr
     fleet.run("up")
@@ -220,8 +220,7 @@ def test_a_state_file_lost_with_its_supervisor_is_rebuilt_from_live_processes(
     """Nobody else remembers the servers then: they are found, and no orphan stays."""
     fleet.run("up", "--no-router")
     status = fleet.json("status")["data"]
-    os.kill(status["supervisor_pid"], signal.SIGKILL)
-    psutil.wait_procs([psutil.Process(status["supervisor_pid"])], timeout=10)
+    kill(status["supervisor_pid"])
     file = state_file(fleet)
     for suffix in ("-wal", "-shm"):
         file.with_name(file.name + suffix).unlink(missing_ok=True)
@@ -246,26 +245,20 @@ def test_a_supervisor_that_dies_while_recover_follows_it_is_replaced_and_no_serv
     supervisor, router = status["supervisor_pid"], status["router"]["pid"]
     # either way stubs-1 gets a new process, which takes some seconds
     if who == "its own":
-        kill_and_wait(before["stubs-1"])
-        kill_and_wait(supervisor)
+        kill(before["stubs-1"])
+        kill(supervisor)
     else:
         with FleetState(state_file(fleet)) as state:
             state.update_server("stubs-1", quarantine="something to recover")
     recovering = fleet.start("recover", "--yes", "--json")
     victim = followed(fleet, supervisor if who == "its own" else None)
-    kill_and_wait(victim)
+    kill(victim)
     stdout, stderr = recovering.communicate(timeout=60)
     assert recovering.returncode == 0, stdout + stderr
     status = fleet.json("status")["data"]
     assert status["health"] == "healthy", status
     assert status["supervisor_pid"] != victim and status["router"]["pid"] == router
     assert fleet.replicas()["stubs-0"]["pid"] == before["stubs-0"]
-
-
-def kill_and_wait(pid: int) -> None:
-    process = psutil.Process(pid)
-    process.kill()
-    psutil.wait_procs([process], timeout=10)
 
 
 def followed(fleet: StubFleet, dead: int | None) -> int:
@@ -305,7 +298,7 @@ def test_a_server_that_starts_again_never_answers_with_the_weights_it_was_starte
         fleet.run("sync-weights", "next")
         after = answer()
         assert after != before
-        kill_and_wait(fleet.replicas()["stubs-0"]["pid"])
+        kill(fleet.replicas()["stubs-0"]["pid"])
         refused = 0
         answered = False
         while not answered:
@@ -408,11 +401,11 @@ def test_a_killed_down_is_finished_by_the_supervisor(fleet: StubFleet) -> None:
     pid = fleet.json("status")["data"]["supervisor_pid"]
     down = fleet.start("down")
     until_said(down, "stopping fleet")
-    gone = psutil.Process(pid)
+    supervisor = psutil.Process(pid)
     down.kill()
     down.communicate()
     # killed before it was asked, the fleet runs on as it was; after, it goes down by itself
-    psutil.wait_procs([gone], timeout=3)
+    psutil.wait_procs([supervisor], timeout=3)
     fleet.run("down", "--drain-timeout", "0")
     assert of_this_fleet(fleet) == []
 

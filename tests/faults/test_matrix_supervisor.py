@@ -31,6 +31,7 @@ from skyctl.store.state import FleetState
 from skyctl.supervisor.interface import SupervisorClient
 from skyctl.supervisor.report import report
 from skyctl.supervisor.resident import Supervisor
+from tests.faults.stub_fleet import gone
 from tests.processes.supervisor.test_resident import (
     bring_up,
     ended,
@@ -80,10 +81,6 @@ def pushable(name: str, model: Path) -> ServerSpec:
     options = ("--model", str(model), "--served-model-name", "stub-model")
     transfer = ("--weight-transfer-config", json.dumps({"backend": "skyctl"}))
     return replace(full_server(name, *options, *transfer), backend="skyctl")
-
-
-def gone(pid: int) -> bool:
-    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
 
 async def stub_state(supervisor: Supervisor, name: str) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import httpx
 import psutil
 import pytest
 
-from tests.faults.stub_fleet import StubFleet
+from tests.faults.stub_fleet import StubFleet, kill
 
 CONTROL = ("/pause", "/resume", "/sleep", "/collective_rpc", "/update_weights", "/new")
 DATA = ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize")
@@ -141,10 +141,8 @@ def test_servers_that_ask_for_a_token_are_adopted_though_the_file_no_longer_says
 ) -> None:
     fleet.run("up", "--no-router")
     before = fleet.json("status")["data"]
-    supervisor = psutil.Process(before["supervisor_pid"])
     fleet.write(extra="auth: none")
-    supervisor.kill()
-    psutil.wait_procs([supervisor], timeout=10)
+    kill(before["supervisor_pid"])
     fleet.run("wait", "--for", "ready", "--timeout", "30")
     after = fleet.json("status")["data"]
     assert after["supervisor_pid"] != before["supervisor_pid"]

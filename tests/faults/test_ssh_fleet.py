@@ -7,12 +7,12 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 
-import psutil
 import pytest
 
 from skyctl.checkpoints.tiny import make_tiny_checkpoint
 from tests.faults.remote_fleet import A, B
 from tests.faults.ssh_fleet import SshFleet
+from tests.faults.stub_fleet import kill
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +32,7 @@ def test_a_machine_that_does_not_answer_ssh_serves_on(lasting: SshFleet) -> None
     row = lasting.replicas()["stubs-1"]
     assert (row["state"], row["pid"]) == ("ready", pid)
     # whoever comes next plans what runs from what is known of the machine
-    psutil.Process(lasting.json("status")["data"]["supervisor_pid"]).kill()
+    kill(lasting.json("status")["data"]["supervisor_pid"])
     assert lasting.until({"stubs-1": "ready"})["stubs-1"]["pid"] == pid
     lasting.mend(B)
 
@@ -40,7 +40,7 @@ def test_a_machine_that_does_not_answer_ssh_serves_on(lasting: SshFleet) -> None
 def test_a_supervisor_is_replaced_while_a_machine_is_away(lasting: SshFleet) -> None:
     pid = lasting.until({"stubs-0": "ready", "stubs-1": "ready"})["stubs-0"]["pid"]
     lasting.cut(B)
-    psutil.Process(lasting.json("status")["data"]["supervisor_pid"]).kill()
+    kill(lasting.json("status")["data"]["supervisor_pid"])
     lasting.tether("stubs-1").kill()
     rows = lasting.until({"stubs-0": "ready", "stubs-1": "unreachable"}, 60)
     assert rows["stubs-0"]["pid"] == pid

@@ -13,6 +13,7 @@ import pytest
 from skyctl.checkpoints.tiny import make_tiny_checkpoint
 from tests.faults.remote_fleet import A, B
 from tests.faults.ssh_fleet import SshFleet
+from tests.faults.stub_fleet import kill
 
 SPAN = "pipeline_parallel_size: 2\nnodes_per_replica: 2\n"
 BOTH = f"me@{A}, me@{B}"
@@ -103,7 +104,7 @@ def test_a_connection_that_dies_costs_a_new_one(lasting: SshFleet) -> None:
 def test_a_supervisor_is_replaced_and_its_parts_go_on(lasting: SshFleet) -> None:
     lasting.until({"stubs-0": "ready"})
     old = parts(lasting)
-    psutil.Process(lasting.json("status")["data"]["supervisor_pid"]).kill()
+    kill(lasting.json("status")["data"]["supervisor_pid"])
     lasting.until({"stubs-0": "ready"})
     assert parts(lasting) == old
 
@@ -113,7 +114,7 @@ def test_a_part_that_dies_while_nobody_supervises_takes_the_others_with_it(
 ) -> None:
     lasting.until({"stubs-0": "ready"})
     old = parts(lasting)
-    psutil.Process(lasting.json("status")["data"]["supervisor_pid"]).kill()
+    kill(lasting.json("status")["data"]["supervisor_pid"])
     lasting.servers(B)[0].kill()
     time.sleep(1)
     lasting.until({"stubs-0": "ready"})

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,8 +14,7 @@ pytest.importorskip("torch")
 pytest.importorskip("google.protobuf")
 
 from skyctl.launch.local.host import free_port
-from tests.faults.stub_fleet import StubFleet
-from tests.faults.test_matrix_supervisor import gone
+from tests.faults.stub_fleet import StubFleet, gone, kill
 
 EXTRA = """\
 args: {{max-model-len: 256}}
@@ -63,7 +60,7 @@ def test_an_api_that_is_killed_is_back_at_its_address_and_down_ends_it(fleet: St
     key = key_file.read_text()
     assert key.startswith("tml-") and key_file.stat().st_mode & 0o777 == 0o600
 
-    os.kill(first["pid"], signal.SIGKILL)
+    kill(first["pid"])
     deadline = time.monotonic() + 60
     while (second := tinker(fleet))["state"] != "ready" or second["pid"] == first["pid"]:
         assert time.monotonic() < deadline, second
@@ -88,7 +85,7 @@ def test_an_api_outlives_its_supervisor_and_another_address_restarts_it_alone(
 ) -> None:
     write(fleet)
     before = fleet.json("up")["data"]
-    os.kill(before["supervisor_pid"], signal.SIGKILL)
+    kill(before["supervisor_pid"])
     after = fleet.json("up")["data"]
     assert after["supervisor_pid"] != before["supervisor_pid"]
     assert (after["tinker"]["state"], after["tinker"]["pid"]) == ("ready", before["tinker"]["pid"])

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
 from typing import Any
 
-import tinker
 from tinker import types
 
 from tests.processes.tinker.serving import BASE, KEY, ServingProcess
+from tests.tinker_sdk import service_client
 
 STEPS = 8
 OF_A_STEP = ("forward", "second", "optim", "settled")
@@ -18,21 +17,10 @@ MOMENTS = ("create", *OF_A_STEP, "save", "reload", "load", "check", "sampler", "
 of a step was answered."""
 
 
-@contextmanager
-def service_client(serving: ServingProcess) -> Iterator[tinker.ServiceClient]:
-    """The SDK's own `with` waits without an end for the session to close."""
-    client = tinker.ServiceClient(base_url=serving.url, api_key=KEY)
-    try:
-        yield client
-    finally:
-        with suppress(TimeoutError):
-            client.close("success").result(timeout=20)
-
-
 def train(serving: ServingProcess, rank: int, disturb: Callable[[str, int], None]) -> list[float]:
     """The loss of each step, and after them that of the model and of one that was loaded from its
     last checkpoint. `disturb` hears the moment and the step."""
-    with service_client(serving) as client:
+    with service_client(base_url=serving.url, api_key=KEY) as client:
 
         def ended(future: Any, moment: str, step: int = STEPS) -> Any:
             disturb(moment, step)

@@ -14,10 +14,11 @@ from typing import Any
 import pytest
 
 from tests.integration.fleet_cli import UP_TIMEOUT_S, FleetCli
+from tests.tinker_sdk import service_client
 
-tinker = pytest.importorskip("tinker")
+pytest.importorskip("tinker")
 pytest.importorskip("vllm")
-from tinker import types  # noqa: E402
+from tinker import types
 
 pytestmark = [
     pytest.mark.real,
@@ -67,7 +68,7 @@ def addressed(fleet: FleetCli, monkeypatch: pytest.MonkeyPatch) -> FleetCli:
 
 def test_vllm_samples_what_the_sdk_trained(addressed: FleetCli) -> None:
     fleet = addressed
-    with tinker.ServiceClient() as client:
+    with service_client() as client:
         trainer = client.create_lora_training_client(base_model=BASE, rank=8, seed=3).result()
         row = trainer.get_tokenizer().encode(SENTENCE)
         base = client.create_sampling_client(base_model=BASE).result()
@@ -114,7 +115,7 @@ def test_vllm_samples_what_the_sdk_trained(addressed: FleetCli) -> None:
 
 def test_a_sample_waits_until_servers_are_awake(addressed: FleetCli) -> None:
     fleet = addressed
-    with tinker.ServiceClient() as client:
+    with service_client() as client:
         trainer = client.create_lora_training_client(base_model=BASE, rank=8, seed=3).result()
         row = trainer.get_tokenizer().encode(SENTENCE)
         trainer.forward_backward([datum(row)], "cross_entropy")

@@ -15,6 +15,7 @@ tinker = pytest.importorskip("tinker")
 from tinker import types  # noqa: E402
 
 from tests.processes.tinker.serving import BASE, KEY, ServingProcess  # noqa: E402
+from tests.tinker_sdk import service_client  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
 TOKENS = [70, 301, 412, 9, 33, 208, 77, 160]
@@ -25,7 +26,7 @@ ADAM = types.AdamParams(learning_rate=1e-2)
 def client(serving: ServingProcess) -> Iterator[Any]:
     patch = pytest.MonkeyPatch()
     patch.setenv("TINKER_TELEMETRY", "0")
-    with tinker.ServiceClient(base_url=serving.url, api_key=KEY) as found:
+    with service_client(base_url=serving.url, api_key=KEY) as found:
         yield found
     patch.undo()
 
