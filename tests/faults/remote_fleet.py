@@ -87,12 +87,16 @@ class RemoteFleet(StubFleet):
         ]
         return found
 
-    def until(self, states: dict[str, str], timeout_s: float = 30) -> dict[str, dict[str, Any]]:
-        """Wait until `status` shows these states; its rows."""
+    def until(
+        self, states: dict[str, str], timeout_s: float = 30, **also: Any
+    ) -> dict[str, dict[str, Any]]:
+        """Wait until `status` shows these states, and of each `also`; its rows."""
         deadline = time.monotonic() + timeout_s
         while True:
             rows = self.replicas()
-            if all(rows[name]["state"] == state for name, state in states.items()):
+            if all(
+                {"state": state, **also}.items() <= rows[n].items() for n, state in states.items()
+            ):
                 return rows
             assert time.monotonic() < deadline, json.dumps(rows, indent=1)
             time.sleep(0.2)
