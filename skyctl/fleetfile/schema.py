@@ -263,7 +263,9 @@ class WeightTransferSection(_Section):
         30.0, description="Deadline for sender and servers to form their group."
     )
     update_timeout_s: Seconds = Field(
-        120.0, description="Deadline for one chunk to be loaded by every server."
+        120.0,
+        description="Deadline for one chunk to be loaded by every server, and for a trainer's "
+        "`fleet.update` block that sets none.",
     )
     verify: bool = Field(True, description="Compare the servers' weights after each push.")
     stage_rate: StageRate | None = Field(
