@@ -68,12 +68,8 @@ class SafeConsole(Console):
     def render(
         self, renderable: RenderableType, options: ConsoleOptions | None = None
     ) -> Iterable[Segment]:
-        return [
-            segment
-            if segment.control or segment.text.isprintable()
-            else segment._replace(text=sanitized(segment.text))
-            for segment in super().render(renderable, options)
-        ]
+        for segment in super().render(renderable, options):
+            yield segment if segment.control else segment._replace(text=sanitized(segment.text))
 
     def on_broken_pipe(self) -> None:
         """Leave an early-closing reader (`| head`) to the entry point; Rich would exit with 1."""
