@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
-import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-
-import psutil
 
 from tests.forking import command
 
@@ -96,22 +92,6 @@ class StubFleet:
     def replicas(self) -> dict[str, dict[str, Any]]:
         rows = self.json("status")["data"]["replicas"]
         return {row["name"]: row for row in rows}
-
-
-def gone(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return True
-
-
-def kill(pid: int) -> None:
-    """SIGKILL, and wait until its locks are free: the next command finds nobody at work."""
-    os.kill(pid, signal.SIGKILL)
-    deadline = time.monotonic() + 10
-    while not gone(pid):
-        assert time.monotonic() < deadline, f"{pid} does not end"
-        time.sleep(0.01)
 
 
 def until_said(process: subprocess.Popen[str], words: str) -> None:

@@ -9,7 +9,8 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.faults.stub_fleet import StubFleet, kill
+from tests.faults.stub_fleet import StubFleet
+from tests.pids import kill
 from tests.unit.adapters.files import lora, make_adapter
 from tests.unit.push.checkpoints import write_checkpoint
 

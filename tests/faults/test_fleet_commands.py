@@ -16,7 +16,8 @@ import psutil
 import pytest
 
 from skyctl.store.state import FleetState
-from tests.faults.stub_fleet import StubFleet, gone, kill, until_said
+from tests.faults.stub_fleet import StubFleet, until_said
+from tests.pids import gone, kill
 
 
 @pytest.fixture

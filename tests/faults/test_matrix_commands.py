@@ -22,7 +22,8 @@ from skyctl.service.revive import listening
 from skyctl.store.paths import FleetPaths
 from skyctl.store.schema import SCHEMA_VERSION
 from skyctl.store.state import FleetState
-from tests.faults.stub_fleet import ROOT, StubFleet, kill, until_said
+from tests.faults.stub_fleet import ROOT, StubFleet, until_said
+from tests.pids import kill
 from tests.unit.push.checkpoints import tiny_tensors, write_checkpoint
 
 

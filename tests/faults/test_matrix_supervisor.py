@@ -31,7 +31,7 @@ from skyctl.store.state import FleetState
 from skyctl.supervisor.interface import SupervisorClient
 from skyctl.supervisor.report import report
 from skyctl.supervisor.resident import Supervisor
-from tests.faults.stub_fleet import gone
+from tests.pids import gone
 from tests.processes.supervisor.test_resident import (
     bring_up,
     ended,

@@ -13,7 +13,8 @@ import httpx
 import psutil
 import pytest
 
-from tests.faults.stub_fleet import StubFleet, kill
+from tests.faults.stub_fleet import StubFleet
+from tests.pids import kill
 
 CONTROL = ("/pause", "/resume", "/sleep", "/collective_rpc", "/update_weights", "/new")
 DATA = ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize")

@@ -12,7 +12,7 @@ import pytest
 from skyctl.checkpoints.tiny import make_tiny_checkpoint
 from tests.faults.remote_fleet import A, B
 from tests.faults.ssh_fleet import SshFleet
-from tests.faults.stub_fleet import kill
+from tests.pids import kill
 
 
 @pytest.fixture(scope="module")

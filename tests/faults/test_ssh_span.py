@@ -13,7 +13,7 @@ import pytest
 from skyctl.checkpoints.tiny import make_tiny_checkpoint
 from tests.faults.remote_fleet import A, B
 from tests.faults.ssh_fleet import SshFleet
-from tests.faults.stub_fleet import kill
+from tests.pids import kill
 
 SPAN = "pipeline_parallel_size: 2\nnodes_per_replica: 2\n"
 BOTH = f"me@{A}, me@{B}"

@@ -14,7 +14,8 @@ pytest.importorskip("torch")
 pytest.importorskip("google.protobuf")
 
 from skyctl.launch.local.host import free_port
-from tests.faults.stub_fleet import StubFleet, gone, kill
+from tests.faults.stub_fleet import StubFleet
+from tests.pids import gone, kill
 
 EXTRA = """\
 args: {{max-model-len: 256}}

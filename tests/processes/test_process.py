@@ -12,12 +12,12 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import psutil
 import pytest
 
 from skyctl.errors import SkyctlError
 from skyctl.launch.local.process import ManagedProcess
 from skyctl.store.identity import ProcessIdentity, identify
+from tests.pids import gone
 from tests.unit.supervisor.fleets import eventually
 
 # A leader with a child in its session, as vLLM's API server has its engine core.
@@ -43,10 +43,6 @@ def has_line(log: Path) -> bool:
 async def first_line(log: Path) -> str:
     await eventually(lambda: has_line(log))
     return await asyncio.to_thread(lambda: log.read_text().splitlines()[0])
-
-
-def gone(pid: int) -> bool:
-    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
 
 async def spawn_tree(tmp_path: Path, *, apart: bool = False) -> tuple[ManagedProcess, int]:

@@ -33,6 +33,7 @@ from skyctl.supervisor import daemon
 from skyctl.supervisor.interface import Reconcile, SupervisorClient
 from skyctl.supervisor.resident import Supervisor
 from skyctl.supervisor.restarts import remember
+from tests.pids import gone
 from tests.unit.supervisor.fleets import (
     command_server,
     eventually,
@@ -109,7 +110,7 @@ async def test_a_server_that_died_without_a_supervisor_is_replaced_and_its_orpha
     first = before.replicas[0].pid
     assert first is not None
     os.kill(first, signal.SIGKILL)
-    await eventually(lambda: not psutil.pid_exists(first) or _is_zombie(first))
+    await eventually(lambda: gone(first))
     after = await up(paths, plan)
     assert after.replicas[0].pid != first and after.replicas[0].state == "ready"
     assert after.replicas[1].pid == before.replicas[1].pid
@@ -144,7 +145,7 @@ async def test_down_works_without_a_supervisor_and_may_be_repeated(paths: FleetP
     assert set(done.stopped) == {"a", "b", "router"} and not done.supervised
     for replica in before.replicas:
         assert replica.pid is not None
-        assert not psutil.pid_exists(replica.pid) or _is_zombie(replica.pid)
+        assert gone(replica.pid)
     assert not paths.socket.exists()
     assert (await take_down(paths, drain_timeout_s=0.0)).stopped == ()
 
@@ -303,10 +304,6 @@ async def test_what_a_killed_server_leaves_in_its_temporary_directory_leaves_wit
     assert paths.scratch.stat().st_mode & 0o077 == 0
     await take_down(paths, drain_timeout_s=0.0)
     assert not paths.scratch.exists()
-
-
-def _is_zombie(pid: int) -> bool:
-    return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
 
 def test_a_supervisor_has_loaded_all_it_needs_before_it_owns_anything() -> None:
