@@ -23,6 +23,7 @@ import psutil
 from skyctl.launch.local.host import free_port
 from tests.faults.remote_fleet import ADDRESSES, RemoteFleet, words
 from tests.faults.stub_fleet import ROOT
+from tests.pids import segments
 
 HEAD = "127.0.0.4"
 TOKEN = "t" * 32
@@ -91,12 +92,16 @@ class RayCluster:
         self._until_there(address, self._node(address))
 
     def lose(self, address: str) -> None:
-        """A machine is gone: its raylet and everything that runs there."""
+        """A machine is gone: its raylet, everything that runs there, and their shared memory."""
         self.raylets.pop(address).kill()
+        shared: set[Path] = set()
         for process in self.processes():
             if _environ(process).get("HOME") == str(self.hosts / address):
                 for one in _below(process):  # some rewrite what is told of them
+                    shared |= segments(one.pid)
                     _kill(one)
+        for segment in shared:
+            segment.unlink(missing_ok=True)
 
     def processes(self) -> list[psutil.Process]:
         """All that the cluster started, and what those did."""

@@ -7,7 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ import pytest
 
 from tests.integration.fleet_cli import FleetCli, greedy
 from tests.integration.streaming import StreamingCompletion
+from tests.pids import abandoned
 
 pytestmark = pytest.mark.real
 
@@ -75,16 +76,6 @@ def wait_until(holds: Callable[[], bool], timeout_s: float, what: str) -> None:
         if time.monotonic() > deadline:
             raise AssertionError(f"not within {timeout_s} s: {what}")
         time.sleep(0.2)
-
-
-def abandoned() -> set[str]:
-    """The shared-memory segments that no process has mapped. Other fleets on this machine have
-    theirs."""
-    there = {str(entry) for entry in Path("/dev/shm").iterdir()}
-    for maps in Path("/proc").glob("[0-9]*/maps"):
-        with suppress(OSError):  # it has ended
-            there -= {line.split(maxsplit=5)[-1] for line in maps.read_text().splitlines()}
-    return there
 
 
 @contextmanager

@@ -17,6 +17,7 @@ from tests.faults.ssh_fleet import HOSTS, SshFleet
 from tests.integration.fleet_cli import UP_TIMEOUT_S, FleetCli
 from tests.integration.reference import answered
 from tests.integration.test_real_fleet import PROMPT, Endpoints, replicas
+from tests.pids import segments
 
 pytest.importorskip("vllm")
 pytestmark = [pytest.mark.real, pytest.mark.beside]
@@ -93,7 +94,7 @@ def test_a_part_that_is_killed_brings_the_whole_back_with_the_weights_of_the_fle
     ((follower,), (leader,)) = (machines.servers(address) for address in (B, A))
     worker = next(one for one in follower.children() if "Worker" in " ".join(one.cmdline()))
     trees = [*leader.children(recursive=True), *follower.children(recursive=True)]
-    segments = {segment for process in trees for segment in _segments(process)}
+    shared = segments(*(process.pid for process in trees))
     worker.kill()  # vLLM's leader would not notice before the next request, and then hang
     deadline = time.monotonic() + BACK_S
     while (row := replicas(fleet)["span-0"])["restarts"] == 0 or row["state"] != "ready":
@@ -101,7 +102,7 @@ def test_a_part_that_is_killed_brings_the_whole_back_with_the_weights_of_the_fle
         time.sleep(0.5)
     assert f"its part on {HOSTS[1]} exited" in row["restart_reason"]
     assert not leader.is_running()
-    assert [segment for segment in segments if Path(segment).exists()] == []
+    assert [segment for segment in shared if segment.exists()] == []
     assert row["weight_version"] == row["reported_version"] == version
     assert Endpoints(fleet).one_answer() == answer["b"]
 
@@ -113,15 +114,9 @@ def test_down_leaves_nothing_on_either_machine(fleet: FleetCli, machines: SshFle
         for server in machines.servers(address)
         for process in (server, *server.children(recursive=True))
     ]
-    segments = {segment for process in trees for segment in _segments(process)}
-    assert len(trees) >= 4 and segments
+    shared = segments(*(process.pid for process in trees))
+    assert len(trees) >= 4 and shared
     fleet.run("down")
     assert [one for one in trees if one.is_running() and one.status() != psutil.STATUS_ZOMBIE] == []
     assert machines.everything() == []
-    assert [segment for segment in segments if Path(segment).exists()] == []
-
-
-def _segments(process: psutil.Process) -> set[str]:
-    """Shared memory of its message queues."""
-    lines = Path(f"/proc/{process.pid}/maps").read_text().splitlines()
-    return {line.split()[-1] for line in lines if "/dev/shm/psm_" in line}
+    assert [segment for segment in shared if segment.exists()] == []
