@@ -446,7 +446,8 @@ class Dialect(Protocol):
 
     `labels_at_finish`: only finish_weight_update can label the weights. `keeps_streams`: the packed
     NCCL consumer uses the same CUDA streams in each update. `places_tensors`: by CUDA IPC it can be
-    told where tensors are; otherwise they follow each other without gaps.
+    told where tensors are; otherwise they follow each other without gaps. `joins_by_id`: a group
+    over NCCL may meet by NCCL's unique id, without a store.
     """
 
     @property
@@ -457,6 +458,8 @@ class Dialect(Protocol):
     def keeps_streams(self) -> bool: ...
     @property
     def places_tensors(self) -> bool: ...
+    @property
+    def joins_by_id(self) -> bool: ...
 
     def refuses(self, config: Mapping[str, Any]) -> str:
         """Why tensors of a checkpoint with this config.json cannot be sent to its servers; "" if
@@ -467,13 +470,15 @@ class Dialect(Protocol):
     def nccl_init_info(
         self,
         *,
-        master_address: str,
-        master_port: int,
         rank_offset: int,
         world_size: int,
         buffers: PackedBuffers | None,
+        master_address: str = "",
+        master_port: int = 0,
+        unique_id: str = "",
     ) -> dict[str, Any]:
         """init_info of one server, whose workers take ranks from `rank_offset` up; the sender is 0.
+        They meet at the store of an address and port, or by NCCL's unique id, as base64 text.
 
         `world_size` counts the sender and the workers of every server. `buffers` None sends tensors
         one by one.

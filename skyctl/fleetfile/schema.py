@@ -608,11 +608,10 @@ class FleetConfig(_Section):
                 f"`auth: none` with `launcher: {self.launcher}`: whoever reaches the machines "
                 "could replace the weights; leave `auth` out"
             )
-        if self.weight_transfer.transport == "nccl":
+        if self.weight_transfer.transport == "nccl" and self.launcher == "ray":
             raise ValueError(
-                f"transport nccl works on one machine; with `launcher: {self.launcher}` each "
-                "machine reads a path that all of them share: leave it out (disk), or write shm "
-                "(CPU) or ipc (GPUs), for a sender on each machine"
+                "transport nccl needs a GPU for its sender, which Ray has not reserved: leave it "
+                "out (disk), or write ipc, for a sender on each node"
             )
         return self
 

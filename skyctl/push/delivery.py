@@ -14,6 +14,7 @@ from skyctl.checkpoints.checkpoint import Checkpoint
 from skyctl.engines.vllm.inside.layout_wire import Program
 from skyctl.errors import ServerUnreachable
 from skyctl.kill_points import reached
+from skyctl.launch.base import Node
 from skyctl.push.delta import content_digest
 from skyctl.push.forecast import slots_of
 from skyctl.push.request import PushFleet
@@ -88,8 +89,9 @@ def group_of(sites: Sequence[Site]) -> str:
 class ChunkDelivery:
     """Chunks read by a sender process and moved by a transport.
 
-    The sender is on the machine of the first server. Where servers are on several, the transport is
-    a collective; others have a delivery for each machine (`push/machines_delivery.py`).
+    The sender is on the machine of the first server; one with a GPU of its own, on the machine that
+    has it (`sender_node`). Where servers are on several, the transport is a collective; others have
+    a delivery for each machine (`push/machines_delivery.py`).
     """
 
     frees_late = False
@@ -108,6 +110,7 @@ class ChunkDelivery:
         *,
         senders: SenderPool,
         sender_gpu: int = -1,
+        sender_node: Node | None = None,
         nccl_settings: Mapping[str, str] | None = None,
         stage: str = "auto",
         programs: Mapping[str, Sequence[Program]] | None = None,
@@ -124,6 +127,7 @@ class ChunkDelivery:
         self._plan = plan
         self._fleet = fleet
         self._sender_gpu = sender_gpu
+        self._sender_node = sender_node
         self._nccl_settings = nccl_settings
         self._stage = stage
         self._programs = dict(programs or {})
@@ -175,7 +179,7 @@ class ChunkDelivery:
         offsets, world_size = rank_offsets([site.world_size for site in sites])
         self._offsets = {site.name: offset for site, offset in zip(sites, offsets, strict=True)}
         self._numbers = {site.name: number for number, site in enumerate(sites)}
-        self._senders = self._senders.on(sites[0].server.node)
+        self._senders = self._senders.on(self._node_of_sender(sites))
         opened = None
         while opened is None:
             lease = self._lease = await self._senders.take(
@@ -198,9 +202,12 @@ class ChunkDelivery:
         if self._stage_rate is not None:
             await lease.sender.hurry()
 
+    def _node_of_sender(self, sites: Sequence[Site]) -> Node | None:
+        return self._sender_node if self._sender_gpu >= 0 else sites[0].server.node
+
     def _options(self, sites: Sequence[Site]) -> dict[str, Any]:
         """Options that the sender's carrier is opened with."""
-        node = sites[0].server.node
+        node = self._node_of_sender(sites)
         return self._transport.sender_options(
             world_size=rank_offsets([site.world_size for site in sites])[1],
             server_gpus=[site.server.gpus for site in sites],
@@ -208,6 +215,7 @@ class ChunkDelivery:
             rendezvous_timeout_s=self._fleet.rendezvous_timeout_s,
             update_timeout_s=self._fleet.update_timeout_s,
             address=node.address if node is not None else HOST,
+            across=any(site.server.node is not None for site in sites),
         )
 
     async def _opened_by(self, lease: Lease, sites: Sequence[Site]) -> Opened | None:

@@ -11,7 +11,10 @@ from functools import cache
 
 from skyctl.checkpoints.checkpoint import Checkpoint
 from skyctl.errors import PreflightError
+from skyctl.launch.base import Node
 from skyctl.launch.local.devices import discover_gpus, free_gpu_memory, visible_gpus
+from skyctl.launch.remote.machines import FACTS_TIMEOUT_S
+from skyctl.launch.remote.session import ask
 from skyctl.push.forecast import GPU_TRANSPORTS, Forecast, Measured, Subject, assumptions, forecast
 from skyctl.push.request import PushFleet, PushRequest, PushServer
 from skyctl.push.worker_memory import bytes_beside, copier_bytes, worker_bytes, workers_on_fullest
@@ -39,19 +42,50 @@ def free_for_sender(
 
 
 def free_gpu(servers: Sequence[PushServer]) -> int:
-    """A GPU that no server uses, for the sender of an NCCL push.
+    """A GPU of this machine that no server uses, for the sender of an NCCL push.
 
     Raises:
         PreflightError: all GPUs are taken.
     """
-    used = {gpu for server in servers for gpu in server.gpus}
-    free = [gpu for gpu in _gpus_of_this_machine() if gpu not in used]
-    if not free:
-        raise PreflightError(
-            "transport nccl needs a GPU that no server uses, and all are taken",
-            hint="use `weight_transfer: {transport: ipc}` in the fleet file",
-        )
-    return free[0]
+    return _first_free({None: _gpus_of_this_machine()}, servers)[1]
+
+
+async def free_gpu_of(servers: Sequence[PushServer]) -> tuple[Node | None, int]:
+    """A GPU that no server uses, on one of their machines or else on this one, and that machine.
+
+    Raises:
+        PreflightError: all GPUs are taken.
+        HostUnreachable: a machine cannot be asked.
+    """
+    nodes = list(dict.fromkeys(server.node for server in servers if server.node))
+    there = await asyncio.gather(*map(_gpus_of, nodes))
+    here = _gpus_of_this_machine()
+    return _first_free({**dict(zip(nodes, there, strict=True)), None: here}, servers)
+
+
+def _first_free(
+    gpus: Mapping[Node | None, Sequence[int]], servers: Sequence[PushServer]
+) -> tuple[Node | None, int]:
+    used = {(server.node, gpu) for server in servers for gpu in server.gpus}
+    for node, found in gpus.items():
+        for gpu in found:
+            if (node, gpu) not in used:
+                return node, gpu
+    raise PreflightError(
+        "transport nccl needs a GPU that no server uses, and all are taken",
+        hint="use `weight_transfer: {transport: ipc}` in the fleet file",
+    )
+
+
+_known: dict[Node, tuple[int, ...]] = {}
+
+
+async def _gpus_of(node: Node) -> tuple[int, ...]:
+    """Those that the machine lets us use; asked once."""
+    if node not in _known:
+        answer = await ask(node, {"do": "facts", "ports": 0}, FACTS_TIMEOUT_S)
+        _known[node] = tuple(gpu["index"] for gpu in answer["gpus"])
+    return _known[node]
 
 
 @cache

@@ -21,13 +21,14 @@ from skyctl.fleetfile.schema import LEAST_STAGE_RATE
 from skyctl.http.client import ControlClient
 from skyctl.http.fanout import fan_out
 from skyctl.http.target import ServerTarget
+from skyctl.launch.base import Node
 from skyctl.push.delivery import ChunkDelivery, Delivery
 from skyctl.push.delta import Delta, compare
 from skyctl.push.disk import DiskDelivery
 from skyctl.push.expected import refuse_broken
 from skyctl.push.forecast import Forecast, refusal, slots_of
 from skyctl.push.layouts import LayoutChoice, choose_layout
-from skyctl.push.machine_facts import forecast_push, free_gpu, subject_of
+from skyctl.push.machine_facts import forecast_push, free_gpu, free_gpu_of, subject_of
 from skyctl.push.machines_delivery import MachinesDelivery
 from skyctl.push.nccl_agreement import common_settings, pace_notes, refuse_without_nccl
 from skyctl.push.request import PushFleet, PushRequest, PushServer
@@ -69,6 +70,7 @@ class Prepared:
     notes: tuple[str, ...]
     verify: bool = True
     sender_gpu: int = -1
+    sender_node: Node | None = None
     nccl_settings: Mapping[str, str] | None = None
     stage: str = "auto"
     layout: LayoutChoice = field(default_factory=LayoutChoice)
@@ -106,6 +108,7 @@ class Prepared:
             self.plan if partial or self.whole is None else self.whole,
             fleet,
             sender_gpu=self.sender_gpu,
+            sender_node=self.sender_node,
             nccl_settings=self.nccl_settings,
             stage=self.stage,
             # what vLLM's loader makes of a processed weight cannot be numbered
@@ -213,10 +216,16 @@ async def preflight(
         transport = transport.speaking(dialect)
     refuse_stage_rate(request, choice.name)
     nccl_settings: Mapping[str, str] | None = None
+    sender_node, sender_gpu = None, -1
     if choice.name == "nccl":
         refuse_without_nccl(facts)
         nccl_settings = common_settings(facts)
         notes += pace_notes(nccl_settings or {})
+        if not nodes:
+            sender_gpu = free_gpu(fleet.servers)
+        else:
+            _refuse_stores(facts)
+            sender_node, sender_gpu = await free_gpu_of(fleet.servers)
     if transport is None:
         refuse_dummy(facts)
     # without a sender nobody else looks at the bytes
@@ -287,7 +296,8 @@ async def preflight(
         memory_bytes=memory_bytes,
         notes=tuple(notes),
         verify=request.verify,
-        sender_gpu=free_gpu(fleet.servers) if choice.name == "nccl" else -1,
+        sender_gpu=sender_gpu,
+        sender_node=sender_node,
         nccl_settings=nccl_settings,
         stage=request.stage,
         layout=layout,
@@ -338,6 +348,18 @@ async def _preflight_update(
     )
     await asyncio.to_thread(lambda: prepared.rows)
     return prepared
+
+
+def _refuse_stores(facts: Sequence[ServerFacts]) -> None:
+    """Raise PreflightError where a group would meet in a store on the network, which unpickles what
+    it is sent."""
+    for fact in facts:
+        if fact.dialect is None or not fact.dialect.joins_by_id:
+            raise PreflightError(
+                f"transport nccl over machines needs vLLM 0.32 or newer; {fact.name} has "
+                f"{fact.vllm_version or 'an unknown version'}",
+                hint="push with --transport disk",
+            )
 
 
 def _refuse_spanning(transport: str, fleet: PushFleet) -> None:

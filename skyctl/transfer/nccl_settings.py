@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping
 
 _NAME = re.compile("NCCL_[A-Z0-9_]+")
-_OWN = ("NCCL_DEBUG", "NCCL_NO_CACHE", "NCCL_LAUNCH_MODE")
+_OWN = ("NCCL_DEBUG", "NCCL_NO_CACHE", "NCCL_LAUNCH_MODE", "NCCL_HOSTID")
 """Prefixes of variables that may differ between processes."""
 _FILES = ("PLUGIN", "FILE", "DUMP", "PATH")
 """Parts of the names of variables that make NCCL load or write a file: a server that somebody else

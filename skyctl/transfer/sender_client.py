@@ -97,7 +97,8 @@ class SenderProcess:
         argv = [python or sys.executable, *_RUN]
         environment = _environment(nccl_settings)
         if node is not None:
-            argv = command_on(node, [*_ENVIRONMENT_THERE, node.python, *_RUN])
+            settings = [f"{name}={value}" for name, value in (nccl_settings or {}).items()]
+            argv = command_on(node, [*_ENVIRONMENT_THERE, *settings, node.python, *_RUN])
             environment = connection_environment()
         process = await asyncio.create_subprocess_exec(
             *argv,

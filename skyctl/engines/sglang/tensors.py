@@ -30,6 +30,7 @@ class SGLangDialect:
     labels_at_finish: bool = False
     keeps_streams: bool = True
     places_tensors: bool = True
+    joins_by_id: bool = False
 
     def refuses(self, config: Mapping[str, Any]) -> str:
         """Quantized parameters are changed once they are loaded, and take no more tensors."""

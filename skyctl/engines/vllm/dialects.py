@@ -10,6 +10,8 @@ payload, so a key that its version does not know is an error: payloads hold exac
 | 0.27  | every update_info            | init_info       | yes            | –                   |
 | 0.28  | init_info                    | init_info       | yes            | –                   |
 | 0.32  | init_info                    | init_info       | yes            | yes                 |
+
+From 0.32 on a group over NCCL can also meet by NCCL's unique id.
 """
 
 from __future__ import annotations
@@ -56,6 +58,7 @@ class VLLMDialect:
     keeps_streams: bool
     note: str = ""
     places_tensors: bool = False
+    joins_by_id: bool = False
 
     def refuses(self, config: Mapping[str, Any]) -> str:
         return ""
@@ -63,18 +66,18 @@ class VLLMDialect:
     def nccl_init_info(
         self,
         *,
-        master_address: str,
-        master_port: int,
         rank_offset: int,
         world_size: int,
         buffers: PackedBuffers | None,
+        master_address: str = "",
+        master_port: int = 0,
+        unique_id: str = "",
     ) -> dict[str, Any]:
-        info: dict[str, Any] = {
-            "master_address": master_address,
-            "master_port": master_port,
-            "rank_offset": rank_offset,
-            "world_size": world_size,
-        }
+        info: dict[str, Any] = {"rank_offset": rank_offset, "world_size": world_size}
+        if unique_id:
+            info["nccl_unique_id_b64"] = unique_id
+        else:
+            info |= {"master_address": master_address, "master_port": master_port}
         if self.nccl_buffers_in_init:
             info |= _buffers_to_wire(buffers)
         return info
@@ -116,7 +119,7 @@ _DIALECTS: tuple[tuple[tuple[int, int], VLLMDialect], ...] = (
     ((0, 26), VLLMDialect("0.26", False, False, False, False)),
     ((0, 27), VLLMDialect("0.27", False, True, True, False)),
     ((0, 28), VLLMDialect("0.28", True, True, True, False)),
-    ((0, 32), VLLMDialect("0.32", True, True, False, True)),
+    ((0, 32), VLLMDialect("0.32", True, True, False, True, joins_by_id=True)),
 )
 _NEWEST_READ = (0, 32)
 

@@ -70,10 +70,11 @@ class Transport(Protocol):
         rendezvous_timeout_s: float,
         update_timeout_s: float,
         address: str,
+        across: bool,
     ) -> dict[str, Any]:
         """What the carrier is opened with. `server_gpus` are each server's physical GPUs;
         `sender_gpu` is one that no server uses, -1 when there is none. `address` is that of the
-        sender's machine, by which all servers reach it."""
+        sender's machine, by which all servers reach it; `across`: some may be on others."""
         return {}
 
     def init_info(self, session: Session, *, rank_offset: int, dialect: Dialect) -> dict[str, Any]:

@@ -38,8 +38,8 @@ class Choice:
 
 BESIDE = ("shm", "ipc")
 """Transports whose sender must be on the servers' machine, and can be on each of several."""
-ACROSS = ("gloo",)
-"""Those of which one sender reaches servers on several, if it knows its own machine's address."""
+ACROSS = ("gloo", "nccl")
+"""Those of which one sender reaches servers on several, if a launcher has put them there."""
 
 
 def choose(
@@ -113,8 +113,8 @@ def _check_local(transport: str, servers: Sequence[Reachable]) -> None:
         if not _is_loopback(server.url):
             if transport in ACROSS:
                 raise PreflightError(
-                    f"transport {transport} needs the address of the sender's machine, which only "
-                    f"a launcher (ssh, ray) knows; {server.name} is at {server.url}",
+                    f"transport {transport} reaches other machines through a launcher only; "
+                    f"{server.name} is at {server.url}",
                     hint="push with --transport disk from a shared file system",
                 )
             raise PreflightError(

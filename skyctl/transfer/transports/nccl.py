@@ -7,12 +7,13 @@ stream of tensors into buffers by themselves, so the chunk plan follows their ru
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Sequence
 from inspect import signature
 from typing import Any
 
 from skyctl.engines.base import Dialect, PackedBuffers
-from skyctl.engines.vllm.inside.nccl import nccl_problem
+from skyctl.engines.vllm.inside.nccl import nccl_problem, new_unique_id
 from skyctl.errors import PreflightError
 from skyctl.transfer.gpu.carrier import GpuCarrier
 from skyctl.transfer.plan import Chunk, Packing
@@ -41,19 +42,21 @@ class NcclTransport(Transport):
         server_gpus: Sequence[Sequence[int]],
         sender_gpu: int,
         rendezvous_timeout_s: float,
+        across: bool,
         **_: Any,
     ) -> dict[str, Any]:
         return {
             "world_size": world_size,
             "gpu": sender_gpu,
-            "server_gpus": [list(gpus) for gpus in server_gpus],
+            # on another machine these are other GPUs
+            "server_gpus": [[] if across else list(gpus) for gpus in server_gpus],
             "rendezvous_timeout_s": rendezvous_timeout_s,
+            "by_id": across,
         }
 
     def init_info(self, session: Session, *, rank_offset: int, dialect: Dialect) -> dict[str, Any]:
         return dialect.nccl_init_info(
-            master_address=session.endpoint["host"],
-            master_port=session.endpoint["port"],
+            **session.endpoint,
             rank_offset=rank_offset,
             world_size=session.world_size,
             buffers=self._buffers(session),
@@ -78,10 +81,11 @@ def open_carrier(session: str, options: dict[str, Any]) -> NcclCarrier:
 
 
 class NcclCarrier(GpuCarrier):
-    """Rank 0 of the group on a GPU that no worker uses, and the store where ranks find each other.
+    """Rank 0 of the group on a GPU that no worker uses. The group lasts as long as the carrier.
 
-    The store serves pickled objects to whoever connects: it listens on loopback only. The group
-    lasts as long as the carrier.
+    On one machine ranks find each other in a store. It serves pickled objects to whoever connects:
+    it listens on loopback only. Over machines (`by_id`) NCCL's own unique id takes its place, which
+    servers are told in their init call.
     """
 
     def __init__(self, options: dict[str, Any]) -> None:
@@ -101,36 +105,45 @@ class NcclCarrier(GpuCarrier):
         self._new_communicator = PyNcclCommunicator
         self._world_size = int(options["world_size"])
         self._rendezvous_s = float(options["rendezvous_timeout_s"])
-        self._rendezvous = Rendezvous(self._world_size)
+        self._unique_id = new_unique_id() if options["by_id"] else b""
+        self._rendezvous = None if self._unique_id else Rendezvous(self._world_size)
         self._stream = torch.cuda.Stream(device=device)
         self._communicator: Any = None
 
     def endpoint(self) -> dict[str, Any]:
-        return {"host": HOST, "port": self._rendezvous.port}
+        if self._rendezvous is None:
+            return {"unique_id": base64.b64encode(self._unique_id).decode("ascii")}
+        return {"master_address": HOST, "master_port": self._rendezvous.port}
 
     def join(self) -> None:
         """Form the group: every worker of every server must be in its init call."""
-        group, closes = self._new_group()
-        self._communicator = self._new_communicator(group, device=self.devices[0])
+        device = self.devices[0]
+        if self._rendezvous is None:
+            self._communicator = self._new_communicator.from_unique_id_bytes(
+                self._unique_id, rank=0, world_size=self._world_size, device=device
+            )
+            return
+        group, closes = self._new_group(self._rendezvous)
+        self._communicator = self._new_communicator(group, device=device)
         if closes:
             self._rendezvous.close(group.store)
 
-    def _new_group(self) -> tuple[Any, bool]:
+    def _new_group(self, rendezvous: Rendezvous) -> tuple[Any, bool]:
         """The group, and whether its store listens at the socket that we must close."""
         from vllm.distributed.utils import StatelessProcessGroup
 
         arguments: dict[str, Any] = {
             "host": HOST,
-            "port": self._rendezvous.port,
+            "port": rendezvous.port,
             "rank": 0,
             "world_size": self._world_size,
             "store_timeout": int(self._rendezvous_s),
         }
         ours = "listen_socket" in signature(StatelessProcessGroup.create).parameters
         if ours:
-            arguments["listen_socket"] = self._rendezvous.socket
+            arguments["listen_socket"] = rendezvous.socket
         else:  # 0.26 binds the port itself, and its store keeps listening
-            self._rendezvous.socket.close()
+            rendezvous.socket.close()
         return StatelessProcessGroup.create(**arguments), ours
 
     def send(self, slot: int, size: int) -> None:

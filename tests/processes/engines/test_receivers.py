@@ -83,6 +83,7 @@ async def gloo_sender(directory: Path, plan_size: int) -> tuple[SenderProcess, C
         rendezvous_timeout_s=60.0,
         update_timeout_s=60.0,
         address="127.0.0.1",
+        across=False,
     )
     sender = await start_sender(
         transport="gloo",

@@ -47,6 +47,15 @@ def test_newer_servers_get_the_nccl_geometry_once_at_init(version: str) -> None:
     assert dialect.nccl_update_info(TENSORS, buffers=BUFFERS) == WIRE
 
 
+def test_a_group_over_machines_meets_by_nccls_unique_id() -> None:
+    told = dialect_for("0.32.0").nccl_init_info(
+        unique_id="QUJD", rank_offset=3, world_size=5, buffers=None
+    )
+    ranks = {"rank_offset": 3, "world_size": 5}
+    assert told == {"nccl_unique_id_b64": "QUJD", **ranks, "packed": False}
+    assert dialect_for("0.32.0").joins_by_id and not dialect_for("0.31.2").joins_by_id
+
+
 def test_ipc_says_packed_in_each_update_to_026_and_at_init_from_027_on() -> None:
     handles = pickle_handles({"GPU-1": (1, 2)})
     old, new = dialect_for("0.26.0"), dialect_for("0.27.0")

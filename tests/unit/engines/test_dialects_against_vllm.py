@@ -9,6 +9,7 @@ import ast
 import importlib.metadata
 import importlib.util
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -55,10 +56,15 @@ def check(payload: dict[str, object], module: str, name: str) -> None:
 
 
 @pytest.mark.parametrize("buffers", [None, PackedBuffers(1024)])
-def test_nccl_payloads_are_what_vllm_takes(dialect: Dialect, buffers: PackedBuffers | None) -> None:
-    init = dialect.nccl_init_info(
-        master_address="127.0.0.1", master_port=1, rank_offset=1, world_size=2, buffers=buffers
-    )
+@pytest.mark.parametrize(
+    "meeting",
+    [{"master_address": "127.0.0.1", "master_port": 1}, {"unique_id": "QUJD"}],
+    ids=["store", "id"],
+)
+def test_nccl_payloads_are_what_vllm_takes(
+    dialect: Dialect, meeting: dict[str, Any], buffers: PackedBuffers | None
+) -> None:
+    init = dialect.nccl_init_info(**meeting, rank_offset=1, world_size=2, buffers=buffers)
     check(init, "nccl_common", "NCCLWeightTransferInitInfo")
     update = dialect.nccl_update_info(TENSORS, buffers=buffers)
     check(update, "nccl_engine", "NCCLWeightTransferUpdateInfo")

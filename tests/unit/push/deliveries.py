@@ -49,7 +49,7 @@ class ReadySender:
         self.carriers.append(carrier)
 
     async def opened(self, **_: Any) -> Opened:
-        return Opened({"host": "127.0.0.1", "port": 1}, staged_whole=True)
+        return Opened({"master_address": "127.0.0.1", "master_port": 1}, staged_whole=True)
 
     async def filled(self, chunk: int, **_: Any) -> Filled:
         return Filled(chunk, chunk, ())

@@ -57,20 +57,15 @@ def test_where_a_launcher_reaches_the_machines_each_has_a_sender(transport: str)
     assert choice.reason == "set in the fleet file; a sender on each machine: 2"
 
 
-def test_one_sender_broadcasts_to_all_machines_that_a_launcher_reaches() -> None:
-    there = [Server("skyctl", url="http://10.0.0.7:8000")]
-    choice = choose("gloo", "shm", there, nodes=2)
+@pytest.mark.parametrize(("transport", "backend"), [("gloo", "skyctl"), ("nccl", "nccl")])
+def test_one_sender_broadcasts_to_all_machines_that_a_launcher_reaches(
+    transport: str, backend: str
+) -> None:
+    there = [Server(backend, url="http://10.0.0.7:8000")]
+    choice = choose(transport, "auto", there, nodes=2)
     assert choice.reason == "asked for; one sender for all machines: 2"
-
-
-def test_without_a_launcher_nobody_knows_where_a_group_would_meet() -> None:
-    with pytest.raises(PreflightError, match="needs the address of the sender's machine"):
-        choose("gloo", "auto", [Server("skyctl", url="http://10.0.0.7:8000")])
-
-
-def test_nccl_does_not_reach_over_machines() -> None:
-    with pytest.raises(PreflightError, match="works on one machine"):
-        choose("nccl", "auto", [Server("nccl", url="http://10.0.0.7:8000")], nodes=2)
+    with pytest.raises(PreflightError, match="reaches other machines through a launcher only"):
+        choose(transport, "auto", there)
 
 
 def test_disk_goes_anywhere() -> None:

@@ -48,6 +48,13 @@ def nccl_problem() -> str:
     return ""
 
 
+def new_unique_id() -> bytes:
+    """What identifies a group that this process is rank 0 of; NCCL listens for its ranks."""
+    from vllm.distributed.device_communicators.pynccl_wrapper import NCCLLibrary
+
+    return bytes(NCCLLibrary().ncclGetUniqueId().internal)
+
+
 def leave_group(engine: Any) -> None:
     """Leave the group that a weight-transfer engine is in, if any, and free its buffers on the GPU.
 

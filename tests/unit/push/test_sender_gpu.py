@@ -1,0 +1,61 @@
+"""Where the sender of an NCCL push gets its GPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from skyctl.errors import PreflightError
+from skyctl.http.target import ServerTarget
+from skyctl.launch.base import Node
+from skyctl.push import machine_facts
+from skyctl.push.machine_facts import free_gpu, free_gpu_of
+from skyctl.push.request import PushServer
+
+A, B = (Node(name, f"10.0.0.{number}", "python", (), 60.0) for number, name in enumerate("ab"))
+
+
+def on(node: Node | None, *gpus: int) -> PushServer:
+    return PushServer(ServerTarget("demo-0", "http://10.0.0.7:8000"), gpus=gpus, node=node)
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The machines that were asked. Each has GPUs 0 and 1, and this one has GPU 0."""
+    found: list[str] = []
+
+    async def ask(node: Node, *_: Any) -> dict[str, Any]:
+        found.append(node.target)
+        return {"gpus": [{"index": 0}, {"index": 1}]}
+
+    monkeypatch.setattr(machine_facts, "_known", {})
+    monkeypatch.setattr(machine_facts, "ask", ask)
+    monkeypatch.setattr(machine_facts, "_gpus_of_this_machine", lambda: (0,))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("servers", "expected"),
+    [
+        ([on(A, 0)], (A, 1)),
+        ([on(A, 0, 1), on(B, 1)], (B, 0)),
+        ([on(A, 0, 1)], (None, 0)),
+    ],
+    ids=["beside the servers", "beside the others", "on this machine"],
+)
+async def test_a_gpu_that_no_server_uses(
+    asked: list[str], servers: list[PushServer], expected: tuple[Node | None, int]
+) -> None:
+    assert await free_gpu_of(servers) == expected
+    once = list(asked)
+    assert await free_gpu_of(servers) == expected
+    assert asked == once
+
+
+async def test_without_a_free_gpu_a_push_is_refused(asked: list[str]) -> None:
+    for servers in ([on(A, 0, 1), on(None, 0)], [on(A, 1), on(A, 0), on(None, 0)]):
+        with pytest.raises(PreflightError, match="all are taken"):
+            await free_gpu_of(servers)
+    with pytest.raises(PreflightError, match="all are taken"):
+        free_gpu([on(None, 0)])
