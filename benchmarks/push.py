@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -198,7 +199,9 @@ def skyctl_pushes(
 
 
 def gpu_memory() -> list[int]:
-    """MiB in use on every GPU."""
+    """MiB in use on every GPU; [] without one."""
+    if shutil.which("nvidia-smi") is None:
+        return []
     query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
     return [int(line) for line in subprocess.check_output(query, text=True).split()]
 

@@ -25,10 +25,13 @@ if os.path.exists(f"{{hosts}}/{{address}}.off"):
     sys.exit(255)
 home = f"{{hosts}}/{{address}}"
 os.makedirs(home, exist_ok=True)
+inherited = {{}} if {alone} else os.environ
 there = subprocess.Popen(
     [*{within!r}.get(address, []), "sh", "-c", "exec " + sys.argv[2]],
     cwd=home,
     env={{
+        **inherited,
+        **{environ!r}.get(address, {{}}),
         "HOME": home,
         "PATH": os.environ["PATH"],
         "SSH_CONNECTION": f"127.0.0.1 1 {{address}} 22",
@@ -58,6 +61,30 @@ ssh:
   command: {ssh}
   orphan_grace_s: {grace_s}
 """
+
+
+def write_ssh(
+    ssh: Path,
+    hosts: Path,
+    *,
+    within: Mapping[str, Sequence[str]] | None = None,
+    environ: Mapping[str, Mapping[str, str]] | None = None,
+) -> Path:
+    """Write an ssh to machines whose homes are in `hosts`. By address, `within` has what comes
+    before a command there, and `environ` more variables: with it, machines have ours as well.
+    """
+    hosts.mkdir(exist_ok=True)
+    ssh.write_text(
+        _SSH.format(
+            python=sys.executable,
+            hosts=str(hosts),
+            within=dict(within or {}),
+            environ={address: dict(more) for address, more in (environ or {}).items()},
+            alone=environ is None,
+        )
+    )
+    ssh.chmod(0o755)
+    return ssh
 
 
 class SshFleet(RemoteFleet):
@@ -91,13 +118,7 @@ class SshFleet(RemoteFleet):
     def write_ssh(self, within: Mapping[str, Sequence[str]]) -> Path:
         """The ssh that reaches the machines. `within` has, by address, what comes before a command
         there."""
-        self.hosts.mkdir(exist_ok=True)
-        ssh = self.directory / "ssh"
-        ssh.write_text(
-            _SSH.format(python=sys.executable, hosts=str(self.hosts), within=dict(within))
-        )
-        ssh.chmod(0o755)
-        return ssh
+        return write_ssh(self.directory / "ssh", self.hosts, within=within)
 
     def cut(self, address: str, why: str = "ssh: connect to host: No route to host") -> None:
         """No connection to a machine from now on; those that are end."""
