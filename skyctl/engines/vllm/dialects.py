@@ -56,6 +56,7 @@ class VLLMDialect:
     keeps_streams: bool
     note: str = ""
     places_tensors: bool = False
+    takes_buckets: bool = False
 
     def refuses(self, config: Mapping[str, Any]) -> str:
         return ""
@@ -68,6 +69,7 @@ class VLLMDialect:
         rank_offset: int,
         world_size: int,
         buffers: PackedBuffers | None,
+        group: str = "",
     ) -> dict[str, Any]:
         info: dict[str, Any] = {
             "master_address": master_address,
@@ -80,7 +82,7 @@ class VLLMDialect:
         return info
 
     def nccl_update_info(
-        self, tensors: TensorHeaders, *, buffers: PackedBuffers | None
+        self, tensors: TensorHeaders, *, buffers: PackedBuffers | None, group: str = ""
     ) -> dict[str, Any]:
         info = _headers_to_wire(tensors)
         if not self.nccl_buffers_in_init:

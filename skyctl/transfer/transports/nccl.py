@@ -34,6 +34,11 @@ class NcclTransport(Transport):
     packing: Packing = "overflow"
     alignment = 1  # vLLM's packed format has no padding
 
+    def speaking(self, dialect: Dialect) -> Transport:
+        from skyctl.transfer.transports.nccl_torch import TORCH_TRANSPORT
+
+        return TORCH_TRANSPORT if dialect.takes_buckets else self
+
     def sender_options(
         self,
         world_size: int,
@@ -72,8 +77,12 @@ class NcclTransport(Transport):
 TRANSPORT = NcclTransport()
 
 
-def open_carrier(session: str, options: dict[str, Any]) -> NcclCarrier:
-    """The sender's half. Imports torch and vLLM."""
+def open_carrier(session: str, options: dict[str, Any]) -> GpuCarrier:
+    """The sender's half. Imports torch, and vLLM if it sends to vLLM."""
+    if options.get("by_torch"):
+        from skyctl.transfer.transports.nccl_torch import TorchNcclCarrier
+
+        return TorchNcclCarrier(session, options)
     return NcclCarrier(options)
 
 
