@@ -42,6 +42,7 @@ from tests.stub.generation import TokenGate, next_token, prompt_ids
 from tests.stub.state import digest_of_checkpoint, digest_of_updates
 
 ZEROS = "zeros"
+_GROUP = "weight_update_group"
 _BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "int64": 8}
 STAGED: dict[bytes, bytes] = {}
 """GPU memory of a sender in this process, by the handle that it is mapped by."""
@@ -264,7 +265,7 @@ class SGLangEngine:
     def init_group(self, body: Mapping[str, Any]) -> str:
         """Why it failed; "" when it did not. Each rank comes to the sender's store."""
         self._alive()
-        name, group = body["group_name"], GROUPS.get(body["master_port"])
+        name, group = body.get("group_name", _GROUP), GROUPS.get(body["master_port"])
         if not name:
             self._die("Group name cannot be empty")
         if group is None:
@@ -282,7 +283,7 @@ class SGLangEngine:
 
     def destroy_group(self, body: Mapping[str, Any]) -> str:
         self._alive()
-        if self.groups.pop(body["group_name"], None) is None:
+        if self.groups.pop(body.get("group_name", _GROUP), None) is None:
             return "The group to be destroyed does not exist."
         self.log.append("leave")
         return ""
@@ -290,7 +291,7 @@ class SGLangEngine:
     async def update_from_group(self, body: Mapping[str, Any]) -> str:
         """Receive one bucket, whose tensors are views of it: they must be aligned."""
         await self._updatable()
-        name = body.get("group_name", "weight_update_group")
+        name = body.get("group_name", _GROUP)
         if name not in self.groups:
             self._die(f"Group {name} not in {list(self.groups)}.")
         assert body["load_format"] == "flattened_bucket"

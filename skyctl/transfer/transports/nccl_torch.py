@@ -8,6 +8,7 @@ chunk is a bucket, tensors without padding, and one broadcast within one update 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -16,20 +17,35 @@ from skyctl.errors import PreflightError
 from skyctl.transfer.gpu.carrier import GpuCarrier
 from skyctl.transfer.plan import Chunk, Packing
 from skyctl.transfer.reader import Filled
-from skyctl.transfer.transports.base import Session, tensor_headers
-from skyctl.transfer.transports.nccl import NcclTransport
+from skyctl.transfer.transports.base import Session, Transport, tensor_headers
 from skyctl.transfer.transports.rendezvous import HOST, Rendezvous
 
 
-class TorchNcclTransport(NcclTransport):
+class TorchNcclTransport(Transport):
     """Servers leave the last sender's group by themselves when they join another."""
 
-    one_update = False
-    leaves_group = False
+    name = "nccl"
+    collective = True
+    resident = True
     packing: Packing = "bucket"
+    alignment = 1  # a bucket has no padding
 
-    def sender_options(self, *arguments: Any, **named: Any) -> dict[str, Any]:
-        return {**super().sender_options(*arguments, **named), "by_torch": True}
+    def sender_options(
+        self,
+        world_size: int,
+        *,
+        server_gpus: Sequence[Sequence[int]],
+        sender_gpu: int,
+        rendezvous_timeout_s: float,
+        **_: Any,
+    ) -> dict[str, Any]:
+        return {
+            "by_torch": True,
+            "world_size": world_size,
+            "gpu": sender_gpu,
+            "server_gpus": [list(gpus) for gpus in server_gpus],
+            "rendezvous_timeout_s": rendezvous_timeout_s,
+        }
 
     def init_info(self, session: Session, *, rank_offset: int, dialect: Dialect) -> dict[str, Any]:
         return dialect.nccl_init_info(
