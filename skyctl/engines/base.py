@@ -391,6 +391,12 @@ class Server(Protocol):
     async def extension_rpc(self, method: str, *, timeout_s: float | None = None) -> None:
         """The same, as a no-op in workers that lack the method."""
 
+    async def nccl_reports(self, *, timeout_s: float | None = None) -> list[Any]:
+        """NCCL as its workers have it: mappings of `problem`, "" if it works, and of `settings`,
+        its environment variables. Empty if the server does not say.
+        """
+        ...
+
     async def complete(
         self, body: Mapping[str, Any], *, chat: bool = False, timeout_s: float | None = None
     ) -> Any:
@@ -435,6 +441,9 @@ class Placement:
     sizes: Sequence[int]
 
 
+GROUP_PREFIX = "skyctl-"
+"""What the names of senders' groups begin with, so that servers leave no group of others."""
+
 HANDLE_PROTOCOL = 3
 """Pickle protocol of IPC handles that are keyed by rank, so that they can be embedded in other
 pickles: the latest without frames; earlier ones pickle bytes by a call that SGLang refuses.
@@ -446,8 +455,9 @@ class Dialect(Protocol):
 
     `labels_at_finish`: only finish_weight_update can label the weights. `keeps_streams`: the packed
     NCCL consumer uses the same CUDA streams in each update. `places_tensors`: by CUDA IPC it can be
-    told where tensors are; otherwise they follow each other without gaps. `joins_by_id`: a group
-    over NCCL may meet by NCCL's unique id, without a store.
+    told where tensors are; otherwise they follow each other without gaps. `takes_buckets`: over
+    NCCL its workers join a group of torch.distributed, and each update receives one broadcast.
+    `joins_by_id`: a group over NCCL may meet by NCCL's unique id, without a store.
     """
 
     @property
@@ -460,6 +470,8 @@ class Dialect(Protocol):
     def places_tensors(self) -> bool: ...
     @property
     def joins_by_id(self) -> bool: ...
+    @property
+    def takes_buckets(self) -> bool: ...
 
     def refuses(self, config: Mapping[str, Any]) -> str:
         """Why tensors of a checkpoint with this config.json cannot be sent to its servers; "" if
@@ -476,17 +488,18 @@ class Dialect(Protocol):
         master_address: str = "",
         master_port: int = 0,
         unique_id: str = "",
+        group: str = "",
     ) -> dict[str, Any]:
         """init_info of one server, whose workers take ranks from `rank_offset` up; the sender is 0.
         They meet at the store of an address and port, or by NCCL's unique id, as base64 text.
 
         `world_size` counts the sender and the workers of every server. `buffers` None sends tensors
-        one by one.
+        one by one. `group` names the group where servers can be in several.
         """
         ...
 
     def nccl_update_info(
-        self, tensors: TensorHeaders, *, buffers: PackedBuffers | None
+        self, tensors: TensorHeaders, *, buffers: PackedBuffers | None, group: str = ""
     ) -> dict[str, Any]:
         """update_info of one broadcast of `tensors`, the same for every server."""
         ...

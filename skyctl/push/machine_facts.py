@@ -147,14 +147,16 @@ async def subject_of(
     *,
     workers: int,
     idle: Lease | None,
+    buckets: bool = False,
     copied: bool = False,
     spare_bytes: int = 0,
 ) -> Subject:
     """What is to be pushed, and where it has to fit.
 
-    An idle sender already has its context; servers that it filled keep what they took. `copied`:
-    servers copy the weights into their parameters instead of loading them. `spare_bytes` is what
-    each of their workers then takes to process weights ahead of the freeze.
+    An idle sender already has its context; servers that it filled keep what they took. `buckets`:
+    servers receive each chunk in one broadcast. `copied`: they copy the weights into their
+    parameters instead of loading them. `spare_bytes` is what each of their workers then takes to
+    process weights ahead of the freeze.
     """
     on_gpus = transport in GPU_TRANSPORTS
     free = await asyncio.to_thread(free_gpu_memory) if on_gpus else {}
@@ -166,7 +168,7 @@ async def subject_of(
     elif shares and not (idle and idle.filled):
         reserve = bytes_beside(transport, plan, gpus)
     if not copied:
-        taken = await asyncio.to_thread(worker_bytes, transport, plan)
+        taken = await asyncio.to_thread(worker_bytes, transport, plan, buckets=buckets)
     else:
         taken = spare_bytes if shares else copier_bytes(plan, gpus, free)
     return Subject(

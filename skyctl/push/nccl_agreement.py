@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from skyctl.errors import PreflightError
+from skyctl.push.request import PushServer
 from skyctl.push.server_facts import ServerFacts
 from skyctl.transfer.nccl_settings import shared
 
@@ -25,6 +26,23 @@ def refuse_without_nccl(facts: Sequence[ServerFacts]) -> None:
                 hint="install the nvidia-nccl package that its vLLM asks for, or set "
                 "VLLM_NCCL_SO_PATH in its `env:`",
             )
+
+
+def refuse_shared_gpus(servers: Sequence[PushServer]) -> None:
+    """NCCL takes one process on each GPU of a group.
+
+    Raises:
+        PreflightError: two servers share a GPU.
+    """
+    by_gpu: dict[int, str] = {}
+    for server in servers:
+        for gpu in server.gpus:
+            if (other := by_gpu.setdefault(gpu, server.target.name)) != server.target.name:
+                raise PreflightError(
+                    f"{other} and {server.target.name} share GPU {gpu}, and NCCL takes one process "
+                    "on each GPU",
+                    hint="use `weight_transfer: {transport: ipc}` in the fleet file",
+                )
 
 
 def common_settings(facts: Sequence[ServerFacts]) -> dict[str, str] | None:

@@ -30,7 +30,12 @@ from skyctl.push.forecast import Forecast, refusal, slots_of
 from skyctl.push.layouts import LayoutChoice, choose_layout
 from skyctl.push.machine_facts import forecast_push, free_gpu, free_gpu_of, subject_of
 from skyctl.push.machines_delivery import MachinesDelivery
-from skyctl.push.nccl_agreement import common_settings, pace_notes, refuse_without_nccl
+from skyctl.push.nccl_agreement import (
+    common_settings,
+    pace_notes,
+    refuse_shared_gpus,
+    refuse_without_nccl,
+)
 from skyctl.push.request import PushFleet, PushRequest, PushServer
 from skyctl.push.rows import KnownRows, read_rows
 from skyctl.push.runtime_delivery import RuntimeDelivery
@@ -219,6 +224,8 @@ async def preflight(
     sender_node, sender_gpu = None, -1
     if choice.name == "nccl":
         refuse_without_nccl(facts)
+        if facts[0].dialect is not None and facts[0].dialect.takes_buckets:
+            refuse_shared_gpus(fleet.servers)  # their group fails only in the first update
         nccl_settings = common_settings(facts)
         notes += pace_notes(nccl_settings or {})
         if not nodes:
@@ -279,6 +286,7 @@ async def preflight(
             choice.name,
             workers=workers,
             idle=idle,
+            buckets=transport.packing == "bucket",
             copied=layout.name == "runtime",
             spare_bytes=layout.spare_bytes,
         )

@@ -15,7 +15,6 @@ from skyctl.http.fanout import fan_out, require_all
 from skyctl.http.target import ServerTarget
 from skyctl.push.request import PushFleet, PushServer
 
-NCCL_METHOD = "skyctl_nccl"
 _PROBLEM_METHOD = "skyctl_update_problem"
 _NCCL_TIMEOUT_S = 30.0
 _MOST = 4096
@@ -161,7 +160,7 @@ async def _update_problem(server: Server) -> str:
 async def _nccl(server: Server) -> tuple[str, Mapping[str, str] | None]:
     """The problem of the first worker that has one, and the settings."""
     try:
-        answers = await server.collective_rpc(NCCL_METHOD, timeout_s=_NCCL_TIMEOUT_S)
+        answers = await server.nccl_reports(timeout_s=_NCCL_TIMEOUT_S)
     except ServerError as error:
         if not error.status:
             raise

@@ -1,7 +1,8 @@
-"""Memory that a vLLM worker takes on its GPU, beside its model, while it loads a push: arithmetic.
+"""Memory that a worker takes on its GPU, beside its model, while it loads a push: arithmetic.
 
     ipc    its own copy of the chunk; and the largest module, which is assembled beside the old one
-    nccl   buffers on two streams, each with its own pool in torch's caching allocator
+    nccl   buffers on two streams, each with its own pool in torch's caching allocator; of SGLang's,
+           which receive buckets, the bucket, and the empty tensors that it is laid out by
     both   nothing, where servers copy chunks from where the sender staged them on their GPUs, but
            for weights that layers process: what they make, and the largest of them (`spare_bytes`
            of `LayoutReport`), which is freed after the push
@@ -29,10 +30,14 @@ _STREAMS = 2
 _GRANULE = 2 * MIB
 
 
-def worker_bytes(transport: str, plan: ChunkPlan) -> int:
-    """Bytes for each worker; 0 for transports that do not go through GPU memory."""
+def worker_bytes(transport: str, plan: ChunkPlan, *, buckets: bool = False) -> int:
+    """Bytes for each worker; 0 for transports that do not go through GPU memory. `buckets`: it
+    receives each chunk in one broadcast.
+    """
     if transport == "ipc":
         return plan.slot_bytes + max(_module_bytes(plan).values())
+    if transport == "nccl" and buckets:
+        return NCCL_GROUP_BYTES + 2 * plan.slot_bytes
     if transport == "nccl":
         return NCCL_GROUP_BYTES + _pooled_bytes(plan)
     return 0

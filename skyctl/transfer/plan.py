@@ -7,16 +7,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from skyctl.checkpoints.dtypes import DTYPE_BITS
 from skyctl.checkpoints.header import Tensor
 from skyctl.errors import PreflightError
 
 ALIGNMENT = 64
 """Alignment of a tensor in a chunk, in bytes, so that a view of it is aligned for any dtype."""
 
-Packing = Literal["fit", "overflow"]
+Packing = Literal["fit", "overflow", "bucket"]
 """`fit`: a chunk never exceeds the chunk size, but a larger tensor gets a chunk of its own.
 `overflow`: a chunk is closed by the tensor that makes it exceed the chunk size, the rule by which
 vLLM's packed NCCL consumer cuts (packed_tensor.py), so producer and consumer agree.
+`bucket`: as `fit`, and a chunk without padding is closed where the next tensor would not be aligned
+for its dtype: SGLang's workers take views of the buffer that they receive (tensor_bucket.py).
 """
 
 _EMBEDDING = re.compile(r"(^|\.)(embed\w*|\w*embeddings?|wte|wpe)\.")
@@ -124,6 +127,10 @@ def module_of(name: str) -> str:
     return ".".join(_FUSED.get(part, (part, 0))[0] for part in parts[:expert])
 
 
+def _element_bytes(tensor: Tensor) -> int:
+    return max(1, DTYPE_BITS[tensor.dtype] // 8)
+
+
 def plan_chunks(
     tensors: Sequence[Tensor],
     chunk_size: int,
@@ -157,7 +164,8 @@ def plan_chunks(
     ordered = order(tensors)
     for tensor in ordered:
         offset = -(-size // alignment) * alignment
-        if packing == "fit" and placed and offset + tensor.nbytes > chunk_size:
+        full = packing != "overflow" and offset + tensor.nbytes > chunk_size
+        if placed and (full or (packing == "bucket" and offset % _element_bytes(tensor))):
             flush()
             offset = 0
         placed.append(Placed(tensor, offset))

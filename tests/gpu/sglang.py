@@ -1,6 +1,8 @@
 """Two SGLang servers on one GPU, through skyctl from a fleet file, and a third that was started on
-the other checkpoint and says what is right. `python -m tests.gpu.sglang WORK OUT` prints a table;
-`tests/gpu/test_sglang.py` asserts the same steps. `scripts/gpu-sglang.sh` sets a machine up for it.
+the other checkpoint and says what is right. Where there is a second GPU, a sender on it pushes to
+the third by NCCL, which takes one process of a group on each GPU. `python -m tests.gpu.sglang WORK
+OUT` prints a table; `tests/gpu/test_sglang.py` asserts the same steps. `scripts/gpu-sglang.sh` sets
+a machine up for it.
 
 Every step has a deadline, and what is left when `DEADLINE_S` is over is not begun.
 """
@@ -29,11 +31,12 @@ from skyctl.engines.sglang.server import SGLangServer
 from skyctl.http.client import ControlClient
 from skyctl.http.target import ServerTarget
 from skyctl.launch.local.devices import discover_gpus, free_gpu_memory, visible_gpus
+from tests.gpu.devices import available
 from tests.integration.fleet_cli import FleetCli, bearer
 from tests.stub.sglang_verbs import Verbs
 
 SHAPE = "qwen3-4-layers"
-DEADLINE_S = 330.0
+DEADLINE_S = 360.0
 UP_TIMEOUT_S = 240.0
 SERVER: dict[str, Any] = {
     "dtype": "bfloat16",
@@ -67,11 +70,13 @@ class Place:
 class SGLangRun:
     """The fleet `sgl` (sgl-0 with its prefix cache, plain-0 without) on checkpoint `a`, and the
     fleet `right`, a server on `b`. `extra` goes into both fleet files. `transports` are tried; the
-    last one is what the file says."""
+    last one is what the file of `sgl` says. `sender_gpu` is left to the sender of `right`; None
+    where there is no second GPU."""
 
     directory: Path
-    extra: dict[str, Any] = field(default_factory=lambda: {"share_gpus": True, "args": SERVER})
+    extra: dict[str, Any] = field(default_factory=lambda: on_one_gpu())
     router: bool = False
+    sender_gpu: int | None = None
     transports: tuple[str, ...] = ("disk", "ipc")
     write: Callable[[Path, int], object] = lambda path, seed: write_checkpoint(path, SHAPE, seed)
     held_tokens: int = 1800
@@ -88,7 +93,8 @@ class SGLangRun:
             self.write(path, seed)
         plain = {"name": "plain", "args": {"disable-radix-cache": True}}
         self._write("sgl", self.a, replicas=[{"name": "sgl"}, plain])
-        self._write("right", self.b, replicas=1)
+        by_nccl = {} if self.sender_gpu is None else {"weight_transfer": {"transport": "nccl"}}
+        self._write("right", self.b, replicas=1, **by_nccl)
 
     def _fleet(self, name: str) -> FleetCli:
         (self.directory / name).mkdir(parents=True, exist_ok=True)
@@ -197,11 +203,27 @@ class SGLangRun:
         for thread in self.holding:
             thread.join(60)
         self.cli.run("sync-weights", str(self.a), "--colocated", expect=None, timeout_s=90)
+        right = ("sync-weights", str(self.b), "--transport", "disk")
+        self.fleets["right"].run(*right, expect=None, timeout_s=90)
 
     def refusal(self, *command: str) -> str:
         done = self.cli.run(*command, "--json", expect=None, timeout_s=90)
         assert done.returncode, f"skyctl {' '.join(command)} was not refused: {done.stdout}"
         return done.stdout
+
+
+def on_one_gpu() -> dict[str, Any]:
+    """All servers on the first GPU that is ours."""
+    return {
+        "share_gpus": True,
+        "args": SERVER,
+        **({"gpus": available()[:1]} if available() else {}),
+    }
+
+
+def second_gpu() -> int | None:
+    """For a sender by NCCL; None where there is none."""
+    return available()[1] if len(available()) > 1 else None
 
 
 def used_mib() -> int:
@@ -237,6 +259,60 @@ def a_b_a(run: SGLangRun) -> str:
         freezes = [1000 * one["freeze_window_s"] for one in (pushed, back)]
         frozen.append(f"{transport} frozen {freezes[0]:.0f}, {freezes[1]:.0f} ms")
     return f"tokens and checksums of a server started on B; {'; '.join(frozen)}"
+
+
+def by_nccl(run: SGLangRun) -> str:
+    if run.sender_gpu is None:
+        return "not tried: it needs a second GPU"
+    fleet = run.fleets["right"]
+
+    def push(path: Path) -> float:
+        job = fleet.data("sync-weights", str(path), "--transport", "nccl", timeout_s=90)["job"]
+        return 1000 * float(job["result"]["freeze_window_s"])
+
+    def digest(name: str) -> set[str]:
+        rows = run.fleets[name].data("weights", "verify", timeout_s=90)["servers"]
+        return {row["digest"] for row in rows}
+
+    on_a, on_b = run.answers()["sgl-0"], run.answers("right")["right-0"]
+    pids = {row["pid"] for row in fleet.data("status", timeout_s=30)["replicas"]}
+    forecast = fleet.data("sync-weights", str(run.a), "--dry-run", timeout_s=90)
+    assert "nccl" in str(forecast), forecast
+    freezes = [push(run.a)]
+    assert run.answers("right")["right-0"] == on_a and digest("right") == digest("sgl")
+    freezes.append(push(run.b))
+    assert run.answers("right")["right-0"] == on_b
+    before = used_mib()
+    for number in range(run.pushes):
+        freezes.append(push(run.a if number % 2 == 0 else run.b))
+    # a sender that died: the server leaves its group, and joins that of the next
+    for _ in range(3):
+        _end_sender("right")
+        freezes.append(push(run.a))
+        assert run.answers("right")["right-0"] == on_a
+        freezes.append(push(run.b))
+    after = used_mib()
+    assert run.answers("right")["right-0"] == on_b
+    assert {row["pid"] for row in fleet.data("status", timeout_s=30)["replicas"]} == pids
+    assert abs(after - before) < 300, f"{before} MiB before, {after} after"
+    steady = statistics.median(freezes[2 : 2 + run.pushes])
+    return (
+        f"first {freezes[0]:.0f}, later {steady:.0f} ms (median of {run.pushes}); three senders "
+        f"killed, then {', '.join(f'{f:.0f}' for f in freezes[2 + run.pushes :])} ms; {before} to "
+        f"{after} MiB"
+    )
+
+
+def _end_sender(fleet: str) -> None:
+    """Kill the sender that a fleet's supervisor keeps."""
+    (sender,) = (
+        process
+        for process in psutil.process_iter(["cmdline", "ppid"])
+        if "skyctl.transfer.sender" in (process.info["cmdline"] or ())
+        and psutil.Process(process.info["ppid"]).cmdline()[-2:] == ["--fleet", fleet]
+    )
+    sender.kill()
+    psutil.wait_procs([sender], timeout=10)
 
 
 def many_pushes(run: SGLangRun) -> str:
@@ -382,6 +458,7 @@ def looks(run: SGLangRun) -> str:
 STEPS = (
     starts,
     a_b_a,
+    by_nccl,
     many_pushes,
     pauses,
     pushes_under_held,
@@ -424,4 +501,5 @@ def main(run: SGLangRun, out: Path) -> int:
 
 if __name__ == "__main__":
     routed = find_spec("vllm_router") is not None
-    sys.exit(main(SGLangRun(Path(sys.argv[1]), router=routed), Path(sys.argv[2])))
+    tried = SGLangRun(Path(sys.argv[1]), router=routed, sender_gpu=second_gpu())
+    sys.exit(main(tried, Path(sys.argv[2])))

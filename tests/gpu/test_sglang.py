@@ -7,13 +7,13 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from tests.gpu.conftest import need_gpus
-from tests.gpu.sglang import STEPS, SGLangRun
+from tests.gpu.sglang import STEPS, SGLangRun, second_gpu
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SGLangRun]:
     need_gpus(1, "sglang")
-    run = SGLangRun(tmp_path_factory.mktemp("sglang"))
+    run = SGLangRun(tmp_path_factory.mktemp("sglang"), sender_gpu=second_gpu())
     yield run
     run.down()
 

@@ -17,6 +17,7 @@ import asyncio
 import base64
 import io
 import json
+import math
 import pickle
 import zlib
 from collections.abc import AsyncIterator, Callable, Mapping
@@ -41,8 +42,51 @@ from tests.stub.generation import TokenGate, next_token, prompt_ids
 from tests.stub.state import digest_of_checkpoint, digest_of_updates
 
 ZEROS = "zeros"
+_GROUP = "weight_update_group"
+_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "int64": 8}
 STAGED: dict[bytes, bytes] = {}
 """GPU memory of a sender in this process, by the handle that it is mapped by."""
+GROUPS: dict[int, StubGroup] = {}
+"""The groups of senders in this process, by the port where ranks find each other."""
+
+
+@dataclass
+class StubGroup:
+    """A broadcast is over when every rank is in it; one that is `broken` never is."""
+
+    world_size: int
+    ranks: set[int] = field(default_factory=set)
+    broken: bool = False
+    _receiving: dict[int, asyncio.Future[bytes]] = field(default_factory=dict)
+    _moves: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def join(self, rank: int) -> None:
+        assert 0 < rank < self.world_size and rank not in self.ranks
+        self.ranks.add(rank)
+
+    @property
+    def formed(self) -> bool:
+        return len(self.ranks) == self.world_size - 1
+
+    async def receive(self, rank: int) -> bytes:
+        self._receiving[rank] = asyncio.get_running_loop().create_future()
+        if self._receiving.keys() == self.ranks:
+            self._moves.set()
+        return await self._receiving[rank]
+
+    def end(self) -> None:
+        self.broken = True
+        self._moves.set()
+
+    async def broadcast(self, data: bytes) -> None:
+        await self._moves.wait()
+        self._moves.clear()
+        receiving, self._receiving = self._receiving, {}
+        for rank in receiving.values():
+            if self.broken:
+                rank.set_exception(RuntimeError("NCCL communicator was aborted"))
+            else:
+                rank.set_result(data)
 
 
 class Died(httpx.ReadError):
@@ -115,6 +159,7 @@ class SGLangEngine:
     hicache_storage_backend: str | None = None
     memory_saver: bool = True
     cpu_backup: bool = False
+    tp_size: int = 1
     digest: str = ""
     weight_version: str = "default"
     is_pause: bool = False
@@ -135,6 +180,7 @@ class SGLangEngine:
     def __post_init__(self) -> None:
         self.digest = self.digest or digest_of_checkpoint(self.model)
         self.checksums: dict[str, int] = {}
+        self.groups: dict[str, tuple[StubGroup, list[int]]] = {}
         self._internal_state = _Question()
         self.changed = asyncio.Condition()
         self.aborts = 0
@@ -205,23 +251,80 @@ class SGLangEngine:
 
     async def update_from_tensor(self, body: Mapping[str, Any]) -> None:
         """Tensors that were there stay, but for those that come."""
+        await self._updatable()
+        assert body["load_format"] == "flattened_bucket"
+        raw = base64.b64decode(body["serialized_named_tensors"][0], validate=True)
+        bucket = _Unpickler(io.BytesIO(raw)).load()
+        buffer = bucket["flattened_tensor"]
+        found = {}
+        for one in bucket["metadata"]:
+            assert one.end_idx - one.start_idx == one.numel
+            found[one.name] = buffer[one.start_idx : one.end_idx]
+        self._load(found, body)
+
+    def init_group(self, body: Mapping[str, Any]) -> str:
+        """Why it failed; "" when it did not. Each rank comes to the sender's store."""
+        self._alive()
+        name, group = body.get("group_name", _GROUP), GROUPS.get(body["master_port"])
+        if not name:
+            self._die("Group name cannot be empty")
+        if group is None:
+            self.hung = True  # until torch gives up, in half an hour
+            return "nobody is there"
+        if name in self.groups:
+            return "The specified group name has already been created"
+        assert body["world_size"] == group.world_size and body["backend"] == "nccl"
+        ranks = [body["rank_offset"] + rank for rank in range(self.tp_size)]
+        for rank in ranks:
+            group.join(rank)
+        self.groups[name] = group, ranks
+        self.log.append("join")
+        return ""
+
+    def destroy_group(self, body: Mapping[str, Any]) -> str:
+        self._alive()
+        if self.groups.pop(body.get("group_name", _GROUP), None) is None:
+            return "The group to be destroyed does not exist."
+        self.log.append("leave")
+        return ""
+
+    async def update_from_group(self, body: Mapping[str, Any]) -> str:
+        """Receive one bucket, whose tensors are views of it: they must be aligned."""
+        await self._updatable()
+        name = body.get("group_name", _GROUP)
+        if name not in self.groups:
+            self._die(f"Group {name} not in {list(self.groups)}.")
+        assert body["load_format"] == "flattened_bucket"
+        group, ranks = self.groups[name]
+        try:
+            buckets = await asyncio.gather(*map(group.receive, ranks))
+        except RuntimeError as error:
+            return f"Failed to update parameter online: {error}."
+        found, at = {}, 0
+        for name, dtype, shape in zip(body["names"], body["dtypes"], body["shapes"], strict=True):
+            size = _BYTES[dtype] * math.prod(shape)
+            if at % _BYTES[dtype]:
+                return "self.storage_offset() must be divisible by 4"
+            found[name] = buckets[0][at : at + size]
+            at += size
+        assert all(len(bucket) == at for bucket in buckets)
+        self._load(found, body)
+        return ""
+
+    async def _updatable(self) -> None:
         self._alive()
         if not self.is_pause:
             async with self.changed:
                 await self.changed.wait_for(lambda: not self.requests)
         if "weights" in self.released:
             self._die("weights were loaded into memory that is released")
-        assert body["load_format"] == "flattened_bucket"
-        raw = base64.b64decode(body["serialized_named_tensors"][0], validate=True)
-        bucket = _Unpickler(io.BytesIO(raw)).load()
-        buffer = bucket["flattened_tensor"]
+
+    def _load(self, found: Mapping[str, bytes], body: Mapping[str, Any]) -> None:
         if not self.checksums:
             self.checksums = {
                 n: zlib.crc32(d) for n, (_, d) in rows.of_checkpoint(self.model).items()
             }
-        for one in bucket["metadata"]:
-            assert one.end_idx - one.start_idx == one.numel
-            self.checksums[one.name] = zlib.crc32(buffer[one.start_idx : one.end_idx])
+        self.checksums |= {name: zlib.crc32(data) for name, data in found.items()}
         update = {"names": list(self.checksums), "crc32": list(self.checksums.values())}
         self.digest = digest_of_updates([update])
         if body.get("flush_cache", True) and not self.flush():
@@ -373,6 +476,8 @@ class SGLangStub:
             "/update_weights_from_disk": self._update,
             "/update_weights_from_distributed": self._distributed,
             "/update_weights_from_tensor": self._from_tensor,
+            "/init_weights_update_group": self._init_group,
+            "/destroy_weights_update_group": self._destroy_group,
             "/update_weight_version": self._version,
             "/weights_checker": self._checker,
             "/flush_cache": self._flush,
@@ -428,7 +533,7 @@ class SGLangStub:
             {
                 "model_path": self.engine.model,
                 "load_format": "auto",
-                "tp_size": 1,
+                "tp_size": self.engine.tp_size,
                 "pp_size": 1,
                 "dp_size": 1,
                 "disable_radix_cache": not self.engine.radix_cache,
@@ -514,17 +619,22 @@ class SGLangStub:
         return JSONResponse(None)
 
     async def _update(self, request: Request) -> Response:
-        problem = await self.engine.update_from_disk(await request.json())
-        content = {"success": not problem, "message": problem or "Succeeded", "num_paused": 0}
-        return JSONResponse(content, 400 if problem else 200)
+        return _came_to(await self.engine.update_from_disk(await request.json()))
 
     async def _from_tensor(self, request: Request) -> Response:
         await self.engine.update_from_tensor(await request.json())
         return JSONResponse({"success": True, "message": "Success"})
 
     async def _distributed(self, request: Request) -> Response:
-        await request.json()
-        self.engine._die("there is no group")
+        return _came_to(await self.engine.update_from_group(await request.json()))
+
+    async def _init_group(self, request: Request) -> Response:
+        problem = self.engine.init_group(await request.json())
+        await self.engine._front_end()
+        return _came_to(problem)
+
+    async def _destroy_group(self, request: Request) -> Response:
+        return _came_to(self.engine.destroy_group(await request.json()))
 
     async def _version(self, request: Request) -> Response:
         body = await request.json()
@@ -562,6 +672,11 @@ class SGLangStub:
                 "dead": engine.dead,
             }
         )
+
+
+def _came_to(problem: str) -> Response:
+    content = {"success": not problem, "message": problem or "Succeeded", "num_paused": 0}
+    return JSONResponse(content, 400 if problem else 200)
 
 
 async def _events(tokens: AsyncIterator[int | None], most: int) -> AsyncIterator[str]:

@@ -71,9 +71,15 @@ class Verbs:
             f"release {tags}!": sent(keeper.RELEASE, tags=tags),
             f"resume {tags}!": sent(keeper.RESUME, tags=tags),
             f"update, flush {flush}!": sent(keeper.FROM_DISK, model_path=path, flush_cache=flush),
-            "distributed!": sent(
-                "/update_weights_from_distributed", names=[], dtypes=[], shapes=[]
+            "distributed!": sent(keeper.FROM_GROUP, names=[], dtypes=[], shapes=[]),
+            "join nobody!": sent(
+                keeper.INIT_GROUP,
+                master_address="127.0.0.1",
+                master_port=1,
+                rank_offset=1,
+                world_size=2,
             ),
+            "leave nobody!": sent(keeper.DESTROY_GROUP),
             "checksum!": sent("/weights_checker", action="checksum"),
         }
 

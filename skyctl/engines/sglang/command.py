@@ -70,15 +70,16 @@ def server_command(launch: ServerLaunch) -> Command:
             "data_parallel_size: skyctl starts no data-parallel SGLang servers",
             hint="use `replicas`",
         )
-    if launch.backend == "ipc" and "quantization" in launch.args:
+    if launch.backend and "quantization" in launch.args:
         raise UsageError(
-            "weight_transfer.transport 'ipc': SGLang takes no tensors for quantized parameters",
+            f"weight_transfer.transport {launch.backend!r}: SGLang takes no tensors for quantized "
+            "parameters",
             hint="use disk, or take `quantization` out",
         )
-    if launch.backend == "ipc" and launch.pipeline_parallel_size > 1:
+    if launch.backend and launch.pipeline_parallel_size > 1:
         raise UsageError(
-            "weight_transfer.transport 'ipc': SGLang takes tensors by the rank within a stage, so "
-            "that pipeline stages cannot be told apart",
+            f"weight_transfer.transport {launch.backend!r}: SGLang takes tensors by the rank "
+            "within a stage, so that pipeline stages cannot be told apart",
             hint="use disk, or take `pipeline_parallel_size` out",
         )
     if launch.auth == "none" and launch.api_key is not None:
@@ -123,19 +124,19 @@ def _environment(launch: ServerLaunch) -> dict[str, str]:
 
 
 def backend(transport: str, device: Device, free_gpus: Sequence[int], auth: str) -> str:
-    """Servers read checkpoints by themselves; on GPUs they can take them by CUDA IPC instead, which
-    must be asked for.
+    """Servers read checkpoints by themselves; on GPUs they can take them from a sender instead,
+    which must be asked for. They start in the same way for all.
 
     Raises:
-        UsageError: another transport is asked for, or CUDA IPC where it is not possible.
+        UsageError: another transport is asked for, or one for GPUs on CPU.
     """
     if transport in ("auto", "disk"):
         return ""
-    if transport == "ipc" and device == "cuda":
-        return "ipc"
+    if transport in ("ipc", "nccl") and device == "cuda":
+        return transport
     raise UsageError(
         f"weight_transfer.transport {transport!r}: skyctl pushes to SGLang servers by disk, and on "
-        "GPUs by ipc",
+        "GPUs by ipc or nccl",
         hint="use auto or disk",
     )
 
@@ -144,7 +145,7 @@ def modules(device: Device, router: bool, backend: str, pairs: bool) -> dict[str
     """Modules that the servers' interpreter must have, and how to get each."""
     install = "pip install 'skyctl-fleet[sglang]', or name an interpreter with `python:`"
     found = {"sglang": install}
-    if backend == "ipc":
+    if backend:
         found["skyctl"] = "install skyctl there too, for the sender; or use transport disk"
     if router:
         found["vllm_router"] = "pip install vllm-router, or set `router: {enabled: false}`"

@@ -13,7 +13,14 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
-from skyctl.engines.base import PauseMode, Refusal, ServedAdapter, ServerMetrics, StartedWith
+from skyctl.engines.base import (
+    GROUP_PREFIX,
+    PauseMode,
+    Refusal,
+    ServedAdapter,
+    ServerMetrics,
+    StartedWith,
+)
 from skyctl.engines.http_server import HttpServer
 from skyctl.engines.sglang.inside import keeper
 from skyctl.engines.sglang.metrics import parse_metrics
@@ -28,6 +35,9 @@ _MANAGED = frozenset(
         keeper.RESUME,
         keeper.FROM_DISK,
         keeper.FROM_TENSOR,
+        keeper.FROM_GROUP,
+        keeper.INIT_GROUP,
+        keeper.DESTROY_GROUP,
         "/update_weight_version",
         "/weights_checker",
         "/flush_cache",
@@ -56,6 +66,8 @@ class _State:
     released: frozenset[str]
     memory_saver: bool
     cpu_backup: bool
+    groups: frozenset[str]
+    nccl: Mapping[str, str]
 
 
 class SGLangServer(HttpServer):
@@ -260,7 +272,23 @@ class SGLangServer(HttpServer):
     async def init_weight_transfer(
         self, init_info: Mapping[str, Any], *, timeout_s: float | None = None
     ) -> None:
-        """A no-op: an update brings all that is needed."""
+        """Leave the groups of earlier senders, and join this one's; a no-op for CUDA IPC."""
+        if not init_info:
+            return
+        state = await self._kept("join a group")
+        for group in sorted(state.groups):
+            if group.startswith(GROUP_PREFIX):
+                await self._leave(group, timeout_s)
+        await self._call("POST", keeper.INIT_GROUP, json=dict(init_info), timeout_s=timeout_s)
+
+    async def _leave(self, group: str, timeout_s: float | None) -> None:
+        """SGLang has left it even if it reports that it failed to destroy it."""
+        body = {"group_name": group}
+        try:
+            await self._call("POST", keeper.DESTROY_GROUP, json=body, timeout_s=timeout_s)
+        except ServerError as error:
+            if error.status != 400:
+                raise
 
     async def start_weight_update(self, *, timeout_s: float | None = None) -> None:
         """SGLang has no sessions: only this object knows that one is open. An update has the same
@@ -272,7 +300,8 @@ class SGLangServer(HttpServer):
     async def update_weights(
         self, update_info: Mapping[str, Any], *, timeout_s: float | None = None
     ) -> None:
-        await self._call("POST", keeper.FROM_TENSOR, json=dict(update_info), timeout_s=timeout_s)
+        path = keeper.FROM_GROUP if "group_name" in update_info else keeper.FROM_TENSOR
+        await self._call("POST", path, json=dict(update_info), timeout_s=timeout_s)
 
     async def finish_weight_update(
         self, weight_version: str | None = None, *, timeout_s: float | None = None
@@ -328,6 +357,13 @@ class SGLangServer(HttpServer):
     async def extension_rpc(self, method: str, *, timeout_s: float | None = None) -> None:
         """A no-op: there are no workers with skyctl's methods."""
 
+    async def nccl_reports(self, *, timeout_s: float | None = None) -> list[Any]:
+        """Workers inherit the front end's variables. They do not say whether NCCL works: the sender
+        finds out, by the same torch.
+        """
+        state = await self._state()
+        return [] if state is None else [{"problem": "", "settings": dict(state.nccl)}]
+
     async def complete(
         self, body: Mapping[str, Any], *, chat: bool = False, timeout_s: float | None = None
     ) -> Any:
@@ -369,6 +405,8 @@ class SGLangServer(HttpServer):
                 frozenset(map(str, told["released"])),
                 bool(told["memory_saver"]),
                 bool(told["cpu_backup"]),
+                frozenset(map(str, told.get("groups", ()))),
+                dict(told.get("nccl", {})),
             ),
         )
 

@@ -1,4 +1,7 @@
-"""How SGLang is told of tensors in another process's GPU memory.
+"""How SGLang is told of tensors that it receives, and of those in another process's GPU memory.
+
+`POST /update_weights_from_distributed` receives a bucket by one broadcast in a group that its
+workers joined before (`load_format: flattened_bucket`): tensors one after the other, without gaps.
 
 `POST /update_weights_from_tensor` takes one pickle for each tensor-parallel rank, here that of a
 flattened bucket (`load_format: flattened_bucket`): a uint8 tensor, rebuilt from a CUDA IPC handle,
@@ -13,12 +16,15 @@ import base64
 import pickle
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
 from skyctl.engines.base import HANDLE_PROTOCOL, PackedBuffers, Placement, TensorHeaders
-from skyctl.errors import UsageError
 
 KNOWN = "0.5.14"
+_BUCKET = {
+    "load_format": "flattened_bucket",
+    "flush_cache": False,  # a flush while requests are held would end the server
+}
 _BEGIN, _END = pickle.PROTO + bytes([HANDLE_PROTOCOL]), pickle.STOP
 
 
@@ -31,6 +37,7 @@ class SGLangDialect:
     keeps_streams: bool = True
     places_tensors: bool = True
     joins_by_id: bool = False
+    takes_buckets: bool = True
 
     def refuses(self, config: Mapping[str, Any]) -> str:
         """Quantized parameters are changed once they are loaded, and take no more tensors."""
@@ -47,25 +54,41 @@ class SGLangDialect:
         assert placement is not None  # it takes no tensors without one
         return {
             "serialized_named_tensors": [bucket(one, tensors, placement) for one in handles],
-            "load_format": "flattened_bucket",
-            "flush_cache": False,  # a flush while requests are held would end the server
+            **_BUCKET,
         }
 
-    def nccl_init_info(self, **_: Any) -> dict[str, Any]:
-        self._lacks_nccl()
+    def nccl_init_info(
+        self,
+        *,
+        master_address: str,
+        master_port: int,
+        rank_offset: int,
+        world_size: int,
+        buffers: PackedBuffers | None,
+        group: str = "",
+    ) -> dict[str, Any]:
+        return {
+            "master_address": master_address,
+            "master_port": master_port,
+            "rank_offset": rank_offset,
+            "world_size": world_size,
+            "group_name": group,
+            "backend": "nccl",
+        }
 
     def nccl_update_info(
-        self, tensors: TensorHeaders, *, buffers: PackedBuffers | None
+        self, tensors: TensorHeaders, *, buffers: PackedBuffers | None, group: str = ""
     ) -> dict[str, Any]:
-        self._lacks_nccl()
+        return {
+            "names": list(tensors.names),
+            "dtypes": list(tensors.dtypes),
+            "shapes": [list(shape) for shape in tensors.shapes],
+            "group_name": group,
+            **_BUCKET,
+        }
 
     def trainer_init_info(self, backend: str, **_: Any) -> dict[str, Any] | None:
         return None
-
-    def _lacks_nccl(self) -> NoReturn:
-        raise UsageError(
-            "skyctl does not send to SGLang servers by NCCL", hint="--transport ipc, or disk"
-        )
 
 
 def dialect_for(version: str) -> SGLangDialect:

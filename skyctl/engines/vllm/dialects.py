@@ -59,6 +59,7 @@ class VLLMDialect:
     note: str = ""
     places_tensors: bool = False
     joins_by_id: bool = False
+    takes_buckets: bool = False
 
     def refuses(self, config: Mapping[str, Any]) -> str:
         return ""
@@ -72,6 +73,7 @@ class VLLMDialect:
         master_address: str = "",
         master_port: int = 0,
         unique_id: str = "",
+        group: str = "",
     ) -> dict[str, Any]:
         info: dict[str, Any] = {"rank_offset": rank_offset, "world_size": world_size}
         if unique_id:
@@ -83,7 +85,7 @@ class VLLMDialect:
         return info
 
     def nccl_update_info(
-        self, tensors: TensorHeaders, *, buffers: PackedBuffers | None
+        self, tensors: TensorHeaders, *, buffers: PackedBuffers | None, group: str = ""
     ) -> dict[str, Any]:
         info = _headers_to_wire(tensors)
         if not self.nccl_buffers_in_init:

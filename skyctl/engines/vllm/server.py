@@ -17,6 +17,7 @@ _ASK_METHOD = "skyctl_leave_answer"
 """A method of skyctl's worker extension: calls another one if there are several data-parallel
 ranks.
 """
+_NCCL_METHOD = "skyctl_nccl"
 _REPACK_METHOD = "skyctl_repack_tied"
 
 _REFUSALS = {
@@ -368,6 +369,9 @@ class VLLMServer(HttpServer):
         except ServerError as error:
             if error.refusal != Refusal.NO_METHOD:
                 raise
+
+    async def nccl_reports(self, *, timeout_s: float | None = None) -> list[Any]:
+        return await self.collective_rpc(_NCCL_METHOD, timeout_s=timeout_s)
 
     async def reload_weights(self, path: str, *, timeout_s: float | None = None) -> None:
         """vLLM's reload leaves tied weights out on CPU (`inside/tied.py`)."""

@@ -19,6 +19,7 @@ from skyctl.transfer.gpu.carrier import GpuCarrier
 from skyctl.transfer.plan import Chunk, Packing
 from skyctl.transfer.reader import Filled
 from skyctl.transfer.transports.base import Session, Transport, tensor_headers
+from skyctl.transfer.transports.nccl_torch import TORCH_TRANSPORT, TorchNcclCarrier
 from skyctl.transfer.transports.rendezvous import HOST, Rendezvous
 
 WORKER_BUFFERS = 2
@@ -34,6 +35,9 @@ class NcclTransport(Transport):
     leaves_group = True
     packing: Packing = "overflow"
     alignment = 1  # vLLM's packed format has no padding
+
+    def speaking(self, dialect: Dialect) -> Transport:
+        return TORCH_TRANSPORT if dialect.takes_buckets else self
 
     def sender_options(
         self,
@@ -75,8 +79,10 @@ class NcclTransport(Transport):
 TRANSPORT = NcclTransport()
 
 
-def open_carrier(session: str, options: dict[str, Any]) -> NcclCarrier:
-    """The sender's half. Imports torch and vLLM."""
+def open_carrier(session: str, options: dict[str, Any]) -> GpuCarrier:
+    """The sender's half. Imports torch, and vLLM if it sends to vLLM."""
+    if options.get("by_torch"):
+        return TorchNcclCarrier(session, options)
     return NcclCarrier(options)
 
 

@@ -4,6 +4,7 @@ tests/faults/test_sglang_states.py and test_sglang_fleet.py."""
 from __future__ import annotations
 
 import asyncio
+import socket
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,10 +29,11 @@ from skyctl.store.credentials import AT_SPAWN
 from tests.faults.attached_fleet import attached_fleet
 from tests.stub.faults import Fault
 from tests.stub.inprocess import StubTransport
-from tests.stub.sglang import SGLangEngine, SGLangStub, _Request
+from tests.stub.sglang import GROUPS, SGLangEngine, SGLangStub, StubGroup, _Request
 from tests.unit.core.test_plan import PYTHON, gpus, plan
 
 IPC: dict[str, Any] = {"weight_transfer": {"transport": "ipc"}}
+NCCL: dict[str, Any] = {"weight_transfer": {"transport": "nccl"}}
 
 
 def test_a_gpu_server_gets_exactly_this_command_and_environment() -> None:
@@ -68,8 +70,9 @@ def test_an_interpreter_without_skyctl_runs_the_file() -> None:
 @pytest.mark.parametrize(
     ("settings", "why"),
     [
-        ({"weight_transfer": {"transport": "nccl"}}, "by disk, and on GPUs by ipc"),
-        ({"device": "cpu", "weight_transfer": {"transport": "ipc"}}, "on GPUs by ipc"),
+        ({"device": "cpu", "weight_transfer": {"transport": "ipc"}}, "on GPUs by ipc or nccl"),
+        ({"device": "cpu", **NCCL}, "on GPUs by ipc or nccl"),
+        ({**NCCL, "pipeline_parallel_size": 2}, "pipeline stages cannot be told apart"),
         ({**IPC, "args": {"quantization": "fp8"}}, "no tensors for quantized parameters"),
         ({**IPC, "pipeline_parallel_size": 2}, "pipeline stages cannot be told apart"),
         ({"lora": {}}, "no LoRA adapters"),
@@ -84,9 +87,10 @@ def test_what_skyctl_does_not_do_with_sglang_is_refused(settings: dict[str, Any]
         plan(engine="sglang", machine_gpus=gpus(2), environ={"THE_KEY": "k"}, **settings)
 
 
-def test_servers_take_tensors_on_gpus_where_that_is_asked_for() -> None:
-    (server,) = plan(engine="sglang", machine_gpus=gpus(1), **IPC).servers
-    assert server.backend == "ipc"
+@pytest.mark.parametrize("settings", [IPC, NCCL])
+def test_servers_take_tensors_on_gpus_where_that_is_asked_for(settings: dict[str, Any]) -> None:
+    (server,) = plan(engine="sglang", machine_gpus=gpus(2), **settings).servers
+    assert server.backend == settings["weight_transfer"]["transport"]
     assert "skyctl" in command.modules("cuda", False, server.backend, False)
 
 
@@ -207,6 +211,42 @@ async def test_the_keeper_refuses_what_a_server_that_sleeps_would_end_of(
         refused = await client.post(path, json=body)
     assert (refused.status_code, why in refused.json()["message"]) == (409, True)
     assert not engine.dead
+
+
+GROUP = {"rank_offset": 1, "world_size": 2, "master_address": "127.0.0.1"}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "paused", "why"),
+    [
+        (keeper.INIT_GROUP, {"group_name": "ours"}, True, "must be new"),
+        (keeper.INIT_GROUP, {"group_name": ""}, True, "must be new"),
+        (keeper.INIT_GROUP, {"group_name": "other", "master_port": 1}, True, "nobody listens"),
+        (keeper.INIT_GROUP, {"group_name": "other"}, True, "nobody listens"),
+        (keeper.DESTROY_GROUP, {"group_name": "other"}, True, "there is no group other"),
+        (keeper.FROM_GROUP, {"group_name": "other"}, True, "there is no group other"),
+        (keeper.FROM_GROUP, {"group_name": "ours"}, False, "pause first"),
+    ],
+)
+async def test_the_keeper_refuses_what_would_end_a_server_or_hang_it_in_a_group(
+    path: str, body: dict[str, Any], paused: bool, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = SGLangEngine()
+    with socket.create_server(("127.0.0.1", 0)) as store:
+        port = store.getsockname()[1]
+        monkeypatch.setitem(GROUPS, port, StubGroup(2))
+        server = ASGITransport(SGLangStub(engine).asgi)
+        async with AsyncClient(transport=server, base_url="http://stub") as client:
+            made = {**GROUP, "group_name": "ours", "master_port": port, "backend": "nccl"}
+            assert (await client.post(keeper.INIT_GROUP, json=made)).status_code == 200
+            if paused:
+                await client.post(keeper.PAUSE, json={"mode": "in_place"})
+            refused = await client.post(path, json={**GROUP, **body})
+            assert (await client.get(keeper.STATE)).json()["groups"] == ["ours"]
+            left = await client.post(keeper.DESTROY_GROUP, json={"group_name": "ours"})
+            assert left.status_code == 200 and not engine.groups
+    assert (refused.status_code, why in refused.json()["message"]) == (409, True)
+    assert not (engine.dead or engine.hung)
 
 
 async def test_a_server_that_stores_kv_elsewhere_is_not_reloaded() -> None:

@@ -13,6 +13,12 @@ the scheduler, and the server with it:
     update_weights_from_…         it flushes, and requests are held    409
                                   the weights are released             409
     …_from_distributed            no group was made                    409
+                                  not paused: it waits for requests,   409
+                                  and the group waits for it
+    init_weights_update_group     nobody listens at the address        409
+                                  the group has no name                409
+                                  the name is taken                    409
+    destroy_weights_update_group  there is no such group               409
     pause_generation abort        requests are held in place           409
     weights_checker,              the weights are released             409
     get_weights_by_name
@@ -22,15 +28,17 @@ the scheduler, and the server with it:
              the weights are then empty: nothing is generated before an update has filled them
 
 The calls of this table are carried out one after the other. `GET /skyctl/state` reports all of
-these states, after a question that the scheduler answers. SGLang queues such questions
-(`managers/communicator.py`); one that arrives while the next of the queue is about to be put takes
-its place, and that one fails with an assertion. So questions of one kind wait here.
+these states, the groups, and NCCL's variables, which workers inherit, after a question that the
+scheduler answers. SGLang queues such questions (`managers/communicator.py`); one that arrives while
+the next of the queue is about to be put takes its place, and that one fails with an assertion. So
+questions of one kind wait here.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import os
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from typing import Any
 
@@ -50,12 +58,8 @@ MEMORY = ("kv_cache", "weights", "cuda_graph")
 PAUSE, CONTINUE = "/pause_generation", "/continue_generation"
 RELEASE, RESUME = "/release_memory_occupation", "/resume_memory_occupation"
 FROM_DISK, FROM_TENSOR = "/update_weights_from_disk", "/update_weights_from_tensor"
-UPDATES = (
-    FROM_DISK,
-    FROM_TENSOR,
-    "/update_weights_from_distributed",
-    "/update_weights_from_ipc",
-)
+FROM_GROUP = "/update_weights_from_distributed"
+UPDATES = (FROM_DISK, FROM_TENSOR, FROM_GROUP, "/update_weights_from_ipc")
 INIT_GROUP, DESTROY_GROUP = "/init_weights_update_group", "/destroy_weights_update_group"
 _GROUP = "weight_update_group"
 _CALLS = frozenset({PAUSE, CONTINUE, RELEASE, RESUME, *UPDATES, INIT_GROUP, DESTROY_GROUP})
@@ -70,6 +74,7 @@ _QUEUED = {
 }
 """The queue of SGLang's that a route's question waits in."""
 _ABORT_TIMEOUT_S = 20.0
+_CONNECT_TIMEOUT_S = 5.0
 
 
 class Keeper:
@@ -117,6 +122,8 @@ class Keeper:
             "held": await manager.model_update_lock.is_locked(),
             "released": sorted(self._released),
             "empty": self._empty,
+            "groups": sorted(self._groups),
+            "nccl": {name: value for name, value in os.environ.items() if name.startswith("NCCL_")},
             "memory_saver": bool(arguments.enable_memory_saver),
             "cpu_backup": bool(arguments.enable_weights_cpu_backup),
         }
@@ -137,8 +144,11 @@ class Keeper:
             self._name = self._manager().served_model_name
 
         async def watching(message: Mapping[str, Any]) -> None:
-            if message["type"] == "http.response.start" and message["status"] == 200:
-                self._done(path, body)
+            if message["type"] == "http.response.start":
+                # SGLang forgets a group before it destroys it, which may fail
+                done = (200, 400) if path == DESTROY_GROUP else (200,)
+                if message["status"] in done:
+                    self._done(path, body)
             await send(message)
 
         try:
@@ -174,9 +184,18 @@ class Keeper:
                 return "the weights are released: resume their memory first"
             if paused and held and body.get("flush_cache", True):
                 return "requests are held: send flush_cache: false, or pause with abort first"
-            group = body.get("group_name", _GROUP)
-            if path.endswith("_distributed") and group not in self._groups:
-                return f"there is no group {group}: init_weights_update_group first"
+            if path == FROM_GROUP and _group(body) not in self._groups:
+                return f"there is no group {_group(body)}: init_weights_update_group first"
+            if path == FROM_GROUP and not paused:
+                return "not paused, and the group would wait until no request runs: pause first"
+        elif path == INIT_GROUP:
+            if not _group(body) or _group(body) in self._groups:
+                return f"the name of a group must be new: {_group(body)!r}"
+            # SGLang would try for half an hour, and obey nobody meanwhile
+            if not await _listens(body.get("master_address"), body.get("master_port")):
+                return "nobody listens at the group's address"
+        elif path == DESTROY_GROUP and _group(body) not in self._groups:
+            return f"there is no group {_group(body)}"
         return ""
 
     def _done(self, path: str, body: Mapping[str, Any]) -> None:
@@ -195,13 +214,28 @@ class Keeper:
             # an update from disk names the model after its directory
             self._manager().served_model_name = self._name
         elif path == INIT_GROUP:
-            self._groups.add(str(body.get("group_name", _GROUP)))
+            self._groups.add(_group(body))
         elif path == DESTROY_GROUP:
-            self._groups.discard(str(body.get("group_name", _GROUP)))
+            self._groups.discard(_group(body))
 
 
 def _tags(body: Mapping[str, Any]) -> set[str]:
     return set(map(str, body.get("tags") or MEMORY))
+
+
+def _group(body: Mapping[str, Any]) -> str:
+    return str(body.get("group_name", _GROUP))
+
+
+async def _listens(host: Any, port: Any) -> bool:
+    """Whether somebody takes connections there."""
+    try:
+        async with asyncio.timeout(_CONNECT_TIMEOUT_S):
+            _, writer = await asyncio.open_connection(host, port)
+    except (OSError, OverflowError, TypeError):
+        return False
+    writer.close()
+    return True
 
 
 def _refusal(problem: str) -> dict[str, Any]:

@@ -1,10 +1,13 @@
-"""Pushes into SGLang servers by CUDA IPC, on stubs: the sender's GPU memory is a dictionary."""
+"""Pushes into SGLang servers by CUDA IPC and by NCCL, on stubs: the sender's GPU memory and its
+group are objects of this process.
+"""
 
 from __future__ import annotations
 
 import base64
 import io
 import pickle
+import socket
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,14 +22,16 @@ from skyctl.engines.sglang.tensors import bucket, dialect_for
 from skyctl.errors import PreflightError, PushError
 from skyctl.http.client import ControlClient
 from skyctl.http.target import ServerTarget
+from skyctl.push import machine_facts
+from skyctl.push.preflight import Prepared, preflight
 from skyctl.push.request import PushFleet, PushRequest, PushServer
 from skyctl.push.transaction import PushResult, push
 from skyctl.transfer.plan import ChunkPlan
 from skyctl.transfer.reader import Filled
-from skyctl.transfer.sender_client import SenderProcess
+from skyctl.transfer.sender_client import Opened, SenderFailed, SenderProcess
 from skyctl.transfer.transports.ipc import by_uuid
 from tests.stub.faults import Fault
-from tests.stub.sglang import STAGED, SGLangEngine, SGLangStub
+from tests.stub.sglang import GROUPS, STAGED, SGLangEngine, SGLangStub, StubGroup
 from tests.stub.through_httpx import ThroughHttpx
 from tests.unit.push.deliveries import ReadySender
 from tests.unit.push.fleets import LoopbackTransport, Recorder
@@ -43,11 +48,28 @@ def arguments(handle: bytes, size: int) -> tuple[Any, ...]:
 
 
 class BucketSender(ReadySender):
-    """Reads chunks into STAGED, and exports them to two servers."""
+    """Reads chunks into STAGED, exports them to two servers, and broadcasts them to its group."""
 
     async def open(self, *, checkpoint: Checkpoint, plan: ChunkPlan, **more: Any) -> None:
         await super().open(reserve_bytes=more["reserve_bytes"], carrier=more["carrier"])
         self._checkpoint, self._plan = checkpoint, plan
+        if more["carrier"] and "world_size" in more["carrier"]:
+            self._store = socket.create_server(("127.0.0.1", 0))
+            self.port = self._store.getsockname()[1]
+            self.group = GROUPS[self.port] = StubGroup(more["carrier"]["world_size"])
+
+    async def opened(self, **_: Any) -> Opened:
+        return Opened({"host": "127.0.0.1", "port": getattr(self, "port", 1)}, staged_whole=True)
+
+    async def send(self, filled: Filled, size: int, **_: Any) -> None:
+        assert self.group.formed
+        await self.group.broadcast(STAGED[b"chunk-%d" % filled.chunk][:size])
+        if self.failure is not None:
+            raise self.failure
+
+    def kill(self, why: str) -> None:
+        self.group.end()
+        self.healthy, self.failure = False, SenderFailed(why)
 
     async def filled(self, chunk: int, **_: Any) -> Filled:
         wanted, handle = self._plan.chunks[chunk], b"chunk-%d" % chunk
@@ -63,67 +85,140 @@ class BucketSender(ReadySender):
 
 
 class Fleet:
-    """Two stub servers on `a`; `push` brings `b`."""
+    """Two stub servers on `a`; `push` brings `b` by `transport`."""
 
-    def __init__(self, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, directory: Path, monkeypatch: pytest.MonkeyPatch, transport: str) -> None:
+        self.transport = transport
+        monkeypatch.setattr(machine_facts, "_gpus_of_this_machine", lambda: (0, 1, 2, 3, 4))
         self.a, self.b = (
             make_tiny_checkpoint(directory / name, seed=seed) for seed, name in enumerate("ab")
         )
-        self.stubs = [SGLangStub(SGLangEngine(model=str(self.a))) for _ in range(2)]
+        self.engines = [SGLangEngine(model=str(self.a)) for _ in range(2)]
+        self.stubs = [SGLangStub(engine) for engine in self.engines]
+        self.gpus: list[tuple[int, ...]] = [(0,), (1,)]
         self.senders: list[BucketSender] = []
 
-        async def spawn(*_: Any, **__: Any) -> BucketSender:
+        self.settings: list[Any] = []
+
+        async def spawn(*found: Any, **more: Any) -> BucketSender:
+            self.settings.append(more.get("nccl_settings", found[1] if found[1:] else None))
             self.senders.append(BucketSender())
             return self.senders[-1]
 
         monkeypatch.setattr(SenderProcess, "spawn", spawn)
 
-    async def push(self, **changes: Any) -> PushResult:
+    def fleet(self) -> PushFleet:
         servers = tuple(
             PushServer(
                 ServerTarget(f"s-{i}", f"http://127.0.0.1:{9000 + i}", engine="sglang"),
-                "ipc",
-                gpus=(i,),
+                self.transport,
+                gpus=self.gpus[i],
             )
             for i in range(2)
         )
-        fleet = PushFleet("demo", servers, chunk_size=CHUNK_BYTES)
-        request = PushRequest(str(self.b), weight_version="2", **changes)
-        transport = ThroughHttpx(LoopbackTransport(self.stubs))
-        async with ControlClient(transport=transport) as client:
-            return await push(request, fleet, client=client, observer=Recorder())
+        return PushFleet("demo", servers, chunk_size=CHUNK_BYTES)
+
+    def client(self) -> ControlClient:
+        return ControlClient(transport=ThroughHttpx(LoopbackTransport(self.stubs)))
+
+    async def push(self, path: Path | None = None, **changes: Any) -> PushResult:
+        request = PushRequest(str(path or self.b), weight_version="2", **changes)
+        async with self.client() as client:
+            return await push(request, self.fleet(), client=client, observer=Recorder())
+
+    async def preflight(self) -> Prepared:
+        request = PushRequest(str(self.b), dry_run=True)
+        async with self.client() as client:
+            return await preflight(request, self.fleet(), client=client)
 
     @property
     def digests(self) -> set[str]:
         return {stub.engine.digest for stub in self.stubs}
 
 
-@pytest.fixture
-def fleet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Fleet:
-    return Fleet(tmp_path, monkeypatch)
+@pytest.fixture(params=["ipc", "nccl"])
+def fleet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Fleet:
+    return Fleet(tmp_path, monkeypatch, request.param)
+
+
+OPTIONS = {
+    "ipc": {"server_gpus": [[0], [1]], "by_rank": True},
+    "nccl": {
+        "world_size": 3,
+        "gpu": 2,
+        "server_gpus": [[0], [1]],
+        "rendezvous_timeout_s": 30.0,
+        "by_torch": True,
+    },
+}
 
 
 async def test_a_push_leaves_what_loading_the_checkpoint_leaves(fleet: Fleet) -> None:
     result = await fleet.push()
-    assert result.transport == "ipc" and all(server.ok for server in result.servers)
+    assert result.transport == fleet.transport and all(server.ok for server in result.servers)
     assert fleet.digests == {SGLangEngine(model=str(fleet.b)).digest}
     (sender,) = fleet.senders
-    assert sender.carriers == [{"server_gpus": [[0], [1]], "by_rank": True}]
+    assert sender.carriers == [OPTIONS[fleet.transport]]
+    assert sender.joins == (fleet.transport == "nccl")
     for stub in fleet.stubs:
         updates = stub.engine.log.count("update")
         assert updates > 1 and stub.engine.weight_version == "2"
         # nothing that was cached under the old weights is left, and no update flushed by itself
         assert stub.engine.log[0] == "pause in_place" and stub.engine.log[-1] == "continue"
+        assert not stub.engine.cached
         assert not (stub.engine.dead or stub.engine.is_pause)
 
 
 async def test_a_server_that_fails_amid_chunks_is_quarantined(fleet: Fleet) -> None:
-    fleet.stubs[1].asgi.faults["/update_weights_from_tensor"] = Fault("status", calls=(2, 3, 4, 5))
+    path = "tensor" if fleet.transport == "ipc" else "distributed"
+    fault = Fault("status", calls=(2, 3, 4, 5))
+    fleet.stubs[1].asgi.faults[f"/update_weights_from_{path}"] = fault
     with pytest.raises(PushError) as caught:
         await fleet.push()
     states = [row["state"] for row in caught.value.details["servers"]]
-    assert states == ["ready", "quarantined"]
+    # what fails in a group ends it for all
+    assert states == [{"ipc": "ready", "nccl": "quarantined"}[fleet.transport], "quarantined"]
     assert fleet.stubs[1].engine.is_pause
+
+
+@pytest.mark.parametrize("fleet", ["nccl"], indirect=True)
+async def test_ranks_follow_from_the_sizes_of_servers_and_the_last_group_is_left(
+    fleet: Fleet,
+) -> None:
+    fleet.gpus = [(0, 1), (2, 3)]
+    for engine in fleet.engines:
+        engine.tp_size = 2
+    for path in (fleet.b, fleet.a):  # servers of unknown instances: each push has its own sender
+        await fleet.push(path=path)
+        assert fleet.digests == {SGLangEngine(model=str(path)).digest}
+    first, second = fleet.senders
+    assert first.group.ranks == second.group.ranks == {1, 2, 3, 4}
+    assert second.carriers[0]["gpu"] == 4
+    for engine in fleet.engines:
+        changes = [one for one in engine.log if one in ("join", "leave")]
+        assert changes == ["join", "leave", "join"] and len(engine.groups) == 1
+
+
+@pytest.mark.parametrize("fleet", ["nccl"], indirect=True)
+async def test_servers_that_share_a_gpu_have_no_group(fleet: Fleet) -> None:
+    fleet.gpus = [(0,), (0,)]
+    with pytest.raises(PreflightError, match="s-0 and s-1 share GPU 0"):
+        await fleet.push()
+
+
+@pytest.mark.parametrize("fleet", ["nccl"], indirect=True)
+async def test_the_sender_takes_over_what_sglang_sets_of_nccls_variables(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NCCL_CUMEM_ENABLE", "0")
+    await fleet.push()
+    assert fleet.settings == [{"NCCL_CUMEM_ENABLE": "0"}]
+
+
+async def test_a_dry_run_foretells_memory(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine_facts, "free_gpu_memory", lambda: dict.fromkeys(range(5), 1 << 36))
+    plan = await fleet.preflight()
+    assert plan.forecasts and plan.forecasts[0].worker_gpu_bytes >= plan.plan.slot_bytes
 
 
 async def test_a_quantized_checkpoint_is_not_sent(fleet: Fleet) -> None:
