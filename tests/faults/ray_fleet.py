@@ -17,13 +17,21 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import psutil
 
 from skyctl.launch.local.host import free_port
-from tests.faults.remote_fleet import ADDRESSES, RemoteFleet, words
+from tests.faults.remote_fleet import (
+    ADDRESSES,
+    RemoteFleet,
+    below,
+    end_machine,
+    environ_of,
+    kill_all,
+    words,
+)
 from tests.faults.stub_fleet import ROOT
-from tests.pids import segments
 
 HEAD = "127.0.0.4"
 TOKEN = "t" * 32
@@ -93,20 +101,13 @@ class RayCluster:
 
     def lose(self, address: str) -> None:
         """A machine is gone: its raylet, everything that runs there, and their shared memory."""
-        self.raylets.pop(address).kill()
-        shared: set[Path] = set()
-        for process in self.processes():
-            if _environ(process).get("HOME") == str(self.hosts / address):
-                for one in _below(process):  # some rewrite what is told of them
-                    shared |= segments(one.pid)
-                    _kill(one)
-        for segment in shared:
-            segment.unlink(missing_ok=True)
+        kill_all([self.raylets.pop(address)])
+        end_machine(self.hosts / address)
 
     def processes(self) -> list[psutil.Process]:
         """All that the cluster started, and what those did."""
         mark = str(self.directory)
-        return [one for one in psutil.process_iter() if _environ(one).get(_MARK) == mark]
+        return [one for one in psutil.process_iter() if environ_of(one).get(_MARK) == mark]
 
     def groups(self) -> list[str]:
         """The names of what is reserved."""
@@ -124,11 +125,10 @@ class RayCluster:
         """Kill what is left, and leave no file."""
         found: set[psutil.Process] = set()
         for raylet in self.raylets.values():
-            found.update(_below(raylet))  # workers rewrite what is told of them
+            found.update(below(raylet))  # workers rewrite what is told of them
         deadline = time.monotonic() + 30
         while left := {*self.processes(), *(one for one in found if one.is_running())}:
-            for process in left:
-                _kill(process)
+            kill_all(left)
             assert time.monotonic() < deadline, left
             time.sleep(0.2)
         shutil.rmtree(self.directory)
@@ -179,6 +179,8 @@ def running_cluster() -> Iterator[RayCluster]:
 class RayFleet(RemoteFleet):
     """A fleet over the two nodes of a cluster."""
 
+    launcher = "ray"
+
     def __init__(self, directory: Path, cluster: RayCluster) -> None:
         super().__init__(directory, environ=dict(cluster.environ))
         self.cluster = cluster
@@ -187,11 +189,19 @@ class RayFleet(RemoteFleet):
     def hosts(self) -> Path:
         return self.cluster.hosts
 
+    @property
+    def section(self) -> dict[str, Any]:
+        """Where the nodes are, for the fleet file."""
+        return {"address": self.cluster.address}
+
+    def lose(self, address: str) -> None:
+        self.cluster.lose(address)
+
     def lay_out(
         self, replicas: int = 2, *, grace_s: float = 60, more: str = "", **ray: object
     ) -> None:
         """Write the fleet file; `ray` is laid over its section, `more` are lines of the rest."""
-        section = {"address": self.cluster.address, "python": f"{self.directory}/python"}
+        section = {**self.section, "python": f"{self.directory}/python"}
         section_json = json.dumps({**section, "orphan_grace_s": grace_s, **ray})
         self.write_remote(replicas, f"launcher: ray\nray: {section_json}\n{more}")
         file = self.directory / "fleet.yaml"
@@ -209,22 +219,3 @@ class RayFleet(RemoteFleet):
 
     def _is_ours(self, process: psutil.Process) -> bool:
         return "skyctl.launch.remote.agent" in words(process) or "--port" in words(process)
-
-
-def _below(process: psutil.Process) -> list[psutil.Process]:
-    try:
-        return [process, *process.children(recursive=True)]
-    except psutil.Error:
-        return []
-
-
-def _kill(process: psutil.Process) -> None:
-    with contextlib.suppress(psutil.Error):
-        process.kill()
-
-
-def _environ(process: psutil.Process) -> dict[str, str]:
-    try:
-        return process.environ()
-    except psutil.Error:
-        return {}

@@ -3,17 +3,19 @@ what runs there is found."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import psutil
 
 from tests.faults.stub_fleet import StubFleet
+from tests.pids import segments
 
 A, B = ADDRESSES = ("127.0.0.2", "127.0.0.3")
 
@@ -82,8 +84,8 @@ class RemoteFleet(StubFleet):
             one
             for one in psutil.process_iter()
             if "skyctl.launch.remote.tether" in words(one)
-            and Path(_environ(one).get("SKYCTL_LOG", "")).stem == name
-            and _environ(one).get("SKYCTL_HOME") == str(self.directory / "home")
+            and Path(environ_of(one).get("SKYCTL_LOG", "")).stem == name
+            and environ_of(one).get("SKYCTL_HOME") == str(self.directory / "home")
         ]
         return found
 
@@ -106,7 +108,7 @@ class RemoteFleet(StubFleet):
         down = self.start("down")
         said = down.communicate(timeout=60)
         home = str(self.directory / "home")
-        here = [one for one in psutil.process_iter() if _environ(one).get("SKYCTL_HOME") == home]
+        here = [one for one in psutil.process_iter() if environ_of(one).get("SKYCTL_HOME") == home]
         left = [*here, *self.everything()]
         for process in left:
             os.kill(process.pid, signal.SIGKILL)
@@ -128,8 +130,37 @@ def words(process: psutil.Process) -> list[str]:
         return []
 
 
-def _environ(process: psutil.Process) -> dict[str, str]:
+def environ_of(process: psutil.Process) -> dict[str, str]:
     try:
         return process.environ()
     except psutil.Error:
         return {}
+
+
+def below(process: psutil.Process) -> list[psutil.Process]:
+    """It and all that it started."""
+    try:
+        return [process, *process.children(recursive=True)]
+    except psutil.Error:
+        return []
+
+
+def kill_all(processes: Iterable[psutil.Process]) -> None:
+    """None of them sees another one die."""
+    found = list(processes)
+    for number in (signal.SIGSTOP, signal.SIGKILL):
+        for process in found:
+            with contextlib.suppress(psutil.Error):
+                process.send_signal(number)
+
+
+def end_machine(home: Path) -> None:
+    """As if the power went: everything whose home this is, and the shared memory of that."""
+    there = [one for one in psutil.process_iter() if environ_of(one).get("HOME") == str(home)]
+    found = {
+        one for process in there for one in below(process)
+    }  # some rewrite what is told of them
+    shared = segments(*(one.pid for one in found))
+    kill_all(found)
+    for segment in shared:
+        segment.unlink(missing_ok=True)
