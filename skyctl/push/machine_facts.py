@@ -7,7 +7,6 @@ import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import cache
 
 from skyctl.checkpoints.checkpoint import Checkpoint
 from skyctl.errors import PreflightError
@@ -71,30 +70,31 @@ def _first_free(
         for gpu in found:
             if (node, gpu) not in used:
                 return node, gpu
+    why = "all are taken" if any(gpus.values()) else "nvidia-smi names none"
     raise PreflightError(
-        "transport nccl needs a GPU that no server uses, and all are taken",
+        f"transport nccl needs a GPU that no server uses, and {why}",
         hint="use `weight_transfer: {transport: ipc}` in the fleet file",
     )
 
 
-_known: dict[Node, tuple[int, ...]] = {}
+_known: dict[Node | None, tuple[int, ...]] = {}
+"""GPUs by machine, None for this one: asking takes longer than the rest of the preflight."""
 
 
 async def _gpus_of(node: Node) -> tuple[int, ...]:
-    """Those that the machine lets us use; asked once."""
+    """The GPUs that another machine lets us use."""
     if node not in _known:
         answer = await ask(node, {"do": "facts", "ports": 0}, FACTS_TIMEOUT_S)
         _known[node] = tuple(gpu["index"] for gpu in answer["gpus"])
     return _known[node]
 
 
-@cache
 def _gpus_of_this_machine() -> tuple[int, ...]:
-    """The GPUs that CUDA_VISIBLE_DEVICES leaves to us.
-
-    Asked once: it takes longer than the rest of the preflight together.
-    """
-    return tuple(gpu.index for gpu in visible_gpus(discover_gpus(), os.environ))
+    """The GPUs that CUDA_VISIBLE_DEVICES leaves to us."""
+    if not _known.get(None):  # a driver that did not answer is asked again
+        found = visible_gpus(discover_gpus(), os.environ)
+        _known[None] = tuple(gpu.index for gpu in found)
+    return _known[None]
 
 
 def measured_before(pushes: Iterable[PushRecord], transport: str) -> Measured:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import logging
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -32,6 +33,7 @@ from skyctl.push.verify import weights_digest
 from skyctl.transfer.sender_client import Opened
 from skyctl.transfer.sender_pool import Lease, SenderPool
 
+_LOG = logging.getLogger(__name__)
 _SHARE_OF_FREE = 0.5
 """The share of a GPU's free memory that work nobody asked for may take."""
 
@@ -65,6 +67,7 @@ async def rehearse(
     known = free_for_sender(fleet.servers, prepared.choice.name, free) or 0
     room = int(known * _SHARE_OF_FREE) - context
     if room < 0:
+        _LOG.warning("the first push begins cold: too little GPU memory is free for a sender")
         return prepared.sites
     delivery = _numbering(prepared, fleet, senders)
     await delivery.warm(prepared.sites)

@@ -383,7 +383,7 @@ class Warming:
                 asking=lambda: _asking(replicas),
             )
         except SkyctlError as error:
-            _LOG.info("the first push begins cold: %s", error.message)
+            _LOG.warning("the first push begins cold: %s", error.message)
             return
         except Exception:
             _LOG.exception("rehearsal")

@@ -60,11 +60,12 @@ class SGLangDialect:
     def nccl_init_info(
         self,
         *,
-        master_address: str,
-        master_port: int,
         rank_offset: int,
         world_size: int,
         buffers: PackedBuffers | None,
+        master_address: str = "",
+        master_port: int = 0,
+        unique_id: str = "",
         group: str = "",
     ) -> dict[str, Any]:
         return {

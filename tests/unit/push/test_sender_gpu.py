@@ -8,7 +8,7 @@ import pytest
 
 from skyctl.errors import PreflightError
 from skyctl.http.target import ServerTarget
-from skyctl.launch.base import Node
+from skyctl.launch.base import Gpu, Node
 from skyctl.push import machine_facts
 from skyctl.push.machine_facts import free_gpu, free_gpu_of
 from skyctl.push.request import PushServer
@@ -59,3 +59,13 @@ async def test_without_a_free_gpu_a_push_is_refused(asked: list[str]) -> None:
             await free_gpu_of(servers)
     with pytest.raises(PreflightError, match="all are taken"):
         free_gpu([on(None, 0)])
+
+
+def test_a_driver_that_did_not_answer_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = [[], [Gpu(3, "GPU-3", "H200", 1)]]
+    monkeypatch.setattr(machine_facts, "_known", {})
+    monkeypatch.setattr(machine_facts, "discover_gpus", lambda: answers.pop(0))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    with pytest.raises(PreflightError, match="nvidia-smi names none"):
+        free_gpu([on(None, 0)])
+    assert free_gpu([on(None, 0)]) == free_gpu([on(None, 0)]) == 3
