@@ -31,7 +31,7 @@ from skyctl.core.health import FailureCount, probe_alive, probe_ready
 from skyctl.core.plan import ServerSpec
 from skyctl.engines import ENGINES
 from skyctl.engines.logs import tail, telling_line
-from skyctl.errors import ServerError
+from skyctl.errors import ServerError, ServerUnreachable
 from skyctl.fleetfile.schema import FleetConfig
 from skyctl.http.client import ControlClient
 from skyctl.http.target import ServerTarget
@@ -383,6 +383,9 @@ class Replica(KeptRunning):
                     self.lost = lost or await process.lost()
                     if not self.lost:
                         return self._death(process) if process.exited.is_set() else verdict
+                elif not busy and isinstance(error, ServerUnreachable):
+                    # two ways to it are gone: no request would get there either
+                    self.lost = process.connection_lost()
                 self._note_failures(failures)
                 continue
             failures.succeeded()

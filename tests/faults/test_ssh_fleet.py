@@ -66,6 +66,23 @@ def test_a_machine_that_does_not_answer_at_all_is_no_dead_server(lasting: SshFle
     assert [one.pid for one in lasting.servers(B)] == [row["pid"]]
 
 
+def test_a_machine_that_is_gone_leaves_the_router_before_the_probes_have_counted(
+    fleet: SshFleet,
+) -> None:
+    fleet.lay_out()
+    file = fleet.directory / "fleet.yaml"
+    file.write_text(file.read_text().replace("health: {", "health: {failures: 1000, "))
+    fleet.run("up")
+    fleet.cut(B)
+    (server,) = fleet.servers(B)
+    kill(server.pid)
+    row = fleet.until({"stubs-1": "unreachable"}, 60, routed=False)["stubs-1"]
+    assert "cannot be asked over ssh" in row["reason"]
+    fleet.mend(B)
+    again = fleet.until({"stubs-1": "ready"}, 60)["stubs-1"]
+    assert [one.pid for one in fleet.servers(B)] == [again["pid"]]
+
+
 def test_other_machines_in_the_file_move_a_replica(fleet: SshFleet) -> None:
     fleet.lay_out()
     fleet.run("up")
