@@ -29,7 +29,7 @@ from tests.integration.pairs import (
 pytest.importorskip("vllm")
 pytest.importorskip("nixl")
 KINDS = [
-    pytest.param("cpu", marks=[pytest.mark.real, pytest.mark.beside]),
+    pytest.param("cpu", marks=pytest.mark.real),
     pytest.param("gpus", marks=pytest.mark.gpu),
     pytest.param("gpus without sleep", marks=pytest.mark.gpu),
 ]

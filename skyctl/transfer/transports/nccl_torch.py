@@ -49,8 +49,7 @@ class TorchNcclTransport(Transport):
 
     def init_info(self, session: Session, *, rank_offset: int, dialect: Dialect) -> dict[str, Any]:
         return dialect.nccl_init_info(
-            master_address=session.endpoint["host"],
-            master_port=session.endpoint["port"],
+            **session.endpoint,
             rank_offset=rank_offset,
             world_size=session.world_size,
             buffers=None,
@@ -93,7 +92,7 @@ class TorchNcclCarrier(GpuCarrier):
         )
 
     def endpoint(self) -> dict[str, Any]:
-        return {"host": HOST, "port": self._group.port}
+        return {"master_address": HOST, "master_port": self._group.port}
 
     def join(self) -> None:
         """Form the group: every worker of every server must be in its init call, or come to it."""

@@ -101,7 +101,7 @@ def test_servers_hold_what_was_broadcast_and_newcomers_are_refused() -> None:
         alignment=transport.alignment,
     )
     group = TorchGroup(group_name("42"), 2, timeout_s=TIMEOUT_S, backend="gloo")
-    session = Session("42", plan, 2, {"host": HOST, "port": group.port})
+    session = Session("42", plan, 2, {"master_address": HOST, "master_port": group.port})
     dialect = dialect_for("0.5.14")
     rank = subprocess.Popen(
         [sys.executable, "-c", RANK], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
