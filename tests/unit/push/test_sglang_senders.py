@@ -59,7 +59,10 @@ class BucketSender(ReadySender):
             self.group = GROUPS[self.port] = StubGroup(more["carrier"]["world_size"])
 
     async def opened(self, **_: Any) -> Opened:
-        return Opened({"master_address": "127.0.0.1", "master_port": getattr(self, "port", 1)}, staged_whole=True)
+        return Opened(
+            {"master_address": "127.0.0.1", "master_port": getattr(self, "port", 1)},
+            staged_whole=True,
+        )
 
     async def send(self, filled: Filled, size: int, **_: Any) -> None:
         assert self.group.formed
