@@ -441,6 +441,22 @@ class Placement:
     sizes: Sequence[int]
 
 
+@dataclass(frozen=True)
+class GroupJoin:
+    """How one server's workers join a group over NCCL: as ranks from `rank_offset` up; the sender
+    is 0. `world_size` counts it and the workers of every server. They meet at the store of an
+    address and port, or by NCCL's unique id, as base64 text. `name` is the group's where servers
+    can be in several.
+    """
+
+    rank_offset: int
+    world_size: int
+    master_address: str = ""
+    master_port: int = 0
+    unique_id: str = ""
+    name: str = ""
+
+
 GROUP_PREFIX = "skyctl-"
 """What the names of senders' groups begin with, so that servers leave no group of others."""
 
@@ -479,29 +495,14 @@ class Dialect(Protocol):
         """
         ...
 
-    def nccl_init_info(
-        self,
-        *,
-        rank_offset: int,
-        world_size: int,
-        buffers: PackedBuffers | None,
-        master_address: str = "",
-        master_port: int = 0,
-        unique_id: str = "",
-        group: str = "",
-    ) -> dict[str, Any]:
-        """init_info of one server, whose workers take ranks from `rank_offset` up; the sender is 0.
-        They meet at the store of an address and port, or by NCCL's unique id, as base64 text.
-
-        `world_size` counts the sender and the workers of every server. `buffers` None sends tensors
-        one by one. `group` names the group where servers can be in several.
-        """
+    def nccl_init_info(self, join: GroupJoin, *, buffers: PackedBuffers | None) -> dict[str, Any]:
+        """init_info of one server. `buffers` None sends tensors one by one."""
         ...
 
     def nccl_update_info(
         self, tensors: TensorHeaders, *, buffers: PackedBuffers | None, group: str = ""
     ) -> dict[str, Any]:
-        """update_info of one broadcast of `tensors`, the same for every server."""
+        """update_info of one broadcast of `tensors` in `group`, the same for every server."""
         ...
 
     def ipc_init_info(self, *, packed: bool) -> dict[str, Any]:

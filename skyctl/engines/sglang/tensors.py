@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from skyctl.engines.base import HANDLE_PROTOCOL, PackedBuffers, Placement, TensorHeaders
+from skyctl.engines.base import HANDLE_PROTOCOL, GroupJoin, PackedBuffers, Placement, TensorHeaders
 
 KNOWN = "0.5.14"
 _BUCKET = {
@@ -57,23 +57,13 @@ class SGLangDialect:
             **_BUCKET,
         }
 
-    def nccl_init_info(
-        self,
-        *,
-        rank_offset: int,
-        world_size: int,
-        buffers: PackedBuffers | None,
-        master_address: str = "",
-        master_port: int = 0,
-        unique_id: str = "",
-        group: str = "",
-    ) -> dict[str, Any]:
+    def nccl_init_info(self, join: GroupJoin, *, buffers: PackedBuffers | None) -> dict[str, Any]:
         return {
-            "master_address": master_address,
-            "master_port": master_port,
-            "rank_offset": rank_offset,
-            "world_size": world_size,
-            "group_name": group,
+            "master_address": join.master_address,
+            "master_port": join.master_port,
+            "rank_offset": join.rank_offset,
+            "world_size": join.world_size,
+            "group_name": join.name,
             "backend": "nccl",
         }
 

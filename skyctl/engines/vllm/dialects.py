@@ -21,7 +21,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from skyctl.engines.base import PackedBuffers, Placement, TensorHeaders
+from skyctl.engines.base import GroupJoin, PackedBuffers, Placement, TensorHeaders
 
 
 def _buffers_to_wire(buffers: PackedBuffers | None) -> dict[str, Any]:
@@ -64,22 +64,12 @@ class VLLMDialect:
     def refuses(self, config: Mapping[str, Any]) -> str:
         return ""
 
-    def nccl_init_info(
-        self,
-        *,
-        rank_offset: int,
-        world_size: int,
-        buffers: PackedBuffers | None,
-        master_address: str = "",
-        master_port: int = 0,
-        unique_id: str = "",
-        group: str = "",
-    ) -> dict[str, Any]:
-        info: dict[str, Any] = {"rank_offset": rank_offset, "world_size": world_size}
-        if unique_id:
-            info["nccl_unique_id_b64"] = unique_id
+    def nccl_init_info(self, join: GroupJoin, *, buffers: PackedBuffers | None) -> dict[str, Any]:
+        info: dict[str, Any] = {"rank_offset": join.rank_offset, "world_size": join.world_size}
+        if join.unique_id:
+            info["nccl_unique_id_b64"] = join.unique_id
         else:
-            info |= {"master_address": master_address, "master_port": master_port}
+            info |= {"master_address": join.master_address, "master_port": join.master_port}
         if self.nccl_buffers_in_init:
             info |= _buffers_to_wire(buffers)
         return info
@@ -100,7 +90,7 @@ class VLLMDialect:
             return self.ipc_init_info(packed=False)
         if backend not in ("nccl", "sparse_nccl"):
             return None
-        return self.nccl_init_info(**rendezvous, buffers=None)
+        return self.nccl_init_info(GroupJoin(**rendezvous), buffers=None)
 
     def ipc_update_info(
         self, tensors: TensorHeaders, handles: Any, placement: Placement | None = None

@@ -1,8 +1,9 @@
 """NCCL broadcast from a GPU of the sender's own to every worker of every server.
 
-Speaks to vLLM's native engine (`distributed/weight_transfer/nccl_engine.py`, packed). The sender is
-rank 0; each server's workers take consecutive ranks from its own rank_offset. Workers cut the
-stream of tensors into buffers by themselves, so the chunk plan follows their rule ("overflow").
+Speaks to vLLM's native engine (`distributed/weight_transfer/nccl_engine.py`, packed), and to
+engines whose workers take buckets (`nccl_torch.py`). The sender is rank 0; each server's workers
+take consecutive ranks from its own rank_offset. vLLM's workers cut the stream of tensors into
+buffers by themselves, so the chunk plan follows their rule ("overflow").
 """
 
 from __future__ import annotations
@@ -12,32 +13,39 @@ from collections.abc import Sequence
 from inspect import signature
 from typing import Any
 
-from skyctl.engines.base import Dialect, PackedBuffers
+from skyctl.engines.base import Dialect, GroupJoin, PackedBuffers
 from skyctl.engines.vllm.inside.nccl import nccl_problem, new_unique_id
 from skyctl.errors import PreflightError
 from skyctl.transfer.gpu.carrier import GpuCarrier
 from skyctl.transfer.plan import Chunk, Packing
 from skyctl.transfer.reader import Filled
 from skyctl.transfer.transports.base import Session, Transport, tensor_headers
-from skyctl.transfer.transports.nccl_torch import TORCH_TRANSPORT, TorchNcclCarrier
+from skyctl.transfer.transports.nccl_torch import TorchNcclCarrier, group_name
 from skyctl.transfer.transports.rendezvous import HOST, Rendezvous
 
 WORKER_BUFFERS = 2
 
 
 class NcclTransport(Transport):
-    """Every worker of every server takes part in each broadcast."""
+    """Every worker of every server takes part in each broadcast.
+
+    With `buckets` each chunk is an update of its own, and servers leave the last sender's group by
+    themselves when they join another (`nccl_torch.py`).
+    """
 
     name = "nccl"
     collective = True
     resident = True
-    one_update = True  # workers receive one buffer while they load the other
-    leaves_group = True
-    packing: Packing = "overflow"
-    alignment = 1  # vLLM's packed format has no padding
+    alignment = 1  # neither vLLM's packed format nor a bucket has padding
+
+    def __init__(self, *, buckets: bool = False) -> None:
+        self._buckets = buckets
+        self.one_update = not buckets  # vLLM's workers receive one buffer while they load the other
+        self.leaves_group = not buckets
+        self.packing: Packing = "bucket" if buckets else "overflow"
 
     def speaking(self, dialect: Dialect) -> Transport:
-        return TORCH_TRANSPORT if dialect.takes_buckets else self
+        return NcclTransport(buckets=True) if dialect.takes_buckets else self
 
     def sender_options(
         self,
@@ -56,20 +64,21 @@ class NcclTransport(Transport):
             "server_gpus": [[] if across else list(gpus) for gpus in server_gpus],
             "rendezvous_timeout_s": rendezvous_timeout_s,
             "by_id": across,
+            "by_torch": self._buckets,
         }
 
     def init_info(self, session: Session, *, rank_offset: int, dialect: Dialect) -> dict[str, Any]:
-        return dialect.nccl_init_info(
-            **session.endpoint,
-            rank_offset=rank_offset,
-            world_size=session.world_size,
-            buffers=self._buffers(session),
+        join = GroupJoin(
+            rank_offset, session.world_size, name=group_name(session.name), **session.endpoint
         )
+        return dialect.nccl_init_info(join, buffers=self._buffers(session))
 
     def update_info(
         self, session: Session, chunk: Chunk, filled: Filled, *, server: int, dialect: Dialect
     ) -> dict[str, Any]:
-        return dialect.nccl_update_info(tensor_headers(chunk), buffers=self._buffers(session))
+        return dialect.nccl_update_info(
+            tensor_headers(chunk), buffers=self._buffers(session), group=group_name(session.name)
+        )
 
     @staticmethod
     def _buffers(session: Session) -> PackedBuffers:
@@ -81,7 +90,7 @@ TRANSPORT = NcclTransport()
 
 def open_carrier(session: str, options: dict[str, Any]) -> GpuCarrier:
     """The sender's half. Imports torch, and vLLM if it sends to vLLM."""
-    if options.get("by_torch"):
+    if options["by_torch"]:
         return TorchNcclCarrier(session, options)
     return NcclCarrier(options)
 

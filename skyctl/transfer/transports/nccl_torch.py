@@ -8,63 +8,13 @@ chunk is a bucket, tensors without padding, and one broadcast within one update 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
-from skyctl.engines.base import GROUP_PREFIX, Dialect
+from skyctl.engines.base import GROUP_PREFIX
 from skyctl.errors import PreflightError
 from skyctl.transfer.gpu.carrier import GpuCarrier
-from skyctl.transfer.plan import Chunk, Packing
-from skyctl.transfer.reader import Filled
-from skyctl.transfer.transports.base import Session, Transport, tensor_headers
 from skyctl.transfer.transports.rendezvous import HOST, Rendezvous
-
-
-class TorchNcclTransport(Transport):
-    """Servers leave the last sender's group by themselves when they join another."""
-
-    name = "nccl"
-    collective = True
-    resident = True
-    packing: Packing = "bucket"
-    alignment = 1  # a bucket has no padding
-
-    def sender_options(
-        self,
-        world_size: int,
-        *,
-        server_gpus: Sequence[Sequence[int]],
-        sender_gpu: int,
-        rendezvous_timeout_s: float,
-        **_: Any,
-    ) -> dict[str, Any]:
-        return {
-            "by_torch": True,
-            "world_size": world_size,
-            "gpu": sender_gpu,
-            "server_gpus": [list(gpus) for gpus in server_gpus],
-            "rendezvous_timeout_s": rendezvous_timeout_s,
-        }
-
-    def init_info(self, session: Session, *, rank_offset: int, dialect: Dialect) -> dict[str, Any]:
-        return dialect.nccl_init_info(
-            **session.endpoint,
-            rank_offset=rank_offset,
-            world_size=session.world_size,
-            buffers=None,
-            group=group_name(session.name),
-        )
-
-    def update_info(
-        self, session: Session, chunk: Chunk, filled: Filled, *, server: int, dialect: Dialect
-    ) -> dict[str, Any]:
-        return dialect.nccl_update_info(
-            tensor_headers(chunk), buffers=None, group=group_name(session.name)
-        )
-
-
-TORCH_TRANSPORT = TorchNcclTransport()
 
 
 def group_name(session: str) -> str:

@@ -7,7 +7,7 @@ import pickle
 
 import pytest
 
-from skyctl.engines.base import PackedBuffers, Placement, TensorHeaders
+from skyctl.engines.base import GroupJoin, PackedBuffers, Placement, TensorHeaders
 from skyctl.engines.vllm.dialects import VLLMDialect as Dialect
 from skyctl.engines.vllm.dialects import dialect_for
 from skyctl.transfer.gpu.carrier import pickle_handles
@@ -26,9 +26,7 @@ RENDEZVOUS = {
 
 
 def nccl_init(dialect: Dialect, buffers: PackedBuffers | None) -> dict[str, object]:
-    return dialect.nccl_init_info(
-        master_address="127.0.0.1", master_port=5000, rank_offset=3, world_size=5, buffers=buffers
-    )
+    return dialect.nccl_init_info(GroupJoin(**RENDEZVOUS), buffers=buffers)
 
 
 @pytest.mark.parametrize("version", ["0.26.0", "0.27.1"])
@@ -48,10 +46,9 @@ def test_newer_servers_get_the_nccl_geometry_once_at_init(version: str) -> None:
 
 
 def test_a_group_over_machines_meets_by_nccls_unique_id() -> None:
-    told = dialect_for("0.32.0").nccl_init_info(
-        unique_id="QUJD", rank_offset=3, world_size=5, buffers=None
-    )
     ranks = {"rank_offset": 3, "world_size": 5}
+    join = GroupJoin(**ranks, unique_id="QUJD")
+    told = dialect_for("0.32.0").nccl_init_info(join, buffers=None)
     assert told == {"nccl_unique_id_b64": "QUJD", **ranks, "packed": False}
     assert dialect_for("0.32.0").joins_by_id and not dialect_for("0.31.2").joins_by_id
 

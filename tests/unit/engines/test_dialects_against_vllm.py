@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from skyctl.engines.base import PackedBuffers, Placement, TensorHeaders
+from skyctl.engines.base import GroupJoin, PackedBuffers, Placement, TensorHeaders
 from skyctl.engines.vllm.dialects import VLLMDialect as Dialect
 from skyctl.engines.vllm.dialects import dialect_for
 from skyctl.transfer.gpu.carrier import pickle_handles
@@ -64,7 +64,7 @@ def check(payload: dict[str, object], module: str, name: str) -> None:
 def test_nccl_payloads_are_what_vllm_takes(
     dialect: Dialect, meeting: dict[str, Any], buffers: PackedBuffers | None
 ) -> None:
-    init = dialect.nccl_init_info(**meeting, rank_offset=1, world_size=2, buffers=buffers)
+    init = dialect.nccl_init_info(GroupJoin(1, 2, **meeting), buffers=buffers)
     check(init, "nccl_common", "NCCLWeightTransferInitInfo")
     update = dialect.nccl_update_info(TENSORS, buffers=buffers)
     check(update, "nccl_engine", "NCCLWeightTransferUpdateInfo")
