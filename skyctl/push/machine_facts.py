@@ -29,72 +29,55 @@ _LEAST_S = 1e-4
 
 
 def free_for_sender(
-    servers: Sequence[PushServer], transport: str, free: Mapping[int, int]
+    servers: Sequence[PushServer], sender_gpu: int, free: Mapping[int, int]
 ) -> int | None:
-    """Free bytes on the fullest GPU that the sender would use; None if unknown.
-
-    `free` are the bytes of each GPU by its index.
+    """Free bytes on the fullest GPU that the sender would use, those of the servers if `sender_gpu`
+    is -1; None if unknown. `free` are the bytes of each GPU by its index.
     """
-    used = [gpu for server in servers for gpu in server.gpus]
-    sender = [free_gpu(servers)] if transport == "nccl" else used
-    return min((free[gpu] for gpu in sender if gpu in free), default=None)
+    of_servers = [gpu for server in servers for gpu in server.gpus]
+    used = [sender_gpu] if sender_gpu >= 0 else of_servers
+    return min((free[gpu] for gpu in used if gpu in free), default=None)
 
 
-def free_gpu(servers: Sequence[PushServer]) -> int:
-    """A GPU of this machine that no server uses, for the sender of an NCCL push.
-
-    Raises:
-        PreflightError: all GPUs are taken.
-    """
-    return _first_free({None: _gpus_of_this_machine()}, servers)[1]
-
-
-async def free_gpu_of(servers: Sequence[PushServer]) -> tuple[Node | None, int]:
-    """A GPU that no server uses, on one of their machines or else on this one, and that machine.
+async def free_gpu(servers: Sequence[PushServer]) -> tuple[Node | None, int]:
+    """A GPU that no server uses, for the sender of an NCCL push, and its machine: one of theirs, or
+    else this one (None).
 
     Raises:
         PreflightError: all GPUs are taken.
         HostUnreachable: a machine cannot be asked.
     """
-    nodes = list(dict.fromkeys(server.node for server in servers if server.node))
-    there = await asyncio.gather(*map(_gpus_of, nodes))
-    here = _gpus_of_this_machine()
-    return _first_free({**dict(zip(nodes, there, strict=True)), None: here}, servers)
-
-
-def _first_free(
-    gpus: Mapping[Node | None, Sequence[int]], servers: Sequence[PushServer]
-) -> tuple[Node | None, int]:
+    nodes = [*dict.fromkeys(server.node for server in servers if server.node), None]
+    found = dict(zip(nodes, await asyncio.gather(*map(_gpus_of, nodes)), strict=True))
     used = {(server.node, gpu) for server in servers for gpu in server.gpus}
-    for node, found in gpus.items():
-        for gpu in found:
-            if (node, gpu) not in used:
-                return node, gpu
-    why = "all are taken" if any(gpus.values()) else "nvidia-smi names none"
-    raise PreflightError(
-        f"transport nccl needs a GPU that no server uses, and {why}",
-        hint="use `weight_transfer: {transport: ipc}` in the fleet file",
-    )
+    free = [(node, gpu) for node, gpus in found.items() for gpu in gpus if (node, gpu) not in used]
+    if not free:
+        why = "all are taken" if any(found.values()) else "nvidia-smi names none"
+        raise PreflightError(
+            f"transport nccl needs a GPU that no server uses, and {why}",
+            hint="use `weight_transfer: {transport: ipc}` in the fleet file",
+        )
+    return free[0]
 
 
 _known: dict[Node | None, tuple[int, ...]] = {}
 """GPUs by machine, None for this one: asking takes longer than the rest of the preflight."""
 
 
-async def _gpus_of(node: Node) -> tuple[int, ...]:
-    """The GPUs that another machine lets us use."""
-    if node not in _known:
-        answer = await ask(node, {"do": "facts", "ports": 0}, FACTS_TIMEOUT_S)
-        _known[node] = tuple(gpu["index"] for gpu in answer["gpus"])
+async def _gpus_of(node: Node | None) -> tuple[int, ...]:
+    """The GPUs that a machine lets us use."""
+    if not _known.get(node):  # a driver that did not answer is asked again
+        if node is None:
+            _known[node] = await asyncio.to_thread(_gpus_of_this_machine)
+        else:
+            answer = await ask(node, {"do": "facts", "ports": 0}, FACTS_TIMEOUT_S)
+            _known[node] = tuple(gpu["index"] for gpu in answer["gpus"])
     return _known[node]
 
 
 def _gpus_of_this_machine() -> tuple[int, ...]:
     """The GPUs that CUDA_VISIBLE_DEVICES leaves to us."""
-    if not _known.get(None):  # a driver that did not answer is asked again
-        found = visible_gpus(discover_gpus(), os.environ)
-        _known[None] = tuple(gpu.index for gpu in found)
-    return _known[None]
+    return tuple(gpu.index for gpu in visible_gpus(discover_gpus(), os.environ))
 
 
 def measured_before(pushes: Iterable[PushRecord], transport: str) -> Measured:
@@ -147,6 +130,7 @@ async def subject_of(
     *,
     workers: int,
     idle: Lease | None,
+    sender_gpu: int = -1,
     buckets: bool = False,
     copied: bool = False,
     spare_bytes: int = 0,
@@ -176,7 +160,7 @@ async def subject_of(
         chunk_bytes=tuple(chunk.size for chunk in plan.chunks),
         workers=workers,
         worker_bytes=taken,
-        free_gpu_bytes=free_for_sender(fleet.servers, transport, free),
+        free_gpu_bytes=free_for_sender(fleet.servers, sender_gpu, free),
         reserve_bytes=reserve,
         gpus=len(free),
         has_context=idle is not None,

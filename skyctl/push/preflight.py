@@ -28,7 +28,7 @@ from skyctl.push.disk import DiskDelivery
 from skyctl.push.expected import refuse_broken
 from skyctl.push.forecast import Forecast, refusal, slots_of
 from skyctl.push.layouts import LayoutChoice, choose_layout
-from skyctl.push.machine_facts import forecast_push, free_gpu, free_gpu_of, subject_of
+from skyctl.push.machine_facts import forecast_push, free_gpu, subject_of
 from skyctl.push.machines_delivery import MachinesDelivery
 from skyctl.push.nccl_agreement import (
     common_settings,
@@ -228,11 +228,9 @@ async def preflight(
             refuse_shared_gpus(fleet.servers)  # their group fails only in the first update
         nccl_settings = common_settings(facts)
         notes += pace_notes(nccl_settings or {})
-        if not nodes:
-            sender_gpu = free_gpu(fleet.servers)
-        else:
+        if nodes:
             _refuse_stores(facts)
-            sender_node, sender_gpu = await free_gpu_of(fleet.servers)
+        sender_node, sender_gpu = await free_gpu(fleet.servers)
     if transport is None:
         refuse_dummy(facts)
     # without a sender nobody else looks at the bytes
@@ -286,6 +284,7 @@ async def preflight(
             choice.name,
             workers=workers,
             idle=idle,
+            sender_gpu=sender_gpu,
             buckets=transport.packing == "bucket",
             copied=layout.name == "runtime",
             spare_bytes=layout.spare_bytes,

@@ -64,7 +64,7 @@ async def rehearse(
         return prepared.sites
     context = 0 if senders.idle else SENDER_CONTEXT[prepared.choice.name]
     free = await asyncio.to_thread(free_gpu_memory)
-    known = free_for_sender(fleet.servers, prepared.choice.name, free) or 0
+    known = free_for_sender(fleet.servers, prepared.sender_gpu, free) or 0
     room = int(known * _SHARE_OF_FREE) - context
     if room < 0:
         _LOG.warning("the first push begins cold: too little GPU memory is free for a sender")

@@ -10,7 +10,7 @@ from skyctl.errors import PreflightError
 from skyctl.http.target import ServerTarget
 from skyctl.launch.base import Gpu, Node
 from skyctl.push import machine_facts
-from skyctl.push.machine_facts import free_gpu, free_gpu_of
+from skyctl.push.machine_facts import free_gpu
 from skyctl.push.request import PushServer
 
 A, B = (Node(name, f"10.0.0.{number}", "python", (), 60.0) for number, name in enumerate("ab"))
@@ -47,25 +47,25 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 async def test_a_gpu_that_no_server_uses(
     asked: list[str], servers: list[PushServer], expected: tuple[Node | None, int]
 ) -> None:
-    assert await free_gpu_of(servers) == expected
+    assert await free_gpu(servers) == expected
     once = list(asked)
-    assert await free_gpu_of(servers) == expected
+    assert await free_gpu(servers) == expected
     assert asked == once
 
 
 async def test_without_a_free_gpu_a_push_is_refused(asked: list[str]) -> None:
     for servers in ([on(A, 0, 1), on(None, 0)], [on(A, 1), on(A, 0), on(None, 0)]):
         with pytest.raises(PreflightError, match="all are taken"):
-            await free_gpu_of(servers)
+            await free_gpu(servers)
     with pytest.raises(PreflightError, match="all are taken"):
-        free_gpu([on(None, 0)])
+        await free_gpu([on(None, 0)])
 
 
-def test_a_driver_that_did_not_answer_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_driver_that_did_not_answer_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
     answers = [[], [Gpu(3, "GPU-3", "H200", 1)]]
     monkeypatch.setattr(machine_facts, "_known", {})
     monkeypatch.setattr(machine_facts, "discover_gpus", lambda: answers.pop(0))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     with pytest.raises(PreflightError, match="nvidia-smi names none"):
-        free_gpu([on(None, 0)])
-    assert free_gpu([on(None, 0)]) == free_gpu([on(None, 0)]) == 3
+        await free_gpu([on(None, 0)])
+    assert await free_gpu([on(None, 0)]) == await free_gpu([on(None, 0)]) == (None, 3)
