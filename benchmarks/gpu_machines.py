@@ -20,7 +20,6 @@ import argparse
 import json
 import shutil
 import site
-import statistics
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -33,6 +32,7 @@ from benchmarks.push import (
     Fleet,
     answer,
     control_token,
+    figures,
     save,
     skyctl_pushes,
     taken_on_gpus,
@@ -126,25 +126,7 @@ def measured(fleet: Fleet, checkpoints: list[Path], options: argparse.Namespace)
     """The pushes of one fleet that count, for the result."""
     dry = fleet.data("sync-weights", str(checkpoints[1]), "--dry-run")["job"]["result"]["plan"]
     pushes = skyctl_pushes(fleet, checkpoints, options)[options.warmups :]
-
-    def every(key: str) -> list[float]:
-        return [round(push[key], 4) for push in pushes]
-
-    stages = pushes[0]["stages"]
-    return {
-        "bytes": pushes[0]["total_bytes"],
-        "transport": f"{dry['transport']}: {dry['reason']}",
-        "runs_s": every("seconds"),
-        "median_s": statistics.median(every("seconds")),
-        "freeze_windows_s": every("freeze_window_s"),
-        "freeze_window_s": statistics.median(every("freeze_window_s")),
-        "command_wall_s": statistics.median(every("command_wall_s")),
-        "layout_share": statistics.median(push["layout_share"] for push in pushes),
-        "stages_s": {
-            name: round(statistics.median(push["stages"].get(name, 0.0) for push in pushes), 4)
-            for name in stages
-        },
-    }
+    return {"transport": f"{dry['transport']}: {dry['reason']}", **figures(pushes)}
 
 
 def main() -> None:

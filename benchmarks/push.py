@@ -22,6 +22,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -304,6 +305,30 @@ def taken_on_gpus() -> dict[str, Any]:
     }
 
 
+def figures(pushes: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """What the results of these pushes come to: each one's times, and the medians."""
+
+    def every(key: str) -> list[float]:
+        return [round(push[key], 4) for push in pushes]
+
+    def median(values: Iterable[float]) -> float:
+        return round(statistics.median(values), 4)
+
+    return {
+        "bytes": pushes[0]["total_bytes"],
+        "runs_s": every("seconds"),
+        "median_s": statistics.median(every("seconds")),
+        "command_wall_s": median(every("command_wall_s")),
+        "freeze_window_s": median(every("freeze_window_s")),
+        "freeze_windows_s": every("freeze_window_s"),
+        "stages_s": {
+            name: median(push["stages"].get(name, 0.0) for push in pushes)
+            for name in pushes[0]["stages"]
+        },
+        "layout_share": median(every("layout_share")),
+    }
+
+
 def record(
     options: argparse.Namespace,
     pushes: list[dict[str, Any]],
@@ -311,33 +336,18 @@ def record(
     serving: dict[str, float | None],
 ) -> dict[str, Any]:
     """One object per figure, as benchmarks/results/ keeps them."""
-    first, counted = pushes[0], pushes[options.warmups :]
-    seconds = [round(push["seconds"], 4) for push in counted]
-
-    def median(values: Any) -> float:
-        return round(statistics.median(values), 4)
-
+    counted = pushes[options.warmups :]
     return {
         "benchmark": options.name or f"{options.transport}-{options.servers}",
         **taken_on_gpus(),
-        "bytes": first["total_bytes"],
-        "runs_s": seconds,
-        "median_s": statistics.median(seconds),
-        "command_wall_s": median(push["command_wall_s"] for push in counted),
-        "first_push_s": round(first["command_wall_s"], 4),
+        **figures(counted),
+        "first_push_s": round(pushes[0]["command_wall_s"], 4),
         "native_runs_s": native["runs_s"],
         "native_median_s": statistics.median(native["runs_s"]) if native["runs_s"] else None,
-        "freeze_window_s": median(push["freeze_window_s"] for push in counted),
-        "freeze_windows_s": [round(push["freeze_window_s"], 4) for push in counted],
-        "stages_s": {
-            name: median(push["stages"].get(name, 0.0) for push in counted)
-            for name in counted[0]["stages"]
-        },
         "gpu_memory_mib": {
             "first": counted[0]["gpu_memory_mib"],
             "last": counted[-1]["gpu_memory_mib"],
         },
-        "layout_share": median(push["layout_share"] for push in counted),
         "warm": options.warm == "true",
         "serving_ratio": serving.get(""),
         "serving_ratio_limited": {rate: ratio for rate, ratio in serving.items() if rate},
