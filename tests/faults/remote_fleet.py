@@ -157,9 +157,8 @@ def kill_all(processes: Iterable[psutil.Process]) -> None:
 def end_machine(home: Path) -> None:
     """As if the power went: everything whose home this is, and the shared memory of that."""
     there = [one for one in psutil.process_iter() if environ_of(one).get("HOME") == str(home)]
-    found = {
-        one for process in there for one in below(process)
-    }  # some rewrite what is told of them
+    # some rewrite what is told of them
+    found = {one for process in there for one in below(process)}
     shared = segments(*(one.pid for one in found))
     kill_all(found)
     for segment in shared:

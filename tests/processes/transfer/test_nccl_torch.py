@@ -1,8 +1,9 @@
-"""A sender's group and what it broadcasts, over gloo, with SGLang's own code as the other rank.
+"""A sender's group and what it broadcasts, over gloo, to a rank that joins and receives as SGLang's
+workers do.
 
-SGLang is not installed here. What the other rank runs follows 0.5.14: `init_custom_process_group`
-(`srt/utils/common.py`), `_update_bucketed_weights_from_distributed` (`model_runner.py`) and
-`FlattenedTensorBucket` (`weight_sync/tensor_bucket.py`).
+What such a worker calls was read in 0.5.14: `init_custom_process_group` (`srt/utils/common.py`),
+`_update_bucketed_weights_from_distributed` (`model_runner.py`) and `FlattenedTensorBucket`
+(`weight_sync/tensor_bucket.py`).
 """
 
 from __future__ import annotations
@@ -29,53 +30,32 @@ pytest.importorskip("torch.distributed")
 
 RANK = """
 import json, sys
-from datetime import timedelta
 import torch, torch.distributed as dist
-
-
-def init_custom_process_group(backend, init_method, world_size, rank, group_name):
-    from torch.distributed.distributed_c10d import (
-        Backend, PrefixStore, _new_process_group_helper, _world, default_pg_timeout, rendezvous,
-    )
-
-    store, rank, world_size = next(
-        rendezvous(init_method, rank, world_size, timeout=default_pg_timeout)
-    )
-    store.set_timeout(default_pg_timeout)
-    store = PrefixStore(group_name, store)
-    pg, _ = _new_process_group_helper(
-        world_size, rank, [], Backend(backend), store, group_name=group_name,
-        backend_options=None, timeout=default_pg_timeout, device_id=None,
-    )
-    _world.pg_group_ranks[pg] = {i: i for i in range(world_size)}
-    return pg
-
-
-def receive(names, dtypes, shapes, group):
-    empty = [torch.empty(s, dtype=getattr(torch, d)) for d, s in zip(dtypes, shapes)]
-    flat = torch.cat([one.flatten().view(torch.uint8) for one in empty], dim=0)
-    dist.broadcast(flat, src=0, group=group)
-    found, at = {}, 0
-    for name, one in zip(names, empty):
-        size = one.flatten().view(torch.uint8).numel()
-        found[name] = flat[at : at + size].view(one.dtype).reshape(one.shape)
-        at += size
-    return found
-
+from torch.distributed import distributed_c10d as c10d
 
 # the worker's own group, as a server has one
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 init = json.loads(input())
-group = init_custom_process_group(
-    "gloo", f"tcp://{init['master_address']}:{init['master_port']}",
-    init["world_size"], init["rank_offset"], init["group_name"],
+name, rank, ranks = init["group_name"], init["rank_offset"], init["world_size"]
+place = f"tcp://{init['master_address']}:{init['master_port']}"
+store, _, _ = next(c10d.rendezvous(place, rank, ranks, timeout=c10d.default_pg_timeout))
+group, _ = c10d._new_process_group_helper(
+    ranks, rank, [], c10d.Backend("gloo"), dist.PrefixStore(name, store), group_name=name,
+    timeout=c10d.default_pg_timeout,
 )
+c10d._world.pg_group_ranks[group] = dict(enumerate(range(ranks)))
 print("joined", flush=True)
 for line in sys.stdin:
     update = json.loads(line)
-    found = receive(update["names"], update["dtypes"], update["shapes"], group)
-    print(json.dumps({n: [str(t.dtype), list(t.shape), t.double().sum().item()]
-                      for n, t in found.items()}), flush=True)
+    kinds = [getattr(torch, dtype) for dtype in update["dtypes"]]
+    sizes = [torch.empty(s, dtype=k).nbytes for s, k in zip(update["shapes"], kinds)]
+    bucket = torch.empty(sum(sizes), dtype=torch.uint8)
+    dist.broadcast(bucket, src=0, group=group)
+    found = {}
+    for n, k, s, part in zip(update["names"], kinds, update["shapes"], bucket.split(sizes)):
+        weight = part.view(k).reshape(s)
+        found[n] = [str(weight.dtype), list(weight.shape), weight.double().sum().item()]
+    print(json.dumps(found), flush=True)
 """
 TIMEOUT_S = 60.0
 WEIGHTS = {
