@@ -3,7 +3,8 @@
     python -m skyctl.launch.ray.driver CLUSTER ADDRESS COMMAND
 
 runs COMMAND, which is an agent, on the node at ADDRESS, with its pipes connected to ours. If
-ADDRESS is "", it is itself the agent of the cluster, and answers one request (`cluster.py`).
+ADDRESS is "", it is itself the agent of the cluster, and answers one request (`cluster.py`). After
+`place`, `relay` connects it to the agent of a node: a connection to Ray takes seconds to make.
 """
 
 from __future__ import annotations
@@ -41,15 +42,9 @@ def main() -> None:
         wanted = json.loads(sys.argv[1])
         wanted = RayCluster(**{**wanted, "labels": tuple(map(tuple, wanted["labels"]))})
         connect(wanted)
-        cluster, address = Cluster(wanted, shlex.split(sys.argv[3])), sys.argv[2]
-        if address and (node := cluster.node_at(address)) is not None:
-            try:
-                _relay(cluster, node, out)
-            except Exception as error:  # Ray's errors have many types
-                lost = f"{address} does not answer over Ray ({type(error).__name__})"
-                raise HostUnreachable(lost, hint=LOOK) from error
-        else:
-            _answer(cluster, say)
+        cluster = Cluster(wanted, shlex.split(sys.argv[3]))
+        if address := sys.argv[2] or _answer(cluster, say):
+            _go_on(cluster, address, say, out)
     except HostUnreachable as error:
         say({"unreachable": error.message, "hint": error.hint})
     except SkyctlError as error:
@@ -60,17 +55,39 @@ def main() -> None:
     os._exit(0)  # the thread that reads our stdin keeps reading
 
 
-def _answer(cluster: Cluster, say: Callable[[Mapping[str, Any]], None]) -> None:
-    """Answer one request. About a node that Ray considers dead, only that is reported."""
+def _answer(cluster: Cluster, say: Callable[[Mapping[str, Any]], None]) -> str:
+    """Answer one request; the address of the node to go on with, or ""."""
     say({"agent": PROTOCOL, "skyctl": __version__})
-    request = json.loads(sys.stdin.readline() or '{"do": ""}')
-    if sys.argv[2]:
-        say({"ended": f"lost its node: Ray says that {sys.argv[2]} is dead"})
-        return
     work: dict[str, Callable[..., dict[str, Any]]]
     work = {"facts": cluster.facts, "place": cluster.place, "stop": cluster.stop}
+    request = _next_request()
     if (kind := request.pop("do")) in work:
         say(work[kind](**request))
+    return str(_next_request().get("target", "")) if kind == "place" else ""
+
+
+def _next_request() -> dict[str, Any]:
+    # byte by byte: what follows the line is for the agent of a node
+    line = b""
+    while (piece := os.read(0, 1)) not in (b"", b"\n"):
+        line += piece
+    return dict(json.loads(line or b'{"do": ""}'))
+
+
+def _go_on(
+    cluster: Cluster, address: str, say: Callable[[Mapping[str, Any]], None], out: int
+) -> None:
+    """With the agent of a node; if Ray considers the node dead, say only that."""
+    if (node := cluster.node_at(address)) is None:
+        say({"agent": PROTOCOL, "skyctl": __version__})
+        _next_request()
+        say({"ended": f"lost its node: Ray says that {address} is dead"})
+        return
+    try:
+        _relay(cluster, node, out)
+    except Exception as error:  # Ray's errors have many types
+        lost = f"{address} does not answer over Ray ({type(error).__name__})"
+        raise HostUnreachable(lost, hint=LOOK) from error
 
 
 def _relay(cluster: Cluster, node: Mapping[str, Any], out: int) -> None:

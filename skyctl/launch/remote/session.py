@@ -68,14 +68,23 @@ class Session:
             ) from error
         self._drain = asyncio.create_task(self._keep_last_words())
         try:
-            hello = await self.hear(connect_timeout_s(node))
-            if hello.get("agent") != PROTOCOL:
-                raise another_version(node, str(hello.get("skyctl")))
+            await self._greet()
         except BaseException:
             await self._close()
             raise
-        self.version = str(hello["skyctl"])
         return self
+
+    async def _greet(self) -> None:
+        hello = await self.hear(connect_timeout_s(self._node))
+        if hello.get("agent") != PROTOCOL:
+            raise another_version(self._node, str(hello.get("skyctl")))
+        self.version = str(hello["skyctl"])
+
+    async def go_on(self, node: Node) -> None:
+        """From a cluster to the agent of one of its nodes, in the same connection."""
+        await self.say({"do": "relay", "target": node.target})
+        self._node = node
+        await self._greet()
 
     async def __aexit__(
         self,

@@ -26,7 +26,7 @@ from pathlib import Path
 from skyctl.errors import SkyctlError
 from skyctl.launch.base import ADDRESS_AT_SPAWN, PORT_AT_SPAWN
 from skyctl.launch.remote import record
-from skyctl.launch.remote.session import Session, ask
+from skyctl.launch.remote.session import Session
 from skyctl.store.processes import TOKEN_VARIABLE
 
 VARIABLE = "SKYCTL_TETHER"
@@ -80,9 +80,9 @@ class _Tether:
         """Until the server has ended, or could not be started."""
         while not self._record.ended:
             try:
-                if not self._record.node.chosen:
-                    await self._choose()
                 async with Session(self._record.node) as session:
+                    if not self._record.node.chosen:
+                        await self._choose(session)
                     if not self._record.begun:  # on record first, or not at all
                         self._record = record.write(self._token, self._record, begun=True)
                     await self._follow(session)
@@ -93,12 +93,13 @@ class _Tether:
                 self._note(lost=error.message)
                 await asyncio.sleep(RETRY_S)
 
-    async def _choose(self) -> None:
-        """Have a node chosen, which is reserved from then on."""
+    async def _choose(self, session: Session) -> None:
+        """Have a node chosen, which is reserved from then on, and go on to it."""
         self._record = record.write(self._token, self._record, begun=True)  # on record first
         node = self._record.node
         request = {"do": "place", "token": self._token, "turn": self._task.turn}
-        place = await ask(node, {**request, "patience_s": _PLACE_S}, _PLACED_S)
+        await session.say({**request, "patience_s": _PLACE_S})
+        place = await session.hear(_PLACED_S)
         self._record = record.write(
             self._token,
             self._record,
@@ -106,6 +107,7 @@ class _Tether:
             port=place["port"],
             gpus=tuple(place["gpus"]),
         )
+        await session.go_on(self._record.node)
 
     async def _follow(self, session: Session) -> None:
         node, task = self._record.node, self._task.at(self._record)
