@@ -57,6 +57,7 @@ class Cluster:
         self._ray = ray
         self._wanted = wanted
         self.command = list(command)
+        self._placed: tuple[str, Any] = ("", None)
 
     def node_at(self, address: str) -> Mapping[str, Any] | None:
         """The node with this address; None if Ray is certain that it is dead.
@@ -94,7 +95,7 @@ class Cluster:
         if question.get("modules") or question.get("paths"):
             asked = [(node, self._ask(node, {"do": "facts", **question})) for node in nodes]
             found["nodes"] = {
-                node["NodeManagerAddress"]: self._answer(node, one)[0] for node, one in asked
+                node["NodeManagerAddress"]: self._answer(node, one) for node, one in asked
             }
         return found
 
@@ -110,24 +111,33 @@ class Cluster:
         wanted = self._wanted
         group, node = self._reserve(f"{_PREFIX}{token}", turn, patience_s)
         count = wanted.count if wanted.resource == "GPU" else 0
+        address = node["NodeManagerAddress"]
         try:
             within = PlacementGroupSchedulingStrategy(group, 0)
-            request = {"do": "facts", "ports": 1}
-            asked = self._ask(node, request, num_gpus=count, scheduling_strategy=within)
-            answer, visible = self._answer(node, asked)
-            if "error" in answer:
-                raise SkyctlError(answer["error"])
-            gpus = [gpu["index"] for gpu in answer["gpus"]]
-            if visible.replace(",", "").isdigit():  # otherwise uuids, of which the agent knows more
-                gpus = [int(index) for index in visible.split(",")]
-            if count and len(gpus) != count:
-                raise SkyctlError(f"{answer['address']} has given GPUs {visible!r}, not {count}")
+            relay = self.relay(node, num_gpus=count, scheduling_strategy=within)
+            port, visible = self._got(node, relay.place.remote(address))
+            gpus = [one for one in visible.split(",") if count and one]
+            if any(not one.isdigit() for one in gpus):  # uuids, of which the agent knows more
+                line = json.dumps({"do": "facts", "ports": 0}).encode() + b"\n"
+                answer = self._answer(node, relay.ask.remote(self.command, address, line))
+                if "error" in answer:
+                    raise SkyctlError(answer["error"])
+                gpus = [gpu["index"] for gpu in answer["gpus"]]
+            if len(gpus) != count:
+                raise SkyctlError(f"{address} has given GPUs {visible!r}, not {count}")
         except BaseException:
             self._release(token)
             raise
-        address = answer["address"]
-        place = {"target": address, "address": address, "port": answer["ports"][0]}
-        return {**place, "gpus": gpus if count else []}
+        self._placed = node["NodeID"], relay
+        return {"target": address, "address": address, "port": port, "gpus": [*map(int, gpus)]}
+
+    def relay(self, node: Mapping[str, Any], **options: Any) -> Any:
+        """A `worker.Agent` on this node: that which `place` has made there, or a new one."""
+        placed, relay = self._placed
+        if placed == node["NodeID"]:
+            return relay
+        options = {"scheduling_strategy": self.on(node), **options}
+        return self._ray.remote(num_cpus=0, max_concurrency=4, **options)(worker.Agent).remote()
 
     def stop(self, token: str, hosted: str, target: str, timeout_s: float) -> dict[str, Any]:
         """End a server on its node, if one was chosen, and release its reservation. On a node that
@@ -139,7 +149,7 @@ class Cluster:
         answer: dict[str, Any] = {"gently": True}
         if target and (node := self.node_at(target)) is not None:
             request = {"do": "stop", "token": hosted, "timeout_s": timeout_s}
-            answer, _ = self._answer(node, self._ask(node, request), timeout_s + ASK_TIMEOUT_S)
+            answer = self._answer(node, self._ask(node, request), timeout_s + ASK_TIMEOUT_S)
         if "error" in answer:
             raise HostUnreachable(answer["error"], hint=LOOK)
         self._release(token)
@@ -226,24 +236,34 @@ class Cluster:
 
     # --- their agents --------------------------------------------------------------------------
 
-    def _ask(self, node: Mapping[str, Any], request: Mapping[str, Any], **options: Any) -> Any:
+    def _ask(self, node: Mapping[str, Any], request: Mapping[str, Any]) -> Any:
         """Send a request to a node's agent."""
-        options = {"num_cpus": 0, "max_retries": 0, "scheduling_strategy": self.on(node), **options}
+        options = {"num_cpus": 0, "max_retries": 0, "scheduling_strategy": self.on(node)}
         task = self._ray.remote(**options)(worker.ask)
         line = json.dumps(request).encode() + b"\n"
         return task.remote(self.command, node["NodeManagerAddress"], line)
 
     def _answer(
         self, node: Mapping[str, Any], asked: Any, timeout_s: float = ASK_TIMEOUT_S
-    ) -> tuple[dict[str, Any], str]:
-        """An agent's answer, or its `error`; and the GPUs that Ray showed to it."""
+    ) -> dict[str, Any]:
+        """An agent's answer, or its `error`."""
         address = node["NodeManagerAddress"]
         try:
-            code, said, stderr, visible = self._ray.get(asked, timeout=timeout_s)
-        except Exception as error:  # Ray's errors have many types
-            return {"error": f"{address} does not answer over Ray ({type(error).__name__})"}, ""
+            code, said, stderr = self._got(node, asked, timeout_s)
+        except SkyctlError as error:
+            return {"error": error.message}
         messages = [json.loads(line) for line in said.splitlines() if line.startswith(b'{"')]
         if len(messages) < 2:
             there = Node(address, address, self.command[0], (), 0.0, self._wanted)
-            return {"error": explained(there, code, stderr).message}, ""
-        return {"skyctl": messages[0]["skyctl"], **messages[1]}, visible
+            return {"error": explained(there, code, stderr).message}
+        return {"skyctl": messages[0]["skyctl"], **messages[1]}
+
+    def _got(self, node: Mapping[str, Any], asked: Any, timeout_s: float = ASK_TIMEOUT_S) -> Any:
+        """What a worker returns. Raises SkyctlError."""
+        try:
+            return self._ray.get(asked, timeout=timeout_s)
+        except Exception as error:  # Ray's errors have many types
+            address = node["NodeManagerAddress"]
+            raise SkyctlError(
+                f"{address} does not answer over Ray ({type(error).__name__})"
+            ) from error

@@ -21,7 +21,6 @@ from typing import Any
 from skyctl import __version__
 from skyctl.errors import HostUnreachable, SkyctlError
 from skyctl.launch.base import RayCluster
-from skyctl.launch.ray import worker
 from skyctl.launch.ray.cluster import Cluster
 from skyctl.launch.ray.connection import LOOK, connect, told
 from skyctl.launch.remote.session import PROTOCOL
@@ -94,8 +93,7 @@ def _relay(cluster: Cluster, node: Mapping[str, Any], out: int) -> None:
     """Connect our pipes to an agent on a node until it ends; then exit as it did."""
     import ray
 
-    remote = ray.remote(num_cpus=0, max_concurrency=4)(worker.Agent)
-    agent = remote.options(scheduling_strategy=cluster.on(node)).remote()
+    agent = cluster.relay(node)
     address = node["NodeManagerAddress"]
     ray.get(agent.start.remote(cluster.command, address), timeout=_START_S)
 

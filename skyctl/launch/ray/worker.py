@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
 import subprocess
 import threading
 from collections.abc import Mapping, Sequence
@@ -31,6 +32,15 @@ def environment(environ: Mapping[str, str], address: str) -> dict[str, str]:
 
 class Agent:
     """An agent's process, for an actor that handles several calls at once."""
+
+    def place(self, address: str) -> tuple[int, str]:
+        """A free port at the node's address, and the GPUs that Ray shows to this worker."""
+        with socket.create_server((address, 0)) as free:
+            return free.getsockname()[1], os.environ.get("CUDA_VISIBLE_DEVICES", "")
+
+    def ask(self, argv: Sequence[str], address: str, line: bytes) -> tuple[int, bytes, bytes]:
+        """`ask`, of an agent that Ray shows the same GPUs."""
+        return ask(argv, address, line)
 
     def start(self, argv: Sequence[str], address: str) -> None:
         """Start it. If it cannot be started, it ends as a shell would report it."""
@@ -84,11 +94,8 @@ class Agent:
             self._last_words = (self._last_words + data)[-_LAST_WORDS:]
 
 
-def ask(argv: Sequence[str], address: str, line: bytes) -> tuple[int, bytes, bytes, str]:
-    """One question to an agent of its own: its exit code, output and stderr, and the GPUs that Ray
-    shows to this worker.
-    """
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+def ask(argv: Sequence[str], address: str, line: bytes) -> tuple[int, bytes, bytes]:
+    """One question to an agent of its own: its exit code, output and stderr."""
     try:
         asked = subprocess.run(
             list(argv),
@@ -98,5 +105,5 @@ def ask(argv: Sequence[str], address: str, line: bytes) -> tuple[int, bytes, byt
             cwd=os.path.expanduser("~"),  # noqa: PTH111 - as sshd has it
         )
     except OSError as error:
-        return _NOT_FOUND, b"", str(error).encode(), visible
-    return asked.returncode, asked.stdout, asked.stderr[-_LAST_WORDS:], visible
+        return _NOT_FOUND, b"", str(error).encode()
+    return asked.returncode, asked.stdout, asked.stderr[-_LAST_WORDS:]
