@@ -608,11 +608,6 @@ class FleetConfig(_Section):
                 f"`auth: none` with `launcher: {self.launcher}`: whoever reaches the machines "
                 "could replace the weights; leave `auth` out"
             )
-        if self.weight_transfer.transport == "nccl" and self.launcher == "ray":
-            raise ValueError(
-                "transport nccl needs a GPU for its sender, which Ray has not reserved: leave it "
-                "out (disk), or write ipc, for a sender on each node"
-            )
         return self
 
     @model_validator(mode="after")

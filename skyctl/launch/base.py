@@ -46,6 +46,10 @@ LEASE_VARIABLE = "SKYCTL_LEASE"
 """Names the file that a server's guard touches when it is asked something (`inside/guard.py`)."""
 
 
+A_GPU = "a GPU of the Ray cluster"
+"""The `target` of a node that Ray chooses for a process which needs one GPU."""
+
+
 @dataclass(frozen=True)
 class RayCluster:
     """The Ray cluster that chooses a server's node: one of those that have all `labels`, with
@@ -90,6 +94,11 @@ class Node:
         if self.ray is None:
             return self
         return replace(self, target="the Ray cluster", address=ADDRESS_AT_SPAWN)
+
+    @property
+    def with_a_gpu(self) -> Node:
+        """Any node of its Ray cluster that has a GPU free, for one process."""
+        return replace(self.cluster, target=A_GPU)
 
 
 @dataclass(frozen=True)

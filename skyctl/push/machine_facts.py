@@ -41,13 +41,15 @@ def free_for_sender(
 
 async def free_gpu(servers: Sequence[PushServer]) -> tuple[Node | None, int]:
     """A GPU that no server uses, for the sender of an NCCL push, and its machine: one of theirs, or
-    else this one (None).
+    else this one (None). In a Ray cluster Ray chooses both, once the sender starts.
 
     Raises:
         PreflightError: all GPUs are taken.
         HostUnreachable: a machine cannot be asked.
     """
     nodes = [*dict.fromkeys(server.node for server in servers if server.node), None]
+    if nodes[0] is not None and nodes[0].ray is not None:
+        return nodes[0].with_a_gpu, 0
     found = dict(zip(nodes, await asyncio.gather(*map(_gpus_of, nodes)), strict=True))
     used = {(server.node, gpu) for server in servers for gpu in server.gpus}
     free = [(node, gpu) for node, gpus in found.items() for gpu in gpus if (node, gpu) not in used]
@@ -143,7 +145,8 @@ async def subject_of(
     process weights ahead of the freeze.
     """
     on_gpus = transport in GPU_TRANSPORTS
-    free = await asyncio.to_thread(free_gpu_memory) if on_gpus else {}
+    here = not any(server.node for server in fleet.servers)  # other machines' GPUs are not seen
+    free = await asyncio.to_thread(free_gpu_memory) if on_gpus and here else {}
     gpus = [server.gpus for server in fleet.servers]
     shares = load_transport(transport).shares_gpus
     reserve = 0

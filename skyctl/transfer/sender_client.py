@@ -14,7 +14,7 @@ from skyctl.checkpoints.checkpoint import Checkpoint
 from skyctl.checkpoints.finite import may_be_not_finite
 from skyctl.engines.vllm.inside.layout_wire import Program
 from skyctl.errors import SkyctlError
-from skyctl.launch.base import Node
+from skyctl.launch.base import A_GPU, Node
 from skyctl.launch.remote.session import command_on, connection_environment
 from skyctl.startup import inherited
 from skyctl.transfer.nccl_settings import applied
@@ -26,10 +26,7 @@ _STDERR_KEPT = 64 * 1024
 _CLOSE_TIMEOUT_S = 2.0
 _FINAL = ("CheckpointChanged", "NotFinite")
 _RUN = ("-P", "-m", "skyctl.transfer.sender")  # -P: nothing is imported from the current directory
-_ENVIRONMENT_THERE = (
-    *("env", "-u", "CUDA_VISIBLE_DEVICES"),
-    *("PYTHONUNBUFFERED=1", "CUDA_DEVICE_ORDER=PCI_BUS_ID"),
-)
+_ENVIRONMENT_THERE = ("PYTHONUNBUFFERED=1", "CUDA_DEVICE_ORDER=PCI_BUS_ID")
 _EVENT = b'{"event"'
 
 
@@ -98,7 +95,9 @@ class SenderProcess:
         environment = _environment(nccl_settings)
         if node is not None:
             settings = [f"{name}={value}" for name, value in (nccl_settings or {}).items()]
-            argv = command_on(node, [*_ENVIRONMENT_THERE, *settings, node.python, *_RUN])
+            # Ray shows it the GPU that it has given; others are numbered as nvidia-smi does
+            env = ["env", *([] if node.target == A_GPU else ["-u", "CUDA_VISIBLE_DEVICES"])]
+            argv = command_on(node, [*env, *_ENVIRONMENT_THERE, *settings, node.python, *_RUN])
             environment = connection_environment()
         process = await asyncio.create_subprocess_exec(
             *argv,

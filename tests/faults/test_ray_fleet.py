@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 
 from skyctl.errors import SkyctlError
 from skyctl.launch.base import ADDRESS_AT_SPAWN, Node, RayCluster
-from skyctl.launch.remote.session import ask
+from skyctl.launch.remote.session import ask, command_on, connection_environment
 from tests.faults.ray_fleet import HEAD, RayFleet, why_no_cluster
 from tests.faults.ray_fleet import RayCluster as Cluster
 from tests.faults.remote_fleet import A, B
@@ -103,8 +104,23 @@ async def test_gpus_are_rays_to_give(
     request = {"do": "place", "token": "more", "turn": 0, "patience_s": 1.0}
     with pytest.raises(SkyctlError, match=f"no node has 1 GPU free .*{A} 0 of 2, {B} 0 of 2"):
         await ask(node, request, 60)
+    none = "no node of the Ray cluster has a GPU free for the sender"
+    assert none in on_a_gpu(node).stderr
     fleet.run("down")
     assert cluster.groups() == []
+    for _ in range(5):  # each gives back the one that it had
+        gpu, word = on_a_gpu(node).stdout.split()
+        assert gpu in ("0", "1") and word == "ready"
+
+
+def on_a_gpu(node: Node) -> subprocess.CompletedProcess[str]:
+    """Of a command that runs where Ray gives it a GPU, and repeats what it is told."""
+    argv = ["sh", "-c", "read word; echo $CUDA_VISIBLE_DEVICES $word"]
+    command = command_on(node.with_a_gpu, argv)
+    environ = connection_environment()
+    return subprocess.run(
+        command, input="ready\n", env=environ, capture_output=True, text=True, timeout=60
+    )
 
 
 def test_a_server_outlives_its_actor(fleet: RayFleet) -> None:

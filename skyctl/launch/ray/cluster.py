@@ -131,6 +131,21 @@ class Cluster:
         self._placed = node["NodeID"], relay
         return {"target": address, "address": address, "port": port, "gpus": [*map(int, gpus)]}
 
+    def lend_gpu(self) -> tuple[Mapping[str, Any], Any]:
+        """A node and a relay with a GPU there, which Ray takes back when this process ends.
+
+        Raises:
+            SkyctlError: none is free.
+        """
+        free = self._free("GPU")
+        for node in self._candidates():
+            if free.get(node["NodeID"], 0) >= 1:
+                return node, self.relay(node, num_gpus=1)
+        raise SkyctlError(
+            "no node of the Ray cluster has a GPU free for the sender: leave one, or write "
+            "`weight_transfer: {transport: ipc}`"
+        )
+
     def relay(self, node: Mapping[str, Any], **options: Any) -> Any:
         """A `worker.Agent` on this node: that which `place` has made there, or a new one."""
         placed, relay = self._placed
@@ -185,7 +200,7 @@ class Cluster:
         bundles = [{wanted.resource: wanted.count}]
         while True:
             with _one_at_a_time(deadline):
-                nodes, free = self._candidates(), self._free()
+                nodes, free = self._candidates(), self._free(wanted.resource)
                 for node in self._in_order(nodes, turn):
                     if free.get(node["NodeID"], 0) < wanted.count:
                         continue
@@ -222,11 +237,11 @@ class Cluster:
         first = turn % len(nodes)
         return sorted(nodes[first:] + nodes[:first], key=lambda node: servers[node["NodeID"]])
 
-    def _free(self) -> dict[str, float]:
+    def _free(self, resource: str) -> dict[str, float]:
         from ray._private.state import available_resources_per_node  # as vLLM does
 
         found = available_resources_per_node()
-        return {node: free.get(self._wanted.resource, 0.0) for node, free in found.items()}
+        return {node: free.get(resource, 0.0) for node, free in found.items()}
 
     def _release(self, token: str) -> None:
         from ray.util.placement_group import get_placement_group, remove_placement_group

@@ -3,7 +3,8 @@
     python -m skyctl.launch.ray.driver CLUSTER ADDRESS COMMAND
 
 runs COMMAND, which is an agent, on the node at ADDRESS, with its pipes connected to ours. If
-ADDRESS is "", it is itself the agent of the cluster, and answers one request (`cluster.py`). After
+ADDRESS is `A_GPU`, COMMAND runs wherever a GPU is free, which it has to itself. If ADDRESS is "",
+it is itself the agent of the cluster, and answers one request (`cluster.py`). After
 `place`, `relay` connects it to the agent of a node: a connection to Ray takes seconds to make.
 """
 
@@ -20,7 +21,7 @@ from typing import Any
 
 from skyctl import __version__
 from skyctl.errors import HostUnreachable, SkyctlError
-from skyctl.launch.base import RayCluster
+from skyctl.launch.base import A_GPU, RayCluster
 from skyctl.launch.ray.cluster import Cluster
 from skyctl.launch.ray.connection import LOOK, connect, told
 from skyctl.launch.remote.session import PROTOCOL
@@ -42,16 +43,21 @@ def main() -> None:
         wanted = RayCluster(**{**wanted, "labels": tuple(map(tuple, wanted["labels"]))})
         connect(wanted)
         cluster = Cluster(wanted, shlex.split(sys.argv[3]))
-        if address := sys.argv[2] or _answer(cluster, say):
+        if sys.argv[2] == A_GPU:
+            _relay(cluster, *cluster.lend_gpu(), out)
+        elif address := sys.argv[2] or _answer(cluster, say):
             _go_on(cluster, address, say, out)
+        os._exit(0)  # the thread that reads our stdin keeps reading
     except HostUnreachable as error:
-        say({"unreachable": error.message, "hint": error.hint})
+        why, message = error.message, {"unreachable": error.message, "hint": error.hint}
     except SkyctlError as error:
-        say({"error": error.message})
+        why, message = error.message, {"error": error.message}
     except Exception as error:  # Ray's errors have many types
-        say({"unreachable": f"Ray: {told(error)}", "hint": LOOK})
-    sys.stderr.flush()
-    os._exit(0)  # the thread that reads our stdin keeps reading
+        why = f"Ray: {told(error)}"
+        message = {"unreachable": why, "hint": LOOK}
+    say(message)
+    os.write(2, f"{why}\n".encode())  # for who reads no messages: a sender's parent
+    os._exit(1)
 
 
 def _answer(cluster: Cluster, say: Callable[[Mapping[str, Any]], None]) -> str:
@@ -82,20 +88,14 @@ def _go_on(
         _next_request()
         say({"ended": f"lost its node: Ray says that {address} is dead"})
         return
-    try:
-        _relay(cluster, node, out)
-    except Exception as error:  # Ray's errors have many types
-        lost = f"{address} does not answer over Ray ({type(error).__name__})"
-        raise HostUnreachable(lost, hint=LOOK) from error
+    _relay(cluster, node, cluster.relay(node), out)
 
 
-def _relay(cluster: Cluster, node: Mapping[str, Any], out: int) -> None:
-    """Connect our pipes to an agent on a node until it ends; then exit as it did."""
+def _relay(cluster: Cluster, node: Mapping[str, Any], agent: Any, out: int) -> None:
+    """Connect our pipes to what runs on a node until it ends; then exit as it did."""
     import ray
 
-    agent = cluster.relay(node)
     address = node["NodeManagerAddress"]
-    ray.get(agent.start.remote(cluster.command, address), timeout=_START_S)
 
     def listen() -> None:
         data = b" "
@@ -104,10 +104,15 @@ def _relay(cluster: Cluster, node: Mapping[str, Any], out: int) -> None:
                 data = os.read(0, _PIECE)
                 ray.get(agent.write.remote(data))
 
-    threading.Thread(target=listen, daemon=True).start()
-    while data := ray.get(agent.read.remote()):
-        os.write(out, data)
-    code, words = ray.get(agent.end.remote())
+    try:
+        ray.get(agent.start.remote(cluster.command, address), timeout=_START_S)
+        threading.Thread(target=listen, daemon=True).start()
+        while data := ray.get(agent.read.remote()):
+            os.write(out, data)
+        code, words = ray.get(agent.end.remote())
+    except Exception as error:  # Ray's errors have many types
+        lost = f"{address} does not answer over Ray ({type(error).__name__})"
+        raise HostUnreachable(lost, hint=LOOK) from error
     os.write(2, words)
     os._exit(code)
 

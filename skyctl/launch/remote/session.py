@@ -22,7 +22,7 @@ from typing import Any
 
 from skyctl import __version__
 from skyctl.errors import HostUnreachable, SkyctlError
-from skyctl.launch.base import Node
+from skyctl.launch.base import A_GPU, Node
 
 PROTOCOL = 1
 """Of the agent. Count it up when a tether that runs could not talk to a new agent any more."""
@@ -181,7 +181,8 @@ def command_on(node: Node, argv: Sequence[str]) -> list[str]:
     if node.ray is None:
         return [*node.command, node.target, there]
     cluster = json.dumps(asdict(node.ray))
-    return [sys.executable, "-P", "-m", _DRIVER, cluster, node.target if node.chosen else "", there]
+    target = node.target if node.chosen or node.target == A_GPU else ""
+    return [sys.executable, "-P", "-m", _DRIVER, cluster, target, there]
 
 
 def connection_environment() -> dict[str, str]:

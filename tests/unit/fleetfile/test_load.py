@@ -425,7 +425,6 @@ def test_what_would_leave_servers_open_is_refused(text: str, expected: str) -> N
         (SSH + "lora: {}\nshared_dir: /s\ntinker: {}\n", "`tinker` goes with one machine"),
         ("shared_dir: /s\n", "`shared_dir` goes with `launcher: ssh` or `launcher: ray`"),
         (SSH + "replicas: [{gpus: [[0]]}]\n", "a group's `gpus` goes with one machine"),
-        ("launcher: ray\nweight_transfer: {transport: nccl}\n", "which Ray has not reserved"),
     ],
 )
 def test_what_does_not_go_with_other_machines_is_refused(text: str, expected: str) -> None:

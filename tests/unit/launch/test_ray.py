@@ -8,7 +8,7 @@ from importlib.metadata import PackageNotFoundError
 import pytest
 
 from skyctl.errors import HostUnreachable
-from skyctl.launch.base import Node, RayCluster
+from skyctl.launch.base import A_GPU, Node, RayCluster
 from skyctl.launch.ray import connection
 from skyctl.launch.ray.worker import environment
 from skyctl.launch.remote.session import command_on
@@ -102,3 +102,7 @@ def test_a_command_runs_on_a_node_by_its_way_there() -> None:
     assert driver[1:] == ["-P", "-m", "skyctl.launch.ray.driver"]
     assert ('"address": "127.0.0.1:9"' in cluster, address) == (True, "10.0.0.7")
     assert there == "env 'A=1 2' python"
+    *_, address, there = command_on(by_ray.with_a_gpu, argv)
+    assert (address, there) == (A_GPU, "env 'A=1 2' python")
+    *_, address, there = command_on(by_ray.cluster, argv)
+    assert address == ""

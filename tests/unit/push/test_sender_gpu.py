@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from skyctl.errors import PreflightError
 from skyctl.http.target import ServerTarget
-from skyctl.launch.base import Gpu, Node
+from skyctl.launch.base import Gpu, Node, RayCluster
 from skyctl.push import machine_facts
 from skyctl.push.machine_facts import free_gpu
 from skyctl.push.request import PushServer
@@ -51,6 +52,12 @@ async def test_a_gpu_that_no_server_uses(
     once = list(asked)
     assert await free_gpu(servers) == expected
     assert asked == once
+
+
+async def test_ray_chooses_a_gpu_of_its_cluster(asked: list[str]) -> None:
+    by_ray = replace(A, ray=RayCluster("10.0.0.1:6379", resource="GPU"))
+    assert await free_gpu([on(by_ray, 0, 1)]) == (by_ray.with_a_gpu, 0)
+    assert asked == []
 
 
 async def test_without_a_free_gpu_a_push_is_refused(asked: list[str]) -> None:
