@@ -20,6 +20,14 @@ def pytest_configure() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+_LONG = ("test_tinker_kills", "test_sglang_states", "test_sglang_fleet", "test_kill_points")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What takes longest comes first: at the end, other workers would wait for it."""
+    items.sort(key=lambda item: item.path.stem not in _LONG)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def nothing_staged_remains(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Weights in memory go when their state directory does: pytest keeps those of three runs."""

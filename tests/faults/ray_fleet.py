@@ -22,6 +22,7 @@ from typing import Any
 import psutil
 
 from skyctl.launch.local.host import free_port
+from skyctl.store.processes import TOKEN_VARIABLE
 from tests.faults.remote_fleet import (
     ADDRESSES,
     RemoteFleet,
@@ -213,9 +214,17 @@ class RayFleet(RemoteFleet):
             one
             for one in psutil.process_iter()
             if "skyctl.launch.ray.driver" in words(one)
-            and address in words(one)
             and any(self.cluster.address in word for word in words(one))
+            and (address in words(one) or self._chosen_for(one) == address)
         ]
+
+    def _chosen_for(self, connection: psutil.Process) -> str:
+        """The node that a connection has gone on to, by the record of the tether that holds it."""
+        with contextlib.suppress(psutil.Error, OSError):
+            token = environ_of(connection.parent()).get(TOKEN_VARIABLE)
+            record = json.loads((self.directory / f"home/remote/{token}.json").read_text())
+            return str(record["node"]["target"])
+        return ""
 
     def _is_ours(self, process: psutil.Process) -> bool:
         return "skyctl.launch.remote.agent" in words(process) or "--port" in words(process)

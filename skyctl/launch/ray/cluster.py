@@ -82,8 +82,11 @@ class Cluster:
         """The GPU count of the largest node, and how much `room` each node has when empty; `nodes`
         has each agent's answer, if only agents know what is asked.
         """
-        refuse_open(self._wanted)
         nodes = self._candidates()
+        asked = []
+        if question.get("modules") or question.get("paths"):
+            asked = [(node, self._ask(node, {"do": "facts", **question})) for node in nodes]
+        refuse_open(self._wanted)  # while they look; no question has a secret
         most = max(int(node["Resources"].get("GPU", 0)) for node in nodes)
         found: dict[str, Any] = {
             "address": ADDRESS_AT_SPAWN,
@@ -92,8 +95,7 @@ class Cluster:
             "ports": [],
             "room": [int(node["Resources"].get(self._wanted.resource, 0)) for node in nodes],
         }
-        if question.get("modules") or question.get("paths"):
-            asked = [(node, self._ask(node, {"do": "facts", **question})) for node in nodes]
+        if asked:
             found["nodes"] = {
                 node["NodeManagerAddress"]: self._answer(node, one) for node, one in asked
             }
