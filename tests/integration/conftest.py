@@ -12,6 +12,8 @@ from skyctl.checkpoints.tiny import make_tiny_checkpoint
 from tests.integration.fleet_cli import UP_TIMEOUT_S, FleetCli
 
 NEEDS = ("vllm", "vllm_router", "torch")
+needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vllm")
+"""Without importing it, which takes seconds."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -17,6 +17,7 @@ import pytest
 from tests.faults.ray_fleet import RayFleet, has_ray, running_cluster
 from tests.faults.remote_fleet import A, B
 from tests.faults.sshd_fleet import SshdFleet, running_sshd
+from tests.integration.conftest import needs_vllm
 from tests.integration.fleet_cli import UP_TIMEOUT_S, FleetCli, greedy
 from tests.integration.reference import answered
 from tests.integration.test_adapters import PROMPTS, Reference
@@ -32,8 +33,7 @@ from tests.integration.test_real_fleet import (
 from tests.integration.two_servers import write_two
 from tests.pids import segments
 
-pytest.importorskip("vllm")
-pytestmark = [pytest.mark.real, pytest.mark.beside]
+pytestmark = [needs_vllm, pytest.mark.real, pytest.mark.beside]
 TOKENS = 24
 BACK_S = 240.0
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.integration.conftest import needs_vllm
 from tests.integration.fleet_cli import UP_TIMEOUT_S, greedy_body
 from tests.integration.pairs import (
     DECODE,
@@ -26,8 +27,8 @@ from tests.integration.pairs import (
     started_on_gpus,
 )
 
-pytest.importorskip("vllm")
 pytest.importorskip("nixl")
+pytestmark = needs_vllm
 KINDS = [
     pytest.param("cpu", marks=pytest.mark.real),
     pytest.param("gpus", marks=pytest.mark.gpu),

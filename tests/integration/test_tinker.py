@@ -13,14 +13,15 @@ from typing import Any
 
 import pytest
 
+from tests.integration.conftest import needs_vllm
 from tests.integration.fleet_cli import UP_TIMEOUT_S, FleetCli
 from tests.tinker_sdk import service_client
 
 pytest.importorskip("tinker")
-pytest.importorskip("vllm")
 from tinker import types
 
 pytestmark = [
+    needs_vllm,
     pytest.mark.real,
     pytest.mark.beside,
     pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning"),
