@@ -93,7 +93,8 @@ def test_a_push_brings_what_a_server_started_on_it_answers(tmp_path: Path) -> No
             fleet.run(*push, str(made["a"]))
             assert answers(fleet) == of_a, transport
         segments = set(SHARED_MEMORY.glob("vllm_dist_*-tp:*-cpushm_*"))
-        assert segments  # of the split server; one that is killed leaves none either
+        # vLLM's ranks share memory where they compute with AVX-512; a killed one leaves none either
+        assert segments or "avx512f" not in Path("/proc/cpuinfo").read_text()
         pids = {row["name"]: row["pid"] for row in fleet.data("status")["replicas"]}
         psutil.Process(pids["split-0"]).kill()
         fleet.run("wait", "--for", "ready", "--timeout", "200", timeout_s=UP_TIMEOUT_S)
