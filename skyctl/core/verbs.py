@@ -52,7 +52,7 @@ async def run(
     if isinstance(asked, Wake):
         rows |= await _put_sleep_on_record(targets, rows, client, state, timeout_s)
         _refuse_discarded(rows.values(), asked.tags, device)
-    doubted, before = in_doubt(state), state.get(_ENDED)
+    doubted, before = in_doubt(state), _ended(state)
     skipped = {
         name: why
         for name, row in rows.items()
@@ -63,17 +63,21 @@ async def run(
     if isinstance(asked, Wake):
         outcomes = await _with_adapters(outcomes, state, called, client, timeout_s)
     with state.transaction():
-        ended, number = state.get(_ENDED), count(state)
+        number = count(state)
+        meanwhile = number != before + 1 and isinstance(asked, Pause | Resume)
         changes = {o.server: _changes(asked, o) for o in outcomes if o.ok}
-        if ended != before and isinstance(asked, Pause | Resume):
+        if meanwhile:
             # what another verb recorded meanwhile stays, unless the server says otherwise
             now = {row.name: row.paused for row in state.servers()}
-            meanwhile = {name for name in changes if now.get(name, False) != rows[name].paused}
-            changes = {name: one for name, one in changes.items() if name not in meanwhile}
+            changes = {
+                name: one
+                for name, one in changes.items()
+                if now.get(name, False) == rows[name].paused
+            }
         state.update_servers(changes)
         if called:
             state.add_event(*_event(asked, outcomes))
-    if ended != before and isinstance(asked, Pause | Resume):
+    if meanwhile:
         outcomes = await _taken_last(asked, outcomes, state, called, client, number)
     if isinstance(asked, Wake):
         await _pause_again(outcomes, state, called, client, timeout_s)
@@ -84,11 +88,15 @@ async def run(
     )
 
 
-def count(state: FleetState) -> str:
+def count(state: FleetState) -> int:
     """Count a verb that ended, or was recorded for a starting server; returns its number."""
-    number = str(int(state.get(_ENDED) or 0) + 1)
-    state.set(_ENDED, number)
+    number = _ended(state) + 1
+    state.set(_ENDED, str(number))
     return number
+
+
+def _ended(state: FleetState) -> int:
+    return int(state.get(_ENDED) or 0)
 
 
 async def _call(
@@ -127,7 +135,7 @@ async def _taken_last(
     state: FleetState,
     targets: Sequence[ServerTarget],
     client: ControlClient,
-    number: str,
+    number: int,
 ) -> Outcomes:
     """Another pause or resume ended while this one was under way: ask each server which it took
     last, and record that.
@@ -141,7 +149,7 @@ async def _taken_last(
     found = await fan_out([t for t in targets if t.name in done], ask, timeout_s=timeout_s)
     paused = {one.server: bool(one.value) for one in found if one.ok}
     with state.transaction():
-        if state.get(_ENDED) == number:  # a verb that ended after this one asked later
+        if _ended(state) == number:  # a verb that ended after this one asked later
             state.update_servers({name: {"paused": now} for name, now in paused.items()})
     why = f"{'resumed' if meant else 'paused'} by another command meanwhile"
     return tuple(

@@ -10,6 +10,7 @@ import os
 import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 from skyctl.errors import SkyctlError, StateUnwritable
@@ -164,7 +165,7 @@ class FleetPaths:
     root: Path
     name: str
 
-    @property
+    @cached_property
     def directory(self) -> Path:
         return self.root / "fleets" / self.name
 
@@ -323,9 +324,9 @@ class FleetPaths:
 
     def prepare(self) -> FleetPaths:
         """Create and check every directory of this fleet."""
-        for path in (self.root, self.root / "fleets", self.directory, self.logs):
-            private_directory(path)
-        for path in (self.socket.parent, self.scratch.parent):
+        own = (self.root, self.root / "fleets", self.directory, self.logs)
+        # the last two are elsewhere only if their paths would be too long
+        for path in dict.fromkeys((*own, self.socket.parent, self.scratch.parent)):
             private_directory(path)
         return self
 

@@ -2,9 +2,8 @@
 
 Ranks of a CPU server exchange tensors through `/dev/shm/<rendezvous>-<group>-cpushm_<rank>`, 4 MiB
 each (`cpu_communicator.py`, `csrc/cpu/shm.cpp`; x86 without AVX-512 has none), and never unlink
-them. Two things identify the
-owner: a process of the server had it mapped, or its name begins with that of a rendezvous file in
-the fleet's own temporary directory (`file://$TMPDIR/vllm_dist_<uuid>`).
+them. Two things identify the owner: a process of the server had it mapped, or its name begins with
+that of a rendezvous file in the fleet's own temporary directory (`file://$TMPDIR/vllm_dist_<uuid>`).
 """
 
 from __future__ import annotations
