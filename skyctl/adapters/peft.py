@@ -25,7 +25,13 @@ from skyctl.checkpoints.compat import compare_configs
 from skyctl.checkpoints.dtypes import safetensors_name
 from skyctl.checkpoints.finite import first_not_finite
 from skyctl.checkpoints.header import Tensor, read_header
-from skyctl.checkpoints.live import NamedTensors, RunningModel, each_tensor, running_model
+from skyctl.checkpoints.live import (
+    NamedTensors,
+    RunningModel,
+    each_tensor,
+    memory_of,
+    running_model,
+)
 from skyctl.errors import NotFoundError, PreflightError, SkyctlError, UsageError
 
 CONFIG = "adapter_config.json"
@@ -201,9 +207,8 @@ def _plain(name: str, tensor: Any) -> tuple[str, str, list[int], memoryview]:
             hint="give peft.get_peft_model_state_dict(model)",
         )
     plain = tensor.detach().to("cpu").contiguous()
-    data = memoryview(plain.reshape(-1).view(torch.uint8).numpy())
     dtype = safetensors_name(str(plain.dtype).removeprefix("torch."), name)
-    return name, dtype, list(plain.shape), data
+    return name, dtype, list(plain.shape), memory_of(plain)
 
 
 def _read_config(directory: Path) -> dict[str, Any]:

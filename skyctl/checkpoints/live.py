@@ -110,8 +110,7 @@ class _Conversion:
         wanted = self._wanted(name, tensor, known)
         # converted in place, so that fewer bytes leave a GPU
         plain = tensor.to(dtype=getattr(torch, wanted)).to("cpu").contiguous()
-        data = memoryview(plain.reshape(-1).view(torch.uint8).numpy())
-        return safetensors_name(wanted, name), shape, data
+        return safetensors_name(wanted, name), shape, memory_of(plain)
 
     def _find(self, name: str) -> Tensor | None:
         known = self._known.get(name)
@@ -178,6 +177,15 @@ def _require_plain_tensor(name: object, tensor: Any) -> None:
         raise UsageError(f"{name} is on the meta device: it has no values")
     if str(tensor.layout) != "torch.strided":
         raise UsageError(f"{name} is {tensor.layout}", hint="give tensor.to_dense()")
+
+
+def memory_of(tensor: Any) -> memoryview:
+    """The bytes of a contiguous tensor on the CPU, in place."""
+    import torch
+
+    # a single value counts as contiguous whatever its stride, and then has no view as bytes
+    flat = tensor.as_strided((tensor.numel(),), (1,))
+    return memoryview(flat.view(torch.uint8).numpy())
 
 
 async def each_tensor(tensors: NamedTensors) -> AsyncIterator[tuple[str, Any]]:

@@ -55,10 +55,18 @@ async def test_views_and_gradients_are_written_by_value(tmp_path: Path) -> None:
     load_file = pytest.importorskip("safetensors.torch").load_file
     parameter = torch.nn.Parameter(torch.arange(6.0).reshape(2, 3))
     path = await written(
-        iter([("a", parameter), ("b", parameter.t()), ("e", torch.empty(0, 4))]), tmp_path / "ckpt"
+        {
+            "a": parameter,
+            "b": parameter.t(),
+            "e": torch.empty(0, 4),
+            "one": parameter[1, 2].expand(1, 1),
+            "rows": parameter[1].expand(4, 3),
+        },
+        tmp_path / "ckpt",
     )
     read = load_file(path / "model.safetensors")
     assert torch.equal(read["b"], parameter.detach().t()) and read["e"].shape == (0, 4)
+    assert read["one"].tolist() == [[5.0]] and read["rows"].tolist() == [[3.0, 4.0, 5.0]] * 4
 
 
 async def test_an_async_iterator_is_read_one_tensor_at_a_time(tmp_path: Path) -> None:

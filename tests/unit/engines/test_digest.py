@@ -89,6 +89,16 @@ def test_one_ulp_in_a_plain_parameter_changes_the_digest() -> None:
     assert digest_model(module)["digest"] != before
 
 
+def test_a_scale_that_is_a_view_of_one_value_has_the_digest_of_that_value() -> None:
+    """So vLLM's kernels for FP8 on CPUs with AMX keep it: shape (1, 1), stride (0, 0)."""
+    found = []
+    for scale in (torch.tensor(0.5).expand(1, 1), torch.tensor([[0.5]])):
+        module, _ = model()
+        module.scale = torch.nn.Parameter(scale, requires_grad=False)
+        found.append(digest_model(module)["digest"])
+    assert found[0] == found[1] != digest_model(model()[0])["digest"]
+
+
 def two_percent(weight: Any) -> None:
     weight[5, 1030] *= 1.02
 

@@ -26,7 +26,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (  # noqa: E402
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader  # noqa: E402
 from vllm.model_executor.parameter import ModelWeightParameter  # noqa: E402
 
-from skyctl.engines.vllm.inside.rows import _octets, answer_rows  # noqa: E402
+from skyctl.engines.vllm.inside.rows import _bytes, answer_rows  # noqa: E402
 from skyctl.engines.vllm.inside.wire import RowAnswer, RowQuestion, row_number  # noqa: E402
 from tests.unit.engines.test_digest import Packed  # noqa: E402
 
@@ -364,4 +364,4 @@ def test_an_expert_of_another_rank_is_elsewhere() -> None:
 
 
 def test_a_single_value_is_read_whatever_its_stride() -> None:
-    assert _octets(torch.ones(4).as_strided((1,), (4,))) == b"\x00\x00\x80\x3f"
+    assert _bytes(torch.ones(4).as_strided((1,), (4,))) == b"\x00\x00\x80\x3f"

@@ -12,6 +12,7 @@ from importlib.util import find_spec
 
 import torch
 
+from skyctl.engines.vllm.inside.layout_copy import octets_of
 from skyctl.engines.vllm.inside.wire import BLOCK_WORDS, GOLDEN, MIX, following_factor
 
 
@@ -62,7 +63,7 @@ def _factors(device: torch.device) -> torch.Tensor:
 
 
 def _sum(tensor: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
-    octets = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    octets = octets_of(tensor.contiguous())
     whole = octets.numel() // 8 * 8
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     words = _words(octets[:whole])

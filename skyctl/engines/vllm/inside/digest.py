@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from skyctl.engines.vllm.inside.device_digest import as_it_lies, digest_on_device
+from skyctl.engines.vllm.inside.layout_copy import octets_of
 
 _EXACT_WIDTH = 512
 _SPAN = 512
@@ -98,7 +99,7 @@ def _digest_tensors(tensors: list[torch.Tensor], numbers: dict[int, int]) -> lis
 
 def _digest_tensor(tensor: torch.Tensor) -> bytes:
     """Digest of dtype, shape and bytes."""
-    flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8).cpu()
+    flat = octets_of(tensor.contiguous()).cpu()
     digest = hashlib.blake2b(f"{tensor.dtype}{tuple(tensor.shape)}".encode(), digest_size=16)
     digest.update(memoryview(flat.numpy()))
     return digest.digest()

@@ -21,6 +21,7 @@ from vllm.model_executor.model_loader.reload import (
 
 from skyctl.engines.vllm.inside.completeness import half_open, missing_parameters
 from skyctl.engines.vllm.inside.experts import pack_after_updates, update_problem
+from skyctl.engines.vllm.inside.layout_copy import octets_of
 from skyctl.engines.vllm.inside.receivers import Receiver, open_receiver
 from skyctl.engines.vllm.inside.tied import repack_tied_layers, tied_layers
 from skyctl.engines.vllm.inside.wire import ChunkUpdate, ReceiverInit
@@ -132,5 +133,5 @@ class SkyctlWeightTransferEngine(WeightTransferEngine[Any, Any]):  # type: ignor
 
 
 def _crc32(tensor: torch.Tensor) -> int:
-    flat = tensor.reshape(-1).view(torch.uint8)
+    flat = octets_of(tensor.contiguous())
     return zlib.crc32(memoryview(flat.numpy())) if flat.numel() else 0

@@ -17,7 +17,9 @@ _UNITS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
 def octets_of(tensor: torch.Tensor) -> torch.Tensor:
     """The bytes of a contiguous tensor, as a flat view of its memory."""
-    return tensor.detach().view(-1).view(torch.uint8)
+    flat = tensor.detach().view(-1)
+    # a single value counts as contiguous whatever its stride, and then has no view as bytes
+    return flat.as_strided(flat.shape, (1,)).view(torch.uint8)
 
 
 def copy_runs(

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from skyctl.engines.vllm.inside.digest import input_size, is_packed
+from skyctl.engines.vllm.inside.layout_copy import octets_of
 from skyctl.engines.vllm.inside.placement import NotComparable, Placement, Trace, Tracer, tracing
 from skyctl.engines.vllm.inside.wire import RowAnswer, RowQuestion, row_number
 
@@ -47,7 +48,7 @@ def _answer(tracer: Tracer, question: RowQuestion, trace: Trace) -> RowAnswer:
     dtype = wanted if all(_holds_exactly(values, wanted) for *_, values in found) else held
     name = str(dtype).removeprefix("torch.")
     pieces = [
-        (row, begin, end, row_number(_octets(values.to(dtype)), name))
+        (row, begin, end, row_number(_bytes(values.to(dtype)), name))
         for row, begin, end, values in found
     ]
     return RowAnswer(question.name, name, pieces)
@@ -60,10 +61,8 @@ def _holds_exactly(values: torch.Tensor, dtype: torch.dtype) -> bool:
     return bool(torch.equal(values.to(dtype).to(values.dtype), values))
 
 
-def _octets(values: torch.Tensor) -> bytes:
-    # a single value counts as contiguous whatever its stride, and then has no view as bytes
-    whole = values.clone(memory_format=torch.contiguous_format)
-    return bytes(whole.view(torch.uint8).cpu().numpy())
+def _bytes(values: torch.Tensor) -> bytes:
+    return bytes(octets_of(values.contiguous()).cpu().numpy())
 
 
 def _read(placement: Placement, question: RowQuestion) -> list[tuple[int, int, int, torch.Tensor]]:
