@@ -137,7 +137,8 @@ class SshSection(_Section):
             *("-o", "ControlPath=none"),  # or one connection that breaks would take all others
             *("-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=3"),
         ],
-        description="The ssh client; host and command are added.",
+        description="The ssh client; host and command are added. A word with {host} names the "
+        "host instead, for another client that runs a line of shell there, such as srun.",
     )
     orphan_grace_s: Seconds = Field(
         120.0,

@@ -69,8 +69,8 @@ class RayCluster:
 @dataclass(frozen=True)
 class Node:
     """Another machine that servers run on. `target` is what ssh is given (`user@host`), `address`
-    what servers bind there, `python` its interpreter with skyctl and the engine, `command` the ssh
-    client; a server there ends itself `grace_s` seconds after it last heard from us.
+    what servers bind there, `python` its interpreter with skyctl and the engine, `command` the
+    client that reaches it; a server there ends itself `grace_s` seconds after it last heard of us.
 
     With `ray`, Ray takes the place of ssh, and `target` is the node's address in the cluster;
     before Ray has chosen a node, `target` stands for the cluster.

@@ -1,4 +1,4 @@
-"""What runs on the other machine: `PYTHON -m skyctl.launch.remote.agent`, started by ssh or Ray.
+"""What runs on the other machine, for ssh, srun or Ray: `PYTHON -m skyctl.launch.remote.agent`.
 
 One request per connection, a JSON line: `facts` (what the machine has), `keep` (start a server, or
 take up the one that runs, and tell of it until it ends), `stop` (end a server for certain).
@@ -28,6 +28,7 @@ import json
 import os
 import selectors
 import shutil
+import socket
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -86,14 +87,10 @@ def facts(
     paths: Sequence[str] = (),
     listening: Sequence[int] = (),
 ) -> None:
-    """GPUs, CPUs, the address that ssh came by (or the node's), its interface and free ports there;
-    what of the wanted modules and paths is missing, the versions of the others, and who holds the
-    ports that are asked for."""
-    address = os.environ.get("SKYCTL_NODE_ADDRESS", "")
-    connection = os.environ.get("SSH_CONNECTION", "").split()
-    if not address and len(connection) != 4:
-        raise SkyctlError("its sshd does not say by which address it was reached (SSH_CONNECTION)")
-    address = address or connection[2]
+    """GPUs, CPUs, the address that it was reached by (or the node's), its interface and free ports
+    there; what of the wanted modules and paths is missing, the versions of the others, and who
+    holds the ports that are asked for."""
+    address = _own_address()
     holders = {port: port_holder(address, port) for port in listening}
     _say(
         {
@@ -108,6 +105,28 @@ def facts(
             "taken": {port: holder for port, holder in holders.items() if holder},
         }
     )
+
+
+def _own_address() -> str:
+    """The address of this machine for the one that asks.
+
+    Raises:
+        SkyctlError: nobody says.
+    """
+    told, asking = os.environ.get("SKYCTL_NODE_ADDRESS"), os.environ.get("SLURM_LAUNCH_NODE_IPADDR")
+    if told:
+        return told
+    if asking:  # before ssh's: srun hands on the variables of the login
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as towards_it:
+            towards_it.connect((asking, 1))  # sends nothing
+            return str(towards_it.getsockname()[0])
+    connection = os.environ.get("SSH_CONNECTION", "").split()
+    if len(connection) != 4:
+        raise SkyctlError(
+            "nothing says by which address it was reached: neither sshd (SSH_CONNECTION), "
+            "nor Slurm, nor SKYCTL_NODE_ADDRESS"
+        )
+    return connection[2]
 
 
 def _versions(modules: Sequence[str]) -> dict[str, str]:

@@ -1,5 +1,5 @@
-"""A conversation with the agent of another machine: JSON lines over the pipes of one process, ssh's
-or that which talks to Ray (`ray/driver.py`).
+"""A conversation with the agent of another machine: JSON lines over the pipes of one process: ssh,
+srun, or what talks to Ray (`ray/driver.py`).
 
 The agent speaks first, `{"agent": protocol, "skyctl": version}`; only then is anything sent to it.
 What is secret goes through the pipe, never on a command line or into the environment of that
@@ -17,6 +17,7 @@ import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -26,12 +27,15 @@ from skyctl.launch.base import A_GPU, Node
 
 PROTOCOL = 1
 """Of the agent. Count it up when a tether that runs could not talk to a new agent any more."""
+MACHINE = "{host}"
+"""Stands for the machine in a client's command line, which otherwise ends with it."""
 CONNECT_TIMEOUT_S = 20.0
 _RAY_TIMEOUT_S = 45.0
 _LONGEST_LINE = 1024 * 1024
 _LAST_WORDS = 4096
 _CLOSE_S = 1.0
 _LONGEST_REASON = 200
+_SLURMS_LAST = re.compile(r"^srun: error: .*: Exited with exit code \d+$", re.MULTILINE)
 _RAYS_LOG = re.compile(r"^\[\d.*?\] \S+: ")
 _MODULE = "skyctl.launch.remote.agent"
 _DRIVER = "skyctl.launch.ray.driver"
@@ -64,7 +68,7 @@ class Session:
         except OSError as error:
             raise HostUnreachable(
                 f"{client} cannot be started: {error.strerror}",
-                hint="install an ssh client, or name one with `ssh: {command: [...]}`",
+                hint="install it, or name another client with `ssh: {command: [...]}`",
             ) from error
         self._drain = asyncio.create_task(self._keep_last_words())
         try:
@@ -172,14 +176,28 @@ def silence(node: Node) -> str:
 
 
 def _way(node: Node) -> str:
-    return "Ray" if node.ray else "ssh"
+    """The client, by its name to the user."""
+    if node.ray:
+        return "Ray"
+    return Path(node.command[0]).name if _names_machine(node.command) else "ssh"
+
+
+def _names_machine(command: Sequence[str]) -> bool:
+    return any(MACHINE in word for word in command)
+
+
+def _client(node: Node) -> list[str]:
+    """The command line that runs a line of shell on a machine, without that line."""
+    if _names_machine(node.command):
+        return [word.replace(MACHINE, node.target) for word in node.command]
+    return [*node.command, node.target]
 
 
 def command_on(node: Node, argv: Sequence[str]) -> list[str]:
     """The program here whose pipes are those of `argv` on a node; it ends with it."""
     there = shlex.join(argv)
     if node.ray is None:
-        return [*node.command, node.target, there]
+        return [*_client(node), there]
     cluster = json.dumps(asdict(node.ray))
     target = node.target if node.chosen or node.target == A_GPU else ""
     return [sys.executable, "-P", "-m", _DRIVER, cluster, target, there]
@@ -191,16 +209,20 @@ def connection_environment() -> dict[str, str]:
 
 
 def _by_hand(node: Node) -> str:
-    return "look at the cluster: ray status" if node.ray else f"try it by hand: ssh {node.target}"
+    if node.ray:
+        return "look at the cluster: ray status"
+    by_hand = [*_client(node), "hostname"] if _names_machine(node.command) else ["ssh", node.target]
+    return f"try it by hand: {shlex.join(by_hand)}"
 
 
 def explained(node: Node, code: int, stderr: bytes) -> HostUnreachable:
     """Why the connection, or what it ran, ended before it said anything."""
-    text = stderr.decode(errors="replace").strip()
+    text = _SLURMS_LAST.sub("", stderr.decode(errors="replace")).strip()
     way = _way(node)
     last = text.rpartition("\n")[2].strip() or f"{way} exited with code {code}"
     last = _RAYS_LOG.sub("", last)[:_LONGEST_REASON]
     target, python = node.target, node.python
+    section = "ray" if node.ray else "ssh"
     if any(problem in text for problem in _KEY_PROBLEMS):
         return HostUnreachable(
             f"{target}: its host key is not known here, or has changed",
@@ -214,10 +236,10 @@ def explained(node: Node, code: int, stderr: bytes) -> HostUnreachable:
     if "No module named" in last:
         return HostUnreachable(
             f"{target}: {python} has no skyctl",
-            hint=f"install skyctl {__version__} there, or correct `{way.lower()}: {{python: ...}}`",
+            hint=f"install skyctl {__version__} there, or correct `{section}: {{python: ...}}`",
         )
     if code in (126, 127):
         return HostUnreachable(
-            f"{target} has no Python at {python}", hint=f"correct `{way.lower()}: {{python: ...}}`"
+            f"{target} has no Python at {python}", hint=f"correct `{section}: {{python: ...}}`"
         )
     return HostUnreachable(f"{target} cannot be asked over {way}: {last}", hint=_by_hand(node))

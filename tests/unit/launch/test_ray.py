@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError
 
 import pytest
@@ -97,6 +98,8 @@ def test_a_command_runs_on_a_node_by_its_way_there() -> None:
     argv = ["env", "A=1 2", "python"]
     by_ssh = Node("me@far", "10.0.0.7", "python", ("ssh", "-F", "x"), 60.0)
     assert command_on(by_ssh, argv) == ["ssh", "-F", "x", "me@far", "env 'A=1 2' python"]
+    by_srun = replace(by_ssh, target="n7", command=("srun", "--nodelist={host}", "sh", "-c"))
+    assert command_on(by_srun, argv)[1:] == ["--nodelist=n7", "sh", "-c", "env 'A=1 2' python"]
     by_ray = Node("10.0.0.7", "10.0.0.7", "python", (), 60.0, CLUSTER)
     *driver, cluster, address, there = command_on(by_ray, argv)
     assert driver[1:] == ["-P", "-m", "skyctl.launch.ray.driver"]
