@@ -4,9 +4,10 @@ same two without Ray, in one run.
     python -m benchmarks.up_ray [--rounds 3] [--write]
 
 The cluster is a real one on this machine, up before the first round; each of its two nodes gets a
-server. The two ways take turns, and which one is first, too. A round that only warms caches comes
-before. The ratio is that of the medians of what the command takes. It wants the machine for itself:
-what else runs there slows the one way or the other.
+server, at the priority that they have without Ray (`RAY_worker_niceness=0`; Ray's own is 15). The
+two ways take turns, and which one is first, too. A round that only warms caches comes before. The
+ratio is that of the medians of what the command takes. It wants the machine for itself: what else
+runs there slows the one way or the other.
 """
 
 from __future__ import annotations

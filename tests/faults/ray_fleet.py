@@ -148,6 +148,8 @@ class RayCluster:
         environ |= {**self.environ, "HOME": str(home), _MARK: str(self.directory)}
         environ |= {"RAY_AUTH_MODE": self._mode, "RAY_memory_monitor_refresh_ms": "0"}
         environ |= {"RAY_enable_worker_prestart": "0"}
+        # of 15, which servers inherit: beside whatever else runs here they would stand still
+        environ |= {"RAY_worker_niceness": "0"}
         log = (self.directory / f"{address}.log").open("a")
         return subprocess.Popen(
             command, env=environ, text=True, stdin=subprocess.DEVNULL, stdout=log, stderr=log

@@ -13,6 +13,7 @@ from skyctl.checkpoints.tiny import make_tiny_checkpoint
 from skyctl.launch.local.segments import SHARED_MEMORY
 from tests.integration.fleet_cli import UP_TIMEOUT_S, FleetCli, greedy
 from tests.integration.inside import CORRUPTIBLE, EVERYWHERE, ask, assert_holds
+from tests.integration.reference import answered
 
 pytestmark = pytest.mark.real
 
@@ -21,6 +22,7 @@ COPIES = {"name": "copies", "data_parallel_size": 2, **CORRUPTIBLE}
 # vLLM on CPU makes the buffers between pipeline ranks as it warms up, which eager servers do not
 LAYERS = {"name": "layers", "pipeline_parallel_size": 2, "args": {"enforce-eager": False}}
 TRANSPORTS = ("shm", "gloo", "disk")
+PROMPT, TOKENS = "the kettle", 24
 
 
 @pytest.fixture(autouse=True)
@@ -52,7 +54,7 @@ def write_fleet(fleet: FleetCli, model: Path, *groups: dict[str, object]) -> Non
 def answers(fleet: FleetCli) -> dict[str, list[int]]:
     urls: dict[str, str] = fleet.data("urls")["servers"]
     key = fleet.key
-    return {name: greedy(url, "unlike", "the kettle", key=key) for name, url in urls.items()}
+    return {name: greedy(url, "unlike", PROMPT, TOKENS, key=key) for name, url in urls.items()}
 
 
 def digests(fleet: FleetCli, server: str) -> list[str]:
@@ -70,28 +72,30 @@ def make_checkpoints(directory: Path) -> dict[str, Path]:
     }
 
 
-def test_a_push_brings_what_a_server_started_on_it_answers(tmp_path: Path) -> None:
+def right_answers(made: dict[str, Path]) -> dict[str, list[int]]:
+    found = {name: answered(checkpoint, PROMPT, TOKENS) for name, checkpoint in made.items()}
+    assert found["a"] != found["b"]
+    return found
+
+
+def test_a_push_brings_what_the_checkpoint_answers(tmp_path: Path) -> None:
     made = make_checkpoints(tmp_path)
+    right = right_answers(made)
     fleet = FleetCli(tmp_path / "fleet", tmp_path / "home")
     fleet.directory.mkdir()
     try:
-        write_fleet(fleet, made["b"], WHOLE)
-        fleet.run("up", timeout_s=UP_TIMEOUT_S)
-        of_b = answers(fleet)["whole-0"]
-        fleet.run("down")
         write_fleet(fleet, made["a"], WHOLE, SPLIT)
         fleet.run("up", timeout_s=UP_TIMEOUT_S)
-        of_a = answers(fleet)
-        assert of_b not in of_a.values()
+        assert answers(fleet) == dict.fromkeys(("whole-0", "split-0"), right["a"])
         # not only back to "a": a layer that a reload leaves out would go unnoticed
         for transport in TRANSPORTS:
-            push = ("sync-weights", "--transport", transport)
-            fleet.run(*push, str(made["b"]))
-            assert answers(fleet) == {"whole-0": of_b, "split-0": of_b}, transport
-            assert_holds(fleet, "whole-0", made["b"])
-            assert_holds(fleet, "split-0", made["b"])
-            fleet.run(*push, str(made["a"]))
-            assert answers(fleet) == of_a, transport
+            for name in ("b", "a"):
+                fleet.run("sync-weights", "--transport", transport, str(made[name]))
+                found = answers(fleet)
+                assert found == dict.fromkeys(("whole-0", "split-0"), right[name]), transport
+                if name == "b":
+                    assert_holds(fleet, "whole-0", made["b"])
+                    assert_holds(fleet, "split-0", made["b"])
         segments = set(SHARED_MEMORY.glob("vllm_dist_*-tp:*-cpushm_*"))
         # vLLM's ranks share memory where they compute with AVX-512; a killed one leaves none either
         assert segments or "avx512f" not in Path("/proc/cpuinfo").read_text()
@@ -109,6 +113,7 @@ def test_a_push_brings_what_a_server_started_on_it_answers(tmp_path: Path) -> No
 
 def test_pipeline_and_data_parallel_ranks_take_the_same_push(tmp_path: Path) -> None:
     made = make_checkpoints(tmp_path)
+    right = right_answers(made)
     fleet = FleetCli(tmp_path / "fleet", tmp_path / "home")
     fleet.directory.mkdir()
 
@@ -116,7 +121,7 @@ def test_pipeline_and_data_parallel_ranks_take_the_same_push(tmp_path: Path) -> 
         """The same from the pipeline and from both copies."""
         urls, key = fleet.data("urls")["servers"], fleet.key
         (first, *others) = [
-            greedy(urls[name], "unlike", "the kettle", key=key, rank=rank)
+            greedy(urls[name], "unlike", PROMPT, TOKENS, key=key, rank=rank)
             for name, rank in (("layers-0", None), ("copies-0", 0), ("copies-0", 1))
         ]
         assert others == [first, first]
@@ -125,13 +130,11 @@ def test_pipeline_and_data_parallel_ranks_take_the_same_push(tmp_path: Path) -> 
     try:
         write_fleet(fleet, made["a"], LAYERS, COPIES)
         fleet.run("up", timeout_s=UP_TIMEOUT_S)
-        of_a, of_b = answer(), None
+        assert answer() == right["a"]
         for transport in TRANSPORTS:
-            fleet.run("sync-weights", "--transport", transport, str(made["b"]))
-            of_b = of_b or answer()
-            assert answer() == of_b != of_a, transport
-            fleet.run("sync-weights", "--transport", transport, str(made["a"]))
-            assert answer() == of_a, transport
+            for name in ("b", "a"):
+                fleet.run("sync-weights", "--transport", transport, str(made[name]))
+                assert answer() == right[name], transport
         assert_holds(fleet, "layers-0", made["a"])
         assert_holds(fleet, "copies-0", made["a"])
         first, second = digests(fleet, "copies-0")
