@@ -70,8 +70,7 @@ def answers(llm: Any) -> list[list[int]]:
 
 def stage(checkpoint: Path, plan: ChunkPlan, programs: list[Program], clock: Clock) -> Any:
     """The checkpoint in slots on GPU 0, and the numbers of what is to become of it."""
-    from skyctl.transfer.gpu.carrier import GpuCarrier
-    from skyctl.transfer.gpu.numbering import Numbering
+    from skyctl.transfer.gpu.carrier import GpuCarrier, Numbering
     from skyctl.transfer.reader import Piece, ShardFiles
 
     carrier = GpuCarrier([0], [[0]])

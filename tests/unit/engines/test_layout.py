@@ -124,7 +124,7 @@ def _assert_carried_over(program: Program, chunks: list[Any], made: dict[str, An
 
     from skyctl.engines.vllm.inside.device_digest import digest_on_device
     from skyctl.engines.vllm.inside.layout_copy import copy_runs, octets_of
-    from skyctl.transfer.gpu.numbering import Numbering
+    from skyctl.transfer.gpu.carrier import Numbering
 
     names = [name for name, _, _ in program.parameters]
     targets = {place: torch.zeros_like(octets_of(made[name])) for place, name in enumerate(names)}
@@ -297,7 +297,7 @@ def test_a_layer_is_processed_beside_the_running_one_as_the_loader_would(
     from vllm import _custom_ops
 
     from skyctl.engines.vllm.inside.digest import digest_model
-    from skyctl.transfer.gpu.numbering import Numbering
+    from skyctl.transfer.gpu.carrier import Numbering
 
     def quantized(weight: Any, scale: Any, **_: Any) -> tuple[Any, Any]:
         """On CPU vLLM has no kernel for it."""
