@@ -70,11 +70,10 @@ from skyctl.store.journal import Job
 from skyctl.store.paths import FleetPaths
 from skyctl.store.state import FleetState
 from skyctl.supervisor import adapters, admission, healing, rollout
-from skyctl.supervisor.fleet import RunningFleet
+from skyctl.supervisor.fleet import RunningFleet, report
 from skyctl.supervisor.interface import Adopt, Begun, Reconcile, SupervisorService
 from skyctl.supervisor.pushes import Pushes
 from skyctl.supervisor.replica import Replica, ReplicaContext, reload_rows
-from skyctl.supervisor.report import report
 from skyctl.supervisor.wire import spec_hash
 
 _RECOVERIES = 2  # one for what the first finds, one for what shows after it
