@@ -20,8 +20,13 @@ from typing import Any
 from benchmarks.checkpoints import two_checkpoints
 from skyctl.checkpoints.checkpoint import read_checkpoint
 from skyctl.engines.vllm.inside.layout_wire import LayoutReport, Program
-from skyctl.transfer.layout import check_layouts, order_for_runtime, program_for
-from skyctl.transfer.plan import ChunkPlan, plan_chunks
+from skyctl.transfer.plan import (
+    ChunkPlan,
+    check_layouts,
+    order_for_runtime,
+    plan_chunks,
+    program_for,
+)
 
 CHUNK_BYTES = 1 << 30
 EXTENSION = "skyctl.engines.vllm.inside.worker.SkyctlWorkerExtension"

@@ -12,8 +12,14 @@ import pytest
 from skyctl.checkpoints.checkpoint import Checkpoint, read_checkpoint
 from skyctl.checkpoints.tiny import make_tiny_checkpoint
 from skyctl.engines.vllm.inside.layout_wire import LayoutReport, Program, layout_digest
-from skyctl.transfer.layout import check_layouts, order_for_runtime, program_for
-from skyctl.transfer.plan import ChunkPlan, Packing, plan_chunks
+from skyctl.transfer.plan import (
+    ChunkPlan,
+    Packing,
+    check_layouts,
+    order_for_runtime,
+    plan_chunks,
+    program_for,
+)
 from tests.unit.engines.vllm_models import vllm_model
 
 pytest.importorskip("vllm")
