@@ -24,7 +24,6 @@ from skyctl.http.target import ServerTarget
 from skyctl.launch.base import Node
 from skyctl.push.delivery import ChunkDelivery, Delivery
 from skyctl.push.delta import Delta, compare
-from skyctl.push.disk import DiskDelivery
 from skyctl.push.expected import refuse_broken
 from skyctl.push.forecast import Forecast, refusal, slots_of
 from skyctl.push.layouts import LayoutChoice, choose_layout
@@ -33,6 +32,7 @@ from skyctl.push.machines_delivery import MachinesDelivery
 from skyctl.push.request import PushFleet, PushRequest, PushServer
 from skyctl.push.rows import KnownRows, read_rows
 from skyctl.push.runtime_delivery import RuntimeDelivery
+from skyctl.push.senderless_delivery import DiskDelivery, TrainerDelivery
 from skyctl.push.server_facts import (
     ServerFacts,
     ask_servers,
@@ -45,7 +45,6 @@ from skyctl.push.server_facts import (
     refuse_without_nccl,
 )
 from skyctl.push.sites import Site, Weights
-from skyctl.push.trainer_delivery import TrainerDelivery
 from skyctl.push.verify import HOW_TO_DIGEST, CannotDigest, can_compare, weights_digest
 from skyctl.push.versions import refuse_changed
 from skyctl.store.state import TRAINER

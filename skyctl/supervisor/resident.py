@@ -60,8 +60,8 @@ from skyctl.http.fanout import Outcome, OutcomeStatus
 from skyctl.kill_points import reached
 from skyctl.launch import DEFAULT as LAUNCHER
 from skyctl.push.request import PushRequest
+from skyctl.push.senderless_delivery import ask_targets
 from skyctl.push.trainer import Rendezvous, SendTarget, Trainer
-from skyctl.push.trainer_delivery import ask_targets
 from skyctl.push.verify import Verification
 from skyctl.store.credentials import ensure_credentials
 from skyctl.store.database import Retention
