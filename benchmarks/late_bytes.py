@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.push import RESULTS, save, taken_on_gpus
-from skyctl.transfer.gpu import cudart
 from skyctl.transfer.gpu.devices import MirroredSlots
+from skyctl.transfer.gpu.reader import copy_to_device
 
 COPY_BYTES = 64 * 1024**2
 SLOT_BYTES = 1024**3
@@ -99,7 +99,7 @@ class Rounds:
 
     def copy(self, address: int, size: int) -> None:
         """Start a copy to the GPU."""
-        cudart.copy_to_device(address, self._pinned.data_ptr(), size, self._stream.cuda_stream)
+        copy_to_device(address, self._pinned.data_ptr(), size, self._stream.cuda_stream)
 
     def run(self, total: int, shows: Connection | None) -> dict[str, float]:
         """Seconds of each step. `shows`: the process that the slots are shown to."""

@@ -20,8 +20,13 @@ from typing import Any
 from benchmarks.checkpoints import two_checkpoints
 from skyctl.checkpoints.checkpoint import read_checkpoint
 from skyctl.engines.vllm.inside.layout_wire import LayoutReport, Program
-from skyctl.transfer.layout import check_layouts, order_for_runtime, program_for
-from skyctl.transfer.plan import ChunkPlan, plan_chunks
+from skyctl.transfer.plan import (
+    ChunkPlan,
+    check_layouts,
+    order_for_runtime,
+    plan_chunks,
+    program_for,
+)
 
 CHUNK_BYTES = 1 << 30
 EXTENSION = "skyctl.engines.vllm.inside.worker.SkyctlWorkerExtension"
@@ -70,8 +75,7 @@ def answers(llm: Any) -> list[list[int]]:
 
 def stage(checkpoint: Path, plan: ChunkPlan, programs: list[Program], clock: Clock) -> Any:
     """The checkpoint in slots on GPU 0, and the numbers of what is to become of it."""
-    from skyctl.transfer.gpu.carrier import GpuCarrier
-    from skyctl.transfer.gpu.numbering import Numbering
+    from skyctl.transfer.gpu.carrier import GpuCarrier, Numbering
     from skyctl.transfer.reader import Piece, ShardFiles
 
     carrier = GpuCarrier([0], [[0]])

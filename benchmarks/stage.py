@@ -28,9 +28,8 @@ from skyctl.checkpoints.header import Tensor
 from skyctl.engines.vllm.inside.layout_wire import LayoutReport, ParameterLayout, Part, Program
 from skyctl.transfer.gpu import reader as gpu_reader
 from skyctl.transfer.gpu.carrier import GpuCarrier
-from skyctl.transfer.layout import order_for_runtime, program_for
 from skyctl.transfer.pace import Pace
-from skyctl.transfer.plan import ChunkPlan, plan_chunks
+from skyctl.transfer.plan import ChunkPlan, order_for_runtime, plan_chunks, program_for
 from skyctl.transfer.reader import Filled, Piece, ShardFiles
 
 CHUNK_BYTES = 1 << 30

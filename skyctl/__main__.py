@@ -1,12 +1,20 @@
-"""The `skyctl` command, also as `python -m skyctl`."""
+"""The `skyctl` command, also as `python -m skyctl`.
+
+The page that `skyctl --help` prints is generated ahead, so that it costs no imports: from the table
+of commands, by scripts/generate-reference.
+"""
 
 from __future__ import annotations
 
 import os
+import re
 import sys
+from collections.abc import Sequence
+from pathlib import Path
 
 from skyctl import startup
-from skyctl.cli import front_page
+
+FRONT_PAGE = Path(__file__).with_name("cli") / "front_page.txt"
 
 
 def main() -> None:
@@ -14,8 +22,8 @@ def main() -> None:
     arguments = sys.argv[1:]
     # a shell that asks for completions calls us without arguments
     completing = "_SKYCTL_COMPLETE" in os.environ
-    if not completing and (not arguments or front_page.asked_for(arguments)):
-        sys.stdout.write(front_page.page())
+    if not completing and (not arguments or _only_asks_for_help(arguments)):
+        sys.stdout.write(_front_page())
         sys.exit(0 if arguments else 2)
     startup.hurry()
     from skyctl.cli.app import main as run
@@ -27,6 +35,18 @@ def main() -> None:
         raise
     finally:
         startup.leave()
+
+
+def _only_asks_for_help(arguments: Sequence[str]) -> bool:
+    return list(arguments) in (["--help"], ["-h"])
+
+
+def _front_page() -> str:
+    """The page; headings are bold if stdout is a terminal with colours."""
+    text = FRONT_PAGE.read_text(encoding="utf-8")
+    if not sys.stdout.isatty() or "NO_COLOR" in os.environ or os.environ.get("TERM") == "dumb":
+        return text
+    return re.sub(r"^(\S.*):$", "\033[1m\\1:\033[0m", text, flags=re.MULTILINE)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ from skyctl.cli.options import FileOption, FleetOption, JsonOption, TimeoutOptio
 
 if TYPE_CHECKING:
     from skyctl.adapters import AdapterChange
-    from skyctl.store.adapters import AdapterVersion
 
 app = typer.Typer(help="LoRA adapters: load, sync to a new version, unload, without a freeze.")
 
@@ -166,7 +165,7 @@ def _report(change: AdapterChange) -> None:
             "name": change.name,
             "version": adapter and adapter.version,
             "before": change.before,
-            "adapter": adapter and to_json(adapter),
+            "adapter": adapter and adapter.to_json(),
             "outcomes": rows,
             "elapsed_ms": round(change.elapsed_ms, 1),
             "notes": list(change.notes),
@@ -195,22 +194,8 @@ def _show(file: Path | None, fleet: str | None) -> None:
         for one in found
     ]
     output.emit(
-        {"adapters": [to_json(one) for one in found]},
+        {"adapters": [one.to_json() for one in found]},
         output.table(["ADAPTER", "VERSION", "RANK", "SIZE", "DIGEST", "SERVERS", "SOURCE"], rows)
         if rows
         else "no adapters are served",
     )
-
-
-def to_json(one: AdapterVersion) -> dict[str, object]:
-    """An adapter as `--json` prints it."""
-    return {
-        "name": one.name,
-        "version": one.version,
-        "digest": one.digest,
-        "rank": one.rank,
-        "bytes": one.bytes,
-        "at": one.at,
-        "source": one.source,
-        "servers": list(one.servers),
-    }

@@ -9,13 +9,14 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
-from typing import NamedTuple, NoReturn
+from enum import Enum
+from typing import Any, NamedTuple, NoReturn
 
 import typer
+from typer.core import TyperArgument, TyperOption
 
 from skyctl import __version__
 from skyctl.cli.command_line import command_name, explain, flowing, given, options_first
-from skyctl.cli.values import spare_validators
 from skyctl.errors import ExitCode, InternalError, Interrupted, SkyctlError, UsageError
 from skyctl.printing import configure, mode
 from skyctl.sanitize import sanitized
@@ -46,7 +47,7 @@ VERBS = [
     Verb("plan", "plan", "plan", SETUP),
     Verb("schema", "schema", "schema", SETUP),
     Verb("up", "up", "up", FLEET),
-    Verb("down", "down", "down", FLEET),
+    Verb("down", "up", "down", FLEET),
     Verb("status", "status", "status", FLEET),
     Verb("top", "top", "top", FLEET),
     Verb("wait", "wait", "wait", FLEET),
@@ -260,3 +261,41 @@ def _groups() -> dict[str, set[str]]:
         for group in app.registered_groups
         if group.name and group.typer_instance
     }
+
+
+def spare_validators() -> None:
+    """Have Typer take plain values as they are, in this process: without pydantic, where that would
+    change nothing.
+
+    Typer builds one of pydantic's validators for each parameter, also for those that nobody typed.
+    To import and build them takes a third of a short command's time.
+    """
+    for kind in (TyperArgument, TyperOption):
+        _spare(kind)
+
+
+def _spare(kind: Any) -> None:
+    validated = kind.process_value
+
+    def process_value(self: Any, context: Any, value: Any) -> Any:
+        try:
+            plain = _plain(self, value)
+        except ValueError:
+            return validated(self, context, value)  # Typer says what is wrong with it
+        return plain if self.callback is None else self.callback(context, self, plain)
+
+    kind.process_value = process_value
+
+
+def _plain(parameter: Any, value: Any) -> Any:
+    """The value itself, or the member of an enumeration. Raises ValueError for any other."""
+    if value is None and not parameter.required:
+        return () if parameter.multiple or parameter.nargs != 1 else None
+    # Typer has it since it has validators
+    wanted = getattr(getattr(parameter, "type_descriptor", None), "annotation", None)
+    if isinstance(wanted, type) and issubclass(wanted, Enum):
+        return wanted(value)
+    if wanted is str and isinstance(value, str):
+        value.encode()  # what is no Unicode is refused
+        return value
+    raise ValueError

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
@@ -61,6 +62,16 @@ TimeoutOption = Annotated[
         show_default=False,
     ),
 ]
+
+
+class PauseModeOption(StrEnum):
+    """What happens to running requests."""
+
+    ABORT = "abort"
+    WAIT = "wait"
+    KEEP = "keep"
+
+
 SvgOption = Annotated[
     Path | None,
     typer.Option(

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from enum import StrEnum
 from typing import Annotated
 
 import typer
 
 from skyctl.cli.asking import run_verb
-from skyctl.cli.options import FileOption, FleetOption, JsonOption, ServerOption, TimeoutOption
-
-
-class PauseModeOption(StrEnum):
-    """What happens to running requests."""
-
-    ABORT = "abort"
-    WAIT = "wait"
-    KEEP = "keep"
+from skyctl.cli.options import (
+    FileOption,
+    FleetOption,
+    JsonOption,
+    PauseModeOption,
+    ServerOption,
+    TimeoutOption,
+)
 
 
 def pause(

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from skyctl.cli import complete
-from skyctl.cli.options import FileOption, FleetOption, JsonOption
-from skyctl.cli.pause import PauseModeOption
+from skyctl.cli.options import FileOption, FleetOption, JsonOption, PauseModeOption
 
 if TYPE_CHECKING:
     from skyctl.push.request import PushRequest

@@ -40,7 +40,6 @@ def weights(
         context.obj = (file, fleet)
         return
     from skyctl import output
-    from skyctl.cli.adapters import to_json
 
     found, adapters = ask_fleet(file, fleet, _weights_and_adapters)
     servers, pushes = found.servers, found.pushes
@@ -67,7 +66,7 @@ def weights(
                 for row in servers
             ],
             "pushes": [push.to_json() for push in pushes],
-            "adapters": [to_json(one) for one in adapters],
+            "adapters": [one.to_json() for one in adapters],
         },
         output.table(["SERVER", "VERSION", "WEIGHTS", "CHECKPOINT", ""], rows)
         if rows

@@ -27,8 +27,13 @@ from skyctl.push.request import Layout
 from skyctl.push.rows import Compared
 from skyctl.push.sites import Site, Weights
 from skyctl.push.verify import can_compare
-from skyctl.transfer.layout import NotInLayout, check_layouts, order_for_runtime, program_for
-from skyctl.transfer.plan import ChunkPlan
+from skyctl.transfer.plan import (
+    ChunkPlan,
+    NotInLayout,
+    check_layouts,
+    order_for_runtime,
+    program_for,
+)
 
 LAYOUT_METHOD = "skyctl_layout"
 TRUST_METHOD = "skyctl_layout_trust"

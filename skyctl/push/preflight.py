@@ -24,30 +24,27 @@ from skyctl.http.target import ServerTarget
 from skyctl.launch.base import Node
 from skyctl.push.delivery import ChunkDelivery, Delivery
 from skyctl.push.delta import Delta, compare
-from skyctl.push.disk import DiskDelivery
 from skyctl.push.expected import refuse_broken
 from skyctl.push.forecast import Forecast, refusal, slots_of
 from skyctl.push.layouts import LayoutChoice, choose_layout
 from skyctl.push.machine_facts import forecast_push, free_gpu, subject_of
 from skyctl.push.machines_delivery import MachinesDelivery
-from skyctl.push.nccl_agreement import (
-    common_settings,
-    pace_notes,
-    refuse_shared_gpus,
-    refuse_without_nccl,
-)
 from skyctl.push.request import PushFleet, PushRequest, PushServer
 from skyctl.push.rows import KnownRows, read_rows
 from skyctl.push.runtime_delivery import RuntimeDelivery
+from skyctl.push.senderless_delivery import DiskDelivery, TrainerDelivery
 from skyctl.push.server_facts import (
     ServerFacts,
     ask_servers,
     check_servers,
+    common_nccl_settings,
+    nccl_pace_notes,
     refuse_dummy,
+    refuse_shared_gpus,
     refuse_update_problems,
+    refuse_without_nccl,
 )
 from skyctl.push.sites import Site, Weights
-from skyctl.push.trainer_delivery import TrainerDelivery
 from skyctl.push.verify import HOW_TO_DIGEST, CannotDigest, can_compare, weights_digest
 from skyctl.push.versions import refuse_changed
 from skyctl.store.state import TRAINER
@@ -226,8 +223,8 @@ async def preflight(
         refuse_without_nccl(facts)
         if facts[0].dialect is not None and facts[0].dialect.takes_buckets:
             refuse_shared_gpus(fleet.servers)  # their group fails only in the first update
-        nccl_settings = common_settings(facts)
-        notes += pace_notes(nccl_settings or {})
+        nccl_settings = common_nccl_settings(facts)
+        notes += nccl_pace_notes(nccl_settings or {})
         if nodes:
             _refuse_stores(facts)
         sender_node, sender_gpu = await free_gpu(fleet.servers)

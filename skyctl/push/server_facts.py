@@ -14,10 +14,13 @@ from skyctl.http.client import ControlClient
 from skyctl.http.fanout import fan_out, require_all
 from skyctl.http.target import ServerTarget
 from skyctl.push.request import PushFleet, PushServer
+from skyctl.transfer.nccl_settings import shared
 
 _PROBLEM_METHOD = "skyctl_update_problem"
 _NCCL_TIMEOUT_S = 30.0
 _MOST = 4096
+_FEW_CHANNELS = 8
+"""With fewer channels NVLink is far from saturated; NCCL's own choice is 16 and more."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -225,3 +228,73 @@ def refuse_dummy(facts: Sequence[ServerFacts]) -> None:
             "cannot push to",
             hint="push with another transport, or start it without `load-format: dummy`",
         )
+
+
+def refuse_without_nccl(facts: Sequence[ServerFacts]) -> None:
+    """Without NCCL, vLLM would report success and hold garbage.
+
+    Raises:
+        PreflightError: a server's vLLM cannot use NCCL.
+    """
+    for fact in facts:
+        if fact.nccl_problem:
+            raise PreflightError(
+                f"{fact.name}: {fact.nccl_problem}",
+                hint="install the nvidia-nccl package that its vLLM asks for, or set "
+                "VLLM_NCCL_SO_PATH in its `env:`",
+            )
+
+
+def refuse_shared_gpus(servers: Sequence[PushServer]) -> None:
+    """NCCL takes one process on each GPU of a group.
+
+    Raises:
+        PreflightError: two servers share a GPU.
+    """
+    by_gpu: dict[int, str] = {}
+    for server in servers:
+        for gpu in server.gpus:
+            if (other := by_gpu.setdefault(gpu, server.target.name)) != server.target.name:
+                raise PreflightError(
+                    f"{other} and {server.target.name} share GPU {gpu}, and NCCL takes one process "
+                    "on each GPU",
+                    hint="use `weight_transfer: {transport: ipc}` in the fleet file",
+                )
+
+
+def common_nccl_settings(facts: Sequence[ServerFacts]) -> dict[str, str] | None:
+    """NCCL's variables that all servers share (`transfer/nccl_settings.py`); None if no server
+    reports them.
+
+    Raises:
+        PreflightError: servers differ, so their group would hang.
+    """
+    told = [(f.name, shared(f.nccl_settings)) for f in facts if f.nccl_settings is not None]
+    if not told:
+        return None
+    (first, settings), *others = told
+    for name, theirs in others:
+        if theirs != settings:
+            variable = min(dict(theirs.items() ^ settings.items()))
+            raise PreflightError(
+                f"{first} and {name} differ in {variable} ({_shown(settings, variable)}, "
+                f"{_shown(theirs, variable)}): their NCCL group would hang",
+                hint="give all servers the same NCCL settings in their `env:`, and "
+                "VLLM_BATCH_INVARIANT to all or none",
+            )
+    return settings
+
+
+def nccl_pace_notes(settings: Mapping[str, str]) -> list[str]:
+    """Settings of NCCL's that make a broadcast slow, in words."""
+    channels = settings.get("NCCL_MAX_NCHANNELS", "")
+    if channels.isdigit() and int(channels) < _FEW_CHANNELS:
+        return [
+            f"servers hold NCCL to {channels} channel{'s' if channels != '1' else ''} "
+            "(NCCL_MAX_NCHANNELS; VLLM_BATCH_INVARIANT sets it): the push goes at that pace"
+        ]
+    return []
+
+
+def _shown(settings: Mapping[str, str], variable: str) -> str:
+    return settings.get(variable) or "not set"

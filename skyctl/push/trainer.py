@@ -4,7 +4,7 @@ to.
     push     preflight ─► pause ─► start ─► update: waits ─────────────► finish ─► verify ─► resume
     trainer                                 └► init, start, update, … ─► "sent" ┘
 
-`push/trainer_delivery.py` has the push's side.
+`push/senderless_delivery.py` has the push's side.
 """
 
 from __future__ import annotations

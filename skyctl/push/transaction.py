@@ -23,11 +23,10 @@ from skyctl.kill_points import reached
 from skyctl.push import sleeping
 from skyctl.push.canary import failed
 from skyctl.push.canary_stage import refuse_commit, try_canary
-from skyctl.push.commit import publish, verify
+from skyctl.push.commit import cut_short, publish, result_of, settle, verify
 from skyctl.push.delivery import Delivery
 from skyctl.push.expected import launch_digests
 from skyctl.push.freeze import NotYet, pause, require_all, require_frozen, resume, roll_back
-from skyctl.push.outcome import cut_short, result_of, settle
 from skyctl.push.preflight import Prepared, preflight
 from skyctl.push.request import (
     CarefulObserver,

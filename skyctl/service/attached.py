@@ -169,7 +169,7 @@ class AttachedFleet(RecordedFleet):
 
     async def rendezvous(self, asked: Rendezvous) -> tuple[SendTarget, ...]:
         from skyctl.push.request import PushRequest
-        from skyctl.push.trainer_delivery import ask_targets
+        from skyctl.push.senderless_delivery import ask_targets
         from skyctl.service.attached_push import push_fleet
 
         fleet = push_fleet(self.ref, await self._located(), PushRequest(""), self.state)

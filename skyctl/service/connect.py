@@ -22,7 +22,7 @@ async def connect(ref: FleetRef | RemoteRef) -> AsyncIterator[FleetService]:
     from skyctl.core.registry import RemoteRef
 
     if isinstance(ref, RemoteRef):
-        from skyctl.service.network import NetworkFleet
+        from skyctl.supervisor.client import NetworkFleet
 
         async with NetworkFleet(ref) as remote:
             yield remote

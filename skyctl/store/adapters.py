@@ -48,6 +48,19 @@ class AdapterVersion:
         """The name that servers give this very version, also in their answers."""
         return f"{self.name}@{self.version}"
 
+    def to_json(self) -> dict[str, object]:
+        """As `--json` prints it."""
+        return {
+            "name": self.name,
+            "version": self.version,
+            "digest": self.digest,
+            "rank": self.rank,
+            "bytes": self.bytes,
+            "at": self.at,
+            "source": self.source,
+            "servers": list(self.servers),
+        }
+
 
 _COLUMNS = "v.name, v.version, v.path, v.digest, v.source, v.rank, v.bytes, v.at"
 

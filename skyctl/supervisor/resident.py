@@ -60,8 +60,8 @@ from skyctl.http.fanout import Outcome, OutcomeStatus
 from skyctl.kill_points import reached
 from skyctl.launch import DEFAULT as LAUNCHER
 from skyctl.push.request import PushRequest
+from skyctl.push.senderless_delivery import ask_targets
 from skyctl.push.trainer import Rendezvous, SendTarget, Trainer
-from skyctl.push.trainer_delivery import ask_targets
 from skyctl.push.verify import Verification
 from skyctl.store.credentials import ensure_credentials
 from skyctl.store.database import Retention
@@ -70,11 +70,10 @@ from skyctl.store.journal import Job
 from skyctl.store.paths import FleetPaths
 from skyctl.store.state import FleetState
 from skyctl.supervisor import adapters, admission, healing, rollout
-from skyctl.supervisor.fleet import RunningFleet
+from skyctl.supervisor.fleet import RunningFleet, report
 from skyctl.supervisor.interface import Adopt, Begun, Reconcile, SupervisorService
 from skyctl.supervisor.pushes import Pushes
 from skyctl.supervisor.replica import Replica, ReplicaContext, reload_rows
-from skyctl.supervisor.report import report
 from skyctl.supervisor.wire import spec_hash
 
 _RECOVERIES = 2  # one for what the first finds, one for what shows after it

@@ -1,24 +1,62 @@
 """`python -m skyctl.tinker SETTINGS`: the API process, started by the fleet's supervisor.
 
-It asks that supervisor, and never starts one: a supervisor started from here would end with it.
+Ledger, worker, scheduler and HTTP server, until TERM. It asks that supervisor, and never starts
+one: a supervisor started from here would end with it.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import fcntl
+import logging
+import os
+import signal
+import socket
 import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 
+import uvicorn
+
 from skyctl.core.tinker import TinkerSettings, context_of
-from skyctl.errors import SkyctlError
+from skyctl.errors import ConflictError, SkyctlError, StateUnwritable
+from skyctl.http.listener import listen_at
 from skyctl.store.credentials import ensure_tinker_key
-from skyctl.store.paths import fleet_paths
+from skyctl.store.paths import create_private_file, fleet_paths, private_directory
 from skyctl.supervisor.client import RemoteFleet
-from skyctl.tinker.api import Offer
+from skyctl.tinker import records
+from skyctl.tinker.api import Api, Offer
 from skyctl.tinker.fleet import connected
-from skyctl.tinker.serve import Settings, serve
-from skyctl.tinker.training_process import WorkerSettings
+from skyctl.tinker.ledger import Ledger
+from skyctl.tinker.sampling import Sampling, Servers
+from skyctl.tinker.training import Limits, Training
+from skyctl.tinker.training_process import Worker, WorkerSettings
+from skyctl.tinker.waiting import Doorbell
 from skyctl.tinker.weights import ServedWeights
+
+_LOG = logging.getLogger(__name__)
+HOUSEKEEPING_S = 60.0
+UNUSED_SAMPLER_S = 2 * 3600.0
+UNUSED_MODEL_S = 600.0
+"""Weights that were saved for a single sampling client are kept this long after its last use: an
+adapter, and a whole model.
+"""
+RESULT_S = 24 * 3600.0
+
+
+@dataclass(frozen=True)
+class Settings:
+    """`directory` holds the ledger and every checkpoint; `port` 0 picks a free one."""
+
+    directory: Path
+    host: str
+    port: int
+    offer: Offer
+    worker: WorkerSettings
+    limits: Limits = field(default_factory=Limits)
 
 
 async def beside(asked: TinkerSettings) -> None:
@@ -51,6 +89,107 @@ async def beside(asked: TinkerSettings) -> None:
         )
         async with connected(fleet, weights, context=context, most=asked.max_adapters) as servers:
             await serve(settings, ensure_tinker_key(paths), servers)
+
+
+async def serve(settings: Settings, key: str, servers: Servers) -> None:
+    """Answer the SDK until TERM or INT. Accepted, unfinished requests are left to the next process.
+
+    Raises:
+        ConflictError: another process serves this directory.
+        SkyctlError: the address or the ledger cannot be used.
+    """
+    directory = private_directory(settings.directory)
+    lock = _lock(directory)
+    listener = _listen(settings.host, settings.port)
+    ledger, worker, bell = Ledger(directory / "ledger.sqlite"), Worker(settings.worker), Doorbell()
+    training = Training(ledger, worker, directory, bell, settings.limits)
+    sampling = Sampling(ledger, servers, worker, bell)
+    api = Api(settings.offer, key, ledger, worker, training, sampling, bell, servers.context)
+    try:
+        await training.load()
+        await sampling.load()
+        app = api.app()
+        config = uvicorn.Config(
+            app, log_level="warning", access_log=False, lifespan="off", timeout_graceful_shutdown=2
+        )
+        server = _Server(config)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, server.handle_exit, number, None)
+        tasks = [
+            asyncio.create_task(server.serve(sockets=[listener])),
+            asyncio.create_task(training.run()),
+            asyncio.create_task(_keep_house(ledger, sampling)),
+        ]
+        # a part that fails ends the process: its supervisor restarts it
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in tasks[1:]:
+            task.cancel()
+        for task in done:
+            task.result()
+    finally:
+        await sampling.stop()
+        await worker.stop()
+        ledger.close()
+        listener.close()
+        os.close(lock)
+
+
+class _Server(uvicorn.Server):
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield  # uvicorn's own handling would kill this process before it has closed the ledger
+
+
+def _lock(directory: Path) -> int:
+    """A descriptor that is held until this process ends."""
+    lock = create_private_file(directory / "lock")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        os.close(lock)
+        raise ConflictError(f"another process serves {directory}") from error
+    return lock
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    try:
+        return listen_at(host, port, backlog=1024)
+    except OSError as error:
+        raise SkyctlError(
+            f"cannot listen at {host}:{port}: {error.strerror}",
+            hint="another process may have the port: choose one with `tinker: port`",
+        ) from error
+
+
+async def _keep_house(ledger: Ledger, sampling: Sampling) -> None:
+    while True:
+        try:
+            await _remove_old(ledger, sampling)
+        except StateUnwritable as error:  # it waits until there is room; clients are told
+            _LOG.warning("%s", error)
+        await asyncio.sleep(HOUSEKEEPING_S)
+
+
+async def _remove_old(ledger: Ledger, sampling: Sampling) -> None:
+    now = time.time()
+    over = await ledger.rows(
+        "SELECT * FROM checkpoints WHERE expires < ? OR (hidden AND NOT EXISTS (SELECT 1 FROM "
+        "samplers WHERE samplers.path = checkpoints.path AND used > "
+        "CASE json_extract(config, '$.lora.rank') WHEN 0 THEN ? ELSE ? END))",
+        now,
+        now - UNUSED_MODEL_S,
+        now - UNUSED_SAMPLER_S,
+    )
+    for row in over:
+        try:
+            await records.delete_checkpoints(ledger, sampling, [row])
+        except SkyctlError as error:  # servers have it, and keep it for now
+            _LOG.warning("%s: %s", row["directory"], error.message)
+    await ledger.write(
+        "UPDATE requests SET state = 'gone', result = NULL WHERE state IN ('done', 'failed') "
+        "AND result IS NOT NULL AND done_at < ? AND seq > 0",
+        now - RESULT_S,
+    )
 
 
 def main() -> int:

@@ -28,8 +28,8 @@ from skyctl.store.identity import identify
 from skyctl.store.paths import FleetPaths
 from skyctl.store.processes import ProcessRow
 from skyctl.store.state import FleetState
+from skyctl.supervisor.fleet import report
 from skyctl.supervisor.interface import SupervisorClient
-from skyctl.supervisor.report import report
 from skyctl.supervisor.resident import Supervisor
 from tests.pids import gone
 from tests.processes.supervisor.test_resident import (
@@ -352,7 +352,7 @@ async def test_a_verb_while_a_push_runs_is_refused_with_the_jobs_name(tmp_path: 
 async def test_a_hung_server_costs_a_status_no_more_than_its_own_deadline(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("skyctl.supervisor.report.ASK_TIMEOUT_S", 0.3)
+    monkeypatch.setattr("skyctl.supervisor.fleet.ASK_TIMEOUT_S", 0.3)
     async with supervising(tmp_path) as supervisor:
         health = {"interval_s": 60, "timeout_s": 1, "startup_timeout_s": 15}
         await bring_up(supervisor, fleet_plan([full_server("a"), full_server("b")], health=health))

@@ -17,7 +17,7 @@ from skyctl.push.canary import read_canary
 from skyctl.push.request import PushRequest
 from skyctl.store.in_doubt import in_doubt
 from skyctl.store.journal import Job
-from skyctl.supervisor.report import report
+from skyctl.supervisor.fleet import report
 from skyctl.supervisor.resident import Supervisor
 from tests.faults.killing.cycle import Dice
 from tests.faults.killing.supervised import supervised_fleet

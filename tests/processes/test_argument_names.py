@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from skyctl.engines.vllm.argument_names import accepts, known_arguments
+from skyctl.engines.vllm.engine import accepts, known_arguments
 
 _INTERPRETER = """#!/bin/sh
 echo asked >> {log}

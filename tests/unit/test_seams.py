@@ -26,7 +26,7 @@ ADVICE = {
     "core/scaffold.py": "the fleet files that `init` writes",
     "doctor/fleet_file.py": "what to change in them",
     "launch/local/segments.py": "what a killed server leaves in /dev/shm",
-    "push/nccl_agreement.py": "variables of NCCL's that vLLM reads too",
+    "push/server_facts.py": "variables of NCCL's that vLLM reads too",
     "push/verify.py": "how to start a server that can digest",
     "service/formats.py": "what other programs want of servers",
     "transfer/transports/nccl.py": "loads vLLM's NCCL into the sender",

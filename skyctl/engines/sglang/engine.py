@@ -1,19 +1,182 @@
-"""SGLang 0.5.14, with vllm-router, as an `Engine`."""
+"""SGLang 0.5.14, with vllm-router, as an `Engine`: its command line, and settings skyctl keeps."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from skyctl.engines.base import Engine, Feature
+from skyctl.engines.base import Command, Device, Engine, Feature, Reserved, ServerLaunch, Sizes
+from skyctl.engines.guarding import guard_environment
 from skyctl.engines.inside.guard import HELD_VARIABLE
-from skyctl.engines.sglang import command
 from skyctl.engines.sglang.tensors import dialect_for
+from skyctl.engines.vllm.command import RESERVED as VLLM_RESERVED
+from skyctl.engines.vllm.command import router_flags
 from skyctl.engines.vllm.engine import VLLM_ROUTER
+from skyctl.errors import UsageError
+from skyctl.store.credentials import CONTROL_TOKEN
 
 if TYPE_CHECKING:
     from skyctl.engines.base import Server
     from skyctl.http.client import ControlClient
     from skyctl.http.target import ServerTarget
+
+
+_KEY_VARIABLE = "SKYCTL_API_KEY"
+_SERVE = "skyctl.engines.sglang.inside.serve"
+_SERVE_FILE = Path(__file__).with_name("inside") / "serve.py"
+_HEALTH_VARIABLE = "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION"
+_MEMORY_SHARE = 0.88  # SGLang's own choice is about that, by the GPU's size
+_CPU_SERVER_BYTES = 2 * 1024**3  # without weights and KV cache
+
+_RESERVED = Reserved(
+    server_args={
+        "host": "use the key `host`",
+        "port": "use the key `ports`",
+        "model": "use the key `model`",
+        "model-path": "use the key `model`",
+        "served-model-name": "use the key `served_model_name`",
+        "tp-size": "use the key `tensor_parallel_size`",
+        "tensor-parallel-size": "use the key `tensor_parallel_size`",
+        "pp-size": "use the key `pipeline_parallel_size`",
+        "pipeline-parallel-size": "use the key `pipeline_parallel_size`",
+        "dp-size": "use the key `replicas`; skyctl starts no data-parallel SGLang servers",
+        "data-parallel-size": "use `replicas`; skyctl starts no data-parallel SGLang servers",
+        "weight-version": "skyctl labels weights when they are pushed",
+        "enable-lora": "skyctl serves no LoRA adapters on SGLang",
+        "api-key": "use the key `api_key_env`; keys never go on a command line",
+        "admin-api-key": "skyctl makes the control token; see the key `auth`",
+        "tokenizer-worker-num": "skyctl's guard and SGLang's pause need one front end",
+        "grpc-mode": "skyctl talks HTTP to its servers",
+        "enable-http2": "skyctl talks plain HTTP to its servers",
+        "fastapi-root-path": "skyctl asks its servers at the root",
+        "hicache-storage-backend": "KV stored there would outlive the weights that it is of",
+        "nnodes": "skyctl starts servers of one machine",
+        "config": "write its settings under `args`",
+        "ssl-keyfile": "skyctl talks plain HTTP to its servers; end TLS in front of the router",
+        "ssl-certfile": "skyctl talks plain HTTP to its servers; end TLS in front of the router",
+    },
+    router_args=VLLM_RESERVED.router_args,
+    env={
+        "CUDA_VISIBLE_DEVICES": "use the key `gpus`",
+        _KEY_VARIABLE: "use the key `api_key_env`",
+        CONTROL_TOKEN: "skyctl makes it; see the key `auth`",
+        _HEALTH_VARIABLE: "skyctl sets it: a paused server would count as dead",
+    },
+)
+
+
+def _server_command(launch: ServerLaunch) -> Command:
+    """SGLang's server behind skyctl's guard (`inside/serve.py`).
+
+    Raises:
+        UsageError: the fleet file asks for something skyctl does not support with SGLang.
+    """
+    if launch.adapters is not None:
+        raise UsageError("SGLang servers have no LoRA adapters", hint="take `lora` out")
+    if launch.data_parallel_size > 1:
+        raise UsageError(
+            "data_parallel_size: skyctl starts no data-parallel SGLang servers",
+            hint="use `replicas`",
+        )
+    if launch.backend and "quantization" in launch.args:
+        raise UsageError(
+            f"weight_transfer.transport {launch.backend!r}: SGLang takes no tensors for quantized "
+            "parameters",
+            hint="use disk, or take `quantization` out",
+        )
+    if launch.backend and launch.pipeline_parallel_size > 1:
+        raise UsageError(
+            f"weight_transfer.transport {launch.backend!r}: SGLang takes tensors by the rank "
+            "within a stage, so that pipeline stages cannot be told apart",
+            hint="use disk, or take `pipeline_parallel_size` out",
+        )
+    if launch.auth == "none" and launch.api_key is not None:
+        raise UsageError(
+            "auth: none with api_key_env: nothing would ask for the key, which skyctl's guard does",
+            hint="take `auth: none` out, or `api_key_env`",
+        )
+    start = ("-m", _SERVE) if launch.own_python else (str(_SERVE_FILE),)
+    argv = [launch.python, *start, "--model", launch.model_path]
+    argv += ["--served-model-name", launch.served_model_name]
+    argv += ["--host", launch.host, "--port", str(launch.port)]
+    for name, size in (
+        ("--tp-size", launch.tensor_parallel_size),
+        ("--pp-size", launch.pipeline_parallel_size),
+    ):
+        if size > 1:
+            argv += [name, str(size)]
+    argv += router_flags({**_defaults(launch.device), **launch.args})  # no `--no-x` here either
+    return Command(tuple(argv), _environment(launch))
+
+
+def _defaults(device: Device) -> dict[str, Any]:
+    """What skyctl adds unless the file says otherwise."""
+    if device == "cpu":
+        return {"enable-metrics": True, "device": "cpu"}
+    return {
+        "enable-metrics": True,
+        "enable-memory-saver": True,
+        "enable-weights-cpu-backup": True,  # otherwise a server that slept would answer from zeros
+    }
+
+
+def _environment(launch: ServerLaunch) -> dict[str, str]:
+    defaults = {"HF_HUB_OFFLINE": "1"} if launch.local_model else {}
+    env = {name: value for name, value in defaults.items() if name not in launch.environ}
+    env.update(launch.env)
+    env[_HEALTH_VARIABLE] = "false"
+    if launch.device == "cuda":
+        env["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # so that indices match nvidia-smi's
+        env["CUDA_VISIBLE_DEVICES"] = ",".join(str(gpu) for gpu in launch.gpus)
+    return env | guard_environment(launch, env, _KEY_VARIABLE)
+
+
+def _backend(transport: str, device: Device, free_gpus: Sequence[int], auth: str) -> str:
+    """Servers read checkpoints by themselves; on GPUs they can take them from a sender instead,
+    which must be asked for. They start in the same way for all.
+
+    Raises:
+        UsageError: another transport is asked for, or one for GPUs on CPU.
+    """
+    if transport in ("auto", "disk"):
+        return ""
+    if transport in ("ipc", "nccl") and device == "cuda":
+        return transport
+    raise UsageError(
+        f"weight_transfer.transport {transport!r}: skyctl pushes to SGLang servers by disk, and on "
+        "GPUs by ipc or nccl",
+        hint="use auto or disk",
+    )
+
+
+def _modules(device: Device, router: bool, backend: str, pairs: bool) -> dict[str, str]:
+    """Modules that the servers' interpreter must have, and how to get each."""
+    install = "pip install 'skyctl-fleet[sglang]', or name an interpreter with `python:`"
+    found = {"sglang": install}
+    if backend:
+        found["skyctl"] = "install skyctl there too, for the sender; or use transport disk"
+    if router:
+        found["vllm_router"] = "pip install vllm-router, or set `router: {enabled: false}`"
+    return found
+
+
+def _warnings(launches: Sequence[ServerLaunch], share_gpus: bool) -> Iterator[tuple[str, str]]:
+    """Arguments that do not do what they say, and what to write instead."""
+    bounded = all("mem-fraction-static" in launch.args for launch in launches)
+    if launches[0].device == "cuda" and share_gpus and not bounded:
+        yield (
+            "share_gpus: set `mem-fraction-static` under args; by default each server takes nearly "
+            "nine tenths of its GPU's memory",
+            "args: {mem-fraction-static: 0.4}, or less",
+        )
+
+
+def _sizes(argv: Sequence[str], env: Mapping[str, str]) -> Sizes:
+    """By what the command says, else by SGLang's defaults."""
+    name = "--mem-fraction-static"
+    share = float(argv[argv.index(name) + 1]) if name in argv[:-1] else _MEMORY_SHARE
+    return Sizes(_CPU_SERVER_BYTES, share)
 
 
 def _server(client: ControlClient, target: ServerTarget, timeout_s: float) -> Server:
@@ -27,15 +190,15 @@ SGLANG = Engine(
     title="SGLang",
     supports=frozenset({Feature.SLEEP, Feature.PUSH}),
     packages=("sglang",),
-    key_variable=command.KEY_VARIABLE,
+    key_variable=_KEY_VARIABLE,
     closed_variable=HELD_VARIABLE,
-    reserved=command.RESERVED,
+    reserved=_RESERVED,
     server=_server,
-    server_command=command.server_command,
-    backend=command.backend,
+    server_command=_server_command,
+    backend=_backend,
     dialect=dialect_for,
-    modules=command.modules,
-    warnings=command.warnings,
-    sizes=command.sizes,
+    modules=_modules,
+    warnings=_warnings,
+    sizes=_sizes,
     routing=VLLM_ROUTER,
 )

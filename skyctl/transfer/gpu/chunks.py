@@ -1,15 +1,24 @@
-"""Fill device slots with chunks ahead of their use; the GPU counterpart of `transfer/reader.py`."""
+"""Fill device slots with chunks ahead of their use, and scan them for NaN and infinity.
+
+The GPU counterpart of `transfer/reader.py`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
+from skyctl.checkpoints.dtypes import torch_name
 from skyctl.transfer.gpu.reader import DeviceReader, ReadBatch, Span
 from skyctl.transfer.pace import Pace
 from skyctl.transfer.reader import Filled, Piece, ShardFiles, SlotTurns
 
+if TYPE_CHECKING:
+    import torch
+
 READ_TIMEOUT_S = 600.0
+_LARGEST_FP8 = {"F8_E5M2": 0x7B, "F8_E4M3": 0x7E}
+"""For types that torch cannot reduce as numbers: the bits of the largest finite value, unsigned."""
 
 
 class DeviceChunkReader:
@@ -80,9 +89,7 @@ class DeviceChunkReader:
 
     def _refuse_not_finite(self, chunk: int, slot: int) -> None:
         if any(piece.dtype for piece in self._chunks[chunk]):
-            from skyctl.transfer.gpu.finite import first_not_finite
-
-            found = first_not_finite(self._bytes_of(slot), self._chunks[chunk])
+            found = _first_not_finite(self._bytes_of(slot), self._chunks[chunk])
             if found is not None:
                 raise self._files.not_finite(*found)
 
@@ -109,3 +116,62 @@ def merged(pieces: Sequence[Piece]) -> list[tuple[int, int, int, int]]:
                 continue
         runs.append((piece.shard, piece.begin, piece.nbytes, piece.offset))
     return runs
+
+
+def _first_not_finite(chunk: torch.Tensor, pieces: Sequence[Piece]) -> tuple[Piece, int] | None:
+    """The first tensor that holds NaN or infinity, and the number of the element; None if there is
+    none: one pass over the chunk, one wait. `chunk` is the slot's bytes (uint8) on any device;
+    pieces without a dtype are skipped.
+    """
+    import torch
+
+    runs = list(_runs(pieces))
+    if not runs:
+        return None
+    good = torch.stack([_all_finite(_bytes_of(chunk, run), run[0].dtype) for run in runs]).tolist()
+    for run in (run for run, finite in zip(runs, good, strict=True) if not finite):
+        for piece in run:
+            finite = _finite(_bytes_of(chunk, [piece]), piece.dtype)
+            if not bool(finite.all()):
+                return piece, int((~finite).nonzero()[0])
+    return None
+
+
+def _runs(pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
+    """Tensors of one type that follow each other without a gap: the bytes in gaps are undefined."""
+    run: list[Piece] = []
+    for piece in sorted(pieces, key=lambda piece: piece.offset):
+        if not piece.dtype or not piece.nbytes:
+            continue
+        last = run[-1] if run else None
+        if last and (last.dtype, last.offset + last.nbytes) != (piece.dtype, piece.offset):
+            yield run
+            run = []
+        run.append(piece)
+    if run:
+        yield run
+
+
+def _bytes_of(chunk: torch.Tensor, run: Sequence[Piece]) -> torch.Tensor:
+    part = chunk[run[0].offset : run[-1].offset + run[-1].nbytes]
+    # packed without padding, a tensor may begin anywhere
+    return part.clone() if part.data_ptr() % 8 else part
+
+
+def _all_finite(part: torch.Tensor, dtype: str) -> torch.Tensor:
+    """One boolean, still on the device."""
+    import torch
+
+    if dtype in _LARGEST_FP8:
+        return (part & 0x7F).amax() <= _LARGEST_FP8[dtype]
+    # both propagate NaN, and need no memory beside the result
+    least, most = torch.aminmax(part.view(getattr(torch, torch_name(dtype, ""))))
+    return torch.isfinite(least) & torch.isfinite(most)
+
+
+def _finite(part: torch.Tensor, dtype: str) -> torch.Tensor:
+    import torch
+
+    if dtype in _LARGEST_FP8:
+        return (part & 0x7F) <= _LARGEST_FP8[dtype]
+    return torch.isfinite(part.view(getattr(torch, torch_name(dtype, ""))))

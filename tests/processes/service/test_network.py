@@ -24,7 +24,7 @@ from skyctl.launch.local.host import free_port
 from skyctl.push.request import PushRequest
 from skyctl.push.trainer import Rendezvous
 from skyctl.service import connect
-from skyctl.service.network import NetworkFleet
+from skyctl.supervisor.client import NetworkFleet
 from skyctl.supervisor.interface import Reconcile, SupervisorClient
 from skyctl.supervisor.listening import (
     BoundedListener,

@@ -15,7 +15,7 @@ from skyctl.launch.local.process import ManagedProcess
 from skyctl.store import unrecorded
 from skyctl.store.processes import ProcessRow
 from skyctl.store.state import FleetState
-from skyctl.supervisor.report import report
+from skyctl.supervisor.fleet import report
 from skyctl.supervisor.resident import Supervisor
 from tests.processes.supervisor.test_resident import bring_up, pid_of, routed, states, supervising
 from tests.unit.store.disks import FAULTS, FailingDisk

@@ -38,9 +38,9 @@ from skyctl.store.in_doubt import InDoubt, doubt
 from skyctl.store.paths import FleetPaths
 from skyctl.store.state import FleetState, FleetWeights
 from skyctl.supervisor import admission, healing, replica, rollout
+from skyctl.supervisor.fleet import report
 from skyctl.supervisor.interface import Adopt, Begun
 from skyctl.supervisor.pushes import RouterRotation
-from skyctl.supervisor.report import report
 from skyctl.supervisor.resident import Supervisor
 from tests.unit.supervisor.fleets import (
     command_server,

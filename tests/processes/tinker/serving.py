@@ -23,8 +23,8 @@ from typing import Any
 import httpx
 
 from skyctl.errors import ServerError
+from skyctl.tinker.__main__ import Settings, serve
 from skyctl.tinker.api import Offer
-from skyctl.tinker.serve import Settings, serve
 from skyctl.tinker.training import Limits
 from skyctl.tinker.training_process import WorkerSettings
 

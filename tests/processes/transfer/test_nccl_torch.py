@@ -22,7 +22,7 @@ from skyctl.transfer.plan import plan_chunks
 from skyctl.transfer.reader import Filled
 from skyctl.transfer.transports.base import Session
 from skyctl.transfer.transports.choose import load_transport
-from skyctl.transfer.transports.nccl_torch import TorchGroup, group_name
+from skyctl.transfer.transports.nccl import TorchGroup, group_name
 from skyctl.transfer.transports.rendezvous import HOST
 
 torch = pytest.importorskip("torch")

@@ -11,7 +11,7 @@ import pytest
 from skyctl import errors
 from skyctl.cli import app as app_module
 from skyctl.cli.complete import topics
-from skyctl.cli.pause import PauseModeOption
+from skyctl.cli.options import PauseModeOption
 from skyctl.cli.sync_weights import TransportOption
 from skyctl.errors import ExitCode
 from skyctl.help import text_of

@@ -10,13 +10,12 @@ import pytest
 
 from skyctl import __main__ as entry
 from skyctl.cli import app as app_module
-from skyctl.cli import front_page
 
 ROOT = Path(__file__).parents[3]
 
 
 def test_the_front_page_fits_a_terminal_and_names_every_command() -> None:
-    page = front_page.FILE.read_text()
+    page = entry.FRONT_PAGE.read_text()
     assert {verb.name for verb in app_module.VERBS} <= set(re.findall(r"^  ([\w-]+) ", page, re.M))
     assert max(map(len, page.splitlines())) <= 110
 
@@ -32,7 +31,7 @@ def test_help_and_no_command_print_the_front_page(
     with pytest.raises(SystemExit) as ended:
         entry.main()
     assert ended.value.code == code
-    assert capsys.readouterr().out == front_page.FILE.read_text()
+    assert capsys.readouterr().out == entry.FRONT_PAGE.read_text()
 
 
 def test_every_page_of_the_site_is_in_its_navigation_and_the_other_way_round() -> None:

@@ -16,7 +16,7 @@ import yaml
 from skyctl.core import check
 from skyctl.core.check import check_plan
 from skyctl.core.plan import FleetPlan, plan_fleet
-from skyctl.engines.vllm import argument_names
+from skyctl.engines.vllm import engine
 from skyctl.fleetfile.schema import FleetConfig
 from skyctl.launch.base import Gpu
 from skyctl.launch.local.host import free_port
@@ -41,7 +41,7 @@ def interpreter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     script = tmp_path / "python"
     script.touch(mode=0o755)
     monkeypatch.setattr(check, "_missing_in", lambda python, modules: [])
-    monkeypatch.setattr(argument_names, "_run", lambda python, script, timeout_s: "")
+    monkeypatch.setattr(engine, "_run", lambda python, script, timeout_s: "")
     return str(script)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from skyctl.engines.vllm.inside.arrangement import arrangement
+from skyctl.engines.vllm.inside.digest import arrangement
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,14 @@ import pytest
 from skyctl.checkpoints.checkpoint import Checkpoint, read_checkpoint
 from skyctl.checkpoints.tiny import make_tiny_checkpoint
 from skyctl.engines.vllm.inside.layout_wire import LayoutReport, Program, layout_digest
-from skyctl.transfer.layout import check_layouts, order_for_runtime, program_for
-from skyctl.transfer.plan import ChunkPlan, Packing, plan_chunks
+from skyctl.transfer.plan import (
+    ChunkPlan,
+    Packing,
+    check_layouts,
+    order_for_runtime,
+    plan_chunks,
+    program_for,
+)
 from tests.unit.engines.vllm_models import vllm_model
 
 pytest.importorskip("vllm")
@@ -124,7 +130,7 @@ def _assert_carried_over(program: Program, chunks: list[Any], made: dict[str, An
 
     from skyctl.engines.vllm.inside.device_digest import digest_on_device
     from skyctl.engines.vllm.inside.layout_copy import copy_runs, octets_of
-    from skyctl.transfer.gpu.numbering import Numbering
+    from skyctl.transfer.gpu.carrier import Numbering
 
     names = [name for name, _, _ in program.parameters]
     targets = {place: torch.zeros_like(octets_of(made[name])) for place, name in enumerate(names)}
@@ -297,7 +303,7 @@ def test_a_layer_is_processed_beside_the_running_one_as_the_loader_would(
     from vllm import _custom_ops
 
     from skyctl.engines.vllm.inside.digest import digest_model
-    from skyctl.transfer.gpu.numbering import Numbering
+    from skyctl.transfer.gpu.carrier import Numbering
 
     def quantized(weight: Any, scale: Any, **_: Any) -> tuple[Any, Any]:
         """On CPU vLLM has no kernel for it."""

@@ -18,7 +18,7 @@ from skyctl.core.service import Pause, Resume, Sleep
 from skyctl.doctor.examine import examine
 from skyctl.engines.inside import ALONE
 from skyctl.engines.inside.guard import Guard, is_data
-from skyctl.engines.sglang import command
+from skyctl.engines.sglang.engine import SGLANG
 from skyctl.engines.sglang.inside import keeper
 from skyctl.engines.sglang.server import SGLangServer
 from skyctl.errors import ServerError, UsageError
@@ -91,7 +91,7 @@ def test_what_skyctl_does_not_do_with_sglang_is_refused(settings: dict[str, Any]
 def test_servers_take_tensors_on_gpus_where_that_is_asked_for(settings: dict[str, Any]) -> None:
     (server,) = plan(engine="sglang", machine_gpus=gpus(2), **settings).servers
     assert server.backend == settings["weight_transfer"]["transport"]
-    assert "skyctl" in command.modules("cuda", False, server.backend, False)
+    assert "skyctl" in SGLANG.modules("cuda", False, server.backend, False)
 
 
 def test_the_api_key_opens_inference_and_nothing_that_changes_a_server() -> None:

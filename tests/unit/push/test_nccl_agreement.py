@@ -8,8 +8,7 @@ import pytest
 
 from skyctl.engines.vllm.dialects import dialect_for
 from skyctl.errors import PreflightError
-from skyctl.push.nccl_agreement import common_settings, pace_notes
-from skyctl.push.server_facts import ServerFacts
+from skyctl.push.server_facts import ServerFacts, common_nccl_settings, nccl_pace_notes
 from skyctl.transfer.nccl_settings import applied
 
 
@@ -31,7 +30,7 @@ def fact(name: str, settings: Mapping[str, str] | None) -> ServerFacts:
 def test_what_servers_share_is_taken_and_what_is_their_own_is_not() -> None:
     one = {"NCCL_PROTO": "Simple", "NCCL_DEBUG": "INFO", "NCCL_NO_CACHE": "NCCL_PROTO"}
     other = {"NCCL_PROTO": "Simple", "NCCL_DEBUG_FILE": "/tmp/x", "NCCL_LAUNCH_MODE": "GROUP"}
-    found = common_settings([fact("a", one), fact("silent", None), fact("b", other)])
+    found = common_nccl_settings([fact("a", one), fact("silent", None), fact("b", other)])
     assert found == {"NCCL_PROTO": "Simple"}
 
 
@@ -40,23 +39,23 @@ def test_what_servers_share_is_taken_and_what_is_their_own_is_not() -> None:
     ["NCCL_NET_PLUGIN", "NCCL_TUNER_PLUGIN", "NCCL_TOPO_DUMP_FILE", "NCCL_CONF_FILE", "NCCL_NET"],
 )
 def test_no_server_makes_the_sender_load_or_write_a_file(name: str) -> None:
-    assert common_settings([fact("a", {name: "/tmp/theirs.so", "LD_PRELOAD": "x"})]) == {}
-    assert common_settings([fact("a", {"NCCL_A=B": "x", "NCCL_ALGO": "a\0b"})]) == {}
+    assert common_nccl_settings([fact("a", {name: "/tmp/theirs.so", "LD_PRELOAD": "x"})]) == {}
+    assert common_nccl_settings([fact("a", {"NCCL_A=B": "x", "NCCL_ALGO": "a\0b"})]) == {}
     assert applied({"NCCL_NET_PLUGIN": "ours"}, {}) == {"NCCL_NET_PLUGIN": "ours"}
 
 
 def test_servers_without_any_ask_for_none() -> None:
-    assert common_settings([fact("a", {}), fact("b", {})]) == {}
+    assert common_nccl_settings([fact("a", {}), fact("b", {})]) == {}
 
 
 def test_nothing_is_known_of_servers_that_do_not_tell() -> None:
-    assert common_settings([fact("a", None)]) is None
+    assert common_nccl_settings([fact("a", None)]) is None
 
 
 def test_servers_that_differ_are_refused_with_where() -> None:
     facts = [fact("a", {"NCCL_PROTO": "Simple"}), fact("b", {})]
     with pytest.raises(PreflightError, match=r"a and b differ in NCCL_PROTO \(Simple, not set\)"):
-        common_settings(facts)
+        common_nccl_settings(facts)
 
 
 def test_an_environment_gets_these_settings_and_no_others() -> None:
@@ -66,7 +65,7 @@ def test_an_environment_gets_these_settings_and_no_others() -> None:
 
 
 def test_a_push_says_when_servers_hold_nccl_to_few_channels() -> None:
-    (said,) = pace_notes({"NCCL_MAX_NCHANNELS": "1", "NCCL_PROTO": "Simple"})
+    (said,) = nccl_pace_notes({"NCCL_MAX_NCHANNELS": "1", "NCCL_PROTO": "Simple"})
     assert said.startswith("servers hold NCCL to 1 channel (")
     for settings in ({}, {"NCCL_MAX_NCHANNELS": "32"}, {"NCCL_MAX_NCHANNELS": "many"}):
-        assert pace_notes(settings) == []
+        assert nccl_pace_notes(settings) == []

@@ -11,8 +11,7 @@ from skyctl.engines.base import StartedWith
 from skyctl.engines.vllm.server import VLLMServer
 from skyctl.errors import PreflightError
 from skyctl.push import server_facts
-from skyctl.push.nccl_agreement import refuse_without_nccl
-from skyctl.push.server_facts import ask_servers
+from skyctl.push.server_facts import ask_servers, refuse_without_nccl
 from tests.unit.push.fleets import Stubs
 
 

@@ -17,14 +17,15 @@ from skyctl.engines.vllm.inside.layout_wire import (
     Part,
     Program,
 )
-from skyctl.transfer.layout import (
+from skyctl.transfer.plan import (
+    ChunkPlan,
     NotInLayout,
     check_layouts,
     merged,
     order_for_runtime,
+    plan_chunks,
     program_for,
 )
-from skyctl.transfer.plan import ChunkPlan, plan_chunks
 
 
 def tensor(name: str, *shape: int, dtype: str = "BF16") -> Tensor:

@@ -1,6 +1,6 @@
-"""A delivery that waits while a trainer sends the weights itself.
+"""Deliveries in which skyctl sends nothing: servers read a checkpoint, or a trainer sends.
 
-skyctl does not see what is sent: from the start of `update` until the trainer reports, every server
+skyctl does not see what a trainer sends: from the start of `update` until it reports, every server
 may hold parts of several checkpoints. A trainer that dies, or does not report in time, has failed.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 
+from skyctl.checkpoints.checkpoint import Checkpoint, read_checkpoint
 from skyctl.engines.base import Refusal
 from skyctl.errors import PreflightError, ServerError
 from skyctl.http.client import ControlClient
@@ -21,6 +22,76 @@ from skyctl.push.trainer import Rendezvous, SendTarget, Trainer
 from skyctl.push.verify import weights_digest
 from skyctl.transfer.sender_pool import SenderPool
 from skyctl.transfer.transports.base import rank_offsets
+
+_SLOWEST_BYTES_PER_S = 50e6  # a cold network disk; below it, raise update_timeout_s
+
+
+class DiskDelivery:
+    """Every server reads the checkpoint itself, in one call; see `push.delivery.Delivery`."""
+
+    frees_late = False
+    copies = False
+    can_retry = False  # no call scrubs a reload that broke off
+
+    def __init__(self, checkpoint: Checkpoint, fleet: PushFleet) -> None:
+        self._checkpoint = checkpoint
+        self._control_timeout_s = fleet.control_timeout_s
+        self._timeout_s = fleet.update_timeout_s + checkpoint.total_bytes / _SLOWEST_BYTES_PER_S
+
+    @property
+    def content_digest(self) -> str:
+        return ""
+
+    @property
+    def content(self) -> None:
+        return None
+
+    async def open(self, sites: Sequence[Site]) -> None:
+        self._check_unchanged()
+
+    async def init(self, sites: Sequence[Site]) -> None: ...
+
+    async def start(self, sites: Sequence[Site], *, scrubbing: bool = False) -> None:
+        await each(
+            alive(sites),
+            lambda site: site.vllm.prepare_reload(),
+            timeout_s=self._control_timeout_s,
+            what="start",
+        )
+
+    async def update(self, sites: Sequence[Site], on_progress: Callable[[int], None]) -> None:
+        path = str(self._checkpoint.path)
+
+        async def call(site: Site) -> None:
+            site.weights = Weights.UNKNOWN
+            try:
+                with site.spans.loading():
+                    await site.vllm.reload_weights(path, timeout_s=self._timeout_s)
+            except ServerError as error:
+                if error.refusal != Refusal.CANNOT_RELOAD:
+                    raise
+                site.weights = Weights.OLD
+                raise ServerError(f"{error.message}, or push with another transport") from error
+
+        await each(alive(sites), call, timeout_s=self._timeout_s, what="reload")
+        try:
+            self._check_unchanged()
+        except PreflightError as error:
+            for site in alive(sites):
+                site.failure = error.message
+        on_progress(self._checkpoint.total_bytes)
+
+    async def finish(self, sites: Sequence[Site], version: Callable[[], str]) -> None:
+        for site in alive(sites):
+            site.weights = Weights.NEW
+
+    async def close(self) -> None: ...
+
+    def _check_unchanged(self) -> None:
+        """Servers read by name: the files must be the ones that were checked, before and after."""
+        now = read_checkpoint(str(self._checkpoint.path))
+        if now.identity_digest != self._checkpoint.identity_digest:
+            raise PreflightError(f"{self._checkpoint.path} changed during the push")
 
 
 def send_targets(facts: Sequence[ServerFacts], at: Rendezvous) -> tuple[SendTarget, ...]:
