@@ -188,11 +188,10 @@ async def test_a_record_that_cannot_be_read_is_no_record_that_is_gone(
     process = adopt(None, "t", ())
     record.path_of("t").unlink()
     record.path_of("t").mkdir()  # read_text raises an OSError that is no FileNotFoundError
-    assert process.pid is None and len(process.members()) == 1
-    with pytest.raises(SkyctlError, match="cannot be read"):
-        await process.stop(0.1)
-    with pytest.raises(SkyctlError, match="cannot be read"):
-        adopt(None, "t", ())
+    for known in (process, adopt(None, "t", ())):
+        assert known.pid is None and len(known.members()) == 1
+        with pytest.raises(SkyctlError, match="cannot be read"):
+            await known.stop(0.1)
 
 
 def test_a_record_holds_no_secret_and_is_ours_alone(

@@ -27,7 +27,7 @@ from skyctl.core.service import Down, Pause, Restart, Resume, Sleep, StatusQuery
 from skyctl.core.status import Operation
 from skyctl.engines.vllm.router import RouterClient
 from skyctl.engines.vllm.server import VLLMServer
-from skyctl.errors import ConflictError, NotFoundError, PushError
+from skyctl.errors import ConflictError, NotFoundError, PushError, SkyctlError
 from skyctl.http.client import ControlClient
 from skyctl.http.target import ServerTarget
 from skyctl.launch.local.host import port_holder
@@ -280,6 +280,80 @@ async def test_an_adopted_server_that_closed_its_port_is_not_waited_for_as_one_t
         assert "it closed its port and did not end" in messages
         waiting.cancel()
         await later.down(Down(0.0))
+
+
+async def test_a_takeover_adopts_the_rest_where_one_process_cannot_be_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another supervisor would start servers beside those that live, and nobody would end these."""
+    async with supervising(tmp_path) as supervisor:
+        plan = fleet_plan([stub_server("a"), stub_server("b")])
+        await bring_up(supervisor, plan)
+        pid = pid_of(supervisor, "b")
+        await abandon(supervisor)
+        stopped = refuse_to_stop(monkeypatch, supervisor, "a", SkyctlError("it outlived SIGKILL"))
+        later = Supervisor(supervisor.paths, supervisor.state, supervisor.client)
+        await later.adopt(Adopt(plan))
+        assert await ended(later) == "a it outlived SIGKILL"
+        assert states(later) == {"a": "failed", "b": "ready"} and pid_of(later, "b") == pid
+        stopped.set()
+        await bring_up(later, plan)
+        assert states(later) == {"a": "ready", "b": "ready"} and pid_of(later, "b") == pid
+        await later.down(Down(0.0))
+
+
+async def test_a_takeover_adopts_what_lives_before_a_silent_machine_has_been_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with supervising(tmp_path) as supervisor:
+        plan = fleet_plan([stub_server("a"), stub_server("b")])
+        await bring_up(supervisor, plan)
+        await abandon(supervisor)
+        stopped = refuse_to_stop(monkeypatch, supervisor, "a")
+        later = Supervisor(supervisor.paths, supervisor.state, supervisor.client)
+        await later.adopt(Adopt(plan))
+        await eventually(lambda: states(later).get("b") == "ready")
+        assert not stopped.is_set()
+        stopped.set()
+        assert await ended(later) == ""
+        await later.down(Down(0.0))
+
+
+async def abandon(supervisor: Supervisor) -> None:
+    """As if it had been killed."""
+    tasks = [one._task for one in supervisor.replicas.values() if one._task is not None]
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def refuse_to_stop(
+    monkeypatch: pytest.MonkeyPatch,
+    supervisor: Supervisor,
+    name: str,
+    error: SkyctlError | None = None,
+) -> asyncio.Event:
+    """Until this event a server, which has died, raises `error` when it is stopped; without one,
+    stopping it takes that long."""
+    process, may, stop = supervisor.replicas[name].process, asyncio.Event(), ManagedProcess.stop
+    assert process is not None and process.pid is not None
+    os.kill(process.pid, signal.SIGKILL)
+
+    async def stop_later(self: ManagedProcess, timeout_s: float) -> bool:
+        if self.token == process.token and not may.is_set():
+            if error is not None:
+                raise error
+            await may.wait()
+        return await stop(self, timeout_s)
+
+    def members_still(self: ManagedProcess) -> list[Any]:
+        there = self.token == process.token and not may.is_set()
+        return [*members(self), *([SimpleNamespace(pid=None)] if there else ())]
+
+    members = ManagedProcess.members
+    monkeypatch.setattr(ManagedProcess, "stop", stop_later)
+    monkeypatch.setattr(ManagedProcess, "members", members_still)
+    return may
 
 
 async def test_restarts_are_counted_on_by_the_next_supervisor(tmp_path: Path) -> None:
