@@ -27,7 +27,7 @@ from skyctl.core.service import Down, Pause, Restart, Resume, Sleep, StatusQuery
 from skyctl.core.status import Operation
 from skyctl.engines.vllm.router import RouterClient
 from skyctl.engines.vllm.server import VLLMServer
-from skyctl.errors import ConflictError, NotFoundError, PushError, SkyctlError
+from skyctl.errors import ConflictError, HostUnreachable, NotFoundError, PushError, SkyctlError
 from skyctl.http.client import ControlClient
 from skyctl.http.target import ServerTarget
 from skyctl.launch.local.host import port_holder
@@ -251,6 +251,24 @@ async def test_a_server_whose_machine_comes_back_is_asked_again_before_it_counts
         await eventually(lambda: states(supervisor)["a"] == "unreachable")
         await eventually(lambda: states(supervisor)["a"] != "unreachable")
         assert (states(supervisor)["a"], pid_of(supervisor, "a")) == ("ready", pid)
+
+
+async def test_a_server_that_could_not_be_replaced_is_back_once_its_machine_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the recovery after a push tries, which the loss of the machine has broken."""
+    why = "its machine is away"
+    async with supervising(tmp_path) as supervisor:
+        restart = {"backoff_s": 0.05, "backoff_max_s": 0.1}
+        await bring_up(supervisor, fleet_plan([stub_server("a")], restart=restart))
+        pid = pid_of(supervisor, "a")
+        with monkeypatch.context() as away:
+            away.setattr(ManagedProcess, "stop", AsyncMock(side_effect=HostUnreachable(why)))
+            await supervisor.restart(Restart())
+            assert await ended(supervisor) == why
+            await eventually(lambda: states(supervisor)["a"] == "unreachable")
+        await eventually(lambda: states(supervisor)["a"] == "ready")
+        assert pid_of(supervisor, "a") != pid and not psutil.pid_exists(pid)
 
 
 async def test_an_adopted_server_that_closed_its_port_is_not_waited_for_as_one_that_starts(
