@@ -271,6 +271,23 @@ async def test_a_server_that_could_not_be_replaced_is_back_once_its_machine_is(
         assert pid_of(supervisor, "a") != pid and not psutil.pid_exists(pid)
 
 
+async def test_a_server_that_cannot_be_ended_has_failed_and_is_ended_by_the_next_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with supervising(tmp_path) as supervisor:
+        plan = fleet_plan([stub_server("a")])
+        await bring_up(supervisor, plan)
+        pid = pid_of(supervisor, "a")
+        with monkeypatch.context() as stuck:
+            hangs = AsyncMock(side_effect=SkyctlError("it outlived SIGKILL"))
+            stuck.setattr(ManagedProcess, "stop", hangs)
+            await supervisor.restart(Restart())
+            assert await ended(supervisor) == "it outlived SIGKILL"
+        assert states(supervisor) == {"a": "failed"}
+        await bring_up(supervisor, plan)
+        assert pid_of(supervisor, "a") != pid and not psutil.pid_exists(pid)
+
+
 async def test_an_adopted_server_that_closed_its_port_is_not_waited_for_as_one_that_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
