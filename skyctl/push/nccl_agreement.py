@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from skyctl.errors import PreflightError
+from skyctl.launch.base import Node
 from skyctl.push.request import PushServer
 from skyctl.push.server_facts import ServerFacts
 from skyctl.transfer.nccl_settings import shared
@@ -34,10 +35,11 @@ def refuse_shared_gpus(servers: Sequence[PushServer]) -> None:
     Raises:
         PreflightError: two servers share a GPU.
     """
-    by_gpu: dict[int, str] = {}
+    by_gpu: dict[tuple[Node | None, int], str] = {}
     for server in servers:
         for gpu in server.gpus:
-            if (other := by_gpu.setdefault(gpu, server.target.name)) != server.target.name:
+            which = server.node, gpu
+            if (other := by_gpu.setdefault(which, server.target.name)) != server.target.name:
                 raise PreflightError(
                     f"{other} and {server.target.name} share GPU {gpu}, and NCCL takes one process "
                     "on each GPU",
