@@ -253,6 +253,30 @@ async def test_a_server_whose_machine_comes_back_is_asked_again_before_it_counts
         assert (states(supervisor)["a"], pid_of(supervisor, "a")) == ("ready", pid)
 
 
+@pytest.mark.parametrize("away", [True, False], ids=["away", "connected anew"])
+async def test_a_machine_that_swallows_packets_leaves_the_router_before_the_probes_have_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, away: bool
+) -> None:
+    """And a server that is only slow, just as its connection is made anew, stays in it."""
+    why = "its machine is away"
+    lost = AsyncMock(return_value=why if away else "")
+    async with supervising(tmp_path) as supervisor:
+        health = {"interval_s": 0.1, "timeout_s": 0.2, "failures": 1000, "startup_timeout_s": 15}
+        plan = fleet_plan([stub_server("a"), stub_server("b")], stub_router(), health=health)
+        await bring_up(supervisor, plan)
+        pid = pid_of(supervisor, "a")
+        monkeypatch.setattr(ManagedProcess, "connection_lost", lambda process: why)
+        monkeypatch.setattr(ManagedProcess, "lost", lost)
+        os.kill(pid, signal.SIGSTOP)
+        await eventually(lambda: lost.await_count > 1)
+        if away:
+            await eventually(lambda: routed(supervisor) == {"b"})
+        assert states(supervisor)["a"] == ("unreachable" if away else "ready")
+        os.kill(pid, signal.SIGCONT)
+        await eventually(lambda: routed(supervisor) == {"a", "b"})
+        assert pid_of(supervisor, "a") == pid
+
+
 async def test_a_server_that_could_not_be_replaced_is_back_once_its_machine_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
