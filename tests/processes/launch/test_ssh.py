@@ -121,6 +121,8 @@ def test_what_machines_have_is_kept_for_a_fleet_that_runs(tmp_path: Path) -> Non
     (machine,) = look([gone], ports=1, known=known, running=True)
     assert machine.node is not None and machine.node.address == "10.0.0.7"
     with pytest.raises(HostUnreachable, match="me@far cannot be asked over ssh: no route"):
+        machine.next_port()  # another server is to run there
+    with pytest.raises(HostUnreachable, match="me@far cannot be asked over ssh: no route"):
         look([gone], ports=1, known=known, running=False)
 
 
