@@ -13,6 +13,7 @@ from skyctl.errors import PreflightError, ServerError
 from skyctl.http.client import ControlClient
 from skyctl.http.fanout import fan_out, require_all
 from skyctl.http.target import ServerTarget
+from skyctl.launch.base import Node
 from skyctl.push.request import PushFleet, PushServer
 from skyctl.transfer.nccl_settings import shared
 
@@ -251,10 +252,11 @@ def refuse_shared_gpus(servers: Sequence[PushServer]) -> None:
     Raises:
         PreflightError: two servers share a GPU.
     """
-    by_gpu: dict[int, str] = {}
+    by_gpu: dict[tuple[Node | None, int], str] = {}
     for server in servers:
         for gpu in server.gpus:
-            if (other := by_gpu.setdefault(gpu, server.target.name)) != server.target.name:
+            which = server.node, gpu
+            if (other := by_gpu.setdefault(which, server.target.name)) != server.target.name:
                 raise PreflightError(
                     f"{other} and {server.target.name} share GPU {gpu}, and NCCL takes one process "
                     "on each GPU",

@@ -289,10 +289,18 @@ async def _push_again(run: Run, prepared: Prepared, first: Delivery) -> Delivery
             await delivery.init(candidates)
             await delivery.start(candidates, scrubbing=True)
             await delivery.update(candidates, _progress(run, prepared))
+            for site in alive(candidates) if _differ(first, delivery) else ():
+                site.failure = "its machine has read other bytes than the first attempt"
             await delivery.finish(candidates, lambda: label_of(run, prepared, delivery))
         except SkyctlError as error:
             for site in alive(candidates):
                 site.failure = error.message
         finally:
             await delivery.close()
-    return delivery if delivery.content_digest else first
+    return delivery if delivery.content_digest and not _differ(first, delivery) else first
+
+
+def _differ(first: Delivery, second: Delivery) -> bool:
+    """Whether they have read different bytes, as another machine may that reads alone."""
+    digests = {first.content_digest, second.content_digest} - {""}
+    return len(digests) > 1

@@ -13,7 +13,7 @@ from skyctl.core.arbiter import Act
 from skyctl.core.diagnosis import Finding, Observed, judge, observe
 from skyctl.core.plan import FleetPlan
 from skyctl.core.recovery import recover
-from skyctl.errors import HostUnreachable, SkyctlError
+from skyctl.errors import SkyctlError
 from skyctl.http.target import ServerTarget
 from skyctl.kill_points import reached
 from skyctl.launch import HOSTS
@@ -26,6 +26,7 @@ from skyctl.supervisor.pushes import Pushes
 from skyctl.supervisor.wire import spec_hash
 
 if TYPE_CHECKING:
+    from skyctl.launch.base import Host
     from skyctl.store.processes import ProcessRow
     from skyctl.supervisor.kept import KeptRunning
 
@@ -162,33 +163,38 @@ async def _adopt(running: RunningFleet, plan: FleetPlan) -> None:
     another skyctl, and its pending requests are on disk.
     """
     host = HOSTS[plan.config.launcher]
-    specs = {spec.name for spec in plan.servers}
     for row in running.state.unrecorded_processes():
         running.state.add_event(row.name, "ended a process that was not on record")
         try:
             await rollout.stop_recorded(row, host, plan.config.stop_timeout_s)
-        except HostUnreachable:  # left as it is, like any process on record
+        except SkyctlError:  # left as it is, like any process on record
             running.state.save_process(row)
-    for row in running.state.processes():
-        process = host.adopt(row.identity, row.token, row.descendants)
-        if process.alive() and (child := _wanted(running, plan, row)) is not None:
-            child.start(process)
-            continue
-        if left := process.members():
-            why = "it is not what the plan has" if process.alive() else "its server is gone"
-            pids = ", ".join(str(member.pid) for member in left)
-            running.state.add_event(row.name, f"ended what was left (pid {pids}): {why}")
-            try:
-                await process.stop(plan.config.stop_timeout_s)
-            except HostUnreachable as error:  # it may still run: whatever takes its place waits
-                running.state.add_event(row.name, error.message)
-                if (child := _wanted(running, plan, row)) is not None:
-                    child.start_after(process)
-                continue
-        running.state.mark_stale(row.name)
-        if row.role == "server" and row.name not in specs:
-            running.state.forget_process(row.name)
-            running.state.forget_server(row.name)
+    # at once: what lives is not to wait for a machine that is silent
+    rows = running.state.processes()
+    adopting = (_adopt_one(running, plan, host, row) for row in rows)
+    rollout.raise_all(await asyncio.gather(*adopting, return_exceptions=True))
+
+
+async def _adopt_one(running: RunningFleet, plan: FleetPlan, host: Host, row: ProcessRow) -> None:
+    process = host.adopt(row.identity, row.token, row.descendants)
+    if process.alive() and (child := _wanted(running, plan, row)) is not None:
+        child.start(process)
+        return
+    if left := process.members():
+        why = "it is not what the plan has" if process.alive() else "its server is gone"
+        pids = ", ".join(str(member.pid) for member in left)
+        running.state.add_event(row.name, f"ended what was left (pid {pids}): {why}")
+        try:
+            await process.stop(plan.config.stop_timeout_s)
+        except SkyctlError as error:  # it may still run: whatever takes its place waits
+            running.state.add_event(row.name, error.message)
+            if (child := _wanted(running, plan, row)) is not None:
+                child.start_after(process)
+            return
+    running.state.mark_stale(row.name)
+    if row.role == "server" and all(spec.name != row.name for spec in plan.servers):
+        running.state.forget_process(row.name)
+        running.state.forget_server(row.name)
 
 
 def _wanted(running: RunningFleet, plan: FleetPlan, row: ProcessRow) -> KeptRunning | None:

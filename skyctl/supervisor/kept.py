@@ -123,7 +123,12 @@ class KeptRunning(ABC):
         self.start()
 
     async def stop(self) -> None:
-        """Stop its whole process tree and keep it stopped."""
+        """Stop its whole process tree and keep it stopped.
+
+        Raises:
+            HostUnreachable: it is unknown whether it has ended.
+            SkyctlError: it has not.
+        """
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
@@ -131,7 +136,7 @@ class KeptRunning(ABC):
         self._to("stopping")
         try:
             await self._end_process()
-        except HostUnreachable as error:  # the next start ends this one first
+        except SkyctlError as error:  # the next start ends this one first
             self._to("failed", error.message)
             raise
         self.restarts.clear()

@@ -31,7 +31,7 @@ from skyctl.core.health import FailureCount, probe_alive, probe_ready
 from skyctl.core.plan import ServerSpec
 from skyctl.engines import ENGINES
 from skyctl.engines.logs import tail, telling_line
-from skyctl.errors import ServerError, ServerUnreachable
+from skyctl.errors import DeadlineExceeded, ServerError, ServerUnreachable
 from skyctl.fleetfile.schema import FleetConfig
 from skyctl.http.client import ControlClient
 from skyctl.http.target import ServerTarget
@@ -386,6 +386,10 @@ class Replica(KeptRunning):
                 elif not busy and isinstance(error, ServerUnreachable):
                     # two ways to it are gone: no request would get there either
                     self.lost = process.connection_lost()
+                elif not busy and isinstance(error, DeadlineExceeded) and process.connection_lost():
+                    # so they are where packets are dropped; or it is slow, and a new connection is
+                    # just being made
+                    self.lost = await process.lost() or self.lost
                 self._note_failures(failures)
                 continue
             failures.succeeded()

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from skyctl import engines
 from skyctl.core.plan import FleetPlan, FrontSpec, RouterSpec
-from skyctl.errors import SkyctlError
+from skyctl.errors import HostUnreachable, SkyctlError
 from skyctl.kill_points import reached
 from skyctl.launch import DEFAULT, HOSTS
 from skyctl.launch.base import Host
@@ -254,12 +254,21 @@ def raise_for_failures(running: RunningFleet) -> None:
 async def restart(running: RunningFleet, replica: Replica, plan: FleetPlan) -> None:
     """Start a new process for one replica, out of the router meanwhile; returns once it has
     settled.
+
+    Raises:
+        HostUnreachable: its machine does not answer. It starts once that has ended what runs there.
     """
     await _leave_router(running, replica)
+    named = (spec for spec in plan.servers if spec.name == replica.name)
+    planned = next(named, replica.planned)
     try:
-        await replica.stop()
-        named = (spec for spec in plan.servers if spec.name == replica.name)
-        replica.planned = next(named, replica.planned)
+        try:
+            await replica.stop()
+        except HostUnreachable:
+            replica.planned = planned
+            replica.start()
+            raise
+        replica.planned = planned
         replica.start()
         await replica.settled.wait()
     finally:

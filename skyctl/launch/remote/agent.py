@@ -142,9 +142,11 @@ def stop(lines: _Lines, *, token: str, timeout_s: float) -> None:
     """End a server's whole tree, and answer when nothing of it is left, its keeper neither."""
     paths = _paths(token)
     found = _read(paths.directory / "server.json")
-    _mark_stopped(paths)  # first: a `keep` that is late starts nothing, or ends it itself
-
+    # first: a `keep` that is late starts nothing, or ends it itself
+    with contextlib.suppress(SkyctlError):  # a full disk: there is room once it has ended
+        _mark_stopped(paths)
     gently = _end(paths, timeout_s)
+    _mark_stopped(paths)
     deadline = time.monotonic() + STOP_TIMEOUT_S
     while found and _alive(found["keeper"]) and time.monotonic() < deadline:
         time.sleep(_TICK_S)

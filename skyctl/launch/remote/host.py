@@ -210,13 +210,9 @@ def spawn(
 def adopt(
     identity: ProcessIdentity | None, token: str, descendants: Sequence[ProcessIdentity]
 ) -> ChildProcess:
-    """A front runs here, a server where its record says.
-
-    Raises:
-        SkyctlError: its record cannot be read.
-    """
+    """A front runs here, a server where its record says; `stop` raises if that cannot be read."""
     process = LOCAL.adopt(identity, token, descendants)
-    return process if record.read(token) is None else RemoteProcess(process)
+    return RemoteProcess(process) if record.path_of(token).exists() else process
 
 
 def on(node: Node, followers: Sequence[Follower]) -> Host:

@@ -24,7 +24,7 @@ _CLUSTER_TIMEOUT_S = 90.0
 
 def look(nodes: Sequence[Node], *, ports: int, known: Path, running: bool) -> list[Machine]:
     """What each node has, and its address. `known` keeps it for a fleet that is `running`: to plan
-    that again, a node need not answer.
+    that again, a node need not answer, unless it is asked for a port (`next_port` raises).
 
     Raises:
         HostUnreachable: some node cannot be asked; every one is named.
@@ -35,11 +35,13 @@ def look(nodes: Sequence[Node], *, ports: int, known: Path, running: bool) -> li
         kept = json.loads(known.read_text())
     found: list[dict[str, Any]] = []
     lost: list[SkyctlError] = []
+    silent: dict[Node, SkyctlError] = {}
     for node, answer in zip(nodes, asked, strict=True):
         if isinstance(answer, dict):
             found.append(answer)
         elif running and node.target in kept:
             found.append({**kept[node.target], "ports": []})
+            silent[node] = answer
         else:
             lost.append(answer)
     if lost:
@@ -50,7 +52,8 @@ def look(nodes: Sequence[Node], *, ports: int, known: Path, running: bool) -> li
         known.unlink(missing_ok=True)
         with os.fdopen(create_private_file(known), "w") as file:
             json.dump(told, file)
-    return [_machine(node, facts) for node, facts in zip(nodes, found, strict=True)]
+    pairs = zip(nodes, found, strict=True)
+    return [_machine(node, facts, silent.get(node)) for node, facts in pairs]
 
 
 def answers(
@@ -96,12 +99,18 @@ def by_machine(
                 yield one, {**facts, "taken": {}}
 
 
-def _machine(node: Node, facts: dict[str, Any]) -> Machine:
+def _machine(node: Node, facts: dict[str, Any], silent: SkyctlError | None) -> Machine:
     ports = iter(facts["ports"])
+
+    def next_port() -> int:
+        if silent is not None:
+            raise silent
+        return next(ports, 0)
+
     return Machine(
         node=replace(node, address=facts["address"]),
         gpus=tuple(Gpu(**gpu) for gpu in facts["gpus"]),
         cpus=tuple(Cpu(**cpu) for cpu in facts["cpus"]),
-        next_port=lambda: next(ports, 0),
+        next_port=next_port,
         interface=facts.get("interface", ""),
     )

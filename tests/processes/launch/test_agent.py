@@ -76,3 +76,23 @@ def test_what_died_with_its_machine_is_ended_by_the_next_to_come(
     ask(tmp_path, do="stop", token="hosted-new", timeout_s=5.0)
     assert directory.exists() is not ended
     assert (left.poll() is not None) is ended
+
+
+def test_a_server_is_ended_where_nothing_can_be_written_of_it(
+    tmp_path: Path, left: subprocess.Popen[bytes]
+) -> None:
+    """As on a disk without inodes. Whoever asked is told, and asks again."""
+    paths = FleetPaths(tmp_path / "hosted", "hosted-old")
+    paths.prepare()
+    server, keeper = identify(left.pid), ProcessIdentity(1, 0.0, "another boot")
+    assert server is not None
+    told = {"server": asdict(server), "keeper": asdict(keeper), "grace_s": GRACE_S}
+    (paths.directory / "server.json").write_text(json.dumps(told))
+    mark = tmp_path / "hosted/hosted-old.stopped"
+    mark.mkdir()
+    _, answer = ask(tmp_path, do="stop", token="hosted-old", timeout_s=5.0)
+    assert f"cannot open {mark}" in answer["error"]
+    assert left.poll() is not None and not paths.directory.exists()
+    mark.rmdir()
+    _, answer = ask(tmp_path, do="stop", token="hosted-old", timeout_s=5.0)
+    assert answer == {"gently": True} and mark.is_file()

@@ -121,6 +121,8 @@ def test_what_machines_have_is_kept_for_a_fleet_that_runs(tmp_path: Path) -> Non
     (machine,) = look([gone], ports=1, known=known, running=True)
     assert machine.node is not None and machine.node.address == "10.0.0.7"
     with pytest.raises(HostUnreachable, match="me@far cannot be asked over ssh: no route"):
+        machine.next_port()  # another server is to run there
+    with pytest.raises(HostUnreachable, match="me@far cannot be asked over ssh: no route"):
         look([gone], ports=1, known=known, running=False)
 
 
@@ -188,11 +190,10 @@ async def test_a_record_that_cannot_be_read_is_no_record_that_is_gone(
     process = adopt(None, "t", ())
     record.path_of("t").unlink()
     record.path_of("t").mkdir()  # read_text raises an OSError that is no FileNotFoundError
-    assert process.pid is None and len(process.members()) == 1
-    with pytest.raises(SkyctlError, match="cannot be read"):
-        await process.stop(0.1)
-    with pytest.raises(SkyctlError, match="cannot be read"):
-        adopt(None, "t", ())
+    for known in (process, adopt(None, "t", ())):
+        assert known.pid is None and len(known.members()) == 1
+        with pytest.raises(SkyctlError, match="cannot be read"):
+            await known.stop(0.1)
 
 
 def test_a_record_holds_no_secret_and_is_ours_alone(

@@ -27,7 +27,7 @@ from skyctl.core.service import Down, Pause, Restart, Resume, Sleep, StatusQuery
 from skyctl.core.status import Operation
 from skyctl.engines.vllm.router import RouterClient
 from skyctl.engines.vllm.server import VLLMServer
-from skyctl.errors import ConflictError, NotFoundError, PushError
+from skyctl.errors import ConflictError, HostUnreachable, NotFoundError, PushError, SkyctlError
 from skyctl.http.client import ControlClient
 from skyctl.http.target import ServerTarget
 from skyctl.launch.local.host import port_holder
@@ -253,6 +253,65 @@ async def test_a_server_whose_machine_comes_back_is_asked_again_before_it_counts
         assert (states(supervisor)["a"], pid_of(supervisor, "a")) == ("ready", pid)
 
 
+@pytest.mark.parametrize("away", [True, False], ids=["away", "connected anew"])
+async def test_a_machine_that_swallows_packets_leaves_the_router_before_the_probes_have_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, away: bool
+) -> None:
+    """And a server that is only slow, just as its connection is made anew, stays in it."""
+    why = "its machine is away"
+    lost = AsyncMock(return_value=why if away else "")
+    async with supervising(tmp_path) as supervisor:
+        health = {"interval_s": 0.1, "timeout_s": 0.2, "failures": 1000, "startup_timeout_s": 15}
+        plan = fleet_plan([stub_server("a"), stub_server("b")], stub_router(), health=health)
+        await bring_up(supervisor, plan)
+        pid = pid_of(supervisor, "a")
+        monkeypatch.setattr(ManagedProcess, "connection_lost", lambda process: why)
+        monkeypatch.setattr(ManagedProcess, "lost", lost)
+        os.kill(pid, signal.SIGSTOP)
+        await eventually(lambda: lost.await_count > 1)
+        if away:
+            await eventually(lambda: routed(supervisor) == {"b"})
+        assert states(supervisor)["a"] == ("unreachable" if away else "ready")
+        os.kill(pid, signal.SIGCONT)
+        await eventually(lambda: routed(supervisor) == {"a", "b"})
+        assert pid_of(supervisor, "a") == pid
+
+
+async def test_a_server_that_could_not_be_replaced_is_back_once_its_machine_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the recovery after a push tries, which the loss of the machine has broken."""
+    why = "its machine is away"
+    async with supervising(tmp_path) as supervisor:
+        restart = {"backoff_s": 0.05, "backoff_max_s": 0.1}
+        await bring_up(supervisor, fleet_plan([stub_server("a")], restart=restart))
+        pid = pid_of(supervisor, "a")
+        with monkeypatch.context() as away:
+            away.setattr(ManagedProcess, "stop", AsyncMock(side_effect=HostUnreachable(why)))
+            await supervisor.restart(Restart())
+            assert await ended(supervisor) == why
+            await eventually(lambda: states(supervisor)["a"] == "unreachable")
+        await eventually(lambda: states(supervisor)["a"] == "ready")
+        assert pid_of(supervisor, "a") != pid and not psutil.pid_exists(pid)
+
+
+async def test_a_server_that_cannot_be_ended_has_failed_and_is_ended_by_the_next_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with supervising(tmp_path) as supervisor:
+        plan = fleet_plan([stub_server("a")])
+        await bring_up(supervisor, plan)
+        pid = pid_of(supervisor, "a")
+        with monkeypatch.context() as stuck:
+            hangs = AsyncMock(side_effect=SkyctlError("it outlived SIGKILL"))
+            stuck.setattr(ManagedProcess, "stop", hangs)
+            await supervisor.restart(Restart())
+            assert await ended(supervisor) == "it outlived SIGKILL"
+        assert states(supervisor) == {"a": "failed"}
+        await bring_up(supervisor, plan)
+        assert pid_of(supervisor, "a") != pid and not psutil.pid_exists(pid)
+
+
 async def test_an_adopted_server_that_closed_its_port_is_not_waited_for_as_one_that_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -280,6 +339,80 @@ async def test_an_adopted_server_that_closed_its_port_is_not_waited_for_as_one_t
         assert "it closed its port and did not end" in messages
         waiting.cancel()
         await later.down(Down(0.0))
+
+
+async def test_a_takeover_adopts_the_rest_where_one_process_cannot_be_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another supervisor would start servers beside those that live, and nobody would end these."""
+    async with supervising(tmp_path) as supervisor:
+        plan = fleet_plan([stub_server("a"), stub_server("b")])
+        await bring_up(supervisor, plan)
+        pid = pid_of(supervisor, "b")
+        await abandon(supervisor)
+        stopped = refuse_to_stop(monkeypatch, supervisor, "a", SkyctlError("it outlived SIGKILL"))
+        later = Supervisor(supervisor.paths, supervisor.state, supervisor.client)
+        await later.adopt(Adopt(plan))
+        assert await ended(later) == "a it outlived SIGKILL"
+        assert states(later) == {"a": "failed", "b": "ready"} and pid_of(later, "b") == pid
+        stopped.set()
+        await bring_up(later, plan)
+        assert states(later) == {"a": "ready", "b": "ready"} and pid_of(later, "b") == pid
+        await later.down(Down(0.0))
+
+
+async def test_a_takeover_adopts_what_lives_before_a_silent_machine_has_been_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with supervising(tmp_path) as supervisor:
+        plan = fleet_plan([stub_server("a"), stub_server("b")])
+        await bring_up(supervisor, plan)
+        await abandon(supervisor)
+        stopped = refuse_to_stop(monkeypatch, supervisor, "a")
+        later = Supervisor(supervisor.paths, supervisor.state, supervisor.client)
+        await later.adopt(Adopt(plan))
+        await eventually(lambda: states(later).get("b") == "ready")
+        assert not stopped.is_set()
+        stopped.set()
+        assert await ended(later) == ""
+        await later.down(Down(0.0))
+
+
+async def abandon(supervisor: Supervisor) -> None:
+    """As if it had been killed."""
+    tasks = [one._task for one in supervisor.replicas.values() if one._task is not None]
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def refuse_to_stop(
+    monkeypatch: pytest.MonkeyPatch,
+    supervisor: Supervisor,
+    name: str,
+    error: SkyctlError | None = None,
+) -> asyncio.Event:
+    """Until this event a server, which has died, raises `error` when it is stopped; without one,
+    stopping it takes that long."""
+    process, may, stop = supervisor.replicas[name].process, asyncio.Event(), ManagedProcess.stop
+    assert process is not None and process.pid is not None
+    os.kill(process.pid, signal.SIGKILL)
+
+    async def stop_later(self: ManagedProcess, timeout_s: float) -> bool:
+        if self.token == process.token and not may.is_set():
+            if error is not None:
+                raise error
+            await may.wait()
+        return await stop(self, timeout_s)
+
+    def members_still(self: ManagedProcess) -> list[Any]:
+        there = self.token == process.token and not may.is_set()
+        return [*members(self), *([SimpleNamespace(pid=None)] if there else ())]
+
+    members = ManagedProcess.members
+    monkeypatch.setattr(ManagedProcess, "stop", stop_later)
+    monkeypatch.setattr(ManagedProcess, "members", members_still)
+    return may
 
 
 async def test_restarts_are_counted_on_by_the_next_supervisor(tmp_path: Path) -> None:

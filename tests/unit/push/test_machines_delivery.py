@@ -4,24 +4,28 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from skyctl.checkpoints.checkpoint import read_checkpoint
+from skyctl.errors import PushError
 from skyctl.launch.base import Node
 from skyctl.push.delivery import ChunkDelivery
 from skyctl.push.machines_delivery import MachinesDelivery
 from skyctl.push.request import PushFleet
 from skyctl.push.sites import Site, Weights, alive
+from skyctl.push.transaction import PushRequest, push
 from skyctl.transfer.plan import plan_chunks
 from skyctl.transfer.reader import CheckpointChanged, Filled, ShardFiles
 from skyctl.transfer.sender_client import SenderFailed, SenderProcess
 from skyctl.transfer.sender_pool import SenderPool
 from skyctl.transfer.transports.gloo import GlooTransport
-from tests.unit.push.checkpoints import write_checkpoint
+from tests.unit.push.checkpoints import tiny_tensors, write_checkpoint
 from tests.unit.push.deliveries import Ipc, ReadySender, site
+from tests.unit.push.fleets import Recorder, Stubs
 
 A, B = NODES = tuple(Node(f"me@{name}", name, "python", ("ssh",), 60.0) for name in ("a", "b"))
 
@@ -188,3 +192,35 @@ def test_a_file_has_other_numbers_on_another_machine(tmp_path: Path) -> None:
         files.check(0)
     with pytest.raises(CheckpointChanged):
         ShardFiles([shard], elsewhere=True)
+
+
+async def test_a_machine_that_reads_again_is_held_to_what_the_others_have_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody else would notice in a push that is not verified."""
+    stubs = Stubs(tmp_path, 3)
+    there = write_checkpoint(tmp_path / "there", tiny_tensors(90), shards=2)
+    elsewhere = read_checkpoint(str(there))
+    servers = zip(stubs.fleet.servers, (A, B, A), strict=True)
+    fleet = replace(stubs.fleet, servers=tuple(replace(one, node=node) for one, node in servers))
+    spawn = SenderProcess.spawn
+
+    async def spawn_there(*named: Any, node: Node | None = None) -> SenderProcess:
+        sender = await spawn(*named)
+        if node == B:
+            begin = sender.open
+            monkeypatch.setattr(
+                sender, "open", lambda **more: begin(**{**more, "checkpoint": elsewhere})
+            )
+        return sender
+
+    monkeypatch.setattr(SenderProcess, "spawn", spawn_there)
+    stubs.fail_update(1, calls=[2])
+    request = PushRequest(str(stubs.new), transport="shm", verify=False)
+    async with stubs.client() as client:
+        with pytest.raises(PushError, match="has read other bytes than the first") as caught:
+            await push(request, fleet, client=client, observer=Recorder())
+    states = [server["state"] for server in caught.value.details["servers"]]
+    assert states == ["ready", "quarantined", "ready"]
+    assert [engine.paused for engine in stubs.engines] == [False, True, False]
+    assert stubs.engines[0].digest == stubs.engines[2].digest

@@ -8,7 +8,15 @@ import pytest
 
 from skyctl.engines.vllm.dialects import dialect_for
 from skyctl.errors import PreflightError
-from skyctl.push.server_facts import ServerFacts, common_nccl_settings, nccl_pace_notes
+from skyctl.http.target import ServerTarget
+from skyctl.launch.base import Node
+from skyctl.push.request import PushServer
+from skyctl.push.server_facts import (
+    ServerFacts,
+    common_nccl_settings,
+    nccl_pace_notes,
+    refuse_shared_gpus,
+)
 from skyctl.transfer.nccl_settings import applied
 
 
@@ -69,3 +77,15 @@ def test_a_push_says_when_servers_hold_nccl_to_few_channels() -> None:
     assert said.startswith("servers hold NCCL to 1 channel (")
     for settings in ({}, {"NCCL_MAX_NCHANNELS": "32"}, {"NCCL_MAX_NCHANNELS": "many"}):
         assert nccl_pace_notes(settings) == []
+
+
+def test_a_gpu_of_one_machine_is_not_that_of_another() -> None:
+    nodes = [Node(name, name, "python", (), 60.0) for name in "ab"]
+    on_each = [
+        PushServer(ServerTarget(f"on-{node.target}", "http://x"), gpus=(0,), node=node)
+        for node in nodes
+    ]
+    refuse_shared_gpus(on_each)
+    beside = PushServer(ServerTarget("beside", "http://x"), gpus=(0,), node=nodes[1])
+    with pytest.raises(PreflightError, match="on-b and beside share GPU 0"):
+        refuse_shared_gpus([*on_each, beside])
