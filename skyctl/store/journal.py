@@ -98,7 +98,9 @@ class Told:
 
 @dataclass(frozen=True)
 class PushRecord:
-    """One push of the fleet's history. `result` is PushResult's JSON, or {} if it failed."""
+    """One push of the fleet's history. `result` is PushResult's JSON; of one that failed, its error
+    and how it left the servers, as far as that is known.
+    """
 
     job: str
     at: float
