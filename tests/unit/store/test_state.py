@@ -149,7 +149,9 @@ def test_events_of_a_job_are_read_from_where_one_left_off(path: Path) -> None:
         assert state.journal.job(job.id).result == {"version": "v"}
 
 
-@pytest.mark.parametrize("job_id", ["push-9", "9", "", "other-1"])
+@pytest.mark.parametrize(
+    "job_id", ["push-9", "9", "", "other-1", "push-" + "9" * 30, "push-" + "9" * 5000]
+)
 def test_an_unknown_job_is_not_found(path: Path, job_id: str) -> None:
     with FleetState(path) as state:
         state.journal.begin("push", {})
