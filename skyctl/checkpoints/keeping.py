@@ -25,7 +25,7 @@ _SMALL = (".json", ".txt", ".model", ".jinja", ".py")
 _PIECE_BYTES = 256 * 1024 * 1024
 
 
-def keep_copy(source: Checkpoint, directory: Path, known: Collection[str]) -> Path:
+def keep_copy(source: Checkpoint, directory: Path, known: Collection[str | None]) -> Path:
     """Copy a checkpoint into `directory`; returns the copy's path. `known` are recorded copies:
     others were left by a push that died, and are removed first. An interrupted copy leaves nothing.
 
@@ -64,9 +64,9 @@ def delete_copy(copy: Path, directory: Path) -> None:
         shutil.rmtree(copy.parent, ignore_errors=True)
 
 
-def sweep_kept(directory: Path, known: Collection[str]) -> None:
+def sweep_kept(directory: Path, known: Collection[str | None]) -> None:
     """Remove every copy that is not recorded."""
-    recorded = {Path(path).parent.name for path in known}
+    recorded = {Path(path).parent.name for path in known if path}
     for entry in directory.iterdir() if directory.is_dir() else ():
         if entry.is_dir() and entry.name not in recorded:
             shutil.rmtree(entry, ignore_errors=True)

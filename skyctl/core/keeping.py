@@ -11,6 +11,7 @@ from pathlib import Path
 
 from skyctl.checkpoints.checkpoint import Checkpoint, read_checkpoint
 from skyctl.checkpoints.keeping import delete_copy, keep_copy
+from skyctl.core.recovery import needed
 from skyctl.errors import ConflictError
 from skyctl.push.request import PushRequest, PushResult
 from skyctl.push.versions import refuse_changed
@@ -79,7 +80,8 @@ async def keeping(
     if found is not None:
         copy = Path(found.checkpoint)
     else:
-        copies = {one.checkpoint for one in known}
+        # also what a push that died left unrecorded, and the fleet runs, or recovery will push
+        copies = {one.checkpoint for one in known} | state.checkpoints() | needed(state)
         copy = await asyncio.to_thread(keep_copy, source, directory, copies)
     copied = await asyncio.to_thread(read_checkpoint, str(copy))
     # the copy has an identity of its own; the source's has been checked
