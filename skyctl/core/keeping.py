@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from skyctl.checkpoints.checkpoint import Checkpoint, read_checkpoint
-from skyctl.checkpoints.keeping import delete_copy, keep_copy
+from skyctl.checkpoints.keeping import delete_copy, keep_copy, mark_recorded
 from skyctl.core.recovery import needed
 from skyctl.errors import ConflictError
 from skyctl.push.request import PushRequest, PushResult
@@ -57,6 +57,7 @@ class Keeping:
             at=time.time(),
         )
         remember(self.state, kept)
+        mark_recorded(self.copy.path)
 
 
 @asynccontextmanager
