@@ -12,7 +12,7 @@ import pytest
 
 pytest.importorskip("google.protobuf")
 from skyctl.errors import StateUnwritable
-from skyctl.tinker import records, training
+from skyctl.tinker import files, records, training
 from skyctl.tinker.ledger import Ledger
 from skyctl.tinker.training import Limits, Training
 from skyctl.tinker.training_process import Refused
@@ -90,6 +90,19 @@ async def test_a_ledger_goes_on_after_an_error_of_the_disk_in_a_change(ledger: L
         with pytest.raises(StateUnwritable, match="cannot be looked at"):
             await ledger.run(change)
         assert await ledger.rows("SELECT id FROM models") == []
+
+
+@pytest.mark.parametrize("step", ["_digest", "sync_directory"])
+def test_a_disk_that_fails_at_any_step_of_a_save_leaves_no_part_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    def full(path: Path) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(files, step, full)
+    with pytest.raises(OSError, match="No space"):
+        files.write_directory(tmp_path / "c", lambda beside: (beside / "a").touch(), {})
+    assert list(tmp_path.iterdir()) == []
 
 
 async def test_checkpoints_of_a_storage_that_was_moved_are_kept_and_found(
