@@ -159,6 +159,18 @@ def test_an_unknown_job_is_not_found(path: Path, job_id: str) -> None:
             state.journal.job(job_id)
 
 
+def test_text_that_is_no_utf8_is_put_on_record_as_far_as_it_goes(path: Path) -> None:
+    broken = os.fsdecode(b"/runs/\xff")  # so a path may be; or a server's error message
+    with FleetState(path) as state:
+        job = state.journal.begin("push", {"checkpoint": broken})
+        state.add_event("fleet", f"{broken} \N{CHECK MARK}")
+        state.update_server("a", checkpoint=broken)
+        state.journal.end(job.id, "failed")
+        assert state.events()[-1].message == "/runs/? \N{CHECK MARK}"
+        assert state.server("a").checkpoint == "/runs/?"
+        assert state.journal.job(job.id).request == {"checkpoint": broken}
+
+
 def test_forgetting_a_run_keeps_the_history(path: Path) -> None:
     with FleetState(path) as state:
         state.save_process(row())
