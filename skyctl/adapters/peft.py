@@ -10,17 +10,19 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import re
 import shutil
 import struct
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from skyctl.checkpoints.checkpoint import locate
+from skyctl.checkpoints.checkpoint import locate, read_config
 from skyctl.checkpoints.compat import compare_configs
 from skyctl.checkpoints.dtypes import safetensors_name
 from skyctl.checkpoints.finite import first_not_finite
@@ -33,6 +35,7 @@ from skyctl.checkpoints.live import (
     running_model,
 )
 from skyctl.errors import NotFoundError, PreflightError, SkyctlError, UsageError
+from skyctl.store.paths import expanded
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
@@ -74,7 +77,7 @@ def read_adapter(path: str) -> Adapter:
         NotFoundError: there is no such directory.
         PreflightError: it is not a LoRA adapter in PEFT's format, or one that vLLM does not take.
     """
-    directory = Path(os.path.abspath(Path(path).expanduser()))  # noqa: PTH100 - links are kept
+    directory = Path(os.path.abspath(expanded(path)))  # noqa: PTH100 - links are kept
     if not directory.is_dir():
         raise NotFoundError(
             f"adapter {path} does not exist" if not directory.exists() else f"{path} is a file",
@@ -248,6 +251,11 @@ def _ranks(directory: Path, config: Mapping[str, Any], tensors: Sequence[Tensor]
     said, alpha = config.get("r"), config.get("lora_alpha")
     if not isinstance(said, int) or said < 1 or not isinstance(alpha, int | float):
         raise PreflightError(f"{directory / CONFIG} lacks a rank `r`, or `lora_alpha`")
+    if not -math.inf < alpha < math.inf:
+        raise PreflightError(f"{directory / CONFIG}: lora_alpha is {alpha}")
+    pattern = config.get("rank_pattern") or {}
+    if not isinstance(pattern, dict):
+        raise PreflightError(f"{directory / CONFIG}: rank_pattern is no mapping")
     parts: dict[str, dict[str, Tensor]] = {}
     for tensor in tensors:
         found = _PART.match(tensor.name)
@@ -256,7 +264,7 @@ def _ranks(directory: Path, config: Mapping[str, Any], tensors: Sequence[Tensor]
         parts.setdefault(found["module"], {})[found["part"][-1]] = tensor
     if not parts:
         raise PreflightError(f"{directory} holds no tensors")
-    ranks = [said, *dict(config.get("rank_pattern") or {}).values()]
+    ranks = [said, *pattern.values()]
     for module, pair in parts.items():
         if len(pair) != 2:
             raise PreflightError(f"{directory}: {module} has lora_{next(iter(pair))} alone")
@@ -289,9 +297,10 @@ def _check_base(adapter: Adapter, bases: Sequence[str], running: RunningModel) -
     if not base or not isinstance(base, str) or not bases:
         return
     problems: list[str] = []
-    here = Path(base).expanduser() / "config.json"
-    if here.is_file() and running.config:
-        problems = compare_configs(json.loads(here.read_text(encoding="utf-8")), running.config)
+    here = expanded(base)
+    with suppress(PreflightError):  # what cannot be read is compared by its name
+        if running.config and os.path.isfile(here / "config.json"):  # noqa: PTH113 - see _same_model
+            problems = compare_configs(read_config(here), running.config)
     if not problems and any(_same_model(base, one) for one in bases):
         return
     why = f": {problems[0]}" if problems else ""
@@ -303,7 +312,8 @@ def _check_base(adapter: Adapter, bases: Sequence[str], running: RunningModel) -
 
 def _same_model(one: str, other: str) -> bool:
     """Whether two names, of directories or on the hub, can mean the same model."""
-    if Path(one).exists() and Path(other).exists() and Path(one).samefile(other):
+    # os.path: a directory of another user, or a name that is too long for one, is none here
+    if os.path.exists(one) and os.path.exists(other) and os.path.samefile(one, other):  # noqa: PTH110, PTH121
         return True
     return one.rstrip("/").rpartition("/")[2] == other.rstrip("/").rpartition("/")[2]
 

@@ -11,6 +11,7 @@ from skyctl.adapters import AdapterChange, LoadAdapter, UnloadAdapter, write_ada
 from skyctl.checkpoints.live import NamedTensors, each_tensor
 from skyctl.checkpoints.staging import staged
 from skyctl.store.adapters import AdapterVersion
+from skyctl.store.paths import expanded
 
 if TYPE_CHECKING:
     from skyctl.api.session import SessionHolder
@@ -95,7 +96,7 @@ class Adapters:
         def asked(directory: Path) -> LoadAdapter:
             return LoadAdapter(
                 name=name,
-                directory=str(directory.expanduser().absolute()),
+                directory=str(expanded(directory).absolute()),
                 new=new,
                 any_base=any_base,
                 timeout_s=timeout_s,

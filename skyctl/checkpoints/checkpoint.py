@@ -15,6 +15,7 @@ from typing import Any
 from skyctl.checkpoints.header import Shard, Tensor, read_header
 from skyctl.checkpoints.mistaken import mistaken_for
 from skyctl.errors import NotFoundError, PreflightError
+from skyctl.store.paths import expanded
 
 INDEX_NAME = "model.safetensors.index.json"
 _NUMBERED = re.compile(r"^(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.safetensors$")
@@ -76,8 +77,8 @@ def locate(path: str, environ: Mapping[str, str] = os.environ) -> Path | None:
 
     None if there is nothing local by that name. Never goes to the network.
     """
-    candidate = Path(path).expanduser()
-    if candidate.exists():
+    candidate = expanded(path)
+    if _exists(candidate):
         return Path(os.path.abspath(candidate))  # noqa: PTH100  (resolve() would lose the name)
     if not _HUB_ID.match(path):
         return None
@@ -92,6 +93,11 @@ def locate(path: str, environ: Mapping[str, str] = os.environ) -> Path | None:
     return snapshot if revision and snapshot.is_dir() else None
 
 
+def _exists(path: Path) -> bool:
+    """False as well where this user may not look: servers name directories of theirs."""
+    return os.path.exists(path)  # noqa: PTH110 - Path.exists raises
+
+
 def absolute(path: str) -> str:
     """A checkpoint argument that means the same in another process: absolute, or a hub id.
 
@@ -101,12 +107,12 @@ def absolute(path: str) -> str:
     found = locate(path)
     if found is None:
         raise _not_here(path)
-    return str(found) if Path(path).expanduser().exists() else path
+    return str(found) if _exists(expanded(path)) else path
 
 
 def _not_here(path: str) -> NotFoundError:
-    hint = f"give a local directory; this name means {Path(path).expanduser().absolute()}"
-    if _HUB_ID.match(path) and "/" in path and not Path(path).parent.exists():
+    hint = f"give a local directory; this name means {expanded(path).absolute()}"
+    if _HUB_ID.match(path) and "/" in path and not _exists(Path(path).parent):
         hint = f"a hub id must be downloaded first: hf download {path}"
     return NotFoundError(f"checkpoint {path} does not exist", hint=hint)
 

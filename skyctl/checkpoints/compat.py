@@ -132,7 +132,10 @@ def _rope_theta(config: Mapping[str, Any]) -> float | None:
     if value is None:
         parameters = _config_value(config, "rope_parameters")
         value = parameters.get("rope_theta") if isinstance(parameters, dict) else None
-    return float(value) if isinstance(value, int | float) else None
+    try:
+        return float(value) if isinstance(value, int | float) else None
+    except OverflowError:
+        return None
 
 
 def _shown(value: Any) -> str:

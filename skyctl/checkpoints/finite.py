@@ -62,6 +62,9 @@ _FORMS = {
     "F16": _Form(2, _FIVE_BITS),
     "F8_E5M2": _Form(1, _FIVE_BITS),
     "F8_E4M3": _Form(1, _WIDE),  # has NaN, no infinity
+    "F8_E8M0": _Form(1, b"\xff"),  # these have a single NaN
+    "F8_E5M2FNUZ": _Form(1, b"\x80"),
+    "F8_E4M3FNUZ": _Form(1, b"\x80"),
 }
 
 

@@ -181,7 +181,7 @@ def parse_header(raw: bytes, *, data_bytes: int, path: Path) -> list[Tensor]:
 def _parse_json(raw: bytes, path: Path) -> dict[str, Any]:
     try:
         entries = json.loads(
-            raw.decode("utf-8"), object_pairs_hook=_no_duplicates, parse_constant=_no_constant
+            raw.decode("utf-8"), object_pairs_hook=_checked_names, parse_constant=_no_constant
         )
     except (ValueError, RecursionError) as error:
         raise PreflightError(f"{path}: its header is not valid: {error}") from error
@@ -190,11 +190,12 @@ def _parse_json(raw: bytes, path: Path) -> dict[str, Any]:
     return entries
 
 
-def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _checked_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     entries: dict[str, Any] = {}
     for name, value in pairs:
         if name in entries:
             raise ValueError(f"{name!r} appears twice")
+        name.encode()  # half of a surrogate pair is no text, and could not be put on record
         entries[name] = value
     return entries
 

@@ -1,6 +1,7 @@
 """The fleet's own copy of a checkpoint, which nobody else deletes or overwrites.
 
     <fleet>/kept/<id>/<name>      config, tokenizer and shards, as in the directory <name>
+    <fleet>/kept/<id>/.recorded   it was on record: it outlives a state file that is lost
 
 It is a copy, not a hard link: a trainer that writes the next step into the same file would change
 what a link shows. If the file system can share blocks (XFS, Btrfs), the kernel does, and the copy
@@ -13,6 +14,7 @@ import os
 import secrets
 import shutil
 from collections.abc import Collection
+from contextlib import suppress
 from pathlib import Path
 
 from skyctl.checkpoints.checkpoint import Checkpoint, read_checkpoint
@@ -23,9 +25,10 @@ from skyctl.units import format_bytes
 _SMALL = (".json", ".txt", ".model", ".jinja", ".py")
 """Suffixes of files beside the shards that belong to the model; not a trainer's own state."""
 _PIECE_BYTES = 256 * 1024 * 1024
+_RECORDED = ".recorded"
 
 
-def keep_copy(source: Checkpoint, directory: Path, known: Collection[str]) -> Path:
+def keep_copy(source: Checkpoint, directory: Path, known: Collection[str | None]) -> Path:
     """Copy a checkpoint into `directory`; returns the copy's path. `known` are recorded copies:
     others were left by a push that died, and are removed first. An interrupted copy leaves nothing.
 
@@ -64,12 +67,19 @@ def delete_copy(copy: Path, directory: Path) -> None:
         shutil.rmtree(copy.parent, ignore_errors=True)
 
 
-def sweep_kept(directory: Path, known: Collection[str]) -> None:
-    """Remove every copy that is not recorded."""
-    recorded = {Path(path).parent.name for path in known}
+def sweep_kept(directory: Path, known: Collection[str | None]) -> None:
+    """Remove every copy that is not recorded, and never was."""
+    recorded = {Path(path).parent.name for path in known if path}
     for entry in directory.iterdir() if directory.is_dir() else ():
-        if entry.is_dir() and entry.name not in recorded:
+        kept = entry.name in recorded or (entry / _RECORDED).exists()
+        if entry.is_dir() and not kept:
             shutil.rmtree(entry, ignore_errors=True)
+
+
+def mark_recorded(copy: Path) -> None:
+    """A copy that `keep_copy` made is on record."""
+    with suppress(OSError):  # a full disk: it is on record all the same
+        (copy.parent / _RECORDED).touch(mode=0o600)
 
 
 def _files(source: Checkpoint) -> list[Path]:

@@ -136,11 +136,12 @@ def _change(
 ) -> None:
     from skyctl.adapters import LoadAdapter
     from skyctl.core.registry import FleetRef, find
+    from skyctl.store.paths import expanded
 
     here = isinstance(find(file, fleet), FleetRef)  # otherwise the path is one on another machine
     asked = LoadAdapter(
         name=name,
-        directory=str(directory.expanduser().absolute() if here else directory),
+        directory=str(expanded(directory).absolute() if here else directory),
         new=new,
         any_base=any_base,
         timeout_s=timeout_s,

@@ -127,7 +127,9 @@ def wait(
     fleet: FleetOption = None,
     timeout: Annotated[
         float | None,
-        typer.Option(metavar="SECONDS", help="Stop waiting after this long.", show_default=False),
+        typer.Option(
+            min=0, metavar="SECONDS", help="Stop waiting after this long.", show_default=False
+        ),
     ] = None,
     json: JsonOption = False,
 ) -> None:

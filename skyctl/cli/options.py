@@ -57,6 +57,7 @@ TimeoutOption = Annotated[
     float | None,
     typer.Option(
         "--timeout",
+        min=0,
         metavar="SECONDS",
         help="Deadline of each server's call (default: the fleet file's control_timeout_s).",
         show_default=False,

@@ -40,7 +40,7 @@ def recover(
     timeout: Annotated[
         float,
         typer.Option(
-            "--timeout", metavar="SECONDS", help="Stop waiting after this long; it goes on."
+            "--timeout", min=0, metavar="SECONDS", help="Stop waiting after this long; it goes on."
         ),
     ] = 900.0,
     as_json: JsonOption = False,

@@ -195,6 +195,7 @@ def sync_weights(
     timeout: Annotated[
         float | None,
         typer.Option(
+            min=0,
             metavar="SECONDS",
             help="Stop waiting after this long; the job goes on.",
             show_default=False,

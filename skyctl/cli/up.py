@@ -26,6 +26,7 @@ def up(
         float | None,
         typer.Option(
             "--wait-timeout",
+            min=0,
             metavar="SECONDS",
             help="Wait this long for the fleet to be ready (it keeps starting after that).",
             show_default=False,

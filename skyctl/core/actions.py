@@ -56,7 +56,8 @@ async def pause(
     Prefill servers are paused before the others.
 
     If some servers paused and some did not, those that this call paused are resumed (status
-    rolled-back), unless `keep_partial`. A server that was already paused stays paused. Reading a
+    rolled-back), unless `keep_partial`; so are those that take no new requests because a wait ran
+    out of time. A server that was already paused stays paused. Reading a
     state back and rolling back take at most `read_back_timeout_s` seconds each.
     """
     progress = {target.name: _PauseProgress() for target in targets}
@@ -75,7 +76,8 @@ async def pause(
         outcomes,
         lambda t, o: _settle_pause(client, t, o, progress[t.name], mode, read_back_timeout_s),
     )
-    if keep_partial or all(o.ok for o in outcomes) or not any(o.ok for o in outcomes):
+    frozen = any(o.ok or progress[o.server].paused_now for o in outcomes)
+    if keep_partial or all(o.ok for o in outcomes) or not frozen:
         return outcomes
     culprit = next(o.server for o in outcomes if not o.ok)
     return await _each(

@@ -164,7 +164,9 @@ class Arbiter:
 def own_command() -> str:
     """This process's command and pid, as shown to others."""
     words = [Path(sys.argv[0]).name or "python", *sys.argv[1:]]
-    return f"`{shlex.join(words)[:120]}` (pid {os.getpid()})"
+    # an argument may be bytes that are no UTF-8: this goes into headers and databases
+    typed = shlex.join(words)[:120].encode(errors="replace").decode()
+    return f"`{typed}` (pid {os.getpid()})"
 
 
 def _asked(what: str) -> str:

@@ -10,7 +10,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from skyctl.checkpoints.checkpoint import Checkpoint, read_checkpoint
-from skyctl.checkpoints.keeping import delete_copy, keep_copy
+from skyctl.checkpoints.keeping import delete_copy, keep_copy, mark_recorded
+from skyctl.core.recovery import needed
 from skyctl.errors import ConflictError
 from skyctl.push.request import PushRequest, PushResult
 from skyctl.push.versions import refuse_changed
@@ -56,6 +57,7 @@ class Keeping:
             at=time.time(),
         )
         remember(self.state, kept)
+        mark_recorded(self.copy.path)
 
 
 @asynccontextmanager
@@ -79,7 +81,8 @@ async def keeping(
     if found is not None:
         copy = Path(found.checkpoint)
     else:
-        copies = {one.checkpoint for one in known}
+        # also what a push that died left unrecorded, and the fleet runs, or recovery will push
+        copies = {one.checkpoint for one in known} | state.checkpoints() | needed(state)
         copy = await asyncio.to_thread(keep_copy, source, directory, copies)
     copied = await asyncio.to_thread(read_checkpoint, str(copy))
     # the copy has an identity of its own; the source's has been checked

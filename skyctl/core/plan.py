@@ -31,6 +31,7 @@ from skyctl.fleetfile.schema import FleetConfig, RouterSection, resolve_relative
 from skyctl.launch.base import PORT_AT_SPAWN, Cpu, Follower, Gpu, Machine, Node
 from skyctl.launch.local.devices import visible_gpus
 from skyctl.store.credentials import AT_SPAWN
+from skyctl.store.paths import expanded
 
 _SECRET_WORDS = ("KEY", "TOKEN", "SECRET", "PASSWORD")
 _PORT_TRIES = 1000
@@ -432,7 +433,7 @@ class _Planner:
         section, lora = self.config.tinker, self.config.lora
         if section is None or lora is None:  # the schema has both or no `tinker`
             return None
-        storage = section.storage and (self.base_dir / Path(section.storage).expanduser()).resolve()
+        storage = section.storage and (self.base_dir / expanded(section.storage)).resolve()
         settings = TinkerSettings(
             fleet=self.config.name,
             model=self.model_path,
@@ -490,5 +491,5 @@ class _Planner:
 
 def interpreter(python: str, base_dir: Path) -> str:
     """The interpreter's path. Links are kept: a virtual environment's python is one."""
-    path = str(Path(python).expanduser())
+    path = str(expanded(python))
     return os.path.normpath(base_dir / path) if os.sep in python else path

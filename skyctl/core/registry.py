@@ -15,7 +15,14 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from skyctl.errors import ConflictError, FleetFileError, NotFoundError, SkyctlError, UsageError
-from skyctl.store.paths import FleetPaths, fleet_paths, flocked, place_private_file, state_root
+from skyctl.store.paths import (
+    FleetPaths,
+    expanded,
+    fleet_paths,
+    flocked,
+    place_private_file,
+    state_root,
+)
 
 if TYPE_CHECKING:
     from skyctl.fleetfile.schema import FleetConfig
@@ -91,7 +98,7 @@ def find(file: Path | None, name: str | None) -> FleetRef | RemoteRef:
             hint=f"use https://{parts.netloc}, or a tunnel to 127.0.0.1",
         )
     files = (os.environ.get(variable) for variable in (TOKEN_VARIABLE, CA_VARIABLE))
-    token, ca = (Path(path).expanduser() if path else None for path in files)
+    token, ca = (expanded(path) if path else None for path in files)
     return RemoteRef(name.rstrip("/"), token, ca)
 
 

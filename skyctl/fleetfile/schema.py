@@ -24,6 +24,7 @@ from skyctl.fleetfile.spanning import spanning_refusal
 from skyctl.launch import DEFAULT as DEFAULT_LAUNCHER
 from skyctl.launch import HOSTS
 from skyctl.plugins import Plugins
+from skyctl.store.paths import expanded
 from skyctl.units import parse_bytes
 
 
@@ -749,7 +750,7 @@ def resolve_relative(path: str, base: Path) -> str:
 
     A hub model id such as `Qwen/Qwen3-0.6B` stays as it is.
     """
-    candidate = Path(path).expanduser()
+    candidate = expanded(path)
     if candidate.is_absolute():
         return str(candidate)
     if path.startswith((".", "~")) or (base / candidate).exists():

@@ -140,7 +140,7 @@ def read_canary(path: Path) -> dict[str, Any]:
     """
     try:
         found = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError) as error:
+    except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:
         raise UsageError(f"--canary {path}: {' '.join(str(error).split())}") from error
     data = {"prompts": found} if isinstance(found, list) else found
     return parse_canary(data, str(path)).model_dump(mode="json", exclude_none=True)

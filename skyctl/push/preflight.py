@@ -192,6 +192,7 @@ async def preflight(
     """
     if not fleet.servers:
         raise PreflightError("the fleet has no servers")
+    _refuse_unspeakable(request)
     if fleet.trainer is not None:
         return await _preflight_update(request, fleet, client=client)
     asked = asyncio.create_task(ask_servers(fleet, client=client))
@@ -393,6 +394,17 @@ async def _delta(
     if not request.verify:
         return Delta({}, note="everything is sent: without verification nothing may be left out")
     return await compare(checkpoint, fleet, sites, timeout_s=fleet.update_timeout_s)
+
+
+def _refuse_unspeakable(request: PushRequest) -> None:
+    """Raise PreflightError for a path or a label that no server can be told: a directory's name
+    becomes part of the label.
+    """
+    for told in (request.checkpoint, request.weight_version or ""):
+        try:
+            told.encode()
+        except UnicodeEncodeError as error:
+            raise PreflightError(f"{told!a} is no UTF-8", hint="give it another name") from error
 
 
 def _read(request: PushRequest) -> Checkpoint:

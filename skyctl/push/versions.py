@@ -71,7 +71,8 @@ def rollback(
     known = dict.fromkeys([p.version for p in had if p.version] + [k.version for k in kept])
     if version is not None:
         version = meant(version, known)
-    wanted = version or next((p.version for p in had if p.version != done[0].version), None)
+    current = next((_given(push) for push in pushes if _given(push)), None)
+    wanted = version or next((p.version for p in had if p.version != current), None)
     copy = next((one for one in kept if wanted and one.version == wanted), None)
     if copy is not None:
         return replace(
@@ -98,6 +99,15 @@ def rollback(
         weight_version=before.version,
         expected_digest=before.checkpoint_digest,
     )
+
+
+def _given(push: PushRecord) -> str | None:
+    """The version that a push gave the fleet: one that failed gives it if some servers have it."""
+    if push.ok:
+        return push.version
+    version: str | None = push.result.get("version")
+    rows = push.result.get("servers", ()) if version else ()
+    return version if any(row["ok"] and row["version"] == version for row in rows) else None
 
 
 def refuse_changed(request: PushRequest, checkpoint: Checkpoint) -> None:

@@ -149,6 +149,7 @@ class Database:
             SkyctlError: the file cannot be used (locked for too long, damaged).
             StateUnwritable: it cannot be written, although it must be.
         """
+        parameters = tuple(map(_writable, parameters))
         if durable:
             self._need_file()
         else:
@@ -392,6 +393,15 @@ class Database:
 
     def _unwritable(self) -> StateUnwritable:
         return StateUnwritable(f"cannot write {self.path}: {self._why}", hint=self._hint)
+
+
+def _writable(value: Any) -> Any:
+    """The value, or text as SQLite takes it: what is no UTF-8 (of a path, of a server's message) is
+    replaced.
+    """
+    if not isinstance(value, str) or value.isascii():
+        return value
+    return value.encode(errors="replace").decode()
 
 
 def _latest_job(connection: sqlite3.Connection) -> int:

@@ -98,7 +98,9 @@ class Told:
 
 @dataclass(frozen=True)
 class PushRecord:
-    """One push of the fleet's history. `result` is PushResult's JSON, or {} if it failed."""
+    """One push of the fleet's history. `result` is PushResult's JSON; of one that failed, its error
+    and how it left the servers, as far as that is known.
+    """
 
     job: str
     at: float
@@ -290,7 +292,7 @@ class Journal:
 def _number(job_id: str) -> int:
     """The row's number; 0, which no row has, for an invalid id."""
     kind, _, tail = job_id.rpartition("-")
-    number = int(tail) if tail.isdecimal() else 0
+    number = int(tail) if tail.isdecimal() and len(tail) < 19 else 0  # SQLite's have 63 bits
     return -number if kind == DRY_RUN else number
 
 

@@ -35,13 +35,18 @@ _EVERYBODYS = Path("/tmp")
 _LONGEST_SCRATCH_PATH_BYTES = LONGEST_SOCKET_PATH_BYTES - 37
 
 
+def expanded(path: str | Path) -> Path:
+    """A path with its `~` expanded; that of a user who does not exist stays as it is."""
+    return Path(os.path.expanduser(path))  # noqa: PTH111 - Path.expanduser raises
+
+
 def state_root(environ: Mapping[str, str] | None = None) -> Path:
     """$SKYCTL_HOME, else $XDG_STATE_HOME/skyctl, else ~/.local/state/skyctl."""
     environ = os.environ if environ is None else environ
     if environ.get("SKYCTL_HOME"):
-        return Path(environ["SKYCTL_HOME"]).expanduser().absolute()
+        return expanded(environ["SKYCTL_HOME"]).absolute()
     if environ.get("XDG_STATE_HOME"):
-        return Path(environ["XDG_STATE_HOME"]).expanduser().absolute() / "skyctl"
+        return expanded(environ["XDG_STATE_HOME"]).absolute() / "skyctl"
     return Path.home() / ".local" / "state" / "skyctl"
 
 

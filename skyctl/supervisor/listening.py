@@ -26,7 +26,7 @@ from skyctl.errors import SkyctlError
 from skyctl.fleetfile.schema import SupervisorSection
 from skyctl.http.listener import listen_at
 from skyctl.store.credentials import ensure_secret, read_secret
-from skyctl.store.paths import FleetPaths, place_private_file
+from skyctl.store.paths import FleetPaths, expanded, place_private_file
 from skyctl.supervisor.api import make_app
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ def entrance(section: SupervisorSection, base_dir: Path, paths: FleetPaths) -> E
         return None
 
     def named(path: str | None, own: Path) -> Path:
-        return base_dir / Path(path).expanduser() if path else own
+        return base_dir / expanded(path) if path else own
 
     return Entrance(
         f"{'https' if section.tls else 'http'}://{section.listen}",

@@ -33,17 +33,17 @@ def write_directory(directory: Path, write: Callable[[Path], None], meta: Mappin
     beside.mkdir(parents=True, mode=0o700)
     try:
         write(beside)
-    except BaseException:
+        digests = {path.name: _digest(path) for path in sorted(beside.iterdir())}
+        (beside / META).write_text(json.dumps({**meta, "files": digests}, indent=1, sort_keys=True))
+        size = 0
+        for path in beside.iterdir():
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+                size += os.fstat(file.fileno()).st_size
+        sync_directory(beside)
+    except BaseException:  # such as a full disk, which it would go on filling
         shutil.rmtree(beside, ignore_errors=True)
         raise
-    digests = {path.name: _digest(path) for path in sorted(beside.iterdir())}
-    (beside / META).write_text(json.dumps({**meta, "files": digests}, indent=1, sort_keys=True))
-    size = 0
-    for path in beside.iterdir():
-        with path.open("rb") as file:
-            os.fsync(file.fileno())
-            size += os.fstat(file.fileno()).st_size
-    sync_directory(beside)
     shutil.rmtree(directory, ignore_errors=True)
     beside.rename(directory)
     sync_directory(directory.parent)

@@ -8,6 +8,7 @@ is not made.
 from __future__ import annotations
 
 import asyncio
+import logging
 import queue
 import sqlite3
 import threading
@@ -19,9 +20,11 @@ from skyctl.errors import SkyctlError, StateUnwritable
 from skyctl.store.opening import disk_failed
 from skyctl.store.paths import place_private_file
 
+_LOG = logging.getLogger(__name__)
 T = TypeVar("T")
 VERSION = 1
 _BATCH = 256
+_DISK_S = 1.0
 _SCHEMA = """
 CREATE TABLE sessions (
     id TEXT PRIMARY KEY, created REAL NOT NULL, seen REAL NOT NULL, tags TEXT NOT NULL,
@@ -90,6 +93,15 @@ class Ledger:
         self._queue.put((change, future, loop))
         return await future
 
+    async def insist(self, change: Change[T]) -> T:
+        """As `run`, repeated until the disk accepts it: for what nobody would ask for again."""
+        while True:
+            try:
+                return await self.run(change)
+            except StateUnwritable as error:
+                _LOG.warning("%s", error)
+            await asyncio.sleep(_DISK_S)
+
     async def row(self, sql: str, *parameters: Any) -> sqlite3.Row | None:
         """The first row of a query, None if there is none."""
         found: sqlite3.Row | None = await self.run(lambda c: c.execute(sql, parameters).fetchone())
@@ -142,7 +154,7 @@ class Ledger:
                     outcomes.append((None, error))
                 connection.execute("RELEASE one")
             connection.execute("COMMIT")
-        except sqlite3.Error as error:
+        except (sqlite3.Error, OSError) as error:
             if connection.in_transaction:
                 connection.execute("ROLLBACK")
             unwritable = StateUnwritable(

@@ -301,11 +301,12 @@ class Sampling:
                 record_outcome(connection, row, outcome, time.time())
             return str(row["owner"])
 
-        self._bell.ring(request, await self._ledger.run(commit))
+        self._bell.ring(request, await self._ledger.insist(commit))
 
     async def _one(self, request: str) -> None:
+        sql = "SELECT * FROM requests WHERE id = ?"
         async with self._slots:
-            row = await self._ledger.row("SELECT * FROM requests WHERE id = ?", request)
+            row = await self._ledger.insist(lambda c: c.execute(sql, (request,)).fetchone())
             if row is None or row["state"] != "accepted":
                 return
             try:
@@ -328,7 +329,7 @@ class Sampling:
             def commit(connection: sqlite3.Connection) -> None:
                 record_outcome(connection, row, outcome, time.time())
 
-            await self._ledger.run(commit)
+            await self._ledger.insist(commit)
             self._bell.ring(request, row["owner"])
 
     async def _sample(self, row: sqlite3.Row) -> bytes:

@@ -423,7 +423,7 @@ class Training:
                     (json.loads(row["extra"])["path"], model),
                 )
 
-        await self._ledger.run(commit)
+        await self._ledger.insist(commit)  # the worker has done it, and must not do it again
         del run.waiting[seq]
         run.next_seq, run.broken, run.arrived = seq + 1, broken, time.monotonic()
         if outcome.snapshot is not None:

@@ -154,16 +154,16 @@ def plan_chunks(
 ) -> ChunkPlan:
     """Cut the ordered tensors into chunks of `chunk_size` bytes.
 
-    Every tensor is in exactly one chunk. `alignment` 1 packs without padding, as vLLM's packed wire
-    format requires.
+    Every tensor is in exactly one chunk. One without bytes has none of its own: receivers refuse an
+    empty chunk. `alignment` 1 packs without padding, as vLLM's packed wire format requires.
 
     Raises:
         PreflightError: there is nothing to send, or the chunk size is not positive.
     """
     if chunk_size < 1:
         raise PreflightError(f"a chunk size of {chunk_size} bytes is too small")
-    if not tensors:
-        raise PreflightError("the checkpoint holds no tensors")
+    if not any(tensor.nbytes for tensor in tensors):
+        raise PreflightError("the checkpoint's tensors hold no bytes")
     chunks: list[Chunk] = []
     placed: list[Placed] = []
     size = 0
@@ -177,8 +177,8 @@ def plan_chunks(
     ordered = order(tensors)
     for tensor in ordered:
         offset = -(-size // alignment) * alignment
-        full = packing != "overflow" and offset + tensor.nbytes > chunk_size
-        if placed and (full or (packing == "bucket" and offset % _element_bytes(tensor))):
+        full = packing != "overflow" and tensor.nbytes and offset + tensor.nbytes > chunk_size
+        if size and (full or (packing == "bucket" and offset % _element_bytes(tensor))):
             flush()
             offset = 0
         placed.append(Placed(tensor, offset))

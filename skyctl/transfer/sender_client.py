@@ -24,6 +24,7 @@ from skyctl.transfer.reader import Filled
 _LINE_LIMIT = 256 * 1024 * 1024  # a header of a very large model is a few megabytes of JSON
 _STDERR_KEPT = 64 * 1024
 _CLOSE_TIMEOUT_S = 2.0
+_COMMAND_TIMEOUT_S = 120.0  # an interpreter on a cold disk takes tens of seconds to read the first
 _FINAL = ("CheckpointChanged", "NotFinite")
 _RUN = ("-P", "-m", "skyctl.transfer.sender")  # -P: nothing is imported from the current directory
 _ENVIRONMENT_THERE = ("PYTHONUNBUFFERED=1", "CUDA_DEVICE_ORDER=PCI_BUS_ID")
@@ -240,7 +241,10 @@ class SenderProcess:
         assert self._process.stdin is not None
         try:
             self._process.stdin.write(json.dumps(message).encode() + b"\n")
-            await self._process.stdin.drain()
+            async with asyncio.timeout(_COMMAND_TIMEOUT_S):
+                await self._process.stdin.drain()
+        except TimeoutError:
+            self.kill(f"{self._name} took no command in {_COMMAND_TIMEOUT_S:g} s")
         except (ConnectionError, RuntimeError):
             pass  # it ended; the event pump finds out why, and the next wait reports it
 

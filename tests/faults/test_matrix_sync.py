@@ -22,6 +22,7 @@ import pytest
 from skyctl.core.service import Sleep, Wake
 from skyctl.errors import PreflightError, PushError, SkyctlError
 from skyctl.push.transaction import PushRequest, push
+from skyctl.push.versions import rollback
 from tests.faults.attached_fleet import attached_fleet
 from tests.stub.app import StubServer
 from tests.stub.faults import Fault
@@ -429,6 +430,23 @@ async def test_after_a_partial_push_status_is_degraded_and_the_bad_server_quaran
         job = await fleet.wait_job(await fleet.start_push(PushRequest(str(new))))
         assert job.state == "succeeded"
         assert (await fleet.status()).health == "healthy"
+
+
+async def test_after_a_partial_push_a_rollback_returns_to_the_version_before_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = write_checkpoint(tmp_path / "base")
+    servers = [StubServer(StubEngine(model=str(base), weigh=content)) for _ in range(3)]
+    async with attached_fleet(tmp_path, monkeypatch, servers) as fleet:
+        for number in (1, 2, 3):
+            if number == 3:
+                servers[BAD].asgi.faults["/finish_weight_update"] = Fault("status")
+            path = write_checkpoint(tmp_path / f"v{number}", tiny_tensors(number))
+            asked = PushRequest(str(path), weight_version=f"v{number}")
+            await fleet.wait_job(await fleet.start_push(asked))
+        assert (await fleet.status()).weight_version == "v3"  # of two servers
+        back = rollback(PushRequest(""), (await fleet.weights()).pushes)
+    assert back.weight_version == "v2"
 
 
 async def test_discarded_weights_are_pushed_between_waking_weights_and_cache(

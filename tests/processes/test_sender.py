@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import select
 import signal
@@ -125,6 +126,22 @@ async def test_a_sender_that_cannot_start_says_why(checkpoint: Checkpoint) -> No
         with pytest.raises(SenderFailed, match="no_such_transport") as caught:
             await sender.opened(timeout_s=TIMEOUT_S)
         assert caught.value.details["kind"] == "ModuleNotFoundError"
+    finally:
+        await sender.close()
+
+
+async def test_a_sender_that_takes_no_commands_is_ended_at_a_deadline(
+    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("skyctl.transfer.sender_client._COMMAND_TIMEOUT_S", 0.2)
+    sender = await SenderProcess.spawn("")
+    try:
+        os.kill(sender.pid, signal.SIGSTOP)
+        async with asyncio.timeout(TIMEOUT_S):
+            # more than the pipe and its buffers hold
+            await sender.warm(transport="shm", session="x" * 1_000_000, carrier={})
+            with pytest.raises(SenderFailed, match="took no command"):
+                await sender.warmed(timeout_s=TIMEOUT_S)
     finally:
         await sender.close()
 

@@ -73,6 +73,12 @@ BROKEN: dict[str, tuple[Spoil, type[SkyctlError], str]] = {
     "ranks": (lambda d: make_adapter(d, lora(UP, rank=2)), PreflightError, "rank 2 in lora_A"),
     "no rank": (lambda d: make_adapter(d, r=None), PreflightError, "lacks a rank"),
     "NaN": (lambda d: make_adapter(d, value=float("nan")), PreflightError, "NaN"),
+    "no scale": (
+        lambda d: make_adapter(d, lora_alpha=float("nan")),
+        PreflightError,
+        "alpha is nan",
+    ),
+    "no pattern": (lambda d: make_adapter(d, rank_pattern=[4]), PreflightError, "is no mapping"),
 }
 
 
@@ -82,7 +88,8 @@ def test_what_is_no_adapter_is_refused_with_what_it_is(tmp_path: Path, case: str
     spoil(tmp_path / "one")
     with pytest.raises(error, match=words) as caught:
         read_adapter(str(tmp_path / "one"))
-    assert caught.value.hint or case in ("cut off", "half a module", "no LoRA", "ranks", "no rank")
+    said = ("cut off", "half a module", "no LoRA", "ranks", "no rank", "no scale", "no pattern")
+    assert caught.value.hint or case in said
 
 
 def test_what_does_not_fit_the_running_model_is_refused(tmp_path: Path) -> None:
@@ -128,6 +135,23 @@ def test_an_adapter_of_another_base_is_refused_unless_it_is_asked_for(tmp_path: 
     adapter = make_adapter(tmp_path / "two", base_model_name_or_path=str(namesake))
     with pytest.raises(PreflightError, match="num_hidden_layers is 9"):
         fits(adapter, tmp_path / "deep" / "base")
+
+
+@pytest.mark.parametrize("base", ["~nobody-here/base", "x" * 300, "broken/base", "list/base"])
+def test_a_base_that_cannot_be_read_is_compared_by_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, base: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, config in (("broken", "{"), ("list", "[]")):
+        make_model(tmp_path / name / "base")
+        (tmp_path / name / "base" / "config.json").write_text(config)
+    model = make_model(tmp_path / "base")
+    adapter = make_adapter(tmp_path / "one", base_model_name_or_path=base)
+    if len(base) < 300:
+        assert fits(adapter, model) == []
+    else:
+        with pytest.raises(PreflightError, match="was trained on x"):
+            fits(adapter, model)
 
 
 def test_a_model_that_is_not_here_is_left_to_the_servers(tmp_path: Path) -> None:

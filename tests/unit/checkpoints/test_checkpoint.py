@@ -199,3 +199,11 @@ def test_a_relative_path_becomes_absolute(tmp_path: Path, monkeypatch: pytest.Mo
     write_checkpoint(tmp_path / "c")
     monkeypatch.chdir(tmp_path)
     assert absolute("c") == str(tmp_path / "c")
+
+
+@pytest.mark.parametrize("path", ["~nobody-here/c", "x" * 300, "a\0b"])
+def test_a_path_that_cannot_be_looked_at_does_not_exist(path: str) -> None:
+    assert locate(path) is None
+    for ask in (absolute, read_checkpoint):
+        with pytest.raises(NotFoundError, match="does not exist"):
+            ask(path)

@@ -83,6 +83,7 @@ def test_rope_theta_is_compared_wherever_it_is_written() -> None:
     old, new = {"rope_theta": 1e4}, {"rope_parameters": {"rope_theta": 1e6}}
     assert compare_configs(old, {"rope_parameters": {"rope_theta": 1e4}}) == []
     assert compare_configs(old, new) == ["rope_theta is 10000 here, the servers run 1e+06"]
+    assert compare_configs(old, {"rope_theta": 10**400}) == []  # no number of a float's
 
 
 def test_a_nested_text_config_is_looked_into() -> None:

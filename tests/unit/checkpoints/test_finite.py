@@ -23,6 +23,9 @@ LARGEST = {
     "F16": struct.pack("<H", 0x7BFF),
     "F8_E5M2": b"\x7b",
     "F8_E4M3": b"\xfe",
+    "F8_E8M0": b"\xfe",
+    "F8_E5M2FNUZ": b"\xff",
+    "F8_E4M3FNUZ": b"\x7f",
 }
 NAN = {
     "F64": struct.pack("<Q", 0x7FF8000000000000),
@@ -31,6 +34,9 @@ NAN = {
     "F16": struct.pack("<H", 0xFE00),
     "F8_E5M2": b"\x7e",
     "F8_E4M3": b"\xff",
+    "F8_E8M0": b"\xff",
+    "F8_E5M2FNUZ": b"\x80",
+    "F8_E4M3FNUZ": b"\x80",
 }
 INFINITY = {
     "F64": struct.pack("<Q", 0x7FF0000000000000),

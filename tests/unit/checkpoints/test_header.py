@@ -59,6 +59,7 @@ def test_a_loop_of_links_is_refused(tmp_path: Path) -> None:
     ("header", "words"),
     [
         ([], "not a JSON object"),
+        ({"w\ud800": entry()}, "header is not valid"),
         ({"w": 3}, "'w' has no dtype"),
         ({"w": {**entry(), "extra": 1}}, "'w' has no dtype"),
         ({"w": entry(dtype="F31")}, "unknown dtype 'F31'"),

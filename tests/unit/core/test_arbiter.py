@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from itertools import product
 from pathlib import Path
 
 import pytest
 
-from skyctl.core.arbiter import Act, Arbiter, caller
+from skyctl.core.arbiter import Act, Arbiter, caller, own_command
 from skyctl.errors import ConflictError, SkyctlError
 from skyctl.store import locks
 from skyctl.store.locks import Locks
@@ -94,3 +95,8 @@ def test_what_thaws_needs_no_lock_where_none_can_be_made(tmp_path: Path) -> None
     arbiter.take(Act.VERB, "skyctl resume").release()
     with pytest.raises(Exception, match="cannot open"):
         arbiter.take(Act.PUSH, "push-1")
+
+
+def test_a_command_with_a_path_that_is_no_utf8_can_be_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["skyctl", "validate", os.fsdecode(b"\xff.yaml")])
+    assert "validate '?.yaml'" in own_command().encode().decode()

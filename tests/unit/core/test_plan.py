@@ -444,6 +444,12 @@ def test_the_interpreter_is_relative_to_the_file_and_its_link_is_kept(tmp_path: 
     assert plan(device="cpu", python="python3.12").python == "python3.12"
 
 
+def test_the_home_of_a_user_who_does_not_exist_is_a_path_like_any_other(tmp_path: Path) -> None:
+    planned = plan(tmp_path, device="cpu", python="~nobody-here/python", model="~nobody-here/m")
+    assert planned.python == str(tmp_path / "~nobody-here" / "python")
+    assert planned.model_path == str(tmp_path / "~nobody-here" / "m")
+
+
 def guard_of(planned: FleetPlan) -> tuple[str | None, set[str]]:
     """The middleware, and the secrets a server gets at its spawn."""
     (server,) = planned.servers

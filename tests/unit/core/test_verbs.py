@@ -157,6 +157,19 @@ async def test_a_wait_that_runs_out_of_time_is_no_success_and_is_rolled_back() -
     assert not busy.engine.paused
 
 
+async def test_a_wait_that_runs_out_of_time_on_every_server_is_rolled_back() -> None:
+    busy = [stub(), stub()]
+    for each in busy:
+        each.engine.requests = 1
+    async with fleet(*busy) as (client, targets):
+        outcomes = await verbs.pause(client, targets, mode="wait", **SOON)
+        assert statuses(outcomes) == [TIMEOUT, TIMEOUT]
+        assert not any(each.engine.paused for each in busy)
+        outcomes = await verbs.pause(client, targets, mode="wait", keep_partial=True, **SOON)
+    assert statuses(outcomes) == [TIMEOUT, TIMEOUT]
+    assert all(each.engine.paused for each in busy)
+
+
 async def test_a_state_that_cannot_be_read_is_said_to_be_unknown() -> None:
     hung = stub(pause=Fault("hang-after"), is_paused=Fault("hang", calls=(2,)))
     async with fleet(hung) as (client, targets):

@@ -73,6 +73,24 @@ def test_a_parameter_that_is_not_finite_is_named(value: float, width: int) -> No
     assert not_finite(module) == "scale"
 
 
+@pytest.mark.parametrize(
+    ("dtype", "bits"),
+    [
+        (torch.float8_e5m2, 0x7C),
+        (torch.float8_e4m3fn, 0xFF),
+        (torch.float8_e8m0fnu, 0xFF),
+        (torch.float8_e5m2fnuz, 0x80),
+        (torch.float8_e4m3fnuz, 0x80),
+    ],
+)
+def test_every_type_of_8_bits_is_looked_at_for_what_is_not_finite(dtype: Any, bits: int) -> None:
+    module, _ = model()
+    module.scale = torch.nn.Parameter(torch.ones(8).to(dtype), requires_grad=False)
+    assert not_finite(module) == ""
+    module.scale.view(torch.uint8)[5] = bits
+    assert not_finite(module) == "scale"
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_one_ulp_in_a_packed_weight_changes_the_digest(dtype: Any) -> None:
     module, weight = model(dtype=dtype)

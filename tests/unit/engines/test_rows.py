@@ -365,3 +365,18 @@ def test_an_expert_of_another_rank_is_elsewhere() -> None:
 
 def test_a_single_value_is_read_whatever_its_stride() -> None:
     assert _bytes(torch.ones(4).as_strided((1,), (4,))) == b"\x00\x00\x80\x3f"
+
+
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2"])
+def test_a_dtype_that_torch_does_not_promote_is_answered_as_it_is_held(dtype: str) -> None:
+    model = filled(0, 1, checkpoint())
+    asked = question("norm.weight", model.norm.weight, dtype)
+    check(asked, model.norm.weight.detach(), answer_rows(model, [asked]), "float32")
+
+
+def test_float8_is_answered_in_float8() -> None:
+    tensor = torch.arange(HIDDEN).to(torch.float8_e4m3fn)
+    model = filled(0, 1, checkpoint())
+    model.norm.weight = torch.nn.Parameter(tensor, requires_grad=False)
+    asked = question("norm.weight", tensor)
+    check(asked, tensor, answer_rows(model, [asked]), "float8_e4m3fn")

@@ -134,6 +134,7 @@ def test_a_file_is_yaml_or_json_and_a_bare_list_is_its_prompts(tmp_path: Path) -
         ("- {prompt: a, expects: {}}", "prompts.0.expects: Extra inputs"),
         ("just text", "Input should be a valid dictionary"),
         ("{", "while parsing"),
+        (f"- {{prompt: a, max_tokens: {'9' * 5000}}}", "4300 digits"),
     ],
 )
 def test_what_is_wrong_in_a_file_is_named(tmp_path: Path, text: str, words: str) -> None:

@@ -64,6 +64,29 @@ async def test_what_is_kept_is_pushed_and_outlives_its_source(
     assert again.state == "succeeded", again.error
 
 
+async def test_a_copy_outlives_the_state_file_that_has_its_record(tmp_path: Path) -> None:
+    stubs, kept = Stubs(tmp_path), tmp_path / "kept"
+    for number in (1, 2):
+        with FleetState(tmp_path / "fleet" / "state.sqlite") as state:
+            write_checkpoint(tmp_path / f"step-{number}", tiny_tensors(number))
+            asked = {"checkpoint": str(tmp_path / f"step-{number}")}
+            job = await pushed(state, stubs, kept, **asked)
+            assert job.state == "succeeded", job.error
+        state.database.path.rename(tmp_path / f"damaged-{number}")
+    assert sorted(path.name for path in kept.glob("*/step-*")) == ["step-1", "step-2"]
+
+
+async def test_a_copy_that_the_fleet_runs_outlives_a_push_that_never_recorded_it(
+    tmp_path: Path, state: FleetState
+) -> None:
+    stubs, kept = Stubs(tmp_path), tmp_path / "kept"
+    assert (await pushed(state, stubs, kept, weight_version="v1")).state == "succeeded"
+    assert forget(state, "v1")  # as if its process had died before, and recovery had committed it
+    other = write_checkpoint(tmp_path / "other", {"w": ("F32", [1], b"1234")})
+    assert (await pushed(state, stubs, kept, checkpoint=str(other))).state == "failed"
+    assert read_checkpoint(str(state.weights().checkpoint))
+
+
 def files_of(directory: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in directory.iterdir()}
 

@@ -132,6 +132,15 @@ async def test_a_checkpoint_of_another_shape_is_refused_untouched(stubs: Stubs) 
     await refused(stubs, r"model.norm.weight is \[9\] here", checkpoint=str(other))
 
 
+async def test_a_name_that_no_server_can_be_told_is_refused_untouched(
+    stubs: Stubs, tmp_path: Path
+) -> None:
+    path = os.fsdecode(os.fsencode(tmp_path) + b"/\xff")  # its name becomes the version's
+    write_checkpoint(Path(path), tiny_tensors(50))
+    for changes in ({"checkpoint": path}, {"weight_version": "\udcff"}):
+        await refused(stubs, r"'.*\\udcff' is no UTF-8", **changes)
+
+
 async def test_a_sleeping_server_is_refused_with_the_command_that_wakes_it(stubs: Stubs) -> None:
     await stubs.engines[1].sleep(1, "keep")
     stubs.engines[1].log.clear()

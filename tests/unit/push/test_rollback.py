@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,14 @@ def test_the_version_before_the_current_one_is_taken_and_failed_pushes_are_passe
     request = rollback(PushRequest("", pause_mode="wait"), pushes)
     assert (request.checkpoint, request.weight_version) == ("runs/1", "1")
     assert (request.expected_digest, request.pause_mode) == ("digest 1", "wait")
+
+
+def test_a_push_that_some_servers_have_made_its_version_the_current_one() -> None:
+    rows = [{"ok": True, "version": "3"}, {"ok": False, "version": None}]
+    partial = replace(pushed("3", ok=False), result={"version": "3", "servers": rows})
+    undone = replace(partial, result={"servers": [{"ok": False, "version": "2"}]})
+    assert rollback(PushRequest(""), [partial, pushed("2"), pushed("1")]).weight_version == "2"
+    assert rollback(PushRequest(""), [undone, pushed("2"), pushed("1")]).weight_version == "1"
 
 
 def test_rolled_back_twice_it_is_where_it_was() -> None:

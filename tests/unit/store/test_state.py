@@ -149,12 +149,26 @@ def test_events_of_a_job_are_read_from_where_one_left_off(path: Path) -> None:
         assert state.journal.job(job.id).result == {"version": "v"}
 
 
-@pytest.mark.parametrize("job_id", ["push-9", "9", "", "other-1"])
+@pytest.mark.parametrize(
+    "job_id", ["push-9", "9", "", "other-1", "push-" + "9" * 30, "push-" + "9" * 5000]
+)
 def test_an_unknown_job_is_not_found(path: Path, job_id: str) -> None:
     with FleetState(path) as state:
         state.journal.begin("push", {})
         with pytest.raises(NotFoundError, match="no job"):
             state.journal.job(job_id)
+
+
+def test_text_that_is_no_utf8_is_put_on_record_as_far_as_it_goes(path: Path) -> None:
+    broken = os.fsdecode(b"/runs/\xff")  # so a path may be; or a server's error message
+    with FleetState(path) as state:
+        job = state.journal.begin("push", {"checkpoint": broken})
+        state.add_event("fleet", f"{broken} \N{CHECK MARK}")
+        state.update_server("a", checkpoint=broken)
+        state.journal.end(job.id, "failed")
+        assert state.events()[-1].message == "/runs/? \N{CHECK MARK}"
+        assert state.server("a").checkpoint == "/runs/?"
+        assert state.journal.job(job.id).request == {"checkpoint": broken}
 
 
 def test_forgetting_a_run_keeps_the_history(path: Path) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 pytest.importorskip("google.protobuf")
-from skyctl.errors import FleetDownError
+from skyctl.errors import FleetDownError, StateUnwritable
 from skyctl.tinker import records
 from skyctl.tinker.fleet import FleetServers
 from skyctl.tinker.ledger import Ledger
@@ -79,6 +79,35 @@ async def test_a_cancelled_sample_has_an_outcome_wherever_it_was(ledger: Ledger)
             await asyncio.sleep(0.01)
     rows = await ledger.rows("SELECT state, category, result FROM requests")
     assert [tuple(row) for row in rows] == [("failed", "user", b"cancelled by its client")] * 3
+
+
+@pytest.mark.parametrize("cancelled", [False, True])
+async def test_an_outcome_that_the_disk_does_not_take_is_recorded_once_it_does(
+    ledger: Ledger, monkeypatch: pytest.MonkeyPatch, cancelled: bool
+) -> None:
+    monkeypatch.setattr("skyctl.tinker.ledger._DISK_S", 0.01)
+    sampling, run, failures = sampling_of(ledger), ledger.run, iter(range(3))
+    name = await accept(ledger, 0)
+
+    async def full(change: Any) -> Any:
+        if next(failures, None) is not None:
+            raise StateUnwritable("the disk is full")
+        return await run(change)
+
+    async def refuse(row: Any) -> bytes:
+        monkeypatch.setattr(ledger, "run", full)
+        if cancelled:
+            sampling.cancel(name)
+            await asyncio.sleep(1)
+        raise Unanswerable("no")
+
+    monkeypatch.setattr(sampling, "_sample", refuse)
+    sampling.accepted(name)
+    async with asyncio.timeout(5):
+        while sampling.busy:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    (row,) = await ledger.rows("SELECT state, result FROM requests")
+    assert tuple(row) == ("failed", b"cancelled by its client" if cancelled else b"no")
 
 
 @pytest.mark.parametrize("rank", [8, 0])

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 pytest.importorskip("google.protobuf")
-from skyctl.tinker import records, training
+from skyctl.errors import StateUnwritable
+from skyctl.tinker import files, records, training
 from skyctl.tinker.ledger import Ledger
 from skyctl.tinker.training import Limits, Training
 from skyctl.tinker.training_process import Refused
@@ -81,6 +82,29 @@ async def until_ended(ledger: Ledger, model: str) -> list[str]:
     return found
 
 
+async def test_a_ledger_goes_on_after_an_error_of_the_disk_in_a_change(ledger: Ledger) -> None:
+    def change(_: Any) -> None:
+        raise PermissionError("storage cannot be looked at")
+
+    async with asyncio.timeout(5):
+        with pytest.raises(StateUnwritable, match="cannot be looked at"):
+            await ledger.run(change)
+        assert await ledger.rows("SELECT id FROM models") == []
+
+
+@pytest.mark.parametrize("step", ["_digest", "sync_directory"])
+def test_a_disk_that_fails_at_any_step_of_a_save_leaves_no_part_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    def full(path: Path) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(files, step, full)
+    with pytest.raises(OSError, match="No space"):
+        files.write_directory(tmp_path / "c", lambda beside: (beside / "a").touch(), {})
+    assert list(tmp_path.iterdir()) == []
+
+
 async def test_checkpoints_of_a_storage_that_was_moved_are_kept_and_found(
     ledger: Ledger, tmp_path: Path
 ) -> None:
@@ -112,6 +136,31 @@ async def test_a_load_that_fails_leaves_an_incomplete_gradient_incomplete(
     task = asyncio.create_task(found.run())
     assert await until_ended(ledger, "m") == ["done", "failed", "failed", "failed"]
     assert worker.asked[-1] == "zero_gradients" and "optim_step" not in worker.asked
+    task.cancel()
+
+
+async def test_a_step_that_the_disk_does_not_take_is_recorded_once_it_does_and_done_once(
+    ledger: Ledger, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("skyctl.tinker.ledger._DISK_S", 0.01)
+    worker, run, left = Notes(), ledger.run, 3
+    found = training_of(ledger, tmp_path, worker)
+    await add(ledger, found, "m", training.CREATE, training.OPTIM_STEP)
+
+    async def full(change: Any) -> Any:
+        nonlocal left
+        if change.__name__ == "commit" and "optim_step" in worker.asked and left:  # no read
+            left -= 1
+            raise StateUnwritable("the disk is full")
+        return await run(change)
+
+    monkeypatch.setattr(ledger, "run", full)
+    task = asyncio.create_task(found.run())
+    async with asyncio.timeout(5):
+        while left and not task.done():  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    assert await until_ended(ledger, "m") == ["done", "done"]
+    assert worker.asked.count("optim_step") == 1
     task.cancel()
 
 

@@ -28,6 +28,12 @@ _SPAN = 512
 _PROBE_ROWS = 64
 _LARGEST_FP8 = {torch.float8_e5m2: 0x7B, torch.float8_e4m3fn: 0x7E}
 """For types that torch cannot reduce as numbers: the bits of the largest finite value, unsigned."""
+_NAN_FP8 = {
+    torch.float8_e8m0fnu: 0xFF,
+    torch.float8_e5m2fnuz: 0x80,
+    torch.float8_e4m3fnuz: 0x80,
+}
+"""The same for types with a single NaN and no infinity: its bits."""
 _EXPERTS = ".experts."
 """Marks parameters that the data-parallel ranks of a mixture of experts split between them."""
 _MULTIPLIERS = (173, 397)  # odd: each maps the positions of a span to different factors
@@ -172,6 +178,8 @@ def _all_finite(tensor: torch.Tensor) -> torch.Tensor:
     """One boolean, still on the device."""
     if (largest := _LARGEST_FP8.get(tensor.dtype)) is not None:
         return (tensor.view(torch.uint8) & 0x7F).amax() <= largest
+    if (nan := _NAN_FP8.get(tensor.dtype)) is not None:
+        return (tensor.view(torch.uint8) != nan).all()
     # both propagate NaN, and need no memory beside the result
     least, most = torch.aminmax(tensor)
     return torch.isfinite(least) & torch.isfinite(most)

@@ -56,7 +56,12 @@ def _answer(tracer: Tracer, question: RowQuestion, trace: Trace) -> RowAnswer:
 
 def _holds_exactly(values: torch.Tensor, dtype: torch.dtype) -> bool:
     """Whether `dtype` can represent `values`: none of its numbers was rounded when loaded."""
-    if torch.promote_types(dtype, values.dtype) != values.dtype:
+    if dtype == values.dtype:
+        return True
+    try:
+        if torch.promote_types(dtype, values.dtype) != values.dtype:
+            return False
+    except RuntimeError:  # float8 and unsigned integers are promoted to nothing
         return False
     return bool(torch.equal(values.to(dtype).to(values.dtype), values))
 
