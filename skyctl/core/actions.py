@@ -57,8 +57,8 @@ async def pause(
 
     If some servers paused and some did not, those that this call paused are resumed (status
     rolled-back), unless `keep_partial`; so are those that take no new requests because a wait ran
-    out of time. A server that was already paused stays paused. Reading a
-    state back and rolling back take at most `read_back_timeout_s` seconds each.
+    out of time. A server that was already paused stays paused. Reading a state back and rolling
+    back take at most `read_back_timeout_s` seconds each.
     """
     progress = {target.name: _PauseProgress() for target in targets}
 
