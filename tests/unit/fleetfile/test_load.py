@@ -296,6 +296,13 @@ def test_an_attached_fleet_takes_urls() -> None:
     assert "either `model`" in refused("name: a\nmodel: x\nservers: ['http://h:1']\n")[0]
 
 
+@pytest.mark.parametrize("url", ["http://[::1", "http://h:99999", "http://h:0", "http://:80"])
+@pytest.mark.parametrize("key", ["servers: ['{}']", "servers: ['http://h:1']\nrouter: '{}'"])
+def test_a_url_that_no_command_could_use_is_refused(url: str, key: str) -> None:
+    [line] = refused(f"name: a\n{key.format(url)}\n")
+    assert f"'{url}' is no URL" in line
+
+
 def test_a_key_written_where_its_variable_belongs_is_not_repeated() -> None:
     message = refused("name: a\nmodel: x\napi_key_env: sk-123\n")[0]
     assert "the name of an environment variable" in message
