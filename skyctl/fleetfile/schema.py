@@ -565,6 +565,10 @@ class FleetConfig(_Section):
                 raise ValueError("write either `model` (skyctl starts servers) or `servers`")
             if not self.servers:
                 raise ValueError("`servers` is empty")
+            if isinstance(self.servers, list):
+                listed = [url.rstrip("/") for url in self.servers]
+                if len(set(listed)) < len(listed):
+                    raise ValueError("`servers` lists a URL twice")
             if "router" in self.model_fields_set and not isinstance(self.router, str):
                 raise ValueError("with `servers`, `router` is the URL of a running router")
         else:

@@ -296,6 +296,11 @@ def test_an_attached_fleet_takes_urls() -> None:
     assert "either `model`" in refused("name: a\nmodel: x\nservers: ['http://h:1']\n")[0]
 
 
+def test_an_attached_fleet_has_each_server_once() -> None:
+    text = "name: a\nservers: ['http://h:1', 'http://h:1/']\n"
+    assert refused(text) == ["fleet.yaml:2: `servers` lists a URL twice"]
+
+
 @pytest.mark.parametrize("url", ["http://[::1", "http://h:99999", "http://h:0", "http://:80"])
 @pytest.mark.parametrize("key", ["servers: ['{}']", "servers: ['http://h:1']\nrouter: '{}'"])
 def test_a_url_that_no_command_could_use_is_refused(url: str, key: str) -> None:
