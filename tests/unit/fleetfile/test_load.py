@@ -351,6 +351,13 @@ def loads_or_refuses(text: str) -> None:
         assert isinstance(loaded, LoadedFleet)
 
 
+@pytest.mark.parametrize("place", ['args: {{a: "{}"}}', 'args: {{"{}": 1}}', 'python: "{}"'])
+@pytest.mark.parametrize("escape", [r"\0", r"\ud800"])
+def test_an_escape_that_no_process_can_be_given_is_refused(place: str, escape: str) -> None:
+    [line] = refused(f"name: a\nmodel: x\n{place.format(escape)}\n")
+    assert line.startswith("fleet.yaml:3: no program can be given the character")
+
+
 @given(st.text(max_size=300))
 @settings(max_examples=100, deadline=None)
 def test_any_text_is_a_fleet_or_an_error(text: str) -> None:
