@@ -69,7 +69,8 @@ def _url(text: str) -> str:
 Port = Annotated[int, Field(ge=1, le=65535), BeforeValidator(_whole)]
 Count = Annotated[int, Field(ge=0), BeforeValidator(_whole)]
 Size = Annotated[int, Field(ge=1), BeforeValidator(_whole)]
-Replicas = Annotated[int, Field(ge=1, le=512), BeforeValidator(_whole)]
+MOST_REPLICAS = 512
+Replicas = Annotated[int, Field(ge=1, le=MOST_REPLICAS), BeforeValidator(_whole)]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False), BeforeValidator(_number)]
 ByteSize = Annotated[
     int,
