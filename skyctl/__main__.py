@@ -11,6 +11,7 @@ from skyctl.cli import front_page
 
 def main() -> None:
     """Print the page of `skyctl --help` at once; everything else goes to the commands."""
+    startup.have_streams()
     arguments = sys.argv[1:]
     # a shell that asks for completions calls us without arguments
     completing = "_SKYCTL_COMPLETE" in os.environ
