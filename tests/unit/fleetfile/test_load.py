@@ -358,6 +358,11 @@ def test_an_escape_that_no_process_can_be_given_is_refused(place: str, escape: s
     assert line.startswith("fleet.yaml:3: no program can be given the character")
 
 
+def test_a_path_that_is_no_text_is_refused() -> None:
+    with pytest.raises(FleetFileError, match="its path is not UTF-8"):
+        parse_fleet("name: a\nmodel: x\n", Path("/a\udcff/fleet.yaml"), {})
+
+
 @given(st.text(max_size=300))
 @settings(max_examples=100, deadline=None)
 def test_any_text_is_a_fleet_or_an_error(text: str) -> None:
