@@ -19,6 +19,7 @@ FRONT_PAGE = Path(__file__).with_name("cli") / "front_page.txt"
 
 def main() -> None:
     """Print the page of `skyctl --help` at once; everything else goes to the commands."""
+    startup.have_streams()
     arguments = sys.argv[1:]
     # a shell that asks for completions calls us without arguments
     completing = "_SKYCTL_COMPLETE" in os.environ

@@ -27,7 +27,7 @@ from rich.terminal_theme import TerminalTheme
 from rich.text import Text
 
 from skyctl.errors import ExitCode, SkyctlError, UsageError
-from skyctl.printing import heard, mode
+from skyctl.printing import heard, let_stdout_go, mode
 from skyctl.sanitize import sanitized
 
 ENVELOPE_VERSION = 1
@@ -122,16 +122,21 @@ def emit(
     """
     if error is not None:
         exit_code = error.exit_code
-    if mode.json:
-        _print_envelope(data, exit_code, error)
-    else:
-        for view in views:
-            if view is not None:
-                out.print(view)
-        if error is not None:
-            print_error(error)
-    if exit_code is not ExitCode.OK:
+    try:
+        if mode.json:
+            _print_envelope(data, exit_code, error)
+        else:
+            for view in views:
+                if view is not None:
+                    out.print(view)
+            if error is not None:
+                print_error(error)
         sys.stdout.flush()
+    except BrokenPipeError:
+        if exit_code is ExitCode.OK:
+            raise
+        let_stdout_go()  # its reader has seen enough; the code is for another
+    if exit_code is not ExitCode.OK:
         raise SystemExit(int(exit_code))
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -19,6 +21,11 @@ class Mode:
 mode = Mode()
 heard: list[Callable[[], None]] = []
 """Called when the mode changes."""
+
+
+def let_stdout_go() -> None:
+    """What is left in its buffer must not fail once more when the interpreter ends."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def configure(*, command: str, json: bool, quiet: bool = False, color: bool = True) -> None:

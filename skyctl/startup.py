@@ -12,6 +12,17 @@ _PLUGINS = "PYDANTIC_DISABLE_PLUGINS"
 _ours: set[str] = set()  # variables that were not there before
 
 
+def have_streams() -> None:
+    """A command that was started without stdin, stdout or stderr (`>&-`) gets an empty one: Python
+    has None for it, and the next file that is opened would take its number.
+    """
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            number = os.open(os.devnull, os.O_RDWR)
+            os.set_inheritable(number, True)
+            setattr(sys, name, os.fdopen(number, mode))
+
+
 def hurry() -> None:
     """For a command, before it imports anything: look for what it does not need less often.
 

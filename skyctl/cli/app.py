@@ -18,7 +18,7 @@ from typer.core import TyperArgument, TyperOption
 from skyctl import __version__
 from skyctl.cli.command_line import command_name, explain, flowing, given, options_first
 from skyctl.errors import ExitCode, InternalError, Interrupted, SkyctlError, UsageError
-from skyctl.printing import configure, mode
+from skyctl.printing import configure, let_stdout_go, mode
 from skyctl.sanitize import sanitized
 from skyctl.store.unrecorded import LOST
 
@@ -164,7 +164,7 @@ def main() -> None:
         _run(arguments)
     except BrokenPipeError:
         # whoever read our output has seen enough: nothing is left to say
-        _let_stdout_go()
+        let_stdout_go()
         sys.exit(int(ExitCode.OK))
     except OSError as error:
         _fail_on_disk(error)
@@ -218,15 +218,10 @@ def _fail_on_disk(error: OSError) -> NoReturn:
         sys.stdout.flush()
         _fail(known)
     except OSError:
-        _let_stdout_go()
+        let_stdout_go()
         with contextlib.suppress(OSError):  # stderr may be full, too
             output.print_error(known)
         sys.exit(int(known.exit_code))
-
-
-def _let_stdout_go() -> None:
-    """What is left in its buffer must not fail once more when the interpreter ends."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _fail(error: SkyctlError) -> NoReturn:
@@ -234,7 +229,10 @@ def _fail(error: SkyctlError) -> NoReturn:
 
     if isinstance(error, UsageError) and not error.hint:
         error.hint = f"how it is typed: skyctl {mode.command} --help"
-    output.emit_error(error)
+    try:
+        output.emit_error(error)
+    except BrokenPipeError:
+        let_stdout_go()
     sys.exit(int(error.exit_code))
 
 

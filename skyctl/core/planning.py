@@ -13,7 +13,7 @@ from skyctl.core.placement import expand_replicas
 from skyctl.core.plan import FleetPlan, plan_fleet
 from skyctl.core.spanning import master_of
 from skyctl.errors import UsageError
-from skyctl.fleetfile.schema import FleetConfig, RouterSection
+from skyctl.fleetfile.schema import MOST_REPLICAS, FleetConfig, RouterSection
 from skyctl.launch import HOSTS
 from skyctl.launch.base import ADDRESS_AT_SPAWN, Machine, Node, RayCluster
 from skyctl.launch.remote.machines import look
@@ -112,10 +112,13 @@ def scaled(config: FleetConfig, replicas: int) -> FleetConfig:
     """The configuration with another number of replicas.
 
     Raises:
-        UsageError: the fleet file lists replica groups, or too few ports.
+        UsageError: the fleet file lists replica groups, or too few ports; a fleet cannot have that
+            many.
     """
     if replicas < 1:
         raise UsageError(f"cannot scale to {replicas}", hint="to stop the fleet: skyctl down")
+    if replicas > MOST_REPLICAS:
+        raise UsageError(f"cannot scale to {replicas}: a fleet has at most {MOST_REPLICAS}")
     if not isinstance(config.replicas, int):
         raise UsageError(
             f"fleet {config.name} has replica groups", hint="change their counts and: skyctl up"

@@ -77,6 +77,7 @@ class RemoteRef:
 
 TOKEN_VARIABLE, CA_VARIABLE = "SKYCTL_TOKEN_FILE", "SKYCTL_CA"
 """Files for a RemoteRef, as --token-file and --ca."""
+_URL_HINT = "as in https://gpu7:7420"
 
 
 def find(file: Path | None, name: str | None) -> FleetRef | RemoteRef:
@@ -89,9 +90,12 @@ def find(file: Path | None, name: str | None) -> FleetRef | RemoteRef:
         return select(file, name)
     from skyctl.fleetfile.schema import is_loopback
 
-    parts = urlsplit(name)
+    try:
+        parts = urlsplit(name)
+    except ValueError as error:
+        raise UsageError(f"--fleet {name} is no URL: {error}", hint=_URL_HINT) from error
     if parts.scheme not in ("http", "https") or not parts.hostname or parts.path.strip("/"):
-        raise UsageError(f"--fleet {name} is no supervisor's URL", hint="as in https://gpu7:7420")
+        raise UsageError(f"--fleet {name} is no supervisor's URL", hint=_URL_HINT)
     if parts.scheme == "http" and not is_loopback(parts.hostname):
         raise UsageError(
             f"--fleet {name}: the token would cross the network unencrypted",

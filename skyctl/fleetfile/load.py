@@ -102,6 +102,8 @@ def parse_fleet(text: str, path: Path, environ: Mapping[str, str] = os.environ) 
     if config is None or problems:
         raise _error(path, problems)
     absolute = path.absolute()
+    if any("\ud800" <= sign <= "\udfff" for sign in str(absolute)):  # bytes that are no text
+        raise FleetFileError(f"{str(absolute)!a}: its path is not UTF-8", hint="move it")
     return LoadedFleet(config, absolute, absolute.parent)
 
 

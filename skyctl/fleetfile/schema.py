@@ -5,6 +5,7 @@ from __future__ import annotations
 import ipaddress
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
+from urllib.parse import urlsplit
 
 from pydantic import (
     AfterValidator,
@@ -53,11 +54,24 @@ def _chosen(plugins: Plugins[Any]) -> AfterValidator:
     return AfterValidator(known)
 
 
+def _url(text: str) -> str:
+    """`text`, if it can be taken apart: the pattern lets through ports and hosts that cannot."""
+    try:
+        parts = urlsplit(text)
+        port = parts.port  # parsed only when asked for
+    except ValueError as error:
+        raise ValueError(f"{text!r} is no URL: {error}") from error
+    if not parts.hostname or port == 0:
+        raise ValueError(f"{text!r} is no URL of a server: a host or a port is missing")
+    return text
+
+
 # The constraint stands before the validator: the other way round the JSON Schema loses it.
 Port = Annotated[int, Field(ge=1, le=65535), BeforeValidator(_whole)]
 Count = Annotated[int, Field(ge=0), BeforeValidator(_whole)]
 Size = Annotated[int, Field(ge=1), BeforeValidator(_whole)]
-Replicas = Annotated[int, Field(ge=1, le=512), BeforeValidator(_whole)]
+MOST_REPLICAS = 512
+Replicas = Annotated[int, Field(ge=1, le=MOST_REPLICAS), BeforeValidator(_whole)]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False), BeforeValidator(_number)]
 ByteSize = Annotated[
     int,
@@ -76,7 +90,7 @@ StageRate = Annotated[
 Name = Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?$")]
 BackendName = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_-]{0,63}$")]
 AdapterName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._:/-]{0,127}$")]
-Url = Annotated[str, Field(pattern=r"^https?://[^\s/]+(/\S*)?$")]
+Url = Annotated[str, Field(pattern=r"^https?://[^\s/]+(/\S*)?$"), AfterValidator(_url)]
 VariableName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
 ArgValue = str | int | float | bool | None | list[str | int | float] | dict[str, Any]
 # In the file an environment value may be any scalar: the loader keeps its text as written.
@@ -553,6 +567,10 @@ class FleetConfig(_Section):
                 raise ValueError("write either `model` (skyctl starts servers) or `servers`")
             if not self.servers:
                 raise ValueError("`servers` is empty")
+            if isinstance(self.servers, list):
+                listed = [url.rstrip("/") for url in self.servers]
+                if len(set(listed)) < len(listed):
+                    raise ValueError("`servers` lists a URL twice")
             if "router" in self.model_fields_set and not isinstance(self.router, str):
                 raise ValueError("with `servers`, `router` is the URL of a running router")
         else:

@@ -18,6 +18,8 @@ _DEEPEST = 40
 _LONGEST_VALUE = 60
 
 _VARIABLE = re.compile(r"\$\$\{|\$\{(?:(?P<name>[A-Za-z_]\w*)(?::-(?P<default>[^}]*))?\})?")
+# written as an escape; no argument, path or variable of a process can hold it
+_UNUSABLE = re.compile(r"[\0\ud800-\udfff]")
 _TEXT_TAG = "tag:yaml.org,2002:str"
 _NULL_TAG = "tag:yaml.org,2002:null"
 _TIMESTAMP_TAG = "tag:yaml.org,2002:timestamp"
@@ -149,6 +151,7 @@ class _Reader:
             if not isinstance(key_node, yaml.ScalarNode):
                 self._problem(key_node, "a key is a single word, not a list or a mapping")
                 continue
+            self._refuse_unusable(key_node)
             key = key_node.value
             where = (*location, key)
             if key in own:
@@ -171,6 +174,7 @@ class _Reader:
 
     def _scalar(self, node: yaml.ScalarNode, location: Location) -> Any:
         text, tag = node.value, node.tag
+        self._refuse_unusable(node)
         if "${" in text and tag == _TEXT_TAG:
             text = self._expand(node)
             if node.style is None:
@@ -214,6 +218,10 @@ class _Reader:
             return self.environ[name]
 
         return _VARIABLE.sub(value, node.value)
+
+    def _refuse_unusable(self, node: yaml.ScalarNode) -> None:
+        if found := _UNUSABLE.search(node.value):
+            self._problem(node, f"no program can be given the character {found.group()!a}")
 
     def _problem(self, node: yaml.Node, message: str, hint: str = "") -> None:
         self.source.problems.append(FileProblem(_line(node), message, hint))

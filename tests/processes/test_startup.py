@@ -49,3 +49,22 @@ def test_a_command_that_needed_torch_ends_without_a_word_of_leaks(tmp_path: Path
     )
     assert done.returncode == 0, done.stderr
     assert "leaked" not in done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("closed", [">&-", "<&- >&- 2>&-"])
+@pytest.mark.parametrize("arguments", ["", "jobs --json"])
+def test_a_closed_stream_changes_no_exit_code(tmp_path: Path, closed: str, arguments: str) -> None:
+    command = f"{sys.executable} -m skyctl {arguments}"
+    whole, lacking = [
+        subprocess.run(
+            ["sh", "-c", f"{command} {redirected}"],
+            env={**os.environ, "SKYCTL_HOME": str(tmp_path / "home")},
+            cwd=tmp_path,
+            capture_output=True,
+            timeout=60,
+            check=False,
+        )
+        for redirected in ("", closed)
+    ]
+    assert whole.returncode == lacking.returncode
+    assert b"Traceback" not in lacking.stderr

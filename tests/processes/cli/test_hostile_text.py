@@ -29,3 +29,36 @@ def test_a_reader_that_has_seen_enough_is_no_failure(stream: str) -> None:
         process.stdout.close()
         assert process.wait(timeout=30) in (0, 141)
         assert process.stderr.read() == ""
+
+
+_FAILURES = [
+    ([], "output.emit({}, 'line', exit_code=ExitCode.NOT_FOUND)"),
+    (["--json"], "output.emit({}, exit_code=ExitCode.NOT_FOUND)"),
+    (["--json"], "raise NotFoundError('line')"),
+]
+
+
+@pytest.mark.parametrize(("flag", "failure"), _FAILURES)
+def test_a_reader_that_left_makes_no_success_of_a_failure(flag: list[str], failure: str) -> None:
+    """As `skyctl status --exit-code | head -1`."""
+    script = (
+        "import sys; from skyctl.cli import app\n"
+        "def bad(json: bool = False):\n"
+        "    from skyctl import output\n"
+        "    from skyctl.errors import ExitCode, NotFoundError\n"
+        "    sys.stdin.read()\n"
+        f"    {failure}\n"
+        "app.asked_for = lambda arguments: []\n"
+        "app.app.command('bad')(bad)\n"
+        "app.app.command('other')(lambda: None)\n"
+        f"sys.argv = ['skyctl', 'bad', *{flag}]; app.main()\n"
+    )
+    pipe = subprocess.PIPE
+    with subprocess.Popen(
+        [sys.executable, "-c", script], stdin=pipe, stdout=pipe, stderr=pipe, text=True
+    ) as process:
+        assert process.stdin is not None and process.stdout is not None and process.stderr
+        process.stdout.close()
+        process.stdin.close()
+        assert process.wait(timeout=30) == 4
+        assert process.stderr.read() == ""

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from skyctl.core.plan import FleetPlan, ServerSpec, plan_fleet
-from skyctl.core.planning import planned
+from skyctl.core.planning import planned, scaled
 from skyctl.core.tinker import TinkerSettings
 from skyctl.engines import routing
 from skyctl.errors import FleetFileError, UsageError
@@ -506,3 +506,11 @@ def test_code_of_a_model_is_trusted_only_where_the_file_says_so() -> None:
     assert not any("trust" in argument for argument in server.argv)
     (told,) = plan(device="cpu", args={"trust-remote-code": True}).servers
     assert "--trust-remote-code" in told.argv
+
+
+@pytest.mark.parametrize("replicas", [0, 513, 10**20])
+def test_a_fleet_is_scaled_to_no_more_than_its_file_may_say(replicas: int) -> None:
+    config = FleetConfig(name="demo", model="x")
+    with pytest.raises(UsageError, match=f"cannot scale to {replicas}"):
+        scaled(config, replicas)
+    assert scaled(config, 512).replicas == 512

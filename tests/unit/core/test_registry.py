@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from skyctl.core.registry import FleetRef, known_fleets, remember, select, select_paths
+from skyctl.core.registry import FleetRef, find, known_fleets, remember, select, select_paths
 from skyctl.errors import FleetFileError, NotFoundError, UsageError
 from skyctl.store.paths import LONGEST_SOCKET_PATH_BYTES, FleetPaths, fleet_paths, state_root
 from skyctl.store.state import FleetState
@@ -170,3 +170,8 @@ def test_variables_are_not_expanded_in_the_copy(
     assert ref.config.servers == ["http://127.0.0.1:4242"]
     keep(ref)
     assert "4242" not in ref.paths.fleet_file.read_text()
+
+
+def test_a_fleets_url_that_cannot_be_parsed_is_a_wrong_argument() -> None:
+    with pytest.raises(UsageError, match="is no URL"):
+        find(None, "https://[::1")

@@ -296,6 +296,18 @@ def test_an_attached_fleet_takes_urls() -> None:
     assert "either `model`" in refused("name: a\nmodel: x\nservers: ['http://h:1']\n")[0]
 
 
+def test_an_attached_fleet_has_each_server_once() -> None:
+    text = "name: a\nservers: ['http://h:1', 'http://h:1/']\n"
+    assert refused(text) == ["fleet.yaml:2: `servers` lists a URL twice"]
+
+
+@pytest.mark.parametrize("url", ["http://[::1", "http://h:99999", "http://h:0", "http://:80"])
+@pytest.mark.parametrize("key", ["servers: ['{}']", "servers: ['http://h:1']\nrouter: '{}'"])
+def test_a_url_that_no_command_could_use_is_refused(url: str, key: str) -> None:
+    [line] = refused(f"name: a\n{key.format(url)}\n")
+    assert f"'{url}' is no URL" in line
+
+
 def test_a_key_written_where_its_variable_belongs_is_not_repeated() -> None:
     message = refused("name: a\nmodel: x\napi_key_env: sk-123\n")[0]
     assert "the name of an environment variable" in message
@@ -337,6 +349,18 @@ def loads_or_refuses(text: str) -> None:
         error.message.encode()  # can be printed
     else:
         assert isinstance(loaded, LoadedFleet)
+
+
+@pytest.mark.parametrize("place", ['args: {{a: "{}"}}', 'args: {{"{}": 1}}', 'python: "{}"'])
+@pytest.mark.parametrize("escape", [r"\0", r"\ud800"])
+def test_an_escape_that_no_process_can_be_given_is_refused(place: str, escape: str) -> None:
+    [line] = refused(f"name: a\nmodel: x\n{place.format(escape)}\n")
+    assert line.startswith("fleet.yaml:3: no program can be given the character")
+
+
+def test_a_path_that_is_no_text_is_refused() -> None:
+    with pytest.raises(FleetFileError, match="its path is not UTF-8"):
+        parse_fleet("name: a\nmodel: x\n", Path("/a\udcff/fleet.yaml"), {})
 
 
 @given(st.text(max_size=300))
