@@ -80,7 +80,14 @@ def make_app(
             status = _STATUS.get(type(error), 404 if isinstance(error, NotFoundError) else 409)
         return Response(content, status, headers, media_type="application/json")
 
-    return Starlette(routes=[Route("/v1/{verb}", endpoint, methods=["POST"])])
+    def failed(_: Request, __: Exception) -> Response:
+        # with our version, or it would be taken for an older skyctl; the log has the error
+        return Response(status_code=500, headers=headers)
+
+    return Starlette(
+        routes=[Route("/v1/{verb}", endpoint, methods=["POST"])],
+        exception_handlers={Exception: failed},
+    )
 
 
 class Stranger(SkyctlError):

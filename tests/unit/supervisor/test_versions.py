@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from unittest.mock import Mock
 
 import httpx
 import pytest
@@ -55,6 +56,8 @@ async def test_one_that_goes_on_with_files_that_were_replaced_is_said_to_be_old(
 
 
 async def test_an_error_of_one_like_ours_is_an_error() -> None:
-    same = answering(500, **{VERSION_HEADER: f"{spoken()}/{stamp()}"})
-    with pytest.raises(ServerError, match="answered 500"):
-        await client(same).status()
+    failing = Mock(status=Mock(side_effect=RuntimeError))
+    app = httpx.ASGITransport(make_app(failing), raise_app_exceptions=False)
+    with pytest.raises(ServerError, match="answered 500") as caught:
+        await client(app).status()
+    assert caught.value.hint == "look: skyctl logs supervisor"
