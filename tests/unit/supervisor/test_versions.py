@@ -14,7 +14,7 @@ from skyctl.store.state import FleetState
 from skyctl.supervisor.api import make_app
 from skyctl.supervisor.interface import SupervisorClient
 from skyctl.supervisor.resident import Supervisor
-from skyctl.supervisor.wire import VERSION_HEADER, spoken, stamp
+from skyctl.supervisor.wire import VERSION_HEADER, spoken
 from tests.stub.through_httpx import ThroughHttpx
 
 
