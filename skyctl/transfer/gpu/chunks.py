@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 READ_TIMEOUT_S = 600.0
 _LARGEST_FP8 = {"F8_E5M2": 0x7B, "F8_E4M3": 0x7E}
 """For types that torch cannot reduce as numbers: the bits of the largest finite value, unsigned."""
+_NAN_FP8 = {"F8_E8M0": 0xFF, "F8_E5M2FNUZ": 0x80, "F8_E4M3FNUZ": 0x80}
+"""The same for types with a single NaN and no infinity: its bits."""
 
 
 class DeviceChunkReader:
@@ -164,6 +166,8 @@ def _all_finite(part: torch.Tensor, dtype: str) -> torch.Tensor:
 
     if dtype in _LARGEST_FP8:
         return (part & 0x7F).amax() <= _LARGEST_FP8[dtype]
+    if dtype in _NAN_FP8:
+        return (part != _NAN_FP8[dtype]).all()
     # both propagate NaN, and need no memory beside the result
     least, most = torch.aminmax(part.view(getattr(torch, torch_name(dtype, ""))))
     return torch.isfinite(least) & torch.isfinite(most)
@@ -174,4 +178,6 @@ def _finite(part: torch.Tensor, dtype: str) -> torch.Tensor:
 
     if dtype in _LARGEST_FP8:
         return (part & 0x7F) <= _LARGEST_FP8[dtype]
+    if dtype in _NAN_FP8:
+        return part != _NAN_FP8[dtype]
     return torch.isfinite(part.view(getattr(torch, torch_name(dtype, ""))))
