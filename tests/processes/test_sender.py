@@ -153,6 +153,15 @@ def shell(path: Path, *lines: str) -> str:
     return str(path)
 
 
+async def test_a_line_that_a_login_shell_leaves_open_hides_no_event(tmp_path: Path) -> None:
+    sender = await SenderProcess.spawn(shell(tmp_path / "ssh", "printf 'Welcome> '"))
+    try:
+        await sender.warm(transport="shm", session="ab12ab12", carrier={})
+        await sender.warmed(timeout_s=TIMEOUT_S)
+    finally:
+        await sender.close()
+
+
 async def test_a_process_that_holds_the_pipes_does_not_hold_up_the_end(tmp_path: Path) -> None:
     """The client of ssh leaves one behind where connections are shared."""
     python = shell(tmp_path / "ssh", "sleep 20 </dev/null >/dev/null &")
