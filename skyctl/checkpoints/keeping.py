@@ -111,9 +111,9 @@ def _copy(source: Path, target: Path) -> None:
             while left > 0:
                 done = os.copy_file_range(read.fileno(), write.fileno(), min(left, _PIECE_BYTES))
                 if done == 0:
-                    break
+                    raise OSError(f"{source}: the kernel copies nothing")
                 left -= done
-        except OSError:  # between file systems that cannot; a real error shows again below
+        except OSError:  # a file system that cannot; a real error shows again below
             read.seek(0)
             write.seek(0)
             write.truncate()

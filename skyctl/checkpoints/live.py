@@ -10,6 +10,7 @@ import json
 import os
 import struct
 from collections.abc import AsyncIterable, AsyncIterator, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, Self
@@ -245,7 +246,8 @@ class CheckpointWriter:
 
     def __exit__(self, *_: object) -> None:
         for part in self._parts:
-            part.file.close()
+            with suppress(OSError):  # of what could not be written: that was reported
+                part.file.close()
 
     def add(self, name: str, dtype: str, shape: tuple[int, ...], data: memoryview) -> None:
         """Append one tensor. `dtype` is the safetensors name; `data` its bytes, row by row.
@@ -262,19 +264,27 @@ class CheckpointWriter:
         try:
             part.file.write(data)
         except OSError as error:
-            raise SkyctlError(
-                f"{name} cannot be written to {self._directory}: {error.strerror}",
-                hint="make room there, or point SKYCTL_HOME elsewhere",
-            ) from error
+            raise self._unwritten(name, error) from error
         part.header[name] = _entry(dtype, shape, part.data_bytes, data.nbytes)
         part.header_bytes += entry_bytes
         part.data_bytes += data.nbytes
         self._names.add(name)
 
     def finish(self) -> None:
-        """Write headers, names, index and config.json. Raises PreflightError without a tensor."""
+        """Write headers, names, index and config.json.
+
+        Raises:
+            PreflightError: there is no tensor.
+            SkyctlError: there is no room for them.
+        """
         if not self._parts:
             raise PreflightError("there are no weights to push: the iterator was empty")
+        try:
+            self._finish()
+        except OSError as error:
+            raise self._unwritten("the checkpoint", error) from error
+
+    def _finish(self) -> None:
         weight_map: dict[str, str] = {}
         for number, part in enumerate(self._parts, start=1):
             name = "model.safetensors"
@@ -287,6 +297,12 @@ class CheckpointWriter:
             index = {"metadata": {"total_size": total}, "weight_map": weight_map}
             (self._directory / INDEX_NAME).write_text(json.dumps(index))
         (self._directory / "config.json").write_text(json.dumps(self._config))
+
+    def _unwritten(self, what: str, error: OSError) -> SkyctlError:
+        return SkyctlError(
+            f"{what} cannot be written to {self._directory}: {error.strerror}",
+            hint="make room there, or point SKYCTL_HOME elsewhere",
+        )
 
     def _part_for(
         self, name: str, dtype: str, shape: tuple[int, ...], nbytes: int

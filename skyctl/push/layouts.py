@@ -189,11 +189,12 @@ async def _ask(
 
 
 async def _ask_one(site: Site, *, timeout_s: float) -> tuple[LayoutReport, ...]:
+    known = dict(_spelt_out)  # other answers may push these out meanwhile
     try:
         answers = await site.vllm.ask_workers(
-            LAYOUT_METHOD, {"known": list(_spelt_out)}, timeout_s=timeout_s
+            LAYOUT_METHOD, {"known": list(known)}, timeout_s=timeout_s
         )
-        reports = tuple(_spelled(LayoutReport.from_wire(answer)) for answer in answers)
+        reports = tuple(_spelled(LayoutReport.from_wire(answer), known) for answer in answers)
     except ServerError as error:
         if lacks_method(error):
             raise NotInLayout(f"the workers of {site.name} do not know layouts") from error
@@ -207,7 +208,9 @@ async def _ask_one(site: Site, *, timeout_s: float) -> tuple[LayoutReport, ...]:
     return reports
 
 
-def _spelled(report: LayoutReport) -> LayoutReport:
+def _spelled(
+    report: LayoutReport, known: Mapping[str, tuple[ParameterLayout, ...]]
+) -> LayoutReport:
     if report.parameters:
         _spelt_out.pop(report.layout, None)
         _spelt_out[report.layout] = report.parameters
@@ -216,7 +219,7 @@ def _spelled(report: LayoutReport) -> LayoutReport:
         return report
     if report.reason:
         return report
-    return replace(report, parameters=_spelt_out[report.layout])
+    return replace(report, parameters=known[report.layout])
 
 
 def numbered(site: Site) -> list[list[str]]:

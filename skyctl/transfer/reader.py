@@ -209,9 +209,13 @@ class ChunkReader:
         whole = owner if isinstance(owner, mmap) and len(owner) == slot.nbytes else None
 
         def read(run: list[int]) -> None:
-            self._pace.take(sum(pieces[i].nbytes for i in run))
             views = [slot[pieces[i].offset : pieces[i].offset + pieces[i].nbytes] for i in run]
-            self._files.read(pieces[run[0]].shard, pieces[run[0]].begin, views)
+            first = pieces[run[0]]
+            # a larger tensor is a run of its own: the pace is kept within it
+            for at in range(0, max(first.nbytes, 1), _RUN_BYTES):
+                part = [views[0][at : at + _RUN_BYTES], *views[1:]]
+                self._pace.take(sum(view.nbytes for view in part))
+                self._files.read(first.shard, first.begin + at, part)
             for i, view in zip(run, views, strict=True):
                 checksums[i] = zlib.crc32(view)
                 if not pieces[i].dtype:

@@ -208,6 +208,7 @@ def die_with_parent() -> None:
 def claim_stdout() -> TextIO:
     """Reserve stdout for messages: what libraries print goes to stderr from now on."""
     stream = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    stream.write("\n")  # ends a line that a login shell has left open
     os.dup2(2, 1)
     return stream
 

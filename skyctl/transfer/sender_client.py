@@ -232,7 +232,14 @@ class SenderProcess:
                 await self._process.wait()
         except TimeoutError:
             self.kill("the sender was closed")
-            await self._process.wait()
+        try:
+            async with asyncio.timeout(_CLOSE_TIMEOUT_S):
+                await self._process.wait()
+                await asyncio.wait(self._pumps)
+        except TimeoutError:  # what ssh left behind may hold its pipes
+            self._process._transport.close()  # type: ignore[attr-defined]
+        for pump in self._pumps:
+            pump.cancel()
         await asyncio.gather(*self._pumps, return_exceptions=True)
 
     async def _command(self, **message: Any) -> None:

@@ -146,6 +146,32 @@ async def test_a_sender_that_takes_no_commands_is_ended_at_a_deadline(
         await sender.close()
 
 
+def shell(path: Path, *lines: str) -> str:
+    """What starts the interpreter as a shell on another machine would, after these lines."""
+    path.write_text("\n".join(["#!/bin/sh", *lines, f'exec {sys.executable} "$@"', ""]))
+    path.chmod(0o700)
+    return str(path)
+
+
+async def test_a_line_that_a_login_shell_leaves_open_hides_no_event(tmp_path: Path) -> None:
+    sender = await SenderProcess.spawn(shell(tmp_path / "ssh", "printf 'Welcome> '"))
+    try:
+        await sender.warm(transport="shm", session="ab12ab12", carrier={})
+        await sender.warmed(timeout_s=TIMEOUT_S)
+    finally:
+        await sender.close()
+
+
+async def test_a_process_that_holds_the_pipes_does_not_hold_up_the_end(tmp_path: Path) -> None:
+    """The client of ssh leaves one behind where connections are shared."""
+    python = shell(tmp_path / "ssh", "sleep 20 </dev/null >/dev/null &")
+    sender = await SenderProcess.spawn(python)
+    await sender.warm(transport="shm", session="ab12ab12", carrier={})
+    await sender.warmed(timeout_s=TIMEOUT_S)
+    async with asyncio.timeout(10.0):
+        await sender.close()
+
+
 ORPHAN = """
 import asyncio, os, sys
 from skyctl.checkpoints.checkpoint import read_checkpoint

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 from skyctl.checkpoints import live
 from skyctl.checkpoints.checkpoint import read_checkpoint
 from skyctl.checkpoints.live import RunningModel, dtype_name, running_model, write_tensors
-from skyctl.errors import PreflightError, UsageError
+from skyctl.errors import PreflightError, SkyctlError, UsageError
 from tests.unit.push.checkpoints import CONFIG, filled, write_checkpoint
 
 torch = pytest.importorskip("torch")
@@ -93,6 +94,22 @@ async def test_many_tensors_are_cut_into_shards_with_an_index(
     assert len(found.shards) > 2
     assert {t.name: t.shape for t in found.tensors} == dict.fromkeys(given, (3,))
     assert not list(path.glob("part-*"))
+
+
+@pytest.mark.parametrize("sizes", [[200_000], [1000], [1000, 200_000]])
+async def test_a_disk_that_fills_up_at_any_point_is_said_to_be_full(
+    tmp_path: Path, sizes: list[int]
+) -> None:
+    """Small tensors stay in the file's buffer until the end."""
+    given = {f"w{size}": torch.zeros(size, dtype=torch.uint8) for size in sizes}
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (live.HEADER_BYTES + 100, hard))
+    try:
+        with pytest.raises(SkyctlError, match="File too large") as raised:
+            await written(given, tmp_path / "a")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert "make room" in raised.value.hint
 
 
 async def test_another_dtype_is_refused_and_the_hint_converts_it(tmp_path: Path) -> None:

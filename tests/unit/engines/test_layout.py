@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -290,6 +291,29 @@ def test_a_proven_layout_is_copied_through_slots_that_are_filled_again(
         worker.loader.report()  # the next push begins: that one was killed
         with pytest.raises(RuntimeError, match="no program"):
             worker.loader.load([0], last=False)
+
+
+def test_the_last_chunk_may_hold_nothing_that_the_worker_copies(
+    tmp_path: Path, checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A trainer writes the tied output layer as well, which the loader skips."""
+    from safetensors.torch import load_file, save_file
+
+    pushed = tmp_path / "pushed"
+    shutil.copytree(checkpoints["tied"], pushed)
+    [shard] = pushed.glob("*.safetensors")
+    tensors = load_file(shard)
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors, shard)
+    checkpoint = read_checkpoint(str(pushed))
+    with vllm_model(checkpoints["tied"]) as model:
+        report = report_of(model)
+        plan = planned([report], checkpoint, 20_000)
+        program = program_for(report, plan)
+        assert max(copy.chunk for copy in program.copies) == len(plan.chunks) - 2
+        worker = Loader(model, monkeypatch)
+        worker.loader.trust(report.layout)
+        worker.copy(program, plan, chunks_of(checkpoint, plan), 3)
 
 
 @pytest.mark.parametrize("quantization", ["fp8_per_channel", "fp8_per_tensor"])

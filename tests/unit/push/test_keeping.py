@@ -199,6 +199,23 @@ def test_a_kernel_that_cannot_copy_between_file_systems_is_done_without(
         assert (copy / path.name).read_bytes() == path.read_bytes()
 
 
+def test_a_file_system_whose_files_the_kernel_stops_copying_is_copied_by_reading(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = read_checkpoint(str(write_checkpoint(tmp_path / "new", tiny_tensors(5))))
+    of_the_kernel = os.copy_file_range
+    calls: list[int] = []
+
+    def first_only(read: int, write: int, count: int) -> int:
+        calls.append(count)
+        return of_the_kernel(read, write, 100) if len(calls) % 2 else 0
+
+    monkeypatch.setattr("skyctl.checkpoints.keeping.os.copy_file_range", first_only)
+    copy = keep_copy(source, tmp_path / "kept", ())
+    for path in source.path.iterdir():
+        assert (copy / path.name).read_bytes() == path.read_bytes()
+
+
 def test_a_source_that_changes_while_it_is_copied_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -128,6 +128,32 @@ async def test_a_layout_that_is_known_by_its_digest_is_not_asked_for_again(
     assert workers.calls == [("skyctl_layout", {"known": [LAYOUT]})]
 
 
+async def test_more_layouts_than_are_remembered_are_understood_in_every_push(
+    checkpoint: Checkpoint,
+) -> None:
+    """Each worker of a large model has a layout of its own."""
+    of_rank = {}
+    for rank in range(layouts._KEPT + 4):
+        parameters = tuple(replace(one, name=f"{one.name}.{rank}") for one in PARAMETERS)
+        of_rank[layout_digest(parameters)] = parameters
+
+    class Many(Workers):
+        async def ask_workers(self, method: str, kwargs: dict[str, Any], **_: Any) -> list[Any]:
+            return [
+                report(
+                    rank,
+                    layout=layout,
+                    parameters=() if layout in kwargs["known"] else parameters,
+                    proven=False,
+                )
+                for rank, (layout, parameters) in enumerate(of_rank.items())
+            ]
+
+    for _ in range(3):
+        choice = await chosen(checkpoint, replace(site(Many()), world_size=len(of_rank)))
+        assert [report.parameters for report in choice.reports] == list(of_rank.values())
+
+
 async def test_servers_that_have_not_are_numbered_and_loaded_by_the_loader(
     checkpoint: Checkpoint,
 ) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from skyctl.checkpoints.checkpoint import read_checkpoint
+from skyctl.transfer import reader
 from skyctl.transfer.pace import Pace
 from skyctl.transfer.plan import plan_chunks
 from skyctl.transfer.reader import ChunkReader, Piece, ShardFiles
@@ -71,3 +72,21 @@ def test_a_reader_takes_every_byte_at_its_pace(tmp_path: Path) -> None:
     pace.take(1)  # after all of them
     files.close()
     assert clock.now - 100.0 == pytest.approx(checkpoint.total_bytes / 1000)
+
+
+def test_the_pace_is_kept_within_a_tensor_that_is_larger_than_a_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reader, "_RUN_BYTES", 1000)
+    data = bytes(range(250)) * 10
+    path = write_checkpoint(tmp_path / "a", {"large": ("U8", [2500], data)})
+    checkpoint = read_checkpoint(str(path))
+    [tensor] = checkpoint.tensors
+    clock, slot = Clock(), bytearray(2500)
+    files = ShardFiles(checkpoint.shards)
+    chunks = [[Piece(0, tensor.begin, tensor.nbytes, 0)]]
+    pace = clock.pace(1000)
+    ChunkReader(files, chunks, [memoryview(slot)], threads=1, pace=pace).run(lambda filled: None)
+    files.close()
+    assert slot == data
+    assert clock.now - 100.0 == pytest.approx(2.0)  # the last of three reads begins

@@ -173,7 +173,8 @@ class LayoutLoader:
         if not self._pairs or any(p.data_ptr() != at for p, at in self._addresses):
             raise RuntimeError("the model's parameters are not where they were")
         for chunk in chunks:
-            for target, source in self._pairs[chunk]:
+            # the last chunks may hold nothing of this worker's
+            for target, source in self._pairs.get(chunk, ()):
                 target.copy_(source, non_blocking=True)
         for target, source in self._products if last else ():
             target.copy_(source, non_blocking=True)
