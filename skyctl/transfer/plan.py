@@ -190,7 +190,7 @@ def plan_chunks(
     return ChunkPlan(tuple(chunks), chunk_size, grown)
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)  # not frozen: what it passes through sets its traceback
 class NotInLayout(Exception):
     """These workers can only be pushed to by vLLM's loader; `reason` is one line."""
 
