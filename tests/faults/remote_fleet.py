@@ -14,6 +14,7 @@ from typing import Any
 
 import psutil
 
+from skyctl.checkpoints.tiny import make_tiny_checkpoint
 from tests.faults.stub_fleet import StubFleet
 from tests.pids import segments
 
@@ -102,6 +103,15 @@ class RemoteFleet(StubFleet):
                 return rows
             assert time.monotonic() < deadline, json.dumps(rows, indent=1)
             time.sleep(0.2)
+
+    def push(self, *transports: str) -> None:
+        """Push one checkpoint into both servers by each of these."""
+        checkpoint = make_tiny_checkpoint(self.directory / "tiny", seed=1)
+        for transport in transports:
+            asked = ("sync-weights", str(checkpoint), "--transport", transport)
+            pushed = self.json(*asked)["data"]["job"]["result"]
+            assert pushed["transport"] == transport and len(pushed["servers"]) == 2
+            assert all(server["ok"] for server in pushed["servers"])
 
     def end(self) -> None:
         """Whatever a test left."""

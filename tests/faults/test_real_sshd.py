@@ -10,7 +10,6 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from skyctl.checkpoints.tiny import make_tiny_checkpoint
 from tests.faults.remote_fleet import ADDRESSES
 from tests.faults.sshd_fleet import SshdFleet, running_sshd
 
@@ -37,11 +36,6 @@ def test_a_fleet_over_a_real_sshd(fleet: SshdFleet) -> None:
         connection.kill()
     time.sleep(3)
     assert fleet.until({"stubs-0": "ready"})["stubs-0"]["pid"] == rows["stubs-0"]["pid"]
-    checkpoint = make_tiny_checkpoint(fleet.directory / "tiny", seed=1)
-    for transport in ("shm", "disk"):  # by shm each machine has a sender of its own
-        asked = ("sync-weights", str(checkpoint), "--transport", transport)
-        pushed = fleet.json(*asked)["data"]["job"]["result"]
-        assert pushed["transport"] == transport and len(pushed["servers"]) == 2
-        assert all(server["ok"] for server in pushed["servers"])
+    fleet.push("shm", "disk")  # by shm each machine has a sender of its own
     fleet.run("down")
     assert fleet.everything() == []

@@ -17,10 +17,6 @@ if TYPE_CHECKING:
     import torch
 
 READ_TIMEOUT_S = 600.0
-_LARGEST_FP8 = {"F8_E5M2": 0x7B, "F8_E4M3": 0x7E}
-"""For types that torch cannot reduce as numbers: the bits of the largest finite value, unsigned."""
-_NAN_FP8 = {"F8_E8M0": 0xFF, "F8_E5M2FNUZ": 0x80, "F8_E4M3FNUZ": 0x80}
-"""The same for types with a single NaN and no infinity: its bits."""
 
 
 class DeviceChunkReader:
@@ -127,13 +123,15 @@ def _first_not_finite(chunk: torch.Tensor, pieces: Sequence[Piece]) -> tuple[Pie
     """
     import torch
 
+    from skyctl.engines.vllm.inside.finite import all_finite, each_finite
+
     runs = list(_runs(pieces))
     if not runs:
         return None
-    good = torch.stack([_all_finite(_bytes_of(chunk, run), run[0].dtype) for run in runs]).tolist()
+    good = torch.stack([all_finite(_tensor(chunk, run)) for run in runs]).tolist()
     for run in (run for run, finite in zip(runs, good, strict=True) if not finite):
         for piece in run:
-            finite = _finite(_bytes_of(chunk, [piece]), piece.dtype)
+            finite = each_finite(_tensor(chunk, [piece]))
             if not bool(finite.all()):
                 return piece, int((~finite).nonzero()[0])
     return None
@@ -154,30 +152,10 @@ def _runs(pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
         yield run
 
 
-def _bytes_of(chunk: torch.Tensor, run: Sequence[Piece]) -> torch.Tensor:
+def _tensor(chunk: torch.Tensor, run: Sequence[Piece]) -> torch.Tensor:
+    import torch
+
     part = chunk[run[0].offset : run[-1].offset + run[-1].nbytes]
     # packed without padding, a tensor may begin anywhere
-    return part.clone() if part.data_ptr() % 8 else part
-
-
-def _all_finite(part: torch.Tensor, dtype: str) -> torch.Tensor:
-    """One boolean, still on the device."""
-    import torch
-
-    if dtype in _LARGEST_FP8:
-        return (part & 0x7F).amax() <= _LARGEST_FP8[dtype]
-    if dtype in _NAN_FP8:
-        return (part != _NAN_FP8[dtype]).all()
-    # both propagate NaN, and need no memory beside the result
-    least, most = torch.aminmax(part.view(getattr(torch, torch_name(dtype, ""))))
-    return torch.isfinite(least) & torch.isfinite(most)
-
-
-def _finite(part: torch.Tensor, dtype: str) -> torch.Tensor:
-    import torch
-
-    if dtype in _LARGEST_FP8:
-        return (part & 0x7F) <= _LARGEST_FP8[dtype]
-    if dtype in _NAN_FP8:
-        return part != _NAN_FP8[dtype]
-    return torch.isfinite(part.view(getattr(torch, torch_name(dtype, ""))))
+    whole = part.clone() if part.data_ptr() % 8 else part
+    return whole.view(getattr(torch, torch_name(run[0].dtype, "")))

@@ -21,19 +21,12 @@ from typing import Any
 import torch
 
 from skyctl.engines.vllm.inside.device_digest import as_it_lies, digest_on_device
+from skyctl.engines.vllm.inside.finite import all_finite
 from skyctl.engines.vllm.inside.layout_copy import octets_of
 
 _EXACT_WIDTH = 512
 _SPAN = 512
 _PROBE_ROWS = 64
-_LARGEST_FP8 = {torch.float8_e5m2: 0x7B, torch.float8_e4m3fn: 0x7E}
-"""For types that torch cannot reduce as numbers: the bits of the largest finite value, unsigned."""
-_NAN_FP8 = {
-    torch.float8_e8m0fnu: 0xFF,
-    torch.float8_e5m2fnuz: 0x80,
-    torch.float8_e4m3fnuz: 0x80,
-}
-"""The same for types with a single NaN and no infinity: its bits."""
 _EXPERTS = ".experts."
 """Marks parameters that the data-parallel ranks of a mixture of experts split between them."""
 _MULTIPLIERS = (173, 397)  # odd: each maps the positions of a span to different factors
@@ -161,7 +154,7 @@ def not_finite(model: torch.nn.Module) -> str:
     """A parameter, or a packed layer, that holds NaN or infinity; "" if none does."""
     with torch.inference_mode():
         looked: dict[str, torch.Tensor] = {
-            name: _all_finite(parameter)
+            name: all_finite(parameter)
             for name, parameter in model.named_parameters()
             if parameter.numel() and parameter.is_floating_point()
         }
@@ -169,20 +162,9 @@ def not_finite(model: torch.nn.Module) -> str:
         for name, layer in model.named_modules() if on_cpu else ():
             if is_packed(layer):
                 kept = [one for one in _read_out(layer) if one.is_floating_point()]
-                looked[name] = torch.stack([_all_finite(one) for one in kept]).all()
+                looked[name] = torch.stack([all_finite(one) for one in kept]).all()
         finite = torch.stack(list(looked.values())).tolist()
     return next((name for name, good in zip(looked, finite, strict=True) if not good), "")
-
-
-def _all_finite(tensor: torch.Tensor) -> torch.Tensor:
-    """One boolean, still on the device."""
-    if (largest := _LARGEST_FP8.get(tensor.dtype)) is not None:
-        return (tensor.view(torch.uint8) & 0x7F).amax() <= largest
-    if (nan := _NAN_FP8.get(tensor.dtype)) is not None:
-        return (tensor.view(torch.uint8) != nan).all()
-    # both propagate NaN, and need no memory beside the result
-    least, most = torch.aminmax(tensor)
-    return torch.isfinite(least) & torch.isfinite(most)
 
 
 def _kept_tensors(kernel: Any) -> list[torch.Tensor]:
