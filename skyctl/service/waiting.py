@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 POLL_S = 0.25
 CONDITIONS = ("ready", "paused", "awake", "version=X")
-# States a server does not leave by itself.
+# States a server does not leave by itself: a push or a recovery that goes on may take it out.
 _STUCK = ("failed", "dead", "quarantined")
 
 
@@ -93,7 +93,7 @@ async def wait_for(
 
     Raises:
         DeadlineExceeded: they do not, after `timeout_s` seconds.
-        SkyctlError: a server is given up or quarantined: it will not get there by itself.
+        SkyctlError: a server is given up or quarantined, and nobody is repairing it.
         NotFoundError: a running fleet has no server of one of these names.
     """
     deadline = clock() + timeout_s
@@ -126,6 +126,9 @@ def _refuse_unknown(status: FleetStatus, names: Sequence[str]) -> None:
 
 
 def _refuse_stuck(status: FleetStatus, condition: Condition, names: Sequence[str]) -> None:
+    operation = status.operation
+    if status.job or (operation and operation.kind == "recover" and operation.ended_at is None):
+        return
     for replica in status.replicas:
         stuck = replica.state in _STUCK and not condition.met_by(replica)
         if stuck and (not names or replica.name in names):

@@ -131,7 +131,7 @@ def test_a_trainer_that_dies_is_noticed_and_undone(supervised: Supervised) -> No
     before = {state["digest"] for state in supervised.states()}
     code, said = supervised.train(SENT, 1, "--dies-after", "1")
     assert code == -signal.SIGKILL, said
-    supervised.until("ready")
+    supervised.run("wait", "--for", "ready", "--timeout", str(BOUND_S))
     assert {state["digest"] for state in supervised.states()} == before
     jobs = supervised.json("jobs")["data"]["jobs"]
     assert "the trainer (pid" in jobs[-1]["error"]["message"] + jobs[0]["error"]["message"]

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from skyctl.core.status import FleetStatus, FrontStatus, ReplicaStatus, RouterStatus
+from skyctl.core.status import FleetStatus, FrontStatus, Operation, ReplicaStatus, RouterStatus
 from skyctl.errors import DeadlineExceeded, NotFoundError, SkyctlError, UsageError
 from skyctl.service import waiting
 from skyctl.service.waiting import Condition, wait_for
@@ -102,3 +103,14 @@ async def test_a_server_that_was_given_up_ends_the_wait_at_once() -> None:
         await wait(fleet, "ready", timeout_s=1e9)
     assert "skyctl restart a" in raised.value.hint
     assert await wait(fleet, "ready", names=["b"]) is fleet.statuses[0]
+
+
+async def test_a_server_that_is_being_repaired_is_waited_for() -> None:
+    out = status(replica("a", state="quarantined", reason="the trainer died"))
+    repair = Operation(1, "recover", "after push-1", began_at=1.0)
+    repaired = replace(out, operation=replace(repair, ended_at=2.0, error="nothing helped"))
+    under_way = [replace(out, job="push-1"), replace(out, operation=repair)]
+    ready = status(replica("a"))
+    assert await wait(Fleet(*under_way, ready), "ready") is ready
+    with pytest.raises(SkyctlError, match="a is quarantined and will not be ready"):
+        await wait(Fleet(*under_way, repaired), "ready", timeout_s=1e9)
