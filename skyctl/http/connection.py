@@ -170,6 +170,7 @@ class Connection(asyncio.BufferedProtocol):
             return
         status, reason = self._parser.get_status_code(), self._reason.decode("latin-1")
         self._waiter.set_result(Answer(status, reason, self._headers, b"".join(self._body)))
+        self._begin()  # what a second answer says is not added to this one
 
     def _framed(self) -> bool:
         """Whether the response declares its own length."""

@@ -85,6 +85,7 @@ def states(error: SkyctlError) -> list[tuple[str, str | None]]:
         ({"text": "Paris"}, "expected the text 'Paris', got 'Paris, of course'"),
         ({"contains": "Rome"}, "expected 'Rome' in it"),
         ({"regex": "^of"}, "expected /^of/"),
+        ({"regex": "of"}, ""),
         ({"min_logprob": -2}, "expected log probabilities from -2, got -2.5"),
     ],
 )
@@ -101,6 +102,12 @@ def test_log_probabilities_must_be_finite_even_when_nothing_is_expected(value: A
     result = judge("a", "one", Expectation(), Answer("x", (1,), (value,)))
     assert result.problem == "a log probability is not finite"
     json.dumps(result.to_json(), allow_nan=False)
+
+
+def test_no_regular_expression_keeps_the_servers_frozen() -> None:
+    answer = Answer("a" * 5000 + "!", (1,), (-1.0,))
+    result = judge("a", "one", Expectation(regex="^(a+)+$"), answer)
+    assert "expected /^(a+)+$/" in result.problem
 
 
 def test_answers_of_completions_and_chats_are_read_and_others_refused() -> None:
@@ -131,6 +138,7 @@ def test_a_file_is_yaml_or_json_and_a_bare_list_is_its_prompts(tmp_path: Path) -
         ("- {prompt: a, prompt_token_ids: [1]}", "prompts.0: give one of prompt"),
         ("- {expect: {contains: a}}", "prompts.0: give one of prompt"),
         ("- {prompt: a, expect: {regex: '('}}", "prompts.0.expect.regex: no regular expression"),
+        ("- {prompt: a, expect: {regex: '(?=a)b'}}", "no regular expression: look-around"),
         ("- {prompt: a, expects: {}}", "prompts.0.expects: Extra inputs"),
         ("just text", "Input should be a valid dictionary"),
         ("{", "while parsing"),
