@@ -151,7 +151,7 @@ class _Reader:
             if not isinstance(key_node, yaml.ScalarNode):
                 self._problem(key_node, "a key is a single word, not a list or a mapping")
                 continue
-            self._refuse_unusable(key_node)
+            self._refuse_unusable(key_node, key_node.value)
             key = key_node.value
             where = (*location, key)
             if key in own:
@@ -174,7 +174,6 @@ class _Reader:
 
     def _scalar(self, node: yaml.ScalarNode, location: Location) -> Any:
         text, tag = node.value, node.tag
-        self._refuse_unusable(node)
         if "${" in text and tag == _TEXT_TAG:
             text = self._expand(node)
             if node.style is None:
@@ -182,6 +181,7 @@ class _Reader:
                 tag = self.loader.resolve(  # type: ignore[no-untyped-call]
                     yaml.ScalarNode, text, (True, False)
                 )
+        self._refuse_unusable(node, text)
         if tag != _NULL_TAG and len(location) >= 2 and location[-2] == "env":
             return text  # environment values keep their text: 017, 1.10 and yes stay what they are
         if tag in (_TEXT_TAG, _TIMESTAMP_TAG):
@@ -219,8 +219,8 @@ class _Reader:
 
         return _VARIABLE.sub(value, node.value)
 
-    def _refuse_unusable(self, node: yaml.ScalarNode) -> None:
-        if found := _UNUSABLE.search(node.value):
+    def _refuse_unusable(self, node: yaml.ScalarNode, text: str) -> None:
+        if found := _UNUSABLE.search(text):
             self._problem(node, f"no program can be given the character {found.group()!a}")
 
     def _problem(self, node: yaml.Node, message: str, hint: str = "") -> None:

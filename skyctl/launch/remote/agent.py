@@ -65,6 +65,7 @@ _NAME = "server"
 def main() -> None:
     """Answer one request on stdin and stdout."""
     lines = _Lines()
+    sys.stdout.write("\n")  # ends a line that a login shell has left open
     try:
         _say({"agent": PROTOCOL, "skyctl": __version__})
         request = lines.next(SILENCE_S)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -108,6 +109,14 @@ async def test_what_an_agent_could_not_do_is_its_machines_sentence() -> None:
     error = json.dumps({"error": "no room"})
     with pytest.raises(SkyctlError, match="me@far: no room"):
         await ask(node(f"echo welcome; echo '{HELLO}'; echo '{error}'"), {"do": "stop"}, 20)
+
+
+async def test_a_line_that_a_login_shell_leaves_open_hides_no_greeting() -> None:
+    login = "printf 'Welcome> '; export SKYCTL_NODE_ADDRESS=127.0.0.1; eval \"$2\""
+    shell = ("sh", "-c", login, "ssh")
+    here = Node("me@far", "", sys.executable, shell, 60.0)
+    facts = await ask(here, {"do": "facts", "ports": 0, "paths": []}, 60)
+    assert facts["skyctl"] == __version__
 
 
 def test_what_machines_have_is_kept_for_a_fleet_that_runs(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -351,10 +352,15 @@ def loads_or_refuses(text: str) -> None:
         assert isinstance(loaded, LoadedFleet)
 
 
-@pytest.mark.parametrize("place", ['args: {{a: "{}"}}', 'args: {{"{}": 1}}', 'python: "{}"'])
-@pytest.mark.parametrize("escape", [r"\0", r"\ud800"])
-def test_an_escape_that_no_process_can_be_given_is_refused(place: str, escape: str) -> None:
-    [line] = refused(f"name: a\nmodel: x\n{place.format(escape)}\n")
+_VALUE, _KEY = 'args: {{a: "{}"}}', 'args: {{"{}": 1}}'
+
+
+@pytest.mark.parametrize(
+    ("place", "text"),
+    [*product([_VALUE, _KEY, 'python: "{}"'], [r"\0", r"\ud800"]), (_VALUE, "${NOT_UTF8}")],
+)
+def test_text_that_no_process_can_be_given_is_refused(place: str, text: str) -> None:
+    [line] = refused(f"name: a\nmodel: x\n{place.format(text)}\n", NOT_UTF8="a\udcff")
     assert line.startswith("fleet.yaml:3: no program can be given the character")
 
 
