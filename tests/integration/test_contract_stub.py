@@ -21,7 +21,7 @@ import pytest
 from skyctl.checkpoints.checkpoint import Checkpoint, Tensor, read_checkpoint
 from skyctl.checkpoints.dtypes import torch_name
 from skyctl.engines.vllm.inside.wire import ChunkUpdate, ReceiverInit
-from skyctl.engines.vllm.server import PauseMode, VLLMServer
+from skyctl.engines.vllm.server import PauseMode, VLLMServer, read_start
 from skyctl.errors import DeadlineExceeded, ServerError
 from skyctl.generate.prompts import GenerationRequest
 from skyctl.generate.requests import Endpoint, GenerationClient, GenerationResult
@@ -444,7 +444,9 @@ async def test_the_rest_of_the_facts_are_of_the_same_kind(server: VLLMServer) ->
     assert await server.ranks() == (1, 1)
     assert await server.reset_prefix_cache() is True
     assert (await server.metrics()).in_flight == 0
-    assert (await server.server_info())["vllm_config"]["model_config"]["model"]
+    config = (await server.server_info())["vllm_config"]
+    assert config["model_config"]["model"]
+    assert await server.started_with() == read_start(config)
     assert await server.weight_checksums()
 
 

@@ -120,6 +120,9 @@ class StubServer:
         return JSONResponse({"world_size": self.engine.world_size})
 
     async def _server_info(self, _: Request) -> Response:
+        return JSONResponse({"vllm_config": self._config(), "vllm_env": {}, "system_env": {}})
+
+    def _config(self) -> dict[str, Any]:
         config: dict[str, Any] = {
             "model_config": {"model": self.engine.model, "dtype": "torch.float32"},
             "weight_transfer_config": {"backend": self.engine.transfer_backend},
@@ -128,7 +131,7 @@ class StubServer:
             lease = {"kv_lease_duration": self.engine.kv_lease_s}
             connector = {"kv_role": "kv_producer", "kv_connector_extra_config": lease}
             config["kv_transfer_config"] = connector
-        return JSONResponse({"vllm_config": config, "vllm_env": {}, "system_env": {}})
+        return config
 
     async def _metrics(self, _: Request) -> Response:
         engine, level = self.engine, self.engine.sleep_level
@@ -216,6 +219,8 @@ class StubServer:
         if method in ("skyctl_repack_tied", "skyctl_leave_group", "skyctl_free_cached"):
             self.engine.log.append(method)
             return JSONResponse({"results": [None] * workers})
+        if method == "skyctl_started_with":
+            return JSONResponse({"results": [self._config()] * workers})
         if method == "skyctl_update_problem":
             return JSONResponse({"results": [self.engine.update_problem] * workers})
         if method == "skyctl_nccl":

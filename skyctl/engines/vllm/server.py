@@ -79,23 +79,18 @@ class VLLMServer(HttpServer):
 
     async def started_with(self) -> StartedWith:
         try:
-            info = (await self.server_info()).get("vllm_config")
+            # /server_info has it all, and takes seconds the first time: it lists what is installed
+            told = await self.collective_rpc("skyctl_started_with")
+            return read_start(told[0] if told else None)
         except ServerError as error:
             if not error.status:
                 raise
-            info = None
-
-        def section(name: str) -> dict[str, Any]:
-            found = info.get(name) if isinstance(info, dict) else None
-            return found if isinstance(found, dict) else {}
-
-        told = isinstance(info, dict) and "weight_transfer_config" in info
-        return StartedWith(
-            str(section("model_config").get("model") or ""),
-            str(section("load_config").get("load_format", "")),
-            str(section("weight_transfer_config").get("backend", "")) if told else None,
-            _kv_lease_s(section("kv_transfer_config")),
-        )
+        try:
+            return read_start((await self.server_info()).get("vllm_config"))
+        except ServerError as error:
+            if not error.status:
+                raise
+            return read_start(None)
 
     async def server_info(self) -> dict[str, Any]:
         """vLLM's configuration (`vllm_config`), environment and system, as JSON."""
@@ -452,6 +447,22 @@ class VLLMServer(HttpServer):
 
 def _flag(value: bool) -> str:
     return "true" if value else "false"
+
+
+def read_start(config: Any) -> StartedWith:
+    """From vLLM's configuration as JSON, or parts of it."""
+
+    def section(name: str) -> dict[str, Any]:
+        found = config.get(name) if isinstance(config, dict) else None
+        return found if isinstance(found, dict) else {}
+
+    told = isinstance(config, dict) and "weight_transfer_config" in config
+    return StartedWith(
+        str(section("model_config").get("model") or ""),
+        str(section("load_config").get("load_format", "")),
+        str(section("weight_transfer_config").get("backend", "")) if told else None,
+        _kv_lease_s(section("kv_transfer_config")),
+    )
 
 
 def _kv_lease_s(transfer: Mapping[str, Any]) -> float:

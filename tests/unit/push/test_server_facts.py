@@ -37,7 +37,7 @@ async def asked_twice(stubs: Stubs, first: str, second: str) -> int:
             made_of(stubs, instance)
             facts = await ask_servers(stubs.fleet, client=client)
             assert facts[0].vllm_version
-    return stubs.servers[0].asgi.calls["/server_info"]
+    return stubs.servers[0].asgi.calls["/version"]
 
 
 async def test_the_same_process_is_asked_for_its_configuration_once(stubs: Stubs) -> None:

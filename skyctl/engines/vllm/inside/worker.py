@@ -15,6 +15,14 @@ if TYPE_CHECKING:
 pack_after_updates()  # vLLM imports this module in its workers, before they have a model
 
 
+_READ = {
+    "model_config": ("model",),
+    "load_config": ("load_format",),
+    "weight_transfer_config": ("backend",),
+    "kv_transfer_config": ("kv_role", "kv_connector_extra_config"),
+}
+
+
 class SkyctlWorkerExtension:
     """Mixed into vLLM's worker class by `--worker-extension-cls`.
 
@@ -97,6 +105,18 @@ class SkyctlWorkerExtension:
         if problem := update_problem(model):
             raise RuntimeError(problem)
         repack_tied_layers(model)
+
+    def skyctl_started_with(self) -> dict[str, Any]:
+        """The parts of vLLM's configuration that a push reads, as /server_info has them."""
+        config = self.vllm_config
+        parts = {
+            name: {key: getattr(section, key) for key in keys}
+            for name, keys in _READ.items()
+            if (section := getattr(config, name, None)) is not None
+        }
+        if hasattr(config, "weight_transfer_config"):
+            parts.setdefault("weight_transfer_config", {})
+        return parts
 
     def skyctl_update_problem(self) -> str:
         """Why this worker must not be pushed to; "" if it may. See `experts.py`."""
