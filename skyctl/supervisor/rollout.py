@@ -286,7 +286,7 @@ async def _leave_router(running: RunningFleet, replica: Replica) -> None:
 async def _drain(running: RunningFleet, replica: Replica, timeout_s: float) -> None:
     """Wait until the server has no requests, at most `timeout_s` seconds."""
     # requests of a frozen server do not finish
-    if replica.state != "ready":
+    if timeout_s <= 0 or replica.state != "ready":
         return
     server = engines.server(running.client, replica.target, timeout_s=min(5.0, timeout_s))
     deadline = time.monotonic() + timeout_s
