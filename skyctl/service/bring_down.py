@@ -51,20 +51,29 @@ async def take_down(
         return TakenDown((), False)
     reached("down.asked")
     taken = TakenDown((), False)
-    async with SupervisorClient.on_this_machine(paths) as client:
-        with suppress(FleetDownError):
-            wait_s = _down_timeout_s(drain_timeout_s, stop_timeout_s)
-            taken = await client.down(Down(drain_timeout_s, wait_s))
-    await daemon.wait_gone(paths)
-    left = await _stop_leftovers(paths, taken.stopped, stop_timeout_s)
-    return TakenDown(taken.stopped + left, taken.supervised)
+    while True:
+        async with SupervisorClient.on_this_machine(paths) as client:
+            with suppress(FleetDownError):
+                wait_s = _down_timeout_s(drain_timeout_s, stop_timeout_s)
+                done = await client.down(Down(drain_timeout_s, wait_s))
+                taken = TakenDown(taken.stopped + done.stopped, done.supervised)
+        await daemon.wait_gone(paths)
+        left = await _stop_leftovers(paths, stop_timeout_s)
+        if left is not None:
+            stopped = tuple(dict.fromkeys(taken.stopped + left))
+            return TakenDown(stopped, taken.supervised)
 
 
-async def _stop_leftovers(
-    paths: FleetPaths, known: tuple[str, ...], timeout_s: float
-) -> tuple[str, ...]:
-    """Stop every recorded process tree that still exists; returns the names not in `known`."""
-    with FleetState(paths.database) as state:
+async def _stop_leftovers(paths: FleetPaths, timeout_s: float) -> tuple[str, ...] | None:
+    """Stop every recorded process tree that still exists; returns their names. None, and nothing is
+    touched, if somebody has started a supervisor meanwhile: these are its processes.
+    """
+    with (
+        FleetState(paths.database) as state,
+        state.locks.hold(UP_LOCK, "skyctl down", wait_s=UP_LOCK_WAIT_S),
+    ):
+        if supervisor_running(paths):
+            return None
         host = host_of(state)
         left = [*state.unrecorded_processes(), *state.processes()]
         rows = list({row.token: row for row in left}.values())
@@ -75,13 +84,12 @@ async def _stop_leftovers(
         raise_all(stopped)
         close_orphans(state)
         state.forget_run()
-    for directory in (paths.staging, paths.adapters):
-        await asyncio.to_thread(sweep, directory, ())
-    paths.leave_shared()
-    await asyncio.to_thread(host.sweep, paths)
-    paths.socket.unlink(missing_ok=True)
-    found = tuple(row.name for row, had in zip(rows, stopped, strict=True) if had)
-    return tuple(name for name in found if name not in known)
+        for directory in (paths.staging, paths.adapters):
+            await asyncio.to_thread(sweep, directory, ())
+        paths.leave_shared()
+        await asyncio.to_thread(host.sweep, paths)
+        paths.socket.unlink(missing_ok=True)
+    return tuple(row.name for row, had in zip(rows, stopped, strict=True) if had)
 
 
 async def end_leftovers(ref: FleetRef) -> bool:

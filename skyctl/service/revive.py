@@ -71,6 +71,7 @@ async def replace_other(ref: FleetRef) -> None:
 
     Raises:
         ConflictError: a push is in progress in it.
+        SkyctlError: it runs in another container.
     """
     async with SupervisorClient.on_this_machine(ref.paths) as client:
         try:
@@ -80,21 +81,32 @@ async def replace_other(ref: FleetRef) -> None:
             pid = listening(ref.paths)
         except SkyctlError:
             return  # the next request reports it
-    Arbiter(Locks(ref.paths.directory)).take(Act.RECOVER, "replacing the supervisor").release()
     from skyctl.supervisor import daemon
 
-    # KILL: on TERM it would take the fleet down
-    os.kill(pid, signal.SIGKILL)
-    await daemon.wait_gone(ref.paths)
+    # held until it is gone: no push begins in it
+    with Arbiter(Locks(ref.paths.directory)).take(Act.RECOVER, "replacing the supervisor"):
+        # KILL: on TERM it would take the fleet down
+        os.kill(pid, signal.SIGKILL)
+        await daemon.wait_gone(ref.paths)
 
 
 def listening(paths: FleetPaths) -> int:
-    """The pid that listens at the fleet's socket, from the kernel."""
+    """The pid that listens at the fleet's socket, from the kernel.
+
+    Raises:
+        SkyctlError: it has none here, because it runs in another container.
+    """
     with socket.socket(socket.AF_UNIX) as connection:
         connection.settimeout(5.0)
         connection.connect(str(paths.socket))
         found = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
-    return int(struct.unpack("3i", found)[0])
+    pid = int(struct.unpack("3i", found)[0])
+    if pid <= 0:  # as a target of kill, 0 would be our own process group
+        raise SkyctlError(
+            f"the supervisor of fleet {paths.name} runs in another container",
+            hint="type the same there, with the skyctl that is to take its place",
+        )
+    return pid
 
 
 async def _until_ended(client: SupervisorClient, operation: int, wait_s: float) -> None:

@@ -6,22 +6,26 @@ import asyncio
 import fcntl
 import os
 import signal
+import socket
 import stat
+import struct
 import subprocess
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import psutil
 import pytest
 
 from skyctl.core.plan import FleetPlan
 from skyctl.core.registry import FleetRef, supervisor_running
+from skyctl.core.service import TakenDown
 from skyctl.core.status import FleetStatus
 from skyctl.errors import ConflictError, FleetDownError, HostUnreachable, SkyctlError
 from skyctl.launch.local.host import scratch_environment
 from skyctl.launch.local.process import ManagedProcess
-from skyctl.service import bring_down
+from skyctl.service import bring_down, revive
 from skyctl.service.bring_down import take_down
 from skyctl.service.bring_up import follow_operation
 from skyctl.service.unsupervised import UnsupervisedFleet, left_alone
@@ -148,6 +152,39 @@ async def test_down_works_without_a_supervisor_and_may_be_repeated(paths: FleetP
         assert gone(replica.pid)
     assert not paths.socket.exists()
     assert (await take_down(paths, drain_timeout_s=0.0)).stopped == ()
+
+
+async def test_a_fleet_that_is_started_again_amid_a_down_is_down_after_it(
+    paths: FleetPaths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = fleet_plan([stub_server("a")])
+    await up(paths, plan)
+    await kill_supervisor(paths)
+    wait_gone = daemon.wait_gone
+
+    async def started_meanwhile(paths: FleetPaths) -> None:
+        await wait_gone(paths)
+        if daemon.wait_gone is not wait_gone:
+            monkeypatch.setattr(daemon, "wait_gone", wait_gone)
+            await up(paths, plan)
+
+    monkeypatch.setattr(daemon, "wait_gone", started_meanwhile)
+    done = await take_down(paths, drain_timeout_s=0.0)
+    assert done == TakenDown(("a",), supervised=True)
+    assert not supervisor_running(paths)
+    with FleetState(paths.database) as state:
+        assert state.processes() == []
+
+
+async def test_a_supervisor_in_another_container_is_not_killed_from_here(
+    paths: FleetPaths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel says 0 for its pid, which as a target of kill is the caller's process group."""
+    connection = MagicMock(socket.socket)
+    connection.__enter__.return_value.getsockopt.return_value = struct.pack("3i", 0, 0, 0)
+    monkeypatch.setattr(revive.socket, "socket", lambda *asked: connection)
+    with pytest.raises(SkyctlError, match="runs in another container"):
+        revive.listening(paths)
 
 
 async def test_down_never_signals_a_process_that_only_has_the_recorded_pid(
