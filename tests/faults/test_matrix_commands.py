@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import resource
@@ -11,6 +12,7 @@ import socket
 import sqlite3
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,13 +20,18 @@ import httpx
 import psutil
 import pytest
 
+from skyctl.core.service import StatusQuery
+from skyctl.errors import SkyctlError
 from skyctl.service.revive import listening
 from skyctl.store.paths import FleetPaths
 from skyctl.store.schema import SCHEMA_VERSION
 from skyctl.store.state import FleetState
+from skyctl.supervisor.interface import SupervisorClient
 from tests.faults.stub_fleet import ROOT, StubFleet, until_said
 from tests.pids import kill
 from tests.unit.push.checkpoints import tiny_tensors, write_checkpoint
+
+BOUND_S = 60.0
 
 
 @pytest.fixture
@@ -265,12 +272,20 @@ def test_a_supervisor_that_dies_while_recover_follows_it_is_replaced_and_no_serv
 def followed(fleet: StubFleet, dead: int | None) -> int:
     """The supervisor, not the `dead` one, once an operation of its own is under way."""
     paths = FleetPaths(fleet.directory / "home", "stubs")
-    while True:
-        with contextlib.suppress(OSError):
+
+    async def is_busy() -> bool:
+        async with SupervisorClient.on_this_machine(paths) as client:
+            operation = (await client.status(StatusQuery(fresh=False))).operation
+        return operation is not None and operation.ended_at is None
+
+    deadline = time.monotonic() + BOUND_S
+    while time.monotonic() < deadline:
+        with contextlib.suppress(OSError, SkyctlError):
             pid = listening(paths)
-            operation = fleet.json("status")["data"]["operation"] or {}
-            if pid != dead and not operation.get("ended_at") and operation:
+            if pid != dead and asyncio.run(is_busy()):
                 return pid
+        time.sleep(0.02)
+    raise AssertionError("nothing was seen under way")
 
 
 # --- a server that starts again -------------------------------------------------------------------
