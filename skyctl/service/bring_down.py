@@ -51,22 +51,21 @@ async def take_down(
         return TakenDown((), False)
     reached("down.asked")
     taken = TakenDown((), False)
-    while True:
+    left = None
+    while left is None and not taken.supervised:
         async with SupervisorClient.on_this_machine(paths) as client:
             with suppress(FleetDownError):
                 wait_s = _down_timeout_s(drain_timeout_s, stop_timeout_s)
-                done = await client.down(Down(drain_timeout_s, wait_s))
-                taken = TakenDown(taken.stopped + done.stopped, done.supervised)
+                taken = await client.down(Down(drain_timeout_s, wait_s))
         await daemon.wait_gone(paths)
         left = await _stop_leftovers(paths, stop_timeout_s)
-        if left is not None:
-            stopped = tuple(dict.fromkeys(taken.stopped + left))
-            return TakenDown(stopped, taken.supervised)
+    stopped = dict.fromkeys((*taken.stopped, *(left or ())))
+    return TakenDown(tuple(stopped), taken.supervised)
 
 
 async def _stop_leftovers(paths: FleetPaths, timeout_s: float) -> tuple[str, ...] | None:
     """Stop every recorded process tree that still exists; returns their names. None, and nothing is
-    touched, if somebody has started a supervisor meanwhile: these are its processes.
+    touched, if somebody has started another supervisor meanwhile: these are its processes.
     """
     with (
         FleetState(paths.database) as state,
