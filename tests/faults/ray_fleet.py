@@ -215,7 +215,7 @@ class RayFleet(RemoteFleet):
         return [
             one
             for one in psutil.process_iter()
-            if "skyctl.launch.ray.driver" in words(one)
+            if "skyctl.launch.ray.client" in words(one)
             and any(self.cluster.address in word for word in words(one))
             and (address in words(one) or self._chosen_for(one) == address)
         ]
