@@ -220,6 +220,15 @@ class RayFleet(RemoteFleet):
             and (address in words(one) or self._chosen_for(one) == address)
         ]
 
+    def drivers(self) -> list[psutil.Process]:
+        """The process that all connections go through."""
+        names = {word for one in self.connections(ADDRESSES[0]) for word in words(one)}
+        return [
+            one
+            for one in psutil.process_iter()
+            if "skyctl.launch.ray.driver" in words(one) and names.intersection(words(one)[-2:-1])
+        ]
+
     def _chosen_for(self, connection: psutil.Process) -> str:
         """The node that a connection has gone on to, by the record of the tether that holds it."""
         with contextlib.suppress(psutil.Error, OSError):
