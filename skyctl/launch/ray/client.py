@@ -19,6 +19,8 @@ import sys
 from typing import Any
 
 TAKEN = b"+"
+DRIVERS_NAME = "skyctl-ray"
+"""By which the kernel lists drivers, even those that have ended and that nobody has waited for."""
 _DRIVER = "skyctl.launch.ray.driver"
 _TRIES = 5
 _CODE_BYTES = 16

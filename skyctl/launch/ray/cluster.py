@@ -26,7 +26,7 @@ from skyctl.launch.remote.session import explained
 ASK_TIMEOUT_S = 25.0
 _PINNED_S = 5.0
 _THERE_S = 0.5
-_CALLS = 256  # at once: one for each process that runs there, and a few
+_CALLS = 128  # at once: one for each process that runs there, and a few
 _LOOK_S = 1.0
 _TURN_S = 0.05
 _HEAD = "node:__internal_head__"

@@ -26,12 +26,13 @@ import sys
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from skyctl import __version__
 from skyctl.errors import HostUnreachable, SkyctlError
 from skyctl.launch.base import A_GPU, RayCluster
-from skyctl.launch.ray.client import TAKEN, peer
+from skyctl.launch.ray.client import DRIVERS_NAME, TAKEN, peer
 from skyctl.launch.ray.cluster import Cluster, Workers
 from skyctl.launch.ray.connection import LOOK, connect, connected, told
 from skyctl.launch.remote.session import PROTOCOL
@@ -40,6 +41,7 @@ _PIECE = 64 * 1024
 _START_S = 25.0
 _NOBODY_S = 30.0
 _MOST_FDS = 4
+_ASKED_S = 5.0
 
 
 def main() -> None:
@@ -54,6 +56,7 @@ def main() -> None:
     if os.fork():
         os._exit(0)  # clients wait from here on
     os.setsid()
+    Path("/proc/self/comm").write_text(DRIVERS_NAME)
     nothing = os.open(os.devnull, os.O_RDWR)
     for descriptor in (0, 1, 2):
         os.dup2(nothing, descriptor)
@@ -145,11 +148,14 @@ class _Driver:
             if peer(channel) != os.getuid():
                 channel.close()
                 continue
-            channel.setblocking(True)
-            line, pipes, *_ = socket.recv_fds(channel, _PIECE, _MOST_FDS)
+            channel.settimeout(_ASKED_S)
+            line, pipes = b"", list[int]()
+            with contextlib.suppress(OSError):  # it has ended
+                line, pipes, *_ = socket.recv_fds(channel, _PIECE, _MOST_FDS)
             if len(pipes) < 3:
                 channel.close()
                 continue
+            channel.settimeout(None)
             request = json.loads(line)
             for alive in pipes[3:]:
                 if request["parent"] in self._holders:

@@ -11,9 +11,11 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
-from skyctl.launch.ray.client import TAKEN
+from skyctl.launch.ray.client import DRIVERS_NAME, TAKEN
+from skyctl.supervisor.daemon import reap_drivers
 
 NAME = f"skyctl-test-{secrets.token_hex(8)}"
 CLIENT = [sys.executable, "-P", "-m", "skyctl.launch.ray.client"]
@@ -74,3 +76,14 @@ def test_it_says_that_its_driver_has_ended(listener: socket.socket) -> None:
     assert client.stderr is not None
     assert client.stderr.read() == "the connection to Ray has ended\n"
     assert client.wait(20) == 1
+
+
+def test_a_supervisor_waits_for_drivers_that_have_ended_and_for_nobody_elses() -> None:
+    naming = "open('/proc/self/comm', 'w').write('{}')"
+    names = (DRIVERS_NAME, "another")
+    ended = [subprocess.Popen([sys.executable, "-c", naming.format(name)]) for name in names]
+    for one in ended:
+        os.waitid(os.P_PID, one.pid, os.WEXITED | os.WNOWAIT)
+    reap_drivers()
+    assert [psutil.pid_exists(one.pid) for one in ended] == [False, True]
+    assert ended[1].wait() == 0
