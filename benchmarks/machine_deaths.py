@@ -307,12 +307,18 @@ def _node_is_back(subject: Subject, name: str) -> None:
     assert subject.address(name) == lost
 
 
+def _drivers(fleet: RemoteFleet) -> list[psutil.Process]:
+    assert isinstance(fleet, RayFleet)
+    return fleet.drivers()
+
+
 Kill = Callable[[Subject, str], set[str]]
 DEATHS: dict[str, Kill] = {
     "server": _one(lambda s, name: s.fleet.servers(s.address(name)), ends=True),
     "agent": _one(lambda s, name: s.fleet.agents(s.address(name)), ends=False),
     "actor": _lost_actor,
     "connection": _one(lambda s, name: s.fleet.connections(s.address(name)), ends=False),
+    "driver": _one(lambda s, name: _drivers(s.fleet), ends=False),
     "keeper": _one(lambda s, name: s.fleet.keepers(s.address(name)), ends=False),
     "tether": _one(lambda s, name: [s.fleet.tether(name)], ends=True),
     "supervisor": _one(lambda s, name: [s.supervisor()], ends=False),
@@ -326,7 +332,7 @@ HERE, CUT_OFF, GONE = "supervisor's machine", "node cut off", "head"
 _BOTH = ("server", "agent", "connection", "keeper", "tether", "supervisor")
 WAYS = {
     "ssh": (*_BOTH, "ssh", "machine", "machine and server", HERE),
-    "ray": (*_BOTH, "actor", "node", HERE, CUT_OFF, GONE),
+    "ray": (*_BOTH, "driver", "actor", "node", HERE, CUT_OFF, GONE),
 }
 
 

@@ -215,9 +215,18 @@ class RayFleet(RemoteFleet):
         return [
             one
             for one in psutil.process_iter()
-            if "skyctl.launch.ray.driver" in words(one)
+            if "skyctl.launch.ray.client" in words(one)
             and any(self.cluster.address in word for word in words(one))
             and (address in words(one) or self._chosen_for(one) == address)
+        ]
+
+    def drivers(self) -> list[psutil.Process]:
+        """The process that all connections go through."""
+        names = {word for one in self.connections(ADDRESSES[0]) for word in words(one)}
+        return [
+            one
+            for one in psutil.process_iter()
+            if "skyctl.launch.ray.driver" in words(one) and names.intersection(words(one)[-2:-1])
         ]
 
     def _chosen_for(self, connection: psutil.Process) -> str:

@@ -141,6 +141,26 @@ def test_a_server_outlives_its_actor(fleet: RayFleet) -> None:
     }
 
 
+def test_servers_outlive_the_driver_which_ends_with_the_fleet(fleet: RayFleet) -> None:
+    fleet.lay_out()
+    fleet.run("up")
+    before = fleet.until({"stubs-0": "ready", "stubs-1": "ready"})
+    (killed,) = fleet.drivers()
+    killed.kill()
+    deadline = time.monotonic() + 30
+    while not all(len(fleet.agents(address)) == 1 for address in (A, B)) or not fleet.drivers():
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+    rows = fleet.until({"stubs-0": "ready", "stubs-1": "ready"})
+    assert {name: row["pid"] for name, row in rows.items()} == {
+        name: row["pid"] for name, row in before.items()
+    }
+    (driver,) = fleet.drivers()
+    assert driver != killed
+    fleet.run("down")
+    driver.wait(5)
+
+
 def test_servers_go_on_without_the_head(tmp_path: Path) -> None:
     alone = Cluster(open_to_all=True)
     fleet = RayFleet(tmp_path, alone)

@@ -11,6 +11,7 @@ import contextlib
 import json
 import os
 import socket
+import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,6 +25,8 @@ from skyctl.launch.remote.session import explained
 
 ASK_TIMEOUT_S = 25.0
 _PINNED_S = 5.0
+_THERE_S = 0.5
+_CALLS = 128  # at once: one for each process that runs there, and a few
 _LOOK_S = 1.0
 _TURN_S = 0.05
 _HEAD = "node:__internal_head__"
@@ -47,17 +50,58 @@ def _one_at_a_time(deadline: float) -> Iterator[None]:
         yield
 
 
-class Cluster:
-    """Ray, as a connected process uses it. `command` runs an agent on a node."""
+class Workers:
+    """An actor (`worker.Worker`) on each node that something was wanted of, from then on."""
 
-    def __init__(self, wanted: RayCluster, command: Sequence[str]) -> None:
+    def __init__(self) -> None:
         import ray
 
         ray.cloudpickle.register_pickle_by_value(worker)
         self._ray = ray
+        self._lock = threading.Lock()
+        self._on: dict[str, Any] = {}
+
+    def on(self, node: Mapping[str, Any]) -> Any:
+        """That of this node; a new one if the last is known to be dead."""
+        from ray.exceptions import GetTimeoutError, RayActorError
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        name = node["NodeID"]
+        with self._lock:
+            if (known := self._on.get(name)) is not None:
+                try:
+                    self._ray.get(known.there.remote(), timeout=_THERE_S)
+                    return known
+                except GetTimeoutError:
+                    return known
+                except RayActorError:
+                    pass
+            here = NodeAffinitySchedulingStrategy(name, soft=False)  # or not at all
+            self._on[name] = self.new(scheduling_strategy=here)
+            return self._on[name]
+
+    def new(self, **options: Any) -> Any:
+        """One for its maker alone, who ends it."""
+        made = self._ray.remote(num_cpus=0, max_concurrency=_CALLS, **options)(worker.Worker)
+        return made.remote()
+
+    def end(self, worker: Any) -> None:
+        """End one that `new` has made, and all that runs there."""
+        self._ray.kill(worker)
+
+
+class Cluster:
+    """Ray, for one client of a connected process. `command` is what runs on a node; to ask nodes,
+    an agent.
+    """
+
+    def __init__(self, wanted: RayCluster, command: Sequence[str], workers: Workers) -> None:
+        import ray
+
+        self._ray = ray
         self._wanted = wanted
         self.command = list(command)
-        self._placed: tuple[str, Any] = ("", None)
+        self.workers = workers
 
     def node_at(self, address: str) -> Mapping[str, Any] | None:
         """The node with this address; None if Ray is certain that it is dead.
@@ -71,12 +115,6 @@ class Cluster:
                 f"Ray knows no node {address}; was the cluster started anew?", hint=LOOK
             )
         return next((node for node in known if node["Alive"]), None)
-
-    def on(self, node: Mapping[str, Any]) -> Any:
-        """The scheduling strategy that runs something on this node or not at all."""
-        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
-        return NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
 
     def facts(self, **question: Any) -> dict[str, Any]:
         """The GPU count of the largest node, and how much `room` each node has when empty; `nodes`
@@ -113,15 +151,17 @@ class Cluster:
         wanted = self._wanted
         group, node = self._reserve(f"{_PREFIX}{token}", turn, patience_s)
         count = wanted.count if wanted.resource == "GPU" else 0
-        address = node["NodeManagerAddress"]
+        address, shown = node["NodeManagerAddress"], None
         try:
-            within = PlacementGroupSchedulingStrategy(group, 0)
-            relay = self.relay(node, num_gpus=count, scheduling_strategy=within)
-            port, visible = self._got(node, relay.place.remote(address))
+            there = self.workers.on(node)
+            if count:
+                within = PlacementGroupSchedulingStrategy(group, 0)
+                there = shown = self.workers.new(num_gpus=count, scheduling_strategy=within)
+            port, visible = self._got(node, there.place.remote(address))
             gpus = [one for one in visible.split(",") if count and one]
             if any(not one.isdigit() for one in gpus):  # uuids, of which the agent knows more
                 line = json.dumps({"do": "facts", "ports": 0}).encode() + b"\n"
-                answer = self._answer(node, relay.ask.remote(self.command, address, line))
+                answer = self._answer(node, there.ask.remote(self.command, address, line))
                 if "error" in answer:
                     raise SkyctlError(answer["error"])
                 gpus = [gpu["index"] for gpu in answer["gpus"]]
@@ -130,31 +170,28 @@ class Cluster:
         except BaseException:
             self._release(token)
             raise
-        self._placed = node["NodeID"], relay
+        finally:
+            if shown is not None:
+                self.workers.end(shown)
         return {"target": address, "address": address, "port": port, "gpus": [*map(int, gpus)]}
 
     def lend_gpu(self) -> tuple[Mapping[str, Any], Any]:
-        """A node and a relay with a GPU there, which Ray takes back when this process ends.
+        """A node, and a worker with a GPU there, which Ray takes back when that ends.
 
         Raises:
             SkyctlError: none is free.
         """
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
         free = self._free("GPU")
         for node in self._candidates():
             if free.get(node["NodeID"], 0) >= 1:
-                return node, self.relay(node, num_gpus=1)
+                here = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+                return node, self.workers.new(num_gpus=1, scheduling_strategy=here)
         raise SkyctlError(
             "no node of the Ray cluster has a GPU free for the sender: leave one, or write "
             "`weight_transfer: {transport: ipc}`"
         )
-
-    def relay(self, node: Mapping[str, Any], **options: Any) -> Any:
-        """A `worker.Agent` on this node: that which `place` has made there, or a new one."""
-        placed, relay = self._placed
-        if placed == node["NodeID"]:
-            return relay
-        options = {"scheduling_strategy": self.on(node), **options}
-        return self._ray.remote(num_cpus=0, max_concurrency=4, **options)(worker.Agent).remote()
 
     def stop(self, token: str, hosted: str, target: str, timeout_s: float) -> dict[str, Any]:
         """End a server on its node, if one was chosen, and release its reservation. On a node that
@@ -255,10 +292,8 @@ class Cluster:
 
     def _ask(self, node: Mapping[str, Any], request: Mapping[str, Any]) -> Any:
         """Send a request to a node's agent."""
-        options = {"num_cpus": 0, "max_retries": 0, "scheduling_strategy": self.on(node)}
-        task = self._ray.remote(**options)(worker.ask)
         line = json.dumps(request).encode() + b"\n"
-        return task.remote(self.command, node["NodeManagerAddress"], line)
+        return self.workers.on(node).ask.remote(self.command, node["NodeManagerAddress"], line)
 
     def _answer(
         self, node: Mapping[str, Any], asked: Any, timeout_s: float = ASK_TIMEOUT_S

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Mapping
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -57,7 +58,7 @@ def connect(cluster: RayCluster) -> None:
         _dial(cluster.address)
     # match the cluster: if only one side shows a token, the other ends its actors; and in token
     # mode without a token Ray does not raise, it aborts the process
-    shown = has_token and not (cluster.allow_unauthenticated and _is_open(cluster))
+    shown = has_token and not (cluster.allow_unauthenticated and _is_open(cluster.address))
     os.environ["RAY_AUTH_MODE"] = "token" if shown else "disabled"
     os.environ["RAY_ENABLE_UV_RUN_RUNTIME_ENV"] = "0"
     import ray
@@ -77,21 +78,36 @@ def connect(cluster: RayCluster) -> None:
         raise _refusal(cluster, error) from error
 
 
+def connected() -> bool:
+    """Whether the cluster still is the one that this process has connected to, and answers."""
+    import ray
+    from ray._raylet import GcsClient
+
+    try:
+        known = ray.get_runtime_context()
+        _dial(known.gcs_address)
+        nodes = GcsClient(address=known.gcs_address).get_all_node_info(timeout=_DIAL_S)
+        return known.get_node_id() in {node.hex() for node in nodes}
+    except Exception:  # Ray's errors have many types
+        return False
+
+
 def refuse_open(cluster: RayCluster) -> None:
     """Refuse a cluster that admits clients without a token, unless the fleet file allows that.
 
     Raises:
         HostUnreachable: it does, or it is unknown.
     """
-    if not cluster.allow_unauthenticated and _is_open(cluster):
+    if not cluster.allow_unauthenticated and _is_open(cluster.address):
         raise HostUnreachable(
             "the Ray cluster asks for no token: whoever reaches it runs code there",
             hint=_TOKEN_HINT,
         )
 
 
-def _is_open(cluster: RayCluster) -> bool:
-    knock = [sys.executable, "-P", "-c", _KNOCK, cluster.address]
+@cache  # of this process's cluster: another one that takes its place is another connection's
+def _is_open(address: str) -> bool:
+    knock = [sys.executable, "-P", "-c", _KNOCK, address]
     environ = {name: value for name, value in os.environ.items() if "RAY_AUTH" not in name}
     environ |= {"RAY_AUTH_MODE": "disabled"}
     try:

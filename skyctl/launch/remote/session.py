@@ -1,5 +1,5 @@
 """A conversation with the agent of another machine: JSON lines over the pipes of one process: ssh,
-srun, or what talks to Ray (`ray/driver.py`).
+srun, or what talks to Ray (`ray/client.py`).
 
 The agent speaks first, `{"agent": protocol, "skyctl": version}`; only then is anything sent to it.
 What is secret goes through the pipe, never on a command line or into the environment of that
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import json
 import os
 import re
@@ -23,7 +24,8 @@ from typing import Any
 
 from skyctl import __version__
 from skyctl.errors import HostUnreachable, SkyctlError
-from skyctl.launch.base import A_GPU, Node
+from skyctl.launch.base import A_GPU, Node, RayCluster
+from skyctl.store.paths import state_root
 
 PROTOCOL = 1
 """Of the agent. Count it up when a tether that runs could not talk to a new agent any more."""
@@ -38,7 +40,8 @@ _LONGEST_REASON = 200
 _SLURMS_LAST = re.compile(r"^srun: error: .*: Exited with exit code \d+$", re.MULTILINE)
 _RAYS_LOG = re.compile(r"^\[\d.*?\] \S+: ")
 _MODULE = "skyctl.launch.remote.agent"
-_DRIVER = "skyctl.launch.ray.driver"
+_CLIENT = "skyctl.launch.ray.client"
+_RAYS_TOKEN = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
 _KEY_PROBLEMS = ("Host key verification failed", "HOST IDENTIFICATION HAS CHANGED")
 
 
@@ -200,7 +203,16 @@ def command_on(node: Node, argv: Sequence[str]) -> list[str]:
         return [*_client(node), there]
     cluster = json.dumps(asdict(node.ray))
     target = node.target if node.chosen or node.target == A_GPU else ""
-    return [sys.executable, "-P", "-m", _DRIVER, cluster, target, there]
+    client = [sys.executable, "-P", "-m", _CLIENT, _driver_of(node.ray), str(os.getpid())]
+    return [*client, cluster, target, there]
+
+
+def _driver_of(cluster: RayCluster) -> str:
+    """The name of the driver that is shared by all who would connect to the cluster as we do."""
+    tokens = [os.environ.get(name, "") for name in _RAYS_TOKEN]
+    ours = [str(state_root()), sys.executable, cluster.address, cluster.allow_unauthenticated]
+    told = hashlib.sha256(json.dumps([*ours, *tokens]).encode()).hexdigest()
+    return f"skyctl-ray-{os.getuid()}-{told[:32]}"
 
 
 def connection_environment() -> dict[str, str]:

@@ -102,7 +102,7 @@ def test_a_command_runs_on_a_node_by_its_way_there() -> None:
     assert command_on(by_srun, argv)[1:] == ["--nodelist=n7", "sh", "-c", "env 'A=1 2' python"]
     by_ray = Node("10.0.0.7", "10.0.0.7", "python", (), 60.0, CLUSTER)
     *driver, cluster, address, there = command_on(by_ray, argv)
-    assert driver[1:] == ["-P", "-m", "skyctl.launch.ray.driver"]
+    assert driver[1:4] == ["-P", "-m", "skyctl.launch.ray.client"]
     assert ('"address": "127.0.0.1:9"' in cluster, address) == (True, "10.0.0.7")
     assert there == "env 'A=1 2' python"
     *_, address, there = command_on(by_ray.with_a_gpu, argv)
