@@ -110,7 +110,7 @@ class Fleet(GeneratingFleet):
             SkyctlError: a replica or the router did not come up; `details["logs"]` says why.
             DeadlineExceeded: it is not ready after `timeout_s`.
         """
-        begun = await bring_up.begin_up(self._here("up"), router=router)
+        begun = await bring_up.begin_up(self._here(), router=router)
         return await self._ended(begun.operation, timeout_s, on_status)
 
     async def down(self, *, drain_timeout_s: float | None = None) -> TakenDown:
@@ -444,11 +444,11 @@ class Fleet(GeneratingFleet):
 
     # --- internals -----------------------------------------------------------------------------
 
-    def _here(self, verb: str) -> FleetRef:
+    def _here(self) -> FleetRef:
         """The fleet, which must be on this machine."""
         if isinstance(self._ref, FleetRef):
             return self._ref
-        raise UsageError(f"{verb} works on the fleet's own machine, and not on {self._ref.name}")
+        raise UsageError(f"up works on the fleet's own machine, and not on {self._ref.name}")
 
     async def _ended(
         self,

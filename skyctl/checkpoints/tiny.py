@@ -35,7 +35,6 @@ def make_tiny_checkpoint(
     dtype: str = "float32",
     shard_bytes: int | None = None,
     tie_word_embeddings: bool = False,
-    layers: int = 2,
     experts: int = 0,
 ) -> Path:
     """Write a randomly initialised Qwen3 and its tokenizer: about 2 MB, in a few seconds.
@@ -72,7 +71,7 @@ def make_tiny_checkpoint(
         vocab_size=len(tokenizer),
         hidden_size=_HIDDEN,
         intermediate_size=_HIDDEN * 2,
-        num_hidden_layers=layers,
+        num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=32,

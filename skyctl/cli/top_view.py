@@ -54,7 +54,7 @@ def once_view(sample: FleetSample) -> RenderableType:
     """Everything, each line as long as it needs."""
     parts: list[RenderableType] = [headline(sample.status)]
     if sample.replicas:
-        parts += [Text(), *_fleet_lines(sample, None)]
+        parts += [Text(), *_table(sample, None, None, len(sample.replicas)), *_below(sample, None)]
     if sample.events:
         parts += [Text(), *_event_lines(sample.events[-5:])]
     return Group(*parts)
@@ -112,10 +112,6 @@ def _foot(screen: TopScreen, width: int) -> list[RenderableType]:
         line.append(f" p and r: {screen.selected or 'the whole fleet'}", "dim")
     line.append(" " * max(0, width - line.cell_len))
     return [line]
-
-
-def _fleet_lines(sample: FleetSample, width: int | None) -> list[RenderableType]:
-    return [*_table(sample, None, width, len(sample.replicas)), *_below(sample, width)]
 
 
 def _below(sample: FleetSample, width: int | None) -> list[RenderableType]:

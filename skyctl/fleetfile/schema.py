@@ -21,7 +21,6 @@ from pydantic_core import PydanticCustomError
 from skyctl.engines import DEFAULT as DEFAULT_ENGINE
 from skyctl.engines import ENGINES
 from skyctl.errors import UsageError
-from skyctl.fleetfile.spanning import spanning_refusal
 from skyctl.launch import DEFAULT as DEFAULT_LAUNCHER
 from skyctl.launch import HOSTS
 from skyctl.plugins import Plugins
@@ -637,17 +636,37 @@ class FleetConfig(_Section):
         if transfer.backend:
             sender = f"backend {transfer.backend}"
         for group in self.replicas if isinstance(self.replicas, list) else [ReplicaGroup()]:
-            if reason := spanning_refusal(
-                group.nodes_per_replica or self.nodes_per_replica,
-                launcher=self.launcher,
-                hosts=len(self.ssh.hosts),
-                stages=group.pipeline_parallel_size or self.pipeline_parallel_size,
-                copies=group.data_parallel_size or self.data_parallel_size,
-                share_gpus=self.share_gpus,
-                sender=sender,
-            ):
-                raise ValueError(reason)
+            nodes = group.nodes_per_replica or self.nodes_per_replica
+            if nodes > 1:
+                self._refuse_to_span(nodes, group, sender)
         return self
+
+    def _refuse_to_span(self, nodes: int, group: ReplicaGroup, sender: str) -> None:
+        """Raise ValueError if a replica cannot run on several machines as the file has it. `sender`
+        names what would bring tensors in, "" for disk.
+        """
+        asked, hosts = f"`nodes_per_replica: {nodes}`", len(self.ssh.hosts)
+        stages = group.pipeline_parallel_size or self.pipeline_parallel_size
+        if self.launcher != "ssh":
+            raise ValueError(
+                f"{asked} goes with `launcher: ssh`: elsewhere a replica runs on one machine"
+            )
+        if stages % nodes:
+            raise ValueError(
+                f"{asked} with `pipeline_parallel_size: {stages}`: each machine takes whole "
+                f"pipeline stages; write a multiple of {nodes}"
+            )
+        if hosts < nodes:
+            raise ValueError(f"{asked}, and `ssh: hosts` names {hosts}: add machines")
+        if (group.data_parallel_size or self.data_parallel_size) > 1:
+            raise ValueError(f"{asked} does not go with `data_parallel_size`: write more replicas")
+        if self.share_gpus:
+            raise ValueError(f"{asked} does not go with `share_gpus`: leave one of the two out")
+        if sender:
+            raise ValueError(
+                f"{asked} with {sender}: a sender reaches the workers of one machine; leave it "
+                "out: each machine reads the checkpoint (disk)"
+            )
 
     @property
     def pairs(self) -> bool:

@@ -21,6 +21,7 @@ from skyctl.checkpoints.header import Tensor
 from skyctl.http.fanout import fan_out
 from skyctl.http.target import ServerTarget
 from skyctl.push.request import PushFleet
+from skyctl.push.rows import layer_of
 from skyctl.push.sites import Site, Weights
 from skyctl.push.verify import weights_digest
 from skyctl.store.contents import Content
@@ -86,15 +87,6 @@ def held_tensors(
     if layers and len(alike) == len(layers):
         del alike[min(alike, key=lambda layer: sum(tensor.nbytes for tensor in alike[layer]))]
     return frozenset(tensor.name for of in alike.values() for tensor in of)
-
-
-def layer_of(name: str) -> str:
-    """A tensor's layer: its name up to the first number. Embeddings, the final norm and the output
-    head are one layer, because they may be tied.
-    """
-    parts = name.split(".")
-    number = next((at for at, part in enumerate(parts) if part.isdecimal()), None)
-    return "" if number is None else ".".join(parts[: number + 1])
 
 
 def content_digest(tensors: Sequence[Tensor], crc32: Mapping[str, int]) -> str:

@@ -39,7 +39,6 @@ async def push_rolling(
     rotation: Rotation | None,
     senders: SenderPool | None = None,
     on_part: Callable[[PushResult], None] = lambda result: None,
-    clock: Callable[[], float] = time.perf_counter,
 ) -> PushResult:
     """Bring a checkpoint into `request.rolling` servers at a time; returns the sum of all parts.
 
@@ -50,7 +49,7 @@ async def push_rolling(
         As `push`. `details["servers"]` of a PushError has all servers, those of parts not begun at
         the version that they have.
     """
-    began = clock()
+    began = time.perf_counter()
     _refuse_all_at_once(request, fleet)
     checked = await push(
         replace(request, dry_run=True),
@@ -88,7 +87,7 @@ async def push_rolling(
             and len(parts) * request.rolling < len(fleet.servers)
         ):
             raise asyncio.CancelledError
-    return _sum(parts, clock() - began)
+    return _sum(parts, time.perf_counter() - began)
 
 
 def _refuse_all_at_once(request: PushRequest, fleet: PushFleet) -> None:

@@ -7,6 +7,7 @@ of every layer, wherever vLLM fused, split or packed them (`inside/wire.py`).
 
 from __future__ import annotations
 
+import math
 import os
 import random
 import struct
@@ -72,14 +73,14 @@ def choose_rows(checkpoint: Checkpoint) -> list[RowQuestion]:
     for tensor in checkpoint.tensors:
         if tensor.nbytes and DTYPE_BITS[tensor.dtype] >= 8:
             kinds.setdefault(_numbers_left_out(tensor.name), []).append(tensor)
-            if layer := _layer_of(tensor.name):
+            if layer := layer_of(tensor.name):
                 layers.setdefault(layer, []).append(tensor)
     chosen: dict[str, Tensor] = {}
     for members in kinds.values():
         for part in _parts(members, _PER_KIND):
             picked = chance.choice(part)
             chosen[picked.name] = picked
-    covered = {_layer_of(name) for name in chosen}
+    covered = {layer_of(name) for name in chosen}
     missing = [members for layer, members in layers.items() if layer not in covered]
     for members in chance.sample(missing, min(len(missing), _MOST_LAYERS)):
         picked = chance.choice(members)
@@ -91,8 +92,10 @@ def _numbers_left_out(name: str) -> str:
     return ".".join("#" if part.isdecimal() else part for part in name.split("."))
 
 
-def _layer_of(name: str) -> str:
-    """`model.layers.3` for a tensor in that layer; "" for one in none."""
+def layer_of(name: str) -> str:
+    """`model.layers.3` for a tensor in that layer; "" for embeddings, the final norm and the output
+    head, which are one layer: they may be tied.
+    """
     parts = name.split(".")
     number = next((i for i, part in enumerate(parts) if part.isdecimal()), None)
     return "" if number is None else ".".join(parts[: number + 1])
@@ -109,10 +112,7 @@ def _question(tensor: Tensor, chance: random.Random) -> RowQuestion:
     """Up to four rows, one in each quarter: every tensor-parallel rank is likely to hold one."""
     shape = list(tensor.shape)
     height = shape[0] if len(shape) > 1 else 1
-    count = 1
-    for size in shape:
-        count *= size
-    width = count // height
+    width = math.prod(shape) // height
     quarters = min(_ROWS, height)
     edges = [height * i // quarters for i in range(quarters + 1)]
     rows = [chance.randrange(begin, end) for begin, end in pairwise(edges)]

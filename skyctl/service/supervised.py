@@ -14,7 +14,6 @@ from skyctl.core.service import (
     T,
 )
 from skyctl.errors import ConflictError, FleetDownError, SkyctlError, VersionMismatch
-from skyctl.http.transport import Transport
 from skyctl.kill_points import reached
 from skyctl.supervisor.client import RemoteFleet, by_socket
 
@@ -52,8 +51,8 @@ class SupervisedFleet(RemoteFleet):
     The state file is the supervisor's. It is read here only when no supervisor answers.
     """
 
-    def __init__(self, ref: FleetRef, *, transport: Transport | None = None) -> None:
-        super().__init__(ref.name, transport or by_socket(ref.paths))
+    def __init__(self, ref: FleetRef) -> None:
+        super().__init__(ref.name, by_socket(ref.paths))
         self.ref = ref
         self._looked = False
 

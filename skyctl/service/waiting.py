@@ -84,7 +84,6 @@ async def wait_for(
     timeout_s: float,
     names: Sequence[str] = (),
     on_pending: Callable[[Sequence[str]], None] = lambda pending: None,
-    clock: Callable[[], float] = time.monotonic,
 ) -> FleetStatus:
     """Poll until all servers (or `names`) meet the condition; `on_pending` receives those that do
     not.
@@ -96,7 +95,7 @@ async def wait_for(
         SkyctlError: a server is given up or quarantined, and nobody is repairing it.
         NotFoundError: a running fleet has no server of one of these names.
     """
-    deadline = clock() + timeout_s
+    deadline = time.monotonic() + timeout_s
     while True:
         status = await fleet.status()
         _refuse_unknown(status, names)
@@ -105,14 +104,14 @@ async def wait_for(
             return status
         on_pending(pending)
         _refuse_stuck(status, condition, names)
-        if clock() >= deadline:
+        if time.monotonic() >= deadline:
             raise DeadlineExceeded(
                 f"fleet {status.name} is not {condition} after {timeout_s:g} s: "
                 + "; ".join(pending),
                 hint="look: skyctl status",
                 details={"pending": pending, "status": status.to_json()},
             )
-        await asyncio.sleep(min(POLL_S, max(0.0, deadline - clock())))
+        await asyncio.sleep(min(POLL_S, max(0.0, deadline - time.monotonic())))
 
 
 def _refuse_unknown(status: FleetStatus, names: Sequence[str]) -> None:

@@ -62,9 +62,9 @@ class RemoteFleet(FleetService):
         self._headers = headers or {}
 
     @classmethod
-    def on_this_machine(cls, paths: FleetPaths, *, transport: Transport | None = None) -> Self:
+    def on_this_machine(cls, paths: FleetPaths) -> Self:
         """By the socket in the fleet's directory. Raises SkyctlError where that is not ours."""
-        return cls(paths.name, transport or by_socket(paths))
+        return cls(paths.name, by_socket(paths))
 
     async def __aenter__(self) -> Self:
         return self
@@ -117,14 +117,13 @@ class RemoteFleet(FleetService):
 class NetworkFleet(RemoteFleet):
     """A fleet on another machine: every path in a request is a path there."""
 
-    def __init__(self, ref: RemoteRef, *, transport: Transport | None = None) -> None:
+    def __init__(self, ref: RemoteRef) -> None:
         token = None
         if ref.token_file is not None and (token := read_secret(ref.token_file)) is None:
             raise UsageError(f"--token-file {ref.token_file} does not exist")
         headers = {"authorization": f"Bearer {token}"} if token else {}
         self.host = urlsplit(ref.url).netloc
-        if transport is None:
-            transport = KeptConnections(tls=None if ref.ca is None else _trusting(ref.ca))
+        transport = KeptConnections(tls=None if ref.ca is None else _trusting(ref.ca))
         super().__init__(ref.url, transport, url=ref.url, headers=headers)
 
     async def start_push(self, asked: PushRequest) -> str:

@@ -8,6 +8,7 @@ chunk that go into each parameter.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -282,10 +283,8 @@ def program_for(worker: LayoutReport, plan: ChunkPlan) -> Program:
         found = []
         for part in parameter.parts:
             chunk, offset, tensor = places[part.tensor]
-            count = 1
-            for extent in tensor.shape:
-                count *= extent
-            found.append(_copy(part, number, chunk, offset, tensor.nbytes // max(count, 1)))
+            item = tensor.nbytes // max(math.prod(tensor.shape), 1)
+            found.append(_copy(part, number, chunk, offset, item))
         copies += merged(sorted(found, key=lambda copy: (copy.chunk, copy.target)))
     copies.sort(key=lambda copy: copy.chunk)  # stable: within a chunk in the model's order
     return Program(

@@ -48,6 +48,15 @@ class RemoteFleet(StubFleet):
         text = text.replace("{backoff_s: 0.05}", "{backoff_s: 0.05, backoff_max_s: 2}")
         (self.directory / "fleet.yaml").write_text(text)
 
+    def starts_nothing(self, message: str) -> None:
+        """An `up` is refused with this message."""
+        process = self.start("up", "--json")
+        said, _ = process.communicate(timeout=120)
+        assert process.returncode in (1, 2)
+        assert message in json.loads(said)["error"]["message"]
+        assert self.everything() == []
+        assert not (self.directory / "home/fleets/stubs/supervisor.lock").exists()
+
     def agents(self, address: str) -> list[psutil.Process]:
         """The connected agents of a machine."""
         return [one for one in self._agents(address) if _stdin(one) != os.devnull]

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import psutil
 
-from tests.faults.remote_fleet import ADDRESSES, RemoteFleet, words
+from tests.faults.remote_fleet import ADDRESSES, A, B, RemoteFleet, words
 
 HOSTS = tuple(f"me@{address}" for address in ADDRESSES)
 _SSH = """#!{python}
@@ -140,3 +140,15 @@ class SshFleet(RemoteFleet):
         for address in self.addresses:
             (self.hosts / f"{address}.off").unlink(missing_ok=True)
         super().end()
+
+
+def comes_down_but_for_a_silent_machine(fleet: SshFleet) -> None:
+    """`down` names the machine that does not answer, and a later one ends the rest."""
+    fleet.run("up")
+    fleet.cut(B)
+    message = fleet.json("down", expect=1)["error"]["message"]
+    assert f"me@{B} cannot be asked over ssh: ssh: connect to host: No route to host" in message
+    assert fleet.servers(A) == [] and len(fleet.servers(B)) == 1
+    fleet.mend(B)
+    fleet.run("down")
+    assert fleet.everything() == []

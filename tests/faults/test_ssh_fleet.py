@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -11,7 +10,7 @@ import pytest
 
 from skyctl.checkpoints.tiny import make_tiny_checkpoint
 from tests.faults.remote_fleet import A, B
-from tests.faults.ssh_fleet import SshFleet
+from tests.faults.ssh_fleet import SshFleet, comes_down_but_for_a_silent_machine
 from tests.pids import kill
 
 
@@ -94,14 +93,7 @@ def test_other_machines_in_the_file_move_a_replica(fleet: SshFleet) -> None:
 
 def test_down_says_which_machine_it_could_not_ask_and_ends_the_rest(fleet: SshFleet) -> None:
     fleet.lay_out(grace_s=60)
-    fleet.run("up")
-    fleet.cut(B)
-    message = fleet.json("down", expect=1)["error"]["message"]
-    assert f"me@{B} cannot be asked over ssh: ssh: connect to host: No route to host" in message
-    assert fleet.servers(A) == [] and len(fleet.servers(B)) == 1
-    fleet.mend(B)
-    fleet.run("down")
-    assert fleet.everything() == []
+    comes_down_but_for_a_silent_machine(fleet)
 
 
 @pytest.mark.parametrize(
@@ -127,12 +119,7 @@ def test_nothing_is_started_where_a_machine_lacks_something(
 ) -> None:
     fleet.lay_out()
     spoil(fleet)
-    process = fleet.start("up", "--json")
-    said, _ = process.communicate(timeout=60)
-    assert process.returncode in (1, 2)
-    assert message in json.loads(said)["error"]["message"]
-    assert fleet.everything() == []
-    assert not (fleet.directory / "home/fleets/stubs/supervisor.lock").exists()
+    fleet.starts_nothing(message)
 
 
 def test_a_machine_that_stops_answering_during_up_is_named(fleet: SshFleet) -> None:

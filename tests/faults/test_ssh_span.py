@@ -12,7 +12,7 @@ import pytest
 
 from skyctl.checkpoints.tiny import make_tiny_checkpoint
 from tests.faults.remote_fleet import A, B
-from tests.faults.ssh_fleet import SshFleet
+from tests.faults.ssh_fleet import SshFleet, comes_down_but_for_a_silent_machine
 from tests.pids import kill
 
 SPAN = "pipeline_parallel_size: 2\nnodes_per_replica: 2\n"
@@ -136,14 +136,7 @@ def test_a_machine_that_is_cut_takes_its_replica_out_of_the_router(lasting: SshF
 
 def test_down_names_the_machine_that_it_could_not_ask_and_ends_the_rest(fleet: SshFleet) -> None:
     fleet.lay_out(1, more=SPAN)
-    fleet.run("up")
-    fleet.cut(B)
-    message = fleet.json("down", expect=1)["error"]["message"]
-    assert f"me@{B} cannot be asked over ssh: ssh: connect to host: No route to host" in message
-    assert fleet.servers(A) == [] and len(fleet.servers(B)) == 1
-    fleet.mend(B)
-    fleet.run("down")
-    assert fleet.everything() == []
+    comes_down_but_for_a_silent_machine(fleet)
 
 
 def test_every_part_ends_by_itself_when_nobody_is_heard_of_any_more(fleet: SshFleet) -> None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -34,30 +34,41 @@ ADVICE = {
 """Sentences for people that name an engine's settings, and why there."""
 
 
+class Module(NamedTuple):
+    """`strings` are all but those that stand alone, which are documentation."""
+
+    path: str
+    strings: list[tuple[int, str]]
+    imported: list[str]
+
+
 @cache
-def modules() -> list[tuple[str, ast.Module]]:
+def modules() -> list[Module]:
     paths = {file.relative_to(PACKAGE).as_posix(): file for file in sorted(PACKAGE.rglob("*.py"))}
-    return [
-        (path, ast.parse(file.read_text(encoding="utf-8")))
-        for path, file in paths.items()
-        if not path.startswith("engines/")
-    ]
+    return [read(path, file) for path, file in paths.items() if not path.startswith("engines/")]
 
 
-def strings(tree: ast.Module) -> Iterator[ast.Constant]:
-    """Every string but those that stand alone: documentation."""
-    alone = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in alone:
-            yield node
+def read(path: str, file: Path) -> Module:
+    module, alone = Module(path, [], []), set[int]()
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):  # parents first
+        if isinstance(node, ast.Expr):
+            alone.add(id(node.value))
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            if id(node) not in alone:
+                module.strings.append((node.lineno, node.value))
+        elif isinstance(node, ast.ImportFrom):
+            module.imported.append(node.module or "")
+        elif isinstance(node, ast.Import):
+            module.imported.extend(name.name for name in node.names)
+    return module
 
 
 def test_an_engines_words_stay_in_its_package() -> None:
     found = {
-        f"{path}:{node.lineno}: {node.value!r:.80}"
-        for path, tree in modules()
-        for node in strings(tree)
-        if path not in ADVICE and ENGINES_WORDS.search(str(node.value))
+        f"{module.path}:{line}: {text!r:.80}"
+        for module in modules()
+        for line, text in module.strings
+        if module.path not in ADVICE and ENGINES_WORDS.search(text)
     }
     assert not found
 
@@ -72,16 +83,9 @@ def test_those_words_would_be_found(text: str) -> None:
 def test_nothing_imports_an_engine_but_the_protocol_of_its_workers() -> None:
     """What runs in an engine's workers is skyctl's own, and so are the messages to it."""
     found = {
-        f"{path}: {name}"
-        for path, tree in modules()
-        for node in ast.walk(tree)
-        for name in imported(node)
+        f"{module.path}: {name}"
+        for module in modules()
+        for name in module.imported
         if re.match(r"skyctl\.engines\.(?!base$|logs$|vllm\.inside\.)\w", name)
     }
     assert not found
-
-
-def imported(node: ast.AST) -> list[str]:
-    if isinstance(node, ast.ImportFrom):
-        return [node.module or ""]
-    return [name.name for name in node.names] if isinstance(node, ast.Import) else []

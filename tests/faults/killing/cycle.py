@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import random
+import time
 from dataclasses import asdict, dataclass, field
 from typing import Any
+
+from skyctl.core.registry import supervisor_running
+from skyctl.store.paths import FleetPaths
 
 TENSORS_BYTES = 6 * 1024
 _REPEATED = {
@@ -85,3 +89,13 @@ class Came:
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
+
+
+def unsupervised(paths: FleetPaths, *, within_s: float) -> bool:
+    """Whether no supervisor holds the fleet any more by then."""
+    deadline = time.monotonic() + within_s
+    while supervisor_running(paths):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.005)
+    return True

@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,7 +16,7 @@ from skyctl.service.revive import listening
 from skyctl.store.paths import FleetPaths
 from skyctl.store.state import FleetState
 from tests.faults.killing import checks
-from tests.faults.killing.cycle import Came, Dice
+from tests.faults.killing.cycle import Came, Dice, unsupervised
 from tests.faults.killing.zygote import Zygote
 from tests.faults.stub_fleet import StubFleet
 
@@ -130,12 +129,7 @@ class Lives:
 
     def _dead(self) -> bool:
         """Whether the supervisor is dead, within the longest delay of a kill."""
-        deadline = time.monotonic() + 0.1
-        while supervisor_running(self.paths):
-            if time.monotonic() > deadline:
-                return False
-            time.sleep(0.005)
-        return True
+        return unsupervised(self.paths, within_s=0.1)
 
 
 @contextmanager

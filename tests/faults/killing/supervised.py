@@ -21,7 +21,7 @@ from skyctl.store.paths import FleetPaths
 from skyctl.store.state import FleetState
 from tests.faults.killing import checks
 from tests.faults.killing.attached import BOUND_S, measure
-from tests.faults.killing.cycle import Came, Dice
+from tests.faults.killing.cycle import Came, Dice, unsupervised
 from tests.faults.killing.trainer import Trainer, stub_checkpoints
 from tests.faults.killing.zygote import Zygote
 from tests.faults.stub_fleet import StubFleet
@@ -261,12 +261,7 @@ class SupervisedFleet:
 
     def _dead_soon(self) -> bool:
         """Whether no supervisor holds the fleet any more, within the longest delay of a kill."""
-        deadline = time.monotonic() + 0.2
-        while supervisor_running(self.paths):
-            if time.monotonic() > deadline:
-                return False
-            time.sleep(0.005)
-        return True
+        return unsupervised(self.paths, within_s=0.2)
 
     def _healed_by_guardian(self, came: Came, gone: bool) -> bool:
         with FleetState(self.paths.database) as state:

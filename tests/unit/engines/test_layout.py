@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -101,12 +100,7 @@ def test_copied_parameters_are_what_vllms_loader_makes(
     rank: int,
     ranks: int,
     expert_parallel: bool,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from skyctl.engines.vllm.inside import device_digest
-
-    # 4 million factors that every call makes anew take longer than all the rest
-    monkeypatch.setattr(device_digest, "_factors", cache(device_digest._factors))
     checkpoint = read_checkpoint(str(checkpoints[kind]))
     with vllm_model(
         checkpoints[kind], rank=rank, ranks=ranks, expert_parallel=expert_parallel

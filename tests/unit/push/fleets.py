@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -112,6 +113,19 @@ class Recorder:
 
     def note(self, message: str) -> None:
         self.notes.append(message)
+
+
+def written_anew(checkpoint: Path, at: str) -> Recorder:
+    """At this stage whoever reads the files of the checkpoint sees that they changed."""
+    observer = Recorder()
+
+    def touch(stage: str) -> None:
+        if stage == at:
+            for shard in checkpoint.glob("*.safetensors"):
+                os.utime(shard, ns=(1, 1))
+
+    observer.on_stage = touch
+    return observer
 
 
 class Rotation:

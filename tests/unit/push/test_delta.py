@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from skyctl.checkpoints.checkpoint import read_checkpoint
-from skyctl.push.delta import checksums, content_digest, held_tensors, layer_of
+from skyctl.push.delta import checksums, content_digest, held_tensors
+from skyctl.push.rows import layer_of
 from skyctl.push.transaction import PushRequest, PushResult, push
 from skyctl.store.contents import Content, known_content, remember_content
 from skyctl.store.expected import Expectations, ExpectedDigest

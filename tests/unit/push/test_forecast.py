@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,7 +27,7 @@ from skyctl.store.journal import PushRecord
 from skyctl.transfer.gpu.devices import slot_sizes
 from skyctl.transfer.plan import plan_chunks
 from tests.unit.push.checkpoints import write_checkpoint
-from tests.unit.push.fleets import Recorder, Stubs
+from tests.unit.push.fleets import Recorder, Stubs, written_anew
 
 GB = 10**9
 CHUNKS = (4 * GB, 4 * GB, 4 * GB, 4 * GB)
@@ -188,26 +187,13 @@ async def test_a_dry_run_tells_each_way_and_what_it_stands_on(stubs: Stubs) -> N
     assert again["memory_bytes"] == again["forecasts"][0]["host_bytes"]
 
 
-def touched_at_pause(stubs: Stubs) -> Recorder:
-    """Whoever reads the files after the pause sees that they changed."""
-    observer = Recorder()
-
-    def touch(stage: str) -> None:
-        if stage == "pause":
-            for shard in stubs.new.glob("*.safetensors"):
-                os.utime(shard, ns=(1, 1))
-
-    observer.on_stage = touch
-    return observer
-
-
 async def test_streamed_the_rest_is_read_after_the_pause(stubs: Stubs) -> None:
     with pytest.raises(PushError, match="changed during the push"):
-        await pushed(stubs, touched_at_pause(stubs), stage="stream", chunk_size=300)
+        await pushed(stubs, written_anew(stubs.new, "pause"), stage="stream", chunk_size=300)
 
 
 async def test_staged_in_host_memory_all_is_read_before_the_first_pause(stubs: Stubs) -> None:
-    result = await pushed(stubs, touched_at_pause(stubs), stage="host", chunk_size=300)
+    result = await pushed(stubs, written_anew(stubs.new, "pause"), stage="host", chunk_size=300)
     assert result.chunks > 2
     assert all(server.ok for server in result.servers)
     assert {engine.digest for engine in stubs.engines} == {stubs.engines[0].digest} != {"base"}

@@ -19,7 +19,7 @@ from skyctl.push.verify import weights_digest
 from tests.stub.faults import Fault
 from tests.stub.state import Scheduler, StubEngine, digest_of_updates
 from tests.unit.push.checkpoints import filled, tiny_tensors, write_checkpoint
-from tests.unit.push.fleets import Recorder, Stubs
+from tests.unit.push.fleets import Recorder, Stubs, written_anew
 
 
 @pytest.fixture
@@ -159,14 +159,7 @@ async def test_a_server_that_does_not_answer_is_refused_before_anything(stubs: S
 
 
 async def test_a_checkpoint_that_changes_while_staged_is_refused(stubs: Stubs) -> None:
-    observer = Recorder()
-
-    def touch(stage: str) -> None:
-        if stage == "stage":
-            for shard in stubs.new.glob("*.safetensors"):
-                os.utime(shard, ns=(1, 1))
-
-    observer.on_stage = touch
+    observer = written_anew(stubs.new, "stage")
     with pytest.raises(PreflightError, match="changed"):
         await push_new(stubs, observer)
     assert all("pause keep" not in engine.log for engine in stubs.engines)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from skyctl.errors import CanaryFailed, PreflightError, PushError
 from skyctl.push.rolling import push_rolling
 from skyctl.push.transaction import PushRequest, PushResult
 from tests.stub.faults import Fault
-from tests.unit.push.fleets import Recorder, Rotation, Stubs
+from tests.unit.push.fleets import Recorder, Rotation, Stubs, written_anew
 
 
 @pytest.fixture
@@ -129,14 +128,7 @@ async def test_all_at_once_is_no_roll(stubs: Stubs, count: int) -> None:
 
 
 async def test_a_checkpoint_that_is_written_anew_in_the_middle_stops_it(stubs: Stubs) -> None:
-    observer = Recorder()
-
-    def touch(stage: str) -> None:
-        if stage == "resume":
-            for shard in stubs.new.glob("*.safetensors"):
-                os.utime(shard, ns=(1, 1))
-
-    observer.on_stage = touch
+    observer = written_anew(stubs.new, "resume")
     with pytest.raises(PushError, match=r"written anew since it was pushed as step-2"):
         await roll(stubs, observer=observer)
     assert [engine.weight_version for engine in stubs.engines] == ["step-2", "default", "default"]

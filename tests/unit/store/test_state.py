@@ -74,22 +74,22 @@ def test_a_symlinked_file_is_refused(path: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "elsewhere").exists()
 
 
-def test_a_newer_file_is_refused_and_left_alone(path: Path) -> None:
+@pytest.mark.parametrize(
+    ("version", "message", "hint"),
+    [
+        (SCHEMA_VERSION + 1, "newer skyctl", ""),
+        (1, "older skyctl", "end that fleet with the skyctl that started it"),
+    ],
+)
+def test_a_file_of_another_release_is_refused_and_left_alone(
+    path: Path, version: int, message: str, hint: str
+) -> None:
     FleetState(path).close()
     with sqlite3.connect(path) as connection:
-        connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION + 1}")
-    with pytest.raises(SkyctlError, match="newer skyctl"):
+        connection.execute(f"PRAGMA user_version = {version}")
+    with pytest.raises(SkyctlError, match=message) as refused:
         FleetState(path)
-    assert [p.name for p in path.parent.iterdir() if "corrupt" in p.name] == []
-
-
-def test_a_file_of_before_the_first_release_is_refused_and_left_alone(path: Path) -> None:
-    FleetState(path).close()
-    with sqlite3.connect(path) as connection:
-        connection.execute("PRAGMA user_version = 1")
-    with pytest.raises(SkyctlError, match="older skyctl") as refused:
-        FleetState(path)
-    assert "end that fleet with the skyctl that started it" in (refused.value.hint or "")
+    assert hint in (refused.value.hint or "")
     assert [p.name for p in path.parent.iterdir() if "corrupt" in p.name] == []
 
 

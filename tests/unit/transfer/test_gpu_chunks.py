@@ -13,7 +13,7 @@ import torch
 
 from skyctl.checkpoints.checkpoint import read_checkpoint
 from skyctl.checkpoints.finite import NotFinite
-from skyctl.transfer.gpu.chunks import DeviceChunkReader, merged
+from skyctl.transfer.gpu.carrier import DeviceChunkReader, merged
 from skyctl.transfer.gpu.reader import ReadBatch, Span, _pieces
 from skyctl.transfer.pace import Pace
 from skyctl.transfer.plan import ChunkPlan, plan_chunks

@@ -19,7 +19,7 @@ from skyctl.engines.vllm.inside.wire import BLOCK_WORDS, GOLDEN, MIX, following_
 def digest_on_device(tensors: Sequence[torch.Tensor]) -> list[int]:
     """One number per tensor (all on one device), with a single wait for the device at the end.
 
-    Extra memory: about 64 MiB. Deterministic: integer sums do not depend on their order.
+    Extra memory: at most about 64 MiB. Deterministic: integer sums do not depend on their order.
     """
     if not tensors:
         return []
@@ -31,8 +31,10 @@ def digest_on_device(tensors: Sequence[torch.Tensor]) -> list[int]:
 
         sums[plain] = sum_words([tensors[i] for i in plain])
     if rest := sorted(set(range(len(tensors))) - set(plain)):
-        factors = _factors(device)
-        sums[rest] = torch.stack([_sum(tensors[i], factors) for i in rest])
+        most = max(tensors[i].numel() * tensors[i].element_size() for i in rest) // 8
+        factors = _factors(0, min(most, BLOCK_WORDS), device)
+        last = _factors(BLOCK_WORDS - 7, BLOCK_WORDS, device)
+        sums[rest] = torch.stack([_sum(tensors[i], factors, last) for i in rest])
     return [int(value) for value in sums.tolist()]
 
 
@@ -54,15 +56,16 @@ def _is_plain(tensor: torch.Tensor) -> bool:
     return tensor.device.type == "cuda" and bool(size) and aligned and tensor.is_contiguous()
 
 
-def _factors(device: torch.device) -> torch.Tensor:
-    """Odd numbers, one per position in a block."""
-    mixed = torch.arange(1, BLOCK_WORDS + 1, dtype=torch.int64, device=device) * GOLDEN
+def _factors(begin: int, end: int, device: torch.device) -> torch.Tensor:
+    """Odd numbers, one for each of these positions in a block."""
+    mixed = torch.arange(begin + 1, end + 1, dtype=torch.int64, device=device) * GOLDEN
     mixed ^= mixed >> 29
     mixed *= MIX
     return mixed | 1
 
 
-def _sum(tensor: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
+def _sum(tensor: torch.Tensor, factors: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
+    """`last`: the factors of the bytes behind the last whole word."""
     octets = octets_of(tensor.contiguous())
     whole = octets.numel() // 8 * 8
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
@@ -74,7 +77,7 @@ def _sum(tensor: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
         factor = following_factor(factor)
     if whole < octets.numel():
         rest = octets[whole:].to(torch.int64)
-        total += (rest * factors[-rest.numel() :]).sum()
+        total += (rest * last[-rest.numel() :]).sum()
     return total
 
 
