@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 
 _SIZE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?\s*$", re.IGNORECASE)
@@ -24,6 +25,15 @@ def parse_bytes(text: str | int) -> int:
     has_b = match.string.strip().lower().endswith("b")
     base = 1000 if (unit and has_b and not binary) else 1024
     return int(float(number) * base ** _POWERS[unit.lower()])
+
+
+def finite_or(text: str, default: float) -> float:
+    """The finite number that `text` is, else `default`."""
+    try:
+        found = float(text)
+    except ValueError:
+        return default
+    return found if math.isfinite(found) else default
 
 
 def format_bytes(count: float) -> str:

@@ -106,9 +106,11 @@ def generate(
         defaults["temperature"] = temperature
     if ignore_eos:
         defaults["ignore_eos"] = True
+    if session_id is not None:
+        defaults["session_id"] = session_id
     requests = read_requests(prompt, input, defaults, chat)
     streamed = prompt is not None and len(requests) == 1
-    run = _Run(requests, session_id, server, concurrency, timeout, streamed=streamed)
+    run = _Run(requests, server, concurrency, timeout, streamed=streamed)
     began = time.perf_counter()
     results = asyncio.run(
         _generate(select(file, fleet), run, RetryPolicy(max_retries=retries), output_file)
@@ -124,7 +126,6 @@ class _Run:
     """What one invocation asks for."""
 
     requests: list[GenerationRequest]
-    session_id: str | None
     server: str | None
     concurrency: int
     timeout_s: float | None
@@ -174,7 +175,7 @@ async def _generate(
     from skyctl.service.endpoint import find_endpoint
 
     async with connect(ref) as fleet:
-        endpoint = await find_endpoint(fleet, server=run.server, session_id=run.session_id)
+        endpoint = await find_endpoint(fleet, server=run.server)
     async with GenerationClient(endpoint, retry=retry) as client:
         if run.streamed and output_file is None:
             result = await client.generate_one(

@@ -52,7 +52,7 @@ def parse_line(
     """
     try:
         line = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UsageError(f"{where}: not JSON ({error})") from error
     if not isinstance(line, dict):
         raise UsageError(f"{where}: a line is a JSON object such as {_EXAMPLE}")
@@ -78,12 +78,14 @@ def parse_request(
             raise UsageError(f"{where}: {key!r} cannot be set here; skyctl streams each answer")
     value = line.pop(given[0])
     _check_prompt(given[0], value, where)
-    identity, session = line.pop("id", number), line.pop("session_id", None)
+    identity = str(line.pop("id", number))
     body = _with_max_tokens({**defaults, **line}, where)
+    session = body.pop("session_id", None)
+    _check_sendable([identity, value, body], session, where)
     count, seed = body.pop("n", 1), body.get("seed")
     if type(count) is not int or count < 1:
         raise UsageError(f"{where}: n is a positive integer, not {count!r}")
-    request = GenerationRequest(str(identity), body, session_id=session)
+    request = GenerationRequest(identity, body, session_id=session)
     if given[0] == "messages" or (chat and given[0] == "prompt"):
         messages = value if given[0] == "messages" else [{"role": "user", "content": value}]
         request = replace(request, messages=messages)
@@ -133,6 +135,24 @@ def _check_prompt(key: str, value: Any, where: str) -> None:
         and all(isinstance(item, dict) and "role" in item for item in value)
     ):
         raise UsageError(f"{where}: messages is a list of objects with role and content")
+
+
+def _check_sendable(content: Any, session: Any, where: str) -> None:
+    """Raise UsageError for what no request can hold, or no result could be written with."""
+    try:
+        json.dumps(content, ensure_ascii=False, allow_nan=False).encode()
+    except (ValueError, TypeError, RecursionError) as error:
+        raise UsageError(f"{where}: it cannot be sent as JSON ({error})") from error
+    if session is not None and not (
+        isinstance(session, str)
+        and session.isascii()
+        and session.isprintable()
+        and session == session.strip()
+    ):
+        raise UsageError(
+            f"{where}: session_id {session!r} cannot be an HTTP header",
+            hint="take letters, digits and signs of ASCII",
+        )
 
 
 def _with_max_tokens(body: dict[str, Any], where: str) -> dict[str, Any]:

@@ -36,9 +36,7 @@ async def without_token_route(fleet: FleetService, client: ControlClient) -> lis
     return [s.name for s, answer in zip(servers, answers, strict=True) if answer is False]
 
 
-async def find_endpoint(
-    fleet: FleetService, *, server: str | None = None, session_id: str | None = None
-) -> Endpoint:
+async def find_endpoint(fleet: FleetService, *, server: str | None = None) -> Endpoint:
     """The router's URL, or that of the server named `server`, and the model it serves.
 
     Raises:
@@ -67,4 +65,4 @@ async def find_endpoint(
     if not models:
         raise ServerError(f"{url} serves no model")
     # the router drops the key on its way to /detokenize: the servers are asked directly
-    return Endpoint(url, models[0], key, session_id, tuple(urls.servers.values()))
+    return Endpoint(url, models[0], key, server_urls=tuple(urls.servers.values()))

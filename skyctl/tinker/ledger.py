@@ -160,7 +160,10 @@ class Ledger:
             unwritable = StateUnwritable(
                 f"cannot write {self.path}: {error}", hint="make room on its disk"
             )
-            return [(None, unwritable) for _ in changes]
+            if len(changes) == 1:
+                return [(None, unwritable)]
+            # one that only reads, or that there is room for, does not fail with another
+            return [outcome for change in changes for outcome in self._commit([change])]
         return outcomes
 
 

@@ -306,8 +306,11 @@ def _adam(params: Mapping[str, float]) -> dict[str, Any]:
             ("grad_clip_norm", 0.0),
         )
     }
+    # without it, a gradient of zero makes a parameter NaN: 0 / (sqrt(0) + eps)
+    least = {"eps": float(np.finfo(np.float32).tiny)}
     for name, number in value.items():
-        if not np.isfinite(number) or number < 0 or (name.startswith("beta") and number >= 1):
+        too_large = name.startswith("beta") and number >= 1
+        if not np.isfinite(number) or number < least.get(name, 0) or too_large:
             raise LossError(f"adam_params {name}={number} makes no sense")
     return {
         "lr": value["learning_rate"],

@@ -181,9 +181,8 @@ class Training:
         except WorkerDied as error:
             _LOG.warning("%s %s: %s", row["kind"], request, error)
             run.life = 0
-            await self._ledger.write(
-                "UPDATE requests SET attempts = attempts + 1 WHERE id = ?", request
-            )
+            sql = "UPDATE requests SET attempts = attempts + 1 WHERE id = ?"
+            await self._ledger.insist(lambda c: c.execute(sql, (request,)))
             if row["attempts"] + 1 < MOST_ATTEMPTS:
                 return
             outcome = _failed(f"{error}, {MOST_ATTEMPTS} times in a row", "server")
@@ -231,7 +230,11 @@ class Training:
         since_s = time.monotonic() - run.snapshot_at
         due = since_s > self._limits.snapshot_s or run.steps >= self._limits.snapshot_steps
         if due and run.snapshot_took_s <= since_s * self._limits.snapshot_share:
-            outcome.snapshot = await self._snapshot(model, run)
+            try:
+                outcome.snapshot = await self._snapshot(model, run)
+            except Refused as error:  # such as a full disk: the step is done all the same
+                _LOG.warning("%s is not saved: %s", model, error)
+                run.steps, run.snapshot_at = 0, time.monotonic()  # the next one is due later
         return outcome
 
     async def _load(self, model: str, run: Run, extra: dict[str, Any]) -> Outcome:

@@ -15,6 +15,7 @@ from skyctl.engines.vllm.command import router_flags
 from skyctl.engines.vllm.engine import VLLM_ROUTER
 from skyctl.errors import UsageError
 from skyctl.store.credentials import CONTROL_TOKEN
+from skyctl.units import finite_or
 
 if TYPE_CHECKING:
     from skyctl.engines.base import Server
@@ -175,8 +176,8 @@ def _warnings(launches: Sequence[ServerLaunch], share_gpus: bool) -> Iterator[tu
 def _sizes(argv: Sequence[str], env: Mapping[str, str]) -> Sizes:
     """By what the command says, else by SGLang's defaults."""
     name = "--mem-fraction-static"
-    share = float(argv[argv.index(name) + 1]) if name in argv[:-1] else _MEMORY_SHARE
-    return Sizes(_CPU_SERVER_BYTES, share)
+    said = argv[argv.index(name) + 1] if name in argv[:-1] else ""
+    return Sizes(_CPU_SERVER_BYTES, finite_or(said, _MEMORY_SHARE))
 
 
 def _server(client: ControlClient, target: ServerTarget, timeout_s: float) -> Server:

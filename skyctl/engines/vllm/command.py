@@ -23,6 +23,7 @@ from skyctl.engines.vllm.inside.adapters import SWITCH as ADAPTER_SWITCH
 from skyctl.engines.vllm.inside.wire import BACKEND, SPIN_VARIABLE
 from skyctl.errors import UsageError
 from skyctl.store.credentials import CONTROL_TOKEN
+from skyctl.units import finite_or
 
 KEY_VARIABLE = VLLM.key_variable
 CORES_VARIABLE = "VLLM_CPU_OMP_THREADS_BIND"
@@ -335,16 +336,13 @@ def warnings(launches: Sequence[ServerLaunch], share_gpus: bool) -> Iterator[tup
 
 def sizes(argv: Sequence[str], env: Mapping[str, str]) -> Sizes:
     """By what the command says, else by vLLM's defaults."""
-    try:
-        kv_bytes = int(float(env.get(_KV_VARIABLE, "4")) * 1024**3)
-    except ValueError:
-        kv_bytes = 0
 
     def told(name: str, default: float) -> float:
-        return float(argv[argv.index(name) + 1]) if name in argv[:-1] else default
+        return finite_or(argv[argv.index(name) + 1], default) if name in argv[:-1] else default
 
+    kv_gib = max(0.0, finite_or(env.get(_KV_VARIABLE, "4"), 0.0))
     return Sizes(
-        _CPU_SERVER_BYTES + kv_bytes,
+        _CPU_SERVER_BYTES + int(kv_gib * 1024**3),
         told("--gpu-memory-utilization", _GPU_SHARE),
         int(told("--data-parallel-size", 1)),
     )

@@ -109,6 +109,18 @@ def test_weights_that_do_not_fit_on_a_gpu_are_an_error() -> None:
     assert ("error", "gpu-memory") in wrong(findings(model=large, **little))
 
 
+@pytest.mark.parametrize(
+    ("engine", "share"), [("vllm", "gpu-memory-utilization"), ("sglang", "mem-fraction-static")]
+)
+@pytest.mark.parametrize("said", ["most", "nan", "inf", "1e999"])
+def test_a_share_or_a_cache_that_is_no_number_is_left_to_the_server(
+    engine: str, share: str, said: str
+) -> None:
+    given = {"engine": engine, "args": {share: said}, "env": {"VLLM_CPU_KVCACHE_SPACE": said}}
+    assert ("error", "gpu-memory") in wrong(findings(model=ModelFacts(100 * GIB, "x", 1), **given))
+    assert wrong(findings(model=TINY, device="cpu", **given)) == []
+
+
 def test_gpus_that_somebody_else_uses_are_found_unless_it_is_this_fleet() -> None:
     busy = MachineFacts(gpus=(GpuFacts(0, "H100", 80 * GIB, 60 * GIB),), memory_available=64 * GIB)
     found = findings(busy)

@@ -66,6 +66,13 @@ def test_chat_turns_texts_into_chats_and_leaves_token_ids_alone() -> None:
         ('{"prompt": "a", "n": true}', "n is a positive integer"),
         ('{"prompt": "a", "max_tokens": 0}', "max_tokens is a positive integer, not 0"),
         ('{"prompt": "a", "max_tokens": "9"}', "max_tokens is a positive integer"),
+        ("[" * 100_000, "not JSON"),
+        ('{"prompt": "a", "temperature": NaN}', "cannot be sent as JSON"),
+        (r'{"prompt": "\ud800"}', "cannot be sent as JSON"),
+        (r'{"prompt": "a", "id": "\ud800"}', "cannot be sent as JSON"),
+        ('{"prompt": "a", "session_id": 5}', "session_id 5 cannot be an HTTP header"),
+        ('{"prompt": "a", "session_id": "\u00fc"}', "cannot be an HTTP header"),
+        (r'{"prompt": "a", "session_id": "a\nb"}', "cannot be an HTTP header"),
     ],
 )
 def test_a_wrong_line_is_named_by_file_and_line(line: str, complaint: str) -> None:

@@ -15,7 +15,7 @@ from skyctl.errors import StateUnwritable
 from skyctl.tinker import files, records, training
 from skyctl.tinker.ledger import Ledger
 from skyctl.tinker.training import Limits, Training
-from skyctl.tinker.training_process import Refused
+from skyctl.tinker.training_process import Refused, WorkerDied
 from skyctl.tinker.waiting import Doorbell
 
 
@@ -90,6 +90,11 @@ async def test_a_ledger_goes_on_after_an_error_of_the_disk_in_a_change(ledger: L
         with pytest.raises(StateUnwritable, match="cannot be looked at"):
             await ledger.run(change)
         assert await ledger.rows("SELECT id FROM models") == []
+        # nor does it fail what waits beside it for the same commit
+        pause = ledger.run(lambda _: time.sleep(0.1))
+        beside = (ledger.rows("SELECT id FROM models"), ledger.run(change))
+        _, rows, failed = await asyncio.gather(pause, *beside, return_exceptions=True)
+        assert rows == [] and isinstance(failed, StateUnwritable)
 
 
 @pytest.mark.parametrize("step", ["_digest", "sync_directory"])
@@ -161,6 +166,48 @@ async def test_a_step_that_the_disk_does_not_take_is_recorded_once_it_does_and_d
             await asyncio.sleep(0.01)
     assert await until_ended(ledger, "m") == ["done", "done"]
     assert worker.asked.count("optim_step") == 1
+    task.cancel()
+
+
+async def test_a_step_is_done_though_its_snapshot_cannot_be_written(
+    ledger: Ledger, tmp_path: Path
+) -> None:
+    worker = Notes()
+    worker.refused.add("save")
+    found = training_of(ledger, tmp_path, worker, snapshot_steps=2)
+    await add(ledger, found, "m", training.CREATE, *[training.OPTIM_STEP] * 5)
+    task = asyncio.create_task(found.run())
+    assert await until_ended(ledger, "m") == ["done"] * 6
+    assert (worker.asked.count("optim_step"), worker.asked.count("save")) == (5, 2)
+    task.cancel()
+
+
+async def test_a_worker_that_dies_while_the_disk_is_full_ends_no_training(
+    ledger: Ledger, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("skyctl.tinker.ledger._DISK_S", 0.01)
+    worker, run, failures = Notes(), ledger.run, iter(range(3))
+
+    async def full(change: Any) -> Any:
+        said = [str(cell.cell_contents) for cell in change.__closure__ or ()]
+        counts = any(text.startswith("UPDATE requests SET attempts") for text in said)
+        if counts and next(failures, None) is not None:
+            raise StateUnwritable("the disk is full")
+        return await run(change)
+
+    async def die(header: dict[str, Any], *rest: Any, **named: Any) -> Any:
+        if header["do"] == "optim_step" and worker.life == 1:
+            worker.life = 2
+            raise WorkerDied("killed")
+        return await Notes.call(worker, header, *rest, **named)
+
+    monkeypatch.setattr(worker, "call", die)
+    monkeypatch.setattr(ledger, "run", full)
+    found = training_of(ledger, tmp_path, worker)
+    await add(ledger, found, "m", training.CREATE, training.OPTIM_STEP)
+    task = asyncio.create_task(found.run())
+    assert await until_ended(ledger, "m") == ["done", "done"]
+    assert not task.done()
     task.cancel()
 
 
