@@ -144,7 +144,13 @@ class FleetServers:
         await self._make_room()
         # any base: the adapter names the base as this API does, not by the fleet's path to it
         asked = LoadAdapter(name=name, directory=directory, new=None, any_base=True)
-        await self._fleet.load_adapter(asked)
+        try:
+            await self._fleet.load_adapter(asked)
+        except ConflictError:
+            raise  # nothing was sent
+        except BaseException:
+            self._unwanted.add(name)  # one that is given up may be carried out all the same
+            raise
 
     async def _unload(self, name: str) -> None:
         self._unwanted.add(name)

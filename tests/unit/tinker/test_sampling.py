@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 pytest.importorskip("google.protobuf")
-from skyctl.errors import FleetDownError, StateUnwritable
+from skyctl.errors import FleetDownError, NotFoundError, StateUnwritable
 from skyctl.tinker import records
 from skyctl.tinker.fleet import FleetServers
 from skyctl.tinker.ledger import Ledger
@@ -138,6 +138,8 @@ class Fleet:
 
     async def unload_adapter(self, asked: Any) -> None:
         self._fail_if_broken()
+        if asked.name not in self.loaded:
+            raise NotFoundError("unknown")
         self.loaded.remove(asked.name)
 
     def _fail_if_broken(self) -> None:
@@ -177,6 +179,28 @@ async def test_an_adapter_whose_unloading_failed_goes_before_the_next_is_loaded(
     fleet.broken = True
     with pytest.raises(FleetDownError):
         await servers.unload("tinker-a")
+    async with servers.using("tinker-b", "/b"):
+        assert fleet.loaded == ["tinker-b"]
+
+
+async def test_an_adapter_whose_loading_was_given_up_goes_before_the_next_is_loaded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fleet, load = Fleet(), Fleet.load_adapter
+    servers = FleetServers(fleet, None, "served", 64, 1, None)  # type: ignore[arg-type]
+
+    async def slow(self: Fleet, asked: Any) -> None:
+        await load(self, asked)  # the supervisor carries it out, whoever still waits for it
+        await asyncio.Event().wait()
+
+    async def sample() -> None:
+        async with servers.using("tinker-a", "/a"):
+            raise AssertionError
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Fleet, "load_adapter", slow)
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(sample(), 0.05)  # as if its client cancelled it
     async with servers.using("tinker-b", "/b"):
         assert fleet.loaded == ["tinker-b"]
 
