@@ -19,6 +19,10 @@ from tests.stub.state import EngineRefused, StubEngine
 from tests.stub.through_httpx import ThroughHttpx
 from tests.unit.push.checkpoints import tiny_tensors, write_checkpoint
 
+BEFORE_FREEZE = 3
+"""Calls of /collective_rpc to each server before a push freezes it: what it was started with, its
+problems and its digest."""
+
 
 class LoopbackTransport(httpx.AsyncBaseTransport):
     """Routes `http://127.0.0.1:<9000 + n>` to stub number n."""

@@ -19,7 +19,7 @@ from skyctl.push.verify import weights_digest
 from tests.stub.faults import Fault
 from tests.stub.state import Scheduler, StubEngine, digest_of_updates
 from tests.unit.push.checkpoints import filled, tiny_tensors, write_checkpoint
-from tests.unit.push.fleets import Recorder, Stubs, written_anew
+from tests.unit.push.fleets import BEFORE_FREEZE, Recorder, Stubs, written_anew
 
 
 @pytest.fixture
@@ -404,14 +404,14 @@ async def test_disk_makes_every_server_read_by_itself(stubs: Stubs) -> None:
 
 
 async def test_a_failed_reload_quarantines_that_server(stubs: Stubs) -> None:
-    stubs.servers[1].asgi.faults["/collective_rpc"] = Fault("status", calls=(3,))
+    stubs.servers[1].asgi.faults["/collective_rpc"] = Fault("status", calls=(BEFORE_FREEZE + 1,))
     error = await failing_push(stubs, transport="disk")
     assert states(error) == ["ready", "quarantined"]
 
 
 async def test_a_server_with_dummy_weights_refuses_disk_and_keeps_its_weights(stubs: Stubs) -> None:
     stubs.servers[1].asgi.faults["/collective_rpc"] = Fault(
-        "status", text="Model reloading with `dummy` format", calls=(3,)
+        "status", text="Model reloading with `dummy` format", calls=(BEFORE_FREEZE + 1,)
     )
     error = await failing_push(stubs, transport="disk")
     assert states(error) == ["ready", "ready"]

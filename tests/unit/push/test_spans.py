@@ -9,7 +9,7 @@ import pytest
 from skyctl.push.sites import Spans
 from skyctl.push.transaction import PushRequest, push
 from tests.stub.faults import Fault
-from tests.unit.push.fleets import Recorder, Stubs
+from tests.unit.push.fleets import BEFORE_FREEZE, Recorder, Stubs
 
 
 def spans(*moments: float) -> Spans:
@@ -40,8 +40,8 @@ def test_without_a_call_there_is_nothing() -> None:
 async def test_a_push_tells_each_servers_time(tmp_path: Path, transport: str) -> None:
     stubs = Stubs(tmp_path)
     await stubs.engines[1].pause("keep")
-    # the first remote calls ask for problems and for a digest
-    route, call = ("/update_weights", 1) if transport == "shm" else ("/collective_rpc", 3)
+    loading = {"shm": ("/update_weights", 1), "disk": ("/collective_rpc", BEFORE_FREEZE + 1)}
+    route, call = loading[transport]
     stubs.servers[0].asgi.faults[route] = Fault("delay", seconds=0.2, calls=(call,))
     async with stubs.client() as client:
         request = PushRequest(str(stubs.new), transport=transport)

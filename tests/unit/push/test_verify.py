@@ -14,7 +14,7 @@ from skyctl.push.arrangement import arrangement_of
 from skyctl.push.transaction import PushRequest, PushResult, push
 from skyctl.push.verify import CannotDigest, verify, weights_digest
 from tests.stub.faults import Fault
-from tests.unit.push.fleets import Recorder, Stubs
+from tests.unit.push.fleets import BEFORE_FREEZE, Recorder, Stubs
 
 
 @pytest.fixture
@@ -49,7 +49,7 @@ class Answering(VLLMServer):
     ],
 )
 async def test_a_digest_that_fails_quarantines_the_server(stubs: Stubs, text: str) -> None:
-    fault = Fault("status", text=text, calls=(3,))  # two are made before the freeze
+    fault = Fault("status", text=text, calls=(BEFORE_FREEZE + 1,))
     stubs.servers[1].asgi.faults["/collective_rpc"] = fault
     with pytest.raises(PushError) as caught:
         await pushed(stubs)
