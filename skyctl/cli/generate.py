@@ -97,8 +97,10 @@ def generate(
     """
     from skyctl import output
     from skyctl.core.registry import select
+    from skyctl.generate.prompts import check_session
     from skyctl.generate.requests import RetryPolicy, failure
 
+    check_session(session_id, "--session-id")
     defaults: dict[str, Any] = {"max_tokens": max_tokens, "n": n}
     if model is not None:
         defaults["model"] = model
@@ -152,9 +154,9 @@ def read_requests(
         line = json.dumps({"prompt": prompt})
         return parse_line(line, "prompt", number=0, defaults=defaults, chat=chat)
     assert path is not None
-    if str(path) == "-":
-        return parse_lines(sys.stdin, "stdin", defaults=defaults, chat=chat)
     try:
+        if str(path) == "-":
+            return parse_lines(sys.stdin, "stdin", defaults=defaults, chat=chat)
         with path.open(encoding="utf-8") as lines:
             return parse_lines(lines, str(path), defaults=defaults, chat=chat)
     except FileNotFoundError as error:

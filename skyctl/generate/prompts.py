@@ -52,7 +52,7 @@ def parse_line(
     """
     try:
         line = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UsageError(f"{where}: not JSON ({error})") from error
     if not isinstance(line, dict):
         raise UsageError(f"{where}: a line is a JSON object such as {_EXAMPLE}")
@@ -79,7 +79,12 @@ def parse_request(
     value = line.pop(given[0])
     _check_prompt(given[0], value, where)
     identity, session = line.pop("id", number), line.pop("session_id", None)
+    check_session(session, where)
     body = _with_max_tokens({**defaults, **line}, where)
+    try:
+        json.dumps([value, body], ensure_ascii=False, allow_nan=False).encode()
+    except (TypeError, ValueError, RecursionError) as error:
+        raise UsageError(f"{where}: it cannot be sent as JSON ({error})") from error
     count, seed = body.pop("n", 1), body.get("seed")
     if type(count) is not int or count < 1:
         raise UsageError(f"{where}: n is a positive integer, not {count!r}")
@@ -118,6 +123,13 @@ def parse_lines(
 
 
 _EXAMPLE = '{"prompt": "Once upon a time", "max_tokens": 32}'
+
+
+def check_session(value: Any, where: str) -> None:
+    """Raise UsageError unless it can be a header's value; None and "" are no session."""
+    if value is None or (isinstance(value, str) and value.isascii() and value.isprintable()):
+        return
+    raise UsageError(f"{where}: session_id is a text of printable ASCII, not {value!r:.60}")
 
 
 def _check_prompt(key: str, value: Any, where: str) -> None:
