@@ -243,3 +243,12 @@ async def test_it_excludes_pushes_into_fleets_that_serve(
     with pytest.raises(PreflightError, match="are for fleets that serve nobody meanwhile"):
         await push_colocated(stubs, pause_mode="wait", **mine, **other)
     assert all(engine.log == [] for engine in stubs.engines)
+
+
+@pytest.mark.parametrize("level", [-1, 3])
+async def test_a_level_that_there_is_not_is_refused_before_anything_is_sent(
+    stubs: Stubs, level: int
+) -> None:
+    with pytest.raises(PreflightError, match=f"--sleep-after {level}"):
+        await push_colocated(stubs, sleep_after=level)
+    assert all(engine.log == [] for engine in stubs.engines)
