@@ -144,6 +144,8 @@ class FleetServers:
         await self._make_room()
         # any base: the adapter names the base as this API does, not by the fleet's path to it
         asked = LoadAdapter(name=name, directory=directory, new=None, any_base=True)
+        # until this has returned: one that is cut off may be loaded, and would take up a place
+        self._unwanted.add(name)
         await self._fleet.load_adapter(asked)
 
     async def _unload(self, name: str) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 pytest.importorskip("google.protobuf")
-from skyctl.errors import FleetDownError, StateUnwritable
+from skyctl.errors import FleetDownError, NotFoundError, StateUnwritable
 from skyctl.tinker import records
 from skyctl.tinker.fleet import FleetServers
 from skyctl.tinker.ledger import Ledger
@@ -138,6 +138,8 @@ class Fleet:
 
     async def unload_adapter(self, asked: Any) -> None:
         self._fail_if_broken()
+        if asked.name not in self.loaded:
+            raise NotFoundError(asked.name)
         self.loaded.remove(asked.name)
 
     def _fail_if_broken(self) -> None:
@@ -156,6 +158,30 @@ async def test_an_adapter_that_answers_something_stays_until_its_place_is_needed
         assert fleet.loaded == ["tinker-b"]
     await servers.unload("tinker-b")
     assert fleet.loaded == []
+
+
+async def test_an_adapter_whose_loading_was_cut_off_takes_up_no_place() -> None:
+    fleet, cut = Fleet(), asyncio.Event()
+    servers = FleetServers(fleet, None, "served", 64, 1, None)  # type: ignore[arg-type]
+    load = fleet.load_adapter
+
+    async def slow(asked: Any) -> None:
+        await load(asked)
+        cut.set()
+        await asyncio.sleep(60)
+
+    async def use(name: str) -> None:
+        async with servers.using(name, "/x"):
+            assert fleet.loaded == [name]
+
+    fleet.load_adapter = slow  # type: ignore[method-assign]
+    sample = asyncio.create_task(use("tinker-a"))
+    await cut.wait()
+    sample.cancel()  # by its client
+    await asyncio.wait({sample})
+    assert fleet.loaded == ["tinker-a"]
+    fleet.load_adapter = load  # type: ignore[method-assign]
+    await use("tinker-b")
 
 
 async def test_a_sample_waits_while_the_fleet_has_no_supervisor(
