@@ -251,11 +251,10 @@ def _ranks(directory: Path, config: Mapping[str, Any], tensors: Sequence[Tensor]
     said, alpha = config.get("r"), config.get("lora_alpha")
     if not isinstance(said, int) or said < 1 or not isinstance(alpha, int | float):
         raise PreflightError(f"{directory / CONFIG} lacks a rank `r`, or `lora_alpha`")
-    if not -math.inf < alpha < math.inf:
-        raise PreflightError(f"{directory / CONFIG}: lora_alpha is {alpha}")
-    pattern = config.get("rank_pattern") or {}
-    if not isinstance(pattern, dict):
-        raise PreflightError(f"{directory / CONFIG}: rank_pattern is no mapping")
+    pattern, scales = (_pattern(directory, config, of) for of in ("rank_pattern", "alpha_pattern"))
+    for name, scale in {"lora_alpha": alpha, **scales}.items():
+        if not isinstance(scale, int | float) or not -math.inf < scale < math.inf:
+            raise PreflightError(f"{directory / CONFIG}: the scale {name} is {scale!r}")
     parts: dict[str, dict[str, Tensor]] = {}
     for tensor in tensors:
         found = _PART.match(tensor.name)
@@ -275,6 +274,14 @@ def _ranks(directory: Path, config: Mapping[str, Any], tensors: Sequence[Tensor]
                 f"{CONFIG} says {said}"
             )
     return [pair["A"].shape[0] for pair in parts.values()]
+
+
+def _pattern(directory: Path, config: Mapping[str, Any], key: str) -> dict[str, Any]:
+    """What a configuration sets for some modules, by patterns of their names."""
+    found = config.get(key) or {}
+    if not isinstance(found, dict):
+        raise PreflightError(f"{directory / CONFIG}: {key} is no mapping")
+    return found
 
 
 @lru_cache(maxsize=4)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -380,7 +381,7 @@ class Fleet(GeneratingFleet):
             timeout_s: for the block; None takes `weight_transfer.update_timeout_s`.
 
         Raises:
-            UsageError: a `digest` without `verify`.
+            UsageError: a `digest` without `verify`, or no time to send in.
             PreflightError: refused; nothing was paused. ConflictError: somebody else acts.
             PushError: `details["servers"]` says how each server was left.
         """
@@ -388,6 +389,12 @@ class Fleet(GeneratingFleet):
             raise UsageError(
                 "a digest is compared as weights are verified, and verify is False",
                 hint="leave one of the two out",
+            )
+        if timeout_s is not None and not 0 < timeout_s < math.inf:
+            # once the servers are frozen it could only quarantine them
+            raise UsageError(
+                f"timeout_s={timeout_s} leaves the trainer no time to send in, or no end of it",
+                hint="leave it out for weight_transfer.update_timeout_s",
             )
         request = PushRequest(
             checkpoint="",

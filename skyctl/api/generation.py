@@ -7,7 +7,7 @@ from typing import Any, overload
 
 from skyctl.api.session import SessionHolder
 from skyctl.errors import ServerError, UsageError
-from skyctl.generate.prompts import GenerationRequest, parse_request
+from skyctl.generate.prompts import GenerationRequest, check_session, parse_request
 from skyctl.generate.requests import (
     CHAT,
     COMPLETIONS,
@@ -149,6 +149,7 @@ class GeneratingFleet(SessionHolder):
     ) -> dict[str, Any]:
         if body.get("stream"):
             raise UsageError("an answer comes in one piece here", hint="take it out: stream")
+        check_session(session_id, path)
         async with self._session() as session:
             client = await session.generation()
             try:

@@ -153,9 +153,9 @@ def read_requests(
         line = json.dumps({"prompt": prompt})
         return parse_line(line, "prompt", number=0, defaults=defaults, chat=chat)
     assert path is not None
-    if str(path) == "-":
-        return parse_lines(sys.stdin, "stdin", defaults=defaults, chat=chat)
     try:
+        if str(path) == "-":
+            return parse_lines(sys.stdin, "stdin", defaults=defaults, chat=chat)
         with path.open(encoding="utf-8") as lines:
             return parse_lines(lines, str(path), defaults=defaults, chat=chat)
     except FileNotFoundError as error:

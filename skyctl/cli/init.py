@@ -58,8 +58,11 @@ def init(
 
     from skyctl import output
     from skyctl.core.scaffold import ScaffoldRequest, scaffold
+    from skyctl.errors import UsageError
 
     urls = tuple(url.strip() for url in (servers or "").split(",") if url.strip())
+    if servers is not None and not urls:  # a variable that is not set: no fleet to start
+        raise UsageError("--servers names no URL", hint="such as: --servers http://127.0.0.1:8000")
     request = ScaffoldRequest(directory, name, model, replicas, urls, tiny, force)
     result = scaffold(request, note=output.note)
     lines = [f"wrote  {result.file}"]

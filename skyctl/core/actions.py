@@ -12,7 +12,7 @@ repeated; the server's state is read instead, and the outcome says what is known
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -117,15 +117,24 @@ async def sleep(
     level: int = 1,
     timeout_s: float = 60.0,
     device: str = "",
+    partly: Collection[str] = (),
     read_back_timeout_s: float = READ_BACK_TIMEOUT_S,
 ) -> list[Outcome[None]]:
     """Put every server to sleep at `level` (1 keeps weights in host memory, 2 discards them).
 
-    With `device` "cpu" the outcomes say that only the state changes.
+    Those named in `partly` sleep, and their weights do not: engines ignore a sleep while any part
+    is asleep, so the rest is woken first. With `device` "cpu" the outcomes say that only the state
+    changes.
 
     Raises:
         UsageError: its engine has no sleep.
     """
+
+    async def one(target: ServerTarget) -> None:
+        server = engines.server(client, target, timeout_s=timeout_s)
+        if target.name in partly:
+            await server.wake(["kv_cache"])
+        await server.sleep(level)
 
     async def read_back(server: Server) -> tuple[bool, str]:
         if not await server.is_sleeping():
@@ -137,11 +146,7 @@ async def sleep(
         return False, "paused, and not known to be asleep"
 
     _require_sleep(targets)
-    outcomes = await _in_turn(
-        targets,
-        lambda t: engines.server(client, t, timeout_s=timeout_s).sleep(level),
-        timeout_s=timeout_s,
-    )
+    outcomes = await _in_turn(targets, one, timeout_s=timeout_s)
     outcomes = await _each(
         targets, outcomes, lambda t, o: _settle(client, t, o, read_back, read_back_timeout_s)
     )

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import functools
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,7 +21,7 @@ from skyctl.kill_points import reached
 from skyctl.push.request import PushFleet, PushRequest, PushResult
 from skyctl.store.adapters import served
 from skyctl.store.contents import remember_content
-from skyctl.store.in_doubt import doubt, in_doubt, left_behind, open_sender, trust
+from skyctl.store.in_doubt import doubt, in_doubt, left_behind, open_sender, trust, verified
 from skyctl.store.journal import DRY_RUN, Job, Journal, Told
 from skyctl.store.state import FleetState, FleetWeights
 from skyctl.transfer.sender_pool import SenderPool
@@ -294,21 +294,28 @@ def record_failure(
 ) -> None:
     """Record a push that failed: quarantine servers left in doubt, keep those left at a version."""
     state.add_event("fleet", f"{job_id} failed: {error.message}")
-    doubted = in_doubt(state)
-    for server in error.details.get("servers", []):
+    doubted, rows = in_doubt(state), error.details.get("servers", [])
+    whole = {name for one in verified(state.journal.events(job_id)) for name in one["servers"]}
+    # also those that failed afterwards: a sleeping one that did not wake, one that did not sleep
+    holding = {
+        row["server"]
+        for row in rows
+        if row.get("ok") or (row["server"] in whole and row["state"] in ("ready", "asleep"))
+    }
+    for server in rows:
         changes: dict[str, Any] = {}
         if server["state"] == "quarantined":
             changes["quarantine"] = server.get("detail") or error.message
         version = server.get("version")
-        verified = version and server.get("ok")
+        holds = version and server["server"] in holding
         # otherwise it holds what it held, perhaps under the same label
-        new = verified or version != state.server(server["server"]).weight_version
+        new = holds or version != state.server(server["server"]).weight_version
         if version and version == error.details.get("version") and new:
             changes["weight_version"] = version
             changes["weights_digest"] = server.get("weights_digest") or None
             changes["checkpoint"] = request.checkpoint or None
             changes["checkpoint_digest"] = error.details.get("checkpoint_digest")
-        if verified and server["server"] in doubted:
+        if holds and server["server"] in doubted:
             # a server in doubt is cleared only once it is verified
             changes["quarantine"] = None
             trust(state, server["server"])
@@ -320,7 +327,7 @@ def record_failure(
         if changes:
             state.update_server(server["server"], **changes)
     remember(state, error.details.pop("learned", None))
-    _publish_in_part(state, error.details)
+    _publish_in_part(state, error.details, holding)
     doubt_left(state, job_id)
     state.journal.record_push(
         job_id,
@@ -332,15 +339,17 @@ def record_failure(
     )
 
 
-def _publish_in_part(state: FleetState, result: Mapping[str, Any]) -> None:
-    """If some servers serve the new weights, make them the fleet's: those that failed join after a
-    restart.
+def _publish_in_part(
+    state: FleetState, result: Mapping[str, Any], holding: Collection[str]
+) -> None:
+    """If some servers hold the new weights, and serve or sleep, make them the fleet's: those that
+    failed join after a restart.
 
     Otherwise a restarted server would come back at the old weights beside them.
     """
     version = result.get("version")  # none if the push was undone
     rows = result.get("servers", ()) if version else ()
-    if any(row.get("ok") and row.get("version") == version for row in rows):
+    if any(row["server"] in holding and row.get("version") == version for row in rows):
         found = (result[key] for key in ("version", "checkpoint", "checkpoint_digest", "transport"))
         state.set_weights(FleetWeights.pushed(*found))
 

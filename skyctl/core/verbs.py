@@ -6,7 +6,7 @@ so the intended state is kept here instead of being read back from servers.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -41,7 +41,8 @@ async def run(
     skipped and say why.
 
     Raises:
-        ConflictError: waking would serve weights that a level-2 sleep discarded.
+        ConflictError: waking would serve weights that a level-2 sleep discarded; or sleeping would
+            have to wake them.
         StateUnwritable: resuming or waking, if the state with the quarantines cannot be read.
     """
     if isinstance(asked, Resume | Wake):
@@ -52,6 +53,9 @@ async def run(
     if isinstance(asked, Wake):
         rows |= await _put_sleep_on_record(targets, rows, client, state, timeout_s)
         _refuse_discarded(rows.values(), asked.tags, device)
+    partly = {name for name, row in rows.items() if row.weights_awake}
+    if isinstance(asked, Sleep) and device != "cpu":
+        _refuse_empty([row for row in rows.values() if row.weights_awake])
     doubted, before = in_doubt(state), _ended(state)
     skipped = {
         name: why
@@ -59,13 +63,13 @@ async def run(
         if (why := pointless(asked, row, in_doubt=name in doubted))
     }
     called = [target for target in targets if target.name not in skipped]
-    outcomes = await _call(asked, called, client, timeout_s, device)
+    outcomes = await _call(asked, called, client, timeout_s, device, partly)
     if isinstance(asked, Wake):
         outcomes = await _with_adapters(outcomes, state, called, client, timeout_s)
     with state.transaction():
         number = count(state)
         meanwhile = number != before + 1 and isinstance(asked, Pause | Resume)
-        changes = {o.server: _changes(asked, o) for o in outcomes if o.ok}
+        changes = {o.server: _changes(asked, o, rows[o.server]) for o in outcomes if o.ok}
         if meanwhile:
             # what another verb recorded meanwhile stays, unless the server says otherwise
             now = {row.name: row.paused for row in state.servers()}
@@ -105,6 +109,7 @@ async def _call(
     client: ControlClient,
     timeout_s: float,
     device: str,
+    partly: Collection[str],
 ) -> Outcomes:
     match asked:
         case Pause():
@@ -121,7 +126,12 @@ async def _call(
         case Sleep():
             return (
                 *await actions.sleep(
-                    client, targets, level=asked.level, timeout_s=timeout_s, device=device
+                    client,
+                    targets,
+                    level=asked.level,
+                    timeout_s=timeout_s,
+                    device=device,
+                    partly=partly,
                 ),
             )
         case Wake():
@@ -216,10 +226,12 @@ def _event(asked: Control, outcomes: Outcomes) -> tuple[str, str]:
 
 def pointless(asked: Control, row: ServerRow, *, in_doubt: bool) -> str:
     """Why this server is skipped, or "". What a dead push left is not thawed by hand: waking thaws
-    as well, unless only the weights of a sleeping server are woken.
+    as well, unless only the weights of a sleeping server are woken; and so does putting one to
+    sleep whose weights are awake.
     """
     weights_alone = bool(row.sleep_level) and isinstance(asked, Wake) and asked.tags == ("weights",)
-    thaws = isinstance(asked, Resume | Wake) and not weights_alone
+    wakes_first = isinstance(asked, Sleep) and row.weights_awake
+    thaws = (isinstance(asked, Resume | Wake) and not weights_alone) or wakes_first
     if thaws and (row.quarantine or in_doubt):
         why = row.quarantine or "it may hold parts of two checkpoints"
         return f"quarantined: {why}; type: skyctl recover"
@@ -253,13 +265,25 @@ def _refuse_discarded(rows: Iterable[ServerRow], tags: Sequence[str], device: st
     )
 
 
-def _changes(asked: Control, outcome: Outcome[Any]) -> dict[str, Any]:
+def _refuse_empty(awake: Sequence[ServerRow]) -> None:
+    """To sleep again, they would have to be awake for a moment, and generate from nothing."""
+    empty = [row.name for row in awake if row.sleep_level == 2]
+    if empty:
+        raise ConflictError(
+            f"the weights of {', '.join(empty)} are awake, and empty: a level-2 sleep discarded "
+            "them",
+            hint="push first: skyctl sync-weights CKPT",
+        )
+
+
+def _changes(asked: Control, outcome: Outcome[Any], before: ServerRow) -> dict[str, Any]:
     """The intended state of a server from now on, as fields of its row."""
     match asked:
         case Pause() | Resume():
             return {"paused": isinstance(asked, Pause)}
-        case Sleep():
-            return {"sleep_level": asked.level, "weights_awake": False}
+        case Sleep():  # a sleeping server ignores it: what it has discarded stays discarded
+            level = max(asked.level, before.sleep_level)
+            return {"sleep_level": level, "weights_awake": False}
         case Wake(tags=tags) if outcome.value is False:  # partly awake
             return {"weights_awake": True} if "weights" in tags else {}
     return {"sleep_level": 0, "weights_awake": False}

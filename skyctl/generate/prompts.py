@@ -81,7 +81,8 @@ def parse_request(
     identity = str(line.pop("id", number))
     body = _with_max_tokens({**defaults, **line}, where)
     session = body.pop("session_id", None)
-    _check_sendable([identity, value, body], session, where)
+    check_session(session, where)
+    _check_sendable([identity, value, body], where)
     count, seed = body.pop("n", 1), body.get("seed")
     if type(count) is not int or count < 1:
         raise UsageError(f"{where}: n is a positive integer, not {count!r}")
@@ -122,6 +123,17 @@ def parse_lines(
 _EXAMPLE = '{"prompt": "Once upon a time", "max_tokens": 32}'
 
 
+def check_session(value: Any, where: str) -> None:
+    """Raise UsageError unless it can be a header's value; None is no session."""
+    if value is not None and not (
+        isinstance(value, str)
+        and value.isascii()
+        and value.isprintable()
+        and value == value.strip()
+    ):
+        raise UsageError(f"{where}: session_id is a text of printable ASCII, not {value!r:.60}")
+
+
 def _check_prompt(key: str, value: Any, where: str) -> None:
     if key == "prompt" and not (isinstance(value, str) and value):
         raise UsageError(f"{where}: prompt is a text that is not empty")
@@ -137,22 +149,12 @@ def _check_prompt(key: str, value: Any, where: str) -> None:
         raise UsageError(f"{where}: messages is a list of objects with role and content")
 
 
-def _check_sendable(content: Any, session: Any, where: str) -> None:
+def _check_sendable(content: Any, where: str) -> None:
     """Raise UsageError for what no request can hold, or no result could be written with."""
     try:
         json.dumps(content, ensure_ascii=False, allow_nan=False).encode()
     except (ValueError, TypeError, RecursionError) as error:
         raise UsageError(f"{where}: it cannot be sent as JSON ({error})") from error
-    if session is not None and not (
-        isinstance(session, str)
-        and session.isascii()
-        and session.isprintable()
-        and session == session.strip()
-    ):
-        raise UsageError(
-            f"{where}: session_id {session!r} cannot be an HTTP header",
-            hint="take letters, digits and signs of ASCII",
-        )
 
 
 def _with_max_tokens(body: dict[str, Any], where: str) -> dict[str, Any]:

@@ -14,6 +14,7 @@ Generation is greedy unless a prompt says otherwise. Log probabilities must alwa
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -159,7 +160,9 @@ def read_canary(path: Path) -> dict[str, Any]:
 def parse_canary(data: Any, where: str = "canary") -> Canary:
     """Raises UsageError unless `data` is a mapping as described at the top of this file."""
     try:
-        return Canary.model_validate(data)
+        found = Canary.model_validate(data)
+        json.dumps(found.model_dump(), ensure_ascii=False, allow_nan=False, default=str).encode()
+        return found
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(str(part) for part in first["loc"]) or "the file"
@@ -167,6 +170,8 @@ def parse_canary(data: Any, where: str = "canary") -> Canary:
             f"{where}: {place}: {first['msg'].removeprefix('Value error, ')}",
             hint="such as: prompts: [{prompt: France has the capital, expect: {contains: Paris}}]",
         ) from error
+    except ValueError as error:  # no number: on its way it would become none at all
+        raise UsageError(f"{where}: it cannot be sent as JSON ({error})") from error
 
 
 def read_answer(data: Any, *, chat: bool) -> Answer:
@@ -204,6 +209,8 @@ def judge(server: str, name: str, expect: Expectation, answer: Answer) -> Canary
 
 
 def _broken_numbers(answer: Answer) -> list[str]:
+    if not answer.logprobs:
+        return ["it told no log probabilities"]
     if any(
         value is None or not math.isfinite(value) or value <= _NO_LOGPROB
         for value in answer.logprobs
@@ -222,13 +229,9 @@ def _differences(expect: Expectation, answer: Answer, lowest: float | None) -> l
         found.append(f"expected {_short(expect.contains)} in it, got {_short(answer.text)}")
     if expect.regex is not None and not _matches(expect.regex, answer.text):
         found.append(f"expected /{expect.regex}/, got {_short(answer.text)}")
-    if expect.min_logprob is not None:
-        if lowest is None:
-            found.append("it told no log probabilities")
-        elif not lowest >= expect.min_logprob:
-            found.append(
-                f"expected log probabilities from {expect.min_logprob:g}, got {lowest:.4g}"
-            )
+    least = expect.min_logprob
+    if least is not None and lowest is not None and not lowest >= least:
+        found.append(f"expected log probabilities from {least:g}, got {lowest:.4g}")
     return found
 
 

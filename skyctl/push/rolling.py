@@ -50,7 +50,7 @@ async def push_rolling(
         the version that they have.
     """
     began = time.perf_counter()
-    _refuse_all_at_once(request, fleet)
+    _refuse_impossible(request, fleet)
     checked = await push(
         replace(request, dry_run=True),
         fleet,
@@ -90,8 +90,10 @@ async def push_rolling(
     return _sum(parts, time.perf_counter() - began)
 
 
-def _refuse_all_at_once(request: PushRequest, fleet: PushFleet) -> None:
+def _refuse_impossible(request: PushRequest, fleet: PushFleet) -> None:
     servers = len(fleet.servers)
+    if request.rolling < 0:
+        raise PreflightError(f"--rolling {request.rolling}: a part has at least one server")
     if request.rolling >= servers:
         raise PreflightError(
             f"--rolling {request.rolling} would take all {servers} servers out of the router at "

@@ -24,7 +24,9 @@ DISCARDED = 2
 
 
 def refuse_impossible(request: PushRequest) -> None:
-    """Raise PreflightError for options that exclude each other."""
+    """Raise PreflightError for options that exclude each other, or a level that there is not."""
+    if request.sleep_after not in (0, 1, DISCARDED):
+        raise PreflightError(f"--sleep-after {request.sleep_after}: the levels are 1 and 2")
     if request.leaves_router and (request.colocated or request.sleep_after):
         raise PreflightError(
             "--colocated and --sleep-after are for fleets that serve nobody meanwhile, --rolling "

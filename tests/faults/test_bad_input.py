@@ -134,6 +134,8 @@ def test_a_gpu_that_does_not_exist(
         ("up --wait-timeout -1", "invalid value for '--wait-timeout'", "up --help"),
         ("wake --tags wieghts", "'wieghts' cannot be woken", "weights, kv_cache"),
         ("generate", "give one prompt or --input FILE", "skyctl generate"),
+        ("generate hi --session-id é", "a text of printable ASCII, not 'é'", "generate --help"),
+        ("init --force --servers ,", "--servers names no URL", "--servers http://"),
     ],
 )
 def test_a_wrong_command_line(fleet: StubFleet, typed: str, message: str, hint: str) -> None:

@@ -78,6 +78,17 @@ BROKEN: dict[str, tuple[Spoil, type[SkyctlError], str]] = {
         PreflightError,
         "alpha is nan",
     ),
+    "no scale of a module": (
+        lambda d: make_adapter(d, alpha_pattern={"q_proj": float("nan")}),
+        PreflightError,
+        "q_proj is nan",
+    ),
+    "a text for a scale": (
+        lambda d: make_adapter(d, alpha_pattern={"q_proj": "16"}),
+        PreflightError,
+        "q_proj is '16'",
+    ),
+    "no scales": (lambda d: make_adapter(d, alpha_pattern=[16]), PreflightError, "is no mapping"),
     "no pattern": (lambda d: make_adapter(d, rank_pattern=[4]), PreflightError, "is no mapping"),
 }
 
@@ -89,7 +100,7 @@ def test_what_is_no_adapter_is_refused_with_what_it_is(tmp_path: Path, case: str
     with pytest.raises(error, match=words) as caught:
         read_adapter(str(tmp_path / "one"))
     said = ("cut off", "half a module", "no LoRA", "ranks", "no rank", "no scale", "no pattern")
-    assert caught.value.hint or case in said
+    assert caught.value.hint or case in said or "scale" in case
 
 
 def test_what_does_not_fit_the_running_model_is_refused(tmp_path: Path) -> None:

@@ -229,9 +229,20 @@ async def test_an_update_into_which_nothing_was_sent_has_failed(trained: Trained
         await trained.update("step-0", 7)
 
 
-async def test_a_digest_that_nobody_would_compare_is_refused(trained: Trained) -> None:
-    with pytest.raises(UsageError, match="verify is False"):
-        await trained.update("step-1", 1, digest="one", verify=False)
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"digest": "one", "verify": False}, "verify is False"),
+        ({"timeout_s": -1}, "no time to send in"),
+        ({"timeout_s": 0}, "no time to send in"),
+        ({"timeout_s": float("nan")}, "no time to send in"),
+    ],
+)
+async def test_what_could_only_fail_is_refused_before_anything_is_frozen(
+    trained: Trained, options: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(UsageError, match=words):
+        await asyncio.wait_for(trained.update("step-1", 1, **options), 20)
     assert all(engine.log == [] for engine in trained.engines)
 
 

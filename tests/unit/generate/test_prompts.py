@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import io
+import sys
+from pathlib import Path
+
 import pytest
 
+from skyctl.cli.generate import read_requests
 from skyctl.errors import UsageError
 from skyctl.generate.prompts import parse_lines
 
@@ -70,9 +75,9 @@ def test_chat_turns_texts_into_chats_and_leaves_token_ids_alone() -> None:
         ('{"prompt": "a", "temperature": NaN}', "cannot be sent as JSON"),
         (r'{"prompt": "\ud800"}', "cannot be sent as JSON"),
         (r'{"prompt": "a", "id": "\ud800"}', "cannot be sent as JSON"),
-        ('{"prompt": "a", "session_id": 5}', "session_id 5 cannot be an HTTP header"),
-        ('{"prompt": "a", "session_id": "\u00fc"}', "cannot be an HTTP header"),
-        (r'{"prompt": "a", "session_id": "a\nb"}', "cannot be an HTTP header"),
+        ('{"prompt": "a", "session_id": 5}', "session_id is a text of printable ASCII"),
+        ('{"prompt": "a", "session_id": "\u00fc"}', "session_id is a text of printable ASCII"),
+        (r'{"prompt": "a", "session_id": "a\nb"}', "session_id is a text of printable ASCII"),
     ],
 )
 def test_a_wrong_line_is_named_by_file_and_line(line: str, complaint: str) -> None:
@@ -85,3 +90,9 @@ def test_a_wrong_line_is_named_by_file_and_line(line: str, complaint: str) -> No
 def test_a_file_without_prompts_is_refused() -> None:
     with pytest.raises(UsageError, match=r"p\.jsonl: no prompts in it"):
         parse_lines(["\n"], "p.jsonl", defaults=DEFAULTS)
+
+
+def test_what_is_no_text_on_stdin_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b'{"prompt": "\xff"}'), "utf-8"))
+    with pytest.raises(UsageError, match=r"cannot read -: .*0xff"):
+        read_requests(None, Path("-"), DEFAULTS, chat=False)

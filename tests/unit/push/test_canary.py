@@ -104,6 +104,12 @@ def test_log_probabilities_must_be_finite_even_when_nothing_is_expected(value: A
     json.dumps(result.to_json(), allow_nan=False)
 
 
+@pytest.mark.parametrize("expect", [{}, {"text": "x"}, {"min_logprob": -1}])
+def test_an_answer_without_log_probabilities_proves_nothing(expect: dict[str, Any]) -> None:
+    result = judge("a", "one", Expectation(**expect), Answer("x", (1,), ()))
+    assert result.problem == "it told no log probabilities"
+
+
 def test_no_regular_expression_keeps_the_servers_frozen() -> None:
     answer = Answer("a" * 5000 + "!", (1,), (-1.0,))
     result = judge("a", "one", Expectation(regex="^(a+)+$"), answer)
@@ -143,6 +149,8 @@ def test_a_file_is_yaml_or_json_and_a_bare_list_is_its_prompts(tmp_path: Path) -
         ("just text", "Input should be a valid dictionary"),
         ("{", "while parsing"),
         (f"- {{prompt: a, max_tokens: {'9' * 5000}}}", "4300 digits"),
+        ("- {prompt: a, expect: {min_logprob: .nan}}", "cannot be sent as JSON"),
+        ("- {prompt: a, sampling: {temperature: .nan}}", "cannot be sent as JSON"),
     ],
 )
 def test_what_is_wrong_in_a_file_is_named(tmp_path: Path, text: str, words: str) -> None:

@@ -127,6 +127,11 @@ async def test_all_at_once_is_no_roll(stubs: Stubs, count: int) -> None:
     assert caught.value.hint == "--rolling 2 or less"
 
 
+async def test_a_part_of_fewer_servers_than_none_is_refused(stubs: Stubs) -> None:
+    with pytest.raises(PreflightError, match="--rolling -1"):
+        await roll(stubs, rolling=-1)
+
+
 async def test_a_checkpoint_that_is_written_anew_in_the_middle_stops_it(stubs: Stubs) -> None:
     observer = written_anew(stubs.new, "resume")
     with pytest.raises(PushError, match=r"written anew since it was pushed as step-2"):

@@ -182,6 +182,32 @@ async def test_without_room_for_the_cache_the_new_weights_stay_and_it_sleeps_on(
     assert in_doubt(state) == {}
 
 
+@pytest.mark.parametrize("after", ["sleep", "wake"])
+async def test_verified_weights_are_the_fleets_though_every_server_fails_after_that(
+    stubs: Stubs, state: FleetState, after: str
+) -> None:
+    if after == "wake":
+        await asleep(stubs)
+
+    async def refuse(*_: object) -> bool:
+        raise EngineRefused("CUDA Error: out of memory")
+
+    for engine in stubs.engines:
+        wake = engine.wake
+        if after == "sleep":
+            engine.sleep = refuse  # type: ignore[method-assign,assignment]
+        else:
+            engine.wake = lambda tags, wake=wake: (  # type: ignore[method-assign,misc]
+                refuse() if "kv_cache" in tags else wake(tags)
+            )
+    job = await recorded(state, stubs, colocated=after == "wake", sleep_after=int(after == "sleep"))
+    assert job.error is not None and "out of memory" in job.error["message"]
+    assert {engine.weight_version for engine in stubs.engines} == {"step-2"}
+    assert {row.weight_version for row in state.servers()} == {"step-2"}
+    assert state.weights().version == "step-2", "a server that restarts would get the ones before"
+    assert in_doubt(state) == {}
+
+
 async def test_what_is_awake_afterwards_is_on_record(stubs: Stubs, state: FleetState) -> None:
     await asleep(stubs, level=2)
     assert (await recorded(state, stubs)).state == "succeeded"
@@ -216,4 +242,13 @@ async def test_it_excludes_pushes_into_fleets_that_serve(
 ) -> None:
     with pytest.raises(PreflightError, match="are for fleets that serve nobody meanwhile"):
         await push_colocated(stubs, pause_mode="wait", **mine, **other)
+    assert all(engine.log == [] for engine in stubs.engines)
+
+
+@pytest.mark.parametrize("level", [-1, 3])
+async def test_a_level_that_there_is_not_is_refused_before_anything_is_sent(
+    stubs: Stubs, level: int
+) -> None:
+    with pytest.raises(PreflightError, match=f"--sleep-after {level}"):
+        await push_colocated(stubs, sleep_after=level)
     assert all(engine.log == [] for engine in stubs.engines)

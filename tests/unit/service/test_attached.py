@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -179,6 +179,40 @@ async def test_a_push_runs_here_with_the_same_journal_and_lock(
         weights = await fleet.weights()
         assert {row.weight_version for row in weights.servers} == {"v7"}
         assert [record.version for record in weights.pushes] == ["v7"]
+
+
+async def test_what_sleeps_in_part_sleeps_whole_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM answers with 200 to a sleep while a part is asleep, and frees nothing."""
+    stub = StubServer()
+    async with attached(tmp_path, monkeypatch, stub) as fleet:
+        await fleet.sleep(Sleep())
+        await fleet.wake(Wake(tags=("weights",)))
+        [slept] = await fleet.sleep(Sleep())
+        assert slept.status == "ok" and stub.engine.asleep == {"weights", "kv_cache"}
+        row = fleet.state.server("far-0")
+        assert (row.sleep_level, row.weights_awake) == (1, False)
+        await fleet.wake(Wake(tags=("weights",)))
+        fleet.state.update_server("far-0", quarantine="push-1 broke off")
+        [left] = await fleet.sleep(Sleep())  # the rest would wake, and answer from half of them
+        assert left.status == "skipped" and stub.engine.asleep == {"kv_cache"}
+
+
+@pytest.mark.parametrize("partly", [False, True])
+async def test_a_second_sleep_does_not_make_discarded_weights_wakable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, partly: bool
+) -> None:
+    stub = StubServer()
+    async with attached(tmp_path, monkeypatch, stub) as fleet:
+        await fleet.sleep(Sleep(level=2))
+        if partly:
+            await fleet.wake(Wake(tags=("weights",)))
+        with pytest.raises(ConflictError) if partly else nullcontext():
+            await fleet.sleep(Sleep(level=1))
+        with pytest.raises(ConflictError, match="discarded the weights"):
+            await fleet.wake()
+        assert stub.engine.asleep and stub.engine.digest == "discarded"
 
 
 @pytest.mark.parametrize("verb", ["resume", "wake"])
