@@ -87,15 +87,13 @@ async def recover(
 async def _bring_to_adapters(
     targets: Sequence[ServerTarget], client: ControlClient, state: FleetState, timeout_s: float
 ) -> None:
-    """Repair, on servers that serve, what a killed change of adapters left, or a server missed."""
+    """Repair, on servers that serve, what a killed change of adapters left, or a server missed.
+    All are asked: the record does not know of one that somebody restarted.
+    """
     unfinished = store.unfinished(state)
     absent = {row.name for row in state.servers() if row.quarantine or row.sleep_level}
-    behind = [
-        target
-        for target in targets
-        if target.name not in absent and not store.is_current(state, target.name)
-    ]
-    for outcome in await catch_up(state, client, behind, timeout_s) if behind else ():
+    serving = [target for target in targets if target.name not in absent]
+    for outcome in await catch_up(state, client, serving, timeout_s):
         if not outcome.ok:
             why = f"its adapters are not the fleet's: {outcome.detail}"
             state.update_server(outcome.server, quarantine=why)

@@ -79,6 +79,17 @@ async def test_recover_puts_right_what_a_killed_command_left(
         assert [one.servers for one in await fleet.adapters()] == [("far-0", "far-1")]
 
 
+async def test_recover_gives_them_to_a_server_that_somebody_restarted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stubs = [StubServer(), StubServer()]
+    async with attached(tmp_path, monkeypatch, *stubs) as fleet:
+        await fleet.load_adapter(asked(tmp_path, 1))
+        stubs[1].adapters.served.clear()  # on record it has what it was given
+        await fleet.recover(Recover())
+        assert serve(stubs) == [{"x": "x@1"}] * 2
+
+
 async def test_what_an_attached_server_lacks_is_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
