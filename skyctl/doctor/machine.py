@@ -256,7 +256,14 @@ def driver(facts: MachineFacts, needs: Needs) -> Iterator[Finding]:
         return
     cuda = next((major for major in (13, 12) if f"nvidia-nccl-cu{major}" in facts.packages), None)
     oldest = _OLDEST_DRIVER.get(cuda or 0, 0)
-    if int(facts.driver.split(".")[0]) < oldest:
+    major = _number(facts.driver.split(".")[0])
+    if not major:
+        yield _about.warning(
+            "driver",
+            f"nvidia-smi does not tell the driver's version ({facts.driver})",
+            "run nvidia-smi to see why",
+        )
+    elif major < oldest:
         yield _about.error(
             "driver",
             f"driver {facts.driver} is too old for CUDA {cuda}, which torch was built for",

@@ -34,8 +34,13 @@ DETOKENIZE_TIMEOUT_S = 10.0
 
 _RETRIED_STATUSES = frozenset({408, 429, 500, 502, 503, 504})
 # answers under these cannot continue midway: they start again (a stop text may span the cut, and
-# the server holds text back while it checks for one)
-_NOT_CONTINUED = frozenset({"stop", "tools", "response_format", "structured_outputs"})
+# the server holds text back while it checks for one; the second row counts what was generated, and
+# not the prompt, of which it would be a part; a prompt with it would be truncated anew)
+_NOT_CONTINUED = (
+    *("stop", "tools", "response_format", "structured_outputs"),
+    *("presence_penalty", "frequency_penalty", "bad_words"),
+    "truncate_prompt_tokens",
+)
 # enough tokens to hold the whole last character
 _CHARACTER_TOKENS = 16
 _CHAT_ONLY = frozenset({"add_generation_prompt", "chat_template", "chat_template_kwargs"})
@@ -228,7 +233,7 @@ class GenerationClient:
                         f"given up after {progress.fruitless} attempts in a row: {cut}"
                     ) from cut
             # without token ids there is nothing to continue from
-            if not progress.tokens or _NOT_CONTINUED & request.body.keys():
+            if not progress.tokens or not _continues(request):
                 progress.start_again()
             progress.retries += 1
             await self._sleep(self._retry.wait_s(progress.fruitless))
@@ -303,6 +308,10 @@ class GenerationClient:
         if session:
             headers["X-Session-ID"] = session
         return headers
+
+
+def _continues(request: GenerationRequest) -> bool:
+    return all(request.body.get(key) in (None, 0) for key in _NOT_CONTINUED)
 
 
 def request_body(

@@ -56,6 +56,7 @@ def test_a_sound_machine_has_nothing_to_fix_and_says_what_it_has() -> None:
         ({"gpus": ()}, [("error", "gpus")]),
         ({"gpus": (GpuFacts(3, "A", GIB, 0, ecc_errors=2),)}, [("error", "gpus")]),
         ({"driver": "570.10"}, [("error", "driver")]),
+        ({"driver": "[N/A]"}, [("warning", "driver")]),
         ({"packages": {"vllm": "0.32.0"}}, [("warning", "nccl")]),
         ({"shm_size": 64 * 1024**2}, [("error", "shared-memory")]),
         ({"shm_size": GIB - 1}, [("warning", "shared-memory")]),

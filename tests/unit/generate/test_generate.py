@@ -203,15 +203,30 @@ async def test_a_cut_chat_goes_on_as_a_completion_of_its_token_ids() -> None:
     assert (result.text, result.token_ids) == ("ab", [97, 98])
 
 
-@pytest.mark.parametrize("constraint", ["response_format", "tools", "stop"])
-async def test_a_constrained_answer_starts_again_from_nothing(constraint: str) -> None:
-    request = GenerationRequest("r", {"max_tokens": 3, constraint: {}}, prompt="p")
+@pytest.mark.parametrize(
+    ("constraint", "value", "again"),
+    [
+        ("response_format", {}, True),
+        ("tools", {}, True),
+        ("stop", {}, True),
+        ("presence_penalty", 1.5, True),
+        ("frequency_penalty", -1, True),
+        ("bad_words", ["ab"], True),
+        ("truncate_prompt_tokens", 1, True),
+        ("presence_penalty", 0.0, False),
+        ("stop", None, False),
+    ],
+)
+async def test_a_constrained_answer_starts_again_from_nothing(
+    constraint: str, value: Any, again: bool
+) -> None:
+    request = GenerationRequest("r", {"max_tokens": 3, constraint: value}, prompt="p")
     script = Script(
         stream(event([97], "abort", prompt=[7])), stream(event([98], "stop", prompt=[7]))
     )
     result = await run(script, request)
-    assert (result.token_ids, result.text) == ([98], "b")
-    assert script.bodies[1]["prompt"] == "p"
+    assert (result.token_ids, result.text) == (([98], "b") if again else ([97, 98], "ab"))
+    assert script.bodies[1]["prompt"] == ("p" if again else [7, 97])
 
 
 async def test_tokens_that_end_inside_a_character_are_taken_back_at_a_cut() -> None:
