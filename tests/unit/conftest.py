@@ -47,6 +47,8 @@ def _watched() -> Iterator[None]:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_setup() -> Generator[None, Any, Any]:
+    if torch := sys.modules.get("torch"):
+        torch.set_num_threads(1)  # tensors this small take longer where threads wait for each other
     with _watched():
         return (yield)
 

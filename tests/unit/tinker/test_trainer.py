@@ -30,7 +30,6 @@ RL = {"logprobs", "advantages"}
 
 @pytest.fixture(scope="module")
 def base(tiny_base: Path) -> Base:
-    torch.set_num_threads(1)
     return Base(str(tiny_base / "org" / "tiny"), device="cpu", dtype="float32")
 
 
