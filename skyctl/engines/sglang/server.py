@@ -434,9 +434,10 @@ class SGLangServer(HttpServer):
             return
         while True:
             if await self._idle():
-                await self._pause("in_place", None)
-                if await self._flush():  # fails if requests came in between
-                    return
+                async with self._resumed_on_failure(paused=False):
+                    await self._pause("in_place", None)
+                    if await self._flush():  # fails if requests came in between
+                        return
                 await self.resume()
             if asyncio.get_running_loop().time() + _POLL_S > ends:
                 raise DeadlineExceeded(

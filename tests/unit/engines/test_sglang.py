@@ -14,6 +14,7 @@ from httpx import ASGITransport, AsyncClient
 
 import skyctl.engines.sglang.inside.serve as serve
 from skyctl.checkpoints.tiny import make_tiny_checkpoint
+from skyctl.core import actions
 from skyctl.core.service import Pause, Resume, Sleep
 from skyctl.doctor.examine import examine
 from skyctl.engines.inside import ALONE
@@ -265,6 +266,14 @@ async def test_a_server_without_metrics_says_how_to_start_it() -> None:
     with pytest.raises(ServerError, match="runs without --enable-metrics") as caught:
         await server.metrics()
     assert caught.value.hint == "start it with --enable-metrics"
+
+
+async def test_a_wait_whose_flush_fails_leaves_a_server_as_it_was() -> None:
+    stub = SGLangStub(faults={"/flush_cache": Fault("status", status=500)})
+    target = ServerTarget("s-0", "http://stub-0", engine="sglang")
+    client = ControlClient(transport=StubTransport([stub]))
+    (outcome,) = await actions.pause(client, [target], mode="wait", timeout_s=5.0)
+    assert outcome.status == "failed" and not stub.engine.is_pause
 
 
 async def test_a_pause_that_is_given_up_leaves_a_server_as_it_was(
