@@ -175,10 +175,11 @@ def plan_chunks(
             chunks.append(Chunk(len(chunks), tuple(placed), size))
         placed, size = [], 0
 
-    ordered = order(tensors)
+    # first those without bytes: behind others they would take what aligning them takes
+    ordered = sorted(order(tensors), key=lambda tensor: tensor.nbytes > 0)
     for tensor in ordered:
         offset = -(-size // alignment) * alignment
-        full = packing != "overflow" and tensor.nbytes and offset + tensor.nbytes > chunk_size
+        full = packing != "overflow" and offset + tensor.nbytes > chunk_size
         if size and (full or (packing == "bucket" and offset % _element_bytes(tensor))):
             flush()
             offset = 0

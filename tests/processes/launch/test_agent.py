@@ -42,7 +42,7 @@ def ask(home: Path, **request: Any) -> list[dict[str, Any]]:
         timeout=60,
     )
     assert agent.returncode == 0, agent.stderr
-    return [json.loads(line) for line in agent.stdout.splitlines()]
+    return [json.loads(line) for line in agent.stdout.splitlines() if line]
 
 
 @pytest.mark.parametrize(

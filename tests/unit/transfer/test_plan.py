@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from skyctl.checkpoints.header import Tensor
@@ -116,6 +116,7 @@ def check_sound(plan: ChunkPlan, tensors: list[Tensor], alignment: int) -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(TENSORS, st.integers(1, 500), st.sampled_from([1, 64]))
+@example([tensor("a.a", 65), tensor("b.a", 129), tensor("c.a", 0)], 257, 64)
 def test_fit_keeps_every_tensor_once_and_every_chunk_within_bounds(
     tensors: list[Tensor], size: int, alignment: int
 ) -> None:
