@@ -55,7 +55,7 @@ async def run(
         _refuse_discarded(rows.values(), asked.tags, device)
     partly = {name for name, row in rows.items() if row.weights_awake}
     if isinstance(asked, Sleep) and device != "cpu":
-        _refuse_empty([row for row in rows.values() if row.weights_awake])
+        _refuse_empty([rows[name] for name in partly])
     doubted, before = in_doubt(state), _ended(state)
     skipped = {
         name: why

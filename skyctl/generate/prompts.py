@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from skyctl.errors import UsageError
+from skyctl.http.client import json_body
 
 DEFAULT_MAX_TOKENS = 128
 
@@ -152,7 +153,7 @@ def _check_prompt(key: str, value: Any, where: str) -> None:
 def _check_sendable(content: Any, where: str) -> None:
     """Raise UsageError for what no request can hold, or no result could be written with."""
     try:
-        json.dumps(content, ensure_ascii=False, allow_nan=False).encode()
+        json_body(content)
     except (ValueError, TypeError, RecursionError) as error:
         raise UsageError(f"{where}: it cannot be sent as JSON ({error})") from error
 

@@ -46,6 +46,7 @@ async def take_down(
 
     Raises:
         SkyctlError: something could not be stopped.
+        ConflictError: an `up` that is under way does not end its part in time.
     """
     if not paths.database.exists():
         return TakenDown((), False)

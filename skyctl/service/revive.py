@@ -7,7 +7,6 @@ import json
 import os
 import signal
 import socket
-import struct
 import time
 from contextlib import suppress
 
@@ -18,6 +17,7 @@ from skyctl.core.registry import FleetRef
 from skyctl.core.service import StatusQuery
 from skyctl.errors import SkyctlError, VersionMismatch
 from skyctl.service.unsupervised import left_alone
+from skyctl.store.identity import peer
 from skyctl.store.locks import Locks
 from skyctl.store.paths import FleetPaths
 from skyctl.store.state import FleetState
@@ -99,8 +99,7 @@ def listening(paths: FleetPaths) -> int:
     with socket.socket(socket.AF_UNIX) as connection:
         connection.settimeout(5.0)
         connection.connect(str(paths.socket))
-        found = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
-    pid = int(struct.unpack("3i", found)[0])
+        pid, _ = peer(connection)
     if pid <= 0:  # as a target of kill, 0 would be our own process group
         raise SkyctlError(
             f"the supervisor of fleet {paths.name} runs in another container",

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import socket
+import struct
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,6 +16,15 @@ if TYPE_CHECKING:
     import psutil
 
 # loaded on demand: psutil takes longer to load than most commands take to ask their servers
+
+
+def peer(connection: socket.socket) -> tuple[int, int]:
+    """pid and uid of the other end of a unix socket, from the kernel. The pid is 0 if that is in
+    another container.
+    """
+    told = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    pid, uid, _ = struct.unpack("3i", told)
+    return int(pid), int(uid)
 
 
 @cache

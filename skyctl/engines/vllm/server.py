@@ -78,19 +78,20 @@ class VLLMServer(HttpServer):
         return self._understood("/get_world_size", lambda: int(found))
 
     async def started_with(self) -> StartedWith:
-        try:
-            # /server_info has it all, and takes seconds the first time: it lists what is installed
-            told = await self.collective_rpc("skyctl_started_with")
-            return read_start(told[0] if told else None)
-        except ServerError as error:
-            if not error.status:
-                raise
-        try:
-            return read_start((await self.server_info()).get("vllm_config"))
-        except ServerError as error:
-            if not error.status:
-                raise
-            return read_start(None)
+        # /server_info has it all, and takes seconds the first time: it lists what is installed
+        for ask in (self._parts_of_config, self._config):
+            try:
+                return read_start(await ask())
+            except ServerError as error:
+                if not error.status:
+                    raise
+        return read_start(None)
+
+    async def _parts_of_config(self) -> Any:
+        return next(iter(await self.collective_rpc("skyctl_started_with")), None)
+
+    async def _config(self) -> Any:
+        return (await self.server_info()).get("vllm_config")
 
     async def server_info(self) -> dict[str, Any]:
         """vLLM's configuration (`vllm_config`), environment and system, as JSON."""

@@ -50,6 +50,13 @@ def _one_at_a_time(deadline: float) -> Iterator[None]:
         yield
 
 
+def _only_on(node: Mapping[str, Any]) -> Any:
+    """The scheduling strategy that runs something on this node or not at all."""
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    return NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+
+
 class Workers:
     """An actor (`worker.Worker`) on each node that something was wanted of, from then on."""
 
@@ -64,7 +71,6 @@ class Workers:
     def on(self, node: Mapping[str, Any]) -> Any:
         """That of this node; a new one if the last is known to be dead."""
         from ray.exceptions import GetTimeoutError, RayActorError
-        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         name = node["NodeID"]
         with self._lock:
@@ -76,8 +82,7 @@ class Workers:
                     return known
                 except RayActorError:
                     pass
-            here = NodeAffinitySchedulingStrategy(name, soft=False)  # or not at all
-            self._on[name] = self.new(scheduling_strategy=here)
+            self._on[name] = self.new(scheduling_strategy=_only_on(node))
             return self._on[name]
 
     def new(self, **options: Any) -> Any:
@@ -181,13 +186,10 @@ class Cluster:
         Raises:
             SkyctlError: none is free.
         """
-        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
         free = self._free("GPU")
         for node in self._candidates():
             if free.get(node["NodeID"], 0) >= 1:
-                here = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
-                return node, self.workers.new(num_gpus=1, scheduling_strategy=here)
+                return node, self.workers.new(num_gpus=1, scheduling_strategy=_only_on(node))
         raise SkyctlError(
             "no node of the Ray cluster has a GPU free for the sender: leave one, or write "
             "`weight_transfer: {transport: ipc}`"

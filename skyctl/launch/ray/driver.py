@@ -32,10 +32,11 @@ from typing import Any
 from skyctl import __version__
 from skyctl.errors import HostUnreachable, SkyctlError
 from skyctl.launch.base import A_GPU, RayCluster
-from skyctl.launch.ray.client import DRIVERS_NAME, TAKEN, peer
+from skyctl.launch.ray.client import DRIVERS_NAME, TAKEN
 from skyctl.launch.ray.cluster import Cluster, Workers
 from skyctl.launch.ray.connection import LOOK, connect, connected, told
 from skyctl.launch.remote.session import PROTOCOL
+from skyctl.store.identity import peer
 
 _PIECE = 64 * 1024
 _START_S = 25.0
@@ -111,6 +112,8 @@ class _Driver:
         self._holders: dict[int, int] = {}
         self._serving = 0
         self._retired = threading.Event()
+        if failure is not None:
+            self._retired.set()
         self._closed = threading.Event()
         self._lock = threading.Lock()
         self._wake = os.eventfd(0)
@@ -130,12 +133,10 @@ class _Driver:
                     else:  # a holder has ended
                         selector.unregister(key.fd)
                         os.close(self._holders.pop(key.data))
-                if self._failure is not None or self._retired.is_set():
-                    self._retired.set()
-                    if not self._closed.is_set():
-                        selector.unregister(self._listener)
-                        self._listener.close()
-                        self._closed.set()
+                if self._retired.is_set() and not self._closed.is_set():
+                    selector.unregister(self._listener)
+                    self._listener.close()
+                    self._closed.set()
                 if not self._serving and (self._retired.is_set() or not self._holders):
                     return
 
@@ -145,7 +146,7 @@ class _Driver:
                 channel, _ = self._listener.accept()
             except OSError:  # no more
                 return
-            if peer(channel) != os.getuid():
+            if peer(channel)[1] != os.getuid():
                 channel.close()
                 continue
             channel.settimeout(_ASKED_S)
