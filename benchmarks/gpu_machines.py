@@ -2,12 +2,14 @@
 
     python -m benchmarks.gpu_machines                      two GPUs, a sender beside each server
     python -m benchmarks.gpu_machines --transport nccl     a sender here, a server on a machine
+    python -m benchmarks.gpu_machines --launcher ray       the machines are nodes of a Ray cluster
     python -m benchmarks.gpu_machines --transport shm --shape qwen3-4-layers     without GPUs
 
-Both machines are this one: ssh is a script that runs commands here, with a home, an address and a
-GPU of each machine's own. So the senders share processors and memory, which those of two machines
-do not. For NCCL, a fleet of `launcher: local` is what the other one is compared with; `--apart`
-lets NCCL take the server's machine for another one, so that it goes by sockets.
+Both machines are this one: ssh is a script that runs commands here, and Ray's nodes are started
+here, with a home, an address and a GPU of each machine's own. So the senders share processors and
+memory, which those of two machines do not. For NCCL, a fleet of `launcher: local` is what the other
+one is compared with; `--apart` lets NCCL take the server's machine for another one, so that it goes
+by sockets.
 
 Two fleets start side by side, each on one of two checkpoints: every answer after a push is compared
 with those of the servers that were started on what was pushed. Then one after the other is
@@ -17,7 +19,9 @@ measured. Writes one JSON object to --out (default benchmarks/results/).
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import os
 import shutil
 import site
 import sys
@@ -38,6 +42,7 @@ from benchmarks.push import (
     taken_on_gpus,
 )
 from benchmarks.push_matrix import GIB, GRAPHS
+from tests.faults.ray_fleet import RayCluster, running_cluster
 from tests.faults.remote_fleet import ADDRESSES
 from tests.faults.ssh_fleet import write_ssh
 
@@ -54,15 +59,15 @@ class Case:
     machines: tuple[str, ...]
 
 
-def cases(transport: str) -> tuple[Case, Case]:
+def cases(transport: str, launcher: str) -> tuple[Case, Case]:
     """What is measured, and what it is compared with."""
     if transport == "nccl":
-        return Case("over ssh", ADDRESSES[:1]), Case("local", ())
+        return Case(f"over {launcher}", ADDRESSES[:1]), Case("local", ())
     return Case("two machines", ADDRESSES), Case("one of them", ADDRESSES[:1])
 
 
-def settings(options: argparse.Namespace, case: Case, ssh: Path, model: Path) -> dict[str, Any]:
-    """The fleet file of a case."""
+def settings(options: argparse.Namespace, case: Case, model: Path) -> dict[str, Any]:
+    """The fleet file of a case; where its machines are is written by `made`."""
     on_gpus = options.transport != CPU
     arguments = {"max-model-len": 2048, "max-num-seqs": 16, **(ON_GPUS if on_gpus else {})}
     if options.eager:
@@ -84,22 +89,42 @@ def settings(options: argparse.Namespace, case: Case, ssh: Path, model: Path) ->
         },
         "router": {"enabled": False},
     }
-    if not case.machines:
-        return {**found, "gpus": [0]}
-    hosts = [f"me@{address}" for address in case.machines]
-    machines = {"hosts": hosts, "python": sys.executable, "command": [str(ssh)]}
-    return {**found, "launcher": "ssh", "ssh": machines}
+    return found if case.machines else {**found, "gpus": [0]}
 
 
-def made(options: argparse.Namespace, case: Case, model: Path) -> Fleet:
+def made(options: argparse.Namespace, cluster: RayCluster | None, case: Case, model: Path) -> Fleet:
     """The fleet of a case, that is started on a checkpoint."""
     directory = options.scratch / "-".join(["machines", options.transport, *case.name.split()])
     shutil.rmtree(directory, ignore_errors=True)
     directory.mkdir(parents=True)
-    environ = {
+    found = settings(options, case, model)
+    if case.machines and cluster:
+        found["ray"] = {"address": cluster.address, "python": sys.executable}
+    elif case.machines:
+        environ = environs(options)
+        ssh = write_ssh(directory / "ssh", directory / "hosts", environ=environ)
+        hosts = [f"me@{address}" for address in case.machines]
+        found["ssh"] = {"hosts": hosts, "python": sys.executable, "command": [str(ssh)]}
+    if case.machines:
+        found["launcher"] = options.launcher
+    fleet = Fleet(directory, found)
+    if cluster:
+        fleet.env["RAY_AUTH_TOKEN_PATH"] = cluster.environ["RAY_AUTH_TOKEN_PATH"]
+    if options.transport == "nccl":  # the server's GPU is another machine's: not one of ours
+        fleet.env |= {"CUDA_VISIBLE_DEVICES": "1"} if case.machines else {}
+    return fleet
+
+
+def environs(options: argparse.Namespace) -> dict[str, dict[str, str]]:
+    """What is set on each machine: it has one GPU, which Ray lends to as many as there are of it in
+    the list.
+    """
+    lent = gpus_of_a_node(options) if options.launcher == "ray" else 1
+    return {
         address: {
-            "CUDA_VISIBLE_DEVICES": str(gpu),
+            "CUDA_VISIBLE_DEVICES": ",".join([str(gpu)] * lent),
             "PYTHONUSERBASE": site.getuserbase(),
+            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
             # what vLLM and Triton compiled is not each machine's own
             "VLLM_CACHE_ROOT": str(Path.home() / ".cache" / "vllm"),
             "TRITON_CACHE_DIR": str(Path.home() / ".triton" / "cache"),
@@ -107,11 +132,11 @@ def made(options: argparse.Namespace, case: Case, model: Path) -> Fleet:
         }
         for gpu, address in enumerate(ADDRESSES)
     }
-    ssh = write_ssh(directory / "ssh", directory / "hosts", environ=environ)
-    fleet = Fleet(directory, settings(options, case, ssh, model))
-    if options.transport == "nccl":  # the server's GPU is another machine's: not one of ours
-        fleet.env |= {"CUDA_VISIBLE_DEVICES": "1"} if case.machines else {}
-    return fleet
+
+
+def gpus_of_a_node(options: argparse.Namespace) -> int:
+    """By `ipc` both fleets have a server on the first one; by `nccl` the sender is on the other."""
+    return {"ipc": 2, "nccl": 1}.get(options.transport, 0)
 
 
 def start(fleet: Fleet, model: Path) -> dict[str, list[int]]:
@@ -132,6 +157,7 @@ def measured(fleet: Fleet, checkpoints: list[Path], options: argparse.Namespace)
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--transport", choices=["ipc", "nccl", CPU], default="ipc")
+    parser.add_argument("--launcher", choices=["ssh", "ray"], default="ssh")
     parser.add_argument("--apart", action="store_true", help="NCCL sees two machines")
     parser.add_argument("--shape", choices=sorted(SHAPES), default="qwen3-8b")
     parser.add_argument("--chunk-size", default="1GiB")
@@ -146,8 +172,19 @@ def main() -> None:
     options.eager |= options.transport == CPU
 
     checkpoints = two_checkpoints(options.scratch, options.shape)
-    pair = cases(options.transport)
-    fleets = [made(options, *one) for one in zip(pair, checkpoints, strict=True)]
+    with contextlib.ExitStack() as until_measured:
+        cluster = None
+        if options.launcher == "ray":
+            gpus, environ = gpus_of_a_node(options), environs(options)
+            cluster = until_measured.enter_context(running_cluster(gpus=gpus, environs=environ))
+        measure(options, cluster, checkpoints)
+
+
+def measure(
+    options: argparse.Namespace, cluster: RayCluster | None, checkpoints: list[Path]
+) -> None:
+    pair = cases(options.transport, options.launcher)
+    fleets = [made(options, cluster, *one) for one in zip(pair, checkpoints, strict=True)]
     options.answers = options.scratch / f"machines-{options.transport}-answers.json"
     try:
         with ThreadPoolExecutor(len(fleets)) as pool:
@@ -166,10 +203,12 @@ def main() -> None:
 
     first, second = (found[case.name] for case in pair)
     ratio = first["median_s"] / second["median_s"]
-    kind = "2-machines" if len(pair[0].machines) > 1 else "over-ssh"
+    kind = "2-machines" if len(pair[0].machines) > 1 else f"over-{options.launcher}"
+    on_ray = "-on-ray" if cluster and len(pair[0].machines) > 1 else ""
     save(
         {
-            "benchmark": f"{options.transport}-{kind}" + ("-apart" if options.apart else ""),
+            "benchmark": f"{options.transport}-{kind}{on_ray}"
+            + ("-apart" if options.apart else ""),
             **(taken_on_gpus() if options.transport != CPU else {}),
             **found,
             "ratio": round(ratio, 3),

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -72,10 +72,20 @@ def modules_path() -> str:
 
 
 class RayCluster:
-    """A head and nodes, each with two CPUs; nodes have two GPUs, which do not exist."""
+    """A head and nodes, each with two CPUs; nodes have two GPUs, which do not exist, unless the
+    `environs` of the nodes name those that do.
+    """
 
-    def __init__(self, *, open_to_all: bool = False) -> None:
+    def __init__(
+        self,
+        *,
+        open_to_all: bool = False,
+        gpus: int = 2,
+        environs: Mapping[str, Mapping[str, str]] | None = None,
+    ) -> None:
         self._mode = "disabled" if open_to_all else "token"
+        self._gpus = gpus
+        self._environs = environs or {}
         self.directory = Path(tempfile.mkdtemp(prefix="skyray", dir="/tmp"))  # sockets: short
         self.hosts = self.directory / "hosts"
         (self.directory / "token").write_text(TOKEN)
@@ -135,7 +145,7 @@ class RayCluster:
         shutil.rmtree(self.directory)
 
     def _node(self, address: str) -> subprocess.Popen[str]:
-        return self._starting(address, f"--address={self.address}", "--num-gpus=2")
+        return self._starting(address, f"--address={self.address}", f"--num-gpus={self._gpus}")
 
     def _starting(self, address: str, *arguments: str) -> subprocess.Popen[str]:
         home = self.hosts / address
@@ -149,7 +159,7 @@ class RayCluster:
         environ |= {"RAY_AUTH_MODE": self._mode, "RAY_memory_monitor_refresh_ms": "0"}
         environ |= {"RAY_enable_worker_prestart": "0"}
         # of 15, which servers inherit: beside whatever else runs here they would stand still
-        environ |= {"RAY_worker_niceness": "0"}
+        environ |= {"RAY_worker_niceness": "0", **self._environs.get(address, {})}
         log = (self.directory / f"{address}.log").open("a")
         return subprocess.Popen(
             command, env=environ, text=True, stdin=subprocess.DEVNULL, stdout=log, stderr=log
@@ -169,9 +179,9 @@ class RayCluster:
 
 
 @contextlib.contextmanager
-def running_cluster() -> Iterator[RayCluster]:
+def running_cluster(**options: Any) -> Iterator[RayCluster]:
     """A cluster with all its nodes; nothing of it is left afterwards."""
-    cluster = RayCluster()
+    cluster = RayCluster(**options)
     try:
         cluster.begin()
         yield cluster
