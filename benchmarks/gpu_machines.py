@@ -99,6 +99,7 @@ def made(options: argparse.Namespace, cluster: RayCluster | None, case: Case, mo
     directory.mkdir(parents=True)
     found = settings(options, case, model)
     if case.machines and cluster:
+        found["share_gpus"] = False  # Ray lends each GPU of a list, even twice the same
         found["ray"] = {"address": cluster.address, "python": sys.executable}
     elif case.machines:
         environ = environs(options)

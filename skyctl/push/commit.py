@@ -67,7 +67,8 @@ async def verify(run: Run, prepared: Prepared, content_digest: str) -> None:
     names = names_of(prepared.checkpoint, content_digest) if prepared.source else ()
     _enforce(run, prepared, alive(loaded), names)
     _outvote(alive(loaded))
-    if run.fleet.trainer is not None and not prepared.source:
+    announced = run.request.weights_digest
+    if run.fleet.trainer is not None and not prepared.source and not announced:
         _require_change(alive(loaded))
     if run.fleet.trainer is None:  # a trainer's are compared by rows only
         run.learned.digests += agreed(loaded, names)
@@ -92,7 +93,7 @@ def _require_change(sites: Sequence[Site]) -> None:
         if site.digest and site.digest == before and not site.server.half_updated:
             site.failure = (
                 "verify: the trainer sent nothing: the weights are what they were "
-                f"(digest {before})"
+                f"(digest {before}); one that sends the same again announces their digest"
             )
 
 

@@ -118,6 +118,7 @@ def test_a_trainer_that_is_killed_half_way(fleet: TrainedFleet, after: int) -> N
 
 def test_a_server_that_restarts_waits_for_the_next_update(fleet: TrainedFleet) -> None:
     """No file has what the trainer sent."""
+    fleet.push("a")
     fleet.trained("b")
     killed = fleet.server()["pid"]
     os.kill(killed, signal.SIGKILL)

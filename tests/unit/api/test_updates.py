@@ -226,7 +226,9 @@ async def test_an_update_into_which_nothing_was_sent_has_failed(trained: Trained
             async with trained.fleet.update(version):
                 pass
         assert version not in {engine.weight_version for engine in trained.engines}
-        await trained.update("step-0", 7)
+        held = await trained.update("step-0", 7)
+    digest = held.servers[0].weights_digest
+    assert (await trained.update("step-3", 7, digest=digest)).version == "step-3"
 
 
 @pytest.mark.parametrize(
