@@ -22,6 +22,9 @@ ENDED = ("succeeded", "failed", "interrupted")
 DRY_RUN = "dry-run"
 """Kind of a push that only checks and plans."""
 
+LATEST = 50
+"""How many jobs are listed."""
+
 
 @dataclass(frozen=True)
 class Job:
@@ -192,7 +195,7 @@ class Journal:
         return found[0]
 
     @understood
-    def jobs(self, limit: int = 50) -> list[Job]:
+    def jobs(self, limit: int = LATEST) -> list[Job]:
         """The latest jobs, newest first."""
         return self._jobs("ORDER BY created_at DESC, number DESC LIMIT ?", limit)
 

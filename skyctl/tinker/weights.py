@@ -20,10 +20,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from skyctl.errors import ConflictError, DeadlineExceeded, FleetDownError, SkyctlError
 from skyctl.push.request import PushRequest
 from skyctl.service.ended import job_error
+from skyctl.store.journal import LATEST
 from skyctl.tinker import files
 
 if TYPE_CHECKING:
     from skyctl.core.service import FleetService
+    from skyctl.store.journal import Job
 
 T = TypeVar("T")
 PREFIX = "tinker-"
@@ -86,7 +88,7 @@ class ServedWeights:
         """
         try:
             async with asyncio.timeout(_LEAVE_TIMEOUT_S) as limit, self._turns.using(None):
-                if _held(await self._settled()) in (label_of(directory), _MIXED):
+                if await self._held(await self._settled()) in (label_of(directory), _MIXED):
                     await self._bring(None)
                 limit.reschedule(None)
                 yield
@@ -109,9 +111,10 @@ class ServedWeights:
         label = None if directory is None else label_of(directory)
         while True:
             jobs = await self._settled()
-            if _held(jobs) == label:
+            held = await self._held(jobs)
+            if held == label:
                 return [(job.id, job.ended) for job in jobs[:1]]
-            if directory is not None and _held(jobs) is None:
+            if directory is not None and held is None:
                 await self._remember_own()
             await self._push(directory, label)
 
@@ -178,22 +181,29 @@ class ServedWeights:
                 raise ConflictError("a push has been under way for too long", hint="skyctl jobs")
             await asyncio.sleep(_BUSY_S)
 
-
-def _held(jobs: tuple[Any, ...]) -> str | None:
-    """The label of trained weights that servers hold, None for others, `_MIXED` if a push that
-    failed, or that recovery finished, may have left either.
-    """
-    failed: list[bool] = []
-    for job in jobs:
-        if job.kind != _PUSH:
-            continue
-        version = job.request.get("weight_version") or ""
-        ours = version.startswith(PREFIX)
-        if job.state == "succeeded":
-            unsure = bool(failed) if ours else any(failed)
-            return _MIXED if unsure else version if ours else None
-        failed.append(ours)
-    return _MIXED if any(failed) else None
+    async def _held(self, jobs: tuple[Job, ...]) -> str | None:
+        """The label of trained weights that servers hold, None for others, `_MIXED` if a push that
+        failed, or that recovery finished, may have left either.
+        """
+        failed: list[bool] = []
+        for job in jobs:
+            if job.kind != _PUSH:
+                continue
+            version = job.request.get("weight_version") or ""
+            ours = version.startswith(PREFIX)
+            if job.state == "succeeded":
+                unsure = bool(failed) if ours else any(failed)
+                return _MIXED if unsure else version if ours else None
+            failed.append(ours)
+        if any(failed):
+            return _MIXED
+        if len(jobs) < LATEST:
+            return None
+        # the last push that succeeded is no longer listed
+        state = await patiently(self._fleet.weights, FleetDownError, DeadlineExceeded)
+        versions = {row.weight_version or "" for row in state.servers}
+        trained = {version for version in versions if version.startswith(PREFIX)}
+        return (_MIXED if failed or len(versions) > 1 else trained.pop()) if trained else None
 
 
 class OneAtATime:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +15,10 @@ from tests.integration.fleet_cli import UP_TIMEOUT_S, FleetCli
 NEEDS = ("vllm", "vllm_router", "torch")
 needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vllm")
 """Without importing it, which takes seconds."""
+
+# vLLM's core does a single worker's work by itself then: of three processes, each of which imports
+# for most of a server's start, two are left; over several workers it starts them as ever
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

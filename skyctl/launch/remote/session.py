@@ -18,6 +18,7 @@ import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import cache
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -209,10 +210,16 @@ def command_on(node: Node, argv: Sequence[str]) -> list[str]:
 
 def _driver_of(cluster: RayCluster) -> str:
     """The name of the driver that is shared by all who would connect to the cluster as we do."""
-    tokens = [os.environ.get(name, "") for name in _RAYS_TOKEN]
     ours = [str(state_root()), sys.executable, cluster.address, cluster.allow_unauthenticated]
-    told = hashlib.sha256(json.dumps([*ours, *tokens]).encode()).hexdigest()
-    return f"skyctl-ray-{os.getuid()}-{told[:32]}"
+    told = hashlib.sha256(json.dumps(ours).encode()).digest()
+    token = "\n".join(os.environ.get(name, "") for name in _RAYS_TOKEN)
+    return f"skyctl-ray-{os.getuid()}-{_slowly_hashed(token, told).hex()}"
+
+
+@cache
+def _slowly_hashed(secret: str, salt: bytes) -> bytes:
+    """Others see the name: it must cost too much to try tokens on it."""
+    return hashlib.scrypt(secret.encode(), salt=salt, n=1 << 14, r=8, p=1, dklen=16)
 
 
 def connection_environment() -> dict[str, str]:

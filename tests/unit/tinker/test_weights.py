@@ -14,7 +14,7 @@ import pytest
 
 pytest.importorskip("google.protobuf")
 from skyctl.errors import ConflictError, FleetDownError, SkyctlError
-from skyctl.store.journal import Job
+from skyctl.store.journal import LATEST, Job
 from skyctl.tinker import files
 from skyctl.tinker.weights import ServedWeights
 
@@ -45,7 +45,7 @@ class Fleet:
         if self.away:
             self.away -= 1
             raise FleetDownError("no supervisor")
-        return tuple(reversed(self.done))
+        return tuple(reversed(self.done))[:LATEST]
 
     async def weights(self) -> Any:
         return SimpleNamespace(servers=[self.row])
@@ -114,6 +114,22 @@ async def test_models_are_served_in_turn_and_each_push_serves_all_who_wait(
     )
     assert answers == [one or "base" for one in wanted]
     assert fleet.pushed == ["a", "b", "base"]
+
+
+async def test_what_servers_hold_is_known_when_the_push_is_listed_no_more(
+    tmp_path: Path, trained: dict[str, str]
+) -> None:
+    fleet = Fleet()
+    weights = served(fleet, tmp_path)
+    assert await at(fleet, weights, trained["a"]) == "a"
+    fleet.row = SimpleNamespace(weight_version=fleet.done[-1].request["weight_version"])
+    dry = replace(DONE, kind="dry-run", request={"checkpoint": "/other"}, state="succeeded")
+    fleet.done += [replace(dry, id=f"dry-{n}") for n in range(LATEST)]
+    pushes = len(fleet.done)
+    assert await weights.answer(trained["a"], lambda: asyncio.sleep(0, "yes")) == "yes"
+    assert len(fleet.done) == pushes, "it is there already"
+    await weights.answer(None, lambda: asyncio.sleep(0))
+    assert fleet.pushed[-1] == "base", "trained weights are not the fleet's own"
 
 
 async def test_who_gives_up_waiting_holds_nobody_up(
