@@ -23,8 +23,14 @@ def pytest_configure() -> None:
 _LONG = ("test_tinker_kills", "test_sglang_states", "test_sglang_fleet", "test_kill_points")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+COLLECTED = pytest.StashKey[list[str]]()
+"""All tests that this run found, those that `-m` leaves out, too."""
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """What takes longest comes first: at the end, other workers would wait for it."""
+    config.stash[COLLECTED] = [item.nodeid for item in items]
     items.sort(key=lambda item: item.path.stem not in _LONG)
 
 

@@ -6,10 +6,14 @@ import re
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Collection
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from functools import cache
 from pathlib import Path
+
+import pytest
+
+from tests.conftest import COLLECTED
 
 ROOT = Path(__file__).parents[3]
 PAGE = ROOT / "docs" / "failure-matrix.md"
@@ -39,12 +43,22 @@ def rows() -> list[Row]:
     return found
 
 
-@cache
-def collected() -> tuple[str, ...]:
-    """Every test that pytest finds in the files that the page names, as `faults/…::name[…]`."""
-    files = sorted({f"tests/{row.test.partition('::')[0]}" for row in rows()})
+@pytest.fixture(scope="module")
+def collected(request: pytest.FixtureRequest) -> list[str]:
+    """Every test in the files that the page names, as `faults/…::name[…]`: collecting them again
+    takes longer than all of this file's tests.
+    """
+    files = {f"tests/{row.test.partition('::')[0]}" for row in rows()}
+    found = request.config.stash[COLLECTED]
+    if not files <= {test.partition("::")[0] for test in found}:
+        found = collected_anew(files)
+    return [test.removeprefix("tests/") for test in found]
+
+
+def collected_anew(files: Collection[str]) -> list[str]:
+    quietly = ["--collect-only", "-q", "-p", "no:cacheprovider"]
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", *files],
+        [sys.executable, "-m", "pytest", *quietly, *sorted(files)],
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -52,24 +66,23 @@ def collected() -> tuple[str, ...]:
         check=False,
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
-    lines = (line for line in done.stdout.splitlines() if "::" in line)
-    return tuple(line.removeprefix("tests/") for line in lines)
+    return [line for line in done.stdout.splitlines() if "::" in line]
 
 
-def matching(row: Row) -> list[str]:
+def matching(row: Row, collected: list[str]) -> list[str]:
     pattern = row.test.replace("[", "[[]")
-    return [test for test in collected() if fnmatchcase(test, pattern)]
+    return [test for test in collected if fnmatchcase(test, pattern)]
 
 
-def test_every_row_names_a_test_that_exists() -> None:
-    missing = [row.test for row in rows() if not matching(row)]
+def test_every_row_names_a_test_that_exists(collected: list[str]) -> None:
+    missing = [row.test for row in rows() if not matching(row, collected)]
     assert missing == []
 
 
-def test_a_row_of_several_commands_has_a_test_for_each() -> None:
+def test_a_row_of_several_commands_has_a_test_for_each(collected: list[str]) -> None:
     for row in rows():
         if "*" in row.test:
-            assert len(matching(row)) >= len(row.commands), row
+            assert len(matching(row, collected)) >= len(row.commands), row
 
 
 def test_there_are_enough_cells_and_none_twice() -> None:
@@ -81,9 +94,9 @@ def test_there_are_enough_cells_and_none_twice() -> None:
     assert len(shown) == len(found), twice
 
 
-def test_every_matrix_test_is_in_the_page() -> None:
+def test_every_matrix_test_is_in_the_page(collected: list[str]) -> None:
     """A new cell that nobody lists would not be found by who reads the page."""
-    own = [test for test in collected() if test.startswith("faults/test_matrix_")]
-    listed = {test for row in rows() for test in matching(row)}
+    own = [test for test in collected if test.startswith("faults/test_matrix_")]
+    listed = {test for row in rows() for test in matching(row, collected)}
     bare = {re.sub(r"\[.*", "", test) for test in listed}
     assert [test for test in own if re.sub(r"\[.*", "", test) not in bare] == []
