@@ -97,6 +97,7 @@ def generate(
     """
     from skyctl import output
     from skyctl.core.registry import select
+    from skyctl.errors import UsageError
     from skyctl.generate.requests import RetryPolicy, failure
 
     defaults: dict[str, Any] = {"max_tokens": max_tokens, "n": n}
@@ -109,6 +110,8 @@ def generate(
     if session_id is not None:
         defaults["session_id"] = session_id
     requests = read_requests(prompt, input, defaults, chat)
+    if input and output_file and output_file.resolve() == input.resolve():
+        raise UsageError(f"{input} would be overwritten", hint="write to another --output")
     streamed = prompt is not None and len(requests) == 1
     run = _Run(requests, server, concurrency, timeout, streamed=streamed)
     began = time.perf_counter()
@@ -170,6 +173,7 @@ async def _generate(
     ref: FleetRef, run: _Run, retry: RetryPolicy, output_file: Path | None
 ) -> list[GenerationResult]:
     from skyctl import output
+    from skyctl.errors import UsageError
     from skyctl.generate.requests import GenerationClient
     from skyctl.service.connect import connect
     from skyctl.service.endpoint import find_endpoint
@@ -185,7 +189,11 @@ async def _generate(
             return [result]
         if output_file is None:
             return await _to_jsonl(client, run, None)
-        with output_file.open("w", encoding="utf-8") as sink:
+        try:
+            sink = output_file.open("w", encoding="utf-8")
+        except OSError as error:
+            raise UsageError(f"cannot write {output_file}: {error.strerror}") from error
+        with sink:
             return await _to_jsonl(client, run, sink)
 
 

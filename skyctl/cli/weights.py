@@ -216,7 +216,8 @@ def rendezvous(
         str | None, typer.Option(help="Where the trainer will listen; this machine if not given.")
     ] = None,
     master_port: Annotated[
-        int | None, typer.Option(help="Its port; one that is free here if not given.")
+        int | None,
+        typer.Option(min=1, max=65535, help="Its port; one that is free here if not given."),
     ] = None,
     json: JsonOption = False,
 ) -> None:

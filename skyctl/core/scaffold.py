@@ -81,7 +81,9 @@ def scaffold(
         for checkpoint, seed in TINY_SEEDS.items() if request.tiny else ():
             directory = request.directory / "checkpoints" / checkpoint
             (made if _make_whole(directory, seed, note) else kept).append(directory)
-        file.write_text(text, encoding="utf-8")
+        beside = file.with_name(f".{file.name}.partial")  # a full disk leaves the old file
+        beside.write_text(text, encoding="utf-8")
+        beside.replace(file)
     except OSError as error:
         raise SkyctlError(f"cannot write {file}: {error.strerror or error}") from error
     return ScaffoldResult(name, file, tuple(made), tuple(kept))

@@ -64,8 +64,9 @@ async def run(
     }
     called = [target for target in targets if target.name not in skipped]
     outcomes = await _call(asked, called, client, timeout_s, device, partly)
+    behind = {}
     if isinstance(asked, Wake):
-        outcomes = await _with_adapters(outcomes, state, called, client, timeout_s)
+        behind = await _quarantined_behind(outcomes, state, called, client, timeout_s)
     with state.transaction():
         number = count(state)
         meanwhile = number != before + 1 and isinstance(asked, Pause | Resume)
@@ -86,6 +87,10 @@ async def run(
     if isinstance(asked, Wake):
         await _pause_again(outcomes, state, called, client, timeout_s)
     found = {o.server: _with_context(asked, o, rows[o.server]) for o in outcomes}
+    for name, why in behind.items():
+        found[name] = replace(
+            found[name], status=OutcomeStatus.FAILED, detail=f"awake, but quarantined: {why}"
+        )
     return tuple(
         found.get(t.name) or Outcome(t.name, OutcomeStatus.SKIPPED, 0.0, skipped[t.name])
         for t in targets
@@ -188,15 +193,15 @@ async def _put_sleep_on_record(
     return {name: state.update_server(name, sleep_level=level) for name, level in asleep.items()}
 
 
-async def _with_adapters(
+async def _quarantined_behind(
     outcomes: Outcomes,
     state: FleetState,
     targets: Sequence[ServerTarget],
     client: ControlClient,
     timeout_s: float,
-) -> Outcomes:
-    """Give servers that woke the adapters they slept through; a server that does not take them is
-    quarantined.
+) -> dict[str, str]:
+    """Give servers that woke the adapters they slept through. Those that do not take them are
+    quarantined; returns why, by name.
     """
     from skyctl.adapters import catch_up  # too heavy to import for a pause
 
@@ -210,10 +215,7 @@ async def _with_adapters(
     state.update_servers(
         {name: {"quarantine": f"{why}; type: skyctl recover"} for name, why in failed.items()}
     )
-    return tuple(
-        replace(o, detail=f"quarantined: {failed[o.server]}") if o.server in failed else o
-        for o in outcomes
-    )
+    return failed
 
 
 def _event(asked: Control, outcomes: Outcomes) -> tuple[str, str]:

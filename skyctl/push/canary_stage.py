@@ -11,7 +11,13 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from skyctl.errors import CanaryFailed, DeadlineExceeded, ServerUnreachable, SkyctlError
+from skyctl.errors import (
+    CanaryFailed,
+    DeadlineExceeded,
+    ServerError,
+    ServerUnreachable,
+    SkyctlError,
+)
 from skyctl.kill_points import reached
 from skyctl.push.canary import Canary, CanaryResult, failed, judge, parse_canary, read_answer
 from skyctl.push.request import PushRequest, PushResult, ServerPush
@@ -52,7 +58,9 @@ async def try_canary(run: Run, sites: Sequence[Site]) -> list[CanaryResult]:
 
 
 async def _ask_all(site: Site, canary: Canary, results: list[CanaryResult]) -> None:
-    model = (await site.vllm.models())[0]
+    if not (models := await site.vllm.models()):
+        raise ServerError(f"{site.name} names no model to ask")
+    model = models[0]
     for number, prompt in enumerate(canary.prompts):
         name = canary.name_of(number)
         try:

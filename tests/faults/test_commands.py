@@ -38,6 +38,18 @@ async def test_generate_writes_results_in_input_order(tmp_path: Path) -> None:
     assert rows == envelope["data"]["results"]
 
 
+async def test_generate_overwrites_neither_its_prompts_nor_what_it_may_not(tmp_path: Path) -> None:
+    source = prompts(tmp_path, {"prompt": "a"})
+    async with running([StubServer()]) as targets:
+        asked = {"home": tmp_path / "home", "file": attached(tmp_path, targets)}
+        same = await skyctl("generate", "--input", source, "--output", source, **asked)
+        away = await skyctl("generate", "a", "--output", str(tmp_path / "no" / "where"), **asked)
+    assert [code for code, _ in (same, away)] == [2, 2]
+    assert "would be overwritten" in same[1]["error"]["message"]
+    assert "cannot write" in away[1]["error"]["message"]
+    assert json.loads(Path(source).read_text()) == {"prompt": "a"}
+
+
 async def test_generate_says_partial_when_some_requests_fail(tmp_path: Path) -> None:
     stub = StubServer(faults={"/v1/completions": Fault("status", status=400, calls=(1,))})
     source = prompts(tmp_path, {"prompt": "a"}, {"prompt": "b"})

@@ -52,6 +52,7 @@ async def test_one_that_cannot_take_them_is_quarantined_and_recovered(
         await fleet.load_adapter(asked(tmp_path, 1))
         stubs[1].asgi.faults["/v1/load_lora_adapter"] = Fault("status")
         outcomes = await fleet.wake(Wake())
+        assert [one.status.value for one in outcomes] == ["ok", "failed"]
         assert "not given the fleet's adapters" in outcomes[1].detail
         assert (await fleet.status(StatusQuery())).replicas[1].state == "quarantined"
 
