@@ -47,7 +47,7 @@ async def test_generate_overwrites_neither_its_prompts_nor_what_it_may_not(tmp_p
     assert [code for code, _ in (same, away)] == [2, 2]
     assert "would be overwritten" in same[1]["error"]["message"]
     assert "cannot write" in away[1]["error"]["message"]
-    assert json.loads(Path(source).read_text()) == {"prompt": "a"}
+    assert json.loads((tmp_path / "prompts.jsonl").read_text()) == {"prompt": "a"}
 
 
 async def test_generate_says_partial_when_some_requests_fail(tmp_path: Path) -> None:
