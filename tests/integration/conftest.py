@@ -17,8 +17,9 @@ needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason
 """Without importing it, which takes seconds."""
 
 # vLLM's core does a single worker's work by itself then: of three processes, each of which imports
-# for most of a server's start, two are left; over several workers it starts them as ever
-os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+# for most of a server's start, two are left. It does not limit its threads, which on busy cores
+# wait for each other for seconds. Where a server has several workers, all is as ever.
+os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "OMP_NUM_THREADS": "1"}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
