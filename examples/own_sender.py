@@ -1,17 +1,22 @@
-"""Send weights with vLLM's own trainer engine (NCCL), inside one of skyctl's transactions.
+"""Send weights with vLLM's own trainer engines (NCCL), inside one of skyctl's transactions.
 
-    CUDA_VISIBLE_DEVICES=1 python examples/own_sender.py -f fleet.yaml CHECKPOINT step-12
+    CUDA_VISIBLE_DEVICES=1 python examples/own_sender.py -f fleet.yaml CKPT step-12
+    CUDA_VISIBLE_DEVICES=1 python examples/own_sender.py -f fleet.yaml NEXT step-13 --since CKPT
 
-The fleet file has `weight_transfer: {backend: nccl}`, and leaves a GPU to this process. The weights
-come from a checkpoint here; a trainer yields its own, gathered one by one. Written for vLLM 0.32.
+The fleet file has `weight_transfer: {backend: nccl}`, for the second command `sparse_nccl`, and
+leaves a GPU to this process. The second one sends only the elements that differ from those of CKPT.
+The weights come from a checkpoint here; a trainer yields its own, gathered one by one. Written for
+vLLM 0.32.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +28,18 @@ from vllm.distributed.weight_transfer.nccl_engine import (
     NCCLTrainerInitInfo,
     NCCLTrainerWeightTransferEngine,
 )
+from vllm.distributed.weight_transfer.sparse_nccl_engine import (
+    SparseNCCLTrainerInitInfo,
+    SparseNCCLTrainerWeightTransferEngine,
+    SparseWeightPatch,
+)
 
 from skyctl import Fleet
 from skyctl.api import PushResult, SendTarget, Update
 
 TIMEOUT_S = 120.0
+PATCHES = 16  # tensors that are sent at a time
+_AS_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Weights(WeightSource):  # type: ignore[misc]  # vLLM has no types
@@ -97,12 +109,46 @@ def send(update: Update, weights: WeightSource) -> None:
     servers.shutdown_weight_transfer_engine()
 
 
+def changes(
+    old: Mapping[str, torch.Tensor], new: Mapping[str, torch.Tensor]
+) -> Iterator[SparseWeightPatch]:
+    """The elements of `new` whose bits are not those of `old`, tensor by tensor."""
+    for name, tensor in new.items():
+        bits = _AS_BITS[tensor.element_size()]
+        before, after = old[name].flatten(), tensor.flatten()
+        places = (before.view(bits) != after.view(bits)).nonzero().flatten()
+        if places.numel():
+            yield SparseWeightPatch(
+                name, places.to(torch.int32), after[places], tuple(tensor.shape)
+            )
+
+
+def send_changes(update: Update, patches: Iterable[SparseWeightPatch]) -> None:
+    """Into every server of the update, which writes each element where it is."""
+    servers = Servers(update)
+    engine = SparseNCCLTrainerWeightTransferEngine.trainer_init(
+        SparseNCCLTrainerInitInfo(
+            master_address=update.master_address,
+            master_port=update.master_port,
+            world_size=update.world_size,
+            rank=0,
+        ),
+        client=servers,
+    )
+    servers.start_weight_update()
+    left = iter(patches)
+    while some := list(islice(left, PATCHES)):
+        engine.send_weight_chunk(some)
+    servers.finish_weight_update()
+    servers.shutdown_weight_transfer_engine()
+
+
 async def update(
-    fleet: Fleet, weights: WeightSource, version: str, checkpoint: Path | None = None
+    fleet: Fleet, send: Callable[[Update], None], version: str, checkpoint: Path | None = None
 ) -> PushResult:
     """One update; `checkpoint` has the same weights on disk."""
     async with fleet.update(version, checkpoint=checkpoint) as opened:
-        sending = asyncio.create_task(asyncio.to_thread(send, opened, weights))
+        sending = asyncio.create_task(asyncio.to_thread(send, opened))
         try:
             await asyncio.shield(sending)
         finally:  # a cancelled wait does not end the thread, and nobody may send after the block
@@ -123,12 +169,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("-f", "--file", default="fleet.yaml")
     parser.add_argument("--keep", action="store_true", help="restarted servers load the checkpoint")
+    parser.add_argument("--since", type=Path, help="send what differs from this checkpoint")
     parser.add_argument("checkpoint", type=Path)
     parser.add_argument("version")
     asked = parser.parse_args()
     kept = asked.checkpoint if asked.keep else None
-    weights = Weights(load(asked.checkpoint))
-    result = asyncio.run(update(Fleet.load(asked.file), weights, asked.version, kept))
+    tensors = load(asked.checkpoint)
+    if asked.since is None:
+        sends = partial(send, weights=Weights(tensors))
+    else:
+        sends = partial(send_changes, patches=changes(load(asked.since), tensors))
+    result = asyncio.run(update(Fleet.load(asked.file), sends, asked.version, kept))
     print(f"{result.version}: frozen for {result.freeze_window_s:.2f} s")
 
 

@@ -34,6 +34,7 @@ class FaultyFleet(FleetCli):
         chunk_size: str = "8MiB",
         replicas: int = 1,
         warm: bool = True,
+        backend: str | None = None,
     ) -> None:
         self.transport = transport
         self.ticket = root / "ticket"
@@ -58,6 +59,8 @@ class FaultyFleet(FleetCli):
             },
             "router": {"enabled": False},
         }
+        if backend is not None:
+            settings["weight_transfer"]["backend"] = backend
         if device == "cuda":
             settings["gpus"] = available()[:replicas]
             settings["args"]["gpu-memory-utilization"] = 0.2

@@ -1,4 +1,4 @@
-"""vLLM's own trainer engine sends over NCCL within `Fleet.update`; the trainer may be killed.
+"""vLLM's own trainer engines send over NCCL within `Fleet.update`; the trainer may be killed.
 
     pytest tests/gpu/test_own_sender.py -s
 
@@ -29,14 +29,19 @@ from pathlib import Path
 sys.path.insert(0, {examples!r})
 import own_sender
 
+def dying(sent):
+    for number, one in enumerate(sent):
+        if number == {after}:
+            os.kill(os.getpid(), signal.SIGKILL)
+        yield one
+
 class Dying(own_sender.Weights):
     def __iter__(self):
-        for number, named in enumerate(super().__iter__()):
-            if number == {after}:
-                os.kill(os.getpid(), signal.SIGKILL)
-            yield named
+        return dying(super().__iter__())
 
+changes = own_sender.changes
 own_sender.Weights = Dying
+own_sender.changes = lambda old, new: dying(changes(old, new))
 own_sender.main()
 """
 
@@ -89,6 +94,21 @@ def fleet(
         fleet.run("down", expect=None, timeout_s=120)
 
 
+@pytest.fixture(scope="module")
+def sparse_fleet(
+    tmp_path_factory: pytest.TempPathFactory, checkpoints: dict[str, Path]
+) -> Iterator[TrainedFleet]:
+    """Takes single elements; skyctl itself pushes by disk there."""
+    need_gpus(2)
+    root = tmp_path_factory.mktemp("sparse")
+    fleet = TrainedFleet(root, "disk", checkpoints, backend="sparse_nccl")
+    try:
+        fleet.up()
+        yield fleet
+    finally:
+        fleet.run("down", expect=None, timeout_s=120)
+
+
 def test_a_trainer_and_skyctl_send_in_turn(fleet: TrainedFleet) -> None:
     fleet.trained("b")
     fleet.push("a")
@@ -128,3 +148,22 @@ def test_a_server_that_restarts_waits_for_the_next_update(fleet: TrainedFleet) -
         time.sleep(0.5)
     assert "no file has it" in str(again)
     fleet.trained("a")
+
+
+def test_elements_that_differ_make_the_weights_those_of_the_checkpoint(
+    sparse_fleet: TrainedFleet,
+) -> None:
+    a, b = (str(path) for path in sparse_fleet.checkpoints.values())
+    sparse_fleet.trained("b", "--since", a)
+    sparse_fleet.trained("a", "--since", b, "--keep")
+
+
+def test_a_trainer_that_is_killed_among_its_changes(sparse_fleet: TrainedFleet) -> None:
+    """Some tensors are new by then, in place: no server may serve them."""
+    a = str(sparse_fleet.checkpoints["a"])
+    sparse_fleet.push("a")
+    free = free_mib()
+    done = sparse_fleet.train("b", "--since", a, dies_after=40)
+    assert done.returncode == -signal.SIGKILL, done.stderr[-4000:]
+    assert sparse_fleet.assert_healthy(free) == "a"
+    sparse_fleet.trained("b", "--since", a)
