@@ -13,6 +13,7 @@ import asyncio
 import os
 import random
 import statistics
+import subprocess
 import sys
 import threading
 import time
@@ -38,6 +39,7 @@ from tests.stub.sglang_verbs import Verbs
 SHAPE = "qwen3-4-layers"
 DEADLINE_S = 360.0
 UP_TIMEOUT_S = 240.0
+CONTRACT_TIMEOUT_S = 150.0
 SERVER: dict[str, Any] = {
     "dtype": "bfloat16",
     "attention-backend": "triton",
@@ -455,6 +457,28 @@ def looks(run: SGLangRun) -> str:
     return "verify, top, doctor, keys, generate" + (" through the router" if run.router else "")
 
 
+def contract(run: SGLangRun) -> str:
+    """What skyctl asks of every engine, of the server of `right`."""
+    place = run.places["right"]
+    (url,) = place.servers.values()
+    about = {
+        "SKYCTL_TEST_SGLANG_URL": url,
+        "SKYCTL_TEST_SGLANG_TOKEN": place.token,
+        "SKYCTL_TEST_SGLANG_CHECKPOINTS": f"{run.b}:{run.a}",
+    }
+    tests = ["tests/integration/test_engine_contract.py", "-k", "sglang and not stub"]
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests],
+        cwd=Path(__file__).parents[2],
+        env={**os.environ, **about},
+        capture_output=True,
+        text=True,
+        timeout=CONTRACT_TIMEOUT_S,
+    )
+    assert done.returncode == 0, done.stdout[-4000:]
+    return done.stdout.strip().splitlines()[-1]
+
+
 STEPS = (
     starts,
     a_b_a,
@@ -467,13 +491,14 @@ STEPS = (
     any_verbs,
     looks,
 )
+ON_GPUS = (*STEPS, contract)  # stubs have theirs in the contract itself
 
 
 def main(run: SGLangRun, out: Path) -> int:
     """Carry out all steps and print what they came to; 1 when one failed. Logs go to `out`."""
     began, table = time.monotonic(), list[tuple[str, str, str]]()
     try:
-        for step in STEPS:
+        for step in ON_GPUS:
             name, at = step.__name__, time.monotonic()
             if at - began > DEADLINE_S:
                 table.append((name, "not begun", ""))

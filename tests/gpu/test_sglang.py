@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from tests.gpu.conftest import need_gpus
-from tests.gpu.sglang import STEPS, SGLangRun, second_gpu
+from tests.gpu.sglang import ON_GPUS, SGLangRun, second_gpu
 
 
 @pytest.fixture(scope="module")
@@ -18,6 +18,6 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SGLangRun]:
     run.down()
 
 
-@pytest.mark.parametrize("step", STEPS, ids=lambda step: step.__name__)
+@pytest.mark.parametrize("step", ON_GPUS, ids=lambda step: step.__name__)
 def test_a_fleet_of_sglang_servers(step: Callable[[SGLangRun], str], run: SGLangRun) -> None:
     print(step(run))
