@@ -19,7 +19,8 @@ needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason
 # vLLM's core does a single worker's work by itself then: of three processes, each of which imports
 # for most of a server's start, two are left. It does not limit its threads, which on busy cores
 # wait for each other for seconds. Where a server has several workers, all is as ever.
-os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "OMP_NUM_THREADS": "1"}
+TWO_PROCESSES = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "OMP_NUM_THREADS": "1"}
+os.environ |= TWO_PROCESSES
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -17,7 +17,7 @@ import pytest
 from tests.faults.ray_fleet import RayFleet, has_ray, running_cluster
 from tests.faults.remote_fleet import A, B
 from tests.faults.sshd_fleet import SshdFleet, running_sshd
-from tests.integration.conftest import needs_vllm
+from tests.integration.conftest import TWO_PROCESSES, needs_vllm
 from tests.integration.fleet_cli import UP_TIMEOUT_S, FleetCli, greedy
 from tests.integration.reference import answered
 from tests.integration.test_adapters import PROMPTS, Reference
@@ -74,6 +74,7 @@ def fleet(machines: RayFleet | SshdFleet, checkpoints: dict[str, Path]) -> Itera
     write_two(
         fleet,
         checkpoints["a"],
+        env=TWO_PROCESSES,  # sshd and Ray do not pass on ours
         launcher=machines.launcher,
         **{machines.launcher: section},
         weight_transfer={"transport": "shm"},

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from tests.integration.fleet_cli import FleetCli
 
 
-def write_two(fleet: FleetCli, model: Path, **more: Any) -> None:
+def write_two(
+    fleet: FleetCli, model: Path, *, env: Mapping[str, str] | None = None, **more: Any
+) -> None:
     """Each has a core, as skyctl has it on this machine; by itself vLLM puts both on the first.
     What vLLM knows of models is in this user's home, and a node of a test has another."""
     cores = sorted(os.sched_getaffinity(0))
@@ -21,7 +24,7 @@ def write_two(fleet: FleetCli, model: Path, **more: Any) -> None:
             {"env": {"VLLM_CPU_OMP_THREADS_BIND": str(core)}} for core in (cores[0], cores[-1])
         ],
         "device": "cpu",
-        "env": {"VLLM_CACHE_ROOT": str(Path.home() / ".cache" / "vllm")},
+        "env": {"VLLM_CACHE_ROOT": str(Path.home() / ".cache" / "vllm"), **(env or {})},
         "args": {"max-model-len": 2048, "enforce-eager": True, "max-num-seqs": 16},
         "router": {"policy": "round_robin"},
         **more,
