@@ -92,16 +92,21 @@ class Servers:
             list(pool.map(post, self._targets))
 
 
+def rendezvous(update: Update) -> dict[str, Any]:
+    """Where this process, rank 0, meets the workers."""
+    return {
+        "master_address": update.master_address,
+        "master_port": update.master_port,
+        "world_size": update.world_size,
+        "rank": 0,
+    }
+
+
 def send(update: Update, weights: WeightSource) -> None:
     """All of the weights into every server of the update, over a group of this update's own."""
     servers = Servers(update)
     engine = NCCLTrainerWeightTransferEngine.trainer_init(
-        NCCLTrainerInitInfo(
-            master_address=update.master_address,
-            master_port=update.master_port,
-            world_size=update.world_size,
-            rank=0,
-        ),
+        NCCLTrainerInitInfo(**rendezvous(update)),
         client=servers,
         source=weights,
     )
@@ -127,12 +132,7 @@ def send_changes(update: Update, patches: Iterable[SparseWeightPatch]) -> None:
     """Into every server of the update, which writes each element where it is."""
     servers = Servers(update)
     engine = SparseNCCLTrainerWeightTransferEngine.trainer_init(
-        SparseNCCLTrainerInitInfo(
-            master_address=update.master_address,
-            master_port=update.master_port,
-            world_size=update.world_size,
-            rank=0,
-        ),
+        SparseNCCLTrainerInitInfo(**rendezvous(update)),
         client=servers,
     )
     servers.start_weight_update()

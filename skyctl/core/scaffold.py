@@ -81,12 +81,20 @@ def scaffold(
         for checkpoint, seed in TINY_SEEDS.items() if request.tiny else ():
             directory = request.directory / "checkpoints" / checkpoint
             (made if _make_whole(directory, seed, note) else kept).append(directory)
-        beside = file.with_name(f".{file.name}.partial")  # a full disk leaves the old file
-        beside.write_text(text, encoding="utf-8")
-        beside.replace(file)
+        _write(file.resolve(), text)
     except OSError as error:
         raise SkyctlError(f"cannot write {file}: {error.strerror or error}") from error
     return ScaffoldResult(name, file, tuple(made), tuple(kept))
+
+
+def _write(file: Path, text: str) -> None:
+    """Write a file as a whole: a full disk leaves the old one."""
+    beside = file.with_name(f".{file.name}.partial")
+    try:
+        beside.write_text(text, encoding="utf-8")
+        beside.replace(file)
+    finally:
+        beside.unlink(missing_ok=True)
 
 
 def _make_whole(directory: Path, seed: int, note: Callable[[str], None]) -> bool:

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -86,12 +87,9 @@ def fleet(
     need_gpus(2)
     replicas = min(len(available()) - 1, 2)
     root = tmp_path_factory.mktemp("own")
-    fleet = TrainedFleet(root, "nccl", checkpoints, replicas=replicas)
-    try:
-        fleet.up()  # skyctl's own sender comes first, and has learned what is answered
+    # skyctl's own sender comes first, and has learned what is answered
+    with up(TrainedFleet(root, "nccl", checkpoints, replicas=replicas)) as fleet:
         yield fleet
-    finally:
-        fleet.run("down", expect=None, timeout_s=120)
 
 
 @pytest.fixture(scope="module")
@@ -101,7 +99,12 @@ def sparse_fleet(
     """Takes single elements; skyctl itself pushes by disk there."""
     need_gpus(2)
     root = tmp_path_factory.mktemp("sparse")
-    fleet = TrainedFleet(root, "disk", checkpoints, backend="sparse_nccl")
+    with up(TrainedFleet(root, "disk", checkpoints, backend="sparse_nccl")) as fleet:
+        yield fleet
+
+
+@contextmanager
+def up(fleet: TrainedFleet) -> Iterator[TrainedFleet]:
     try:
         fleet.up()
         yield fleet

@@ -210,10 +210,12 @@ def command_on(node: Node, argv: Sequence[str]) -> list[str]:
 
 def _driver_of(cluster: RayCluster) -> str:
     """The name of the driver that is shared by all who would connect to the cluster as we do."""
-    ours = [str(state_root()), sys.executable, cluster.address, cluster.allow_unauthenticated]
-    told = hashlib.sha256(json.dumps(ours).encode()).digest()
-    token = "\n".join(os.environ.get(name, "") for name in _RAYS_TOKEN)
-    return f"skyctl-ray-{os.getuid()}-{_slowly_hashed(token, told).hex()}"
+    token, path = (os.environ.get(name, "") for name in _RAYS_TOKEN)
+    ours = [str(state_root()), sys.executable, cluster.address, cluster.allow_unauthenticated, path]
+    told = hashlib.sha256(json.dumps(ours).encode()).digest()[:16]
+    if token:
+        told = _slowly_hashed(token, told)
+    return f"skyctl-ray-{os.getuid()}-{told.hex()}"
 
 
 @cache
