@@ -14,7 +14,7 @@ from pydantic import BaseModel
 
 from skyctl.core import scaffold as scaffold_module
 from skyctl.core.scaffold import ScaffoldRequest, fleet_file_text, name_for, scaffold
-from skyctl.errors import ConflictError, FleetFileError, UsageError
+from skyctl.errors import ConflictError, FleetFileError, SkyctlError, UsageError
 from skyctl.fleetfile.load import load_fleet, parse_fleet
 from skyctl.fleetfile.schema import (
     FleetConfig,
@@ -166,3 +166,26 @@ def test_checkpoints_that_are_there_are_kept(tmp_path: Path) -> None:
     result = scaffold(ScaffoldRequest(tmp_path, tiny=True))
     assert result.made == ()
     assert [path.name for path in result.kept] == ["a", "b"]
+
+
+def test_a_file_that_cannot_be_written_again_stays_and_a_link_is_followed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = tmp_path / "real.yaml"
+    real.write_text("name: old\n")
+    (tmp_path / "fleet.yaml").symlink_to(real)
+    asked = ScaffoldRequest(tmp_path, servers=("http://127.0.0.1:8000",), force=True)
+
+    def full(path: Path, text: str, **_: Any) -> None:
+        path.touch()
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "write_text", full)
+        with pytest.raises(SkyctlError, match="No space left"):
+            scaffold(asked)
+    assert real.read_text() == "name: old\n"
+    scaffold(asked)
+    assert (tmp_path / "fleet.yaml").is_symlink()
+    assert load_fleet(real, {}).config.servers
+    assert {path.name for path in tmp_path.iterdir()} == {"fleet.yaml", "real.yaml"}

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import socket
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError
+from typing import Any
 
 import pytest
 
@@ -109,3 +111,26 @@ def test_a_command_runs_on_a_node_by_its_way_there() -> None:
     assert (address, there) == (A_GPU, "env 'A=1 2' python")
     *_, address, there = command_on(by_ray.cluster, argv)
     assert address == ""
+
+
+def test_whoever_has_another_token_has_another_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others see its name, which must not be what a quick hash makes of a token."""
+    by_ray = Node("10.0.0.7", "10.0.0.7", "python", (), 60.0, CLUSTER)
+    slow: list[bytes] = []
+    scrypt = hashlib.scrypt
+
+    def counted(password: bytes, **options: Any) -> bytes:
+        slow.append(password)
+        return scrypt(password, **options)
+
+    monkeypatch.setattr(hashlib, "scrypt", counted)
+    names = []
+    for name, value in (("", ""), ("RAY_AUTH_TOKEN_PATH", "/t"), ("RAY_AUTH_TOKEN", "one")):
+        with monkeypatch.context() as patched:
+            for unset in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
+                patched.delenv(unset, raising=False)
+            if name:
+                patched.setenv(name, value)
+            names.append(command_on(by_ray, ["true"])[4])
+    assert len(set(names)) == 3 and all(one.startswith("skyctl-ray-") for one in names)
+    assert slow == [b"one"], "only a secret is worth the time"
