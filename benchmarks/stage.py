@@ -2,6 +2,8 @@
 beside the numbers that servers must come to, and both, as in a push.
 
     python -m benchmarks.stage CHECKPOINT [--runs 7] [--threads 12 16] [--piece-mib 4 5]
+    python -m benchmarks.stage CHECKPOINT --to 1       each chunk goes on to a server's GPU, as
+                                                       with NCCL
 
 In one process, as the sender does it: files opened, slots allocated, chunks of 1 GiB filled and
 looked through. Medians in milliseconds; `first` is to the first chunk, `tail` from the last chunk
@@ -74,7 +76,13 @@ def stage(
         for chunk in plan.chunks
     ]
     chunk_reader = carrier.open_reader(
-        files, chunks, slots=2, slot_bytes=plan.slot_bytes, threads=8, pace=Pace()
+        files,
+        chunks,
+        slots=2,
+        slot_bytes=plan.slot_bytes,
+        threads=8,
+        pace=Pace(),
+        shown=bool(carrier.server_gpus),
     )
     if program is not None:
         carrier.number([program])
@@ -114,6 +122,7 @@ def main() -> None:
     parser.add_argument("--depth", type=int, nargs="*", default=[gpu_reader.DEPTH])
     parser.add_argument("--piece-mib", type=int, nargs="*", default=[gpu_reader.PIECE_BYTES >> 20])
     parser.add_argument("--switch-us", type=int, nargs="*", default=[500])
+    parser.add_argument("--to", type=int, nargs="*", default=[], metavar="GPU")
     options = parser.parse_args()
     checkpoint = read_checkpoint(str(options.checkpoint))
     report = report_of(checkpoint.tensors)
@@ -130,7 +139,7 @@ def main() -> None:
         sys.setswitchinterval(switch / 1e6)
         gpu_reader.PIECE_BYTES = piece << 20
         gpu_reader.DEPTH = depth
-        carrier = GpuCarrier([0], [])
+        carrier = GpuCarrier([0], [[gpu] for gpu in options.to])
         carrier._reader.close()
         carrier._reader = gpu_reader.DeviceReader(0, threads=threads)
         print(f"threads {threads}, depth {depth}, piece {piece} MiB, switch {switch} us")

@@ -52,12 +52,14 @@ class DiskDelivery:
     async def init(self, sites: Sequence[Site]) -> None: ...
 
     async def start(self, sites: Sequence[Site], *, scrubbing: bool = False) -> None:
-        await each(
-            alive(sites),
-            lambda site: site.vllm.prepare_reload(),
-            timeout_s=self._control_timeout_s,
-            what="start",
-        )
+        timeout_s = self._control_timeout_s
+
+        async def begin(site: Site) -> None:
+            if site.weights is Weights.UNKNOWN:  # a trainer that died has left its session open
+                await close_session(site, timeout_s=timeout_s)
+            await site.vllm.prepare_reload()
+
+        await each(alive(sites), begin, timeout_s=timeout_s * 2, what="start")
 
     async def update(self, sites: Sequence[Site], on_progress: Callable[[int], None]) -> None:
         path = str(self._checkpoint.path)

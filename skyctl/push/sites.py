@@ -234,7 +234,7 @@ async def close_session(site: Site, *, timeout_s: float) -> None:
     try:
         await site.vllm.finish_weight_update(timeout_s=timeout_s)
     except ServerError as error:
-        if error.refusal != Refusal.NO_SESSION:
+        if error.refusal not in (Refusal.NO_SESSION, Refusal.NO_TRANSFER):
             site.weights = Weights.UNKNOWN
             raise
     site.open = False

@@ -550,7 +550,8 @@ class SGLangStub:
         engine, labels = self.engine, 'engine_type="unified",model_name="stub",tp_rank="0"'
         return PlainTextResponse(
             f"# TYPE sglang:num_running_reqs gauge\n"
-            f"sglang:num_running_reqs{{{labels}}} {float(len(engine.requests))}\n"
+            # of the last prefill, which did not count its own requests
+            f"sglang:num_running_reqs{{{labels}}} {float(max(len(engine.requests) - 1, 0))}\n"
             f"sglang:num_queue_reqs{{{labels}}} 0.0\n"
             f"sglang:token_usage{{{labels}}} 0.25\n"
             f"sglang:prompt_tokens_total{{{labels}}} {float(engine.prompt_tokens)}\n"

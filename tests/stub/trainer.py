@@ -1,6 +1,6 @@
 """`python -m tests.stub.trainer FLEET_FILE VERSION SEED`: a trainer with an engine of its own.
 
-With `--dies-after N` it kills itself once N servers have their weights.
+With `--dies-after N` it kills itself once N servers have their weights, and an open update.
 """
 
 from __future__ import annotations
@@ -49,8 +49,9 @@ async def main() -> None:
     parser.add_argument("--dies-after", type=int)
     asked = parser.parse_args()
     async with Fleet.load(asked.file) as fleet, fleet.update(asked.version) as update:
-        await send(update, asked.seed, only=asked.dies_after)
-        if asked.dies_after is not None:
+        dies = asked.dies_after is not None
+        await send(update, asked.seed, only=asked.dies_after, finish=not dies)
+        if dies:
             os.kill(os.getpid(), signal.SIGKILL)
 
 

@@ -112,7 +112,11 @@ class SGLangServer(HttpServer):
         return StartedWith(str(info.get("model_path") or ""), str(info.get("load_format") or ""))
 
     async def metrics(self) -> ServerMetrics:
-        """The sleep level is the keeper's. Raises ServerError without --enable-metrics."""
+        """The sleep level is the keeper's. Raises ServerError without --enable-metrics.
+
+        SGLang's counts of requests are from its last prefill, or some tens of steps old. Here they
+        are none only if none runs; without a keeper, if none ran some steps ago.
+        """
         try:
             page, state = await asyncio.gather(self._text("GET", "/metrics"), self._state())
         except ServerError as error:
@@ -126,7 +130,12 @@ class SGLangServer(HttpServer):
         level = None
         if state is not None:
             level = (1 if state.cpu_backup else 2) if state.released else 0
-        return _metrics(page, level)
+        found = _metrics(page, level)
+        if state is not None and not state.held:
+            return replace(found, running=0, waiting=0)
+        if found.in_flight or await self._idle(state):
+            return found
+        return replace(found, running=1)
 
     # control
 
@@ -426,14 +435,14 @@ class SGLangServer(HttpServer):
         """Pause once nothing runs."""
         ends = asyncio.get_running_loop().time() + timeout_s
         if await self.is_paused():
-            if not await self._idle():
+            if not await self._idle(await self._state()):
                 raise ServerError(
                     f"{self.target.name} is paused and holds requests, which cannot end",
                     hint="skyctl resume, or: skyctl pause --mode abort",
                 )
             return
         while True:
-            if await self._idle():
+            if await self._idle(await self._state()):
                 async with self._resumed_on_failure(paused=False):
                     await self._pause("in_place", None)
                     if await self._flush():  # fails if requests came in between
@@ -446,8 +455,8 @@ class SGLangServer(HttpServer):
                 )
             await asyncio.sleep(_POLL_S)
 
-    async def _idle(self) -> bool:
-        state = await self._state()
+    async def _idle(self, state: _State | None) -> bool:
+        """Whether no request runs or is held; without a keeper, some steps ago."""
         if state is not None:
             return not state.held
         loads = self._mapping(await self._call("GET", "/v1/loads"), "/v1/loads").get("loads")
