@@ -20,7 +20,7 @@ export PYTHONPATH={ROOT}:$PYTHONPATH
 case "$2" in
 *.headless) shift 2; exec {sys.executable} -m tests.stub.follower "$@" ;;
 vllm_router*) shift 2; exec {sys.executable} {_FAKE_ROUTER} "$@" ;;
-vllm*) shift 2; exec {sys.executable} -m tests.stub.server "$@" ;;
+vllm*|*.serve) shift 2; exec {sys.executable} -m tests.stub.server "$@" ;;
 esac
 case "$3" in skyctl*) exec {sys.executable} "$@" ;; esac
 """

@@ -143,7 +143,7 @@ def test_the_token_is_nowhere_but_in_its_file_and_the_servers_environment(
     for path in fleet.home.rglob("*"):
         if path.is_file() and path.name not in ("control.token", "api.key"):
             shown[str(path)] = path.read_bytes().decode(errors="replace")
-    assert any("vllm.entrypoints" in text for text in shown.values())
+    assert any("vllm.inside.serve" in text for text in shown.values())
     for secret in (servers.token, servers.key):
         assert [where for where, text in shown.items() if secret in text] == []
     assert json.loads(shown["status --json"])["data"]["health"] == "healthy"

@@ -35,7 +35,8 @@ GUARD_ALONE = "skyctl_guard.Guard"
 CONNECTOR = "skyctl.engines.vllm.inside.pairs"
 
 _KV_VARIABLE = "VLLM_CPU_KVCACHE_SPACE"
-_SERVER_MODULE = "vllm.entrypoints.openai.api_server"
+_SERVER_MODULE = "skyctl.engines.vllm.inside.serve"
+_SERVER_MODULE_ALONE = "vllm.entrypoints.openai.api_server"  # for an interpreter without skyctl
 _HEADLESS_MODULE = "skyctl.engines.vllm.inside.headless"
 _ROUTER_MODULE = "vllm_router.launch_router"
 _CPU_SERVER_BYTES = int(1.3 * 1024**3)  # without weights and KV cache
@@ -123,7 +124,9 @@ _ONE_VALUE_PER_FLAG = frozenset(
 def server_command(launch: ServerLaunch) -> Command:
     """The API server, or a part of it that leads no other, and what is added to its environment."""
     answers = launch.span is None or launch.span.rank == 0
-    module = _SERVER_MODULE if answers else _HEADLESS_MODULE
+    module = _SERVER_MODULE if launch.own_python else _SERVER_MODULE_ALONE
+    if not answers:
+        module = _HEADLESS_MODULE
     argv = [launch.python, "-m", module, "--model", launch.model_path]
     argv += ["--served-model-name", launch.served_model_name]
     if answers:

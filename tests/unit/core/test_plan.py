@@ -57,7 +57,7 @@ def test_a_cpu_server_gets_exactly_this_command_and_environment(tmp_path: Path) 
     planned = plan(tmp_path, model="./a", device="cpu", args={"max_model_len": 2048})
     (server,) = planned.servers
     assert server.argv == (
-        PYTHON, "-m", "vllm.entrypoints.openai.api_server",
+        PYTHON, "-m", "skyctl.engines.vllm.inside.serve",
         "--model", str(tmp_path / "a"), "--served-model-name", "a",
         "--host", "127.0.0.1", "--port", "20000",
         "--weight-transfer-config", '{"backend":"skyctl"}',

@@ -6,8 +6,11 @@ Its arguments are those of `vllm serve --headless`. vLLM's own command looks for
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
+
+gc.set_threshold(10_000)  # as in `serve`
 
 
 def main() -> None:
