@@ -1,7 +1,7 @@
 """What a vLLM CPU server takes to start by `skyctl.engines.vllm.inside.serve`, as skyctl starts it,
 and by vLLM's own module, in turns.
 
-    python -m benchmarks.server_start [--rounds 5] [-- ARGUMENT ...]     more arguments for servers
+    python -m benchmarks.server_start [--rounds 5]
 
 Of a tiny checkpoint. Seconds until `/health` answers, and seconds of a processor that all its
 processes have used by then; ratios are those of the medians. A round that only warms caches comes
@@ -23,29 +23,47 @@ import httpx
 import psutil
 
 from skyctl.checkpoints.tiny import make_tiny_checkpoint
+from skyctl.engines.base import ServerLaunch
+from skyctl.engines.vllm.command import server_command
+from skyctl.engines.vllm.inside.wire import BACKEND
 from skyctl.launch.local.host import free_port
 
-MODULES = ("skyctl.engines.vllm.inside.serve", "vllm.entrypoints.openai.api_server")
+WAYS = {"skyctl's module": True, "vLLM's": False}
 LIMIT_S = 300
 
 
-def start(module: str, model: Path, more: list[str]) -> tuple[float, float]:
-    """Wall and processor seconds until the server was ready. Raises SystemExit if it never was."""
+def start(own: bool, model: Path) -> tuple[float, float]:
+    """Wall and processor seconds until the server was ready. Raises SystemExit if it never was.
+    `own`: by skyctl's module."""
     port = free_port("127.0.0.1")
-    argv = [sys.executable, "-m", module, "--model", str(model), "--port", str(port), *more]
-    argv += ["--host", "127.0.0.1", "--dtype", "float32", "--max-model-len", "512"]
-    argv += ["--enforce-eager"]
+    command = server_command(
+        ServerLaunch(
+            python=sys.executable,
+            model_path=str(model),
+            served_model_name="model",
+            host="127.0.0.1",
+            port=port,
+            device="cpu",
+            backend=BACKEND,
+            args={"max-model-len": 512, "enforce-eager": True},
+            env={},
+            environ=os.environ,
+            secret="",
+            own_python=own,
+            auth="none",
+        )
+    )
     began = time.perf_counter()
     server = subprocess.Popen(
-        argv,
-        env=os.environ | {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"},
+        command.argv,
+        env=os.environ | command.env,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )
     try:
         while not ready(port):
             if server.poll() is not None or time.perf_counter() - began > LIMIT_S:
-                raise SystemExit(f"{' '.join(argv)}: not ready ({server.poll()})")
+                raise SystemExit(f"{' '.join(command.argv)}: not ready ({server.poll()})")
             time.sleep(0.1)
         wall = time.perf_counter() - began
         top = psutil.Process(server.pid)
@@ -66,19 +84,18 @@ def ready(port: int) -> bool:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("more", nargs="*")
     options = parser.parse_args()
-    found: dict[str, list[tuple[float, float]]] = {module: [] for module in MODULES}
+    found: dict[str, list[tuple[float, float]]] = {way: [] for way in WAYS}
     with tempfile.TemporaryDirectory() as scratch:
         model = make_tiny_checkpoint(Path(scratch) / "model", seed=1)
         for counted in range(options.rounds + 1):
-            for module in MODULES[:: 1 if counted % 2 else -1]:
-                wall, used = start(module, model, options.more)
-                print(f"{module}: {wall:.1f} s, {used:.1f} s of a processor", flush=True)
+            for way in list(WAYS)[:: 1 if counted % 2 else -1]:
+                wall, used = start(WAYS[way], model)
+                print(f"{way}: {wall:.1f} s, {used:.1f} s of a processor", flush=True)
                 if counted:
-                    found[module].append((wall, used))
+                    found[way].append((wall, used))
     for index, what in enumerate(("ready after", "of a processor")):
-        ours, theirs = (statistics.median(run[index] for run in found[m]) for m in MODULES)
+        ours, theirs = (statistics.median(run[index] for run in runs) for runs in found.values())
         print(f"{what}: {ours:.1f} s over {theirs:.1f} s = {ours / theirs:.2f}")
 
 

@@ -124,9 +124,9 @@ _ONE_VALUE_PER_FLAG = frozenset(
 def server_command(launch: ServerLaunch) -> Command:
     """The API server, or a part of it that leads no other, and what is added to its environment."""
     answers = launch.span is None or launch.span.rank == 0
-    module = _SERVER_MODULE if launch.own_python else _SERVER_MODULE_ALONE
-    if not answers:
-        module = _HEADLESS_MODULE
+    module = _HEADLESS_MODULE
+    if answers:
+        module = _SERVER_MODULE if launch.own_python else _SERVER_MODULE_ALONE
     argv = [launch.python, "-m", module, "--model", launch.model_path]
     argv += ["--served-model-name", launch.served_model_name]
     if answers:

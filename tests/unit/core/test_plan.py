@@ -476,10 +476,11 @@ def test_the_guard_is_added_after_the_files_own_middleware() -> None:
     )  # fmt: skip
 
 
-def test_another_interpreter_finds_the_guard_on_its_path_and_keeps_its_own() -> None:
+def test_another_interpreter_needs_no_skyctl_and_keeps_its_own_path() -> None:
     def path(**config: Any) -> list[str]:
         planned = plan(device="cpu", python="python3.12", **config)
         assert guard_of(planned)[0] == "skyctl_guard.Guard"
+        assert value_of(planned.servers[0], "-m") == "vllm.entrypoints.openai.api_server"
         return planned.servers[0].env["PYTHONPATH"].split(":")
 
     (alone,) = path()
