@@ -230,12 +230,12 @@ def interrupted_request(state: FleetState) -> PushRequest | None:
     None without one, or if it must not be repeated: the fleet may have moved on.
     """
     doubted = {one.job for one in in_doubt(state).values() if one.half_updated}
-    # newest first; an admission that broke off is not among the jobs
-    latest = next((job for job in state.journal.jobs() if job.id in doubted), None)
+    jobs = state.journal.jobs()  # newest first; an admission that broke off is not among them
+    latest = next((job for job in jobs if job.id in doubted), None)
     if latest is None:
         return None
-    later = (job.id for job in state.journal.jobs() if job.created_at > latest.created_at)
-    if {push.job for push in state.journal.pushes() if push.ok} & set(later):
+    later = {job.id for job in jobs[: jobs.index(latest)]}
+    if {push.job for push in state.journal.pushes() if push.ok} & later:
         return None
     try:
         request = PushRequest.from_json(latest.request)

@@ -197,7 +197,7 @@ class Journal:
     @understood
     def jobs(self, limit: int = LATEST) -> list[Job]:
         """The latest jobs, newest first."""
-        return self._jobs("ORDER BY created_at DESC, number DESC LIMIT ?", limit)
+        return self._jobs("ORDER BY number DESC LIMIT ?", limit)
 
     @understood
     def events(self, job_id: str, after: int = 0) -> list[JobEvent]:

@@ -121,7 +121,7 @@ def question(body: Mapping[str, Any]) -> Question:
     top_prompt = int(body.get("topk_prompt_logprobs") or 0)
     if max(top, top_prompt) > MOST_TOP:
         raise Unanswerable(f"at most {MOST_TOP} top logprobs are offered")
-    last = body.get("prompt_logprobs_last_n")
+    last, most = body.get("prompt_logprobs_last_n"), params.get("max_tokens")
     if last is not None and not 1 <= last < len(tokens):
         raise Unanswerable("prompt_logprobs_last_n must be from 1 to the prompt's length − 1")
     for name in ("temperature", "top_p"):
@@ -130,8 +130,8 @@ def question(body: Mapping[str, Any]) -> Question:
     return Question(
         tokens=tuple(tokens),
         samples=samples,
-        max_tokens=params.get("max_tokens"),
-        seed=params.get("seed"),
+        max_tokens=None if most is None else int(most),
+        seed=None if (seed := params.get("seed")) is None else int(seed),
         stop=[stop] if isinstance(stop, str) else stop,
         temperature=float(params.get("temperature", 1.0)),
         top_k=int(params.get("top_k", -1)),

@@ -199,10 +199,13 @@ async def test_a_push_that_was_on_its_way_reaches_all_but_those_that_are_replace
     assert actions.pushed == ["stub-0", "stub-1"]
 
 
+@pytest.mark.parametrize("clock", ["steady", "set back meanwhile"])
 async def test_a_fleet_that_moved_on_does_not_go_back_to_a_push_that_broke_off(
-    actions: Actions,
+    actions: Actions, clock: str
 ) -> None:
     findings = leave(actions, "stub-0", half=True)
+    if clock != "steady":
+        actions.state._database.write("UPDATE jobs SET created_at = created_at + 3600")
     job = actions.state.journal.begin("push", {})
     actions.state.journal.record_push(
         job.id, ok=True, version="v9", checkpoint="/v9", checkpoint_digest="d", result={}

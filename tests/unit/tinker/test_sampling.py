@@ -216,3 +216,9 @@ async def test_an_adapter_whose_loading_was_given_up_goes_before_the_next_is_loa
 def test_numbers_that_no_server_should_see_are_refused(change: dict[str, Any]) -> None:
     with pytest.raises(Unanswerable, match=r"not finite|negative"):
         question({"prompt": {"chunks": [{"tokens": [1]}]}, **change})
+
+
+@pytest.mark.parametrize("name", ["max_tokens", "seed"])
+def test_what_is_no_number_is_the_callers_mistake(name: str) -> None:
+    with pytest.raises(ValueError, match="invalid literal"):
+        question({"prompt": {"chunks": [{"tokens": [1]}]}, "sampling_params": {name: "many"}})
