@@ -1,13 +1,15 @@
 """vLLM's API server: `python -m skyctl.engines.vllm.inside.serve ARGUMENTS`.
 
-Its arguments are those of `python -m vllm.entrypoints.openai.api_server`. Importing vLLM makes
-hundreds of thousands of objects, which Python's garbage collector would scan dozens of times. The
-processes that vLLM spawns import this module again, in place of the whole API server.
+Its arguments are those of `python -m vllm.entrypoints.openai.api_server`. Most of a CPU server's
+start is importing vLLM, once for each process. Importing makes hundreds of thousands of objects,
+which Python's garbage collector would scan dozens of times; engine cores need not import anything
+again; and workers import this module in place of the whole API server.
 """
 
 from __future__ import annotations
 
 import gc
+import multiprocessing
 import runpy
 
 gc.set_threshold(10_000)  # objects; 700 by default
@@ -15,7 +17,24 @@ gc.set_threshold(10_000)  # objects; 700 by default
 
 def main() -> None:
     """Serve until told to stop."""
+    _fork_engine_cores()
     runpy.run_module("vllm.entrypoints.openai.api_server", run_name="__main__")
+
+
+def _fork_engine_cores() -> None:
+    """Fork engine cores from the API server on CPU, as vLLM does on GPUs (`v1/engine/utils.py`).
+
+    On CPU it spawns every process (`platforms/cpu.py`), for workers, whose OpenMP reads the
+    environment that each of them is given. They are still spawned. A version that does not take
+    this is left alone.
+    """
+    try:
+        from vllm.platforms import current_platform
+        from vllm.v1.engine import utils
+    except ImportError:
+        return
+    if current_platform.is_cpu() and hasattr(utils, "get_mp_context"):
+        utils.get_mp_context = lambda: multiprocessing.get_context("fork")
 
 
 if __name__ == "__main__":
