@@ -24,7 +24,7 @@ def have_streams() -> None:
 
 
 def hurry() -> None:
-    """For a command, before it imports anything: look for what it does not need less often.
+    """For a process that is about to import: look for what it does not need less often.
 
     Imports make many objects and no garbage. Pydantic looks for plugins in every package that is
     installed, which are hundreds beside vLLM.

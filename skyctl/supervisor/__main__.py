@@ -6,13 +6,15 @@ import argparse
 import asyncio
 import sys
 
-from skyctl.errors import SkyctlError
-from skyctl.startup import leave
-from skyctl.store.paths import fleet_paths
-from skyctl.supervisor.daemon import serve
+from skyctl import startup
 
 
 def main() -> int:
+    startup.hurry()
+    from skyctl.errors import SkyctlError
+    from skyctl.store.paths import fleet_paths
+    from skyctl.supervisor.daemon import serve
+
     parser = argparse.ArgumentParser(prog="python -m skyctl.supervisor")
     parser.add_argument("--fleet", required=True)
     options = parser.parse_args()
@@ -22,7 +24,7 @@ def main() -> int:
         sys.stderr.write(f"{error.kind}: {error.message}\n")
         return int(error.exit_code)
     finally:
-        leave()  # `down` waits for this
+        startup.leave()  # `down` waits for this
     return 0
 
 

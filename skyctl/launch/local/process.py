@@ -21,6 +21,7 @@ import psutil
 from skyctl.errors import SkyctlError, StateUnwritable
 from skyctl.launch.base import ChosenPlace
 from skyctl.launch.local import segments
+from skyctl.startup import inherited
 from skyctl.store.identity import ProcessIdentity, boot_id, create_time, identify, own_processes
 from skyctl.store.paths import create_private_file
 from skyctl.store.processes import LOG_VARIABLE, TOKEN_VARIABLE
@@ -66,7 +67,7 @@ class ManagedProcess:
         try:
             popen = subprocess.Popen(
                 list(argv),
-                env={**os.environ, **env, TOKEN_VARIABLE: token, LOG_VARIABLE: str(log)},
+                env={**inherited(), **env, TOKEN_VARIABLE: token, LOG_VARIABLE: str(log)},
                 stdin=subprocess.DEVNULL,
                 stdout=descriptor,
                 stderr=subprocess.STDOUT,
