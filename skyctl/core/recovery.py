@@ -28,7 +28,7 @@ from skyctl.push.request import PushRequest
 from skyctl.push.sleeping import DISCARDED, back_to_sleep
 from skyctl.push.verify import weights_digest
 from skyctl.store.in_doubt import doubt, held_by, in_doubt, leave_to_next_push, trust, why_held
-from skyctl.store.journal import Job
+from skyctl.store.journal import Job, number_of
 from skyctl.store.state import TRAINER, FleetState, FleetWeights
 
 _ROOM_AGAIN = "then type: skyctl recover"
@@ -230,12 +230,13 @@ def interrupted_request(state: FleetState) -> PushRequest | None:
     None without one, or if it must not be repeated: the fleet may have moved on.
     """
     doubted = {one.job for one in in_doubt(state).values() if one.half_updated}
-    jobs = state.journal.jobs()  # newest first; an admission that broke off is not among them
-    latest = next((job for job in jobs if job.id in doubted), None)
-    if latest is None:
+    # an admission that broke off is not among the jobs
+    known = [job for job in state.journal.jobs() if job.id in doubted]
+    if not known:
         return None
-    later = {job.id for job in jobs[: jobs.index(latest)]}
-    if {push.job for push in state.journal.pushes() if push.ok} & later:
+    latest = max(known, key=lambda job: number_of(job.id))
+    succeeded = [push.job for push in state.journal.pushes() if push.ok]
+    if any(number_of(job) > number_of(latest.id) for job in succeeded):
         return None
     try:
         request = PushRequest.from_json(latest.request)

@@ -145,14 +145,14 @@ class Journal:
     def progress(self, job_id: str, done_bytes: int, total_bytes: int) -> None:
         self._database.write(
             "UPDATE jobs SET done_bytes = ?, total_bytes = ? WHERE number = ?",
-            done_bytes, total_bytes, _number(job_id),
+            done_bytes, total_bytes, number_of(job_id),
         )  # fmt: skip
 
     def tell(self, job_id: str, *told: Told, durable: bool = False) -> None:
         """Add events to a job, in one statement; `durable` for what must be on record before it is
         acted upon.
         """
-        number, at = _number(job_id), time.time()
+        number, at = number_of(job_id), time.time()
         self._database.write_rows(
             "INSERT INTO job_events (job, at, kind, data, server)",
             [(number, one.at or at, one.kind, json.dumps(one.data), one.name) for one in told],
@@ -168,7 +168,7 @@ class Journal:
         error: dict[str, Any] | None = None,
     ) -> None:
         """Close a job as succeeded, failed or interrupted."""
-        number = _number(job_id)
+        number = number_of(job_id)
         with self._database.transaction():
             self._database.write(
                 "UPDATE jobs SET state = ?, finished_at = ?, result = ?, error = ? "
@@ -189,7 +189,7 @@ class Journal:
         Raises:
             NotFoundError: there is none.
         """
-        found = self._jobs("WHERE number = ?", _number(job_id), in_full=in_full)
+        found = self._jobs("WHERE number = ?", number_of(job_id), in_full=in_full)
         if not found or found[0].id != job_id:
             raise NotFoundError(f"there is no job {job_id!r}", hint="list them: skyctl jobs")
         return found[0]
@@ -197,21 +197,21 @@ class Journal:
     @understood
     def jobs(self, limit: int = LATEST) -> list[Job]:
         """The latest jobs, newest first."""
-        return self._jobs("ORDER BY number DESC LIMIT ?", limit)
+        return self._jobs("ORDER BY created_at DESC, number DESC LIMIT ?", limit)
 
     @understood
     def events(self, job_id: str, after: int = 0) -> list[JobEvent]:
         """Events of a job with a sequence number above `after`, oldest first."""
         found = self._database.rows(
             "SELECT * FROM job_events WHERE job = ? AND sequence > ? ORDER BY sequence",
-            _number(job_id), after,
+            number_of(job_id), after,
         )  # fmt: skip
         return [JobEvent(r["sequence"], r["at"], r["kind"], json.loads(r["data"])) for r in found]
 
     @understood
     def owner_alive(self, job_id: str) -> bool:
         """Whether the process that runs this job is still alive."""
-        row = self._database.row("SELECT owner FROM jobs WHERE number = ?", _number(job_id))
+        row = self._database.row("SELECT owner FROM jobs WHERE number = ?", number_of(job_id))
         return row is not None and ProcessIdentity(**json.loads(row["owner"])).alive()
 
     def interrupt_orphans(self, *, living: bool = False) -> list[Job]:
@@ -292,8 +292,8 @@ class Journal:
         return [_job(row, stages[row["number"]], servers[row["number"]]) for row in rows]
 
 
-def _number(job_id: str) -> int:
-    """The row's number; 0, which no row has, for an invalid id."""
+def number_of(job_id: str) -> int:
+    """The row's number; 0, which no row has, for an invalid id. Later pushes have larger ones."""
     kind, _, tail = job_id.rpartition("-")
     number = int(tail) if tail.isdecimal() and len(tail) < 19 else 0  # SQLite's have 63 bits
     return -number if kind == DRY_RUN else number
