@@ -11,6 +11,7 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import runpy
+from multiprocessing import resource_tracker
 
 gc.set_threshold(10_000)  # objects; 700 by default
 
@@ -18,6 +19,8 @@ gc.set_threshold(10_000)  # objects; 700 by default
 def main() -> None:
     """Serve until told to stop."""
     _fork_engine_cores()
+    # a tracker below an engine core would be killed with it, and leave its shared memory behind
+    resource_tracker.ensure_running()
     runpy.run_module("vllm.entrypoints.openai.api_server", run_name="__main__")
 
 
