@@ -24,7 +24,6 @@ from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
-import httpx
 from starlette.responses import JSONResponse
 
 Message = MutableMapping[str, Any]
@@ -139,6 +138,8 @@ def _break(send: Send) -> None:
     cycle = getattr(send, "__self__", None)
     transport = getattr(cycle, "transport", None)
     if transport is None:
+        import httpx  # which a stub of its own process need not import
+
         raise httpx.ReadError("connection reset by the stub")
     transport.abort()
     raise ConnectionResetError("reset by the stub")
