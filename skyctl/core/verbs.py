@@ -81,16 +81,14 @@ async def run(
             }
         state.update_servers(changes)
         if called:
-            state.add_event(*_event(asked, outcomes))
+            state.add_event(*_event(asked, [_held_back(one, behind) for one in outcomes]))
     if meanwhile:
         outcomes = await _taken_last(asked, outcomes, state, called, client, number)
     if isinstance(asked, Wake):
         await _pause_again(outcomes, state, called, client, timeout_s)
-    found = {o.server: _with_context(asked, o, rows[o.server]) for o in outcomes}
-    for name, why in behind.items():
-        found[name] = replace(
-            found[name], status=OutcomeStatus.FAILED, detail=f"awake, but quarantined: {why}"
-        )
+    found = {
+        o.server: _held_back(_with_context(asked, o, rows[o.server]), behind) for o in outcomes
+    }
     return tuple(
         found.get(t.name) or Outcome(t.name, OutcomeStatus.SKIPPED, 0.0, skipped[t.name])
         for t in targets
@@ -218,7 +216,14 @@ async def _quarantined_behind(
     return failed
 
 
-def _event(asked: Control, outcomes: Outcomes) -> tuple[str, str]:
+def _held_back(outcome: Outcome[Any], behind: Mapping[str, str]) -> Outcome[Any]:
+    """The outcome, failed for a server that woke `behind` the fleet's adapters."""
+    if (why := behind.get(outcome.server)) is None:
+        return outcome
+    return replace(outcome, status=OutcomeStatus.FAILED, detail=f"awake, but quarantined: {why}")
+
+
+def _event(asked: Control, outcomes: Sequence[Outcome[Any]]) -> tuple[str, str]:
     """Subject and message of the line of history: `pause (mode keep): 2 of 2 servers`."""
     said, ok = asked.describe(), sum(outcome.ok for outcome in outcomes)
     if len(outcomes) == 1:

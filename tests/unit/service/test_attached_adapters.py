@@ -54,6 +54,7 @@ async def test_one_that_cannot_take_them_is_quarantined_and_recovered(
         outcomes = await fleet.wake(Wake())
         assert [one.status.value for one in outcomes] == ["ok", "failed"]
         assert "not given the fleet's adapters" in outcomes[1].detail
+        assert fleet.state.events()[-1].message.endswith(": 1 of 2 servers")
         assert (await fleet.status(StatusQuery())).replicas[1].state == "quarantined"
 
 
