@@ -50,9 +50,9 @@ async def find_endpoint(fleet: FleetService, *, server: str | None = None) -> En
             f"fleet {urls.name} has no server {server!r}",
             hint=f"its servers are: {', '.join(urls.servers)}",
         )
+    if server is None and urls.router is None and len(urls.servers) == 1:
+        (server,) = urls.servers
     url = urls.servers[server] if server else urls.router
-    if url is None and len(urls.servers) == 1:
-        url = urls.entry
     if url is None:
         raise UsageError(
             f"fleet {urls.name} has no router",

@@ -16,13 +16,14 @@ from skyctl.core import actions, verbs
 from skyctl.core.arbiter import Act, Arbiter
 from skyctl.core.registry import FleetRef
 from skyctl.core.service import Pause, Resume, Sleep, Wake
-from skyctl.errors import ConflictError, NotFoundError, UsageError, WeightsGone
+from skyctl.errors import ConflictError, NotFoundError, ServerError, UsageError, WeightsGone
 from skyctl.fleetfile.schema import FleetConfig
 from skyctl.http.client import ControlClient
 from skyctl.http.fanout import Outcome
 from skyctl.push.request import PushRequest, PushResult, ServerPush
 from skyctl.service.attached import AttachedFleet
 from skyctl.service.attached_recovery import _Actions
+from skyctl.service.endpoint import find_endpoint
 from skyctl.store.in_doubt import touch
 from skyctl.store.journal import Told
 from skyctl.store.paths import fleet_paths
@@ -260,3 +261,11 @@ async def test_a_push_that_recovery_makes_fails_as_what_it_failed_of(
     with pytest.raises(WeightsGone) as caught:
         await actions.bring(target.name)
     assert caught.value.to_json() == failed.to_json()
+
+
+async def test_an_only_server_that_does_not_answer_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with attached(tmp_path, monkeypatch, StubServer()) as fleet:
+        with pytest.raises(ServerError, match=r"^far-0: "):  # nothing listens at a stub's URL
+            await find_endpoint(fleet)
