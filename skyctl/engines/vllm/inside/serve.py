@@ -8,10 +8,14 @@ again; and workers import this module in place of the whole API server.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import multiprocessing
+import os
 import runpy
+import socket
 from multiprocessing import resource_tracker
+from pathlib import Path
 
 gc.set_threshold(10_000)  # objects; 700 by default
 
@@ -19,8 +23,6 @@ gc.set_threshold(10_000)  # objects; 700 by default
 def main() -> None:
     """Serve until told to stop."""
     _fork_engine_cores()
-    # a tracker below an engine core would be killed with it, and leave its shared memory behind
-    resource_tracker.ensure_running()
     runpy.run_module("vllm.entrypoints.openai.api_server", run_name="__main__")
 
 
@@ -36,8 +38,33 @@ def _fork_engine_cores() -> None:
         from vllm.v1.engine import utils
     except ImportError:
         return
-    if current_platform.is_cpu() and hasattr(utils, "get_mp_context"):
-        utils.get_mp_context = lambda: multiprocessing.get_context("fork")
+    if not current_platform.is_cpu() or not hasattr(utils, "get_mp_context"):
+        return
+    utils.get_mp_context = lambda: multiprocessing.get_context("fork")
+    os.register_at_fork(after_in_child=give_up_ports)
+    # a tracker below an engine core would be killed with it, and leave its shared memory behind
+    resource_tracker.ensure_running()
+
+
+def give_up_ports() -> None:
+    """Close this process's copies of TCP sockets that listen, or will: at those of an API server
+    that has died, clients would wait for an answer.
+    """
+    with contextlib.suppress(OSError), Path(os.devnull).open() as nothing:
+        for number in [int(entry.name) for entry in Path("/proc/self/fd").iterdir()]:
+            with contextlib.suppress(OSError):  # no socket
+                with socket.socket(fileno=os.dup(number)) as one:
+                    ours = one.family in (socket.AF_INET, socket.AF_INET6) and not _connected(one)
+                if ours:
+                    os.dup2(nothing.fileno(), number)
+
+
+def _connected(one: socket.socket) -> bool:
+    try:
+        one.getpeername()
+    except OSError:
+        return False
+    return True
 
 
 if __name__ == "__main__":
