@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 from skyctl.engines.vllm.inside.ranks import collect, leave
 
@@ -32,3 +34,24 @@ def test_answers_of_other_processes_are_collected_and_go_with_them() -> None:
         assert answers == [own, {"rank": [1, 0], "answer": {"digest": "bb"}}]
         other.communicate()
     assert collect(NONCE) == [own]
+
+
+def test_ranks_that_read_at_the_same_time_disturb_nobody() -> None:
+    """What another collector has open is closed between the look and the reading."""
+    leave(NONCE, (0, 0), "own")
+    done = threading.Event()
+
+    def read() -> None:
+        while not done.is_set():
+            collect(NONCE)
+
+    with ThreadPoolExecutor() as pool:
+        others = [pool.submit(read) for _ in range(4)]
+        try:
+            for _ in range(100):
+                answers = collect(NONCE)
+                assert answers and all(one == answers[0] for one in answers)
+        finally:
+            done.set()
+    for other in others:
+        other.result()

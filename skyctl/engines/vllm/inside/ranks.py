@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -30,19 +31,24 @@ def leave(nonce: str, rank: tuple[int, int], answer: Any) -> None:
 
 
 def collect(nonce: str) -> list[dict[str, Any]]:
-    """What this server's workers left under `nonce`: `rank` and `answer` of each, in any order."""
-    return [json.loads(path.read_bytes()) for path in _memories(f"/memfd:{_PREFIX}{nonce} ")]
+    """What this server's workers left under `nonce`: `rank` and `answer` of each, in any order.
+    One may be there twice: every rank collects at the same time, and has open what it reads.
+    """
+    found = []
+    for path in _memories(f"/memfd:{_PREFIX}{nonce} "):
+        with suppress(OSError):  # another rank has read it, and closed it again
+            found.append(json.loads(path.read_bytes()))
+    return found
 
 
 def _memories(name: str) -> Iterator[Path]:
     """Memory of this name that processes of this session hold; vLLM's are all in one."""
     session = os.getsid(0)
     for process in Path("/proc").glob("[0-9]*"):
-        try:
+        with suppress(OSError):  # it has ended, or is another user's
             if os.getsid(int(process.name)) != session:
                 continue
             for descriptor in (process / "fd").iterdir():
-                if str(descriptor.readlink()).startswith(name):
-                    yield descriptor
-        except OSError:  # it has ended, or is another user's
-            continue
+                with suppress(OSError):  # closed meanwhile
+                    if str(descriptor.readlink()).startswith(name):
+                        yield descriptor
