@@ -31,6 +31,7 @@ from tests.integration.test_real_fleet import (
     wait_until,
 )
 from tests.integration.two_servers import write_two
+from tests.pids import segments
 
 pytestmark = [needs_vllm, pytest.mark.real, pytest.mark.beside]
 TOKENS = 24
@@ -190,10 +191,12 @@ def test_down_leaves_nothing_on_any_machine(
 ) -> None:
     servers = [psutil.Process(row["pid"]) for row in replicas(fleet).values()]
     trees = [*servers, *(one for server in servers for one in server.children(recursive=True))]
+    shared = segments(*(process.pid for process in trees))  # a server may have none
     assert len(trees) > len(servers) and machines.everything()
     fleet.run("down")
     assert [one for one in trees if one.is_running() and one.status() != "zombie"] == []
     assert machines.everything() == []
+    assert [segment for segment in shared if segment.exists()] == []
     assert list(fleet.directory.glob("shared/*")) == []
     if isinstance(machines, RayFleet):
         assert machines.cluster.groups() == []
