@@ -104,14 +104,15 @@ def compare(
     sampler = Sampler(gpus)
     before = sampler.now()
     with sampler:
-        fleet.data(*push)
+        result = fleet.data(*push)["job"]["result"]
     extra = [peak - now for peak, now in zip(sampler.peak, before, strict=True)]
     time.sleep(1)
     of_sender = unique_host_bytes(senders(fleet.env["SKYCTL_HOME"]))
     idle = [now - then for now, then in zip(sampler.now(), before, strict=True)]
     worker, host = forecast["worker_gpu_bytes"], forecast["host_bytes"]
-    if not first:  # workers keep what the first push made them take
-        worker, host = 0, host - WORKER_HOST.get(plan["transport"], 0)
+    if not first:  # workers keep what the first push made them take, but for copies of the chunks
+        worker = worker if result["layout_share"] and gpus > 1 else 0
+        host -= WORKER_HOST[plan["transport"]]
     predicted = [worker, *([0] * (gpus - 1)), host]
     predicted[gpus - 1] += forecast["sender_gpu_bytes"]
     return {
@@ -138,7 +139,7 @@ def main() -> None:
     parser.add_argument("--scratch", type=Path, default=Path("/dev/shm/skyctl-bench"))
     options = parser.parse_args()
     options.servers, options.tensor_parallel_size, options.gpus = 1, 1, [0]
-    options.memory = 0.3
+    options.memory, options.cuda_graphs, options.warm = 0.3, False, "false"
 
     checkpoints = two_checkpoints(options.scratch, options.shape)
     fleet = Fleet(options.scratch / "fleet", settings(options, checkpoints[0]))

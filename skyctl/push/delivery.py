@@ -19,7 +19,7 @@ from skyctl.push.delta import content_digest
 from skyctl.push.forecast import slots_of
 from skyctl.push.request import PushFleet
 from skyctl.push.sites import Site, Weights, alive, each, open_session, require_paused, scrub
-from skyctl.push.worker_memory import bytes_beside
+from skyctl.push.worker_memory import bytes_beside, numbering_bytes
 from skyctl.store.contents import Content
 from skyctl.transfer.plan import Chunk, ChunkPlan
 from skyctl.transfer.reader import Filled
@@ -249,29 +249,21 @@ class ChunkDelivery:
             return None
 
     def _reserve_bytes(self, sites: Sequence[Site], lease: Lease) -> int:
-        """Bytes that servers will take on the GPUs where the sender's slots are.
+        """Bytes that will be taken beside the sender's slots on their GPUs.
 
         Servers take nothing if the last push of this sender filled them in the same way: they kept
         that memory. The sender freed its own.
         """
+        numbering = numbering_bytes(self._distinct)
         if not self._transport.shares_gpus:
-            return 0
+            return numbering
         filling = self._filling(sites)
         kept = bool(filling) and lease.filled == filling
-        return (0 if kept else self._worker_bytes(sites)) + self._numbering_bytes()
+        return (0 if kept else self._worker_bytes(sites)) + numbering
 
     def _worker_bytes(self, sites: Sequence[Site]) -> int:
         gpus = [site.server.gpus for site in sites]
         return bytes_beside(self._transport.name, self._plan, gpus)
-
-    def _numbering_bytes(self) -> int:
-        """Bytes the sender takes beside its slots to number parameters."""
-        sizes = [
-            copy.target + (copy.rows - 1) * copy.target_pitch + copy.row
-            for program in self._distinct
-            for copy in program.copies
-        ]
-        return 2 * max(sizes, default=0)
 
     def _filling(self, sites: Sequence[Site]) -> str:
         group = group_of(sites)

@@ -15,7 +15,6 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from skyctl.push.worker_memory import SENDER_CONTEXT_BYTES
 from skyctl.transfer.gpu.devices import SHARE_OF_FREE, fits_whole
 from skyctl.transfer.gpu.reader import PINNED_BYTES
 from skyctl.units import format_bytes, format_rate
@@ -26,16 +25,16 @@ CPU_TRANSPORTS = ("shm", "gloo")
 RING = 2
 """Minimum slots of a ring: one is filled while servers load the other."""
 _MIB = 1024 * 1024
-SENDER_CONTEXT = {"ipc": SENDER_CONTEXT_BYTES, "nccl": 1466 * _MIB}
-"""GPU memory of a sender without slots: CUDA context, and with NCCL its library and group. Measured
-on H200 (the driver's choice, so it differs slightly between GPUs).
+SENDER_CONTEXT = {"ipc": 686 * _MIB, "nccl": 1466 * _MIB}
+"""GPU memory of a sender without slots: CUDA context with kernels, and with NCCL its library and
+group. Measured on H200 (the driver's choice, so it differs slightly between GPUs).
 """
-_SENDER_PROCESS = {"ipc": 385 * _MIB, "nccl": 810 * _MIB}
+_SENDER_PROCESS = {"ipc": 475 * _MIB, "nccl": 860 * _MIB}
 """Host memory of the sender's process without its ring, measured on the same machines."""
 _DRIVER_PER_GPU = 50 * _MIB
 """Host memory that the driver takes for a process, for each GPU of the machine."""
-WORKER_HOST = {"nccl": 340 * _MIB}
-"""Host memory that a worker's first group takes."""
+WORKER_HOST = {"ipc": 80 * _MIB, "nccl": 340 * _MIB}
+"""Host memory that a worker takes in its first push."""
 
 
 @dataclass(frozen=True)
@@ -78,10 +77,10 @@ class Subject:
     """What is to be pushed. `chunk_bytes` are the chunks' sizes; `workers` counts the workers of
     all servers; `worker_bytes` is what each takes on its GPU (`push/worker_memory.py`);
     `free_gpu_bytes` is what is free on the fullest of the sender's GPUs, None if unknown.
-    `reserve_bytes` is what workers take of that where they load on the sender's GPUs. `gpus` is the
-    number of GPUs in the machine. `has_context`: a sender is alive, and its CUDA context is already
-    excluded from what is free. `copied`: servers copy the weights into their parameters instead of
-    loading them.
+    `reserve_bytes` is what workers take of that where they load on the sender's GPUs;
+    `numbering_bytes` what the sender takes beside its slots. `gpus` is the number of GPUs in the
+    machine. `has_context`: a sender is alive, and its CUDA context is already excluded from what is
+    free. `copied`: servers copy the weights into their parameters instead of loading them.
     """
 
     transport: str
@@ -90,6 +89,7 @@ class Subject:
     worker_bytes: int = 0
     free_gpu_bytes: int | None = None
     reserve_bytes: int = 0
+    numbering_bytes: int = 0
     gpus: int = 0
     has_context: bool = False
     copied: bool = False
@@ -129,7 +129,7 @@ def forecast(subject: Subject, asked: str, measured: Measured) -> list[Forecast]
     stages = [s for s in ("gpu", "host", "stream") if not refusal(s, subject.transport)]
     whole = sum(subject.chunk_bytes)
     free = subject.free_gpu_bytes
-    taken = subject.reserve_bytes
+    taken = subject.reserve_bytes + subject.numbering_bytes
     if not subject.has_context:
         taken += SENDER_CONTEXT.get(subject.transport, 0)
     found = []
@@ -181,7 +181,9 @@ def _forecast(
     slot_bytes = sum(subject.chunk_bytes) if stage == "gpu" else slots * largest
     on_gpu = subject.transport in GPU_TRANSPORTS
     host_bytes = slot_bytes + subject.workers * largest
+    sender_gpu_bytes = 0
     if on_gpu:
+        sender_gpu_bytes = slot_bytes + subject.numbering_bytes + SENDER_CONTEXT[subject.transport]
         host_bytes = PINNED_BYTES + _SENDER_PROCESS[subject.transport]
         host_bytes += subject.gpus * _DRIVER_PER_GPU
         host_bytes += subject.workers * WORKER_HOST.get(subject.transport, 0)
@@ -189,7 +191,7 @@ def _forecast(
         stage=stage,
         chosen=False,
         slots=slots,
-        sender_gpu_bytes=slot_bytes + SENDER_CONTEXT[subject.transport] if on_gpu else 0,
+        sender_gpu_bytes=sender_gpu_bytes,
         worker_gpu_bytes=subject.worker_bytes,
         host_bytes=host_bytes,
         freeze_s=None if problem else _freeze_s(subject, stage, measured, ring),

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from skyctl.checkpoints.checkpoint import Checkpoint
+from skyctl.engines.vllm.inside.layout_wire import Program
 from skyctl.errors import PreflightError
 from skyctl.launch.base import Node
 from skyctl.launch.local.devices import discover_gpus, free_gpu_memory, visible_gpus
@@ -16,7 +17,13 @@ from skyctl.launch.remote.machines import FACTS_TIMEOUT_S
 from skyctl.launch.remote.session import ask
 from skyctl.push.forecast import GPU_TRANSPORTS, Forecast, Measured, Subject, assumptions, forecast
 from skyctl.push.request import PushFleet, PushRequest, PushServer
-from skyctl.push.worker_memory import bytes_beside, copier_bytes, worker_bytes, workers_on_fullest
+from skyctl.push.worker_memory import (
+    bytes_beside,
+    copier_bytes,
+    numbering_bytes,
+    worker_bytes,
+    workers_on_fullest,
+)
 from skyctl.store.journal import PushRecord
 from skyctl.transfer.plan import ChunkPlan
 from skyctl.transfer.sender_pool import Lease
@@ -136,13 +143,14 @@ async def subject_of(
     buckets: bool = False,
     copied: bool = False,
     spare_bytes: int = 0,
+    programs: Iterable[Program] = (),
 ) -> Subject:
     """What is to be pushed, and where it has to fit.
 
     An idle sender already has its context; servers that it filled keep what they took. `buckets`:
     servers receive each chunk in one broadcast. `copied`: they copy the weights into their
     parameters instead of loading them. `spare_bytes` is what each of their workers then takes to
-    process weights ahead of the freeze.
+    process weights ahead of the freeze; `programs` are those that the sender numbers.
     """
     on_gpus = transport in GPU_TRANSPORTS
     here = not any(server.node for server in fleet.servers)  # other machines' GPUs are not seen
@@ -165,6 +173,7 @@ async def subject_of(
         worker_bytes=taken,
         free_gpu_bytes=free_for_sender(fleet.servers, sender_gpu, free),
         reserve_bytes=reserve,
+        numbering_bytes=numbering_bytes(programs),
         gpus=len(free),
         has_context=idle is not None,
         copied=copied,

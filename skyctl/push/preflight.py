@@ -286,6 +286,7 @@ async def preflight(
             buckets=transport.packing == "bucket",
             copied=layout.name == "runtime",
             spare_bytes=layout.spare_bytes,
+            programs={p.layout: p for of in layout.programs.values() for p in of}.values(),
         )
         forecasts, said = await forecast_push(request, fleet, checkpoint, subject)
     if request.verify and not request.dry_run:

@@ -30,6 +30,7 @@ from skyctl.push.request import PushFleet, PushRequest
 from skyctl.push.runtime_delivery import RuntimeDelivery
 from skyctl.push.sites import Site
 from skyctl.push.verify import weights_digest
+from skyctl.push.worker_memory import numbering_bytes
 from skyctl.transfer.sender_client import Opened
 from skyctl.transfer.sender_pool import Lease, SenderPool
 
@@ -137,7 +138,7 @@ class _Numbering(ChunkDelivery):
     @property
     def takes(self) -> int:
         """Bytes on the sender's GPU, beside its context."""
-        return 2 * self._plan.slot_bytes + self._numbering_bytes()
+        return 2 * self._plan.slot_bytes + numbering_bytes(self._distinct)
 
     async def open(self, sites: Sequence[Site]) -> None:
         self._delivered = True  # keeps the sender, whatever happens
@@ -160,7 +161,7 @@ class _Processing(RuntimeDelivery):
     @property
     def takes(self) -> int:
         """Bytes on the sender's GPU, beside its context."""
-        return self._plan.total_bytes + self._numbering_bytes() + self._spare_bytes
+        return self._plan.total_bytes + numbering_bytes(self._distinct) + self._spare_bytes
 
     async def open(self, sites: Sequence[Site]) -> None:
         self._delivered = True  # keeps the sender, whatever happens

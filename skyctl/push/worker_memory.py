@@ -16,14 +16,16 @@ module lives on, so pools grow to several buffers each.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
+from skyctl.engines.vllm.inside.layout_wire import Copy, Program
+from skyctl.transfer.gpu.carrier import BATCH_BYTES
 from skyctl.transfer.gpu.devices import fits_whole
 from skyctl.transfer.plan import Chunk, ChunkPlan, module_of
 
 MIB = 1 << 20
 SENDER_CONTEXT_BYTES = 596 * MIB
-"""Memory that the driver takes on a GPU for a sender; measured on H200."""
+"""Memory that the driver takes on a GPU for a sender that only copies there; measured on H200."""
 NCCL_GROUP_BYTES = 484 * MIB
 """A communicator of a worker; measured on H200 with NCCL 2.28.9."""
 _STREAMS = 2
@@ -57,6 +59,22 @@ def copier_bytes(
     if known and all(fits_whole(size, free[gpu] - SENDER_CONTEXT_BYTES, 0) for gpu in used):
         return size + SENDER_CONTEXT_BYTES
     return _STREAMS * plan.slot_bytes
+
+
+def numbering_bytes(programs: Iterable[Program]) -> int:
+    """Bytes that a sender takes beside its slots to number these programs' parameters: for those
+    that lie in no chunk as a whole, the largest one and a batch of them.
+    """
+    built = 0
+    for program in programs:
+        copies: dict[int, list[Copy]] = {}
+        for copy in program.copies:
+            copies.setdefault(copy.parameter, []).append(copy)
+        for parts in copies.values():
+            if len(parts) > 1 or parts[0].rows > 1:
+                ends = (one.target + (one.rows - 1) * one.target_pitch + one.row for one in parts)
+                built = max(built, *ends)
+    return built + max(built, BATCH_BYTES) if built else 0
 
 
 def bytes_beside(transport: str, plan: ChunkPlan, server_gpus: Sequence[Sequence[int]]) -> int:

@@ -36,7 +36,8 @@ if TYPE_CHECKING:
     import torch
 
 READ_TIMEOUT_S = 600.0
-_BATCH_BYTES = 256 * 1024 * 1024
+BATCH_BYTES = 256 * 1024 * 1024
+"""Parameters are numbered together up to this size."""
 
 
 def pickle_handles(handles: Any) -> str:
@@ -167,8 +168,8 @@ class Numbering:
     """Numbers of the parameters of several programs. Chunks are added once each, in any order.
 
     Extra memory on the GPU, if parameters must be built: a batch of them, at least the largest one,
-    and those not yet complete. It is allocated up front: allocating beside copies from the host
-    holds these up.
+    and those not yet complete (`push/worker_memory.py`, `numbering_bytes`). It is allocated up
+    front: allocating beside copies from the host holds these up.
     """
 
     def __init__(self, programs: Sequence[Program], device: int | str) -> None:
@@ -178,7 +179,7 @@ class Numbering:
             import torch
 
             # freed at once to torch's cache, which serves the allocations that follow
-            sizes = (largest, max(largest, _BATCH_BYTES))
+            sizes = (largest, max(largest, BATCH_BYTES))
             _ = [torch.empty(size, dtype=torch.uint8, device=device) for size in sizes]
 
     def add(self, chunk: int, octets: Any) -> list[dict[str, int]]:
@@ -206,7 +207,7 @@ class Numbering:
             copy_runs(copies, octets, {parameter: built})
             if program.complete(parameter, copies):
                 batch[program.name(parameter)] = built
-                if sum(tensor.numel() for tensor in batch.values()) >= _BATCH_BYTES:
+                if sum(tensor.numel() for tensor in batch.values()) >= BATCH_BYTES:
                     numbers |= _numbered(batch)
         return numbers | _numbered(batch) | _numbered(there)
 

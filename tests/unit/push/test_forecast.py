@@ -45,12 +45,12 @@ def told(transport: str, asked: str = "auto", *, free: int | None = None, **chan
 def test_memory_follows_from_the_slots() -> None:
     ipc = told("ipc", free=100 * GB)
     assert set(ipc) == {"gpu", "stream"}
-    context = 596 << 20
+    context = 686 << 20
     assert (ipc["gpu"].slots, ipc["gpu"].sender_gpu_bytes) == (4, 16 * GB + context)
     assert (ipc["stream"].slots, ipc["stream"].sender_gpu_bytes) == (2, 8 * GB + context)
     assert ipc["gpu"].worker_gpu_bytes == ipc["stream"].worker_gpu_bytes == 5 * GB
-    assert ipc["gpu"].host_bytes == PINNED_BYTES + ((385 + 4 * 50) << 20)
-    assert told("nccl")["gpu"].host_bytes == PINNED_BYTES + ((810 + 4 * 50 + 2 * 340) << 20)
+    assert ipc["gpu"].host_bytes == PINNED_BYTES + ((475 + 4 * 50 + 2 * 80) << 20)
+    assert told("nccl")["gpu"].host_bytes == PINNED_BYTES + ((860 + 4 * 50 + 2 * 340) << 20)
     shm = told("shm")
     assert set(shm) == {"host", "stream"}
     assert shm["host"].host_bytes == (4 + 2) * 4 * GB

@@ -8,7 +8,15 @@ import pytest
 
 from benchmarks.checkpoints import SHAPES, tensor_shapes
 from skyctl.checkpoints.header import Tensor
-from skyctl.push.worker_memory import MIB, NCCL_GROUP_BYTES, bytes_beside, worker_bytes
+from skyctl.engines.vllm.inside.layout_wire import Copy, Program
+from skyctl.push.worker_memory import (
+    MIB,
+    NCCL_GROUP_BYTES,
+    bytes_beside,
+    numbering_bytes,
+    worker_bytes,
+)
+from skyctl.transfer.gpu.carrier import BATCH_BYTES
 from skyctl.transfer.plan import ChunkPlan, module_of, plan_chunks
 
 GIB = 1 << 30
@@ -69,3 +77,16 @@ def test_a_module_is_what_vllm_loads_at_once(name: str, module: str) -> None:
 def test_the_fullest_gpu_counts_beside_a_sender(gpus: list[list[int]], workers: int) -> None:
     plan = plan_of("qwen3-0.5b", GIB, "ipc")
     assert bytes_beside("ipc", plan, gpus) == workers * worker_bytes("ipc", plan)
+
+
+def test_parameters_that_lie_in_no_chunk_as_a_whole_are_built_beside_the_slots() -> None:
+    whole = Copy(0, 0, 1, GIB, 0, 0, 0, 0)
+    parts = [Copy(n, 1, 1, 300 * MIB, 0, 0, 300 * MIB * n, 0) for n in range(2)]
+    small = [Copy(0, 1, 4, MIB, 0, MIB, 0, 2 * MIB)]
+
+    def taken(copies: list[Copy]) -> int:
+        return numbering_bytes([Program("", (), tuple(copies))])
+
+    assert taken([whole]) == 0
+    assert taken([whole, *parts]) == 1200 * MIB
+    assert taken(small) == 7 * MIB + BATCH_BYTES

@@ -12,6 +12,7 @@ from skyctl.engines.vllm.inside.layout_wire import Copy, Program
 from skyctl.push.delivery import ChunkDelivery
 from skyctl.push.request import PushFleet
 from skyctl.push.worker_memory import worker_bytes
+from skyctl.transfer.gpu.carrier import BATCH_BYTES
 from skyctl.transfer.plan import plan_chunks
 from skyctl.transfer.sender_pool import Lease
 from skyctl.transfer.transports.nccl import NcclTransport
@@ -81,7 +82,7 @@ def test_a_sender_leaves_room_for_its_own_numbering_at_every_push() -> None:
     delivery._transport, delivery._distinct = Ipc(), [one]
     delivery._filling = lambda sites: "the same"
     lease: Any = SimpleNamespace(filled="the same")
-    assert delivery._reserve_bytes([], lease) == 2 * (8 + 3 * 16 + 10)
+    assert delivery._reserve_bytes([], lease) == 8 + 3 * 16 + 10 + BATCH_BYTES
 
 
 async def test_a_sender_with_a_gpu_of_its_own_leaves_nothing(tmp_path: Path) -> None:
